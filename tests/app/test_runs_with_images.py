@@ -223,3 +223,21 @@ def test_several_processes_that_would_wait_for_each_other_are_refused(options, s
     found = check_processes(chosen, model, 2, splits)
     assert said in str(found[0]) if said else not found
     assert not check_processes(chosen, model, 1, splits)
+
+
+def test_predictions_and_evaluations_at_the_command_line_read_images(workplace, tmp_path):
+    given = [str(workplace / "qwen2_5_vl"), "template=qwen2_vl", "eval_dataset=answers", "use_cpu=true",
+             f"dataset_dir={workplace / 'data'}", "cutoff_len=512"]  # fmt: skip
+    assert main(["predict", *given, "max_new_tokens=3", f"save_dir={tmp_path / 'predicted'}"]) == 0
+    lines = (tmp_path / "predicted" / "generated_predictions.jsonl").read_text().splitlines()
+    answers = [json.loads(line) for line in lines]
+    for record, answer in zip(RECORDS, answers, strict=True):
+        images = golden()["records"][record]["images"]
+        assert [Path(path).name for path in answer.get("images", ())] == images
+        assert answer["prompt"].count("<|image_pad|>") == len(images)
+    assert main(["eval", *given, f"save_dir={tmp_path / 'evaluated'}"]) == 0
+    rows = [row for row in golden()["llamafactory"] if row["family"] == "qwen2_5_vl" and not row["options"]]
+    chosen = [row for row in rows if row["record"] in RECORDS]
+    expected = sum(row["loss"] * row["items"] for row in chosen) / sum(row["items"] for row in chosen)
+    found = json.loads((tmp_path / "evaluated" / "eval_results.json").read_text())
+    assert found["eval_loss"] == pytest.approx(expected, abs=1e-4)

@@ -118,3 +118,49 @@ def test_a_model_on_the_page_answers_an_image(talk, server):
     assert found["/tokens"]["images"] == [{"width": 64, "height": 48, "tokens": 4}]
     assert found[""]["usage"]["completion_tokens"] <= 3
     assert found[""]["usage"]["prompt_tokens"] == found["/tokens"]["count"]
+
+
+@pytest.fixture
+def photos(talk, server):
+    """Records with images beside the model, and one whose image lies outside of the roots."""
+    names = ["p1_64x48.png", "p2_48x64.png", "p3_80x60.png"]
+    records = [
+        {"instruction": "<image>What is it?", "output": "A square.", "images": [f"files/{name}"]} for name in names
+    ]
+    (server.root / "photos.json").write_text(json.dumps(records))
+    columns = {"prompt": "instruction", "response": "output", "images": "images"}
+    entry = {"file_name": "photos.json", "columns": columns}
+    (server.root / "dataset_info.json").write_text(json.dumps({"photos": entry}))
+    return talk
+
+
+def is_drawn(image) -> bool:
+    image.wait_for()
+    return image.evaluate("async (node) => { await node.decode(); return node.naturalWidth > 0; }")
+
+
+def test_examples_of_a_plan_show_their_images(photos, server):
+    photos.goto(f"{server.address}/new")
+    photos.wait_for_selector("#box-model_name_or_path")
+    for name, value in {"model_name_or_path": "seeing", "dataset": "photos.json", "output_dir": "saves/a"}.items():
+        photos.fill(f"#box-{name}", value)
+    image = photos.locator("#sample .thumb img").first
+    image.wait_for(timeout=120_000)
+    assert is_drawn(image)
+    assert "48" in photos.locator("#sample .thumb figcaption").first.inner_text()
+
+
+def test_predictions_show_the_images_of_their_prompts(photos, server):
+    photos.goto(f"{server.address}/evaluate")
+    photos.wait_for_selector("#job-form button.main:not([disabled])")
+    photos.select_option("#source", label="seeing")
+    photos.select_option("#dataset", index=0)
+    photos.click("#job-form button.main")
+    image = photos.locator(".predictions .thumb img").first
+    image.wait_for(timeout=180_000)
+    assert is_drawn(image)
+    assert photos.locator(".predictions .prediction").count() == 3
+    assert "A square." in photos.locator(".predictions").inner_text()
+    run = photos.evaluate("async () => (await (await fetch('api/runs')).json()).runs[0].id")
+    photos.goto(f"{server.address}/runs/{run}")
+    assert is_drawn(photos.locator("#panel-predictions .thumb img").first)

@@ -10,14 +10,17 @@ import json
 import random
 import shlex
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 from burnish.checkpoint.checkpoint import output_folder
 from burnish.config.errors import UserError
 from burnish.config.options import specs
 from burnish.data.batches.batching import answers_of
+from burnish.data.images.image_file import images_of
 from burnish.data.rows.row_set import ListedRows
 from burnish.explain.explain import curve_of, first_of_pack, memory_terms_of, pieces_of, sections
+from burnish.loop.types import Row
 from burnish.report.metadata import given_yaml
 from burnish.run.plan.checks import trains
 from burnish.run.plan.options import RunOptions
@@ -113,11 +116,18 @@ def rows_of(prepared: Prepared, num_rows: int, seed: int) -> list[dict[str, Any]
     named = [(f"{place + 1}", place) for place in drawn]
     return [
         {"title": f"{title}, {name}" if name else title, "number": place + 1, "of": len(rows),
-         "tokens": len(answer["input_ids"]),
-         "pieces": pieces_of(first_of_pack({**rows[place], **answer}), prepared.tokenizer, prepared.family)}
+         "tokens": len(answer["input_ids"]), **_pieces(first_of_pack({**rows[place], **answer}), prepared)}
         for title, place in [*named, *ends.items()]
         for name, answer in answers_of(rows[place]).items()
     ]  # fmt: skip
+
+
+def _pieces(row: Row, prepared: Prepared) -> dict[str, Any]:
+    """The pieces of a row, and for each image the number of its piece and its path."""
+    pieces, images = pieces_of(row, prepared.tokenizer, prepared.family), images_of(row)
+    begins = list(accumulate((len(ids) for _, _, ids in pieces), initial=0))
+    placed = [(begins.index(image.begin), image.path) for image in images]
+    return {"pieces": pieces, **({"images": placed} if placed else {})}
 
 
 def as_json(planned: Callable[[], Plan]) -> tuple[str, int]:

@@ -26,6 +26,8 @@ from burnish.adapters.base import ModelState
 from burnish.config.errors import UserError
 from burnish.data.chat.rows import Template
 from burnish.data.images.family import Family
+from burnish.data.images.image_file import images_of
+from burnish.data.images.in_rows import without_expansion
 from burnish.data.images.sources import Sight
 from burnish.data.sets.sources import load_datasets
 from burnish.data.stats import DataStats
@@ -119,13 +121,22 @@ def predict(
     found = {f"{prefix}_{metric}": round(value, 4) for metric, value in _scores(texts, labels, options).items()}
     if run.parallel.rank == 0:
         path = folder / f"{stem}.jsonl"
-        prompts = [tokenizer.decode(question.prompt, skip_special_tokens=False) for question in questions]
+        prompts = [tokenizer.decode(_marked(one, prepared.family), skip_special_tokens=False) for one in questions]
+        images = [[image.path for image in images_of({"images": one.images})] for one in questions]
         drawn = [[(texts[at], likelihoods.get(at)) for at in range(first, len(texts), len(labels))]
                  for first in range(len(labels))]  # fmt: skip
-        write_answers(path, prompts, texts[: len(labels)], labels, drawn if options.samples > 1 else None)
+        several = drawn if options.samples > 1 else None
+        write_answers(path, prompts, texts[: len(labels)], labels, several, images)
         note(f"{counted(len(texts), 'answer')} in {path}: {', '.join(f'{k} {v:g}' for k, v in found.items())}.")
     num_batches = -(-len(questions) // options.per_device_eval_batch_size)
     return found | clock.rates(prefix, num_rows=len(questions), num_steps=num_batches)
+
+
+def _marked(question: Question, family: Family | None) -> Sequence[int]:
+    """The prompt with one mark for each image in place of all tokens that stand for it."""
+    if family is None or not question.images:
+        return question.prompt
+    return without_expansion(question.prompt, images_of({"images": question.images}), family.mark_id)
 
 
 def _stem(name: str) -> str:
@@ -376,9 +387,9 @@ def bare_model(run: Loop) -> Any:
 
 def write_answers(
     path: Path, prompts: Sequence[str], answers: Sequence[str], labels: Sequence[str],
-    drawn: Sequence[Sequence[tuple[str, float | None]]] | None = None,
+    drawn: Sequence[Sequence[tuple[str, float | None]]] | None = None, images: Sequence[Sequence[str]] = (),
 ) -> None:  # fmt: skip
-    """Write a line of JSON per question with ``prompt``, ``predict`` and ``label``.
+    """Write a line of JSON per question with ``prompt``, ``predict`` and ``label``, and ``images`` if it has any.
 
     Args:
         path: output file.
@@ -386,10 +397,13 @@ def write_answers(
         answers: generated responses.
         labels: reference responses.
         drawn: all responses to each question with their log-probabilities in nats; the first is ``predict``.
+        images: paths of the images of each question.
     """
     with path.open("w", encoding="utf-8") as file:
         for at, (prompt, predicted, label) in enumerate(zip(prompts, answers, labels, strict=True)):
             line: dict[str, Any] = {"prompt": prompt, "predict": predicted, "label": label}
+            if images and images[at]:
+                line["images"] = list(images[at])
             if drawn is not None:
                 line["samples"] = [{"text": text, "logprob": logprob} for text, logprob in drawn[at]]
             file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
 
 MOST_PIXELS = 178_956_970
 """Pixels of the largest image: Pillow's own bound, beyond which it takes a file for a decompression bomb."""
+MOST_PIXELS_SHOWN = 50_000_000
+"""Pixels of the largest image of which ``thumbnail`` makes a copy: 200 MB while it is decoded."""
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "MPO", "TIFF", "PPM", "AVIF", "JPEG2000", "DIB", "ICO", "PCX", "QOI",
+            "SGI", "TGA")  # fmt: skip
+"""Formats that are read. Pillow has more, of which EPS starts another program, Ghostscript."""
+_AVERAGED, _BOX, _NEAREST = ("L", "LA", "RGB", "RGBA", "CMYK", "YCbCr"), 4, 0
 _ORIENTATION = 0x0112  # of EXIF; 5 to 8 exchange width and height
 _TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270",
           7: "TRANSVERSE", 8: "ROTATE_90"}  # fmt: skip
@@ -167,6 +174,29 @@ def _decoded(file: str | BytesIO, image: ImageFile, size: int) -> Image:
         raise UserError(f"the image {cut_off(error, size)}", where=where, remedy="Replace the file.") from None
 
 
+def thumbnail(content: bytes, side: int) -> bytes:
+    """A small copy of an image as JPEG: upright, on white, at most ``side`` pixels wide and high.
+
+    Raises:
+        BadImage: for what is not an image, is damaged, or takes too much memory to be decoded for a look.
+    """
+    made = BytesIO()
+    try:
+        with _opened(BytesIO(content)) as opened:
+            turn = orientation(opened)
+            opened.draft("RGB", (side, side))  # a JPEG is decoded at a fraction of its size
+            if opened.width * opened.height > MOST_PIXELS_SHOWN:
+                raise BadImage(f"has {opened.width}x{opened.height} pixels, too many to be shown.")
+            opened.load()
+            scale = min(1.0, side / max(opened.size))
+            size = (max(1, round(opened.width * scale)), max(1, round(opened.height * scale)))
+            small = opened.resize(size, _BOX if opened.mode in _AVERAGED else _NEAREST)
+            _rotated(_without_alpha(small), turn).convert("RGB").save(made, "JPEG", quality=85)
+    except (OSError, SyntaxError, EOFError, ValueError) as error:
+        raise error if isinstance(error, BadImage) else BadImage(cut_off(error, len(content))) from None
+    return made.getvalue()
+
+
 def cut_off(error: BaseException, num_bytes: int) -> str:
     """What is wrong with an image whose header was good: the rest of a sentence."""
     if isinstance(error, BadImage):
@@ -198,7 +228,7 @@ def _opened(path: str | BytesIO) -> Image:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # half of the bound that is held here
         try:
-            return Image.open(path)
+            return Image.open(path, formats=_formats())
         except Image.DecompressionBombError:
             width, height = _size_of_large(path)
             raise BadImage(f"has {width}x{height} pixels; the maximum is {MOST_PIXELS:,}.") from None
@@ -208,6 +238,15 @@ def _opened(path: str | BytesIO) -> Image:
             if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
                 raise
             raise BadImage(f"is not an image that can be read ({error}).") from None
+
+
+@cache
+def _formats() -> list[str]:
+    """The formats that are read, of those that this Pillow knows."""
+    from PIL import Image
+
+    Image.init()
+    return [name for name in _FORMATS if name in Image.OPEN]
 
 
 def _size_of_large(path: str | BytesIO) -> tuple[int, int]:

@@ -211,6 +211,16 @@ class Expanded:
         return place + sum(self._sizes[:before]) - before
 
 
+def without_expansion(ids: Sequence[int], images: Sequence[ImageFile], mark: int) -> list[int]:
+    """A row with one mark in place of the tokens of each image."""
+    found: list[int] = []
+    done = 0
+    for image in images:
+        found += [*ids[done : image.begin], mark]
+        done = image.end
+    return [*found, *ids[done:]]
+
+
 def shifted(images: Iterable[ImageFile], by: int) -> list[ImageFile]:
     """The same images ``by`` tokens further on."""
     return [replace(one, begin=one.begin + by, end=one.end + by) for one in images]

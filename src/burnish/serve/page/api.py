@@ -24,12 +24,14 @@ from burnish.serve.http.stream import EventStream, event_text
 from burnish.serve.page.form import Form, whole_number
 from burnish.serve.page.jobs.starting import free_folder
 from burnish.serve.page.routes.conversations import Conversations
+from burnish.serve.page.routes.images import Images
 from burnish.serve.page.routes.jobs import Jobs, target_of
 from burnish.serve.page.routes.picking import Picking
 from burnish.serve.page.routes.shelf import Shelf
 from burnish.serve.page.runs.completions import completions
 from burnish.serve.page.runs.files import checkpoints, run_yaml_text, tail_lines
 from burnish.serve.page.runs.follow import CONSOLE, FilePosition, cursor_text, end_of, log_text, news, read_cursor
+from burnish.serve.page.runs.predictions import predictions
 from burnish.serve.page.runs.remarks import remarks_on
 from burnish.serve.page.runs.runs import FoundRun, id_of
 from burnish.serve.page.runs.series import series, thinned
@@ -56,6 +58,7 @@ class Api:
         yield from Jobs(self.site).routes()
         yield from Picking(self.site).routes()
         yield from Conversations(self.site).routes()
+        yield from Images(self.site).routes()
         yield "GET", "/api/runs", self.runs
         yield "POST", "/api/runs", self.begin
         yield "GET", "/api/runs/{id}", self.run
@@ -63,6 +66,7 @@ class Api:
         yield "GET", "/api/runs/{id}/log", self.log
         yield "GET", "/api/runs/{id}/download/{name}", self.download
         yield "GET", "/api/runs/{id}/completions", self.completions
+        yield "GET", "/api/runs/{id}/predictions", self.predictions
         yield "GET", "/api/runs/{id}/held-out", self.held_out
         yield "POST", "/api/runs/{id}/stop", self.stop
         yield "POST", "/api/runs/{id}/continue", self.again
@@ -150,6 +154,12 @@ class Api:
         run, given = await self.site.run(request.path_params["id"]), request.query_params
         step = whole_number(given["step"], "step", 0) if given.get("step") else None
         return ShownJson(await asyncio.to_thread(completions, run.folder, step, given.get("record") or None))
+
+    async def predictions(self, request: Request) -> Response:
+        """Some responses that a run has written, from ``offset`` on."""
+        run, given = await self.site.run(request.path_params["id"]), request.query_params
+        offset = whole_number(given.get("offset"), "offset", 0)
+        return ShownJson(await asyncio.to_thread(predictions, run.folder, given.get("file", ""), offset))
 
     async def download(self, request: Request) -> Response:
         """Download one of the files that the run lists."""

@@ -31,6 +31,7 @@ from burnish.serve.page.api import Api
 from burnish.serve.page.jobs.commands import FORMATS
 from burnish.serve.page.runs.completions import COMPLETIONS
 from burnish.serve.page.runs.files import run_yaml_text
+from burnish.serve.page.runs.predictions import prediction_files
 from burnish.serve.page.runs.remarks import remarks_on
 from burnish.serve.page.runs.report import curves, table
 from burnish.serve.page.runs.runs import ALIVE
@@ -122,7 +123,7 @@ class Pages:
         return self._page(
             "run", request, run=self.site.facts([run])[0],
             picture=picture(columns, 640, 160), columns=_summary(columns),
-            has_completions=(run.folder / COMPLETIONS).is_file(),
+            has_completions=(run.folder / COMPLETIONS).is_file(), has_predictions=bool(prediction_files(run.folder)),
             remarks=[remark.text(language) for remark in remarks_on(run, columns)],
         )  # fmt: skip
 

@@ -26,7 +26,7 @@ from burnish.data.sets.layouts import is_preference, layout_of, proposed_columns
 from burnish.data.sets.sources import load_datasets
 from burnish.data.stats import DataStats
 from burnish.explain.as_json import explained_parts, problems_of
-from burnish.loop.types import Answer, Example, Message
+from burnish.loop.types import IMAGE, Answer, Example, Message
 from burnish.run.plan.checks import problems_in_files, record_needs
 from burnish.run.plan.listing import component
 from burnish.run.plan.options import RunOptions
@@ -181,16 +181,18 @@ def held_out(values: Mapping[str, Any], number: int | None = None) -> dict[str, 
 
 
 def question_of(record: Example) -> dict[str, Any]:
-    """``{"system", "tools", "before", "user", "answer"}``: the conversation up to the last user message, and the
-    response.
+    """``{"system", "tools", "before", "user", "answer", "images"}``: the conversation up to the last user message, the
+    response, and the images of that message. An earlier message may have ``images`` as well.
 
     Raises:
         UserError: for plain text without a prompt.
     """
     messages = record.messages
     asks = max((place for place, one in enumerate(messages) if one.role == "user"), default=None)
+    images: list[Any] = []
     if asks is not None:
-        before, user, behind = messages[:asks], messages[asks].text, messages[asks + 1 :]
+        before, user, behind = messages[:asks], _without_marks(messages[asks]), messages[asks + 1 :]
+        images = _images(messages[asks])
     elif record.prompt is not None:
         before, user, behind = (), record.prompt, ()
     else:
@@ -198,12 +200,22 @@ def question_of(record: Example) -> dict[str, Any]:
     given = record.chosen if record.chosen is not None else record.completion if behind == () else behind
     return {
         "system": record.system or "", "tools": json.loads(record.tools) if record.tools else [],
-        "before": list(_in_chat_roles(before)), "user": user, "answer": _text(given),
+        "before": list(_in_chat_roles(before)), "user": user, "answer": _text(given), "images": images,
     }  # fmt: skip
 
 
+def _images(message: Message) -> list[dict[str, Any]]:
+    """The images of a message, which the page fetches by their paths."""
+    return [{"path": one.path, "name": Path(one.path).name, "width": one.width, "height": one.height}
+            for one in message.images]  # fmt: skip
+
+
+def _without_marks(message: Message) -> str:
+    return message.text.replace(IMAGE, "")
+
+
 def _text(answer: Answer | None) -> str:
-    return answer if isinstance(answer, str) else "\n\n".join(one.text for one in answer or ())
+    return answer if isinstance(answer, str) else "\n\n".join(map(_without_marks, answer or ()))
 
 
 def _in_chat_roles(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
@@ -222,4 +234,6 @@ def _in_chat_roles(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
         elif message.role == "observation":
             yield {"role": "tool", "content": message.text, "tool_call_id": waiting.pop(0) if waiting else "call_0"}
         else:
-            yield {"role": message.role, "content": message.text}
+            images = _images(message)
+            content = _without_marks(message)
+            yield {"role": message.role, "content": content, **({"images": images} if images else {})}

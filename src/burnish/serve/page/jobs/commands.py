@@ -17,6 +17,8 @@ from typing import Any
 
 from burnish.serve.http.errors import APIError
 from burnish.serve.page.runs.files import object_in
+from burnish.serve.page.runs.predictions import prediction_files
+from burnish.serve.page.runs.runs import id_of
 from burnish.serve.page.site import Site
 
 FORMATS: Mapping[str, tuple[str, ...]] = {
@@ -121,6 +123,7 @@ class Commands:
             "written": _weights(job.folder) if job.expected else 0, "expected": job.expected,
             "lines": _serving_lines(shown, job.folder) if is_done and job.kind == "export" else [],
             "metrics": _metrics(job.folder) if is_done and job.kind != "export" else {},
+            "run": id_of(job.folder) if is_done and prediction_files(job.folder) else "",
         }  # fmt: skip
 
     def _facts(self, job: StartedCommand) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 // @ts-check
 // Images of the next message: picked, dropped or pasted, and shown small. They stay in the memory of this tab.
 import { $, el, icon, say } from "./dom.js";
-import { send } from "./net.js";
+import { send, up } from "./net.js";
 import { t } from "./words.js";
 
 const MOST_BYTES = 20_000_000;
@@ -44,12 +44,24 @@ export const contentOf = (text, images = []) => {
     ...(text ? [{ type: "text", text }] : []),
   ];
 };
-/** Turns without the pixels of their images, as they are kept on the server. @param {any[]} turns */
+/** Turns without the pixels of their images, as they are kept on the server. @param {any[]} turns @returns {any[]} */
 export const withoutPixels = (turns) =>
-  turns.map((turn) =>
-    turn.images
-      ? { ...turn, images: turn.images.map((/** @type {Attachment} */ one) => ({ ...one, url: undefined })) }
-      : turn,
+  turns.map((turn) => ({
+    ...turn,
+    ...(turn.before ? { before: withoutPixels(turn.before) } : {}),
+    ...(turn.images
+      ? { images: turn.images.map((/** @type {Attachment} */ one) => ({ ...one, url: undefined })) }
+      : {}),
+  }));
+/** Images of a record with their pixels, of those that the server shows. @param {any[]} images */
+export const fetched = (images) =>
+  Promise.all(
+    images.map(async ({ path, ...image }) => {
+      const response = await fetch(`${up}api/images?whole=1&path=${encodeURIComponent(path)}`);
+      if (!response.ok) return image;
+      const blob = await response.blob();
+      return { ...image, url: await dataUri(new Blob([blob], { type: "image/any" })) };
+    }),
   );
 
 /** The images that the next message will have. */
@@ -127,7 +139,7 @@ export class Attached {
     return taken;
   }
 }
-/** @param {File} file @returns {Promise<string>} */
+/** @param {Blob} file @returns {Promise<string>} */
 const dataUri = (file) =>
   new Promise((resolve, reject) => {
     const reader = new FileReader();

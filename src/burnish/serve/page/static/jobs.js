@@ -68,6 +68,12 @@ form.addEventListener("submit", async (/** @type {Event} */ event) => {
     field.focus();
   }
 });
+/** The responses of a prediction, with the images of their prompts. @param {any} job */
+function predictionsOf(job) {
+  const place = el("div", { class: "predictions" });
+  void import("./predictions.js").then((module) => module.showPredictions(place, job.run));
+  return place;
+}
 /** @param {any} job */
 function card(job) {
   const share = job.expected
@@ -116,6 +122,7 @@ function card(job) {
         )
       : null,
     job.lines.length ? el("div", { class: "job-lines" }, el("p", {}, t("export_done")), job.lines.map(line)) : null,
+    job.run ? predictionsOf(job) : null,
     el("small", { class: "mono" }, job.folder),
     el(
       "details",

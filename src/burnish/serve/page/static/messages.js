@@ -27,7 +27,9 @@ const said = ({ text, calls = [] }) => [
 export const conversation = (system, turns, side) => [
   ...(system ? [{ role: "system", content: system }] : []),
   ...turns.flatMap((turn) => [
-    ...(turn.before ?? []),
+    ...(turn.before ?? []).map((/** @type {any} */ { images, ...message }) =>
+      images ? { ...message, content: contentOf(message.content, images) } : message,
+    ),
     { role: "user", content: contentOf(turn.user, turn.images) },
     ...chain(turn.answers[side])
       .filter((one) => one.text || one.calls?.length)

@@ -49,6 +49,12 @@ export function fillPanels(run) {
     );
 }
 
+/** The responses that a run has written, if it has any. @param {string} id */
+export async function fillPredictions(id) {
+  const place = panel("predictions");
+  if (place) await (await import("./predictions.js")).showPredictions(place, id);
+}
+
 /** The console of a run, which is followed to its end as long as a reader is there. */
 export class LiveLog {
   /** @param {any} place @param {string} id */

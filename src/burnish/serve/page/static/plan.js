@@ -2,6 +2,7 @@
 // What a run will do, as facts, a bar of memory, notes, and examples with their trained tokens.
 import { $, el, svg } from "./dom.js";
 import { bytes, short, visible } from "./format.js";
+import { smallImage } from "./small_image.js";
 import { language, maybe, t } from "./words.js";
 
 /** @param {any} term */
@@ -141,8 +142,10 @@ export class Examples {
       ids = $("#row-ids").checked,
       brackets = $("#row-brackets").checked;
     $("#row-title").textContent = t("row_of", row).replace(/^\d+(: |：)/, ""); // a row that was drawn has no other title
+    const images = new Map(row.images);
     $("#sample").replaceChildren(
-      ...row.pieces.map((/** @type {any[]} */ [text, trained, tokens]) => {
+      ...row.pieces.map((/** @type {any[]} */ [text, trained, tokens], /** @type {number} */ place) => {
+        if (images.has(place) && !ids) return smallImage(images.get(place), text);
         const shown = ids ? ` ${tokens.join(" ")} ` : visible(text);
         return trained ? el("mark", {}, brackets ? `⟦${shown}⟧` : shown) : document.createTextNode(shown);
       }),

@@ -7,7 +7,7 @@ import { $, $$, confirmed, download, el, say, tabs } from "./dom.js";
 import { bytes, duration, short } from "./format.js";
 import { Failed, api, follow, get, up } from "./net.js";
 import { showCompletions } from "./completions.js";
-import { LiveLog, eventLine, fillPanels, panel } from "./panels.js";
+import { LiveLog, eventLine, fillPanels, fillPredictions, panel } from "./panels.js";
 import { language, maybe, ready, t } from "./words.js";
 
 await ready;
@@ -225,6 +225,7 @@ function fill(run) {
 const first = await get(`api/runs/${id}`);
 fill(first);
 show(first);
+void fillPredictions(id);
 void log.fill();
 const cursor = isTraining ? await fetchSeries() : first.cursor;
 following = follow(

@@ -76,11 +76,14 @@ export function fill(node, one, told) {
 }
 /** The question of a turn, and what stood before it in its record. @param {any} turn @param {number} side @param {((text: string) => void) | undefined} edited */
 export function asked(turn, side, edited) {
-  for (const { role, content, tool_calls: calls } of turn.before ?? [])
+  for (const { role, content, images, tool_calls: calls } of turn.before ?? [])
     turnNode(role, side, role).text.replaceChildren(
+      ...thumbs(images ?? []),
       ...nodes(
         content ||
-          calls.map((/** @type {any} */ call) => `${call.function.name}(${call.function.arguments})`).join("\n"),
+          (calls ?? [])
+            .map((/** @type {any} */ call) => `${call.function.name}(${call.function.arguments})`)
+            .join("\n"),
       ),
     );
   const node = turnNode("user", side, t("you"));
