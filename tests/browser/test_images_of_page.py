@@ -141,7 +141,7 @@ def is_drawn(image) -> bool:
 
 def test_examples_of_a_plan_show_their_images(photos, server):
     photos.goto(f"{server.address}/new")
-    photos.wait_for_selector("#box-model_name_or_path")
+    photos.wait_for_selector("#box-model_name_or_path", timeout=180_000)
     for name, value in {"model_name_or_path": "seeing", "dataset": "photos.json", "output_dir": "saves/a"}.items():
         photos.fill(f"#box-{name}", value)
     image = photos.locator("#sample .thumb img").first
