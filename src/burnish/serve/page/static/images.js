@@ -53,8 +53,8 @@ export const withoutPixels = (turns) =>
       ? { images: turn.images.map((/** @type {Attachment} */ one) => ({ ...one, url: undefined })) }
       : {}),
   }));
-/** Images of a record with their pixels, of those that the server shows. @param {any[]} images */
-export const fetched = (images) =>
+/** Images of a message with their pixels, of those that the server shows. @param {any[]} images */
+const fetched = (images) =>
   Promise.all(
     images.map(async ({ path, ...image }) => {
       const response = await fetch(`${up}api/images?whole=1&path=${encodeURIComponent(path)}`);
@@ -63,6 +63,11 @@ export const fetched = (images) =>
       return { ...image, url: await dataUri(new Blob([blob], { type: "image/any" })) };
     }),
   );
+
+/** Load the images of a record and of the messages before it. @param {any} record */
+export const loadImages = async (record) => {
+  for (const one of [record, ...record.before]) one.images = one.images?.length ? await fetched(one.images) : undefined;
+};
 
 /** The images that the next message will have. */
 export class Attached {

@@ -4,7 +4,7 @@ import { $, $$, copy, download, say } from "./dom.js";
 import { Engines } from "./engines.js";
 import { short, visible } from "./format.js";
 import { history } from "./history.js";
-import { Attached, fetched, withoutPixels } from "./images.js";
+import { Attached, loadImages, withoutPixels } from "./images.js";
 import { nodes } from "./md.js";
 import { answers, chain, conversation, toolsOf } from "./messages.js";
 import { Failed, get, send } from "./net.js";
@@ -214,13 +214,12 @@ $("#held-out").addEventListener("click", async () => {
     await open();
     $("#system").value = record.system;
     $("#tools").value = record.tools.length ? JSON.stringify(record.tools, null, 1) : "";
-    const images = await fetched(record.images);
-    for (const one of record.before) if (one.images) one.images = await fetched(one.images);
+    await loadImages(record);
     busy(false);
     await begin({
       before: record.before,
       user: record.user,
-      images: images.length ? images : undefined,
+      images: record.images,
       given: record.answer,
       place: t("held_out_is", record),
       answers: [null, null],
