@@ -64,9 +64,10 @@ const fetched = (images) =>
     }),
   );
 
-/** Load the images of a record and of the messages before it. @param {any} record */
-export const loadImages = async (record) => {
+/** A record with the pixels of its images and of those in the messages before it. @param {any} record */
+export const withImages = async (record) => {
   for (const one of [record, ...record.before]) one.images = one.images?.length ? await fetched(one.images) : undefined;
+  return record;
 };
 
 /** The images that the next message will have. */

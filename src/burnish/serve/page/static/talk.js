@@ -4,7 +4,7 @@ import { $, $$, copy, download, say } from "./dom.js";
 import { Engines } from "./engines.js";
 import { short, visible } from "./format.js";
 import { history } from "./history.js";
-import { Attached, loadImages, withoutPixels } from "./images.js";
+import { Attached, withImages, withoutPixels } from "./images.js";
 import { nodes } from "./md.js";
 import { answers, chain, conversation, toolsOf } from "./messages.js";
 import { Failed, get, send } from "./net.js";
@@ -210,11 +210,10 @@ $("#held-out").addEventListener("click", async () => {
   }
   busy(true);
   try {
-    const record = await get(`api/runs/${run}/held-out`);
+    const record = await withImages(await get(`api/runs/${run}/held-out`));
     await open();
     $("#system").value = record.system;
     $("#tools").value = record.tools.length ? JSON.stringify(record.tools, null, 1) : "";
-    await loadImages(record);
     busy(false);
     await begin({
       before: record.before,
