@@ -17,7 +17,7 @@ from burnish.inference.sampling import (
     token_logps,
 )
 from burnish.inference.types import CHAT, ROLLOUT, NoiseKey, Sampling
-from burnish.kernels.philox import gumbel, permutation, philox
+from burnish.kernels.philox import gumbel, gumbel_argmax, permutation, philox
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.0, 0.2])
 
@@ -202,6 +202,19 @@ def test_draws_follow_the_softmax_over_rows_samples_and_positions(vocabulary: in
     assert abs(chi_square(counts, logits.double().softmax(-1))) < 4
 
 
+@pytest.mark.parametrize("scale", [0, 0.1, 1, 3, 10, 100, 1e4])
+@pytest.mark.parametrize("vocabulary", [8, 4001])
+def test_tokens_that_are_ruled_out_by_their_words_change_no_draw(vocabulary: int, scale: float) -> None:
+    drawn = torch.Generator().manual_seed(vocabulary)
+    words = [NoiseKey(5, ROLLOUT, int(scale), row=row).words(row) for row in range(40)]
+    scores = torch.randn(len(words), vocabulary, generator=drawn) * scale
+    single, half, tied = (torch.full_like(scores, -torch.inf), scores.clone(), scores.round())
+    single[:, 3], half[:, ::2] = 0.0, -torch.inf
+    for each in (scores, single, half, tied, scores - 1e30):
+        whole = (each + gumbel(words, vocabulary, each.device)).argmax(-1)
+        assert torch.equal(gumbel_argmax(each, words), whole)
+
+
 def test_draws_of_neighboring_positions_are_independent() -> None:
     logits, number = torch.tensor([1.0, 0.5, 0.0, -0.5]), 6_000
     drawn = draw_rows(logits.expand(number, -1), [NoiseKey(3).words(at) for at in range(number)], [Sampling()] * number)
@@ -226,7 +239,7 @@ def test_a_permutation_has_every_item_once_and_depends_on_the_generation() -> No
 
 
 def test_log_probabilities_are_of_the_bare_logits() -> None:
-    (found,) = log_probabilities(LOGITS[None], [2], top=2)
+    (found,) = log_probabilities(LOGITS[None], torch.tensor([2]), top=2)
     logps = LOGITS.log_softmax(-1)
     assert found.logprob == pytest.approx(float(logps[2]))
     assert found.top == ((0, pytest.approx(float(logps[0]))), (1, pytest.approx(float(logps[1]))))

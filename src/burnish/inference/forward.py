@@ -66,8 +66,8 @@ class Forward(Protocol):
     goes_back: bool
     splits: bool
 
-    def run(self, first: int, rows: Sequence[NewTokens]) -> list[Tensor]:
-        """Process new tokens of the slots from ``first`` on. Returns logits (len(wanted), V) for each row."""
+    def run(self, first: int, rows: Sequence[NewTokens]) -> Tensor:
+        """Process new tokens of the slots from ``first`` on. Returns the wanted logits (W, V), row after row."""
         ...
 
     def free(self) -> None:
@@ -94,7 +94,7 @@ class OverSlots:
         self._keeps_some = "logits_to_keep" in signature(self.model.forward).parameters
 
     @torch.no_grad()
-    def run(self, first: int, rows: Sequence[NewTokens]) -> list[Tensor]:
+    def run(self, first: int, rows: Sequence[NewTokens]) -> Tensor:
         longest = max(len(row.ids) for row in rows)
         starts = torch.tensor([row.start for row in rows])[:, None]
         lengths = torch.tensor([len(row.ids) for row in rows])[:, None]
@@ -112,12 +112,16 @@ class OverSlots:
         self.cache.place = SlotPlaces(first, places, width)
         with self.precision():
             inputs = {"position_ids": position_ids, **inputs_of_images(self.model, rows, position_ids)}
-            logits = self.model(
+            logits: Tensor = self.model(
                 input_ids=ids, attention_mask=self._mask(places, width, rows), past_key_values=self.cache,
                 use_cache=True, **self._only(kept, longest), **inputs,
             ).logits  # fmt: skip
+        if longest == 1 and all(len(row.wanted) == 1 for row in rows):
+            return logits[:, 0]
         columns = {place: column for column, place in enumerate(kept if self._keeps_some else range(longest))}
-        return [logits[at, [columns[place] for place in row.wanted]] for at, row in enumerate(rows)]
+        wanted = [(at, columns[place]) for at, row in enumerate(rows) for place in row.wanted]
+        at, column = torch.tensor(wanted, dtype=torch.long, device=self.device).reshape(-1, 2).T
+        return logits[at, column]
 
     def _only(self, kept: list[int], longest: int) -> dict[str, Any]:
         """Return arguments that restrict the output layer to the needed positions, or to one if none are needed."""
@@ -212,7 +216,7 @@ class OwnCache(_OneRow):
         self._kept = {}
 
     @torch.no_grad()
-    def run(self, first: int, rows: Sequence[NewTokens]) -> list[Tensor]:
+    def run(self, first: int, rows: Sequence[NewTokens]) -> Tensor:
         (row,) = rows
         if not row.start:
             self._kept = {}
@@ -224,7 +228,8 @@ class OwnCache(_OneRow):
             )  # fmt: skip
         names = [name for name in ("past_key_values", "cache_params") if getattr(out, name, None) is not None]
         self._kept = {name: getattr(out, name) for name in names}
-        return [out.logits[0, list(row.wanted)]]
+        logits: Tensor = out.logits[0, list(row.wanted)]
+        return logits
 
 
 class WholeText(_OneRow):
@@ -237,11 +242,11 @@ class WholeText(_OneRow):
         self._ids: list[int] = []
 
     @torch.no_grad()
-    def run(self, first: int, rows: Sequence[NewTokens]) -> list[Tensor]:
+    def run(self, first: int, rows: Sequence[NewTokens]) -> Tensor:
         (row,) = rows
         self._ids = [*self._ids[: row.start], *row.ids]
         if not row.wanted:
-            return [torch.empty(0)]
+            return torch.empty(0, self.model.config.get_text_config().vocab_size)
         ids = torch.tensor([self._ids], device=self.device)
         inputs: dict[str, Any] = {}
         if row.images is not None:
@@ -253,4 +258,5 @@ class WholeText(_OneRow):
                 inputs["attention_mask"] = masks_of(self.model, torch.zeros_like(ids), blocks)
         with self.precision():
             out = self.model(input_ids=ids, use_cache=False, **inputs)
-        return [out.logits[0, [row.start + place for place in row.wanted]]]
+        logits: Tensor = out.logits[0, [row.start + place for place in row.wanted]]
+        return logits

@@ -70,7 +70,8 @@ def _in_chunks(backend: Forward, texts: Sequence[Sequence[int]]) -> list[Tensor]
         chunks = [text[begin:end] for text in texts]
         starts = [0 if begin is None else len(text) + begin for text in texts]
         rows = [NewTokens(ids, start, range(len(ids))) for ids, start in zip(chunks, starts, strict=True)]
-        for logits, each in zip(backend.run(0, rows), found, strict=True):
+        logits_of_rows = torch.split(backend.run(0, rows), [len(row.wanted) for row in rows])
+        for logits, each in zip(logits_of_rows, found, strict=True):
             each.append(logits)
     return [torch.cat(chunks) for chunks in found]
 

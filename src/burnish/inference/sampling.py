@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from burnish.inference.types import Logprob, NoiseKey, Sampling
-from burnish.kernels.philox import gumbel
+from burnish.kernels.philox import gumbel, gumbel_argmax
 
 _FIRST_SORTED = 256
 """Number of most likely tokens in which the end of the nucleus is searched first."""
@@ -50,6 +50,13 @@ class DrawSettings:
     noise: NoiseKey = field(default_factory=NoiseKey)
     mask: Tensor | None = None
     barred: Iterable[int] = ()
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether the logits are changed before the temperature is applied."""
+        sampling = self.sampling
+        is_penalized = sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
+        return bool(sampling.bias or is_penalized or self.mask is not None or self.barred)
 
 
 def draw(logits: Tensor, rows: Sequence[DrawSettings]) -> Tensor:
@@ -82,9 +89,10 @@ def draw_rows(scores: Tensor, keys: Sequence[tuple[int, int, int, int, int]], se
         (N,) token ids.
     """
     tokens, values = candidates(scores, settings)
-    noise = gumbel(keys, scores.shape[1], scores.device, tokens)
-    best = (values + noise).argmax(-1, keepdim=True)
-    return best[:, 0] if tokens is None else tokens.gather(1, best)[:, 0]
+    if tokens is None:
+        return gumbel_argmax(values, keys)
+    best = (values + gumbel(keys, scores.shape[1], scores.device, tokens)).argmax(-1, keepdim=True)
+    return tokens.gather(1, best)[:, 0]
 
 
 def draw_logps(logits: Tensor, rows: Sequence[DrawSettings], tokens: Tensor) -> Tensor:
@@ -96,7 +104,10 @@ def draw_logps(logits: Tensor, rows: Sequence[DrawSettings], tokens: Tensor) -> 
 
 
 def adjusted_logits(logits: Tensor, rows: Sequence[DrawSettings]) -> Tensor:
-    """Return (N, V) float32 logits with bias, penalties, grammar and barred tokens applied."""
+    """Return (N, V) float32 logits with bias, penalties, grammar and barred tokens applied; ``logits`` if there are
+    none."""
+    if not any(row.adjusts for row in rows):
+        return logits.detach().float()
     scores = logits.detach().to(torch.float32, copy=True)
     if bias := [(at, *pair) for at, row in enumerate(rows) for pair in row.sampling.bias.items()]:
         places, (values,) = _entries(bias, scores)
@@ -149,7 +160,9 @@ def candidates(scores: Tensor, settings: Sequence[Sampling]) -> tuple[Tensor | N
         least = largest.gather(1, column([min(limit, max(limited)) - 1 for limit in limits], torch.long))
         is_kept = (scores >= least) | column([limit == vocabulary for limit in limits], torch.bool)
         tokens, scores = _compact(is_kept, tokens, scores)
-    values = scores / column([max(each.temperature, _COLDEST) for each in settings], torch.float32)
+    values = scores
+    if any(each.temperature != 1 for each in settings):
+        values = scores / column([max(each.temperature, _COLDEST) for each in settings], torch.float32)
     if any(each.min_p > 0 or each.top_p < 1 for each in settings):
         chances = values.softmax(-1)
         least = column([each.min_p for each in settings], torch.float32) * chances.max(-1, keepdim=True).values
@@ -219,22 +232,27 @@ def token_logps(logits: Tensor, tokens: Tensor) -> Tensor:
     return logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
 
 
-def log_probabilities(logits: Tensor, tokens: Sequence[int], top: int = 0, also: Sequence[int] = ()) -> list[Logprob]:
+def log_probabilities(
+    logits: Tensor, tokens: Tensor, top: int = 0, also: Sequence[Sequence[int]] = ()
+) -> list[Logprob]:
     """Return the log-probabilities of one token per row, and of further tokens, under the model's own logits.
+
+    They are computed on the device of the logits for all rows at once, and read from it once.
 
     Args:
         logits: (N, V) logits.
-        tokens: N ids.
+        tokens: (N,) ids.
         top: number of most likely tokens to add.
-        also: tokens to add.
+        also: tokens to add, for each row.
     """
-    own = token_logps(logits, torch.tensor(tokens, device=logits.device)).tolist()
-    if not (top or also):
-        return [Logprob(token, logp) for token, logp in zip(tokens, own, strict=True)]
-    logps = logits.detach().float().log_softmax(-1)
-    values, top_ids = (found.tolist() for found in logps.topk(min(top, logps.shape[1])))
-    requested = logps[:, list(also)].tolist()
-    return [
-        Logprob(token, logp, (*zip(ids, logps_of, strict=True), *zip(also, others, strict=True)))
-        for token, logp, ids, logps_of, others in zip(tokens, own, top_ids, values, requested, strict=True)
-    ]
+    ids, logps = tokens.to(logits.device)[:, None], logits.detach().float().log_softmax(-1)
+    if top:
+        ids = torch.cat([ids, logps.topk(min(top, logps.shape[1])).indices], 1)
+    if longest := max(map(len, also), default=0):
+        padded = [[*row, *[0] * (longest - len(row))] for row in also]
+        ids = torch.cat([ids, torch.tensor(padded, device=logits.device)], 1)
+    result = []
+    for row, (of_row, values) in enumerate(zip(ids.tolist(), logps.gather(1, ids).tolist(), strict=True)):
+        number = len(of_row) - longest + (len(also[row]) if also else 0)
+        result.append(Logprob(of_row[0], values[0], tuple(zip(of_row[1:number], values[1:number], strict=True))))
+    return result

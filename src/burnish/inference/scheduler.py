@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from burnish.config.errors import Problem
 from burnish.inference.forward import NewTokens, Precision
-from burnish.inference.next_tokens import drawn_logps, failed_pass, grammar_problem, next_tokens
+from burnish.inference.next_tokens import NextToken, failed_pass, grammar_problem, next_tokens
 from burnish.inference.probe import choose
 from burnish.inference.replies.grammar import GrammarError
 from burnish.inference.sampling import log_probabilities
@@ -48,7 +48,6 @@ from burnish.inference.types import (
     Filled,
     Full,
     GenerationRequest,
-    Logprob,
     OutputCallback,
     RequestHandle,
     StepOutput,
@@ -289,11 +288,15 @@ class Scheduler:
             rows.append(NewTokens(rest, start, [*scored, *([len(rest) - 1] if last else [])], request.images))
         with self._through([slot.adapter for slot in slots]):
             logits = self.way.run(first, rows)
-        for slot, row, found in zip(slots, rows, logits, strict=True):
+        ends = [sum(len(row.wanted) for row in rows[: at + 1]) for at in range(len(rows))]
+        begun = []
+        for slot, row, end in zip(slots, rows, ends, strict=True):
             slot.ids += row.ids
-            self._score_prompt(slot, row, found)
-            if len(slot.ids) == len(slot.active.request.ids):
-                self._begin_answer(self._slots.index(slot), found)
+            self._score_prompt(slot, row, logits[end - len(row.wanted) : end])
+            if len(slot.ids) == len(slot.active.request.ids) and self._begin_answer(slot):
+                begun.append((slot, end - 1))
+        if begun:
+            self._draw([slot for slot, _ in begun], logits[[last for _, last in begun]])
 
     def _score_prompt(self, slot: Slot, row: NewTokens, logits: Tensor) -> None:
         """Collect the log-probabilities of prompt tokens if requested: position p predicts token p + 1."""
@@ -303,20 +306,19 @@ class Scheduler:
         following = [row.start + place + 1 for place in row.wanted]
         tokens = [job.request.ids[place] for place in following if place < len(job.request.ids)]
         if tokens:
-            job.prompt_logprobs += log_probabilities(logits[: len(tokens)], tokens, job.request.top_logprobs or 0)
+            of_tokens = logits[: len(tokens)]
+            job.prompt_logprobs += log_probabilities(of_tokens, torch.tensor(tokens), job.request.top_logprobs or 0)
 
-    def _begin_answer(self, at: int, logits: Tensor) -> None:
-        """After the prompt was read, move its slot to the running responses and draw the first token."""
-        slot = self._slots[at]
+    def _begin_answer(self, slot: Slot) -> bool:
+        """After the prompt was read, move its slot to the running responses. Returns whether a token is to be drawn."""
         job = slot.active
         self._made.append((job.callback, StepOutput(filled=Filled(job.cached, tuple(job.prompt_logprobs)))))
-        self._exchange(at, self._answering)
+        self._exchange(self._slots.index(slot), self._answering)
         self._answering += 1
         self._reading -= 1
         if job.limit == 0:
             self._end(job, "length")
-        else:
-            self._draw([slot], logits[-1:])
+        return job.limit > 0
 
     def _make_tokens(self, first: int, number: int) -> None:
         """Generate one more token for a range of slots: read the last token, draw the next one."""
@@ -326,20 +328,19 @@ class Scheduler:
             logits = self.way.run(first, rows)
         for slot, row in zip(slots, rows, strict=True):
             slot.ids += row.ids
-        self._draw(slots, torch.cat(logits))
+        self._draw(slots, logits)
 
     def _draw(self, slots: Sequence[Slot], logits: Tensor) -> None:
         """Draw the next token of each slot from one row of logits each."""
         jobs = [slot.active for slot in slots]
-        tokens = next_tokens(jobs, logits)
-        for job, row, found, logp in zip(jobs, logits, tokens, drawn_logps(jobs, logits, tokens), strict=True):
+        for job, found in zip(jobs, next_tokens(jobs, logits), strict=True):
             if isinstance(found, Problem):
                 self._end(job, "failed", found)
             else:
-                self._add(job, found, row, logp)
+                self._add(job, found)
 
-    def _add(self, job: Job, token: int, logits: Tensor, draw_logprob: float | None) -> None:
-        request = job.request
+    def _add(self, job: Job, found: NextToken) -> None:
+        request, token = job.request, found.token
         job.answer.append(token)
         self._sums["new_tokens"] += 1
         if request.grammar is not None:
@@ -347,13 +348,10 @@ class Scheduler:
                 request.grammar.take(token)
             except GrammarError as error:
                 return self._end(job, "failed", grammar_problem(error))
-        logprobs: tuple[Logprob, ...] = ()
-        if request.top_logprobs is not None:
-            logprobs = tuple(log_probabilities(logits[None], [token], request.top_logprobs, request.also))
         reason: EndReason | None = "stop" if token in request.stop_ids else None
         if reason is None and len(job.answer) >= job.limit:
             reason = "length"
-        self._made.append((job.callback, StepOutput((token,), logprobs, draw_logprob, reason=reason)))
+        self._made.append((job.callback, StepOutput((token,), found.logprobs, found.draw_logprob, reason=reason)))
         job.is_over = reason is not None
 
     # --- ends and failures --------------------------------------------------------------------------------------------

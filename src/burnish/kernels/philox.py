@@ -23,6 +23,8 @@ MASK = 0xFFFFFFFF
 _AT_ONCE = 1 << 14
 """Number of counters that are computed together on a CPU, so that intermediate words stay in its cache."""
 _NEAREST_TO_1 = -1 + 2.0**-24
+_RARE, _SLACK = 4.0, 1e-4
+"""Noise that 2% of all tokens exceed, and more than the relative rounding error of a sum of a score and noise."""
 
 
 def philox(key: tuple[Any, Any], counter: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
@@ -69,17 +71,49 @@ def gumbel(words: Any, vocabulary: int, device: torch.device, tokens: Tensor | N
     return -(-torch.log1p(((of_tokens.float() + 0.5) * -(2.0**-32)).clamp(min=_NEAREST_TO_1))).log()
 
 
+def gumbel_argmax(scores: Tensor, words: Any) -> Tensor:
+    """Return (B,) ``(scores + gumbel(words, V)).argmax(-1)``, without the noise of tokens that cannot be the largest.
+
+    Noise falls as the random word rises, so most tokens are ruled out by comparing words, before any logarithm.
+
+    Args:
+        scores: (B, V) float32; -inf for a token that must not be drawn.
+        words: (B, 5) as in ``gumbel``.
+    """
+    if scores.device.type != "cpu":
+        return (scores + gumbel(words, scores.shape[1], scores.device)).argmax(-1)
+    values, each = scores.numpy(), np.arange(len(scores))
+    drawn = _words_of(np.asarray(words, dtype=np.uint64), scores.shape[1], None)
+    likeliest = values.argmax(-1)
+    known = np.stack([likeliest, drawn.argmin(-1)], -1)  # two tokens per row, one of which is nearly the largest
+    bound = (values[each[:, None], known] + _as_gumbel(drawn[each[:, None], known])).max(-1)
+    bound -= _SLACK * np.maximum(1, np.abs(bound))
+    words_of_all = _word_of_gumbel(bound - values[each, likeliest])[:, None]
+    is_possible = (values >= (bound - _RARE)[:, None]) | (drawn <= _word_of_gumbel(np.float32(_RARE)))
+    places = np.flatnonzero((drawn <= words_of_all) & is_possible)
+    rows = places // values.shape[1]
+    sums = values.reshape(-1)[places] + _as_gumbel(drawn.reshape(-1)[places])
+    largest = np.maximum.reduceat(sums, np.searchsorted(rows, each))
+    places = places[sums == largest[rows]]
+    return torch.from_numpy(places[np.searchsorted(places, each * values.shape[1])] % values.shape[1])
+
+
+def _word_of_gumbel(noise: Any) -> Any:
+    """The largest random word, as float32, whose noise is at least ``noise``, up to rounding."""
+    return (-np.expm1(-np.exp(-np.maximum(noise, -50, dtype=np.float64))) * 2.0**32).astype(np.float32)
+
+
 def _words_of(rows: np.ndarray, vocabulary: int, tokens: np.ndarray | None) -> np.ndarray:
     """(B, V) or (B, M) float32: the random word of each token, rounded."""
-    columns = [rows[:, at, None] for at in range(5)]
     if tokens is not None:
+        columns = [rows[:, at, None] for at in range(5)]
         found = philox((columns[0], columns[1]), (columns[2], columns[3], columns[4], (tokens // 4).astype(np.uint64)))
         return np.choose(tokens % 4, found).astype(np.float32)
     width = -(-vocabulary // 4)
     blocks, out = np.arange(width, dtype=np.uint64)[None], np.empty((len(rows), width, 4), np.float32)
     rows_at_once, blocks_at_once = max(1, _AT_ONCE // width), min(width, _AT_ONCE)
     for row in range(0, len(rows), rows_at_once):
-        k0, k1, c0, c1, c2 = (column[row : row + rows_at_once] for column in columns)
+        k0, k1, c0, c1, c2 = (rows[row : row + rows_at_once, at, None] for at in range(5))
         for begin in range(0, width, blocks_at_once):
             part = slice(begin, begin + blocks_at_once)
             for at, word in enumerate(philox((k0, k1), (c0, c1, c2, blocks[:, part]))):
