@@ -195,7 +195,7 @@ def test_notes_are_said_once_with_their_numbers(capsys):
     said = capsys.readouterr().out
     parts = [
         "near 0 by construction", "97% of the completions end at max_completion_length 64", "12.0 per token",
-        "fallen from 2 to 0.1", "nothing is learned", "grad_norm is 0", "below its first value 0.5",
+        "fallen from 2 to 0.1", "nothing was learned. Use", "grad_norm is 0", "below its first value 0.5",
     ]  # fmt: skip
     for part in parts:
         assert said.count(part) == 1, part
@@ -207,7 +207,7 @@ def test_explain_says_what_is_drawn_and_what_it_takes(tmp_path, capsys):
     parts = [
         "4 prompts per generation", "x 4 = 16 for 4 steps, each trained on 2 times", "at most 12 per completion",
         "short (my_rewards.py, line 2), weight 1", "dapo sets rl_loss_type: dapo, epsilon_high: 0.28",
-        "all tokens of the completions", "keys and values of 16 completions", "one pass of the policy",
+        "all tokens of the completions", "KV cache for 16 concurrent completions", "one pass of the policy",
         "= effective batch size 8",
     ]  # fmt: skip
     for part in parts:

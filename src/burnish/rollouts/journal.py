@@ -170,7 +170,8 @@ class RolloutNotesCallback(TrainerCallback):
             means = ", ".join(f"{name} {value:.2f}" for name, value in logs.items() if name.endswith("/mean"))
             found["alike"] = (
                 f"In the last {_IN_A_ROW} logs all completions of each prompt had the same reward, so nothing was "
-                f"learned. {means}. Use easier or harder prompts, a reward with more values, or a higher temperature."
+                f"learned{f' ({means})' if means else ''}. Use easier or harder prompts, a reward with more values, or "
+                "a higher temperature."
             )
         if logs.get("grad_norm") == 0 and zero_std == 1 and logs.get("reward_std", 0.0) > 0:
             found["between"] = (
