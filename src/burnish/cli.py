@@ -205,8 +205,11 @@ def _plan(words: Arguments) -> Plan:
     file, flags = read_arguments(words)  # first, so that argument errors are reported before torch is loaded
     from burnish.run.plan.checks import problems_in_files
     from burnish.run.plan.plan import aliases, plan
+    from burnish.run.recovery.resume import refuse_changed_options
 
-    return plan(merge(file, flags, aliases()), also=[problems_in_files])
+    chosen = plan(merge(file, flags, aliases()), also=[problems_in_files])
+    refuse_changed_options(chosen.options)  # before the data are encoded
+    return chosen
 
 
 NEEDED_BY_EXPORT = (

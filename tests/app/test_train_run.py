@@ -125,6 +125,15 @@ def test_another_run_in_the_same_folder_is_refused_with_the_difference(tmp_path,
     assert "resume_despite_changes" in said
 
 
+def test_a_changed_option_is_refused_before_the_data_are_read(tmp_path, capsys, monkeypatch):
+    given = make_user(tmp_path, save_steps=4, max_steps=4)
+    assert run(given) == 0
+    monkeypatch.setattr("burnish.run.prepare.load_data", lambda *_: pytest.fail("the data were read"))
+    for steps in (4, 6):
+        assert run({**given, "max_steps": steps, "learning_rate": 5e-3}) == 2
+        assert "learning_rate was 0.001, is 0.005" in " ".join("".join(capsys.readouterr()).split())
+
+
 def test_other_data_under_the_same_name_is_refused(tmp_path, capsys):
     given = make_user(tmp_path, save_steps=4, max_steps=4)
     assert run(given) == 0

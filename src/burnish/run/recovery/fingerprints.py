@@ -87,6 +87,13 @@ def kept_options() -> list[str]:
     ]
 
 
+def values_of(options: RunOptions) -> dict[str, Any]:
+    """Return the values of the kept options, as JSON data."""
+    values = {name: getattr(options, name) for name in kept_options()}
+    made: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return made
+
+
 def may_change(options: RunOptions) -> frozenset[str]:
     """Return the fingerprints that may change on resume. Evaluation may change unless it affects the training."""
     decides = (
@@ -115,8 +122,7 @@ def fingerprints_of(plan: Plan, contents: Mapping[str, Any], steps: StepPlan) ->
         steps: number of steps and rows per step.
     """
     options, known = plan.options, specs(RunOptions)
-    values = {name: getattr(options, name) for name in kept_options()}
-    made: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    made = values_of(options)
     made |= {name: place_fingerprint(value) for name, value in made.items() if known[name].names_place}
     if options.ref_model:
         made["ref_model"] = weights_fingerprint(options.ref_model, options, "ref_model")

@@ -17,7 +17,7 @@ from burnish.checkpoint.checkpoint import Checkpoints, others_beside, output_fol
 from burnish.checkpoint.comparison import AFTER_THE_END, compare_fingerprints, compare_with_checkpoint
 from burnish.checkpoint.manifest import faults, read_manifest
 from burnish.config.errors import Problem, UserError
-from burnish.config.options import raise_if
+from burnish.config.options import raise_if, specs
 from burnish.loop.schedule import StepPlan
 from burnish.loop.state import STATE_NAME, TrainerState, load_state
 from burnish.report.pace import counted
@@ -25,7 +25,7 @@ from burnish.report.results import write_whole
 from burnish.run.plan.checks import FINISHED_NAME, trains
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
-from burnish.run.recovery.fingerprints import may_change, work_of
+from burnish.run.recovery.fingerprints import may_change, values_of, work_of
 from burnish.utils.json_files import read_object
 
 
@@ -75,6 +75,22 @@ def checkpoint_to_resume(options: RunOptions) -> tuple[Path | None, list[str]]:
     if found is None and (requested is True or options.resume == "must"):
         raise UserError(f'output_dir "{folder}" contains no complete checkpoint to resume from.', option="output_dir")
     return found, skipped
+
+
+def refuse_changed_options(options: RunOptions) -> None:
+    """Raise UserError if an option was changed that makes it another run than the one in ``output_dir``.
+
+    ``start_of`` finds the same and more, but only after the data were encoded. This reads no hash of a file's content.
+    """
+    folder = output_folder(options)
+    if not goes_on(options) or isinstance(options.resume_from_checkpoint, str) or options.resume_despite_changes:
+        return
+    saved = (path for path in reversed(Checkpoints(folder).all()) if not faults(path, contents=False))
+    if (found := next(saved, None)) is None:
+        return
+    known = specs(RunOptions)
+    values = {name: value for name, value in values_of(options).items() if not known[name].names_place}
+    compare_with_checkpoint(found, values, may_change=may_change(options))
 
 
 def goes_on(options: RunOptions) -> bool:
