@@ -129,6 +129,13 @@ def test_a_line_break_that_is_trained_is_seen() -> None:
     assert "question\n  ⟦answer↵" in without_colors([], [sample])
 
 
+def test_control_characters_of_the_data_are_shown_as_symbols() -> None:
+    sections, samples = [Section("Data", [Line("columns", "a\x1b[2J")])], [Sample("Example", [("b\x1b[31m\x07", True)])]
+    for text in (without_colors(sections, samples), drawn(sections, samples, 80).plain):
+        assert "a␛[2J" in text
+        assert "b␛[31m␇" in text
+
+
 def test_the_place_of_a_value_is_never_broken() -> None:
     for width in range(40, 100):
         section = Section("S", [Line("label", "some words that fill the line up", "runs/run.yaml, line 12")])

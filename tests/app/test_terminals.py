@@ -101,6 +101,12 @@ def test_what_a_terminal_has_no_letters_for_is_written_otherwise() -> None:
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("tell", [console.note, console.warn, console.problem])
+def test_the_text_of_a_file_does_not_control_the_terminal(tell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    tell('Received: {"output": "\x1b[2J\x00\x9b31m\u202e"}\n\tcolumn')
+    assert '"␛[2J␀\ufffd31m\ufffd"}\n\tcolumn' in "".join(capsys.readouterr())
+
+
 @pytest.mark.parametrize("delay_s", [0.25, 1.2, *rarely(0.6, 2.0)])
 @pytest.mark.parametrize("command", ["train", "explain"])
 def test_ctrl_c_on_the_way_to_the_first_step_is_one_line(delay_s: float, command: str, user_folder: Path) -> None:

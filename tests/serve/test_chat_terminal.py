@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.report.streams import OutputError
+from burnish.report.streams import OutputError, visible
 from burnish.serve.chat.backends import AnswerEnded, Event, Request
-from burnish.serve.chat.console import Console, is_typed, visible
+from burnish.serve.chat.console import Console, is_typed
 from burnish.serve.chat.help import HELP
 from burnish.serve.chat.session import ChatSession
 from small_run import make_model

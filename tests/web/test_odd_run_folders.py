@@ -64,6 +64,8 @@ ODD: dict[str, Callable[[Path], None]] = {
     "launch is a list and nothing else": written(launch_json=[1, 2]),
     "launch is torn": written(launch_json='{"pid": 1'),
     "launch of other types": written(launch_json={key: [{"a": None}] for key in ALIVE}),
+    "launch without a command": written(launch_json={**ALIVE, "argv": None}),
+    "launch whose command is a number": written(launch_json={**ALIVE, "argv": 3}),
     "launch of texts": written(launch_json=dict.fromkeys([*ALIVE, "rows"], "\x1b[31mred\n")),
     "launch nested too deep": deep,
     "launch far in the future": written(launch_json={**ALIVE, "time": 1e300}),
@@ -145,7 +147,8 @@ def test_every_view_of_an_odd_run_answers(page: Any, odd: dict[str, Path]) -> No
             assert status == 200, (run["name"], path, text)
             found = strict(text)
         assert all(message["data"]["run"] == run["id"] for message in found["messages"] if message["event"] == "event")
-        assert page.send("GET", f"/runs/{run['id']}")[0] == 200, run["name"]
+        for path in (f"/runs/{run['id']}", f"/api/runs/{run['id']}/report"):
+            assert page.send("GET", path)[0] == 200, (run["name"], path)
 
 
 @pytest.mark.parametrize("as_json", [False, True])

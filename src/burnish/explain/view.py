@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from burnish.report.console import is_terminal, print_result
-from burnish.report.streams import can_draw
+from burnish.report.streams import can_draw, visible
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -83,7 +83,7 @@ def _wrapped(line: Line, width: int, labels: int) -> Iterator[str]:
     """Wrap ``label   text  (where)``. Continuation lines are aligned with the text. A label that is too long gets
     its own line."""
     width_left = max(30, min(width, _WIDEST) - labels - 2)
-    lines = textwrap.wrap(line.text, width_left, break_long_words=False, break_on_hyphens=False) or [""]
+    lines = textwrap.wrap(visible(line.text), width_left, break_long_words=False, break_on_hyphens=False) or [""]
     if line.where:
         place = f"({_short_place(line.where)})"
         fits = len(lines[-1]) + 2 + len(place) <= width_left
@@ -109,10 +109,11 @@ def _marked(sample: Sample) -> str:
 
 
 def _visible(text: str, trained: bool) -> str:
-    """Shorten a long piece in the middle, and make trained line breaks visible."""
+    """Shorten a long piece in the middle, and make control characters and trained line breaks visible."""
     if len(text) > _LONGEST_PIECE:
         half = _LONGEST_PIECE // 2
         text = f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
+    text = visible(text)
     return text.replace("\n", "↵\n") if trained else text
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from burnish.config.errors import Problem
 from burnish.config.secrets import without_secrets
-from burnish.report.streams import encodable, let_go, say
+from burnish.report.streams import encodable, let_go, say, visible
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -92,6 +92,7 @@ def print_result(text: str) -> None:
 
 def _print(text: str, label: str, color: str, stream: TextIO | None) -> None:
     """Print ``text`` if possible. A closed terminal is not an error: training continues without it."""
+    text = visible(text)
     _keep(f"{label}: {text}" if label else text)
     if stream is None or not is_terminal(stream):
         say(f"{label}: {text}" if label else text, stream)

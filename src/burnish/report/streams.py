@@ -19,6 +19,12 @@ _PLAIN = str.maketrans(
      "▁": "_", "▂": ".", "▃": ":", "▄": "-", "▅": "=", "▆": "+", "▇": "*", "█": "#"}
 )  # fmt: skip
 
+_PICTURES = (
+    {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+    | {127: 0x2421}
+    | dict.fromkeys((*range(128, 160), 0x202A, 0x202B, 0x202D, 0x202E, *range(0x2066, 0x206A)), 0xFFFD)
+)
+
 
 class OutputError(OSError):
     """Raised if the result of a command cannot be printed, for example because standard output is full.
@@ -51,6 +57,14 @@ def say(text: str, stream: TextIO | None, *, must: bool = False, end: str = "\n"
         if must:
             name = "Standard output" if stream is sys.stdout else "Standard error"
             raise OutputError(f"{name} cannot be written: {(error.strerror or str(error)).lower()}.") from error
+
+
+def visible(text: str) -> str:
+    """Return ``text`` with control characters replaced by visible symbols, except line breaks and tabs.
+
+    Text from a file or a model could otherwise move the cursor, clear the screen or reorder what is shown.
+    """
+    return text.translate(_PICTURES)
 
 
 def encodable(text: str, stream: TextIO) -> str:

@@ -14,28 +14,12 @@ from shutil import get_terminal_size
 from textwrap import wrap
 from typing import Final, TextIO
 
-from burnish.report.streams import say
+from burnish.report.streams import say, visible
 
 _COLORS: Final = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
 _HISTORY_LINES = 1000
 _FENCE = "```"
 _QUOTES = '"""'
-
-
-def visible(text: str) -> str:
-    """Return ``text`` with control characters replaced by visible symbols, except line breaks and tabs."""
-    return "".join(_picture(letter) for letter in text)
-
-
-def _picture(letter: str) -> str:
-    code = ord(letter)
-    if letter in "\n\t":
-        return letter
-    if code < 32:
-        return chr(0x2400 + code)
-    if code == 127:
-        return "␡"
-    return "�" if 128 <= code < 160 or letter in "\u202a\u202b\u202d\u202e\u2066\u2067\u2068\u2069" else letter
 
 
 def _folded(line: str) -> str:

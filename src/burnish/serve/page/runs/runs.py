@@ -145,7 +145,7 @@ def _unreadable(folder: Path, why: str) -> FoundRun:
 
 
 def _read_run(folder: Path) -> FoundRun | None:
-    launch, rows = object_in(folder / LAUNCH), tail_lines(folder / LOG)
+    launch, rows = _launch(folder), tail_lines(folder / LOG)
     logged = [] if rows else history(folder)
     if not launch and not rows and not logged:
         broken = [name for name in (LAUNCH, LOG, STATE) if is_broken(folder / name)]
@@ -173,6 +173,13 @@ def _read_run(folder: Path) -> FoundRun | None:
         best=next((_text(event.get("text")) for event in reversed(events) if event.get("kind") == "best"), ""),
         launch=launch, outcome=outcome,
     )  # fmt: skip
+
+
+def _launch(folder: Path) -> dict[str, Any]:
+    """``launch.json``, with its command as a list of texts."""
+    launch = object_in(folder / LAUNCH)
+    argv = launch.get("argv")
+    return {**launch, "argv": [str(word) for word in argv] if isinstance(argv, list) else []} if launch else {}
 
 
 def run_state(
@@ -223,10 +230,9 @@ def _maker(folder: Path, launch: Mapping[str, Any], rows: Sequence[Mapping[str, 
 
 def _kind(folder: Path, launch: Mapping[str, Any]) -> RunKind:
     """The kind of a run without training rows, from its command or its ``run.yaml``."""
-    argv = launch.get("argv")
-    word = argv[1] if isinstance(argv, list) and len(argv) > 1 else ""
-    if word in ("predict", "eval"):
-        return "predict" if word == "predict" else "eval"
+    word = launch.get("argv", [])[1:2]
+    if word in (["predict"], ["eval"]):
+        return "predict" if word == ["predict"] else "eval"
     given = run_yaml_text(folder) if launch else ""
     if "do_train: false" not in given:
         return "train"
