@@ -236,6 +236,12 @@ def test_a_number_of_processes_is_a_number_or_auto():
         ({"WORLD_SIZE": "two"}, 'WORLD_SIZE must be a whole number. Received: "two".'),
         ({"WORLD_SIZE": "2", "RANK": "x"}, 'RANK must be a whole number. Received: "x".'),
         ({"WORLD_SIZE": "0", "RANK": "0"}, "WORLD_SIZE is 0, and RANK is 0; ranks are numbered from 0."),
+        ({"LOCAL_RANK": "x"}, 'LOCAL_RANK must be a whole number. Received: "x".'),
+        ({"RANK": "1", "LOCAL_RANK": "1"}, "WORLD_SIZE is not set, and RANK is 1; ranks are numbered from 0."),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "abc"},
+            'MASTER_PORT must be a whole number. Received: "abc".',
+        ),
         ({"RANK": "1"}, "WORLD_SIZE is not set, and RANK is 1; ranks are numbered from 0."),
         (
             {"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},

@@ -86,7 +86,7 @@ def num_gpus() -> int:
 
 def launcher_problems() -> list[Problem]:
     """Problems of the variables with which a launcher tells a process its rank."""
-    given = {name: os.environ.get(name, "").strip() for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
+    given = {name: os.environ.get(name, "").strip() for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")}
     unread = [name for name, text in given.items() if text and count_in(text, -1) < 0]
     if unread:
         return [Problem(f'{name} must be a whole number. Received: "{given[name]}".') for name in unread]

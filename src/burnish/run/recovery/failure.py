@@ -29,6 +29,7 @@ from burnish.report import console
 from burnish.report.metadata import is_of_this_process, write_failure
 from burnish.report.streams import OutputError, let_go, say
 from burnish.utils.activity import Activity, interrupted_by
+from burnish.utils.environment import count_in
 from burnish.utils.files import error_number
 
 TRACEBACK_NAME = "traceback.txt"
@@ -59,7 +60,8 @@ def explain_failure(error: BaseException, output_dir: str | None, debug: bool = 
     found = _found(error, output_dir)
     if isinstance(found, UserError):
         # All processes find the same error. With another launcher, one process per machine prints it.
-        says = os.environ.get("LOCAL_RANK", "0") == "0" or console.FAILURE_FILE in os.environ
+        is_first = count_in(os.environ.get("LOCAL_RANK", "")) == 0 or count_in(os.environ.get("WORLD_SIZE", "")) < 2
+        says = is_first or console.FAILURE_FILE in os.environ
         for problem in found.problems if says else ():
             console.problem(problem)
         return 2
