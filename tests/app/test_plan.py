@@ -117,6 +117,15 @@ def test_a_foreign_key_that_changes_nothing_is_mentioned(tmp_path: Path) -> None
     assert '"vllm_gpu_util" has no effect without infer_backend: vllm' in note
 
 
+def test_an_evaluation_set_that_is_never_used_is_mentioned(tmp_path: Path) -> None:
+    (note,) = plan(given(tmp_path, val_size="0.1")).notes
+    assert note.startswith("val_size: 0.1 is set, but the run never evaluates.")
+    (note,) = plan(given(tmp_path, eval_dataset="e")).notes
+    assert note.startswith("eval_dataset is set, but the run never evaluates.")
+    assert not plan(given(tmp_path, val_size="0.1", eval_strategy="epoch")).notes
+    assert not plan(given(tmp_path, val_size="0.1", do_predict="true")).notes
+
+
 def test_the_plan_is_not_written_to(tmp_path: Path) -> None:
     made = plan(given(tmp_path))
     with pytest.raises(dataclasses.FrozenInstanceError):

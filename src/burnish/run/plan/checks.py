@@ -15,7 +15,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import SGD
 
-from burnish.config.checks import check
+from burnish.config.checks import check, notes
 from burnish.config.errors import Problem, UserError
 from burnish.data.batches.batching import packs_rows
 from burnish.data.images.sources import Sight
@@ -188,6 +188,16 @@ def check_evaluation_set(options: RunOptions) -> list[Problem]:
             option=tuple(requested),
         )
     ]
+
+
+@notes
+def evaluation_notes(options: RunOptions) -> list[str]:
+    """Return a note on an evaluation set that is never used."""
+    if not trains(options) or evaluates(options) or options.do_predict or options.eval_on_start:
+        return []
+    given = f"val_size: {options.val_size:g}" if options.val_size else "eval_dataset" if options.eval_dataset else ""
+    remedy = "Set eval_strategy: steps or epoch, or do_eval: true."
+    return [f"{given} is set, but the run never evaluates. {remedy}"] if given else []
 
 
 @check
