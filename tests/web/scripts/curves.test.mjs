@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 const at = (name) => new URL(`../../../src/burnish/serve/page/static/${name}`, import.meta.url);
-const { csv, groups, joined, pairs, rangeOf, rates, smoothed } = await import(at("curves.js"));
+const { WHOLE, csv, groups, joined, pairs, rangeOf, rates, smoothed } = await import(at("curves.js"));
 
 test("noise on a level curve takes a small part of the axis", () => {
   const [low, high] = rangeOf([2.0, 2.01, 1.99, 2.0]);
@@ -14,6 +14,10 @@ test("a falling curve fills its axis, and a quantity that begins at zero shows i
   assert.ok(low < 1 && low > 0.8 && high > 3 && high < 3.2);
   assert.equal(rangeOf([700, 720], { zero: true })[0], 0);
   assert.deepEqual(rangeOf([null]), [0, 1]);
+});
+test("an axis of steps is labelled at whole steps", () => {
+  assert.deepEqual(WHOLE.slice(0, 6), [1, 2, 5, 10, 20, 50]);
+  assert.ok(WHOLE.every(Number.isInteger));
 });
 test("outliers are left out of the range only where that is asked for", () => {
   const values = [...new Array(99).fill(1), 100];

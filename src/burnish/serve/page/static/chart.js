@@ -1,6 +1,6 @@
 // @ts-check
 // Curves: uPlot (bundled) with one cursor and one zoom through all, values at the cursor, PNG and CSV in a menu.
-import { csv, odd, rangeOf } from "./curves.js";
+import { WHOLE, csv, odd, rangeOf } from "./curves.js";
 import { $, download, el, menu } from "./dom.js";
 import { bytes, duration, short } from "./format.js";
 import { COLORS, linesOf, near, resolved } from "./lines.js";
@@ -99,6 +99,7 @@ export class Chart {
             ticks: { show: false },
             size: 26,
             font,
+            ...(time ? {} : { incrs: WHOLE }),
             values: (/** @type {any} */ _, /** @type {any[]} */ ticks) =>
               ticks.map((tick) => (tick === null ? "" : xText(tick))),
           },

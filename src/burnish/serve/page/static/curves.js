@@ -6,6 +6,8 @@
 
 /** @param {any[]} values @returns {(number | null)[]} */
 export const numbers = (values) => values.map((value) => (typeof value === "number" ? value : null));
+/** Distances between the labels of an axis of steps or tokens: 1, 2, 5, 10, 20, ... */
+export const WHOLE = Array.from({ length: 13 }, (_, power) => [1, 2, 5].map((one) => one * 10 ** power)).flat();
 /** How many values are NaN or infinite; these travel as texts. @param {any[]} values */
 export const odd = (values) => values.filter((value) => typeof value === "string").length;
 
