@@ -215,5 +215,6 @@ def common(output: str) -> dict[str, Any]:
     """
     return {
         "output_dir": output, "per_device_train_batch_size": 8, "num_train_epochs": 1, "learning_rate": 1e-4,
-        "logging_strategy": "epoch", "report_to": "none", "use_cpu": True, "save_strategy": "no",
+        "logging_strategy": "epoch", "logging_first_step": False, "report_to": "none", "use_cpu": True,
+        "save_strategy": "no",
     }  # fmt: skip

@@ -29,10 +29,15 @@ from figures import Figures, Round, fastest, whole
 from gauge import ENDS_AT_FIRST_STEP, MARK
 from host import Host
 from material import SEED
-from settings import BASE, OURS, PLAIN, Setting
+from settings import BASE, OURS, OURS_FLOAT32, PLAIN, Setting
 
 HERE = Path(__file__).parent
 SCRATCH = ROOT / ".bench"
+# torch's own kernels, oneDNN's and MKL's: each library has a limit of its own.
+LIMITS = {
+    "": dict[str, str](),
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+}
 TIMEOUT_S = 900
 
 
@@ -47,7 +52,7 @@ class Bench:
         self.at_once = at_once
         self.process_cpu_s = 0.0  # of all processes so far
         self._interpreters: dict[str, Path | str] = {}
-        self._hosts: dict[str, Host | str] = {}
+        self._hosts: dict[tuple[str, str], Host | str] = {}
         self._locks: dict[str, Lock] = {}
 
     def __enter__(self) -> Bench:
@@ -113,21 +118,21 @@ class Bench:
         return found
 
     def _forked(self, setting: Setting, words: list[str], told: dict[str, str]) -> str:
-        host = self._host(setting.library)
+        host = self._host(setting.library, setting.processor)
         return host if isinstance(host, str) else host.run(words, told, TIMEOUT_S)
 
-    def _host(self, library: str) -> Host | str:
+    def _host(self, library: str, processor: str) -> Host | str:
         """The host of ``library``, or why there is none; who wants another library does not wait for it."""
         python = self._interpreters[library]
         if isinstance(python, str):
             return python
         with self._locks.setdefault(library, Lock()):
-            if library not in self._hosts:
+            if (library, processor) not in self._hosts:
                 try:
-                    self._hosts[library] = Host(library, str(python), environment(library))
+                    self._hosts[library, processor] = Host(library, str(python), environment(library, processor))
                 except RuntimeError as error:
-                    self._hosts[library] = f"{library} is not to be had: {error}"
-            return self._hosts[library]
+                    self._hosts[library, processor] = f"{library} is not to be had: {error}"
+            return self._hosts[library, processor]
 
     def _alone(self, setting: Setting, words: list[str], told: dict[str, str]) -> str:
         """A process from its very start, imports and all."""
@@ -137,24 +142,29 @@ class Bench:
         try:
             command = [python, HERE / words[0], *words[1:]]
             done = subprocess.run(
-                command, env=environment(setting.library) | told, capture_output=True, text=True, timeout=TIMEOUT_S
+                command,
+                env=environment(setting.library, setting.processor) | told,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
             )
         except subprocess.TimeoutExpired as error:
             return str(error)
         return f"{done.stderr}\n{done.stdout}"
 
 
-def environment(library: str) -> dict[str, str]:
+def environment(library: str, processor: str = "") -> dict[str, str]:
     return {
-        **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": str(ROOT / "src") if library == "burnish" else "",
+        **os.environ, **LIMITS[processor], "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT / "src") if library == "burnish" else "",
     }  # fmt: skip
 
 
 def compared(first: Round, settings: Sequence[Setting]) -> set[str]:
     """Names of the settings that ratios are made of; all of them where it is not a matter of the best."""
-    if OURS not in first or BASE not in first or any(setting.is_alone for setting in settings):
+    ours = OURS if OURS in first else OURS_FLOAT32
+    if ours not in first or BASE not in first or any(setting.is_alone for setting in settings):
         return set(first)
     libraries = {setting.library for setting in settings if setting.library != "burnish"}
     best = (fastest([first], settings, library) for library in libraries)
-    return {name for name in (BASE, OURS, *best) if name and whole([first], name)}
+    return {name for name in (BASE, ours, *best) if name and whole([first], name)}

@@ -5,6 +5,7 @@ In: per round, what each setting's process said, and the facts of the material. 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,7 +27,8 @@ from figures import (
     whole,
 )
 from gauge import PREFERENCES
-from settings import BASE, OURS, PLAIN, Setting
+from measuring import LIMITS
+from settings import BASE, OURS, OURS_FLOAT32, PLAIN, Setting
 
 _PRODUCTS = """
 import time, torch
@@ -44,19 +46,26 @@ print(rate(torch.float32), rate(torch.bfloat16))
 """
 
 
-def rate_of_products() -> tuple[float, float]:
+def rate_of_products(processor: str = "") -> tuple[float, float]:
     """Floating point operations per processor second in products of 1024 by 1024: float32, bfloat16."""
-    said = subprocess.run([sys.executable, "-c", _PRODUCTS], check=True, capture_output=True, text=True).stdout
+    told = os.environ | LIMITS[processor]
+    said = subprocess.run(
+        [sys.executable, "-c", _PRODUCTS], check=True, capture_output=True, text=True, env=told
+    ).stdout
     single, half = map(float, said.split())
     return single, half
 
 
 def training(rounds: Sequence[Round], settings: Sequence[Setting], facts: Figures, method: str) -> str:
     """Labels per processor second, memory and MFU of each setting, and burnish beside the best of each peer."""
-    rate, there = rate_of_products(), state_bytes(facts, method)
+    ours = own(rounds)
+    rate, there = rate_of_products(settings[0].processor), state_bytes(facts, method, ours)
+    is_half = "float32" not in ours
 
     def used(name: str) -> str:
-        share = middle(figures_of(rounds, name), lambda f: mfu(f, rate["float32" not in name], facts, method))
+        share = middle(
+            figures_of(rounds, name), lambda f: mfu(f, rate[is_half and "float32" not in name], facts, method)
+        )
         return f"{100 * share:.0f} %"
 
     def highest(name: str) -> float:
@@ -75,7 +84,9 @@ def training(rounds: Sequence[Round], settings: Sequence[Setting], facts: Figure
         "setting",
     )
     beside = beside_the_best(rounds, settings, facts, method)
-    return "\n".join([described(facts, method), "", lines, "", *beside, about_mfu(rate, method), *loop_line(rounds)])
+    return "\n".join(
+        [described(facts, method), "", lines, "", *beside, about_mfu(rate, method, ours), *loop_line(rounds)]
+    )
 
 
 def described(facts: Figures, method: str) -> str:
@@ -94,19 +105,20 @@ def beside_the_best(rounds: Sequence[Round], settings: Sequence[Setting], facts:
     """burnish compared with the fastest setting of each library, and with the one that needs the least memory."""
     lines = ["| library | fastest setting | rate of burnish relative to it | setting with the least memory | "
              "memory of burnish relative to it | and above the minimum |", "|---|---|---:|---|---:|---:|"]  # fmt: skip
-    if not whole(rounds, OURS):
+    ours = own(rounds)
+    if not whole(rounds, ours):
         return []
 
     def above(figures: Figures) -> float:
-        return float(figures["peak_bytes"] - state_bytes(facts, method))
+        return float(figures["peak_bytes"] - state_bytes(facts, method, ours))
 
     for peer, library in PEERS.items():
         best, lean = fastest(rounds, settings, library), leanest(rounds, settings, library)
         if best and lean:
             lines.append(
-                f"| {peer} | {best.removeprefix(f'{peer}, ')} | {ratios(rounds, OURS, best, speed)} | "
-                f"{lean.removeprefix(f'{peer}, ')} | {ratios(rounds, OURS, lean, peak)} | "
-                f"{ratios(rounds, OURS, lean, above)} |"
+                f"| {peer} | {best.removeprefix(f'{peer}, ')} | {ratios(rounds, ours, best, speed)} | "
+                f"{lean.removeprefix(f'{peer}, ')} | {ratios(rounds, ours, lean, peak)} | "
+                f"{ratios(rounds, ours, lean, above)} |"
             )
     return [*lines, ""]
 
@@ -119,15 +131,24 @@ def mfu(figures: Figures, rate: float, facts: Figures, method: str) -> float:
     return operations * speed(figures) * facts["tokens"] / facts["labels"] / rate
 
 
-def state_bytes(facts: Figures, method: str) -> int:
-    """Weights, gradients and AdamW's two moments in float32; of a frozen model its weights in bfloat16."""
-    return int((16 if method == "full" else 2) * facts["weights"])
+def state_bytes(facts: Figures, method: str, ours: str) -> int:
+    """Weights, gradients and AdamW's two moments in float32; of a frozen model its weights alone.
+
+    Args:
+        ours: the name of burnish's setting, which says the format of frozen weights.
+    """
+    frozen = 4 if ours == OURS_FLOAT32 else 2
+    return int((16 if method == "full" else frozen) * facts["weights"])
 
 
-def about_mfu(rate: tuple[float, float], method: str) -> str:
-    there = (
-        "weights, gradients and optimizer states in float32" if method == "full" else "the frozen weights in bfloat16"
-    )
+def own(rounds: Sequence[Round]) -> str:
+    """The name of burnish's setting in these rounds."""
+    return OURS if OURS in rounds[0] else OURS_FLOAT32
+
+
+def about_mfu(rate: tuple[float, float], method: str, ours: str) -> str:
+    frozen = f"the frozen weights in {'float32' if ours == OURS_FLOAT32 else 'bfloat16'}"
+    there = "weights, gradients and optimizer states in float32" if method == "full" else frozen
     return (
         f"The minimum is the size of {there}; the rest are activations, temporary tensors and imported libraries.\n"
         f"MFU is relative to matrix products of 1024 x 1024 on one thread: {rate[0] / 1e9:.0f} GFLOP/s in float32, "
@@ -136,12 +157,13 @@ def about_mfu(rate: tuple[float, float], method: str) -> str:
 
 
 def loop_line(rounds: Sequence[Round]) -> list[str]:
-    each = [found[OURS] for found in whole(rounds, OURS)]
+    ours = own(rounds)
+    each = [found[ours] for found in whole(rounds, ours)]
     if not each:
         return []
     loop = middle(each, lambda figures: figures["loop_share"])
     return [
-        f"The loop itself, without model, loss, gradients and optimizer, takes {100 * loop:.2f} % of {OURS}'s training."
+        f"The loop itself, without model, loss, gradients and optimizer, takes {100 * loop:.2f} % of {ours}'s training."
     ]
 
 
@@ -231,7 +253,7 @@ _ABOUT_STAGE = {
 def preferences(rounds: Sequence[Round], settings: Sequence[Setting], facts: Figures, stage: str, method: str) -> str:
     """Pairs or records per processor second, and memory, beside TRL's default and the best of each peer."""
     best = {peer: fastest(rounds, settings, library) for peer, library in PEERS.items() if library != "transformers"}
-    what = PREFERENCES[stage]
+    what, ours = PREFERENCES[stage], own(rounds)
     lines = table(
         rounds,
         {
@@ -250,8 +272,8 @@ def preferences(rounds: Sequence[Round], settings: Sequence[Setting], facts: Fig
         "AdamW, one thread. " + _ABOUT_STAGE[stage]
     )
     found = [
-        f"{OURS}, to the fastest of {peer}: {ratios(rounds, OURS, name, speed)} times the rate, "
-        f"{ratios(rounds, OURS, name, peak)} of the memory."
+        f"{ours}, to the fastest of {peer}: {ratios(rounds, ours, name, speed)} times the rate, "
+        f"{ratios(rounds, ours, name, peak)} of the memory."
         for peer, name in best.items()
         if name
     ]

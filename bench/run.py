@@ -57,6 +57,7 @@ from settings import (
     WIDE,
     Setting,
     by_processes,
+    in_float32,
     of_images,
     preferences,
     rewarded,
@@ -141,11 +142,19 @@ def training(usual_method: str, names: Sequence[str], asked: Asked) -> str:
     return report_training.training(asked.measured(settings), settings, facts, method)
 
 
-def preferred(stage: str, asked: Asked) -> str:
+def training_float32(method: str, asked: Asked) -> str:
+    """The settings of ``training`` in float32 and with AVX2 alone, as on a processor without bfloat16 products."""
+    facts = facts_of(made(asked.material))
+    settings = in_float32(setting for setting in trainings(method, facts) if setting.name in USUAL)
+    return report_training.training(asked.measured(settings), settings, facts, method)
+
+
+def preferred(stage: str, asked: Asked, is_float32: bool = False) -> str:
     """Full training, and an adapter, unless --method says which."""
     facts, found = facts_of(made(asked.material)), list[str]()
     for method in (asked.arguments.method,) if asked.arguments.method else ("full", "lora"):
         settings = preferences(stage, method)
+        settings = in_float32(settings) if is_float32 else settings
         found.append(report_training.preferences(asked.measured(settings), settings, facts, stage, method))
     return "\n\n".join(found)
 
@@ -244,6 +253,9 @@ PARTS = {
     "batching": Part(beside(report_training.batching, BATCHING), FEWER),
     "scripts": Part(beside(report_training.scripts, SCRIPTS), SHORT),
     **{stage: Part(partial(preferred, stage), FEWER) for stage in PREFERENCES},
+    "float32": Part(partial(training_float32, "full"), is_long=True),
+    "float32-lora": Part(partial(training_float32, "lora"), is_long=True),
+    "float32-dpo": Part(partial(preferred, "dpo", is_float32=True), FEWER, is_long=True),
     "rollouts": Part(rollouts, Material(longest=512), is_long=True),
     "start": Part(beside(report_beside.start, START)),
     "rows": Part(rows),

@@ -9,7 +9,7 @@ goes over the rows twice, so that there is enough to measure.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -20,6 +20,7 @@ from material import SEED, words
 
 BASE = "TRL, default"
 OURS = "burnish, bf16"
+OURS_FLOAT32 = "burnish, float32"
 PLAIN = "plain: padded, all logits, AdamW tensor by tensor"
 ROWS_PER_STEP = 8
 
@@ -34,6 +35,7 @@ class Setting:
             conversations of the material.
         is_alone: whether it is a process from its start, instead of a child of one that has imported its library.
         ends_early: whether a process of its own ends at its first step.
+        processor: a name of ``measuring.LIMITS``, whose instructions it is limited to.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Setting:
     words: tuple[str, ...]
     is_alone: bool = False
     ends_early: bool = True
+    processor: str = ""
 
 
 def training(name: str, library: str, **options: Any) -> Setting:
@@ -88,6 +91,20 @@ def trainings(method: str, facts: dict[str, Any]) -> tuple[Setting, ...]:
                  per_device_train_batch_size=2 if is_long else ROWS_PER_STEP),
         training("burnish, float32", "burnish", **same),
     )  # fmt: skip
+
+
+def in_float32(settings: Iterable[Setting]) -> tuple[Setting, ...]:
+    """The settings in bfloat16, in float32 instead, as on a processor without AVX512. TRL's configs choose bfloat16
+    unless they are told otherwise."""
+    found = []
+    for setting in settings:
+        words = tuple(word for word in setting.words if word.lower() not in ("bf16=true", "dtype='bfloat16'"))
+        is_script_of_trl = words[:2] == ("train_peer.py", "trl")
+        words += ("bf16=False",) * is_script_of_trl
+        if setting.name != OURS_FLOAT32:
+            name = setting.name.replace("bf16", "float32")
+            found.append(replace(setting, name=name, words=words, processor="avx2"))
+    return tuple(found)
 
 
 LONG = 1024

@@ -67,6 +67,18 @@ def test_the_next_round_runs_what_ratios_are_made_of():
     assert not chosen & {"TRL, padding-free, no checkpointing", "LLaMA-Factory, bf16", "burnish, float32"}
 
 
+def test_settings_in_float32_ask_no_library_for_bfloat16():
+    facts = {"longest": 1024, "longest_row": 500, "tokens": 4000, "rows": 24}
+    for method in ("full", "lora"):
+        for asked in (settings.trainings(method, facts), settings.preferences("dpo", method)):
+            found = settings.in_float32(asked)
+            assert [s.name for s in found].count(settings.OURS_FLOAT32) == 1
+            assert {s.processor for s in found} == {"avx2"}
+            assert not [word for s in found for word in s.words if "bfloat16" in word or word.lower() == "bf16=true"]
+            # TRL's configs choose bfloat16 themselves where nothing is said
+            assert all("bf16=False" in s.words for s in found if s.words[:2] == ("train_peer.py", "trl"))
+
+
 # --- parts and the document -------------------------------------------------------------------------------------------
 
 
