@@ -36,11 +36,11 @@ torch.set_num_threads(1)
 a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
 def rate(dtype):
     x, y = a.to(dtype), b.to(dtype)
-    best = 0
-    for _ in range(8):
+    best, start = 0, time.process_time()
+    while not best or time.process_time() - start < 1:  # an emulated product takes more than a second
         begin = time.process_time()
-        for _ in range(4): x @ y
-        best = max(best, 4 * 2 * 1024**3 / (time.process_time() - begin))
+        x @ y
+        best = max(best, 2 * 1024**3 / (time.process_time() - begin))
     return best
 print(rate(torch.float32), rate(torch.bfloat16))
 """
