@@ -1,5 +1,6 @@
 """Messages on data that is wrong: the file, the record or line, what stands there, and what to do."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -62,8 +63,17 @@ def test_latin_1_is_named_by_line_and_byte():
     assert "iconv -f latin1" in message
 
 
-def test_utf_16_is_called_by_its_name():
-    assert "UTF-16" in refusal(dataset=data("a.json", json.dumps(GOOD).encode("utf-16")))
+@pytest.mark.parametrize("code", ["utf-16", "utf-32"])
+def test_another_encoding_is_called_by_its_name(code):
+    message = refusal(dataset=data("a.json", json.dumps(GOOD).encode(code)))
+    assert f"Received: {code.upper()}" in message
+    assert f"iconv -f {code} " in message
+
+
+def test_a_compressed_file_is_not_taken_for_latin_1():
+    message = refusal(dataset=data("a.jsonl", gzip.compress(json.dumps(GOOD[0]).encode())))
+    assert "Received: a gzip archive" in message
+    assert "gzip -dc" in message
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.csv", "a.txt"])

@@ -23,7 +23,14 @@ Values: TypeAlias = Mapping[str, Any]
 """One record as read: column -> value."""
 
 BOM = b"\xef\xbb\xbf"
-_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_NOT_TEXT = {
+    b"\xff\xfe\0\0": ("UTF-32", "Convert it: iconv -f utf-32 -t utf-8 old > new"),
+    b"\0\0\xfe\xff": ("UTF-32", "Convert it: iconv -f utf-32 -t utf-8 old > new"),
+    b"\xff\xfe": ("UTF-16", "Convert it: iconv -f utf-16 -t utf-8 old > new"),
+    b"\xfe\xff": ("UTF-16", "Convert it: iconv -f utf-16 -t utf-8 old > new"),
+    b"\x1f\x8b": ("a gzip archive", "Unpack it: gzip -dc old > new"),
+}
+"""First bytes of a file -> what it is, and the remedy."""
 _SHOWN = 5
 """Maximum number of broken lines named in one error."""
 _RECORD_KEYS = {"messages", "conversations", "conversation", "instruction", "prompt", "question", "text", "completion"}
@@ -212,9 +219,9 @@ def text_lines(path: Path) -> Iterator[str]:
 def _not_utf8(path: Path, line: int, offset: int, raw: bytes, error: UnicodeDecodeError) -> Problem:
     byte = error.object[error.start]
     where = f"{path}, line {line}"
-    if line == 1 and raw.startswith(_UTF16):
-        remedy = "Convert it: iconv -f utf-16 -t utf-8 old > new"
-        return Problem("expected UTF-8. Received: UTF-16.", where, remedy=remedy)
+    for begin, (received, remedy) in _NOT_TEXT.items() if line == 1 else ():
+        if raw.startswith(begin):
+            return Problem(f"expected UTF-8. Received: {received}.", where, remedy=remedy)
     return Problem(
         f"the text is not UTF-8: byte 0x{byte:02x} at offset {offset}.",
         where,
