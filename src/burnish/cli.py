@@ -207,7 +207,7 @@ def _plan(words: Arguments) -> Plan:
     from burnish.run.plan.plan import aliases, plan
     from burnish.run.recovery.resume import refuse_changed_options
 
-    chosen = plan(merge(file, flags, aliases()), also=[problems_in_files])
+    chosen = plan(merge(file, flags, aliases()), extra_checks=[problems_in_files])
     refuse_changed_options(chosen.options)  # before the data are encoded
     return chosen
 

@@ -237,7 +237,7 @@ cli.main({words!r})
 @pytest.mark.parametrize("overwrites", [False, True])
 @pytest.mark.parametrize(
     ("module", "name"),
-    [("burnish.utils.files", "open_lock"), ("burnish.run.recovery.clearing", "left_by_a_run"),
+    [("burnish.utils.files", "open_lock"), ("burnish.run.recovery.clearing", "files_of_run"),
      ("burnish.models.save", "save_config"), ("burnish.export.export", "modelfile"),
      ("burnish.export.export", "compare_templates")],
 )  # fmt: skip

@@ -208,9 +208,9 @@ def test_adapters_are_merged_in_their_order_as_peft_merges_them(train):
     assert not torch.allclose(wanted["model.layers.0.mlp.up_proj.weight"],
                               begun(first).model.layers[0].mlp.up_proj.weight, atol=1e-4)  # fmt: skip
 
-    _, goes_on = train("goes on", adapter_name_or_path=both, **lora)
-    assert json.loads((goes_on / "adapter_config.json").read_text())["r"] == 3
-    assert third != goes_on
+    _, is_resuming = train("goes on", adapter_name_or_path=both, **lora)
+    assert json.loads((is_resuming / "adapter_config.json").read_text())["r"] == 3
+    assert third != is_resuming
 
 
 @pytest.mark.parametrize("iterations", [-1, 8])

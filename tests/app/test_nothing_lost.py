@@ -18,7 +18,7 @@ from burnish import cli
 from burnish.config.options import specs
 from burnish.loop.loop import Loop
 from burnish.run.plan.options import RunOptions
-from burnish.run.recovery.clearing import SOURCES, left_by_a_run
+from burnish.run.recovery.clearing import SOURCES, files_of_run
 from burnish.utils.files import cache_home
 from pair_runs import pairs
 
@@ -111,7 +111,7 @@ def test_a_successor_leaves_nothing_of_an_earlier_run(stage: str, user_folder: P
     trained(f"stage={stage}", "max_steps=4", *evaluated)
     written = {path.name for path in Path("out").iterdir()}
     assert "training_loss.png" in written
-    assert written - {path.name for path in left_by_a_run(Path("out"))} == {"launch.json", "run.yaml"}
+    assert written - {path.name for path in files_of_run(Path("out"))} == {"launch.json", "run.yaml"}
 
 
 def test_a_checkpoint_is_not_cleared_by_the_run_that_begins_with_it(

@@ -16,7 +16,7 @@ from burnish.config.options import RawValue
 from burnish.parallel.options import ParallelOptions, check_parallel
 from burnish.parallel.process_counts import num_gpus, problems_of_machines, processes_here, world_size
 from burnish.run import launch as launching
-from burnish.run.launch import going_on, launch
+from burnish.run.launch import launch, with_resume
 from small_run import as_words, make_user
 
 pytestmark = pytest.mark.run
@@ -156,7 +156,7 @@ def test_what_fails_is_started_again_from_its_checkpoint_where_asked(program, tm
     assert first == ["overwrite_output_dir=true"]
     assert second == [*first, "--overwrite_output_dir", "false", "--resume_from_checkpoint", "true"]
     assert "Restarting (attempt 1 of 2)." in capfd.readouterr().err
-    assert going_on(["a"], str(tmp_path / "nothing")) == ["a"]
+    assert with_resume(["a"], str(tmp_path / "nothing")) == ["a"]
 
 
 def test_a_signal_goes_to_the_first_process_and_stops_all_without_a_word(program, tmp_path, capfd):

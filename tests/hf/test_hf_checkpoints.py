@@ -253,11 +253,11 @@ def test_a_checkpoint_of_ours_goes_on_there_where_that_was_asked_for(tmp_path):
 
 def test_checkpoints_of_an_adapter_go_there_and_back(tmp_path):
     lora = parity.seeded(parity.with_lora)
-    for begins, goes_on, more in ((theirs, trained, {}), (trained, theirs, {"save_hf_format": True})):
-        first, second = tmp_path / begins.__name__, tmp_path / f"{goes_on.__name__} goes on"
+    for begins, is_resuming, more in ((theirs, trained, {}), (trained, theirs, {"save_hf_format": True})):
+        first, second = tmp_path / begins.__name__, tmp_path / f"{is_resuming.__name__} goes on"
         whole = begins(first, model=lora(), **more)
         shutil.copytree(first / "checkpoint-3", second / "checkpoint-3")
-        resumed = goes_on(second, resume=True, model=lora())
+        resumed = is_resuming(second, resume=True, model=lora())
         assert resumed.state.global_step == 9
         assert losses(resumed)[:3] == losses(whole)[:3]
         assert losses(resumed) == pytest.approx(losses(whole), rel=0.05)

@@ -8,7 +8,7 @@ from transformers import DataCollatorForSeq2Seq, LlamaForCausalLM
 
 from burnish import SFTConfig, SFTTrainer, Trainer, TrainingArguments
 from burnish.loop.types import IGNORE_INDEX
-from burnish.trainer.data.prefix_sharing import fit_prefix_sharing, has_plain_loss, shared_prefixes_of
+from burnish.trainer.data.prefix_sharing import has_plain_loss, probe_prefix_sharing, shared_prefixes_of
 from small_run import make_model
 from tiny_shapes import tiny
 
@@ -155,9 +155,9 @@ def test_dropout_and_attention_that_was_asked_for_and_a_routers_loss_need_the_pa
     eager = tiny("llama")
     eager.set_attn_implementation("eager")
     for model in (tiny("llama", attention_dropout=0.1), eager, tiny("mixtral")):
-        assert not fit_prefix_sharing(model, is_wanted=True).shares_prefixes
+        assert not probe_prefix_sharing(model, is_wanted=True).shares_prefixes
         assert model.config._attn_implementation in {"sdpa", "eager"} or model.config.attention_dropout
-    assert fit_prefix_sharing(tiny("mixtral", output_router_logits=False), is_wanted=True).shares_prefixes
+    assert probe_prefix_sharing(tiny("mixtral", output_router_logits=False), is_wanted=True).shares_prefixes
 
 
 class OwnLoss(LlamaForCausalLM):

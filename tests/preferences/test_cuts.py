@@ -10,7 +10,7 @@ from burnish.losses.lm import LmOptions
 from burnish.losses.pairs import PairObjective
 from burnish.losses.preference_losses import PAIR_LOSSES
 from burnish.losses.preference_options import PairOptions, PreferenceOptions
-from burnish.losses.reference import SecondModel
+from burnish.losses.reference import SeparateModel
 from burnish.losses.reward import RewardObjective, RewardOptions
 from burnish.models.patches.attention import make_padding_free
 from burnish.models.patches.capabilities import find_capabilities
@@ -66,7 +66,7 @@ def update(kind, cut, is_padding_free=True, needed=True, fused=True, **given):
         find_capabilities(policy, head_of=policy), collator(options, 0, is_padding_free, is_padding_free and needed)
     )
     if kind != "scores":
-        objective.reference = SecondModel(objective.module_of_reference(reference))
+        objective.reference = SeparateModel(objective.module_of_reference(reference))
     module, engine = objective.module(policy).train(), SingleProcess(ParallelOptions(use_cpu=True))
     every, batches, start = rows("pairs" if kind == "scores" else kind), [], 0
     for size in cut:

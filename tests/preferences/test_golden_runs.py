@@ -9,7 +9,7 @@ from burnish.data.batches.batching import collate_prefix_sharing
 from burnish.losses.kto import KtoObjective, KtoOptions
 from burnish.losses.lm import LmOptions
 from burnish.losses.preference_options import PreferenceOptions
-from burnish.losses.reference import SecondModel
+from burnish.losses.reference import SeparateModel
 from burnish.models.patches.attention import make_padding_free
 from burnish.models.patches.capabilities import find_capabilities
 from burnish.parallel.options import ParallelOptions
@@ -123,7 +123,7 @@ def fitted_kto(policy, reference):
         find_capabilities(policy, head_of=policy), collate_prefix_sharing if make_padding_free(policy).is_flat else None
     )
     make_padding_free(reference)
-    objective.reference = SecondModel(objective.module_of_reference(reference))
+    objective.reference = SeparateModel(objective.module_of_reference(reference))
     return objective, objective.module(policy)
 
 

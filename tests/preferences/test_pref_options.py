@@ -145,7 +145,7 @@ def test_a_reference_that_is_asked_beforehand_says_the_same(workplace, monkeypat
     for is_before in (False, True):
         given = {**more, "precompute_ref_log_probs": is_before, "output_dir": str(folder)}
         if is_before:
-            monkeypatch.setattr(references, "StartOfRun", None)
+            monkeypatch.setattr(references, "InitialWeights", None)
         one = losses(workplace, monkeypatch, **given)
         history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
         found.append([*one, next(log["eval_loss"] for log in history if "eval_loss" in log)])

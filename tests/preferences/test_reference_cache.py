@@ -7,7 +7,7 @@ import torch
 from script_runs import losses as script_losses
 from script_runs import make
 
-from burnish.data.rows.reference_numbers import RowsWithReference
+from burnish.data.rows.reference_logps import RowsWithReference
 from burnish.run import reference_cache
 from pair_runs import losses, make_workplace, pairs
 from small_run import make_model

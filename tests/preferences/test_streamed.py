@@ -5,7 +5,7 @@ import json
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.data.rows.others_of_step import RowsWithOthers
+from burnish.data.rows.mismatched import RowsWithMismatched
 from burnish.data.rows.row_set import ListedRows
 from burnish.run.plan.plan import plan
 from pair_runs import given, losses, make_workplace, pairs
@@ -73,13 +73,13 @@ def as_row(prompt, answer):
 
 
 def test_in_a_step_each_row_has_the_answer_before_it_that_is_another():
-    rows = RowsWithOthers(ListedRows([as_row([1, 2], [7]), as_row([3], [8, 9]), as_row([4], [8, 9]), None]), 4)
+    rows = RowsWithMismatched(ListedRows([as_row([1, 2], [7]), as_row([3], [8, 9]), as_row([4], [8, 9]), None]), 4)
     keys = rows.keys_of_step([2, 0, 1, 3])
     assert keys == {2: (2, 0), 0: (0, 2), 1: (1, 0), 3: (3, 1)}
     taken = rows.some([keys[item] for item in (2, 0, 1, 3)])
     assert [row and row.get("kl_input_ids") for row in taken] == [[4, 7], [1, 2, 8, 9], [3, 7], None]
     assert taken[1]["kl_labels"] == [-100, -100, 8, 9]
-    assert RowsWithOthers(rows.rows, 3).some([(0, 2)])[0]["kl_input_ids"] == [1, 2, 8]
+    assert RowsWithMismatched(rows.rows, 3).some([(0, 2)])[0]["kl_input_ids"] == [1, 2, 8]
     assert rows.keys_of_step([1]) == {1: (1, None)}
 
 

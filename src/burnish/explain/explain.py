@@ -95,7 +95,7 @@ def sections(plan: Plan, prepared: Prepared) -> Iterator[Section]:
 
 
 def _data(plan: Plan, prepared: Prepared) -> Section:
-    options, rows, is_trained = plan.options, _looked_at(plan, prepared), trains(plan.options)
+    options, rows, is_trained = plan.options, _inspected(plan, prepared), trains(plan.options)
     kind = _kind(options, is_eval=not is_trained)
     named = options.dataset if is_trained or options.val_size else options.eval_dataset
     by = "dataset" if named is options.dataset else "eval_dataset"
@@ -133,7 +133,7 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
     return Section("Data", lines)
 
 
-def _looked_at(plan: Plan, prepared: Prepared) -> RowSet[Row]:
+def _inspected(plan: Plan, prepared: Prepared) -> RowSet[Row]:
     """The training rows. For a run without training, the rows of the first evaluation set."""
     return prepared.sample if trains(plan.options) else next(iter(prepared.eval_rows.values()), ListedRows(()))
 
@@ -182,7 +182,7 @@ def _skipped_share(rows: Sequence[Row], prepared: Prepared, options: RunOptions)
 
 def samples(plan: Plan, prepared: Prepared) -> Iterator[Sample]:
     """The first row and the one in the middle."""
-    rows, marked = _looked_at(plan, prepared), "trained" if trains(plan.options) else "measured"
+    rows, marked = _inspected(plan, prepared), "trained" if trains(plan.options) else "measured"
     kind = _kind(plan.options, is_eval=not trains(plan.options)).capitalize()
     for index in sorted({0, len(rows) // 2} if len(rows) else set()):
         for name, answer in answers_of(rows[index]).items():
@@ -376,9 +376,9 @@ def _options(plan: Plan) -> Section:
 def memory_terms_of(plan: Plan, prepared: Prepared) -> list[Term]:
     """Memory of the run on each device, as a list of terms."""
     options, sizes, formats = plan.options, prepared.sizes, prepared.formats
-    tokens = tokens_of_largest_batch(_looked_at(plan, prepared), options)
+    tokens = tokens_of_largest_batch(_inspected(plan, prepared), options)
     shape, trained = DecoderShape.of(prepared.config.get_text_config()), sizes.active if trains(options) else 0
-    looked_at = islice(_looked_at(plan, prepared), LOOKED_AT) if prepared.family is not None else ()
+    looked_at = islice(_inspected(plan, prepared), LOOKED_AT) if prepared.family is not None else ()
     patches = [num_patches(row, prepared.family) for row in looked_at if prepared.family is not None]
     of_batch = patches_of_largest_batch(patches, options)
     terms = memory_of(options, prepared.config, sizes, formats, tokens, of_batch)

@@ -55,7 +55,7 @@ from burnish.report.console import note
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import aliases
 from burnish.run.plan.unsupported import take_absent
-from burnish.run.recovery.clearing import BackupOnOverwrite, left_by_a_killed_process
+from burnish.run.recovery.clearing import BackupOnOverwrite, files_of_killed_run
 from burnish.utils.files import named_where_full, only_writer
 
 
@@ -149,7 +149,7 @@ def export_options(values: Mapping[str, RawValue]) -> RunOptions:
         problems += problems_of_export(
             options,
             [folder for folder in folders if folder is not None],
-            left_by_a_killed_process(Path(options.export_dir or ""), _OWN_FILES),
+            files_of_killed_run(Path(options.export_dir or ""), _OWN_FILES),
         )
     if not problems and options.export_quantization_bit and options.export_format == "gguf":
         what = '"export_quantization_bit" applies to GPTQ and AWQ only, but "export_format" is gguf.'

@@ -176,14 +176,14 @@ class CallbackHandler:
 
     def listeners(self, event: str) -> list[str]:
         """Names of the callbacks that implement ``event``, for ``explain``."""
-        found = []
+        names = []
         for callback in self.callbacks:
             kind = type(callback)
             # The root of its class hierarchy: burnish's TrainerCallback or transformers'.
             root = next((c for c in reversed(kind.__mro__) if hasattr(c, "on_train_begin")), TrainerCallback)
             if getattr(kind, event, None) not in (None, getattr(root, event, None)):
-                found.append(kind.__name__)
-        return found
+                names.append(kind.__name__)
+        return names
 
     def foreign_callbacks(self, event: str | None) -> list[str]:
         """Names of callbacks from outside burnish that implement ``event`` (any event if None)."""

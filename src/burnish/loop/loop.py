@@ -160,9 +160,13 @@ class Loop:
         yield from self.rollout.remaining()
         source = self.loader.step_batches()
         for step_batch in source:
-            made = self.objective.rollout(self.model, step_batch, self.parallel, self.state.global_step, source)
-            assert len(made) == self.objective.inner_steps, f"{type(self.objective).__name__}.rollout: {len(made)}"
-            self.rollout.fill(made)
+            inner_batches = self.objective.rollout(
+                self.model, step_batch, self.parallel, self.state.global_step, source
+            )
+            assert len(inner_batches) == self.objective.inner_steps, (
+                f"{type(self.objective).__name__}.rollout: {len(inner_batches)}"
+            )
+            self.rollout.fill(inner_batches)
             yield from self.rollout.remaining()
 
     def step(self, step_batch: StepBatch) -> None:

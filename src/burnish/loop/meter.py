@@ -132,11 +132,11 @@ class Meter:
             return
         over_ranks = parallel.sum(self._vector())
         loss, non_finite, tokens, rows, *addends = over_ranks.unbind()
-        mine = float(parallel.rank == 0)
-        self.loss = loss * mine
-        self.metrics.of_all_ranks(addends, self.metrics.extremes(parallel, over_ranks.dtype), mine)
-        self.non_finite_steps = (non_finite * mine).to(self.non_finite_steps.dtype)
-        self.tokens, self.rows = int(tokens.item() * mine), int(rows.item() * mine)
+        is_first = float(parallel.rank == 0)
+        self.loss = loss * is_first
+        self.metrics.of_all_ranks(addends, self.metrics.extremes(parallel, over_ranks.dtype), is_first)
+        self.non_finite_steps = (non_finite * is_first).to(self.non_finite_steps.dtype)
+        self.tokens, self.rows = int(tokens.item() * is_first), int(rows.item() * is_first)
 
     def _restart(self) -> None:
         self.loss = torch.zeros_like(self.loss)

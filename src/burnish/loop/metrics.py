@@ -30,17 +30,17 @@ def joined(metrics: Sequence[Metric]) -> Metric:
         return Sum(totals[-1], counts[-1], "last")
         # A micro-batch without items has no minimum or maximum.
     nothing = torch.inf if first.reduction == "min" else -torch.inf
-    seen = torch.where(counts > 0, totals, nothing)
-    return Sum(seen.amin() if first.reduction == "min" else seen.amax(), counts.sum(), first.reduction)
+    values = torch.where(counts > 0, totals, nothing)
+    return Sum(values.amin() if first.reduction == "min" else values.amax(), counts.sum(), first.reduction)
 
 
 def joined_by_name(several: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Apply ``joined`` to each name. A name may be missing from some micro-batches."""
-    found: dict[str, list[Metric]] = {}
+    by_name: dict[str, list[Metric]] = {}
     for metrics in several:
         for name, metric in metrics.items():
-            found.setdefault(name, []).append(metric)
-    return {name: joined(metrics) for name, metrics in found.items()}
+            by_name.setdefault(name, []).append(metric)
+    return {name: joined(metrics) for name, metrics in by_name.items()}
 
 
 class Metrics:
@@ -56,25 +56,27 @@ class Metrics:
         """() tensors to sum over ranks, in the order that ``means`` expects. A plain metric adds its sum, a ``Sum`` its
         total and count. A minimum or maximum adds its count only (see ``extremes``).
         """
-        found: list[Tensor] = []
+        values: list[Tensor] = []
         for metric in self.by_name.values():
             if isinstance(metric, Tensor):
-                found.append(metric.to(dtype))
+                values.append(metric.to(dtype))
             else:
                 extreme = metric.reduction in ("min", "max")
-                found += [torch.zeros_like(metric.total, dtype=dtype) if extreme else metric.total.to(dtype)]
-                found += [metric.count.to(dtype)]
-        return found
+                values += [torch.zeros_like(metric.total, dtype=dtype) if extreme else metric.total.to(dtype)]
+                values += [metric.count.to(dtype)]
+        return values
 
     def extremes(self, parallel: Parallel, dtype: torch.dtype) -> list[Tensor]:
         """() tensors: minimum or maximum over ranks of each metric with that reduction. One collective, or none."""
-        asked = [m for m in self.by_name.values() if isinstance(m, Sum) and m.reduction in ("min", "max")]
-        if not asked:
+        selected = [m for m in self.by_name.values() if isinstance(m, Sum) and m.reduction in ("min", "max")]
+        if not selected:
             return []
-        of_ranks = parallel.gather(torch.stack([metric.total.to(dtype) for metric in asked])[None])  # (ranks, extremes)
+        of_ranks = parallel.gather(
+            torch.stack([metric.total.to(dtype) for metric in selected])[None]
+        )  # (ranks, extremes)
         return [
             (column.amin() if metric.reduction == "min" else column.amax())
-            for metric, column in zip(asked, of_ranks.unbind(1), strict=True)
+            for metric, column in zip(selected, of_ranks.unbind(1), strict=True)
         ]
 
     def means(
@@ -88,25 +90,25 @@ class Metrics:
             num_items: number of items of the loss, the divisor of plain metrics.
             world_size: number of ranks.
         """
-        given, ends, found = iter(addends), iter(extremes), {}
+        values, ends, result = iter(addends), iter(extremes), {}
         for name, metric in self.by_name.items():
             if isinstance(metric, Tensor):
-                found[name] = next(given) / num_items
+                result[name] = next(values) / num_items
                 continue
-            total, count = next(given), next(given)
+            total, count = next(values), next(values)
             end = next(ends) if metric.reduction in ("min", "max") else 0.0
             if count > 0:
-                found[name] = {"mean": total / count, "last": total / world_size}.get(metric.reduction, end)
-        return found
+                result[name] = {"mean": total / count, "last": total / world_size}.get(metric.reduction, end)
+        return result
 
     def of_all_ranks(self, addends: Sequence[Tensor], extremes: Sequence[Tensor], share: float) -> None:
         """Replace the sums by those of all ranks (``share`` 1) or by zero (``share`` 0) before a checkpoint."""
-        given, ends = iter(addends), iter(extremes)
+        values, ends = iter(addends), iter(extremes)
         for name, metric in self.by_name.items():
             if isinstance(metric, Tensor):
-                self.by_name[name] = next(given) * share
+                self.by_name[name] = next(values) * share
                 continue
-            total, count = next(given), next(given)
+            total, count = next(values), next(values)
             total = next(ends) if metric.reduction in ("min", "max") else total * share
             self.by_name[name] = Sum(total, count * share, metric.reduction)
 
@@ -118,10 +120,10 @@ class Metrics:
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         self.by_name = {
-            name: given.to(device)
-            if isinstance(given, Tensor)
-            else Sum(given["total"].to(device), given["count"].to(device), given["reduction"])
-            for name, given in state.items()
+            name: value.to(device)
+            if isinstance(value, Tensor)
+            else Sum(value["total"].to(device), value["count"].to(device), value["reduction"])
+            for name, value in state.items()
         }
 
 

@@ -49,8 +49,11 @@ class RolloutBuffer:
         self.batches, self.position = [], 0
 
     def state_dict(self) -> dict[str, Any]:
-        left = list(self.remaining())
-        return {"world_size": self.world_size, "left": [{**vars(batch), "items": list(batch.items)} for batch in left]}
+        remaining = list(self.remaining())
+        return {
+            "world_size": self.world_size,
+            "left": [{**vars(batch), "items": list(batch.items)} for batch in remaining],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the buffer of this rank."""

@@ -209,8 +209,8 @@ def _polynomial(step: int, warmup: int, total: int, lr_init: float, lr_end: floa
         return step / max(1, warmup)
     if step > total:
         return lr_end / lr_init
-    left: float = (1 - (step - warmup) / max(1, total - warmup)) ** power
-    return ((lr_init - lr_end) * left + lr_end) / lr_init
+    remaining: float = (1 - (step - warmup) / max(1, total - warmup)) ** power
+    return ((lr_init - lr_end) * remaining + lr_end) / lr_init
 
 
 def _inverse_sqrt(step: int, warmup: int, total: int, timescale: int | None = None) -> float:

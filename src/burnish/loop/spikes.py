@@ -64,11 +64,11 @@ class SpikeWatch:
 
     def check(self, parallel: Parallel, step: int, step_batch: StepBatch, loss: Tensor, norm: Tensor) -> None:
         """Raise SpikeError on all ranks if the last step is a spike on any of them."""
-        usual = sum(self.norms) / len(self.norms) if len(self.norms) >= _ENOUGH else None
+        mean_norm = sum(self.norms) / len(self.norms) if len(self.norms) >= _ENOUGH else None
         is_applied = torch.isfinite(loss) & torch.isfinite(norm)
         # A loss scale that is too large decreases by itself; such a step is not caused by the data.
         is_finite = torch.isfinite(loss) if parallel.scales_loss else is_applied
-        is_long = norm > usual * self.ratio if usual is not None and self.ratio is not None else ~is_finite
+        is_long = norm > mean_norm * self.ratio if mean_norm is not None and self.ratio is not None else ~is_finite
         is_long = is_long & torch.isfinite(norm)
         counted = torch.stack([(~is_finite | is_long).float(), (~is_finite).float(), (~is_applied).float()])
         spikes, broken, skipped = parallel.sum(counted).tolist()  # one device read per step
@@ -79,7 +79,7 @@ class SpikeWatch:
         if broken:
             what = f"Step {step} was not finite (loss {float(loss):.4g}, gradient norm {float(norm):.4g})"
         else:
-            what = f"The gradient of step {step} was {float(norm) / (usual or 1):.3g} times the usual norm"
+            what = f"The gradient of step {step} was {float(norm) / (mean_norm or 1):.3g} times the usual norm"
         raise SpikeError(what, step_batch.items)
 
     def state_dict(self) -> dict[str, Any]:

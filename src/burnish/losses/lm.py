@@ -147,7 +147,7 @@ class LmObjective(StageObjective):
         self.template = template
         self.head: Head | None = None
         self.makes_some_logits = False
-        self.collate: Collate = unfitted
+        self.collate: Collate = not_configured
 
     @property
     def metrics(self) -> list[str]:
@@ -240,7 +240,7 @@ class PretrainObjective(LmObjective):
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
-def unfitted(rows: Sequence[Row]) -> Batch:
+def not_configured(rows: Sequence[Row]) -> Batch:
     raise RuntimeError("The objective was not fitted to a model; call fit() before collate().")
 
 

@@ -35,7 +35,7 @@ from burnish.losses.lm import (
     CheckpointingChoices,
     aux_coefficient,
     is_reentrant,
-    unfitted,
+    not_configured,
 )
 from burnish.losses.preference_losses import (
     PAIR_LOSSES,
@@ -58,7 +58,7 @@ from burnish.losses.preference_options import (
     PreferenceOptions,
     ReferenceOptions,
 )
-from burnish.losses.reference import Following, Reference
+from burnish.losses.reference import MovingReference, Reference
 from burnish.losses.sequence_logps import (
     SequenceModel,
     SequenceValues,
@@ -125,7 +125,7 @@ class AnswersObjective(StageObjective):
         self.head: Head | None = None
         self.makes_some_logits = False
         self.aux_coefficient = 0.0
-        self.collate: Collate = unfitted
+        self.collate: Collate = not_configured
 
     @property
     def parts(self) -> Mapping[str, Stateful]:
@@ -190,7 +190,7 @@ class AnswersObjective(StageObjective):
 
     def step_begins(self, module: nn.Module) -> None:
         """Called at the beginning of a step or an evaluation."""
-        if isinstance(self.reference, Following) and module.training:
+        if isinstance(self.reference, MovingReference) and module.training:
             self.reference.step_begins()
 
     def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:

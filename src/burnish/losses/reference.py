@@ -46,7 +46,7 @@ def trained_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-class AdapterOff(Reference):
+class DisabledAdapter(Reference):
     """The model with its adapter disabled, for a new adapter.
 
     Args:
@@ -65,7 +65,7 @@ class AdapterOff(Reference):
             yield module
 
 
-class AsItIs(Reference):
+class UnchangedModel(Reference):
     """The policy itself, for values that are computed before its first step."""
 
     parts: Mapping[str, Stateful] = {}
@@ -75,7 +75,7 @@ class AsItIs(Reference):
         yield module
 
 
-class StartOfRun(Reference):
+class InitialWeights(Reference):
     """The weights at the start of training, which temporarily replace the trained weights.
 
     For full training this is a copy of the model; for a continued adapter only a copy of the adapter. The weights
@@ -116,9 +116,9 @@ class StartOfRun(Reference):
         return self.held
 
 
-class ShardedStart(Reference):
-    """``StartOfRun`` for sharded weights (FSDP, ZeRO-3): keeps a copy of this rank's shards, and swaps both during the
-    reference's forward passes.
+class ShardedInitialWeights(Reference):
+    """``InitialWeights`` for sharded weights (FSDP, ZeRO-3): keeps a copy of this rank's shards, and swaps both during
+    the reference's forward passes.
 
     ``setup`` is called after the backend has sharded the model, and before a checkpoint is loaded.
     """
@@ -153,7 +153,7 @@ class ShardedStart(Reference):
                 other.copy_(kept)
 
 
-class SecondModel(Reference):
+class SeparateModel(Reference):
     """A separate, frozen model.
 
     Args:
@@ -166,8 +166,8 @@ class SecondModel(Reference):
         self.module = module.requires_grad_(False).eval()
         self.held: dict[str, tuple[nn.Parameter, Tensor]] = {}
 
-    def beside(self, policy: nn.Module) -> SecondModel:
-        """The same reference with ``values`` for a ``Following``.
+    def beside(self, policy: nn.Module) -> SeparateModel:
+        """The same reference with ``values`` for a ``MovingReference``.
 
         Raises:
             UserError: if the trained weights are not among its weights.
@@ -193,14 +193,14 @@ class SecondModel(Reference):
         yield self.module
 
 
-class Following(Reference):
+class MovingReference(Reference):
     """A reference that moves towards the policy at an interval of steps: ρ <- α π + (1 - α) ρ.  TR-DPO, Gorbatovski et
     al. 2024, eq. 5, https://arxiv.org/abs/2404.09656
 
     It changes during training, so it is part of the checkpoint.
     """
 
-    def __init__(self, start: StartOfRun | SecondModel, every: int, share: float) -> None:
+    def __init__(self, start: InitialWeights | SeparateModel, every: int, share: float) -> None:
         self.start, self.every, self.share = start, every, share
         self.steps = 0
         self.parts: Mapping[str, Stateful] = {"reference": self}

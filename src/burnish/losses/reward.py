@@ -29,7 +29,7 @@ from burnish.kernels.probe import Capabilities, causal_lm
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import IGNORE_INDEX, Batch, Example, Loss, Metric, Row, Sum
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
-from burnish.losses.lm import unfitted
+from burnish.losses.lm import not_configured
 from burnish.losses.logits import model_inputs, target_positions
 from burnish.losses.pairs import PAIR_COLUMNS, two_answers
 from burnish.losses.preference_losses import bradley_terry
@@ -172,7 +172,7 @@ class RewardObjective(StageObjective):
         self.head: nn.Module | None = None  # a ``RewardHead``, or a score layer of the model
         self.head_kind = ""  # registered name of a third-party head, as stored in its file
         self.came_as_score = False  # set by the caller if the head comes from a sequence classifier
-        self.collate: Collate = unfitted
+        self.collate: Collate = not_configured
         self.margins = Margins()
 
     @property

@@ -39,8 +39,8 @@ def mixed_precision(options: MixedChoices) -> str:
         return "fp16"
     if options.pure_bf16:
         return "no"
-    asked = "bf16" if options.bf16 else _asked(_FORMAT)
-    return asked if asked in ("bf16", "fp16") else "no"
+    requested = "bf16" if options.bf16 else _asked(_FORMAT)
+    return requested if requested in ("bf16", "fp16") else "no"
 
 
 def is_kept_on_cpu() -> bool:
@@ -52,7 +52,7 @@ def launched_problems(options: MixedChoices) -> Iterator[Problem]:
         if int(os.environ.get(variable) or 1) > 1:
             what = f"{variable} is {os.environ[variable]}: burnish has no {kind} parallelism."
             yield Problem(what, remedy="Set it to 1, and shard the weights: fsdp, or deepspeed: zero3.")
-    if not _says_format(options) and _asked(_FORMAT) not in ("", "no", "bf16", "fp16"):
+    if not _sets_format(options) and _asked(_FORMAT) not in ("", "no", "bf16", "fp16"):
         yield Problem(
             f'{_FORMAT} is "{_asked(_FORMAT)}": burnish supports bf16 and fp16.',
             remedy="Set mixed_precision: bf16 in accelerate's config file, or bf16: true in the run's YAML file.",
@@ -62,8 +62,8 @@ def launched_problems(options: MixedChoices) -> Iterator[Problem]:
 
 
 def launched_notes(options: MixedChoices) -> Iterator[str]:
-    if not _says_format(options) and (asked := mixed_precision(options)) != "no":
-        yield f"{_FORMAT} is {asked}, and the options set no dtype: it is used as {asked}: true."
+    if not _sets_format(options) and (requested := mixed_precision(options)) != "no":
+        yield f"{_FORMAT} is {requested}, and the options set no dtype: it is used as {requested}: true."
     if _asked(_COMPILER) not in ("", "no"):
         yield f"{_COMPILER} has no effect: set torch_compile and torch_compile_backend instead."
 
@@ -72,7 +72,7 @@ def is_true(value: object) -> bool:
     return str(value).strip().lower() in ("true", "1", "yes", "on")
 
 
-def _says_format(options: MixedChoices) -> bool:
+def _sets_format(options: MixedChoices) -> bool:
     return bool(options.bf16 or options.fp16 or options.pure_bf16)
 
 

@@ -25,25 +25,25 @@ _OF_MODELS = {"every_n_layers": 1, "offload": False}
 
 def checkpointing_problems(options: ParallelChoices) -> Iterator[Problem]:
     """Problems of ``gradient_checkpointing_kwargs``."""
-    given, known = options.gradient_checkpointing_kwargs or {}, [*_OF_TORCH, *_OF_MODELS, "selective"]
-    for name in [name for name in given if name not in known]:
+    kwargs, known = options.gradient_checkpointing_kwargs or {}, [*_OF_TORCH, *_OF_MODELS, "selective"]
+    for name in [name for name in kwargs if name not in known]:
         yield Problem(
             f'"gradient_checkpointing_kwargs": unknown key "{name}".{did_you_mean(name, known)}',
             remedy=f"Known: {', '.join(known)}.",
             option="gradient_checkpointing_kwargs",
         )
-    layers = given.get("every_n_layers", 1)
+    layers = kwargs.get("every_n_layers", 1)
     if type(layers) is not int or layers < 1:
         yield Problem(
             f'"gradient_checkpointing_kwargs": "every_n_layers" must be a whole number above 0. Received: {layers!r}.',
             option="gradient_checkpointing_kwargs",
         )
-    if given.get("selective") and not options.gradient_checkpointing:
+    if kwargs.get("selective") and not options.gradient_checkpointing:
         yield Problem(
             "`gradient_checkpointing_kwargs={'selective': True}` requires `gradient_checkpointing=True`.",
             option=("gradient_checkpointing_kwargs", "gradient_checkpointing"),
         )
-    if given.get("selective") and given.get("use_reentrant"):
+    if kwargs.get("selective") and kwargs.get("use_reentrant"):
         yield Problem(
             "`gradient_checkpointing_kwargs={'selective': True}` requires non-reentrant gradient checkpointing.",
             remedy="Set `use_reentrant` to `False`, or leave it unset.",
@@ -51,7 +51,7 @@ def checkpointing_problems(options: ParallelChoices) -> Iterator[Problem]:
         )
 
 
-def checkpoint_activations(model: nn.Module, given: dict[str, Any] | None) -> None:
+def checkpoint_activations(model: nn.Module, kwargs: dict[str, Any] | None) -> None:
     """Enable checkpointing in the layers of ``model``.
 
     Args:
@@ -69,21 +69,21 @@ def checkpoint_activations(model: nn.Module, given: dict[str, Any] | None) -> No
         )
     # Non-reentrant: it recomputes with the same autocast and random numbers, and does not need an input with a
     # gradient, which frozen embeddings do not provide.
-    arguments = {"use_reentrant": False, **(given or {})}
+    arguments = {"use_reentrant": False, **(kwargs or {})}
     if arguments.pop("selective", False):
         arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_what_is_costly)
-    own = {name: arguments.pop(name, usual) for name, usual in _OF_MODELS.items()}
+    model_arguments = {name: arguments.pop(name, usual) for name, usual in _OF_MODELS.items()}
     if next(model.parameters()).device.type == "cpu":  # activations are in main memory already
-        own["offload"] = False
-    record(model, partial(_enable, able[0], arguments, own), CHECKPOINTED)
+        model_arguments["offload"] = False
+    record(model, partial(_enable, able[0], arguments, model_arguments), CHECKPOINTED)
 
 
-def _enable(model: Any, arguments: dict[str, Any], own: dict[str, Any]) -> None:
+def _enable(model: Any, arguments: dict[str, Any], model_arguments: dict[str, Any]) -> None:
     if arguments["use_reentrant"]:
         model.enable_input_require_grads()  # reentrant checkpointing requires an input with a gradient
     if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(arguments, **own)
-    elif own == _OF_MODELS:
+        model.activation_checkpointing_enable(arguments, **model_arguments)
+    elif model_arguments == _OF_MODELS:
         model.gradient_checkpointing_enable(arguments)
     else:
         raise ValueError(

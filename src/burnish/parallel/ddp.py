@@ -95,13 +95,13 @@ def syncing_arguments(options: ParallelChoices) -> dict[str, Any]:
         # The search for unused weights does not work with a checkpointed layer, whose forward pass runs twice
         # (https://github.com/huggingface/transformers/pull/4659, and Trainer since).
         finds = not options.gradient_checkpointing
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "find_unused_parameters": bool(finds),
         "static_graph": bool(options.ddp_static_graph),
         "gradient_as_bucket_view": True,  # gradients are views of the communication buckets, which saves a copy
     }
     if options.ddp_broadcast_buffers is False:  # true is torch's default
-        found[BUFFERS] = False
+        arguments[BUFFERS] = False
     if options.ddp_bucket_cap_mb is not None:
-        found["bucket_cap_mb"] = options.ddp_bucket_cap_mb
-    return found
+        arguments["bucket_cap_mb"] = options.ddp_bucket_cap_mb
+    return arguments

@@ -84,10 +84,10 @@ class MultiProcess(SingleProcess):
         Returns:
             (sum of N, ...), padded with IGNORE_INDEX to the largest sizes.
         """
-        mine = torch.tensor(value.shape, device=self.device)
-        found = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(found, mine)
-        shapes: list[list[int]] = torch.stack(found).tolist()
+        own_shape = torch.tensor(value.shape, device=self.device)
+        shapes_of_ranks = [torch.empty_like(own_shape) for _ in range(self.world_size)]
+        dist.all_gather(shapes_of_ranks, own_shape)
+        shapes: list[list[int]] = torch.stack(shapes_of_ranks).tolist()
         rows = [shape[0] for shape in shapes]
         filled_shapes = [shape for shape in shapes if shape[0]] or shapes
         largest = [max(rows), *map(max, list(zip(*filled_shapes, strict=True))[1:])]
@@ -98,9 +98,9 @@ class MultiProcess(SingleProcess):
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Plain data of every rank, in the order of the ranks."""
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value)
-        return found
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
 
     def barrier(self) -> None:
         dist.barrier()

@@ -47,18 +47,18 @@ class Offloading:
             return tensor, None, None
         if self._stream is None:
             return tensor.clone(), tensor.device, None
-        kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self._stream):
-            kept.copy_(tensor, non_blocking=True)
+            copy.copy_(tensor, non_blocking=True)
             done = self._stream.record_event()
         tensor.record_stream(self._stream)  # so that its memory is not reused before the copy is done
-        return kept, tensor.device, done
+        return copy, tensor.device, done
 
     def _back(self, packed: tuple[Tensor, torch.device | None, Any]) -> Tensor:
-        kept, device, done = packed
+        copy, device, done = packed
         if device is None:
-            return kept
+            return copy
         if done is not None:
             torch.cuda.current_stream(device).wait_event(done)
-        return kept.to(device, non_blocking=True)
+        return copy.to(device, non_blocking=True)

@@ -142,14 +142,14 @@ def check_parallel(options: ParallelChoices) -> list[Problem]:
 
 def _compiling(options: ParallelChoices) -> Iterator[Problem]:
     """Report an unknown backend or mode of torch's compiler. If one is set, the compiler is imported to list them."""
-    given = {"backend": options.torch_compile_backend, "mode": options.torch_compile_mode}
-    if not options.torch_compile or set(given.values()) <= {None, "inductor"}:
+    settings = {"backend": options.torch_compile_backend, "mode": options.torch_compile_mode}
+    if not options.torch_compile or set(settings.values()) <= {None, "inductor"}:
         return
     import torch._dynamo
     import torch._inductor
 
     known = {"backend": torch._dynamo.list_backends(exclude_tags=()), "mode": [*torch._inductor.list_mode_options()]}
-    for name, value in given.items():
+    for name, value in settings.items():
         if value is not None and value not in known[name]:
             yield Problem(
                 f'"torch_compile_{name}": unknown value "{value}".{did_you_mean(value, known[name])}',
@@ -159,13 +159,13 @@ def _compiling(options: ParallelChoices) -> Iterator[Problem]:
 
 
 def _formats(options: ParallelChoices) -> Iterator[Problem]:
-    asked = [name for name in ("bf16", "fp16", "pure_bf16") if getattr(options, name)]
-    if "fp16" in asked and len(asked) > 1:
+    enabled = [name for name in ("bf16", "fp16", "pure_bf16") if getattr(options, name)]
+    if "fp16" in enabled and len(enabled) > 1:
         yield Problem(
-            f'"{asked[0]}" and "{asked[1]}" cannot be combined.',
+            f'"{enabled[0]}" and "{enabled[1]}" cannot be combined.',
             why="bfloat16 has the range of float32; float16 does not, and needs loss scaling.",
             remedy="Use bf16 if the device supports it.",
-            option=tuple(asked),
+            option=tuple(enabled),
         )
     if options.bf16_full_eval and options.fp16_full_eval:
         yield Problem(

@@ -52,10 +52,10 @@ def autocast_dtype(options: MixedChoices, device: torch.device) -> torch.dtype |
 
     On a CPU float16 is replaced with bfloat16 if the processor supports it, else with float32.
     """
-    asked = mixed_precision(options)
-    if asked == "fp16" and device.type == "cpu":
+    requested = mixed_precision(options)
+    if requested == "fp16" and device.type == "cpu":
         return torch.bfloat16 if has_fast_bfloat16() else None
-    return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(asked)
+    return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(requested)
 
 
 def frozen_dtype(options: MixedChoices, device: torch.device, in_files: torch.dtype) -> torch.dtype:

@@ -86,18 +86,18 @@ def num_gpus() -> int:
 
 def launcher_problems() -> list[Problem]:
     """Problems of the variables with which a launcher tells a process its rank."""
-    given = {name: os.environ.get(name, "").strip() for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")}
-    unread = [name for name, text in given.items() if text and count_in(text, -1) < 0]
+    values = {name: os.environ.get(name, "").strip() for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")}
+    unread = [name for name, text in values.items() if text and count_in(text, -1) < 0]
     if unread:
-        return [Problem(f'{name} must be a whole number. Received: "{given[name]}".') for name in unread]
-    size, rank = count_in(given["WORLD_SIZE"], 1), count_in(given["RANK"], 0)
+        return [Problem(f'{name} must be a whole number. Received: "{values[name]}".') for name in unread]
+    size, rank = count_in(values["WORLD_SIZE"], 1), count_in(values["RANK"], 0)
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if size > 1 and not os.environ.get(name)]
     if not missing and size > rank:
         return []
     what = f"and not set: {', '.join(missing)}" if missing else f"and RANK is {rank}; ranks are numbered from 0"
     return [
         Problem(
-            f"WORLD_SIZE is {given['WORLD_SIZE'] or 'not set'}, {what}.",
+            f"WORLD_SIZE is {values['WORLD_SIZE'] or 'not set'}, {what}.",
             remedy="Start the processes with burnish train or torchrun, which set these variables; or unset WORLD_SIZE "
             "and RANK for a run in one process.",
         )
@@ -108,10 +108,10 @@ def problems_of_machines() -> list[Problem]:
     """Report what is missing for a run over several machines."""
     if is_launched():
         return []
-    given = {name: os.environ.get(name, "").strip() for name in ("NNODES", "NODE_RANK", "NPROC_PER_NODE")}
-    unread = [name for name, text in given.items() if text and count_in(text, -1) < 0]
+    values = {name: os.environ.get(name, "").strip() for name in ("NNODES", "NODE_RANK", "NPROC_PER_NODE")}
+    unread = [name for name, text in values.items() if text and count_in(text, -1) < 0]
     if unread:
-        return [Problem(f'{name} must be a whole number. Received: "{given[name]}".') for name in unread]
+        return [Problem(f'{name} must be a whole number. Received: "{values[name]}".') for name in unread]
     if num_machines() == 1:
         return []
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if name not in os.environ]
@@ -123,8 +123,8 @@ def problems_of_machines() -> list[Problem]:
     return []
 
 
-def _number(name: str, usual: int) -> int:
-    return count_in(os.environ.get(name, ""), usual)
+def _number(name: str, default: int) -> int:
+    return count_in(os.environ.get(name, ""), default)
 
 
 def free_port() -> int:

@@ -89,8 +89,8 @@ class SingleProcess:
         model.to(self.device)
 
     def to_device(self, batch: Batch) -> Batch:
-        given: Any = batch
-        if not isinstance(given, MutableMapping):  # a script's own type, which its Trainer moves
+        values: Any = batch
+        if not isinstance(values, MutableMapping):  # a script's own type, which its Trainer moves
             return batch
         moved = copy.copy(batch)  # keeps the class of the dict, which a script may depend on
         for name, value in batch.items():

@@ -32,15 +32,15 @@ def raise_unless_ranks_agree(plan: Plan, fingerprints: Mapping[str, Any], num_ro
     """
     if parallel.world_size == 1:
         return
-    mine = {
+    own_state = {
         **_options(plan.options), **fingerprints, "rows": num_rows, "python": platform.python_version(),
         "torch": torch.__version__,
     }  # fmt: skip
-    everyone: list[tuple[str, dict[str, Any]]] = parallel.gather_objects((socket.gethostname(), _plain(mine)))
+    everyone: list[tuple[str, dict[str, Any]]] = parallel.gather_objects((socket.gethostname(), _plain(own_state)))
     problems = [
         _problem(rank, host, differences)
-        for rank, (host, theirs) in enumerate(everyone)
-        if (differences := list(_differences(everyone[0][1], theirs)))
+        for rank, (host, other) in enumerate(everyone)
+        if (differences := list(_differences(everyone[0][1], other)))
     ]
     if problems:
         raise UserError(problems[:_SHOWN])
@@ -48,11 +48,11 @@ def raise_unless_ranks_agree(plan: Plan, fingerprints: Mapping[str, Any], num_ro
 
 def _options(options: RunOptions) -> dict[str, Any]:
     """Return every option; secrets as hashes."""
-    found = {}
+    values = {}
     for name, spec in specs(RunOptions).items():
         value = getattr(options, name)
-        found[name] = hashlib.sha256(str(value).encode()).hexdigest() if spec.is_secret and value else value
-    return found
+        values[name] = hashlib.sha256(str(value).encode()).hexdigest() if spec.is_secret and value else value
+    return values
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,12 +60,12 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _differences(first: Mapping[str, Any], theirs: Mapping[str, Any]) -> Sequence[str]:
+def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Sequence[str]:
     secrets = {name for name, spec in specs(RunOptions).items() if spec.is_secret}
     return [
-        f"{name} differs" if name in secrets else f"{name} is {_short(theirs.get(name))} instead of {_short(value)}"
+        f"{name} differs" if name in secrets else f"{name} is {_short(other.get(name))} instead of {_short(value)}"
         for name, value in first.items()
-        if theirs.get(name) != value
+        if other.get(name) != value
     ]
 
 

@@ -74,9 +74,9 @@ from burnish.run.recovery.resume import accumulation_for, start_of
 from burnish.run.recovery.saving import RetryingCheckpoints, status_of
 from burnish.run.recovery.spikes import train_with_rollback
 from burnish.run.recovery.stall import StallWatch
-from burnish.run.references import begin_reference, precompute, with_others_of_the_step, with_place_for_numbers
-from burnish.run.reward_heads import begin_head
-from burnish.run.rollouts import begin_completions, rollout_callbacks, with_numbers
+from burnish.run.references import add_mismatched_responses, add_reference_columns, precompute, setup_reference
+from burnish.run.reward_heads import setup_reward_head
+from burnish.run.rollouts import rollout_callbacks, setup_completions, with_numbers
 from burnish.utils.files import only_writer
 from burnish.utils.patching import allows
 
@@ -126,8 +126,8 @@ def run_prepared(plan: Plan, prepared: Prepared) -> Result:
             parallel.barrier()
             raise_unless_ranks_agree(plan, prepared.fingerprints(), len(prepared.rows), parallel)
             watch_over = [StallWatch(options.stall_timeout_s)] if options.stall_timeout_s else []
-            own = [interrupt, *filter(None, [earlier, metadata]), *watch_over]
-            loop = build_loop(plan, prepared, parallel, start.checkpoint, own)
+            callbacks = [interrupt, *filter(None, [earlier, metadata]), *watch_over]
+            loop = build_loop(plan, prepared, parallel, start.checkpoint, callbacks)
             if start.checkpoint is not None:
                 loop.load(start.checkpoint)
             if options.profile:
@@ -136,12 +136,12 @@ def run_prepared(plan: Plan, prepared: Prepared) -> Result:
                 return train_and_finish(loop, plan, prepared, interrupt, metadata)
 
 
-def any_of_ranks(parallel: Parallel, asked: bool) -> bool:
+def any_of_ranks(parallel: Parallel, flag: bool) -> bool:
     """Return whether any rank was asked to stop.
 
     Ranks receive a signal at different times, but must stop at the same step. Costs one synchronization per step.
     """
-    return asked if parallel.world_size == 1 else bool(parallel.sum(torch.tensor(float(asked), device=parallel.device)))
+    return flag if parallel.world_size == 1 else bool(parallel.sum(torch.tensor(float(flag), device=parallel.device)))
 
 
 def remove_remains(folder: Path, options: RunOptions) -> None:
@@ -183,9 +183,9 @@ def metadata_of(plan: Plan, parallel: Parallel, stats: DataStats) -> RunMetadata
     """Create the metadata files of the run: its process and its options."""
     folder = output_folder(plan.options)
     metadata = RunMetadata(folder, partial(described, output_dir=str(folder)))
-    given = {name: getattr(plan.options, name) for name in plan.provenance if hasattr(plan.options, name)}
+    values = {name: getattr(plan.options, name) for name in plan.provenance if hasattr(plan.options, name)}
     rows = {"seen": stats.seen, "dropped": sum(count for reason, count in stats if reason.kind == "dropped")}
-    metadata.begin(given_yaml(given, plan.provenance, OF_ONE_START, plan.command), [str(parallel.device)], rows)
+    metadata.begin(given_yaml(values, plan.provenance, OF_ONE_START, plan.command), [str(parallel.device)], rows)
     return metadata
 
 
@@ -193,7 +193,7 @@ def metadata_of(plan: Plan, parallel: Parallel, stats: DataStats) -> RunMetadata
 
 
 def build_loop(
-    plan: Plan, prepared: Prepared, parallel: Parallel, found: Path | None, callbacks: Sequence[Any] = ()
+    plan: Plan, prepared: Prepared, parallel: Parallel, checkpoint: Path | None, callbacks: Sequence[Any] = ()
 ) -> RunLoop:
     """Build the loop at step 0.
 
@@ -205,22 +205,22 @@ def build_loop(
         callbacks: callbacks in addition to those of the options.
     """
     options, objective, steps = plan.options, prepared.objective, prepared.steps
-    prepared = with_others_of_the_step(with_place_for_numbers(with_numbers(prepared), options), options)
+    prepared = add_mismatched_responses(add_reference_columns(with_numbers(prepared), options), options)
     set_seed(options.seed, options.full_determinism)
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
     model = trained_model(prepared, adapter, parallel, options)
     if prepared.family is not None and has_images(prepared):
         raise_if(check_processes(options, model, parallel.world_size, parallel.splits_weights))
-    capabilities, notes, ahead = fit_objective(objective, model, prepared, options)
-    notes += begin_head(objective, options, parallel)
-    begin_completions(objective, model, parallel, options)
-    notes += begin_reference(objective, model, adapter, parallel, options, capabilities.is_padding_free)
+    capabilities, notes, ahead = configure_objective(objective, model, prepared, options)
+    notes += setup_reward_head(objective, options, parallel)
+    setup_completions(objective, model, parallel, options)
+    notes += setup_reference(objective, model, adapter, parallel, options, capabilities.is_padding_free)
     for sentence in notes:
         note(sentence)
 
     accumulation = options.gradient_accumulation_steps
     if objective.rows_per_rank is None:
-        accumulation = accumulation_for(found, options, parallel.world_size)
+        accumulation = accumulation_for(checkpoint, options, parallel.world_size)
     pads, most = not capabilities.is_padding_free, options.max_tokens_per_batch
     budget = Budget(most, pads) if most else None
     loader = row_loader(prepared, options, parallel, accumulation, budget, ahead)
@@ -236,10 +236,10 @@ def build_loop(
         steps, batch_size, accumulation, parallel.world_size, *counts_of(model, prepared.sizes),
         unit="pack" if packs_rows(options, objective.default_packing) else "example",
     )  # fmt: skip
-    own = callbacks_of(options, facts, [*rollout_callbacks(objective, options), *callbacks])
+    run_callbacks = callbacks_of(options, facts, [*rollout_callbacks(objective, options), *callbacks])
     state = TrainerState.at_start(options, steps, batch_size, parallel.rank, local_rank())
     listeners = CallbackHandler(
-        own, options, state, TrainerControl(), model=model, optimizer=optimizer, lr_scheduler=scheduler,
+        run_callbacks, options, state, TrainerControl(), model=model, optimizer=optimizer, lr_scheduler=scheduler,
         processing_class=prepared.tokenizer, train_dataloader=loader, eval_dataloader=None,
     )  # fmt: skip
     checkpoints = RetryingCheckpoints(
@@ -339,7 +339,7 @@ def write_companions(model: Any, adapter: ModelAdapter, tokenizer: Any, target: 
     copy_companions(model.config, target)
 
 
-def fit_objective(
+def configure_objective(
     objective: StageObjective, model: Any, prepared: Prepared, options: RunOptions
 ) -> tuple[Capabilities, list[str], RowsAhead | None]:
     """Choose padding-free or padded batches and set up the objective for the model.
@@ -347,10 +347,10 @@ def fit_objective(
     Returns:
         Capabilities found in the model, notes for the user, and a function that prepares images of later rows, if any.
     """
-    device, said = next(model.parameters()).device, []
+    device, notes = next(model.parameters()).device, []
     is_asked = options.enable_liger_kernel is not None
     if takes_liger(options, device) and (is_asked or (not options.torch_compile and allows(options, LIGER))):
-        said = apply_liger(model, options.liger_kernel_config, is_asked=is_asked)
+        notes = apply_liger(model, options.liger_kernel_config, is_asked=is_asked)
     if not options.torch_compile:  # the compiler fuses by itself
         patch_forwards(model, options)
     capabilities = find_capabilities(
@@ -360,13 +360,13 @@ def fit_objective(
     )  # fmt: skip
     if options.needed_tokens_only and not capabilities.shares_prefixes:
         what = "the batch is padded, the model or loss uses random numbers, or the loss needs all tokens"
-        said = [*said, f"Tokens without effect on the loss are not skipped: {what}."]
+        notes = [*notes, f"Tokens without effect on the loss are not skipped: {what}."]
     pad_id = prepared.tokenizer.pad_token_id
     if prepared.family is None or not has_images(prepared):
         collate = collator(options, pad_id, capabilities.is_padding_free, capabilities.shares_prefixes)
-        return capabilities, [*capabilities.notes, *said, *objective.fit(capabilities, collate)], None
+        return capabilities, [*capabilities.notes, *notes, *objective.fit(capabilities, collate)], None
     images, capabilities = collator_of(options, model, pad_id, capabilities, prepared.family)
-    return capabilities, [*capabilities.notes, *said, *objective.fit(capabilities, images)], images.ahead
+    return capabilities, [*capabilities.notes, *notes, *objective.fit(capabilities, images)], images.ahead
 
 
 def takes_own_attention(options: RunOptions) -> bool:
@@ -385,8 +385,8 @@ def wants_prefix_sharing(objective: StageObjective, model: Any, options: RunOpti
     The loss must allow it. ``model`` may be without weights.
     """
     is_usual = device.type == "cpu" and not options.torch_compile
-    wanted = is_usual if options.needed_tokens_only is None else options.needed_tokens_only
-    return bool(wanted and objective.allows_prefix_sharing(model))
+    is_enabled = is_usual if options.needed_tokens_only is None else options.needed_tokens_only
+    return bool(is_enabled and objective.allows_prefix_sharing(model))
 
 
 def trainable_dtype(options: RunOptions, model: Any, parallel: Parallel) -> torch.dtype:

@@ -82,15 +82,15 @@ def write_trained_model(run: Loop, prepared: Prepared, folder: Path) -> None:
 
     If the model is sharded, all ranks must call this; rank 0 writes.
     """
-    held, parallel = run.parts["model"].held, run.parallel
-    assert isinstance(held, ModelState)
-    is_adapter = not held.adapter.saves_whole_model
+    state, parallel = run.parts["model"].held, run.parallel
+    assert isinstance(state, ModelState)
+    is_adapter = not state.adapter.saves_whole_model
     save_model(
-        held.model, prepared.tokenizer, folder, adapter=held.adapter if is_adapter else None,
+        state.model, prepared.tokenizer, folder, adapter=state.adapter if is_adapter else None,
         stop_token_ids=prepared.template.stop_token_ids(), whole=parallel.whole if parallel.is_sharded else None,
         writes=parallel.rank == 0,
     )  # fmt: skip
-    save_head(run.objective, held.model, prepared.tokenizer, folder, is_adapter=is_adapter, parallel=parallel)
+    save_head(run.objective, state.model, prepared.tokenizer, folder, is_adapter=is_adapter, parallel=parallel)
 
 
 _SHOWN = ("*model*.safetensors", "README.md", "training_loss.png", "generated_predictions.jsonl")
@@ -138,10 +138,10 @@ class Reports:
         self._run, self._is_of_model = run, is_of_model
         self._failures: list[OSError] = []
 
-    def write(self, report: Callable[P, T], *given: P.args, **named: P.kwargs) -> T | None:
+    def write(self, report: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Call ``report`` and return its result, or None if it could not be written."""
         try:
-            return report(*given, **named)
+            return report(*args, **kwargs)
         except OSError as error:
             if not self._is_of_model or failure_in_words(error, None) is None:
                 raise
@@ -153,12 +153,12 @@ class Reports:
         if not self._failures:
             return
         checkpoints, step = self._run.checkpoints, self._run.state.global_step
-        found = failure_in_words(self._failures[0], str(checkpoints.folder))
-        assert found is not None
+        failure = failure_in_words(self._failures[0], str(checkpoints.folder))
+        assert failure is not None
         can_go_on = checkpoints.path(step).is_dir()  # resuming from it needs no step and writes what is missing
-        remedy = found.remedy if can_go_on else f"{found.remedy.partition(', then ')[0].rstrip('.')}."
+        remedy = failure.remedy if can_go_on else f"{failure.remedy.partition(', then ')[0].rstrip('.')}."
         why = f'The model in "{checkpoints.folder}" is complete and fully trained.'
-        raise NotSavedError(replace(found, why=why, remedy=remedy)) from self._failures[0]
+        raise NotSavedError(replace(failure, why=why, remedy=remedy)) from self._failures[0]
 
 
 def last_evaluation(run: Loop, options: RunOptions) -> dict[str, float]:
@@ -166,9 +166,9 @@ def last_evaluation(run: Loop, options: RunOptions) -> dict[str, float]:
     if options.load_best_model_at_end:
         return {}
     entries = [entry for entry in run.state.log_history if entry["step"] == run.state.global_step]
-    found = {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
-    is_whole = all(f"eval_{name}_loss".replace("__", "_") in found for name in run.eval_sets)
-    return found if is_whole else {}
+    metrics = {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
+    is_whole = all(f"eval_{name}_loss".replace("__", "_") in metrics for name in run.eval_sets)
+    return metrics if is_whole else {}
 
 
 def count_streamed(prepared: Prepared) -> None:
@@ -181,22 +181,22 @@ def count_streamed(prepared: Prepared) -> None:
 
 def margins_of(run: Loop) -> dict[str, list[float]]:
     """Return the reward margins of pairs by evaluation set, or those of the training set if there is none."""
-    kept = getattr(run.objective, "margins", None)
-    if kept is None:
+    margins = getattr(run.objective, "margins", None)
+    if margins is None:
         return {}
-    own = {name or "evaluation": kept.of(batches) for name, batches in run.eval_sets.items()}
-    own = own if any(own.values()) else {"training": kept.of(None)}
-    of_ranks: list[dict[str, list[float]]] = run.parallel.gather_objects(own)
-    return {name: [margin for of_rank in of_ranks for margin in of_rank[name]] for name in own}
+    by_set = {name or "evaluation": margins.of(batches) for name, batches in run.eval_sets.items()}
+    by_set = by_set if any(by_set.values()) else {"training": margins.of(None)}
+    of_ranks: list[dict[str, list[float]]] = run.parallel.gather_objects(by_set)
+    return {name: [margin for of_rank in of_ranks for margin in of_rank[name]] for name in by_set}
 
 
 def draw_plots(run: Loop, options: RunOptions, margins: Mapping[str, list[float]]) -> dict[str, str]:
     """Plot the loss and the reward margins. Returns description -> file name."""
     folder = output_folder(options)
     plots = plot_history(run.state.log_history, folder, folder.name) if options.plot_loss else []
-    shown = [("The loss of each step", path) for path in plots[:1]]
-    shown += [("The margins of pairs", path) for path in plot_margins(margins, folder, folder.name)]
-    return {what: path.name for what, path in shown}
+    plotted = [("The loss of each step", path) for path in plots[:1]]
+    plotted += [("The margins of pairs", path) for path in plot_margins(margins, folder, folder.name)]
+    return {what: path.name for what, path in plotted}
 
 
 def describe(run: Loop, plan: Plan, prepared: Prepared, results: Mapping[str, float], plots: Mapping[str, str]) -> None:

@@ -81,7 +81,7 @@ def launch(words: Sequence[str], values: Mapping[str, RawValue]) -> int | None:
             return ended.status
         restarts += 1
         console.warn(f"{ended.failures[-1]}\nRestarting (attempt {restarts} of {request.max_restarts}).")
-        words = going_on(words, request.output_dir)
+        words = with_resume(words, request.output_dir)
 
 
 @dataclass
@@ -109,7 +109,7 @@ class LaunchRequest:
         )
 
 
-def going_on(words: Sequence[str], output_dir: str | None) -> list[str]:
+def with_resume(words: Sequence[str], output_dir: str | None) -> list[str]:
     """Return the arguments for a restart, which resumes from the newest checkpoint if there is one."""
     saved = Path(output_dir).glob("checkpoint-*/manifest.json") if output_dir else ()
     if not any(saved):
@@ -146,12 +146,12 @@ class Processes:
 
     def _environment(self, count: int) -> dict[str, str]:
         """Return the common environment. Unless OMP_NUM_THREADS is set, the cores are divided evenly."""
-        found = {**os.environ, "WORLD_SIZE": str(self.world_size), "LOCAL_WORLD_SIZE": str(count)}
-        found.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
+        variables = {**os.environ, "WORLD_SIZE": str(self.world_size), "LOCAL_WORLD_SIZE": str(count)}
+        variables.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
         if num_machines() == 1:
-            found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        found.setdefault("MASTER_PORT", "29500")
-        return found
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        variables.setdefault("MASTER_PORT", "29500")
+        return variables
 
     def _started(
         self, words: Sequence[str], place: int, rank: int, common: Mapping[str, str]
@@ -227,7 +227,7 @@ class Processes:
             )
         failure = self._failure_file(rank)
         if not failure.is_file():
-            return ProcessesEnded(status, (self._without_words(rank, process.returncode),), True)
+            return ProcessesEnded(status, (self._unexplained_failure(rank, process.returncode),), True)
         *first, last = failure.read_text(encoding="utf-8").rstrip(console.END_OF_PROBLEM).split(console.END_OF_PROBLEM)
         if status == _USER_ERROR or self.world_size == 1:
             return ProcessesEnded(status, (*first, last))
@@ -238,7 +238,7 @@ class Processes:
         failure = self._failure_file(failed[0])
         return failure.stat().st_mtime if failure.is_file() else 0.0, failed[0]
 
-    def _without_words(self, rank: int, returncode: int) -> Problem:
+    def _unexplained_failure(self, rank: int, returncode: int) -> Problem:
         how = f"was ended by {signal.Signals(-returncode).name}" if returncode < 0 else f"ended with {returncode}"
         killed = "The system may kill a process when memory runs out." if returncode == -signal.SIGKILL else ""
         log = self._log(rank)

@@ -114,22 +114,22 @@ def predict(
     with doing(Activity.PREDICT):
         requested = [*questions] * options.samples
         answers = answer_all(run, requested, config, options, partial, likelihoods, prepared.family)
-    given = {"skip_special_tokens": options.skip_special_tokens}
-    texts = [tokenizer.decode(ids, **given) for ids in answers]
-    labels = [tokenizer.decode(question.label, **given) for question in questions]
+    decoding = {"skip_special_tokens": options.skip_special_tokens}
+    texts = [tokenizer.decode(ids, **decoding) for ids in answers]
+    labels = [tokenizer.decode(question.label, **decoding) for question in questions]
     prefix = f"predict_{name}" if name else "predict"
-    found = {f"{prefix}_{metric}": round(value, 4) for metric, value in _scores(texts, labels, options).items()}
+    metrics = {f"{prefix}_{metric}": round(value, 4) for metric, value in _scores(texts, labels, options).items()}
     if run.parallel.rank == 0:
         path = folder / f"{stem}.jsonl"
         prompts = [tokenizer.decode(_marked(one, prepared.family), skip_special_tokens=False) for one in questions]
         images = [[image.path for image in images_of({"images": one.images})] for one in questions]
-        drawn = [[(texts[at], likelihoods.get(at)) for at in range(first, len(texts), len(labels))]
+        sampled = [[(texts[at], likelihoods.get(at)) for at in range(first, len(texts), len(labels))]
                  for first in range(len(labels))]  # fmt: skip
-        several = drawn if options.samples > 1 else None
+        several = sampled if options.samples > 1 else None
         write_answers(path, prompts, texts[: len(labels)], labels, several, images)
-        note(f"{counted(len(texts), 'answer')} in {path}: {', '.join(f'{k} {v:g}' for k, v in found.items())}.")
+        note(f"{counted(len(texts), 'answer')} in {path}: {', '.join(f'{k} {v:g}' for k, v in metrics.items())}.")
     num_batches = -(-len(questions) // options.per_device_eval_batch_size)
-    return found | clock.rates(prefix, num_rows=len(questions), num_steps=num_batches)
+    return metrics | clock.rates(prefix, num_rows=len(questions), num_steps=num_batches)
 
 
 def _marked(question: Question, family: Family | None) -> Sequence[int]:
@@ -152,19 +152,19 @@ def _scores(texts: Sequence[str], labels: Sequence[str], options: RunOptions) ->
         return scores(texts, labels, options)
     number = len(labels)
     each = [scores(texts[at::number], [labels[at]] * options.samples, options) for at in range(number)]
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     for name in each[0]:
         values = [one[name] for one in each]
-        found[name] = statistics.fmean(values)
+        results[name] = statistics.fmean(values)
         if number > 1:
-            found[f"{name}_standard_error"] = statistics.stdev(values) / math.sqrt(number)
-    return found
+            results[f"{name}_standard_error"] = statistics.stdev(values) / math.sqrt(number)
+    return results
 
 
 def questions_of(examples: Sequence[Example], template: Template, stops: Sequence[int]) -> list[Question]:
     """Return the prompts for the last response of each conversation, or for the completion of each prompt."""
     rows = template.encode(examples, DataStats())
-    found = []
+    questions = []
     for example, row in zip(examples, rows, strict=True):
         if row is None or example.text is not None:
             continue
@@ -178,8 +178,8 @@ def questions_of(examples: Sequence[Example], template: Template, stops: Sequenc
         is_start = ids[: len(prompt)] == prompt
         label = ids[len(prompt) :] if is_start else template.form.encoder.plain(example.messages[-1].text)
         if prompt:
-            found.append(Question(prompt, until_stop(label, stops), images))
-    return found
+            questions.append(Question(prompt, until_stop(label, stops), images))
+    return questions
 
 
 def answer_all(
@@ -210,18 +210,26 @@ def answer_all(
     model, parallel = bare_model(run), run.parallel
     context = context_length(model.config) or LONGEST
     top = 0 if options.samples > 1 else None
-    asks = {
+    requests_by_index = {
         at: replace(_ask(at, question, config, options.seed), top_logprobs=top) for at, question in enumerate(questions)
     }
-    mine = [at for at in asks if at % parallel.world_size == parallel.rank]
-    open_ = [at for at in mine if asks[at].max_new_tokens > 0 and len(asks[at].ids) < context]
-    answers: dict[int, list[int]] = {at: [] for at in mine}
+    own_indices = [at for at in requests_by_index if at % parallel.world_size == parallel.rank]
+    open_ = [
+        at
+        for at in own_indices
+        if requests_by_index[at].max_new_tokens > 0 and len(requests_by_index[at].ids) < context
+    ]
+    answers: dict[int, list[int]] = {at: [] for at in own_indices}
     with ExitStack() as stack:
         images = [list(question.images) for question in questions if question.images]
-        kept = stack.enter_context(Partial(partial, _key_of(run, asks.values(), images))) if partial else None
-        answers |= {at: ids for at, ids in (kept.answers if kept else {}).items() if at in answers}
-        likely |= kept.likelihoods if kept else {}
-        open_ = [at for at in open_ if not (kept and at in kept.answers)]
+        partial_answers = (
+            stack.enter_context(Partial(partial, _key_of(run, requests_by_index.values(), images))) if partial else None
+        )
+        answers |= {
+            at: ids for at, ids in (partial_answers.answers if partial_answers else {}).items() if at in answers
+        }
+        likely |= partial_answers.likelihoods if partial_answers else {}
+        open_ = [at for at in open_ if not (partial_answers and at in partial_answers.answers)]
         slots = options.infer_seats or options.per_device_eval_batch_size
         stack.enter_context(parallel.generating(run.model))  # the number of questions differs between ranks
         loop = Scheduler(model, SlotLimits(slots, context, exact=options.infer_exact), precision=parallel.precision)
@@ -234,12 +242,12 @@ def answer_all(
             answers[at] = finished.ids
             if finished.logprobs:
                 likely[at] = math.fsum(one.logprob for one in finished.logprobs)
-            if kept:
-                kept.add(at, finished.ids, likely.get(at))
+            if partial_answers:
+                partial_answers.add(at, finished.ids, likely.get(at))
             if (number + 1) % slots == 0:
                 run.callbacks.fire("on_prediction_step")
 
-        requests = [asks[at] for at in open_]
+        requests = [requests_by_index[at] for at in open_]
         if family is None or not has_images:
             generate_all(loop, requests, done)
         else:
@@ -284,12 +292,14 @@ def _ask(number: int, question: Question, config: Any, seed: int) -> GenerationR
     )  # fmt: skip
 
 
-def _key_of(run: Loop, asks: Iterable[GenerationRequest], images: Sequence[Any]) -> str:
+def _key_of(run: Loop, requests: Iterable[GenerationRequest], images: Sequence[Any]) -> str:
     """Return a hash of everything that responses depend on: prompts, sampling, images and the step of the model."""
     hashed = sha256(f"{run.state.global_step}{images or ''}".encode())
-    for ask in asks:
+    for request in requests:
         hashed.update(
-            repr((ask.ids, ask.max_new_tokens, ask.sampling, sorted(ask.stop_ids), ask.top_logprobs)).encode()
+            repr(
+                (request.ids, request.max_new_tokens, request.sampling, sorted(request.stop_ids), request.top_logprobs)
+            ).encode()
         )
     return hashed.hexdigest()
 
@@ -356,20 +366,20 @@ def _through_generate(run: Loop, questions: Sequence[Question], config: Any, opt
         together = by_length[start : start + across]
         # Gathering needs all ranks, so those without a question repeat the last one.
         filled = together + together[-1:] * (across - len(together)) if parallel.world_size > 1 else together
-        mine = filled[parallel.rank * size : (parallel.rank + 1) * size]
-        for index, ids in zip(together, _answers(run, questions, mine, config), strict=False):
+        own_indices = filled[parallel.rank * size : (parallel.rank + 1) * size]
+        for index, ids in zip(together, _answers(run, questions, own_indices, config), strict=False):
             answers[index] = ids
         run.callbacks.fire("on_prediction_step")
     return answers
 
 
-def _answers(run: Loop, questions: Sequence[Question], mine: Sequence[int], config: Any) -> list[list[int]]:
+def _answers(run: Loop, questions: Sequence[Question], indices: Sequence[int], config: Any) -> list[list[int]]:
     """Return the responses of all ranks, in rank order."""
     model, parallel = bare_model(run), run.parallel
-    prompts = [questions[index].prompt for index in mine]
+    prompts = [questions[index].prompt for index in indices]
     with parallel.precision(), parallel.generating(run.model):
-        made = generate(model, prompts, config, context_length(model.config))
-    return made if parallel.world_size == 1 else _gathered(parallel, made)
+        generated = generate(model, prompts, config, context_length(model.config))
+    return generated if parallel.world_size == 1 else _gathered(parallel, generated)
 
 
 def _gathered(parallel: Parallel, rows: Sequence[list[int]]) -> list[list[int]]:
@@ -387,7 +397,7 @@ def bare_model(run: Loop) -> Any:
 
 def write_answers(
     path: Path, prompts: Sequence[str], answers: Sequence[str], labels: Sequence[str],
-    drawn: Sequence[Sequence[tuple[str, float | None]]] | None = None, images: Sequence[Sequence[str]] = (),
+    samples: Sequence[Sequence[tuple[str, float | None]]] | None = None, images: Sequence[Sequence[str]] = (),
 ) -> None:  # fmt: skip
     """Write a line of JSON per question with ``prompt``, ``predict`` and ``label``, and ``images`` if it has any.
 
@@ -404,8 +414,8 @@ def write_answers(
             line: dict[str, Any] = {"prompt": prompt, "predict": predicted, "label": label}
             if images and images[at]:
                 line["images"] = list(images[at])
-            if drawn is not None:
-                line["samples"] = [{"text": text, "logprob": logprob} for text, logprob in drawn[at]]
+            if samples is not None:
+                line["samples"] = [{"text": text, "logprob": logprob} for text, logprob in samples[at]]
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
@@ -415,10 +425,10 @@ def write_scores(run: Loop, folder: Path) -> None:
     LLaMA-Factory writes the same file with rounded scores. Each process scores its share; rank 0 writes.
     """
     for name, batches in run.eval_sets.items():
-        found = run.parallel.gather_objects(list(_scores_of(run, batches)))
+        gathered = run.parallel.gather_objects(list(_scores_of(run, batches)))
         if run.parallel.rank == 0:
             path = folder / f"{_stem(name)}.jsonl"
-            lines = dict(line for of_rank in found for line in of_rank)
+            lines = dict(line for of_rank in gathered for line in of_rank)
             with path.open("w", encoding="utf-8") as file:
                 for number in sorted(lines):
                     file.write(json.dumps({"record": number + 1, **lines[number]}) + "\n")

@@ -234,10 +234,10 @@ def unusable_sets(members: Mapping[str, Sequence[Example]], stats: DataStats) ->
     reasons = {name: stats.dropped(examples) for name, examples in members.items()}
     return [
         Problem(
-            f"0 of {len(members[name]):,} examples are usable: {'; '.join(found)}.",
+            f"0 of {len(members[name]):,} examples are usable: {'; '.join(counted_reasons)}.",
             where=name,
             remedy="Correct the data, set another template, or remove the dataset.",
         )
-        for name, found in reasons.items()
-        if found
+        for name, counted_reasons in reasons.items()
+        if counted_reasons
     ]

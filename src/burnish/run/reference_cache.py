@@ -20,12 +20,12 @@ from torch import Tensor, nn
 import burnish
 from burnish.config.errors import NotSavedError, UserError
 from burnish.data.rows.encode import alone, begin_place, replacing
-from burnish.data.rows.reference_numbers import RowsWithReference
+from burnish.data.rows.reference_logps import RowsWithReference
 from burnish.data.rows.store import RowWriter, open_rows
 from burnish.kernels.probe import causal_lm
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Row
-from burnish.losses.reference import AdapterOff
+from burnish.losses.reference import DisabledAdapter
 from burnish.utils.files import cache_home
 from burnish.utils.patching import patch_summary
 
@@ -44,9 +44,9 @@ def fill(
         anew: ignore the cache.
     """
     folder = cache_home() / "reference" / key_of(rows, objective, module, parallel, size)
-    kept = None if anew else _kept(folder)
-    if all(parallel.gather_objects(kept is not None)):
-        rows.restore(kept or [])
+    cached = None if anew else _kept(folder)
+    if all(parallel.gather_objects(cached is not None)):
+        rows.restore(cached or [])
         return [f"Reference log-probabilities of {len(rows):,} examples were loaded from the cache: {folder}."]
     rows.fill(objective, module, parallel, size)
     return [] if parallel.rank else _keep(rows, folder)
@@ -76,7 +76,7 @@ def _keep(rows: RowsWithReference, folder: Path) -> list[str]:
 def key_of(rows: RowsWithReference, objective: Any, module: nn.Module, parallel: Parallel, size: int) -> str:
     """Return a hash of everything that the numbers depend on. It is the same on every rank and for any world size."""
     hashed = blake2b(digest_size=16)
-    is_base = isinstance(objective.reference, AdapterOff)
+    is_base = isinstance(objective.reference, DisabledAdapter)
     trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad and is_base}
     with objective.reference.answering(module) as answering:
         bare: Any = parallel.unwrap(answering)

@@ -20,20 +20,20 @@ from burnish.adapters.base import ModelAdapter
 from burnish.adapters.lora import LoraAdapter, load_adapter
 from burnish.adapters.lora_model import merge_into_base
 from burnish.config.errors import UserError
-from burnish.data.rows.others_of_step import RowsWithOthers
-from burnish.data.rows.reference_numbers import RowsWithReference
+from burnish.data.rows.mismatched import RowsWithMismatched
+from burnish.data.rows.reference_logps import RowsWithReference
 from burnish.kernels.probe import causal_lm, shares_prefixes
 from burnish.loop.loop import Loop
 from burnish.loop.protocols import Parallel
 from burnish.losses.base import StageObjective
 from burnish.losses.reference import (
-    AdapterOff,
-    AsItIs,
-    Following,
+    DisabledAdapter,
+    InitialWeights,
+    MovingReference,
     Reference,
-    SecondModel,
-    ShardedStart,
-    StartOfRun,
+    SeparateModel,
+    ShardedInitialWeights,
+    UnchangedModel,
     refuse_sharded_weights,
 )
 from burnish.models.attention_choice import requested_attention
@@ -51,7 +51,7 @@ from burnish.run.reference_cache import fill
 from burnish.utils.patching import allows
 
 
-def begin_reference(
+def setup_reference(
     objective: StageObjective, model: nn.Module, adapter: ModelAdapter, parallel: Parallel, options: RunOptions,
     is_padding_free: bool,
 ) -> list[str]:  # fmt: skip
@@ -76,16 +76,16 @@ def _reference_of(
     is_padding_free: bool,
 ) -> tuple[Reference, list[str]]:  # fmt: skip
     if options.ref_model is not None:
-        second = SecondModel(_second(objective, model, parallel, options, is_padding_free))
+        second = SeparateModel(_second(objective, model, parallel, options, is_padding_free))
         sentence = f"The reference is {options.ref_model}, a second model in memory."
         if not options.sync_ref_model:
             return second, [sentence]
         refuse_sharded_weights(parallel)
         return _following(second.beside(model), sentence, options)
     if is_base(options) and not options.sync_ref_model:
-        return AdapterOff(adapter, model), ["The reference is the model without the adapter."]
+        return DisabledAdapter(adapter, model), ["The reference is the model without the adapter."]
     if options.precompute_ref_log_probs:
-        return AsItIs(), [
+        return UnchangedModel(), [
             "The reference is the initial model of this run, evaluated on every example before the first step."
         ]
     what = "the adapter's" if not adapter.saves_whole_model else "the model's"
@@ -93,19 +93,21 @@ def _reference_of(
     if isinstance(adapter, LoraAdapter) and adapter.to_continue is not None:
         sentence += " To use the model without the adapter (as in LLaMA-Factory), set ref_model."
     if not options.sync_ref_model:
-        return ShardedStart(parallel) if parallel.splits_weights else StartOfRun(model), [sentence]
+        return ShardedInitialWeights(parallel) if parallel.splits_weights else InitialWeights(model), [sentence]
     refuse_sharded_weights(parallel)
-    return _following(StartOfRun(model), sentence, options)
+    return _following(InitialWeights(model), sentence, options)
 
 
-def _following(start: StartOfRun | SecondModel, sentence: str, options: RunOptions) -> tuple[Following, list[str]]:
+def _following(
+    start: InitialWeights | SeparateModel, sentence: str, options: RunOptions
+) -> tuple[MovingReference, list[str]]:
     every, share = options.ref_model_sync_steps, options.ref_model_mixup_alpha
-    return Following(start, every, share), [
+    return MovingReference(start, every, share), [
         f"{sentence} Every {every} steps it is updated towards the policy with weight {share:g}."
     ]
 
 
-def with_place_for_numbers(prepared: Prepared, options: RunOptions) -> Prepared:
+def add_reference_columns(prepared: Prepared, options: RunOptions) -> Prepared:
     """Return the rows with a place for precomputed reference log-probabilities, if the options ask for them."""
     if not (options.precompute_ref_log_probs and needs_reference(prepared.objective)):
         return prepared
@@ -115,11 +117,11 @@ def with_place_for_numbers(prepared: Prepared, options: RunOptions) -> Prepared:
     return replace(prepared, rows=rows, sample=sample, eval_rows=evals)
 
 
-def with_others_of_the_step(prepared: Prepared, options: RunOptions) -> Prepared:
+def add_mismatched_responses(prepared: Prepared, options: RunOptions) -> Prepared:
     """Return the training rows with mismatched completions from their own step, if the options ask for them."""
     if prepared.objective.mismatched_responses(options) != "step":
         return prepared
-    rows: Any = RowsWithOthers(prepared.rows, options.cutoff_len)
+    rows: Any = RowsWithMismatched(prepared.rows, options.cutoff_len)
     return replace(prepared, rows=rows, sample=rows if prepared.sample is prepared.rows else prepared.sample)
 
 
@@ -130,7 +132,7 @@ def precompute(run: Loop, prepared: Prepared, options: RunOptions) -> list[str]:
     size, notes = options.per_device_eval_batch_size, list[str]()
     for rows in places if trains(options) else places[1:]:
         notes += fill(rows, objective, run.model, run.parallel, size, anew=options.overwrite_cache)
-    if places and not isinstance(objective.reference, AdapterOff):
+    if places and not isinstance(objective.reference, DisabledAdapter):
         objective.reference = None
     return notes
 
@@ -151,8 +153,8 @@ def is_base(options: RunOptions) -> bool:
 
 def planned_reference(options: RunOptions, sizes: Sizes, formats: Formats) -> str:
     """Describe the reference model and its cost, before any weight is read."""
-    once = options.precompute_ref_log_probs
-    passes = f"{'one forward pass per example' if once else 'its forward passes'}, without a gradient"
+    is_precomputed = options.precompute_ref_log_probs
+    passes = f"{'one forward pass per example' if is_precomputed else 'its forward passes'}, without a gradient"
     if options.ref_model is not None:
         size = shown_bytes(sizes.base * formats.compute)
         return f"{options.ref_model}, a second frozen model: about {size}, and {passes}"
@@ -168,14 +170,17 @@ def planned_reference(options: RunOptions, sizes: Sizes, formats: Formats) -> st
 def _second(
     objective: StageObjective, model: nn.Module, parallel: Parallel, options: RunOptions, is_padding_free: bool
 ) -> nn.Module:
-    asked = replace(
+    model_options = replace(
         options, model_name_or_path=options.ref_model, adapter_name_or_path=options.ref_model_adapters,
         quantization_bit=options.ref_model_quantization_bit, train_from_scratch=False,
     )  # fmt: skip
-    config = load_config(asked)
-    dtype, device = load_dtype(options, config, is_frozen=True), parallel.device if asked.quantization_bit else None
-    second: Any = load_model(asked, dtype=dtype, device=device, config=config)
-    for folder in adapter_folders(asked):
+    config = load_config(model_options)
+    dtype, device = (
+        load_dtype(options, config, is_frozen=True),
+        parallel.device if model_options.quantization_bit else None,
+    )
+    second: Any = load_model(model_options, dtype=dtype, device=device, config=config)
+    for folder in adapter_folders(model_options):
         load_adapter(second, folder)
         merge_into_base(second)
     refuse_other_vocabulary(model, second)
@@ -202,9 +207,9 @@ def _reads_alike(model: nn.Module, second: nn.Module, options: RunOptions) -> bo
 
 def refuse_other_vocabulary(model: nn.Module, second: nn.Module) -> None:
     """Raise UserError if the vocabulary sizes of reference and policy differ."""
-    own, other = (causal_lm(one).get_input_embeddings().weight.shape[0] for one in (model, second))
-    if own != other:
+    policy_size, reference_size = (causal_lm(one).get_input_embeddings().weight.shape[0] for one in (model, second))
+    if policy_size != reference_size:
         raise UserError(
-            f"The vocabulary sizes of reference ({other}) and policy ({own}) differ.",
+            f"The vocabulary sizes of reference ({reference_size}) and policy ({policy_size}) differ.",
             remedy="Set ref_model to a model with the vocabulary of the policy.",
         )

@@ -84,10 +84,10 @@ def _missing_libraries(member: Member[AnswerMetric]) -> list[str]:
 
 def scores(predictions: Sequence[str], labels: Sequence[str], options: MetricChoices) -> dict[str, float]:
     """Compute the metrics selected by the options."""
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     for name in options.predict_metrics:
-        found |= METRICS[name](predictions, labels)
-    return found
+        results |= METRICS[name](predictions, labels)
+    return results
 
 
 @METRICS.register("exact_match")
@@ -118,12 +118,12 @@ def rouge(predictions: Sequence[str], labels: Sequence[str]) -> dict[str, float]
 
     jieba.setLogLevel(logging.WARNING)
     scorer, names = Rouge(), ("rouge-1", "rouge-2", "rouge-l")
-    found: list[dict[str, dict[str, float]]] = []
+    rows: list[dict[str, dict[str, float]]] = []
     for prediction, label in zip(predictions, labels, strict=True):
         words, reference = (" ".join(jieba.cut(text)) for text in (prediction, label))
         is_empty = not words.split() or not reference.split()
-        found.append({name: {"f": 0.0} for name in names} if is_empty else scorer.get_scores(words, reference)[0])
-    return {name: 100 * _mean([row[name]["f"] for row in found]) for name in names}
+        rows.append({name: {"f": 0.0} for name in names} if is_empty else scorer.get_scores(words, reference)[0])
+    return {name: 100 * _mean([row[name]["f"] for row in rows]) for name in names}
 
 
 def _mean(values: Sequence[float]) -> float:

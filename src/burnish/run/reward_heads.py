@@ -30,23 +30,23 @@ from burnish.run.plan.checks import trains
 from burnish.run.plan.options import RunOptions
 
 
-def begin_head(objective: StageObjective, options: RunOptions, parallel: Parallel) -> list[str]:
+def setup_reward_head(objective: StageObjective, options: RunOptions, parallel: Parallel) -> list[str]:
     """Set the objective's reward head or value head, loaded or new. Returns notes for the user."""
     if isinstance(objective, PpoObjective):
-        return _begin_value_head(objective, options)
+        return _setup_value_head(objective, options)
     if not isinstance(objective, RewardObjective) or not isinstance(objective.head, RewardHead):
         return []
-    found = read_head(head_folders(options))
-    if found is None and not trains(options):
+    saved = read_head(head_folders(options))
+    if saved is None and not trains(options):
         folder = (options.adapter_name_or_path or [options.model_name_or_path or ""])[-1]
         raise UserError(
             f'{folder} has no {VALUE_HEAD} and no "score" weights: it is not a reward model.',
             remedy="If it was exported without its head, copy that file into its folder. Or train with stage: rm.",
         )
-    if found is None:
+    if saved is None:
         _refuse_classifier(objective, options, parallel)
         return ["The reward head is newly initialized: random weights, bias 0."]
-    weights, file = found
+    weights, file = saved
     if kind := kind_of_head(file):
         objective.head = REWARD_HEADS[objective.options.reward_head or kind[0]](objective.head.width)
         objective.head.take(weights)
@@ -60,14 +60,14 @@ def begin_head(objective: StageObjective, options: RunOptions, parallel: Paralle
     return [f"The reward head was loaded from {file}."]
 
 
-def _begin_value_head(objective: PpoObjective, options: RunOptions) -> list[str]:
+def _setup_value_head(objective: PpoObjective, options: RunOptions) -> list[str]:
     """Load the value head saved with the policy (from stage rm or an earlier PPO run), or keep the new one."""
     assert objective.value_head is not None
-    found = read_head(head_folders(options))
-    if found is None or kind_of_head(found[1]):
+    saved = read_head(head_folders(options))
+    if saved is None or kind_of_head(saved[1]):
         return ["The value head is newly initialized: random weights, bias 0."]
-    objective.value_head.take(found[0])
-    return [f"The value head was loaded from {found[1]}."]
+    objective.value_head.take(saved[0])
+    return [f"The value head was loaded from {saved[1]}."]
 
 
 def _refuse_classifier(objective: RewardObjective, options: RunOptions, parallel: Parallel) -> None:

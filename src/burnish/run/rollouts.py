@@ -31,7 +31,7 @@ _SHARE = 0.25
 """Of a device's memory, for keys and values in float32."""
 
 
-def begin_completions(objective: StageObjective, model: Any, parallel: Parallel, options: RunOptions) -> None:
+def setup_completions(objective: StageObjective, model: Any, parallel: Parallel, options: RunOptions) -> None:
     """Give the objective its source of completions: the model that trains, unless it has one."""
     if not isinstance(objective, RolloutObjective) or objective.source is not None:
         return
@@ -53,9 +53,9 @@ def rollout_callbacks(objective: StageObjective, options: RunOptions) -> list[An
     """Callbacks of a run that learns from completions: their file, their table, and notes."""
     if not isinstance(objective, RolloutObjective):
         return []
-    seen = CompletionsCallback(options, output_folder(options) if options.log_completions else None)
-    objective.on_generation = seen.add
-    return [objective.times, *([seen] if options.log_completions else []), RolloutNotesCallback(options)]
+    callback = CompletionsCallback(options, output_folder(options) if options.log_completions else None)
+    objective.on_generation = callback.add
+    return [objective.times, *([callback] if options.log_completions else []), RolloutNotesCallback(options)]
 
 
 def longest_of(options: RunOptions, config: Any) -> int:

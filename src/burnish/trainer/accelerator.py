@@ -23,7 +23,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import IGNORE_INDEX
 from burnish.parallel.options import local_rank
-from burnish.trainer.data.in_step import each_tensor
+from burnish.trainer.data.in_step import map_tensors
 from burnish.trainer.data.loaders import loader_of_rank
 
 
@@ -284,7 +284,7 @@ class ParallelAccelerator:
 
     def gather(self, values: Any) -> Any:
         """Concatenate the tensors of all processes, including those in tuples, lists and dicts."""
-        return each_tensor(values, lambda tensor: self.parallel.gather(tensor[None] if tensor.dim() == 0 else tensor))
+        return map_tensors(values, lambda tensor: self.parallel.gather(tensor[None] if tensor.dim() == 0 else tensor))
 
     gather_for_metrics = gather
 

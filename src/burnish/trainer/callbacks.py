@@ -89,13 +89,13 @@ class TrainerCallbackHandler(CallbackHandler):
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback object, or an instance of a class. Warns if there already is one of the same class."""
-        made = callback() if isinstance(callback, type) else callback
-        if any(type(other) is type(made) for other in self.callbacks):
+        instance = callback() if isinstance(callback, type) else callback
+        if any(type(other) is type(instance) for other in self.callbacks):
             logger.warning(
-                f"You are adding a {type(made)} to the callbacks of this Trainer, but there is already one. The "
+                f"You are adding a {type(instance)} to the callbacks of this Trainer, but there is already one. The "
                 f"current list of callbacks is:\n{self.callback_list}"
             )
-        self.callbacks.append(made)
+        self.callbacks.append(instance)
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback object, or the first one of a class. Returns it, or None."""
@@ -143,10 +143,10 @@ def _event(name: str) -> Callable[..., TrainerControl]:
     detail = {"on_log": "logs", "on_evaluate": "metrics", "on_predict": "metrics"}.get(name)
 
     def fire(
-        self: TrainerCallbackHandler, args: Any, state: Any, control: TrainerControl, *given: Any, **more: Any
+        self: TrainerCallbackHandler, args: Any, state: Any, control: TrainerControl, *details: Any, **more: Any
     ) -> TrainerControl:
-        if given and detail:
-            more[detail] = given[0]
+        if details and detail:
+            more[detail] = details[0]
         return self.call_event(name, args, state, control, **more)
 
     return fire

@@ -36,11 +36,11 @@ def warn_about_unused_overrides(kind: type) -> None:
     """Warn once about overridden methods of a script's subclass that transformers or TRL calls but burnish does not."""
     at = next(index for index, base in enumerate(kind.__mro__) if base.__module__.startswith("burnish."))
     overridden = {name for base in kind.__mro__[:at] for name in vars(base)}
-    own = kind.__mro__[at:]
-    called_by_peer = chain.from_iterable(_peer_methods().get(base.__name__, ()) for base in own)
-    uncalled = {name for base in own for name in vars(base).get("_uncalled", ())}
+    subclasses = kind.__mro__[at:]
+    called_by_peer = chain.from_iterable(_peer_methods().get(base.__name__, ()) for base in subclasses)
+    uncalled = {name for base in subclasses for name in vars(base).get("_uncalled", ())}
     unused = sorted(
-        name for name in overridden.intersection(called_by_peer) if name in uncalled or not hasattr(own[0], name)
+        name for name in overridden.intersection(called_by_peer) if name in uncalled or not hasattr(subclasses[0], name)
     )
     if unused:
         notes.warn(
@@ -71,27 +71,27 @@ def own_arguments(args: object, kind: type[TrainingArguments] = TrainingArgument
         return kind(output_dir="tmp_trainer")
     if isinstance(args, kind):
         return args
-    given = {name: value for name, value in vars(args).items() if name in kind.__dataclass_fields__}
+    values = {name: value for name, value in vars(args).items() if name in kind.__dataclass_fields__}
     if not isinstance(args, TrainingArguments):
-        given["gradient_checkpointing"] = given["gradient_checkpointing_kwargs"] = None
-    return kind(**given)
+        values["gradient_checkpointing"] = values["gradient_checkpointing_kwargs"] = None
+    return kind(**values)
 
 
-def take_accumulation(args: TrainingArguments) -> None:
+def apply_accelerator_accumulation(args: TrainingArguments) -> None:
     """Take ``num_steps`` of ``accelerator_config``, which is another name of ``gradient_accumulation_steps``."""
     settings = cast(AcceleratorConfig, args.accelerator_config)
-    asked = (settings.gradient_accumulation_kwargs or {}).get("num_steps")
-    if asked is None or asked == args.gradient_accumulation_steps:
+    num_steps = (settings.gradient_accumulation_kwargs or {}).get("num_steps")
+    if num_steps is None or num_steps == args.gradient_accumulation_steps:
         return
     if args.gradient_accumulation_steps > 1:
         raise ValueError(
             "The `AcceleratorConfig`'s `num_steps` is set but `gradient_accumulation_steps` is greater than 1 in the "
-            f"passed `TrainingArguments`. Received: {asked} and {args.gradient_accumulation_steps}. Set only one."
+            f"passed `TrainingArguments`. Received: {num_steps} and {args.gradient_accumulation_steps}. Set only one."
         )
-    args.gradient_accumulation_steps = asked
+    args.gradient_accumulation_steps = num_steps
 
 
-def take_tokenizer(tokenizer: Any, processing_class: Any) -> Any:
+def resolve_processing_class(tokenizer: Any, processing_class: Any) -> Any:
     """``processing_class``, or ``tokenizer``, its earlier name."""
     if tokenizer is not None:
         notes.warn("`tokenizer` is deprecated. Use `processing_class` instead.", FutureWarning, stacklevel=3)

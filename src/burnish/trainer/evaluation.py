@@ -19,7 +19,7 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 
 from burnish.loop.protocols import Parallel
 from burnish.trainer.arguments.training import TrainingArguments
-from burnish.trainer.data.in_step import named_in, no_rows_of
+from burnish.trainer.data.in_step import drop_rows, tensors_by_name
 
 
 class Gathered:
@@ -45,8 +45,8 @@ class Gathered:
         self.num_rows = self.num_batches = 0
 
     def add(
-        self, weight: Tensor, loss: Tensor | None, logits: Any, labels: Any, inputs: Any, given: Any, is_own: bool,
-        is_last: bool,
+        self, weight: Tensor, loss: Tensor | None, logits: Any, labels: Any, inputs: Any, kept_inputs: Any,
+        is_own: bool, is_last: bool,
     ) -> None:  # fmt: skip
         """Add one batch.
 
@@ -66,12 +66,12 @@ class Gathered:
             counts = torch.isfinite(loss) if self.args.logging_nan_inf_filter else torch.ones_like(weight)
             self.loss = self.loss + torch.where(counts.bool(), loss.detach().float() * weight, 0)
             self.weight = self.weight + weight * counts
-        found = (None if loss is None else loss.detach().repeat(max(rows, 1)), logits, labels, given)
-        losses, logits, labels, given = (self.gather(value if is_own else no_rows_of(value)) for value in found)
+        values = (None if loss is None else loss.detach().repeat(max(rows, 1)), logits, labels, kept_inputs)
+        losses, logits, labels, kept_inputs = (self.gather(value if is_own else drop_rows(value)) for value in values)
         if self.args.batch_eval_metrics and self.compute_metrics and logits is not None and labels is not None:
             prediction = EvalPrediction(logits, labels, **self._extras(losses, inputs))
             self.batch_metrics = self.compute_metrics(prediction, compute_result=is_last)
-        for container, value in zip(self.containers, (losses, logits, labels, given), strict=True):
+        for container, value in zip(self.containers, (losses, logits, labels, kept_inputs), strict=True):
             if self.keeps and value is not None:
                 container.add(value)
         every = self.args.eval_accumulation_steps
@@ -93,27 +93,31 @@ class Gathered:
         elif self.losses.get_arrays() is not None:
             metrics[f"{prefix}_loss"] = float(np.nan)
         metrics = {name: metrics[name] for name in sorted(metrics, key=lambda name: not name.startswith(f"{prefix}_"))}
-        named = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
+        named_metrics = {
+            name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()
+        }
         dataset = getattr(dataloader, "dataset", None)
-        seen = self.parallel.sum(torch.tensor(self.num_rows, device=self.parallel.device))
-        return EvalLoopOutput(predictions, labels, named, len(dataset) if has_length(dataset) else int(seen))
+        num_rows = self.parallel.sum(torch.tensor(self.num_rows, device=self.parallel.device))
+        return EvalLoopOutput(
+            predictions, labels, named_metrics, len(dataset) if has_length(dataset) else int(num_rows)
+        )
 
     def _extras(self, losses: Any, inputs: Any) -> dict[str, Any]:
-        wanted = self.args.include_for_metrics
-        return {"losses": losses if "loss" in wanted else None, "inputs": inputs if "inputs" in wanted else None}
+        included = self.args.include_for_metrics
+        return {"losses": losses if "loss" in included else None, "inputs": inputs if "inputs" in included else None}
 
 
 def has_loss(inputs: Any, label_names: list[str], can_return_loss: bool) -> bool:
     """Whether a model returns a loss for a batch: all labels are present, or it needs none."""
     if label_names:
-        return all(named_in(inputs).get(name) is not None for name in label_names)
-    return_loss = named_in(inputs).get("return_loss")
+        return all(tensors_by_name(inputs).get(name) is not None for name in label_names)
+    return_loss = tensors_by_name(inputs).get("return_loss")
     return bool(can_return_loss if return_loss is None else return_loss)
 
 
 def labels_in(inputs: Any, label_names: list[str]) -> Any:
     """The labels of a batch; a tuple if there are several."""
-    labels = nested_detach(tuple(named_in(inputs).get(name) for name in label_names))
+    labels = nested_detach(tuple(tensors_by_name(inputs).get(name) for name in label_names))
     return labels[0] if len(labels) == 1 else labels
 
 
@@ -126,15 +130,15 @@ def ignored_outputs(model: nn.Module) -> list[str]:
 def logits_of(outputs: Any, ignore_keys: list[str], has_loss: bool) -> Any:
     """The outputs of a model without the loss and ignored ones; a tuple if there are several."""
     if isinstance(outputs, dict):
-        found = tuple(v for k, v in outputs.items() if k not in ignore_keys and not (has_loss and k == "loss"))
+        values = tuple(v for k, v in outputs.items() if k not in ignore_keys and not (has_loss and k == "loss"))
     else:
-        found = outputs[1:] if has_loss else outputs
-    logits = nested_detach(found)
+        values = outputs[1:] if has_loss else outputs
+    logits = nested_detach(values)
     return logits[0] if len(logits) == 1 else logits
 
 
 def rates(prefix: str, started: float, num_rows: int, rows_at_once: int) -> dict[str, float]:
-    found: dict[str, float] = speed_metrics(
+    metrics: dict[str, float] = speed_metrics(
         prefix, started, num_samples=num_rows, num_steps=math.ceil(num_rows / rows_at_once)
     )
-    return found
+    return metrics

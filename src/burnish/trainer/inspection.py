@@ -41,17 +41,17 @@ def takes_loss_arguments(model: Any) -> bool:
     return bool(getattr(base, "accepts_loss_kwargs", takes_any))
 
 
-def labels_of(model: Any, given: list[str] | None) -> list[str]:
+def labels_of(model: Any, names: list[str] | None) -> list[str]:
     """The label arguments of ``forward``: as given, or found by their names."""
-    return list(find_labels(type(base_model(model)))) if given is None else given
+    return list(find_labels(type(base_model(model)))) if names is None else names
 
 
 def model_columns(model: Any, label_names: list[str]) -> list[str]:
     """The dataset columns that ``forward`` accepts. Labels may be called label or label_ids, because the default
     collator renames them.
     """
-    taken = inspect.signature(base_model(model).forward).parameters
-    return [*taken, *dict.fromkeys(["label", "label_ids", *label_names])]
+    parameters = inspect.signature(base_model(model).forward).parameters
+    return [*parameters, *dict.fromkeys(["label", "label_ids", *label_names])]
 
 
 def loss_shifts_labels(model: Any) -> bool:
@@ -61,7 +61,7 @@ def loss_shifts_labels(model: Any) -> bool:
     return is_shifted and not getattr(getattr(base, "config", None), "is_encoder_decoder", False)
 
 
-def waits_for_its_device(model: Any, args: TrainingArguments) -> bool:
+def defers_device_placement(model: Any, args: TrainingArguments) -> bool:
     """Whether it is not moved when the Trainer is created: it is on several devices, or its dtype is changed first."""
     is_split = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
     return bool(is_split or args.fp16_full_eval or args.bf16_full_eval)

@@ -30,7 +30,7 @@ from transformers.trainer_pt_utils import find_batch_size
 
 from burnish.config.errors import UserError
 from burnish.loop.types import IGNORE_INDEX, Batch, Loss, Metric, Sum
-from burnish.trainer.data.in_step import named_in
+from burnish.trainer.data.in_step import tensors_by_name
 from burnish.trainer.inspection import base_model, is_causal_lm
 
 
@@ -51,7 +51,7 @@ class StepInProgress:
         return torch.ones_like(weight) if self.weight is None else weight / self.weight
 
 
-def without_weight(loss: Loss) -> Loss:
+def weighted_by_zero(loss: Loss) -> Loss:
     """Loss and metrics of a padding batch, multiplied by 0. The graph is kept so that ranks can sync gradients."""
     sums = {
         name: Sum(each.total * 0, each.count * 0, each.reduction) if isinstance(each, Sum) else each * 0
@@ -68,8 +68,8 @@ def num_items_of(inputs: Batch, shifts_labels: bool, device: torch.device) -> Te
         shifts_labels: whether the first label of a row has no loss.
         device: device of the result.
     """
-    named = named_in(inputs)
-    labels = named.get("shift_labels", named.get("labels"))
+    tensors = tensors_by_name(inputs)
+    labels = tensors.get("shift_labels", tensors.get("labels"))
     if not isinstance(labels, Tensor):
         rows = find_batch_size(inputs)
         return torch.tensor(float(1 if rows is None else rows), device=device)
@@ -109,7 +109,7 @@ def refuse_empty(inputs: Any, columns: Sequence[str] | None) -> None:
 
 
 @contextmanager
-def explaining_ids(model: nn.Module, inputs: Any) -> Iterator[None]:
+def explain_index_errors(model: nn.Module, inputs: Any) -> Iterator[None]:
     """Context that explains an IndexError of torch: which ids or labels exceed the model's vocabulary.
 
     Raises:
@@ -119,13 +119,13 @@ def explaining_ids(model: nn.Module, inputs: Any) -> Iterator[None]:
         yield
     except IndexError as error:
         inside: Any = base_model(model)
-        named, config = named_in(inputs), getattr(inside, "config", None)
+        tensors, config = tensors_by_name(inputs), getattr(inside, "config", None)
         embedding = inside.get_input_embeddings() if hasattr(inside, "get_input_embeddings") else None
-        if (largest := _largest(named.get("input_ids"))) >= (size := getattr(embedding, "num_embeddings", math.inf)):
+        if (largest := _largest(tensors.get("input_ids"))) >= (size := getattr(embedding, "num_embeddings", math.inf)):
             what = f"input_ids must be below {size}, the size of the model's embedding. Received: {largest}."
             remedy = "If tokens were added, call model.resize_token_embeddings(len(tokenizer))."
             raise UserError(what, remedy=remedy) from error
-        labels, classes = named.get("labels"), getattr(config, "num_labels", math.inf)
+        labels, classes = tensors.get("labels"), getattr(config, "num_labels", math.inf)
         if isinstance(labels, Tensor) and not is_causal_lm(model) and (largest := _largest(labels)) >= classes:
             what = f"labels must be below {classes}, the model's num_labels. Received: {largest}."
             remedy = f"Load the model with num_labels={largest + 1}, or use class indices from 0."

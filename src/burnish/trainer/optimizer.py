@@ -25,8 +25,8 @@ def optimizer_of(kind: Any, arguments: dict[str, Any], model: nn.Module, groups:
         groups: the parameter groups, unless they are in ``arguments``.
     """
     if not isinstance(kind, type) or not issubclass(kind, Optimizer):
-        made = kind()  # a factory
-        return made(model, **arguments) if callable(made) else made
+        created = kind()  # a factory
+        return created(model, **arguments) if callable(created) else created
     arguments = dict(arguments)
     for instead in ("params", "model", "optimizer_dict"):
         groups = arguments.pop(instead, groups)
@@ -52,8 +52,8 @@ def decaying_names(model: nn.Module) -> list[str]:
 def groups_of(optimizer: Any) -> list[dict[str, Any]]:
     if optimizer is None:
         raise ValueError("Trainer optimizer is None, please make sure you have setup the optimizer before.")
-    found: list[dict[str, Any]] = optimizer.param_groups
-    return found
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    return groups
 
 
 def group_with(optimizer: Any, parameter: Any) -> Any:

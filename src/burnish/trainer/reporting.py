@@ -10,7 +10,7 @@ from burnish.data.batches.loader import num_tokens
 from burnish.loop.schedule import StepPlan
 from burnish.loop.types import Batch
 from burnish.trainer.arguments.training import TrainingArguments
-from burnish.trainer.data.in_step import named_in
+from burnish.trainer.data.in_step import tensors_by_name
 
 logger = logging.get_logger("transformers.trainer")  # so that the log level that a script sets applies here as well
 
@@ -29,7 +29,7 @@ class Count:
         self._has_warned = False
 
     def __call__(self, batch: Batch) -> tuple[int, int]:
-        rows, ids = find_batch_size(batch) or 0, named_in(batch).get(self.main_input)
+        rows, ids = find_batch_size(batch) or 0, tensors_by_name(batch).get(self.main_input)
         if self.how == "no" or not isinstance(ids, torch.Tensor):
             return rows, 0
         return rows, self._without_padding(batch, ids) if self.how == "non_padding" else ids.numel()

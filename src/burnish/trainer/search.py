@@ -63,7 +63,7 @@ class Search:
 
     def run(
         self, train: Callable[[Any], Any], evaluate: Callable[[], dict[str, float]], n_trials: int,
-        direction: str | list[str], given: dict[str, Any],
+        direction: str | list[str], kwargs: dict[str, Any],
     ) -> BestRun | list[BestRun]:  # fmt: skip
         """The best of ``n_trials`` trials; for several objectives all Pareto-optimal ones.
 
@@ -84,9 +84,9 @@ class Search:
             gc.collect()
             return self.objective
 
-        limits = {name: given.pop(name) for name in ("timeout", "n_jobs", "gc_after_trial") if name in given}
+        limits = {name: kwargs.pop(name) for name in ("timeout", "n_jobs", "gc_after_trial") if name in kwargs}
         several = isinstance(direction, list)
-        study = optuna.create_study(**({"directions": direction} if several else {"direction": direction}), **given)
+        study = optuna.create_study(**({"directions": direction} if several else {"direction": direction}), **kwargs)
         study.optimize(judged, n_trials=n_trials, **limits)
         if several:
             return [BestRun(str(trial.number), trial.values, trial.params) for trial in study.best_trials]

@@ -28,7 +28,7 @@ from burnish.config.errors import UserError
 from burnish.config.options import option
 from burnish.trainer import notes
 from burnish.trainer.arguments.training import TrainingArguments, for_argument_parser
-from burnish.trainer.data.generation import Writing, writing_of, written
+from burnish.trainer.data.generation import Writing, generation_settings_of, written
 from burnish.trainer.trainer import Trainer
 
 _AHEAD = 16
@@ -75,8 +75,8 @@ class Seq2SeqTrainer(Trainer):
     arguments_class = Seq2SeqTrainingArguments
     _gen_kwargs: dict[str, Any] | None = None  # of the current evaluation
 
-    def __init__(self, *args: Any, **given: Any) -> None:
-        super().__init__(*args, **given)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._written: dict[int, Tensor] = {}  # id() of a batch -> generated ids, created ahead
         if self.args.generation_config is not None:
             self.model.generation_config = self.load_generation_config(self.args.generation_config)
@@ -118,23 +118,23 @@ class Seq2SeqTrainer(Trainer):
             return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     @contextmanager
-    def _generating(self, given: dict[str, Any]) -> Iterator[None]:
+    def _generating(self, kwargs: dict[str, Any]) -> Iterator[None]:
         before = self._gen_kwargs
-        if given or before is None:
-            self._gen_kwargs = self._with_usual(given)
+        if kwargs or before is None:
+            self._gen_kwargs = self._with_usual(kwargs)
         try:
             yield
         finally:
             self._gen_kwargs = before
 
-    def _with_usual(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _with_usual(self, overrides: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the call, with the defaults that ``args`` may set."""
-        args, kwargs = self.args, {name: value for name, value in given.items() if value is not None}
-        if args.generation_max_length is not None and not {"max_length", "max_new_tokens"} & set(kwargs):
-            kwargs["max_length"] = args.generation_max_length
+        args, merged = self.args, {name: value for name, value in overrides.items() if value is not None}
+        if args.generation_max_length is not None and not {"max_length", "max_new_tokens"} & set(merged):
+            merged["max_length"] = args.generation_max_length
         if args.generation_num_beams is not None:
-            kwargs.setdefault("num_beams", args.generation_num_beams)
-        return kwargs
+            merged.setdefault("num_beams", args.generation_num_beams)
+        return merged
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None,
@@ -177,16 +177,16 @@ class Seq2SeqTrainer(Trainer):
         is_whole = self._parallel.world_size == 1 and not self._parallel.is_sharded
         if not (is_ours and is_whole and self.args.predict_with_generate):
             return None
-        return writing_of(self.model, self._with_usual(self._gen_kwargs or {}))
+        return generation_settings_of(self.model, self._with_usual(self._gen_kwargs or {}))
 
     def _generate(self, inputs: Any, kwargs: dict[str, Any]) -> Tensor:
         """Generate (B, T) ids. Decoder inputs are omitted if the collator created them from the labels."""
-        given = {name: value for name, value in inputs.items() if name != "labels"}
-        labels, begun = inputs.get("labels"), given.get("decoder_input_ids")
+        model_inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        labels, begun = inputs.get("labels"), model_inputs.get("decoder_input_ids")
         if labels is not None and begun is not None and labels.shape == begun.shape:
-            given = {name: value for name, value in given.items() if not name.startswith("decoder_")}
+            model_inputs = {name: value for name, value in model_inputs.items() if not name.startswith("decoder_")}
         model: Any = self.model
-        ids: Tensor = model.generate(**given, **kwargs)
+        ids: Tensor = model.generate(**model_inputs, **kwargs)
         return ids
 
     def _padded(self, ids: Tensor) -> Tensor:
@@ -200,9 +200,9 @@ class Seq2SeqTrainer(Trainer):
     def _padding_id(self) -> int:
         """The tokenizer's padding token, else its EOS token, else the model's padding token."""
         tokenizer, config = self.processing_class, getattr(self.model, "config", None)
-        found = [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
-        found.append(getattr(config, "pad_token_id", None))
-        for identifier in found:
+        candidates = [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
+        candidates.append(getattr(config, "pad_token_id", None))
+        for identifier in candidates:
             if identifier is not None:
                 return int(identifier)
         raise UserError(

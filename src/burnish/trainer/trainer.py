@@ -56,8 +56,8 @@ from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.arguments.values import plain_options
 from burnish.trainer.callbacks import TrainerCallbackHandler, default_callbacks, display_callback
 from burnish.trainer.data import loaders
-from burnish.trainer.data.in_step import each_tensor, in_step, named_in, with_last
-from burnish.trainer.data.prefix_sharing import fit_prefix_sharing, has_plain_loss, shared_prefixes_of
+from burnish.trainer.data.in_step import in_step, map_tensors, mark_last, tensors_by_name
+from burnish.trainer.data.prefix_sharing import has_plain_loss, probe_prefix_sharing, shared_prefixes_of
 from burnish.trainer.data.torch_loader import PaddingBatch, TorchLoader, num_batches
 from burnish.trainer.files import card, files
 from burnish.trainer.files.hub import Hub
@@ -65,13 +65,13 @@ from burnish.trainer.files.transformers_checkpoints import is_foreign, load_fore
 from burnish.trainer.loss import (
     StepInProgress,
     accepting,
-    explaining_ids,
+    explain_index_errors,
     loss_of,
     num_items_of,
     refuse_empty,
     refuse_no_loss,
+    weighted_by_zero,
     without_gradient,
-    without_weight,
 )
 from burnish.trainer.trl.sft.loss import mean_of_padding_free, sum_of_padding_free
 
@@ -132,7 +132,7 @@ class Trainer:
         self.args: TrainingArguments = given.own_arguments(args, self.arguments_class)
         args = self.args
         set_seed(args.seed, args.full_determinism)
-        given.take_accumulation(args)
+        given.apply_accelerator_accumulation(args)
         self.create_accelerator_and_postprocess()
         given.check_accelerator(self.accelerator)
         self._memory_tracker = TrainerMemoryTracker(args.skip_memory_metrics)
@@ -143,7 +143,7 @@ class Trainer:
         self.model_init = model_init
         self.model: Any = self.call_model_init() if model is None else model
         self._take_model()
-        self.processing_class = given.take_tokenizer(tokenizer, processing_class)
+        self.processing_class = given.resolve_processing_class(tokenizer, processing_class)
         self.data_collator = given.collator_for(data_collator, self.processing_class)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
@@ -183,8 +183,10 @@ class Trainer:
         """Move the model to its device, and inspect it."""
         args, model = self.args, self.model
         validate_quantization_for_training(model)
-        asked = args.place_model_on_device
-        self.place_model_on_device = not inspection.waits_for_its_device(model, args) if asked is None else asked
+        requested = args.place_model_on_device
+        self.place_model_on_device = (
+            not inspection.defers_device_placement(model, args) if requested is None else requested
+        )
         if self.place_model_on_device and not getattr(model, "is_quantized", False):
             self._move_model_to_device(model, self._parallel.device)
         self.model_wrapped = model  # replaced by the backend's prepared model
@@ -249,19 +251,19 @@ class Trainer:
             trial: a trial of a hyperparameter search.
             ignore_keys_for_eval: outputs of the model that evaluations ignore.
         """
-        resume_from_checkpoint = training.take_old_keywords(kwargs, resume_from_checkpoint)
+        resume_from_checkpoint = training.resolve_old_keywords(kwargs, resume_from_checkpoint)
         self._memory_tracker.start()
         self.is_in_train = True
         try:
             self._begin(trial)
             into = self._get_output_dir(trial)
             folder = training.requested_checkpoint(resume_from_checkpoint, into, self.args)
-            ready = training.made_ready(
+            ready = training.prepared_for_training(
                 self.model, self.args, self.accelerator, self.processing_class, self.neftune_noise_alpha
             )
-            signals = training.answering_signals(self, self.args, self._parallel)
+            signals = training.stop_on_signals(self, self.args, self._parallel)
             attempt = self._attempts if self.args.auto_find_batch_size else self._attempt
-            with ready, training.writing_alone(into, self.args), signals:
+            with ready, training.exclusive_writer(into, self.args), signals:
                 output = attempt(folder, ignore_keys_for_eval)
         finally:
             self.is_in_train = False
@@ -394,7 +396,7 @@ class Trainer:
         return self.create_optimizer()
 
     def _stop_empty(self) -> None:
-        training.say_that_it_is_empty(self.state)
+        training.warn_empty_dataset(self.state)
         self.control.should_training_stop = True
 
     # --- loss: loss.py, prefix_sharing.py -----------------------------------------------------------------------------
@@ -496,19 +498,19 @@ class Trainer:
     def _fitted(self) -> Capabilities:
         """Results of the probes of the model's forward pass, which run once."""
         if self._asked is None or self._asked.model is not self.model:
-            asked = self._ask()
-            self._asked = replace(asked, head=None, shares_prefixes=False) if self._parallel.frees_weights else asked
+            found = self._ask()
+            self._asked = replace(found, head=None, shares_prefixes=False) if self._parallel.frees_weights else found
         return self._asked
 
     def _ask(self) -> Capabilities:
-        return fit_prefix_sharing(self.model, self._leaves_tokens_out and has_plain_loss(self.model))
+        return probe_prefix_sharing(self.model, self._skips_tokens and has_plain_loss(self.model))
 
     @property
-    def _leaves_tokens_out(self) -> bool:
+    def _skips_tokens(self) -> bool:
         """Whether tokens without influence on a loss are skipped: as set by the arguments; by default on a CPU."""
-        wanted = self.args.needed_tokens_only
+        is_requested = self.args.needed_tokens_only
         is_usual = self._parallel.device.type == "cpu" and not self.args.torch_compile
-        return bool(is_usual if wanted is None else wanted) and self.neftune_noise_alpha is None
+        return bool(is_usual if is_requested is None else is_requested) and self.neftune_noise_alpha is None
 
     def _flat(self, inputs: Batch) -> Batch | None:
         """The micro-batch without padding and unneeded tokens. None if this is not supported."""
@@ -534,7 +536,7 @@ class Trainer:
 
     def _prepare_input(self, data: Any) -> Any:
         device = self._parallel.device
-        return each_tensor(
+        return map_tensors(
             data, lambda tensor: tensor.to(device), lambda value: value.to(device) if hasattr(value, "to") else value
         )
 
@@ -545,12 +547,12 @@ class Trainer:
     def _items(self, inputs: Batch, num_items: Tensor) -> Tensor | None:
         """() ``num_items_in_batch``: at least 1, so that a micro-batch without labels adds 0 rather than 0/0."""
         counts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        return num_items.clamp(min=1) if counts and isinstance(named_in(inputs).get("labels"), Tensor) else None
+        return num_items.clamp(min=1) if counts and isinstance(tensors_by_name(inputs).get("labels"), Tensor) else None
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Operations of forward and backward, for ``total_flos``: 6 x tokens x parameters without embeddings."""
         main = getattr(self.model, "main_input_name", "input_ids")
-        if main not in named_in(inputs) or not hasattr(self.model, "num_parameters"):
+        if main not in tensors_by_name(inputs) or not hasattr(self.model, "num_parameters"):
             return 0
         if self._num_parameters is None:
             self._num_parameters = int(self.model.num_parameters(exclude_embeddings=True))
@@ -615,16 +617,16 @@ class Trainer:
         num_rows = self.num_examples(dataloader) if has_length(dataloader) else "Unknown"
         reporting.announce_evaluation(description, num_rows, args.eval_batch_size)
         self.callback_handler.parts["eval_dataloader"] = dataloader
-        keeps = description == "Prediction"
-        gathered = evaluation.Gathered(args, self._parallel, self.accelerator.gather, self.compute_metrics, keeps)
+        keeps_all = description == "Prediction"
+        gathered = evaluation.Gathered(args, self._parallel, self.accelerator.gather, self.compute_metrics, keeps_all)
         main = getattr(self.model, "main_input_name", "input_ids")
-        for inputs, is_own, is_last in with_last(in_step(self._read_ahead(dataloader, only_loss), self._parallel)):
+        for inputs, is_own, is_last in mark_last(in_step(self._read_ahead(dataloader, only_loss), self._parallel)):
             weight = self._num_items(self._prepare_input(inputs))
             loss, logits, labels = self.prediction_step(model, inputs, only_loss, ignore_keys=ignore_keys)
-            shown = self._prepare_input(inputs[main]) if "inputs" in args.include_for_metrics else None
+            main_inputs = self._prepare_input(inputs[main]) if "inputs" in args.include_for_metrics else None
             if logits is not None and self.preprocess_logits_for_metrics is not None:
                 logits = self.preprocess_logits_for_metrics(logits, labels)
-            gathered.add(weight, loss, logits, labels, inputs, shown, is_own, is_last)
+            gathered.add(weight, loss, logits, labels, inputs, main_inputs, is_own, is_last)
             self._tell("on_prediction_step")
         return gathered.output(dataloader, metric_key_prefix)
 
@@ -645,7 +647,7 @@ class Trainer:
         labels = evaluation.labels_in(inputs, self.label_names) if has_loss else None
         compute = accepting(self.compute_loss, "num_items_in_batch")
         loss = None
-        with torch.no_grad(), self.compute_loss_context_manager(), explaining_ids(self.model, inputs):
+        with torch.no_grad(), self.compute_loss_context_manager(), explain_index_errors(self.model, inputs):
             if has_loss:
                 items = self._items(inputs, self._num_items(inputs))
                 if prediction_loss_only and type(self).compute_loss is Trainer.compute_loss:
@@ -741,10 +743,10 @@ class Trainer:
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: Any
     ) -> tuple[int, int, int, int, int, int, int]:
-        """The numbers of steps and rows of a training over ``dataloader`` (``loaders.numbers_of_training``)."""
+        """The numbers of steps and rows of a training over ``dataloader`` (``loaders.training_numbers``)."""
         plan = training.steps_of_loader(dataloader, self.args, self._accumulation, self._inner_steps)
         rows = self.get_total_train_batch_size(args)
-        return loaders.numbers_of_training(dataloader, plan, args, rows, self.num_examples)
+        return loaders.training_numbers(dataloader, plan, args, rows, self.num_examples)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -755,7 +757,7 @@ class Trainer:
         ``num_items_in_batch`` is divided by the returned number.
         """
         samples = list(islice(epoch_iterator, num_batches))
-        if not samples or not isinstance(named_in(samples[0]).get("labels"), Tensor):
+        if not samples or not isinstance(tensors_by_name(samples[0]).get("labels"), Tensor):
             return samples, None
         return samples, self._parallel.sum(
             torch.stack([self._num_items(self._prepare_input(one)) for one in samples]).sum()
@@ -978,11 +980,11 @@ class Trainer:
         dataset_args: Any = None,
     ) -> None:  # fmt: skip
         """Write ``README.md`` to ``output_dir``, in the format of the hub."""
-        said = {"language": language, "license": license, "tags": tags, "model_name": model_name,
+        fields = {"language": language, "license": license, "tags": tags, "model_name": model_name,
                 "finetuned_from": finetuned_from, "tasks": tasks, "dataset_tags": dataset_tags, "dataset": dataset,
                 "dataset_args": dataset_args}  # fmt: skip
         if self.is_world_process_zero():
-            card.write_trainer_card(self, Path(self.args.output_dir), said)
+            card.write_trainer_card(self, Path(self.args.output_dir), fields)
 
     # --- hub: hub.py --------------------------------------------------------------------------------------------------
 
@@ -1116,7 +1118,7 @@ class TrainerLoop(Loop):
         """The loop's microstep, or ``training_step`` (a mean) if a script computes the loss."""
         trainer = self.trainer
         self.state.total_flos += float(trainer.floating_point_ops(batch))
-        with explaining_ids(trainer.model, batch):
+        with explain_index_errors(trainer.model, batch):
             if not trainer.loss_is_scripted:
                 return super().microstep(batch, num_items, is_last)
             trainer._step = StepInProgress(num_items)
@@ -1136,7 +1138,7 @@ class TrainerLoop(Loop):
         with trainer.compute_loss_context_manager():
             loss = self.objective.loss(self.model, inputs)
         trainer._empty_cache_if_due()
-        return without_weight(loss) if isinstance(batch, PaddingBatch) else loss
+        return weighted_by_zero(loss) if isinstance(batch, PaddingBatch) else loss
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate with ``Trainer.evaluate``, which logs each set and calls the callbacks."""

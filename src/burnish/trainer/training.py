@@ -45,7 +45,7 @@ logger = logging.get_logger("transformers.trainer")  # so that the log level tha
 
 
 @contextmanager
-def made_ready(
+def prepared_for_training(
     model: nn.Module, args: TrainingArguments, accelerator: ParallelAccelerator, processing_class: Any,
     noise: float | None,
 ) -> Iterator[None]:  # fmt: skip
@@ -69,18 +69,18 @@ def made_ready(
         align_special_tokens(model, processing_class)
     if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
         record(model, lambda: DebugUnderflowOverflow(model), WATCHED)
-    made = [] if noise is None else record(model, lambda: activate_neftune(model, noise, accelerator), NOISE)
+    records = [] if noise is None else record(model, lambda: activate_neftune(model, noise, accelerator), NOISE)
     # A compiler fuses operations itself. On a CPU only adapters benefit: with rows of 86 tokens nothing else is faster.
     if not args.torch_compile and (device.type != "cpu" or any(map(holds_factors, model.modules()))):
-        made += patch_forwards(model, args)
-    say_compute_dtype(model, accelerator.parallel.dtype, device)
+        records += patch_forwards(model, args)
+    log_compute_dtype(model, accelerator.parallel.dtype, device)
     try:
         yield
     finally:
-        restore(made)
+        restore(records)
 
 
-def say_compute_dtype(model: nn.Module, autocast: torch.dtype | None, device: torch.device) -> None:
+def log_compute_dtype(model: nn.Module, autocast: torch.dtype | None, device: torch.device) -> None:
     """Log the compute dtype. Warns if this processor emulates it, because a script's own weights keep their dtype."""
     of_weights = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     compute = autocast or of_weights
@@ -112,7 +112,7 @@ def steps_of_loader(loader: Any, args: TrainingArguments, accumulation: int, inn
 
 
 def plan_of(values: tuple[int, int, int, int, int, int | None, int], loader: Any, accumulation: int) -> StepPlan:
-    """The plan for the result of ``Trainer.set_initial_training_values`` (see ``loaders.numbers_of_training``)."""
+    """The plan for the result of ``Trainer.set_initial_training_values`` (see ``loaders.training_numbers``)."""
     num_train_epochs, steps_per_epoch, *_, max_steps = values
     return StepPlan(num_batches(loader) or None, accumulation, steps_per_epoch, max_steps, num_train_epochs)
 
@@ -136,7 +136,7 @@ def trainer_fingerprints(args: TrainingArguments, plan: StepPlan, rows_per_step:
 
 
 @contextmanager
-def writing_alone(folder: str, args: TrainingArguments) -> Iterator[None]:
+def exclusive_writer(folder: str, args: TrainingArguments) -> Iterator[None]:
     """Context that prevents two runs from writing checkpoints to the same folder."""
     if args.save_strategy == "no" or not args.should_save:
         yield
@@ -146,16 +146,14 @@ def writing_alone(folder: str, args: TrainingArguments) -> Iterator[None]:
 
 
 @contextmanager
-def answering_signals(trainer: Any, args: TrainingArguments, parallel: Parallel) -> Iterator[None]:
+def stop_on_signals(trainer: Any, args: TrainingArguments, parallel: Parallel) -> Iterator[None]:
     """After Ctrl-C or SIGTERM, save a checkpoint after the current step and raise KeyboardInterrupt. Signals with a
     script's own handler are not changed. Without checkpoints all signals keep their behavior.
     """
 
-    def on_any(asked: bool) -> bool:
+    def on_any(flag: bool) -> bool:
         return (
-            asked
-            if parallel.world_size == 1
-            else bool(parallel.sum(torch.tensor(float(asked), device=parallel.device)))
+            flag if parallel.world_size == 1 else bool(parallel.sum(torch.tensor(float(flag), device=parallel.device)))
         )
 
     if args.save_strategy == "no":
@@ -171,7 +169,7 @@ def answering_signals(trainer: Any, args: TrainingArguments, parallel: Parallel)
         raise KeyboardInterrupt
 
 
-def say_that_it_is_empty(state: TrainerState) -> None:
+def warn_empty_dataset(state: TrainerState) -> None:
     logger.warning(
         "There seems not to be a single sample in your epoch_iterator, stopping training at step "
         f"{state.global_step}! This is expected if you're using an IterableDataset and set num_steps "
@@ -184,11 +182,11 @@ def say_that_it_is_empty(state: TrainerState) -> None:
 
 def requested_checkpoint(asked: str | bool | None, folder: str, args: TrainingArguments) -> Path | None:
     """The requested checkpoint, or the latest valid one in ``folder``. None to start from scratch."""
-    goes_on = asked is None and args.resume in ("auto", "must")
-    if asked is True or goes_on:
-        found = get_last_checkpoint(folder) if Path(folder).is_dir() else None
-        if found is not None:
-            return _newest_whole(Path(found), args)
+    is_resuming = asked is None and args.resume in ("auto", "must")
+    if asked is True or is_resuming:
+        newest = get_last_checkpoint(folder) if Path(folder).is_dir() else None
+        if newest is not None:
+            return _newest_whole(Path(newest), args)
         if asked is True:
             raise ValueError(f"No valid checkpoint found in output directory ({args.output_dir})")
         if args.resume == "must":
@@ -201,16 +199,16 @@ def requested_checkpoint(asked: str | bool | None, folder: str, args: TrainingAr
     return Path(asked)
 
 
-def _newest_whole(found: Path, args: TrainingArguments) -> Path:
+def _newest_whole(newest: Path, args: TrainingArguments) -> Path:
     """``found``, or if it is damaged the latest valid checkpoint next to it. Logs the skipped ones."""
-    if is_foreign(found):
-        return found
-    whole, skipped = checkpoint.Checkpoints(found.parent).newest()
+    if is_foreign(newest):
+        return newest
+    complete, skipped = checkpoint.Checkpoints(newest.parent).newest()
     for sentence in skipped:
         logger.warning(sentence)
-    if whole is None:
+    if complete is None:
         raise ValueError(f"No valid checkpoint found in output directory ({args.output_dir})")
-    return whole
+    return complete
 
 
 def differences(before: TrainerState, args: TrainingArguments) -> list[str]:
@@ -237,7 +235,7 @@ def restore_callbacks(handler: TrainerCallbackHandler, states: dict[str, Any]) -
     handler.load_state_dict(states)
 
 
-def take_old_keywords(kwargs: dict[str, Any], resume_from_checkpoint: str | bool | None) -> str | bool | None:
+def resolve_old_keywords(kwargs: dict[str, Any], resume_from_checkpoint: str | bool | None) -> str | bool | None:
     """Take ``model_path``, the earlier name of ``resume_from_checkpoint``. Raises TypeError for other keywords."""
     if "model_path" in kwargs:
         notes.warn("`model_path` is now `resume_from_checkpoint`.", FutureWarning, stacklevel=3)

@@ -184,25 +184,25 @@ def collate_prefix_sharing(rows: Sequence[Row]) -> Batch:
         If no segment continues another, the keys are the segment's own, as in ``collate_padding_free``.
     """
     sequences = [sequence for row in rows for sequence in sequences_of(row)]
-    found = segments(sequences)
-    if not found:
+    nodes = segments(sequences)
+    if not nodes:
         return collate_padding_free(rows)
-    found[-1] = replace(found[-1], end=found[-1].end + 1)
-    parts = [_slice(sequences[segment.sequence], segment.begin, segment.end) for segment in found]
+    nodes[-1] = replace(nodes[-1], end=nodes[-1].end + 1)
+    parts = [_slice(sequences[segment.sequence], segment.begin, segment.end) for segment in nodes]
     batch = collate_padding_free(parts)
-    begins = list(accumulate((segment.length for segment in found), initial=0))
-    for segment, end in zip(found[:-1], begins[1:], strict=False):
+    begins = list(accumulate((segment.length for segment in nodes), initial=0))
+    for segment, end in zip(nodes[:-1], begins[1:], strict=False):
         if segment.is_last:
             predicted = sequences[segment.sequence]
             batch["labels"][0, end] = predicted["labels"][segment.end]
             for name in set(_columns_of_tokens(rows)) - INPUT_COLUMNS.keys():
                 batch[name][0, end] = _column(predicted, name)[segment.end]
     batch["num_tokens"] = sum(len(sequence["input_ids"]) for sequence in sequences)
-    if not any(segment.path for segment in found):
+    if not any(segment.path for segment in nodes):
         return batch
-    keys = [[(begins[number], found[number].length) for number in (*s.path, own)] for own, s in enumerate(found)]
-    widths = [segment.end for segment in found]
-    batch["position_ids"] = torch.cat([torch.arange(s.begin, s.end) for s in found]).unsqueeze(0)
+    keys = [[(begins[number], nodes[number].length) for number in (*s.path, own)] for own, s in enumerate(nodes)]
+    widths = [segment.end for segment in nodes]
+    batch["position_ids"] = torch.cat([torch.arange(s.begin, s.end) for s in nodes]).unsqueeze(0)
     batch["cu_seq_lens_k"] = torch.tensor([0, *accumulate(widths)], dtype=torch.int32)
     batch["max_length_k"] = max(widths)
     batch["key_runs"] = tuple(run for runs in keys for run in runs)

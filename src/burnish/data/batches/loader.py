@@ -112,8 +112,8 @@ class StepPartition:
             return self._cut(list(chosen), lengths, patches) or [[]]
         shares = [self._cut(share, lengths, patches) for share in balanced(chosen, lengths, self.world_size)]
         most = max(1, *map(len, shares))
-        mine = shares[self.rank]
-        return [*mine, *([[]] * (most - len(mine)))]
+        own_share = shares[self.rank]
+        return [*own_share, *([[]] * (most - len(own_share)))]
 
     def _in_turn(self, chosen: Sequence[int]) -> list[Sequence[int]]:
         """Return every ``world_size``-th micro-batch, in the order of the items."""
@@ -292,25 +292,25 @@ class RowLoader(StepBatchLoader):
         for start, group in zip(starts, steps, strict=True):
             end = min(start + self.cut.rows_per_step, size)
             items = self._kept(order[start:end])
-            made = [_blank(next(batches)) if not part else next(batches) for part in group]
+            micro_batches = [_blank(next(batches)) if not part else next(batches) for part in group]
             if not items:  # all rows of the step are skipped, so there is no step
                 self.position = end
                 continue
             yield StepBatch(
-                made,
+                micro_batches,
                 cursor={"epoch": epoch, "position": end},
                 epoch=epoch + -(-end // across) / -(-size // across),  # an incomplete micro-batch counts as one
                 items=items,
                 num_rows=sum(len(part) for part in group),
-                num_tokens=sum(num_tokens(batch) for batch, part in zip(made, group, strict=True) if part),
+                num_tokens=sum(num_tokens(batch) for batch, part in zip(micro_batches, group, strict=True) if part),
             )
 
     def _batches(self, parts: Iterator[Sequence[Any]]) -> Iterator[Batch]:
         """Return the batch of each micro-batch, collated here or by worker processes."""
         items = self.items
         if self.options.dataloader_num_workers == 0 or getattr(items, "is_streamed", False):
-            taken = items.some if isinstance(items, OnDemand) else lambda part: [items[index] for index in part]
-            rows: Iterator[Any] = (taken(part) for part in parts)
+            read = items.some if isinstance(items, OnDemand) else lambda part: [items[index] for index in part]
+            rows: Iterator[Any] = (read(part) for part in parts)
             rows = rows if self.ahead is None else self.ahead(rows)
             return (collate_present(some, self.collate, self.blank_row) for some in rows)
         from torch.utils.data import DataLoader

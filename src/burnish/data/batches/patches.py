@@ -33,10 +33,10 @@ def patches_of_rows(rows: KnownRows, family: Family | None) -> list[int] | None:
 
 def num_patches(row: Row, family: Family) -> int:
     """Patches of the images of a row. An image that several of its sequences hold goes through the tower once."""
-    found = {
+    images = {
         image.identity: image
         for sequence in sequences_of(row)
         for prefix in ("", "kl_")
         for image in images_of(sequence, prefix)
     }
-    return sum(family.patches(*family.given_sizes(image)[-1]) for image in found.values())
+    return sum(family.patches(*family.given_sizes(image)[-1]) for image in images.values())

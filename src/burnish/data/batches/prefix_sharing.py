@@ -66,22 +66,22 @@ def segments(sequences: Sequence[Row], least_skipped: int = _LEAST_SKIPPED) -> l
     # In sorted order, neighbours have the longest common prefixes.
     order = sorted(needed, key=shareable.__getitem__)
     common = [shared_beginning(shareable[a], shareable[b]) for a, b in pairwise(order)]
-    found: list[PrefixNode] = []
+    nodes: list[PrefixNode] = []
     groups: list[tuple[int, int, int, tuple[int, ...]]] = [(0, len(order), 0, ())] if order else []
     while groups:
         low, high, begin, path = groups.pop()
         chosen = order[low]
         if high - low == 1:
-            found.append(PrefixNode(chosen, begin, bounds[chosen][1], path))
+            nodes.append(PrefixNode(chosen, begin, bounds[chosen][1], path))
             continue
         end = min(common[low : high - 1])
         if (end - begin) * (high - low - 1) >= least_skipped:
-            path = (*path, len(found))
-            found.append(PrefixNode(chosen, begin, end, path[:-1], is_last=False))
+            path = (*path, len(nodes))
+            nodes.append(PrefixNode(chosen, begin, end, path[:-1], is_last=False))
             begin = end
         parted = [low, *(place + 1 for place in range(low, high - 1) if common[place] == end), high]
         groups += [(*parts, begin, path) for parts in pairwise(parted)]
-    return found if any(segment.path for segment in found) else sorted(found, key=lambda segment: segment.sequence)
+    return nodes if any(segment.path for segment in nodes) else sorted(nodes, key=lambda segment: segment.sequence)
 
 
 def _contents(sequences: Sequence[Row], lengths: Mapping[int, int]) -> dict[int, list[Any]]:

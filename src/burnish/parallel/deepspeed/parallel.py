@@ -129,9 +129,9 @@ class DeepSpeedParallel(MultiProcess):
     def _drop_gradients(self) -> None:
         zero = self.runner.optimizer
         zero.zero_grad(set_to_none=True)
-        for held in (getattr(zero, "averaged_gradients", {}), getattr(zero, "all_grad_tensors", {})):
-            for group in held:
-                held[group] = None
+        for gradients in (getattr(zero, "averaged_gradients", {}), getattr(zero, "all_grad_tensors", {})):
+            for group in gradients:
+                gradients[group] = None
         if self.stage < 3:
             zero._release_preflattened_grad_buffers()
             zero.micro_step_id = -1
@@ -165,17 +165,17 @@ class DeepSpeedParallel(MultiProcess):
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def sharded(self, parts: Mapping[str, Part]) -> dict[str, Part]:
-        found = dict(parts)
+        with_shards = dict(parts)
         is_adapter = parts["model"].stem != "model"
         weights = AdapterShards(self) if is_adapter else WeightShards(self)
-        found["model"] = replace(parts["model"], shards=weights, is_collective=is_adapter)
+        with_shards["model"] = replace(parts["model"], shards=weights, is_collective=is_adapter)
         if "optimizer" in parts:
-            found["optimizer"] = replace(parts["optimizer"], shards=StateShards(self))
+            with_shards["optimizer"] = replace(parts["optimizer"], shards=StateShards(self))
         for name in with_weights(parts):
             of_part: Any = parts[name].held
             shards = AdapterShards(self, list(of_part.parameters()))
-            found[name] = replace(parts[name], shards=shards, is_collective=True)
-        return found
+            with_shards[name] = replace(parts[name], shards=shards, is_collective=True)
+        return with_shards
 
     def pieces(self, model: nn.Module) -> list[Tensor]:
         trained: list[Any] = [weight for weight in model.parameters() if weight.requires_grad]
@@ -259,9 +259,9 @@ class _AsTuple(nn.Module):
 class _FromTuple(nn.Module):
     """The module that the loop calls: batch -> ``Loss``."""
 
-    def __init__(self, runner: nn.Module, given: nn.Module) -> None:
+    def __init__(self, runner: nn.Module, module: nn.Module) -> None:
         super().__init__()
-        self.runner, self.given = runner, given
+        self.runner, self.given = runner, module
 
     def forward(self, batch: Any) -> Loss:
         return Loss(*self.runner(batch))
@@ -276,8 +276,8 @@ def _link_as_laid(zero: Any) -> None:
     from deepspeed.utils import link_hp_params
 
     for number, weights in enumerate(zero.bit16_groups):
-        laid = zip(zero.round_robin_bit16_groups[number], zero.round_robin_bit16_offsets[number], strict=True)
-        offsets = {id(weight): offset for weight, offset in laid}
+        pairs = zip(zero.round_robin_bit16_groups[number], zero.round_robin_bit16_offsets[number], strict=True)
+        offsets = {id(weight): offset for weight, offset in pairs}
         processes = zero.real_dp_process_group[number]
         size = zero.bit16_groups_flat[number].numel() // dist.get_world_size(processes)
         link_hp_params(

@@ -200,14 +200,14 @@ def _source(options: DeepspeedChoices) -> Any:
 
 def _difference(where: str, key: str, value: Any, options: DeepspeedChoices) -> Iterator[Problem]:
     """Report a setting of the file that contradicts an option."""
-    asked = value.get("enabled", AUTO) if isinstance(value, Mapping) else value
+    requested = value.get("enabled", AUTO) if isinstance(value, Mapping) else value
     name, value_of = _SAYS_AGAIN[key]
-    given = value_of(options)
-    if asked not in (AUTO, given):
+    option = value_of(options)
+    if requested not in (AUTO, option):
         yield Problem(
-            f'"{key}" is {json.dumps(asked)}, but the option "{name}" is {json.dumps(given)}.',
+            f'"{key}" is {json.dumps(requested)}, but the option "{name}" is {json.dumps(option)}.',
             where,
-            remedy=f'Set {name}: {json.dumps(asked)}, or write "auto" into the file.',
+            remedy=f'Set {name}: {json.dumps(requested)}, or write "auto" into the file.',
             option=("deepspeed", name),
         )
 

@@ -61,9 +61,9 @@ class WeightShards:
         """A frozen weight or a buffer."""
         if not hasattr(weight, "ds_tensor"):
             return weight.detach()
-        size, own = weight.ds_tensor.ds_numel, weight.ds_tensor.data.flatten()
+        size, shard = weight.ds_tensor.ds_numel, weight.ds_tensor.data.flatten()
         count = max(0, min(size, weight.ds_numel - self.engine.rank * size))
-        return LocalShard(own[:count], self.engine.rank * size, tuple(weight.ds_shape))
+        return LocalShard(shard[:count], self.engine.rank * size, tuple(weight.ds_shape))
 
     def load_state_dict(self, held: Any, state: Mapping[str, Any]) -> None:
         weights: dict[str, Any] = named_once(held.model)
@@ -111,9 +111,9 @@ class AdapterShards:
             yield
         finally:
             for weight, data in zip(weights, before, strict=True):
-                given, weight.data = weight.data, data
+                original, weight.data = weight.data, data
                 if writes:
-                    put(weight, given)
+                    put(weight, original)
             if writes:
                 engine.spread()
 
@@ -126,49 +126,54 @@ class StateShards:
 
     def state_dict(self, held: Any) -> dict[str, Any]:
         states = {number: self._states_of(weight) for number, weight in enumerate(self.engine.weights)}
-        return {"state": {number: own for number, own in states.items() if own}, "param_groups": self._groups(held)}
+        return {
+            "state": {number: values for number, values in states.items() if values},
+            "param_groups": self._groups(held),
+        }
 
     def _states_of(self, weight: nn.Parameter) -> dict[str, Any]:
         """This rank's slice of each state with the length of the weight. Step counters are copied, because an optimizer
         that loads them increments each separately.
         """
         place, states = self.engine.place_of(weight), self.engine.runner.optimizer.optimizer.state
-        kept = states.get(place.flat, {}) if place else next((own for own in states.values() if own), {})
-        return {key: self.engine.piece(weight, key) if value.dim() else value.clone() for key, value in kept.items()}
+        state = states.get(place.flat, {}) if place else next((values for values in states.values() if values), {})
+        return {key: self.engine.piece(weight, key) if value.dim() else value.clone() for key, value in state.items()}
 
     def _groups(self, held: Any) -> list[dict[str, Any]]:
         numbers = {id(weight): number for number, weight in enumerate(self.engine.weights)}
-        found = []
-        for group, own in zip(held.param_groups, self._weights_by_group(held), strict=True):
+        groups = []
+        for group, members in zip(held.param_groups, self._weights_by_group(held), strict=True):
             settings = {name: value for name, value in group.items() if name != "params"}
-            found.append({**settings, "params": [numbers[id(weight)] for weight in own]})
+            groups.append({**settings, "params": [numbers[id(weight)] for weight in members]})
         for number, group in sorted(self.engine.empty_groups.items()):
-            found.insert(number, {**group, "lr": held.param_groups[0]["lr"]})
-        return found
+            groups.insert(number, {**group, "lr": held.param_groups[0]["lr"]})
+        return groups
 
     def _weights_by_group(self, held: Any) -> list[list[nn.Parameter]]:
-        rest, found = list(self.engine.weights), []
+        rest, groups = list(self.engine.weights), []
         for group in held.param_groups:
             count = len(group.get("param_names", rest))
-            found.append(rest[:count])
+            groups.append(rest[:count])
             rest = rest[count:]
-        return found
+        return groups
 
     def load_state_dict(self, held: Any, state: Mapping[str, Any]) -> None:
         with_weights = [group for group in state["param_groups"] if group["params"]]
-        for group, given in zip(held.param_groups, with_weights, strict=True):
-            group.update({name: value for name, value in given.items() if name not in ("params", "param_names")})
+        for group, saved in zip(held.param_groups, with_weights, strict=True):
+            group.update({name: value for name, value in saved.items() if name not in ("params", "param_names")})
         states = self.engine.runner.optimizer.optimizer.state
         for number, weight in enumerate(self.engine.weights):
-            place, given = self.engine.place_of(weight), state["state"].get(number)
-            if place is None or given is None:
+            place, saved = self.engine.place_of(weight), state["state"].get(number)
+            if place is None or saved is None:
                 continue
-            kept = states[place.flat]
-            for key, value in given.items():
+            state_of_weight = states[place.flat]
+            for key, value in saved.items():
                 if prod(value.shape) == 1 and not len(value.shape):
-                    kept[key] = value.whole()
+                    state_of_weight[key] = value.whole()
                     continue
-                flat = kept.setdefault(key, torch.zeros_like(place.flat, dtype=value.dtype, requires_grad=False))
+                flat = state_of_weight.setdefault(
+                    key, torch.zeros_like(place.flat, dtype=value.dtype, requires_grad=False)
+                )
                 flat[place.offset : place.offset + place.length].copy_(value.slice_of(place.begin, place.length))
 
 

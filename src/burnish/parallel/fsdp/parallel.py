@@ -108,8 +108,8 @@ class FsdpParallel(MultiProcess):
         """() the norm over all shards of all ranks, before clipping."""
         gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         lengths = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else []
-        own = torch.stack([length.to(self.device) for length in lengths]) if lengths else torch.zeros(1)
-        square = own.to(self.device).square().sum()
+        norms = torch.stack([length.to(self.device) for length in lengths]) if lengths else torch.zeros(1)
+        square = norms.to(self.device).square().sum()
         dist.all_reduce(square, group=self.mesh["shard"].get_group())
         norm = square.sqrt()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -141,14 +141,14 @@ class FsdpParallel(MultiProcess):
         """The parts of a run for a checkpoint. Each rank writes its shards of a full model and of the optimizer. An
         adapter is small: it is gathered, and its file can be read by other programs.
         """
-        found = dict(parts)
+        with_shards = dict(parts)
         is_adapter = parts["model"].stem != "model"
-        found["model"] = replace(parts["model"], shards=ModelShards(is_adapter), is_collective=is_adapter)
+        with_shards["model"] = replace(parts["model"], shards=ModelShards(is_adapter), is_collective=is_adapter)
         if "optimizer" in parts:
-            found["optimizer"] = replace(parts["optimizer"], shards=OptimizerShards())
+            with_shards["optimizer"] = replace(parts["optimizer"], shards=OptimizerShards())
         for name in with_weights(parts):
-            found[name] = replace(parts[name], shards=ModelShards(gathers=True), is_collective=True)
-        return found
+            with_shards[name] = replace(parts[name], shards=ModelShards(gathers=True), is_collective=True)
+        return with_shards
 
     def pieces(self, model: nn.Module) -> list[Tensor]:
         return [local(weight.detach()) for weight in model.parameters() if weight.requires_grad]
@@ -173,12 +173,12 @@ class ModelShards:
         self.gathers = gathers
 
     def state_dict(self, held: Stateful) -> dict[str, Any]:
-        found = held.state_dict()
-        return {name: _gathered(value) if self.gathers else local_shard_of(value) for name, value in found.items()}
+        state = held.state_dict()
+        return {name: _gathered(value) if self.gathers else local_shard_of(value) for name, value in state.items()}
 
     def load_state_dict(self, held: Stateful, state: Mapping[str, Any]) -> None:
-        own = held.state_dict()
-        held.load_state_dict({name: placed(value, own.get(name)) for name, value in state.items()})
+        current = held.state_dict()
+        held.load_state_dict({name: placed(value, current.get(name)) for name, value in state.items()})
 
 
 class OptimizerShards:
@@ -206,9 +206,9 @@ def local_shard_of(value: Any) -> Any:
     """This rank's piece of a sharded tensor. Other values are returned unchanged."""
     if not isinstance(value, DTensor):
         return value
-    own, begin = local(value.detach()), _begin_of(value)
+    shard, begin = local(value.detach()), _begin_of(value)
     is_copy = begin is None  # another replica stores the same shard
-    return LocalShard(own.flatten()[:0] if is_copy else own, begin or 0, tuple(value.shape))
+    return LocalShard(shard.flatten()[:0] if is_copy else shard, begin or 0, tuple(value.shape))
 
 
 def placed(value: Any, like: Any) -> Any:
@@ -217,10 +217,10 @@ def placed(value: Any, like: Any) -> Any:
         return value
     if not isinstance(like, DTensor) or like.shape != value.shape:
         return value.whole()
-    own = local(like.detach())
+    shard = local(like.detach())
     width = prod(like.shape[1:])
     rows, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    part = value.slice_of(offset[0] * width if rows[0] else 0, own.numel()).reshape(own.shape).to(own.device)
+    part = value.slice_of(offset[0] * width if rows[0] else 0, shard.numel()).reshape(shard.shape).to(shard.device)
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -278,16 +278,16 @@ def _wrapped_alone(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
     """The modules that are gathered one at a time, inner ones first."""
     if settings.layer_classes:
         names = {type(module).__name__ for module in model.modules()}
-        for wanted in settings.layer_classes:
-            if wanted not in names:
+        for class_name in settings.layer_classes:
+            if class_name not in names:
                 raise UserError(
-                    f'fsdp_config: "transformer_layer_cls_to_wrap" names {wanted}, but the model has no such '
-                    f"layer.{did_you_mean(wanted, names)}",
+                    f'fsdp_config: "transformer_layer_cls_to_wrap" names {class_name}, but the model has no such '
+                    f"layer.{did_you_mean(class_name, names)}",
                     remedy="Remove it: layers are detected automatically.",
                     option="fsdp_config",
                 )
-        found = [module for module in model.modules() if type(module).__name__ in settings.layer_classes]
-        return found[::-1]
+        wrapped = [module for module in model.modules() if type(module).__name__ in settings.layer_classes]
+        return wrapped[::-1]
     if settings.min_num_params:
         return _large(model, settings.min_num_params)
     return layers_of(model)
@@ -295,14 +295,14 @@ def _wrapped_alone(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
 
 def _large(model: nn.Module, least: int) -> list[nn.Module]:
     """Modules with at least ``least`` parameters, not counting those of selected modules inside them."""
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
 
     def left_in(module: nn.Module) -> int:
-        left = sum(p.numel() for p in module.parameters(recurse=False)) + sum(map(left_in, module.children()))
-        if left < least or module is model or isinstance(module, nn.ModuleList | nn.ModuleDict):
-            return left
-        found.append(module)
+        remaining = sum(p.numel() for p in module.parameters(recurse=False)) + sum(map(left_in, module.children()))
+        if remaining < least or module is model or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            return remaining
+        modules.append(module)
         return 0
 
     left_in(model)
-    return found
+    return modules

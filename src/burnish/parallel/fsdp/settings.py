@@ -116,9 +116,9 @@ def fsdp_problems(options: FsdpChoices) -> Iterator[Problem]:
         )
     for word in sorted(_words(options) - _WORDS):
         yield Problem(f'"fsdp": unknown value "{word}".{did_you_mean(word, _WORDS)}', option="fsdp")
-    for key, told in _log_request().items():
-        if key not in _READ and key not in _WITHOUT_EFFECT and told.lower() not in ("", "false", "none"):
-            yield Problem(f'FSDP_{key.upper()} is "{told}": burnish does not support it.', remedy="Remove it.")
+    for key, setting in _log_request().items():
+        if key not in _READ and key not in _WITHOUT_EFFECT and setting.lower() not in ("", "false", "none"):
+            yield Problem(f'FSDP_{key.upper()} is "{setting}": burnish does not support it.', remedy="Remove it.")
     try:
         known = [*_READ, *_WITHOUT_EFFECT]
         for key in _values(options):
@@ -145,9 +145,9 @@ def fsdp_notes(options: FsdpChoices) -> Iterator[str]:
 
 
 def _strategy(words: set[str], values: Mapping[str, Any]) -> str:
-    given = str(values.get("sharding_strategy", "")).lower()
-    named = _STRATEGIES.get(given, given)
-    return named or next((word for word in sorted(words) if "shard" in word), "full_shard")
+    name = str(values.get("sharding_strategy", "")).lower()
+    strategy = _STRATEGIES.get(name, name)
+    return strategy or next((word for word in sorted(words) if "shard" in word), "full_shard")
 
 
 def _words(options: FsdpChoices) -> set[str]:
@@ -168,21 +168,21 @@ def _given(options: FsdpChoices) -> dict[str, Any]:
     Raises:
         ValueError: a clause, if the file is not JSON.
     """
-    given: Any = options.fsdp_config or {}
-    if isinstance(given, str):
-        given = read_settings(Path(given))
-        if not isinstance(given, dict):
+    config: Any = options.fsdp_config or {}
+    if isinstance(config, str):
+        config = read_settings(Path(config))
+        if not isinstance(config, dict):
             raise ValueError("does not contain an object")
-    return {(key if key == "fsdp" else key.removeprefix("fsdp_")): value for key, value in given.items()}
+    return {(key if key == "fsdp" else key.removeprefix("fsdp_")): value for key, value in config.items()}
 
 
 def _log_request() -> dict[str, str]:
     """The environment variables that ``accelerate launch --config_file fsdp.yaml`` sets."""
     if not is_true(os.environ.get("ACCELERATE_USE_FSDP")):
         return {}
-    named = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "dp_replicate_size"}
+    renamed = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "dp_replicate_size"}
     return {
-        named.get(name, name.removeprefix("FSDP_").lower()): value
+        renamed.get(name, name.removeprefix("FSDP_").lower()): value
         for name, value in os.environ.items()
-        if name.startswith("FSDP_") or name in named
+        if name.startswith("FSDP_") or name in renamed
     }

@@ -99,10 +99,10 @@ def collator_of(
         return ImageCollator(text, of_images, layout, processor, images_of, prepared)
 
     if layout.crosses:
-        made = seeing(is_flat=False)
+        images = seeing(is_flat=False)
         note = f"{type(model).__name__} mixes examples with images within a batch, so each batch has one example."
         capabilities = replace(capabilities, is_padding_free=False, shares_prefixes=False, notes=(note,))
-        return RowCollator(made, made.collate, prepared, left_out), capabilities
+        return RowCollator(images, images.collate, prepared, left_out), capabilities
     may_be_flat = capabilities.is_padding_free or (bool(layout.both_ways) and options.padding_free)
     is_flat = may_be_flat and keeps_images_apart(model, seeing(is_flat=True))
     if not is_flat and not keeps_images_apart(model, seeing(is_flat=False)):
@@ -114,8 +114,8 @@ def collator_of(
         shares = capabilities.shares_prefixes and is_flat
         notes = () if is_flat else (note,)
         capabilities = replace(capabilities, is_padding_free=is_flat, shares_prefixes=shares, notes=notes)
-    made = seeing(is_flat, capabilities.shares_prefixes)
-    return RowCollator(made, made.collate, prepared, left_out), capabilities
+    images = seeing(is_flat, capabilities.shares_prefixes)
+    return RowCollator(images, images.collate, prepared, left_out), capabilities
 
 
 def _check_single_rows(options: RunOptions, model: Any) -> list[Problem]:
@@ -157,5 +157,5 @@ def _prepared(options: RunOptions, prepare: Prepare) -> Prepare:
     if options.dataloader_num_workers:
         return prepare
     threads = max(1, min(8, (os.cpu_count() or 2) - 1))
-    kept = options.image_cache_mb * 2**20 if options.image_cache == "memory" else 0
-    return PreparedAhead(prepare, images_of, threads, options.image_ahead_mb * 2**20, kept)
+    cache_bytes = options.image_cache_mb * 2**20 if options.image_cache == "memory" else 0
+    return PreparedAhead(prepare, images_of, threads, options.image_ahead_mb * 2**20, cache_bytes)

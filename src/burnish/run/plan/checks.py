@@ -180,10 +180,10 @@ def check_evaluation_set(options: RunOptions) -> list[Problem]:
     requested |= {name: "true" for name in ("do_eval", "do_predict", "eval_on_start") if getattr(options, name)}
     if not requested or options.eval_dataset or options.val_size > 0:
         return []
-    asked = " and ".join(f"{name}: {value}" for name, value in requested.items())
+    settings = " and ".join(f"{name}: {value}" for name, value in requested.items())
     return [
         Problem(
-            f"{asked} {'needs' if len(requested) == 1 else 'need'} an evaluation dataset, but none is set.",
+            f"{settings} {'needs' if len(requested) == 1 else 'need'} an evaluation dataset, but none is set.",
             remedy="Set eval_dataset: <name>, or val_size: 0.1 to hold out 10% of the training data.",
             option=tuple(requested),
         )
@@ -206,11 +206,11 @@ def check_flash_attention(options: RunOptions) -> list[Problem]:
     name, device = requested_attention(options), device_of(options)
     if not is_flash(name):
         return []
-    asked = f"attn_implementation: {name}" if options.attn_implementation else f"flash_attn: {options.flash_attn}"
+    setting = f"attn_implementation: {name}" if options.attn_implementation else f"flash_attn: {options.flash_attn}"
     if device.type == "cpu":
         return [
             Problem(
-                f"{asked} requires a GPU, but this run uses the CPU.",
+                f"{setting} requires a GPU, but this run uses the CPU.",
                 remedy="Remove it.",
                 option="attn_implementation" if options.attn_implementation else "flash_attn",
             )
@@ -218,7 +218,7 @@ def check_flash_attention(options: RunOptions) -> list[Problem]:
     if options.finetuning_type == "full" and not options.pure_bf16 and autocast_dtype(options, device) is None:
         return [
             Problem(
-                f"{asked} requires float16 or bfloat16, but this run computes in float32.",
+                f"{setting} requires float16 or bfloat16, but this run computes in float32.",
                 remedy="Set bf16: true.",
                 option="attn_implementation" if options.attn_implementation else "flash_attn",
             )

@@ -44,12 +44,12 @@ PLACES = (
 never does."""
 
 
-def _with_home(given: dict[str, RawValue]) -> dict[str, RawValue]:
+def _with_home(values: dict[str, RawValue]) -> dict[str, RawValue]:
     return {
         key: RawValue(str(expanded(item.value)), item.where)
         if key in PLACES and isinstance(item.value, str) and item.value.startswith("~")
         else item
-        for key, item in given.items()
+        for key, item in values.items()
     }
 
 
@@ -60,13 +60,13 @@ def path_of(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def from_variables(
-    variables: Mapping[str, str], given: Mapping[str, RawValue], environment: Mapping[str, str]
+    variables: Mapping[str, str], values: Mapping[str, RawValue], environment: Mapping[str, str]
 ) -> dict[str, RawValue]:
     """Return options set by environment variables and not otherwise. ``variables`` maps variable -> option."""
     return {
         name: RawValue(environment[variable], f"environment variable {variable}")
         for variable, name in variables.items()
-        if name not in given and environment.get(variable)
+        if name not in values and environment.get(variable)
     }
 
 
@@ -97,8 +97,8 @@ def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, dict[str, Ra
     return _only_config(files), flags
 
 
-def _key(written: str) -> str:
-    return written.replace("-", "_")
+def _key(name: str) -> str:
+    return name.replace("-", "_")
 
 
 def _take_values(waiting: list[str]) -> list[str]:
@@ -121,9 +121,9 @@ def _joined(values: list[str]) -> Any:
 def _only_config(files: list[str]) -> Path | None:
     if not files:
         return None
-    named = [name for name in files if name.endswith(CONFIG_SUFFIXES)]
-    strays = [name for name in files if name not in named]
-    if len(files) == 1 and (named or Path(files[0]).exists()):
+    configs = [name for name in files if name.endswith(CONFIG_SUFFIXES)]
+    strays = [name for name in files if name not in configs]
+    if len(files) == 1 and (configs or Path(files[0]).exists()):
         return Path(files[0])
     if strays:
         raise UserError(
@@ -147,8 +147,8 @@ def merge(
         aliases: alias -> name, so that a flag overrides an alias of the same option in the file.
     """
     overriding = {aliases.get(key, key): key for key in flags}
-    kept = {key: item for key, item in file.items() if aliases.get(key, key) not in overriding}
-    merged = {**kept, **flags}
+    from_file = {key: item for key, item in file.items() if aliases.get(key, key) not in overriding}
+    merged = {**from_file, **flags}
     for key, item in file.items():
         flag = overriding.get(aliases.get(key, key))
         if flag is not None:
@@ -200,19 +200,19 @@ def _nearest_file(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f' Its folder "{folder}" does not exist either.'
-    guess = did_you_mean(path.name, [found.name for found in _configs(folder)])
+    guess = did_you_mean(path.name, [config.name for config in _configs(folder)])
     return guess or _listed(folder)
 
 
 def _listed(folder: Path) -> str:
-    names = [found.name for found in _configs(folder)]
+    names = [config.name for config in _configs(folder)]
     if not names:
         return f' "{folder.resolve()}" contains no .yaml or .json file.'
     return f' "{folder}" contains {", ".join(names[:5])}{", ..." if len(names) > 5 else ""}.'
 
 
 def _configs(folder: Path) -> list[Path]:
-    return sorted(found for found in folder.iterdir() if found.suffix in CONFIG_SUFFIXES)
+    return sorted(path for path in folder.iterdir() if path.suffix in CONFIG_SUFFIXES)
 
 
 def _json_values(path: Path, text: str) -> dict[str, Any]:
@@ -322,12 +322,12 @@ def _pairs(mapping: yaml.Node) -> Iterable[tuple[yaml.Node, yaml.Node]]:
 
     The first pair of a key counts (https://yaml.org/type/merge.html).
     """
-    own = [pair for pair in mapping.value if pair[0].tag != _MERGE]
+    direct = [pair for pair in mapping.value if pair[0].tag != _MERGE]
     bases = [base for key, value in mapping.value if key.tag == _MERGE for base in _bases(value)]
-    found: dict[str, tuple[yaml.Node, yaml.Node]] = {}
-    for key, value in [*own, *(pair for base in bases for pair in _pairs(base))]:
-        found.setdefault(key.value, (key, value))
-    return found.values()
+    pairs: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+    for key, value in [*direct, *(pair for base in bases for pair in _pairs(base))]:
+        pairs.setdefault(key.value, (key, value))
+    return pairs.values()
 
 
 def _bases(node: yaml.Node) -> list[yaml.Node]:

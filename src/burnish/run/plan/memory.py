@@ -126,17 +126,17 @@ def _activations(
     """
     in_a_layer = layer_bytes_per_token(shape, compute_bytes)
     if not recompute:
-        kept, once, how = in_a_layer, 0, f"{in_a_layer / 1024:.1f} KiB"
+        per_layer, peak, how = in_a_layer, 0, f"{in_a_layer / 1024:.1f} KiB"
     elif selective:
-        kept, once = products_bytes_per_token(shape, compute_bytes), in_a_layer
+        per_layer, peak = products_bytes_per_token(shape, compute_bytes), in_a_layer
         how = "the input, linear outputs and attention output of each layer, plus one full layer"
     else:
-        kept, once, how = shape.hidden * compute_bytes, in_a_layer, "the input of each layer, plus one full layer"
+        per_layer, peak, how = shape.hidden * compute_bytes, in_a_layer, "the input of each layer, plus one full layer"
     layers = f"{shape.layers} layer{'s' * (shape.layers != 1)} x " if not recompute else ""
     if offload:
         reason = f"{tokens:,} tokens x {how}, for one layer; the rest is offloaded to CPU memory"
-        return Term("activations", tokens * (kept + once), reason)
-    return Term("activations", tokens * (shape.layers * kept + once), f"{tokens:,} tokens x {layers}{how}")
+        return Term("activations", tokens * (per_layer + peak), reason)
+    return Term("activations", tokens * (shape.layers * per_layer + peak), f"{tokens:,} tokens x {layers}{how}")
 
 
 def dora_term(shape: DecoderShape, tokens: int, compute_bytes: int) -> Term:
@@ -162,9 +162,9 @@ def tower_term(vision: object, patches: int, compute_bytes: int, is_trained: boo
     side = getattr(vision, "patch_size", 0)
     side = side if isinstance(side, int) else side[0]
     pixels = 4 * 3 * side * side * max(1, _size(vision, "temporal_patch_size"))
-    kept = layers if is_trained else 1
-    reason = f"{patches:,} patches x ({pixels / 1024:.1f} KiB of pixels + {kept} x {of_layer / 1024:.1f} KiB)"
-    return Term("vision tower", patches * (pixels + kept * of_layer), reason)
+    kept_layers = layers if is_trained else 1
+    reason = f"{patches:,} patches x ({pixels / 1024:.1f} KiB of pixels + {kept_layers} x {of_layer / 1024:.1f} KiB)"
+    return Term("vision tower", patches * (pixels + kept_layers * of_layer), reason)
 
 
 def products_bytes_per_token(shape: DecoderShape, compute_bytes: int) -> int:

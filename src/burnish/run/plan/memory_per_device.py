@@ -74,9 +74,9 @@ def sharing_of(options: RunOptions, world_size: int) -> Sharing:
     return Sharing(name, world_size)
 
 
-def _number(settings: Mapping[str, object], name: str, usual: int) -> int:
-    value = settings.get(name, usual)
-    return int(value) if isinstance(value, int | float) else usual
+def _number(settings: Mapping[str, object], name: str, default: int) -> int:
+    value = settings.get(name, default)
+    return int(value) if isinstance(value, int | float) else default
 
 
 def shared(
@@ -94,28 +94,28 @@ def shared(
     """
     if sharing.stage == 0:
         return list(terms)
-    found = [_shared(term, sharing) for term in terms if term.name != "cast weights"]
+    per_device = [_shared(term, sharing) for term in terms if term.name != "cast weights"]
     if sharing.engine == "deepspeed" and trained:
         # DeepSpeed keeps weights and gradients in the compute dtype. ZeRO updates float32 copies of the weights, even
         # if they are float32, from float32 copies of the gradients.
-        found = [_halved(term, formats) for term in found]
+        per_device = [_halved(term, formats) for term in per_device]
         copies = Term("optimizer", 2 * trained * 4, f"{trained:,} weights and their gradients x 4 bytes")
-        found = [
-            *found[:2],
+        per_device = [
+            *per_device[:2],
             _shared(copies, sharing, "float32 copies"),
-            *found[2:],
+            *per_device[2:],
             _bucket(sharing, shape, formats, trained),
         ]
     if sharing.stage == 3:
-        found.insert(1, _gathered(sharing, shape, formats, params, trained))
-    return [term for term in found if term.num_bytes]
+        per_device.insert(1, _gathered(sharing, shape, formats, params, trained))
+    return [term for term in per_device if term.num_bytes]
 
 
 _FROM_STAGE = {"optimizer": 1, "gradients": 2, "weights": 3}
 
 
-def _shared(term: Term, sharing: Sharing, called: str = "") -> Term:
-    name = called or term.name
+def _shared(term: Term, sharing: Sharing, name_on_device: str = "") -> Term:
+    name = name_on_device or term.name
     if term.name not in _FROM_STAGE or sharing.stage < _FROM_STAGE[term.name]:
         return replace(term, name=name)
     is_away = sharing.offloads_weights if term.name == "weights" else sharing.offloads_states
@@ -172,12 +172,12 @@ def peaks(sharing: Sharing, params: int, trained: int, formats: Formats, loaded_
         loaded_bytes: bytes per number in the model's files.
     """
     num = sharing.num_processes if sharing.stage == 3 else 1
-    own = -(-(trained * formats.trained + (params - trained) * loaded_bytes) // num)
+    shard = -(-(trained * formats.trained + (params - trained) * loaded_bytes) // num)
     states = round(trained * formats.moments / (sharing.num_processes if sharing.stage else 1))
     loading = "memory-mapped files, shared by the processes of a machine, plus this process's shard" if num > 1 else (
         "memory-mapped files, plus the trainable weights in their training dtype"
     )  # fmt: skip
     return [
-        Term("while loading", own, loading),
-        Term("while saving", own + states, "a copy of what this process saves, while training continues"),
+        Term("while loading", shard, loading),
+        Term("while saving", shard + states, "a copy of what this process saves, while training continues"),
     ]

@@ -60,7 +60,7 @@ class Plan:
         )
 
 
-def plan(given: Mapping[str, RawValue], also: Sequence[Check] = ()) -> Plan:
+def plan(values: Mapping[str, RawValue], extra_checks: Sequence[Check] = ()) -> Plan:
     """Create the plan of a run.
 
     Args:
@@ -71,7 +71,7 @@ def plan(given: Mapping[str, RawValue], also: Sequence[Check] = ()) -> Plan:
         UserError: with every problem of the options.
     """
     raise_if(launcher_problems())
-    present, problems, foreign = take_absent(given, {**specs(RunOptions), **aliases()})
+    present, problems, foreign = take_absent(values, {**specs(RunOptions), **aliases()})
     present, words, twice = _renamed(present)
     words = {option: word for word, option in words.items()}
     options, wrong = build(RunOptions, present)
@@ -85,11 +85,11 @@ def plan(given: Mapping[str, RawValue], also: Sequence[Check] = ()) -> Plan:
 
     problems += [*twice, *wrong, *run_checks(component_checks())]
     if problems:
-        said = (
+        reported = (
             replace(problem, what=renamed(problem.what, words), remedy=renamed(problem.remedy, words))
-            for problem in [*problems, *run_checks(also)]
+            for problem in [*problems, *run_checks(extra_checks)]
         )
-        raise UserError(dict.fromkeys(said))
+        raise UserError(dict.fromkeys(reported))
     return Plan(
         options=options,
         provenance=MappingProxyType(provenance),
@@ -98,46 +98,46 @@ def plan(given: Mapping[str, RawValue], also: Sequence[Check] = ()) -> Plan:
     )
 
 
-def _renamed(given: Mapping[str, RawValue]) -> tuple[dict[str, RawValue], Mapping[str, str], list[Problem]]:
+def _renamed(values: Mapping[str, RawValue]) -> tuple[dict[str, RawValue], Mapping[str, str], list[Problem]]:
     """Replace names that have a stage-specific meaning (``StageObjective.option_names``).
 
     Returns the values, the mapping of names, and a problem for each option that is set under both names.
     """
-    stage = str(given["stage"].value) if "stage" in given else ""
+    stage = str(values["stage"].value) if "stage" in values else ""
     if stage not in OBJECTIVES:
-        return dict(given), {}, []
+        return dict(values), {}, []
     for option, variant in OBJECTIVES[stage].variants.items():
-        if option in given and str(given[option].value).lower() == "true":
-            given, stage = {**given, "stage": replace(given["stage"], value=variant)}, variant
+        if option in values and str(values[option].value).lower() == "true":
+            values, stage = {**values, "stage": replace(values["stage"], value=variant)}, variant
     names = OBJECTIVES[stage].option_names
     twice = [
         Problem(f'"{key}" and "{names[key]}" are two names of one option; set only one of them.', item.where)
-        for key, item in given.items()
-        if names.get(key) in given
+        for key, item in values.items()
+        if names.get(key) in values
     ]
-    return {names.get(key, key): item for key, item in given.items()}, names, twice
+    return {names.get(key, key): item for key, item in values.items()}, names, twice
 
 
 LOGS_PER_RUN = 50
 
 
-def dependent_defaults(options: RunOptions, given: Container[str]) -> dict[str, Any]:
+def dependent_defaults(options: RunOptions, names: Container[str]) -> dict[str, Any]:
     """Return defaults that depend on the stage and on the length of the run, for options that were not set."""
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     known = options.stage in OBJECTIVES
     objective = OBJECTIVES[options.stage] if known else None
     if objective is not None:
-        found |= {name: value for name, value in objective.default_options(options).items() if name not in given}
+        defaults |= {name: value for name, value in objective.default_options(options).items() if name not in names}
     rates = objective.learning_rates if objective is not None else None
-    if rates is not None and "learning_rate" not in given:
-        found["learning_rate"] = rates[0] if options.finetuning_type in ("full", "freeze") else rates[1]
-    if "logging_steps" not in given and trains(options):
-        found["logging_steps"] = 1 / LOGS_PER_RUN
-        if "logging_first_step" not in given:
-            found["logging_first_step"] = True
-        if "eval_steps" not in given:
-            found["eval_steps"] = options.logging_steps
-    return found
+    if rates is not None and "learning_rate" not in names:
+        defaults["learning_rate"] = rates[0] if options.finetuning_type in ("full", "freeze") else rates[1]
+    if "logging_steps" not in names and trains(options):
+        defaults["logging_steps"] = 1 / LOGS_PER_RUN
+        if "logging_first_step" not in names:
+            defaults["logging_first_step"] = True
+        if "eval_steps" not in names:
+            defaults["eval_steps"] = options.logging_steps
+    return defaults
 
 
 @cache
@@ -146,9 +146,9 @@ def aliases() -> dict[str, str]:
     return {alias: spec.name for spec in specs(RunOptions).values() for alias in spec.aliases}
 
 
-def provenance_of(given: Mapping[str, RawValue]) -> dict[str, str]:
+def provenance_of(values: Mapping[str, RawValue]) -> dict[str, str]:
     """Return option -> place where it was set."""
-    return {aliases().get(key, key): item.where for key, item in given.items()}
+    return {aliases().get(key, key): item.where for key, item in values.items()}
 
 
 @contextmanager

@@ -142,8 +142,8 @@ def formats_in(model: nn.Module) -> tuple[torch.dtype, torch.dtype | None]:
 def compute_dtype(options: RunOptions, config: Any) -> torch.dtype:
     """Return the dtype of the forward pass: autocast's, otherwise that of most weights."""
     is_mostly_trained = options.pure_bf16 or (options.finetuning_type == "full" and trains(options))
-    usual = trained_dtype(options, config) if is_mostly_trained else storage_dtype(options, config)
-    return autocast_dtype(options, device_of(options)) or usual
+    default = trained_dtype(options, config) if is_mostly_trained else storage_dtype(options, config)
+    return autocast_dtype(options, device_of(options)) or default
 
 
 def formats_of(options: RunOptions, config: Any, sizes: Sizes, model: nn.Module | None = None) -> Formats:
@@ -159,11 +159,11 @@ def formats_of(options: RunOptions, config: Any, sizes: Sizes, model: nn.Module 
     frozen = options.quantization_bit / 8 if options.quantization_bit else compute.itemsize
     frozen = trained.itemsize if sizes.turns else frozen  # it is trained at another time
     if sizes.turns is not None:
-        kept = sizes.turns.kept_bytes / sizes.turns.active
+        moment_bytes = sizes.turns.kept_bytes / sizes.turns.active
     else:
         counted = None if model is None else _state_without_weights(options, model, trained)
-        kept = _moment_bytes(options, config, trained) if counted is None else counted / max(1, sizes.trained)
-    return Formats(frozen, trained.itemsize, compute.itemsize, kept)
+        moment_bytes = _moment_bytes(options, config, trained) if counted is None else counted / max(1, sizes.trained)
+    return Formats(frozen, trained.itemsize, compute.itemsize, moment_bytes)
 
 
 def _state_without_weights(options: RunOptions, model: nn.Module, dtype: torch.dtype) -> int | None:
@@ -187,8 +187,8 @@ def _state_without_weights(options: RunOptions, model: nn.Module, dtype: torch.d
 
 
 def _bytes_of(optimizer: Any) -> int:
-    kept = {id(tensor): tensor for tensor in _tensors_in(optimizer.state_dict())}
-    return sum(tensor.nbytes for tensor in kept.values() if tensor.numel() > 1)
+    tensors = {id(tensor): tensor for tensor in _tensors_in(optimizer.state_dict())}
+    return sum(tensor.nbytes for tensor in tensors.values() if tensor.numel() > 1)
 
 
 def _tensors_in(state: Any) -> Iterator[torch.Tensor]:
@@ -248,9 +248,9 @@ def logits_term(options: RunOptions, shape: DecoderShape, tokens: int, compute_b
     if options.fused_loss is False:  # all logits, and in float32 their log-probabilities and gradients
         num_bytes = tokens * shape.vocabulary * (compute_bytes + 8)
         return Term("logits", num_bytes, f"{tokens:,} tokens x vocabulary of {shape.vocabulary:,} (fused_loss: false)")
-    way = backend_of(options)
-    num_bytes = logits_bytes(way, tokens, shape.hidden, shape.vocabulary, device_of(options))
-    return Term("logits", num_bytes, f"computed in chunks by the loss{'' if way == 'chunked' else f' ({way})'}")
+    backend = backend_of(options)
+    num_bytes = logits_bytes(backend, tokens, shape.hidden, shape.vocabulary, device_of(options))
+    return Term("logits", num_bytes, f"computed in chunks by the loss{'' if backend == 'chunked' else f' ({backend})'}")
 
 
 def rows_of_batch(options: RunOptions) -> int:
@@ -305,13 +305,13 @@ def disk_of(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, st
 
 
 def _checkpoints_kept(options: RunOptions, steps: StepPlan) -> int:
-    written = {
+    num_saves = {
         "no": 0,
         "epoch": steps.num_train_epochs,
         "best": 1,
         "steps": -(-steps.max_steps // steps_of(options.save_steps, steps.max_steps, 500)),
     }[options.save_strategy]
-    return min(written, options.save_total_limit or written)
+    return min(num_saves, options.save_total_limit or num_saves)
 
 
 def free_disk(folder: Path) -> int:
@@ -323,14 +323,14 @@ def check_disk(options: RunOptions, config: Any, sizes: Sizes, formats: Formats,
     needed, free = disk_of(options, config, sizes, formats, steps), free_disk(output_folder(options))
     if needed <= free:
         return []
-    kept = _checkpoints_kept(options, steps)
-    more = f", {counted(kept, 'checkpoint')} and one being written" if kept else ""
+    num_checkpoints = _checkpoints_kept(options, steps)
+    more = f", {counted(num_checkpoints, 'checkpoint')} and one being written" if num_checkpoints else ""
     return [
         Problem(
             f'Not enough disk space in output_dir "{options.output_dir}": {shown_bytes(free)} free. '
             f"The run needs about {shown_bytes(needed)} for the model{more}.",
             remedy="Free some space, set output_dir to another disk"
-            + (", or set save_total_limit: 1 or save_only_model: true." if kept else "."),
+            + (", or set save_total_limit: 1 or save_only_model: true." if num_checkpoints else "."),
             option="output_dir",
         )
     ]

@@ -30,7 +30,7 @@ class Absent:
 
 
 def take_absent(
-    given: Mapping[str, RawValue], known: Mapping[str, Any]
+    values: Mapping[str, RawValue], known: Mapping[str, Any]
 ) -> tuple[dict[str, RawValue], list[Problem], list[str]]:
     """Remove unsupported options from ``given``.
 
@@ -40,11 +40,11 @@ def take_absent(
         given: option values with their places.
         known: names that burnish supports, which are never removed.
     """
-    for key, item in given.items():
+    for key, item in values.items():
         if has_secret_name(key):
             keep_secret(item.value)
-    foreign = {key: item for key, item in given.items() if key not in known and key in ABSENT | NO_EFFECT}
-    chosen = {key: item for key, item in given.items() if str(item.value) in ABSENT_CHOICES.get(key, {})}
+    foreign = {key: item for key, item in values.items() if key not in known and key in ABSENT | NO_EFFECT}
+    chosen = {key: item for key, item in values.items() if str(item.value) in ABSENT_CHOICES.get(key, {})}
     problems = [
         Problem(
             f'burnish does not support "{key}": {item.value}.',
@@ -65,19 +65,19 @@ def take_absent(
         if key in ABSENT and not _has_no_effect(item.value, ABSENT[key].harmless)
     ]
     notes = [f'"{k}" ({foreign[k].where}) has no effect: {NO_EFFECT[k]}' for k in foreign if k in NO_EFFECT]
-    return {key: item for key, item in given.items() if key not in {**foreign, **chosen}}, problems, notes
+    return {key: item for key, item in values.items() if key not in {**foreign, **chosen}}, problems, notes
 
 
 def _has_no_effect(value: Any, harmless: Any) -> bool:
     """Return whether a value equals the harmless one, in any spelling: "False", "1e3", "none"."""
-    written = str(value).strip().lower()
-    if value is None or written in {"", "none", "null", "~"}:
+    text = str(value).strip().lower()
+    if value is None or text in {"", "none", "null", "~"}:
         return True
     if isinstance(harmless, bool):
-        return written in ({"true", "yes", "on", "1"} if harmless else {"false", "no", "off", "0"})
+        return text in ({"true", "yes", "on", "1"} if harmless else {"false", "no", "off", "0"})
     if isinstance(harmless, int | float):
-        return number_in(written) == harmless
-    return written == str(harmless).lower()
+        return number_in(text) == harmless
+    return text == str(harmless).lower()
 
 
 ABSENT: dict[str, Absent] = {}

@@ -44,7 +44,7 @@ LEFT_BY_A_RUN = (
 """Name patterns of the files that a run writes to ``output_dir``, besides checkpoints."""
 
 
-def left_by_a_run(folder: Path) -> list[Path]:
+def files_of_run(folder: Path) -> list[Path]:
     """Return the files and checkpoints in ``folder`` that a run wrote. Symbolic links are not followed."""
     if not folder.is_dir():
         return []
@@ -52,12 +52,12 @@ def left_by_a_run(folder: Path) -> list[Path]:
     return [*Checkpoints(folder).all(), *sorted(files)]
 
 
-def left_by_a_killed_process(folder: Path, also: Sequence[str] = ()) -> set[str]:
+def files_of_killed_run(folder: Path, patterns: Sequence[str] = ()) -> set[str]:
     """Names of the files in ``folder`` left by a process that was killed inside ``BackupOnOverwrite(folder, also)``."""
     names = {LOCK}
     if (folder / EARLIER_RUN).is_dir():
-        found = [*left_by_a_run(folder), *(path for pattern in also for path in folder.glob(pattern))]
-        names |= {EARLIER_RUN, *(path.name for path in found)}
+        paths = [*files_of_run(folder), *(path for pattern in patterns for path in folder.glob(pattern))]
+        names |= {EARLIER_RUN, *(path.name for path in paths)}
     return names
 
 
@@ -71,7 +71,7 @@ def problems_of_sources(options: RunOptions) -> list[Problem]:
             option=(name, "output_dir"),
         )
         for name, source in _sources(options)
-        if _would_go(expanded(source), folder)
+        if _would_be_removed(expanded(source), folder)
     ]
 
 
@@ -85,14 +85,14 @@ def _sources(options: RunOptions) -> Iterator[tuple[str, str]]:
         yield name, str(path)
 
 
-def _would_go(source: Path, folder: Path) -> bool:
+def _would_be_removed(source: Path, folder: Path) -> bool:
     """Return whether ``source`` is among the files that would be removed, or is a model or adapter in ``folder``."""
     if not source.exists():
         return False
     place = source.resolve()
     is_model = place == folder.resolve() and any(source.glob("*.safetensors"))
-    gone = [path.resolve() for path in left_by_a_run(folder) if path.exists()]  # a link to itself does not exist
-    return is_model or any(place == path or path in place.parents for path in gone)
+    removed = [path.resolve() for path in files_of_run(folder) if path.exists()]  # a link to itself does not exist
+    return is_model or any(place == path or path in place.parents for path in removed)
 
 
 class BackupOnOverwrite(TrainerCallback):
@@ -114,7 +114,7 @@ class BackupOnOverwrite(TrainerCallback):
             remove(self.aside)
             is_of_a_killed_run = False
         self.aside.mkdir(exist_ok=True)
-        for path in [*left_by_a_run(self.folder), *(path for name in self.also for path in self.folder.glob(name))]:
+        for path in [*files_of_run(self.folder), *(path for name in self.also for path in self.folder.glob(name))]:
             remove(path) if is_of_a_killed_run else path.rename(self.aside / path.name)
         return self
 

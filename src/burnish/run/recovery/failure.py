@@ -57,16 +57,16 @@ def explain_failure(error: BaseException, output_dir: str | None, debug: bool = 
     if isinstance(error, OutputError):
         console.problem(str(error))
         return 1
-    found = _found(error, output_dir)
-    if isinstance(found, UserError):
+    explained = _found(error, output_dir)
+    if isinstance(explained, UserError):
         # All processes find the same error. With another launcher, one process per machine prints it.
         is_first = count_in(os.environ.get("LOCAL_RANK", "")) == 0 or count_in(os.environ.get("WORLD_SIZE", "")) < 2
         says = is_first or console.FAILURE_FILE in os.environ
-        for problem in found.problems if says else ():
+        for problem in explained.problems if says else ():
             console.problem(problem)
         return 2
     where = "" if debug or _is_not_permitted(error) else write_traceback(error, output_dir)
-    console.problem(f"{found}\n  The traceback is in {where}; --debug prints it." if where else found)
+    console.problem(f"{explained}\n  The traceback is in {where}; --debug prints it." if where else explained)
     return 1
 
 
@@ -77,26 +77,26 @@ def _is_not_permitted(error: BaseException) -> bool:
 
 def described(error: BaseException, output_dir: str | None) -> Problem:
     """Return the description of a failure as one problem."""
-    found = _found(error, output_dir)
-    return found.problems[0] if isinstance(found, UserError) else found
+    explained = _found(error, output_dir)
+    return explained.problems[0] if isinstance(explained, UserError) else explained
 
 
 def _found(error: BaseException, output_dir: str | None) -> UserError | Problem:
     """Return the first known cause of an error: a user error, or the description of a machine failure."""
     for cause in causes(error):
-        found = cause if isinstance(cause, UserError) else failure_in_words(cause, output_dir)
-        if found is not None:
-            return found
+        explained = cause if isinstance(cause, UserError) else failure_in_words(cause, output_dir)
+        if explained is not None:
+            return explained
     return _unexpected(error, output_dir)
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
     """Yield the exception and its causes, since a library may wrap, for example, a full disk in its own error."""
-    seen: list[BaseException] = []
+    chain: list[BaseException] = []
     current: BaseException | None = error
-    while current is not None and current not in seen:
+    while current is not None and current not in chain:
         yield current
-        seen.append(current)
+        chain.append(current)
         current = current.__cause__
 
 
@@ -185,8 +185,8 @@ def what_is_safe(output_dir: str | None) -> str:
     from burnish.checkpoint.checkpoint import Checkpoints
     from burnish.checkpoint.manifest import MANIFEST_NAME
 
-    whole = [path for path in Checkpoints(output_dir).all() if (path / MANIFEST_NAME).is_file()]
-    return f"{_SAFE}{whole[-1]}." if whole else "No checkpoint was saved."
+    complete = [path for path in Checkpoints(output_dir).all() if (path / MANIFEST_NAME).is_file()]
+    return f"{_SAFE}{complete[-1]}." if complete else "No checkpoint was saved."
 
 
 _SAFE = "Safe: "
@@ -290,8 +290,12 @@ def _size(count: int) -> str:
 
 
 def _interrupted(output_dir: str | None) -> int:
-    kept = sorted(Path(output_dir).glob("*.partial.jsonl")) if output_dir is not None else []
-    answers = f"The responses so far are in {kept[0]}; run the same command again to continue." if kept else ""
+    partial_files = sorted(Path(output_dir).glob("*.partial.jsonl")) if output_dir is not None else []
+    answers = (
+        f"The responses so far are in {partial_files[0]}; run the same command again to continue."
+        if partial_files
+        else ""
+    )
     console.warn(f"Stopped by Ctrl-C. {answers or what_is_safe(output_dir)}".strip())
     return 128 + signal.SIGINT
 

@@ -109,8 +109,8 @@ def work_of(options: RunOptions) -> dict[str, Any]:
     names = [*_WORK, *(HARMLESS["the evaluation"] if options.do_predict or evaluates(options) else ())]
     if options.do_predict:
         names += [*specs(GenerationOptions), *specs(MetricOptions)]
-    made: dict[str, Any] = json.loads(json.dumps({name: getattr(options, name) for name in names}, default=str))
-    return made
+    values: dict[str, Any] = json.loads(json.dumps({name: getattr(options, name) for name in names}, default=str))
+    return values
 
 
 def fingerprints_of(plan: Plan, contents: Mapping[str, Any], steps: StepPlan) -> dict[str, Any]:
@@ -122,15 +122,15 @@ def fingerprints_of(plan: Plan, contents: Mapping[str, Any], steps: StepPlan) ->
         steps: number of steps and rows per step.
     """
     options, known = plan.options, specs(RunOptions)
-    made = values_of(options)
-    made |= {name: place_fingerprint(value) for name, value in made.items() if known[name].names_place}
+    prints = values_of(options)
+    prints |= {name: place_fingerprint(value) for name, value in prints.items() if known[name].names_place}
     if options.ref_model:
-        made["ref_model"] = weights_fingerprint(options.ref_model, options, "ref_model")
+        prints["ref_model"] = weights_fingerprint(options.ref_model, options, "ref_model")
     if options.reward_model and options.reward_model_type != "api":
-        made["reward_model"] = weights_fingerprint(options.reward_model, options, "reward_model")
+        prints["reward_model"] = weights_fingerprint(options.reward_model, options, "reward_model")
         adapters = adapters_fingerprint(options.reward_model_adapters, options, "reward_model_adapters")
-        made["reward_model_adapters"] = adapters
-    return made | {
+        prints["reward_model_adapters"] = adapters
+    return prints | {
         **contents,
         "base_model": base_fingerprint(options, options.seed),
         "config": config_fingerprint(options),

@@ -55,11 +55,11 @@ def start_of(plan: Plan, fingerprints: Callable[[], Mapping[str, Any]], steps: S
         UserError: if a requested checkpoint is missing, incomplete or of another run.
     """
     options = plan.options
-    found, notes = checkpoint_to_resume(options)
-    if found is None:
+    newest, notes = checkpoint_to_resume(options)
+    if newest is None:
         return Start(notes=tuple(notes), done=finished_before(options, fingerprints, steps))
-    notes += compare_with_checkpoint(found, fingerprints(), options.resume_despite_changes, may_change(options))
-    return Start(found, tuple(notes), nothing_left_to_do(options, found, fingerprints, steps))
+    notes += compare_with_checkpoint(newest, fingerprints(), options.resume_despite_changes, may_change(options))
+    return Start(newest, tuple(notes), nothing_left_to_do(options, newest, fingerprints, steps))
 
 
 def checkpoint_to_resume(options: RunOptions) -> tuple[Path | None, list[str]]:
@@ -69,12 +69,12 @@ def checkpoint_to_resume(options: RunOptions) -> tuple[Path | None, list[str]]:
     if isinstance(requested, str):
         raise_if(check_checkpoint(Path(requested), checkpoints))
         return Path(requested), []
-    if not goes_on(options):
+    if not is_resuming(options):
         return None, []
-    found, skipped = checkpoints.newest()
-    if found is None and (requested is True or options.resume == "must"):
+    newest, skipped = checkpoints.newest()
+    if newest is None and (requested is True or options.resume == "must"):
         raise UserError(f'output_dir "{folder}" contains no complete checkpoint to resume from.', option="output_dir")
-    return found, skipped
+    return newest, skipped
 
 
 def refuse_changed_options(options: RunOptions) -> None:
@@ -83,17 +83,17 @@ def refuse_changed_options(options: RunOptions) -> None:
     ``start_of`` finds the same and more, but only after the data were encoded. This reads no hash of a file's content.
     """
     folder = output_folder(options)
-    if not goes_on(options) or isinstance(options.resume_from_checkpoint, str) or options.resume_despite_changes:
+    if not is_resuming(options) or isinstance(options.resume_from_checkpoint, str) or options.resume_despite_changes:
         return
     saved = (path for path in reversed(Checkpoints(folder).all()) if not faults(path, contents=False))
-    if (found := next(saved, None)) is None:
+    if (newest := next(saved, None)) is None:
         return
     known = specs(RunOptions)
     values = {name: value for name, value in values_of(options).items() if not known[name].names_place}
-    compare_with_checkpoint(found, values, may_change=may_change(options))
+    compare_with_checkpoint(newest, values, may_change=may_change(options))
 
 
-def goes_on(options: RunOptions) -> bool:
+def is_resuming(options: RunOptions) -> bool:
     """Return whether the run resumes from what it finds in ``output_dir``."""
     begins_anew = options.resume_from_checkpoint is False or options.resume == "never" or options.overwrite_output_dir
     return trains(options) and not begins_anew
@@ -113,14 +113,14 @@ def check_checkpoint(requested: Path, checkpoints: Checkpoints) -> list[Problem]
 
 
 def nothing_left_to_do(
-    options: RunOptions, found: Path, fingerprints: Callable[[], Mapping[str, Any]], steps: StepPlan
+    options: RunOptions, newest: Path, fingerprints: Callable[[], Mapping[str, Any]], steps: StepPlan
 ) -> str:
     """Return a message why the run in ``output_dir`` is finished, or "" if there are steps left.
 
     Raises:
         UserError: if the command asks for something that the finished run did not do.
     """
-    folder, last = output_folder(options), load_state(found).global_step
+    folder, last = output_folder(options), load_state(newest).global_step
     state = finished_state(folder)
     if last > steps.max_steps or (state is not None and state.max_steps > steps.max_steps):
         raise UserError(_fewer_steps(folder, last, steps))
@@ -132,11 +132,11 @@ def nothing_left_to_do(
 
 def refuse_changes_after_the_end(options: RunOptions, done: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise UserError if the command of a finished run was changed so that the result would differ."""
-    folder, despite = output_folder(options), options.resume_despite_changes
-    compare_fingerprints(done["fingerprints"], now, folder, despite, AFTER_THE_END)
+    folder, allows_changes = output_folder(options), options.resume_despite_changes
+    compare_fingerprints(done["fingerprints"], now, folder, allows_changes, AFTER_THE_END)
     before, work = done.get("work", {}), work_of(options)
     changed = [name for name in work if name in before and before[name] != work[name]]
-    if changed and not despite:
+    if changed and not allows_changes:
         what = "; ".join(f"{name} was {json.dumps(before[name])}, is {json.dumps(work[name])}" for name in changed)
         raise UserError(
             f"the folder contains a finished run with other options: {what}.",
@@ -163,7 +163,7 @@ def finished_before(options: RunOptions, fingerprints: Callable[[], Mapping[str,
         UserError: if it is another run, or should continue after its last step.
     """
     folder = output_folder(options)
-    if not (goes_on(options) and (folder / FINISHED_NAME).is_file()):
+    if not (is_resuming(options) and (folder / FINISHED_NAME).is_file()):
         return ""
     done = read_finished(folder)
     if done["max_steps"] > steps.max_steps:
@@ -195,18 +195,18 @@ def _lost(folder: Path, lost: Sequence[str]) -> Problem:
     )
 
 
-def accumulation_for(found: Path | None, options: RunOptions, world_size: int) -> int:
+def accumulation_for(newest: Path | None, options: RunOptions, world_size: int) -> int:
     """Return the micro-batches per step. With another number of processes, a resumed run keeps its rows per step."""
-    if found is None:
+    if newest is None:
         return int(options.gradient_accumulation_steps)
-    before = read_manifest(found)["fingerprints"]
+    before = read_manifest(newest)["fingerprints"]
     rows = before.get("rows_per_step")
     if rows is None or before.get("world_size") == world_size:
         return int(options.gradient_accumulation_steps)
     across = options.per_device_train_batch_size * world_size
     if rows % across:
         raise UserError(
-            f"{found.name} was saved with {rows} rows per step, but {world_size} processes of "
+            f"{newest.name} was saved with {rows} rows per step, but {world_size} processes of "
             f"{options.per_device_train_batch_size} rows each cannot form such a step.",
             remedy=f"Choose a number of processes and per_device_train_batch_size whose product divides {rows}.",
             option="per_device_train_batch_size",
@@ -233,8 +233,8 @@ def write_finished(folder: Path, state: TrainerState, fingerprints: Mapping[str,
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    found = (path for pattern in _MODEL for path in sorted(folder.glob(pattern)) if path.is_file())
-    return {path.name: path.stat().st_size for path in found}
+    files = (path for pattern in _MODEL for path in sorted(folder.glob(pattern)) if path.is_file())
+    return {path.name: path.stat().st_size for path in files}
 
 
 def read_finished(folder: Path) -> dict[str, Any]:
@@ -245,13 +245,13 @@ def read_finished(folder: Path) -> dict[str, Any]:
 
 def lost_files(folder: Path, done: Mapping[str, Any]) -> list[str]:
     """Return descriptions of model files that are missing or incomplete."""
-    found = _sizes(folder)
+    sizes = _sizes(folder)
     lost = []
     for name, size in dict(done.get("files") or {}).items():
-        if name not in found:
+        if name not in sizes:
             lost.append(f"its {name} is missing")
-        elif found[name] != size and name.endswith(".safetensors"):  # other files may be edited by hand
-            lost.append(f"its {name} has {found[name]:,} bytes instead of {size:,}")
+        elif sizes[name] != size and name.endswith(".safetensors"):  # other files may be edited by hand
+            lost.append(f"its {name} has {sizes[name]:,} bytes instead of {size:,}")
     return lost
 
 

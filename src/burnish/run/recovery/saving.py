@@ -39,7 +39,7 @@ class RetryingCheckpoints(Checkpoints):
             self._check_free_space()
             super().save(step, parts, best=best)
             if self._writer is None:
-                self._say_if_mended()
+                self._report_recovery()
         except Exception as error:
             self._take(error, target)
         return target
@@ -54,9 +54,9 @@ class RetryingCheckpoints(Checkpoints):
             self._take(error, self.path(self.last_step or 0))
         else:
             if saved:
-                self._say_if_mended()
+                self._report_recovery()
 
-    def _say_if_mended(self) -> None:
+    def _report_recovery(self) -> None:
         if self._is_failing:
             self._is_failing = False
             note(f"{self.path(self.last_step or 0)} was saved successfully.")
@@ -81,8 +81,8 @@ class RetryingCheckpoints(Checkpoints):
                 continue
         if not self._is_failing:
             self._is_failing = True
-            whole = self.all()
-            safe = f" {whole[-1]} is complete." if whole else " No checkpoint was saved."
+            complete = self.all()
+            safe = f" {complete[-1]} is complete." if complete else " No checkpoint was saved."
             reason = (getattr(error, "strerror", None) or str(error)).rstrip(".").lower()
             warn(f"{target} could not be saved: {reason}.{safe} Training continues and retries at the next save.")
 

@@ -33,12 +33,12 @@ def roll_back(loop: Loop, spike: SpikeError, warn: Callable[[str], None]) -> Non
         NonFiniteError: if there is no checkpoint.
     """
     loop.checkpoints.wait()
-    found, _ = loop.checkpoints.newest()
+    newest, _ = loop.checkpoints.newest()
     items = list(spike.items)
-    named = loop.examples_sentence(items)
-    if found is None:
-        raise NonFiniteError(f"{spike}.{named} There is no checkpoint to roll back to: save earlier (save_steps).")
-    warn(f"{spike}.{named} Rolling back; the examples of this step are skipped from now on.")
+    examples = loop.examples_sentence(items)
+    if newest is None:
+        raise NonFiniteError(f"{spike}.{examples} There is no checkpoint to roll back to: save earlier (save_steps).")
+    warn(f"{spike}.{examples} Rolling back; the examples of this step are skipped from now on.")
     loop.optimizer.zero_grad()
-    loop.load(found)
+    loop.load(newest)
     loop.loader.leave_out(items)

@@ -61,7 +61,7 @@ def _parts(question: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield {**held_out(question["values"], question.get("number")), "is_last": True}
             return
         given = {name: RawValue(value, "") for name, value in question["values"].items()}
-        chosen = plan(given, also=[problems_in_files])
+        chosen = plan(given, extra_checks=[problems_in_files])
         yield from explained_parts(chosen, question.get("rows", 5), question.get("seed", 0))
         yield {"is_last": True}
     except UserError as error:

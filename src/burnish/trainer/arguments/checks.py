@@ -108,19 +108,19 @@ def _check_best_model(args: Fields) -> None:
         )
 
 
-def say_what_has_no_effect(args: Fields) -> None:
+def warn_about_unused_arguments(args: Fields) -> None:
     """Warn once about each argument that has no effect, or that makes training ineffective."""
-    for text in _hollow(args):
+    for text in _ineffective_settings(args):
         notes.warn(text, UserWarning, stacklevel=5)
-    for name, (usual, reason) in _NO_EFFECT.items():
-        if getattr(args, name) not in usual:
+    for name, (defaults, reason) in _NO_EFFECT.items():
+        if getattr(args, name) not in defaults:
             notes.warn(f"`{name}` has no effect: {reason}", UserWarning, stacklevel=5)
     for note in parallel_notes(cast(Any, args)):
         notes.warn(note, UserWarning, stacklevel=5)
-    usual = AcceleratorConfig().to_dict() | {"gradient_accumulation_kwargs": None}
-    given = cast(AcceleratorConfig, args.accelerator_config).to_dict() | {"gradient_accumulation_kwargs": None}
+    defaults = AcceleratorConfig().to_dict() | {"gradient_accumulation_kwargs": None}
+    settings = cast(AcceleratorConfig, args.accelerator_config).to_dict() | {"gradient_accumulation_kwargs": None}
     # transformers removes use_configured_state from a configuration that it has processed.
-    idle = [name for name in usual if given.get(name, usual[name]) != usual[name]]
+    idle = [name for name in defaults if settings.get(name, defaults[name]) != defaults[name]]
     if idle:
         notes.warn(
             f"`accelerator_config`: {', '.join(idle)} has no effect; burnish distributes the data itself.",
@@ -129,18 +129,18 @@ def say_what_has_no_effect(args: Fields) -> None:
         )
 
 
-def _hollow(args: Fields) -> list[str]:
+def _ineffective_settings(args: Fields) -> list[str]:
     """Sentences about values with which a run trains nothing, or has an unexpected meaning."""
-    found = []
+    messages = []
     if args.learning_rate == 0:
-        found.append("`learning_rate` is 0: weights will not change.")
+        messages.append("`learning_rate` is 0: weights will not change.")
     if args.num_train_epochs == 0 and args.max_steps <= 0:
-        found.append("`num_train_epochs` is 0: no training steps will run.")
+        messages.append("`num_train_epochs` is 0: no training steps will run.")
     if args.max_grad_norm is not None and args.max_grad_norm < 0:
-        found.append(
+        messages.append(
             f"`max_grad_norm` is {args.max_grad_norm:g}: gradients are not clipped. Use 0 to disable clipping."
         )
-    return found
+    return messages
 
 
 _NO_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {

@@ -32,7 +32,7 @@ FLAGS = {today: [f"--{old}" for old in RENAMED if RENAMED[old] == today] for tod
 """Current name -> the command-line flags of earlier versions with the same meaning."""
 
 
-def former_value(args: Any, name: str) -> Any:
+def value_by_old_name(args: Any, name: str) -> Any:
     """The value of an argument under an earlier name.
 
     Raises:
@@ -45,9 +45,9 @@ def former_value(args: Any, name: str) -> Any:
     raise AttributeError(f"{type(args).__name__!r} object has no attribute {name!r}")
 
 
-def todays_names(given: Arguments) -> Arguments:
+def current_names(kwargs: Arguments) -> Arguments:
     """Return ``given`` under current names, with a warning for each earlier name."""
-    arguments = dict(given)
+    arguments = dict(kwargs)
     for name in list(arguments):
         if name in RENAMED:
             _warn(f"`{name}` is deprecated. Use `{RENAMED[name]}` instead.")

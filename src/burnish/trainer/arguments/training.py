@@ -37,16 +37,16 @@ from burnish.parallel.accelerate_launch import mixed_precision
 from burnish.parallel.options import device_of
 from burnish.parallel.single import check_parallel
 from burnish.trainer import notes
-from burnish.trainer.arguments.checks import check_arguments, say_what_has_no_effect
+from burnish.trainer.arguments.checks import check_arguments, warn_about_unused_arguments
 from burnish.trainer.arguments.fields import Fields
-from burnish.trainer.arguments.old_names import FLAGS, former_value, todays_names
+from burnish.trainer.arguments.old_names import FLAGS, current_names, value_by_old_name
 from burnish.trainer.arguments.setters import Setters
 from burnish.trainer.arguments.values import (
     accelerator_config_of,
+    convert_numbers,
     dictionary_of,
     plain,
-    refuse_other_words,
-    take_numbers,
+    refuse_unknown_choices,
     trackers_of,
 )
 
@@ -61,12 +61,12 @@ class AcceptsOldNames(type):
         if twice := sorted(by_position.keys() & kwargs.keys()):
             raise TypeError(f"{cls.__name__}.__init__() got multiple values for argument {twice[0]!r}.")
         args, kwargs = args[:1], {**by_position, **kwargs}
-        given, known = todays_names(kwargs), inspect.signature(cls).parameters
-        unknown = [name for name in given if name not in known]
+        renamed, known = current_names(kwargs), inspect.signature(cls).parameters
+        unknown = [name for name in renamed if name not in known]
         if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
             what = f"{cls.__name__}.__init__() got an unexpected keyword argument {unknown[0]!r}."
             raise TypeError(f"{what}{did_you_mean(unknown[0], known)}")
-        return super().__call__(*args, **given)
+        return super().__call__(*args, **renamed)
 
     @property
     def __signature__(cls) -> inspect.Signature:
@@ -98,8 +98,8 @@ class TrainingArguments(Setters, Fields, metaclass=AcceptsOldNames):
     def __post_init__(self) -> None:
         self.output_dir = _folder_of(self.output_dir)
         self._read_json_texts()
-        take_numbers(self)
-        refuse_other_words(self)
+        convert_numbers(self)
+        refuse_unknown_choices(self)
         self._mirror_activation_checkpointing()
         if self.disable_tqdm is None:
             self.disable_tqdm = logger.getEffectiveLevel() > logging.WARNING
@@ -119,13 +119,13 @@ class TrainingArguments(Setters, Fields, metaclass=AcceptsOldNames):
             self.dataloader_pin_memory = False
         self.fsdp = self.fsdp or None
         raise_if(check_parallel(cast(Any, self)))  # some of its types are wider than those of the backend
-        say_what_has_no_effect(self)
+        warn_about_unused_arguments(self)
 
     if not TYPE_CHECKING:  # a type checker would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             """Values under names of earlier versions. Python only calls this for missing attributes."""
-            return former_value(self, name)
+            return value_by_old_name(self, name)
 
     def _read_json_texts(self) -> None:
         for name in _MAY_BE_JSON:

@@ -92,7 +92,7 @@ class TrlArguments(TrainingArguments, metaclass=_AcceptsOldNames):
         if isinstance(multiple := self.pad_to_multiple_of, str):
             self.pad_to_multiple_of = None if multiple.lower() in ("auto", "none", "null") else int(multiple)
         super().__post_init__()
-        self._lead_old_values()
+        self._convert_old_values()
 
     def _read_json_texts(self) -> None:
         super()._read_json_texts()
@@ -101,7 +101,7 @@ class TrlArguments(TrainingArguments, metaclass=_AcceptsOldNames):
             if isinstance(value, str):
                 setattr(self, name, dictionary_of(name, value))
 
-    def _lead_old_values(self) -> None:
+    def _convert_old_values(self) -> None:
         if self.pad_token is not None:
             self._warn("`pad_token` is deprecated: set `tokenizer.pad_token`, and pass the tokenizer as "
                        "`processing_class`.")  # fmt: skip

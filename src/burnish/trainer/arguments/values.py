@@ -22,7 +22,7 @@ from burnish.config.errors import did_you_mean
 from burnish.trainer.arguments.fields import Fields
 
 
-def take_numbers(args: Fields) -> None:
+def convert_numbers(args: Fields) -> None:
     """Convert numbers and booleans to the types of their fields: YAML reads 1e-4 as text, 1e3 steps are 1000, and
     "False" is false, although Python treats a non-empty string as true.
 
@@ -46,7 +46,7 @@ HELD_ELSEWHERE = {
 """Options that also accept other values, or that a trainer checks itself with TRL's messages."""
 
 
-def refuse_other_words(args: Fields) -> None:
+def refuse_unknown_choices(args: Fields) -> None:
     """Raise ValueError for a value that is not among its option's choices."""
     for name, spec in args.declared.items():
         choices, value = spec.choices or [], getattr(args, name)
@@ -89,8 +89,8 @@ def plain(value: Any) -> Any:
 def trackers_of(report_to: Any) -> list[str]:
     """Names of the trackers. Kubeflow's is selected by the platform itself, with an environment variable."""
     names = _requested_trackers(report_to)
-    asks = bool(os.environ.get("KUBEFLOW_TRAINER_SERVER_URL"))
-    return [*names, "kubeflow"] if asks and "kubeflow" not in names else names
+    uses_kubeflow = bool(os.environ.get("KUBEFLOW_TRAINER_SERVER_URL"))
+    return [*names, "kubeflow"] if uses_kubeflow and "kubeflow" not in names else names
 
 
 def _requested_trackers(report_to: Any) -> list[str]:
@@ -103,15 +103,15 @@ def _requested_trackers(report_to: Any) -> list[str]:
     return list(report_to) if isinstance(report_to, list) else [report_to]
 
 
-def accelerator_config_of(given: Any) -> AcceleratorConfig:
-    if given is None:
+def accelerator_config_of(config: Any) -> AcceleratorConfig:
+    if config is None:
         return AcceleratorConfig()
-    if isinstance(given, type):
+    if isinstance(config, type):
         raise NotImplementedError(
             "Tried passing in a callable to `accelerator_config`, but this is not supported. "
-            f"Pass an object: {given.__name__}()."
+            f"Pass an object: {config.__name__}()."
         )
-    return AcceleratorConfig(**given) if isinstance(given, dict) else AcceleratorConfig.from_json_file(given)
+    return AcceleratorConfig(**config) if isinstance(config, dict) else AcceleratorConfig.from_json_file(config)
 
 
 def dictionary_of(name: str, text: str) -> Any:

@@ -47,7 +47,7 @@ class Writing:
     padding: int
 
 
-def writing_of(model: Any, kwargs: Mapping[str, Any]) -> Writing | None:
+def generation_settings_of(model: Any, kwargs: Mapping[str, Any]) -> Writing | None:
     """The settings of ``model.generate(**kwargs)``. None if slots do not support them."""
     if not isinstance(model, GenerationMixin) or type(model).generate is not GenerationMixin.generate:
         return None
@@ -55,13 +55,17 @@ def writing_of(model: Any, kwargs: Mapping[str, Any]) -> Writing | None:
         return None
     config = deepcopy(model.generation_config)
     is_foreign = bool(config.update(**kwargs))
-    usual = kwargs.get("max_length") is None and config.max_length in (None, GenerationConfig().max_length, 20)
-    if is_foreign or config.do_sample or not is_plain(config) or (config.max_new_tokens is None and usual):
+    has_default_length = kwargs.get("max_length") is None and config.max_length in (
+        None,
+        GenerationConfig().max_length,
+        20,
+    )
+    if is_foreign or config.do_sample or not is_plain(config) or (config.max_new_tokens is None and has_default_length):
         return None
     if (config.repetition_penalty or 1.0) != 1.0:  # generate counts the padding of a prompt as repetitions
         return None
-    found = config.eos_token_id
-    stops = () if found is None else tuple(found) if isinstance(found, list | tuple) else (found,)
+    eos = config.eos_token_id
+    stops = () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,)
     padding = config.pad_token_id if config.pad_token_id is not None else next(iter(stops), None)
     if padding is None:
         padding = 0  # no response ends early
@@ -71,11 +75,11 @@ def writing_of(model: Any, kwargs: Mapping[str, Any]) -> Writing | None:
 def written(model: Any, batches: Sequence[Mapping[str, Any]], how: Writing, slots: int) -> list[Tensor] | None:
     """Per batch (B, T + N) ids: the padded prompts and their responses. None if slots do not support the model or
     batches."""
-    asks = [_asks(batch, how) for batch in batches]
-    if any(one is None for one in asks):
+    by_batch = [_asks(batch, how) for batch in batches]
+    if any(one is None for one in by_batch):
         return None
-    flat = [ask for one in asks for ask in one or ()]
-    context = max(len(ask.ids) + ask.max_new_tokens for ask in flat)
+    flat = [request for one in by_batch for request in one or ()]
+    context = max(len(request.ids) + request.max_new_tokens for request in flat)
     loop = Scheduler(model, SlotLimits(slots, context))
     if not loop.way.batches:
         return None

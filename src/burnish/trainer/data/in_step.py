@@ -31,7 +31,7 @@ def in_step(batches: Iterable[Any], parallel: Parallel) -> Iterator[tuple[Any, b
         yield padding, is_there
 
 
-def with_last(batches: Iterator[tuple[Any, bool]]) -> Iterator[tuple[Any, bool, bool]]:
+def mark_last(batches: Iterator[tuple[Any, bool]]) -> Iterator[tuple[Any, bool, bool]]:
     """Yield the items of ``in_step`` with a third value: whether all ranks are at their last batch."""
     current = next(batches, None)
     while current is not None:
@@ -40,7 +40,7 @@ def with_last(batches: Iterator[tuple[Any, bool]]) -> Iterator[tuple[Any, bool, 
         current = following
 
 
-def each_tensor(value: Any, change: Callable[[Tensor], Any], other: Callable[[Any], Any] = lambda value: value) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Any], other: Callable[[Any], Any] = lambda value: value) -> Any:
     """Apply ``change`` to the tensors in a value, including those in tuples, lists and mappings, whose classes are
     kept.
 
@@ -52,23 +52,23 @@ def each_tensor(value: Any, change: Callable[[Tensor], Any], other: Callable[[An
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list | tuple):
-        items = [each_tensor(item, change, other) for item in value]
+        items = [map_tensors(item, change, other) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, MutableMapping):  # a copy, because its class may have another constructor than dict
         changed = copy.copy(value)
         for name, item in value.items():
-            changed[name] = each_tensor(item, change, other)
+            changed[name] = map_tensors(item, change, other)
         return changed
     if isinstance(value, Mapping):
-        return type(value)({name: each_tensor(item, change, other) for name, item in value.items()})  # type: ignore[call-arg]
+        return type(value)({name: map_tensors(item, change, other) for name, item in value.items()})  # type: ignore[call-arg]
     return other(value)
 
 
-def named_in(batch: Any) -> Mapping[str, Any]:
+def tensors_by_name(batch: Any) -> Mapping[str, Any]:
     """The named values of a batch; empty if a script's collator returns a tuple or custom object."""
     return batch if isinstance(batch, Mapping) else {}
 
 
-def no_rows_of(values: Any) -> Any:
+def drop_rows(values: Any) -> Any:
     """Remove the rows of tensors, for a batch that does not count."""
-    return each_tensor(values, lambda tensor: tensor[:0] if tensor.dim() else tensor.new_empty(0))
+    return map_tensors(values, lambda tensor: tensor[:0] if tensor.dim() else tensor.new_empty(0))

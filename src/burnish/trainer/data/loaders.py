@@ -21,7 +21,7 @@ from burnish.data.batches.loader import StepPartition
 from burnish.loop.protocols import Parallel
 from burnish.loop.schedule import StepPlan
 from burnish.trainer.arguments.training import TrainingArguments
-from burnish.trainer.data.torch_loader import BatchesOfRank, EpochOrder, RowsOfRank, is_of_rank
+from burnish.trainer.data.torch_loader import BatchesOfRank, EpochOrder, RowsOfRank, is_divided_by_rank
 
 logger = logging.get_logger("transformers.trainer")  # so that the log level that a script sets applies here as well
 
@@ -113,7 +113,7 @@ def num_rows_of(loader: Any, batch_size: int) -> int:
         return len(loader) * batch_size
 
 
-def numbers_of_training(
+def training_numbers(
     loader: Any, plan: StepPlan, args: TrainingArguments, rows_per_step: int, num_rows: Callable[[Any], int]
 ) -> tuple[int, int, int, int, int, int, int]:
     """transformers' tuple: epochs (rounded up), steps per epoch, rows, rows of the whole training, rows per step,
@@ -138,14 +138,14 @@ def loader_of_rank(loader: DataLoader[Any], parallel: Parallel, seed: int) -> Da
         parallel: for rank and world size.
         seed: seed of a random order; the same in every process.
     """
-    if parallel.world_size == 1 or is_of_rank(loader) or isinstance(loader.dataset, RowsOfRank):
+    if parallel.world_size == 1 or is_divided_by_rank(loader) or isinstance(loader.dataset, RowsOfRank):
         return loader
-    partitioned = TrainerLoader(**_as_it_was(loader), **_rows_of(loader, parallel, seed))
+    partitioned = TrainerLoader(**_loader_settings(loader), **_rows_of(loader, parallel, seed))
     partitioned.world_size = parallel.world_size
     return partitioned
 
 
-def _as_it_was(loader: DataLoader[Any]) -> dict[str, Any]:
+def _loader_settings(loader: DataLoader[Any]) -> dict[str, Any]:
     """The settings of a loader, without its dataset and sampler."""
     names = (
         "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
@@ -175,24 +175,24 @@ _ORDERS = {RandomSampler: "random", SequentialSampler: "sequential"}
 # --- columns ----------------------------------------------------------------------------------------------------------
 
 
-def without_unused(dataset: Any, taken: list[str], model_name: str, description: str | None) -> Any:
+def without_unused(dataset: Any, columns: list[str], model_name: str, description: str | None) -> Any:
     """A ``datasets.Dataset`` without the columns that the model does not accept. ValueError if none is left."""
-    ignored = [name for name in dataset.column_names if name not in taken]
+    ignored = [name for name in dataset.column_names if name not in columns]
     if ignored:
         logger.info(f"Columns of the {description} set ignored by {model_name}.forward: {', '.join(ignored)}.")
     if len(ignored) == len(dataset.column_names):
         raise ValueError(
-            f"No columns in the dataset match the model's forward method signature: ({', '.join(taken)}). "
+            f"No columns in the dataset match the model's forward method signature: ({', '.join(columns)}). "
             f"The following columns have been ignored: [{', '.join(ignored)}]. Please check the dataset and model. "
             "You may need to set `remove_unused_columns=False` in `TrainingArguments`."
         )
     return dataset.remove_columns(ignored)
 
 
-def collator_without_unused(collate: Any, taken: list[str], model_name: str, description: str | None) -> Any:
+def collator_without_unused(collate: Any, columns: list[str], model_name: str, description: str | None) -> Any:
     """A collator that drops the columns that the model does not accept from each row."""
     return RemoveColumnsCollator(
-        data_collator=collate, signature_columns=taken, logger=logger, description=description, model_name=model_name
+        data_collator=collate, signature_columns=columns, logger=logger, description=description, model_name=model_name
     )
 
 

@@ -55,7 +55,7 @@ def shared_prefixes_of(batch: Mapping[str, Any]) -> Batch | None:
     return {name: value.to(ids.device) if isinstance(value, Tensor) else value for name, value in flat.items()}
 
 
-def fit_prefix_sharing(model: nn.Module, is_wanted: bool, needs_head: bool = False) -> Capabilities:
+def probe_prefix_sharing(model: nn.Module, is_wanted: bool, needs_head: bool = False) -> Capabilities:
     """Probe whether micro-batches of ``model`` may be padding-free with unneeded tokens skipped, and find its head.
 
     Args:
@@ -63,13 +63,13 @@ def fit_prefix_sharing(model: nn.Module, is_wanted: bool, needs_head: bool = Fal
         is_wanted: whether this is requested.
         needs_head: whether the head is needed in any case.
     """
-    may = is_wanted and may_lie_flat(model)
+    may = is_wanted and may_be_padding_free(model)
     return find_capabilities(
         model, padding_free=may, prefix_sharing=may, head_of=causal_lm(model) if may or needs_head else None
     )
 
 
-def may_lie_flat(model: nn.Module) -> bool:
+def may_be_padding_free(model: nn.Module) -> bool:
     """Whether the configs of model and adapter allow it: no prompt learning, no loss over all tokens, no attention that
     was selected explicitly.
     """

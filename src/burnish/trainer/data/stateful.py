@@ -17,7 +17,7 @@ from burnish.checkpoint.snapshot import split
 from burnish.trainer import notes
 
 
-def stream_with_state(loader: Any, world_size: int) -> Stateful | None:
+def stateful_stream(loader: Any, world_size: int) -> Stateful | None:
     """The loader, or else its set, if it has a state. With several processes only a set that each of them reads from
     the beginning (``RowsOfRank``), because the first process saves the state for all.
     """

@@ -23,7 +23,7 @@ from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, StepBatch
 from burnish.trainer import notes
 from burnish.trainer.data.in_step import in_step
-from burnish.trainer.data.stateful import loader_state, stream_with_state
+from burnish.trainer.data.stateful import loader_state, stateful_stream
 
 
 class EpochOrder(Sampler[int]):
@@ -58,14 +58,14 @@ class EpochOrder(Sampler[int]):
         order, start = self.of_epoch(self.epoch), self.start
         self.start = 0
         self.epoch += 1  # for a user's own loader with this sampler, which does not set the epoch
-        mine = self._mine(order)[start * self.cut.batch_size :]
-        return iter(mine) if self.keys is None else self._keyed(order, mine)
+        own_items = self._mine(order)[start * self.cut.batch_size :]
+        return iter(own_items) if self.keys is None else self._keyed(order, own_items)
 
-    def _keyed(self, order: Sequence[int], mine: Sequence[int]) -> Iterator[Any]:
+    def _keyed(self, order: Sequence[int], own_items: Sequence[int]) -> Iterator[Any]:
         """The keys of this rank's items. Each key is computed from all items of its step."""
         per_step = self.across * self.cut.accumulation
         step_of = {item: place // per_step for place, item in enumerate(order)}
-        for step, items in groupby(mine, key=step_of.__getitem__):
+        for step, items in groupby(own_items, key=step_of.__getitem__):
             keys = self.keys(order[step * per_step : (step + 1) * per_step]) if self.keys else {}
             yield from (keys[item] for item in items)
 
@@ -180,7 +180,7 @@ class TorchLoader(StepBatchLoader):
         self.on_empty, self.pad = on_empty, pad
         self.drawn = 0  # number of micro-batches read from the loader
         self.generator_at_start: Tensor | None = None
-        self.source = stream_with_state(loader, 1 if parallel is None else parallel.world_size)
+        self.source = stateful_stream(loader, 1 if parallel is None else parallel.world_size)
         self.source_state: Any = None  # state of the source at ``position``, until reading continues from there
 
     def step_batches(self) -> Iterator[StepBatch]:
@@ -190,14 +190,14 @@ class TorchLoader(StepBatchLoader):
         batches = iter(()) if start >= total else self._counted(self._batches())
         while used < total:
             before = used
-            made = self.take(batches, min(self.accumulation, total - used))
+            micro_batches = self.take(batches, min(self.accumulation, total - used))
             used = self.drawn
-            if not made:
+            if not micro_batches:
                 break
-            counts = [(0, 0) if isinstance(batch, PaddingBatch) else self.count(batch) for batch in made]
+            counts = [(0, 0) if isinstance(batch, PaddingBatch) else self.count(batch) for batch in micro_batches]
             is_last = used >= total
             yield StepBatch(
-                made,
+                micro_batches,
                 cursor={"epoch": self.epoch, "position": used},
                 epoch=self.epoch + min(used / total, 1.0),
                 items=Taken(order_in(self.loader), self.epoch, before, used),
@@ -259,9 +259,9 @@ class TorchLoader(StepBatchLoader):
         now = torch.get_rng_state()
         if self.generator_at_start is not None:
             torch.set_rng_state(self.generator_at_start)
-        goes_on = self._go_on()
+        is_resuming = self._go_on()
         rest = self._in_step(iter(self.loader))
-        if order is None and not goes_on:
+        if order is None and not is_resuming:
             notes.warn(
                 f"The first {self.position} micro-batches of the epoch are loaded and skipped. To avoid this, "
                 "implement state_dict and load_state_dict in the dataset or data loader."
@@ -288,12 +288,12 @@ class TorchLoader(StepBatchLoader):
 
     def _filled(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield ``batches``, and padding batches if this rank has none of the last rows of an epoch."""
-        made, last = self.position, None
+        num_batches, last = self.position, None
         for last in batches:
-            made += 1
+            num_batches += 1
             yield last
-        if is_of_rank(self.loader):
-            for _ in range(self.length - made):
+        if is_divided_by_rank(self.loader):
+            for _ in range(self.length - num_batches):
                 last = self.loader.collate_fn([self.loader.dataset[0]]) if last is None else last
                 yield self.pad(last)
 
@@ -319,7 +319,7 @@ class Taken(Sequence[int]):
         return self.order.of_epoch(self.epoch)[self.first * self.order.across : self.end * self.order.across]
 
 
-def is_of_rank(loader: Any) -> bool:
+def is_divided_by_rank(loader: Any) -> bool:
     """Whether burnish divides the rows of ``loader`` between ranks, so that each rank knows its number of
     micro-batches.
     """
@@ -349,7 +349,7 @@ def num_batches(loader: Any) -> int | None:
     order = order_in(loader)
     if order is not None:
         return order.num_batches()
-    if is_of_rank(loader):
+    if is_divided_by_rank(loader):
         partitioned: BatchesOfRank = loader.batch_sampler
         return -(-partitioned.num_batches // partitioned.world_size)
     try:

@@ -33,7 +33,7 @@ _SAYS_NOTHING = {
 _MADE = ("input_ids", "attention_mask", "labels", "completion_mask", "assistant_masks", "seq_lengths")
 
 
-def write_trainer_card(trainer: Any, folder: Path, given: Mapping[str, Any]) -> None:
+def write_trainer_card(trainer: Any, folder: Path, values: Mapping[str, Any]) -> None:
     """Write ``README.md`` to ``folder``.
 
     Args:
@@ -41,31 +41,31 @@ def write_trainer_card(trainer: Any, folder: Path, given: Mapping[str, Any]) -> 
         folder: the destination.
         given: arguments of ``create_model_card``: language, license, tags, model_name, finetuned_from, dataset, ...
     """
-    found = TrainingSummary.from_trainer(trainer, **given)
-    if found.dataset == [None]:  # a dataset that was created in memory has no name
-        found.dataset = found.dataset_tags = found.dataset_args = found.dataset_metadata = None
-    write_card(folder, _facts(trainer, found), ModelCard(found.to_model_card()).data)
+    summary = TrainingSummary.from_trainer(trainer, **values)
+    if summary.dataset == [None]:  # a dataset that was created in memory has no name
+        summary.dataset = summary.dataset_tags = summary.dataset_args = summary.dataset_metadata = None
+    write_card(folder, _facts(trainer, summary), ModelCard(summary.to_model_card()).data)
 
 
-def _facts(trainer: Any, found: TrainingSummary) -> CardFacts:
+def _facts(trainer: Any, summary: TrainingSummary) -> CardFacts:
     model = inspection.base_model(trainer.model)
     adapters = getattr(trainer.model, "peft_config", {}) if inspection.is_peft_model(trainer.model) else {}
-    sets = [found.dataset] if isinstance(found.dataset, str) else list(found.dataset or [])
-    base: Any = found.finetuned_from or getattr(getattr(model, "config", None), "_name_or_path", "")
+    sets = [summary.dataset] if isinstance(summary.dataset, str) else list(summary.dataset or [])
+    base: Any = summary.finetuned_from or getattr(getattr(model, "config", None), "_name_or_path", "")
     history = trainer.state.log_history
     last: dict[str, Any] = {}
     for entry in history:
         last |= {name: v for name, v in entry.items() if name.startswith(("train_", "eval_")) or name == "epoch"}
     tokenizer = trainer.processing_class
     return CardFacts(
-        name=found.model_name or "model", base_model=base, datasets=sets, stage=trainer.card_stage,
+        name=summary.model_name or "model", base_model=base, datasets=sets, stage=trainer.card_stage,
         stage_title=trainer.card_title,
         method=", ".join(str(plain(config.peft_type)).lower() for config in adapters.values()) or "full",
         trainable_parameters=inspection.num_trainable(trainer.model),
         all_parameters=sum(p.numel() for p in trainer.model.parameters()), is_adapter=bool(adapters),
         options=_arguments(trainer.args) | _adapter(adapters), results=last, data=_data(trainer),
         has_chat_template=bool(getattr(tokenizer, "chat_template", None)),
-        loader=_loader(model), evaluations=make_markdown_table(found.eval_lines) if found.eval_lines else "",
+        loader=_loader(model), evaluations=make_markdown_table(summary.eval_lines) if summary.eval_lines else "",
         unnamed=f"{'for' if adapters else 'from'} a model created in the script",
     )  # fmt: skip
 
@@ -90,11 +90,11 @@ def _arguments(args: TrainingArguments) -> dict[str, Any]:
 def _adapter(adapters: Mapping[str, Any]) -> dict[str, Any]:
     """Rank, alpha, dropout and target modules of LoRA adapters, if they have them."""
     names = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save")
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for config in adapters.values():
         values = {name: getattr(config, name, None) for name in names}
-        found |= {n: sorted(v) if isinstance(v, set) else v for n, v in values.items() if v not in (None, [], 0.0)}
-    return found
+        settings |= {n: sorted(v) if isinstance(v, set) else v for n, v in values.items() if v not in (None, [], 0.0)}
+    return settings
 
 
 def _data(trainer: Any) -> list[str]:
@@ -106,5 +106,5 @@ def _data(trainer: Any) -> list[str]:
 
 def _size(rows: Any) -> str:
     columns = [name for name in getattr(rows, "column_names", None) or [] if name not in _MADE]
-    shown = f" of {', '.join(columns)}" if columns else ""
-    return f"{len(rows):,} rows{shown}" if hasattr(rows, "__len__") else f"a streaming dataset{shown}"
+    suffix = f" of {', '.join(columns)}" if columns else ""
+    return f"{len(rows):,} rows{suffix}" if hasattr(rows, "__len__") else f"a streaming dataset{suffix}"

@@ -33,11 +33,11 @@ class Hub:
         from huggingface_hub import create_repo
 
         name = args.hub_model_id or Path(args.output_dir or "").absolute().name
-        made = create_repo(
+        created = create_repo(
             name, token=token or args.hub_token, exist_ok=True,
             private=args.hub_private_repo if private is None else private,
         )  # fmt: skip
-        self.repository = made.repo_id
+        self.repository = created.repo_id
 
     def upload(
         self, folder: str, message: str, args: TrainingArguments, *, blocking: bool, token: str | None = None,
@@ -51,8 +51,8 @@ class Hub:
 
     def is_due(self, args: TrainingArguments) -> bool:
         """Whether a checkpoint should be pushed now. By default not while another push is running."""
-        asks = args.hub_strategy != "end" and args.process_index == 0
-        return asks and (args.hub_always_push or all(upload.done() for upload in self.uploads))
+        is_enabled = args.hub_strategy != "end" and args.process_index == 0
+        return is_enabled and (args.hub_always_push or all(upload.done() for upload in self.uploads))
 
     def push_checkpoint(self, folder: str, message: str, args: TrainingArguments) -> None:
         """Push a checkpoint in the background, according to ``hub_strategy``.

@@ -62,11 +62,11 @@ def load_foreign_weights(folder: Path, model: Any) -> None:
             "expected a checkpoint with model.safetensors.", where=str(folder), remedy="Pass another checkpoint."
         )
     state = {name: tensor for file in files if read_header(file) for name, tensor in load_file(file).items()}
-    own = whole_state(model)
+    current = whole_state(model)
     # A tied weight may have been saved under its other name.
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if name in state and name not in own:
-            first = next(key for key, value in own.items() if value.data_ptr() == tensor.data_ptr())
+        if name in state and name not in current:
+            first = next(key for key, value in current.items() if value.data_ptr() == tensor.data_ptr())
             state.setdefault(first, state.pop(name))
     load_whole_state(model, state)
 

@@ -33,13 +33,13 @@ class TrlTrainer(Trainer):
     router_aux_loss_coef = 0.0
     aux_loss_enabled = False
 
-    def __init__(self, *args: Any, **given: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._metrics: dict[str, defaultdict[str, list[float]]] = {
             "train": defaultdict(list), "eval": defaultdict(list),
         }  # fmt: skip
-        super().__init__(*args, **given)
+        super().__init__(*args, **kwargs)
 
-    def _set_router(self, model: Any, asked: float | None) -> None:
+    def _set_router(self, model: Any, coefficient: float | None) -> None:
         """Enable the loss of a router by default, as in TRL, independent of the model's config.
 
         Args:
@@ -50,11 +50,11 @@ class TrlTrainer(Trainer):
             ValueError: if a weight is given and the model has no such loss.
         """
         config = model.config.get_text_config()
-        self.router_aux_loss_coef = getattr(config, "router_aux_loss_coef", 0.0) if asked is None else asked
-        if asked and not hasattr(config, "output_router_logits"):
+        self.router_aux_loss_coef = getattr(config, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
+        if coefficient and not hasattr(config, "output_router_logits"):
             raise ValueError(
-                f"`router_aux_loss_coef` is set to {asked} but {type(model).__name__} is not a Mixture-of-Experts "
-                "model that returns its router logits, so there is no auxiliary loss to weight."
+                f"`router_aux_loss_coef` is set to {coefficient} but {type(model).__name__} is not a "
+                "Mixture-of-Experts model that returns its router logits, so there is no auxiliary loss to weight."
             )
         self.aux_loss_enabled = hasattr(config, "output_router_logits") and self.router_aux_loss_coef != 0.0
 
@@ -67,8 +67,8 @@ class TrlTrainer(Trainer):
         self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None, **more: Any
     ) -> None:
         """Write ``README.md`` to ``output_dir``. Accepts TRL's arguments, and those of ``Trainer`` by name."""
-        given = {"model_name": model_name, "dataset": dataset_name, "tags": tags, **more}
-        super().create_model_card(**{name: value for name, value in given.items() if value is not None})
+        fields = {"model_name": model_name, "dataset": dataset_name, "tags": tags, **more}
+        super().create_model_card(**{name: value for name, value in fields.items() if value is not None})
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         if "loss" in logs or "mean_token_accuracy" in logs:

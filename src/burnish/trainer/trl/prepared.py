@@ -61,8 +61,8 @@ class EncodeRecords:
             located = [({column: self.formatting(values)}, source, n) for values, source, n in located]
         examples = examples_of(located, self.layout, stats, self.on_bad_record)
         rows = iter(self.encode([example for example in examples if example is not None], stats))
-        made = [None if example is None else next(rows) for example in examples]
-        return [None if row is None else self.columns(row) for row in made]
+        encoded = [None if example is None else next(rows) for example in examples]
+        return [None if row is None else self.columns(row) for row in encoded]
 
     def warn(self, stats: DataStats, name: str) -> None:
         """Warn once about each kind of record that is dropped or unusual."""
@@ -109,13 +109,13 @@ def prepared(
     encode.warn(stats, name)
     if not len(rows):
         raise UserError(f"No examples of the {name} dataset are left to train on. Increase `max_length`.")
-    made = datasets.Dataset(datasets.table.InMemoryTable(arrow_table(rows, encode.names)))
+    table = datasets.Dataset(datasets.table.InMemoryTable(arrow_table(rows, encode.names)))
     if not keep:
-        return made
-    kept = dataset.select_columns(list(keep))
+        return table
+    columns = dataset.select_columns(list(keep))
     origins = list(rows.origins)
-    kept = kept if len(origins) == len(dataset) else kept.select(origins)
-    return datasets.concatenate_datasets([kept, made], axis=1)
+    columns = columns if len(origins) == len(dataset) else columns.select(origins)
+    return datasets.concatenate_datasets([columns, table], axis=1)
 
 
 @dataclass
@@ -136,9 +136,9 @@ class EncodeStream:
         located = [(values, f"{self.name} dataset", at + 1) for values, at in zip(records, indices, strict=True)]
         rows = self.encode(located, stats)
         self.encode.warn(stats, self.name)
-        kept = [(record, row) for record, row in zip(records, rows, strict=True) if row is not None]
-        made = {name: [_as_list(row.get(name, [])) for _, row in kept] for name in self.encode.names}
-        return {**{name: [record[name] for record, _ in kept] for name in self.keep}, **made}
+        pairs = [(record, row) for record, row in zip(records, rows, strict=True) if row is not None]
+        encoded = {name: [_as_list(row.get(name, [])) for _, row in pairs] for name in self.encode.names}
+        return {**{name: [record[name] for record, _ in pairs] for name in self.keep}, **encoded}
 
 
 def _as_list(values: Any) -> Any:

@@ -48,8 +48,10 @@ def family_for(model: Any, processing_class: Any, tokenizer: Any, sample: Mappin
             "not seem to be a vision-language model. Please check your model and dataset."
         )
     name = str(getattr(config, "_name_or_path", "") or getattr(processing_class, "name_or_path", ""))
-    own = getattr(processing_class, "image_processor", None)
-    processor = own if own is not None else load_image_processor(ModelOptions(model_name_or_path=name))
+    image_processor = getattr(processing_class, "image_processor", None)
+    processor = (
+        image_processor if image_processor is not None else load_image_processor(ModelOptions(model_name_or_path=name))
+    )
     file = Path(name) / "processor_config.json"
     settings = dict(read_object(file)) if file.is_file() else _settings_of(processing_class)
     return family_of(Checkpoint(config, processor, tokenizer, settings))

@@ -30,15 +30,21 @@ class Padded:
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """TRL's batch of these rows."""
-        made = [self.row_of(row) for row in rows]
+        encoded = [self.row_of(row) for row in rows]
         if self.kind == "verdicts":
-            others = self._padded(made, ["kl_"], "KL_") if all(row.get("kl_input_ids") for row in made) else {}
-            return {**self._padded(made, [""]), **others, "label": torch.tensor([bool(row["tag"]) for row in made])}
-        batch = self._padded(made, ["chosen_", "rejected_"])
+            kl_columns = (
+                self._padded(encoded, ["kl_"], "KL_") if all(row.get("kl_input_ids") for row in encoded) else {}
+            )
+            return {
+                **self._padded(encoded, [""]),
+                **kl_columns,
+                "label": torch.tensor([bool(row["tag"]) for row in encoded]),
+            }
+        batch = self._padded(encoded, ["chosen_", "rejected_"])
         if self.kind == "pairs":
             return batch
         del batch["completion_mask"]
-        return {**batch, "margin": torch.tensor([row["margin"] for row in made])}
+        return {**batch, "margin": torch.tensor([row["margin"] for row in encoded])}
 
     def _padded(self, rows: list[Mapping[str, Any]], sides: list[str], prefix: str = "") -> dict[str, Tensor]:
         """(sides x rows, longest) each."""
@@ -60,9 +66,9 @@ class PaddedBySide(Padded):
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         batch: dict[str, Any] = {}
         for side in ("chosen", "rejected"):
-            made = self._padded([self.row_of(row) for row in rows], [f"{side}_"])
-            labels = made["input_ids"].masked_fill(made.pop("completion_mask") == 0, IGNORE_INDEX)
-            batch |= {f"{side}_{name}": value for name, value in made.items()} | {f"{side}_labels": labels}
+            padded = self._padded([self.row_of(row) for row in rows], [f"{side}_"])
+            labels = padded["input_ids"].masked_fill(padded.pop("completion_mask") == 0, IGNORE_INDEX)
+            batch |= {f"{side}_{name}": value for name, value in padded.items()} | {f"{side}_labels": labels}
         begins = [int((labels == IGNORE_INDEX).int().argmin()) for labels in batch["chosen_labels"]]
         prompts = [ids[:begin] for ids, begin in zip(batch["chosen_input_ids"], begins, strict=True)]
         values = {"input_ids": (prompts, self.pad_id), "attention_mask": ([torch.ones_like(one) for one in prompts], 0)}
@@ -85,16 +91,16 @@ def rows_of_padded(batch: Mapping[str, Any], kind: str) -> list[Row]:
     if "chosen_input_ids" in batch:
         sides = [_labeled(batch, side) for side in ("chosen", "rejected")]
     else:
-        wanted = ["input_ids", *([] if kind == "scores" else ["completion_mask"])]
-        if missing := [name for name in wanted if name not in batch]:
+        required = ["input_ids", *([] if kind == "scores" else ["completion_mask"])]
+        if missing := [name for name in required if name not in batch]:
             raise ValueError(
-                f"`data_collator` must return {', '.join(wanted)}. Missing: {', '.join(missing)}. "
+                f"`data_collator` must return {', '.join(required)}. Missing: {', '.join(missing)}. "
                 f"Received: {', '.join(batch)}."
             )
-        own = _sequences(batch, "")
+        sequences = _sequences(batch, "")
         if kind == "verdicts":
-            return _unpaired(own, batch)
-        sides = [own[: len(own) // 2], own[len(own) // 2 :]]
+            return _unpaired(sequences, batch)
+        sides = [sequences[: len(sequences) // 2], sequences[len(sequences) // 2 :]]
     margins = batch.get("margin")
     return [
         {"chosen_input_ids": chosen[0], "chosen_labels": chosen[1], "rejected_input_ids": rejected[0],
@@ -117,12 +123,12 @@ def _numbers(batch: Mapping[str, Any], at: int, sides: Sequence[str]) -> dict[st
     return {column_of(side): float(batch[REFERENCE[side]][at]) for side in sides if REFERENCE[side] in batch}
 
 
-def _unpaired(own: list[tuple[list[int], list[int]]], batch: Mapping[str, Any]) -> list[Row]:
-    others = _sequences(batch, "KL_") if "KL_input_ids" in batch else [([], [])] * len(own)
+def _unpaired(sequences: list[tuple[list[int], list[int]]], batch: Mapping[str, Any]) -> list[Row]:
+    kl_sequences = _sequences(batch, "KL_") if "KL_input_ids" in batch else [([], [])] * len(sequences)
     return [
         {"input_ids": ids, "labels": labels, "tag": bool(batch["label"][at]), "kl_input_ids": kl_ids,
          "kl_labels": kl_labels, **_numbers(batch, at, ("", "kl"))}
-        for at, ((ids, labels), (kl_ids, kl_labels)) in enumerate(zip(own, others, strict=True))
+        for at, ((ids, labels), (kl_ids, kl_labels)) in enumerate(zip(sequences, kl_sequences, strict=True))
     ]  # fmt: skip
 
 
@@ -139,9 +145,9 @@ def _sequences(batch: Mapping[str, Any], prefix: str) -> list[tuple[list[int], l
     ids: Tensor = batch[f"{prefix}input_ids"]
     real = batch.get(f"{prefix}attention_mask")
     learned = batch.get(f"{prefix}completion_mask")
-    found = []
+    sequences = []
     for at, line in enumerate(ids):
         there = slice(None) if real is None else real[at].bool()
         labels = line if learned is None else line.masked_fill(learned[at] == 0, IGNORE_INDEX)
-        found.append((line[there].tolist(), labels[there].tolist()))
-    return found
+        sequences.append((line[there].tolist(), labels[there].tolist()))
+    return sequences

@@ -91,10 +91,10 @@ class PreferenceConfig(TrlArguments):
         """
         known = {word for spec in specs(Choices).values() for word in (spec.name, *spec.aliases)} - {*_NOT_READ}
         today = {name: self.led.get(name, name) for name in self.__dataclass_fields__}
-        given = {name: self._given(word) for word, name in today.items() if name in known}
-        made, problems = build(Choices, {name: RawValue(value) for name, value in given.items()})
-        raise_if(self.in_own_words([*problems, *self._contradictions(made)]))
-        return made
+        values = {name: self._given(word) for word, name in today.items() if name in known}
+        built, problems = build(Choices, {name: RawValue(value) for name, value in values.items()})
+        raise_if(self.in_own_words([*problems, *self._contradictions(built)]))
+        return built
 
     def notes(self) -> list[str]:
         """Notes on options without effect, or with a probably unintended value."""
@@ -164,8 +164,8 @@ class DPOConfig(WithReference):
     discopop_tau: float = option(0.05, "Temperature of the DiscoPOP loss.", gt=0)
 
     def __post_init__(self) -> None:
-        given: Any = self.loss_type
-        self.loss_type = [given] if isinstance(given, str) else given
+        loss_type: Any = self.loss_type
+        self.loss_type = [loss_type] if isinstance(loss_type, str) else loss_type
         super().__post_init__()
 
     def _contradictions(self, choices: Choices) -> list[Problem]:
@@ -201,11 +201,11 @@ class KTOConfig(WithReference):
     )  # fmt: skip
 
     def _contradictions(self, choices: Choices) -> list[Problem]:
-        found = super()._contradictions(choices)
+        problems = super()._contradictions(choices)
         if self.kl_pairing == "group" and self.precompute_ref_log_probs:
             what = '"precompute_ref_log_probs" cannot be combined with "kl_pairing": group.'
-            found.append(Problem(what, remedy="Remove one of them."))
-        return found
+            problems.append(Problem(what, remedy="Remove one of them."))
+        return problems
 
 
 @dataclass
@@ -260,9 +260,9 @@ class ORPOConfig(WithoutReference):
     beta: float = option(0.1, "Weight of the odds ratio loss (λ in the paper).", gt=0)
 
     def choices(self) -> Any:
-        made = super().choices()
-        made.pref_loss = ["orpo"]
-        return made
+        built = super().choices()
+        built.pref_loss = ["orpo"]
+        return built
 
 
 _CPO = {"sigmoid": "cpo", "hinge": "cpo_hinge", "ipo": "cpo_ipo", "simpo": "simpo"}

@@ -20,7 +20,7 @@ from transformers.utils import logging
 from burnish.adapters.peft import PeftAdapter, PeftOptions
 from burnish.config.errors import UserError
 from burnish.data.batches.batching import collate_padded, collate_padding_free, collate_prefix_sharing
-from burnish.data.rows.reference_numbers import RowsWithReference
+from burnish.data.rows.reference_logps import RowsWithReference
 from burnish.kernels.probe import Capabilities, causal_lm
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Row
@@ -28,13 +28,13 @@ from burnish.losses.base import Collate
 from burnish.losses.pairs import AnswersObjective
 from burnish.losses.preference_options import ReferenceOptions
 from burnish.losses.reference import (
-    AdapterOff,
-    AsItIs,
-    Following,
+    DisabledAdapter,
+    InitialWeights,
+    MovingReference,
     Reference,
-    SecondModel,
-    ShardedStart,
-    StartOfRun,
+    SeparateModel,
+    ShardedInitialWeights,
+    UnchangedModel,
     refuse_sharded_weights,
 )
 from burnish.models.dropout import switch_off_dropout
@@ -44,7 +44,7 @@ from burnish.run.reference_cache import fill
 from burnish.trainer.arguments.trl import TrlArguments
 from burnish.trainer.data.in_step import in_step
 from burnish.trainer.data.loaders import is_datasets_set
-from burnish.trainer.data.prefix_sharing import may_lie_flat
+from burnish.trainer.data.prefix_sharing import may_be_padding_free
 from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.trl.preferences.rows import ObjectiveRows
 
@@ -97,7 +97,7 @@ class _InStep:
 
 
 def fitted(
-    model: Any, second: Any, args: TrlArguments, pad: int, leaves_tokens_out: bool, scores: bool
+    model: Any, second: Any, args: TrlArguments, pad: int, skips_tokens: bool, scores: bool
 ) -> tuple[Capabilities, Collate]:
     """Probe the model, and select the collate function: padding-free if the model, and a reference with the same
     inputs, separate adjacent sequences; else padded.
@@ -107,25 +107,25 @@ def fitted(
         second: the reference, if it is a separate model.
         args: the config.
         pad: id of the padding token.
-        leaves_tokens_out: whether tokens without influence on a loss are skipped, if possible.
+        skips_tokens: whether tokens without influence on a loss are skipped, if possible.
         scores: whether the model is a sequence classifier.
     """
-    may, asked = may_lie_flat(model), _AllHidden(model) if scores else model
-    found = find_capabilities(
-        asked, padding_free=may, prefix_sharing=may and leaves_tokens_out, head_of=None if scores else model
+    may, target = may_be_padding_free(model), _AllHidden(model) if scores else model
+    capabilities = find_capabilities(
+        target, padding_free=may, prefix_sharing=may and skips_tokens, head_of=None if scores else model
     )
-    both = [found]
+    both = [capabilities]
     if second is not None:
-        may = found.is_padding_free and may_lie_flat(second)
-        both.append(find_capabilities(second, padding_free=may, prefix_sharing=may and found.shares_prefixes))
+        may = capabilities.is_padding_free and may_be_padding_free(second)
+        both.append(find_capabilities(second, padding_free=may, prefix_sharing=may and capabilities.shares_prefixes))
     for note in (note for one in both for note in one.notes):
         logger.warning(note)
     if all(one.shares_prefixes for one in both):
-        return found, collate_prefix_sharing
+        return capabilities, collate_prefix_sharing
     if all(one.is_padding_free for one in both):
-        return found, collate_padding_free
+        return capabilities, collate_padding_free
     multiple: Any = args.pad_to_multiple_of
-    return found, partial(collate_padded, pad_id=pad, pad_to_multiple_of=multiple)
+    return capabilities, partial(collate_padded, pad_id=pad, pad_to_multiple_of=multiple)
 
 
 class _AllHidden(nn.Module):
@@ -192,7 +192,7 @@ def reference_for(
     if ref_model is not None:
         switch_off_dropout(ref_model)
         make_seeing(ref_model)
-        second = SecondModel(objective.module_of_reference(ref_model.to(parallel.device)))
+        second = SeparateModel(objective.module_of_reference(ref_model.to(parallel.device)))
         if not options.sync_ref_model:
             return second
         refuse_sharded_weights(parallel)
@@ -200,17 +200,17 @@ def reference_for(
     if peft_config is not None and _begins_as_nothing(peft_config) and not options.sync_ref_model:
         adapter = PeftAdapter(PeftOptions())
         adapter.attach(model)
-        return AdapterOff(adapter, model)
+        return DisabledAdapter(adapter, model)
     if options.precompute_ref_log_probs:
-        return AsItIs()
+        return UnchangedModel()
     if options.sync_ref_model:
         refuse_sharded_weights(parallel)
-        return _following(StartOfRun(model), options)
-    return ShardedStart(parallel) if parallel.splits_weights else StartOfRun(model)
+        return _following(InitialWeights(model), options)
+    return ShardedInitialWeights(parallel) if parallel.splits_weights else InitialWeights(model)
 
 
-def _following(start: StartOfRun | SecondModel, options: ReferenceOptions) -> Following:
-    return Following(start, options.ref_model_sync_steps, options.ref_model_mixup_alpha)
+def _following(start: InitialWeights | SeparateModel, options: ReferenceOptions) -> MovingReference:
+    return MovingReference(start, options.ref_model_sync_steps, options.ref_model_mixup_alpha)
 
 
 def _begins_as_nothing(peft_config: Any) -> bool:
@@ -222,7 +222,7 @@ def _begins_as_nothing(peft_config: Any) -> bool:
 
 def with_numbers(
     dataset: Any, rows_of: Callable[[list[Any]], list[Row]], objective: AnswersObjective, module: nn.Module,
-    parallel: Parallel, size: int, ask: Callable[[Any], dict[str, list[float]]] | None = None,
+    parallel: Parallel, size: int, compute: Callable[[Any], dict[str, list[float]]] | None = None,
 ) -> Any:  # fmt: skip
     """A dataset with the reference's log-probabilities of each row. Returned unchanged if it already has them.
 
@@ -248,8 +248,8 @@ def with_numbers(
         what += "`precompute_ref_log_probs`, the reference model is freed before training."
         remedy = "Pass the dataset as `eval_dataset` to the Trainer, or remove `precompute_ref_log_probs`."
         raise UserError(what, remedy=remedy)
-    if ask is not None:
-        for name, answers in ask(dataset).items():
+    if compute is not None:
+        for name, answers in compute(dataset).items():
             dataset = dataset.add_column(name, answers)
         return dataset
     rows = RowsWithReference(ObjectiveRows(dataset, lambda row: rows_of([row])[0]))

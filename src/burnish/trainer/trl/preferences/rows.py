@@ -19,7 +19,7 @@ from transformers.utils import logging
 from burnish.config.errors import UserError
 from burnish.data.chat.plain import KL_IDS, PlainOptions, PlainTemplate
 from burnish.data.images.family import Family
-from burnish.data.rows.others_of_step import Key, keys_of
+from burnish.data.rows.mismatched import Key, keys_of
 from burnish.data.rows.row_set import RowSet
 from burnish.data.sets.trl import IDS, Kind, trl_layout
 from burnish.loop.types import IGNORE_INDEX, Row
@@ -114,16 +114,16 @@ def with_kl_answers(rows: Any, name: str) -> Any:
         return rows.map(_looking_back, batched=True, batch_size=WINDOW)
     if any(rows["KL_completion_ids"]):
         return rows
-    said = [hash(tuple(ids)) for ids in rows["completion_ids"]]
-    if len(said) == 1:
+    hashes = [hash(tuple(ids)) for ids in rows["completion_ids"]]
+    if len(hashes) == 1:
         logger.warning(f"The {name} dataset has one example, so KTO's KL term uses its own completion.")
         return rows.map(lambda row: {"KL_completion_ids": row["completion_ids"]}, features=rows.features)
-    if len({*said}) < 2:
+    if len({*hashes}) < 2:
         raise UserError(f"All completions of the {name} dataset are identical.")
-    others = rows.select([other for _, other in keys_of(range(len(said)), said).values()])
-    others = others.select_columns("completion_ids")
-    others = others.rename_column("completion_ids", "KL_completion_ids")
-    return sys.modules["datasets"].concatenate_datasets([rows.remove_columns("KL_completion_ids"), others], axis=1)
+    mismatched = rows.select([other for _, other in keys_of(range(len(hashes)), hashes).values()])
+    mismatched = mismatched.select_columns("completion_ids")
+    mismatched = mismatched.rename_column("completion_ids", "KL_completion_ids")
+    return sys.modules["datasets"].concatenate_datasets([rows.remove_columns("KL_completion_ids"), mismatched], axis=1)
 
 
 WINDOW = 1000
@@ -131,11 +131,14 @@ WINDOW = 1000
 
 
 def _looking_back(columns: Columns) -> Columns:
-    said = columns["completion_ids"]
+    completions = columns["completion_ids"]
     if any(columns["KL_completion_ids"]):
         return columns
-    others = [[] if other is None else said[other] for _, other in keys_of(range(len(said)), said).values()]
-    return {**columns, KL_IDS: others}
+    mismatched = [
+        [] if other is None else completions[other]
+        for _, other in keys_of(range(len(completions)), completions).values()
+    ]
+    return {**columns, KL_IDS: mismatched}
 
 
 class UnpairedOfSteps:

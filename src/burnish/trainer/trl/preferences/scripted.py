@@ -88,19 +88,19 @@ class Scripted(Objective):
 
     def collated(self, batch: Mapping[str, Any]) -> Batch:
         """The objective's micro-batch of a padded one, without values that depend on the whole step."""
-        made: Batch = self.objective.collate(self.rows_of(batch))
-        return padding_batch(made) if isinstance(batch, PaddingBatch) else made
+        result: Batch = self.objective.collate(self.rows_of(batch))
+        return padding_batch(result) if isinstance(batch, PaddingBatch) else result
 
     def prepare_step(self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> Sequence[Batch]:
-        laid = [parallel.to_device(self.collated(batch)) for batch in batches]
-        ready = self.objective.prepare_step(self.over(module), laid, parallel)
-        self._prepared = [ScriptedBatch(batch, made) for batch, made in zip(batches, ready, strict=True)]
+        collated = [parallel.to_device(self.collated(batch)) for batch in batches]
+        ready = self.objective.prepare_step(self.over(module), collated, parallel)
+        self._prepared = [ScriptedBatch(batch, prepared) for batch, prepared in zip(batches, ready, strict=True)]
         return self._prepared
 
     def iter_eval(self, module: nn.Module, batches: Iterable[Batch], parallel: Parallel) -> Iterator[Batch]:
-        seen = _Seen(batches, self.collated, parallel)
-        for ready in self.objective.iter_eval(self.over(module), seen, parallel):
-            made = ScriptedBatch(seen.padded.popleft(), ready)
+        read = _Seen(batches, self.collated, parallel)
+        for ready in self.objective.iter_eval(self.over(module), read, parallel):
+            made = ScriptedBatch(read.padded.popleft(), ready)
             self._prepared = [*self._prepared[-1:], made]  # a reader may be one batch ahead
             yield made
 
@@ -168,7 +168,7 @@ class PaddedScores(nn.Module):
         return logits.squeeze(-1).float().view(2, -1).t().flatten()
 
 
-def module_over(made: nn.Module, bare: nn.Module, model: nn.Module) -> nn.Module:
+def module_over(wrapped: nn.Module, bare: nn.Module, model: nn.Module) -> nn.Module:
     """The objective's module around ``model``.
 
     Args:
@@ -178,10 +178,10 @@ def module_over(made: nn.Module, bare: nn.Module, model: nn.Module) -> nn.Module
         model: the model passed to a method.
     """
     if model is bare:
-        made.training = model.training
-        return made
-    if isinstance(made, SequenceModel):
-        return made.without_head(model)
+        wrapped.training = model.training
+        return wrapped
+    if isinstance(wrapped, SequenceModel):
+        return wrapped.without_head(model)
     return PaddedScores(model).train(model.training)
 
 
@@ -213,18 +213,18 @@ def concatenated_inputs(
 ) -> dict[str, Tensor]:
     """(2P, T) ``concatenated_input_ids``, ``concatenated_attention_mask``, ``concatenated_labels``: the chosen
     responses before the rejected ones."""
-    fillers, found = {"input_ids": padding_value, "attention_mask": 0, "labels": IGNORE_INDEX}, {}
+    fillers, tensors = {"input_ids": padding_value, "attention_mask": 0, "labels": IGNORE_INDEX}, {}
     for name, filler in fillers.items():
         sides = [batch[f"{side}_{name}"] for side in ("chosen", "rejected")]
         longest = max(side.shape[1] for side in sides)
         padded = [F.pad(side, (0, longest - side.shape[1]), value=filler) for side in sides]
-        found[f"concatenated_{name}"] = torch.cat(padded).to(device)
-    return found
+        tensors[f"concatenated_{name}"] = torch.cat(padded).to(device)
+    return tensors
 
 
 def model_inputs_of(batch: Mapping[str, Any], padding_value: int) -> dict[str, Tensor]:
     """``input_ids`` and ``attention_mask`` of all responses of a padded batch."""
-    laid, prefix = batch, ""
+    inputs, prefix = batch, ""
     if "chosen_input_ids" in batch:
-        laid, prefix = concatenated_inputs(batch, padding_value=padding_value), "concatenated_"
-    return {name: laid[f"{prefix}{name}"] for name in ("input_ids", "attention_mask")}
+        inputs, prefix = concatenated_inputs(batch, padding_value=padding_value), "concatenated_"
+    return {name: inputs[f"{prefix}{name}"] for name in ("input_ids", "attention_mask")}

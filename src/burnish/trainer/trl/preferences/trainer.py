@@ -26,7 +26,7 @@ from burnish.loop.protocols import Objective
 from burnish.loop.types import IGNORE_INDEX, Batch, Loss, Row
 from burnish.losses.kto import KtoObjective
 from burnish.losses.pairs import PAIR_COLUMNS, AnswersObjective, PairObjective
-from burnish.losses.reference import AdapterOff, AsItIs, Following, StartOfRun
+from burnish.losses.reference import DisabledAdapter, InitialWeights, MovingReference, UnchangedModel
 from burnish.losses.reward import RewardObjective
 from burnish.models.dropout import switch_off_dropout
 from burnish.models.reward_files import pad_of_classifier
@@ -163,7 +163,7 @@ class PreferenceTrainer(TrlTrainer):
             switch_off_dropout(model)
         self._tokenizer = inner_tokenizer(processing_class)
         pad = set_pad(model, processing_class, self._pad_token(args))
-        pad = pad if (asked := getattr(args, "padding_value", None)) is None else asked
+        pad = pad if (requested := getattr(args, "padding_value", None)) is None else requested
         if hasattr(model, "peft_config"):
             finish_peft(model, args)
         choices = args.choices()
@@ -232,8 +232,8 @@ class PreferenceTrainer(TrlTrainer):
         if self._second_model is not None or is_peft_model(self.model):
             return self._second_model
         reference = self.objective.reference if self._needs_reference else None
-        start = reference.start if isinstance(reference, Following) else reference
-        return start.as_model(self.model) if isinstance(start, StartOfRun) else None
+        start = reference.start if isinstance(reference, MovingReference) else reference
+        return start.as_model(self.model) if isinstance(start, InitialWeights) else None
 
     def _second(self, ref_model: Any, args: PreferenceConfig) -> Any:
         """The reference, if it is a separate model."""
@@ -246,21 +246,21 @@ class PreferenceTrainer(TrlTrainer):
 
     def _fit(self, peft_config: Any) -> None:
         objective, model, is_scored = self.objective, self.model, isinstance(self.objective, RewardObjective)
-        leaves_out = self._leaves_tokens_out and objective.allows_prefix_sharing(model)
-        found, collate = fitted(model, self._second_model, self.args, self._pad, leaves_out, is_scored)
+        leaves_out = self._skips_tokens and objective.allows_prefix_sharing(model)
+        capabilities, collate = fitted(model, self._second_model, self.args, self._pad, leaves_out, is_scored)
         if is_scored:
             objective.head = Score(model)
         if self.family is not None:
-            found = replace(found, is_padding_free=False, shares_prefixes=False)
+            capabilities = replace(capabilities, is_padding_free=False, shares_prefixes=False)
             collate = SeeingCollator(model, self.family, partial(collate_padded, pad_id=self._pad), self._pad)
-        for note in objective.fit(found, collate):
+        for note in objective.fit(capabilities, collate):
             logger.warning(note)
         if isinstance(objective, AnswersObjective):
             choices = self.args.choices()
             objective.reference = reference_for(
                 objective, choices, model, self._second_model, peft_config, self._parallel
             )
-        self._asked = replace(found, model=model)
+        self._asked = replace(capabilities, model=model)
         self.model_wrapped = self._made = objective.module(model)
         self.aux_loss_enabled = bool(getattr(objective, "aux_coefficient", 0.0))  # reward models have no router loss
 
@@ -304,20 +304,20 @@ class PreferenceTrainer(TrlTrainer):
         ready = self._scripted.ready(model, inputs)
         return self._mean_loss(self._scripted.loss_of(model, inputs, ready), model, ready, inputs, return_outputs)
 
-    def _mean_loss(self, found: Loss, model: nn.Module, ready: Batch, inputs: Any, return_outputs: bool) -> Any:
+    def _mean_loss(self, loss_sums: Loss, model: nn.Module, ready: Batch, inputs: Any, return_outputs: bool) -> Any:
         num_items = self.objective.num_items(ready)
         if model.training:
-            self._step.sums.update(found.sums)
+            self._step.sums.update(loss_sums.sums)
         else:
-            self._totals.add(found, num_items)
-        loss = found.total / num_items.clamp(min=1)
+            self._totals.add(loss_sums, num_items)
+        loss = loss_sums.total / num_items.clamp(min=1)
         if not return_outputs:
             return loss
         if inputs is ready:
-            return loss, found.outputs
+            return loss, loss_sums.outputs
         with torch.no_grad():
             logits = model(**model_inputs_of(inputs, self._pad), use_cache=False).logits
-        return loss, PreferenceOutput(logits=logits, rewards=found.outputs)
+        return loss, PreferenceOutput(logits=logits, rewards=loss_sums.outputs)
 
     def _inspect(self, args: PreferenceConfig) -> None:
         """Print notes on the rows of the training set."""
@@ -335,7 +335,7 @@ class PreferenceTrainer(TrlTrainer):
             self.eval_dataset = {name: self._completed(one, name) for name, one in evals.items()}
         elif evals is not None:
             self.eval_dataset = self._completed(evals, "eval")
-        if not isinstance(self.objective.reference, AdapterOff | AsItIs):
+        if not isinstance(self.objective.reference, DisabledAdapter | UnchangedModel):
             self.objective.reference = self._second_model = None
 
     def _completed(self, dataset: Any, name: str) -> Any:
@@ -344,21 +344,21 @@ class PreferenceTrainer(TrlTrainer):
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """A dataset with the reference's log-probabilities of each row. Raises the errors of ``with_numbers``."""
-        ask = partial(self._answers_of_script, batch_size) if self._overrides("compute_ref_log_probs") else None
-        return with_numbers(dataset, self._rows_of, self.objective, self._made, self._parallel, batch_size, ask)
+        compute = partial(self._answers_of_script, batch_size) if self._overrides("compute_ref_log_probs") else None
+        return with_numbers(dataset, self._rows_of, self.objective, self._made, self._parallel, batch_size, compute)
 
     def _answers_of_script(self, batch_size: int, dataset: Any) -> dict[str, list[float]]:
         """The columns of a dataset computed by a script's ``compute_ref_log_probs``. Every process computes all
         rows."""
         model, columns = self.ref_model or self.model, [column_of(side) for side in _SIDES[self.kind]]
-        found: dict[str, list[float]] = {name: [] for name in columns}
+        by_column: dict[str, list[float]] = {name: [] for name in columns}
         for start in range(0, len(dataset), batch_size):
             rows = [dataset[at] for at in range(start, min(start + batch_size, len(dataset)))]
             answers = self.compute_ref_log_probs(model, self._prepare_inputs(self.data_collator(rows)))
             for name, logps in zip(columns, answers, strict=True):
                 if logps is not None:
-                    found[name] += logps.tolist()
-        return {name: values for name, values in found.items() if values}
+                    by_column[name] += logps.tolist()
+        return {name: values for name, values in by_column.items() if values}
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> tuple[Tensor | None, ...]:
         """(P,) log-probabilities of the reference: for chosen and rejected responses, or for responses and KTO's
@@ -369,8 +369,8 @@ class PreferenceTrainer(TrlTrainer):
             inputs: TRL's padded batch.
         """
         columns = self.objective.reference_columns(self._made, rows_of_padded(inputs, self.kind), self._parallel)
-        found = (columns.get(column_of(side)) for side in _SIDES[self.kind])
-        return tuple(None if one is None else torch.tensor(one, device=self._parallel.device) for one in found)
+        values = (columns.get(column_of(side)) for side in _SIDES[self.kind])
+        return tuple(None if one is None else torch.tensor(one, device=self._parallel.device) for one in values)
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
@@ -392,16 +392,16 @@ class PreferenceTrainer(TrlTrainer):
         if self._is_scripted:
             return self._padded(rows)
         known = ({name: row[name] for name in row if name.startswith("reference_")} for row in rows)
-        laid = zip(self._rows_of(rows), known, strict=True)
-        batch: Batch = self.objective.collate([{**row, **more} for row, more in laid])
+        pairs = zip(self._rows_of(rows), known, strict=True)
+        batch: Batch = self.objective.collate([{**row, **more} for row, more in pairs])
         return batch
 
     def _padded(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """TRL's batch, with reference log-probabilities of its rows if they are precomputed."""
         known = {side: column_of(side) for side in REFERENCE if column_of(side) in rows[0]}
         numbers = {REFERENCE[side]: torch.tensor([row[name] for row in rows]) for side, name in known.items()}
-        own = [{name: row[name] for name in row if name not in known.values()} for row in rows]
-        return {**self.data_collator(own), **numbers}
+        plain_rows = [{name: row[name] for name in row if name not in known.values()} for row in rows]
+        return {**self.data_collator(plain_rows), **numbers}
 
     def _rows_of(self, rows: Sequence[Mapping[str, Any]]) -> list[Row]:
         """Rows of the objective, converted by a script's ``data_collator`` if there is one."""
@@ -455,11 +455,11 @@ class PreferenceTrainer(TrlTrainer):
         labels = ready["tag"][counts] if "tag" in ready else torch.zeros_like(rewards[:, 0])
         return loss.detach(), rewards.squeeze(-1), labels
 
-    def train(self, *given: Any, **named: Any) -> TrainOutput:
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train as in ``TrlTrainer.train``."""
-        if isinstance(self.objective, AnswersObjective) and isinstance(self.objective.reference, AsItIs):
+        if isinstance(self.objective, AnswersObjective) and isinstance(self.objective.reference, UnchangedModel):
             self.objective.reference = None  # the policy changes from here on
-        return super().train(*given, **named)
+        return super().train(*args, **kwargs)
 
     # --- evaluation and logs ------------------------------------------------------------------------------------------
 
@@ -571,9 +571,9 @@ class KTOTrainer(PreferenceTrainer):
         if not self.calculate_KL:
             return None
         labels = batch["KL_input_ids"].masked_fill(batch["KL_completion_mask"] == 0, IGNORE_INDEX)
-        given = {"input_ids": batch["KL_input_ids"], "attention_mask": batch["KL_attention_mask"], "use_cache": False}
+        inputs = {"input_ids": batch["KL_input_ids"], "attention_mask": batch["KL_attention_mask"], "use_cache": False}
         with torch.no_grad():
-            return get_batch_logps(model(**given).logits[:, -labels.shape[1] :], labels)
+            return get_batch_logps(model(**inputs).logits[:, -labels.shape[1] :], labels)
 
     def get_train_dataloader(self) -> Any:
         """Batches of the training set. With ``kl_pairing="group"`` mismatched responses come from the same step."""
@@ -608,8 +608,8 @@ class RewardTrainer(PreferenceTrainer):
     tag = "reward-trainer"
     kind = "scores"
 
-    def __init__(self, model: Any, args: object = None, *rest: Any, **given: Any) -> None:
-        super().__init__(model, None, args, *rest, **given)
+    def __init__(self, model: Any, args: object = None, *rest: Any, **kwargs: Any) -> None:
+        super().__init__(model, None, args, *rest, **kwargs)
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         old = {f"{side}_input_ids": f"{side}_ids" for side in ("chosen", "rejected")}

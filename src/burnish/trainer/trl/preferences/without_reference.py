@@ -54,8 +54,8 @@ class ORPOTrainer(PreferenceTrainer):
     max_length = argument(ORPOConfig, lambda args: args.max_length)
     aux_loss_coef = property(lambda self: self.objective.aux_coefficient)
 
-    def __init__(self, model: Any, args: object = None, *rest: Any, **given: Any) -> None:
-        super().__init__(model, None, args, *rest, **given)
+    def __init__(self, model: Any, args: object = None, *rest: Any, **kwargs: Any) -> None:
+        super().__init__(model, None, args, *rest, **kwargs)
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         if not (self._overrides("tokenize_row") or self._overrides("build_tokenized_answer")):
@@ -84,8 +84,8 @@ class ORPOTrainer(PreferenceTrainer):
         If the last token of the prompt merges with the response, that token belongs to the response.
         """
         ids = self.processing_class(prompt + answer, add_special_tokens=False)["input_ids"]
-        own = self.processing_class(prompt, add_special_tokens=False)["input_ids"]
-        at = len(own) if ids[: len(own)] == own else len(own) - 1
+        prompt_ids = self.processing_class(prompt, add_special_tokens=False)["input_ids"]
+        at = len(prompt_ids) if ids[: len(prompt_ids)] == prompt_ids else len(prompt_ids) - 1
         parts = {"prompt_": ids[:at], "": ids[at:]}
         return {f"{name}input_ids": of for name, of in parts.items()} | {
             f"{name}attention_mask": [1] * len(of) for name, of in parts.items()
@@ -121,10 +121,13 @@ class ORPOTrainer(PreferenceTrainer):
             (P,) log-probabilities of the chosen responses, and of the rejected ones; (P, T, V) logits of both; () the
             negative log-likelihood that is added to the loss; for a mixture of experts () the loss of its router.
         """
-        laid = self.concatenated_inputs(batch, self.is_encoder_decoder, self.padding_value, self.accelerator.device)
-        labels, more = laid["concatenated_labels"], {"output_router_logits": True} if self.aux_loss_enabled else {}
+        inputs = self.concatenated_inputs(batch, self.is_encoder_decoder, self.padding_value, self.accelerator.device)
+        labels, more = inputs["concatenated_labels"], {"output_router_logits": True} if self.aux_loss_enabled else {}
         outputs = model(
-            laid["concatenated_input_ids"], attention_mask=laid["concatenated_attention_mask"], use_cache=False, **more
+            inputs["concatenated_input_ids"],
+            attention_mask=inputs["concatenated_attention_mask"],
+            use_cache=False,
+            **more,
         )
         logits = outputs.logits[:, -labels.shape[1] :]
         chosen, rejected = self.get_batch_logps(logits, labels, average_log_prob=self.objective.averages).chunk(2)
@@ -156,7 +159,7 @@ class ORPOTrainer(PreferenceTrainer):
         self, model: nn.Module, batch: Mapping[str, Any], train_eval: str = "train"
     ) -> tuple[Tensor, dict[str, float]]:
         """() the loss of a micro-batch, and its metrics by name, with the prefix ``eval_`` in evaluation."""
-        chosen, rejected, *logits, nll = (found := self.concatenated_forward(model, batch))[:5]
+        chosen, rejected, *logits, nll = (outputs := self.concatenated_forward(model, batch))[:5]
         loss, rewards, more = self._mean(chosen, rejected, nll)
         more |= {
             "rewards/chosen": rewards[0], "rewards/rejected": rewards[1],
@@ -165,7 +168,7 @@ class ORPOTrainer(PreferenceTrainer):
             "logits/rejected": logits[1].mean(), "nll_loss": nll,
         }  # fmt: skip
         if self.aux_loss_enabled:
-            loss = loss + self.aux_loss_coef * found[5]
+            loss = loss + self.aux_loss_coef * outputs[5]
         prefix = "eval_" if train_eval == "eval" else ""
         gather = self.accelerator.gather_for_metrics
         return loss, {f"{prefix}{name}": gather(value.detach().float()).mean().item() for name, value in more.items()}

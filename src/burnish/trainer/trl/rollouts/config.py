@@ -152,8 +152,8 @@ class RolloutConfig(TrlArguments):
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        given: Any = self.drop_zero_variance_groups
-        if given is False:
+        value: Any = self.drop_zero_variance_groups
+        if value is False:
             self.drop_zero_variance_groups = "false"
         super().__post_init__()
         if self.use_vllm:
@@ -181,38 +181,41 @@ class RolloutConfig(TrlArguments):
         """The options that the objective reads. Raises UserError with all that is wrong with them."""
         known = specs(RolloutChoices)
         names = {one.name: OPTION_NAMES.get(one.name, one.name) for one in fields(self)}
-        given = {name: _plain(getattr(self, word)) for word, name in names.items() if name in known}
-        if given.get("steps_per_generation") and given.get("generation_batch_size") == (
-            given["steps_per_generation"] * self.per_device_train_batch_size * self.world_size
+        values = {name: _plain(getattr(self, word)) for word, name in names.items() if name in known}
+        if values.get("steps_per_generation") and values.get("generation_batch_size") == (
+            values["steps_per_generation"] * self.per_device_train_batch_size * self.world_size
         ):
-            given["generation_batch_size"] = None  # both, as they were completed before
-        given |= self._sampling()
-        set_here = {n: v for n, v in given.items() if v is not None or type(None) in members(known[n].type)}
-        made, problems = build(RolloutChoices, {name: RawValue(value) for name, value in set_here.items()})
-        made.stage = self.stage
-        raise_if(map(_in_own_words, [*problems, *check_sizes(made), *check_loss(made)]))
-        return made
+            values["generation_batch_size"] = None  # both, as they were completed before
+        values |= self._sampling()
+        set_here = {n: v for n, v in values.items() if v is not None or type(None) in members(known[n].type)}
+        built, problems = build(RolloutChoices, {name: RawValue(value) for name, value in set_here.items()})
+        built.stage = self.stage
+        raise_if(map(_in_own_words, [*problems, *check_sizes(built), *check_loss(built)]))
+        return built
 
     def _sampling(self) -> dict[str, Any]:
         """What ``generation_kwargs`` says."""
-        given: Mapping[str, Any] = self.generation_kwargs or {}  # type: ignore[assignment]
-        given = {name: value for name, value in given.items() if (name, value) not in _USUAL and name not in _OF_BEAMS}
-        if unknown := [name for name in given if name not in _OF_SAMPLING]:
+        kwargs: Mapping[str, Any] = self.generation_kwargs or {}  # type: ignore[assignment]
+        kwargs = {
+            name: value for name, value in kwargs.items() if (name, value) not in _USUAL and name not in _OF_BEAMS
+        }
+        if unknown := [name for name in kwargs if name not in _OF_SAMPLING]:
             what = f'"generation_kwargs" has no "{unknown[0]}".{did_you_mean(unknown[0], _OF_SAMPLING)}'
             remedy = f"Known: {', '.join(_OF_SAMPLING)}."
             raise UserError(Problem(what, remedy=remedy, option="generation_kwargs"))
-        return dict(given)
+        return dict(kwargs)
 
     def notes(self) -> list[str]:
         """Sentences on what has no effect beside the other arguments."""
         choices, words = self.choices(), {name: word for word, name in OPTION_NAMES.items()}
         changed = {one.name for one in fields(self) if one.init and getattr(self, one.name) != one.default}
-        found = ((words.get(name, name), why) for name, why in without_effect(choices).items())
+        reasons = ((words.get(name, name), why) for name, why in without_effect(choices).items())
         of_beams = [
             (f"generation_kwargs.{name}", _WHY_BEAMS) for name in self.generation_kwargs or () if name in _OF_BEAMS
         ]
         return [
-            f'"{name}" has no effect: {why}.' for name, why in [*((n, w) for n, w in found if n in changed), *of_beams]
+            f'"{name}" has no effect: {why}.'
+            for name, why in [*((n, w) for n, w in reasons if n in changed), *of_beams]
         ]
 
 
@@ -271,9 +274,9 @@ class GRPOConfig(RolloutConfig):
     use_bias_correction_kl: bool = option(True, "Multiply the KL divergence by the probability ratio.")
 
     def __post_init__(self) -> None:
-        given: Any = self.scale_rewards
-        if isinstance(given, bool):
-            self.scale_rewards = "group" if given else "none"
+        value: Any = self.scale_rewards
+        if isinstance(value, bool):
+            self.scale_rewards = "group" if value else "none"
         super().__post_init__()
 
 

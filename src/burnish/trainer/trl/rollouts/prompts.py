@@ -79,19 +79,19 @@ def prompt_rows(
     ]
     stats.seen += len(examples)
     rows = objective.encode(examples, stats)
-    kept: list[Row] = [{**row, "row": at} for at, row in enumerate(rows) if row is not None]
-    if not kept:
+    usable: list[Row] = [{**row, "row": at} for at, row in enumerate(rows) if row is not None]
+    if not usable:
         raise UserError(f"The {name} dataset has no usable prompts.")
-    if len(kept) < len(rows):
-        dropped = f"{len(rows) - len(kept)} of {len(rows)} prompts of the {name} dataset were dropped"
+    if len(usable) < len(rows):
+        dropped = f"{len(rows) - len(usable)} of {len(rows)} prompts of the {name} dataset were dropped"
         logger.warning(f"{dropped}: they are empty or too long.")
-    return PromptRows(kept)
+    return PromptRows(usable)
 
 
 def _example(record: Mapping[str, Any], source: str, number: int, variables: Mapping[str, Any], tools: str) -> Example:
     prompt, extra = record["prompt"], dict(record)
-    if own := {**variables, **(record.get("chat_template_kwargs") or {})}:
-        extra["chat_template_kwargs"] = own
+    if merged := {**variables, **(record.get("chat_template_kwargs") or {})}:
+        extra["chat_template_kwargs"] = merged
     if isinstance(prompt, str):
         return Example(prompt=prompt, source=source, number=number, extra=extra)
     if not has_turns(prompt):

@@ -80,26 +80,26 @@ class ToolDialogue:
         call = {"type": "function", "function": {"name": messages[0]["name"], "arguments": {}}}
         dummy = [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         before = self._ids(dummy, add_generation_prompt=False)
-        whole = self._ids([*dummy, *messages], add_generation_prompt=True)
+        ids = self._ids([*dummy, *messages], add_generation_prompt=True)
         eos = self.tokenizer.eos_token_id
         if eos in before:
             before = before[: len(before) - before[::-1].index(eos)]
-        if whole[: len(before)] != before:
+        if ids[: len(before)] != before:
             what = (
                 "The chat template changes an assistant turn when a tool result follows it, so completions of several "
             )
             what += "turns would differ from what the model generated."
             raise UserError(what, remedy="Use a chat template that leaves earlier turns unchanged.", option="tools")
-        return whole[len(before) :]
+        return ids[len(before) :]
 
     def message_of(self, prompt: Sequence[int], ids: Sequence[int], stops: frozenset[int]) -> dict[str, Any]:
         """The message of an assistant, with ``tool_calls`` where it has any. Args: prompt: the ids before it."""
         in_thought = opens_thought(prompt, self.form, self.tokenizer)
-        whole = read_whole(ids, self.form, self.tokenizer, offered=self.offered, stop_ids=stops, in_thought=in_thought)
-        if not whole.calls:
+        reply = read_whole(ids, self.form, self.tokenizer, offered=self.offered, stop_ids=stops, in_thought=in_thought)
+        if not reply.calls:
             return {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
-        calls = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in whole.calls]
-        return {"role": "assistant", "content": whole.content, "tool_calls": calls}
+        calls = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in reply.calls]
+        return {"role": "assistant", "content": reply.content, "tool_calls": calls}
 
     def _ids(self, messages: Sequence[Any], **more: Any) -> list[int]:
         ids: list[int] = self.tokenizer.apply_chat_template(
@@ -161,9 +161,9 @@ class ToolSource(CompletionSource):
         rounds = 0
         while calling and rounds < self.most:
             rounds += 1
-            going_on = [run for run in calling if self._with_results(run, limits.max_new_tokens)]
-            self._turn(going_on, [run.prompt + run.ids for run in going_on], limits)
-            calling = [run for run in going_on if run.messages[-1].get("tool_calls")]
+            with_resume = [run for run in calling if self._with_results(run, limits.max_new_tokens)]
+            self._turn(with_resume, [run.prompt + run.ids for run in with_resume], limits)
+            calling = [run for run in with_resume if run.messages[-1].get("tool_calls")]
         return [
             Completion(
                 run.ids, run.is_ended, run.mask, run.logps if limits.wants_logps else None, messages=run.messages,
@@ -179,10 +179,10 @@ class ToolSource(CompletionSource):
         """Draw the next turn of each completion, and read it."""
         if not runs:
             return
-        left = [limits.max_new_tokens - len(run.ids) for run in runs]
+        remaining = [limits.max_new_tokens - len(run.ids) for run in runs]
         keys = [replace(run.key, start=len(run.ids)) for run in runs]
-        made = self.inner.complete(prompts, keys, replace(limits, max_new_tokens=max(left)))
-        for run, prompt, room, each in zip(runs, prompts, left, made, strict=True):
+        completions = self.inner.complete(prompts, keys, replace(limits, max_new_tokens=max(remaining)))
+        for run, prompt, room, each in zip(runs, prompts, remaining, completions, strict=True):
             ids = each.ids[:room]
             run.is_ended = each.is_ended and len(ids) == len(each.ids)
             run.messages.append(self.form.message_of(prompt, ids, limits.stop_ids))
@@ -221,10 +221,10 @@ class ToolSource(CompletionSource):
         results = asyncio.run(every())
         self.num_calls += len(calls)
         self.num_failures += sum(isinstance(result, Exception) for result in results)
-        shown = [{"error": str(result)} if isinstance(result, Exception) else result for result in results]
+        outcomes = [{"error": str(result)} if isinstance(result, Exception) else result for result in results]
         return [
             {"role": "tool", "name": call["name"], "content": str(result)}
-            for call, result in zip(calls, shown, strict=True)
+            for call, result in zip(calls, outcomes, strict=True)
         ]
 
 
@@ -244,23 +244,23 @@ class Environments:
         self.of_completions: list[Any] = []
 
     def _made(self, name: Any) -> Any:
-        made = self.factories[name]()
-        if not callable(getattr(made, "reset", None)):
+        environment = self.factories[name]()
+        if not callable(getattr(environment, "reset", None)):
             raise ValueError(
                 "Each environment instance returned by `environment_factory` must define a callable `reset`."
             )
-        return made
+        return environment
 
     def tools_of(self, environment: Any) -> list[Tool]:
         """The functions that a completion in this environment may call: its public methods, and those of all."""
         names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
-        own = [n for n in names if not n.startswith("_") and n not in ("reset", "get_reward")]
-        return [*self.shared, *(getattr(environment, name) for name in own)]
+        method_names = [n for n in names if not n.startswith("_") and n not in ("reset", "get_reward")]
+        return [*self.shared, *(getattr(environment, name) for name in method_names)]
 
     def every_tool(self) -> list[Tool]:
         """The functions of all environments, each name once."""
-        found = {tool.__name__: tool for pool in self.pools.values() for tool in self.tools_of(pool[0])}
-        return list(found.values())
+        by_name = {tool.__name__: tool for pool in self.pools.values() for tool in self.tools_of(pool[0])}
+        return list(by_name.values())
 
     def rewards(self) -> list[RewardFunction]:
         """A reward function for each class of environment with ``get_reward``."""
@@ -318,23 +318,23 @@ class ScriptSource(CompletionSource):
     def complete(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[NoiseKey], limits: CompletionLimits
     ) -> list[Completion]:
-        made = dict(self.function([record["prompt"] for record in self.records], self.trainer))
+        output = dict(self.function([record["prompt"] for record in self.records], self.trainer))
         needed = ("prompt_ids", "completion_ids", "logprobs")
-        if missing := [name for name in needed if name not in made]:
+        if missing := [name for name in needed if name not in output]:
             raise ValueError(f"rollout_func must return keys {set(needed)}, missing {set(missing)}")
-        wrong = {n: len(v) for n, v in made.items() if v is not None and len(v) != len(prompts)}
+        wrong = {n: len(v) for n, v in output.items() if v is not None and len(v) != len(prompts)}
         if wrong:
             name, count = next(iter(wrong.items()))
             raise UserError(f'rollout_func returned {count} values of "{name}" for {len(prompts)} prompts.')
-        columns = {name: values for name, values in made.items() if name not in (*needed, "env_mask")}
-        masks, logps = made.get("env_mask"), made["logprobs"]
+        columns = {name: values for name, values in output.items() if name not in (*needed, "env_mask")}
+        masks, logps = output.get("env_mask"), output["logprobs"]
         return [
             Completion(
                 list(ids), bool(ids) and ids[-1] in limits.stop_ids, None if masks is None else list(masks[at]),
                 None if logps is None else list(logps[at]), {name: values[at] for name, values in columns.items()},
-                prompt=list(made["prompt_ids"][at]),
+                prompt=list(output["prompt_ids"][at]),
             )
-            for at, ids in enumerate(made["completion_ids"])
+            for at, ids in enumerate(output["completion_ids"])
         ]  # fmt: skip
 
     def free(self) -> None:

@@ -24,7 +24,7 @@ from burnish.kernels.token_logps import LogpRules
 from burnish.loop.meter import Totals
 from burnish.loop.protocols import Objective
 from burnish.loop.types import Batch, Loss
-from burnish.losses.reference import Following, StartOfRun
+from burnish.losses.reference import InitialWeights, MovingReference
 from burnish.models.dropout import switch_off_dropout
 from burnish.models.load import context_length
 from burnish.parallel.single import set_seed
@@ -161,9 +161,9 @@ class RolloutTrainer(TrlTrainer):
         )  # fmt: skip
         self.add_callback(self.objective.times)
         if args.log_completions:
-            seen = CompletionTablesCallback(choices, Path(args.output_dir))
-            self.objective.on_generation = seen.add
-            self.add_callback(seen)
+            tables = CompletionTablesCallback(choices, Path(args.output_dir))
+            self.objective.on_generation = tables.add
+            self.add_callback(tables)
         self._prompts = self._rows_of(train_dataset, "train")
         self._fit(peft_config)
         if rollout_func is None:  # it may add columns
@@ -267,18 +267,20 @@ class RolloutTrainer(TrlTrainer):
     def ref_model(self) -> Any:
         """The reference as a model; None where β is 0, or it is the model without its adapter."""
         reference = self.objective.reference
-        start = reference.start if isinstance(reference, Following) else reference
-        return start.as_model(self.model) if isinstance(start, StartOfRun) and not is_peft_model(self.model) else None
+        start = reference.start if isinstance(reference, MovingReference) else reference
+        return (
+            start.as_model(self.model) if isinstance(start, InitialWeights) and not is_peft_model(self.model) else None
+        )
 
     def _fit(self, peft_config: Any) -> None:
         objective, model, parallel = self.objective, self.model, self._parallel
-        leaves_out = self._leaves_tokens_out and objective.allows_prefix_sharing(model)
-        found, collate = fitted(model, None, self.args, self._pad, leaves_out, False)
-        for note in objective.fit(found, collate):
+        leaves_out = self._skips_tokens and objective.allows_prefix_sharing(model)
+        capabilities, collate = fitted(model, None, self.args, self._pad, leaves_out, False)
+        for note in objective.fit(capabilities, collate):
             logger.warning(note)
         choices: Any = objective.choices
         objective.reference = reference_for(objective, choices, model, None, peft_config, parallel)
-        self._asked = replace(found, model=model)
+        self._asked = replace(capabilities, model=model)
         self.model_wrapped = self._made = objective.module(model)
         context = context_length(model.config) or _LONGEST
         slots = slots_of(objective, parallel.device, model.config, min(context, 4 * self.args.max_completion_length))
@@ -421,9 +423,9 @@ class RolloutTrainer(TrlTrainer):
             raise ValueError(f"The {type(self).__name__} does not support returning outputs")
         if "token_mask" not in inputs:
             return self._compute_loss(model, inputs)
-        found = self.objective.loss(model, inputs)
-        self._step.sums.update(found.sums)
-        return found.total / self._num_items(inputs).clamp(min=1)
+        loss = self.objective.loss(model, inputs)
+        self._step.sums.update(loss.sums)
+        return loss.total / self._num_items(inputs).clamp(min=1)
 
     def _compute_loss(self, model: nn.Module, inputs: Any) -> Tensor:
         """The result of ``compute_loss``, as in TRL."""
@@ -525,15 +527,15 @@ def reward_list(functions: Any, tokenizers: Any) -> list[Any]:
         functions: one or several: callables, sequence classifiers, paths or ids of reward models.
         tokenizers: of the models, one for each function; by default what lies with the model.
     """
-    given = [] if functions is None else list(functions) if isinstance(functions, list | tuple) else [functions]
+    listed = [] if functions is None else list(functions) if isinstance(functions, list | tuple) else [functions]
     beside = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
-    beside = [None] * len(given) if tokenizers is None else beside
-    if len(beside) != len(given):
+    beside = [None] * len(listed) if tokenizers is None else beside
+    if len(beside) != len(listed):
         raise ValueError(
             f"The number of reward processing classes ({len(beside)}) must match the number of reward functions "
-            f"({len(given)})."
+            f"({len(listed)})."
         )
-    return [_as_function(one, tokenizer) for one, tokenizer in zip(given, beside, strict=True)]
+    return [_as_function(one, tokenizer) for one, tokenizer in zip(listed, beside, strict=True)]
 
 
 def _as_function(function: Any, tokenizer: Any) -> Any:

@@ -51,7 +51,7 @@ class SFTConfig(TrlArguments):
         choices=("nll", "dft", "chunked_nll"),
     )  # fmt: skip
 
-    def _lead_old_values(self) -> None:
+    def _convert_old_values(self) -> None:
         if self.loss_type == "chunked_nll":
             self._warn(
                 "`loss_type='chunked_nll'` is deprecated. Use 'nll', which does not materialize all logits either."
@@ -60,7 +60,7 @@ class SFTConfig(TrlArguments):
         if self.packing_strategy == "bfd-requeue":
             self._warn('`packing_strategy="bfd-requeue"` is now "bfd_split".')
             self.packing_strategy = "bfd_split"
-        super()._lead_old_values()
+        super()._convert_old_values()
 
 
 for_argument_parser(SFTConfig)

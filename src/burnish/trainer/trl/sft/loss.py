@@ -37,9 +37,9 @@ def sums_without_logits(
     """
     caught: list[Tensor] = []  # (B, T, H) input of the head
 
-    def catch(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        caught.append(given[0])
-        return (given[0][:, :0], *given[1:])
+    def catch(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        caught.append(args[0])
+        return (args[0][:, :0], *args[1:])
 
     with hooked(head.linear, "forward_pre", catch, _CAUGHT):
         outputs = model(**inputs)

@@ -137,8 +137,8 @@ class Preparation:
         assert limit is not None
         if drop := [column for column in column_names(dataset) if column not in _ROWS]:
             dataset = dataset.remove_columns(drop)
-        kept = limit if strategy == "bfd" else None  # number of tokens kept of a row
-        if is_datasets_set(dataset) and not any(learns_something(row["labels"][:kept]) for row in dataset):
+        num_kept = limit if strategy == "bfd" else None  # number of tokens kept of a row
+        if is_datasets_set(dataset) and not any(learns_something(row["labels"][:num_kept]) for row in dataset):
             raise UserError(f"No examples of the {name} dataset are left to train on. Increase `max_length`.")
         if self.args.shuffle_dataset:
             dataset = dataset.shuffle(seed=self.args.seed)
@@ -165,13 +165,13 @@ def formats_batches(function: Callable[[Any], Any], row: Any) -> bool:
     """Whether a ``formatting_func`` takes a batch and returns its texts, tested with a row and with a batch of one."""
     if isinstance(_returned(function, row), str):
         return False
-    found = _returned(function, _in_batch(row))
-    return isinstance(found, list) and len(found) == 1 and isinstance(found[0], str)
+    returned = _returned(function, _in_batch(row))
+    return isinstance(returned, list) and len(returned) == 1 and isinstance(returned[0], str)
 
 
-def _returned(function: Callable[[Any], Any], given: Any) -> Any:
+def _returned(function: Callable[[Any], Any], argument: Any) -> Any:
     try:
-        return function(given)
+        return function(argument)
     except Exception:  # any error of a script's function; it is raised when the dataset is prepared
         return None
 
@@ -203,8 +203,8 @@ class Pack:
         if self.strategy == "bfd":
             rows = [{name: row[name][: self.limit] for name in _ROWS} for row in rows]
         packs: Any = pack(rows, self.limit, self.strategy)
-        kept = _ROWS if self.strategy == "wrapped" else (*_ROWS, "seq_lengths")
-        return {name: [row[name] for row in packs] for name in kept}
+        names = _ROWS if self.strategy == "wrapped" else (*_ROWS, "seq_lengths")
+        return {name: [row[name] for row in packs] for name in names}
 
 
 def learns_something(labels: list[int]) -> bool:

@@ -69,8 +69,8 @@ def ready_model(
     if isinstance(model, str):
         model = load_named_model(model, args, quantization_config, scores)
     else:
-        given = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
-        for name in [name for name, value in given.items() if value is not None]:
+        settings = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
+        for name in [name for name, value in settings.items() if value is not None]:
             logger.warning(f"`{name}` is ignored, because the model is already instantiated.")
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError(
@@ -88,14 +88,14 @@ def ready_model(
 
 def load_named_model(name: str, args: TrlArguments, quantization_config: Any, scores: bool = False) -> Any:
     """The model of that name or folder, in the class that its config specifies, in float32 by default."""
-    given: dict[str, Any] = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
+    kwargs: dict[str, Any] = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
     if quantization_config is not None:
-        if "quantization_config" in given:
+        if "quantization_config" in kwargs:
             raise ValueError(
                 "You set `quantization_config` both as a trainer argument and in `args.model_init_kwargs`. Please set "
                 "it in only one place, preferably as a trainer argument."
             )
-        given["quantization_config"] = quantization_config
+        kwargs["quantization_config"] = quantization_config
     refuse_no_place(name, "model")
     adapter = Path(name) / "adapter_config.json"
     if adapter.is_file() and not any(Path(name).glob("model*.safetensors*")):
@@ -104,34 +104,34 @@ def load_named_model(name: str, args: TrlArguments, quantization_config: Any, sc
             f"`{name}` is an adapter, not a model. Load its base model ({base}), and load the adapter with "
             "`PeftModel.from_pretrained(model, folder, is_trainable=True)` or `resume_from_checkpoint`."
         )
-    given.setdefault("trust_remote_code", args.trust_remote_code)
-    given["dtype"] = _dtype(given.pop("torch_dtype", None) if "dtype" not in given else given["dtype"])
+    kwargs.setdefault("trust_remote_code", args.trust_remote_code)
+    kwargs["dtype"] = _dtype(kwargs.pop("torch_dtype", None) if "dtype" not in kwargs else kwargs["dtype"])
     if scores:
-        return AutoModelForSequenceClassification.from_pretrained(name, **{"num_labels": 1, **given})
-    where = {key: given[key] for key in ("revision", "trust_remote_code", "subfolder", "token") if key in given}
+        return AutoModelForSequenceClassification.from_pretrained(name, **{"num_labels": 1, **kwargs})
+    where = {key: kwargs[key] for key in ("revision", "trust_remote_code", "subfolder", "token") if key in kwargs}
     config = AutoConfig.from_pretrained(name, **where)
     architecture = (config.architectures or [""])[0]
     made_by: Any = getattr(transformers, architecture, AutoModelForCausalLM)
-    return made_by.from_pretrained(name, **given)
+    return made_by.from_pretrained(name, **kwargs)
 
 
-def _dtype(asked: Any) -> Any:
-    if asked is None:
+def _dtype(dtype: Any) -> Any:
+    if dtype is None:
         return torch.float32
-    if isinstance(asked, torch.dtype) or asked == "auto":
-        return asked
-    if asked in ("bfloat16", "float16", "float32"):
-        return getattr(torch, asked)
+    if isinstance(dtype, torch.dtype) or dtype == "auto":
+        return dtype
+    if dtype in ("bfloat16", "float16", "float32"):
+        return getattr(torch, dtype)
     raise ValueError(
         "Invalid `dtype` passed to the config. Expected either 'auto' or a string representing a valid `torch.dtype` "
-        f"(e.g., 'float32'), but got {asked}."
+        f"(e.g., 'float32'), but got {dtype}."
     )
 
 
 def load_processing_class(model: Any, args: TrlArguments) -> Any:
     """The tokenizer or processor of the model's folder."""
-    given = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
-    more = {"revision": given.get("revision"), "trust_remote_code": args.trust_remote_code}
+    kwargs = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
+    more = {"revision": kwargs.get("revision"), "trust_remote_code": args.trust_remote_code}
     if getattr(model.config, "vision_config", None) is None:
         return AutoProcessor.from_pretrained(model_id(model), **more)
     # The combined processor of most vision models requires torchvision; burnish uses its image processor only.

@@ -22,7 +22,7 @@ from burnish.losses.logits import target_positions
 from burnish.losses.targets import Targets, sums_of_logits
 from burnish.models.patches.attention import make_padding_free
 from burnish.parallel.single import set_seed
-from burnish.trainer.data.prefix_sharing import fit_prefix_sharing
+from burnish.trainer.data.prefix_sharing import probe_prefix_sharing
 from burnish.trainer.inspection import has_virtual_tokens, is_peft_model
 from burnish.trainer.reporting import Count
 from burnish.trainer.trl.base import TrlTrainer
@@ -139,16 +139,16 @@ class SFTTrainer(TrlTrainer):
         multiple: Any = args.pad_to_multiple_of
         if not self.padding_free:
             return DataCollatorForLanguageModeling(pad, pad_to_multiple_of=multiple)
-        asked = isinstance(args.model_init_kwargs, dict) and "attn_implementation" in args.model_init_kwargs
-        layout = make_padding_free(model, own_attention=not asked)
+        sets_attention = isinstance(args.model_init_kwargs, dict) and "attn_implementation" in args.model_init_kwargs
+        layout = make_padding_free(model, own_attention=not sets_attention)
         if layout.note:
             logger.warning(layout.note)
         return DataCollatorForLanguageModeling(
             pad, padding_free=layout.is_flat, pad_to_multiple_of=multiple, takes_packs_apart=not layout.is_flat
         )
 
-    def _set_router(self, model: Any, asked: float | None) -> None:
-        super()._set_router(model, asked)
+    def _set_router(self, model: Any, coefficient: float | None) -> None:
+        super()._set_router(model, coefficient)
         config = model.config.get_text_config()
         if hasattr(config, "router_aux_loss_coef"):  # the model's own loss uses these values
             config.output_router_logits = self.aux_loss_enabled
@@ -188,11 +188,11 @@ class SFTTrainer(TrlTrainer):
         if self._signature_columns is None:
             self._signature_columns = ["input_ids", "labels", "seq_lengths", "images"]
 
-    def _get_dataloader(self, *given: Any, **more: Any) -> Any:
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """On a GPU the collator adds the target positions, because finding them there would wait for the device. Not if
         a subclass overrides a method between loader and loss.
         """
-        loader = super()._get_dataloader(*given, **more)
+        loader = super()._get_dataloader(*args, **kwargs)
         if self._parallel.device.type == "cpu":
             return loader
         between = ("compute_loss", "training_step", "prediction_step", "_prepare_inputs")
@@ -201,7 +201,7 @@ class SFTTrainer(TrlTrainer):
         return loader
 
     def _ask(self) -> Capabilities:
-        return fit_prefix_sharing(self.model, self._leaves_tokens_out and not self.aux_loss_enabled, needs_head=True)
+        return probe_prefix_sharing(self.model, self._skips_tokens and not self.aux_loss_enabled, needs_head=True)
 
     # --- loss ---------------------------------------------------------------------------------------------------------
 
@@ -238,8 +238,8 @@ class SFTTrainer(TrlTrainer):
         if model.training:
             self._step.sums.update(self._measured_in(sums, num_targets, aux, self._num_items(inputs)))
         else:
-            found = {**self._measured_in(sums, num_targets, aux), "items": num_targets}
-            for name, value in found.items():
+            measured = {**self._measured_in(sums, num_targets, aux), "items": num_targets}
+            for name, value in measured.items():
                 self._eval_sums[name] = self._eval_sums.get(name, 0) + value.detach().float()
         return (loss, outputs) if return_outputs else loss
 
@@ -249,21 +249,21 @@ class SFTTrainer(TrlTrainer):
         Returns:
             The sums, () the number of trained tokens, () the router's loss if it is used, the model's output.
         """
-        given = {**inputs, "use_cache": False}
-        labels, positions = given.pop("labels"), given.pop("target_positions", None)
+        model_inputs = {**inputs, "use_cache": False}
+        labels, positions = model_inputs.pop("labels"), model_inputs.pop("target_positions", None)
         if has_virtual_tokens(self.model):  # the last virtual token predicts the first id
             labels, positions = F.pad(labels, (1, 0), value=IGNORE_INDEX), None
         if self.aux_loss_enabled:
-            given["output_router_logits"] = True
+            model_inputs["output_router_logits"] = True
         targets = Targets.of(labels, positions)
         head = None if needs_logits else self._fitted().head
         flat, rules = None if head is None else self._flat(inputs), self._rules(head)
         if flat is not None and head is not None:
             sums, outputs = sums_without_logits(model, *flat_inputs(flat), head, rules)
         elif head is not None:
-            sums, outputs = sums_without_logits(model, given, targets, labels.shape[1], head, rules)
+            sums, outputs = sums_without_logits(model, model_inputs, targets, labels.shape[1], head, rules)
         else:
-            outputs = model(**given)
+            outputs = model(**model_inputs)
             logits = outputs.logits[:, -labels.shape[1] :].flatten(0, 1)[targets.positions]
             sums = sums_of_logits(logits, targets, rules)
         aux = outputs.aux_loss if self.aux_loss_enabled and outputs is not None else None
@@ -287,13 +287,13 @@ class SFTTrainer(TrlTrainer):
             num_items: () the loop's number of items of the batch, which is slightly larger for models whose first
                 labels transformers counts as well; the sums are scaled to it. None in evaluation.
         """
-        found = {"mean_token_accuracy": sums.correct, "entropy": sums.entropy}
+        measured = {"mean_token_accuracy": sums.correct, "entropy": sums.entropy}
         if aux is not None:
-            found["aux_loss"] = aux.detach() * num_targets
+            measured["aux_loss"] = aux.detach() * num_targets
         if num_items is None:
-            return found
+            return measured
         share = num_items / num_targets.clamp(min=1)
-        return {name: value * share for name, value in found.items()}
+        return {name: value * share for name, value in measured.items()}
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None

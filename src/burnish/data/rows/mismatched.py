@@ -19,7 +19,7 @@ _KEPT = 4096
 """Size of the row cache. A row is read twice: when its step is partitioned, and when it is collated."""
 
 
-class RowsWithOthers(RowsOver):
+class RowsWithMismatched(RowsOver):
     """Rows with the columns ``kl_input_ids`` and ``kl_labels``.
 
     Args:
