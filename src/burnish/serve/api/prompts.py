@@ -85,7 +85,7 @@ class Prompter:
         return [int(token) for token in row["input_ids"]]
 
     def _unwritable(self, error: Exception) -> APIError:
-        message = f"The template {self.template.name} cannot render the conversation: {_first_line(error)}"
+        message = f"The chat template ({self.template.name}) cannot render the conversation: {_first_line(error)}"
         return APIError(400, "invalid_value", message, param="messages")
 
     def example(self, request: ChatRequest) -> Example:
