@@ -257,7 +257,7 @@ def test_a_key_of_an_entry_says_where_a_part_is(explained, name):
 @pytest.mark.parametrize(
     ("column", "sentence"),
     [
-        ("images", 'contains images ("extra"), but llama reads text only'),
+        ("images", 'contains images ("extra"), but llama is a text-only model'),
         ("chosen", "contains preference pairs (chosen)"),
         ("rejected", "contains preference pairs (rejected)"), ("kto_tag", "contains KTO labels (kto_tag)"),
     ],

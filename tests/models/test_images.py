@@ -217,7 +217,7 @@ def test_freeze_counts_the_layers_of_the_language_model():
     ("family", "options", "said"),
     [
         ("llava", {"freeze_language_model": True}, "all frozen"),
-        (None, {"freeze_vision_tower": False}, "no vision tower"),
+        (None, {"freeze_vision_tower": False}, "without a vision tower"),
     ],
 )
 def test_parts_that_cannot_be_chosen_are_refused(family, options, said):

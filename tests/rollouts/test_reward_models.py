@@ -86,7 +86,7 @@ def server():
 
 def test_a_server_scores_texts_and_its_count_is_checked(server):
     assert RewardServer(server)(PROMPTS, ANSWERS) == [len(p + a) for p, a in zip(PROMPTS, ANSWERS, strict=True)]
-    with pytest.raises(UserError, match="one for each of 2 texts"):
+    with pytest.raises(UserError, match="one number for each of the 2 texts"):
         RewardServer(server)(["short", "x"], ["", "y"])
     with pytest.raises(UserError, match="starts with http"):
         RewardServer("file:///etc/passwd")(["a"], ["b"])

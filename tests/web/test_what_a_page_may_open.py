@@ -81,7 +81,7 @@ def test_a_record_names_no_image_outside(below, outside, spelling) -> None:
         Sight((below,)).image(spelling.format(outside / "a.png"), "images[0]")
     with pytest.raises(BadImage, match="web UI"):  # whether it is there is not told either
         Sight((below,)).image(spelling.format(outside / "a.png").replace("a.png", "none.png"), "images[0]")
-    with pytest.raises(BadImage, match="is not there"):
+    with pytest.raises(BadImage, match="was not found"):
         Sight((below,)).image("none.png", "images[0]")
 
 

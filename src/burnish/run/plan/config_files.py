@@ -200,12 +200,12 @@ def _nearest_file(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f' Its folder "{folder}" does not exist either.'
-    guess = did_you_mean(path.name, [config.name for config in _configs(folder)])
+    guess = did_you_mean(path.name, [file.name for file in _configs(folder)])
     return guess or _listed(folder)
 
 
 def _listed(folder: Path) -> str:
-    names = [config.name for config in _configs(folder)]
+    names = [file.name for file in _configs(folder)]
     if not names:
         return f' "{folder.resolve()}" contains no .yaml or .json file.'
     return f' "{folder}" contains {", ".join(names[:5])}{", ..." if len(names) > 5 else ""}.'

@@ -103,15 +103,15 @@ def _requested_trackers(report_to: Any) -> list[str]:
     return list(report_to) if isinstance(report_to, list) else [report_to]
 
 
-def accelerator_config_of(config: Any) -> AcceleratorConfig:
-    if config is None:
+def accelerator_config_of(settings: Any) -> AcceleratorConfig:
+    if settings is None:
         return AcceleratorConfig()
-    if isinstance(config, type):
+    if isinstance(settings, type):
         raise NotImplementedError(
             "Tried passing in a callable to `accelerator_config`, but this is not supported. "
-            f"Pass an object: {config.__name__}()."
+            f"Pass an object: {settings.__name__}()."
         )
-    return AcceleratorConfig(**config) if isinstance(config, dict) else AcceleratorConfig.from_json_file(config)
+    return AcceleratorConfig(**settings) if isinstance(settings, dict) else AcceleratorConfig.from_json_file(settings)
 
 
 def dictionary_of(name: str, text: str) -> Any:
