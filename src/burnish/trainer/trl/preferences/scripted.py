@@ -18,14 +18,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, logging
 
 from burnish.checkpoint.parts import Stateful
 from burnish.loop.protocols import Objective, Parallel
 from burnish.loop.types import IGNORE_INDEX, Batch, Loss, Row
 from burnish.losses.sequence_logps import SequenceModel
 from burnish.trainer.data.torch_loader import PaddingBatch
+from burnish.trainer.trl.base import TrlTrainer
 from burnish.trainer.trl.preferences.objective import padding_batch
+
+logger = logging.get_logger("transformers.trainer")
 
 
 @dataclass
@@ -228,3 +231,38 @@ def model_inputs_of(batch: Mapping[str, Any], padding_value: int) -> dict[str, T
     if "chosen_input_ids" in batch:
         inputs, prefix = concatenated_inputs(batch, padding_value=padding_value), "concatenated_"
     return {name: inputs[f"{prefix}{name}"] for name in ("input_ids", "attention_mask")}
+
+
+class OverridableTrainer(TrlTrainer):
+    """A trainer with an objective whose methods a script may override. It then uses TRL's padded batches and the model
+    itself.
+
+    Attributes:
+        _made: the objective's module around the model.
+    """
+
+    _made: nn.Module
+
+    def _module(self) -> nn.Module:
+        module: nn.Module = self.model if self._is_scripted else self._made
+        return module
+
+    @property
+    def _is_scripted(self) -> bool:
+        """Whether a script overrides a method with a batch or a model as argument."""
+        return bool(self._overridden)
+
+    @property
+    def _overridden(self) -> list[str]:
+        names = (*self._loss_methods, "prediction_step", "_prepare_inputs", "floating_point_ops")
+        return [name for name in names if self._overrides(name)]
+
+    def _warn_of_overrides(self) -> None:
+        logger.warning(
+            f"{type(self).__name__} overrides {', '.join(self._overridden)}, so batches are padded as in TRL and the "
+            "model itself is called. Steps take longer than without the override."
+        )
+
+    def _over(self, model: nn.Module) -> nn.Module:
+        """The objective's module around the model that is passed to a method."""
+        return module_over(self._made, self.model, model)

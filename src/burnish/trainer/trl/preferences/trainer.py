@@ -37,7 +37,7 @@ from burnish.trainer.data.loaders import is_datasets_set
 from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.inspection import is_peft_model
 from burnish.trainer.reporting import Count
-from burnish.trainer.trl.base import TrlTrainer, argument
+from burnish.trainer.trl.base import argument
 from burnish.trainer.trl.preferences.collator import REFERENCE, Padded, column_of, rows_of_padded
 from burnish.trainer.trl.preferences.config import (
     DPOConfig,
@@ -64,12 +64,12 @@ from burnish.trainer.trl.preferences.rows import (
     with_kl_answers,
 )
 from burnish.trainer.trl.preferences.scripted import (
+    OverridableTrainer,
     PreferenceOutput,
     Scripted,
     ScriptedBatch,
     get_batch_logps,
     model_inputs_of,
-    module_over,
 )
 from burnish.trainer.trl.prepared import column_names, first_row
 from burnish.trainer.trl.seeing import SeeingCollator, family_for
@@ -99,7 +99,7 @@ class CountPreferences(Count):
         return len(batch["input_ids"]) // (1 if "label" in batch else 2), num_tokens(batch)
 
 
-class PreferenceTrainer(TrlTrainer):
+class PreferenceTrainer(OverridableTrainer):
     """Base class of the preference trainers.
 
     Args:
@@ -268,36 +268,15 @@ class PreferenceTrainer(TrlTrainer):
         objective: Objective = self._scripted if self._is_scripted else self.objective
         return objective
 
-    def _module(self) -> nn.Module:
-        module: nn.Module = self.model if self._is_scripted else self._made
-        return module
-
     def _padding_batch(self, batch: Batch) -> PaddingBatch:
         return PaddingBatch(batch) if self._is_scripted else padding_batch(batch)
 
     # --- methods of a script: scripted.py -----------------------------------------------------------------------------
 
-    @property
-    def _is_scripted(self) -> bool:
-        """Whether a script overrides a method with a batch or a model as argument."""
-        return bool(self._overridden)
-
-    @property
-    def _overridden(self) -> list[str]:
-        names = (*self._loss_methods, "prediction_step", "_prepare_inputs", "floating_point_ops")
-        return [name for name in names if self._overrides(name)]
-
     @cached_property
     def _scripted(self) -> Scripted:
-        logger.warning(
-            f"{type(self).__name__} overrides {', '.join(self._overridden)}, so batches are padded as in TRL and the "
-            "model itself is called. Steps take longer than without the override."
-        )
+        self._warn_of_overrides()
         return Scripted(self.objective, partial(rows_of_padded, kind=self.kind), self._over, self._parallel)
-
-    def _over(self, model: nn.Module) -> nn.Module:
-        """The objective's module around the model that is passed to a method."""
-        return module_over(self._made, self.model, model)
 
     def _loss_of_padded(self, model: nn.Module, inputs: Any, return_outputs: bool) -> Any:
         """``compute_loss`` for a padded batch."""

@@ -41,7 +41,7 @@ from burnish.trainer.loss import StepInProgress
 from burnish.trainer.reporting import Count
 from burnish.trainer.trl.base import TrlTrainer, argument
 from burnish.trainer.trl.preferences.objective import fitted, padding_batch, reference_for
-from burnish.trainer.trl.preferences.scripted import module_over
+from burnish.trainer.trl.preferences.scripted import OverridableTrainer
 from burnish.trainer.trl.rollouts.config import GRPOConfig, RLOOConfig, RolloutConfig
 from burnish.trainer.trl.rollouts.prompts import PromptRows, PromptTemplate, prompt_rows
 from burnish.trainer.trl.rollouts.scripted import ScriptedRollouts, token_values_of
@@ -75,7 +75,7 @@ class CountPrompts(Count):
         return len(batch["items"]), num_tokens(batch) if "input_ids" in batch else 0
 
 
-class RolloutTrainer(TrlTrainer):
+class RolloutTrainer(OverridableTrainer):
     """The common part of the trainers of this room.
 
     Args:
@@ -297,36 +297,16 @@ class RolloutTrainer(TrlTrainer):
     def _objective(self) -> Objective:
         return self._scripted if self._is_scripted else self.objective
 
-    def _module(self) -> nn.Module:
-        module: nn.Module = self.model if self._is_scripted else self._made
-        return module
-
     def _padding_batch(self, batch: Batch) -> PaddingBatch:
         return padding_batch(batch)
 
     # --- methods of a script: scripted.py -----------------------------------------------------------------------------
 
-    @property
-    def _is_scripted(self) -> bool:
-        """Whether a script overrides a method with a batch or a model as argument."""
-        return bool(self._overridden)
-
-    @property
-    def _overridden(self) -> list[str]:
-        names = (*self._loss_methods, "prediction_step", "_prepare_inputs", "floating_point_ops")
-        return [name for name in names if self._overrides(name)]
-
     @cached_property
     def _scripted(self) -> ScriptedRollouts:
-        logger.warning(
-            f"{type(self).__name__} overrides {', '.join(self._overridden)}, so batches are padded as in TRL and the "
-            "model itself is called. Steps take longer than without the override."
-        )
+        self._warn_of_overrides()
         own = self._token_values if self._overrides("_get_per_token_logps_and_entropies") else None
         return ScriptedRollouts(self.objective, self._over, self._pad, self._parallel, own)
-
-    def _over(self, model: nn.Module) -> nn.Module:
-        return module_over(self._made, self.model, model)
 
     def _token_values(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Values of the tokens of a padded batch from a script's ``_get_per_token_logps_and_entropies``."""
