@@ -11,11 +11,17 @@ from urllib.parse import quote
 import pytest
 
 import burnish
+from burnish.checkpoint.checkpoint import Checkpoints
 from burnish.config.errors import UserError
 from burnish.data.images.image_file import BadImage
 from burnish.data.images.sources import Sight
+from burnish.data.options import DataOptions
+from burnish.data.rows.encode import encode_rows
+from burnish.data.stats import DataStats
 from burnish.models.options import ModelOptions
 from burnish.models.source import adapter_folders, find_source
+from burnish.run.plan.options import RunOptions
+from burnish.run.recovery.resume import checkpoint_to_resume
 from burnish.serve.eval.local_tasks import local_tasks
 from burnish.utils.files import ROOTS
 
@@ -69,6 +75,27 @@ def test_a_model_whose_files_are_links_to_each_other_is_opened(below) -> None:
     for file in (below / "blobs").iterdir():
         (below / "model" / file.name).symlink_to(f"../blobs/{file.name}")
     assert find_source(str(below / "model"), ModelOptions()).folder == below / "model"
+
+
+def test_tokenized_rows_outside_are_not_read_through_a_link(below, outside) -> None:
+    (outside / "train").mkdir()
+    (below / "rows/train").mkdir(parents=True)
+    (below / "rows/train/rows.arrow").symlink_to(outside / "train")
+    with pytest.raises(UserError, match="the folders that the web UI may read"):
+        encode_rows(
+            [], lambda given: ([], DataStats()), DataStats(), fingerprint={},
+            options=DataOptions(tokenized_path=str(below / "rows")),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("requested", [True, False])
+def test_a_checkpoint_outside_is_not_read_through_a_link(below, outside, requested) -> None:
+    Checkpoints(below / "run", in_background=False).save(2, {})
+    (below / "run/checkpoint-2/link").symlink_to(outside / "secret.json")
+    words = {"resume_from_checkpoint": str(below / "run/checkpoint-2")} if requested else {}
+    options = RunOptions(output_dir=str(below / "run"), stage="sft", do_train=True, **words)
+    with pytest.raises(UserError, match="the folders that the web UI may read"):
+        checkpoint_to_resume(options)
 
 
 @pytest.mark.parametrize("spelling", ["{}", "file://{}", "link/a.png"])

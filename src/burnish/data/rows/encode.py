@@ -33,7 +33,7 @@ from burnish.data.rows.store import MANIFEST, Rows, RowWriter, open_rows, read_r
 from burnish.data.sets.examples import content_hash
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Row
-from burnish.utils.files import cache_home, named_where_full, open_lock
+from burnish.utils.files import cache_home, check_folder_below_roots, named_where_full, open_lock
 from burnish.utils.work import work
 
 Encode: TypeAlias = "Callable[[Sequence[Any], DataStats], Sequence[Row | None]]"
@@ -119,6 +119,7 @@ def _folder(options: DataOptions, name: str, made_from: Mapping[str, Any], place
     if root.is_file() or (root / "dataset_dict.json").is_file() or (root / "state.json").is_file():
         what = f'Expected tokenized_path to be a folder written by burnish or a new folder. Received: "{root}".'
         raise UserError(what, remedy="Set a new folder. The tokenized dataset is saved there.", option="tokenized_path")
+    check_folder_below_roots(root)
     return root / (name or "eval").replace("/", "_")
 
 

@@ -26,6 +26,7 @@ from burnish.run.plan.checks import FINISHED_NAME, trains
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
 from burnish.run.recovery.fingerprints import may_change, values_of, work_of
+from burnish.utils.files import check_folder_below_roots
 from burnish.utils.json_files import read_object
 
 
@@ -67,6 +68,7 @@ def checkpoint_to_resume(options: RunOptions) -> tuple[Path | None, list[str]]:
     folder, requested = output_folder(options), options.resume_from_checkpoint
     checkpoints = Checkpoints(folder)
     if isinstance(requested, str):
+        check_folder_below_roots(Path(requested))
         raise_if(check_checkpoint(Path(requested), checkpoints))
         return Path(requested), []
     if not is_resuming(options):
@@ -74,6 +76,8 @@ def checkpoint_to_resume(options: RunOptions) -> tuple[Path | None, list[str]]:
     newest, skipped = checkpoints.newest()
     if newest is None and (requested is True or options.resume == "must"):
         raise UserError(f'output_dir "{folder}" contains no complete checkpoint to resume from.', option="output_dir")
+    if newest is not None:
+        check_folder_below_roots(newest)
     return newest, skipped
 
 
