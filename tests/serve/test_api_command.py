@@ -182,11 +182,13 @@ def test_a_chat_template_that_loops_is_stopped_and_the_server_goes_on_and_ends(t
     asking.start()
     time.sleep(0.5)
     assert send(process, "GET", "/healthz")[0] == 200
+    plain = {**body, "messages": [{"role": "user", "content": "hot"}]}
+    began = time.monotonic()
+    assert send(process, "POST", "/v1/chat/completions", plain)[0] == 200  # waits for the other one, and for a worker
+    assert time.monotonic() - began < 8
     asking.join(20)
     assert answers[0][0] == 400
-    assert "took more than 10 s" in answers[0][1]
-    plain = {**body, "messages": [{"role": "user", "content": "hot"}]}
-    assert send(process, "POST", "/v1/chat/completions", plain)[0] == 200
+    assert "took more than 2 s" in answers[0][1]
     others = [threading.Thread(target=ask, daemon=True) for _ in range(3)]
     for other in others:
         other.start()

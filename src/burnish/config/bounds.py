@@ -11,6 +11,8 @@ depth."""
 RENDERING_S, RENDERING_BYTES, LONGEST_RENDERING = 10.0, 2**30, 2**26
 """Limits of a chat template per conversation: seconds, bytes of memory, and characters of output. A conversation of a
 million words takes 0.1 seconds."""
+SERVED_RENDERING_S = 2.0
+"""The same limit in a server, where other requests wait for a rendering."""
 
 LONGEST_RECORD = 16_000_000
 """Maximum number of characters of a record, about ten books. Time and memory grow linearly: 1.5 s and 200 MB per

@@ -179,6 +179,12 @@ def marked_ids(tokenizer: Any, conversation: Conversation) -> tuple[list[int], l
     return ids, mask
 
 
+def limit_rendering(seconds: float) -> None:
+    """Set the time limit of a rendering in this process."""
+    global RENDERING_S
+    RENDERING_S = seconds
+
+
 def stop_rendering() -> None:
     """Kill the worker process, which also ends a rendering that another thread is waiting for."""
     _worker.stop()

@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from burnish.config.bounds import SERVED_RENDERING_S
 from burnish.config.errors import MissingExtraError
 from burnish.config.options import RawValue, build, raise_if
 from burnish.report.streams import say
@@ -98,11 +99,13 @@ def read_options(words: Sequence[str]) -> ApiOptions:
 async def _serve(
     words: Sequence[str], options: ApiOptions, state: ServerState, key: str | None, found: socket.socket
 ) -> int:
+    from burnish.data.chat.rendering import limit_rendering
     from burnish.serve.api.app import application
     from burnish.serve.http.server import serve
 
     async def begin() -> None:
         loop = asyncio.get_running_loop()
+        limit_rendering(SERVED_RENDERING_S)
         loaded, engine, outputs = await in_thread(lambda: load_served(words, options, state, loop))
         _open(loaded, engine, outputs, options, state)
         for line in opening_lines(loaded, engine, options, key, found):
