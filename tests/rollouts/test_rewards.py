@@ -1,6 +1,7 @@
 """Reward functions: what an entry of reward_funcs names, what a function is given, and what is refused."""
 
 import asyncio
+import contextlib
 import math
 import time
 
@@ -9,6 +10,7 @@ import torch
 
 from burnish import rewards as public
 from burnish.config.errors import UserError
+from burnish.rollouts.rewards import compute
 from burnish.rollouts.rewards.compute import compute_rewards
 from burnish.rollouts.rewards.functions import load_rewards, missing_columns
 
@@ -126,6 +128,8 @@ def test_scores_may_come_as_a_tensor():
         ([1.0, math.inf, 0.0], "returned inf for completion 2; a completion without a score is None."),
         ([1.0, "good", 0.0], "returned 'good' for completion 2"),
         ([None] * 3, "No completion of step 5 has a score"),
+        ([1.0, 10**400, 0.0], "for completion 2; a reward is a number or None."),
+        ([1.0, torch.ones(2), 0.0], "for completion 2; a reward is a number or None."),
     ],
 )
 def test_scores_that_are_none_are_refused(scores, words):
@@ -168,6 +172,90 @@ def test_coroutines_run_together_and_have_a_time_limit():
     assert time.monotonic() - start < 1
     assert table.values.sum() == 12
     assert "slow has not returned" in refused([slow], timeout_s=0.05)
+
+
+def test_a_coroutine_that_blocks_the_event_loop_has_a_time_limit():
+    async def blocks(completions, **_):
+        time.sleep(30)
+
+    start = time.monotonic()
+    assert "blocks has not returned for 0.3 s" in refused([blocks], timeout_s=0.3)
+    assert time.monotonic() - start < 5
+
+
+def test_a_function_that_cannot_be_interrupted_is_named(monkeypatch, caplog):
+    def stubborn(completions, **_):
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            with contextlib.suppress(BaseException):
+                time.sleep(0.1)
+        return [0.0] * len(completions)
+
+    monkeypatch.setattr(compute, "_PATIENCE_S", 0.1)
+    asked([stubborn], timeout_s=0.1)
+    assert "stubborn has not returned for 0.1 s and cannot be interrupted" in caplog.text
+
+
+def test_what_would_end_the_process_is_an_error_of_the_function(folder):
+    def leaves(completions, **_):
+        raise SystemExit(3)
+
+    async def leaves_later(completions, **_):
+        raise SystemExit(3)
+
+    (folder / "leaving.py").write_text("import sys\nsys.exit(4)\n")
+    assert "leaves, line" in refused([leaves])
+    assert "leaves_later, line" in refused([leaves_later])
+    for entry in ("leaving.py:f", "leaving.f"):
+        with pytest.raises(UserError, match="line 2 of reward_funcs cannot be imported: SystemExit: 4"):
+            load_rewards([entry])
+
+
+def test_scores_may_come_from_a_generator():
+    def yields(completions, **_):
+        yield from (float(len(c)) for c in completions)
+
+    assert asked([yields]).values.flatten().tolist() == [2, 3, 1]
+
+
+def test_what_a_function_does_to_its_arguments_is_seen_by_no_other():
+    def takes(prompts, completions, completion_ids, answer, nested, **_):
+        count = len(completions)
+        completions[0][0]["content"] = "other"
+        nested[0]["a"].append(2)
+        for values in (prompts, completions, completion_ids, answer):
+            values.clear()
+        return [0.0] * count
+
+    def sees(completions, completion_ids, answer, nested, **_):
+        assert nested[0] == {"a": [1]}
+        assert len(answer) == len(completion_ids) == 3
+        return [float(completion[0]["content"] == "aa") for completion in completions]
+
+    messages = [[{"role": "assistant", "content": text}] for text in ("aa", "bbb", "c")]
+    functions, columns = load_rewards([takes, sees]), {"answer": ["aa", "bb", "c"], "nested": [{"a": [1]}] * 3}
+    table = compute_rewards(functions, ["q"] * 3, messages, [[1]] * 3, columns)
+    assert table.values.tolist() == [[0, 1], [0, 0], [0, 0]]
+    assert messages[0][0]["content"] == "aa"
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"), [(torch.tensor(1.5), 1.5), ({(1, 2): 3}, "{(1, 2): 3}"), (math.nan, "nan"), (1j, "1j")]
+)
+def test_extra_columns_are_what_a_file_can_hold(value, kept):
+    def told(completions, log_extra, **_):
+        log_extra("more", [value] * 3)
+        return [0.0, 1.0, 2.0]
+
+    assert asked([told]).extra == {"more": [kept] * 3}
+
+
+def test_extra_columns_have_a_value_for_each_completion():
+    def told(completions, log_extra, **_):
+        log_extra("more", [1])
+        return [0.0, 1.0, 2.0]
+
+    assert 'log_extra("more") received 1 values for 3 completions' in refused([told])
 
 
 def test_extra_columns_and_metrics_are_kept():

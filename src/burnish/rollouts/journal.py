@@ -73,7 +73,7 @@ class CompletionsCallback(TrainerCallback):
         self.newest = lines_of(samples, names, step, generation)
         if self.path is not None:
             text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in self.newest)
-            with self.path.open("a", encoding="utf-8") as file:
+            with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:

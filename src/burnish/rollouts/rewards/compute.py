@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
+import logging
 import math
+import reprlib
 import signal
 import threading
 import time
@@ -31,9 +34,14 @@ from torch import Tensor
 from burnish.config.errors import UserError, first_line
 from burnish.rollouts.rewards.functions import PASSED_BY_NAME, RewardFunction
 
+log = logging.getLogger(__name__)
 _SEARCH_S = 10.0
 """How long the completion that a function fails on is looked for."""
 _SHOWN = 80
+_PATIENCE_S = 5.0
+"""Time for a function to end after it was interrupted."""
+_SLACK_S = 0.5
+"""Time for coroutines to end by themselves at their limit, before one that blocks the event loop is interrupted."""
 
 
 @dataclass
@@ -87,11 +95,17 @@ def compute_rewards(
     """
     table = RewardTable(torch.full((len(completions), len(functions)), torch.nan, dtype=torch.float64),
                         [function.name for function in functions])  # fmt: skip
+
+    def log_extra(column: str, values: Sequence[Any]) -> None:
+        if len(values) != len(completions):
+            raise ValueError(f'log_extra("{column}") received {len(values)} values for {len(completions)} completions.')
+        table.extra[column] = [_as_json(value) for value in values]
+
     arguments = {
         **{name: values for name, values in columns.items() if name not in PASSED_BY_NAME},
         "prompts": list(prompts), "completions": list(completions), "completion_ids": [list(c) for c in completion_ids],
         **(given or {}),
-        "log_extra": table.extra.__setitem__,
+        "log_extra": log_extra,
         "log_metric": lambda name, value: table.metrics.setdefault(name, []).append(float(value)),
     }  # fmt: skip
     job = _Job(arguments, list(places) or [f"completion {at + 1}" for at in range(len(completions))], timeout_s, step)
@@ -125,18 +139,22 @@ class _Job:
 
     def called(self, function: RewardFunction) -> Any:
         try:
-            with _time_limit(self.timeout_s):
+            with _time_limit(self.timeout_s, _shown_name(function)):
                 if threading.current_thread() is threading.main_thread():
-                    return function.call(**self._taken(function))
-                return _in_another_thread(lambda: function.call(**self._taken(function)), self.timeout_s)
+                    return self._scores(function)
+                return _in_another_thread(lambda: self._scores(function), self.timeout_s)
         except (_TimeUp, NotDoneError, TimeoutError) as error:
             if not isinstance(error, _TimeUp | NotDoneError):
                 raise self._failed(function, error) from error
             raise self._late(function) from None
-        except Exception as error:  # the user's code may raise anything
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
             if isinstance(error, UserError):
                 raise
             raise self._failed(function, error) from error
+
+    def _scores(self, function: RewardFunction) -> Any:
+        scores = function.call(**self._taken(function))
+        return list(scores) if inspect.isgenerator(scores) else scores
 
     def called_together(self, functions: Sequence[RewardFunction]) -> list[Any]:
         """What the coroutines return, in their order."""
@@ -144,13 +162,22 @@ class _Job:
             return []
 
         async def one(function: RewardFunction) -> Any:
-            made: Awaitable[Any] = function.call(**self._taken(function))
-            return await asyncio.wait_for(made, self.timeout_s)
+            try:
+                made: Awaitable[Any] = function.call(**self._taken(function))
+                return await made
+            except _TimeUp:  # it blocks the event loop
+                return TimeoutError()
+            except SystemExit as error:  # which would end the event loop
+                return error
+
+        async def limited(function: RewardFunction) -> Any:
+            return await asyncio.wait_for(one(function), self.timeout_s)
 
         async def every() -> list[Any]:
-            return await asyncio.gather(*(one(function) for function in functions), return_exceptions=True)
+            return await asyncio.gather(*map(limited, functions), return_exceptions=True)
 
-        results = _run(every)
+        with _time_limit(self.timeout_s + _SLACK_S):
+            results = _run(every)
         for function, result in zip(functions, results, strict=True):
             if isinstance(result, TimeoutError):
                 raise self._late(function) from None
@@ -178,8 +205,8 @@ class _Job:
             return math.nan
         try:
             number = float(value)
-        except (TypeError, ValueError):
-            what = f"{name} returned {value!r} for {self.places[at]}; a reward is a number or None."
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several numbers
+            what = f"{name} returned {reprlib.repr(value)} for {self.places[at]}; a reward is a number or None."
             raise UserError(what, option="reward_funcs") from None
         if math.isinf(number):
             what = f"{name} returned {number} for {self.places[at]}; a completion without a score is None."
@@ -187,8 +214,9 @@ class _Job:
         return number
 
     def _taken(self, function: RewardFunction) -> dict[str, Any]:
+        """The arguments of a function, copied: what it changes in them is seen by no other function and no log."""
         known = function.parameters
-        return {name: value for name, value in self.arguments.items() if known is None or name in known}
+        return {name: _copied(value) for name, value in self.arguments.items() if known is None or name in known}
 
     def _failed(self, function: RewardFunction, error: BaseException) -> UserError:
         frames = traceback.extract_tb(error.__traceback__)
@@ -218,7 +246,7 @@ class _Job:
                     function.call(**one)
             except _TimeUp:
                 break
-            except Exception:  # the failure that is looked for
+            except (Exception, SystemExit):  # the failure that is looked for
                 completion = str(self.arguments["completions"][at])
                 cut = completion if len(completion) <= _SHOWN else completion[:_SHOWN] + " ..."
                 place = self.places[at]
@@ -232,6 +260,25 @@ class _Job:
         )
         remedy = "Give the function a time limit of its own, or raise reward_timeout_s."
         return UserError(what, remedy=remedy, option=("reward_timeout_s", "reward_funcs"))
+
+
+def _copied(value: Any) -> Any:
+    """Lists and dicts anew, at any depth; everything else as it is."""
+    if type(value) is list:
+        return [_copied(each) for each in value]
+    return {key: _copied(each) for key, each in value.items()} if type(value) is dict else value
+
+
+def _as_json(value: Any) -> Any:
+    """A value of ``log_extra`` as files hold it."""
+    try:
+        return json.loads(json.dumps(value, default=_plain, allow_nan=False))
+    except (TypeError, ValueError, RecursionError):  # keys that are no text, circles, NaN
+        return reprlib.repr(value)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _ignored(*_: Any) -> None:
@@ -268,7 +315,7 @@ class _TimeUp(BaseException):
 
 
 @contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
+def _time_limit(seconds: float, name: str = "A reward function") -> Iterator[None]:
     """Raise ``_TimeUp`` inside the block after that time, in the main thread of a system with this signal.
 
     SIGVTALRM, sent by a timer's thread: SIGALRM belongs to the functions, and math-verify sets it.
@@ -285,8 +332,11 @@ def _time_limit(seconds: float) -> Iterator[None]:
     is_done = threading.Event()
 
     def watch() -> None:
-        if not is_done.wait(seconds):
-            signal.pthread_kill(main, signal.SIGVTALRM)
+        if is_done.wait(seconds):
+            return
+        signal.pthread_kill(main, signal.SIGVTALRM)
+        if not is_done.wait(_PATIENCE_S):
+            log.error("%s has not returned for %g s and cannot be interrupted. End the process.", name, seconds)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()

@@ -182,9 +182,9 @@ def _found(name: str, folders: Sequence[Path]) -> Callable[..., Any]:
             remedy = "Write file.py:name for a function in a file, or install the package."
             raise UserError(what, remedy=remedy, option="reward_funcs") from None
         raise _not_imported(module, error) from error
-    except (ImportError, SyntaxError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise _not_imported(module, error) from error
 
 
@@ -201,7 +201,7 @@ def _module_of_file(name: str, folders: Sequence[Path]) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise _not_imported(str(name), error, path) from error
     return module
 
