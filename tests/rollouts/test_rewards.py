@@ -196,13 +196,14 @@ def test_a_function_that_cannot_be_interrupted_is_named(monkeypatch, caplog):
     assert "stubborn has not returned for 0.1 s and cannot be interrupted" in caplog.text
 
 
-def test_what_would_end_the_process_is_an_error_of_the_function(folder):
+def test_what_would_end_the_process_is_an_error_of_the_function(folder, monkeypatch):
     def leaves(completions, **_):
         raise SystemExit(3)
 
     async def leaves_later(completions, **_):
         raise SystemExit(3)
 
+    monkeypatch.syspath_prepend(folder)
     (folder / "leaving.py").write_text("import sys\nsys.exit(4)\n")
     assert "leaves, line" in refused([leaves])
     assert "leaves_later, line" in refused([leaves_later])
