@@ -9,9 +9,11 @@ import torch
 import yaml
 from torch import nn
 
+from burnish.config.errors import Problem
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report.card import CardFacts, card_text, is_hub_name, write_card
 from burnish.report.jsonl import JsonlCallback
+from burnish.report.metadata import RunMetadata, write_failure
 from burnish.report.pace import Pace
 from burnish.report.plots import curves, plot_history, smoothed
 from burnish.report.results import (
@@ -144,7 +146,7 @@ def test_a_full_disk_leaves_the_results_of_before(tmp_path, monkeypatch):
     save_metrics("train", {"train_loss": 1.5}, tmp_path)
     full = OSError(28, "No space left on device")
 
-    def write_text(self, text, encoding):
+    def write_text(self, text, **_):
         raise full
 
     monkeypatch.setattr("pathlib.Path.write_text", write_text)
@@ -373,3 +375,16 @@ def test_the_code_on_the_card_runs(tmp_path, monkeypatch, capsys, stage):
     said = capsys.readouterr().out.split()
     assert len(said) > 10
     assert set(said) <= set(words)
+
+
+# --- text that is no text ---------------------------------------------------------------------------------------------
+
+
+def test_a_lone_surrogate_in_a_message_is_written_as_an_escape(tmp_path):
+    """Exceptions of user code may contain one, which UTF-8 cannot encode."""
+    metadata = RunMetadata(tmp_path, lambda error: Problem(str(error)))
+    metadata.begin("# \ud800", ["cpu"])
+    metadata.event("stage", "\ud800")
+    write_failure(tmp_path, Problem("\ud800"), ValueError("\ud800"))
+    assert json.loads((tmp_path / "events.jsonl").read_text().splitlines()[-1])["text"] == "\ud800"
+    assert json.loads((tmp_path / "outcome.json").read_text())["sentence"] == "\ud800"

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import math
+import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -238,6 +240,19 @@ def test_what_a_function_does_to_its_arguments_is_seen_by_no_other():
     table = compute_rewards(functions, ["q"] * 3, messages, [[1]] * 3, columns)
     assert table.values.tolist() == [[0, 1], [0, 0], [0, 0]]
     assert messages[0][0]["content"] == "aa"
+
+
+def test_settings_that_a_function_changes_are_those_of_before_afterwards(folder):
+    def changes(completions, **_):
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+        os.chdir("/")
+        return [0.0] * len(completions)
+
+    asked([changes])
+    assert torch.is_grad_enabled()
+    assert torch.get_default_dtype() == torch.float32
+    assert Path.cwd() == folder
 
 
 @pytest.mark.parametrize(

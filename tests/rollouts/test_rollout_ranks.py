@@ -9,6 +9,7 @@ import torch
 from test_rollout_runs import train, user
 
 from burnish.config.errors import UserError
+from burnish.rollouts.completions import SlotSource
 from runs import weights_in
 from two_processes import in_two_processes
 
@@ -68,6 +69,25 @@ def test_a_reward_that_fails_on_one_rank_ends_both_with_its_sentence(tmp_path):
     in_two_processes(run_failing, str(tmp_path), str(tmp_path / "out"), str(tmp_path))
     said = [(tmp_path / rank).read_text() for rank in "01"]
     assert all("fails.py:fails, line 4: ZeroDivisionError" in each for each in said), said
+
+
+def run_failing_source(folder: str, said: str) -> None:
+    def fails(self, prompts, keys, limits):
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("no completions")
+        return whole(self, prompts, keys, limits)
+
+    whole, SlotSource.complete = SlotSource.complete, fails
+    try:
+        train(options(folder, output_dir=f"{folder}/out"))
+    except UserError as error:
+        (Path(said) / os.environ["RANK"]).write_text(str(error))
+
+
+def test_a_source_of_completions_that_fails_on_one_rank_ends_both_with_its_sentence(tmp_path):
+    options(str(tmp_path))
+    in_two_processes(run_failing_source, str(tmp_path), str(tmp_path))
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["RuntimeError: no completions"] * 2
 
 
 ONE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 4}

@@ -230,7 +230,8 @@ def _keep(text: str) -> None:
 
 def _write_log(lines: Iterable[str]) -> None:
     assert _log is not None
-    with suppress(OSError), _log.open("a", encoding="utf-8") as file:  # a full disk must not stop the run
+    # A full disk must not stop the run.
+    with suppress(OSError), _log.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(lines)
 
 

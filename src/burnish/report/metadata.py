@@ -71,7 +71,7 @@ class RunMetadata(TrainerCallback):
         self._written_s[kind] = now_s
         row = {"time": round(now_s, 3), "step": self._step, "kind": kind, "text": text, **more}
         with suppress(OSError), appended(self.folder / EVENTS) as file:
-            file.write(without_secrets(json.dumps(row, ensure_ascii=False)).encode() + b"\n")
+            file.write(without_secrets(json.dumps(row, ensure_ascii=False)).encode(errors="backslashreplace") + b"\n")
 
     def stopped(self, exit_code: int) -> None:
         """Record that a signal stopped the run. It can be resumed."""

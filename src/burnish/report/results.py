@@ -126,7 +126,7 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file atomically: it contains the old text or the new one, even if the disk fills up."""
     temporary = path.with_name(f".{path.name}.incomplete")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from burnish.config.errors import UserError
+from burnish.config.errors import UserError, first_line
 from burnish.inference.types import NoiseKey, Sampling
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Example, Ids, Message, Row
@@ -29,6 +29,7 @@ NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 BLANK = '{"prompt": "", "columns": {}, "place": ""}'
 """The record of a prompt that only fills a blank micro-batch."""
 _ANSWERING = ("assistant", "function")
+T = TypeVar("T")
 
 
 class FilterChoices(Protocol):
@@ -131,7 +132,7 @@ class Generator:
         """
         seconds = {}
         start = time.perf_counter()
-        made = self._completed(rows, count, key, is_eval)
+        made = _on_all_ranks(parallel, lambda: self._completed(rows, count, key, is_eval))
         seconds["generate"], start = time.perf_counter() - start, time.perf_counter()
         table = self._rewarded(rows, count, made, parallel, step)
         seconds["reward"] = time.perf_counter() - start
@@ -171,19 +172,9 @@ class Generator:
     def _rewarded(
         self, rows: Sequence[Row], count: int, samples: list[Scored], parallel: Parallel, step: int
     ) -> RewardTable:
-        """Call the reward functions. An error on one rank is raised on all."""
         names = [function.name for function in self.functions]
-        table, failure = RewardTable(torch.zeros(0, len(names), dtype=torch.float64), names), None
-        try:
-            if samples:
-                table = self._table(rows, count, samples, step)
-        except UserError as error:
-            if parallel.world_size == 1:
-                raise
-            failure = str(error)
-        for said in parallel.gather_objects(failure) if parallel.world_size > 1 else ():
-            if said is not None:
-                raise UserError(said, option="reward_funcs")
+        empty = RewardTable(torch.zeros(0, len(names), dtype=torch.float64), names)
+        table = _on_all_ranks(parallel, lambda: self._table(rows, count, samples, step) if samples else empty)
         for sample, values in zip(samples, table.values.tolist(), strict=True):
             sample.rewards = [None if value != value else value for value in values]
         for name, values in table.extra.items():
@@ -207,6 +198,24 @@ class Generator:
             places=[f"record {place.rpartition(' ')[2]}" for place in (s.place for s in samples)],
             timeout_s=self.options.reward_timeout_s, step=step,
         )  # fmt: skip
+
+
+def _on_all_ranks(parallel: Parallel, work: Callable[[], T]) -> T:
+    """Return the result of ``work`` on this rank. Collective: an error on one rank is raised on all."""
+    if parallel.world_size == 1:
+        return work()
+    results: list[T] = []
+    failure: Exception | None = None
+    try:
+        results.append(work())
+    except Exception as error:  # user code may raise anything
+        failure = error
+    is_user_error = isinstance(failure, UserError)
+    said = str(failure) if is_user_error or failure is None else f"{type(failure).__name__}: {first_line(failure)}"
+    for each in parallel.gather_objects(said if failure is not None else None):
+        if each is not None:
+            raise UserError(each, option="reward_funcs") from failure
+    return results[0]
 
 
 def length_metrics(samples: Sequence[Scored]) -> dict[str, float]:

@@ -326,7 +326,7 @@ class Partial:
                     self.answers[record["index"]] = record["ids"]
                     if "logprob" in record:
                         self.likelihoods[record["index"]] = record["logprob"]
-        self._file = self.path.open("w", encoding="utf-8")
+        self._file = self.path.open("w", encoding="utf-8", errors="backslashreplace")
         self._write({"of": self.key})
         for index, ids in self.answers.items():
             self.add(index, ids, self.likelihoods.get(index))
@@ -409,7 +409,7 @@ def write_answers(
         drawn: all responses to each question with their log-probabilities in nats; the first is ``predict``.
         images: paths of the images of each question.
     """
-    with path.open("w", encoding="utf-8") as file:
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for at, (prompt, predicted, label) in enumerate(zip(prompts, answers, labels, strict=True)):
             line: dict[str, Any] = {"prompt": prompt, "predict": predicted, "label": label}
             if images and images[at]:
@@ -429,7 +429,7 @@ def write_scores(run: Loop, folder: Path) -> None:
         if run.parallel.rank == 0:
             path = folder / f"{_stem(name)}.jsonl"
             lines = dict(line for of_rank in gathered for line in of_rank)
-            with path.open("w", encoding="utf-8") as file:
+            with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
                 for number in sorted(lines):
                     file.write(json.dumps({"record": number + 1, **lines[number]}) + "\n")
             note(f"Scores of {counted(len(lines), 'pair')} in {path}.")

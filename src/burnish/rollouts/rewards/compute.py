@@ -16,6 +16,7 @@ import inspect
 import json
 import logging
 import math
+import os
 import reprlib
 import signal
 import threading
@@ -139,7 +140,7 @@ class _Job:
 
     def called(self, function: RewardFunction) -> Any:
         try:
-            with _time_limit(self.timeout_s, _shown_name(function)):
+            with _time_limit(self.timeout_s, _shown_name(function)), _with_own_settings():
                 if threading.current_thread() is threading.main_thread():
                     return self._scores(function)
                 return _in_another_thread(lambda: self._scores(function), self.timeout_s)
@@ -176,7 +177,7 @@ class _Job:
         async def every() -> list[Any]:
             return await asyncio.gather(*map(limited, functions), return_exceptions=True)
 
-        with _time_limit(self.timeout_s + _SLACK_S):
+        with _time_limit(self.timeout_s + _SLACK_S), _with_own_settings():
             results = _run(every)
         for function, result in zip(functions, results, strict=True):
             if isinstance(result, TimeoutError):
@@ -308,6 +309,20 @@ def _in_another_thread(call: Callable[[], Any], timeout_s: float) -> Any:
         return pool.submit(call).result(timeout_s)
     finally:
         pool.shutdown(wait=False)
+
+
+@contextmanager
+def _with_own_settings() -> Iterator[None]:
+    """Restore what a function may leave changed for the training that follows: torch's gradient mode and default dtype,
+    and the working folder."""
+    with_gradient, dtype, folder = torch.is_grad_enabled(), torch.get_default_dtype(), os.open(".", os.O_RDONLY)
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(with_gradient)
+        torch.set_default_dtype(dtype)
+        os.fchdir(folder)
+        os.close(folder)
 
 
 class _TimeUp(BaseException):
