@@ -74,6 +74,10 @@ def option(
     return field(default=default, metadata=metadata, repr=not is_secret)
 
 
+class SharedFields:
+    """Direct base of a dataclass that is no group: its options belong to each group that inherits from it."""
+
+
 @dataclass(frozen=True)
 class OptionSpec:
     """One option as declared."""
@@ -117,7 +121,10 @@ class RawValue:
 
 @cache
 def specs(group: type) -> dict[str, OptionSpec]:
-    """The options of a group or union by name, in order of declaration."""
+    """The options of a group or union by name, in order of declaration.
+
+    A subclass that assigns another default (``learning_rate: float = 1e-6``) inherits help, bounds and the rest.
+    """
     hints = get_type_hints(group)
     found = {}
     for f in dataclasses.fields(group):
@@ -126,7 +133,7 @@ def specs(group: type) -> dict[str, OptionSpec]:
             if f.default is not MISSING
             else (f.default_factory() if f.default_factory is not MISSING else None)
         )
-        meta = f.metadata
+        meta = f.metadata or _inherited(group, f.name)
         found[f.name] = OptionSpec(
             name=f.name,
             type=hints[f.name],
@@ -279,8 +286,15 @@ _BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {
 
 
 def _declarer(group: type, name: str) -> type:
-    """The first class in the inheritance chain that declares the field (subclasses may override its default)."""
-    return next(c for c in reversed(group.__mro__) if name in vars(c).get("__annotations__", {}))
+    """The first group in the inheritance chain that has the field (subclasses may override its default)."""
+    owners = (c for c in reversed(group.__mro__) if name in getattr(c, "__dataclass_fields__", {}))
+    return next((c for c in owners if SharedFields not in c.__bases__), group)
+
+
+def _inherited(group: type, name: str) -> Mapping[str, Any]:
+    """The metadata of the nearest base that declares the field with ``option``."""
+    fields = (vars(c).get("__dataclass_fields__", {}).get(name) for c in group.__mro__[1:])
+    return next((f.metadata for f in fields if f and "unit" in f.metadata), {})
 
 
 def raise_if(problems: Iterable[Problem]) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from burnish.config.checks import check, notes
 from burnish.config.errors import OptionText, Problem, UserError
-from burnish.config.options import option
+from burnish.config.options import SharedFields, option
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Example, Loss, Metric, Row, Sum
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
@@ -38,7 +38,19 @@ _LEAST, _MOST = 1.0, 4 / 3
 
 
 @dataclass
-class KtoOptions:
+class KtoFields(SharedFields):
+    """The option of KTO's KL term, also of TRL's ``KTOConfig``."""
+
+    kl_pairing: str = option(
+        "neighbour",
+        "Source of the mismatched completions for KTO's KL term: the previous record of the dataset, or the"
+        " previous example of the same step (group).",
+        choices=("neighbour", "group"),
+    )  # fmt: skip
+
+
+@dataclass
+class KtoOptions(KtoFields):
     """KTO."""
 
     kto_chosen_weight: float = option(1.0, "Loss weight of desirable examples.", ge=0, aliases=("desirable_weight",))
@@ -48,12 +60,6 @@ class KtoOptions:
     kto_loss: str = option(
         "kto", "KTO loss, or its variant without a KL term (apo_zero_unpaired).", choices=("kto", "apo_zero_unpaired")
     )
-    kl_pairing: str = option(
-        "neighbour",
-        "Source of the mismatched completions for KTO's KL term: the previous record of the dataset, or the"
-        " previous example of the same step (group).",
-        choices=("neighbour", "group"),
-    )  # fmt: skip
 
 
 @check

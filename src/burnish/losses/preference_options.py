@@ -10,7 +10,7 @@ from typing import Protocol
 
 from burnish.config.checks import check, notes
 from burnish.config.errors import OptionText, Problem
-from burnish.config.options import changed_options, option, specs
+from burnish.config.options import SharedFields, changed_options, option, specs
 from burnish.config.registry import Member
 from burnish.losses.base import OBJECTIVES, StageObjective
 from burnish.losses.preference_losses import PAIR_LOSSES
@@ -21,6 +21,45 @@ REMOVED = {"kto_pair": OptionText("{pref_loss}: kto_pair was removed; use {stage
 _OF_ANSWERS = ("train_on_prompt", "mask_history", "neat_packing", "predict_with_generate")
 _PAPER_BETA = 1.0
 _FULL_RATE = 2e-5
+
+
+@dataclass
+class ReferenceSyncFields(SharedFields):
+    """Options of a reference that follows the policy, also of TRL's configs."""
+
+    sync_ref_model: bool = option(
+        False, "Update the reference model towards the policy every ref_model_sync_steps steps (TR-DPO)."
+    )
+    ref_model_mixup_alpha: float = option(
+        0.6, "Weight of the policy in each update of the reference model.", gt=0, le=1
+    )
+    ref_model_sync_steps: int = option(
+        512, "Number of steps between updates of the reference model.", ge=1, unit="steps"
+    )
+
+
+@dataclass
+class PrecomputeFields(SharedFields):
+    """The option of a reference that is evaluated beforehand, also of TRL's configs."""
+
+    precompute_ref_log_probs: bool = option(
+        False,
+        "Compute the reference log-probabilities of all examples once before training. Steps are faster, "
+        "and full fine-tuning keeps no copy of the initial weights.",
+    )  # fmt: skip
+
+
+@dataclass
+class DpoFields(SharedFields):
+    """Options of losses of pairs, also of TRL's ``DPOConfig``."""
+
+    ld_alpha: float | None = option(
+        None, "Weight of the tokens beyond the length of the shorter response (LD-DPO).", ge=0, le=1
+    )
+    discopop_tau: float = option(0.05, "Temperature of the DiscoPOP loss.", gt=0)
+    f_divergence_type: str = option("reverse_kl", "f-divergence used in place of the reverse KL.", choices=DIVERGENCES)
+    f_alpha_divergence_coef: float = option(0.5, "Coefficient of alpha_divergence.")
+    use_weighting: bool = option(False, "Weight each pair by its probability under the policy (WPO).")
 
 
 @dataclass
@@ -39,7 +78,7 @@ class PreferenceOptions:
 
 
 @dataclass
-class ReferenceOptions:
+class ReferenceOptions(PrecomputeFields, ReferenceSyncFields):
     """Reference model."""
 
     ref_model: str | None = option(
@@ -51,24 +90,10 @@ class ReferenceOptions:
     ref_model_quantization_bit: int | None = option(
         None, "Number of bits to quantize the reference model to.", choices=(4, 8)
     )
-    sync_ref_model: bool = option(
-        False, "Update the reference model towards the policy every ref_model_sync_steps steps (TR-DPO)."
-    )
-    ref_model_mixup_alpha: float = option(
-        0.6, "Weight of the policy in each update of the reference model.", gt=0, le=1
-    )
-    ref_model_sync_steps: int = option(
-        512, "Number of steps between updates of the reference model.", ge=1, unit="steps"
-    )
-    precompute_ref_log_probs: bool = option(
-        False,
-        "Compute the reference log-probabilities of all examples once before training. Steps are faster, "
-        "and full fine-tuning keeps no copy of the initial weights.",
-    )  # fmt: skip
 
 
 @dataclass
-class PairOptions:
+class PairOptions(DpoFields):
     """Losses of preference pairs."""
 
     pref_loss: list[str] = option(
@@ -85,13 +110,6 @@ class PairOptions:
     )  # fmt: skip
     pref_bco_weight: float = option(0.0, "Weight of an added BCO loss.", ge=0)
     simpo_gamma: float = option(0.5, "Target reward margin of SimPO.", ge=0)
-    ld_alpha: float | None = option(
-        None, "Weight of the tokens beyond the length of the shorter response (LD-DPO).", ge=0, le=1
-    )
-    discopop_tau: float = option(0.05, "Temperature of the DiscoPOP loss.", gt=0)
-    f_divergence_type: str = option("reverse_kl", "f-divergence used in place of the reverse KL.", choices=DIVERGENCES)
-    f_alpha_divergence_coef: float = option(0.5, "Coefficient of alpha_divergence.")
-    use_weighting: bool = option(False, "Weight each pair by its probability under the policy (WPO).")
     cpo_alpha: float = option(
         0.0, "Weight of the supervised loss on chosen responses in CPO (mean over the tokens of the step).", ge=0
     )

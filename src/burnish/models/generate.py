@@ -19,23 +19,30 @@ from torch import Tensor, nn
 
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem
-from burnish.config.options import option
+from burnish.config.options import SharedFields, option
 from burnish.kernels.probe import causal_lm
 
 
 @dataclass
-class GenerationOptions:
+class SamplingFields(SharedFields):
+    """Options of sampling."""
+
+    temperature: float = option(0.95, "Sampling temperature.", ge=0)
+    top_p: float = option(
+        0.7, "Sample from the smallest set of most likely tokens whose probabilities sum up to this value.", gt=0, le=1
+    )
+    top_k: int = option(50, "Sample from the k most likely tokens. 0: no limit.", ge=0)
+    repetition_penalty: float = option(1.0, "Repetition penalty. 1: no penalty.", gt=0)
+
+
+@dataclass
+class GenerationOptions(SamplingFields):
     """Generation."""
 
     predict_with_generate: bool = option(
         False, "Generate responses for predictions instead of computing the loss of the reference responses."
     )
     do_sample: bool = option(True, "Sample tokens; false uses greedy decoding.")
-    temperature: float = option(0.95, "Sampling temperature.", ge=0)
-    top_p: float = option(
-        0.7, "Sample from the smallest set of most likely tokens whose probabilities sum up to this value.", gt=0, le=1
-    )
-    top_k: int = option(50, "Sample from the k most likely tokens. 0: no limit.", ge=0)
     num_beams: int = option(
         1,
         "Number of beams for beam search. 1: no beam search.",
@@ -49,7 +56,6 @@ class GenerationOptions:
         1024, "Maximum length of prompt and response together, if max_new_tokens is 0.", unit="tokens", ge=1,
         aliases=("generation_max_length",),
     )  # fmt: skip
-    repetition_penalty: float = option(1.0, "Repetition penalty. 1: no penalty.", gt=0)
     length_penalty: float = option(1.0, "Length penalty of beam search. Above 0 prefers longer responses.")
     cache_implementation: str = option(
         "dynamic",

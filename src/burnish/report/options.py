@@ -15,14 +15,33 @@ from typing import Any
 
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem
-from burnish.config.options import option
+from burnish.config.options import SharedFields, option
 from burnish.config.secrets import has_secret_name
 
 _LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
 
 
 @dataclass
-class ReportOptions:
+class ReportFields(SharedFields):
+    """Options of logs and trackers, also of ``TrainingArguments``."""
+
+    run_name: str | None = option(None, "Name of the run in trackers.")
+    project: str = option("huggingface", "Trackio project of the run.")
+    trackio_space_id: str | None = option(
+        None, "Hugging Face Space that displays the Trackio project.", risky="it sends metrics to other machines"
+    )
+    trackio_bucket_id: str | None = option(
+        None, "Hugging Face bucket that stores the Trackio project.", risky="it sends metrics to other machines"
+    )
+    log_level: str = option("passive", "Log level of libraries on the main process.", choices=_LEVELS)
+    log_level_replica: str = option("warning", "Log level of libraries on the other processes.", choices=_LEVELS)
+    log_on_each_node: bool = option(
+        True, "Use log_level on the first process of each node, not only on the main process."
+    )
+
+
+@dataclass
+class ReportOptions(ReportFields):
     """Logging and trackers."""
 
     report_to: list[str] | None = option(
@@ -31,15 +50,7 @@ class ReportOptions:
         risky="it sends metrics to other machines",
         harmless=("none",),
     )
-    run_name: str | None = option(None, "Name of the run in trackers.")
-    project: str = option("huggingface", "Trackio project of the run.")
     logging_dir: str | None = option(None, "Folder for TensorBoard logs. Default: output_dir/runs.", names_place=True)
-    trackio_space_id: str | None = option(
-        None, "Hugging Face Space that displays the Trackio project.", risky="it sends metrics to other machines"
-    )
-    trackio_bucket_id: str | None = option(
-        None, "Hugging Face bucket that stores the Trackio project.", risky="it sends metrics to other machines"
-    )
     trackio_static_space_id: str | bool | None = option(
         None,
         "Static Space that keeps the Trackio project after the run. false: none.",
@@ -49,11 +60,6 @@ class ReportOptions:
         None, "Whether repositories that trackers create on the Hugging Face hub are private."
     )
     disable_tqdm: bool | None = option(None, "Print each log as a plain line instead of a progress bar.")
-    log_level: str = option("passive", "Log level of libraries on the main process.", choices=_LEVELS)
-    log_level_replica: str = option("warning", "Log level of libraries on the other processes.", choices=_LEVELS)
-    log_on_each_node: bool = option(
-        True, "Use log_level on the first process of each node, not only on the main process."
-    )
     plot_loss: bool = option(True, "Save a plot of the loss to output_dir/training_loss.png.")
     include_num_input_tokens_seen: bool | str = option(
         False, "Log the number of tokens seen so far.", choices=(True, False, "all", "non_padding", "no")

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from burnish.config.checks import check, notes
 from burnish.config.errors import OptionText, Problem
-from burnish.config.options import changed_options, option
+from burnish.config.options import SharedFields, changed_options, option
 from burnish.losses.base import OBJECTIVES
 from burnish.losses.rollouts.options import CLIPPED, RolloutLossOptions
 
@@ -31,7 +31,45 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class RolloutOptions(RolloutLossOptions):
+class CompletionFields(SharedFields):
+    """Options of stages that draw completions, and of TRL's ``GRPOConfig`` and ``RLOOConfig``."""
+
+    num_generations_eval: int | None = option(
+        None, "Number of completions per prompt in an evaluation. Default: num_generations.", ge=1
+    )
+    max_completion_length: int = option(
+        512, "Maximum number of tokens of a completion.", ge=1, unit="tokens", aliases=("response_length",)
+    )
+    generation_batch_size: int | None = option(
+        None, "Number of completions per generation, over all processes. Default: those of one step.", ge=1
+    )
+    steps_per_generation: int | None = option(
+        None, "Number of micro-batches per generation. Default: gradient_accumulation_steps.",
+        ge=1, unit="micro-batches",
+    )  # fmt: skip
+    num_iterations: int = option(1, "Number of training passes over the completions of a generation.", ge=1)
+    min_p: float | None = option(
+        None, "Sample only tokens with at least this fraction of the probability of the most likely token.", ge=0, le=1
+    )
+    eval_temperature: float | None = option(None, "Sampling temperature of an evaluation. Default: temperature.", ge=0)
+    mask_truncated_completions: bool = option(
+        False, "Exclude completions truncated at max_completion_length from the loss."
+    )
+    kept_seats: int | None = option(
+        None, "Number of completions generated concurrently. Default: all of a generation, limited to 64 on a CPU, to "
+        "256 on a GPU, and to a KV cache of a quarter of the memory.", ge=1,
+    )  # fmt: skip
+    log_completions: bool = option(True, "Print completions with their rewards, and write them to completions.jsonl.")
+    num_completions_to_print: int | None = option(2, "Number of completions to print. None: all of a generation.", ge=0)
+    log_unique_prompts: bool = option(False, "Print one completion of each prompt only.")
+    reward_weights: list[float] | None = option(None, "Weights of the reward functions. Default: 1 each.")
+    reward_timeout_s: float = option(
+        120.0, "Time limit of a call of a reward function; the run stops if it is exceeded.", gt=0, unit="s"
+    )
+
+
+@dataclass
+class RolloutOptions(CompletionFields, RolloutLossOptions):
     """Learning from the model's own completions."""
 
     online: bool = option(
@@ -42,10 +80,6 @@ class RolloutOptions(RolloutLossOptions):
         None, "Reward functions: a built-in, file.py:name, package.module.name, or {name: {arguments}}.",
         names_place=True, risky="it runs Python code",
     )  # fmt: skip
-    reward_weights: list[float] | None = option(None, "Weights of the reward functions. Default: 1 each.")
-    reward_timeout_s: float = option(
-        120.0, "Time limit of a call of a reward function; the run stops if it is exceeded.", gt=0, unit="s"
-    )
     on_changed_reward: str = option(
         "stop", "Whether a run may be resumed with other reward functions.", choices=("stop", "accept")
     )
@@ -88,34 +122,6 @@ class RolloutOptions(RolloutLossOptions):
         None, "Preset of a published method; each of its options can be overridden.", choices=tuple(PRESETS)
     )
     num_generations: int = option(8, "Number of completions per prompt. Default with stage: rloo: 2.", ge=1)
-    num_generations_eval: int | None = option(
-        None, "Number of completions per prompt in an evaluation. Default: num_generations.", ge=1
-    )
-    max_completion_length: int = option(
-        512, "Maximum number of tokens of a completion.", ge=1, unit="tokens", aliases=("response_length",)
-    )
-    generation_batch_size: int | None = option(
-        None, "Number of completions per generation, over all processes. Default: those of one step.", ge=1
-    )
-    steps_per_generation: int | None = option(
-        None, "Number of micro-batches per generation. Default: gradient_accumulation_steps.",
-        ge=1, unit="micro-batches",
-    )  # fmt: skip
-    num_iterations: int = option(1, "Number of training passes over the completions of a generation.", ge=1)
-    min_p: float | None = option(
-        None, "Sample only tokens with at least this fraction of the probability of the most likely token.", ge=0, le=1
-    )
-    eval_temperature: float | None = option(None, "Sampling temperature of an evaluation. Default: temperature.", ge=0)
-    mask_truncated_completions: bool = option(
-        False, "Exclude completions truncated at max_completion_length from the loss."
-    )
-    kept_seats: int | None = option(
-        None, "Number of completions generated concurrently. Default: all of a generation, limited to 64 on a CPU, to "
-        "256 on a GPU, and to a KV cache of a quarter of the memory.", ge=1,
-    )  # fmt: skip
-    log_completions: bool = option(True, "Print completions with their rewards, and write them to completions.jsonl.")
-    num_completions_to_print: int | None = option(2, "Number of completions to print. None: all of a generation.", ge=0)
-    log_unique_prompts: bool = option(False, "Print one completion of each prompt only.")
 
 
 class PresetChoices(Protocol):

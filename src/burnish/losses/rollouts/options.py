@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from burnish.config.options import option
+from burnish.config.options import SharedFields, option
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSSES = (*CLIPPED, "cispo", "sapo", "vespo")
@@ -16,20 +16,21 @@ OPTION_NAMES = {"loss_type": "rl_loss_type", "beta": "rl_beta"}
 
 
 @dataclass
-class RolloutLossOptions:
-    """Losses of completions."""
+class ClipFields(SharedFields):
+    """Options of stages grpo and rloo, and of TRL's ``GRPOConfig`` and ``RLOOConfig``."""
 
-    rl_loss_type: str = option("dapo", "Loss of stage: grpo. TRL's name loss_type is accepted as well.", choices=LOSSES)
-    rl_beta: float | None = option(
-        None, "Coefficient of the KL divergence from the reference model; beta in TRL. 0: no reference model is "
-        "loaded. Default: 0 for grpo, 0.05 for rloo.", ge=0,
-    )  # fmt: skip
     epsilon: float = option(
         0.2, "Clip range of the probability ratio: the lower bound is 1 - epsilon.", gt=0, lt=1
     )  # fmt: skip
     epsilon_high: float | None = option(
         None, "The upper bound of the ratio is 1 + epsilon_high. Default: epsilon. For cispo: the largest ratio.", gt=0,
     )  # fmt: skip
+
+
+@dataclass
+class GrpoLossFields(SharedFields):
+    """Options of stage grpo, and of TRL's ``GRPOConfig``."""
+
     delta: float | None = option(
         None, "Upper bound of the ratio of completions with a negative advantage (two-sided clipping).", gt=1
     )
@@ -61,3 +62,14 @@ class RolloutLossOptions:
     entropy_coef_max: float = option(1.0, "Upper bound of an adaptive entropy_coef.", ge=0)
     entropy_coef_delta: float = option(0.005, "Change of an adaptive entropy_coef per step.", gt=0)
     entropy_target: float = option(0.2, "Target entropy per token of an adaptive entropy_coef.", ge=0, unit="nats")
+
+
+@dataclass
+class RolloutLossOptions(GrpoLossFields, ClipFields):
+    """Losses of completions."""
+
+    rl_loss_type: str = option("dapo", "Loss of stage: grpo. TRL's name loss_type is accepted as well.", choices=LOSSES)
+    rl_beta: float | None = option(
+        None, "Coefficient of the KL divergence from the reference model; beta in TRL. 0: no reference model is "
+        "loaded. Default: 0 for grpo, 0.05 for rloo.", ge=0,
+    )  # fmt: skip

@@ -22,6 +22,7 @@ from burnish.loop.schedule import CurveOptions, StepOptions
 from burnish.loop.spikes import SpikeOptions
 from burnish.optim.builtin import OPTIMIZERS, OptimOptions
 from burnish.parallel.single import ParallelOptions
+from burnish.report.options import ReportFields
 from burnish.utils.patching import PatchOptions
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ _LEVELS = (*logging.get_log_levels_dict(), "passive")
 
 
 @dataclass
-class Fields(Groups):
+class Fields(ReportFields, Groups):
     """All arguments, without derived values."""
 
     if TYPE_CHECKING:  # types after __post_init__
@@ -140,17 +141,10 @@ class Fields(Groups):
     )
     log_level: str = option("passive", "Log level of libraries on the main process.", choices=_LEVELS)
     log_level_replica: str = option("warning", "Log level of libraries on the other processes.", choices=_LEVELS)
-    log_on_each_node: bool = option(
-        True, "Use log_level on the first process of each node, not only on the main process."
-    )
     disable_tqdm: bool | None = option(None, "Print logs instead of a progress bar.")
     report_to: None | str | list[str] = option(
         "none", "Experiment trackers: tensorboard, wandb, mlflow, ...; all: every installed one."
     )
-    run_name: str | None = option(None, "Name of the run in trackers.")
-    project: str = option("huggingface", "Trackio project of the run.")
-    trackio_space_id: str | None = option(None, "Hugging Face Space that displays the Trackio project.")
-    trackio_bucket_id: str | None = option(None, "Hugging Face bucket that stores the Trackio project.")
     trackio_static_space_id: str | None | Literal[False] = option(
         None, "Static Space that keeps the Trackio project after the run. false: none."
     )

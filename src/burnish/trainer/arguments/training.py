@@ -320,16 +320,17 @@ def for_argument_parser(cls: Any) -> None:
     """
     declared = dict(getattr(cls, "declared", {}))
     for name, field in list(cls.__dataclass_fields__.items()):
-        if "unit" not in field.metadata:  # already done in the class that declares it
+        spec = specs(cls).get(name)  # none for class variables
+        if not spec or not spec.help or (field.metadata and "unit" not in field.metadata):
             continue
-        declared[name] = specs(cls)[name]
-        own, choices = copy.copy(field), field.metadata["choices"]
+        declared[name] = spec
+        own, choices = copy.copy(field), spec.raw_choices
         rest: dict[str, Any] = {"choices": list(choices)} if choices and not callable(choices) else {}
         if name in _MAY_STAND_ALONE and field.type != "bool":
             rest |= {"nargs": "?", "const": True}
         if name in FLAGS:
             rest["aliases"] = FLAGS[name]
-        own.metadata = MappingProxyType({"help": field.metadata["help"].replace("%", "%%"), **rest})
+        own.metadata = MappingProxyType({"help": spec.help.replace("%", "%%"), **rest})
         cls.__dataclass_fields__[name] = own
     cls.declared = declared
 

@@ -7,21 +7,22 @@ versions without meaning are refused with a remedy.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from burnish.config.errors import Problem, UserError, renamed
 from burnish.config.options import RawValue, build, option, raise_if, specs
-from burnish.losses.kto import KtoOptions
+from burnish.losses.kto import KtoFields, KtoOptions
 from burnish.losses.lm import LmOptions
 from burnish.losses.preference_losses import PAIR_LOSSES
 from burnish.losses.preference_options import (
-    DIVERGENCES,
+    DpoFields,
     PairOptions,
+    PrecomputeFields,
     PreferenceOptions,
     ReferenceOptions,
+    ReferenceSyncFields,
     check_pairs,
     check_reference,
     pair_notes,
@@ -68,7 +69,7 @@ class PreferenceConfig(TrlArguments):
     }  # fmt: skip
     led: ClassVar[Mapping[str, str]] = {}  # field -> burnish's option, if it has no such alias
 
-    learning_rate: float = option(1e-6, "Peak learning rate.", ge=0, lt=math.inf)
+    learning_rate: float = 1e-6
     disable_dropout: bool = option(True, "Disable dropout in preference training, including LoRA dropout.")
     on_bad_record: str = option(
         "raise",
@@ -120,23 +121,9 @@ class PreferenceConfig(TrlArguments):
 
 
 @dataclass
-class WithReference(PreferenceConfig):
-    precompute_ref_log_probs: bool = option(
-        False,
-        "Compute the reference log-probabilities of all examples once before training. Steps are faster, "
-        "and full fine-tuning keeps no copy of the initial weights.",
-    )
+class WithReference(PrecomputeFields, ReferenceSyncFields, PreferenceConfig):
     precompute_ref_batch_size: int | None = option(
         None, "Batch size for precomputing reference log-probabilities. Default: as in evaluation.", ge=1
-    )
-    sync_ref_model: bool = option(
-        False, "Update the reference model towards the policy every ref_model_sync_steps steps (TR-DPO)."
-    )
-    ref_model_mixup_alpha: float = option(
-        0.6, "Weight of the policy in each update of the reference model.", gt=0, le=1
-    )
-    ref_model_sync_steps: int = option(
-        512, "Number of steps between updates of the reference model.", ge=1, unit="steps"
     )
     beta: float = option(
         0.1, "β of the preference loss. A larger β keeps the policy closer to the reference model.", gt=0
@@ -147,7 +134,7 @@ class WithReference(PreferenceConfig):
 
 
 @dataclass
-class DPOConfig(WithReference):
+class DPOConfig(DpoFields, WithReference):
     """The arguments of a ``DPOTrainer``, as in TRL 1."""
 
     loss_type: list[str] = option(
@@ -155,13 +142,6 @@ class DPOConfig(WithReference):
     )
     loss_weights: list[float] | None = option(None, "Weights of several preference losses. Default: 1 each.")
     label_smoothing: float = option(0.0, "Assumed fraction of pairs with swapped labels.", ge=0, lt=0.5)
-    f_divergence_type: str = option("reverse_kl", "f-divergence used in place of the reverse KL.", choices=DIVERGENCES)
-    f_alpha_divergence_coef: float = option(0.5, "Coefficient of alpha_divergence.")
-    use_weighting: bool = option(False, "Weight each pair by its probability under the policy (WPO).")
-    ld_alpha: float | None = option(
-        None, "Weight of the tokens beyond the length of the shorter response (LD-DPO).", ge=0, le=1
-    )
-    discopop_tau: float = option(0.05, "Temperature of the DiscoPOP loss.", gt=0)
 
     def __post_init__(self) -> None:
         loss_type: Any = self.loss_type
@@ -177,7 +157,7 @@ class DPOConfig(WithReference):
 
 
 @dataclass
-class KTOConfig(WithReference):
+class KTOConfig(KtoFields, WithReference):
     """The arguments of a ``KTOTrainer``, as in TRL 1."""
 
     led: ClassVar[Mapping[str, str]] = {"loss_type": "kto_loss"}
@@ -193,12 +173,6 @@ class KTOConfig(WithReference):
     )
     desirable_weight: float = option(1.0, "Loss weight of desirable examples.", ge=0)
     undesirable_weight: float = option(1.0, "Loss weight of undesirable examples.", ge=0)
-    kl_pairing: str = option(
-        "neighbour",
-        "Source of the mismatched completions for KTO's KL term: the previous record of the dataset, or the"
-        " previous example of the same step (group).",
-        choices=("neighbour", "group"),
-    )  # fmt: skip
 
     def _contradictions(self, choices: Choices) -> list[Problem]:
         problems = super()._contradictions(choices)
@@ -212,7 +186,7 @@ class KTOConfig(WithReference):
 class RewardConfig(PreferenceConfig):
     """The arguments of a ``RewardTrainer``, as in TRL 1."""
 
-    learning_rate: float = option(1e-4, "Peak learning rate.", ge=0, lt=math.inf)
+    learning_rate: float = 1e-4
     center_rewards_coefficient: float | None = option(
         None, "Weight of a penalty on the squared sum of the scores of a pair, which centers them at 0.", ge=0
     )

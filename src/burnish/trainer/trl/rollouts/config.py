@@ -8,7 +8,6 @@ refuse, and what belongs to engines that burnish does not use.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
@@ -16,9 +15,10 @@ from typing import Any, ClassVar
 from burnish.config.conversion import members
 from burnish.config.errors import Problem, UserError, did_you_mean, renamed
 from burnish.config.options import RawValue, build, option, raise_if, specs
-from burnish.losses.rollouts.options import LOSSES, OPTION_NAMES
-from burnish.models.generate import GenerationOptions
-from burnish.rollouts.options import RolloutOptions, check_loss, check_sizes, without_effect
+from burnish.losses.preference_options import ReferenceSyncFields
+from burnish.losses.rollouts.options import LOSSES, OPTION_NAMES, ClipFields, GrpoLossFields
+from burnish.models.generate import GenerationOptions, SamplingFields
+from burnish.rollouts.options import CompletionFields, RolloutOptions, check_loss, check_sizes, without_effect
 from burnish.trainer.arguments.training import for_argument_parser
 from burnish.trainer.arguments.trl import TrlArguments
 from burnish.trainer.trl.preferences.config import Choices
@@ -45,7 +45,7 @@ class RolloutChoices(RolloutOptions, GenerationOptions, Choices):
 
 
 @dataclass
-class RolloutConfig(TrlArguments):
+class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncFields, TrlArguments):
     """Fields that both configs have."""
 
     stage: ClassVar[str]
@@ -74,7 +74,7 @@ class RolloutConfig(TrlArguments):
     }
 
     # --- defaults that differ from those of TrainingArguments
-    learning_rate: float = option(1e-6, "Peak learning rate.", ge=0, lt=math.inf)
+    learning_rate: float = 1e-6
     remove_unused_columns: bool | None = option(  # type: ignore[assignment]
         False, "No effect: the columns of the dataset are arguments of the reward functions."
     )
@@ -84,27 +84,9 @@ class RolloutConfig(TrlArguments):
 
     # --- completions
     num_generations: int = option(8, "Number of completions per prompt.", ge=1)
-    num_generations_eval: int | None = option(
-        None, "Number of completions per prompt in an evaluation. Default: num_generations.", ge=1
-    )
-    max_completion_length: int = option(512, "Maximum number of tokens of a completion.", ge=1, unit="tokens")
-    generation_batch_size: int | None = option(
-        None, "Number of completions per generation, over all processes. Default: those of one step.", ge=1
-    )
-    steps_per_generation: int | None = option(
-        None, "Number of micro-batches per generation. Default: gradient_accumulation_steps.",
-        ge=1,
-    )  # fmt: skip
-    num_iterations: int = option(1, "Number of training passes over the completions of a generation.", ge=1)
-    temperature: float = option(1.0, "Sampling temperature.", ge=0)
-    top_p: float = option(
-        1.0, "Sample from the smallest set of most likely tokens whose probabilities sum up to this value.", gt=0, le=1
-    )
-    top_k: int = option(0, "Sample from the k most likely tokens. 0: no limit.", ge=0)
-    min_p: float | None = option(
-        None, "Sample only tokens with at least this fraction of the probability of the most likely token.", ge=0, le=1
-    )
-    repetition_penalty: float = option(1.0, "Repetition penalty. 1: no penalty.", gt=0)
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
     generation_kwargs: dict[str, Any] | str | None = option(
         None, f"Further sampling options: {', '.join(_OF_SAMPLING)}."
     )
@@ -115,36 +97,13 @@ class RolloutConfig(TrlArguments):
 
     # --- rewards and the loss
     beta: float = option(0.0, "Coefficient of the KL divergence from the reference model.", ge=0)
-    epsilon: float = option(0.2, "Clip range of the probability ratio: the lower bound is 1 - epsilon.", gt=0, lt=1)
-    epsilon_high: float | None = option(
-        None, "The upper bound of the ratio is 1 + epsilon_high. Default: epsilon. For cispo: the largest ratio.", gt=0
-    )
-    reward_weights: list[float] | None = option(None, "Weights of the reward functions. Default: 1 each.")
-    mask_truncated_completions: bool = option(
-        False, "Exclude completions truncated at max_completion_length from the loss."
-    )
-    sync_ref_model: bool = option(False, "Update the reference model towards the policy.")
-    ref_model_mixup_alpha: float = option(
-        0.6, "Weight of the policy in each update of the reference model.", gt=0, le=1
-    )
-    ref_model_sync_steps: int = option(
-        512, "Number of steps between updates of the reference model.", ge=1, unit="steps"
-    )
     max_tool_calling_iterations: int | None = option(
         None, "Maximum rounds of tool calls per completion. Default: no limit. 0: tools are not called.", ge=0
     )
 
     # --- logging, and burnish's own
-    log_completions: bool = option(False, "Print completions with their rewards, and write them to files.")
-    num_completions_to_print: int | None = option(None, "Number of completions to print. Default: all.", ge=0)
-    log_unique_prompts: bool = option(False, "Print one completion of each prompt only.")
-    reward_timeout_s: float = option(
-        120.0, "Time limit of a call of a reward function; the run stops if it is exceeded.", gt=0, unit="s"
-    )
-    eval_temperature: float | None = option(None, "Sampling temperature of an evaluation. Default: temperature.", ge=0)
-    kept_seats: int | None = option(
-        None, "Number of completions generated concurrently. Default: as many as fit into memory.", ge=1
-    )
+    log_completions: bool = False
+    num_completions_to_print: int | None = None
     drop_zero_variance_groups: str = option(
         "false", "What to do with groups whose rewards are all equal: keep them (false), drop them from the step "
         "(drop), or replace them by further prompts, at most three times as many (refill).",
@@ -230,25 +189,12 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass
-class GRPOConfig(RolloutConfig):
+class GRPOConfig(GrpoLossFields, RolloutConfig):
     """The arguments of a ``GRPOTrainer``, as in TRL 1."""
 
     stage: ClassVar[str] = "grpo"
 
     loss_type: str = option("dapo", "Loss type.", choices=LOSSES)
-    delta: float | None = option(
-        None, "Upper bound of the ratio of completions with a negative advantage (two-sided clipping).", gt=1
-    )
-    importance_sampling_level: str = option(
-        "token", "Level of the probability ratio: each token, or the whole completion (GSPO).",
-        choices=("token", "sequence"),
-    )  # fmt: skip
-    sapo_temperature_neg: float = option(1.05, "Temperature of SAPO for negative advantages.", gt=0)
-    sapo_temperature_pos: float = option(1.0, "Temperature of SAPO for positive advantages.", gt=0)
-    vespo_k_pos: float = option(2.0, "Exponent k of VESPO for advantages of at least 0.", ge=0)
-    vespo_lambda_pos: float = option(3.0, "Decay λ of VESPO for advantages of at least 0.", ge=0)
-    vespo_k_neg: float = option(3.0, "Exponent k of VESPO for negative advantages.", ge=0)
-    vespo_lambda_neg: float = option(2.0, "Decay λ of VESPO for negative advantages.", ge=0)
     multi_objective_aggregation: str = option(
         "sum_then_normalize", "Order of summing and normalizing several rewards; normalize_then_sum is GDPO.",
         choices=("sum_then_normalize", "normalize_then_sum"),
@@ -257,21 +203,6 @@ class GRPOConfig(RolloutConfig):
         "group", "Divide the advantages by the standard deviation of the rewards of a group or batch, or by nothing.",
         choices=("group", "batch", "none"),
     )  # fmt: skip
-    top_entropy_quantile: float = option(
-        1.0, "Fraction of the tokens, by descending entropy, that contribute to the policy loss.", gt=0, le=1
-    )
-    entropy_coef: float = option(0.0, "Coefficient of the entropy bonus.", ge=0)
-    use_adaptive_entropy: bool = option(
-        False, "Adapt entropy_coef after each step to keep the entropy at entropy_target."
-    )
-    entropy_coef_min: float = option(0.0, "Lower bound of an adaptive entropy_coef.", ge=0)
-    entropy_coef_max: float = option(1.0, "Upper bound of an adaptive entropy_coef.", ge=0)
-    entropy_coef_delta: float = option(0.005, "Change of an adaptive entropy_coef per step.", gt=0)
-    entropy_target: float = option(0.2, "Target entropy per token of an adaptive entropy_coef.", ge=0, unit="nats")
-    off_policy_mask_threshold: float | None = option(
-        None, "Exclude completions with a negative advantage whose mean log-ratio exceeds this value.", ge=0
-    )
-    use_bias_correction_kl: bool = option(True, "Multiply the KL divergence by the probability ratio.")
 
     def __post_init__(self) -> None:
         value: Any = self.scale_rewards
@@ -286,8 +217,8 @@ class RLOOConfig(RolloutConfig):
 
     stage: ClassVar[str] = "rloo"
 
-    num_generations: int = option(2, "Number of completions per prompt.", ge=1)
-    beta: float = option(0.05, "Coefficient of the KL divergence from the reference model.", ge=0)
+    num_generations: int = 2
+    beta: float = 0.05
     reward_clip_range: tuple[float, float] | None = option(None, "Lower and upper bound of the reward of a completion.")
     normalize_advantages: bool = option(
         False, "Normalize the advantages of a generation to mean 0 and standard deviation 1."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,7 +22,7 @@ class SFTConfig(TrlArguments):
         "dataset_batch_size": _PACKS, "num_of_sequences": _PACKS, "chars_per_token": "packing counts tokens."
     }  # fmt: skip
 
-    learning_rate: float = option(2e-5, "Peak learning rate.", ge=0, lt=math.inf)
+    learning_rate: float = 2e-5
 
     # --- the data
     dataset_text_field: str = option("text", "Column with plain text.")
