@@ -1,9 +1,9 @@
-"""The peak memory of training under BAdam and under full AdamW, side by side, as the system counts it.
+"""Compare the peak memory of training with BAdam and with AdamW.
 
     python bench/badam_memory.py [--layers 12] [--width 512]
 
-Each run is a process of its own over the same model of random weights: three steps on rows of 32 tokens. Printed: its
-highest resident size, above that of a process that has only imported what they import and made the model.
+Each run is a separate process with the same random model and takes three steps on rows of 32 tokens. Prints the peak
+resident memory above that of a process that has only imported the libraries and created the model.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import subprocess
 import sys
 
 
-def measured(kind: str, layers: int, width: int) -> float:
-    """The peak resident size of one run in MB."""
+def peak_memory(kind: str, layers: int, width: int) -> float:
+    """Return the peak resident memory of one run in MB."""
     command = [sys.executable, __file__, "--kind", kind, "--layers", str(layers), "--width", str(width)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
 def train(kind: str, layers: int, width: int) -> None:
+    """Create the model and train it. Args: kind: none, adamw or badam."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -49,12 +50,12 @@ def main() -> None:
     parser.add_argument("--kind", choices=("none", "adamw", "badam"))
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=512)
-    given = parser.parse_args()
-    if given.kind:
-        train(given.kind, given.layers, given.width)
+    arguments = parser.parse_args()
+    if arguments.kind:
+        train(arguments.kind, arguments.layers, arguments.width)
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
         return
-    model, adamw, badam = (measured(kind, given.layers, given.width) for kind in ("none", "adamw", "badam"))
+    model, adamw, badam = (peak_memory(kind, arguments.layers, arguments.width) for kind in ("none", "adamw", "badam"))
     print(f"model alone {model:.0f} MB; AdamW adds {adamw - model:.0f} MB, BAdam {badam - model:.0f} MB")
 
 

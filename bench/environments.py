@@ -1,7 +1,7 @@
-"""The environments in which the peers run: each under .bench, made once, with the versions that are named here.
+"""Create the environments of the other libraries under .bench, with pinned versions.
 
-In: the name of a library. Out: the Python that has it. burnish runs in the Python that runs this script, compiled as an
-installation compiles it: where no bytecode is written, each run would compile the sources anew.
+burnish runs in the current Python. Its sources are compiled first, as pip does at installation; otherwise each run
+would compile them again where no bytecode can be written.
 """
 
 from __future__ import annotations
@@ -30,47 +30,49 @@ _REQUIRED = {
 
 
 def interpreters(libraries: Iterable[str]) -> dict[str, Path | str]:
-    """The Python that has each library, or why there is none. Environments that are not there are made, all at once,
-    before anything is measured beside them."""
+    """Return the Python executable of each library, or an error message. Missing environments are created in parallel,
+    before anything is measured."""
     folders = {library: _ENVIRONMENT.get(library, "") for library in libraries}
     with ThreadPoolExecutor() as pool:
-        found = dict(zip(set(folders.values()), pool.map(_interpreter, set(folders.values())), strict=True))
-    return {library: found[folder] for library, folder in folders.items()}
+        executables = dict(zip(set(folders.values()), pool.map(_interpreter, set(folders.values())), strict=True))
+    return {library: executables[folder] for library, folder in folders.items()}
 
 
 def _interpreter(environment: str) -> Path | str:
-    """Args: environment: its name; none for burnish's own."""
+    """Return the Python executable of an environment, or an error message. Args: environment: its name; empty for
+    burnish's."""
     if not environment:
         compileall.compile_dir(ROOT / "src", quiet=1)
         return Path(sys.executable)
     folder = ROOT / ".bench" / environment
     ready = folder / "ready"
-    wanted = " ".join([pinned_torch(), *_REQUIRED[environment]])
+    requirements = " ".join([pinned_torch(), *_REQUIRED[environment]])
     try:
-        if not ready.exists() or ready.read_text() != wanted:
+        if not ready.exists() or ready.read_text() != requirements:
             make(folder, _REQUIRED[environment])
-            ready.write_text(wanted)
+            ready.write_text(requirements)
     except (RuntimeError, subprocess.CalledProcessError) as error:
-        return f"{environment} is not to be had: {error}"
+        return f"{environment} could not be installed: {error}"
     return folder / "bin" / "python"
 
 
 def make(folder: Path, required: list[str]) -> None:
-    """A virtual environment with what is required, and the very torch that burnish is measured with."""
-    if folder.is_symlink():  # --clear would empty what it points to, which is somebody else's
-        raise RuntimeError(f"{folder} is a link to {folder.resolve()}, and is not made anew. Take the link away.")
-    print(f"Installing {', '.join(required)} into {folder} (once; some minutes) ...", file=sys.stderr, flush=True)
+    """Create a virtual environment with the requirements and the same torch version as burnish's."""
+    if folder.is_symlink():  # --clear would delete the content of its target
+        raise RuntimeError(f"{folder} is a symbolic link to {folder.resolve()} and is not replaced. Remove the link.")
+    print(f"Installing {', '.join(required)} into {folder} (once; takes some minutes) ...", file=sys.stderr, flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
     pip = [folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check"]
-    # torch goes first, and is named again: else a dependency's newest release pulls another one in.
+    # torch is installed first and listed again, so that a dependency does not replace it.
     subprocess.run([*pip, pinned_torch()], check=True)
     subprocess.run([*pip, pinned_torch(), *required], check=True)
-    # Built for one torch each, and not for every build of it; transformers does without them for text.
+    # They are built for one build of torch each; transformers does not need them for text.
     subprocess.run([pip[0], "uninstall", "--quiet", "--yes", "torchaudio", "torchvision"], check=True)
 
 
 def torchvision() -> Path:
-    """A folder with torchvision alone, for what the peers do with images (``torchvision_door.py``)."""
+    """Install torchvision alone into a folder and return it, for the image processors of other libraries
+    (``load_torchvision.py``)."""
     folder = ROOT / ".bench" / "torchvision"
     if not folder.exists():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
@@ -79,5 +81,6 @@ def torchvision() -> Path:
 
 
 def pinned_torch() -> str:
+    """Return the requirement of torch in constraints.txt."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     return next(line for line in lines if line.startswith("torch=="))

@@ -1,11 +1,10 @@
-"""Reads the operating system's clocks and memory inside a training, the same way for every trainer.
+"""Measure processor time and memory of a training, in the same way for every library.
 
-In: the events of a trainer (the callbacks that transformers named, which all of them fire) and the labels of each
-micro-batch. Out: one line of JSON on standard output, which begins with ``MARK`` so that it is found among a trainer's
-own words.
+Inputs are the trainer's callback events (transformers' names, which all of these libraries use) and the labels of each
+micro-batch. The output is one line of JSON on standard output; it starts with ``MARK``, to be found among other output.
 
-Time is processor time of the whole process: on a machine that others use too, it varies by a few percent where wall
-time varies by factors. The first step is not counted: it allocates memory and chooses kernels.
+Time is processor time of the process: on a shared machine it varies by a few percent, while wall time varies by
+factors. The first step is not counted, because it allocates memory and selects kernels.
 """
 
 from __future__ import annotations
@@ -19,35 +18,36 @@ from typing import Any
 
 MARK = "GAUGE "
 ENDS_AT_FIRST_STEP = "BENCH_ENDS_AT_FIRST_STEP"
-"""In the environment of a process of which only the start is measured."""
+"""Environment variable of processes that stop at their first step."""
 WARM_UP = 1
-PREFERENCES = {"dpo": "pairs", "rm": "pairs", "kto": "verdicts"}
-"""Stage -> its records in the material."""
-ANSWERS = {"per_device_eval_batch_size": 8, "max_new_tokens": 32}
-"""Options of answers, in burnish's words; the likeliest token each time, and none that ends an answer sooner."""
+PREFERENCES = {"dpo": "pairs", "rm": "pairs", "kto": "examples"}
+"""Stage -> name of its dataset in the material."""
+GENERATION_OPTIONS = {"per_device_eval_batch_size": 8, "max_new_tokens": 32}
+"""burnish's options for generation: greedy, with a fixed number of tokens."""
 LIBRARIES = ("burnish", "trl", "transformers", "llamafactory", "torch", "accelerate")
 
 
 class Gauge:
-    """Readings of a training, as a callback; ``as_callback`` makes it one of the class that a trainer insists on.
+    """Measurements of a training. ``as_callback`` wraps it in a callback of a given class.
 
     Args:
-        rows_per_step: pairs or records, where these are counted instead of labels.
+        rows_per_step: number of pairs or examples of a step, if these are counted instead of labels.
     """
 
     def __init__(self, rows_per_step: int = 0) -> None:
         self.rows_per_step = rows_per_step
         self.labels = 0
-        self.steps: list[tuple[float, float, int, float]] = []  # processor seconds, wall seconds, labels, waited so far
+        # Totals after each step: processor seconds, wall seconds, labels, seconds blocked.
+        self.steps: list[tuple[float, float, int, float]] = []
         self.save_waits_s: list[float] = []
-        self.save_waits_cpu_s: list[float] = []  # of the thread that trains
+        self.save_waits_cpu_s: list[float] = []  # of the training thread
         self.step_ended_cpu_s = 0.0
         self.trained_cpu_s = 0.0
-        self.ready: dict[str, float] = {}  # when the first step begins
+        self.ready: dict[str, float] = {}  # measured when the first step begins
         self.more: dict[str, Any] = {}
 
     def count(self, labels: Any) -> None:
-        """Labels of a micro-batch, before a model sees them; -100 is none."""
+        """Add the labels of a micro-batch, before the model modifies them; -100 is ignored."""
         if self.rows_per_step:
             return
         self.labels += int((labels != -100).sum())
@@ -64,19 +64,19 @@ class Gauge:
 
     def on_step_end(self) -> None:
         self.labels += self.rows_per_step
-        self.steps.append((time.process_time(), time.perf_counter(), self.labels, waited_s()))
+        self.steps.append((time.process_time(), time.perf_counter(), self.labels, blocked_s()))
         self.more["steps_peak_bytes"] = peak_bytes()
         self.step_ended_cpu_s = time.thread_time()
 
     def on_log(self, logs: dict[str, float]) -> None:
-        """The mean loss of the first pass over the rows; the other passes are there for the clock alone."""
+        """Store the mean loss of the first epoch; the other epochs only serve to measure time."""
         if "loss" in logs:
             self.more.setdefault("loss", float(logs["loss"]))
 
     def on_train_end(self) -> None:
         self.more["peak_bytes"] = peak_bytes()
         self.more["ends_s"] = time.perf_counter() - self.steps[-1][1] if self.steps else 0.0
-        forget_peak()
+        reset_peak()
         self.trained_cpu_s = time.process_time()
 
     def on_evaluate(self) -> None:
@@ -86,71 +86,73 @@ class Gauge:
         self._since_training("prediction")
         self.more["new_tokens"] = new_tokens
 
-    def _since_training(self, what: str) -> None:
-        self.more[f"{what}_cpu_s"] = time.process_time() - self.trained_cpu_s
-        self.more[f"{what}_peak_bytes"] = peak_bytes()
+    def _since_training(self, phase: str) -> None:
+        self.more[f"{phase}_cpu_s"] = time.process_time() - self.trained_cpu_s
+        self.more[f"{phase}_peak_bytes"] = peak_bytes()
 
     def on_save(self) -> None:
         self.save_waits_s.append(time.perf_counter() - self.steps[-1][1])
         self.save_waits_cpu_s.append(time.thread_time() - self.step_ended_cpu_s)
 
-    def listen(self, model: Any) -> None:
-        """Count the labels that are handed to a model of transformers as the argument ``labels``."""
+    def count_model_labels(self, model: Any) -> None:
+        """Count the labels that a transformers model receives as the argument ``labels``."""
 
-        def note(module: Any, arguments: Any, named: dict[str, Any]) -> None:
-            if module.training and "labels" in named:
-                self.count(named["labels"])
+        def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            if module.training and "labels" in kwargs:
+                self.count(kwargs["labels"])
 
-        model.register_forward_pre_hook(note, with_kwargs=True)
+        model.register_forward_pre_hook(hook, with_kwargs=True)
 
-    def watch(self, trainer: Any) -> None:
-        """Count the labels of each batch that ``training_step`` is handed: burnish's classes leave labels out of what a
-        model gets, and watch for hooks that would see the batch."""
+    def count_trainer_labels(self, trainer: Any) -> None:
+        """Count the labels of the batches passed to ``training_step``. burnish's classes do not pass labels to the
+        model and check for hooks that would need the full batch."""
         step = trainer.training_step
 
-        def counted(model: Any, inputs: dict[str, Any], **named: Any) -> Any:
+        def counted(model: Any, inputs: dict[str, Any], **kwargs: Any) -> Any:
             self.count(inputs["labels"])
-            return step(model, inputs, **named)
+            return step(model, inputs, **kwargs)
 
         trainer.training_step = counted
 
     def report(self, **more: Any) -> None:
+        """Print all measurements."""
         assert self.ready
-        say(**self.ready, **self._of_steps(), **self.more, **more)
+        print_measurements(**self.ready, **self._of_steps(), **self.more, **more)
 
     def _of_steps(self) -> dict[str, Any]:
         if not self.steps:
             return {}
         first, last = self.steps[WARM_UP - 1], self.steps[-1]
-        cpu, wall, labels, waited = (later - sooner for sooner, later in zip(first, last, strict=True))
+        cpu, wall, labels, blocked = (after - before for before, after in zip(first, last, strict=True))
         return {
-            "labels": labels, "cpu_s": cpu, "wall_s": wall, "waited_s": waited,
+            "labels": labels, "cpu_s": cpu, "wall_s": wall, "waited_s": blocked,
             "steps": len(self.steps) - WARM_UP, "save_waits_s": self.save_waits_s,
             "save_waits_cpu_s": self.save_waits_cpu_s,
         }  # fmt: skip
 
 
-def rows_counted(stage: str) -> int:
-    """Rows of a step, where they are what is counted: pairs, or records with a verdict."""
-    return common("")["per_device_train_batch_size"] if stage in PREFERENCES else 0
+def counted_rows_per_step(stage: str) -> int:
+    """Return the number of rows per step if rows are counted (pairs or labelled examples), else 0."""
+    return common_arguments("")["per_device_train_batch_size"] if stage in PREFERENCES else 0
 
 
-def say(**figures: Any) -> None:
-    """The line that ``measuring.py`` reads, with the versions, and what the process took, its children too."""
+def print_measurements(**figures: Any) -> None:
+    """Print the line that ``measuring.py`` reads, with versions and the processor time of the process and its
+    children."""
     print(MARK + json.dumps({**figures, "versions": versions(), "process_cpu_s": sum(os.times()[:4])}), flush=True)
 
 
-def as_callback(gauge: Gauge, base: type, listens: bool = True) -> Any:
-    """``gauge`` as a callback of a library whose callbacks are of the class ``base``.
+def as_callback(gauge: Gauge, base: type, counts_labels: bool = True) -> Any:
+    """Return ``gauge`` as a callback that inherits from ``base``, the callback class of a library.
 
     Args:
-        listens: whether it counts the labels that the model is handed.
+        counts_labels: whether to count the labels that the model receives.
     """
 
     class Callback(base):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if listens:
-                gauge.listen(kwargs["model"])
+            if counts_labels:
+                gauge.count_model_labels(kwargs["model"])
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             gauge.on_step_begin()
@@ -173,45 +175,45 @@ def as_callback(gauge: Gauge, base: type, listens: bool = True) -> Any:
     return Callback()
 
 
-def waited_s() -> float:
-    """Seconds in which this thread neither ran nor was ready to run, since its clock began; only differences mean
-    something. In a step of a training it is what is waited for other processes (``run_delay`` in
+def blocked_s() -> float:
+    """Return the seconds in which this thread neither ran nor was ready to run, since an arbitrary start; use
+    differences. Within a training step this is the time spent waiting for other processes (``run_delay`` in
     https://docs.kernel.org/scheduler/sched-stats.html)."""
     ready_ns = int(Path("/proc/thread-self/schedstat").read_text().split()[1])
     return time.perf_counter() - time.thread_time() - ready_ns / 1e9
 
 
 def peak_bytes() -> int:
-    """The largest resident memory of this process, since it began or since ``forget_peak``."""
+    """Return the peak resident memory of this process, since its start or since ``reset_peak``."""
     return resident_bytes("VmHWM")
 
 
-def resident_bytes(which: str) -> int:
-    """Memory of this process, by its name in the system's status of it: VmRSS is what it holds, VmHWM the peak."""
+def resident_bytes(name: str) -> int:
+    """Return a memory field of /proc/self/status in bytes: VmRSS for resident memory, VmHWM for its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(which))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
-def forget_peak() -> None:
-    """Begin the peak anew, at what is resident now (proc(5), /proc/pid/clear_refs)."""
+def reset_peak() -> None:
+    """Reset the peak to the memory that is resident now (proc(5), /proc/pid/clear_refs)."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def versions() -> dict[str, str]:
-    found = {}
+    """Return the versions of the installed libraries of ``LIBRARIES``."""
+    installed = {}
     for library in LIBRARIES:
         try:
-            found[library] = version(library)
+            installed[library] = version(library)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
-def common(output: str) -> dict[str, Any]:
-    """Arguments that all trainers are given, in transformers' words.
+def common_arguments(output: str) -> dict[str, Any]:
+    """Return arguments that all trainers get, with transformers' names.
 
-    Eight rows to a step, one pass over the rows, AdamW, no file written but where checkpoints are measured. One log:
-    the mean loss of a pass.
+    Eight rows per step, one epoch, AdamW, no checkpoints unless they are measured. One log: the mean loss of an epoch.
     """
     return {
         "output_dir": output, "per_device_train_batch_size": 8, "num_train_epochs": 1, "learning_rate": 1e-4,

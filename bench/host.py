@@ -1,15 +1,15 @@
-"""One library, imported once, and a child process of it for every measurement.
+"""Import a library once and fork a child process for each measurement.
 
-    python bench/host.py LIBRARY SOCKET        what ``Host`` starts, in the environment of the library
+    python bench/host.py LIBRARY SOCKET        started by ``Host`` in the environment of the library
 
-In: per connection one line of JSON, the words of a script under bench/ and what its environment adds. Out: whatever
-the child writes, until it ends; its process id comes first. Imports take 5 to 9 seconds of processor time, more than
-most measurements. A child begins with what was imported and nothing else, no model and no tensor; it has clocks of its
-own, and its peak of memory begins at what is resident when it forks. That is the same for every library.
+Each connection to the socket sends one line of JSON with the arguments of a script under bench/ and environment
+variables. The reply is the process id of the child, then its output until it ends. Imports take 5 to 9 seconds of
+processor time, more than most measurements. A child starts with the imported modules only, without model or tensors. It
+has its own clocks, and its peak memory starts at the resident memory at the fork. This is the same for every library.
 
-Refused: to fork beside another thread, which might hold a lock that no one in the child would ever give back. The one
-exception is that of jemalloc, which comes with pyarrow and holds its own locks still while a process forks
-(pthread_atfork in its background_thread.c).
+A process with other threads is not forked, because they might hold a lock that is never released in the child. The
+exception is jemalloc's thread (part of pyarrow), which handles forks itself (pthread_atfork in its
+background_thread.c).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-# What a training by each library imports, whatever the model. train_peer.py imports within its functions.
+# What a training with each library imports for any model. train_peer.py imports inside its functions.
 IMPORTS = {
     "trl": ("train_peer", "trl.trainer.sft_trainer", "transformers.models.qwen2.modeling_qwen2"),
     "transformers": ("train_peer", "datasets", "transformers.trainer", "transformers.models.qwen2.modeling_qwen2"),
@@ -40,7 +40,7 @@ FORK_SAFE = "jemalloc_bg_thd"
 
 
 class Host:
-    """The asking side: a process that has imported ``library`` and waits."""
+    """Client of a process that has imported ``library`` and waits for requests."""
 
     def __init__(self, library: str, python: str, environment: dict[str, str]) -> None:
         self.folder = tempfile.TemporaryDirectory()
@@ -50,31 +50,31 @@ class Host:
             env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         assert self.server.stdout is not None
-        said = []
-        for line in self.server.stdout:
-            if line == "ready\n":
+        output = []
+        for text in self.server.stdout:
+            if text == "ready\n":
                 return
-            said.append(line)
-        raise RuntimeError("".join(said)[-2000:])
+            output.append(text)
+        raise RuntimeError("".join(output)[-2000:])
 
-    def run(self, words: list[str], environment: dict[str, str], timeout_s: float) -> str:
-        """Output of a child that runs the script ``words[0]`` with the other words."""
-        said, pid = b"", 0
-        with socket.socket(socket.AF_UNIX) as line:
-            line.connect(self.path)
-            line.settimeout(timeout_s)  # between two words of it
-            line.sendall(json.dumps([words, environment]).encode() + b"\n")
+    def run(self, arguments: list[str], environment: dict[str, str], timeout_s: float) -> str:
+        """Return the output of a child that runs the script ``arguments[0]`` with the other arguments."""
+        output, pid = b"", 0
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(self.path)
+            connection.settimeout(timeout_s)  # between two parts of the output
+            connection.sendall(json.dumps([arguments, environment]).encode() + b"\n")
             try:
-                while found := line.recv(1 << 16):
-                    said += found
-                    pid = pid or int(said.split(b"\n")[0] or 0)
+                while received := connection.recv(1 << 16):
+                    output += received
+                    pid = pid or int(output.split(b"\n")[0] or 0)
             except TimeoutError:
                 os.kill(pid, signal.SIGKILL)
-                return f"nothing was said for {timeout_s:.0f} s"
-        return said.partition(b"\n")[2].decode(errors="replace")
+                return f"no output for {timeout_s:.0f} s"
+        return output.partition(b"\n")[2].decode(errors="replace")
 
     def close(self) -> None:
-        """A host ends when what it reads from ends."""
+        """End the host by closing its standard input."""
         assert self.server.stdin is not None
         self.server.stdin.close()
         self.server.wait()
@@ -82,46 +82,49 @@ class Host:
 
 
 def serve(library: str, path: str) -> None:
+    """Import the library and fork a child for each connection."""
     for name in IMPORTS[library]:
         import_module(name)
     gc.collect()
     gc.freeze()
-    others = [name for name in threads() if name != FORK_SAFE][1:]  # but this one
+    others = [name for name in threads() if name != FORK_SAFE][1:]  # except this one
     if others:
-        raise RuntimeError(f"{library} has threads before any work was asked for, and cannot fork: {others}.")
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a child but who reads its words
-    with socket.socket(socket.AF_UNIX) as door:
-        door.bind(path)
-        door.listen()
+        raise RuntimeError(f"{library} starts threads when it is imported and cannot be forked: {others}.")
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_IGN
+    )  # nothing waits for children: the client reads until their output ends
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
         print("ready", flush=True)
         while True:
-            asking, _, _ = select.select([door, sys.stdin], [], [])
-            if sys.stdin in asking:
+            readable, _, _ = select.select([listener, sys.stdin], [], [])
+            if sys.stdin in readable:
                 return
-            caller, _ = door.accept()
-            with caller, caller.makefile() as reader:
-                words, environment = json.loads(reader.readline())
+            connection, _ = listener.accept()
+            with connection, connection.makefile() as reader:
+                arguments, environment = json.loads(reader.readline())
                 if os.fork() == 0:
-                    measure(caller, words, environment)
+                    measure(connection, arguments, environment)
 
 
 def threads() -> list[str]:
-    """Names of this process's threads, as the system knows them."""
+    """Return the names of the threads of this process."""
     return [
         Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in sorted(os.listdir("/proc/self/task"))
     ]
 
 
-def measure(caller: socket.socket, words: list[str], environment: dict[str, str]) -> Any:
-    """The child: runs the script and ends."""
-    gc.enable()  # as a process of its own begins
+def measure(connection: socket.socket, arguments: list[str], environment: dict[str, str]) -> Any:
+    """Run the script in the child, then exit."""
+    gc.enable()  # as in a new process
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.update(environment)
     for stream in (1, 2):
-        os.dup2(caller.fileno(), stream)
+        os.dup2(connection.fileno(), stream)
     os.write(1, f"{os.getpid()}\n".encode())
     try:
-        import_module(words[0].removesuffix(".py")).main(words[1:])
+        import_module(arguments[0].removesuffix(".py")).main(arguments[1:])
     except BaseException:
         traceback.print_exc()
     with suppress(BrokenPipeError):

@@ -1,10 +1,10 @@
-"""The material of the measurements with images: a small Qwen2.5-VL with random weights, drawn photos, questions.
+"""Create the material for measurements with images: a small Qwen2.5-VL with random weights, generated photos,
+questions.
 
-In: a folder, and how many photos of which sizes. Out, in the folder: ``model`` with tokenizer and processors, ``media``
-with JPEG files, ``photos.json`` (alpaca records with ``<image>``), ``dataset_info.json`` and ``facts.json``. All of it
-follows from ``SEED``.
+Written to a folder: ``model`` with tokenizer and processors, ``media`` with JPEG files, ``photos.json`` (alpaca records
+with ``<image>``), ``dataset_info.json`` and ``facts.json``. Everything is derived from ``SEED``.
 
-A photo is noise that was enlarged, so that its file is about as large as that of a real photo of its size.
+A photo is enlarged noise, so that its file is about as large as that of a real photo of its size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from material import SEED, SIZES, Writer, make_tokenizer
 
-MOST_PIXELS = 768 * 768
+MAX_PIXELS = 768 * 768
 PHOTOS = ((640, 480), (1280, 960), (1280, 960), (4032, 3024), (1280, 960), (640, 480))
 """Sizes of the photos of a step, in turn."""
 _CONTROLS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -32,11 +32,11 @@ _CHAT = (
 
 @dataclass(frozen=True)
 class Photos:
-    """The material that is asked for.
+    """Options of the material.
 
     Args:
-        rows: records, each with one photo.
-        sizes: of the photos, in turn.
+        rows: number of records, each with one photo.
+        sizes: sizes of the photos, in turn.
     """
 
     rows: int = 24
@@ -48,6 +48,7 @@ class Photos:
 
 
 def photo(number: int, width: int, height: int) -> Any:
+    """Return a generated photo."""
     import numpy
     from PIL import Image
 
@@ -59,28 +60,29 @@ def photo(number: int, width: int, height: int) -> Any:
     return Image.fromarray(numpy.clip(image, 0, 255).astype(numpy.uint8))
 
 
-def make(asked: Photos, folder: Path) -> dict[str, Any]:
-    """Everything, unless it is there. Returns the facts."""
+def make(photos: Photos, folder: Path) -> dict[str, Any]:
+    """Create all files, unless they exist. Returns the facts."""
     if not (folder / "facts.json").exists():
         (folder / "media").mkdir(parents=True, exist_ok=True)
         weights = _model(folder / "model")
         writer, records = Writer(SEED), []
-        for number in range(asked.rows):
-            width, height = asked.sizes[number % len(asked.sizes)]
+        for number in range(photos.rows):
+            width, height = photos.sizes[number % len(photos.sizes)]
             name = f"media/{number:05}.jpg"
             photo(number, width, height).save(folder / name, quality=90)
-            question, answer = writer.text(8, 0.3, 16), writer.text(40, 0.5, 100)
-            records.append({"instruction": f"<image>{question}", "input": "", "output": answer, "images": [name]})
+            question, response = writer.text(8, 0.3, 16), writer.text(40, 0.5, 100)
+            records.append({"instruction": f"<image>{question}", "input": "", "output": response, "images": [name]})
         (folder / "photos.json").write_text(json.dumps(records))
         columns = {"prompt": "instruction", "query": "input", "response": "output", "images": "images"}
         entries = {"photos": {"file_name": "photos.json", "columns": columns}}
         (folder / "dataset_info.json").write_text(json.dumps(entries))
-        (folder / "facts.json").write_text(json.dumps({"weights": weights, "rows": asked.rows}))
-    found: dict[str, Any] = json.loads((folder / "facts.json").read_text())
-    return found
+        (folder / "facts.json").write_text(json.dumps({"weights": weights, "rows": photos.rows}))
+    facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
+    return facts
 
 
 def _model(folder: Path) -> int:
+    """Write the model and its processors and return the number of weights."""
     import torch
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -101,7 +103,7 @@ def _model(folder: Path) -> int:
     torch.manual_seed(SEED)
     model = Qwen2_5_VLForConditionalGeneration(config)
     model.save_pretrained(folder)
-    limits = {"min_pixels": 56 * 56, "max_pixels": MOST_PIXELS, "patch_size": 14, "temporal_patch_size": 2,
+    limits = {"min_pixels": 56 * 56, "max_pixels": MAX_PIXELS, "patch_size": 14, "temporal_patch_size": 2,
               "merge_size": 2, "image_mean": [0.48145466, 0.4578275, 0.40821073],
               "image_std": [0.26862954, 0.26130258, 0.27577711], "image_processor_type": "Qwen2VLImageProcessor",
               "processor_class": "Qwen2_5_VLProcessor"}  # fmt: skip

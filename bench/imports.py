@@ -1,8 +1,8 @@
-"""The time to import libraries, which nobody's start can be below.
+"""Measure the time to import libraries, the lower bound of every start.
 
     python bench/imports.py torch transformers.models.qwen2.modeling_qwen2
 
-In: names of modules. Out: the line of ``gauge.py`` with processor time, wall time and memory once they are imported.
+Takes names of modules and prints the line of ``gauge.py`` with processor time, wall time and memory after the imports.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The section on training with images.
+"""Format the section on training with images.
 
-In: per round, what each setting's process said. Out: text.
+Functions take the rounds of measurements and return text.
 """
 
 from __future__ import annotations
@@ -8,22 +8,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from figures import GB, PEERS, Figures, Round, amount, beside, fastest, leanest, line, named, peak, ratios, speed, table
-from image_material import MOST_PIXELS, PHOTOS
-from settings import IMAGES_OURS, of_images
+from figures import (
+    GB,
+    PEERS,
+    Figures,
+    Round,
+    fastest,
+    least_memory,
+    measurement,
+    median_cell,
+    peak,
+    ratio_cell,
+    ratios,
+    speed,
+    table,
+    table_line,
+)
+from image_material import MAX_PIXELS, PHOTOS
+from settings import IMAGES_OURS, image_settings
 from train_images import ROWS_PER_STEP
 
 
 def images(steps: Sequence[Round], starts: Sequence[Round], facts: Figures, num_photos: int) -> str:
-    """Rate and memory of the steps, and the time until the first step of many photos."""
-    return "\n\n".join([_described(facts), _steps(steps), _best(steps), _start(starts, num_photos)])
+    """Format rate and memory of training steps, and the time to the first step with many photos."""
+    return "\n\n".join([_describe(facts), _steps(steps), _best(steps), _start(starts, num_photos)])
 
 
-def _described(facts: Figures) -> str:
+def _describe(facts: Figures) -> str:
+    """Return the description of the material."""
     sizes = ", ".join(f"{PHOTOS.count(size)} of {size[0]}x{size[1]}" for size in dict.fromkeys(PHOTOS))
     return (
         f"A Qwen2.5-VL shape of {facts['weights'] / 1e6:.1f}M weights; {facts['rows']} rows with a JPEG each ({sizes} "
-        f"in turn), resized to {MOST_PIXELS:,} pixels at most by the image processor, {ROWS_PER_STEP} rows to a step; "
+        f"in turn), resized to {MAX_PIXELS:,} pixels at most by the image processor, {ROWS_PER_STEP} rows per step; "
         "LoRA on the language model, vision tower frozen, bfloat16, one thread for products. TRL and LLaMA-Factory use "
         "torchvision for images, burnish Pillow. Each runs in a separate process; the first step is not counted."
     )
@@ -37,22 +53,22 @@ def _steps(rounds: Sequence[Round]) -> str:
     return table(
         rounds,
         {
-            "processor s a step": amount(rounds, _step_s),
-            "rate of burnish relative to it": beside(rounds, IMAGES_OURS, speed),
-            "wall s a step": amount(rounds, lambda figures: figures["wall_s"] / figures["steps"]),
-            "peak memory, GB": amount(rounds, peak, unit=GB),
-            "memory of burnish relative to it": beside(rounds, IMAGES_OURS, peak),
-            "mean loss": amount(rounds, "loss"),
+            "processor s per step": median_cell(rounds, _step_s),
+            "rate of burnish relative to it": ratio_cell(rounds, IMAGES_OURS, speed),
+            "wall s per step": median_cell(rounds, lambda figures: figures["wall_s"] / figures["steps"]),
+            "peak memory, GB": median_cell(rounds, peak, unit=GB),
+            "memory of burnish relative to it": ratio_cell(rounds, IMAGES_OURS, peak),
+            "mean loss": median_cell(rounds, "loss"),
         },
         "setting",
     )
 
 
 def _best(rounds: Sequence[Round]) -> str:
-    """burnish beside the fastest setting of each peer, and beside its leanest."""
-    settings = of_images(is_start=False)
+    """Compare burnish with the fastest setting of each library and with the one that needs the least memory."""
+    settings = image_settings(is_start=False)
     lines = [
-        line(
+        table_line(
             [
                 "peer",
                 "fastest setting",
@@ -64,22 +80,22 @@ def _best(rounds: Sequence[Round]) -> str:
     ]
     lines.append("|---|---|---:|---|---:|")
     for peer, library in PEERS.items():
-        best, lean = fastest(rounds, settings, library), leanest(rounds, settings, library)
-        if best and lean:
-            compared = [ratios(rounds, IMAGES_OURS, best, speed), lean, ratios(rounds, IMAGES_OURS, lean, peak)]
-            lines.append(line([peer, best, *compared]))
+        best, smallest = fastest(rounds, settings, library), least_memory(rounds, settings, library)
+        if best and smallest:
+            compared = [ratios(rounds, IMAGES_OURS, best, speed), smallest, ratios(rounds, IMAGES_OURS, smallest, peak)]
+            lines.append(table_line([peer, best, *compared]))
     return "\n".join(lines)
 
 
 def _start(rounds: Sequence[Round], num_photos: int) -> str:
-    ready = named("ready_cpu_s")
+    ready = measurement("ready_cpu_s")
     lines = table(
         rounds,
         {
-            "processor s": amount(rounds, ready, ".1f"),
-            "wall s": amount(rounds, "ready_wall_s", ".1f"),
-            "wall time relative to burnish": lambda name: _times(rounds, name),
-            "peak memory, GB": amount(rounds, "ready_peak_bytes", unit=GB),
+            "processor s": median_cell(rounds, ready, ".1f"),
+            "wall s": median_cell(rounds, "ready_wall_s", ".1f"),
+            "wall time relative to burnish": lambda name: _relative_wall_time(rounds, name),
+            "peak memory, GB": median_cell(rounds, "ready_peak_bytes", unit=GB),
         },
         "until the first step",
     )
@@ -90,10 +106,11 @@ def _start(rounds: Sequence[Round], num_photos: int) -> str:
     )
 
 
-def _times(rounds: Sequence[Round], name: str) -> str:
-    found = [
+def _relative_wall_time(rounds: Sequence[Round], name: str) -> str:
+    """Return the wall time to the first step relative to burnish."""
+    values = [
         each[name]["ready_wall_s"] / each[IMAGES_OURS]["ready_wall_s"]
         for each in rounds
         if "ready_wall_s" in each.get(name, {}) and "ready_wall_s" in each.get(IMAGES_OURS, {})
     ]
-    return f"{median(found):.1f}" if found and name != IMAGES_OURS else "-"
+    return f"{median(values):.1f}" if values and name != IMAGES_OURS else "-"

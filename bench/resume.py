@@ -1,11 +1,11 @@
-"""The time that a resumed run takes to find its place in the data. Runs in the environment of the library it is given.
+"""Measure the time that a resumed run takes to find its position in the data. Runs in the environment of the library.
 
     python bench/resume.py burnish|transformers [--rows 1000000]
 
-In: a set of many rows, made when they are asked for, dealt eight to a step in a random order. Each library begins the
-epoch as its loop does behind a checkpoint: transformers skips the batches that were seen (accelerate's
-``skip_first_batches``), burnish goes to the position. Out: the line of ``gauge.py``, with processor milliseconds to the
-first batch behind each of ``STEPS``.
+The dataset has many rows, generated on access, eight per step in random order. Each library starts the epoch as its
+loop does after a checkpoint: transformers skips batches (accelerate's ``skip_first_batches``), burnish starts at the
+position. Prints the line of ``gauge.py`` with the processor milliseconds to the first batch after each number of steps
+in ``STEPS``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from gauge import say
+from gauge import print_measurements
 
 STEPS = (0, 1_000, 100_000)
 ROWS_PER_STEP = 8
 
 
 class Rows(Sequence[Any]):
-    """Rows of 32 tokens."""
+    """A dataset of rows with 32 tokens."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -36,6 +36,7 @@ class Rows(Sequence[Any]):
 
 
 def burnish(rows: Rows, step: int) -> Any:
+    """Return the first batch after ``step`` steps."""
     from burnish.data.batches.batching import collate_padding_free
     from burnish.data.batches.loader import RowLoader, StepPartition
 
@@ -53,19 +54,19 @@ def transformers(rows: Rows, step: int) -> Any:
     return next(iter(skip_first_batches(loader, step) if step else loader))
 
 
-def main(words: list[str]) -> None:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("library", choices=("burnish", "transformers"))
     parser.add_argument("--rows", type=int, default=1_000_000)
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
     begin_epoch, rows = globals()[arguments.library], Rows(arguments.rows)
-    begin_epoch(rows, 0)  # imports, and whatever else is done once
-    found = {}
+    begin_epoch(rows, 0)  # imports and other work that is done once
+    results = {}
     for step in STEPS:
         begin = time.process_time()
         begin_epoch(rows, step)
-        found[f"after_{step}_ms"] = 1000 * (time.process_time() - begin)
-    say(**found)
+        results[f"after_{step}_ms"] = 1000 * (time.process_time() - begin)
+    print_measurements(**results)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""``llamafactory-cli`` without the library of sound that it imports before anything else, and which is not installed.
+"""Run ``llamafactory-cli`` without torchaudio, which it imports first and which is not installed.
 
-In: the words after ``llamafactory-cli``. Out: what it does.
+Takes the arguments of ``llamafactory-cli``.
 """
 
-import without_media  # noqa: F401 - first, because LLaMA-Factory imports torchaudio where it needs none
+import without_torchaudio  # noqa: F401 - first, because LLaMA-Factory imports torchaudio without need
 from llamafactory.cli import main
 
 if __name__ == "__main__":

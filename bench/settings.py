@@ -1,10 +1,10 @@
-"""The comparisons: each way to run each library, by part.
+"""The settings that are compared: how each library is run, by part of the benchmark.
 
-A peer runs as it comes and at the best that its options offer on a processor: bf16, rows laid beside each other or
-grouped by length, nothing computed twice for the sake of memory. All of them take the same rows in steps of eight; a
-pack is as long as eight rows on average, or as the longest. Each goes over the rows once and takes one step more: the
-first step is not counted, and where rows are sorted by length it has the longest of them, which come again. burnish
-goes over the rows twice, so that there is enough to measure.
+Other libraries run with their defaults and with the best options that they offer on a CPU: bf16, padding-free batches
+or grouping by length, no gradient checkpointing. All of them get the same rows in steps of eight. A pack is as long as
+eight rows on average, or as the longest row. Each setting runs one epoch plus one step: the first step is not counted,
+and with rows sorted by length it contains the longest ones, which the additional step repeats. burnish runs two epochs,
+to have enough to measure.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from gauge import ANSWERS, PREFERENCES
-from material import SEED, words
+from gauge import GENERATION_OPTIONS, PREFERENCES
+from material import SEED, make_vocabulary
 
 BASE = "TRL, default"
 OURS = "burnish, bf16"
@@ -30,51 +30,54 @@ class Setting:
     """One way to run one library.
 
     Args:
-        library: whose environment it runs in.
-        words: the script under bench/ and its arguments; MATERIAL and OUTPUT stand for folders, EVALUATION for the
-            conversations of the material.
-        is_alone: whether it is a process from its start, instead of a child of one that has imported its library.
-        ends_early: whether a process of its own ends at its first step.
-        processor: a name of ``measuring.LIMITS``, whose instructions it is limited to.
+        library: name of the environment.
+        command: script under bench/ and its arguments. MATERIAL and OUTPUT are replaced by folders, EVALUATION by the
+            file of conversations of the material.
+        in_new_process: whether it runs in a new process instead of one forked from a process that has imported the
+            library.
+        stops_at_first_step: whether a new process stops at its first step.
+        processor: key of ``measuring.LIMITS``; limits the instructions that are used.
     """
 
     name: str
     library: str
-    words: tuple[str, ...]
-    is_alone: bool = False
-    ends_early: bool = True
+    command: tuple[str, ...]
+    in_new_process: bool = False
+    stops_at_first_step: bool = True
     processor: str = ""
 
 
 def training(name: str, library: str, **options: Any) -> Setting:
-    """A training with these options, said as each script reads them."""
+    """Return a training setting with these options, formatted as the script of the library expects them."""
     script = {"burnish": ("train_burnish.py",), "llamafactory": ("train_llamafactory.py",)}.get(
         library, ("train_peer.py", library)
     )
-    say = spoken if library == "burnish" else repr
-    words = (f"{option}={say(value)}" for option, value in options.items())
-    return Setting(name, library, (*script, "MATERIAL", "OUTPUT", *words))
+    formatted = to_yaml if library == "burnish" else repr
+    arguments = (f"{option}={formatted(value)}" for option, value in options.items())
+    return Setting(name, library, (*script, "MATERIAL", "OUTPUT", *arguments))
 
 
-def spoken(value: Any) -> str:
+def to_yaml(value: Any) -> str:
+    """Format a value as on burnish's command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def trainings(method: str, facts: dict[str, Any]) -> tuple[Setting, ...]:
-    """Every training with ``method``, full or lora.
+    """Return every training setting with ``method``, full or lora.
 
-    A frozen model is loaded in bfloat16 at each peer's best: else its weights are cast in every forward pass.
+    With LoRA, other libraries load the model in bfloat16 at their best setting; otherwise its weights are cast in every
+    forward pass.
     """
     is_long = facts["longest"] > LONG
     pack = max(facts["longest_row"], 0 if is_long else ROWS_PER_STEP * facts["tokens"] // facts["rows"])
-    pack += -pack % 8  # LLaMA-Factory 0.9.5 pads packs to a multiple of eight, and their positions not
+    pack += -pack % 8  # LLaMA-Factory 0.9.5 pads packs to a multiple of eight, but not their positions
     same: dict[str, Any] = {"finetuning_type": method, "num_train_epochs": 1.01}
     lean = same | ({"dtype": "bfloat16"} if method == "lora" else {})
-    # Long rows go two to a step, and one at a time where they would be padded: more are more logits than memory.
+    # Two long rows per step, and one per micro-batch if they are padded: the logits of more do not fit into memory.
     fitting = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2} if is_long else {}
     trl = lean | {"gradient_checkpointing": False}
     factory = same | {"bf16": True}
-    grouped = fitting | {"train_sampling_strategy": "group_by_length"}  # never the best of TRL or LLaMA-Factory
+    grouped = fitting | {"train_sampling_strategy": "group_by_length"}  # never the best setting of TRL or LLaMA-Factory
     packed = {"per_device_train_batch_size": 1}
     return (
         training(BASE, "trl", **same, **fitting),
@@ -94,52 +97,54 @@ def trainings(method: str, facts: dict[str, Any]) -> tuple[Setting, ...]:
 
 
 def in_float32(settings: Iterable[Setting]) -> tuple[Setting, ...]:
-    """The settings in bfloat16, in float32 instead, as on a processor without AVX512. TRL's configs choose bfloat16
-    unless they are told otherwise."""
-    found = []
+    """Return float32 variants of the bfloat16 settings, as on a processor without AVX512. TRL's configs use bfloat16
+    unless it is disabled."""
+    settings_list = []
     for setting in settings:
-        words = tuple(word for word in setting.words if word.lower() not in ("bf16=true", "dtype='bfloat16'"))
-        is_script_of_trl = words[:2] == ("train_peer.py", "trl")
-        words += ("bf16=False",) * is_script_of_trl
+        command = tuple(item for item in setting.command if item.lower() not in ("bf16=true", "dtype='bfloat16'"))
+        is_script_of_trl = command[:2] == ("train_peer.py", "trl")
+        command += ("bf16=False",) * is_script_of_trl
         if setting.name != OURS_FLOAT32:
             name = setting.name.replace("bf16", "float32")
-            found.append(replace(setting, name=name, words=words, processor="avx2"))
-    return tuple(found)
+            settings_list.append(replace(setting, name=name, command=command, processor="avx2"))
+    return tuple(settings_list)
 
 
 LONG = 1024
-# What ratios are made of on the 30M shape; the rest comes with --all-settings.
-USUAL = (
+# The settings that ratios need for the 30M shape; --all-settings adds the others.
+DEFAULT_NAMES = (
     BASE, "TRL, packing, no checkpointing", "TRL, padding-free, no checkpointing",
     "transformers, bf16, grouped by length", "LLaMA-Factory, bf16, neat packing",
     "LLaMA-Factory, bf16, neat packing, no checkpointing", OURS,
 )  # fmt: skip
-# Of the wide model: what was both fastest and leanest of each peer, or as good as that.
-WIDE = (BASE, "TRL, padding-free, no checkpointing", "transformers, bf16, grouped by length",
+# For the wide model: the setting of each library that was the fastest and needed the least memory, or nearly so.
+WIDE_NAMES = (BASE, "TRL, padding-free, no checkpointing", "transformers, bf16, grouped by length",
         "LLaMA-Factory, bf16, neat packing", OURS)  # fmt: skip
-BEST = ("TRL, packing, no checkpointing", "transformers, bf16, grouped by length",
+BEST_NAMES = ("TRL, packing, no checkpointing", "transformers, bf16, grouped by length",
         "LLaMA-Factory, bf16, neat packing, no checkpointing", OURS)  # fmt: skip
 
 
-def ways() -> tuple[Setting, ...]:
-    """burnish without its own ways, and then with one after the other: options, patches that are left out, and
-    what ``ways.py`` takes out."""
+def optimization_settings() -> tuple[Setting, ...]:
+    """Return burnish without its optimizations, then with one added after the other. They are options, patches that are
+    disabled, and what ``optimizations.py`` disables."""
     options: dict[str, Any] = {"padding_free": False, "attn_implementation": "sdpa", "fused_loss": False}
     options |= {"optim": "adamw_torch", "needed_tokens_only": False}
     without = ["attention", "memory"]
     left_out = ["norm", "gated layer", "activation", "linear layer", "tied embedding"]
-    found = []
-    for name, *there in WAYS:
-        options = {option: value for option, value in options.items() if option not in there}
-        without = [way for way in without if way not in there]
-        left_out = [kind for kind in left_out if kind not in there]
+    settings_list = []
+    for name, *enabled in OPTIMIZATIONS:
+        options = {option: value for option, value in options.items() if option not in enabled}
+        without = [item for item in without if item not in enabled]
+        left_out = [kind for kind in left_out if kind not in enabled]
         more = options | ({"leave_out": ",".join(left_out)} if left_out else {})
-        found.append(training(name, "burnish", bf16=True, num_train_epochs=1.01, without=",".join(without), **more))
-    return tuple(found)
+        settings_list.append(
+            training(name, "burnish", bf16=True, num_train_epochs=1.01, without=",".join(without), **more)
+        )
+    return tuple(settings_list)
 
 
-# The line of the table, and what is no longer taken out in it and in those below.
-WAYS = (
+# Line of the table, and what is enabled in it and in the lines below.
+OPTIMIZATIONS = (
     (PLAIN,),
     ("+ head and loss at trained positions only, in chunks", "fused_loss"),
     ("+ padding-free, torch's attention per sequence", "padding_free", "attn_implementation"),
@@ -153,7 +158,7 @@ WAYS = (
 )  # fmt: skip
 
 
-SYSTEM = " ".join(words(Random(SEED))[:150])
+SYSTEM = " ".join(make_vocabulary(Random(SEED))[:150])
 BATCHING = tuple(
     training(name, "burnish", bf16=True, num_train_epochs=1.01, **options)
     for name, options in (
@@ -165,22 +170,22 @@ BATCHING = tuple(
         ("the same, without prefix sharing", {"default_system": SYSTEM, "needed_tokens_only": False}),
     )
 )
-# A script of a peer, and the same script with burnish's classes.
+# A script of another library, and the same script with burnish's classes.
 SCRIPTS = tuple(
-    replace(training(name, peer, num_train_epochs=1.01, **options, **who), library="burnish" if who else peer)
-    for peer, of_peer, ours, options in (
+    replace(training(name, peer, num_train_epochs=1.01, **options, **source), library="burnish" if source else peer)
+    for peer, theirs, ours, options in (
         ("trl", BASE, "the same script with burnish's SFTTrainer", {}),
         ("transformers", "transformers, bf16", "the same script with burnish's Trainer", {"bf16": True}),
     )
-    for name, who in ((of_peer, {}), (ours, {"made_by": "burnish"}))
+    for name, source in ((theirs, {}), (ours, {"made_by": "burnish"}))
 )
 
 
-def preferences(stage: str, method: str) -> tuple[Setting, ...]:
-    """Learning from preferences: TRL's script and LLaMA-Factory, and burnish through the same doors.
+def preference_settings(stage: str, method: str) -> tuple[Setting, ...]:
+    """Return the preference training settings: TRL's script, LLaMA-Factory, and burnish used like both.
 
     Args:
-        method: full or lora; a frozen model is loaded in bfloat16 at TRL's best.
+        method: full or lora; with lora, TRL's best setting loads the model in bfloat16.
     """
     data = {"stage": stage, "finetuning_type": method, "num_train_epochs": 1.01}
     lean = {"dtype": "bfloat16"} if method == "lora" else {}
@@ -199,20 +204,21 @@ def preferences(stage: str, method: str) -> tuple[Setting, ...]:
 
 
 COMPLETIONS, GROUP = 32, 8
-"""Of a step from rewards, and of a prompt."""
+"""Completions per step and per prompt in GRPO."""
 
 
-def rewarded(longest: int) -> tuple[Setting, ...]:
-    """GRPO on completions of at most ``longest`` tokens: TRL as it comes, and in other formats and micro-batches."""
+def grpo_settings(longest: int) -> tuple[Setting, ...]:
+    """Return the GRPO settings with completions of at most ``longest`` tokens: TRL with its defaults, and with other
+    dtypes and micro-batch sizes."""
     data = {"stage": "grpo", "max_steps": 3, "learning_rate": 1e-6, "max_completion_length": longest,
             "num_generations": GROUP, "gradient_accumulation_steps": COMPLETIONS // ROWS_PER_STEP}  # fmt: skip
-    lean, whole = {"gradient_checkpointing": False}, {"per_device_train_batch_size": COMPLETIONS}
-    whole["gradient_accumulation_steps"] = 1
-    ours = {**data, "reward_funcs": "[rewarded.even_share]", "log_completions": False}
+    lean, single = {"gradient_checkpointing": False}, {"per_device_train_batch_size": COMPLETIONS}
+    single["gradient_accumulation_steps"] = 1
+    ours = {**data, "reward_funcs": "[grpo.even_share]", "log_completions": False}
     return (
         training(BASE, "trl", **data),
         training("TRL, bf16, no checkpointing", "trl", **data, **lean),
-        training("TRL, bf16, no checkpointing, one micro-batch", "trl", **data | lean | whole),
+        training("TRL, bf16, no checkpointing, one micro-batch", "trl", **data | lean | single),
         training("TRL, bf16 weights, no checkpointing", "trl", **data, **lean, dtype="bfloat16"),
         training("TRL, float32, no checkpointing", "trl", **data, **lean, bf16=False),
         training(OURS, "burnish", bf16=True, **ours),
@@ -220,8 +226,8 @@ def rewarded(longest: int) -> tuple[Setting, ...]:
     )
 
 
-# Steps enough between two checkpoints that the first is on the disk when the second is due; their rows are short,
-# since a checkpoint does not depend on them.
+# Enough steps between two checkpoints that the first one is on disk before the second one is due. The rows are short,
+# because the cost of a checkpoint does not depend on them.
 _SAVES = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
 CHECKPOINT = (
     training("transformers", "transformers", bf16=True, **_SAVES),
@@ -229,31 +235,32 @@ CHECKPOINT = (
 )
 
 
-def by_processes() -> tuple[Setting, ...]:
-    """One process, and two that share each step's eight rows: the same rows for everyone, and a checkpoint at the end.
+def process_settings() -> tuple[Setting, ...]:
+    """Return settings with one process and with two, which share the eight rows of each step and save a checkpoint at
+    the end.
 
-    TRL as it is fastest in one process; a peer's layers are named for FSDP2, which it does not find by itself.
+    TRL uses its fastest setting with one process. FSDP2 in transformers and TRL needs the names of the layers to wrap.
     """
     layers = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]}
     sharded = {"fsdp": "full_shard", "fsdp_config": layers}
     trl = {"padding_free": True, "max_length": None, "gradient_checkpointing": False}
     same: dict[str, Any] = {"bf16": True, "max_steps": 7, "save_strategy": "steps", "save_steps": 7}
-    ways = (("one process", 1, {}, {}), ("DDP", 2, {}, {}), ("FSDP2", 2, sharded, {"fsdp": "full_shard"}))
-    found = []
-    for way, count, of_peer, ours in ways:
+    variants = (("one process", 1, {}, {}), ("DDP", 2, {}, {}), ("FSDP2", 2, sharded, {"fsdp": "full_shard"}))
+    settings_list = []
+    for way, count, theirs, ours in variants:
         share = same | {"per_device_train_batch_size": ROWS_PER_STEP // count}
-        found += [
-            training(f"transformers, {way}", "transformers", **share, **of_peer),
-            training(f"TRL, {way}", "trl", **share, **trl, **of_peer),
+        settings_list += [
+            training(f"transformers, {way}", "transformers", **share, **theirs),
+            training(f"TRL, {way}", "trl", **share, **trl, **theirs),
             training(f"burnish, {way}", "burnish", **share, **ours),
         ]
-    return tuple(replace(one, words=("processes.py", str(1 + (not one.name.endswith("one process"))), *one.words))
-                 for one in found)  # fmt: skip
+    return tuple(replace(one, command=("processes.py", str(1 + (not one.name.endswith("one process"))), *one.command))
+                 for one in settings_list)  # fmt: skip
 
 
-# What is imported is no way to train: it is what every start stands on.
+# The two import times are no trainings: they are the lower bound of every start.
 START = tuple(
-    replace(setting, is_alone=True)
+    replace(setting, in_new_process=True)
     for setting in (
         training(BASE, "trl", max_steps=2),
         training("transformers", "transformers", max_steps=2, bf16=True),
@@ -273,12 +280,13 @@ EVALUATION = (
     training("burnish, bf16, LoRA", "burnish", bf16=True, finetuning_type="lora", eval_dataset="EVALUATION",
              **_EVALUATES),
 )  # fmt: skip
-_ANSWERS: dict[str, Any] = {"max_steps": 2, "bf16": True, "do_train": True, "do_predict": True}
+_GENERATES: dict[str, Any] = {"max_steps": 2, "bf16": True, "do_train": True, "do_predict": True}
 GENERATION = (
-    training("transformers", "transformers", **_ANSWERS),
+    training("transformers", "transformers", **_GENERATES),
     *(
         training(f"burnish, {cache} cache", "burnish", cache_implementation=cache, predict_with_generate=True,
-                 do_sample=False, predict_metrics="exact_match", eval_dataset="EVALUATION", **_ANSWERS, **ANSWERS)
+                 do_sample=False, predict_metrics="exact_match", eval_dataset="EVALUATION", **_GENERATES,
+                 **GENERATION_OPTIONS)
         for cache in ("dynamic", "static")
     ),
 )  # fmt: skip
@@ -294,24 +302,24 @@ PACKING = tuple(
 IMAGES_OURS = "burnish"
 
 
-def of_images(is_start: bool) -> tuple[Setting, ...]:
-    """Trainings on images; a process each, because the peers need another torchvision than for text.
+def image_settings(is_start: bool) -> tuple[Setting, ...]:
+    """Return the settings for training on images. Each is a new process, because other libraries need torchvision here.
 
     Args:
-        is_start: only until the first step, with everything at its default.
+        is_start: whether to measure the time to the first step, with default options.
     """
-    ways: list[tuple[str, str, tuple[str, ...]]] = [
+    variants: list[tuple[str, str, tuple[str, ...]]] = [
         ("TRL", "trl", ()),
         ("LLaMA-Factory", "llamafactory", ()),
         (IMAGES_OURS, "burnish", ()),
     ]
     if not is_start:
-        ways[2:2] = [("LLaMA-Factory, no checkpointing", "llamafactory", ("disable_gradient_checkpointing=True",))]
-        ways.insert(1, ("TRL, gradient checkpointing", "trl", ("gradient_checkpointing=True",)))
-        ways.append(("burnish, images not kept", "burnish", ("image_cache='none'",)))
+        variants[2:2] = [("LLaMA-Factory, no checkpointing", "llamafactory", ("disable_gradient_checkpointing=True",))]
+        variants.insert(1, ("TRL, gradient checkpointing", "trl", ("gradient_checkpointing=True",)))
+        variants.append(("burnish, images not kept", "burnish", ("image_cache='none'",)))
     return tuple(
-        Setting(name, library, ("train_images.py", library, "MATERIAL", "OUTPUT", *words), True, is_start)
-        for name, library, words in ways
+        Setting(name, library, ("train_images.py", library, "MATERIAL", "OUTPUT", *options), True, is_start)
+        for name, library, options in variants
     )
 
 
@@ -321,18 +329,18 @@ RESUME = tuple(
 )
 
 
-def starts_again(many: Path, count: int) -> tuple[Setting, ...]:
-    """``count`` rows in the file ``many``, tokenized before the first step or streamed."""
+def restart_settings(many: Path, count: int) -> tuple[Setting, ...]:
+    """Return settings for ``count`` rows of the file ``many``, tokenized before the first step or streamed."""
     return tuple(
-        Setting(name, "burnish", ("start_again.py", "MATERIAL", "OUTPUT", "bf16=true", *words), is_alone=True)
-        for name, words in (
+        Setting(name, "burnish", ("restart.py", "MATERIAL", "OUTPUT", "bf16=true", *options), in_new_process=True)
+        for name, options in (
             (f"{count:,} rows, tokenized before the first step", (f"dataset={many}",)),
             (f"{count:,} rows, streamed", (f"dataset={many}", "streaming=true", "max_steps=1000")),
         )
     )
 
 
-# How each server of answers is started, in the environment of its library; ``ask_server.py`` says folder and port.
+# Name -> environment and command of each API server; ``measure_server.py`` replaces MODEL and PORT.
 SERVERS: dict[str, tuple[str, Callable[[str], list[str]]]] = {
     "burnish api": ("burnish", lambda python: [python, "-m", "burnish", "api", "MODEL", "api_port=PORT"]),
     "LLaMA-Factory api": (

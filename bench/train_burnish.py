@@ -1,19 +1,19 @@
-"""One training by burnish, measured: what ``burnish train`` does, with clocks that are read at its events.
+"""Measure one training with burnish: ``burnish train`` with measurements at its events.
 
     python bench/train_burnish.py MATERIAL OUTPUT [name=value ...]
 
-In: the folder that ``material.py`` made; options of burnish, and ``without=name,name`` of what ``ways.py`` can take
-out. Out: the line of ``gauge.py``, with ``loop_share``: the share of the training's processor time that was spent
-outside of model, loss, gradients and optimizer, and ``plain``: the parts of the model that burnish has no code of its
-own for. With an ``eval_dataset`` the set is evaluated after the training, with ``do_predict`` it is answered.
+Takes the folder of ``material.py`` and options of burnish; ``without=name,name`` disables optimizations of
+``optimizations.py``. Prints the line of ``gauge.py`` with ``loop_share``, the share of the training's processor time
+spent outside of model, loss, gradients and optimizer, and ``plain``, the parts of the model without a patch of burnish.
+With ``eval_dataset``, that dataset is evaluated after training; with ``do_predict``, responses are generated.
 """
 
-# ruff: noqa: E402 (the search for garbage falls into imports)
+# ruff: noqa: E402 (the garbage collector is configured before imports)
 from __future__ import annotations
 
 import gc
 
-gc.set_threshold(100_000, 50, 100)  # as the command line does, before anything is imported
+gc.set_threshold(100_000, 50, 100)  # as the command line does, before other imports
 
 import sys
 import time
@@ -21,13 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ways
-from gauge import PREFERENCES, Gauge, common, rows_counted
-from material import facts_of, preference_sets
-from rewarded import REWARDED, RewardedGauge
+import optimizations
+from gauge import PREFERENCES, Gauge, common_arguments, counted_rows_per_step
+from grpo import GRPO_STAGES, GRPOGauge
+from material import make_preference_datasets, read_facts
 
 from burnish.kernels.probe import causal_lm, find_head
-from burnish.models.patches.attention import NAME as OWN_ATTENTION
+from burnish.models.patches.attention import NAME as BURNISH_ATTENTION
 from burnish.parallel.create import create_parallel
 from burnish.run import predict
 from burnish.run.build import build_loop
@@ -37,32 +37,35 @@ from burnish.run.prepare import prepare
 
 
 class Stopwatch:
-    """Processor time inside of functions that do not call each other."""
+    """Sums the processor time of functions that do not call each other."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any, **named: Any) -> Any:
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` with a measurement of its time."""
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
             begin = time.process_time()
             try:
-                return function(*arguments, **named)
+                return function(*args, **kwargs)
             finally:
                 self.seconds += time.process_time() - begin
 
-        return timed
+        return wrapper
 
 
-def gauge_of(stage: str) -> Gauge:
-    return RewardedGauge() if stage in REWARDED else Gauge(rows_counted(stage))
+def make_gauge(stage: str) -> Gauge:
+    return GRPOGauge() if stage in GRPO_STAGES else Gauge(counted_rows_per_step(stage))
 
 
-def listen(gauge: Gauge, made: Any) -> None:
-    """Give ``gauge`` the events. Not by a callback: one of someone else's makes the loop wait for the whole checkpoint,
-    because it may read it. What an update waits for a checkpoint's copies is added to the wait."""
-    fire, settle = made.callbacks.fire, made.checkpoints.wait_for_copies
+def connect(gauge: Gauge, loop: Any) -> None:
+    """Connect ``gauge`` to the events. A callback would not work: the loop waits for the checkpoint before it calls a
+    custom callback, which may read it. The time that an update waits for copies of a checkpoint is added to that of the
+    save."""
+    fire, wait = loop.callbacks.fire, loop.checkpoints.wait_for_copies
 
-    def heard(event: str, **details: Any) -> Any:
+    def fire_and_measure(event: str, **details: Any) -> Any:
         if event == "on_step_begin":
             gauge.on_step_begin()
         control = fire(event, **details)
@@ -78,79 +81,82 @@ def listen(gauge: Gauge, made: Any) -> None:
             gauge.on_save()
         return control
 
-    def settled() -> None:
+    def wait_and_measure() -> None:
         begin = time.perf_counter()
-        settle()
+        wait()
         if gauge.save_waits_s:
             gauge.save_waits_s[-1] += time.perf_counter() - begin
 
-    made.callbacks.fire, made.checkpoints.wait_for_copies = heard, settled
+    loop.callbacks.fire, loop.checkpoints.wait_for_copies = fire_and_measure, wait_and_measure
 
 
-def run(material: Path, output: str, words: list[str]) -> None:
-    given = {
+def run(material: Path, output: str, arguments: list[str]) -> None:
+    """Train and print the measurements."""
+    defaults = {
         "model_name_or_path": material / "model", "dataset": material / "conversations.json", "template": "chatml",
-        "finetuning_type": "full", "cutoff_len": facts_of(material)["longest"], "overwrite_output_dir": True,
-        "overwrite_cache": True, **common(output),
+        "finetuning_type": "full", "cutoff_len": read_facts(material)["longest"], "overwrite_output_dir": True,
+        "overwrite_cache": True, **common_arguments(output),
     }  # fmt: skip
-    without = [name for word in words if word.startswith("without=") for name in word.split("=")[1].split(",") if name]
-    ways.take_out(without)
-    options = [f"--{word}" for word in words if not word.startswith("without=")]
-    if any(word.startswith("--stage=") and word[8:] in PREFERENCES for word in options):
-        del given["dataset"]
-        given["dataset_dir"] = material
-        preference_sets(material)
-    file, flags = read_arguments([*(f"--{name}={value}" for name, value in given.items()), *options])
+    without = [
+        name for item in arguments if item.startswith("without=") for name in item.split("=")[1].split(",") if name
+    ]
+    optimizations.disable(without)
+    options = [f"--{item}" for item in arguments if not item.startswith("without=")]
+    if any(option.startswith("--stage=") and option[8:] in PREFERENCES for option in options):
+        del defaults["dataset"]
+        defaults["dataset_dir"] = material
+        make_preference_datasets(material)
+    file, flags = read_arguments([*(f"--{name}={value}" for name, value in defaults.items()), *options])
     planned = plan(merge(file, flags, aliases()))
-    prepared, gauge, watch = prepare(planned), gauge_of(planned.options.stage), Stopwatch()
-    made = build_loop(planned, prepared, create_parallel(planned.options), None)
-    listen(gauge, made)
-    if isinstance(gauge, RewardedGauge):
-        made.objective.source.complete = gauge.around(made.objective.source.complete)
+    prepared, gauge, stopwatch = prepare(planned), make_gauge(planned.options.stage), Stopwatch()
+    loop = build_loop(planned, prepared, create_parallel(planned.options), None)
+    connect(gauge, loop)
+    if isinstance(gauge, GRPOGauge):
+        loop.objective.source.complete = gauge.timed(loop.objective.source.complete)
     else:
-        made.model.register_forward_pre_hook(lambda module, batch: gauge.count(batch[0]["labels"]))
+        loop.model.register_forward_pre_hook(lambda module, batch: gauge.count(batch[0]["labels"]))
     for owner, name in (
-        (made.objective, "loss"), (made.parallel, "backward"), (made.parallel, "clip"), (made.parallel, "step"),
-        (made.optimizer, "zero_grad"),
+        (loop.objective, "loss"), (loop.parallel, "backward"), (loop.parallel, "clip"), (loop.parallel, "step"),
+        (loop.optimizer, "zero_grad"),
     ):  # fmt: skip
-        setattr(owner, name, watch.around(getattr(owner, name)))
+        setattr(owner, name, stopwatch.timed(getattr(owner, name)))
     begin = time.process_time()
-    made.train()
-    loop_share = 1 - watch.seconds / (time.process_time() - begin)
+    loop.train()
+    loop_share = 1 - stopwatch.seconds / (time.process_time() - begin)
     if planned.options.do_predict:
-        answer(gauge, made, prepared, planned)
-    elif made.eval_sets:
-        made.evaluate()
-    plain = plain_parts(made.model.model) if made.parallel.world_size == 1 else []
+        generate(gauge, loop, prepared, planned)
+    elif loop.eval_sets:
+        loop.evaluate()
+    plain = plain_parts(loop.model.model) if loop.parallel.world_size == 1 else []
     gauge.report(loop_share=loop_share, plain=plain)
 
 
-def answer(gauge: Gauge, made: Any, prepared: Any, planned: Any) -> None:
-    """Answer the set, and count the tokens that the model made for it: as many for each prompt, whatever it says."""
-    made_tokens, answer_all = [0], predict.answer_all
-    predict.bare_model(made).generation_config.min_new_tokens = planned.options.max_new_tokens
+def generate(gauge: Gauge, loop: Any, prepared: Any, planned: Any) -> None:
+    """Generate responses and count their tokens; all have the same number of tokens."""
+    num_tokens, answer_all = [0], predict.answer_all
+    predict.bare_model(loop).generation_config.min_new_tokens = planned.options.max_new_tokens
 
-    def counted(*arguments: Any) -> list[list[int]]:
-        answers = answer_all(*arguments)
-        made_tokens[0] += sum(map(len, answers))
+    def counted(*args: Any) -> list[list[int]]:
+        answers = answer_all(*args)
+        num_tokens[0] += sum(map(len, answers))
         return answers
 
     predict.answer_all = counted
-    predict.predict_all(made, prepared, planned)
-    gauge.on_predict(made_tokens[0])
+    predict.predict_all(loop, prepared, planned)
+    gauge.on_predict(num_tokens[0])
 
 
 def plain_parts(model: Any) -> list[str]:
-    """Modules that ran the model's own code, where burnish has a faster one for other models."""
+    """Return the kinds of modules that run the model's own code although burnish has a faster one for other models."""
     inner = causal_lm(model)
     kinds = {type(module).__name__ for module in inner.modules() if "forward" not in vars(module)}
-    found = sorted(kind for kind in kinds if kind.endswith(("Norm", "MLP")))
-    found += [] if inner.config._attn_implementation == OWN_ATTENTION else ["attention"]
-    return found + ([] if find_head(inner) else ["loss"])
+    plain = sorted(kind for kind in kinds if kind.endswith(("Norm", "MLP")))
+    plain += [] if inner.config._attn_implementation == BURNISH_ATTENTION else ["attention"]
+    return plain + ([] if find_head(inner) else ["loss"])
 
 
-def main(words: list[str]) -> None:
-    run(Path(words[0]), words[1], words[2:])
+def main(arguments: list[str]) -> None:
+    run(Path(arguments[0]), arguments[1], arguments[2:])
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""One training by TRL or by transformers' Trainer, measured. Runs in their environment.
+"""Measure one training with TRL or with transformers' Trainer. Runs in their environment.
 
     python bench/train_peer.py trl|transformers MATERIAL OUTPUT [name=value ...]
 
-In: the folder that ``material.py`` made; arguments of SFTConfig or TrainingArguments, as Python values, and beside them
-``finetuning_type='lora'`` for an adapter of ``peft`` and ``dtype='bfloat16'`` for the weights of the model. With
-``made_by='burnish'`` the classes come from there, as in a script that changes its import and nothing else; with
-``do_eval=True`` the rows are evaluated after the training, with ``do_predict=True`` their prompts are answered.
-Out: the line of ``gauge.py``.
+Takes the folder of ``material.py`` and arguments of SFTConfig or TrainingArguments with Python values. Additional
+arguments: ``finetuning_type='lora'`` trains a LoRA adapter of ``peft``; ``dtype='bfloat16'`` is the dtype of the
+weights; ``made_by='burnish'`` imports the classes from burnish, as a script that changes only its import;
+``do_eval=True`` evaluates the rows after training; ``do_predict=True`` generates responses to their prompts. Prints the
+line of ``gauge.py``.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from gauge import ANSWERS, PREFERENCES, Gauge, as_callback, common, rows_counted
-from material import facts_of, preference_sets
-from rewarded import REWARDED, trainer_of_trl
+from gauge import GENERATION_OPTIONS, PREFERENCES, Gauge, as_callback, common_arguments, counted_rows_per_step
+from grpo import GRPO_STAGES, make_trl_trainer
+from material import make_preference_datasets, read_facts
 
 
-def arguments(words: list[str]) -> dict[str, Any]:
-    return {name: ast.literal_eval(value) for name, value in (word.split("=", 1) for word in words)}
+def parse_options(items: list[str]) -> dict[str, Any]:
+    """Parse ``name=value`` options with Python values."""
+    return {name: ast.literal_eval(value) for name, value in (item.split("=", 1) for item in items)}
 
 
 def lora(stage: str) -> Any:
+    """Return the LoRA configuration."""
     from peft import LoraConfig
 
     task = "SEQ_CLS" if stage == "rm" else "CAUSAL_LM"
@@ -36,6 +38,7 @@ def lora(stage: str) -> Any:
 
 
 def load(material: Path, dtype: str, stage: str) -> Any:
+    """Load the model."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     if stage == "rm":
@@ -43,13 +46,13 @@ def load(material: Path, dtype: str, stage: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(material / "model", dtype=dtype)
 
 
-def trl(material: Path, model: Any, adapter: Any, given: dict[str, Any]) -> tuple[Any, Gauge]:
-    """SFTTrainer over rows that are encoded already; it wants the learned tokens as a mask."""
+def trl(material: Path, model: Any, adapter: Any, overrides: dict[str, Any]) -> tuple[Any, Gauge]:
+    """Return an SFTTrainer for tokenized rows, with the trained tokens as a mask."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
 
-    gauge, made_by = Gauge(), import_module(given.pop("made_by", "trl"))
-    listens = made_by.__name__ != "burnish"
+    gauge, made_by = Gauge(), import_module(overrides.pop("made_by", "trl"))
+    counts_labels = made_by.__name__ != "burnish"
     rows = json.loads((material / "rows.json").read_text())
     encoded = [
         {"input_ids": row["input_ids"], "completion_mask": [int(label != -100) for label in row["labels"]]}
@@ -57,99 +60,104 @@ def trl(material: Path, model: Any, adapter: Any, given: dict[str, Any]) -> tupl
     ]
     trainer = made_by.SFTTrainer(
         model, args=made_by.SFTConfig(
-            **{"max_length": facts_of(material)["longest"], "completion_only_loss": True, **given}  # not by itself
+            # completion_only_loss is not the default for tokenized rows.
+            **{"max_length": read_facts(material)["longest"], "completion_only_loss": True, **overrides}
         ),
         train_dataset=Dataset.from_list(encoded), processing_class=AutoTokenizer.from_pretrained(material / "model"),
-        peft_config=adapter, callbacks=[as_callback(gauge, TrainerCallback, listens)],
+        peft_config=adapter, callbacks=[as_callback(gauge, TrainerCallback, counts_labels)],
     )  # fmt: skip
     return trainer, gauge
 
 
-def preferences(stage: str, material: Path, model: Any, adapter: Any, given: dict[str, Any]) -> tuple[Any, Gauge]:
-    """DPOTrainer, KTOTrainer or RewardTrainer over conversations, as their scripts have them."""
+def preferences(stage: str, material: Path, model: Any, adapter: Any, overrides: dict[str, Any]) -> tuple[Any, Gauge]:
+    """Return a DPOTrainer, KTOTrainer or RewardTrainer for conversations."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
 
-    gauge, made_by = Gauge(rows_counted(stage)), import_module(given.pop("made_by", "trl"))
+    gauge, made_by = Gauge(counted_rows_per_step(stage)), import_module(overrides.pop("made_by", "trl"))
     kind = {"dpo": "DPO", "kto": "KTO", "rm": "Reward"}[stage]
-    records = preference_sets(material)[PREFERENCES[stage]]
+    records = make_preference_datasets(material)[PREFERENCES[stage]]
 
-    def said(role: str, text: str) -> list[dict[str, str]]:
+    def messages(role: str, text: str) -> list[dict[str, str]]:
         return [{"role": role, "content": text}]
 
     rows = [
-        {"prompt": said("user", record["instruction"]),
-         **({"completion": said("assistant", record["output"]), "label": record["kto_tag"]} if stage == "kto" else
-            {name: said("assistant", record[name]) for name in ("chosen", "rejected")})}
+        {"prompt": messages("user", record["instruction"]),
+         **({"completion": messages("assistant", record["output"]), "label": record["kto_tag"]} if stage == "kto" else
+            {name: messages("assistant", record[name]) for name in ("chosen", "rejected")})}
         for record in records
     ]  # fmt: skip
     trainer = getattr(made_by, f"{kind}Trainer")(
-        model=model, args=getattr(made_by, f"{kind}Config")(**{"max_length": facts_of(material)["longest"], **given}),
+        model=model,
+        args=getattr(made_by, f"{kind}Config")(**{"max_length": read_facts(material)["longest"], **overrides}),
         train_dataset=Dataset.from_list(rows), processing_class=AutoTokenizer.from_pretrained(material / "model"),
-        peft_config=adapter, callbacks=[as_callback(gauge, TrainerCallback, listens=False)],
+        peft_config=adapter, callbacks=[as_callback(gauge, TrainerCallback, counts_labels=False)],
     )  # fmt: skip
     return trainer, gauge
 
 
-def transformers(material: Path, model: Any, adapter: Any, given: dict[str, Any]) -> tuple[Any, Gauge]:
+def transformers(material: Path, model: Any, adapter: Any, overrides: dict[str, Any]) -> tuple[Any, Gauge]:
+    """Return a Trainer for tokenized rows."""
     from datasets import Dataset
     from transformers import AutoTokenizer, DataCollatorForSeq2Seq, TrainerCallback
 
-    gauge, made_by = Gauge(), import_module(given.pop("made_by", "transformers"))
-    listens = made_by.__name__ != "burnish"
+    gauge, made_by = Gauge(), import_module(overrides.pop("made_by", "transformers"))
+    counts_labels = made_by.__name__ != "burnish"
     if adapter is not None:
         from peft import get_peft_model
 
         model = get_peft_model(model, adapter)
     trainer = made_by.Trainer(
         model,
-        args=made_by.TrainingArguments(**given),
+        args=made_by.TrainingArguments(**overrides),
         train_dataset=Dataset.from_list(json.loads((material / "rows.json").read_text())),
         data_collator=DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(material / "model")),
-        callbacks=[as_callback(gauge, TrainerCallback, listens)],
+        callbacks=[as_callback(gauge, TrainerCallback, counts_labels)],
     )
     return trainer, gauge
 
 
-def main(words: list[str]) -> None:
-    library, folder, output, *options = words
-    material, given = Path(folder), {**common(output), **arguments(options)}
-    stage = given.pop("stage", "sft")
-    adapter = lora(stage) if given.pop("finetuning_type", "full") == "lora" else None
-    model = load(material, given.pop("dtype", "float32"), stage)
-    is_ours = given.get("made_by") == "burnish"
-    make = {"trl": trl, "transformers": transformers}[library] if stage == "sft" else partial(preferences, stage)
-    if stage in REWARDED:
-        make = trainer_of_trl
-    trainer, gauge = make(material, model, adapter, given)
-    if is_ours and stage == "sft":
-        gauge.watch(trainer)
+def main(argv: list[str]) -> None:
+    library, folder, output, *options = argv
+    material, overrides = Path(folder), {**common_arguments(output), **parse_options(options)}
+    stage = overrides.pop("stage", "sft")
+    adapter = lora(stage) if overrides.pop("finetuning_type", "full") == "lora" else None
+    model = load(material, overrides.pop("dtype", "float32"), stage)
+    uses_burnish = overrides.get("made_by") == "burnish"
+    create = {"trl": trl, "transformers": transformers}[library] if stage == "sft" else partial(preferences, stage)
+    if stage in GRPO_STAGES:
+        create = make_trl_trainer
+    trainer, gauge = create(material, model, adapter, overrides)
+    if uses_burnish and stage == "sft":
+        gauge.count_trainer_labels(trainer)
     trainer.train()
-    if given.get("do_eval"):
+    if overrides.get("do_eval"):
         trainer.evaluate(trainer.train_dataset)
-    if given.get("do_predict"):
-        gauge.on_predict(answer(model, material))
+    if overrides.get("do_predict"):
+        gauge.on_predict(generate(model, material))
     gauge.report()
 
 
-def answer(model: Any, material: Path) -> int:
-    """Answer the prompts in batches, in bfloat16, with transformers' own ``generate``; the number of new tokens."""
+def generate(model: Any, material: Path) -> int:
+    """Generate responses to the prompts in batches in bfloat16 with transformers' ``generate``; return the number of
+    new tokens."""
     import torch
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(material / "model", padding_side="left")
     rows = json.loads((material / "rows.json").read_text())
     prompts = [row["input_ids"][: sum(label == -100 for label in row["labels"])] for row in rows]
-    count, size = 0, ANSWERS["per_device_eval_batch_size"]
+    count, size = 0, GENERATION_OPTIONS["per_device_eval_batch_size"]
     model.eval()
     for start in range(0, len(prompts), size):
         batch = tokenizer.pad({"input_ids": prompts[start : start + size]}, return_tensors="pt")
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            made = model.generate(
-                **batch, max_new_tokens=ANSWERS["max_new_tokens"], min_new_tokens=ANSWERS["max_new_tokens"],
+            output = model.generate(
+                **batch, max_new_tokens=GENERATION_OPTIONS["max_new_tokens"],
+                min_new_tokens=GENERATION_OPTIONS["max_new_tokens"],
                 do_sample=False, use_cache=True, pad_token_id=tokenizer.pad_token_id,
             )  # fmt: skip
-        count += made[:, batch["input_ids"].shape[1] :].numel()
+        count += output[:, batch["input_ids"].shape[1] :].numel()
     return count
 
 

@@ -304,7 +304,7 @@ def configured(case: Case, library: str, folder: Path) -> tuple[list[Any], Mappi
     }  # fmt: skip
     if library == "llamafactory":
         options.pop("truncation", None)
-        import_module("without_media")  # LLaMA-Factory imports torchaudio, which it has no use for here
+        import_module("without_torchaudio")  # LLaMA-Factory imports torchaudio without need
         import_module("llamafactory.train.tuner").run_exp(options)
     else:
         words = [f"{name}={value}" for name, value in options.items() if name != "disable_tqdm"]
