@@ -1,6 +1,8 @@
 """Methods of ``GRPOTrainer`` and ``RLOOTrainer`` that a script overrides: they get TRL's padded batch and the model
 itself, and an override that only calls the original changes nothing."""
 
+import math
+
 import pytest
 import torch
 from test_rollout_trainers import prompts, trainer_of
@@ -122,6 +124,24 @@ def test_a_batch_that_a_script_changes_is_learned_as_it_is_changed(kind, folder,
     for own in (Mine, InPlace):
         _, logs, _ = run(folder, tmp_path / own.__name__, own, beta=0.0)
         assert [log["grad_norm"] for log in logs] == [0, 0]
+
+
+@pytest.mark.parametrize("shift", [0.5, -0.1])
+def test_old_log_probabilities_that_a_script_changes_are_those_of_the_ratio(shift, folder, tmp_path):
+    """RLOO's are sums over completions; a ratio of exp(-0.5) is clipped where the advantage is negative."""
+
+    class Mine(RLOOTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            ratio = torch.full_like(inputs["old_logps"], math.exp(-shift))
+            clipped, advantages = ratio.clamp(0.8, 1.2), inputs["advantages"]
+            expected.append(float(-torch.minimum(ratio * advantages, clipped * advantages).mean()))
+            losses.append(super().compute_loss(model, {**inputs, "old_logps": inputs["old_logps"] + shift}))
+            return losses[-1]
+
+    expected, losses = [], []
+    run(folder, tmp_path / "mine", Mine, beta=0.0, disable_dropout=True)
+    assert [float(loss) for loss in losses] == pytest.approx(expected, abs=1e-5)
+    assert shift < 0 or max(map(abs, expected)) > 1e-3
 
 
 def test_tokens_values_of_a_script_are_those_that_train(folder, tmp_path):

@@ -209,9 +209,11 @@ class ScriptedRollouts(Objective):
             return same.ready
         known, sizes = ({}, None) if of_step is None else (of_step.ready, of_step.sizes)
         made = self.parallel.to_device(collated(self.objective.collate_samples, packed(samples_of(batch, sizes))))
-        if "old_logps" in batch and "old_logps" in known:  # of RLOO: sums over completions
-            made["old_logps"] = known["old_logps"]
         loss, owner, count = self.objective.token_loss, made["owner"], len(made["items"])
+        if "old_logps" in batch:  # of RLOO: sums over completions, of which the loss sees nothing but the sums
+            mask = made["token_mask"].float()
+            lengths = mask.new_zeros(count).index_add(0, owner, mask).clamp(min=1)
+            made["old_logps"] = (batch["old_logps"].to(mask) / lengths)[owner] * mask
         made["token_weights"] = loss.token_weights(made["token_mask"], owner, count)
         if loss.has_bonus:
             made["entropy_scale"] = known.get("entropy_scale", loss.num_items(made) / made["token_mask"].sum())
