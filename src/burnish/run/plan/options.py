@@ -63,7 +63,8 @@ class TaskOptions:
     stage: str = option(
         "sft",
         "Training stage: supervised fine-tuning (sft), pretraining (pt), preference optimization (dpo, kto)"
-        ", reward modeling (rm) or learning from rewards of its own completions (grpo, rloo).",
+        ", reward modeling (rm), or reinforcement learning on the model's own completions (grpo, rloo, ppo, and dpo "
+        "with online: true).",
         choices=OBJECTIVES.names,
     )
     do_train: bool | None = option(None, "Train the model. Default: true, unless only do_eval or do_predict is set.")
