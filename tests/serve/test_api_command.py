@@ -62,7 +62,9 @@ class Process:
 
 def test_a_server_says_where_it_is_answers_and_drains(tmp_path: Path) -> None:
     process = Process(MODEL, "api_port=0", "api_drain=5", "infer_seats=2", API_KEY="canary-0123456789").until_ready()
-    assert len([line for line in process.lines if line.split()[:1] and not line[:2].isdigit()]) == 4
+    assert any(line.startswith("Loading ") for line in process.lines)
+    assert len([line for line in process.lines if line.split()[:1] and not line[:2].isdigit()]) == 5
+    assert process.lines[0].startswith("Loading ")
     headers = {"Authorization": "Bearer canary-0123456789"}
     body = {"model": "model", "messages": [{"role": "user", "content": "opposite: hot"}], "max_tokens": 400}
     assert send(process, "GET", "/v1/models")[0] == 401
@@ -130,6 +132,7 @@ def test_a_unix_socket_takes_the_place_of_a_port(tmp_path: Path) -> None:
         (["no/such/model", "api_port=0"], "no/such/model"),
         ([MODEL, "api_port=0", "templte=qwen"], "templte"),
         ([MODEL, "api_port=x"], "api_port"),
+        ([MODEL, "port=0"], 'Did you mean "api_port"?'),
         ([MODEL, "api_key=0123456789"], "process list"),
         ([MODEL, "api_host=192.0.2.7", "api_port=0"], "192.0.2.7"),
     ],

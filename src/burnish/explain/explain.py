@@ -364,10 +364,15 @@ def _events(plan: Plan) -> Section:
 # --- options and resources --------------------------------------------------------------------------------------------
 
 
+_DERIVED = "derived from other options"
+
+
 def _options(plan: Plan) -> Section:
     """Every option that differs from its default."""
     lines = [
-        Line(spec.name, f"{MASK if spec.is_secret else shown(value)} (default {shown(spec.default)})", where)
+        Line(
+            spec.name, f"{MASK if spec.is_secret else shown(value)} (default {shown(spec.default)})", where or _DERIVED
+        )
         for spec, value, where in plan.changed()
     ]
     return Section("Options that differ from their defaults", lines)

@@ -127,7 +127,7 @@ def predict(
                  for first in range(len(labels))]  # fmt: skip
         several = sampled if options.samples > 1 else None
         write_answers(path, prompts, texts[: len(labels)], labels, several, images)
-        note(f"{counted(len(texts), 'answer')} in {path}: {', '.join(f'{k} {v:g}' for k, v in metrics.items())}.")
+        note(f"{counted(len(texts), 'response')} in {path}: {', '.join(f'{k} {v:g}' for k, v in metrics.items())}.")
     num_batches = -(-len(questions) // options.per_device_eval_batch_size)
     return metrics | clock.rates(prefix, num_rows=len(questions), num_steps=num_batches)
 

@@ -2,7 +2,7 @@
 
 options     problems are reported before anything is opened
 listen      the socket is open and returns HTTP 503 before the model is loaded
-begin       load the model, start the engine, print four lines about them
+begin       name the model, load it, start the engine, print four lines about them
 drain       on a signal: finish running requests, then cancel them
 
 No model library is imported before the socket is open.
@@ -16,12 +16,12 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from burnish.config.bounds import SERVED_RENDERING_S
-from burnish.config.errors import MissingExtraError
+from burnish.config.errors import MissingExtraError, Problem
 from burnish.config.options import RawValue, build, raise_if
 from burnish.report.streams import say
 from burnish.run.plan.config_files import COMMAND_LINE, CONFIG_SUFFIXES, merge, path_of, read_arguments
@@ -88,12 +88,20 @@ def read_options(words: Sequence[str]) -> ApiOptions:
     """
     path, others = path_of(words)
     file, flags = read_arguments(words if path.endswith(CONFIG_SUFFIXES) else others)
-    given: Mapping[str, RawValue] = {name: item for name, item in merge(file, flags, {}).items() if name in OWN}
-    problems = problems_of_key(given, COMMAND_LINE)
+    merged = merge(file, flags, {})
+    given: Mapping[str, RawValue] = {name: item for name, item in merged.items() if name in OWN}
+    problems = [*problems_of_key(given, COMMAND_LINE), *_without_prefix(merged)]
     options, wrong = build(ApiOptions, {**given, **from_environment(given)})
     raise_if([*problems, *wrong, *check_api(options)])
     assert isinstance(options, ApiOptions)
     return options
+
+
+def _without_prefix(merged: Mapping[str, RawValue]) -> Iterator[Problem]:
+    """Yield a problem for each option of the server that is written without its prefix, such as ``port``."""
+    for name, item in merged.items():
+        if name not in OWN and f"api_{name}" in OWN:
+            yield Problem(f'Unknown option "{name}". Did you mean "api_{name}"?', where=item.where)
 
 
 async def _serve(
@@ -106,6 +114,7 @@ async def _serve(
     async def begin() -> None:
         loop = asyncio.get_running_loop()
         limit_rendering(SERVED_RENDERING_S)
+        say(f"Loading {path_of(words)[0] or 'the model'} ...", sys.stdout)
         loaded, engine, outputs = await in_thread(lambda: load_served(words, options, state, loop))
         _open(loaded, engine, outputs, options, state)
         for line in opening_lines(loaded, engine, options, key, found):
