@@ -108,7 +108,8 @@ def test_a_file_that_changes_during_training_is_named_and_the_run_continues_once
         patch.setattr(StreamedRows, "some", damages)
         assert run(given, tmp_path / "cut") == 2
     message = " ".join("".join(capsys.readouterr()).split())
-    assert f"{path}: the file was changed during training: it had {len(before):,} bytes" in message
+    how = f"it had {len(before):,} bytes and now has" if change == "truncated" else "its size is the same."
+    assert f"{path}: the file was changed during training: {how}" in message
     assert "Restore the file as it was. The same command then continues" in message
     path.write_bytes(before)
     assert run(given, tmp_path / "cut") == 0

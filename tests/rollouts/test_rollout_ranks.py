@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from test_ppo_runs import user as ppo_user
 from test_rollout_runs import train, user
 
 from burnish.config.errors import UserError
@@ -128,3 +130,23 @@ def test_sharded_weights_draw_the_same_completions_and_move_alike(tmp_path):
     whole, sharded = (weights_in(tmp_path / name) for name in ("one", "two"))
     for name, weight in whole.items():
         assert torch.allclose(weight, sharded[name], rtol=0, atol=1e-6), name
+
+
+def run_ppo(folder: str, given: dict) -> None:
+    train(ppo_user(Path(folder), **given))
+
+
+def test_ppo_on_two_processes_with_sharded_weights_moves_policy_and_value_head_alike(tmp_path):
+    here = str(tmp_path)
+    given = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1, "use_cpu": True, "save_strategy": "no"}
+    train(ppo_user(tmp_path, **given, output_dir=f"{here}/one", gradient_accumulation_steps=2))
+    two = {**given, "gradient_accumulation_steps": 1, "fsdp": "full_shard", "output_dir": f"{here}/two"}
+    in_two_processes(run_ppo, here, two)
+    lines = [lines_of(tmp_path / name) for name in ("one", "two")]
+    assert [line["completion"] for line in lines[0]] == [line["completion"] for line in lines[1]]
+    for file in ("model.safetensors", "value_head.safetensors"):
+        whole, sharded = (load_file(tmp_path / name / file) for name in ("one", "two"))
+        for name, weight in whole.items():
+            assert torch.allclose(weight, sharded[name], rtol=0, atol=1e-6), name
+    start, moved = weights_in(tmp_path / "model"), weights_in(tmp_path / "two")
+    assert max(float((weight - start[name]).abs().max()) for name, weight in moved.items()) > 1e-4
