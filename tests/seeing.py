@@ -40,6 +40,7 @@ class DrawnImage:
     identity: str
     begin: int = 0
     end: int = 0
+    fps: float = 0.0
 
     @property
     def image(self) -> Any:

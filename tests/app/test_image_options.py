@@ -1,17 +1,24 @@
 """What each option of images changes."""
 
+import json
 import shutil
 from importlib.util import find_spec
 
 import pytest
-from test_runs_with_images import TEMPLATES, workplace  # noqa: F401
+from test_runs_with_images import TEMPLATES as OF_RUNS
+from test_runs_with_images import workplace  # noqa: F401
 
+from burnish.cli import main
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue
 from burnish.models.images import ahead
 from burnish.run.images import batches
 from burnish.run.plan.plan import plan
 from burnish.run.prepare import prepare
+from runs import history
+from seeing import image_models
+
+TEMPLATES = OF_RUNS | {"qwen3_vl": "qwen3_vl"}
 
 
 def lengths(workplace, family="qwen2_5_vl", **changes):  # noqa: F811
@@ -31,6 +38,48 @@ def lengths(workplace, family="qwen2_5_vl", **changes):  # noqa: F811
 def test_limits_of_pixels_change_the_tokens_of_images(workplace, name, value, is_longer):  # noqa: F811
     usual, changed = lengths(workplace), lengths(workplace, **{name: value})
     assert sum(changed) > sum(usual) if is_longer else sum(changed) < sum(usual)
+
+
+@pytest.fixture(scope="module")
+def films(workplace):  # noqa: F811
+    """A set with a video of three frames, and an image."""
+    model, processor = image_models().build("qwen3_vl")
+    model.save_pretrained(workplace / "qwen3_vl")
+    image_models().save_processor(processor, workplace / "qwen3_vl")
+    image_models().write_images(workplace / "data" / "film", [f"p{number}_64x48.png" for number in range(3)])
+    image_models().write_images(workplace / "data", ["p9_48x72.png"])
+    turns = [{"from": "human", "value": "See:<video>and <image>."}, {"from": "gpt", "value": "A shape."}]
+    record = {"conversations": turns, "videos": ["film"], "images": ["p9_48x72.png"]}
+    (workplace / "data" / "films.json").write_text(json.dumps([record] * 4))
+    return {"dataset": str(workplace / "data" / "films.json")}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("video_max_pixels", 1100), ("video_min_pixels", 60000), ("video_fps", 0.001)]
+)
+def test_options_of_videos_change_their_rows(workplace, films, name, value):  # noqa: F811
+    assert lengths(workplace, "qwen3_vl", **films, **{name: value}) != lengths(workplace, "qwen3_vl", **films)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_run_with_videos_trains_and_explains_them(workplace, films, family, capsys):  # noqa: F811
+    run = workplace / f"films_{family}.yaml"
+    lines = [
+        f"model_name_or_path: {workplace / family}", f"template: {TEMPLATES[family]}", "stage: sft",
+        "finetuning_type: lora", f"dataset: {films['dataset']}", f"output_dir: {workplace / 'films' / family}",
+        "max_steps: 2", "logging_steps: 1", "report_to: none", "use_cpu: true", "per_device_train_batch_size: 2",
+    ]  # fmt: skip
+    run.write_text("\n".join(lines))
+    assert main(["explain", str(run)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "p0_64x48.png and 3 more frames 64x48 -> " in said
+    assert main(["train", str(run)]) == 0
+    assert all(0 < entry["loss"] < 20 for entry in history(workplace / "films" / family) if "loss" in entry)
+
+
+def test_a_model_that_takes_no_videos_refuses_them_by_its_record(workplace, films):  # noqa: F811
+    with pytest.raises(UserError, match=r"(?s)record 1.*contains video .videos.0.., but llava is trained"):
+        lengths(workplace, "llava", **films)
 
 
 def test_limits_that_contradict_each_other_are_refused(workplace):  # noqa: F811

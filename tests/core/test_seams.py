@@ -242,5 +242,5 @@ def test_a_row_may_hold_tensors_that_an_objective_makes_of_a_messages_parts(tmp_
 def test_a_messages_content_is_text_or_parts_and_parts_that_are_no_text_are_refused_where_text_is_learned():
     assert Message("user", "one two").text == "one two"
     assert Message("user", (ContentPart("text", "one "), ContentPart("text", "two"))).text == "one two"
-    with pytest.raises(UserError, match="a message holds audio; only text and images are supported here"):
+    with pytest.raises(UserError, match="a message holds audio; only text, images and videos are supported here"):
         _ = Message("user", (ContentPart("text", "one"), ContentPart("audio", "1.wav"))).text

@@ -12,6 +12,7 @@ from PIL import Image
 
 from burnish.config.errors import UserError
 from burnish.data.images.sources import Sight
+from burnish.data.images.videos import read_video
 from burnish.data.sets.data_source import DataSource
 from burnish.data.sets.formats import convert_records
 from burnish.data.sets.layouts import layout_of
@@ -148,6 +149,9 @@ def test_records_of_trl(folder):
     assert seen(trl({"messages": [part, answer]})) == [[(8, 4), "What?"], ["Red."]]
 
 
+FILM: dict[str, Any] = {"instruction": "<video>What moves?", "output": "Red."}
+
+
 def bad(**change: Any) -> dict[str, Any]:
     return {"instruction": TEXT, "output": "Red.", "images": TWO, **change}
 
@@ -162,8 +166,14 @@ def bad(**change: Any) -> dict[str, Any]:
         (bad(images=["a.png", "data:image/png;base64,iVB*"]), "invalid base64 at character 4"),
         (bad(images=["a.png", 3]), "must be a path, a data URI, bytes or a Pillow image. Received: int"),
         (bad(images=["a.png", ""]), "images[1] is an empty path"),
-        (bad(videos=["v.mp4"]), "it contains video (videos[0]); this model supports images only."),
-        (bad(audios=["v.wav"]), "it contains audio; burnish trains on text and images."),
+        (FILM | {"videos": [["a.png"], ["a.png"]]}, '2 videos and 1 "<video>"'),
+        (FILM | {"videos": ["v.mp4"]}, 'videos[0] "v.mp4" was not found'),
+        (FILM | {"videos": ["a.png"]}, 'videos[0] "a.png" is a file; video files are not decoded. Extract its frames'),
+        (FILM | {"videos": [[]]}, "videos[0] has no frames"),
+        (FILM | {"videos": [["a.png", "b.png"]]}, "videos[0][1] has 5x6, but the first has 8x4"),
+        (FILM | {"videos": [["a.png", "c.png"]]}, 'videos[0][1] "c.png" was not found'),
+        (FILM | {"videos": [3]}, "videos[0] must be a list of frames, or a folder of them. Received: int"),
+        (bad(audios=["v.wav"]), "it contains audio; burnish trains on text, images and videos."),
         (bad(system="See <image>"), "the system message contains an image"),
     ],
 )
@@ -172,6 +182,55 @@ def test_bad_records_are_refused_by_number(folder, values, said):
         read(values, folder)
     assert "v.json, record 7" in str(refused.value)
     assert said in " ".join(str(refused.value).split())
+
+
+def films(folder: Path) -> dict[str, dict[str, Any]]:
+    """A video of three frames, and an image behind it, in each form."""
+    names = ["f/1.png", "f/2.png", "f/10.png"]
+    (folder / "f").mkdir()
+    for name in names:
+        Image.new("RGB", (8, 4), "blue").save(folder / name)
+    text, answer = "<video>See <image>.", {"role": "assistant", "content": "Red."}
+    parts = [
+        {"type": "video", "video": names, "fps": 4, "max_pixels": 900}, {"type": "text", "text": "See "},
+        {"type": "image", "image": "b.png"}, {"type": "text", "text": "."},
+    ]  # fmt: skip
+    empty = [part | {"video": None} if part["type"] == "video" else part for part in parts]
+    films = {"videos": [names], "images": ["b.png"]}
+    return {
+        "alpaca": {"instruction": text, "output": "Red.", **films},
+        "folder": {"instruction": text, "output": "Red.", **films, "videos": ["f"]},
+        "sharegpt": {
+            "conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": "Red."}], **films,
+        },
+        "parts": {"messages": [{"role": "user", "content": parts}, answer]},
+        "filled": {"messages": [{"role": "user", "content": empty}, answer], "videos": [names]},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["alpaca", "folder", "sharegpt", "parts", "filled"])
+def test_each_form_of_a_video_becomes_its_frames(folder, form):
+    (asked, _) = read(films(folder)[form], folder).messages
+    kinds = [part.kind for part in asked.parts]
+    assert kinds == ["video", "text", "image", "text"]
+    video, image = asked.images
+    assert [Path(frame.path).name for frame in video.frames] == ["1.png", "2.png", "10.png"]
+    assert (video.width, video.height, image.width, image.frames) == (8, 4, 5, ())
+    assert (video.fps, video.max_pixels) == ((4, 900) if form == "parts" else (2.0, None))
+
+
+def test_frames_are_limited_and_paired_as_llamafactory_does(folder):
+    films(folder)
+    sight = Sight((folder,), 1024, 589824, video_min_pixels=256, video_max_pixels=65536, video_fps=1.0)
+    video = read_video(sight, "f", "videos[0]")
+    assert [Path(frame.path).name for frame in video.frames] == ["1.png", "2.png", "10.png", "10.png"]
+    assert (video.min_pixels, video.max_pixels, video.fps) == (256, 65536, 1.0)
+
+
+def test_videos_without_a_place_stand_before_the_first_user_message(folder):
+    record = {"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Red."}]}
+    (asked, _) = read(record | {"videos": films(folder)["alpaca"]["videos"]}, folder).messages
+    assert [part.kind for part in asked.parts] == ["video", "text"]
 
 
 def test_a_file_that_is_no_image_is_refused_by_what_it_begins_with(folder):

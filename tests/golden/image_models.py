@@ -718,8 +718,7 @@ def mistral3():
     return T.Mistral3ForConditionalGeneration(config), _pixtral(t, 2)
 
 
-@family
-def glm4v():
+def _glm(kind):
     t = tokenizer_of(
         "<|image|>",
         "<|video|>",
@@ -739,7 +738,7 @@ def glm4v():
         video_end_token_id="<|end_of_video|>",
     )
     vision = dict(hidden_size=32, num_heads=4, depth=2, out_hidden_size=32, intermediate_size=64, image_size=56)
-    config = T.Glm4vConfig(
+    config = getattr(T, f"{kind}Config")(
         text_config=text_of(t, rope_parameters={**MROPE, "mrope_section": [2, 1, 1]}, partial_rotary_factor=1.0),
         vision_config=vision,
         tie_word_embeddings=False,
@@ -747,10 +746,10 @@ def glm4v():
     )
     options = dict(size={"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 2 * 16})
     proc = composed(
-        "Glm4vProcessor",
-        image_processor=pil("Glm4vImageProcessor", **options),
+        f"{kind}Processor",
+        image_processor=pil(f"{kind}ImageProcessor", **options),
         tokenizer=t,
-        video_processor=video("Glm4vVideoProcessor", **options),
+        video_processor=video(f"{kind}VideoProcessor", **options),
         chat_template=chat_template(
             "<|user|>\n{c}",
             "\n{c}",
@@ -760,7 +759,17 @@ def glm4v():
             header="<|assistant|>",
         ),
     )
-    return T.Glm4vForConditionalGeneration(config), proc
+    return getattr(T, f"{kind}ForConditionalGeneration")(config), proc
+
+
+@family
+def glm4v():
+    return _glm("Glm4v")
+
+
+@family
+def glm46v():
+    return _glm("Glm46V")
 
 
 @family

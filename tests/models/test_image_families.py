@@ -14,7 +14,7 @@ from seeing import seeing
 
 FLAT = [
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava", "llava_next", "llava_onevision", "gemma3", "gemma4",
-    "paligemma", "internvl", "smolvlm", "idefics3", "pixtral", "mistral3", "glm4v", "aya_vision",
+    "paligemma", "internvl", "smolvlm", "idefics3", "pixtral", "mistral3", "glm4v", "glm46v", "aya_vision",
 ]  # fmt: skip
 PADDED = ["qwen3_5"]
 ORDERS = list(itertools.permutations(range(4)))[::6]

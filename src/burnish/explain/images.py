@@ -25,7 +25,7 @@ def image_lines(rows: Sequence[Row], prepared: Prepared) -> list[Line]:
     sizes = sorted((one.width * one.height, f"{one.width}x{one.height}") for one in found)
     typical = sizes[len(sizes) // 2][1]
     given = [family.given_sizes(one) for one in found]
-    patches = [family.patches(*steps[-1]) for steps in given]
+    patches = [family.patches_of(one) for one in found]
     resized = sum(len(steps) > 1 for steps in given)
     distinct = len({one.identity for one in found})
     per_step = sum(patches) / max(1, len(rows)) * (prepared.steps.rows_per_step or 1)
@@ -47,7 +47,9 @@ def image_in_words(image: ImageFile, number: int, family: Family | None) -> str:
     path = os.path.relpath(image.path)
     path = image.path if path.startswith("..") else path
     size = f"{image.width}x{image.height}"
+    if image.frames:
+        path += f" and {len(image.frames) - 1} more frames"
     if family is not None:
-        width, height = family.processed(*family.given_sizes(image)[-1])
+        width, height = family.seen(image)
         size += f" -> {width}x{height}"
-    return f"[image {number}: {path} {size}, {image.end - image.begin:,} tokens]"
+    return f"[{'video' if image.frames else 'image'} {number}: {path} {size}, {image.end - image.begin:,} tokens]"

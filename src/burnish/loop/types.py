@@ -44,7 +44,7 @@ class ContentPart:
 
     Args:
         kind: ``text``, ``image``, ``audio`` or ``video``.
-        value: the text; for an image a ``data.images.image.ImageFile``; for other kinds the path or URL.
+        value: the text; for an image or a video a ``data.images.image_file.ImageFile``; for audio the path or URL.
     """
 
     kind: str
@@ -53,6 +53,9 @@ class ContentPart:
 
 IMAGE = "\ufdd1"
 """Placeholder of an image in the text of a message: a Unicode noncharacter."""
+VIDEO = "\ufdd2"
+"""The same for a video."""
+_MARKS = {"image": IMAGE, "video": VIDEO}
 
 Content: TypeAlias = "str | tuple[ContentPart, ...]"
 """Content of a message: a text, or a sequence of parts."""
@@ -80,22 +83,22 @@ class Message:
 
     @property
     def text(self) -> str:
-        """The content as one text, with ``IMAGE`` for each image.
+        """The content as one text, with ``IMAGE`` for each image and ``VIDEO`` for each video.
 
         Raises:
-            UserError: if a part is neither text nor image.
+            UserError: if a part is none of text, image and video.
         """
         if isinstance(self.content, str):
             return self.content
-        if others := sorted({part.kind for part in self.content} - {"text", "image"}):
-            what = f"a message holds {', '.join(others)}; only text and images are supported here."
+        if others := sorted({part.kind for part in self.content} - {"text", *_MARKS}):
+            what = f"a message holds {', '.join(others)}; only text, images and videos are supported here."
             raise UserError(what, remedy="Remove these parts, or write an objective that encodes them.")
-        return "".join(IMAGE if part.kind == "image" else part.value for part in self.content)
+        return "".join(_MARKS.get(part.kind) or part.value for part in self.content)
 
     @property
     def images(self) -> list[Any]:
-        """The images of the content, in order."""
-        return [] if isinstance(self.content, str) else [part.value for part in self.content if part.kind == "image"]
+        """The images and videos of the content, in order."""
+        return [] if isinstance(self.content, str) else [part.value for part in self.content if part.kind in _MARKS]
 
 
 Answer: TypeAlias = "tuple[Message, ...] | str"

@@ -39,4 +39,4 @@ def num_patches(row: Row, family: Family) -> int:
         for prefix in ("", "kl_")
         for image in images_of(sequence, prefix)
     }
-    return sum(family.patches(*family.given_sizes(image)[-1]) for image in images.values())
+    return sum(map(family.patches_of, images.values()))

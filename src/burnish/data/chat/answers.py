@@ -31,7 +31,7 @@ from burnish.data.chat.rendering import (
     render,
 )
 from burnish.data.images.family import Family
-from burnish.loop.types import IMAGE
+from burnish.loop.types import IMAGE, VIDEO
 
 Chat: TypeAlias = list[dict[str, Any]]
 Tools: TypeAlias = "list[Any] | None"
@@ -92,7 +92,7 @@ class Renderer:
 
     def content(self, text: str) -> Any:
         """Return the content of a message in the form that the template accepts: text or parts."""
-        if self.family is not None and IMAGE in text:
+        if self.family is not None and (IMAGE in text or VIDEO in text):
             return in_parts(text)
         return [{"type": "text", "text": text}] if self.in_parts else text
 

@@ -41,6 +41,8 @@ class JinjaFormat:
         family: model family of a vision model, otherwise None.
     """
 
+    writes_openings = False
+
     def __init__(
         self, chat_template: str | Mapping[str, str], options: TemplateChoices, tokenizer: Any, name: str,
         family: Family | None = None,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -25,7 +26,7 @@ from typing import Any, TypeAlias
 from burnish.config.bounds import RENDERING_S
 from burnish.config.errors import UserError
 from burnish.data.images.family import Family
-from burnish.loop.types import IMAGE
+from burnish.loop.types import IMAGE, VIDEO
 
 _REMEDY = "Correct the template, or set another one."
 
@@ -123,11 +124,9 @@ def _texts(tokenizer: Any, found: Sequence[Rendering]) -> Any:
 
 def in_parts(text: str) -> list[dict[str, str]]:
     """Return a text with image placeholders as the parts that chat templates accept."""
-    first, *others = text.split(IMAGE)
-    parts = [{"type": "text", "text": first}]
-    for other in others:
-        parts += [{"type": "image"}, {"type": "text", "text": other}]
-    return [part for part in parts if part != {"type": "text", "text": ""}]
+    kinds = {IMAGE: "image", VIDEO: "video"}
+    pieces = [piece for piece in re.split(f"([{IMAGE}{VIDEO}])", text) if piece]
+    return [{"type": kinds[p]} if p in kinds else {"type": "text", "text": p} for p in pieces]
 
 
 def marked(found: Rendering, family: Family) -> Rendering:

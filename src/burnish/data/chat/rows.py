@@ -14,7 +14,7 @@ from burnish.data.chat.encoding import NO_TEXT, ConversationEncoder
 from burnish.data.chat.labels import EncodedConversation, Ends, Segment, TemplateChoices, Turn, label_turns, masked
 from burnish.data.chat.table import TemplateSpec
 from burnish.data.images.family import Family
-from burnish.data.images.image_file import BadImage
+from burnish.data.images.image_file import BadImage, NotTaken
 from burnish.data.images.in_rows import Marks, cleaned, images_column, images_in
 from burnish.data.stats import DataStats, dropped, kept
 from burnish.data.tokens.encoder import Encoder, shared_start
@@ -40,9 +40,10 @@ ANSWERING: Final = ("assistant", "function")
 class TemplateFormat(Protocol):
     """Formats conversations: with a named template (``slots.py``) or with Jinja (``chat_template.py``).
 
-    It writes one placeholder of ``family`` per image.
+    It writes one placeholder of ``family`` per image. ``writes_openings``: and ``family.opening`` before a video's.
     """
 
+    writes_openings: bool
     encoder: Encoder
     family: Family | None
 
@@ -83,7 +84,7 @@ class Template(ConversationEncoder):
     ) -> None:  # fmt: skip
         super().__init__(options, tokenizer, cutoff_len or options.cutoff_len)
         self.name, self.form, self.options, self.spec = name, form, options, spec
-        self.marks = None if form.family is None else Marks(form.family)
+        self.marks = None if form.family is None else Marks(form.family, form.writes_openings)
         self.notes: list[str] = []
         self.images_refused: UserError | None = None  # why a vision model cannot be given images
 
@@ -170,6 +171,8 @@ class Template(ConversationEncoder):
             if images and self.marks.family.source.shrinks:
                 return self._shrunk(example, turns, made, stats)
             return made
+        except NotTaken as error:
+            raise UserError(f"The row cannot be encoded: {error}", where=example.place) from error
         except BadImage as error:
             stats.add(dropped(str(error)), example)
             return None

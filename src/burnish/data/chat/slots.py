@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, replace
 from functools import partial
@@ -27,7 +27,7 @@ from burnish.data.chat.tools.tools import ToolError, read_calls
 from burnish.data.images.family import Family
 from burnish.data.stats import DataStats, dropped
 from burnish.data.tokens.encoder import Encoder
-from burnish.loop.types import IMAGE, Example, Ids, Message
+from burnish.loop.types import IMAGE, VIDEO, Example, Ids, Message
 
 Parts: TypeAlias = tuple[str, ...]
 Element: TypeAlias = "int | Parts"
@@ -70,6 +70,8 @@ class SlotFormat:
         tokenizer: the tokenizer.
         family: model family of a vision model, otherwise None.
     """
+
+    writes_openings = True
 
     def __init__(
         self, spec: TemplateSpec, options: TemplateChoices, tokenizer: Any, family: Family | None = None
@@ -207,27 +209,37 @@ class SlotFormat:
         return (self.spec.default_system + tools,)
 
     def _content(self, message: Message) -> Parts:
+        openings = (self.family.opening(one) if self.family else "" for one in message.images if one.frames)
         if message.role == "observation" and self._between in message.text and self._between != "\n":
-            first, *others = (self._seen(self.encoder.hide(answer)) for answer in message.text.split(self._between))
+            answers = message.text.split(self._between)
+            first, *others = (self._seen(self.encoder.hide(answer), openings) for answer in answers)
             return ("", *first, *chain.from_iterable((self._between, *answer) for answer in others))
         if message.role in _ASKING:
-            return ("", *self._seen(self.encoder.hide(message.text)))
+            return ("", *self._seen(self.encoder.hide(message.text), openings))
         text = self.encoder.hide(message.text, assistant=True)
         if message.role == "assistant":
             # Faster than one regular expression for two words with different beginnings.
             has_thought = any(word in text for word in self.spec.thought_words)
             if has_thought:
                 pieces = self._thought_words.split(text)
-                return ("", *chain.from_iterable(self._seen(p) if at % 2 == 0 else (p,) for at, p in enumerate(pieces)))
-            return ("", *self._seen(text))
+                texts = (self._seen(p, openings) if at % 2 == 0 else (p,) for at, p in enumerate(pieces))
+                return ("", *chain.from_iterable(texts))
+            return ("", *self._seen(text, openings))
         before, calls = read_calls(text, self.spec.thought_words, self.spec.tool_call_words)
         return ("", before, TOOL_FORMATS[self.spec.tool_format].write(calls))
 
-    def _seen(self, text: str) -> Parts:
-        """Split a text of the record into parts, with the template's text for each image between them."""
-        if self.family is None or IMAGE not in text:
+    def _seen(self, text: str, openings: Iterator[str]) -> Parts:
+        """Split a text of the record into parts, with the template's text for each image and video between them.
+
+        Args:
+            openings: the text with which each video begins, of those that are left.
+        """
+        if self.family is None or not (IMAGE in text or VIDEO in text):
             return (text,)
-        return tuple(chain.from_iterable((self.family.written, part) for part in text.split(IMAGE)))[1:]
+        image, video = self.family.written, self.family.video_written
+        pieces = re.split(f"([{IMAGE}{VIDEO}])", text)
+        return tuple(piece if at % 2 == 0 else image if piece == IMAGE else next(openings) + video
+                     for at, piece in enumerate(pieces))  # fmt: skip
 
     def _fill(self, slots: Slots, content: Parts) -> list[Element]:
         elements: list[Element] = []

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError
 from burnish.config.registry import Registry
-from burnish.data.images.image_file import ImageFile, upright
+from burnish.data.images.image_file import ImageFile, NotTaken, upright
 from burnish.loop.types import Ids
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class Checkpoint:
         processor: its image processor (``AutoImageProcessor``, never the composed processor).
         tokenizer: with the control tokens.
         settings: ``processor_config.json`` as it is in the folder; empty where there is none.
+        video_settings: those of the video processor; empty where the checkpoint has none.
         shrinks: images whose row is too long are made smaller (``image_fit``).
         composed: the composed processor, for a model of no registered family.
         pan_and_scan: crops of long images are added (Gemma 3); None: as the image processor has it.
@@ -56,6 +57,7 @@ class Checkpoint:
     shrinks: bool = False
     composed: Any = None
     pan_and_scan: bool | None = None
+    video_settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Family:
@@ -66,13 +68,15 @@ class Family:
 
     ``mark`` is the control token that stands for one image in the text of a template, ``placeholder`` the token whose
     embedding the model replaces by a feature of the image. ``written`` is what a named template writes for an image,
-    ``own`` what the mark in the text of a chat template becomes; both hold the mark once.
+    ``own`` what the mark in the text of a chat template becomes; both hold the mark once. ``video_...`` are the same
+    for a video, "" in families without; their tokens may be missing in a tokenizer.
     """
 
     mark = "<image>"
     placeholder = ""  # default: the mark
     written = ""
     own = ""
+    video_mark = video_placeholder = video_written = ""
     around: tuple[str, ...] = ()
     """Control tokens directly around the mark, which a truncated row keeps with their image."""
     in_front = False
@@ -86,12 +90,17 @@ class Family:
         self.placeholder = self.placeholder or self.mark
         self.written, self.own = self.written or self.mark, self.own or self.mark
         self.mark_id, self.placeholder_id = self.token_id(self.mark), self.token_id(self.placeholder)
+        vocabulary = source.tokenizer.get_vocab()
+        self.video_mark_id = vocabulary.get(self.video_mark, -1)
+        placeholders = (self.placeholder_id, vocabulary.get(self.video_placeholder, -1))
+        self.placeholder_ids = frozenset(placeholders) - {-1}
         self._ids: dict[tuple[int, int], Ids] = {}
 
     @property
     def controls(self) -> tuple[str, ...]:
         """The control tokens of images, which only a template can write."""
-        return tuple(dict.fromkeys((self.mark, self.placeholder, *self.around)))
+        of_videos = (self.video_mark, self.video_placeholder) if self.video_mark_id >= 0 else ()
+        return tuple(dict.fromkeys((self.mark, self.placeholder, *self.around, *of_videos)))
 
     def token_id(self, word: str) -> int:
         """The id of a control token. Raises UserError where the tokenizer lacks it."""
@@ -116,7 +125,23 @@ class Family:
 
     def of(self, image: ImageFile, num_images: int = 1) -> Ids:
         """The ids that replace the mark of an image. Args: num_images: in its row, itself included."""
-        return self.ids(*self.given_sizes(image)[-1])
+        return self.of_video(image) if image.frames else self.ids(*self.given_sizes(image)[-1])
+
+    def of_video(self, video: ImageFile) -> Ids:
+        """The ids that replace the mark of a video."""
+        raise NotImplementedError
+
+    def opening(self, video: ImageFile) -> str:
+        """The text with which ``of_video`` begins. A named template writes it, as part of the text before."""
+        return ""
+
+    def seen(self, image: ImageFile) -> tuple[int, int]:
+        """Width and height of an image, or of the frames of a video, after the processor's own resize."""
+        return self.processed(*self.given_sizes(image)[-1])
+
+    def patches_of(self, image: ImageFile) -> int:
+        """Patches that the tower computes for an image, or for a video."""
+        return self.patches(*self.given_sizes(image)[-1])
 
     def processed(self, width: int, height: int) -> tuple[int, int]:
         """Width and height after the image processor's own resize, for a reader; of tiles, all of them together."""
@@ -152,7 +177,11 @@ class Family:
                 sizes.append((width, width * 180))
         return sizes
 
-    def prepared(self, image: ImageFile) -> Image:
+    def prepared(self, image: ImageFile) -> Any:
+        """What ``ImageProcessor.tensors`` takes. Raises UserError for an image that cannot be decoded."""
+        return self.resized(image)
+
+    def resized(self, image: ImageFile) -> Image:
         """The pixels as the image processor is given them: RGB, resized by ``given_sizes`` (bicubic).
 
         Raises:
@@ -189,7 +218,10 @@ class Family:
         return [*known, self.source.shrinks, *self.options.items()]
 
     def check(self, image: ImageFile) -> None:
-        """Raise BadImage for an image that the image processor refuses."""
+        """Raise BadImage for an image that the image processor refuses, and for a video that the model cannot take."""
+        if image.frames and self.video_mark_id < 0:
+            what = f"it contains video ({image.place}), but {self.model_type} is trained on images only."
+            raise NotTaken(f"{what} Use its frames as images.")
 
 
 FAMILIES: Registry[type[Family]] = Registry("image family")

@@ -1,29 +1,34 @@
-"""Families whose images are grids of any size: Qwen's, GLM's, Pixtral and Mistral 3.
+"""Families whose images are grids of any size: Qwen's and GLM's, which also take videos, Pixtral and Mistral 3.
 
 Sizes: transformers, models/qwen2_vl/image_processing_pil_qwen2_vl.py and models/glm4v/ (``smart_resize``), and
-models/pixtral/image_processing_pil_pixtral.py (``get_resize_output_image_size``) with processing_pixtral.py.
+models/pixtral/image_processing_pil_pixtral.py (``get_resize_output_image_size``) with processing_pixtral.py. Videos:
+``video_processing_*.py`` and ``replace_video_token`` in ``processing_*.py`` of each family.
 """
 
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from functools import cached_property
-from math import ceil, floor, sqrt
+from math import ceil, floor, prod, sqrt
 from typing import Any
 
 from burnish.data.images.family import FAMILIES, MOST_ASPECT, Family, repeated
 from burnish.data.images.image_file import BadImage, ImageFile
+from burnish.data.images.videos import PAIR, VideoSettings, patches_of_frames
 from burnish.loop.types import Ids
 
 
-@FAMILIES.register(
-    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", words=("<|image_pad|>",)
-)
+@FAMILIES.register("qwen2_vl", "qwen2_5_vl", words=("<|image_pad|>",))
 class Qwen(Family):
     """``<|vision_start|>``, a placeholder per merged patch, ``<|vision_end|>``."""
 
     mark, written = "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>"
     around, squeezes = ("<|vision_start|>", "<|vision_end|>"), True
+    video_mark = video_placeholder = "<|video_pad|>"
+    video_written = "<|vision_start|><|video_pad|><|vision_end|>"
+    limits_all_frames = False
+    """Whether the limits of pixels are over all frames of a video, and not over each."""
 
     def grid(self, width: int, height: int) -> tuple[int, int, int]:
         """(frames, rows, columns) of patches, as ``image_grid_thw`` has them; the merge is not applied."""
@@ -39,6 +44,7 @@ class Qwen(Family):
         return rows * columns
 
     def check(self, image: ImageFile) -> None:
+        super().check(image)
         width, height = self.given_sizes(image)[-1]
         if max(width, height) > MOST_ASPECT * min(width, height):
             raise BadImage(
@@ -48,13 +54,116 @@ class Qwen(Family):
     def _made(self, width: int, height: int) -> Ids:
         return repeated(self.placeholder_id, self.patches(width, height) // self.processor.merge_size**2)
 
+    # --- videos -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def video(self) -> VideoSettings:
+        return VideoSettings.of(self.processor, self.source.video_settings)
+
+    def seen(self, image: ImageFile) -> tuple[int, int]:
+        width, height = self.given_sizes(image)[-1]
+        if not image.frames:
+            return self.processed(width, height)
+        video, count = self.video, len(image.frames)
+        unit, most = video.patch * video.merge, video.most
+        if video.is_capped:
+            cap = video.most_tokens * unit**2
+            share = min(cap, most // count) if self.limits_all_frames else min(most, int(cap * 0.9) * PAIR // count)
+            most = max(share, int(video.least * 1.05)) * (count if self.limits_all_frames else 1)
+        if not self.limits_all_frames:
+            return smart_size(width, height, unit, video.least, most)
+        if min(width, height) < unit:
+            scale = unit / min(width, height)
+            width, height = int(width * scale), int(height * scale)
+        return smart_size(width, height, unit, video.least, most, count)
+
+    def video_grid(self, video: ImageFile) -> tuple[int, int, int]:
+        """(pairs of frames, rows, columns) of patches; the merge is not applied."""
+        wide, high = self.seen(video)
+        return ceil(len(video.frames) / PAIR), high // self.video.patch, wide // self.video.patch
+
+    def patches_of(self, image: ImageFile) -> int:
+        return prod(self.video_grid(image)) if image.frames else super().patches_of(image)
+
+    def of_video(self, video: ImageFile) -> Ids:
+        count = prod(self.video_grid(video)) // self.video.merge**2
+        return repeated(self.token_id(self.video_placeholder), count)
+
+    def prepared(self, image: ImageFile) -> Any:
+        """Of a video its patches, and the grids (frames, rows, columns) of them."""
+        if not image.frames:
+            return super().prepared(image)
+        least, most = image.min_pixels, image.max_pixels
+        frames = [self.resized(replace(frame, min_pixels=least, max_pixels=most)) for frame in image.frames]
+        return patches_of_frames(frames, *self.seen(image), self.video), self._grids(*self.video_grid(image))
+
+    def _grids(self, frames: int, rows: int, columns: int) -> list[list[int]]:
+        return [[frames, rows, columns]]
+
+    @property
+    def identity(self) -> Any:
+        return [*super().identity, sorted(self.source.video_settings.items())]
+
+
+class Stamped(Qwen):
+    """Each pair of frames of a video is written with its time, and is like an image of its own for the model."""
+
+    limits_all_frames = True
+
+    def stamps(self, video: ImageFile) -> list[float]:
+        """The second of each pair of frames."""
+        return [number / video.fps for number in range(0, len(video.frames), PAIR)]
+
+    def pair(self, stamp: float, placeholders: Ids) -> Ids:
+        raise NotImplementedError
+
+    def of_video(self, video: ImageFile) -> Ids:
+        _, rows, columns = self.video_grid(video)
+        placeholder = self.token_id(self.video_placeholder)
+        placeholders = repeated(placeholder, rows * columns // self.video.merge**2)
+        return sum((self.pair(stamp, placeholders) for stamp in self.stamps(video)), array("i"))
+
+    def _grids(self, frames: int, rows: int, columns: int) -> list[list[int]]:
+        return [[1, rows, columns]] * frames
+
+
+@FAMILIES.register("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", words=("<|image_pad|>",))
+class Qwen3(Stamped):
+    """As Qwen2-VL; before each pair of frames of a video ``<1.5 seconds>``."""
+
+    video_written = "<|video_pad|>"
+
+    def stamps(self, video: ImageFile) -> list[float]:
+        last = len(video.frames) - 1
+        return [(n / video.fps + min(n + 1, last) / video.fps) / 2 for n in range(0, last + 1, PAIR)]
+
+    def opening(self, video: ImageFile) -> str:
+        return self._said(self.stamps(video)[0])
+
+    def pair(self, stamp: float, placeholders: Ids) -> Ids:
+        begin, end = (array("i", [self.token_id(word)]) for word in self.around)
+        return self.text_ids(self._said(stamp)) + begin + placeholders + end
+
+    def _said(self, stamp: float) -> str:
+        return f"<{stamp:.1f} seconds>"
+
 
 @FAMILIES.register("glm4v", "glm4v_moe", "glm_ocr", words=("<|image|>",))
-class Glm(Qwen):
-    """``<|begin_of_image|>``, a placeholder per merged patch, ``<|end_of_image|>``."""
+class Glm(Stamped):
+    """``<|begin_of_image|>``, a placeholder per merged patch, ``<|end_of_image|>``; the same for each pair of frames of
+    a video, with its second behind."""
 
     mark, written = "<|image|>", "<|begin_of_image|><|image|><|end_of_image|>"
     around = ("<|begin_of_image|>", "<|end_of_image|>")
+    video_mark, video_placeholder = "<|video|>", "<|image|>"
+    video_written = "<|begin_of_video|><|video|><|end_of_video|>"
+
+    def pair(self, stamp: float, placeholders: Ids) -> Ids:
+        begin, end = (array("i", [self.token_id(word)]) for word in self.around)
+        return begin + placeholders + end + self.text_ids(self._said(stamp))
+
+    def _said(self, stamp: float) -> str:
+        return str(int(stamp))
 
     def processed(self, width: int, height: int) -> tuple[int, int]:
         size, unit = self.processor.size, self.processor.patch_size * self.processor.merge_size
@@ -66,13 +175,21 @@ class Glm(Qwen):
         )
 
 
+@FAMILIES.register("glm46v", words=("<|image|>",))
+class Glm46(Glm):
+    """As GLM-4V, with other words for the seconds."""
+
+    def _said(self, stamp: float) -> str:
+        return f"{stamp:.1f} seconds"
+
+
 def smart_size(width: int, height: int, unit: int, least: int, most: int, frames: int = 1) -> tuple[int, int]:
     """Width and height rounded to multiples of ``unit`` (half to even), then scaled into [least, most] pixels.
 
     Args:
         frames: that the limits are over.
     """
-    area = width * height * frames
+    area, frames = width * height * frames, frames if frames == 1 else round(frames / PAIR) * PAIR
     wide, high = (round(side / unit) * unit for side in (width, height))
     if wide * high * frames > most:
         scale = sqrt(area / most)

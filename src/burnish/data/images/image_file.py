@@ -44,6 +44,10 @@ class BadImage(ValueError):
     """A file that is not an image to train on; the text continues a sentence that begins with its name."""
 
 
+class NotTaken(BadImage):
+    """A video for a model that takes images only."""
+
+
 @dataclass(frozen=True, slots=True)
 class ImageFile:
     """An image in a message, or at its place in a row.
@@ -58,6 +62,8 @@ class ImageFile:
         is_animated: whether its file holds several frames or pages, of which the first is the image.
         begin, end: in a row, the tokens [begin, end) that stand for it, with the markers between them.
         content: its bytes, where it is in memory only; ``path`` is a name for them then.
+        frames: of a video, in order and of one size; empty for an image. ``path`` is the first then.
+        fps: frames per second of a video.
     """
 
     path: str
@@ -72,11 +78,14 @@ class ImageFile:
     begin: int = 0
     end: int = 0
     content: bytes = field(default=b"", repr=False)
+    frames: tuple[ImageFile, ...] = ()
+    fps: float = 0.0
 
     @property
     def identity(self) -> str:
         """Equal for two images only if the model sees the same pixels."""
-        return f"{self.path}|{self.num_bytes}|{self.modified_ns}|{self.min_pixels}|{self.max_pixels}"
+        own = f"{self.path}|{self.num_bytes}|{self.modified_ns}|{self.min_pixels}|{self.max_pixels}"
+        return "|".join([own, str(self.fps), *(frame.identity for frame in self.frames)]) if self.frames else own
 
     def shrunk(self, factor: float) -> ImageFile:
         """The image with at most ``factor`` of the pixels that it is given."""
@@ -85,11 +94,21 @@ class ImageFile:
         return replace(self, max_pixels=most, min_pixels=min(self.min_pixels or most, most))
 
     def as_json(self) -> dict[str, Any]:
-        """What a row holds of an image; ``ImageFile(**...)`` reads it."""
-        found = asdict(self)
-        if not self.content:
-            del found["content"]
+        """What a row holds of an image; ``from_json`` reads it."""
+        found = {name: value for name, value in asdict(self).items() if value or name not in _RARE}
+        if self.frames:
+            found["frames"] = [{name: frame[name] for name in _OF_FRAME} for frame in found["frames"]]
         return found
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> ImageFile:
+        """The image that ``as_json`` wrote."""
+        frames = tuple(cls(**frame) for frame in found.get("frames") or ())
+        return cls(**{**found, "frames": frames, "fps": found.get("fps") or 0.0})
+
+
+_RARE = ("content", "frames", "fps")
+_OF_FRAME = ("path", "width", "height", "num_bytes", "modified_ns")
 
 
 def images_of(row: Mapping[str, Any], prefix: str = "") -> list[ImageFile]:
@@ -98,7 +117,7 @@ def images_of(row: Mapping[str, Any], prefix: str = "") -> list[ImageFile]:
     Args:
         prefix: "kl_" for the second sequence of KTO. Both answers of a pair follow the same images, under "".
     """
-    return [ImageFile(**one) for one in row.get(f"{prefix}images") or ()]
+    return [ImageFile.from_json(one) for one in row.get(f"{prefix}images") or ()]
 
 
 def read_header(path: str | Path, **known: Any) -> ImageFile:

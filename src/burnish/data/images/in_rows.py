@@ -7,6 +7,7 @@ that a model could learn to write.
 
 from __future__ import annotations
 
+import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -16,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from burnish.data.images.family import Family
 from burnish.data.images.image_file import BadImage, ImageFile
-from burnish.loop.types import IGNORE_INDEX, IMAGE, ContentPart, Example, Ids, Message
+from burnish.loop.types import IGNORE_INDEX, IMAGE, VIDEO, ContentPart, Example, Ids, Message
 
 if TYPE_CHECKING:
     from burnish.data.chat.labels import Segment, Turn
 
 PLAIN = "\ufffd"
-"""What a record's own ``IMAGE`` character becomes."""
+"""What the characters ``IMAGE`` and ``VIDEO`` of a record's own become."""
+_RESERVED = re.compile(f"[{IMAGE}{VIDEO}]")
 
 
 def images_in(example: Example) -> list[ImageFile]:
@@ -31,17 +33,17 @@ def images_in(example: Example) -> list[ImageFile]:
 
 
 def cleaned(example: Example) -> Example:
-    """The example without ``IMAGE`` in the texts of its record."""
-    if not any(IMAGE in message.text for message in example.messages):
+    """The example without ``IMAGE`` and ``VIDEO`` in the texts of its record."""
+    if not any(_RESERVED.search(message.text) for message in example.messages):
         return example
     return replace(example, messages=tuple(map(_clean, example.messages)))
 
 
 def _clean(message: Message) -> Message:
     if isinstance(message.content, str):
-        return replace(message, content=message.content.replace(IMAGE, PLAIN))
+        return replace(message, content=_RESERVED.sub(PLAIN, message.content))
     parts = (
-        replace(part, value=part.value.replace(IMAGE, PLAIN)) if part.kind == "text" else part
+        replace(part, value=_RESERVED.sub(PLAIN, part.value)) if part.kind == "text" else part
         for part in message.content
     )
     return replace(message, content=tuple(parts))
@@ -51,7 +53,7 @@ def with_parts(message: Message, parts: Sequence[ContentPart]) -> Message:
     """The message with these parts, also as a chat template is given it."""
     raw = message.raw
     if raw is not None:
-        content = [{"type": "image"} if p.kind == "image" else {"type": "text", "text": p.value} for p in parts]
+        content = [{"type": "text", "text": p.value} if p.kind == "text" else {"type": p.kind} for p in parts]
         raw = {**raw, "content": content}
     return replace(message, content=tuple(parts), raw=raw)
 
@@ -62,7 +64,7 @@ def without_images(example: Example) -> Example:
 
 
 def _text_of(message: Message) -> str:
-    return message.text.replace(IMAGE, "")
+    return _RESERVED.sub("", message.text)
 
 
 def _raw_text(message: Message) -> Any:
@@ -71,24 +73,39 @@ def _raw_text(message: Message) -> Any:
 
 
 class Marks:
-    """Replaces marks by the ids of a family."""
+    """Replaces marks by the ids of a family.
 
-    def __init__(self, family: Family) -> None:
-        self.family = family
+    Args:
+        is_opened: whether the text before the mark of a video already holds ``Family.opening`` of it.
+    """
+
+    def __init__(self, family: Family, is_opened: bool = False) -> None:
+        self.family, self._is_opened = family, is_opened
+        self._kinds = {family.mark_id: "image", family.video_mark_id: "video"}
         self._around = frozenset(map(family.token_id, family.around))
 
     def spans(self, ids: Sequence[int], images: Sequence[ImageFile]) -> list[tuple[int, Ids]]:
         """The position of each mark in ``ids``, and the ids that replace it.
 
         Raises:
-            BadImage: where marks and images are not of the same number.
+            BadImage: where marks and images are not of the same number, or of other kinds.
         """
-        places = [place for place, token in enumerate(ids) if token == self.family.mark_id]
-        if len(places) != len(images):
-            raise BadImage(f'the template writes "{self.family.mark}" {len(places)} times for {len(images)} images')
         for image in images:
             self.family.check(image)
-        return [(place, self.family.of(one, len(images))) for place, one in zip(places, images, strict=True)]
+        places = self._places(ids)
+        if len(places) != len(images):
+            raise BadImage(f'the template writes "{self.family.mark}" {len(places)} times for {len(images)} images')
+        if [self._kinds[ids[place]] for place in places] != ["video" if one.frames else "image" for one in images]:
+            raise BadImage("the template writes images and videos in another order than the record")
+        return [(place, self._of(one, len(images))) for place, one in zip(places, images, strict=True)]
+
+    def _places(self, ids: Sequence[int]) -> list[int]:
+        return [place for place, token in enumerate(ids) if token in self._kinds]
+
+    def _of(self, image: ImageFile, num_images: int) -> Ids:
+        found = self.family.of(image, num_images)
+        written = self.family.opening(image) if self._is_opened and image.frames else ""
+        return found[len(self.family.text_ids(written)) :] if written else found
 
     def expanded(self, ids: Ids, images: Sequence[ImageFile], mask: Sequence[int] | None = None) -> Expanded:
         """Replace the marks in a row. Args: mask: a number per token; a mark's is repeated."""
@@ -105,7 +122,7 @@ class Marks:
         """What a template is given: without images where they stand before its text, and with the text before each."""
         if self.family.in_front:
             return without_images(example) if images_in(example) else example
-        if not any(self.family.before(image) for image in images_in(example)):
+        if not any(map(self.family.before, images_in(example))):
             return example
         return replace(example, messages=tuple(map(self._introduced, example.messages)))
 
@@ -134,7 +151,7 @@ class Marks:
         return [(replace(first, ids=marks + first.ids, begin=first.begin + len(marks), content=flags), answer), *others]
 
     def _segment(self, segment: Segment, marks: Any, left: Any) -> Segment:
-        places = [place for place, token in enumerate(segment.ids) if token == self.family.mark_id]
+        places = self._places(segment.ids)
         if not places:
             return segment
         spans = [(place, next(marks)[1]) for place in places]
@@ -163,7 +180,7 @@ class Marks:
             return segment
         labels = segment.labels[:]
         for place in chain.from_iterable(range(one.begin, one.end) for one in segment.images):
-            if segment.ids[place] == self.family.placeholder_id:
+            if segment.ids[place] in self.family.placeholder_ids:
                 labels[place] = IGNORE_INDEX
         return replace(segment, labels=labels)
 

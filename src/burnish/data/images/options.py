@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from burnish.config.checks import check
@@ -29,6 +31,15 @@ class ImageOptions:
         32 * 32, "Minimum number of pixels per image. Smaller images are resized before the image processor.", ge=1,
         unit="pixels",
     )  # fmt: skip
+    video_max_pixels: int = option(
+        256 * 256, "Maximum number of pixels per video frame. Larger frames are resized before the image processor.",
+        ge=1, unit="pixels",
+    )  # fmt: skip
+    video_min_pixels: int = option(
+        16 * 16, "Minimum number of pixels per video frame. Smaller frames are resized before the image processor.",
+        ge=1, unit="pixels",
+    )  # fmt: skip
+    video_fps: float = option(2.0, "Frames per second of videos, which are lists of frames.", gt=0)
     image_fit: Literal["keep", "shrink"] = option(
         "keep",
         "What to do with a record whose images do not fit into cutoff_len: keep the size of its images and drop the "
@@ -51,6 +62,9 @@ class ImageChoices(Protocol):
     media_dir: str | None
     image_max_pixels: int
     image_min_pixels: int
+    video_max_pixels: int
+    video_min_pixels: int
+    video_fps: float
     image_fit: Literal["keep", "shrink"]
     image_backend: Literal["pil", "torchvision"]
     crop_to_patches: bool | None
@@ -100,13 +114,16 @@ def check_images(options: ImageChoices) -> list[Problem]:
     if options.image_backend == "torchvision" and find_spec("torchvision") is None:
         missing = MissingExtraError("torchvision", "image_backend: torchvision", option="image_backend")
         return list(missing.problems)
-    if options.image_max_pixels < options.image_min_pixels:
-        most, least = options.image_max_pixels, options.image_min_pixels
-        what = f"image_max_pixels ({most}) is below image_min_pixels ({least})."
-        return [Problem(what, remedy="Raise the first or lower the second.", option=("image_max_pixels",))]
-    return []
+    found = []
+    for kind in ("image", "video"):
+        most, least = (getattr(options, f"{kind}_{side}_pixels") for side in ("max", "min"))
+        if most < least:
+            what = f"{kind}_max_pixels ({most}) is below {kind}_min_pixels ({least})."
+            found.append(Problem(what, remedy="Raise the first or lower the second.", option=(f"{kind}_max_pixels",)))
+    return found
 
 
-def limits_of(options: ImageChoices) -> Sight:
-    """Images that come with a request, within the limits of training."""
-    return Sight((), options.image_min_pixels, options.image_max_pixels)
+def limits_of(options: ImageChoices, folders: Sequence[Path] = ()) -> Sight:
+    """Images and videos within the limits of training. Args: folders: see ``Sight``; none for those of a request."""
+    of_videos = (options.video_min_pixels, options.video_max_pixels, options.video_fps)
+    return Sight(folders, options.image_min_pixels, options.image_max_pixels, "", *of_videos)

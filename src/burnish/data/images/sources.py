@@ -44,7 +44,8 @@ class Sight:
 
     Args:
         folders: a relative path is looked for in these, in this order.
-        min_pixels, max_pixels: see ``ImageFile``.
+        min_pixels, max_pixels: see ``ImageFile``; ``video_...`` are those of videos.
+        video_fps: frames per second of a video whose record does not say.
         model_type: of a model that reads text only, for the error; "" where images are read.
     """
 
@@ -52,6 +53,9 @@ class Sight:
     min_pixels: int | None = None
     max_pixels: int | None = None
     model_type: str = ""
+    video_min_pixels: int | None = None
+    video_max_pixels: int | None = None
+    video_fps: float = 2.0
     _looked_for: set[str] = field(default_factory=set, repr=False, compare=False)
 
     def image(self, value: Any, place: str, min_pixels: int | None = None, max_pixels: int | None = None) -> ImageFile:
@@ -108,13 +112,14 @@ class Sight:
         if isinstance(value, str) and value.startswith("data:"):
             return kept(_decoded(value, place)), "", True
         if isinstance(value, str | os.PathLike):
-            return self._file(os.fspath(value), place), f'"{_short(os.fspath(value))}"', False
+            return self.file(os.fspath(value), place), f'"{_short(os.fspath(value))}"', False
         if callable(getattr(value, "save", None)) and hasattr(value, "getexif"):
             return kept(_as_png(value)), "", True
         received = type(value).__name__ if value is not None else "null"
         raise BadImage(f"{place} must be a path, a data URI, bytes or a Pillow image. Received: {received}.")
 
-    def _file(self, path: str, place: str) -> str:
+    def file(self, path: str, place: str) -> str:
+        """The path of a file or folder that a record names. Raises BadImage where it may not be opened."""
         scheme = urlsplit(path).scheme.lower() if "://" in path else ""
         if scheme == "file":
             path = unquote(urlsplit(path).path)

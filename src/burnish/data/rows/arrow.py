@@ -9,10 +9,12 @@ import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
 
 from burnish.data.rows.store import Rows
 
-_IMAGE = {
+_FRAME = {
     "path": pa.string(), "width": pa.int32(), "height": pa.int32(), "num_bytes": pa.int64(), "modified_ns": pa.int64(),
-    "min_pixels": pa.int64(), "max_pixels": pa.int64(), "place": pa.string(), "is_animated": pa.bool_(),
-    "begin": pa.int32(), "end": pa.int32(),
+}  # fmt: skip
+_IMAGE = {
+    **_FRAME, "min_pixels": pa.int64(), "max_pixels": pa.int64(), "place": pa.string(), "is_animated": pa.bool_(),
+    "begin": pa.int32(), "end": pa.int32(), "frames": pa.list_(pa.struct(list(_FRAME.items()))), "fps": pa.float64(),
 }  # fmt: skip
 TYPES: Mapping[str, pa.DataType] = {
     "margin": pa.float32(), "label": pa.bool_(), "images": pa.list_(pa.struct(list(_IMAGE.items()))),

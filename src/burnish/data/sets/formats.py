@@ -26,7 +26,7 @@ from burnish.config.errors import Problem, UserError, few
 from burnish.config.registry import Registry
 from burnish.data.reading.files import line_of
 from burnish.data.reading.json_files import Values, shortened
-from burnish.data.sets.images import refuse_others, with_images
+from burnish.data.sets.images import refuse_audio, with_images
 from burnish.data.sets.preferences import judged
 from burnish.data.sets.records import ALL_COLUMNS, BadRecord, Layout, Record, as_text, as_turns
 from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, as_context, conversation, messages_of
@@ -197,7 +197,7 @@ def converted(
                 record.refuse_media()
                 example = judged(record, read(record))
             else:
-                refuse_others(record)
+                refuse_audio(record)
                 example = with_images(record, judged(record, read(record)))
             if layout.needs.columns:
                 columns = values if ALL_COLUMNS in layout.needs.columns else layout.needs.columns

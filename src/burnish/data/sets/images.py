@@ -1,34 +1,42 @@
-"""Insert the images of a record into its messages.
+"""Insert the images and videos of a record into its messages.
 
 Messages contain image parts (as OpenAI, TRL and Qwen write them) or ``<image>`` placeholders; a column may list the
 images. A part refers to its own image or takes the next one of the column. A placeholder takes the next one of the
 column. Without parts and placeholders, all images of the column are put before the first user message, as TRL does.
 
+Videos are treated the same, with ``<video>``, parts of type ``video`` and a column of videos, each a list of frames.
+
 Raises BadRecord for: a different number of images and placeholders; parts and placeholders in one record; images in the
-responses of a pair, in a system message or with a plain-text prompt; videos and audio.
+responses of a pair, in a system message or with a plain-text prompt; audio.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from burnish.data.images.image_file import BadImage
 from burnish.data.images.in_rows import with_parts
 from burnish.data.images.sources import MissingImage, Sight
+from burnish.data.images.videos import read_video
 from burnish.data.sets.records import BadRecord, Layout, Record, as_text, listed
 from burnish.data.stats import kept
 from burnish.loop.types import Content, ContentPart, Example, Message
 
-MARK = "<image>"
-KINDS = {"image": "image", "image_url": "image", "input_image": "image"}
-"""Types of message parts that contain an image."""
-_SOURCES = ("image", "image_url", "url", "path", "base64", "bytes")
-"""Keys of a part that may hold its image."""
+MARKS = {"image": "<image>", "video": "<video>"}
+KINDS = {
+    "image": "image", "image_url": "image", "input_image": "image", "video": "video", "video_url": "video",
+}  # fmt: skip
+"""Types of message parts that contain an image or a video."""
+_SOURCES = ("image", "image_url", "video", "video_url", "url", "path", "base64", "bytes")
+"""Keys of a part that may hold its image or video."""
 ANIMATED = kept("an image has several frames; only the first is used")
 BEFORE = 'no "<image>" in the texts: images are put before the first user message'
-_OTHERS = {"video": "video", "video_url": "video", "audio": "audio", "input_audio": "audio", "audio_url": "audio"}
+_AUDIO = ("audio", "input_audio", "audio_url")
+_MARK = re.compile("(<image>|<video>)")
 
 
 def content_of(layout: Layout, content: Any, place: str) -> Content:
@@ -37,7 +45,7 @@ def content_of(layout: Layout, content: Any, place: str) -> Content:
     A part without its own image is a ``ContentPart`` whose value is None until ``with_images`` fills it.
     """
     kinds = {part.get("type") for part in content if isinstance(part, dict)} if isinstance(content, list) else set()
-    if layout.sight is None or layout.sight.model_type or not kinds & {*KINDS, *_OTHERS}:
+    if layout.sight is None or layout.sight.model_type or not kinds & {*KINDS, *_AUDIO}:
         return as_text(content, place)
     return tuple(_part(layout.sight, part, f"{place}[{number}]") for number, part in enumerate(content))
 
@@ -47,7 +55,7 @@ def raw_content(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     return [
-        {"type": "image"} if KINDS.get(part.get("type")) else {key: v for key, v in part.items() if v is not None}
+        {"type": KINDS[part["type"]]} if part.get("type") in KINDS else {k: v for k, v in part.items() if v is not None}
         for part in content
     ]
 
@@ -56,25 +64,30 @@ def _part(sight: Sight, part: Any, place: str) -> ContentPart:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text":
         return ContentPart("text", as_text(part.get("text"), f"{place}.text"))
-    if kind in _OTHERS:
-        raise BadRecord(*_other(_OTHERS[kind], place))
+    if kind in _AUDIO:
+        raise BadRecord(_NO_AUDIO)
     if kind not in KINDS:
-        raise BadRecord(f'"{place}" must be a part of type "text" or "image".', received=listed([kind]))
+        raise BadRecord(f'"{place}" must be a part of type "text", "image" or "video".', received=listed([kind]))
     source = next((part[key] for key in _SOURCES if part.get(key) is not None), None)
     if isinstance(source, Mapping) and "url" in source:
         source = source["url"]
     if source is None:
-        return ContentPart("image", None)
-    limits = {name: part[name] for name in ("min_pixels", "max_pixels") if part.get(name) is not None}
-    for name, value in limits.items():
+        return ContentPart(KINDS[kind], None)
+    given: dict[str, Any] = {name: part[name] for name in ("min_pixels", "max_pixels") if part.get(name) is not None}
+    for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise BadRecord(f'"{place}.{name}" must be a whole number of at least 1.', received=str(value))
-    return ContentPart("image", _image(sight, source, place, limits))
+    if KINDS[kind] == "video" and part.get("fps") is not None:
+        given["fps"] = part["fps"]
+        if isinstance(given["fps"], bool) or not isinstance(given["fps"], int | float) or not 0 < given["fps"] < 1e6:
+            raise BadRecord(f'"{place}.fps" must be a number above 0.', received=str(given["fps"]))
+    return ContentPart(KINDS[kind], _image(sight, KINDS[kind], source, place, given))
 
 
-def _image(sight: Sight, source: Any, place: str, limits: Mapping[str, int] | None = None) -> Any:
+def _image(sight: Sight, kind: str, source: Any, place: str, given: Mapping[str, Any] | None = None) -> Any:
+    """Return the image or video that a record names."""
     try:
-        return sight.image(source, place, **(limits or {}))
+        return (sight.image if kind == "image" else partial(read_video, sight))(source, place, **(given or {}))
     except MissingImage as error:
         remedy = "Set media_dir to the folder of the images."
         if error.nearest is not None:
@@ -84,69 +97,76 @@ def _image(sight: Sight, source: Any, place: str, limits: Mapping[str, int] | No
         raise BadRecord(str(error), reason="an image cannot be read") from None
 
 
-def _other(kind: str, place: str) -> tuple[str, str]:
-    if kind == "video":
-        return (
-            f"it contains video ({place}); this model supports images only.",
-            "Extract its frames and use them as images.",
-        )
-    return "it contains audio; burnish trains on text and images.", ""
+_NO_AUDIO = "it contains audio; burnish trains on text, images and videos."
 
 
-def refuse_others(record: Record) -> None:
-    """Raise BadRecord for a record with videos or audio."""
+def refuse_audio(record: Record) -> None:
+    """Raise BadRecord for a record with audio."""
     for column in record.layout.media:
-        if record.values.get(column) and column != record.layout.images:
-            raise BadRecord(*_other("audio" if column.startswith("audio") else "video", f"{column}[0]"))
+        if record.values.get(column) and column not in (record.layout.images, record.layout.videos):
+            raise BadRecord(_NO_AUDIO)
 
 
 def with_images(record: Record, example: Example) -> Example:
-    """Return the example with the images of its column inserted into its messages."""
+    """Return the example with the images and videos of its columns inserted into its messages."""
     sight = record.layout.sight
     assert sight is not None
-    column, values = record.layout.images, _column_values(record)
-    empty = sum(part.value is None for message in _all(example) for part in _images(message))
-    has_parts = any(any(_images(message)) for message in _all(example))
-    marks = sum(text.count(MARK) for text in _texts(example)) if values is not None else 0
-    if has_parts and marks:
-        raise BadRecord(f'it contains parts of type "image" and also {marks} "{MARK}".', "Use only one of them.")
-    if not values and not has_parts and not marks:
+    columns = {"image": record.layout.images, "video": record.layout.videos}
+    values = {kind: _column_values(record, column) for kind, column in columns.items()}
+    has_parts = any(_parts(message) for message in _all(example))
+    marks = {
+        kind: sum(text.count(mark) for text in _texts(example)) if values[kind] is not None else 0
+        for kind, mark in MARKS.items()
+    }
+    if has_parts and any(marks.values()):
+        kind = next(kind for kind, count in marks.items() if count)
+        what = f'it contains parts of type "{kind}" and also {marks[kind]} "{MARKS[kind]}".'
+        raise BadRecord(what, "Use only one of them.")
+    if not any(values.values()) and not has_parts and not any(marks.values()):
         return example
     if not example.messages:
         raise BadRecord(
             "it contains images, but its prompt is a string instead of messages.", "Write the prompt as messages."
         )
     _refuse_places(example)
-    found = [_image(sight, value, f"{column}[{number}]") for number, value in enumerate(values or ())]
-    places = empty if has_parts else marks
-    if places != len(found) and (places or has_parts):
-        _refuse_count(len(found), places, 'part of type "image"' if has_parts else f'"{MARK}"', has_parts)
-    if not has_parts and not marks:
+    found = {
+        kind: [_image(sight, kind, value, f"{columns[kind]}[{number}]") for number, value in enumerate(given or ())]
+        for kind, given in values.items()
+    }
+    places = {kind: _num_empty(example, kind) for kind in MARKS} if has_parts else marks
+    for kind, of_kind in found.items():
+        if places[kind] != len(of_kind) and (has_parts or any(marks.values())):
+            _refuse_count(kind, len(of_kind), places[kind], has_parts)
+    if not has_parts and not any(marks.values()):
         record.layout.notes[BEFORE] = None
         messages = _before_first_user(example.messages, found)
     else:
-        left = iter(found)
-        messages = [_filled(message, left) for message in example.messages]
+        left = {kind: iter(of_kind) for kind, of_kind in found.items()}
+        messages = [_filled(message, left, values) for message in example.messages]
     if any(image.is_animated for message in messages for image in message.images):
         record.layout.dropped_parts.append(ANIMATED)
     return replace(example, messages=tuple(messages))
 
 
-def _refuse_count(images: int, places: int, place: str, is_part: bool) -> None:
-    counts = f"{images} image{'s' * (images != 1)} and {places} {place}{'s' * (is_part and places != 1)}."
+def _num_empty(example: Example, kind: str) -> int:
+    return sum(part.kind == kind and part.value is None for message in _all(example) for part in message.parts)
+
+
+def _refuse_count(kind: str, images: int, places: int, is_part: bool) -> None:
+    place = f'part of type "{kind}"' if is_part else f'"{MARKS[kind]}"'
+    counts = f"{images} {kind}{'s' * (images != 1)} and {places} {place}{'s' * (is_part and places != 1)}."
+    reason = f"the numbers of {kind}s and placeholders differ"
     if is_part:
-        raise BadRecord(
-            counts, "Provide one image for each part.", reason="the numbers of images and placeholders differ"
-        )
-    remedy = f'Write "{MARK}" where each image belongs, or remove an image.'
-    raise BadRecord(counts, remedy, reason="the numbers of images and placeholders differ", kind="marks")
+        raise BadRecord(counts, f"Provide one {kind} for each part.", reason=reason)
+    remedy = f'Write "{MARKS[kind]}" where each {kind} belongs, or remove {"an" if kind == "image" else "a"} {kind}.'
+    raise BadRecord(counts, remedy, reason=reason, kind="marks")
 
 
-def _column_values(record: Record) -> Sequence[Any] | None:
-    """Return the column of images as a list, or None if the record has no such column."""
-    value = record.values.get(record.layout.images) if record.layout.images else None
+def _column_values(record: Record, column: str) -> Sequence[Any] | None:
+    """Return the column of images or videos as a list, or None if the record has no such column."""
+    value = record.values.get(column) if column else None
     if value is None:
-        return None if record.layout.images not in record.values else ()
+        return None if column not in record.values else ()
     return value if isinstance(value, list | tuple) else [value]
 
 
@@ -157,8 +177,9 @@ def _all(example: Example) -> Iterator[Message]:
             yield from answer
 
 
-def _images(message: Message) -> list[ContentPart]:
-    return [part for part in message.parts if part.kind == "image"]
+def _parts(message: Message) -> list[ContentPart]:
+    """Return the parts of a message that are images or videos."""
+    return [part for part in message.parts if part.kind in MARKS]
 
 
 def _texts(example: Example) -> Iterator[str]:
@@ -170,33 +191,40 @@ def _texts(example: Example) -> Iterator[str]:
 def _refuse_places(example: Example) -> None:
     """Raise BadRecord for images in responses of pairs and in system messages."""
     answers = [m for answer in (example.chosen, example.rejected) if isinstance(answer, tuple) for m in answer]
-    if any(_images(one) or MARK in one.text for one in answers):
+    if any(_parts(one) or _MARK.search(one.text) for one in answers):
         raise BadRecord("a response of the pair contains an image.", "Put the images into the prompt.")
-    if example.system and MARK in example.system:
+    if example.system and _MARK.search(example.system):
         raise BadRecord("the system message contains an image.", "Move it to the first user message.")
 
 
-def _filled(message: Message, left: Iterator[Any]) -> Message:
-    """Return a message whose image parts and placeholders are filled with the next images of ``left``."""
+def _filled(message: Message, left: Mapping[str, Iterator[Any]], values: Mapping[str, Any]) -> Message:
+    """Return a message whose parts and placeholders are filled with the next images and videos of ``left``.
+
+    Args:
+        values: of the columns; a placeholder is a word where there is none.
+    """
     if not isinstance(message.content, str):
         parts = [
-            replace(part, value=next(left)) if part.kind == "image" and part.value is None else part
+            replace(part, value=next(left[part.kind])) if part.kind in MARKS and part.value is None else part
             for part in message.content
         ]
-        if any(_images(message)) or not any(MARK in part.value for part in parts):
+        if _parts(message) or not any(_MARK.search(part.value) for part in parts):
             return replace(message, content=tuple(parts))
-    if MARK not in message.text:
+    kinds = {mark: kind for kind, mark in MARKS.items() if values[kind] is not None}
+    if not any(mark in message.text for mark in kinds):
         return message
-    first, *others = message.text.split(MARK)
-    parts = [ContentPart("text", first)]
-    for other in others:
-        parts += [ContentPart("image", next(left)), ContentPart("text", other)]
+    pieces = re.split(f"({'|'.join(kinds)})", message.text)
+    parts = [
+        ContentPart(kinds[piece], next(left[kinds[piece]])) if at % 2 else ContentPart("text", piece)
+        for at, piece in enumerate(pieces)
+    ]
     return with_parts(message, [part for part in parts if part.value != ""])
 
 
-def _before_first_user(messages: Sequence[Message], images: Sequence[Any]) -> list[Message]:
+def _before_first_user(messages: Sequence[Message], found: Mapping[str, Sequence[Any]]) -> list[Message]:
     first_user = next((at for at, message in enumerate(messages) if message.role == "user"), None)
     if first_user is None:
-        raise BadRecord("it contains images but no user message.", f'Write "{MARK}" where they belong.')
-    parts = [*(ContentPart("image", image) for image in images), *messages[first_user].parts]
+        raise BadRecord("it contains images but no user message.", f'Write "{MARKS["image"]}" where they belong.')
+    own = [ContentPart(kind, image) for kind, of_kind in found.items() for image in of_kind]
+    parts = [*own, *messages[first_user].parts]
     return [with_parts(one, parts) if at == first_user else one for at, one in enumerate(messages)]

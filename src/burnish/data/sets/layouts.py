@@ -48,9 +48,12 @@ def layout_of(source: DataSource, records: Sequence[Values], where: str, needs: 
     sees = needs.sight is not None and not needs.sight.model_type
     unnamed = [column for column in found if column in MEDIA] if sees and source.columns is None else []
     media = tuple(c for c in dict.fromkeys((*layout.media, *unnamed)) if c not in needs.columns)
-    images = next((column for column in (layout.images, "images", "image") if column in media), "")
+    images, videos = (
+        next((column for column in (named, f"{kind}s", kind) if column in media), "")
+        for named, kind in ((layout.images, "image"), (layout.videos, "video"))
+    )
     return replace(
-        layout, needs=needs, media=media, images=images, sight=needs.sight,
+        layout, needs=needs, media=media, images=images, videos=videos, sight=needs.sight,
         required=layout.required - _optional_in(needs),
     )  # fmt: skip
 
@@ -86,8 +89,8 @@ def named_layout(
     parts = {part: column for part, column in given.items() if part not in MEDIA}
     media = tuple(column for part, column in given.items() if part in MEDIA)
     required = frozenset(parts.keys() - traits.get("optional", {}).keys())
-    images = given.get("images") or given.get("image") or ""
-    return Layout(name, parts, required, {**traits.get("tags", {}), **spoken}, media, images)
+    images, videos = (given.get(f"{one}s") or given.get(one) or "" for one in ("image", "video"))
+    return Layout(name, parts, required, {**traits.get("tags", {}), **spoken}, media, images, videos)
 
 
 def _check(layout: Layout, records: Sequence[Values], where: str, needs: RecordNeeds, is_explicit: bool) -> None:

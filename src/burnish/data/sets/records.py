@@ -87,8 +87,8 @@ class Layout:
         columns: part -> column; a part that is missing has no column.
         required: parts whose column every record must have.
         tags: role names and keys of conversations (LLaMA-Factory's keys).
-        media: columns of images, videos and audio, which must be empty except for ``images``.
-        images: column of images, "" for none.
+        media: columns of images, videos and audio, which must be empty except for ``images`` and ``videos``.
+        images, videos: column of images, and of videos, "" for none.
         sight: how images are found; None if the model takes no images.
         awaited: optional columns named by the user that no record had so far.
         notes: notes on automatic choices, without duplicates, in order.
@@ -105,6 +105,7 @@ class Layout:
     tags: Mapping[str, str] = field(default_factory=dict)
     media: tuple[str, ...] = ()
     images: str = ""
+    videos: str = ""
     sight: Sight | None = None
     awaited: set[str] = field(default_factory=set)
     notes: dict[str, None] = field(default_factory=dict)

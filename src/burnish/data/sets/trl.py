@@ -73,10 +73,13 @@ def trl_layout(kind: Kind, sample: Mapping[str, Any], text_field: str = "text", 
         expected = _EXPECTED[kind].format(text_field=text_field)
         raise ValueError(f"Expected the columns {expected}. Received: {', '.join(sample)}.")
     optional = {part: part for part in ("prompt", "margin", "tools") if part in sample and part not in columns}
-    images = "" if sight is None else next((name for name in ("images", "image") if name in sample), "")
+    images, videos = (
+        "" if sight is None else next((name for name in (f"{kind}s", kind) if name in sample), "")
+        for kind in ("image", "video")
+    )
     return Layout(
-        named, columns | optional, frozenset(columns), OPENAI_TAGS, images=images, sight=sight, verdicts=_LABELS,
-        verbatim=True,
+        named, columns | optional, frozenset(columns), OPENAI_TAGS, images=images, videos=videos, sight=sight,
+        verdicts=_LABELS, verbatim=True,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from burnish.data.images.families import family_name, family_of
 from burnish.data.images.family import FAMILIES, Checkpoint, Family
 from burnish.data.images.options import ImageChoices, apply_image_options, backend_of, shrinks_images
 from burnish.data.images.other_families import AnyFamily
-from burnish.models.images.processor import load_composed_processor, load_image_processor
+from burnish.models.images.processor import load_composed_processor, load_image_processor, video_settings_in
 from burnish.models.options import ModelOptions
 from burnish.models.source import find_source
 from burnish.utils.json_files import read_object
@@ -38,7 +38,11 @@ def load_family(
             notes += apply_image_options(processor, config, images)
         composed = None if family_name(config) in FAMILIES else load_composed_processor(options)
         crops = None if images is None else images.image_do_pan_and_scan
-        found = family_of(Checkpoint(config, processor, tokenizer, settings, shrinks_images(images), composed, crops))
+        videos = {} if folder is None else video_settings_in(Path(folder), settings)
+        checkpoint = Checkpoint(
+            config, processor, tokenizer, settings, shrinks_images(images), composed, crops, videos
+        )  # fmt: skip
+        found = family_of(checkpoint)
         if isinstance(found, AnyFamily) and notes is not None:
             notes.append(found.note)
         return found

@@ -33,6 +33,8 @@ class ImageOfRow(Protocol):
 
     begin: int
     end: int
+    fps: float
+    """Frames per second of a video."""
 
     @property
     def identity(self) -> str: ...
@@ -51,8 +53,10 @@ class ImageLayout:
 
     Args:
         placeholder: the id of the token that a feature takes the place of.
+        video_placeholder: the same for features of a video, -1 for none or the same token.
         has_grid_positions: placeholders have three rotary positions (the Qwen and GLM families).
         merge: patches of a side that become one placeholder there.
+        positions_per_second: of videos in time; None: a pair of frames counts on by one.
         both_ways: the tokens that see each other (``masks``), "" for none.
         first_position: the position of the first token.
         needs_row: whether features of an image depend on whether its row holds others too (LLaVA-OneVision).
@@ -67,6 +71,8 @@ class ImageLayout:
     needs_row: bool = False
     crosses: bool = False
     model_type: str = ""
+    video_placeholder: int = -1
+    positions_per_second: float | None = None
 
     @property
     def sees_in_full(self) -> bool:
@@ -85,6 +91,8 @@ class ImageLayout:
         return cls(
             placeholder, "mrope_section" in rope, merge, both_ways, int(config.model_type == "paligemma"),
             config.model_type == "llava_onevision", config.model_type == "mllama", config.model_type,
+            getattr(config, "video_token_id", -1) if "mrope_section" in rope else -1,
+            getattr(config.vision_config, "tokens_per_second", None),
         )  # fmt: skip
 
 
@@ -132,7 +140,9 @@ class ImageCollator:
         )
         if distinct:
             made = self.processor.joined(list(tensors.values())) | self._rows_of(distinct)
-            batch |= {**made, "images": ImageFeatures(tuple(made), tuple(counts.values()), tuple(distinct))}
+            video = self.layout.video_placeholder if any(one.fps for one in distinct.values()) else -1
+            features = ImageFeatures(tuple(made), tuple(counts.values()), tuple(distinct), video_placeholder=video)
+            batch |= {**made, "images": features}
         else:
             del batch["image_features"]
         return self._with_positions(batch)
@@ -169,8 +179,12 @@ class ImageCollator:
 
     def _places(self, row: Row, one: ImageOfRow) -> list[int]:
         """The places of the placeholders of an image."""
-        ids, placeholder = row["input_ids"], self.layout.placeholder
-        return [at for at in range(one.begin, one.end) if ids[at] == placeholder]
+        ids, placeholders = row["input_ids"], self._placeholders
+        return [at for at in range(one.begin, one.end) if ids[at] in placeholders]
+
+    @property
+    def _placeholders(self) -> tuple[int, int]:
+        return self.layout.placeholder, self.layout.video_placeholder
 
     def _columns(
         self, number: int, row: Row, placed: Sequence[ImageOfRow], begins: Mapping[tuple[str, bool], int],
@@ -183,18 +197,29 @@ class ImageCollator:
             begin = begins[self._key(one, placed)]
             for count, place in enumerate(self._places(row, one), start=1):
                 features[place] = begin + count
-        held = sum(token == self.layout.placeholder for token in row["input_ids"])
+        held = sum(token in self._placeholders for token in row["input_ids"])
         if held != sum(feature > 0 for feature in features):
             what = f"an example has {held} placeholders, but its {len(placed)} images need {sum(map(bool, features))}."
             raise UserError(what, remedy="Tokenize the dataset again (overwrite_cache: true).")
         found = {"image_features": features, "content_hashes": features}
         if self.layout.has_grid_positions:
-            grids = [tensors[self._key(one, placed)]["image_grid_thw"][0].tolist() for one in placed]
-            begins_of = [self._places(row, one) for one in placed]
-            found |= dict(zip(ROPE_COLUMNS, grid_positions(length, begins_of, grids, self.layout.merge), strict=True))
+            grids, begins_of, intervals = [], [], []
+            for one in placed:
+                of_image, places = tensors[self._key(one, placed)]["image_grid_thw"].tolist(), self._places(row, one)
+                size = len(places) // len(of_image)
+                grids += of_image
+                begins_of += [places[at * size :][:size] for at in range(len(of_image))]
+                intervals += [self._interval(one)] * len(of_image)
+            axes = grid_positions(length, begins_of, grids, self.layout.merge, intervals)
+            found |= dict(zip(ROPE_COLUMNS, axes, strict=True))
         if self.layout.both_ways:
             found |= {"attention_rows": [number] * length, "attention_blocks": self._blocks(number, row, features)}
         return found
+
+    def _interval(self, one: ImageOfRow) -> float:
+        """Positions in time between two pairs of frames."""
+        per_second = self.layout.positions_per_second
+        return 1.0 if per_second is None or not one.fps else per_second * 2 / one.fps
 
     def _blocks(self, number: int, row: Row, features: Sequence[int]) -> list[int]:
         """The block of each token, unique in the batch: of each run of placeholders, or of all before the answer."""
@@ -223,32 +248,35 @@ class ImageCollator:
 
 
 def grid_positions(
-    length: int, places: Sequence[Sequence[int]], grids: Sequence[Sequence[int]], merge: int
-) -> tuple[list[int], list[int], list[int]]:
+    length: int, places: Sequence[Sequence[int]], grids: Sequence[Sequence[int]], merge: int,
+    intervals: Sequence[float] = (),
+) -> tuple[list[int], list[int], list[int]]:  # fmt: skip
     """The rotary positions of a row's tokens in time, height and width.
 
     Text counts on by one. A placeholder in row i and column j of frame t of an image that begins at position p has
-    (p + t, p + i, p + j); the next text is at p + the largest extent of the image.
+    (p + t * interval, p + i, p + j); the next text is at p + the larger of its height and width, as transformers 5.23
+    has it (``get_rope_index``).
 
     Args:
         places: the places of the placeholders of each image, in order.
         grids: (frames, rows, columns) of patches of each image.
+        intervals: of each image; 1 by default.
     Source: Wang et al. 2024, section 2.1, https://arxiv.org/abs/2409.12191
     """
     found: tuple[list[int], list[int], list[int]] = ([], [], [])
     position = 0
-    for of_image, (frames, high, wide) in zip(places, grids, strict=True):
+    for of_image, (frames, high, wide), interval in zip(places, grids, intervals or [1.0] * len(grids), strict=True):
         text = of_image[0] - len(found[0])
         rows, columns = high // merge, wide // merge
         for axis in found:
             axis += range(position, position + text)
         position += text
-        for t in range(frames):
+        for t in (torch.arange(frames) * interval).long().tolist():
             for i in range(rows):
                 for j in range(columns):
                     for axis, step in zip(found, (t, i, j), strict=True):
                         axis.append(position + step)
-        position += max(frames, rows, columns)
+        position += max(rows, columns)
     for axis in found:
         axis += range(position, position + length - len(axis))
     return found

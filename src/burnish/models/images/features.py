@@ -40,12 +40,14 @@ class ImageFeatures:
         counts: features of each image, as the rows have placeholders for them.
         identities: of each image.
         kept: what a frozen tower made of them, by the model that it belongs to.
+        video_placeholder: the token of features of videos, -1 for none or the same as of images.
     """
 
     names: Sequence[str]
     counts: Sequence[int]
     identities: Sequence[object] = ()
     kept: dict[int, Any] = field(default_factory=dict, repr=False)
+    video_placeholder: int = -1
 
     def share_with(self, other: ImageFeatures) -> None:
         """Let another micro-batch of the same images take what a frozen tower made for this one, and the reverse."""
@@ -85,7 +87,11 @@ class Seeing:
         places = kwargs.pop("image_features").flatten()
         made = self._features(images, tensors)
         chosen = places[places > 0] - 1
-        kwargs["mm_encoder_outputs"] = {"image": at_places(made, chosen)}
+        if images.video_placeholder < 0:
+            kwargs["mm_encoder_outputs"] = {"image": at_places(made, chosen)}
+        else:
+            is_video = kwargs["input_ids"].flatten()[places > 0] == images.video_placeholder
+            kwargs["mm_encoder_outputs"] = by_kind(made, chosen, is_video)
         return args, kwargs
 
     def _features(self, images: ImageFeatures, tensors: dict[str, Tensor]) -> Any:
@@ -157,6 +163,12 @@ def at_places(made: Any, chosen: Tensor) -> Any:
     between = getattr(made, "deepstack_features", None)
     more = {} if between is None else {"deepstack_features": [_chosen(one, chosen) for one in between]}
     return replace(made, pooler_output=_chosen(made.pooler_output, chosen), **more)
+
+
+def by_kind(made: Any, chosen: Tensor, is_video: Tensor) -> dict[str, Any]:
+    """The features ``chosen`` (M,) as ``mm_encoder_outputs``: of images and of videos apart. Args: is_video: (M,)."""
+    kinds = {"image": chosen[~is_video], "video": chosen[is_video]}
+    return {kind: at_places(made, places) for kind, places in kinds.items() if len(places)}
 
 
 def _chosen(features: Tensor | Sequence[Tensor], chosen: Tensor) -> Tensor | tuple[Tensor]:

@@ -36,6 +36,7 @@ class Drawn:
     image: Any
     begin: int = 0
     end: int = 0
+    fps: float = 0.0
 
 
 def keeps_images_apart(model: nn.Module, collator: ImageCollator) -> bool:

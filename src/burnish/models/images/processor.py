@@ -27,10 +27,12 @@ from burnish.models.images.torchvision import raise_if_torchvision_is_broken
 from burnish.models.load import message_of
 from burnish.models.options import ModelOptions
 from burnish.models.source import find_source, hub_arguments
+from burnish.utils.json_files import read_object
 
 FILES = ("preprocessor_config.json", "processor_config.json")
 """Files with the settings of an image processor: older ones, and those of transformers 5."""
-COMPANIONS = (*FILES, "video_preprocessor_config.json")
+VIDEOS = "video_preprocessor_config.json"
+COMPANIONS = (*FILES, VIDEOS)
 """Files of a vision model, which an adapter or a merged model needs unchanged."""
 
 CROSSED = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
@@ -68,7 +70,14 @@ class ImageProcessor:
         return cls(processor, list(inspect.signature(base.get_image_features).parameters), options)
 
     def tensors(self, image: Any) -> dict[str, Tensor]:
-        """The tensors of one image, with a first axis of images, tiles or patches. Args: image: of Pillow."""
+        """The tensors of one image, with a first axis of images, tiles or patches.
+
+        Args:
+            image: of Pillow; for a video a pair of its patches (P, D) and the grids (frames, rows, columns) of them.
+        """
+        if isinstance(image, tuple):
+            patches, grids = image
+            return {"pixel_values": torch.from_numpy(patches), "image_grid_thw": torch.tensor(grids)}
         made = self.processor(images=[image], return_tensors="pt", **self.options)
         return {name: made[name] for name in made if name in self.names}
 
@@ -136,6 +145,17 @@ def load_image_processor(options: ModelOptions, backend: str = "pil", **settings
             else f"Download {' or '.join(FILES)} again."
         )
         raise UserError(what, where=source.name, remedy=remedy) from error
+
+
+def video_settings_in(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the video processor in a checkpoint's folder; none where it has none.
+
+    Args:
+        settings: ``processor_config.json``, which may hold them.
+    """
+    own = settings.get("video_processor")
+    path = folder / VIDEOS
+    return dict(own) if isinstance(own, Mapping) else read_object(path) if path.is_file() else {}
 
 
 def load_composed_processor(options: ModelOptions) -> Any:

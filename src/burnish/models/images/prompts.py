@@ -20,7 +20,7 @@ from torch import Tensor
 
 from burnish.loop.types import IGNORE_INDEX, Row
 from burnish.models.images.collator import ImageCollator
-from burnish.models.images.features import at_places, image_features, joined_features
+from burnish.models.images.features import by_kind, image_features, joined_features
 
 
 @dataclass(eq=False)
@@ -35,6 +35,7 @@ class PromptImages:
         blocks: of each token the block of tokens that see each other; empty for none.
         sees_in_full: whether they do so in layers of full attention too.
         first_position: the position of the first token.
+        video_placeholder: the token of features of videos, -1 for none or the same as of images.
     """
 
     features: Sequence[int]
@@ -44,6 +45,7 @@ class PromptImages:
     blocks: Sequence[int] = ()
     sees_in_full: bool = True
     first_position: int = 0
+    video_placeholder: int = -1
     _made: Any = field(default=None, repr=False)
 
     @classmethod
@@ -60,7 +62,7 @@ class PromptImages:
             batch["image_features"][0].tolist(), hashes, {name: batch[name] for name in batch["images"].names},
             batch["position_ids"][:, 0] if layout.has_grid_positions else None,
             batch["attention_blocks"][0].tolist() if layout.both_ways else (), layout.sees_in_full,
-            layout.first_position,
+            layout.first_position, layout.video_placeholder,
         )  # fmt: skip
 
     def made(self, model: Any) -> Any:
@@ -119,17 +121,19 @@ def inputs_of_images(model: Any, rows: Sequence[RowOfPrompt], told: Tensor) -> d
     found: dict[str, Any] = {}
     places = torch.zeros(told.shape, dtype=torch.long)
     made, count = [], 0
+    is_video: list[bool] = []
     for number, row in enumerate(rows):
         own = () if row.images is None else row.images.features[row.start : row.start + len(row.ids)]
         if row.images is None or not any(own):
             continue
         of_row = row.images.made(model)
         places[number, : len(own)] = torch.tensor([one + count if one else 0 for one in own])
+        is_video += [token == row.images.video_placeholder for token, one in zip(row.ids, own, strict=True) if one]
         made.append(of_row)
         count += max(row.images.features)
     if made:
         chosen = places.flatten()
-        found["mm_encoder_outputs"] = {"image": at_places(joined_features(made), chosen[chosen > 0] - 1)}
+        found["mm_encoder_outputs"] = by_kind(joined_features(made), chosen[chosen > 0] - 1, torch.tensor(is_video))
     if any(row.images is not None and row.images.grid is not None for row in rows):
         plain = told.expand(3, *told.shape).clone()
         for number, row in enumerate(rows):

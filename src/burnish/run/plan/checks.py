@@ -18,6 +18,7 @@ from torch.optim import SGD
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem, UserError
 from burnish.data.batches.batching import packs_rows
+from burnish.data.images.options import limits_of
 from burnish.data.images.sources import Sight
 from burnish.data.sets.records import RecordNeeds
 from burnish.inference.options import is_remote
@@ -425,7 +426,7 @@ def _sight(options: RunOptions, reads_images: bool) -> Sight | None:
     if config and "vision_config" not in config:
         return Sight(model_type=str(config.get("model_type", "the model")))
     folders = [Path(options.media_dir)] if options.media_dir else []
-    return Sight(folders, options.image_min_pixels, options.image_max_pixels)
+    return limits_of(options, folders)
 
 
 def problems_in_files(options: RunOptions) -> list[Problem]:

@@ -184,9 +184,8 @@ _absent(
     "Remove it: the columns of the dataset determine whether there are images.", visual_inputs=False,
 )  # fmt: skip
 _no_effect(
-    "burnish trains on text and images.",
-    "video_max_pixels video_min_pixels image_resolution video_resolution video_fps video_maxlen "
-    "use_audio_in_video audio_sampling_rate",
+    "burnish trains on text, images and lists of frames.",
+    "image_resolution video_resolution video_maxlen use_audio_in_video audio_sampling_rate",
 )
 
 # --- optimizers, adapters, models -------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from burnish.loop.types import TOKEN_COLUMNS, Batch, Row
 from burnish.models.images.collator import ImageCollator, ImageLayout
 from burnish.models.images.features import make_seeing
 from burnish.models.images.probe import keeps_images_apart
-from burnish.models.images.processor import ImageProcessor, load_image_processor
+from burnish.models.images.processor import ImageProcessor, load_image_processor, video_settings_in
 from burnish.models.options import ModelOptions
 from burnish.utils.json_files import read_object
 
@@ -54,7 +54,8 @@ def family_for(model: Any, processing_class: Any, tokenizer: Any, sample: Mappin
     )
     file = Path(name) / "processor_config.json"
     settings = dict(read_object(file)) if file.is_file() else _settings_of(processing_class)
-    return family_of(Checkpoint(config, processor, tokenizer, settings))
+    videos = video_settings_in(Path(name), settings)
+    return family_of(Checkpoint(config, processor, tokenizer, settings, video_settings=videos))
 
 
 def _settings_of(processing_class: Any) -> dict[str, Any]:
@@ -63,8 +64,8 @@ def _settings_of(processing_class: Any) -> dict[str, Any]:
 
 
 def holds_images(sample: Mapping[str, Any]) -> bool:
-    """Return whether a row has a column of images, or messages with parts that are images."""
-    if "image" in sample or "images" in sample:
+    """Return whether a row has a column of images or videos, or messages with parts that are images or videos."""
+    if any(name in sample for name in ("image", "images", "video", "videos")):
         return True
     turns = (turn for value in sample.values() if isinstance(value, list) for turn in value)
     contents = (turn.get("content") for turn in turns if isinstance(turn, Mapping))
@@ -122,7 +123,7 @@ class SeeingCollator:
     def __call__(self, examples: Sequence[Any]) -> Batch:
         rows: list[Row] = [{**example} for example in examples]
         if not any(row.get("images") for row in rows) and not self.images.is_for_text:
-            if any(self.family.placeholder_id in row["input_ids"] for row in rows):
+            if any(not self.family.placeholder_ids.isdisjoint(row["input_ids"]) for row in rows):
                 raise ValueError("Rows contain image placeholders but no column `images`. Keep that column.")
             return self.text(rows)
         return self.images([_plain(row) for row in rows])

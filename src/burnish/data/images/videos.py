@@ -1,0 +1,137 @@
+"""Videos as lists of frames: from what a record names to the patches that a tower takes.
+
+In: the frames of a record, or a folder that holds them. Out: a video, which is an ``ImageFile`` with ``frames``; and
+the patches of decoded frames, as transformers' video processors make them, which need torchvision. Refused: video
+files, for which no decoder is required, and frames of different sizes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from burnish.data.images.image_file import BadImage, ImageFile
+from burnish.data.images.sources import Sight
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from PIL.Image import Image
+
+PAIR = 2
+"""Frames that become one patch in time."""
+
+
+def read_video(
+    sight: Sight, value: Any, place: str, fps: float | None = None, min_pixels: int | None = None,
+    max_pixels: int | None = None,
+) -> ImageFile:  # fmt: skip
+    """The video that a record names; headers alone are read.
+
+    Args:
+        value: a list of images, or the path of a folder of images, which are taken in the order of their numbers.
+        place: its name in the record: ``videos[1]``.
+        fps, min_pixels, max_pixels: of this video alone.
+
+    Raises:
+        BadImage: with a sentence that begins with the place.
+    """
+    if isinstance(value, str | os.PathLike):
+        value = _frames_in(sight, os.fspath(value), place)
+    if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray):
+        raise BadImage(f"{place} must be a list of frames, or a folder of them. Received: {type(value).__name__}.")
+    if not value:
+        raise BadImage(f"{place} has no frames.")
+    of_frames = replace(sight, min_pixels=None, max_pixels=None)
+    frames = [of_frames.image(frame, f"{place}[{number}]") for number, frame in enumerate(value)]
+    first = frames[0]
+    for frame in frames:
+        if (frame.width, frame.height) != (first.width, first.height):
+            sizes = f"{frame.width}x{frame.height}, but the first has {first.width}x{first.height}"
+            raise BadImage(f"{frame.place} has {sizes}; all frames of a video must have the same size.")
+    if len(frames) == 1 or (sight.video_max_pixels and len(frames) % PAIR):  # as LLaMA-Factory does
+        frames.append(frames[-1])
+    return replace(
+        first, place=place, frames=tuple(frames), fps=fps or sight.video_fps,
+        min_pixels=min_pixels or sight.video_min_pixels, max_pixels=max_pixels or sight.video_max_pixels,
+    )  # fmt: skip
+
+
+def _frames_in(sight: Sight, path: str, place: str) -> list[str]:
+    found = Path(sight.file(path, place))
+    if found.is_file():
+        raise BadImage(
+            f'{place} "{path}" is a file; video files are not decoded. Extract its frames, for example with ffmpeg, '
+            'and give their list or their folder: "videos": [["frames/1.jpg", "frames/2.jpg"]].'
+        )
+    if not found.is_dir():
+        raise BadImage(
+            f'{place} "{path}" was not found. Searched: {" and ".join(map(str, sight.folders)) or Path.cwd()}.'
+        )
+    names = [entry.name for entry in os.scandir(found) if entry.is_file() and not entry.name.startswith(".")]
+    return [str(found / name) for name in sorted(names, key=_by_number)]
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """Sorts ``frame10`` behind ``frame9``."""
+    return [(int(piece), "") if piece.isdecimal() else (0, piece) for piece in re.split(r"(\d+)", name)]
+
+
+@dataclass(frozen=True)
+class VideoSettings:
+    """The settings of a video processor.
+
+    Args:
+        least, most: pixels of a frame, or of all frames, by family.
+        is_capped, most_tokens: further limits (``cap_pixels_per_frame`` and ``max_video_tokens``).
+        mean, std: (3,) of the colors, of which ``scale`` makes numbers from 0 to 1.
+    """
+
+    patch: int
+    merge: int
+    least: int
+    most: int
+    is_capped: bool
+    most_tokens: int
+    scale: float
+    mean: Sequence[float]
+    std: Sequence[float]
+    resample: int
+
+    @classmethod
+    def of(cls, processor: Any, settings: Mapping[str, Any]) -> VideoSettings:
+        """Args: settings: of the video processor; those of the image processor stand in for missing ones."""
+        found = {**processor.to_dict(), **{name: value for name, value in settings.items() if value is not None}}
+        size = found["size"]
+        return cls(
+            int(found["patch_size"]), int(found["merge_size"]),
+            int(settings.get("min_pixels") or size["shortest_edge"]),
+            int(settings.get("max_pixels") or size["longest_edge"]), bool(found.get("cap_pixels_per_frame")),
+            int(found.get("max_video_tokens") or 0), float(found["rescale_factor"]), tuple(found["image_mean"]),
+            tuple(found["image_std"]), int(found["resample"]),
+        )  # fmt: skip
+
+
+def patches_of_frames(frames: Sequence[Image], width: int, height: int, settings: VideoSettings) -> NDArray[Any]:
+    """(patches, colors * 2 * patch * patch) float32: two frames to a patch, the last frame doubled if it is alone.
+
+    Args:
+        frames: of one size; they are resized to ``width`` and ``height``.
+    Source: transformers, models/qwen2_vl/video_processing_qwen2_vl.py (``patchify``).
+    """
+    import numpy
+    from PIL.Image import Resampling
+
+    resized = [numpy.asarray(one.resize((width, height), Resampling(settings.resample))) for one in frames]
+    resized += [resized[-1]] * (-len(resized) % PAIR)
+    mean, std = (numpy.asarray(value, numpy.float32) / settings.scale for value in (settings.mean, settings.std))
+    pixels = (numpy.stack(resized).astype(numpy.float32) - mean) / std
+    patch, merge = settings.patch, settings.merge
+    rows, columns = height // patch // merge, width // patch // merge
+    cut = pixels.reshape(-1, PAIR, rows, merge, patch, columns, merge, patch, 3)
+    # time, rows, columns, rows and columns of a merged patch, colors, frames of a pair, rows and columns of a patch
+    patches: NDArray[Any] = cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, 3 * PAIR * patch**2)
+    return patches

@@ -1,0 +1,131 @@
+"""Videos as lists of frames: rows, tensors, positions and losses are those of transformers' own processors."""
+
+import json
+from array import array
+from itertools import islice, permutations
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_images import loss_of
+
+from burnish.data.images.families import family_of
+from burnish.data.images.family import Checkpoint
+from burnish.data.images.image_file import images_of, read_header
+from burnish.data.images.in_rows import Marks, images_column
+from burnish.data.images.sources import Sight
+from burnish.data.images.videos import read_video
+from burnish.inference.images.reading import ImageReader
+from burnish.models.images.collator import ImageCollator, ImageLayout
+from burnish.models.images.features import make_seeing
+from burnish.models.images.processor import ImageProcessor
+from burnish.models.images.prompts import inputs_of_images
+from burnish.models.patches.capabilities import find_capabilities
+from seeing import GOLDEN, WAYS, image_models
+
+GOLD = json.loads((GOLDEN / "videos.json").read_text())
+FAMILIES = list(dict.fromkeys(case["family"] for case in GOLD))
+LEVEL = 0.02
+"""One of 255 levels after normalization, by which the resizes of torchvision and Pillow differ."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A model, its family, its golden rows as burnish makes them and a function that makes collators; each once."""
+    built = {}
+
+    def of(name):
+        if name not in built:
+            built[name] = _built(name, tmp_path_factory.mktemp(name))
+        return built[name]
+
+    return of
+
+
+def _built(name, folder):
+    model, composed = image_models().build(name)
+    cases = {gold["case"]: gold for gold in GOLD if gold["family"] == name}
+    settings = cases["even"]["settings"]
+    family = family_of(Checkpoint(model.config, composed.image_processor, composed.tokenizer, video_settings=settings))
+    make_seeing(model)
+    layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, family.processor)
+
+    def collator(way):
+        return ImageCollator(
+            WAYS[way], WAYS[way], layout, processor, images_of, lambda image: processor.tensors(family.prepared(image))
+        )
+
+    rows = {case: _row(family, gold, folder) for case, gold in cases.items()}
+    capabilities = find_capabilities(model, padding_free=True)
+    return SimpleNamespace(
+        name=name, model=model, family=family, cases=cases, rows=rows, collator=collator, capabilities=capabilities
+    )
+
+
+def _row(family, gold, folder):
+    names = gold["frames"]
+    image_models().write_images(folder, [*names, *filter(None, [gold["image"]])])
+    given = [read_video(Sight(), [str(folder / one) for one in names], "videos[0]", fps=gold["fps"])]
+    if gold["image"]:
+        given.insert(0, read_header(folder / gold["image"]))
+    ids = array("i", family.tokenizer.encode(gold["text"], add_special_tokens=False))
+    made = Marks(family).expanded(ids, given)
+    return {"input_ids": list(made.ids), "labels": list(made.ids), "images": images_column(made.images)}
+
+
+@pytest.mark.parametrize("case", ["even", "odd", "large", "both"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_tensors_and_positions_of_videos_are_those_of_transformers(models, name, case):
+    found, gold = models(name), models(name).cases[case]
+    row = found.rows[case]
+    assert row["input_ids"] == gold["input_ids"]
+    video = images_of(row)[-1]
+    assert [list(found.family.video_grid(video))] == gold["video_grid_thw"]
+    patches, _ = found.family.prepared(video)
+    assert found.family.patches_of(video) == len(patches)
+    assert float(patches.mean()) == pytest.approx(gold["mean"], abs=LEVEL)
+    assert float(abs(patches).mean()) == pytest.approx(gold["abs"], abs=LEVEL)
+    assert patches[-1, :8].tolist() == pytest.approx(gold["corner"], abs=LEVEL)
+    batch = found.collator("padded")([row])
+    assert batch["position_ids"][:, 0].tolist() == gold["position_ids"]
+    if "loss" in gold:
+        with torch.no_grad():
+            loss = loss_of(found, "padded", [row])
+        assert loss.item() == pytest.approx(gold["loss"], abs=2e-3)  # of pixels that differ by a level
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_losses_and_gradients_of_videos_are_those_of_each_row_alone(models, name):
+    found = models(name)
+    text = found.rows["even"]["input_ids"][-9:]
+    rows = [found.rows["even"], found.rows["both"], {"input_ids": text, "labels": text}, found.rows["odd"]]
+    count = sum(len(row["input_ids"]) - 1 for row in rows)
+    found.model.requires_grad_(True).zero_grad()
+    alone = sum(loss_of(found, "padded", [row]) * (len(row["input_ids"]) - 1) for row in rows) / count
+    alone.backward()
+    expected = {name: p.grad.clone() for name, p in found.model.named_parameters() if p.grad is not None}
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for way in ("padded",) if name == "qwen3_5" else ("flat", "padded"):
+        for order in islice(permutations(range(4)), 0, 24, 6):
+            found.model.zero_grad()
+            loss = loss_of(found, way, [rows[number] for number in order])
+            loss.backward()
+            assert loss.item() == pytest.approx(alone.item(), abs=1e-5)
+            for path, parameter in found.model.named_parameters():
+                if path in expected:
+                    assert float((parameter.grad - expected[path]).abs().max()) <= 1e-5 * largest, path
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_prompt_with_a_video_has_the_logits_of_its_row(models, name):
+    found, row = models(name), models(name).rows["both"]
+    reader = ImageReader(found.model, found.family, Sight())
+    given = SimpleNamespace(ids=row["input_ids"], start=0, images=reader.of(row)["images"])
+    ids = torch.tensor([row["input_ids"]])
+    told = torch.arange(ids.shape[1])[None]
+    batch = found.collator("padded")([row])
+    batch.pop("labels"), batch.pop("num_tokens", None), batch.pop("content_hashes")
+    with torch.no_grad():
+        expected = found.model(**batch, use_cache=False).logits
+        logits = found.model(input_ids=ids, **inputs_of_images(found.model, [given], told), use_cache=False).logits
+    assert torch.allclose(logits, expected, atol=1e-5)
