@@ -22,7 +22,7 @@ def test_the_flat_class_that_a_type_checker_sees_has_the_groups_of_the_one_that_
     def bases(file: str, name: str) -> set[str]:
         tree = ast.parse(Path(file).read_text(encoding="utf-8"))
         (seen,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
-        return {base.id for base in seen.bases}
+        return {base.id for base in seen.bases if not base.id.endswith("Choices")}  # those join groups
 
     assert bases(fields.__file__, "Groups") == {group.__name__ for group in fields.Groups.__bases__}
     answering = bases(answers.__file__, "AnsweringOptions")

@@ -7,9 +7,10 @@ import time
 import pytest
 
 from burnish.config.errors import UserError
+from burnish.parallel.checks import check_parallel, parallel_notes
 from burnish.parallel.deepspeed.parallel import raise_if_locked
 from burnish.parallel.deepspeed.settings import NAMES, filled, named
-from burnish.parallel.options import check_parallel, parallel_name, parallel_notes
+from burnish.parallel.selection import parallel_name
 from burnish.run.plan.plan import RunOptions
 
 

@@ -11,13 +11,12 @@ from torch import nn
 
 from burnish import cli
 from burnish.parallel import multi_process as parallel
-from burnish.parallel import options as engine_options
-from burnish.parallel import precision
+from burnish.parallel import precision, selection
 from burnish.parallel import single as base
 from burnish.parallel.accelerate_launch import mixed_precision
+from burnish.parallel.checks import check_parallel, parallel_notes
 from burnish.parallel.create import create_parallel
 from burnish.parallel.fsdp.settings import fsdp_settings
-from burnish.parallel.options import check_parallel, device_of, parallel_notes
 from burnish.parallel.precision import (
     autocast_dtype,
     cpu_instructions,
@@ -26,6 +25,7 @@ from burnish.parallel.precision import (
     has_fast_bfloat16,
 )
 from burnish.parallel.process_counts import world_size
+from burnish.parallel.selection import device_of
 from burnish.parallel.single import ParallelOptions, SingleProcess, compile_layers, set_seed
 from two_processes import in_two_processes
 
@@ -129,8 +129,8 @@ def test_copies_of_a_sharded_model_are_taken_from_accelerate_launch(monkeypatch)
 def test_the_engine_is_plain_torch_unless_there_are_several_processes(monkeypatch):
     assert type(create_parallel(options())) is SingleProcess
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert engine_options.parallel_name(options()) == "ddp"
-    assert engine_options.parallel_name(options(engine="single")) == "single"
+    assert selection.parallel_name(options()) == "ddp"
+    assert selection.parallel_name(options(engine="single")) == "single"
 
 
 def test_both_engines_give_the_same_weights_on_one_process():

@@ -8,9 +8,11 @@ import torch
 
 import burnish.run.build  # noqa: F401 - before two processes are forked, not in each of them
 from burnish.cli import main
+from burnish.parallel.checks import check_parallel, parallel_notes
 from burnish.parallel.fsdp.parallel import follow
 from burnish.parallel.fsdp.settings import FsdpSettings, fsdp_notes, fsdp_settings
-from burnish.parallel.options import ParallelOptions, check_parallel, parallel_name, parallel_notes
+from burnish.parallel.options import ParallelOptions
+from burnish.parallel.selection import parallel_name
 from runs import weights_in
 from small_run import as_words, make_user
 from two_processes import in_two_processes

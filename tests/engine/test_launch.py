@@ -13,7 +13,8 @@ import pytest
 from burnish.cli import main
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue
-from burnish.parallel.options import ParallelOptions, check_parallel
+from burnish.parallel.checks import check_parallel
+from burnish.parallel.options import ParallelOptions
 from burnish.parallel.process_counts import num_gpus, problems_of_machines, processes_here, world_size
 from burnish.run import launch as launching
 from burnish.run.launch import launch, with_resume

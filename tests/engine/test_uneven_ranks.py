@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from burnish import Trainer
-from burnish.parallel import options as engine_options
+from burnish.parallel import selection
 from burnish.parallel.ddp import BUFFERS, syncing_arguments
 from burnish.parallel.options import ParallelOptions
 from hf_toy import Regression, make_trainer, points
@@ -240,7 +240,7 @@ def test_parts_of_accelerators_that_scripts_call_are_there(tmp_path):
 
 
 def test_the_engine_is_that_of_the_number_of_processes(monkeypatch):
-    assert engine_options.parallel_name(ParallelOptions()) == "single"
+    assert selection.parallel_name(ParallelOptions()) == "single"
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert engine_options.parallel_name(ParallelOptions()) == "ddp"
-    assert engine_options.parallel_name(ParallelOptions(engine="accelerate")) == "accelerate"
+    assert selection.parallel_name(ParallelOptions()) == "ddp"
+    assert selection.parallel_name(ParallelOptions(engine="accelerate")) == "accelerate"

@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from burnish.data.batches.batching import collate_padding_free
 from burnish.models.patches.attention import make_padding_free
 from burnish.parallel.checkpointing import checkpoint_activations
+from burnish.parallel.checks import parallel_notes
 from burnish.parallel.offloading import Offloading
-from burnish.parallel.options import parallel_notes
 from burnish.parallel.single import ParallelOptions, SingleProcess
 
 

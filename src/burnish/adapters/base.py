@@ -29,16 +29,6 @@ from burnish.kernels.model_parts import PartName, part_at, parts_of, sees
 from burnish.kernels.probe import causal_lm
 
 
-class NamedType(Protocol):
-    """Options that select the adapter, and the frozen parts of a vision model."""
-
-    finetuning_type: str
-    freeze_vision_tower: bool
-    freeze_multi_modal_projector: bool
-    freeze_language_model: bool
-    train_mm_proj_only: bool
-
-
 class ModelAdapter(Protocol):
     """``loop.protocols.Adapter`` with further methods that a run needs.
 
@@ -93,13 +83,13 @@ class FinetuningOptions:
 
 
 @notes
-def finetuning_notes(options: NamedType) -> list[str]:
+def finetuning_notes(options: FinetuningOptions) -> list[str]:
     """Notes on options of other finetuning types."""
     unread = ADAPTERS.unread(ADAPTERS.get(options.finetuning_type), options)
     return [f'"{name}" has no effect with finetuning_type {options.finetuning_type}.' for name in unread]
 
 
-def frozen_parts(options: NamedType) -> set[PartName]:
+def frozen_parts(options: FinetuningOptions) -> set[PartName]:
     """The frozen parts of a vision model."""
     if options.train_mm_proj_only:
         return {"vision_tower", "language_model"}
@@ -111,7 +101,7 @@ def frozen_parts(options: NamedType) -> set[PartName]:
     return {part for part, is_frozen in requested.items() if is_frozen}
 
 
-def part_problems(options: NamedType, model: nn.Module) -> list[Problem]:
+def part_problems(options: FinetuningOptions, model: nn.Module) -> list[Problem]:
     """Problems of the options that select the trained parts of a vision model."""
     if sees(model):
         if len(frozen_parts(options)) < 3:
@@ -129,7 +119,7 @@ _PARTS = {
 }  # fmt: skip
 
 
-def is_frozen(model: nn.Module, options: NamedType) -> Callable[[str], bool]:
+def is_frozen(model: nn.Module, options: FinetuningOptions) -> Callable[[str], bool]:
     """A function from the path of a module or parameter to whether its part is frozen."""
     if not sees(model):
         return lambda path: False

@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from torch import nn
 
-from burnish.adapters.base import ADAPTERS, NamedType, frozen_parts, unknown_names
+from burnish.adapters.base import ADAPTERS, FinetuningOptions, frozen_parts, unknown_names
 from burnish.adapters.full import FullAdapter
 from burnish.config.errors import Problem
 from burnish.config.options import option, raise_if
@@ -43,13 +42,8 @@ class FreezeOptions:
     )
 
 
-class FreezeChoices(NamedType, Protocol):
+class FreezeChoices(FinetuningOptions, FreezeOptions):
     """Options that select the trained layers."""
-
-    freeze_trainable_layers: int
-    freeze_trainable_modules: list[str]
-    freeze_extra_modules: list[str] | None
-    use_llama_pro: bool
 
 
 @ADAPTERS.register("freeze", options=FreezeOptions)

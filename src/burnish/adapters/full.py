@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from burnish.adapters.base import ADAPTERS, NamedType, is_frozen, load_whole_state, part_problems, whole_state
+from burnish.adapters.base import ADAPTERS, FinetuningOptions, is_frozen, load_whole_state, part_problems, whole_state
 from burnish.config.errors import Problem, UserError
 
 
@@ -20,7 +20,7 @@ class FullAdapter:
     saves_whole_model = True
     file_stem = "model"
 
-    def __init__(self, options: NamedType, folders: Sequence[Path] = ()) -> None:
+    def __init__(self, options: FinetuningOptions, folders: Sequence[Path] = ()) -> None:
         self.options, self.folders = options, list(folders)
         self.notes: list[str] = []
 

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from burnish.adapters.base import ADAPTERS, FinetuningOptions, NamedType, is_frozen, part_problems
+from burnish.adapters.base import ADAPTERS, FinetuningOptions, is_frozen, part_problems
 from burnish.adapters.lora_fit import CONFIG_NAME, SCORE, WEIGHTS_NAME, Fit, check_fit, raise_unless_fitting
 from burnish.adapters.lora_model import (
     FILE_PREFIX,
@@ -79,7 +79,7 @@ class LoraOptions:
 
 
 @notes
-def lora_notes(options: NamedType) -> list[str]:
+def lora_notes(options: FinetuningOptions) -> list[str]:
     """Notes on options of LoRA variants that are not enabled."""
     if options.finetuning_type != "lora":
         return []  # reported for the whole group
@@ -325,12 +325,10 @@ def fill_adapter(model: nn.Module, folder: Path, fit: Fit, name: str = DEFAULT) 
         model.get_submodule(path).requires_grad_(False)
 
 
-class RateChoices(Protocol):
+class RateChoices(LoraOptions):
     """Options that determine the learning rate of parameters."""
 
     learning_rate: float
-    loraplus_lr_ratio: float | None
-    loraplus_lr_embedding: float
 
 
 def learning_rates(model: nn.Module, options: RateChoices) -> dict[str, float]:

@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from burnish.adapters.base import ADAPTERS, raise_unless_same_tensors
+from burnish.adapters.base import ADAPTERS, FinetuningOptions, raise_unless_same_tensors
 from burnish.config.checks import check
 from burnish.config.errors import Problem, UserError, did_you_mean
 from burnish.config.options import option
@@ -147,12 +147,8 @@ class OftOptions:
     module_dropout: float = option(0.0, "Probability of skipping an OFT block in a step.", ge=0, lt=1)
 
 
-class OftChoices(Protocol):
+class OftChoices(FinetuningOptions, OftOptions):
     """Options of OFT."""
-
-    finetuning_type: str
-    oft_rank: int
-    oft_block_size: int
 
 
 @check

@@ -74,8 +74,13 @@ def option(
     return field(default=default, metadata=metadata, repr=not is_secret)
 
 
-class SharedFields:
-    """Direct base of a dataclass that is no group: its options belong to each group that inherits from it."""
+def shared(fields: type[Built]) -> type[Built]:
+    """Decorator: the dataclass is no group of options; its options belong to each group that inherits from it."""
+    _SHARED.add(fields)
+    return fields
+
+
+_SHARED: set[type] = set()
 
 
 @dataclass(frozen=True)
@@ -288,7 +293,7 @@ _BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {
 def _declarer(group: type, name: str) -> type:
     """The first group in the inheritance chain that has the field (subclasses may override its default)."""
     owners = (c for c in reversed(group.__mro__) if name in getattr(c, "__dataclass_fields__", {}))
-    return next((c for c in owners if SharedFields not in c.__bases__), group)
+    return next((c for c in owners if c not in _SHARED), group)
 
 
 def _inherited(group: type, name: str) -> Mapping[str, Any]:

@@ -28,8 +28,8 @@ from burnish.loop.state import load_state
 from burnish.loop.types import IGNORE_INDEX, Row
 from burnish.losses.base import OBJECTIVES
 from burnish.models.load import meta_model
-from burnish.parallel.options import device_of
 from burnish.parallel.precision import loaded_dtype
+from burnish.parallel.selection import device_of
 from burnish.report.pace import counted
 from burnish.report.progress import counted_epochs
 from burnish.rollouts.options import draws_completions

@@ -21,8 +21,8 @@ from burnish.models.quantization.quantize import UNTOUCHED, quantization_of
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import fitted_shapes
 from burnish.parallel.checkpointing import checkpoint_activations
-from burnish.parallel.options import device_of
 from burnish.parallel.precision import device_in_words, loaded_dtype, name_of
+from burnish.parallel.selection import device_of
 from burnish.run.build import takes_own_attention, wants_padding_free
 from burnish.run.plan.checks import trains
 from burnish.run.plan.options import RunOptions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from burnish.explain.view import Line, Section
-from burnish.parallel.options import device_of
+from burnish.parallel.selection import device_of
 from burnish.report.pace import counted
 from burnish.rollouts.objective import RolloutObjective
 from burnish.rollouts.options import PRESETS

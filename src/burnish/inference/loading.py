@@ -50,8 +50,8 @@ from burnish.models.quantization.quantize import quantization_of, quantized_by
 from burnish.models.reward_files import BIAS, WEIGHT, kind_of_head, read_head
 from burnish.models.source import adapter_folders, find_source, local_folder
 from burnish.models.tokens import TOKENIZER_FILES, fit_vocabulary, fitted_shapes, load_tokenizer
-from burnish.parallel.options import device_of
 from burnish.parallel.precision import compute_sentence, loaded_dtype, supported_dtype
+from burnish.parallel.selection import device_of
 from burnish.utils.files import expanded
 from burnish.utils.json_files import read_json
 from burnish.utils.work import watched

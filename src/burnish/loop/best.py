@@ -6,20 +6,15 @@ Names and semantics follow transformers: ``metric_for_best_model``, ``greater_is
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
-from burnish.checkpoint.checkpoint import Checkpoints
+from burnish.checkpoint.checkpoint import CheckpointOptions, Checkpoints
 from burnish.config.errors import MissingMetricError, Problem, did_you_mean
+from burnish.loop.events import FlowOptions
 from burnish.loop.state import TrainerState
 
 
-class BestChoices(Protocol):
+class BestChoices(CheckpointOptions, FlowOptions):
     """Options that define the best evaluation."""
-
-    load_best_model_at_end: bool
-    metric_for_best_model: str | None
-    greater_is_better: bool | None
-    save_strategy: str
 
 
 def remember_best(

@@ -9,13 +9,14 @@ checkpoints, so a resumed run stops at the same evaluation.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from burnish.checkpoint.checkpoint import CheckpointOptions
 from burnish.config.checks import check
 from burnish.config.errors import Problem
 from burnish.config.options import option, raise_if
 from burnish.loop.best import deciding_metric, is_higher_better
-from burnish.loop.events import TrainerCallback
+from burnish.loop.events import FlowOptions, TrainerCallback
 from burnish.loop.state import TrainerControl, TrainerState
 
 
@@ -29,14 +30,8 @@ class EarlyStoppingOptions:
     early_stopping_threshold: float = option(0.0, "Minimum change that counts as an improvement.", ge=0)
 
 
-class StoppingChoices(Protocol):
+class StoppingChoices(EarlyStoppingOptions, FlowOptions, CheckpointOptions):
     """Options that early stopping depends on."""
-
-    early_stopping_steps: int | None
-    eval_strategy: str
-    load_best_model_at_end: bool
-    metric_for_best_model: str | None
-    save_strategy: str
 
 
 @check

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from burnish.config.checks import check
 from burnish.config.errors import Problem
@@ -95,21 +95,11 @@ class TrainerCallback:
 EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
 
 
-class FlowChoices(Protocol):
-    """Options that decide when flags are set."""
-
-    logging_strategy: str
-    logging_first_step: bool
-    eval_strategy: str
-    eval_delay: float
-    save_strategy: str
-
-
 class DefaultFlowCallback(TrainerCallback):
     """Sets the flags for logging, evaluation, saving and stopping at the intervals of the options."""
 
     def on_step_end(
-        self, args: FlowChoices, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: FlowOptions, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         step = state.global_step
         if args.logging_strategy == "steps" and step % state.logging_steps == 0:
@@ -130,7 +120,7 @@ class DefaultFlowCallback(TrainerCallback):
         return control
 
     def on_epoch_end(
-        self, args: FlowChoices, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: FlowOptions, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         if args.logging_strategy == "epoch":
             control.should_log = True

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ from burnish.loop.metrics import joined_by_name
 from burnish.loop.protocols import EvalSet, Loader, Objective, Parallel
 from burnish.loop.rollout import RolloutBuffer
 from burnish.loop.schedule import schedule_of
-from burnish.loop.spikes import SpikeChoices, SpikeWatch
+from burnish.loop.spikes import SpikeOptions, SpikeWatch
 from burnish.loop.state import keeping_plan
 from burnish.loop.types import Batch, Loss, StepBatch
 from burnish.utils.activity import Activity, doing
@@ -71,14 +71,8 @@ class TrainOutput(NamedTuple):
     metrics: dict[str, float]
 
 
-class LoopChoices(BestChoices, SpikeChoices, Protocol):
+class LoopChoices(BestChoices, SpikeOptions, LoopOptions):
     """Options that the loop reads."""
-
-    eval_on_start: bool
-    logging_nan_inf_filter: bool
-    max_grad_norm: float
-    on_non_finite: str
-    save_only_model: bool
 
 
 class Loop:

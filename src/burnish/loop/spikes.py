@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,13 +38,6 @@ class SpikeOptions:
     spike_ratio: float | None = option(
         None, "A gradient norm above this multiple of the mean of the last 32 steps counts as a spike.", gt=1
     )
-
-
-class SpikeChoices(Protocol):
-    """Options that define a spike."""
-
-    on_spike: str
-    spike_ratio: float | None
 
 
 class SpikeError(RuntimeError):

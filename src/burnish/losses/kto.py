@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from burnish.config.checks import check, notes
 from burnish.config.errors import OptionText, Problem, UserError
-from burnish.config.options import SharedFields, option
+from burnish.config.options import option, shared
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Example, Loss, Metric, Row, Sum
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
@@ -37,8 +37,9 @@ _LEAST, _MOST = 1.0, 4 / 3
 8)."""
 
 
+@shared
 @dataclass
-class KtoFields(SharedFields):
+class KtoFields:
     """The option of KTO's KL term, also of TRL's ``KTOConfig``."""
 
     kl_pairing: str = option(
@@ -86,15 +87,10 @@ def kto_notes(options: KtoChoices) -> list[str]:
     return [f'"kl_pairing" has no effect: kto_loss {options.kto_loss} does not use mismatched responses.']
 
 
-class KtoChoices(PairChoices, Protocol):
+class KtoChoices(PairChoices, KtoOptions, ReferenceOptions):
     """Options of KTO."""
 
-    kl_pairing: str
-    kto_chosen_weight: float
-    kto_loss: str
-    kto_rejected_weight: float
     max_tokens_per_batch: int | None
-    precompute_ref_log_probs: bool
     stage: str
 
 

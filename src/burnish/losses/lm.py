@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor, is_grad_enabled, nn
 
@@ -32,9 +32,9 @@ from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
 from burnish.losses.logits import logits_at, model_inputs
 from burnish.losses.neftune import EmbeddingNoise
 from burnish.losses.targets import Targets, collate_trained, sums_of_hidden, sums_of_logits
-from burnish.parallel.choices import DeviceChoice
-from burnish.parallel.options import device_of
-from burnish.utils.patching import PatchChoice, PatchOptions, allows
+from burnish.parallel.options import ParallelOptions
+from burnish.parallel.selection import device_of
+from burnish.utils.patching import PatchOptions, allows
 
 _EVERYTHING = PatchOptions()
 
@@ -64,25 +64,15 @@ class LmOptions:
     compute_entropy: bool = option(False, "Log the mean entropy of the predictions.")
 
 
-class CheckpointingChoices(Protocol):
+class CheckpointingChoices:
     """Options of gradient checkpointing."""
 
     gradient_checkpointing: bool
     gradient_checkpointing_kwargs: dict[str, Any] | None
 
 
-class LmChoices(CheckpointingChoices, DeviceChoice, PatchChoice, Protocol):
+class LmChoices(CheckpointingChoices, ParallelOptions, PatchOptions, LmOptions):
     """Options of the language modeling loss."""
-
-    compute_accuracy: bool
-    compute_entropy: bool
-    eaft_alpha: float
-    fused_loss: bool | str
-    label_smoothing_factor: float
-    neftune_noise_alpha: float | None
-    router_aux_loss_coef: float | None
-    use_dft_loss: bool
-    use_eaft_loss: bool
 
 
 @check
@@ -264,7 +254,7 @@ class ModelWithLoss(nn.Module):
 
     def __init__(
         self, model: nn.Module, head: Head | None, makes_some_logits: bool, options: LmChoices,
-        patches: PatchChoice = _EVERYTHING, batch_keys: Collection[str] = (),
+        patches: PatchOptions = _EVERYTHING, batch_keys: Collection[str] = (),
     ) -> None:  # fmt: skip
         super().__init__()
         inner = causal_lm(model)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
 from burnish.losses.lm import (
     ROUTER_WITHOUT_GRADIENT,
     CheckpointingChoices,
+    LmOptions,
     aux_coefficient,
     is_reentrant,
     not_configured,
@@ -53,6 +54,7 @@ from burnish.losses.preference_losses import (
 )
 from burnish.losses.preference_options import (
     OF_SFT,
+    PairLossChoices,
     PairOptions,
     PreferenceChoices,
     PreferenceOptions,
@@ -67,29 +69,11 @@ from burnish.losses.sequence_logps import (
     mean_row,
     with_images,
 )
-from burnish.utils.patching import PatchChoice
+from burnish.utils.patching import PatchOptions
 
 
-class PairChoices(CheckpointingChoices, PatchChoice, Protocol):
+class PairChoices(PairLossChoices, LmOptions, CheckpointingChoices, PatchOptions):
     """Options of losses over responses."""
-
-    alphapo_alpha: float
-    cpo_alpha: float
-    discopop_tau: float
-    dpo_label_smoothing: float
-    dpop_lambda: float
-    f_alpha_divergence_coef: float
-    f_divergence_type: str
-    fused_loss: bool | str
-    ld_alpha: float | None
-    pref_bco_weight: float
-    pref_beta: float
-    pref_ftx: float
-    pref_loss: list[str]
-    pref_loss_weights: list[float] | None
-    router_aux_loss_coef: float | None
-    simpo_gamma: float
-    use_weighting: bool
 
 
 PAIR_COLUMNS = {

@@ -6,11 +6,10 @@ Names and defaults are LLaMA-Factory's if it has the option, else TRL's. TRL's n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from burnish.config.checks import check, notes
 from burnish.config.errors import OptionText, Problem
-from burnish.config.options import SharedFields, changed_options, option, specs
+from burnish.config.options import changed_options, option, shared, specs
 from burnish.config.registry import Member
 from burnish.losses.base import OBJECTIVES, StageObjective
 from burnish.losses.preference_losses import PAIR_LOSSES
@@ -23,8 +22,9 @@ _PAPER_BETA = 1.0
 _FULL_RATE = 2e-5
 
 
+@shared
 @dataclass
-class ReferenceSyncFields(SharedFields):
+class ReferenceSyncFields:
     """Options of a reference that follows the policy, also of TRL's configs."""
 
     sync_ref_model: bool = option(
@@ -38,8 +38,9 @@ class ReferenceSyncFields(SharedFields):
     )
 
 
+@shared
 @dataclass
-class PrecomputeFields(SharedFields):
+class PrecomputeFields:
     """The option of a reference that is evaluated beforehand, also of TRL's configs."""
 
     precompute_ref_log_probs: bool = option(
@@ -49,8 +50,9 @@ class PrecomputeFields(SharedFields):
     )  # fmt: skip
 
 
+@shared
 @dataclass
-class DpoFields(SharedFields):
+class DpoFields:
     """Options of losses of pairs, also of TRL's ``DPOConfig``."""
 
     ld_alpha: float | None = option(
@@ -119,26 +121,11 @@ class PairOptions(DpoFields):
     )
 
 
-class FixedReferenceChoices(Protocol):
-    """Options that determine whether the reference is fixed."""
-
-    precompute_ref_log_probs: bool
-    sync_ref_model: bool
-
-
-class PairLossChoices(Protocol):
+class PairLossChoices(PairOptions, PreferenceOptions):
     """Options that determine the loss of a pair."""
 
-    dpo_label_smoothing: float
-    f_divergence_type: str
-    pref_bco_weight: float
-    pref_beta: float
-    pref_loss: list[str]
-    pref_loss_weights: list[float] | None
-    use_weighting: bool
 
-
-class PreferenceChoices(FixedReferenceChoices, PairLossChoices, Protocol):
+class PreferenceChoices(PairLossChoices, ReferenceOptions):
     """Options that this module reads."""
 
     finetuning_type: str
@@ -171,7 +158,7 @@ def _compares(stage: str) -> bool:
     return OBJECTIVES[stage].records in ("pairs", "verdicts")
 
 
-def check_reference(options: FixedReferenceChoices, streams: bool) -> list[Problem]:
+def check_reference(options: ReferenceOptions, streams: bool) -> list[Problem]:
     """Report precomputed reference values that would become invalid. ``streams``: rows are encoded on demand."""
     if not options.precompute_ref_log_probs:
         return []

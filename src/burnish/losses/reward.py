@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -148,13 +148,6 @@ class ScoringModel(nn.Module):
         return torch.zeros_like(scores).index_add(0, batch["owner"], scores)
 
 
-class RewardChoices(Protocol):
-    """Options that this module reads."""
-
-    center_rewards_coefficient: float | None
-    reward_head: str | None
-
-
 @OBJECTIVES.register("rm", options=RewardOptions, reads=("disable_dropout",))
 class RewardObjective(StageObjective):
     """Scores of responses, trained on pairs (reward model)."""
@@ -166,7 +159,7 @@ class RewardObjective(StageObjective):
     uses_lm_head = False
     disables_dropout = True
 
-    def __init__(self, options: RewardChoices, template: RowEncoder, tokenizer: Any = None) -> None:
+    def __init__(self, options: RewardOptions, template: RowEncoder, tokenizer: Any = None) -> None:
         self.options = options
         self.template = template
         self.head: nn.Module | None = None  # a ``RewardHead``, or a score layer of the model

@@ -24,7 +24,7 @@ from burnish.loop.types import Batch, Row
 from burnish.losses.base import Collate
 from burnish.losses.lm import tied_embedding
 from burnish.losses.logits import logits_at, model_inputs, target_positions
-from burnish.utils.patching import PatchChoice, allows
+from burnish.utils.patching import PatchOptions, allows
 
 
 class SequenceValues(NamedTuple):
@@ -98,7 +98,7 @@ class SequenceModel(nn.Module):
 
     def __init__(
         self, model: nn.Module, head: Head | None, makes_some_logits: bool, rules: LogpRules, needs_router: bool,
-        patches: PatchChoice, batch_keys: Collection[str] = (), value_head: nn.Module | None = None,
+        patches: PatchOptions, batch_keys: Collection[str] = (), value_head: nn.Module | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self._batch_keys, self._patches = batch_keys, patches

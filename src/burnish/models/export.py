@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
+from burnish.checkpoint.checkpoint import CheckpointOptions
 from burnish.config.checks import notes
 from burnish.config.errors import NotSavedError, Problem, first_line
 from burnish.config.options import option, set_without
+from burnish.models.options import ModelOptions
 
 
 @dataclass
@@ -65,13 +66,8 @@ def export_notes(options: ExportOptions) -> list[str]:
     return ['"export_dir" has no effect on training: burnish export reads it.']
 
 
-class ExportChoices(Protocol):
+class ExportChoices(ModelOptions, ExportOptions, CheckpointOptions):
     """Options of the export's destination."""
-
-    export_dir: str | None
-    overwrite_output_dir: bool
-    export_hub_model_id: str | None
-    hf_hub_token: str | None
 
 
 OF_A_RUN = ("adapter_config.json", "trainer_state.json", "launch.json", "checkpoint-*")

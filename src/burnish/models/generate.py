@@ -12,19 +12,20 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem
-from burnish.config.options import SharedFields, option
+from burnish.config.options import option, shared
 from burnish.kernels.probe import causal_lm
 
 
+@shared
 @dataclass
-class SamplingFields(SharedFields):
+class SamplingFields:
     """Options of sampling."""
 
     temperature: float = option(0.95, "Sampling temperature.", ge=0)
@@ -69,15 +70,10 @@ class GenerationOptions(SamplingFields):
     )
 
 
-class AnswerChoices(Protocol):
+class AnswerChoices(GenerationOptions):
     """Options that enable generation."""
 
     do_predict: bool
-    predict_with_generate: bool
-    max_length: int
-    samples: int
-    do_sample: bool
-    num_beams: int
 
 
 @check

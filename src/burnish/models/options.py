@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem
 from burnish.config.options import option
+from burnish.parallel.options import ParallelOptions
 
 
 @dataclass
@@ -112,11 +113,8 @@ def check_new_tokens(options: ModelOptions) -> list[Problem]:
     return problems
 
 
-class NormChoices(Protocol):
+class NormChoices(ParallelOptions, ModelOptions):
     """Options that this module reads."""
-
-    pure_bf16: bool
-    upcast_layernorm: bool
 
 
 @check

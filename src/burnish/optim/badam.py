@@ -20,7 +20,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,8 @@ from torch.optim import AdamW, Optimizer
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import changed_options, option
-from burnish.optim.builtin import OPTIMIZERS, AdamChoices, Groups, Turns, adam_arguments, asked_by, only_adamw
+from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions, Turns, adam_arguments, asked_by, only_adamw
+from burnish.parallel.options import ParallelOptions
 
 logger = logging.getLogger(__name__)
 _IN_A_LAYER = re.compile(r"^(.*?\.\d+)\.")
@@ -66,18 +67,9 @@ class BadamOptions:
     )
 
 
-class BadamChoices(AdamChoices, Protocol):
+class BadamChoices(OptimOptions, BadamOptions, ParallelOptions):
     """Options of AdamW and of its blocks."""
 
-    use_badam: bool
-    seed: int
-    badam_mask_mode: str
-    badam_mode: str
-    badam_start_block: int | None
-    badam_switch_interval: int
-    badam_switch_mode: str
-    badam_update_ratio: float
-    badam_verbose: int
     finetuning_type: str
 
 

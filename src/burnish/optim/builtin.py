@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -194,12 +194,12 @@ class Turns:
     lines: tuple[tuple[str, str], ...]
 
 
-def keeps_load_precision(options: NamedOptimizer) -> bool:
+def keeps_load_precision(options: OptimOptions) -> bool:
     """Whether the optimizer keeps its own float32 copies."""
     return bool(OPTIMIZERS.choose(options.optim, options).traits.get("keeps_load_precision"))
 
 
-def planned_turns(sizes: Mapping[str, int], options: NamedOptimizer, max_steps: int, copies: bool) -> Turns | None:
+def planned_turns(sizes: Mapping[str, int], options: OptimOptions, max_steps: int, copies: bool) -> Turns | None:
     """Plan the turns of the weights. None if the optimizer trains all weights in every step.
 
     Args:
@@ -212,23 +212,7 @@ def planned_turns(sizes: Mapping[str, int], options: NamedOptimizer, max_steps: 
     return None if plans is None else plans(sizes, options, max_steps, copies)
 
 
-class NamedOptimizer(Protocol):
-    """The option that selects the optimizer."""
-
-    optim: str
-
-
-class AdamChoices(NamedOptimizer, Protocol):
-    """Options of AdamW and its variants."""
-
-    learning_rate: float
-    adam_beta1: float
-    adam_beta2: float
-    adam_epsilon: float
-    optim_args: str | None
-
-
-def optim_arguments(options: AdamChoices) -> dict[str, Any]:
+def optim_arguments(options: OptimOptions) -> dict[str, Any]:
     """``optim_args`` as a dict: ``"momentum=0.9, nesterov=true"`` -> ``{"momentum": 0.9, "nesterov": True}``."""
     found: dict[str, Any] = {}
     for pair in (options.optim_args or "").split(","):
@@ -238,7 +222,7 @@ def optim_arguments(options: AdamChoices) -> dict[str, Any]:
     return found
 
 
-def adam_arguments(options: AdamChoices) -> dict[str, Any]:
+def adam_arguments(options: OptimOptions) -> dict[str, Any]:
     """Arguments of AdamW and its variants. Those in ``optim_args`` take precedence."""
     return {
         "lr": options.learning_rate,
@@ -257,7 +241,7 @@ def asked_by(switch: str) -> dict[str, Any]:
     return {"switch": switch, "when": lambda options: bool(getattr(options, switch, False))}
 
 
-def only_adamw(options: NamedOptimizer, switch: str, name: str) -> list[Problem]:
+def only_adamw(options: OptimOptions, switch: str, name: str) -> list[Problem]:
     """A problem if ``switch`` selects ``name``, which is based on AdamW, and ``optim`` selects another optimizer."""
     if options.optim in ("adamw_torch", "adamw_torch_fused", name) or not getattr(options, switch):
         return []

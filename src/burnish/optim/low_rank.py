@@ -23,7 +23,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ from burnish.config.errors import Problem, UserError
 from burnish.config.options import option
 from burnish.optim.builtin import (
     OPTIMIZERS,
-    AdamChoices,
     Groups,
     OptimOptions,
     asked_by,
@@ -95,13 +94,10 @@ class LowRankOptions:
     )
 
 
-class LowRankChoices(Protocol):
+class LowRankChoices(OptimOptions, LowRankOptions):
     """Options that select a low-rank optimizer."""
 
     finetuning_type: str
-    optim: str
-    use_galore: bool
-    use_apollo: bool
 
 
 @check
@@ -151,23 +147,8 @@ class Method(NamedTuple):
     scale_front: bool = False
 
 
-class LowRankRun(AdamChoices, LowRankChoices, Protocol):
+class LowRankRun(LowRankChoices):
     """Options of a low-rank optimizer."""
-
-    galore_target: list[str]
-    galore_rank: int | None
-    galore_update_interval: int
-    galore_scale: float | None
-    galore_proj_type: str
-    apollo_target: list[str]
-    apollo_rank: int | None
-    apollo_update_interval: int
-    apollo_scale: float | None
-    apollo_proj: str
-    apollo_proj_type: str
-    apollo_scale_type: str
-    apollo_scale_front: bool
-    optim_target_modules: str | list[str] | None
 
 
 @OPTIMIZERS.register("galore_adamw", "galore_adafactor", options=LowRankOptions, **asked_by("use_galore"))
@@ -213,7 +194,7 @@ def _apollo_method(options: LowRankRun) -> Method:
     )
 
 
-def _read_arguments(options: AdamChoices, known: tuple[str, ...]) -> dict[str, Any]:
+def _read_arguments(options: OptimOptions, known: tuple[str, ...]) -> dict[str, Any]:
     """Read ``optim_args``. Raises TypeError for an unknown name, as other optimizers do."""
     given = optim_arguments(options)
     unknown = [name for name in given if name not in known]
@@ -229,7 +210,7 @@ class LowRank(Delegating):
     matrices for their parameters. It is created at the first step, when the model is on its device.
     """
 
-    def __init__(self, groups: Groups, options: AdamChoices, method: Method) -> None:
+    def __init__(self, groups: Groups, options: OptimOptions, method: Method) -> None:
         projected, plain = split_groups(groups, lambda name, parameter: is_target(name, parameter, method.targets))
         if not projected:
             raise UserError(
@@ -360,7 +341,7 @@ class LowRank(Delegating):
 class _Within:
     """Options of the inner optimizer, without ``optim_args``, which belong to the projection."""
 
-    def __init__(self, options: AdamChoices) -> None:
+    def __init__(self, options: OptimOptions) -> None:
         self._options = options
         self.optim_args = None
 

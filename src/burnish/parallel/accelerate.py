@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from torch import nn
 
-from burnish.parallel.choices import ParallelChoices
 from burnish.parallel.ddp import BUFFERS, DdpParallel, syncing_arguments
+from burnish.parallel.options import ParallelChoices
 
 
 class AccelerateParallel(DdpParallel):

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Protocol
 
 from burnish.config.errors import Problem
+from burnish.parallel.options import ParallelOptions
 
 _FORMAT = "ACCELERATE_MIXED_PRECISION"
 _COMPILER = "ACCELERATE_DYNAMO_BACKEND"
@@ -23,17 +23,7 @@ _NOT_PARALLEL = {
 """Unsupported kinds of parallelism -> the variable with their number of processes."""
 
 
-class MixedChoices(Protocol):
-    """Options that this module reads."""
-
-    fp16: bool
-    pure_bf16: bool
-
-    @property
-    def bf16(self) -> bool | None: ...
-
-
-def mixed_precision(options: MixedChoices) -> str:
+def mixed_precision(options: ParallelOptions) -> str:
     """The mixed precision of the forward pass: bf16, fp16 or no."""
     if options.fp16:
         return "fp16"
@@ -47,7 +37,7 @@ def is_kept_on_cpu() -> bool:
     return is_true(os.environ.get("ACCELERATE_USE_CPU"))
 
 
-def launched_problems(options: MixedChoices) -> Iterator[Problem]:
+def launched_problems(options: ParallelOptions) -> Iterator[Problem]:
     for kind, variable in _NOT_PARALLEL.items():
         if int(os.environ.get(variable) or 1) > 1:
             what = f"{variable} is {os.environ[variable]}: burnish has no {kind} parallelism."
@@ -61,7 +51,7 @@ def launched_problems(options: MixedChoices) -> Iterator[Problem]:
         yield Problem("ACCELERATE_USE_MEGATRON_LM is true: burnish does not run on Megatron.", remedy="Use FSDP.")
 
 
-def launched_notes(options: MixedChoices) -> Iterator[str]:
+def launched_notes(options: ParallelOptions) -> Iterator[str]:
     if not _sets_format(options) and (requested := mixed_precision(options)) != "no":
         yield f"{_FORMAT} is {requested}, and the options set no dtype: it is used as {requested}: true."
     if _asked(_COMPILER) not in ("", "no"):
@@ -72,7 +62,7 @@ def is_true(value: object) -> bool:
     return str(value).strip().lower() in ("true", "1", "yes", "on")
 
 
-def _sets_format(options: MixedChoices) -> bool:
+def _sets_format(options: ParallelOptions) -> bool:
     return bool(options.bf16 or options.fp16 or options.pure_bf16)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from burnish.config.errors import Problem, did_you_mean
-from burnish.parallel.choices import ParallelChoices
+from burnish.parallel.options import ParallelChoices
 from burnish.utils.patching import Reason, record
 
 CHECKPOINTED = Reason("layer under gradient checkpointing", "gradient_checkpointing is set")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from burnish.loop.protocols import Parallel
-from burnish.parallel.choices import ParallelChoices
-from burnish.parallel.options import parallel_name
+from burnish.parallel.options import ParallelChoices
+from burnish.parallel.selection import parallel_name
 from burnish.parallel.single import SingleProcess
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from burnish.parallel.choices import ParallelChoices
 from burnish.parallel.multi_process import MultiProcess
+from burnish.parallel.options import ParallelChoices
 
 
 class DdpParallel(MultiProcess):

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from burnish.checkpoint.parts import Part
 from burnish.loop.types import IGNORE_INDEX
-from burnish.parallel.choices import ParallelChoices
+from burnish.parallel.options import ParallelChoices
 from burnish.parallel.single import SingleProcess
 
 CLOSING_S = 10.0

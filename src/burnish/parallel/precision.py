@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from burnish.parallel.accelerate_launch import MixedChoices, mixed_precision
-from burnish.parallel.choices import FormatChoices
+from burnish.parallel.accelerate_launch import mixed_precision
+from burnish.parallel.options import ParallelOptions
 
 
 def cpu_instructions() -> str:
@@ -47,7 +47,7 @@ def has_products(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type != "cpu" or dtype == torch.float32 or (dtype == torch.bfloat16 and has_fast_bfloat16())
 
 
-def autocast_dtype(options: MixedChoices, device: torch.device) -> torch.dtype | None:
+def autocast_dtype(options: ParallelOptions, device: torch.device) -> torch.dtype | None:
     """The autocast dtype of the forward pass. None: the dtype of the weights.
 
     On a CPU float16 is replaced with bfloat16 if the processor supports it, else with float32.
@@ -58,7 +58,7 @@ def autocast_dtype(options: MixedChoices, device: torch.device) -> torch.dtype |
     return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(requested)
 
 
-def frozen_dtype(options: MixedChoices, device: torch.device, in_files: torch.dtype) -> torch.dtype:
+def frozen_dtype(options: ParallelOptions, device: torch.device, in_files: torch.dtype) -> torch.dtype:
     """The dtype of frozen weights, and so of products outside of autocast.
 
     Args:
@@ -84,7 +84,7 @@ def supported_dtype(in_files: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float32 if is_slow else in_files
 
 
-def full_eval_dtype(options: FormatChoices) -> torch.dtype | None:
+def full_eval_dtype(options: ParallelOptions) -> torch.dtype | None:
     """The dtype that weights are converted to for an evaluation outside of training. None: no conversion."""
     if options.bf16_full_eval:
         return torch.bfloat16

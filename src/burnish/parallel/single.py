@@ -21,11 +21,12 @@ from torch.optim import Optimizer
 from burnish.checkpoint.parts import Part, Stateful
 from burnish.loop.types import Batch
 from burnish.parallel.checkpointing import checkpoint_activations
-from burnish.parallel.choices import ParallelChoices
+from burnish.parallel.checks import check_parallel
 from burnish.parallel.memory import keep_few_kernels, keep_freed_memory
 from burnish.parallel.offloading import Offloading
-from burnish.parallel.options import ParallelOptions, check_parallel, device_of
+from burnish.parallel.options import ParallelChoices, ParallelOptions
 from burnish.parallel.precision import autocast_dtype
+from burnish.parallel.selection import device_of
 
 __all__ = ["ParallelOptions", "SingleProcess", "check_parallel", "set_seed"]
 

@@ -15,14 +15,15 @@ from typing import Any
 
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem
-from burnish.config.options import SharedFields, option
+from burnish.config.options import option, shared
 from burnish.config.secrets import has_secret_name
 
 _LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
 
 
+@shared
 @dataclass
-class ReportFields(SharedFields):
+class ReportFields:
     """Options of logs and trackers, also of ``TrainingArguments``."""
 
     run_name: str | None = option(None, "Name of the run in trackers.")

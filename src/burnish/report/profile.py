@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, record_function
@@ -26,6 +26,7 @@ from burnish.config.errors import Problem
 from burnish.config.options import option
 from burnish.loop.events import TrainerCallback
 from burnish.loop.loop import Loop
+from burnish.loop.schedule import StepOptions
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report.console import note
 from burnish.utils.patching import Reason, patch
@@ -51,12 +52,8 @@ def profile_notes(options: ProfileOptions) -> list[str]:
     return []
 
 
-class ProfileChoices(Protocol):
+class ProfileChoices(StepOptions, ProfileOptions):
     """Options that select the profiled steps."""
-
-    max_steps: int
-    profile: bool
-    profile_steps: int
 
 
 @check

@@ -12,22 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from burnish.rollouts.options import RolloutOptions
+
 _SMALL = 1e-4
 """Added to a deviation before dividing, as in TRL."""
-
-
-class AdvantageChoices(Protocol):
-    """The options read here."""
-
-    multi_objective_aggregation: str
-    normalize_advantages: bool
-    reward_clip_range: list[float] | None
-    scale_rewards: bool | str
 
 
 @dataclass(frozen=True)
@@ -49,7 +41,7 @@ class Advantages:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def needs_all_ranks(options: AdvantageChoices, leave_one_out: bool = False) -> bool:
+def needs_all_ranks(options: RolloutOptions, leave_one_out: bool = False) -> bool:
     """Tell whether the completions of all ranks have to be known, and not whole groups alone."""
     if leave_one_out:
         return options.normalize_advantages
@@ -57,7 +49,7 @@ def needs_all_ranks(options: AdvantageChoices, leave_one_out: bool = False) -> b
 
 
 def advantages(
-    rewards: Tensor, weights: Sequence[float], groups: Tensor, options: AdvantageChoices,
+    rewards: Tensor, weights: Sequence[float], groups: Tensor, options: RolloutOptions,
     leave_one_out: bool = False, penalties: Tensor | None = None,
 ) -> Advantages:  # fmt: skip
     """Compute the advantages of a generation.
@@ -96,7 +88,7 @@ def advantages(
     return Advantages(values.nan_to_num(0.0), r, has_spread, groups, metrics)
 
 
-def _penalized(r: Tensor, penalties: Tensor | None, options: AdvantageChoices) -> Tensor:
+def _penalized(r: Tensor, penalties: Tensor | None, options: RolloutOptions) -> Tensor:
     if options.reward_clip_range is not None:
         r = r.clamp(*options.reward_clip_range)
     return r if penalties is None else r - penalties.double().cpu()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,7 +19,9 @@ from burnish.config.errors import UserError, first_line
 from burnish.inference.types import NoiseKey, Sampling
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Example, Ids, Message, Row
+from burnish.models.generate import GenerationOptions
 from burnish.rollouts.completions import CompletionLimits, CompletionSource
+from burnish.rollouts.options import RolloutOptions
 from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import RewardFunction
 from burnish.rollouts.samples import Scored
@@ -32,24 +34,14 @@ _ANSWERING = ("assistant", "function")
 T = TypeVar("T")
 
 
-class FilterChoices(Protocol):
+class FilterChoices(RolloutOptions, GenerationOptions):
     """The options that filter what is drawn."""
 
-    min_p: float | None
-    repetition_penalty: float
-    top_k: int
-    top_p: float
 
-
-class GenerationChoices(FilterChoices, Protocol):
+class GenerationChoices(FilterChoices):
     """The options read here."""
 
-    eval_temperature: float | None
-    mask_truncated_completions: bool
-    max_completion_length: int
-    reward_timeout_s: float
     seed: int
-    temperature: float
 
 
 _NEUTRAL: dict[str, tuple[float | None, ...]] = {

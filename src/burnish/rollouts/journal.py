@@ -13,27 +13,19 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from burnish.loop.events import TrainerCallback
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report.console import note, table
 from burnish.report.progress import Thinned
 from burnish.report.results import write_whole
+from burnish.rollouts.options import RolloutOptions
 from burnish.rollouts.samples import Scored
 
 JOURNAL_NAME = "completions.jsonl"
 _TABLES = 8
 """Most tables of a run, spread over its steps."""
-
-
-class JournalChoices(Protocol):
-    """The options read here."""
-
-    log_completions: bool
-    log_unique_prompts: bool
-    max_completion_length: int
-    num_completions_to_print: int | None
 
 
 def lines_of(samples: Sequence[Scored], names: Sequence[str], step: int, generation: int) -> list[dict[str, Any]]:
@@ -55,7 +47,7 @@ class CompletionsCallback(TrainerCallback):
         folder: of the file; None writes none.
     """
 
-    def __init__(self, options: JournalChoices, folder: Path | None) -> None:
+    def __init__(self, options: RolloutOptions, folder: Path | None) -> None:
         self.options, self.path = options, None if folder is None else folder / JOURNAL_NAME
         self.newest: list[dict[str, Any]] = []
         self._tables = Thinned(_TABLES)
@@ -137,7 +129,7 @@ _FALLEN = 5
 class RolloutNotesCallback(TrainerCallback):
     """Says once each what people ask most about such runs, with the numbers."""
 
-    def __init__(self, options: JournalChoices) -> None:
+    def __init__(self, options: RolloutOptions) -> None:
         self.options = options
         self._said: set[str] = set()
         self._alike = self._below = 0

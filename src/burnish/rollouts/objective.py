@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ from burnish.losses.rollouts.loss import BATCH_KEYS, RolloutLoss, RolloutLossCho
 from burnish.losses.rollouts.options import OPTION_NAMES
 from burnish.losses.sequence_logps import SequenceModel
 from burnish.models.generate import GenerationOptions
-from burnish.rollouts.advantages import AdvantageChoices, advantages
+from burnish.rollouts.advantages import advantages
 from burnish.rollouts.completions import CompletionSource
 from burnish.rollouts.generation import (
     BLANK,
@@ -85,24 +85,11 @@ class _Drawn:
         self.seconds = {name: value + other.seconds[name] for name, value in self.seconds.items()}
 
 
-class ObjectiveChoices(RolloutLossChoices, AdvantageChoices, GenerationChoices, PairChoices, Protocol):
+class ObjectiveChoices(RolloutLossChoices, GenerationChoices, PairChoices):
     """The options read here."""
 
-    disable_dropout: bool
-    generation_batch_size: int | None
     gradient_accumulation_steps: int
-    kept_seats: int | None
-    missing_eos_penalty: float | None
-    num_generations: int
-    num_generations_eval: int | None
-    num_iterations: int
     per_device_train_batch_size: int
-    reward_funcs: list[Any] | None
-    reward_weights: list[float] | None
-    steps_per_generation: int | None
-
-    @property
-    def drop_zero_variance_groups(self) -> bool | str: ...
 
 
 @OBJECTIVES.register("grpo", reads=(RolloutOptions, ReferenceOptions, GenerationOptions, "disable_dropout"))

@@ -10,13 +10,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from burnish.adapters.base import FinetuningOptions
+from burnish.checkpoint.checkpoint import CheckpointOptions
 from burnish.config.checks import check, notes
 from burnish.config.errors import OptionText, Problem
-from burnish.config.options import SharedFields, changed_options, option
+from burnish.config.options import changed_options, option, shared
+from burnish.inference.options import InferOptions
+from burnish.loop.events import FlowOptions
 from burnish.losses.base import OBJECTIVES
+from burnish.losses.preference_options import ReferenceOptions
 from burnish.losses.rollouts.options import CLIPPED, RolloutLossOptions
+from burnish.models.generate import GenerationOptions
 
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"rl_loss_type": "grpo", "rl_beta": 0.04},
@@ -30,8 +36,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 """The values of a preset, each of which an option overrides."""
 
 
+@shared
 @dataclass
-class CompletionFields(SharedFields):
+class CompletionFields:
     """Options of stages that draw completions, and of TRL's ``GRPOConfig`` and ``RLOOConfig``."""
 
     num_generations_eval: int | None = option(
@@ -124,19 +131,14 @@ class RolloutOptions(CompletionFields, RolloutLossOptions):
     num_generations: int = option(8, "Number of completions per prompt. Default with stage: rloo: 2.", ge=1)
 
 
-class PresetChoices(Protocol):
+class PresetChoices(RolloutOptions):
     """The options that defaults depend on."""
 
-    rl_preset: str | None
     stage: str
 
 
-class DefaultsChoices(PresetChoices, Protocol):
+class DefaultsChoices(PresetChoices, CheckpointOptions, GenerationOptions, FlowOptions):
     """The options that decide other defaults."""
-
-    load_best_model_at_end: bool
-    max_new_tokens: int
-    save_strategy: str
 
 
 def stage_defaults(options: PresetChoices) -> dict[str, Any]:
@@ -147,37 +149,18 @@ def stage_defaults(options: PresetChoices) -> dict[str, Any]:
     return found | PRESETS.get(options.rl_preset or "", {})
 
 
-class LossShapeChoices(Protocol):
+class LossShapeChoices(RolloutOptions, GenerationOptions, ReferenceOptions):
     """The options that say what a generation and its loss are."""
 
-    entropy_coef_max: float
-    entropy_coef_min: float
-    epsilon_high: float | None
-    generation_batch_size: int | None
     gradient_accumulation_steps: int
-    multi_objective_aggregation: str
-    num_generations: int
-    num_iterations: int
     per_device_train_batch_size: int
-    reward_clip_range: list[float] | None
-    rl_beta: float | None
-    rl_loss_type: str
     stage: str
-    steps_per_generation: int | None
-    sync_ref_model: bool
-    temperature: float
 
 
-class RolloutStageChoices(LossShapeChoices, Protocol):
+class RolloutStageChoices(LossShapeChoices, FinetuningOptions, InferOptions):
     """The options read here."""
 
-    finetuning_type: str
-    infer_backend: str
     learning_rate: float
-    reward_funcs: list[Any] | None
-    reward_model: str | None
-    reward_weights: list[float] | None
-    rl_preset: str | None
     streaming: bool
 
 

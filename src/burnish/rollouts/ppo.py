@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from burnish.losses.base import OBJECTIVES, Collate, RowEncoder
 from burnish.losses.lm import aux_coefficient
 from burnish.losses.preference_options import ReferenceOptions
 from burnish.losses.reward import HeadState, ValueHead
-from burnish.losses.rollouts.ppo import KlController, PpoChoices, PpoLossOptions, ScoreMoments, estimates, ppo_loss
+from burnish.losses.rollouts.ppo import KlController, PpoLossOptions, ScoreMoments, estimates, ppo_loss
 from burnish.models.generate import GenerationOptions
 from burnish.rollouts.generation import reward_metrics, weighted_rewards
 from burnish.rollouts.numbers import as_metrics, law_difference
@@ -57,15 +57,9 @@ class PpoOptions(PpoLossOptions):
     )  # fmt: skip
 
 
-class PpoRunChoices(ObjectiveChoices, PpoChoices, Protocol):
+class PpoRunChoices(ObjectiveChoices, PpoOptions):
     """The options read here."""
 
-    kl_coef: float | None
-    max_new_tokens: int | None
-    ppo_buffer_size: int
-    ppo_epochs: int
-    ppo_ratio_threshold: float | None
-    ppo_score_norm: bool
     stage: str
 
 

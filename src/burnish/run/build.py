@@ -48,8 +48,8 @@ from burnish.models.source import adapter_folders
 from burnish.models.tokens import fit_vocabulary
 from burnish.optim.builtin import create_optimizer, create_scheduler, keeps_load_precision
 from burnish.parallel.create import create_parallel
-from burnish.parallel.options import local_rank
 from burnish.parallel.precision import compute_sentence, loaded_dtype
+from burnish.parallel.selection import local_rank
 from burnish.parallel.single import set_seed
 from burnish.report.console import kept_in, note, set_log_levels, warn
 from burnish.report.metadata import METADATA_NAMES, OF_ONE_START, RUN_YAML, RunMetadata, given_yaml

@@ -22,7 +22,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import IGNORE_INDEX
-from burnish.parallel.options import local_rank
+from burnish.parallel.selection import local_rank
 from burnish.trainer.data.in_step import map_tensors
 from burnish.trainer.data.loaders import loader_of_rank
 

@@ -44,8 +44,8 @@ from burnish.loop.state import TrainerControl, TrainerState, keeping_plan, load_
 from burnish.loop.types import Batch, Loss
 from burnish.optim.builtin import create_optimizer, create_scheduler
 from burnish.parallel.create import create_parallel
-from burnish.parallel.options import local_rank, parallel_name
 from burnish.parallel.precision import full_eval_dtype
+from burnish.parallel.selection import local_rank, parallel_name
 from burnish.parallel.single import set_seed
 from burnish.report import results
 from burnish.run.recovery.spikes import train_with_rollback

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from types import ModuleType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -42,13 +42,6 @@ class PatchOptions:
     leave_out: list[str] | None = option(
         None, "Patches to disable, by the names that explain prints: norm, linear layer, ..."
     )
-
-
-class PatchChoice(Protocol):
-    """Options that select patches."""
-
-    patches: bool
-    leave_out: list[str] | None
 
 
 @dataclass(frozen=True)
@@ -166,7 +159,7 @@ def standing(owner: Any, name: str, kind: type[T]) -> T | None:
     return found if isinstance(found, kind) else None
 
 
-def allows(options: PatchChoice, why: Reason) -> bool:
+def allows(options: PatchOptions, why: Reason) -> bool:
     """Whether a run makes patches of this kind."""
     return options.patches and why.kind not in (options.leave_out or ())
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,6 +26,7 @@ from burnish.config.checks import check
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import option
 from burnish.data.batches.prefix_sharing import segments
+from burnish.data.options import DataOptions
 from burnish.loop.types import IGNORE_INDEX, INPUT_COLUMNS, TOKEN_COLUMNS, Batch, Row
 
 
@@ -82,15 +83,8 @@ def check_batching(options: BatchingOptions) -> list[Problem]:
     return problems
 
 
-class PackingChoices(Protocol):
+class PackingChoices(BatchingOptions, DataOptions):
     """Options that control packing."""
-
-    packing: bool | None
-    packing_strategy: str | None
-    neat_packing: bool
-    eval_packing: bool | None
-    drop_incomplete_block: bool
-    streaming: bool
 
 
 def packs_rows(options: PackingChoices, default: str | None, is_eval: bool = False) -> bool:

@@ -15,13 +15,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import tee
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from burnish.config.checks import notes
 from burnish.config.options import option
 from burnish.data.batches.budget import Budget
+from burnish.data.options import DataOptions
 from burnish.loop.protocols import Loader
 from burnish.loop.types import IGNORE_INDEX, Batch, Row, StepBatch
 from burnish.utils.sequences import OnDemand
@@ -52,12 +53,8 @@ class LoaderOptions:
     )
 
 
-class ReadAheadChoices(Protocol):
+class ReadAheadChoices(LoaderOptions, DataOptions):
     """Options that control worker processes and prefetching."""
-
-    dataloader_num_workers: int
-    dataloader_prefetch_factor: int | None
-    streaming: bool
 
 
 @notes

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from burnish.config.checks import check
 from burnish.config.errors import MissingExtraError, Problem, UserError
@@ -56,30 +56,15 @@ class ImageOptions:
     )
 
 
-class ImageChoices(Protocol):
-    """The options that images depend on."""
-
-    media_dir: str | None
-    image_max_pixels: int
-    image_min_pixels: int
-    video_max_pixels: int
-    video_min_pixels: int
-    video_fps: float
-    image_fit: Literal["keep", "shrink"]
-    image_backend: Literal["pil", "torchvision"]
-    crop_to_patches: bool | None
-    image_do_pan_and_scan: bool | None
-
-
-def backend_of(options: ImageChoices | None) -> str:
+def backend_of(options: ImageOptions | None) -> str:
     return "pil" if options is None else options.image_backend
 
 
-def shrinks_images(options: ImageChoices | None) -> bool:
+def shrinks_images(options: ImageOptions | None) -> bool:
     return options is not None and options.image_fit == "shrink"
 
 
-def apply_image_options(processor: Any, config: Any, options: ImageChoices) -> list[str]:
+def apply_image_options(processor: Any, config: Any, options: ImageOptions) -> list[str]:
     """Give an image processor the settings of the options.
 
     Returns:
@@ -110,7 +95,7 @@ def apply_image_options(processor: Any, config: Any, options: ImageChoices) -> l
 
 
 @check
-def check_images(options: ImageChoices) -> list[Problem]:
+def check_images(options: ImageOptions) -> list[Problem]:
     if options.image_backend == "torchvision" and find_spec("torchvision") is None:
         missing = MissingExtraError("torchvision", "image_backend: torchvision", option="image_backend")
         return list(missing.problems)
@@ -123,7 +108,7 @@ def check_images(options: ImageChoices) -> list[Problem]:
     return found
 
 
-def limits_of(options: ImageChoices, folders: Sequence[Path] = ()) -> Sight:
+def limits_of(options: ImageOptions, folders: Sequence[Path] = ()) -> Sight:
     """Images and videos within the limits of training. Args: folders: see ``Sight``; none for those of a request."""
     of_videos = (options.video_min_pixels, options.video_max_pixels, options.video_fps)
     return Sight(folders, options.image_min_pixels, options.image_max_pixels, "", *of_videos)

@@ -8,7 +8,7 @@ from typing import Any
 from burnish.config.errors import UserError
 from burnish.data.images.families import family_name, family_of
 from burnish.data.images.family import FAMILIES, Checkpoint, Family
-from burnish.data.images.options import ImageChoices, apply_image_options, backend_of, shrinks_images
+from burnish.data.images.options import ImageOptions, apply_image_options, backend_of, shrinks_images
 from burnish.data.images.other_families import AnyFamily
 from burnish.models.images.processor import load_composed_processor, load_image_processor, video_settings_in
 from burnish.models.options import ModelOptions
@@ -18,7 +18,7 @@ from burnish.utils.json_files import read_object
 
 def load_family(
     options: ModelOptions, config: Any, tokenizer: Any, notes: list[str] | None = None,
-    images: ImageChoices | None = None, refused: list[UserError] | None = None,
+    images: ImageOptions | None = None, refused: list[UserError] | None = None,
 ) -> Family | None:  # fmt: skip
     """The family of the model, if it sees.
 

@@ -18,14 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Loss, Metric, Sum
-from burnish.losses.rollouts.options import CLIPPED
+from burnish.losses.rollouts.options import CLIPPED, RolloutLossOptions
 
 BATCH_KEYS = frozenset(
     {
@@ -52,31 +52,10 @@ _TIE = 1e-6
 _LEAST_LOG, _MOST_LOG = math.log(1e-8), 20.0
 
 
-class RolloutLossChoices(Protocol):
+class RolloutLossChoices(RolloutLossOptions):
     """The options read here."""
 
-    delta: float | None
-    entropy_coef: float
-    entropy_coef_delta: float
-    entropy_coef_max: float
-    entropy_coef_min: float
-    entropy_target: float
-    epsilon: float
-    epsilon_high: float | None
-    importance_sampling_level: str
     max_completion_length: int
-    off_policy_mask_threshold: float | None
-    rl_beta: float | None
-    rl_loss_type: str
-    sapo_temperature_neg: float
-    sapo_temperature_pos: float
-    top_entropy_quantile: float
-    use_adaptive_entropy: bool
-    use_bias_correction_kl: bool
-    vespo_k_neg: float
-    vespo_k_pos: float
-    vespo_lambda_neg: float
-    vespo_lambda_pos: float
 
 
 class _Tokens(NamedTuple):

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from burnish.config.options import SharedFields, option
+from burnish.config.options import option, shared
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSSES = (*CLIPPED, "cispo", "sapo", "vespo")
 OPTION_NAMES = {"loss_type": "rl_loss_type", "beta": "rl_beta"}
 
 
+@shared
 @dataclass
-class ClipFields(SharedFields):
+class ClipFields:
     """Options of stages grpo and rloo, and of TRL's ``GRPOConfig`` and ``RLOOConfig``."""
 
     epsilon: float = option(
@@ -27,8 +28,9 @@ class ClipFields(SharedFields):
     )  # fmt: skip
 
 
+@shared
 @dataclass
-class GrpoLossFields(SharedFields):
+class GrpoLossFields:
     """Options of stage grpo, and of TRL's ``GRPOConfig``."""
 
     delta: float | None = option(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,21 +43,6 @@ class PpoLossOptions:
     ppo_vf_coef: float = option(0.1, "Weight of the value loss.", ge=0, aliases=("vf_coef",))
 
 
-class PpoChoices(Protocol):
-    """The options read here."""
-
-    ppo_cliprange: float
-    ppo_cliprange_value: float
-    ppo_gamma: float
-    ppo_horizon: int
-    kl_coef: float | None
-    ppo_init_kl_coef: float
-    ppo_lam: float
-    ppo_target: float
-    ppo_vf_coef: float
-    ppo_whiten_rewards: bool
-
-
 class Estimates(NamedTuple):
     """What a token of a rollout is trained on; (N,) each, float64."""
 
@@ -68,7 +53,7 @@ class Estimates(NamedTuple):
 
 def estimates(
     old_logps: Tensor, ref_logps: Tensor, values: Tensor, scores: Tensor, lengths: Tensor, kl_coef: float,
-    options: PpoChoices,
+    options: PpoLossOptions,
 ) -> Estimates:  # fmt: skip
     """The rewards, returns and advantages of a whole rollout, that of all ranks.
 
@@ -109,7 +94,7 @@ def _backwards(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, l
     return torch.cat(found)
 
 
-def ppo_loss(logps: Tensor, values: Tensor, batch: Batch, options: PpoChoices) -> Loss:
+def ppo_loss(logps: Tensor, values: Tensor, batch: Batch, options: PpoLossOptions) -> Loss:
     """The part of a micro-batch in the loss of its step, as a sum over its tokens.
 
     Args:
@@ -149,7 +134,7 @@ class KlController:
     (1909.08593, section 2.2).
     """
 
-    options: PpoChoices
+    options: PpoLossOptions
     coefficient: float = field(init=False)
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ from burnish.kernels.cpu.cast_linear import cast_linear
 from burnish.kernels.elementwise import ACTIVATIONS, activated, gains, gated, rms_norm
 from burnish.kernels.lora import LoraForward, holds_factors, together
 from burnish.kernels.probe import REFUSALS
-from burnish.utils.patching import Patch, PatchChoice, PatchOptions, Reason, allows, patch
+from burnish.utils.patching import Patch, PatchOptions, Reason, allows, patch
 
 _TOLERANCE = 1e-5  # relative to the maximum, in float32
 _EPSILONS = ("variance_epsilon", "eps")
@@ -46,7 +46,7 @@ _EVERYTHING = PatchOptions()
 
 
 def forwards_of(
-    model: nn.Module, device: torch.device, options: PatchChoice = _EVERYTHING
+    model: nn.Module, device: torch.device, options: PatchOptions = _EVERYTHING
 ) -> list[tuple[nn.Module, Callable[[nn.Module], Callable[..., Any]], Reason]]:
     """The modules whose forward pass can be replaced, with the function that creates the new one, and the reason. Does
     not change the run's random state.
@@ -73,7 +73,7 @@ def _method(forward: Callable[..., Any]) -> Callable[[nn.Module], Callable[..., 
 
 
 def patch_forwards(
-    model: nn.Module, options: PatchChoice = _EVERYTHING, device: torch.device | None = None
+    model: nn.Module, options: PatchOptions = _EVERYTHING, device: torch.device | None = None
 ) -> list[Patch]:
     """Replace all forward passes that can be replaced.
 

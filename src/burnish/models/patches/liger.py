@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -24,7 +23,8 @@ from burnish.config.checks import check, notes
 from burnish.config.errors import Problem, UserError, did_you_mean
 from burnish.config.options import option, raise_if
 from burnish.kernels.probe import causal_lm, keeps_answers
-from burnish.parallel.options import device_of
+from burnish.parallel.options import ParallelOptions
+from burnish.parallel.selection import device_of
 from burnish.utils.patching import Reason, record
 
 LIGER = Reason("part by Liger", "computed by a GPU kernel of Liger")
@@ -46,17 +46,8 @@ class LigerOptions:
     )
 
 
-class LigerChoice(Protocol):
-    """The option that enables Liger kernels."""
-
-    enable_liger_kernel: bool | None
-
-
-class LigerChoices(LigerChoice, Protocol):
+class LigerChoices(LigerOptions, ParallelOptions):
     """Options of the Liger kernels."""
-
-    liger_kernel_config: dict[str, bool] | None
-    use_cpu: bool
 
 
 @check
@@ -85,7 +76,7 @@ def liger_problems(device: torch.device) -> list[Problem]:
     ]
 
 
-def takes_liger(options: LigerChoice, device: torch.device) -> bool:
+def takes_liger(options: LigerOptions, device: torch.device) -> bool:
     """Whether Liger is used: as set by the options. Default: if the kernels can run."""
     if options.enable_liger_kernel is None:
         return not liger_problems(device)

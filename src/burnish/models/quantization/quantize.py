@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -51,15 +51,12 @@ class QuantizationOptions:
     )  # fmt: skip
 
 
-class QuantizationChoices(Protocol):
+class QuantizationChoices(ModelOptions, QuantizationOptions):
     """Options that select what is quantized."""
 
-    adapter_name_or_path: list[str] | None
     create_new_adapter: bool
     finetuning_type: str
     pissa_init: bool
-    quantization_bit: int | None
-    train_from_scratch: bool
 
 
 @check

@@ -38,10 +38,10 @@ from burnish.checkpoint.shards import LocalShard
 from burnish.config.errors import UserError
 from burnish.loop.types import Loss
 from burnish.parallel.accelerate_launch import mixed_precision
-from burnish.parallel.choices import ParallelChoices
 from burnish.parallel.deepspeed.settings import filled, zero_stage
 from burnish.parallel.deepspeed.shards import AdapterShards, FlatSlice, StateShards, WeightShards
 from burnish.parallel.multi_process import MultiProcess, with_weights
+from burnish.parallel.options import ParallelChoices
 from burnish.parallel.single import set_precision
 from burnish.utils.files import expanded
 

@@ -15,15 +15,15 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from burnish.config.errors import Problem, did_you_mean
-from burnish.parallel.accelerate_launch import MixedChoices, mixed_precision
+from burnish.parallel.accelerate_launch import mixed_precision
+from burnish.parallel.options import DEEPSPEED_NAMES, ParallelChoices
 from burnish.utils.json_files import json_beside, read_settings
 
 AUTO = "auto"
-NAMES = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
-_SAYS_AGAIN: dict[str, tuple[str, Callable[[DeepspeedChoices], Any]]] = {
+_SAYS_AGAIN: dict[str, tuple[str, Callable[[ParallelChoices], Any]]] = {
     "train_micro_batch_size_per_gpu": (
         "per_device_train_batch_size", lambda options: options.per_device_train_batch_size
     ),
@@ -48,20 +48,11 @@ _OWN = {
 }
 
 
-class DeepspeedChoices(MixedChoices, Protocol):
-    """Options that this module reads."""
-
-    deepspeed: dict[str, Any] | str | None
-    per_device_train_batch_size: int
-    gradient_accumulation_steps: int
-    max_grad_norm: float
-
-
-def uses_deepspeed(options: DeepspeedChoices) -> bool:
+def uses_deepspeed(options: ParallelChoices) -> bool:
     return bool(_source(options))
 
 
-def zero_stage(options: DeepspeedChoices) -> int:
+def zero_stage(options: ParallelChoices) -> int:
     """The ZeRO stage, 0 to 3. 1 if the settings are invalid, which their check reports."""
     try:
         return int((raw_settings(options).get("zero_optimization") or {}).get("stage", 0))
@@ -69,14 +60,14 @@ def zero_stage(options: DeepspeedChoices) -> int:
         return 1
 
 
-def raw_settings(options: DeepspeedChoices) -> dict[str, Any]:
+def raw_settings(options: ParallelChoices) -> dict[str, Any]:
     """The settings as given, without comments (keys that begin with an underscore).
 
     Raises:
         ValueError: a clause, if a file cannot be read or does not contain an object.
     """
     source = _source(options)
-    if isinstance(source, str) and source in NAMES:
+    if isinstance(source, str) and source in DEEPSPEED_NAMES:
         return named(source)
     if isinstance(source, str):
         source = read_settings(Path(source))
@@ -102,7 +93,7 @@ def named(name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def filled(options: DeepspeedChoices, hidden_size: int, world_size: int, on_cpu: bool = False) -> dict[str, Any]:
+def filled(options: ParallelChoices, hidden_size: int, world_size: int, on_cpu: bool = False) -> dict[str, Any]:
     """The settings for ``deepspeed.initialize``.
 
     Args:
@@ -142,15 +133,15 @@ def filled(options: DeepspeedChoices, hidden_size: int, world_size: int, on_cpu:
     return {name: value for name, value in settings.items() if value != AUTO}
 
 
-def deepspeed_problems(options: DeepspeedChoices) -> Iterator[Problem]:
+def deepspeed_problems(options: ParallelChoices) -> Iterator[Problem]:
     source = _source(options)
     if not source:
         return
     where = f"deepspeed {source}" if isinstance(source, str) else "deepspeed"
-    if isinstance(source, str) and source not in NAMES and not Path(source).exists():
+    if isinstance(source, str) and source not in DEEPSPEED_NAMES and not Path(source).exists():
         yield Problem(
-            f'"deepspeed": the file {Path(source).absolute()} does not exist.{did_you_mean(source, NAMES)}',
-            remedy=f"Known by name: {', '.join(NAMES)}. {json_beside(Path(source))}".rstrip(),
+            f'"deepspeed": the file {Path(source).absolute()} does not exist.{did_you_mean(source, DEEPSPEED_NAMES)}',
+            remedy=f"Known by name: {', '.join(DEEPSPEED_NAMES)}. {json_beside(Path(source))}".rstrip(),
             option="deepspeed",
         )
         return
@@ -174,7 +165,7 @@ def deepspeed_problems(options: DeepspeedChoices) -> Iterator[Problem]:
     yield from _offloads(where, settings)
 
 
-def deepspeed_notes(options: DeepspeedChoices) -> Iterator[str]:
+def deepspeed_notes(options: ParallelChoices) -> Iterator[str]:
     if not uses_deepspeed(options):
         return
     if zero_stage(options) == 0:
@@ -186,7 +177,7 @@ def deepspeed_notes(options: DeepspeedChoices) -> Iterator[str]:
     )
 
 
-def _source(options: DeepspeedChoices) -> Any:
+def _source(options: ParallelChoices) -> Any:
     """``deepspeed``, or else the file or stage that accelerate was configured with."""
     if options.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() != "true":
         return options.deepspeed
@@ -198,7 +189,7 @@ def _source(options: DeepspeedChoices) -> Any:
     return f"zero{stage}{offload}"
 
 
-def _difference(where: str, key: str, value: Any, options: DeepspeedChoices) -> Iterator[Problem]:
+def _difference(where: str, key: str, value: Any, options: ParallelChoices) -> Iterator[Problem]:
     """Report a setting of the file that contradicts an option."""
     requested = value.get("enabled", AUTO) if isinstance(value, Mapping) else value
     name, value_of = _SAYS_AGAIN[key]

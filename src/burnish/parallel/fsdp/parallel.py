@@ -33,9 +33,9 @@ from burnish.checkpoint.parts import Part, Stateful
 from burnish.checkpoint.shards import LocalShard, ShardedTensor
 from burnish.config.errors import UserError, did_you_mean
 from burnish.loop.types import Loss
-from burnish.parallel.choices import ParallelChoices
 from burnish.parallel.fsdp.settings import FsdpSettings, fsdp_settings
 from burnish.parallel.multi_process import MultiProcess, with_weights
+from burnish.parallel.options import ParallelChoices
 from burnish.parallel.single import layers_of
 
 # fully_shard searches a module's output for tensors, to hook into the backward pass.

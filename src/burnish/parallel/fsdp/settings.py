@@ -13,10 +13,11 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from burnish.config.errors import Problem, did_you_mean
 from burnish.parallel.accelerate_launch import is_true
+from burnish.parallel.options import ParallelOptions
 from burnish.utils.json_files import json_beside, read_settings
 
 OFF: tuple[Any, ...] = (None, False, "", [], {}, "no_shard")
@@ -44,13 +45,6 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 
 
-class FsdpChoices(Protocol):
-    """Options that this module reads."""
-
-    fsdp: bool | str | list[str] | None
-    fsdp_config: dict[str, Any] | str | None
-
-
 @dataclass(frozen=True)
 class FsdpSettings:
     """How weights are sharded.
@@ -74,11 +68,11 @@ class FsdpSettings:
     copies: int | None = None
 
 
-def uses_fsdp(options: FsdpChoices) -> bool:
+def uses_fsdp(options: ParallelOptions) -> bool:
     return options.fsdp not in OFF or is_true(os.environ.get("ACCELERATE_USE_FSDP"))
 
 
-def fsdp_settings(options: FsdpChoices) -> FsdpSettings:
+def fsdp_settings(options: ParallelOptions) -> FsdpSettings:
     """Parse the settings of options that were checked before."""
     words, values = _words(options), _values(options)
     strategy = _strategy(words, values)
@@ -102,7 +96,7 @@ _OLD_RESHARD = {
 """FSDP1's strategies, which accelerate passes as ``reshard_after_forward``."""
 
 
-def fsdp_problems(options: FsdpChoices) -> Iterator[Problem]:
+def fsdp_problems(options: ParallelOptions) -> Iterator[Problem]:
     value = options.fsdp_config
     if isinstance(value, str) and not Path(value).exists():
         what = f'"fsdp_config": the file {Path(value).absolute()} does not exist.'
@@ -128,7 +122,7 @@ def fsdp_problems(options: FsdpChoices) -> Iterator[Problem]:
         yield Problem(f'"fsdp_config": the file {error}.', where=str(value), option="fsdp_config")
 
 
-def fsdp_notes(options: FsdpChoices) -> Iterator[str]:
+def fsdp_notes(options: ParallelOptions) -> Iterator[str]:
     """Notes on settings of other versions and their meaning here."""
     if not uses_fsdp(options):
         return
@@ -150,7 +144,7 @@ def _strategy(words: set[str], values: Mapping[str, Any]) -> str:
     return strategy or next((word for word in sorted(words) if "shard" in word), "full_shard")
 
 
-def _words(options: FsdpChoices) -> set[str]:
+def _words(options: ParallelOptions) -> set[str]:
     """The words of ``"full_shard auto_wrap"``, ``["full_shard", "auto_wrap"]``, or true."""
     if options.fsdp in OFF or isinstance(options.fsdp, bool):
         return set()
@@ -158,11 +152,11 @@ def _words(options: FsdpChoices) -> set[str]:
     return {word for word in text.replace(",", " ").split() if word.lower() != "true"}
 
 
-def _values(options: FsdpChoices) -> dict[str, Any]:
+def _values(options: ParallelOptions) -> dict[str, Any]:
     return {**{name: value for name, value in _log_request().items() if name in _READ}, **_given(options)}
 
 
-def _given(options: FsdpChoices) -> dict[str, Any]:
+def _given(options: ParallelOptions) -> dict[str, Any]:
     """``fsdp_config``, without the prefix ``fsdp_`` that keys may have.
 
     Raises:

@@ -30,8 +30,8 @@ from burnish.models.attention_choice import is_flash, requested_attention
 from burnish.models.source import find_source
 from burnish.optim.builtin import OPTIMIZERS, create_scheduler
 from burnish.parallel.deepspeed.settings import zero_stage
-from burnish.parallel.options import device_of, parallel_name
 from burnish.parallel.precision import autocast_dtype
+from burnish.parallel.selection import device_of, parallel_name
 from burnish.report.console import RUN_LOG
 from burnish.report.jsonl import LOG_NAME
 from burnish.report.metadata import METADATA_NAMES

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from burnish.parallel.deepspeed.settings import raw_settings, zero_stage
 from burnish.parallel.fsdp.settings import fsdp_settings
-from burnish.parallel.options import device_of, parallel_name
+from burnish.parallel.selection import device_of, parallel_name
 from burnish.run.plan.memory import DecoderShape, Formats, Term
 from burnish.run.plan.options import RunOptions
 

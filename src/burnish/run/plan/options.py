@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from burnish.adapters.base import ADAPTERS, FinetuningOptions
 from burnish.adapters.freeze import FreezeOptions
-from burnish.adapters.lora import LoraOptions
+from burnish.adapters.lora import LoraOptions, RateChoices
 from burnish.adapters.peft import OftOptions, PeftOptions
 from burnish.checkpoint.checkpoint import CheckpointOptions
 from burnish.config.options import option, union
-from burnish.data.batches.batching import BatchingOptions
+from burnish.data.batches.batching import BatchingOptions, PackingChoices
 from burnish.data.batches.loader import LoaderOptions
 from burnish.data.chat.choose import TemplateOptions
 from burnish.data.chat.truncate import EncodingOptions
@@ -24,15 +24,15 @@ from burnish.data.options import DataOptions
 from burnish.inference.options import InferOptions
 from burnish.loop.early_stopping import EarlyStoppingOptions
 from burnish.loop.events import FlowOptions
-from burnish.loop.loop import LoopOptions
+from burnish.loop.loop import LoopChoices, LoopOptions
 from burnish.loop.schedule import CurveOptions, StepOptions
 from burnish.loop.spikes import SpikeOptions
 from burnish.losses.base import OBJECTIVES
 from burnish.losses.kto import KtoOptions
-from burnish.losses.lm import LmOptions
+from burnish.losses.lm import LmChoices, LmOptions
 from burnish.losses.preference_options import PairOptions, PreferenceOptions, ReferenceOptions
 from burnish.losses.reward import RewardOptions
-from burnish.models.export import ExportOptions
+from burnish.models.export import ExportChoices, ExportOptions
 from burnish.models.generate import GenerationOptions
 from burnish.models.images.ahead import ImageCacheOptions
 from burnish.models.options import ModelOptions
@@ -44,7 +44,7 @@ from burnish.optim.badam import BadamOptions
 from burnish.optim.builtin import OPTIMIZERS, OptimOptions
 from burnish.optim.low_rank import LowRankOptions
 from burnish.optim.muon import MuonOptions
-from burnish.parallel.options import ParallelOptions
+from burnish.parallel.options import ParallelChoices, ParallelOptions
 from burnish.report.options import ReportOptions
 from burnish.report.profile import ProfileOptions
 from burnish.report.trackers import TRACKERS
@@ -121,14 +121,12 @@ if TYPE_CHECKING:  # type checkers do not understand the union; a test compares 
 
     @dataclass
     class RunOptions(
-        AnsweringOptions, TaskOptions, LigerOptions, PatchOptions,
-        PreferenceOptions, ReferenceOptions, RolloutOptions, DataOptions,
-        BatchingOptions, LoaderOptions, ImageCacheOptions, StepOptions, CurveOptions, OptimOptions,
-        LoopOptions, SpikeOptions, FlowOptions, EarlyStoppingOptions, ClockOptions, CheckpointOptions,
-        MetricOptions, QuantizedExportOptions,
-        ReportOptions, ProfileOptions, FreezeOptions, LoraOptions,
-        PeftOptions, OftOptions, LmOptions, PairOptions, KtoOptions,
-        RewardOptions, PpoOptions, AdamMiniOptions, BadamOptions, LowRankOptions, MuonOptions,
+        KtoOptions, PairOptions, ReferenceOptions, ReportOptions, RolloutOptions, AnsweringOptions, ExportChoices,
+        LmChoices, LoopChoices, PackingChoices, ParallelChoices, RateChoices, TaskOptions, MetricOptions, LigerOptions,
+        PreferenceOptions, BatchingOptions, DataOptions, LoaderOptions, ImageCacheOptions, CurveOptions, OptimOptions,
+        CheckpointOptions, FlowOptions, SpikeOptions, StepOptions, LoopOptions, EarlyStoppingOptions, ClockOptions,
+        QuantizedExportOptions, ProfileOptions, FreezeOptions, LoraOptions, PeftOptions, OftOptions, PatchOptions,
+        LmOptions, RewardOptions, PpoOptions, AdamMiniOptions, BadamOptions, LowRankOptions, MuonOptions,
     ):  # fmt: skip
         """Every option of a run, flat."""
 

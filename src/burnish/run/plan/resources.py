@@ -23,8 +23,8 @@ from burnish.losses.base import OBJECTIVES
 from burnish.losses.lm import backend_of
 from burnish.models.quantization.quantize import quantized_by
 from burnish.optim.builtin import Turns, create_optimizer, keeps_load_precision, planned_turns
-from burnish.parallel.options import device_of
 from burnish.parallel.precision import autocast_dtype, frozen_dtype, loaded_dtype, name_of
+from burnish.parallel.selection import device_of
 from burnish.report.pace import counted
 from burnish.run.plan.checks import nearest_existing, trains
 from burnish.run.plan.memory import (

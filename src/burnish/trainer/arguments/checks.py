@@ -12,7 +12,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import SchedulerType
 
 from burnish.config.options import check_bounds
-from burnish.parallel.options import parallel_notes
+from burnish.parallel.checks import parallel_notes
 from burnish.trainer import notes
 from burnish.trainer.arguments.fields import Fields
 

@@ -17,11 +17,11 @@ from burnish.checkpoint.checkpoint import CheckpointOptions
 from burnish.config.options import option, union
 from burnish.data.batches.loader import LoaderOptions
 from burnish.loop.events import FlowOptions
-from burnish.loop.loop import LoopOptions
+from burnish.loop.loop import LoopChoices, LoopOptions
 from burnish.loop.schedule import CurveOptions, StepOptions
 from burnish.loop.spikes import SpikeOptions
 from burnish.optim.builtin import OPTIMIZERS, OptimOptions
-from burnish.parallel.single import ParallelOptions
+from burnish.parallel.options import ParallelChoices, ParallelOptions
 from burnish.report.options import ReportFields
 from burnish.utils.patching import PatchOptions
 
@@ -35,8 +35,9 @@ if TYPE_CHECKING:  # type checkers cannot evaluate a union; a test compares both
 
     @dataclass
     class Groups(
-        CheckpointOptions, StepOptions, OptimOptions, CurveOptions, LoopOptions, SpikeOptions, FlowOptions,
-        LoaderOptions, ParallelOptions, PatchOptions, AdamMiniOptions, BadamOptions, LowRankOptions, MuonOptions,
+        LoopChoices, ParallelChoices, CheckpointOptions, FlowOptions, SpikeOptions, ParallelOptions, StepOptions,
+        LoopOptions, OptimOptions, CurveOptions, LoaderOptions, PatchOptions, AdamMiniOptions, BadamOptions,
+        LowRankOptions, MuonOptions,
     ):  # fmt: skip
         pass
 

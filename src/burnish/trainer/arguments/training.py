@@ -34,7 +34,7 @@ from burnish.config.options import raise_if, specs
 from burnish.loop.schedule import warmup_steps_of
 from burnish.optim.builtin import OPTIMIZERS
 from burnish.parallel.accelerate_launch import mixed_precision
-from burnish.parallel.options import device_of
+from burnish.parallel.selection import device_of
 from burnish.parallel.single import check_parallel
 from burnish.trainer import notes
 from burnish.trainer.arguments.checks import check_arguments, warn_about_unused_arguments

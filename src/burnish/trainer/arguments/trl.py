@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from burnish.config.options import option
-from burnish.parallel.options import device_of
 from burnish.parallel.precision import has_fast_bfloat16
+from burnish.parallel.selection import device_of
 from burnish.trainer import notes
 from burnish.trainer.arguments.training import AcceptsOldNames, TrainingArguments, for_argument_parser
 from burnish.trainer.arguments.values import dictionary_of

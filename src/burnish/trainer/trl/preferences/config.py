@@ -14,13 +14,11 @@ from typing import Any, ClassVar
 from burnish.config.errors import Problem, UserError, renamed
 from burnish.config.options import RawValue, build, option, raise_if, specs
 from burnish.losses.kto import KtoFields, KtoOptions
-from burnish.losses.lm import LmOptions
+from burnish.losses.pairs import PairChoices
 from burnish.losses.preference_losses import PAIR_LOSSES
 from burnish.losses.preference_options import (
     DpoFields,
-    PairOptions,
     PrecomputeFields,
-    PreferenceOptions,
     ReferenceOptions,
     ReferenceSyncFields,
     check_pairs,
@@ -30,11 +28,10 @@ from burnish.losses.preference_options import (
 from burnish.losses.reward import RewardOptions
 from burnish.trainer.arguments.training import for_argument_parser
 from burnish.trainer.arguments.trl import TrlArguments
-from burnish.utils.patching import PatchOptions
 
 
 @dataclass
-class Choices(PairOptions, KtoOptions, RewardOptions, PreferenceOptions, ReferenceOptions, PatchOptions, LmOptions):
+class Choices(PairChoices, KtoOptions, RewardOptions, ReferenceOptions):
     """The options of objectives and references, under burnish's names."""
 
     gradient_checkpointing: bool = False

@@ -17,8 +17,9 @@ from burnish.config.errors import Problem, UserError, did_you_mean, renamed
 from burnish.config.options import RawValue, build, option, raise_if, specs
 from burnish.losses.preference_options import ReferenceSyncFields
 from burnish.losses.rollouts.options import LOSSES, OPTION_NAMES, ClipFields, GrpoLossFields
-from burnish.models.generate import GenerationOptions, SamplingFields
-from burnish.rollouts.options import CompletionFields, RolloutOptions, check_loss, check_sizes, without_effect
+from burnish.models.generate import SamplingFields
+from burnish.rollouts.objective import ObjectiveChoices
+from burnish.rollouts.options import CompletionFields, LossShapeChoices, check_loss, check_sizes, without_effect
 from burnish.trainer.arguments.training import for_argument_parser
 from burnish.trainer.arguments.trl import TrlArguments
 from burnish.trainer.trl.preferences.config import Choices
@@ -34,7 +35,7 @@ _USUAL = (("do_sample", True), ("num_beams", 1), ("use_cache", True))
 
 
 @dataclass
-class RolloutChoices(RolloutOptions, GenerationOptions, Choices):
+class RolloutChoices(ObjectiveChoices, LossShapeChoices, Choices):
     """The options that the objective reads, in burnish's words."""
 
     stage: str = "grpo"
