@@ -1,0 +1,1 @@
+"""The methods of a ``Trainer``, by subject."""

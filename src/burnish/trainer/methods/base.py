@@ -1,0 +1,228 @@
+"""What the methods of a ``Trainer`` share: its components, callbacks, state and logs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.trainer_utils import (
+    TrainerMemoryTracker,
+    speed_metrics,
+    validate_quantization_for_training,
+)
+from transformers.utils import can_return_loss, logging
+
+from burnish.kernels.probe import Capabilities
+from burnish.loop.loop import Loop
+from burnish.loop.state import TrainerControl, TrainerState
+from burnish.parallel.create import create_parallel
+from burnish.parallel.single import set_seed
+from burnish.trainer import constructor as given
+from burnish.trainer import inspection, search
+from burnish.trainer.accelerator import ParallelAccelerator
+from burnish.trainer.arguments.training import TrainingArguments
+from burnish.trainer.arguments.values import plain_options
+from burnish.trainer.callbacks import TrainerCallbackHandler, default_callbacks, display_callback
+from burnish.trainer.data.in_step import map_tensors
+from burnish.trainer.files.hub import Hub
+from burnish.trainer.loss import (
+    StepInProgress,
+)
+
+
+class TrainerBase:
+    """Components of a ``Trainer``, callbacks, state and logs."""
+
+    arguments_class: type[TrainingArguments] = TrainingArguments
+    """The config class that transformers' arguments are converted to, by their names."""
+
+    card_stage, card_title = "training", ""
+    """Name of the training in the model card."""
+
+    _num_averaged_losses = 1
+    """Over so many processes a loss is averaged that is scaled by ``compute_loss`` itself; 1: it is summed."""
+
+    loss_is_scaled_for_ga: bool | None = None
+    """True if ``compute_loss`` divides by the number of items of the whole step itself; see ``loss.py``."""
+
+    def __init__(
+        self, model: nn.Module | None = None, args: object = None,
+        data_collator: Callable[[list[Any]], Any] | None = None, train_dataset: Any = None, eval_dataset: Any = None,
+        processing_class: Any = None, model_init: Callable[..., nn.Module] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None, callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None, tokenizer: Any = None,
+    ) -> None:  # fmt: skip
+        given.warn_about_unused_overrides(type(self))
+        self.args: TrainingArguments = given.own_arguments(args, self.arguments_class)
+        args = self.args
+        set_seed(args.seed, args.full_determinism)
+        given.apply_accelerator_accumulation(args)
+        self.create_accelerator_and_postprocess()
+        given.check_accelerator(self.accelerator)
+        self._memory_tracker = TrainerMemoryTracker(args.skip_memory_metrics)
+        self._memory_tracker.start()
+        logging.set_verbosity(args.get_process_log_level())
+
+        given.check_model_argument(model, model_init)
+        self.model_init = model_init
+        self.model: Any = self.call_model_init() if model is None else model
+        self._take_model()
+        self.processing_class = given.resolve_processing_class(tokenizer, processing_class)
+        self.data_collator = given.collator_for(data_collator, self.processing_class)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.optimizer, self.lr_scheduler = optimizers
+        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        self._validate_args()
+        self._start_state()
+
+        self.callback_handler = TrainerCallbackHandler(
+            [*default_callbacks(args), *(callbacks or [])], args, self.state, self.control, model=self.model,
+            processing_class=self.processing_class, optimizer=self.optimizer, lr_scheduler=self.lr_scheduler,
+        )  # fmt: skip
+        self.add_callback(display_callback(args))
+        if args.push_to_hub:
+            self.init_hf_repo()
+        if args.should_save:
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        self._tell("on_init_end")
+        if (config := getattr(self.model, "config", None)) is not None:
+            config.use_cache = args.use_cache
+        self._memory_tracker.stop_and_update_metrics()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create ``accelerator``. An override calls this method, and may change its result."""
+        self._parallel = create_parallel(plain_options(self.args))
+        self.accelerator = ParallelAccelerator(
+            self._parallel, self.args.mixed_precision, self.args.accelerator_config, self.log, self._save_now
+        )
+
+    def _validate_args(self) -> None:
+        """Raise for arguments that contradict each other, with transformers' messages."""
+        given.check_sets(self.args, self.train_dataset, self.eval_dataset, self.compute_metrics)
+        given.check_optimizers((self.optimizer, self.lr_scheduler), self.optimizer_cls_and_kwargs, self.model_init)
+
+    def _take_model(self) -> None:
+        """Move the model to its device, and inspect it."""
+        args, model = self.args, self.model
+        validate_quantization_for_training(model)
+        requested = args.place_model_on_device
+        self.place_model_on_device = (
+            not inspection.defers_device_placement(model, args) if requested is None else requested
+        )
+        if self.place_model_on_device and not getattr(model, "is_quantized", False):
+            self._move_model_to_device(model, self._parallel.device)
+        self.model_wrapped = model  # replaced by the backend's prepared model
+        self.model_accepts_loss_kwargs = inspection.takes_loss_arguments(model)
+        self.label_names = inspection.labels_of(model, args.label_names)
+        self.can_return_loss = can_return_loss(type(inspection.base_model(model)))
+        self.label_smoother = inspection.smoother_of(model, args.label_smoothing_factor)
+        self.neftune_noise_alpha = args.neftune_noise_alpha
+        self._asked: Capabilities | None = None
+        self._num_parameters: int | None = None
+
+    def _start_state(self) -> None:
+        self.state = TrainerState(
+            is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
+        )
+        self.control = TrainerControl()
+        self.is_in_train = False
+        self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
+        self._train_batch_size: int = self.args.train_batch_size  # auto_find_batch_size may halve it
+        self._step = StepInProgress()
+        self._given_items: Any = None  # number of items of the current step, as counted by a script's get_batch_samples
+        self._loop: Loop | None = None  # of the current or last train()
+        self._signature_columns: list[str] | None = None
+        self._created_lr_scheduler = False
+        self._eval_dataloaders: dict[str, Any] = {}
+        self._initial_num_input_tokens_seen = 0
+        self._hub = Hub()
+        self._trial: Any = None
+        self._search: search.Search | None = None
+        self.hp_search_backend: Any = None
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback object, or an instance of a class."""
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback object, or the first one of a class, and return it. None if there is none."""
+        return self.callback_handler.pop_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        self.callback_handler.remove_callback(callback)
+
+    def _tell(self, event: str, **details: Any) -> None:
+        self.control = self.callback_handler.call_event(event, self.args, self.state, self.control, **details)
+
+    def end(self) -> None:
+        """Leave the process group, at the very end of a script."""
+        self.accelerator.end_training()
+
+    def _overrides(self, name: str) -> bool:
+        """Whether a script has overridden a method, in a subclass or on this object."""
+        return name in vars(self) or not getattr(type(self), name).__module__.startswith("burnish.")
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """A new model from ``model_init``, which may take the trial as argument."""
+        assert self.model_init is not None
+        return search.fresh_model(self.model_init, trial)
+
+    def is_local_process_zero(self) -> bool:
+        return bool(self.args.local_process_index == 0)
+
+    def is_world_process_zero(self) -> bool:
+        return bool(self.args.process_index == 0)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Move the model, or another model of a script, such as the teacher of a distillation."""
+        model.to(device)
+
+    def _prepare_input(self, data: Any) -> Any:
+        device = self._parallel.device
+        return map_tensors(
+            data, lambda tensor: tensor.to(device), lambda value: value.to(device) if hasattr(value, "to") else value
+        )
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Append ``logs`` to ``state.log_history`` and call every callback. Override it to add or change values.
+
+        Args:
+            logs: the values.
+            start_time: start time of training, to add tokens per second if tokens are counted.
+        """
+        logs["epoch"] = self.state.epoch
+        if self.args.include_num_input_tokens_seen != "no":
+            logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
+            if start_time is not None:
+                tokens = self.state.num_input_tokens_seen - self._initial_num_input_tokens_seen
+                logs.update(speed_metrics("train", start_time, num_tokens=tokens))
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self._tell("on_log", logs=logs)
+
+    @property
+    def hub_model_id(self) -> str | None:
+        return self._hub.repository
+
+    @hub_model_id.setter
+    def hub_model_id(self, name: str | None) -> None:
+        self._hub.repository = name
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Create the repository ``hub_model_id``, or use the existing one."""
+        self._hub.make_repository(self.args, token, private)
+
+    def _save_now(self) -> str:
+        """Save a checkpoint of the current step. Returns its folder."""
+        if self._loop is None:
+            raise RuntimeError("accelerator.save_state() can only be called during training.")
+        self._loop.save()
+        self._loop.checkpoints.wait()
+        return str(self._loop.checkpoints.path(self.state.global_step))

@@ -1,0 +1,174 @@
+"""The methods of a ``Trainer`` for the loss; see ``trainer/loss.py``."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from burnish.kernels.probe import Capabilities
+from burnish.loop.loop import set_optimizer_mode
+from burnish.loop.types import Batch, Loss
+from burnish.trainer import inspection
+from burnish.trainer.data.in_step import tensors_by_name
+from burnish.trainer.data.prefix_sharing import has_plain_loss, probe_prefix_sharing, shared_prefixes_of
+from burnish.trainer.data.torch_loader import PaddingBatch
+from burnish.trainer.loss import (
+    accepting,
+    loss_of,
+    num_items_of,
+    refuse_empty,
+    refuse_no_loss,
+)
+from burnish.trainer.methods.base import TrainerBase
+from burnish.trainer.trl.sft.loss import mean_of_padding_free, sum_of_padding_free
+
+
+class LossMethods(TrainerBase):
+    """The loss of a micro-batch, and its backward pass."""
+
+    @property
+    def loss_is_scripted(self) -> bool:
+        """Whether a script computes the loss. It is then a mean until the backward pass."""
+        if self.compute_loss_func is not None or self.loss_is_scaled_for_ga:
+            return True
+        return any(map(self._overrides, self._loss_methods))
+
+    _loss_methods: tuple[str, ...] = ("compute_loss", "training_step", "get_batch_samples")
+    """Methods with which a script computes the loss or its divisor."""
+
+    def _loss(self, model: nn.Module, inputs: Any) -> Loss:
+        """The loss of a micro-batch as a sum over its items: without logits, or the model's own mean times its
+        items."""
+        flat = None if self.label_smoother is not None or not has_plain_loss(self.model) else self._flat(inputs)
+        if flat is not None and (head := self._fitted().head) is not None:
+            return Loss(sum_of_padding_free(model, flat, head))
+        num_items = self._num_items(inputs)
+        mean = self.compute_loss(model, inputs, num_items_in_batch=self._items(inputs, num_items))
+        refuse_no_loss(mean)
+        return Loss(mean * num_items)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of one micro-batch.
+
+        Args:
+            model: the model.
+            inputs: the micro-batch.
+            num_items_in_batch: () number of items of the whole step, if the loss is a mean over labels.
+
+        Returns:
+            () the contribution of the micro-batch to the loss of the step, detached. An override runs the backward pass
+            itself (``self.accelerator.backward``); its gradient and its return value are used unchanged.
+        """
+        model.train()
+        set_optimizer_mode(self.optimizer, is_training=True)
+        counts = not isinstance(inputs, PaddingBatch)
+        inputs = self._prepare_inputs(inputs)
+        own = self._num_items(inputs) * counts
+        share, items = self._step.share(own), self._items(inputs, own)
+        if self.loss_is_scaled_for_ga:
+            share, items = torch.ones_like(own) * counts / self._num_averaged_losses, num_items_in_batch
+        elif items is not None and self._given_items is not None:
+            share, items = torch.ones_like(own), self._given_items
+        with self.compute_loss_context_manager():
+            loss = accepting(self.compute_loss, "num_items_in_batch")(model, inputs, num_items_in_batch=items)
+        refuse_no_loss(loss)
+        self._empty_cache_if_due()
+        loss = loss * (share * self._parallel.world_size)  # the backend averages over processes, but a sum is needed
+        self.accelerator.backward(loss)
+        detached: Tensor = loss.detach()
+        return detached
+
+    def _empty_cache_if_due(self) -> None:
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            self.accelerator.free_memory()
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The mean loss of a micro-batch: the model's own, with label smoothing, or from ``compute_loss_func``.
+
+        Args:
+            model: the model.
+            inputs: the micro-batch.
+            return_outputs: whether to return the model's outputs as well.
+            num_items_in_batch: () number of labels of this micro-batch, by which models and functions divide their sum.
+
+        Returns:
+            () the loss, or (loss, outputs).
+        """
+        is_own = self.label_smoother is not None or self.compute_loss_func is not None
+        flat = None if is_own or return_outputs or not has_plain_loss(self.model) else self._flat(inputs)
+        if flat is not None and (head := self._fitted().head) is not None:
+            return mean_of_padding_free(model, flat, head, num_items_in_batch)
+        labels = inputs.pop("labels") if is_own and "labels" in inputs else None
+        if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
+            inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
+        outputs = model(**inputs)
+        if self.compute_loss_func is not None:
+            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+        elif labels is not None:
+            # Before transformers 5.16 it counts the labels itself.
+            smoothed = accepting(self.label_smoother.__call__, "num_items_in_batch")
+            shifts = inspection.is_causal_lm(self.accelerator.unwrap_model(model))
+            loss = smoothed(outputs, labels, shift_labels=shifts, num_items_in_batch=num_items_in_batch)
+        else:
+            loss = loss_of(outputs, inputs)
+        return (loss, outputs) if return_outputs else loss
+
+    def _fitted(self) -> Capabilities:
+        """Results of the probes of the model's forward pass, which run once."""
+        if self._asked is None or self._asked.model is not self.model:
+            found = self._ask()
+            self._asked = replace(found, head=None, shares_prefixes=False) if self._parallel.frees_weights else found
+        return self._asked
+
+    def _ask(self) -> Capabilities:
+        return probe_prefix_sharing(self.model, self._skips_tokens and has_plain_loss(self.model))
+
+    @property
+    def _skips_tokens(self) -> bool:
+        """Whether tokens without influence on a loss are skipped: as set by the arguments; by default on a CPU."""
+        is_requested = self.args.needed_tokens_only
+        is_usual = self._parallel.device.type == "cpu" and not self.args.torch_compile
+        return bool(is_usual if is_requested is None else is_requested) and self.neftune_noise_alpha is None
+
+    def _flat(self, inputs: Batch) -> Batch | None:
+        """The micro-batch without padding and unneeded tokens. None if this is not supported."""
+        return shared_prefixes_of(inputs) if self._fitted().shares_prefixes else None
+
+    def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
+        """Context for a forward pass."""
+        return self.autocast_smart_context_manager()
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
+        """The autocast of the run. ``cache_enabled`` has no effect."""
+        return self._parallel.precision()
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Move the batch to the device. Override it to change the inputs of the model."""
+        inputs = self._prepare_input(inputs)
+        refuse_empty(inputs, self._signature_columns)
+        return inputs
+
+    def _num_items(self, inputs: Batch) -> Tensor:
+        """() number of items of a micro-batch."""
+        return num_items_of(inputs, inspection.loss_shifts_labels(self.model), self._parallel.device)
+
+    def _items(self, inputs: Batch, num_items: Tensor) -> Tensor | None:
+        """() ``num_items_in_batch``: at least 1, so that a micro-batch without labels adds 0 rather than 0/0."""
+        counts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        return num_items.clamp(min=1) if counts and isinstance(tensors_by_name(inputs).get("labels"), Tensor) else None
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Operations of forward and backward, for ``total_flos``: 6 x tokens x parameters without embeddings."""
+        main = getattr(self.model, "main_input_name", "input_ids")
+        if main not in tensors_by_name(inputs) or not hasattr(self.model, "num_parameters"):
+            return 0
+        if self._num_parameters is None:
+            self._num_parameters = int(self.model.num_parameters(exclude_embeddings=True))
+        return 6 * int(inputs[main].numel()) * self._num_parameters
