@@ -1,0 +1,468 @@
+"""``PreferenceTrainer``: what the trainers on preference datasets share.
+
+In: a model or its name, a config, preference datasets. Out: the trained model. Data is prepared in ``rows.py``; the
+losses are in ``losses``; ``objective.py`` fits them to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from burnish.config.errors import UserError
+from burnish.data.batches.batching import collate_padded
+from burnish.data.batches.loader import num_tokens
+from burnish.data.sets.trl import Kind
+from burnish.loop.loop import TrainOutput
+from burnish.loop.meter import Totals
+from burnish.loop.protocols import Objective
+from burnish.loop.types import Batch, Loss, Row
+from burnish.losses.pairs import PAIR_COLUMNS, AnswersObjective
+from burnish.losses.reference import DisabledAdapter, InitialWeights, MovingReference, UnchangedModel
+from burnish.losses.reward import RewardObjective
+from burnish.models.dropout import switch_off_dropout
+from burnish.parallel.single import set_seed
+from burnish.run.references import refuse_other_vocabulary
+from burnish.trainer import notes
+from burnish.trainer.data.torch_loader import PaddingBatch
+from burnish.trainer.inspection import is_peft_model
+from burnish.trainer.reporting import Count
+from burnish.trainer.trl.preferences.collator import REFERENCE, Padded, column_of, rows_of_padded
+from burnish.trainer.trl.preferences.config import (
+    PreferenceConfig,
+    WithReference,
+)
+from burnish.trainer.trl.preferences.objective import (
+    ReadyBatches,
+    Score,
+    fitted,
+    padding_batch,
+    reference_for,
+    with_numbers,
+)
+from burnish.trainer.trl.preferences.rows import (
+    NAMES,
+    pair_row,
+    preference_rows,
+    template_of,
+)
+from burnish.trainer.trl.preferences.scripted import (
+    OverridableTrainer,
+    PreferenceOutput,
+    Scripted,
+    ScriptedBatch,
+    model_inputs_of,
+)
+from burnish.trainer.trl.prepared import first_row
+from burnish.trainer.trl.seeing import SeeingCollator, family_for
+from burnish.trainer.trl.sft.checks import check_sft_sets
+from burnish.trainer.trl.sft.setup import (
+    attach_peft,
+    finish_peft,
+    inner_tokenizer,
+    load_named_model,
+    own_config,
+    ready_model,
+    set_pad,
+)
+
+logger = logging.get_logger("transformers.trainer")
+
+_SIDES: Mapping[Kind, tuple[str, ...]] = {"pairs": ("chosen", "rejected"), "verdicts": ("", "kl"), "scores": ()}
+"""Responses of a row for which the reference is evaluated."""
+
+
+class CountPreferences(Count):
+    """Counts pairs or records, and always their tokens."""
+
+    def __call__(self, batch: Batch) -> tuple[int, int]:
+        if "items" in batch:
+            return len(batch["items"]), num_tokens(batch)
+        if "chosen_input_ids" in batch:
+            tokens = sum(int(batch[f"{side}_attention_mask"].sum()) for side in ("chosen", "rejected"))
+            return len(batch["chosen_input_ids"]), tokens
+        return len(batch["input_ids"]) // (1 if "label" in batch else 2), num_tokens(batch)
+
+
+class PreferenceTrainer(OverridableTrainer):
+    """Base class of the preference trainers.
+
+    Args:
+        model: the model, a peft model, or a name or folder.
+        ref_model: a separate reference model or its name. Default: the model at the start of training, either without
+            its new adapter or as a copy of the trained weights.
+        args: the config of this trainer, or ``TrainingArguments`` and defaults for the rest.
+        data_collator: creates TRL's padded batch from rows; its padding is removed again (``collator.py``).
+        train_dataset, eval_dataset: ``datasets.Dataset`` or ``IterableDataset``; the latter may be a dict of them.
+        processing_class: the tokenizer. Default: the model's.
+        compute_metrics: gets the rewards of pairs (P, 2), chosen first, with labels 0; for KTO the rewards (P,) with
+            their labels.
+        peft_config: a config of the peft library. The adapter is trained and the model frozen.
+
+    A subclass that overrides a method of TRL with a batch or the model as argument (``compute_loss``,
+    ``prediction_step``, ``_compute_loss``, ``get_batch_loss_metrics``, ...) gets TRL's padded batch and the bare model
+    (``scripted.py``).
+
+    Logged with the loss, each as a mean over its own items since the last log: ``rewards/*``, ``logps/*``,
+    ``logits/*``, ``entropy``, ``mean_token_accuracy``, ``num_tokens``, ``kl``; scores of a reward model.
+    """
+
+    args: PreferenceConfig
+    config_class: ClassVar[type[PreferenceConfig]]
+    objective_class: ClassVar[Callable[..., Any]]
+    tag: ClassVar[str]
+    kind: ClassVar[Kind] = "pairs"  # kind of its records
+    _counter = CountPreferences
+    padding_class: ClassVar[type[Padded]] = Padded
+    _row_of: Callable[[Mapping[str, Any]], Row] = staticmethod(pair_row)
+
+    def __init__(
+        self, model: Any, ref_model: Any = None, args: object = None, data_collator: Any = None,
+        train_dataset: Any = None, eval_dataset: Any = None, processing_class: Any = None,
+        compute_metrics: Callable[..., Any] | None = None, callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None, quantization_config: Any = None,
+        peft_config: Any = None, **old: Any,
+    ) -> None:  # fmt: skip
+        args = own_config(self.config_class, args, model)
+        processing_class = self._take_old_names(processing_class, old)
+        if ref_model is not None and ref_model is model:
+            raise ValueError(
+                "`model` and `ref_model` must be different objects. Remove `ref_model` to use a copy of the model."
+            )
+        if quantization_config is not None and not isinstance(model, str):
+            what = "`quantization_config` has no effect on a model that is already instantiated."
+            raise UserError(what, remedy="Pass the model's name or folder as `model`, or remove `quantization_config`.")
+        check_sft_sets(train_dataset)
+        set_seed(args.seed, args.full_determinism)  # an adapter's weights are initialized when it is attached
+        scores = self.objective_class is RewardObjective
+        model, processing_class, added = ready_model(model, args, processing_class, quantization_config, scores)
+        tokenizer = inner_tokenizer(processing_class)
+        self.family = family_for(model, processing_class, tokenizer, first_row(train_dataset))
+        if self.family is not None and scores:
+            raise ValueError("RewardTrainer does not support images.")
+        if peft_config is not None:
+            model = attach_peft(model, peft_config, added)
+        if args.disable_dropout:
+            switch_off_dropout(model)
+        self._tokenizer = inner_tokenizer(processing_class)
+        pad = set_pad(model, processing_class, self._pad_token(args))
+        pad = pad if (requested := getattr(args, "padding_value", None)) is None else requested
+        if hasattr(model, "peft_config"):
+            finish_peft(model, args)
+        choices = args.choices()
+        if isinstance(args, WithReference):  # ORPO and CPO only use the model's config, in TRL as well
+            self._set_router(model, args.router_aux_loss_coef)
+            choices.router_aux_loss_coef = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
+        for note in args.notes():
+            logger.warning(note)
+        template = template_of(args, self._tokenizer, self.kind, self.family)
+        self.objective = self.objective_class(choices, template, self._tokenizer)
+        self._pad = pad
+        super().__init__(
+            model=model, args=args, data_collator=data_collator or self.padding_class(self._row_of, self.kind, pad),
+            train_dataset=self._prepare_dataset(train_dataset, processing_class, args, "train"),
+            eval_dataset=self._prepared_evals(eval_dataset, processing_class, args), processing_class=processing_class,
+            compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )  # fmt: skip
+        self._second_model = self._second(ref_model, args)
+        self._fit(peft_config)
+        self._totals = Totals()
+        self._inspect(args)
+        if self._precomputes_reference:
+            self._ask_beforehand()
+        tag: Any = getattr(self.model, "add_model_tags", None)
+        if tag is not None:
+            tag(self._tag_names)
+
+    @property
+    def _tag_names(self) -> list[str]:
+        """Tags of the model card; TRL's trainers use this name."""
+        return ["burnish", self.tag]
+
+    def _take_old_names(self, processing_class: Any, old: dict[str, Any]) -> Any:
+        name, config = type(self).__name__, self.config_class.__name__
+        if "tokenizer" in old:
+            notes.warn(
+                f"`tokenizer` of {name} is deprecated. Use `processing_class` instead.", FutureWarning, stacklevel=4
+            )
+            processing_class = old.pop("tokenizer") if processing_class is None else processing_class
+        for word in old:
+            where = f" Use {config}({word}=...)." if word in self.config_class.__dataclass_fields__ else ""
+            raise TypeError(f"{name}.__init__() got an unexpected keyword argument {word!r}.{where}")
+        return processing_class
+
+    def _pad_token(self, args: PreferenceConfig) -> str | None:
+        return args.pad_token
+
+    # --- the objective ------------------------------------------------------------------------------------------------
+
+    @property
+    def _needs_reference(self) -> bool:
+        return isinstance(self.objective, AnswersObjective) and self.objective.needs_reference
+
+    @property
+    def _precomputes_reference(self) -> bool:
+        args = self.args
+        return isinstance(args, WithReference) and args.precompute_ref_log_probs and self._needs_reference
+
+    @property
+    def ref_model(self) -> Any:
+        """The reference as a model: the given one, or the weights at the start of training. None if the reference is
+        the model without its adapter, or its values are precomputed.
+        """
+        if self._second_model is not None or is_peft_model(self.model):
+            return self._second_model
+        reference = self.objective.reference if self._needs_reference else None
+        start = reference.start if isinstance(reference, MovingReference) else reference
+        return start.as_model(self.model) if isinstance(start, InitialWeights) else None
+
+    def _second(self, ref_model: Any, args: PreferenceConfig) -> Any:
+        """The reference, if it is a separate model."""
+        if not self._needs_reference:
+            return None
+        second = load_named_model(ref_model, args, None) if isinstance(ref_model, str) else ref_model
+        if second is not None:
+            refuse_other_vocabulary(self.model, second)
+        return second
+
+    def _fit(self, peft_config: Any) -> None:
+        objective, model, is_scored = self.objective, self.model, isinstance(self.objective, RewardObjective)
+        leaves_out = self._skips_tokens and objective.allows_prefix_sharing(model)
+        capabilities, collate = fitted(model, self._second_model, self.args, self._pad, leaves_out, is_scored)
+        if is_scored:
+            objective.head = Score(model)
+        if self.family is not None:
+            capabilities = replace(capabilities, is_padding_free=False, shares_prefixes=False)
+            collate = SeeingCollator(model, self.family, partial(collate_padded, pad_id=self._pad), self._pad)
+        for note in objective.fit(capabilities, collate):
+            logger.warning(note)
+        if isinstance(objective, AnswersObjective):
+            choices = self.args.choices()
+            objective.reference = reference_for(
+                objective, choices, model, self._second_model, peft_config, self._parallel
+            )
+        self._asked = replace(capabilities, model=model)
+        self.model_wrapped = self._made = objective.module(model)
+        self.aux_loss_enabled = bool(getattr(objective, "aux_coefficient", 0.0))  # reward models have no router loss
+
+    def _objective(self) -> Objective:
+        objective: Objective = self._scripted if self._is_scripted else self.objective
+        return objective
+
+    def _padding_batch(self, batch: Batch) -> PaddingBatch:
+        return PaddingBatch(batch) if self._is_scripted else padding_batch(batch)
+
+    # --- methods of a script: scripted.py -----------------------------------------------------------------------------
+
+    @cached_property
+    def _scripted(self) -> Scripted:
+        self._warn_of_overrides()
+        return Scripted(self.objective, partial(rows_of_padded, kind=self.kind), self._over, self._parallel)
+
+    def _loss_of_padded(self, model: nn.Module, inputs: Any, return_outputs: bool) -> Any:
+        """``compute_loss`` for a padded batch."""
+        ready = self._scripted.ready(model, inputs)
+        return self._mean_loss(self._scripted.loss_of(model, inputs, ready), model, ready, inputs, return_outputs)
+
+    def _mean_loss(self, loss_sums: Loss, model: nn.Module, ready: Batch, inputs: Any, return_outputs: bool) -> Any:
+        num_items = self.objective.num_items(ready)
+        if model.training:
+            self._step.sums.update(loss_sums.sums)
+        else:
+            self._totals.add(loss_sums, num_items)
+        loss = loss_sums.total / num_items.clamp(min=1)
+        if not return_outputs:
+            return loss
+        if inputs is ready:
+            return loss, loss_sums.outputs
+        with torch.no_grad():
+            logits = model(**model_inputs_of(inputs, self._pad), use_cache=False).logits
+        return loss, PreferenceOutput(logits=logits, rewards=loss_sums.outputs)
+
+    def _inspect(self, args: PreferenceConfig) -> None:
+        """Print notes on the rows of the training set."""
+
+    @property
+    def precompute_ref_logps(self) -> bool:
+        """TRL's name of ``args.precompute_ref_log_probs``."""
+        return self._precomputes_reference
+
+    def _ask_beforehand(self) -> None:
+        """Precompute the reference's log-probabilities of every row, and free a reference that takes memory."""
+        evals = self.eval_dataset
+        self.train_dataset = self._completed(self.train_dataset, "train")
+        if isinstance(evals, dict):
+            self.eval_dataset = {name: self._completed(one, name) for name, one in evals.items()}
+        elif evals is not None:
+            self.eval_dataset = self._completed(evals, "eval")
+        if not isinstance(self.objective.reference, DisabledAdapter | UnchangedModel):
+            self.objective.reference = self._second_model = None
+
+    def _completed(self, dataset: Any, name: str) -> Any:
+        size = getattr(self.args, "precompute_ref_batch_size", None) or self.args.eval_batch_size
+        return self._precompute_ref_logps(dataset, name, size)
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        """A dataset with the reference's log-probabilities of each row. Raises the errors of ``with_numbers``."""
+        compute = partial(self._answers_of_script, batch_size) if self._overrides("compute_ref_log_probs") else None
+        return with_numbers(dataset, self._rows_of, self.objective, self._made, self._parallel, batch_size, compute)
+
+    def _answers_of_script(self, batch_size: int, dataset: Any) -> dict[str, list[float]]:
+        """The columns of a dataset computed by a script's ``compute_ref_log_probs``. Every process computes all
+        rows."""
+        model, columns = self.ref_model or self.model, [column_of(side) for side in _SIDES[self.kind]]
+        by_column: dict[str, list[float]] = {name: [] for name in columns}
+        for start in range(0, len(dataset), batch_size):
+            rows = [dataset[at] for at in range(start, min(start + batch_size, len(dataset)))]
+            answers = self.compute_ref_log_probs(model, self._prepare_inputs(self.data_collator(rows)))
+            for name, logps in zip(columns, answers, strict=True):
+                if logps is not None:
+                    by_column[name] += logps.tolist()
+        return {name: values for name, values in by_column.items() if values}
+
+    def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> tuple[Tensor | None, ...]:
+        """(P,) log-probabilities of the reference: for chosen and rejected responses, or for responses and KTO's
+        mismatched ones.
+
+        Args:
+            model: the reference, or the trained model.
+            inputs: TRL's padded batch.
+        """
+        columns = self.objective.reference_columns(self._made, rows_of_padded(inputs, self.kind), self._parallel)
+        values = (columns.get(column_of(side)) for side in _SIDES[self.kind])
+        return tuple(None if one is None else torch.tensor(one, device=self._parallel.device) for one in values)
+
+    # --- data ---------------------------------------------------------------------------------------------------------
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
+        """A dataset with TRL's columns (``rows.py``). An override may map it before, or return such columns itself."""
+        return preference_rows(dataset, dataset_name, args, self.kind, self.objective.encode, self.objective.template)
+
+    def _prepared_evals(self, evals: Any, processing_class: Any, args: PreferenceConfig) -> Any:
+        if isinstance(evals, dict):
+            return {name: self._prepare_dataset(one, processing_class, args, name) for name, one in evals.items()}
+        return None if evals is None else self._prepare_dataset(evals, processing_class, args, "eval")
+
+    def _ready_evals(self, dataset: Any) -> Any:
+        """A dataset passed by a script, prepared like those of the constructor."""
+        dataset = self._prepared_evals(dataset, self.processing_class, self.args)
+        return self._completed(dataset, "eval") if self._precomputes_reference else dataset
+
+    def _collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
+        if self._is_scripted:
+            return self._padded(rows)
+        known = ({name: row[name] for name in row if name.startswith("reference_")} for row in rows)
+        pairs = zip(self._rows_of(rows), known, strict=True)
+        batch: Batch = self.objective.collate([{**row, **more} for row, more in pairs])
+        return batch
+
+    def _padded(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """TRL's batch, with reference log-probabilities of its rows if they are precomputed."""
+        known = {side: column_of(side) for side in REFERENCE if column_of(side) in rows[0]}
+        numbers = {REFERENCE[side]: torch.tensor([row[name] for row in rows]) for side, name in known.items()}
+        plain_rows = [{name: row[name] for name in row if name not in known.values()} for row in rows]
+        return {**self.data_collator(plain_rows), **numbers}
+
+    def _rows_of(self, rows: Sequence[Mapping[str, Any]]) -> list[Row]:
+        """Rows of the objective, converted by a script's ``data_collator`` if there is one."""
+        if isinstance(self.data_collator, Padded):
+            return [self._row_of(row) for row in rows]
+        return rows_of_padded(self.data_collator(list(rows)), self.kind)
+
+    @property
+    def _collate_for_loader(self) -> Callable[[list[Any]], Any]:
+        return self._collate
+
+    def _set_signature_columns_if_needed(self) -> None:
+        numbers = [f"reference_{side}logps" for side in ("", "kl_", "chosen_", "rejected_")]
+        self._signature_columns = [*NAMES[self.kind], *numbers, *PAIR_COLUMNS, "images", "kl_images"]
+
+    # --- loss ---------------------------------------------------------------------------------------------------------
+
+    def _num_items(self, inputs: Batch) -> Tensor:
+        num_items: Tensor = (self.objective if "items" in inputs else self._scripted).num_items(inputs)
+        return num_items
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """() the mean loss of a micro-batch over its pairs or records, or (loss, outputs).
+
+        Args:
+            model: the bare model.
+            inputs: TRL's padded batch. If no method is overridden: the objective's module, and a batch from its
+                ``prepare_step``.
+        """
+        if "items" in inputs:
+            return self._mean_loss(self.objective.loss(model, inputs), model, inputs, inputs, return_outputs)
+        return self._loss_of_padded(model, inputs, return_outputs)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        if prediction_loss_only:
+            return loss.detach(), None, None
+        rewards = getattr(outputs, "rewards", outputs)
+        if not isinstance(rewards, Tensor):  # a script's own value
+            logits = getattr(outputs, "logits", None)
+            return loss.detach(), logits, None if logits is None else inputs.get("input_ids")
+        ready = inputs.ready if isinstance(inputs, ScriptedBatch) else inputs
+        counts = ready["items"] > 0
+        rewards = rewards.view(len(counts), -1)[counts]
+        labels = ready["tag"][counts] if "tag" in ready else torch.zeros_like(rewards[:, 0])
+        return loss.detach(), rewards.squeeze(-1), labels
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Train as in ``TrlTrainer.train``."""
+        if isinstance(self.objective, AnswersObjective) and isinstance(self.objective.reference, UnchangedModel):
+            self.objective.reference = None  # the policy changes from here on
+        return super().train(*args, **kwargs)
+
+    # --- evaluation and logs ------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate as in ``Trainer``. A dataset passed here is prepared like those of the constructor."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str | dict):  # the sets of a dict come separately
+            eval_dataset = self._ready_evals(eval_dataset)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
+        """The rewards of a dataset, and its metrics."""
+        test_dataset = self._ready_evals(test_dataset)
+        return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
+    ) -> Any:  # fmt: skip
+        self._totals, module = Totals(), self._model_for_evaluation()
+        ready = partial(self._objective().iter_eval, module, parallel=self._parallel)
+        with torch.no_grad():
+            output = super().evaluation_loop(
+                ReadyBatches(dataloader, lambda batches: ready(batches=batches), self._parallel, self._padding_batch),
+                description, prediction_loss_only, ignore_keys, metric_key_prefix,
+            )  # fmt: skip
+        means = self.objective.report(self._totals.means(self._parallel))
+        metrics: Any = output.metrics
+        metrics.update({f"{metric_key_prefix}_{name}": v for name, v in means.items() if name != "loss"})
+        metrics[f"{metric_key_prefix}_num_tokens"] = float(self.state.num_input_tokens_seen)
+        return output
+
+    def _model_for_evaluation(self) -> nn.Module:
+        model = super()._model_for_evaluation()
+        return self.model if self._is_scripted and model is self._made else model
