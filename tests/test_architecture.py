@@ -558,7 +558,7 @@ def test_no_folder_holds_more_than_fifteen_files() -> None:
 
 _NAMED_BY_OTHERS = {
     "_get_learning_rate", "_setup_devices",
-    "compute_rewards", "load_rewards", "missing_columns", "needs_all_ranks", "stage_defaults", "RolloutLoss",
+    "compute_rewards", "load_rewards", "missing_columns", "stage_defaults", "RolloutLoss",
 }  # fmt: skip
 """Names that transformers, its callbacks and its scripts ask of a Trainer and its arguments; and parts of rollouts that
 are not assembled yet."""

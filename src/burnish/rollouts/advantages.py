@@ -41,13 +41,6 @@ class Advantages:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def needs_all_ranks(options: RolloutOptions, leave_one_out: bool = False) -> bool:
-    """Tell whether the completions of all ranks have to be known, and not whole groups alone."""
-    if leave_one_out:
-        return options.normalize_advantages
-    return options.multi_objective_aggregation == "normalize_then_sum" or options.scale_rewards == "batch"
-
-
 def advantages(
     rewards: Tensor, weights: Sequence[float], groups: Tensor, options: RolloutOptions,
     leave_one_out: bool = False, penalties: Tensor | None = None,

@@ -64,7 +64,18 @@ from burnish.rollouts.numbers import (
 from burnish.rollouts.options import DefaultsChoices, RolloutOptions, stage_defaults
 from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import RewardFunction, load_rewards, missing_columns
-from burnish.rollouts.samples import PLACE, Scored, collated, columns_of, packed, partitioned, step_batch_of, unpacked
+from burnish.rollouts.samples import (
+    PLACE,
+    Scored,
+    collated,
+    columns_of,
+    compared,
+    groups_of,
+    packed,
+    partitioned,
+    step_batch_of,
+    unpacked,
+)
 
 MOST_DRAWN = 3
 """Step batches of prompts that ``drop_zero_variance_groups: refill`` uses up for one generation, at most."""
@@ -260,9 +271,7 @@ class RolloutObjective(AnswersObjective):
         drawn = self._draw(module, step_batch, parallel, step)
         metrics = self.give_advantages(drawn.samples)
         wanted, batches = len(drawn.samples), 1
-        while (
-            drops == "refill" and more is not None and batches < MOST_DRAWN and wanted > len(_compared(drawn.samples))
-        ):
+        while drops == "refill" and more is not None and batches < MOST_DRAWN and wanted > len(compared(drawn.samples)):
             further = next(more, None)
             if further is None:
                 break
@@ -277,7 +286,7 @@ class RolloutObjective(AnswersObjective):
             self.on_generation(every, names, step + 1, generation)
         used = every
         if drops in ("drop", "refill"):
-            used = _compared(every)
+            used = compared(every)
             metrics["frac_groups_dropped"] = 1 - len(used) / max(len(every), 1)
         numbers = with_counts(metrics, every, names, self.count())
         return self._step_batches(used[:wanted], numbers, step_batch, generation, parallel)
@@ -500,13 +509,3 @@ def refuse_answered(example: Example) -> None:
     if isinstance(last, Mapping) and last.get("role") == "assistant" and not example.extra.get("completion"):
         what = "a prompt must end with a user message. Received: a prompt that ends with an assistant message."
         raise UserError(f"{example.place}: {what}", remedy="Move the response to a separate column.")
-
-
-def _compared(samples: Sequence[Scored]) -> list[Scored]:
-    """Completions of the groups whose rewards differ."""
-    return [sample for sample in samples if sample.is_compared]
-
-
-def groups_of(samples: Sequence[Scored], count: int) -> Tensor:
-    """(C,) the group of each completion: those of one prompt, in the order of ``samples``."""
-    return torch.arange(len(samples)) // count

@@ -182,3 +182,13 @@ def partitioned(
         mine = [samples[at] for at in chosen[shares[rank] : shares[rank + 1]]]
         steps.append([mine[at * micro_batch : (at + 1) * micro_batch] for at in range(most)])
     return steps
+
+
+def compared(samples: Sequence[Scored]) -> list[Scored]:
+    """Completions of the groups whose rewards differ."""
+    return [sample for sample in samples if sample.is_compared]
+
+
+def groups_of(samples: Sequence[Scored], count: int) -> Tensor:
+    """(C,) the group of each completion: those of one prompt, in the order of ``samples``."""
+    return torch.arange(len(samples)) // count

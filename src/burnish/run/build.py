@@ -208,15 +208,7 @@ def build_loop(
     prepared = add_mismatched_responses(add_reference_columns(with_numbers(prepared), options), options)
     set_seed(options.seed, options.full_determinism)
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
-    model = trained_model(prepared, adapter, parallel, options)
-    if prepared.family is not None and has_images(prepared):
-        raise_if(check_processes(options, model, parallel.world_size, parallel.splits_weights))
-    capabilities, notes, ahead = configure_objective(objective, model, prepared, options)
-    notes += setup_reward_head(objective, options, parallel)
-    setup_completions(objective, model, parallel, options)
-    notes += setup_reference(objective, model, adapter, parallel, options, capabilities.is_padding_free)
-    for sentence in notes:
-        note(sentence)
+    model, capabilities, ahead = _fitted_model(prepared, adapter, parallel, options)
 
     accumulation = options.gradient_accumulation_steps
     if objective.rows_per_rank is None:
@@ -260,6 +252,22 @@ def build_loop(
         note(sentence)
     listeners.fire("on_init_end")
     return loop
+
+
+def _fitted_model(
+    prepared: Prepared, adapter: ModelAdapter, parallel: Parallel, options: RunOptions
+) -> tuple[Any, Capabilities, RowsAhead | None]:
+    """The model with its adapter, and the objective fitted to it; what the model can do, and its images."""
+    objective, model = prepared.objective, trained_model(prepared, adapter, parallel, options)
+    if prepared.family is not None and has_images(prepared):
+        raise_if(check_processes(options, model, parallel.world_size, parallel.splits_weights))
+    capabilities, notes, ahead = configure_objective(objective, model, prepared, options)
+    notes += setup_reward_head(objective, options, parallel)
+    setup_completions(objective, model, parallel, options)
+    notes += setup_reference(objective, model, adapter, parallel, options, capabilities.is_padding_free)
+    for sentence in notes:
+        note(sentence)
+    return model, capabilities, ahead
 
 
 def trained_model(prepared: Prepared, adapter: ModelAdapter, parallel: Parallel, options: RunOptions) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -200,68 +200,83 @@ def answer_all(
         likelihoods: filled with the log-probability of each response in nats, if there are several per prompt.
         family: model family, if prompts may have images.
     """
-    likely: dict[int, float] = {}
     has_images = any(question.images for question in questions)
     if not is_plain(config):
         if has_images:
             what = "prompts with images support neither num_beams nor the decoding methods of the generation_config."
             raise UserError(what, remedy="Set num_beams: 1.", option="num_beams")
         return _through_generate(run, questions, config, options)
-    model, parallel = bare_model(run), run.parallel
-    context = context_length(model.config) or LONGEST
+    parallel, context = run.parallel, context_length(bare_model(run).config) or LONGEST
     top = 0 if options.samples > 1 else None
-    requests_by_index = {
-        at: replace(_ask(at, question, config, options.seed), top_logprobs=top) for at, question in enumerate(questions)
-    }
-    own_indices = [at for at in requests_by_index if at % parallel.world_size == parallel.rank]
-    open_ = [
-        at
-        for at in own_indices
-        if requests_by_index[at].max_new_tokens > 0 and len(requests_by_index[at].ids) < context
+    requests = [
+        replace(_ask(at, question, config, options.seed), top_logprobs=top) for at, question in enumerate(questions)
     ]
-    answers: dict[int, list[int]] = {at: [] for at in own_indices}
+    answers: dict[int, list[int]] = {at: [] for at in range(parallel.rank, len(requests), parallel.world_size)}
+    likely: dict[int, float] = {}
     with ExitStack() as stack:
-        images = [list(question.images) for question in questions if question.images]
-        partial_answers = (
-            stack.enter_context(Partial(partial, _key_of(run, requests_by_index.values(), images))) if partial else None
-        )
-        answers |= {
-            at: ids for at, ids in (partial_answers.answers if partial_answers else {}).items() if at in answers
-        }
-        likely |= partial_answers.likelihoods if partial_answers else {}
-        open_ = [at for at in open_ if not (partial_answers and at in partial_answers.answers)]
-        slots = options.infer_seats or options.per_device_eval_batch_size
+        kept = None
+        if partial:
+            images = [list(question.images) for question in questions if question.images]
+            kept = stack.enter_context(Partial(partial, _key_of(run, requests, images)))
+            likely |= kept.likelihoods
+        done = kept.answers if kept else {}
+        open_ = [
+            at for at in answers
+            if requests[at].max_new_tokens > 0 and len(requests[at].ids) < context and at not in done
+        ]  # fmt: skip
+        answers |= {at: ids for at, ids in done.items() if at in answers}
         stack.enter_context(parallel.generating(run.model))  # the number of questions differs between ranks
-        loop = Scheduler(model, SlotLimits(slots, context, exact=options.infer_exact), precision=parallel.precision)
-
         advance = stack.enter_context(work("Answering", len(open_), "prompts"))
 
-        def done(number: int, finished: Finished) -> None:
+        def finish(at: int, finished: Finished) -> None:
             advance(1)
-            at = open_[number]
             answers[at] = finished.ids
             if finished.logprobs:
                 likely[at] = math.fsum(one.logprob for one in finished.logprobs)
-            if partial_answers:
-                partial_answers.add(at, finished.ids, likely.get(at))
-            if (number + 1) % slots == 0:
-                run.callbacks.fire("on_prediction_step")
+            if kept:
+                kept.add(at, finished.ids, likely.get(at))
 
-        requests = [requests_by_index[at] for at in open_]
-        if family is None or not has_images:
-            generate_all(loop, requests, done)
-        else:
-            reader = ImageReader(model, family, Sight())
-
-            def with_images(number: int, request: GenerationRequest) -> GenerationRequest:
-                row = {"input_ids": request.ids, "images": list(questions[open_[number]].images)}
-                return replace(request, **reader.of(row))
-
-            generate_all(loop, requests, done, with_images)
+        _generate(run, {at: requests[at] for at in open_}, questions, options, finish, family if has_images else None)
     if likelihoods is not None and options.samples > 1:
         for part in parallel.gather_objects(likely):
             likelihoods |= part
     return _of_all_ranks(run, answers, len(questions))
+
+
+def _generate(
+    run: Loop, requests: Mapping[int, GenerationRequest], questions: Sequence[Question], options: RunOptions,
+    finish: Callable[[int, Finished], None], family: Family | None,
+) -> None:  # fmt: skip
+    """Answer ``requests`` (question -> request) with the inference engine; each response is passed to ``finish``.
+
+    Args:
+        run: the loop.
+        requests: question -> request.
+        questions: prompts, for their images.
+        options: options of the run.
+        finish: called with the question's index and its response.
+        family: model family, if prompts have images.
+    """
+    model, parallel, places = bare_model(run), run.parallel, [*requests]
+    slots = options.infer_seats or options.per_device_eval_batch_size
+    limits = SlotLimits(slots, context_length(model.config) or LONGEST, exact=options.infer_exact)
+    scheduler = Scheduler(model, limits, precision=parallel.precision)
+
+    def done(number: int, finished: Finished) -> None:
+        finish(places[number], finished)
+        if (number + 1) % slots == 0:
+            run.callbacks.fire("on_prediction_step")
+
+    if family is None:
+        generate_all(scheduler, [*requests.values()], done)
+        return
+    reader = ImageReader(model, family, Sight())
+
+    def with_images(number: int, request: GenerationRequest) -> GenerationRequest:
+        row = {"input_ids": request.ids, "images": list(questions[places[number]].images)}
+        return replace(request, **reader.of(row))
+
+    generate_all(scheduler, [*requests.values()], done, with_images)
 
 
 LONGEST = 1 << 20

@@ -58,7 +58,6 @@ class PreparedAhead:
         self._kept: OrderedDict[str, Tensors] = OrderedDict()
         self._size_of_kept = 0
         self._per_token: float = _BYTES_PER_TOKEN
-        self.num_prepared = 0
 
     def __call__(self, image: Any) -> Tensors:
         """The tensors of an image. Raises what preparing it raised."""
@@ -93,7 +92,6 @@ class PreparedAhead:
             return 0
         if identity not in self._in_progress:
             self._in_progress[identity] = self._threads.submit(self._prepare, image)
-            self.num_prepared += 1
         num_tokens: int = image.end - image.begin
         return self._per_token * max(1, num_tokens)
 

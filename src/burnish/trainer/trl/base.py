@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from burnish.trainer.trainer import Trainer
 
@@ -30,6 +30,8 @@ class TrlTrainer(Trainer):
         _metrics: "train" or "eval" -> name -> values added by a script; the next log has their mean.
     """
 
+    tag: ClassVar[str]
+    """Tag of the model card."""
     router_aux_loss_coef = 0.0
     aux_loss_enabled = False
 
@@ -38,6 +40,13 @@ class TrlTrainer(Trainer):
             "train": defaultdict(list), "eval": defaultdict(list),
         }  # fmt: skip
         super().__init__(*args, **kwargs)
+        if hasattr(self.model, "add_model_tags"):
+            self.model.add_model_tags(self._tag_names)
+
+    @property
+    def _tag_names(self) -> list[str]:
+        """Tags of the model card; TRL's trainers use this name."""
+        return ["burnish", self.tag]
 
     def _set_router(self, model: Any, coefficient: float | None) -> None:
         """Enable the loss of a router by default, as in TRL, independent of the model's config.

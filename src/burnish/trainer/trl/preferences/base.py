@@ -26,7 +26,6 @@ from burnish.loop.types import Batch, Loss, Row
 from burnish.losses.pairs import PAIR_COLUMNS, AnswersObjective
 from burnish.losses.reference import DisabledAdapter, InitialWeights, MovingReference, UnchangedModel
 from burnish.losses.reward import RewardObjective
-from burnish.models.dropout import switch_off_dropout
 from burnish.parallel.single import set_seed
 from burnish.run.references import refuse_other_vocabulary
 from burnish.trainer import notes
@@ -63,13 +62,10 @@ from burnish.trainer.trl.prepared import first_row
 from burnish.trainer.trl.seeing import SeeingCollator, family_for
 from burnish.trainer.trl.sft.checks import check_sft_sets
 from burnish.trainer.trl.sft.setup import (
-    attach_peft,
-    finish_peft,
     inner_tokenizer,
     load_named_model,
     own_config,
     ready_model,
-    set_pad,
 )
 
 logger = logging.get_logger("transformers.trainer")
@@ -116,7 +112,6 @@ class PreferenceTrainer(OverridableTrainer):
     args: PreferenceConfig
     config_class: ClassVar[type[PreferenceConfig]]
     objective_class: ClassVar[Callable[..., Any]]
-    tag: ClassVar[str]
     kind: ClassVar[Kind] = "pairs"  # kind of its records
     _counter = CountPreferences
     padding_class: ClassVar[type[Padded]] = Padded
@@ -148,26 +143,18 @@ class PreferenceTrainer(OverridableTrainer):
         self.family = family_for(model, processing_class, tokenizer, first_row(train_dataset))
         if self.family is not None and scores:
             raise ValueError("RewardTrainer does not support images.")
-        if peft_config is not None:
-            model = attach_peft(model, peft_config, added)
-        if args.disable_dropout:
-            switch_off_dropout(model)
-        self._tokenizer = inner_tokenizer(processing_class)
-        pad = set_pad(model, processing_class, self._pad_token(args))
-        pad = pad if (requested := getattr(args, "padding_value", None)) is None else requested
-        if hasattr(model, "peft_config"):
-            finish_peft(model, args)
-        choices = args.choices()
-        if isinstance(args, WithReference):  # ORPO and CPO only use the model's config, in TRL as well
-            self._set_router(model, args.router_aux_loss_coef)
-            choices.router_aux_loss_coef = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
-        for note in args.notes():
-            logger.warning(note)
+        self._tokenizer = tokenizer
+        sets_router = isinstance(args, WithReference)  # ORPO and CPO only use the model's config, in TRL as well
+        model, choices = self._attach(
+            model, args, processing_class, peft_config, added, self._pad_token(args), sets_router
+        )
+        if (requested := getattr(args, "padding_value", None)) is not None:
+            self._pad = requested
         template = template_of(args, self._tokenizer, self.kind, self.family)
         self.objective = self.objective_class(choices, template, self._tokenizer)
-        self._pad = pad
         super().__init__(
-            model=model, args=args, data_collator=data_collator or self.padding_class(self._row_of, self.kind, pad),
+            model=model, args=args,
+            data_collator=data_collator or self.padding_class(self._row_of, self.kind, self._pad),
             train_dataset=self._prepare_dataset(train_dataset, processing_class, args, "train"),
             eval_dataset=self._prepared_evals(eval_dataset, processing_class, args), processing_class=processing_class,
             compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
@@ -180,14 +167,6 @@ class PreferenceTrainer(OverridableTrainer):
         self._inspect(args)
         if self._precomputes_reference:
             self._ask_beforehand()
-        tag: Any = getattr(self.model, "add_model_tags", None)
-        if tag is not None:
-            tag(self._tag_names)
-
-    @property
-    def _tag_names(self) -> list[str]:
-        """Tags of the model card; TRL's trainers use this name."""
-        return ["burnish", self.tag]
 
     def _take_old_names(self, processing_class: Any, old: dict[str, Any]) -> Any:
         name, config = type(self).__name__, self.config_class.__name__

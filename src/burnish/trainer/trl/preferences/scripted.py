@@ -24,9 +24,13 @@ from burnish.checkpoint.parts import Stateful
 from burnish.loop.protocols import Objective, Parallel
 from burnish.loop.types import IGNORE_INDEX, Batch, Loss, Row
 from burnish.losses.sequence_logps import SequenceModel
+from burnish.models.dropout import switch_off_dropout
 from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.trl.base import TrlTrainer
+from burnish.trainer.trl.preferences.config import PreferenceConfig
 from burnish.trainer.trl.preferences.objective import padding_batch
+from burnish.trainer.trl.rollouts.config import RolloutConfig
+from burnish.trainer.trl.sft.setup import attach_peft, finish_peft, set_pad
 
 logger = logging.get_logger("transformers.trainer")
 
@@ -242,6 +246,37 @@ class OverridableTrainer(TrlTrainer):
     """
 
     _made: nn.Module
+    _pad: int
+
+    def _attach(
+        self, model: Any, args: PreferenceConfig | RolloutConfig, processing_class: Any, peft_config: Any,
+        added: list[int], pad_token: str | None = None, sets_router: bool = True,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """The model with its adapter, dropout and padding as the arguments say; and the options of the objective.
+
+        Args:
+            model: the model.
+            args: its config, with ``choices()`` and ``notes()``.
+            processing_class: tokenizer or processor.
+            peft_config: config of a new adapter, or None.
+            added: ids of tokens that were added to the tokenizer.
+            pad_token: padding token. Default: the tokenizer's.
+            sets_router: whether ``router_aux_loss_coef`` applies.
+        """
+        if peft_config is not None:
+            model = attach_peft(model, peft_config, added)
+        if args.disable_dropout:
+            switch_off_dropout(model)
+        self._pad = set_pad(model, processing_class, pad_token)
+        if hasattr(model, "peft_config"):
+            finish_peft(model, args)
+        choices = args.choices()
+        if sets_router:
+            self._set_router(model, args.router_aux_loss_coef)
+            choices.router_aux_loss_coef = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
+        for note in args.notes():
+            logger.warning(note)
+        return model, choices
 
     def _module(self) -> nn.Module:
         module: nn.Module = self.model if self._is_scripted else self._made

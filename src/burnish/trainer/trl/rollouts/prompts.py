@@ -20,6 +20,8 @@ from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message, RoleName, Row
 from burnish.losses.base import StageObjective
 from burnish.trainer.data.loaders import is_datasets_set
+from burnish.trainer.trl.rollouts.config import RolloutConfig
+from burnish.trainer.trl.rollouts.tools import Environments
 
 logger = logging.get_logger("transformers.trainer")
 
@@ -106,3 +108,19 @@ def _example(record: Mapping[str, Any], source: str, number: int, variables: Map
 def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message without the keys that another message of the set has: ``datasets`` fills them with None."""
     return {name: value for name, value in message.items() if value is not None or name == "content"}
+
+
+def blank_prompts(args: RolloutConfig, environments: Environments | None) -> Any:
+    """Empty prompts for environments that write the prompt themselves. Raises ValueError where there are none."""
+    if environments is None:
+        raise ValueError("`train_dataset` is required")
+    if args.max_steps <= 0:
+        raise ValueError("`max_steps` must be set where there is no `train_dataset`.")
+    count = max(1, (args.generation_batch_size or 1) // args.num_generations)
+    return [{"prompt": [{"role": "user", "content": ""}]}] * count
+
+
+def end_tokens(model: Any) -> list[int]:
+    """The ids that end a completion, as the generation config of a model has them."""
+    ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)

@@ -25,14 +25,13 @@ from burnish.loop.meter import Totals
 from burnish.loop.protocols import Objective
 from burnish.loop.types import Batch, Loss
 from burnish.losses.reference import InitialWeights, MovingReference
-from burnish.models.dropout import switch_off_dropout
 from burnish.models.load import context_length
 from burnish.parallel.single import set_seed
 from burnish.rollouts.completions import SlotSource
 from burnish.rollouts.objective import LeaveOneOutObjective, RolloutObjective
 from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import RewardFunction, load_rewards
-from burnish.rollouts.rewards.models import RewardModel, reward_model_of
+from burnish.rollouts.rewards.models import RewardModel
 from burnish.run.rollouts import merging, slots_of
 from burnish.trainer.data.in_step import in_step
 from burnish.trainer.data.torch_loader import PaddingBatch
@@ -43,7 +42,8 @@ from burnish.trainer.trl.base import TrlTrainer, argument
 from burnish.trainer.trl.preferences.objective import fitted, padding_batch, reference_for
 from burnish.trainer.trl.preferences.scripted import OverridableTrainer
 from burnish.trainer.trl.rollouts.config import GRPOConfig, RLOOConfig, RolloutConfig
-from burnish.trainer.trl.rollouts.prompts import PromptRows, PromptTemplate, prompt_rows
+from burnish.trainer.trl.rollouts.prompts import PromptRows, PromptTemplate, blank_prompts, end_tokens, prompt_rows
+from burnish.trainer.trl.rollouts.rewards import reward_list
 from burnish.trainer.trl.rollouts.scripted import ScriptedRollouts, token_values_of
 from burnish.trainer.trl.rollouts.tables import CompletionTablesCallback
 from burnish.trainer.trl.rollouts.tools import (
@@ -56,12 +56,9 @@ from burnish.trainer.trl.rollouts.tools import (
     tools_text,
 )
 from burnish.trainer.trl.sft.setup import (
-    attach_peft,
-    finish_peft,
     inner_tokenizer,
     own_config,
     ready_model,
-    set_pad,
 )
 
 logger = logging.get_logger("transformers.trainer")
@@ -102,7 +99,6 @@ class RolloutTrainer(OverridableTrainer):
     args: RolloutConfig
     config_class: ClassVar[type[RolloutConfig]]
     objective_class: ClassVar[type[RolloutObjective]]
-    tag: ClassVar[str]
     _counter = CountPrompts
     _uncalled = frozenset({"_remove_unused_columns"})
     """Methods of ``Trainer`` that are not called here: records keep their columns."""
@@ -131,19 +127,8 @@ class RolloutTrainer(OverridableTrainer):
             train_dataset = blank_prompts(args, self.environments)
         set_seed(args.seed, args.full_determinism)  # an adapter's weights are drawn when it is attached
         model, processing_class, added = ready_model(model, args, processing_class, quantization_config)
-        if peft_config is not None:
-            model = attach_peft(model, peft_config, added)
-        if args.disable_dropout:
-            switch_off_dropout(model)
         self._tokenizer = inner_tokenizer(processing_class)
-        self._pad = set_pad(model, processing_class, None)
-        if hasattr(model, "peft_config"):
-            finish_peft(model, args)
-        choices = args.choices()
-        self._set_router(model, args.router_aux_loss_coef)
-        choices.router_aux_loss_coef = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
-        for note in args.notes():
-            logger.warning(note)
+        model, choices = self._attach(model, args, processing_class, peft_config, added)
         room = context_length(model.config)
         template = PromptTemplate(
             self._tokenizer, None if room is None else room - args.max_completion_length, end_tokens(model)
@@ -169,14 +154,6 @@ class RolloutTrainer(OverridableTrainer):
         if rollout_func is None:  # it may add columns
             for note in self.objective.inspect(self._prompts.rows, self.objective.rows_per_rank):
                 logger.warning(note)
-        tag: Any = getattr(self.model, "add_model_tags", None)
-        if tag is not None:
-            tag(self._tag_names)
-
-    @property
-    def _tag_names(self) -> list[str]:
-        """Tags of the model's page; TRL's trainers have this name for theirs."""
-        return ["burnish", self.tag]
 
     # --- rewards ------------------------------------------------------------------------------------------------------
 
@@ -488,51 +465,3 @@ class RLOOTrainer(RolloutTrainer):
 
     epsilon_high = argument(RLOOConfig, lambda args: args.epsilon if args.epsilon_high is None else args.epsilon_high)
     normalize_advantages = argument(RLOOConfig, lambda args: args.normalize_advantages)
-
-
-def blank_prompts(args: RolloutConfig, environments: Environments | None) -> Any:
-    """Empty prompts for environments that write the prompt themselves. Raises ValueError where there are none."""
-    if environments is None:
-        raise ValueError("`train_dataset` is required")
-    if args.max_steps <= 0:
-        raise ValueError("`max_steps` must be set where there is no `train_dataset`.")
-    count = max(1, (args.generation_batch_size or 1) // args.num_generations)
-    return [{"prompt": [{"role": "user", "content": ""}]}] * count
-
-
-def reward_list(functions: Any, tokenizers: Any) -> list[Any]:
-    """Reward functions as a new list, models as functions. The given list stays as it is.
-
-    Args:
-        functions: one or several: callables, sequence classifiers, paths or ids of reward models.
-        tokenizers: of the models, one for each function; by default what lies with the model.
-    """
-    listed = [] if functions is None else list(functions) if isinstance(functions, list | tuple) else [functions]
-    beside = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
-    beside = [None] * len(listed) if tokenizers is None else beside
-    if len(beside) != len(listed):
-        raise ValueError(
-            f"The number of reward processing classes ({len(beside)}) must match the number of reward functions "
-            f"({len(listed)})."
-        )
-    return [_as_function(one, tokenizer) for one, tokenizer in zip(listed, beside, strict=True)]
-
-
-def _as_function(function: Any, tokenizer: Any) -> Any:
-    if isinstance(function, str):
-        function = reward_model_of(function)
-        function.tokenizer = tokenizer or function.tokenizer
-        return function
-    if not isinstance(function, nn.Module):
-        return function
-    if tokenizer is None:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(function.config._name_or_path)  # type: ignore[union-attr]
-    return RewardModel(function, tokenizer)
-
-
-def end_tokens(model: Any) -> list[int]:
-    """The ids that end a completion, as the generation config of a model has them."""
-    ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)

@@ -76,6 +76,7 @@ class SFTTrainer(TrlTrainer):
     """
 
     args: SFTConfig
+    tag = "sft"
     _counter = CountAlways
     card_stage, card_title = "sft", "supervised fine-tuning"
 
@@ -129,9 +130,6 @@ class SFTTrainer(TrlTrainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
         self._eval_sums: dict[str, Tensor] = {}
-        tag: Any = getattr(self.model, "add_model_tags", None)
-        if tag is not None:
-            tag(["burnish", "sft"])
 
     def _own_collator(self, model: Any, processing_class: Any, args: SFTConfig) -> DataCollatorForLanguageModeling:
         """Padding-free if requested and supported by the model; else padded, with packs split into sequences."""
