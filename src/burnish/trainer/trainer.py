@@ -38,15 +38,10 @@ from burnish.trainer.arguments.values import plain_options
 from burnish.trainer.data.torch_loader import PaddingBatch, TorchLoader, num_batches
 from burnish.trainer.files import files
 from burnish.trainer.files.transformers_checkpoints import is_foreign, load_foreign
-from burnish.trainer.loss import (
-    StepInProgress,
-    accepting,
-    explain_index_errors,
-    weighted_by_zero,
-    without_gradient,
-)
+from burnish.trainer.methods.base import StepInProgress
 from burnish.trainer.methods.evaluation import EvaluationMethods
 from burnish.trainer.methods.files import FileMethods
+from burnish.trainer.methods.loss import accepting, explain_index_errors, weighted_by_zero, without_gradient
 
 logger = logging.get_logger("transformers.trainer")  # so that the log level that a script sets applies here as well
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.trainer_utils import (
     TrainerMemoryTracker,
     speed_metrics,
@@ -18,6 +19,7 @@ from transformers.utils import can_return_loss, logging
 from burnish.kernels.probe import Capabilities
 from burnish.loop.loop import Loop
 from burnish.loop.state import TrainerControl, TrainerState
+from burnish.loop.types import Metric
 from burnish.parallel.create import create_parallel
 from burnish.parallel.single import set_seed
 from burnish.trainer import constructor as given
@@ -28,9 +30,23 @@ from burnish.trainer.arguments.values import plain_options
 from burnish.trainer.callbacks import TrainerCallbackHandler, default_callbacks, display_callback
 from burnish.trainer.data.in_step import map_tensors
 from burnish.trainer.files.hub import Hub
-from burnish.trainer.loss import (
-    StepInProgress,
-)
+
+
+@dataclass
+class StepInProgress:
+    """The current step.
+
+    Args:
+        weight: () number of items over all its micro-batches and processes; None outside of a step.
+        sums: metrics of the current micro-batch, as in ``Loss.sums``; ``compute_loss`` may add to it.
+    """
+
+    weight: Tensor | None = None
+    sums: dict[str, Metric] = field(default_factory=dict)
+
+    def share(self, weight: Tensor) -> Tensor:
+        """() the share of a micro-batch with ``weight`` () items in the step's mean; 1 outside of a step."""
+        return torch.ones_like(weight) if self.weight is None else weight / self.weight
 
 
 class TrainerBase:
@@ -46,7 +62,7 @@ class TrainerBase:
     """Over so many processes a loss is averaged that is scaled by ``compute_loss`` itself; 1: it is summed."""
 
     loss_is_scaled_for_ga: bool | None = None
-    """True if ``compute_loss`` divides by the number of items of the whole step itself; see ``loss.py``."""
+    """True if ``compute_loss`` divides by the number of items of the whole step itself; see ``methods/loss.py``."""
 
     def __init__(
         self, model: nn.Module | None = None, args: object = None,

@@ -1,28 +1,38 @@
-"""The methods of a ``Trainer`` for evaluation and prediction; see ``trainer/evaluation.py``."""
+"""The methods of a ``Trainer`` for evaluation and prediction: results of batches, and metrics of the whole set.
+
+``eval_loss`` is the mean over the items of the set for any batch size (docs/decisions/0003): the mean of each batch is
+weighted by its number of labels. Predictions and labels are gathered as in transformers, padded with -100, and passed
+to ``compute_metrics`` once, or per batch with ``batch_eval_metrics``.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.trainer_pt_utils import EvalLoopContainer, find_batch_size, nested_detach
 from transformers.trainer_utils import (
     EvalLoopOutput,
+    EvalPrediction,
     PredictionOutput,
+    denumpify_detensorize,
     has_length,
+    speed_metrics,
 )
 
 from burnish.loop.loop import set_optimizer_mode
+from burnish.loop.protocols import Parallel
 from burnish.parallel.precision import full_eval_dtype
-from burnish.trainer import evaluation, reporting
-from burnish.trainer.data.in_step import in_step, mark_last
-from burnish.trainer.loss import (
-    accepting,
-    explain_index_errors,
-)
+from burnish.trainer import reporting
+from burnish.trainer.arguments.training import TrainingArguments
+from burnish.trainer.data.in_step import drop_rows, in_step, mark_last, tensors_by_name
 from burnish.trainer.methods.data import DataMethods
+from burnish.trainer.methods.loss import accepting, explain_index_errors
 
 
 class EvaluationMethods(DataMethods):
@@ -71,7 +81,8 @@ class EvaluationMethods(DataMethods):
         started, at_once = time.time(), self.args.eval_batch_size * self._parallel.world_size
         output = self.evaluation_loop(loader, description, only_loss, ignore_keys, prefix)
         num_rows = cast(int, output.num_samples)
-        cast("dict[str, float]", output.metrics).update(evaluation.rates(prefix, started, num_rows, at_once))
+        rates = speed_metrics(prefix, started, num_samples=num_rows, num_steps=math.ceil(num_rows / at_once))
+        cast("dict[str, float]", output.metrics).update(rates)
         return output
 
     def evaluation_loop(
@@ -86,7 +97,7 @@ class EvaluationMethods(DataMethods):
         reporting.announce_evaluation(description, num_rows, args.eval_batch_size)
         self.callback_handler.parts["eval_dataloader"] = dataloader
         keeps_all = description == "Prediction"
-        gathered = evaluation.Gathered(args, self._parallel, self.accelerator.gather, self.compute_metrics, keeps_all)
+        gathered = Gathered(args, self._parallel, self.accelerator.gather, self.compute_metrics, keeps_all)
         main = getattr(self.model, "main_input_name", "input_ids")
         for inputs, is_own, is_last in mark_last(in_step(self._read_ahead(dataloader, only_loss), self._parallel)):
             weight = self._num_items(self._prepare_input(inputs))
@@ -99,7 +110,7 @@ class EvaluationMethods(DataMethods):
         return gathered.output(dataloader, metric_key_prefix)
 
     def _read_ahead(self, dataloader: Any, only_loss: bool) -> Iterable[Any]:
-        """The batches of an evaluation. A subclass may process several of them ahead."""
+        """The batches of an  A subclass may process several of them ahead."""
         yield from dataloader
 
     def prediction_step(
@@ -110,9 +121,9 @@ class EvaluationMethods(DataMethods):
         Returns:
             () the mean loss or None, the logits or None, the labels or None; tuples if there are several.
         """
-        has_loss = evaluation.has_loss(inputs, self.label_names, self.can_return_loss)
+        has_loss = returns_loss(inputs, self.label_names, self.can_return_loss)
         inputs = self._prepare_inputs(inputs)
-        labels = evaluation.labels_in(inputs, self.label_names) if has_loss else None
+        labels = labels_in(inputs, self.label_names) if has_loss else None
         compute = accepting(self.compute_loss, "num_items_in_batch")
         loss = None
         with torch.no_grad(), self.compute_loss_context_manager(), explain_index_errors(self.model, inputs):
@@ -126,8 +137,8 @@ class EvaluationMethods(DataMethods):
                 outputs = model(**inputs)
         if prediction_loss_only:
             return loss, None, None
-        ignored = evaluation.ignored_outputs(self.model) if ignore_keys is None else ignore_keys
-        return loss, evaluation.logits_of(outputs, ignored, has_loss), labels
+        ignored = ignored_outputs(self.model) if ignore_keys is None else ignore_keys
+        return loss, logits_of(outputs, ignored, has_loss), labels
 
     def _model_for_evaluation(self) -> nn.Module:
         """The model in evaluation mode, outside of training also in half precision if requested."""
@@ -139,3 +150,118 @@ class EvaluationMethods(DataMethods):
         model.eval()
         set_optimizer_mode(self.optimizer, is_training=False)
         return model  # type: ignore[no-any-return]
+
+
+class Gathered:
+    """Results of an evaluation over all ranks: losses, predictions, labels, inputs.
+
+    Args:
+        compute_metrics: ``EvalPrediction`` -> metrics; None: loss only.
+        gather: concatenates the tensors of all ranks, including those in tuples, lists and dicts.
+        keeps: whether predictions are kept although ``compute_metrics`` processes them per batch.
+    """
+
+    def __init__(
+        self, args: TrainingArguments, parallel: Parallel, gather: Callable[[Any], Any],
+        compute_metrics: Callable[..., dict[str, Any]] | None, keeps: bool,
+    ) -> None:  # fmt: skip
+        self.args, self.parallel, self.gather, self.compute_metrics = args, parallel, gather, compute_metrics
+        self.keeps = keeps or not args.batch_eval_metrics
+        self.losses, self.predictions, self.labels, self.inputs = self.containers = tuple(
+            EvalLoopContainer(args.eval_do_concat_batches, padding_index=-100) for _ in range(4)
+        )
+        self.loss, self.weight = torch.zeros(2, device=parallel.device).unbind()
+        self.batch_metrics: dict[str, Any] = {}
+        self.num_rows = self.num_batches = 0
+
+    def add(
+        self, weight: Tensor, loss: Tensor | None, logits: Any, labels: Any, inputs: Any, kept_inputs: Any,
+        is_own: bool, is_last: bool,
+    ) -> None:  # fmt: skip
+        """Add one batch.
+
+        Args:
+            weight: () number of items of the batch.
+            loss: () mean over its items, or None.
+            logits: predictions.
+            labels: labels.
+            inputs: the batch.
+            given: the part of the batch that ``include_for_metrics`` selects, on the device, or None.
+            is_own: false if the batch is padding for this rank, which does not count.
+            is_last: whether all ranks are at their last batch.
+        """
+        rows, weight = find_batch_size(inputs) or 0 if is_own else 0, weight * is_own
+        self.num_rows, self.num_batches = self.num_rows + rows, self.num_batches + 1
+        if loss is not None:
+            counts = torch.isfinite(loss) if self.args.logging_nan_inf_filter else torch.ones_like(weight)
+            self.loss = self.loss + torch.where(counts.bool(), loss.detach().float() * weight, 0)
+            self.weight = self.weight + weight * counts
+        values = (None if loss is None else loss.detach().repeat(max(rows, 1)), logits, labels, kept_inputs)
+        losses, logits, labels, kept_inputs = (self.gather(value if is_own else drop_rows(value)) for value in values)
+        if self.args.batch_eval_metrics and self.compute_metrics and logits is not None and labels is not None:
+            prediction = EvalPrediction(logits, labels, **self._extras(losses, inputs))
+            self.batch_metrics = self.compute_metrics(prediction, compute_result=is_last)
+        for container, value in zip(self.containers, (losses, logits, labels, kept_inputs), strict=True):
+            if self.keeps and value is not None:
+                container.add(value)
+        every = self.args.eval_accumulation_steps
+        if every is not None and self.num_batches % every == 0:
+            for container in self.containers:
+                container.to_cpu_and_numpy()
+
+    def output(self, dataloader: Any, prefix: str) -> EvalLoopOutput:
+        """The predictions, labels and metrics of the set. Names of metrics start with ``prefix``."""
+        predictions, labels = self.predictions.get_arrays(), self.labels.get_arrays()
+        metrics = dict(self.batch_metrics or {})
+        if self.compute_metrics and predictions is not None and labels is not None and not self.args.batch_eval_metrics:
+            extras = self._extras(self.losses.get_arrays(), self.inputs.get_arrays())
+            metrics = dict(self.compute_metrics(EvalPrediction(predictions, labels, **extras)))
+        metrics = denumpify_detensorize(metrics)
+        loss, weight = self.parallel.sum(torch.stack([self.loss, self.weight])).tolist()
+        if weight > 0:
+            metrics[f"{prefix}_loss"] = loss / weight
+        elif self.losses.get_arrays() is not None:
+            metrics[f"{prefix}_loss"] = float(np.nan)
+        metrics = {name: metrics[name] for name in sorted(metrics, key=lambda name: not name.startswith(f"{prefix}_"))}
+        named_metrics = {
+            name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()
+        }
+        dataset = getattr(dataloader, "dataset", None)
+        num_rows = self.parallel.sum(torch.tensor(self.num_rows, device=self.parallel.device))
+        return EvalLoopOutput(
+            predictions, labels, named_metrics, len(dataset) if has_length(dataset) else int(num_rows)
+        )
+
+    def _extras(self, losses: Any, inputs: Any) -> dict[str, Any]:
+        included = self.args.include_for_metrics
+        return {"losses": losses if "loss" in included else None, "inputs": inputs if "inputs" in included else None}
+
+
+def returns_loss(inputs: Any, label_names: list[str], can_return_loss: bool) -> bool:
+    """Whether a model returns a loss for a batch: all labels are present, or it needs none."""
+    if label_names:
+        return all(tensors_by_name(inputs).get(name) is not None for name in label_names)
+    return_loss = tensors_by_name(inputs).get("return_loss")
+    return bool(can_return_loss if return_loss is None else return_loss)
+
+
+def labels_in(inputs: Any, label_names: list[str]) -> Any:
+    """The labels of a batch; a tuple if there are several."""
+    labels = nested_detach(tuple(tensors_by_name(inputs).get(name) for name in label_names))
+    return labels[0] if len(labels) == 1 else labels
+
+
+def ignored_outputs(model: nn.Module) -> list[str]:
+    """The outputs of a model that are not predictions."""
+    config: Any = getattr(model, "config", None)
+    return [] if config is None else list(getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]))
+
+
+def logits_of(outputs: Any, ignore_keys: list[str], has_loss: bool) -> Any:
+    """The outputs of a model without the loss and ignored ones; a tuple if there are several."""
+    if isinstance(outputs, dict):
+        values = tuple(v for k, v in outputs.items() if k not in ignore_keys and not (has_loss and k == "loss"))
+    else:
+        values = outputs[1:] if has_loss else outputs
+    logits = nested_detach(values)
+    return logits[0] if len(logits) == 1 else logits

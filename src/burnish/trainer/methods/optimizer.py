@@ -1,13 +1,19 @@
-"""The methods of a ``Trainer`` for optimizer and schedule; see ``trainer/optimizer.py``."""
+"""The methods of a ``Trainer`` for optimizer and schedule.
+
+It is burnish's (``optim/``), with transformers' names and values. If a script selects its class, or a subclass
+overrides a part of transformers' procedure, that procedure is used.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 from torch import nn
+from torch.optim import Optimizer
 
-from burnish.optim.builtin import create_optimizer, create_scheduler
-from burnish.trainer import inspection, optimizer
+from burnish.optim.builtin import create_optimizer, create_scheduler, parameter_groups
+from burnish.trainer import inspection
 from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.arguments.values import plain_options
 from burnish.trainer.methods.base import TrainerBase
@@ -30,8 +36,8 @@ class OptimizerMethods(TrainerBase):
             self.optimizer = create_optimizer(model.named_parameters(), model, plain_options(self.args))
             return self.optimizer
         kind, arguments = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model)
-        groups = optimizer.two_groups(model, self.get_decay_parameter_names(model), self.args.weight_decay)
-        self.optimizer = optimizer.optimizer_of(kind, arguments, model, groups)
+        groups = two_groups(model, self.get_decay_parameter_names(model), self.args.weight_decay)
+        self.optimizer = optimizer_of(kind, arguments, model, groups)
         return self.optimizer
 
     def _chooses_itself(self) -> bool:
@@ -41,7 +47,8 @@ class OptimizerMethods(TrainerBase):
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters with weight decay: all except biases and norms."""
-        return optimizer.decaying_names(model)
+        names = {id(p): name for name, p in model.named_parameters()}
+        return [names[id(p)] for p in parameter_groups(model.named_parameters(), model, 1.0)[0]["params"]]
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(
@@ -70,8 +77,44 @@ class OptimizerMethods(TrainerBase):
         return inspection.num_trainable(self.model)
 
     def get_learning_rates(self) -> list[float]:
-        return [group["lr"] for group in optimizer.groups_of(self.optimizer)]
+        return [group["lr"] for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        if self.optimizer is None:
+            raise ValueError("Trainer optimizer is None, please make sure you have setup the optimizer before.")
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return groups
 
     def get_optimizer_group(self, param: Any = None) -> Any:
         """The group that contains ``param``; by default the parameters of all groups."""
-        return optimizer.group_with(self.optimizer, param)
+        groups = self._groups()
+        holding = (group for group in groups if any(param is other for other in group["params"]))
+        return next(holding, [group["params"] for group in groups])
+
+
+def optimizer_of(kind: Any, arguments: dict[str, Any], model: nn.Module, groups: Any) -> Any:
+    """Create an optimizer from a class, or from a factory that takes the whole model.
+
+    Args:
+        kind: the class or factory.
+        arguments: its arguments. GaLore, LOMO and layer-wise optimizers include their parameters here.
+        model: the model, for factories.
+        groups: the parameter groups, unless they are in ``arguments``.
+    """
+    if not isinstance(kind, type) or not issubclass(kind, Optimizer):
+        created = kind()  # a factory
+        return created(model, **arguments) if callable(created) else created
+    arguments = dict(arguments)
+    for instead in ("params", "model", "optimizer_dict"):
+        groups = arguments.pop(instead, groups)
+    return kind(groups, **arguments)
+
+
+def two_groups(model: nn.Module, decaying: Iterable[str], weight_decay: float) -> list[dict[str, Any]]:
+    """The trainable parameters with weight decay, and those without."""
+    names = set(decaying)
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [
+        {"params": [p for name, p in trainable if name in names], "weight_decay": weight_decay},
+        {"params": [p for name, p in trainable if name not in names], "weight_decay": 0.0},
+    ]

@@ -36,7 +36,7 @@ from burnish.run.rollouts import merging, slots_of
 from burnish.trainer.data.in_step import in_step
 from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.inspection import is_peft_model
-from burnish.trainer.loss import StepInProgress
+from burnish.trainer.methods.base import StepInProgress
 from burnish.trainer.reporting import Count
 from burnish.trainer.trl.base import TrlTrainer, argument
 from burnish.trainer.trl.preferences.objective import fitted, padding_batch, reference_for
