@@ -99,18 +99,9 @@ class Fields(ReportFields, Groups):
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = option(  # type: ignore[assignment]
         None, "Older name of activation_checkpointing_kwargs."
     )
-    fsdp: str | None = option(
-        None,
-        "Fully sharded data parallelism: true or full_shard, shard_grad_op (weights stay gathered between "
-        "forward and backward), hybrid_shard (shard within a node); offload keeps shards on the CPU.",
-    )
-    fsdp_config: dict[str, Any] | str | None = option(
-        None, "FSDP settings, by transformers' and accelerate's names, or a JSON file with them."
-    )
-    deepspeed: dict | str | None = option(  # type: ignore[type-arg]
-        None,
-        "DeepSpeed config, or a JSON file with it, or one of zero0, zero1, zero2, zero3, zero2_offload, zero3_offload.",
-    )
+    fsdp: str | None = None
+    fsdp_config: dict[str, Any] | str | None = None
+    deepspeed: dict | str | None = None  # type: ignore[type-arg]
     accelerator_config: dict | str | None = option(None, "Settings of accelerate, or a JSON file with them.")  # type: ignore[type-arg]
 
     # --- bounds that differ: scripts use 0 to train nothing or to run no steps
