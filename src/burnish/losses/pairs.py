@@ -143,13 +143,7 @@ class AnswersObjective(StageObjective):
         )  # fmt: skip
         self.aux_coefficient = aux_coefficient(causal_lm(model), options.router_aux_loss_coef)
         return SequenceModel(
-            model,
-            self.head,
-            self.makes_some_logits,
-            rules,
-            bool(self.aux_coefficient),
-            options,
-            self.batch_keys,
+            model, self.head, self.makes_some_logits, rules, bool(self.aux_coefficient), options, self.batch_keys
         )
 
     def module_of_reference(self, model: nn.Module) -> SequenceModel:

@@ -52,15 +52,7 @@ from burnish.rollouts.generation import (
     prompt_row,
     reward_metrics,
 )
-from burnish.rollouts.numbers import (
-    PASSES,
-    Counted,
-    PhaseTimes,
-    as_metrics,
-    law_difference,
-    pass_at_k,
-    with_counts,
-)
+from burnish.rollouts.numbers import PASSES, Counted, PhaseTimes, as_metrics, law_difference, pass_at_k, with_counts
 from burnish.rollouts.options import DefaultsChoices, RolloutOptions, stage_defaults
 from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import RewardFunction, load_rewards, missing_columns
@@ -73,6 +65,7 @@ from burnish.rollouts.samples import (
     groups_of,
     packed,
     partitioned,
+    real_rows,
     step_batch_of,
     unpacked,
 )
@@ -495,11 +488,6 @@ class LeaveOneOutObjective(RolloutObjective):
 
 
 # --- small parts ------------------------------------------------------------------------------------------------------
-
-
-def real_rows(batch: Batch) -> list[Row]:
-    """The rows of a micro-batch of the loader that are prompts: of a blank one none."""
-    return [row for row, item in zip(batch["rows"], batch["items"].tolist(), strict=True) if item]
 
 
 def refuse_answered(example: Example) -> None:

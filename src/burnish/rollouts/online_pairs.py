@@ -29,9 +29,9 @@ from burnish.losses.sequence_logps import SequenceModel
 from burnish.models.generate import GenerationOptions
 from burnish.rollouts.generation import length_metrics, metrics_of, reward_metrics, weighted_rewards
 from burnish.rollouts.numbers import Counted, as_metrics, with_counts
-from burnish.rollouts.objective import ObjectiveChoices, RolloutObjective, real_rows
+from burnish.rollouts.objective import ObjectiveChoices, RolloutObjective
 from burnish.rollouts.options import RolloutOptions
-from burnish.rollouts.samples import Scored
+from burnish.rollouts.samples import Scored, real_rows
 
 _BLANK: Row = {name: list(value) for name, value in PAIR_COLUMNS.items()}
 

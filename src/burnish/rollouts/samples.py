@@ -192,3 +192,8 @@ def compared(samples: Sequence[Scored]) -> list[Scored]:
 def groups_of(samples: Sequence[Scored], count: int) -> Tensor:
     """(C,) the group of each completion: those of one prompt, in the order of ``samples``."""
     return torch.arange(len(samples)) // count
+
+
+def real_rows(batch: Batch) -> list[Row]:
+    """The rows of a micro-batch of the loader that are prompts: of a blank one none."""
+    return [row for row, item in zip(batch["rows"], batch["items"].tolist(), strict=True) if item]

@@ -109,24 +109,26 @@ def prepare(plan: Plan) -> Prepared:
     problems += check_deciding_metric(options, objective.metrics, eval_rows)
     raise_if([*problems, *check_disk(options, config, sizes, formats, steps)])
     notes += [*sets.notes, *step_notes(options, steps), *curve_notes(options, steps.curve_steps)]
+    fingerprints = cache(partial(fingerprints_of, plan, _contents(sets, template, objective, options), steps))
+    return Prepared(
+        tokenizer, template, config, objective, rows, sample, eval_rows, steps, where, sizes, formats, stats,
+        fingerprints, notes, family,
+    )  # fmt: skip
 
+
+def _contents(sets: DataSets, template: Template, objective: StageObjective, options: RunOptions) -> dict[str, Any]:
+    """What the rows of a run depend on, for its fingerprints."""
     data = f"{sets.fingerprint}, shuffled among {options.buffer_size}" if options.streaming else sets.fingerprint
     contents: dict[str, Any] = {
-        "data": data,
-        "template": template.form_fingerprint,
-        "tokenizer": template.tokenizer_fingerprint,
-    }
-    contents |= objective.contents
+        "data": data, "template": template.form_fingerprint, "tokenizer": template.tokenizer_fingerprint,
+        **objective.contents,
+    }  # fmt: skip
     if options.tokenized_path and not options.dataset:
         contents["data"] = str(place_fingerprint(options.tokenized_path))
     if options.eval_dataset and (evaluates(options) or options.do_predict):
         hashes = [f"{name} {examples.content_hash}" for name, examples in sets.eval.items()]
         contents["eval_data"] = blake2b("\n".join(hashes).encode(), digest_size=16).hexdigest()
-    fingerprints = cache(partial(fingerprints_of, plan, contents, steps))
-    return Prepared(
-        tokenizer, template, config, objective, rows, sample, eval_rows, steps, where, sizes, formats, stats,
-        fingerprints, notes, family,
-    )  # fmt: skip
+    return contents
 
 
 def load_data(plan: Plan, stats: DataStats) -> DataSets:
