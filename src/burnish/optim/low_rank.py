@@ -95,7 +95,7 @@ class LowRankOptions:
 
 
 class LowRankChoices(OptimOptions, LowRankOptions):
-    """Options that select a low-rank optimizer."""
+    """Options of a low-rank optimizer."""
 
     finetuning_type: str
 
@@ -147,12 +147,8 @@ class Method(NamedTuple):
     scale_front: bool = False
 
 
-class LowRankRun(LowRankChoices):
-    """Options of a low-rank optimizer."""
-
-
 @OPTIMIZERS.register("galore_adamw", "galore_adafactor", options=LowRankOptions, **asked_by("use_galore"))
-def galore(groups: Groups, options: LowRankRun) -> Optimizer:
+def galore(groups: Groups, options: LowRankChoices) -> Optimizer:
     """GaLore: moments for the largest directions of the gradient."""
     return LowRank(groups, options, _galore_method(options))
 
@@ -162,12 +158,12 @@ OPTIMIZERS.register("galore_adamw_8bit", options=LowRankOptions, library="bitsan
 
 
 @OPTIMIZERS.register("apollo_adamw", options=LowRankOptions, **asked_by("use_apollo"))
-def apollo(groups: Groups, options: LowRankRun) -> Optimizer:
+def apollo(groups: Groups, options: LowRankChoices) -> Optimizer:
     """APOLLO: the gradient, scaled as low-rank AdamW would scale it."""
     return LowRank(groups, options, _apollo_method(options))
 
 
-def _galore_method(options: LowRankRun) -> Method:
+def _galore_method(options: LowRankChoices) -> Method:
     """Settings of GaLore from LLaMA-Factory's options or, for ``optim: galore_*``, transformers' ``optim_args``."""
     given, is_named = _read_arguments(options, GALORE_ARGUMENTS), not options.use_galore
     return Method(
@@ -180,7 +176,7 @@ def _galore_method(options: LowRankRun) -> Method:
     )
 
 
-def _apollo_method(options: LowRankRun) -> Method:
+def _apollo_method(options: LowRankChoices) -> Method:
     given, is_named = _read_arguments(options, APOLLO_ARGUMENTS), not options.use_apollo
     return Method(
         targets=options.apollo_target if options.optim_target_modules is None else options.optim_target_modules,
