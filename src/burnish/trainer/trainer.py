@@ -36,11 +36,10 @@ from burnish.run.recovery.spikes import train_with_rollback
 from burnish.trainer import reporting, search, training
 from burnish.trainer.arguments.values import plain_options
 from burnish.trainer.data.torch_loader import PaddingBatch, TorchLoader, num_batches
-from burnish.trainer.files import files
 from burnish.trainer.files.transformers_checkpoints import is_foreign, load_foreign
 from burnish.trainer.methods.base import StepInProgress
 from burnish.trainer.methods.evaluation import EvaluationMethods
-from burnish.trainer.methods.files import FileMethods
+from burnish.trainer.methods.files import FileMethods, TrainerModel, keep_only
 from burnish.trainer.methods.loss import accepting, explain_index_errors, weighted_by_zero, without_gradient
 
 logger = logging.get_logger("transformers.trainer")  # so that the log level that a script sets applies here as well
@@ -150,7 +149,7 @@ class Trainer(EvaluationMethods, FileMethods):
         logger.info("\n\nTraining completed.\n\n")
         best = self.state.best_model_checkpoint
         if self.args.save_total_limit == 1 and best is not None and self.args.should_save:
-            files.keep_only(loop.checkpoints, Path(best).name)
+            keep_only(loop.checkpoints, Path(best).name)
         self._hub.wait()
         return output
 
@@ -163,7 +162,7 @@ class Trainer(EvaluationMethods, FileMethods):
             self._fitted()  # probe the model here rather than inside the first step
         objective = self._objective()
         handler.args, handler.control, handler.parts["train_dataloader"] = args, self.control, loader
-        weights, batches = files.TrainerModel(self.model), self._step_batches(loader, plan)
+        weights, batches = TrainerModel(self.model), self._step_batches(loader, plan)
         module, self.optimizer = parallel.prepare(self._module(), self._optimizer_for(plan.max_steps))
         objective.setup(module)
         scheduler = self.create_scheduler(num_training_steps=plan.max_steps, optimizer=self.optimizer)
