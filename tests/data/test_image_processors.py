@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from burnish.config.errors import UserError
 from burnish.data.chat.choose import TemplateOptions, load_template
@@ -13,7 +15,7 @@ from burnish.data.chat.plain import PlainOptions, PlainTemplate
 from burnish.data.chat.truncate import EncodingOptions
 from burnish.data.images.families import family_of
 from burnish.data.images.family import Checkpoint, Family
-from burnish.data.images.image_file import images_of, read_header
+from burnish.data.images.image_file import BadImage, ImageFile, images_of, read_header
 from burnish.data.images.other_families import AnyFamily
 from burnish.data.stats import DataStats
 from burnish.loop.types import ContentPart, Example, Message
@@ -180,6 +182,60 @@ def test_a_model_without_a_family_and_a_processor_is_refused_with_those_that_nee
     model, composed = idefics2()
     with pytest.raises(UserError, match=r"(?s)type idefics2 cannot be trained on images.*llava.*qwen2_5_vl"):
         family(model.config, composed)
+
+
+TILES = {
+    "llama4": [(138, 583, 20), (515, 233, 16), (1, 1, 4), (1000, 50, 20), (56, 56, 4), (112, 56, 12), (640, 480, 20)],
+    "lfm2_vl": [(138, 583, 24), (515, 233, 42), (1, 1, 4), (19, 407, 15), (56, 56, 4), (112, 56, 8), (640, 480, 36)],
+}
+"""Width, height and number of placeholders, by transformers 5.23 with torchvision 0.28."""
+SETTINGS = {
+    "llama4": {"size": {"height": 56}, "max_patches": 4, "resize_to_max_canvas": False},
+    "lfm2_vl": {
+        "encoder_patch_size": 14, "downsample_factor": 2, "tile_size": 56, "max_image_tokens": 16,
+        "min_image_tokens": 4, "max_num_patches": 64, "do_image_splitting": True, "min_tiles": 2, "max_tiles": 10,
+        "use_thumbnail": True, "max_pixels_tolerance": 2.0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(TILES))
+def test_tiles_of_models_that_need_torchvision_are_counted_without_it(name):
+    tiny = image_models().FAMILIES[name]
+    vision = SimpleNamespace(patch_size=14)
+    tokenizer = image_models().tokenizer_of(*tiny.words, *tiny.named.values(), eos=tiny.eos, **tiny.named)
+    found = family_of(
+        Checkpoint(SimpleNamespace(model_type=name, vision_config=vision), SimpleNamespace(**SETTINGS[name]), tokenizer)
+    )
+    assert [(w, h, found.ids(w, h).count(found.placeholder_id)) for w, h, _ in TILES[name]] == TILES[name]
+
+
+@pytest.mark.parametrize("name", list(TILES))
+def test_rows_of_models_that_need_torchvision_are_those_of_their_processors(folder, name):
+    pytest.importorskip("torchvision")
+    model, composed = image_models().build(name)
+    found = family(model.config, composed)
+    processor = ImageProcessor.of(model, composed.image_processor)
+    for width, height, _ in TILES[name]:
+        image = Image.new("RGB", (width, height), "blue")
+        made = composed(text=[found.mark], images=[image], add_special_tokens=False)
+        assert list(found.ids(width, height)) == list(made["input_ids"][0])
+        count = num_features(model, processor.tensors(image))
+        assert found.ids(width, height).count(found.placeholder_id) == count
+    example = asked(folder, "What is ", NAMES[0], " and ", NAMES[2], " now?")
+    (row,) = PlainTemplate(PlainOptions(None, "keep_start"), found.tokenizer, found).encode([example], DataStats())
+    chat = composed.apply_chat_template([message.raw for message in example.messages], tokenize=False)
+    made = composed(text=chat, images=[images(example)], add_special_tokens=False)
+    assert row["input_ids"] == list(made["input_ids"][0])
+
+
+def test_an_image_that_lfm2_makes_too_many_patches_of_is_refused():
+    tiny = image_models().FAMILIES["lfm2_vl"]
+    tokenizer = image_models().tokenizer_of(*tiny.words, eos=tiny.eos, **tiny.named)
+    config = SimpleNamespace(model_type="lfm2_vl", vision_config=SimpleNamespace(patch_size=14))
+    found = family_of(Checkpoint(config, SimpleNamespace(**SETTINGS["lfm2_vl"]), tokenizer))
+    with pytest.raises(BadImage, match="is 1000x10, which gives 160 patches; the maximum of this model is 64"):
+        found.check(ImageFile("x.png", 1000, 10))
 
 
 @pytest.mark.parametrize("name", ["pixtral", "mistral3"])

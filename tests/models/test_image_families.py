@@ -14,9 +14,10 @@ from seeing import seeing
 
 FLAT = [
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava", "llava_next", "llava_onevision", "gemma3", "gemma4",
-    "paligemma", "internvl", "smolvlm", "idefics3", "pixtral", "mistral3", "glm4v", "glm46v", "aya_vision",
+    "paligemma", "internvl", "smolvlm", "idefics3", "pixtral", "mistral3", "glm4v", "glm46v", "aya_vision", "llama4",
 ]  # fmt: skip
-PADDED = ["qwen3_5"]
+PADDED = ["qwen3_5", "lfm2_vl"]
+NEED_TORCHVISION = ("llama4", "lfm2_vl")
 ORDERS = list(itertools.permutations(range(4)))[::6]
 """Four orders of four rows."""
 
@@ -24,6 +25,8 @@ ORDERS = list(itertools.permutations(range(4)))[::6]
 @pytest.fixture(scope="module", params=[*FLAT, *PADDED])
 def family(request):
     """A model with four rows, and the loss and the gradients that transformers gives each of them alone."""
+    if request.param in NEED_TORCHVISION:
+        pytest.importorskip("torchvision")
     found = seeing(request.param)
     found.name, found.capabilities = request.param, find_capabilities(found.model, padding_free=True)
     drawn = of_drawn(found.collator("padded"))

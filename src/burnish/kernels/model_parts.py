@@ -31,7 +31,7 @@ def parts_of(model: nn.Module) -> Mapping[str, PartName]:
     """
     inner = causal_lm(model)
     base: Any = inner.base_model
-    if getattr(getattr(inner, "config", None), "vision_config", None) is None or base is inner:
+    if getattr(getattr(inner, "config", None), "vision_config", None) is None:
         return {"": "language_model"}
     paths = {id(module): path for path, module in model.named_modules()}
     head, decoder = inner.get_output_embeddings(), inner.get_decoder()
@@ -42,6 +42,9 @@ def parts_of(model: nn.Module) -> Mapping[str, PartName]:
         path = paths[id(child)]
         if path in found or any(path.startswith(f"{part}.") for part in found):
             continue
+        if any(part.startswith(f"{path}.") for part in found):  # Llama 4: a language model with its head
+            found[path] = "language_model"
+            continue
         if not hasattr(child, "save_pretrained"):  # every model of transformers has this method
             found[path] = "multi_modal_projector"
             continue
@@ -49,7 +52,7 @@ def parts_of(model: nn.Module) -> Mapping[str, PartName]:
         mergers = (inside for inside, _ in child.named_children() if "merger" in inside)
         found |= {f"{path}.{inside}": "multi_modal_projector" for inside in mergers}
     for name, _ in base.named_parameters(recurse=False):
-        found[f"{paths[id(base)]}.{name}"] = "multi_modal_projector"
+        found[f"{paths[id(base)]}.{name}".removeprefix(".")] = "multi_modal_projector"
     return found
 
 

@@ -13,7 +13,7 @@ from math import ceil, floor, sqrt
 from typing import Any
 
 from burnish.data.images.family import FAMILIES, Family, repeated
-from burnish.data.images.image_file import ImageFile
+from burnish.data.images.image_file import BadImage, ImageFile
 from burnish.loop.types import Ids
 
 
@@ -275,3 +275,150 @@ class Idefics3(Family):
     @cached_property
     def _ids_of_grids(self) -> dict[tuple[int, int], Ids]:
         return {}
+
+
+@FAMILIES.register("llama4", words=("<|patch|>",))
+class Llama4(Family):
+    """Rows of tiles with a token behind each, and the image as a whole (processing_llama4.py)."""
+
+    mark, placeholder = "<|image|>", "<|patch|>"
+
+    @cached_property
+    def _per_tile(self) -> int:
+        patch = int(self.setting("patch_size", self.source.config.vision_config.patch_size))
+        merged = round(1 / float(self.setting("pixel_shuffle_ratio", 0.5)) ** 2)
+        return (int(self.processor.size["height"]) // patch) ** 2 // merged
+
+    @cached_property
+    def _grids(self) -> list[tuple[int, int]]:
+        """The grids (rows, columns) of tiles, those of one aspect ratio together (``find_supported_resolutions``)."""
+        by_ratio: dict[float, list[tuple[int, int]]] = {}
+        for count in range(int(self.processor.max_patches), 0, -1):
+            for rows in (n for n in range(1, count + 1) if count % n == 0):
+                by_ratio.setdefault(rows / (count // rows), []).append((rows, count // rows))
+        return [grid for grids in by_ratio.values() for grid in grids]
+
+    def _grid(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of tiles: the least that an image need not be made smaller for, or else the largest that it
+        fits (``get_best_fit``, in float32 as there)."""
+        import numpy
+
+        side = int(self.processor.size["height"])
+        grids = numpy.asarray(self._grids)
+        sides = (grids * side).astype(numpy.float32)
+        scales = numpy.minimum(sides[:, 0] / numpy.float32(height), sides[:, 1] / numpy.float32(width))
+        larger = scales[scales >= 1]
+        wants_most = bool(self.processor.resize_to_max_canvas) or not larger.size
+        chosen = (larger if larger.size else scales).max() if wants_most else larger.min()
+        fitting = grids[scales == chosen]
+        rows, columns = fitting[fitting.prod(1).argmin()]
+        return int(rows), int(columns)
+
+    def processed(self, width: int, height: int) -> tuple[int, int]:
+        (rows, columns), side = self._grid(width, height), int(self.processor.size["height"])
+        return columns * side, rows * side
+
+    def patches(self, width: int, height: int) -> int:
+        rows, columns = self._grid(width, height)
+        side, patch = int(self.processor.size["height"]), int(self.source.config.vision_config.patch_size)
+        return (rows * columns + (rows * columns > 1)) * ((side // patch) ** 2 + 1)
+
+    def _made(self, width: int, height: int) -> Ids:
+        rows, columns = self._grid(width, height)
+        tile = repeated(self.placeholder_id, self._per_tile)
+        words = ("<|image_start|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image_end|>")
+        begin, beside, below, end = (array("i", [self.token_id(word)]) for word in words)
+        row = (tile + beside) * (columns - 1) + tile + below
+        tiles = row * rows if rows * columns > 1 else array("i")
+        return begin + tiles + array("i", [self.mark_id]) + tile + end
+
+
+@FAMILIES.register("lfm2_vl", words=("<image>",))
+class Lfm2Vl(Family):
+    """Tiles in rows, each behind its row and column, and a thumbnail; or the image alone (processing_lfm2_vl.py,
+    image_processing_lfm2_vl.py)."""
+
+    @property
+    def _unit(self) -> int:
+        return int(self.processor.encoder_patch_size * self.processor.downsample_factor)
+
+    def _whole(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height of an image that is one tile, or of the thumbnail (``smart_resize``)."""
+        unit, limits = self._unit, self.processor
+        least, most = (int(count) * unit**2 for count in (limits.min_image_tokens, limits.max_image_tokens))
+        wide, high = (max(unit, round(side / unit) * unit) for side in (width, height))
+        if wide * high > most:
+            scale = sqrt(width * height / most)
+            wide, high = (max(unit, floor(side / scale / unit) * unit) for side in (width, height))
+        elif wide * high < least:
+            scale = sqrt(least / (width * height))
+            wide, high = (ceil(side * scale / unit) * unit for side in (width, height))
+        return wide, high
+
+    def check(self, image: ImageFile) -> None:
+        super().check(image)
+        wide, high = self._whole(*self.given_sizes(image)[-1])
+        count, most = wide * high // int(self.processor.encoder_patch_size) ** 2, int(self.processor.max_num_patches)
+        if count > most:  # the image processor would return fewer patches than the sizes say
+            raise BadImage(
+                f"{image.path} is {image.width}x{image.height}, which gives {count:,} patches; the maximum of this "
+                f"model is {most:,}. Crop the image."
+            )
+
+    def _grid(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of tiles; (1, 1) for an image that is not cut."""
+        settings, unit = self.processor, self._unit
+        least = int(settings.encoder_patch_size)
+        wide, high = (max(least, round(side / unit) * unit) for side in (width, height))
+        is_large = wide * high > settings.max_image_tokens * unit**2 * settings.max_pixels_tolerance
+        if not is_large or not settings.do_image_splitting or settings.min_tiles == settings.max_tiles == 1:
+            return 1, 1
+        best, least_difference = (1, 1), float("inf")
+        for columns, rows in self._ratios:
+            difference = abs(width / height - columns / rows)
+            area = settings.tile_size**2 * columns * rows
+            if difference < least_difference or (difference == least_difference and width * height > 0.5 * area):
+                best, least_difference = (rows, columns), difference
+        return best
+
+    @cached_property
+    def _ratios(self) -> list[tuple[int, int]]:
+        """(columns, rows) by their product; those of one product are in the order of a set, as in transformers."""
+        least, most = self.processor.min_tiles, self.processor.max_tiles
+        found = {
+            (wide, high)
+            for side in range(least, most + 1)
+            for wide in range(1, side + 1)
+            for high in range(1, side + 1)
+            if least <= wide * high <= most
+        }
+        return sorted(found, key=lambda pair: pair[0] * pair[1])
+
+    def processed(self, width: int, height: int) -> tuple[int, int]:
+        rows, columns = self._grid(width, height)
+        side = int(self.processor.tile_size)
+        return (columns * side, rows * side) if rows * columns > 1 else self._whole(width, height)
+
+    def patches(self, width: int, height: int) -> int:
+        rows, columns = self._grid(width, height)
+        (wide, high), patch = self._whole(width, height), int(self.processor.encoder_patch_size)
+        tiles = rows * columns * (int(self.processor.tile_size) // patch) ** 2 if rows * columns > 1 else 0
+        whole = wide * high // patch**2 if not tiles or self.processor.use_thumbnail else 0
+        return tiles + whole
+
+    def _made(self, width: int, height: int) -> Ids:
+        rows, columns = self._grid(width, height)
+        unit, (wide, high) = self._unit, self._whole(width, height)
+        factor, patch = int(self.processor.downsample_factor), int(self.processor.encoder_patch_size)
+        whole = self.mark * (wide // unit * (high // unit))
+        tile = self.mark * ceil(int(self.processor.tile_size) // patch / factor) ** 2
+        if rows * columns > 1:
+            text = "".join(
+                f"<|img_row_{row}_col_{column}|>{tile}"
+                for row in range(1, rows + 1)
+                for column in range(1, columns + 1)
+            )
+            text += f"<|img_thumbnail|>{whole}" if self.processor.use_thumbnail else ""
+        else:
+            text = whole
+        return self.text_ids(f"<|image_start|>{text}<|image_end|>")

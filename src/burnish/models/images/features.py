@@ -62,7 +62,7 @@ def make_seeing(model: nn.Module) -> list[Patch]:
     if is_told or not sees(model) or not hasattr(inner.base_model, "get_image_features"):
         return []
     seeing = Seeing(inner)
-    modules = (inner, inner.base_model)  # the loss may call either
+    modules = dict.fromkeys((inner, inner.base_model))  # the loss may call either
     return [hook(module, "forward_pre", seeing.prepared, SEEING, with_kwargs=True) for module in modules]
 
 
@@ -104,7 +104,7 @@ class Seeing:
             for tower in self._towers if is_frozen else ():
                 modes.enter_context(evaluating(tower))
             made = image_features(self._model, tensors)
-        count = len(_joined(made.pooler_output))
+        count = len(_joined(_output(made)))
         if count != sum(images.counts):
             raise RuntimeError(
                 f"The vision tower of {type(self._model).__name__} returned {count} features, but the batch has "
@@ -137,7 +137,17 @@ def num_features(model: nn.Module, tensors: Mapping[str, Tensor]) -> int:
     device = next(inner.parameters()).device
     with torch.no_grad():
         made = image_features(inner, {name: tensor.to(device) for name, tensor in tensors.items()})
-    return len(_joined(made.pooler_output))
+    return len(_joined(_output(made)))
+
+
+def _output(made: Any) -> Any:
+    """The features in an output of ``get_image_features``: Llama 4 projects them later, in its forward pass."""
+    return made.last_hidden_state if made.pooler_output is None else made.pooler_output
+
+
+def _with_output(made: Any, features: Any, **more: Any) -> Any:
+    name = "last_hidden_state" if made.pooler_output is None else "pooler_output"
+    return replace(made, **{name: features}, **more)
 
 
 def joined_features(made: Sequence[Any]) -> Any:
@@ -149,7 +159,7 @@ def joined_features(made: Sequence[Any]) -> Any:
     if between is not None:
         layers = range(len(between))
         more["deepstack_features"] = [_together([one.deepstack_features[n] for one in made]) for n in layers]
-    return replace(made[0], pooler_output=_together([one.pooler_output for one in made]), **more)
+    return _with_output(made[0], _together([_output(one) for one in made]), **more)
 
 
 def _together(features: Sequence[Tensor | Sequence[Tensor]]) -> Tensor | tuple[Tensor]:
@@ -162,7 +172,7 @@ def at_places(made: Any, chosen: Tensor) -> Any:
     between (``deepstack_features``)."""
     between = getattr(made, "deepstack_features", None)
     more = {} if between is None else {"deepstack_features": [_chosen(one, chosen) for one in between]}
-    return replace(made, pooler_output=_chosen(made.pooler_output, chosen), **more)
+    return _with_output(made, _chosen(_output(made), chosen), **more)
 
 
 def by_kind(made: Any, chosen: Tensor, is_video: Tensor) -> dict[str, Any]:

@@ -79,7 +79,9 @@ class ImageProcessor:
             patches, grids = image
             return {"pixel_values": torch.from_numpy(patches), "image_grid_thw": torch.tensor(grids)}
         made = self.processor(images=[image], return_tensors="pt", **self.options)
-        return {name: made[name] for name in made if name in self.names}
+        found = {name: made[name] for name in made if name in self.names}
+        # Llama 4's makes bfloat16, which is cast to the type of the tower later.
+        return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
 
     def joined(self, each: Sequence[Tensors]) -> dict[str, Tensor]:
         """The tensors of several images as one set, in their order.
