@@ -1,4 +1,4 @@
-"""Images in ``burnish explain``: their number, sizes and tokens, and each in its place in a row."""
+"""Images in ``burnish explain``: their number, sizes and tokens, and their positions in a row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from burnish.run.prepare import Prepared
 
 
 def image_lines(rows: Sequence[Row], prepared: Prepared) -> list[Line]:
-    """What images the rows hold, and what they cost; nothing where they hold none."""
+    """Return lines on the images of the rows and their cost; empty if there are none."""
     family = prepared.family
     found = [image for row in rows for image in images_of(row)]
     if family is None or not found:
@@ -38,12 +38,12 @@ def image_lines(rows: Sequence[Row], prepared: Prepared) -> list[Line]:
 
 
 def _longest(row: Row) -> dict[str, Any]:
-    """The sequence of a row that its images are counted in."""
+    """Return the sequence of a row in which images are counted."""
     return {"input_ids": row.get("input_ids") or row.get("chosen_input_ids") or []}
 
 
 def image_in_words(image: ImageFile, number: int, family: Family | None) -> str:
-    """``[image 3: data/x.jpg 4032x3024 -> 756x560, 540 tokens]``"""
+    """Return text such as ``[image 3: data/x.jpg 4032x3024 -> 756x560, 540 tokens]``."""
     path = os.path.relpath(image.path)
     path = image.path if path.startswith("..") else path
     size = f"{image.width}x{image.height}"

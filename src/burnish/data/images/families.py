@@ -1,4 +1,4 @@
-"""The family of a checkpoint, among those that are known."""
+"""Select the image family of a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from burnish.data.images.other_families import any_family
 
 
 def family_of(source: Checkpoint) -> Family:
-    """The family of a checkpoint.
+    """Return the image family of a checkpoint.
 
     Raises:
-        UserError: for a model type that no family covers, if its composed processor cannot be loaded.
+        UserError: if no family is registered for the model type and the composed processor cannot be loaded.
     """
     name = family_name(source.config)
     if name not in FAMILIES:
@@ -21,7 +21,7 @@ def family_of(source: Checkpoint) -> Family:
 
 
 def family_name(config: object) -> str:
-    """The name under which a model's family is registered: its model type, but for a LLaVA with Pixtral's tower."""
+    """Return the name of the family of a model: its model type, except for a LLaVA with Pixtral's vision tower."""
     name = str(getattr(config, "model_type", ""))
     tower = str(getattr(getattr(config, "vision_config", None), "model_type", ""))
     return "pixtral" if (name, tower) == ("llava", "pixtral") else name
@@ -37,12 +37,12 @@ _WRITTEN = {
     "pixtral mistral_small ministral3": "[IMG]",
     "llama4": "<|patch|>",
 }
-"""Named templates that LLaMA-Factory gives a way of writing images -> the placeholder that they write."""
+"""Named template with image support in LLaMA-Factory -> its placeholder token."""
 PLACEHOLDERS = {template: word for templates, word in _WRITTEN.items() for template in templates.split()}
 
 
 def check_family(template: str, family: Family) -> None:
-    """Raise UserError where a named template was made for models of another family."""
+    """Raise UserError if a named template was made for models of another family."""
     expected = PLACEHOLDERS.get(template)
     if expected is not None and expected != family.placeholder:
         raise UserError(

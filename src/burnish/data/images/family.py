@@ -1,17 +1,17 @@
-"""Families of vision models: what stands in a row for an image of a given size.
+"""Image families: the tokens that a vision model expects for an image of a given size.
 
-In: a checkpoint's configuration, image processor and tokenizer. Out: a ``Family``: the text around an image, and the
-token ids that stand for it, from its width and height alone. Refused: models of another family, a tokenizer without the
-family's control tokens.
+A ``Family`` is created from the configuration, image processor and tokenizer of a checkpoint. It returns the text
+around an image and its token ids, which depend on width and height only. Models of another family and tokenizers
+without the control tokens of the family are rejected.
 
-A template writes one ``mark`` for each image, a control token; ``chat/images.py`` replaces its id by ``ids``.
+A template writes one ``mark``, a control token, for each image; ``chat/images.py`` replaces its id by ``ids``.
 
     @FAMILIES.register("llava")
     class Llava(Family):
         mark = "<image>"
         def ids(self, width, height): ...
 
-Sizes and counts are those of transformers' image and composed processors (their files are named at each class).
+Sizes and counts are those of transformers' image and composed processors (each class names its file).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOST_ASPECT = 200
-"""Aspect ratio that Qwen's and GLM's image processors refuse beyond."""
+"""Largest aspect ratio that Qwen's and GLM's image processors accept."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ class Family:
     own = ""
     video_mark = video_placeholder = video_written = ""
     around: tuple[str, ...] = ()
-    """Control tokens directly around the mark, which a truncated row keeps with their image."""
+    """Control tokens directly around the mark; truncation keeps them together with the image."""
     in_front = False
-    """Whether images stand before the text of the template, wherever the record has them."""
+    """Whether images precede the text of the template, wherever the record has them."""
     squeezes = False
-    """Whether LLaMA-Factory also raises a side below 28 pixels, and squeezes an image beyond ``MOST_ASPECT``."""
+    """Whether LLaMA-Factory also raises sides below 28 pixels and limits the aspect ratio to ``MOST_ASPECT``."""
 
     def __init__(self, source: Checkpoint) -> None:
         self.source, self.processor, self.tokenizer = source, source.processor, source.tokenizer
@@ -103,7 +103,7 @@ class Family:
         return tuple(dict.fromkeys((self.mark, self.placeholder, *self.around, *of_videos)))
 
     def token_id(self, word: str) -> int:
-        """The id of a control token. Raises UserError where the tokenizer lacks it."""
+        """Return the id of a control token. Raises UserError if the tokenizer does not have it."""
         found = self.tokenizer.get_vocab().get(word)
         if found is None:
             what = f'the tokenizer has no token "{word}", the image placeholder of {self.model_type}.'
@@ -111,7 +111,8 @@ class Family:
         return int(found)
 
     def ids(self, width: int, height: int) -> Ids:
-        """The ids that replace the mark of an image of this size, as the image processor is given it."""
+        """Return the ids that replace the mark of an image; width and height are those of the input of the image
+        processor."""
         if (width, height) not in self._ids:
             self._ids[width, height] = self._made(width, height)
         return self._ids[width, height]
@@ -120,11 +121,12 @@ class Family:
         raise NotImplementedError
 
     def before(self, image: ImageFile) -> str:
-        """The text that the image processor's own text puts before an image of this size, as if the record held it."""
+        """Return the text that the composed processor inserts before an image of this size."""
         return ""
 
     def of(self, image: ImageFile, num_images: int = 1) -> Ids:
-        """The ids that replace the mark of an image. Args: num_images: in its row, itself included."""
+        """Return the ids that replace the mark of an image. Args: num_images: number of images in the row, including
+        this one."""
         return self.of_video(image) if image.frames else self.ids(*self.given_sizes(image)[-1])
 
     def of_video(self, video: ImageFile) -> Ids:
@@ -144,21 +146,23 @@ class Family:
         return self.patches(*self.given_sizes(image)[-1])
 
     def processed(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height after the image processor's own resize, for a reader; of tiles, all of them together."""
+        """Return width and height after the resize of the image processor, for display; for tiles, those of all tiles
+        together."""
         return width, height
 
     def patches(self, width: int, height: int) -> int:
-        """Patches that the tower computes for an image of this size."""
+        """Return the number of patches that the vision tower computes for an image of this size."""
         return self.ids(width, height).count(self.placeholder_id)
 
     # --- the size that the image processor is given ------------------------------------------------------------------
 
     def given_sizes(self, image: ImageFile) -> list[tuple[int, int]]:
-        """Sizes (width, height) of the resizes before the image processor, the image's own first.
+        """Return the sizes (width, height) before the image processor, beginning with the image's own.
 
-        Without limits there is none. With them it is LLaMA-Factory's rule (src/llamafactory/data/mm_plugin.py): down to
-        ``max_pixels``, up to ``min_pixels``; for Qwen and GLM then both sides to at least 28 pixels, and the longer one
-        to 180 times the shorter beyond 200 to 1.
+        Without limits, the image is not resized. With limits, LLaMA-Factory's rule is used
+        (src/llamafactory/data/mm_plugin.py): down to ``max_pixels``, up to ``min_pixels``. For Qwen and GLM, both sides
+        are then raised to at least 28 pixels, and if the aspect ratio exceeds 200, the longer side is reduced to 180
+        times the shorter one.
         """
         width, height = image.width, image.height
         sizes = [(width, height)]
@@ -197,13 +201,13 @@ class Family:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Options of a call of the image processor, as the composed processor gives them."""
+        """Return the options of an image processor call, as the composed processor passes them."""
         return {}
 
     # --- what the processor says --------------------------------------------------------------------------------------
 
     def setting(self, name: str, default: Any = None) -> Any:
-        """A setting of the composed processor, as ``processor_config.json`` has it."""
+        """Return a setting of ``processor_config.json``."""
         found = self.source.settings.get(name)
         return default if found is None else found
 
@@ -212,7 +216,7 @@ class Family:
 
     @cached_property
     def identity(self) -> Any:
-        """Changes whenever the tokens of an image would change, or its pixels."""
+        """Return a hash that changes whenever the tokens or the pixels of an image would change."""
         settings = self.processor.to_dict()
         known = [type(self).__name__, type(self.processor).__name__, settings, dict(self.source.settings)]
         return [*known, self.source.shrinks, *self.options.items()]
@@ -229,5 +233,5 @@ FAMILIES: Registry[type[Family]] = Registry("image family")
 
 
 def repeated(token: int, count: int) -> Ids:
-    """``count`` times one id."""
+    """Return a list of ``count`` times the same id."""
     return array("i", [token]) * count

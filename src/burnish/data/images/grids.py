@@ -21,7 +21,7 @@ from burnish.loop.types import Ids
 
 @FAMILIES.register("qwen2_vl", "qwen2_5_vl", words=("<|image_pad|>",))
 class Qwen(Family):
-    """``<|vision_start|>``, a placeholder per merged patch, ``<|vision_end|>``."""
+    """``<|vision_start|>``, one placeholder per merged patch, ``<|vision_end|>``."""
 
     mark, written = "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>"
     around, squeezes = ("<|vision_start|>", "<|vision_end|>"), True
@@ -31,7 +31,7 @@ class Qwen(Family):
     """Whether the limits of pixels are over all frames of a video, and not over each."""
 
     def grid(self, width: int, height: int) -> tuple[int, int, int]:
-        """(frames, rows, columns) of patches, as ``image_grid_thw`` has them; the merge is not applied."""
+        """Return (frames, rows, columns) of patches before merging, as in ``image_grid_thw``."""
         wide, high = self.processed(width, height)
         return 1, high // self.processor.patch_size, wide // self.processor.patch_size
 
@@ -184,10 +184,10 @@ class Glm46(Glm):
 
 
 def smart_size(width: int, height: int, unit: int, least: int, most: int, frames: int = 1) -> tuple[int, int]:
-    """Width and height rounded to multiples of ``unit`` (half to even), then scaled into [least, most] pixels.
+    """Return width and height rounded to multiples of ``unit`` (half to even) and scaled to [least, most] pixels.
 
     Args:
-        frames: that the limits are over.
+        frames: number of frames that share the limits.
     """
     area, frames = width * height * frames, frames if frames == 1 else round(frames / PAIR) * PAIR
     wide, high = (round(side / unit) * unit for side in (width, height))
@@ -202,7 +202,7 @@ def smart_size(width: int, height: int, unit: int, least: int, most: int, frames
 
 @FAMILIES.register("pixtral", words=("[IMG]",))
 class Pixtral(Family):
-    """Rows of ``[IMG]``, each closed by ``[IMG_BREAK]``, the last by ``[IMG_END]``."""
+    """Rows of ``[IMG]``, each followed by ``[IMG_BREAK]``, the last one by ``[IMG_END]``."""
 
     mark = "[IMG]"
     around = ("[IMG_BREAK]", "[IMG_END]")
@@ -210,12 +210,13 @@ class Pixtral(Family):
 
     @cached_property
     def unit(self) -> int:
-        """Pixels of a placeholder's side."""
+        """Side of the image area of one placeholder, in pixels."""
         return int(self.source.config.vision_config.patch_size) * self._merge
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of a call of the image processor: the composed processor rounds sides to whole placeholders."""
+        """Return the options of an image processor call: the composed processor rounds sides to multiples of a
+        placeholder."""
         return {"patch_size": {"height": self.unit, "width": self.unit}}
 
     def processed(self, width: int, height: int) -> tuple[int, int]:
@@ -237,7 +238,7 @@ class Pixtral(Family):
 
 @FAMILIES.register("mistral3", words=("[IMG]",))
 class Mistral3(Pixtral):
-    """As Pixtral, with a placeholder per merged patch."""
+    """Like Pixtral, with one placeholder per merged patch."""
 
     @property
     def _merge(self) -> int:  # type: ignore[override]

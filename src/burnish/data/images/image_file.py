@@ -1,14 +1,14 @@
-"""An image: its file, its size as its header tells it, and its pixels.
+"""Image files: size from the header, and pixels.
 
-In: a path. Out: an ``ImageFile``, whose width and height come from the header, with the orientation of EXIF applied, so
-that the tokens of a row are known without decoding; ``load`` returns the pixels. Bytes of a record and data URIs are
-kept as files (``sources.py``), so that a row holds a path and never pixels.
+``read_header`` returns an ``ImageFile`` with width and height from the header, after applying the EXIF orientation, so
+that the tokens of a row are known without decoding. ``load`` returns the pixels. Bytes of a record and data URIs are
+stored as files (``sources.py``), so that a row holds a path instead of pixels.
 
-Refused: what is not an image, an image of more than ``MOST_PIXELS`` pixels, and a file that has changed since its
-header was read.
+Files that are not images, images of more than ``MOST_PIXELS`` pixels, and files that have changed since their header
+was read are rejected.
 
-The pixels that a model sees: upright; transparent colors are laid on white; 16-bit gray is scaled by 1/257; of an
-animation or of several pages the first. Anything else is converted as Pillow converts it to RGB.
+Pixels are upright RGB. Transparent colors are composited on white; 16-bit gray is scaled by 1/257; the first frame or
+page is used. Everything else is converted to RGB by Pillow.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOST_PIXELS = 178_956_970
-"""Pixels of the largest image: Pillow's own bound, beyond which it takes a file for a decompression bomb."""
+"""Maximum number of pixels: the limit at which Pillow assumes a decompression bomb."""
 MOST_PIXELS_SHOWN = 50_000_000
-"""Pixels of the largest image of which ``thumbnail`` makes a copy: 200 MB while it is decoded."""
+"""Maximum number of pixels of an image for ``thumbnail``: 200 MB while it is decoded."""
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "MPO", "TIFF", "PPM", "AVIF", "JPEG2000", "DIB", "ICO", "PCX", "QOI",
             "SGI", "TGA")  # fmt: skip
-"""Formats that are read. Pillow has more, of which EPS starts another program, Ghostscript."""
+"""Supported formats. Pillow has more; its EPS reader starts another program, Ghostscript."""
 _AVERAGED, _BOX, _NEAREST = ("L", "LA", "RGB", "RGBA", "CMYK", "YCbCr"), 4, 0
-_ORIENTATION = 0x0112  # of EXIF; 5 to 8 exchange width and height
+_ORIENTATION = 0x0112  # EXIF tag; values 5 to 8 swap width and height
 _TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270",
           7: "TRANSVERSE", 8: "ROTATE_90"}  # fmt: skip
 
 
 class BadImage(ValueError):
-    """A file that is not an image to train on; the text continues a sentence that begins with its name."""
+    """A file that cannot be used as an image; the message continues a sentence that begins with its name."""
 
 
 class NotTaken(BadImage):
@@ -83,12 +83,12 @@ class ImageFile:
 
     @property
     def identity(self) -> str:
-        """Equal for two images only if the model sees the same pixels."""
+        """Return a value that is equal for two images only if the model receives the same pixels."""
         own = f"{self.path}|{self.num_bytes}|{self.modified_ns}|{self.min_pixels}|{self.max_pixels}"
         return "|".join([own, str(self.fps), *(frame.identity for frame in self.frames)]) if self.frames else own
 
     def shrunk(self, factor: float) -> ImageFile:
-        """The image with at most ``factor`` of the pixels that it is given."""
+        """Return the image with at most the fraction ``factor`` of its current pixels."""
         given = min(self.width * self.height, self.max_pixels or self.width * self.height)
         most = int(given * factor)
         return replace(self, max_pixels=most, min_pixels=min(self.min_pixels or most, most))
@@ -112,20 +112,20 @@ _OF_FRAME = ("path", "width", "height", "num_bytes", "modified_ns")
 
 
 def images_of(row: Mapping[str, Any], prefix: str = "") -> list[ImageFile]:
-    """The images of a row, in the order of their placeholders.
+    """Return the images of a row, in the order of their placeholders.
 
     Args:
-        prefix: "kl_" for the second sequence of KTO. Both answers of a pair follow the same images, under "".
+        prefix: "kl_" for the second sequence of KTO. Both responses of a pair share the images with the prefix "".
     """
     return [ImageFile.from_json(one) for one in row.get(f"{prefix}images") or ()]
 
 
 def read_header(path: str | Path, **known: Any) -> ImageFile:
-    """An image by the header of its file, which is not decoded: 0.1 ms. Args: known: further fields.
+    """Read the header of an image file without decoding it (0.1 ms). Args: known: further fields.
 
     Raises:
-        BadImage: for a file that is not an image, or too large.
-        FileNotFoundError: if there is none.
+        BadImage: if the file is not an image or too large.
+        FileNotFoundError: if the file does not exist.
     """
     path = os.path.abspath(path)
     status = os.stat(path)
@@ -135,7 +135,7 @@ def read_header(path: str | Path, **known: Any) -> ImageFile:
 
 
 def in_memory(content: bytes, **known: Any) -> ImageFile:
-    """An image that is not kept as a file, by its header. Args: known: further fields. Raises: BadImage."""
+    """Read the header of an image that is not stored as a file. Args: known: further fields. Raises: BadImage."""
     name = f"memory:{sha256(content).hexdigest()}"
     with _opened(BytesIO(content)) as image:
         return _header(image, name, {**known, "num_bytes": len(content), "content": content})
@@ -145,14 +145,14 @@ def _header(image: Image, path: str, known: Mapping[str, Any]) -> ImageFile:
     width, height = image.size
     if orientation(image) >= 5:
         width, height = height, width
-    # The second image of an MPO, as phones write them, is a preview or another exposure.
+    # The second image of an MPO file of a phone is a preview or another exposure.
     is_animated = image.format != "MPO" and bool(getattr(image, "is_animated", False))
     check_size(width, height)
     return ImageFile(path, width, height, is_animated=is_animated, **known)
 
 
 def check_size(width: int, height: int) -> None:
-    """Raise BadImage for an image that is too large, or has no pixels."""
+    """Raise BadImage for an image that is too large or empty."""
     if width * height > MOST_PIXELS:
         raise BadImage(f"has {width}x{height} pixels; the maximum is {MOST_PIXELS:,}.")
     if not width * height:
@@ -160,16 +160,16 @@ def check_size(width: int, height: int) -> None:
 
 
 def load(image: ImageFile) -> Image:
-    """The pixels of an image: RGB, of the size that its header told.
+    """Decode an image to RGB, with the size from its header.
 
     Raises:
-        UserError: if the file is another one now, is not an image, or is cut off.
+        UserError: if the file has changed, is not an image, or is truncated.
     """
     return upright(image).convert("RGB")
 
 
 def upright(image: ImageFile) -> Image:
-    """Like ``load``, before gray, palettes and CMYK are converted to RGB."""
+    """Like ``load``, before gray, palette and CMYK images are converted to RGB."""
     if image.content:
         return _decoded(BytesIO(image.content), image, len(image.content))
     path = Path(image.path)
@@ -194,10 +194,10 @@ def _decoded(file: str | BytesIO, image: ImageFile, size: int) -> Image:
 
 
 def thumbnail(content: bytes, side: int) -> bytes:
-    """A small copy of an image as JPEG: upright, on white, at most ``side`` pixels wide and high.
+    """Return a JPEG thumbnail: upright, on white, at most ``side`` pixels wide and high.
 
     Raises:
-        BadImage: for what is not an image, is damaged, or takes too much memory to be decoded for a look.
+        BadImage: if the file is not an image, is damaged, or needs too much memory to decode.
     """
     made = BytesIO()
     try:
@@ -217,7 +217,7 @@ def thumbnail(content: bytes, side: int) -> bytes:
 
 
 def cut_off(error: BaseException, num_bytes: int) -> str:
-    """What is wrong with an image whose header was good: the rest of a sentence."""
+    """Return the end of the error message for an image with a valid header that cannot be decoded."""
     if isinstance(error, BadImage):
         return str(error)
     if "truncated" in str(error):
@@ -226,9 +226,10 @@ def cut_off(error: BaseException, num_bytes: int) -> str:
 
 
 def orientation(image: Image) -> int:
-    """EXIF's orientation, 1 to 8, without decoding: Pillow would decode a PNG without EXIF, to look behind its pixels.
+    """Return the EXIF orientation, 1 to 8, without decoding. Pillow would decode a PNG without EXIF to look for it
+    after the pixels.
 
-    1 for TIFF, which Pillow itself turns.
+    Returns 1 for TIFF, which Pillow rotates itself.
     """
     if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
         return 1
@@ -237,7 +238,7 @@ def orientation(image: Image) -> int:
 
 
 def _opened(path: str | BytesIO) -> Image:
-    """A file, or its content, as an image whose pixels are not decoded yet."""
+    """Open a file or bytes as an image without decoding its pixels."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
@@ -245,7 +246,7 @@ def _opened(path: str | BytesIO) -> Image:
     import warnings
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # half of the bound that is held here
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # half of MOST_PIXELS
         try:
             return Image.open(path, formats=_formats())
         except Image.DecompressionBombError:
@@ -261,7 +262,7 @@ def _opened(path: str | BytesIO) -> Image:
 
 @cache
 def _formats() -> list[str]:
-    """The formats that are read, of those that this Pillow knows."""
+    """Return the supported formats that this version of Pillow has."""
     from PIL import Image
 
     Image.init()
@@ -269,7 +270,7 @@ def _formats() -> list[str]:
 
 
 def _size_of_large(path: str | BytesIO) -> tuple[int, int]:
-    """The size in a header that ``Image.open`` refuses for it."""
+    """Return the size in a header for which ``Image.open`` fails because it is too large."""
     from PIL import Image
 
     with _bytes_of(path) as file:
@@ -296,7 +297,7 @@ def _no_image(path: str | BytesIO) -> str:
 
 
 def _without_alpha(image: Image) -> Image:
-    """Lay transparent colors on white, and scale 16-bit gray to 8 bits."""
+    """Composite transparent colors on white, and scale 16-bit gray to 8 bits."""
     import numpy
     from PIL import Image as pil
 

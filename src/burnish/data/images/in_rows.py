@@ -1,8 +1,8 @@
-"""Images in encoded text: the mark that a template wrote for each is replaced by the ids that stand for it.
+"""Images in tokenized text: replace the mark of each image by its token ids.
 
-In: the tokens of a conversation with one mark per image, and the images. Out: the tokens with each mark replaced by
-the family's ids, where each image then is, and labels that hold no placeholder: a placeholder carries no information
-that a model could learn to write.
+Input: the tokens of a conversation with one mark per image, and the images. Output: the tokens with each mark replaced
+by the ids of the family, the position of each image, and labels without placeholders, which have no information to
+learn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RESERVED = re.compile(f"[{IMAGE}{VIDEO}]")
 
 
 def images_in(example: Example) -> list[ImageFile]:
-    """The images of a conversation, in their order."""
+    """Return the images of a conversation, in order."""
     return [image for message in example.messages for image in message.images]
 
 
@@ -50,7 +50,7 @@ def _clean(message: Message) -> Message:
 
 
 def with_parts(message: Message, parts: Sequence[ContentPart]) -> Message:
-    """The message with these parts, also as a chat template is given it."""
+    """Return the message with these parts, also in the form for a chat template."""
     raw = message.raw
     if raw is not None:
         content = [{"type": "text", "text": p.value} if p.kind == "text" else {"type": p.kind} for p in parts]
@@ -59,7 +59,7 @@ def with_parts(message: Message, parts: Sequence[ContentPart]) -> Message:
 
 
 def without_images(example: Example) -> Example:
-    """The example with the texts of its messages only."""
+    """Return the example with only the texts of its messages."""
     return replace(example, messages=tuple(replace(m, content=_text_of(m), raw=_raw_text(m)) for m in example.messages))
 
 
@@ -108,18 +108,19 @@ class Marks:
         return found[len(self.family.text_ids(written)) :] if written else found
 
     def expanded(self, ids: Ids, images: Sequence[ImageFile], mask: Sequence[int] | None = None) -> Expanded:
-        """Replace the marks in a row. Args: mask: a number per token; a mark's is repeated."""
+        """Replace the marks of a row. Args: mask: a value per token; that of a mark is repeated."""
         return Expanded(ids, self.spans(ids, images), images, mask)
 
     def turns(self, turns: Sequence[Turn], images: Sequence[ImageFile]) -> list[Turn]:
-        """Turns in which each mark is replaced, before they have labels."""
+        """Replace the marks in turns that have no labels yet."""
         turns = self._with_front(turns, len(images))
         marks = iter(self.spans([token for segment in chain(*turns) for token in segment.ids], images))
         left = iter(images)
         return [(self._segment(before, marks, left), self._segment(after, marks, left)) for before, after in turns]
 
     def written(self, example: Example) -> Example:
-        """What a template is given: without images where they stand before its text, and with the text before each."""
+        """Return the input of a template: without images if they precede its text, and with the text before each
+        image."""
         if self.family.in_front:
             return without_images(example) if images_in(example) else example
         if not any(map(self.family.before, images_in(example))):
@@ -127,7 +128,7 @@ class Marks:
         return replace(example, messages=tuple(map(self._introduced, example.messages)))
 
     def _introduced(self, message: Message) -> Message:
-        """A message with the family's text before each of its images."""
+        """Return a message with the text of the family before each image."""
         parts: list[ContentPart] = []
         for part in message.parts:
             said = self.family.before(part.value) if part.kind == "image" else ""
@@ -135,7 +136,7 @@ class Marks:
         return with_parts(message, parts) if message.images else message
 
     def front(self, num_images: int) -> Ids:
-        """The marks that stand before the text of a template."""
+        """Return the marks that precede the text of a template."""
         return array("i", [self.family.mark_id] * (num_images * self.family.in_front))
 
     def _with_front(self, turns: Sequence[Turn], num_images: int) -> Sequence[Turn]:
@@ -162,7 +163,7 @@ class Marks:
         )  # fmt: skip
 
     def _content(self, segment: Segment, made: Expanded) -> Callable[[], list[bool]]:
-        """Which tokens truncation may remove: none of an image, nor the control tokens at its sides."""
+        """Return which tokens truncation may remove: none of an image or of the control tokens around it."""
 
         def flags() -> list[bool]:
             old = list(segment.content())
@@ -175,7 +176,7 @@ class Marks:
         return flags
 
     def without_placeholders(self, segment: Segment) -> Segment:
-        """A labelled segment whose labels hold no placeholder."""
+        """Return a labelled segment without placeholders in its labels."""
         if not segment.images:
             return segment
         labels = segment.labels[:]
@@ -186,13 +187,13 @@ class Marks:
 
 
 class Expanded:
-    """A row in which marks were replaced.
+    """A row whose marks were replaced.
 
     Args:
-        ids: the row with its marks.
-        spans: the position of each mark, and the ids that replace it.
-        images: one for each mark.
-        mask: a number per token of ``ids``.
+        ids: ids of the row with its marks.
+        spans: position of each mark and the ids that replace it.
+        images: one image per mark.
+        mask: a value per token of ``ids``.
     """
 
     def __init__(
@@ -212,7 +213,7 @@ class Expanded:
         self.mask = None if mask is None else self.repeated(mask)
 
     def repeated(self, values: Sequence[Any]) -> list[Any]:
-        """A value per token of the row with marks -> one per token; that of a mark for all of its image."""
+        """Expand a value per token with marks to a value per token; that of a mark applies to its entire image."""
         found: list[Any] = []
         done = 0
         for place, size in zip(self._places, self._sizes, strict=True):
@@ -223,13 +224,13 @@ class Expanded:
         return found
 
     def moved(self, place: int) -> int:
-        """Where a token of the row with marks begins."""
+        """Return the new position of a token of the row with marks."""
         before = bisect_right(self._places, place - 1)
         return place + sum(self._sizes[:before]) - before
 
 
 def without_expansion(ids: Sequence[int], images: Sequence[ImageFile], mark: int) -> list[int]:
-    """A row with one mark in place of the tokens of each image."""
+    """Return a row with one mark instead of the tokens of each image."""
     found: list[int] = []
     done = 0
     for image in images:
@@ -239,12 +240,12 @@ def without_expansion(ids: Sequence[int], images: Sequence[ImageFile], mark: int
 
 
 def shifted(images: Iterable[ImageFile], by: int) -> list[ImageFile]:
-    """The same images ``by`` tokens further on."""
+    """Return the images with their positions shifted by ``by`` tokens."""
     return [replace(one, begin=one.begin + by, end=one.end + by) for one in images]
 
 
 def images_of_segments(segments: Iterable[Segment]) -> list[ImageFile]:
-    """The images of segments that lie end to end."""
+    """Return the images of concatenated segments."""
     found: list[ImageFile] = []
     at = 0
     for segment in segments:
@@ -254,5 +255,5 @@ def images_of_segments(segments: Iterable[Segment]) -> list[ImageFile]:
 
 
 def images_column(images: Sequence[ImageFile]) -> list[dict[str, Any]]:
-    """The column ``images`` of a row."""
+    """Return the column ``images`` of a row."""
     return [image.as_json() for image in images]

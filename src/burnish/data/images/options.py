@@ -1,4 +1,4 @@
-"""Options of images: where they are, and the size that a model is given them in."""
+"""Options of images: their location and their size limits."""
 
 from __future__ import annotations
 
@@ -65,12 +65,13 @@ def shrinks_images(options: ImageOptions | None) -> bool:
 
 
 def apply_image_options(processor: Any, config: Any, options: ImageOptions) -> list[str]:
-    """Give an image processor the settings of the options.
+    """Apply the options to an image processor.
 
     Returns:
-        a sentence for each option that has no effect on this model.
+        A sentence for each option that has no effect on this model.
+
     Raises:
-        UserError: for images of less than one patch.
+        UserError: if the limits are smaller than a patch.
     """
     notes = []
     tiles, crops = options.crop_to_patches, options.image_do_pan_and_scan

@@ -1,4 +1,4 @@
-"""Families of one token per image (Mllama), and of any other model, whose composed processor is asked.
+"""Families with one token per image (Mllama), and the fallback for other models, which calls their composed processor.
 
 Sources: transformers, models/mllama/processing_mllama.py.
 """
@@ -15,7 +15,7 @@ from burnish.loop.types import Ids
 
 @FAMILIES.register("mllama", words=("<|image|>",))
 class Mllama(Family):
-    """One ``<|image|>`` per image, which the text behind it attends to."""
+    """One ``<|image|>`` per image; the text after it attends to the image."""
 
     mark = "<|image|>"
 
@@ -29,10 +29,10 @@ class Mllama(Family):
 
 
 class AnyFamily(Family):
-    """A model of which nothing is known: its composed processor is asked, once per size of images, with a blank image.
+    """A model without a registered family: the composed processor is called with a blank image, once per image size.
 
     Args:
-        source: with ``composed``.
+        source: checkpoint with ``composed``.
     """
 
     def __init__(self, source: Checkpoint) -> None:
@@ -55,7 +55,7 @@ class AnyFamily(Family):
 
     @property
     def note(self) -> str:
-        """A sentence for the user on how images are written."""
+        """Return a note for the user on how images are written."""
         return (
             f"Model type {self.model_type} has no specific support for images: placeholders are those of transformers' "
             f"{type(self.source.composed).__name__}, and padding-free batches are used if a check of the model passes."
@@ -63,10 +63,10 @@ class AnyFamily(Family):
 
 
 def any_family(source: Checkpoint, known: Any) -> AnyFamily:
-    """The family of a model of another type than ``known``.
+    """Return the fallback family for a model type that is not in ``known``.
 
     Raises:
-        UserError: where its composed processor cannot be loaded, or the model names no token for images.
+        UserError: if the composed processor cannot be loaded, or the model has no image token.
     """
     if source.composed is None:
         raise UserError(

@@ -1,9 +1,9 @@
-"""Where a record says its images are -> images.
+"""Find the images that a record names.
 
-In: a path, a ``file://`` address, a data URI, bytes, ``{"bytes": ..., "path": ...}`` as an Image feature of
-``datasets`` has it, or a Pillow image. Out: an ``ImageFile``. What is no file yet is kept as one, named by the hash
-of its content, in the cache ($BURNISH_CACHE or ~/.cache/burnish, folder ``images``). Refused: addresses of the web
-(nothing is fetched while a model trains), files that are not there, and what is not an image.
+Accepted are a path, a ``file://`` URL, a data URI, bytes, ``{"bytes": ..., "path": ...}`` as in the Image feature of
+``datasets``, and a Pillow image. The result is an ``ImageFile``. Images that are not files are stored in the cache
+under the hash of their content ($BURNISH_CACHE or ~/.cache/burnish, folder ``images``). Web URLs are rejected (nothing
+is downloaded during training), and so are missing files and files that are not images.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SHOWN = 60
 
 
 class MissingImage(BadImage):
-    """A file that is not there. Args: nearest: a file of the same name in a folder beside or below; None for none."""
+    """A file that does not exist. Args: nearest: a file with the same name in a nearby folder, or None."""
 
     def __init__(self, said: str, nearest: Path | None) -> None:
         super().__init__(said)
@@ -59,11 +59,11 @@ class Sight:
     _looked_for: set[str] = field(default_factory=set, repr=False, compare=False)
 
     def image(self, value: Any, place: str, min_pixels: int | None = None, max_pixels: int | None = None) -> ImageFile:
-        """The image that a record names.
+        """Return the image that a record names.
 
         Args:
-            place: its name in the record: ``images[1]``.
-            min_pixels, max_pixels: of this image alone.
+            place: name of the image in its record, for example ``images[1]``.
+            min_pixels, max_pixels: limits of this image.
 
         Raises:
             BadImage: with a sentence that begins with the place.
@@ -79,12 +79,12 @@ class Sight:
             raise MissingImage(f"{named} was not found. Searched: {looked}.", self._nearest(Path(path).name)) from None
         except (IsADirectoryError, PermissionError) as error:
             raise BadImage(f"{named} cannot be read: {error.strerror}.") from None
-        if is_kept:  # its name says what is in it
+        if is_kept:  # the name is the hash of the content
             found = replace(found, modified_ns=0)
         return replace(found, min_pixels=min_pixels or self.min_pixels, max_pixels=max_pixels or self.max_pixels)
 
     def sent(self, uri: str, place: str, max_pixels: int | None = None) -> ImageFile:
-        """The image in a data URI that came with a request; it is in memory only. Raises BadImage."""
+        """Return the image of a data URI of a request, which is kept in memory only. Raises BadImage."""
         try:
             found = in_memory(_decoded(uri, place), place=place)
         except BadImage as error:
@@ -93,7 +93,7 @@ class Sight:
         return replace(found, min_pixels=self.min_pixels, max_pixels=max_pixels or self.max_pixels)
 
     def _nearest(self, name: str) -> Path | None:
-        """A file of this name at most two folders below the folders, or below those that hold them; looked for once."""
+        """Return a file of this name at most two levels below the folders or their parents; the search runs once."""
         if self._looked_for:
             return None
         self._looked_for.add(name)
@@ -102,7 +102,7 @@ class Sight:
         return next((one for one in islice(found, 1) if one.is_file()), None)
 
     def _path(self, value: Any, place: str) -> tuple[str, str, bool]:
-        """The file of an image, how an error shows it, and whether it is kept in the cache."""
+        """Return the path of an image, its name for error messages, and whether it is stored in the cache."""
         if isinstance(value, Mapping) and value.get("bytes") is not None:
             return kept(value["bytes"]), "", True
         if isinstance(value, Mapping) and value.get("path") is not None:
@@ -142,7 +142,7 @@ class Sight:
 
 
 def kept(content: bytes) -> str:
-    """The path of a file in the cache with this content; it is written if it is not there."""
+    """Store content in the cache unless it exists, and return the path of the file."""
     name = sha256(content).hexdigest()
     path = cache_home() / "images" / name[:2] / name
     if not path.is_file():
@@ -167,7 +167,7 @@ def _decoded(uri: str, place: str) -> bytes:
 
 
 def _as_png(image: Any) -> bytes:
-    """An image in memory as a file without loss, upright."""
+    """Encode an image in memory as PNG, upright."""
     from PIL import ImageOps
 
     upright = ImageOps.exif_transpose(image)

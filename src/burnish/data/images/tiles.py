@@ -1,4 +1,4 @@
-"""Families whose images have a fixed size, or are cut into tiles of one.
+"""Families whose images have a fixed size or are split into tiles of a fixed size.
 
 Counts and texts: transformers, the ``processing_*.py`` and ``image_processing_pil_*.py`` of each family (named at the
 classes), with the settings of the checkpoint.
@@ -19,11 +19,11 @@ from burnish.loop.types import Ids
 
 @FAMILIES.register("llava", "vipllava", words=("<image>",))
 class Llava(Family):
-    """The same number of ``<image>`` for any image (processing_llava.py)."""
+    """The same number of ``<image>`` for every image (processing_llava.py)."""
 
     @cached_property
     def _per_tile(self) -> int:
-        """Features of a tile: its patches, without the class token where the model leaves that out."""
+        """Return the number of features of a tile: its patches, without the class token if the model drops it."""
         vision, config = self.source.config.vision_config, self.source.config
         patch = int(self.setting("patch_size", vision.patch_size))
         crop = getattr(self.processor, "crop_size", None) or self.processor.size
@@ -38,12 +38,12 @@ class Llava(Family):
 
 @FAMILIES.register("llava_next", words=("<image>",))
 class LlavaNext(Llava):
-    """A base tile, and the image in the best of several resolutions, without its padding, with a token per row of
+    """A base tile, then the image at the best of several resolutions without padding, with a token after each row of
     patches (processing_llava_next.py)."""
 
     @cached_property
     def _tile(self) -> tuple[int, int]:
-        """Pixels, and patches, of a tile's side."""
+        """Return the side of a tile in pixels and in patches."""
         size = self.processor.size
         pixels = int(size["shortest_edge"] if "shortest_edge" in size else size["height"])
         return pixels, pixels // int(self.setting("patch_size", self.source.config.vision_config.patch_size))
@@ -53,7 +53,7 @@ class LlavaNext(Llava):
         return repeated(self.placeholder_id, rows * columns + rows + self._per_tile)
 
     def _unpadded(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of patches that hold the image in the best resolution."""
+        """Return rows and columns of patches of the image at the best resolution."""
         pixels, patches = self._tile
         high, wide = _best(width, height, self.processor.image_grid_pinpoints)
         rows, columns = high // pixels * patches, wide // pixels * patches
@@ -69,7 +69,8 @@ class LlavaNext(Llava):
 
 
 def _best(width: int, height: int, sizes: list[list[int]]) -> tuple[int, int]:
-    """The (height, width) that loses least of an image, and then wastes least (``select_best_resolution``)."""
+    """Return the (height, width) that keeps most of an image and then has the least padding
+    (``select_best_resolution``)."""
     best, most, least = (0, 0), 0, float("inf")
     for high, wide in sizes:
         scale = min(wide / width, high / height)
@@ -82,7 +83,7 @@ def _best(width: int, height: int, sizes: list[list[int]]) -> tuple[int, int]:
 
 @FAMILIES.register("llava_onevision", words=("<image>",))
 class LlavaOnevision(LlavaNext):
-    """As LLaVA-NeXT, reduced beyond a number of tiles; a base tile alone where a row has several images
+    """Like LLaVA-NeXT, downsampled above a number of tiles; only a base tile if a row has several images
     (processing_llava_onevision.py)."""
 
     @cached_property
@@ -114,7 +115,7 @@ class LlavaOnevision(LlavaNext):
 
 @FAMILIES.register("paligemma", words=("<image>",))
 class PaliGemma(Llava):
-    """A fixed number of ``<image>`` before bos (processing_paligemma.py)."""
+    """A fixed number of ``<image>`` before the BOS token (processing_paligemma.py)."""
 
     in_front = True
 
@@ -127,7 +128,7 @@ class PaliGemma(Llava):
 
 @FAMILIES.register("gemma3", words=("<start_of_image>", "<image_soft_token>"))
 class Gemma3(Family):
-    """Blank lines around ``<start_of_image>``, a fixed number of placeholders, ``<end_of_image>``
+    """``<start_of_image>``, a fixed number of placeholders, ``<end_of_image>``, between blank lines
     (processing_gemma3.py)."""
 
     mark, placeholder = "<start_of_image>", "<image_soft_token>"
@@ -144,7 +145,8 @@ class Gemma3(Family):
 
     @cached_property
     def options(self) -> Mapping[str, Any]:
-        """Those of pan and scan; checkpoints have null, and the composed processor these defaults."""
+        """Return the options of pan and scan. Checkpoints have null; these are the defaults of the composed
+        processor."""
         asked = self.source.pan_and_scan
         is_on = self.processor.do_pan_and_scan if asked is None else asked
         return {
@@ -155,7 +157,8 @@ class Gemma3(Family):
         }
 
     def _num_crops(self, width: int, height: int) -> int:
-        """Crops of pan and scan, beside the whole image (image_processing_pil_gemma3.py, ``pan_and_scan``)."""
+        """Return the number of pan-and-scan crops besides the full image (image_processing_pil_gemma3.py,
+        ``pan_and_scan``)."""
         options, longer, shorter = self.options, max(width, height), min(width, height)
         if not options["do_pan_and_scan"] or longer / shorter < options["pan_and_scan_min_ratio_to_activate"]:
             return 0
@@ -173,7 +176,7 @@ class Gemma3(Family):
 
 @FAMILIES.register("gemma4", words=("<|image|>",))
 class Gemma4(Family):
-    """``<|image>``, as many placeholders as the aspect ratio gives within a budget, ``<image|>``
+    """``<|image>``, placeholders according to the aspect ratio within a budget, ``<image|>``
     (image_processing_pil_gemma4.py, ``get_aspect_ratio_preserving_size``)."""
 
     mark = "<|image|>"
@@ -224,7 +227,7 @@ class InternVL(Family):
 
 @FAMILIES.register("aya_vision", words=("<image>", "<|IMG_PATCH|>"))
 class Aya(InternVL):
-    """``TILE_1`` and its placeholders, and so on, ``TILE_GLOBAL`` and its own, between two control tokens
+    """``TILE_1`` and its placeholders, and so on, then ``TILE_GLOBAL`` and its placeholders, between two control tokens
     (processing_aya_vision.py)."""
 
     mark, placeholder = "<image>", "<|IMG_PATCH|>"
@@ -242,11 +245,11 @@ class Aya(InternVL):
 
 @FAMILIES.register("idefics3", "smolvlm", words=("<image>",))
 class Idefics3(Family):
-    """Tiles in rows, each behind its row and column, a blank line, and the image as a whole
+    """Rows of tiles, each after a token with its row and column, a blank line, and the full image
     (processing_smolvlm.py, image_processing_pil_smolvlm.py)."""
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of tiles; (0, 0) for an image that is one tile."""
+        """Return rows and columns of tiles; (0, 0) for an image that is a single tile."""
         _, rows, columns = self.processor.get_number_of_image_patches(height, width, {})
         return int(rows), int(columns)
 

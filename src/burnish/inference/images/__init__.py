@@ -1,1 +1,1 @@
-"""Images in prompts: the family of the model, and what an engine is given of them."""
+"""Images in prompts: the family of the model, and the inputs of the inference engine."""

@@ -1,4 +1,4 @@
-"""The family of a run's model, which tells what stands in a row for an image."""
+"""Load the image family of a run's model, which determines the tokens of an image."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def load_family(
     options: ModelOptions, config: Any, tokenizer: Any, notes: list[str] | None = None,
     images: ImageOptions | None = None, refused: list[UserError] | None = None,
 ) -> Family | None:  # fmt: skip
-    """The family of the model, if it sees.
+    """Return the family of the model, or None for a text-only model.
 
     Args:
-        images: the options of images; by default all of them are at their defaults.
-        notes: gets what the user should know.
-        refused: gets the reason where images cannot be used; the model may be trained on text all the same.
+        images: options of images; None for the defaults.
+        notes: receives notes for the user.
+        refused: receives the reason if images cannot be used; the model can still be trained on text.
     """
     if getattr(config, "vision_config", None) is None:
         return None

@@ -1,7 +1,7 @@
-"""From the row of a prompt with images to a request.
+"""Convert the row of a prompt with images to the fields of a request.
 
-In:  a vision model, and its family. Out: ``ImageReader``, which prepares the images of a prompt. Images are
-     decoded when the request is made, in the thread that makes it; the tower runs in the engine's thread.
+``ImageReader`` decodes images when the request is created, in the calling thread; the vision tower runs in the engine's
+thread.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from burnish.models.images.processor import ImageProcessor
 from burnish.models.images.prompts import PromptImages
 
 LOW_PIXELS = 512 * 512
-"""Pixels of an image that is asked for in low detail."""
+"""Maximum number of pixels of an image with ``detail: "low"``."""
 
 
 class ImageReader:
     """Reads the images of prompts.
 
     Args:
-        sight: how images are found, and the limits of their sizes.
+        sight: finds images and limits their sizes.
     """
 
     def __init__(self, model: nn.Module, family: Family, sight: Sight) -> None:
@@ -42,15 +42,15 @@ class ImageReader:
         )  # fmt: skip
 
     def image(self, url: str, place: str, detail: str = "auto") -> ImageFile:
-        """The image of a data URI. Raises BadImage."""
+        """Return the image of a data URI. Raises BadImage."""
         return self.sight.sent(url, place, LOW_PIXELS if detail == "low" else None)
 
     def num_tokens(self, image: ImageFile) -> int:
-        """Tokens that an image takes in a prompt."""
+        """Return the number of prompt tokens of an image."""
         return len(self.family.of(image))
 
     def of(self, row: Row) -> Mapping[str, Any]:
-        """The fields of a request that images fill; none where the row has none."""
+        """Return the request fields of images; empty if the row has none."""
         if not row.get("images"):
             return {}
         found = PromptImages.of({"input_ids": row["input_ids"], "images": row["images"]}, self._collator)

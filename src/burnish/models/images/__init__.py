@@ -1,1 +1,1 @@
-"""Models that see: from images to tensors, and from tensors to features in the place of placeholders."""
+"""Vision models: image tensors, and image features at the positions of placeholders."""

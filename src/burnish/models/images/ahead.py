@@ -1,10 +1,10 @@
-"""Images are decoded and prepared ahead of the step that needs them, by threads.
+"""Decode and preprocess images in threads before the step that needs them.
 
-In:  the rows of coming micro-batches, in the order of the stream. Out: the same rows, and meanwhile the tensors of
-     their images. Pillow and numpy release the interpreter's lock while they decode and resize. What waits is bounded
-     in bytes. An image that was prepared is kept for its next use; the least recently used are dropped first.
+``rows`` yields the rows of coming micro-batches while their images are prepared. Pillow and numpy release the
+interpreter lock while they decode and resize. The size of the queue is limited in bytes. A prepared image is cached;
+the least recently used images are removed first.
 
-The tensors of an image depend on that image alone, so neither threads nor what is kept change a number.
+The tensors of an image depend on that image only, so neither threads nor the cache change results.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class ImageCacheOptions:
 
 
 _BYTES_PER_TOKEN = 20_000
-"""Of the tensors of an image, until the first is made: a placeholder of Qwen2.5-VL takes 18,816."""
+"""Estimated bytes per placeholder before the first image is prepared: 18,816 for Qwen2.5-VL."""
 
 
 class PreparedAhead:
-    """Prepares images; a ``Prepare``.
+    """Prepares images in advance; a ``Prepare``.
 
     Args:
         prepare: image -> tensors.
-        images_of: the images of a row.
-        ahead_bytes: the most bytes that are prepared before they are asked for.
-        kept_bytes: the most bytes that are kept afterwards.
+        images_of: returns the images of a row.
+        ahead_bytes: maximum size of tensors that wait for their use.
+        kept_bytes: maximum size of the cache.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class PreparedAhead:
         self._per_token: float = _BYTES_PER_TOKEN
 
     def __call__(self, image: Any) -> Tensors:
-        """The tensors of an image. Raises what preparing it raised."""
+        """Return the tensors of an image. Raises the error of its preparation."""
         identity = image.identity
         if identity in self._kept:
             self._kept.move_to_end(identity)
@@ -71,7 +71,7 @@ class PreparedAhead:
         return tensors
 
     def rows(self, groups: Iterator[Sequence[Row | None]]) -> Iterator[Sequence[Row | None]]:
-        """Yield the rows of micro-batches as they come, with those behind them begun."""
+        """Yield the rows of micro-batches and start to prepare the images of the following ones."""
         waiting: deque[tuple[Sequence[Row | None], float]] = deque()
         begun = 0.0
         for rows in groups:
@@ -86,7 +86,7 @@ class PreparedAhead:
             yield waiting.popleft()[0]
 
     def _begin(self, image: Any) -> float:
-        """Begin to prepare an image, if it is not here. Returns the bytes that it will take."""
+        """Start to prepare an image unless it is cached. Returns the bytes that it will need."""
         identity: str = image.identity
         if identity in self._kept:
             return 0
@@ -105,9 +105,9 @@ class PreparedAhead:
 
 
 _MOST_WAITING = 64
-"""Micro-batches that wait at most, so that rows of text are not read far ahead."""
+"""Maximum number of waiting micro-batches, so that text rows are not read far ahead."""
 
 
 def size_of(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of tensors."""
+    """Return the size of tensors in bytes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -1,11 +1,11 @@
-"""Rows with images -> micro-batches: padding-free, with shared prefixes, or padded.
+"""Collate rows with images into micro-batches: padding-free, with shared prefixes, or padded.
 
-In:  rows whose column ``images`` names their images and where they stand, and a collator of rows of text, which does
-     the rest. Out: its batch, with the tensors of the images and what the model needs to know of their places.
+Rows have a column ``images`` with their images and positions. A collator of text rows does the rest. The batch also has
+the tensors of the images and the positions that the model needs.
 
-What belongs to a token goes through the collator of text as a column, so that it stays with its token however rows are
-divided, joined or shortened: the feature in its place, the three rotary positions of the Qwen and GLM families, the row
-and the block of masks. Each image of a micro-batch is prepared once, also where several rows hold it.
+Values per token pass through the text collator as columns, so that they stay aligned when rows are split, concatenated
+or shortened: the feature index, the three rotary positions of Qwen and GLM, the row and the block of attention masks.
+Each image of a micro-batch is prepared once, even if several rows contain it.
 """
 
 # B rows, T tokens in a row, N distinct images, F features of all of them
@@ -29,7 +29,7 @@ ROPE_COLUMNS = ("rope_time", "rope_height", "rope_width")
 
 
 class ImageOfRow(Protocol):
-    """An image of a row; ``begin`` and ``end`` are the tokens that stand for it: placeholders, and markers."""
+    """An image of a row; ``begin`` and ``end`` are the range of its tokens, placeholders and markers."""
 
     begin: int
     end: int
@@ -42,9 +42,9 @@ class ImageOfRow(Protocol):
 
 Collate = Callable[[Sequence[Row]], Batch]
 ImagesOf = Callable[[Row], Sequence[Any]]
-"""A row -> its images (``ImageOfRow``), in the order of their placeholders."""
+"""Returns the images of a row (``ImageOfRow``), in the order of their placeholders."""
 Prepare = Callable[[Any], Tensors]
-"""An image -> its tensors, which depend on it alone."""
+"""Returns the tensors of an image, which depend on that image only."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,13 @@ class ImageLayout:
 
     @property
     def sees_in_full(self) -> bool:
-        """Whether these tokens see each other in layers of full attention too; in Gemma 4 only in sliding ones."""
+        """Whether these tokens attend bidirectionally in full-attention layers too; in Gemma 4 only in sliding-window
+        layers."""
         return not self.model_type.startswith("gemma4")
 
     @classmethod
     def of(cls, config: Any) -> ImageLayout:
-        """Args: config: of the whole model."""
+        """Create the layout of a model. Args: config: configuration of the entire model."""
         text = config.get_text_config()
         names = ("image_token_id", "image_token_index")
         placeholder = next((getattr(config, n) for n in names if getattr(config, n, None) is not None), -1)
@@ -97,14 +98,14 @@ class ImageLayout:
 
 
 class ImageCollator:
-    """Collates rows of which some have images; rows of text alone are collated as without it.
+    """Collates rows of which some may have images; batches of text rows only are the same as without it.
 
     Args:
-        collate: a collator of rows of text.
-        seeing: the same for rows with images, which passes on columns of tokens.
+        collate: collator of text rows.
+        seeing: the same for rows with images; it passes columns of tokens through.
         layout, processor: of the model.
-        images_of: the images of a row.
-        prepare: makes the tensors of an image, or has made them ahead.
+        images_of: returns the images of a row.
+        prepare: returns the tensors of an image.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class ImageCollator:
 
     @property
     def is_for_text(self) -> bool:
-        """Whether rows without images are collated otherwise too."""
+        """Whether batches without images are collated differently too."""
         return self.layout.both_ways == "prefix"
 
     def __call__(self, rows: Sequence[Row]) -> Batch:
@@ -148,12 +149,12 @@ class ImageCollator:
         return self._with_positions(batch)
 
     def _key(self, image: ImageOfRow, of_row: Sequence[ImageOfRow]) -> tuple[str, bool]:
-        """Equal for images with the same features."""
+        """Return a key that is equal for images with the same features."""
         return image.identity, self.layout.needs_row and len(of_row) > 1
 
     def _rows_of(self, distinct: Mapping[tuple[str, bool], Any]) -> dict[str, torch.Tensor]:
-        """LLaVA-OneVision's ``batch_num_images``: rows of one image each, then one row with all others. The model asks
-        only whether a row has several, so the last number is at least two."""
+        """Return LLaVA-OneVision's ``batch_num_images``: rows with one image each, then one row with all others. The
+        model only checks whether a row has several, so the last number is at least two."""
         if not self.layout.needs_row:
             return {}
         several = sum(has_others for _, has_others in distinct)
@@ -161,7 +162,8 @@ class ImageCollator:
         return {"batch_num_images": torch.tensor(counts)}
 
     def _crossed(self, rows: Sequence[Row], placed: Sequence[Sequence[Any]]) -> Batch:
-        """One row whose text attends to its images (Mllama): from each image's mark on, up to the next image.
+        """Return the cross-attention of a row to its images (Mllama): text attends to an image from its mark to the
+        next image.
 
         Source: transformers, models/mllama/processing_mllama.py (``get_cross_attention_token_mask``).
         """
@@ -172,13 +174,13 @@ class ImageCollator:
         mask = torch.zeros(1, length, len(images), made["aspect_ratio_mask"].shape[-1], dtype=torch.long)
         end = next_begin = length
         for number, image in reversed(list(enumerate(images))):
-            end = end if next_begin == image.end else next_begin  # images beside each other are seen by the same text
+            end = end if next_begin == image.end else next_begin  # adjacent images are attended to by the same text
             mask[0, image.begin : end, number, : tiles[number]] = 1
             next_begin = image.begin
         return {**batch, **made, "cross_attention_mask": mask}
 
     def _places(self, row: Row, one: ImageOfRow) -> list[int]:
-        """The places of the placeholders of an image."""
+        """Return the positions of the placeholders of an image."""
         ids, placeholders = row["input_ids"], self._placeholders
         return [at for at in range(one.begin, one.end) if ids[at] in placeholders]
 
@@ -190,7 +192,7 @@ class ImageCollator:
         self, number: int, row: Row, placed: Sequence[ImageOfRow], begins: Mapping[tuple[str, bool], int],
         tensors: Mapping[tuple[str, bool], Tensors],
     ) -> dict[str, list[int]]:  # fmt: skip
-        """The columns of a row's tokens."""
+        """Return the columns of the tokens of a row."""
         length = len(row["input_ids"])
         features = [0] * length
         for one in placed:
@@ -222,7 +224,8 @@ class ImageCollator:
         return 1.0 if per_second is None or not one.fps else per_second * 2 / one.fps
 
     def _blocks(self, number: int, row: Row, features: Sequence[int]) -> list[int]:
-        """The block of each token, unique in the batch: of each run of placeholders, or of all before the answer."""
+        """Return the block of each token, unique in the batch: one per run of placeholders, or one for everything
+        before the response."""
         first = (number << 20) + 1
         if self.layout.both_ways == "prefix":
             learned = next((at for at, label in enumerate(row["labels"]) if label != IGNORE_INDEX), len(row["labels"]))
@@ -239,7 +242,7 @@ class ImageCollator:
             batch["position_ids"] = grid if own is None else torch.cat([own.unsqueeze(0), grid])
         if self.layout.first_position and "position_ids" in batch:
             batch["position_ids"] = batch["position_ids"] + self.layout.first_position
-        if self.layout.both_ways:  # the masks say what no lengths of sequences can
+        if self.layout.both_ways:  # masks express what sequence lengths cannot
             mask = batch.pop("attention_mask", None)
             batch["num_tokens"] = batch["input_ids"].numel() if mask is None else int(mask.sum())
             for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):

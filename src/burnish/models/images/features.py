@@ -1,13 +1,12 @@
-"""Features of images in the place of placeholders: the tower runs once for each image of a micro-batch.
+"""Image features at the positions of placeholders; the vision tower runs once per distinct image of a micro-batch.
 
-In:  a loaded vision model. Out: the same model, which takes two more inputs beside the tensors of images:
-     ``image_features``, for each token 0 or 1 + the number of the feature that takes its place, counted through all
-     images; and ``images``, an ``ImageFeatures``.
+``make_seeing`` lets a vision model take two inputs besides the tensors of images: ``image_features``, for each token 0
+or 1 + the index of its feature among the features of all images, and ``images``, an ``ImageFeatures``.
 
-transformers' own forward replaces the n-th placeholder of a batch by the n-th feature, so that an image that stands in
-several rows (both answers of a pair, several turns) would be computed for each. Here features are computed once, and
-those in the places of the batch are given to the model as ``mm_encoder_outputs``. What a frozen tower has computed is
-kept as long as the batch, so that the reference of a preference run is given the same.
+The forward pass of transformers replaces the n-th placeholder of a batch by the n-th feature, so an image that occurs
+in several rows (both responses of a pair, several turns) would be computed several times. Here, features are computed
+once, and the selected ones are passed to the model as ``mm_encoder_outputs``. The output of a frozen tower is cached
+with the batch, so that the reference model of a preference run can use it.
 """
 
 # N images, F features of all images, H hidden size, B rows, T tokens
@@ -50,13 +49,13 @@ class ImageFeatures:
     video_placeholder: int = -1
 
     def share_with(self, other: ImageFeatures) -> None:
-        """Let another micro-batch of the same images take what a frozen tower made for this one, and the reverse."""
+        """Share the outputs of a frozen tower with another micro-batch of the same images."""
         if self.identities == other.identities:
             other.kept = self.kept
 
 
 def make_seeing(model: nn.Module) -> list[Patch]:
-    """Let ``model`` take the inputs above; nothing where it has no tower, or was told before."""
+    """Let ``model`` take the inputs above. Does nothing without a vision tower or if it was called before."""
     inner = causal_lm(model)
     is_told = any(done.why is SEEING for done in patches_of(model))
     if is_told or not sees(model) or not hasattr(inner.base_model, "get_image_features"):
@@ -76,7 +75,7 @@ class Seeing:
         self._weights = [p for name, p in model.named_parameters() if part_at(name, parts) != "language_model"]
 
     def prepared(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replace the inputs of images by those of transformers."""
+        """Replace the image inputs by those of transformers."""
         images: ImageFeatures | None = kwargs.pop("images", None)
         if "attention_rows" in kwargs:
             rows, blocks = kwargs.pop("attention_rows"), kwargs.pop("attention_blocks")
@@ -95,7 +94,7 @@ class Seeing:
         return args, kwargs
 
     def _features(self, images: ImageFeatures, tensors: dict[str, Tensor]) -> Any:
-        """What ``get_image_features`` returns, as (N, n, H) or a list of (n, H)."""
+        """Return the output of ``get_image_features``, (N, n, H) or a list of (n, H)."""
         key = id(self._model)
         if key in images.kept:
             return images.kept[key]
@@ -116,14 +115,14 @@ class Seeing:
 
 
 def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
-    """(F, H) of (N, n, H), or of a list of (n, H) or (tiles, n, H)."""
+    """Return features as (F, H), from (N, n, H) or a list of (n, H) or (tiles, n, H)."""
     if isinstance(features, Tensor):
         return features.flatten(0, -2)
     return torch.cat([one.flatten(0, -2) for one in features])
 
 
 def image_features(model: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The output of the tower and the projector for the tensors of images, which are cast to their dtype."""
+    """Return the output of vision tower and projector; tensors are cast to their dtype."""
     parts = parts_of(model)
     weights = ((name, weight) for name, weight in model.named_parameters() if weight.is_floating_point())
     dtype = next(weight.dtype for name, weight in weights if part_at(name, parts) != "language_model")
@@ -132,7 +131,7 @@ def image_features(model: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def num_features(model: nn.Module, tensors: Mapping[str, Tensor]) -> int:
-    """The number of features of the images whose tensors are given; the tower is asked."""
+    """Return the number of features of images, by running the tower."""
     inner = causal_lm(model)
     device = next(inner.parameters()).device
     with torch.no_grad():
@@ -151,7 +150,7 @@ def _with_output(made: Any, features: Any, **more: Any) -> Any:
 
 
 def joined_features(made: Sequence[Any]) -> Any:
-    """Several outputs of the tower as one."""
+    """Concatenate several outputs of the tower."""
     if len(made) == 1:
         return made[0]
     between = getattr(made[0], "deepstack_features", None)
@@ -168,8 +167,8 @@ def _together(features: Sequence[Tensor | Sequence[Tensor]]) -> Tensor | tuple[T
 
 
 def at_places(made: Any, chosen: Tensor) -> Any:
-    """The output of the tower with the features ``chosen`` (M,), in their order; of Qwen3-VL also those of its layers
-    between (``deepstack_features``)."""
+    """Select the features ``chosen`` (M,) from the output of the tower, in their order; for Qwen3-VL also those of its
+    intermediate layers (``deepstack_features``)."""
     between = getattr(made, "deepstack_features", None)
     more = {} if between is None else {"deepstack_features": [_chosen(one, chosen) for one in between]}
     return _with_output(made, _chosen(_output(made), chosen), **more)
@@ -182,6 +181,6 @@ def by_kind(made: Any, chosen: Tensor, is_video: Tensor) -> dict[str, Any]:
 
 
 def _chosen(features: Tensor | Sequence[Tensor], chosen: Tensor) -> Tensor | tuple[Tensor]:
-    """(M, H), as one tensor or a tuple of one, as they were given."""
+    """Select features (M, H), as a tensor or a tuple of one, like the input."""
     found = _joined(features)[chosen]
     return found if isinstance(features, Tensor) else (found,)

@@ -1,8 +1,8 @@
-"""Attention masks of models in which the tokens of an image see each other both ways (Gemma 3 and 4, PaliGemma).
+"""Attention masks of models whose image tokens attend to each other bidirectionally (Gemma 3 and 4, PaliGemma).
 
-In:  for each token its row and its block. Out: boolean masks by the kind of layer, which a model takes in place of its
-     own. transformers' own masks are wrong where rows lie end to end: it looks a token's block up at its position
-     inside its row (transformers 5.23, ``masking_utils``).
+``masks_of`` takes the row and the block of each token and returns boolean masks by type of layer, which replace those
+of the model. transformers' own masks are wrong for concatenated rows: they look up the block of a token at its position
+inside its row (transformers 5.23, ``masking_utils``).
 
     full      same row AND (causal OR same block); in Gemma 4, same row AND causal
     sliding   same row AND (causal OR same block) AND key > query - window
@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 SEES_BOTH_WAYS = {"gemma3": "image", "gemma4": "image", "gemma4_unified": "image", "paligemma": "prefix"}
-"""Type of a model -> the tokens that see each other: those of an image, or all before the answer."""
+"""Model type -> tokens with bidirectional attention: those of an image, or all before the response."""
 
 
 def masks_of(model: Any, rows: Tensor, blocks: Tensor) -> Any:
-    """The masks that ``model`` takes: by the kind of its layers, or one for all. (B, 1, T, T); bool, or for its eager
-    attention 0 and the least number.
+    """Return the masks of ``model``: by type of layer, or one for all. (B, 1, T, T); bool, or 0 and the smallest number
+    for eager attention.
 
     Args:
-        rows: (B, T) the row that each token belongs to, -1 for padding, which sees itself alone.
-        blocks: (B, T) its block, unique in the batch; 0 for none.
+        rows: (B, T) row of each token; -1 for padding, which attends to itself only.
+        blocks: (B, T) block of each token, unique in the batch; 0 for none.
     """
     config = model.config.get_text_config()
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)

@@ -1,8 +1,8 @@
-"""A probe with images: does a row have the same logits beside other rows as alone?
+"""Check whether rows with images have the same logits in a batch as alone.
 
-Text does not tell. Gemma 3 keeps rows of text apart in a padding-free batch, but its images see each other both ways
-there by the places of another row. The rows of the probe differ in where their images are and in how many they have,
-and one has none: with one image at the same place of each row Gemma 3 would pass. The images are drawn.
+Text rows do not show this. Gemma 3 separates text rows in a padding-free batch, but its image tokens attend
+bidirectionally to positions of another row. The rows of the check differ in the positions and the number of their
+images, and one has none: with one image at the same position of each row, Gemma 3 would pass. Images are random.
 """
 
 # T tokens of a row, V vocabulary
@@ -25,12 +25,12 @@ from burnish.models.images.features import num_features
 _SIZES = ((64, 48), (40, 56), (48, 72))
 """Width and height of the images."""
 _ROWS = ((9, "0", 5, "1", 4), (3, "2", 13), (11,))
-"""Each row: numbers of random tokens, and between them the number of an image."""
+"""For each row, numbers of random tokens with the index of an image between them."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A drawn image of a row of the probe."""
+    """A random image in a row of the check."""
 
     identity: str
     image: Any
@@ -40,11 +40,12 @@ class Drawn:
 
 
 def keeps_images_apart(model: nn.Module, collator: ImageCollator) -> bool:
-    """Return whether rows with images have the same logits in a batch of ``collator`` as each alone in transformers'
-    own forward pass, which makes positions and masks itself; also where the pixels of their neighbors are other ones.
+    """Return whether rows with images have the same logits in a batch of ``collator`` as each row alone in the forward
+    pass of transformers, which computes positions and masks itself. Also checks that other pixels in neighboring rows
+    change nothing.
 
     Args:
-        model: a vision model that was prepared (``features.make_seeing``).
+        model: vision model after ``features.make_seeing``.
     """
     collator = of_drawn(collator)
     try:
@@ -62,7 +63,7 @@ def keeps_images_apart(model: nn.Module, collator: ImageCollator) -> bool:
 
 
 def of_drawn(collator: ImageCollator) -> ImageCollator:
-    """The collator, for rows of the probe."""
+    """Return the collator for the rows of the check."""
     return ImageCollator(
         collator.collate, collator.seeing, collator.layout, collator.processor, lambda row: row.get("images", []),
         lambda image: collator.processor.tensors(image.image),
@@ -70,7 +71,7 @@ def of_drawn(collator: ImageCollator) -> ImageCollator:
 
 
 def drawn_rows(model: nn.Module, collator: ImageCollator) -> Iterator[Row]:
-    """Rows of random text with images between: two, one near the beginning, none."""
+    """Return rows of random text: with two images, with one near the beginning, and with none."""
     from PIL import Image
 
     images = []
@@ -98,14 +99,14 @@ def drawn_rows(model: nn.Module, collator: ImageCollator) -> Iterator[Row]:
 
 
 def _words(model: Any) -> list[int]:
-    """All tokens but those that the configuration names, such as placeholders of images and videos: transformers takes
-    positions from them."""
+    """Return all tokens except those named by the configuration, such as placeholders of images and videos, from which
+    transformers computes positions."""
     named = {value for name, value in model.config.to_dict().items() if name.endswith(("_token_id", "_token_index"))}
     return sorted(set(range(model.get_input_embeddings().weight.shape[0])) - named)
 
 
 def _num_tokens(model: nn.Module, collator: ImageCollator, drawn: Drawn, num_images: int) -> int:
-    """Placeholders of an image. Args: num_images: of its row."""
+    """Return the number of placeholders of an image. Args: num_images: images in its row."""
     if collator.layout.crosses:
         return 1
     tensors = collator.processor.tensors(drawn.image)
@@ -115,7 +116,7 @@ def _num_tokens(model: nn.Module, collator: ImageCollator, drawn: Drawn, num_ima
 
 
 def native(model: nn.Module, collator: ImageCollator, row: Row) -> Batch:
-    """A row alone as transformers' own processors give it to the model: without positions or masks."""
+    """Return the inputs of a single row as transformers' processors prepare them: without positions and masks."""
     ids = torch.tensor([row["input_ids"]])
     is_image = (ids == collator.layout.placeholder).long()
     batch: Batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -139,7 +140,7 @@ def _negated(row: Row) -> Row:
 
 
 def _on(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """The inputs of the model in a batch, on its device."""
+    """Move the model inputs of a batch to its device."""
     device = next(model.parameters()).device
     left_out = ("labels", "num_tokens", "content_hashes", "sequence")
     return {

@@ -1,10 +1,10 @@
-"""The image processor of a checkpoint: images -> the tensors that the model's tower takes.
+"""The image processor of a checkpoint: converts images to the input tensors of the vision tower.
 
-In:  the files of the model (``preprocessor_config.json``, or ``processor_config.json``). Out: for each image its
-     tensors, which depend on that image alone; and the tensors of several images, joined in their order.
-Refuses: a model without these files, and one whose image processor needs torchvision, which burnish does not require.
+It reads ``preprocessor_config.json`` or ``processor_config.json`` of the model. The tensors of an image depend on that
+image only; ``joined`` concatenates those of several images. Models without these files are rejected, and so are image
+processors that need torchvision, which burnish does not require.
 
-The backend is transformers' "pil", which needs no torchvision.
+The backend is transformers' "pil", which does not need torchvision.
 """
 
 # N images, S side of an image or tile
@@ -30,13 +30,13 @@ from burnish.models.source import find_source, hub_arguments
 from burnish.utils.json_files import read_object
 
 FILES = ("preprocessor_config.json", "processor_config.json")
-"""Files with the settings of an image processor: older ones, and those of transformers 5."""
+"""Files with the settings of an image processor: the older one, and that of transformers 5."""
 VIDEOS = "video_preprocessor_config.json"
 COMPANIONS = (*FILES, VIDEOS)
-"""Files of a vision model, which an adapter or a merged model needs unchanged."""
+"""Processor files of a vision model, which an adapter or a merged model needs unchanged."""
 
 CROSSED = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
-"""Tensors that Mllama takes, whose text attends to images: each of (1, images, ...)."""
+"""Tensors of Mllama, whose text uses cross-attention to images; each is (1, images, ...)."""
 
 Tensors = Mapping[str, Tensor]
 
@@ -45,9 +45,9 @@ class ImageProcessor:
     """The image processor of a checkpoint.
 
     Args:
-        processor: transformers' own.
-        names: the tensors that the model's ``get_image_features`` takes.
-        options: of a call of the image processor.
+        processor: transformers' image processor.
+        names: tensors that ``get_image_features`` of the model takes.
+        options: options of an image processor call.
     """
 
     def __init__(self, processor: Any, names: Sequence[str], options: Mapping[str, Any] | None = None) -> None:
@@ -55,10 +55,10 @@ class ImageProcessor:
 
     @classmethod
     def of(cls, model: nn.Module, processor: Any, options: Mapping[str, Any] | None = None) -> ImageProcessor:
-        """The image processor for ``model``, which may be without weights. Args: options: ``Family.options``.
+        """Create the image processor for ``model``, which may be without weights. Args: options: ``Family.options``.
 
         Raises:
-            UserError: where features of images cannot be asked of the model.
+            UserError: if the model does not return image features.
         """
         base = causal_lm(model).base_model
         if getattr(base.config, "model_type", "") == "mllama":
@@ -84,11 +84,11 @@ class ImageProcessor:
         return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
 
     def joined(self, each: Sequence[Tensors]) -> dict[str, Tensor]:
-        """The tensors of several images as one set, in their order.
+        """Concatenate the tensors of several images, in order.
 
-        Tiles that a model takes on the second axis (``pixel_attention_mask``, of (1, tiles, S, S)) are joined there,
-        and so are the images of a row of Mllama.
-        Where images differ in size or in their number of tiles, the smaller ones are filled with zeros.
+        Tensors with tiles on the second axis (``pixel_attention_mask``, (1, tiles, S, S)) are concatenated on that
+        axis, and so are the images of a row of Mllama. Images of smaller size or with fewer tiles are padded with
+        zeros.
         """
         is_in_tiles = "pixel_attention_mask" in each[0] and each[0]["pixel_attention_mask"].ndim == 4
         axis = int(is_in_tiles or "aspect_ratio_ids" in each[0])
@@ -96,7 +96,7 @@ class ImageProcessor:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What the tensors of an image depend on besides the image."""
+        """Return a hash of everything besides the image that its tensors depend on."""
         from PIL import __version__ as pillow
 
         settings = {name: value for name, value in self.processor.to_dict().items() if not name.startswith("_")}
@@ -111,20 +111,20 @@ def _joined(tensors: Sequence[Tensor], axis: int) -> Tensor:
 
 
 def _filled(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """``tensor`` with zeros behind it on each axis that is shorter than ``shape``; -1 there is any length."""
+    """Pad ``tensor`` with zeros at the end of each axis that is shorter than ``shape``; -1 keeps an axis."""
     missing = [max(0, wanted - size) for wanted, size in zip(shape, tensor.shape, strict=True)]
     return nn.functional.pad(tensor, [n for one in reversed(missing) for n in (0, one)]) if any(missing) else tensor
 
 
 def load_image_processor(options: ModelOptions, backend: str = "pil", **settings: Any) -> Any:
-    """transformers' image processor of the model.
+    """Load transformers' image processor of the model.
 
     Args:
         backend: "pil" or "torchvision".
-        settings: in place of those of the checkpoint.
+        settings: override those of the checkpoint.
 
     Raises:
-        UserError: where its files are missing or cannot be used.
+        UserError: if its files are missing or invalid.
     """
     try:
         import PIL  # noqa: F401
@@ -161,7 +161,7 @@ def video_settings_in(folder: Path, settings: Mapping[str, Any]) -> dict[str, An
 
 
 def load_composed_processor(options: ModelOptions) -> Any:
-    """transformers' composed processor of the model; None where it cannot be loaded."""
+    """Load transformers' composed processor of the model; None if it cannot be loaded."""
     from transformers import AutoProcessor
 
     source = find_source(options.model_name_or_path, options)
@@ -173,11 +173,11 @@ def load_composed_processor(options: ModelOptions) -> Any:
 
 
 def copy_companions(config: Any, folder: Path) -> None:
-    """Copy the files of a base model's processors, byte for byte, beside an adapter or a model that was trained from
-    it. transformers would write them anew, and without torchvision leave out those of videos.
+    """Copy the processor files of a base model unchanged next to an adapter or a model that was trained from it.
+    transformers would rewrite them, and without torchvision drop those of videos.
 
     Args:
-        config: of the model, which names its base.
+        config: configuration of the model, which names its base.
     """
     from transformers.utils import cached_file
 

@@ -1,8 +1,8 @@
-"""The images of a prompt, for an engine that reads a prompt in pieces and goes on from what it has read.
+"""The images of a prompt, for an inference engine that processes prompts in chunks and reuses cached prefixes.
 
-In:  the row of a prompt with its images. Out: for each new token what the model has to know of it: its feature, its
-     rotary positions, the tokens that it sees both ways. The tower runs when the first placeholder is read, so not for
-     a beginning whose keys and values are there already.
+``PromptImages.of`` converts the row of a prompt. For each new token, it provides the feature, the rotary positions, and
+the tokens with bidirectional attention. The vision tower runs when the first placeholder is processed, so it does not
+run for a cached prefix.
 """
 
 # B rows of a pass, T tokens of a prompt, W width (positions that are looked at)
@@ -50,7 +50,7 @@ class PromptImages:
 
     @classmethod
     def of(cls, row: Row, collator: ImageCollator) -> PromptImages:
-        """Args: row: ``input_ids`` and ``images``; collator: over padded batches."""
+        """Create the images of a prompt. Args: row: ``input_ids`` and ``images``; collator: of padded batches."""
         ids, images = row["input_ids"], collator.images_of(row)
         batch = collator([{**row, "labels": [IGNORE_INDEX] * len(ids)}])
         hashes = [0] * len(ids)
@@ -66,7 +66,7 @@ class PromptImages:
         )  # fmt: skip
 
     def made(self, model: Any) -> Any:
-        """What the tower makes of the images; it runs once."""
+        """Return the output of the vision tower, which runs once."""
         if self._made is None:
             with torch.no_grad():
                 device = next(model.parameters()).device
@@ -76,24 +76,24 @@ class PromptImages:
 
     @cached_property
     def shift(self) -> int:
-        """How far positions behind the prompt are from those of its tokens."""
+        """The offset between position and index of tokens after the prompt."""
         return 0 if self.grid is None else int(self.grid.max()) + 1 - len(self.features)
 
     def positions(self, told: Tensor) -> Tensor:
-        """(3, T) the rotary positions of the tokens at the places ``told`` (T,)."""
+        """Return the rotary positions (3, T) of the tokens with the indices ``told`` (T,)."""
         assert self.grid is not None
         places = told.clamp(max=len(self.features) - 1).cpu()
         behind = (told + self.shift).expand(3, -1).cpu()
         return torch.where(told.cpu() < len(self.features), self.grid[:, places], behind).to(told.device)
 
     def whole_end(self, end: int) -> int:
-        """The first place from ``end`` on at which no block of tokens that see each other is cut."""
+        """Return the first index from ``end`` on that does not split a bidirectional block."""
         while 0 < end < len(self.blocks) and self.blocks[end - 1] == self.blocks[end] > 0:
             end += 1
         return end
 
     def whole_begin(self, begin: int) -> int:
-        """The last place up to ``begin`` at which no such block is cut."""
+        """Return the last index up to ``begin`` that does not split a bidirectional block."""
         while 0 < begin < len(self.blocks) and self.blocks[begin - 1] == self.blocks[begin] > 0:
             begin -= 1
         return begin
@@ -111,10 +111,10 @@ class RowOfPrompt(Protocol):
 
 
 def inputs_of_images(model: Any, rows: Sequence[RowOfPrompt], told: Tensor) -> dict[str, Any]:
-    """The inputs of a pass that differ where rows have images; none where no row has any.
+    """Return the model inputs of a forward pass that depend on images; empty if no row has any.
 
     Args:
-        told: (B, T) the place of each new token in its row.
+        told: (B, T) index of each new token in its row.
     """
     if not any(row.images for row in rows):
         return {}
@@ -145,7 +145,7 @@ def inputs_of_images(model: Any, rows: Sequence[RowOfPrompt], told: Tensor) -> d
 
 
 def seen_blocks(rows: Sequence[RowOfPrompt], places: Tensor, width: int) -> Tensor | None:
-    """(B, 1, T, W) true where a new token and a position belong to one block; None where no row has blocks."""
+    """Return (B, 1, T, W), true if a new token and a position are in the same block; None if no row has blocks."""
     if not any(row.images is not None and row.images.blocks for row in rows):
         return None
     blocks = torch.zeros(len(rows), max(width, int(places.max()) + 1), dtype=torch.long)

@@ -1,4 +1,5 @@
-"""Whether the installed torchvision fits the installed torch: a broken one keeps transformers from loading models."""
+"""Check whether the installed torchvision fits the installed torch: a broken one prevents transformers from loading
+models."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from burnish.config.errors import Problem, UserError
 
 
 def broken_torchvision() -> Problem | None:
-    """What is wrong with the installed torchvision; None where there is none, or it can be imported."""
+    """Return what is wrong with the installed torchvision; None if it works or is not installed."""
     if find_spec("torchvision") is None:
         return None
     try:
@@ -25,7 +26,7 @@ def broken_torchvision() -> Problem | None:
 
 
 def raise_if_torchvision_is_broken(error: BaseException) -> None:
-    """Raise UserError in place of ``error`` where a broken torchvision is the cause."""
+    """Raise UserError instead of ``error`` if a broken torchvision is the cause."""
     if problem := broken_torchvision():
         raise UserError(problem) from error
 

@@ -1,1 +1,1 @@
-"""What a run does with images: the family of its model, and the batches of rows that hold them."""
+"""Images in a run: the family of its model and the collator of rows with images."""

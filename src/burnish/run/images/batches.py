@@ -1,7 +1,6 @@
-"""Images of a run: the family of its model, and the collator of rows with images.
+"""Images in a run: the family of its model and the collator of rows with images.
 
-In:  the options, the model. Out: what the template needs to encode images by their sizes, and what turns them into
-     tensors when a batch is made. Refused: models whose rows cannot be kept apart where they hold images.
+Models whose rows with images influence each other in every kind of batch are rejected.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ RowsAhead = Callable[[Iterator[Any]], Iterator[Any]]
 
 
 def has_images(prepared: Prepared) -> bool:
-    """Return whether a row of the run has images."""
+    """Return whether any row of the run has images."""
     return any(rows.has_images for rows in (prepared.rows, *prepared.eval_rows.values()))
 
 
 def check_processes(options: RunOptions, model: Any, world_size: int, splits_weights: bool) -> list[Problem]:
-    """Problems of images in a run of several processes, of which some may have a micro-batch without images.
+    """Return problems of images with several processes, of which some may have a micro-batch without images.
 
     Args:
-        model: as it is trained.
-        splits_weights: whether each process holds a part of every weight.
+        model: the model that is trained.
+        splits_weights: whether weights are sharded over processes.
     """
     if world_size == 1:
         return []
@@ -61,7 +60,7 @@ def check_processes(options: RunOptions, model: Any, world_size: int, splits_wei
 
 
 class RowCollator:
-    """Collates rows of which some may have images. ``ahead`` begins to prepare those of coming micro-batches."""
+    """Collates rows of which some may have images. ``ahead`` starts to prepare those of coming micro-batches."""
 
     ahead: RowsAhead | None
 
@@ -81,10 +80,10 @@ class RowCollator:
 def collator_of(
     options: RunOptions, model: Any, pad_id: int, capabilities: Capabilities, family: Family
 ) -> tuple[RowCollator, Capabilities]:
-    """The collator of a run with images, and what the model can do where rows hold them.
+    """Return the collator of a run with images, and the capabilities of the model for rows with images.
 
     Raises:
-        UserError: where rows with images influence each other even in padded batches.
+        UserError: if rows with images influence each other even in padded batches.
     """
     make_seeing(model)
     layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, family.processor, family.options)
@@ -109,7 +108,7 @@ def collator_of(
         name = type(model).__name__
         what = f"{name} mixes examples with images within a batch, even if it is padded."
         raise UserError(what, remedy="Use a model of another family.", option="model_name_or_path")
-    if is_flat != capabilities.is_padding_free:  # Gemma's masks keep apart what its own attention mixes
+    if is_flat != capabilities.is_padding_free:  # the masks for Gemma separate rows that its own attention would mix
         note = f"{type(model).__name__} mixes adjacent examples with images, so batches are padded."
         shares = capabilities.shares_prefixes and is_flat
         notes = () if is_flat else (note,)
@@ -119,7 +118,7 @@ def collator_of(
 
 
 def _check_single_rows(options: RunOptions, model: Any) -> list[Problem]:
-    """Problems of a model whose rows with images influence each other in every batch of several."""
+    """Return problems of a model that needs one row per batch because rows with images influence each other."""
     name = type(model).__name__
     what = f"{name} mixes examples with images within a batch, even if it is padded."
     problems = []
@@ -140,7 +139,8 @@ def _tensors(family: Family, processor: ImageProcessor, image: Any) -> Tensors:
 
 
 def _left_out(options: RunOptions, family: Family, processor: ImageProcessor) -> LeftOut | None:
-    """What leaves rows with damaged images out, where that is asked for; preferences learn pairs, not labels."""
+    """Return the object that skips rows with damaged images if this is requested; not for preference training, where
+    pairs and not labels are trained."""
     if options.on_bad_record != "drop" or options.stage != "sft":
         return None
 
@@ -153,7 +153,7 @@ def _left_out(options: RunOptions, family: Family, processor: ImageProcessor) ->
 
 
 def _prepared(options: RunOptions, prepare: Prepare) -> Prepare:
-    """image -> tensors; ahead, by threads, unless worker processes collate."""
+    """Return the function image -> tensors; in threads ahead of time, unless worker processes collate."""
     if options.dataloader_num_workers:
         return prepare
     threads = max(1, min(8, (os.cpu_count() or 2) - 1))

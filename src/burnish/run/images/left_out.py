@@ -1,7 +1,7 @@
-"""Rows whose images turn out to be damaged when they are decoded (``on_bad_record: drop``): they are not learned.
+"""Skip rows whose images turn out to be damaged when they are decoded (``on_bad_record: drop``).
 
-In: what prepares an image. Out: the same, which gives a white image of the same size for a damaged one, so that the
-tokens of its row stay; and the rows with the labels of such rows removed. Each file is named once.
+``LeftOut`` returns the tensors of a white image of the same size for a damaged one, so that the tokens of the row stay
+the same, and removes the labels of such rows. Each file is reported once.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from burnish.report.console import warn
 
 
 class LeftOut:
-    """Prepares images.
+    """Prepares images and records damaged ones.
 
     Args:
-        prepare: an image -> its tensors; raises UserError for one that cannot be decoded.
-        blank: the same for a white image of its size.
+        prepare: returns the tensors of an image; raises UserError if it cannot be decoded.
+        blank: returns the tensors of a white image of the same size.
     """
 
     def __init__(self, prepare: Callable[[Any], Any], blank: Callable[[Any], Any]) -> None:
@@ -36,7 +36,8 @@ class LeftOut:
             return self._blank(image)
 
     def rows(self, rows: Sequence[Row], prepare: Callable[[Any], Any]) -> list[Row]:
-        """The rows, of which those with a damaged image have no labels. Args: prepare: may have prepared it ahead."""
+        """Return the rows; those with a damaged image have no labels. Args: prepare: may have prepared the images in
+        advance."""
         for row in rows:
             for image in images_of(row):
                 prepare(image)
