@@ -1,5 +1,5 @@
-"""Rollouts: prompts -> completions -> rewards -> advantages, for stages that learn from what the model itself writes.
+"""Rollouts: prompts -> completions -> rewards -> advantages, for stages that train on completions of the model itself.
 
-Begin with ``options.py``, then ``advantages.py``. ``rewards/`` calls the user's functions. What a token of a completion
-costs is in ``losses/rollouts/``.
+Start with ``options.py``, then ``advantages.py``. ``rewards/`` calls the reward functions of the user. The losses are
+in ``losses/rollouts/``.
 """

@@ -1,7 +1,8 @@
-"""Rewards -> advantages: how much better a completion is than the others to its prompt.
+"""Compute advantages from rewards: how much better a completion is than the others of its prompt.
 
-In: rewards of each completion by each function, NaN where a function does not apply. Out: a number per completion, and
-the statistics that a log shows. Computed in float64 on the CPU, so that equal rewards give an advantage of exactly 0.
+Input: the rewards of each completion by each function, NaN if a function does not apply. Output: one number per
+completion, and statistics for the log. Computed in float64 on the CPU, so that equal rewards give an advantage of
+exactly 0.
 
 Letters: R rewards (C, K), w weights (K,), r = Σ_k w_k R_k over the functions that apply, G completions of a group.
 """
@@ -19,7 +20,7 @@ from torch import Tensor
 from burnish.rollouts.options import RolloutOptions
 
 _SMALL = 1e-4
-"""Added to a deviation before dividing, as in TRL."""
+"""Added to a standard deviation before dividing, as in TRL."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,9 @@ class Advantages:
     Args:
         values: (C,) float64; 0 for a completion without a score.
         rewards: (C,) float64, the weighted sum r; NaN for a completion without a score.
-        has_spread: (P,) bool, whether the rewards of a group differ. Only such groups are learned from.
-        groups: (C,) the group of each completion, in [0, P).
-        metrics: numbers of the log: ``reward``, ``reward_std``, ``frac_reward_zero_std``.
+        has_spread: (P,) bool, whether the rewards of a group differ. Other groups are not trained on.
+        groups: (C,) group of each completion, in [0, P).
+        metrics: values for the log: ``reward``, ``reward_std``, ``frac_reward_zero_std``.
     """
 
     values: Tensor
@@ -48,12 +49,13 @@ def advantages(
     """Compute the advantages of a generation.
 
     Args:
-        rewards: (C, K) float64, NaN where a function gave none.
-        weights: of the K functions.
-        groups: (C,) the group of each completion, of any numbering.
-        options: how rewards are joined and scaled.
-        leave_one_out: RLOO's advantage, r minus the mean of the other completions of the group.
-        penalties: (C,) what is taken off the reward, β times the KL divergence of a completion (RLOO).
+        rewards: (C, K) float64, NaN if a function returned none.
+        weights: weights of the K functions.
+        groups: (C,) group of each completion; any integers.
+        options: how rewards are combined and scaled.
+        leave_one_out: use RLOO's advantage, r minus the mean of the other completions of the group.
+        penalties: (C,) subtracted from the reward: β times the KL divergence of a completion (RLOO).
+
     Source: Shao et al. 2024 (GRPO, section 4.1.2), Liu et al. 2026 (GDPO: normalize_then_sum), Ahmadian et al. 2024
         (RLOO, eq. 8), with the constants of TRL 1.16.
     """
@@ -88,14 +90,14 @@ def _penalized(r: Tensor, penalties: Tensor | None, options: RolloutOptions) -> 
 
 
 def _group_sums(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """(P,) sums of the values that are not NaN, and (P,) how many they are."""
+    """Return (P,) sums of the values that are not NaN, and (P,) their counts."""
     num_groups = int(groups.max()) + 1 if len(groups) else 0
     counts = torch.zeros(num_groups, dtype=torch.float64).index_add(0, groups, (~values.isnan()).double())
     return torch.zeros(num_groups, dtype=torch.float64).index_add(0, groups, values.nan_to_num(0.0)), counts
 
 
 def _centered(values: Tensor, groups: Tensor) -> Tensor:
-    """(C,) values minus the mean of their group, exactly 0 where all of a group are equal."""
+    """Return (C,) values minus the mean of their group, exactly 0 if all values of a group are equal."""
     sums, counts = _group_sums(values, groups)
     centered = values - (sums / counts)[groups]
     return torch.where(_has_spread(values, groups)[groups] | values.isnan(), centered, 0.0)
@@ -115,7 +117,7 @@ def _scaled(r: Tensor, groups: Tensor, scale: bool | str) -> Tensor:
 
 
 def _left_out(r: Tensor, groups: Tensor) -> Tensor:
-    """(C,) r minus the mean of the other scored ones of the group; 0 where there is no other."""
+    """Return (C,) r minus the mean of the other scored completions of the group; 0 if there is no other."""
     sums, counts = _group_sums(r, groups)
     others = (counts - 1)[groups]
     values = r - (sums[groups] - r.nan_to_num(0.0)) / others.clamp(min=1)
@@ -128,12 +130,12 @@ def _standardized(values: Tensor) -> Tensor:
 
 
 def _deviation(values: Tensor) -> Tensor:
-    """() the sample deviation, 0 of fewer than two."""
+    """Return () the sample standard deviation, 0 for fewer than two values."""
     return values.std() if len(values) > 1 else values.new_zeros(())
 
 
 def _has_spread(values: Tensor, groups: Tensor) -> Tensor:
-    """(P,) whether two scored completions of the group differ."""
+    """Return (P,) whether two scored completions of the group differ."""
     num_groups = int(groups.max()) + 1 if len(groups) else 0
     low = torch.full((num_groups,), torch.inf, dtype=torch.float64)
     low = low.scatter_reduce(0, groups, values.nan_to_num(torch.inf), "amin")

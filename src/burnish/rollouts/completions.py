@@ -1,12 +1,13 @@
-"""Completions of prompts: the seam behind which another engine can stand, and this process's own.
+"""Generate completions of prompts: the interface of completion sources, and the source that uses the trained model.
 
-In: prompts as ids, a noise key for each completion, limits. Out: the ids of each completion. The completions are those
-of the weights at the time of the call; whoever calls takes care that the weights do not move meanwhile, and that the
-model is in evaluation mode.
+A source takes prompts as ids, a noise key for each completion, and limits, and returns the ids of each completion.
+Completions are those of the weights at the time of the call; the caller makes sure that the weights do not change
+meanwhile and that the model is in evaluation mode.
 
-``SlotSource`` is the scheduler of ``inference/`` over the model that trains: no second copy of the weights, the prompt
-of a group is read once, a completion that has ended leaves its slot to the next one. An engine elsewhere (a server with
-weights of its own) would be another class with ``complete`` and ``free``; it has to return token ids, not text.
+``SlotSource`` uses the scheduler of ``inference/`` with the model that is trained: there is no second copy of the
+weights, the prompt of a group is processed once, and a finished completion frees its slot for the next one. An external
+engine (a server with its own weights) would be another class with ``complete`` and ``free``; it must return token ids,
+not text.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from burnish.inference.types import GenerationRequest, NoiseKey, Sampling, StepO
 from burnish.report.console import note
 from burnish.utils.work import work
 
-if TYPE_CHECKING:  # these load transformers, for which a misspelled option does not wait
+if TYPE_CHECKING:  # imported late: they load transformers, which an error on a misspelled option does not need
     from burnish.inference.forward import Precision
     from burnish.inference.scheduler import Scheduler
 
 SLOTS_CPU, SLOTS_GPU = 64, 256
-"""Most completions side by side, where ``kept_seats`` does not say."""
+"""Maximum number of concurrent completions if ``kept_seats`` does not limit it."""
 _WORTH_WAITING = 4
-"""A completion waits until its prompt was read for another one, where so many tokens are spared by it."""
+"""A completion waits for another one with the same prompt if this saves at least this number of tokens."""
 
 
 @dataclass(frozen=True)
 class CompletionLimits:
-    """What holds for all completions of a call.
+    """Limits of all completions of a call.
 
     Args:
-        max_new_tokens: the longest completion, its end token included.
-        stop_ids: tokens that end a completion, of which it keeps the one that came.
-        wants_logps: whether ``Completion.logps`` is wanted.
+        max_new_tokens: maximum length of a completion, including its end token.
+        stop_ids: tokens that end a completion; the one that ended it is kept.
+        wants_logps: whether ``Completion.logps`` is needed.
     """
 
     max_new_tokens: int
@@ -55,13 +56,13 @@ class Completion:
     """One completion.
 
     Args:
-        ids: its tokens, with the end token.
-        is_ended: whether an end token came; else it was cut.
-        mask: 1 for a token of the model, 0 for one of a tool; None: all are the model's.
-        logps: of its tokens in nats under the law that drew them, where the source knows them.
-        columns: what the source adds for reward functions.
-        messages: the completion as messages, where it has turns of tools; None: one of the assistant.
-        prompt: the ids that it follows, where the source has changed them.
+        ids: its tokens, including the end token.
+        is_ended: whether it ended with an end token; otherwise it was truncated.
+        mask: 1 for a token of the model, 0 for a token of a tool result; None if all are the model's.
+        logps: log-probabilities of its tokens in nats under the distribution that they were sampled from, if known.
+        columns: additional columns for reward functions.
+        messages: the completion as messages, if it has tool calls; None for a single assistant message.
+        prompt: ids of the prompt, if the source has changed them.
     """
 
     ids: list[int]
@@ -74,35 +75,36 @@ class Completion:
 
 
 class CompletionSource(Protocol):
-    """Whoever writes completions."""
+    """Interface of a source of completions."""
 
     def begin(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Look at the records of the completions that are asked for next: ``prompt`` and ``columns`` of each."""
+        """Receive the records of the next completions: ``prompt`` and ``columns`` of each."""
         return
 
     def complete(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[NoiseKey], limits: CompletionLimits
     ) -> list[Completion]:
-        """One completion for each prompt and key. The completions of one prompt lie next to each other."""
+        """Return one completion for each prompt and key. Completions of the same prompt are adjacent."""
         ...
 
     def free(self) -> None:
-        """Let go of memory that only completions need. Called before each pass with a gradient."""
+        """Release memory that only completions need. Called before each pass with gradients."""
         ...
 
 
 class SlotSource(CompletionSource):
-    """The model that trains, answering over slots.
+    """Generates completions with the trained model, using slots.
 
     Args:
-        model: of transformers or peft, adapter applied.
-        seats: completions side by side. It decides which tokens share a pass, so it is fixed for a run: the sums of a
-            pass round otherwise with other neighbors.
-        context: the longest prompt and completion together.
-        exact: each completion alone in its passes, so that nothing depends on neighbors to the last bit.
-        merging: the context in which a trained adapter is part of the weights.
+        model: model of transformers or peft, with the adapter applied.
+        seats: number of concurrent completions. It determines which tokens share a forward pass and is constant during
+            a run, because rounding depends on the batch.
+        context: maximum length of prompt and completion together.
+        exact: process each completion separately, so that results do not depend on the batch at all.
+        merging: context in which a trained adapter is merged into the weights.
 
-    Out of memory, fewer completions are written side by side from then on, and the call begins again.
+    After running out of memory, the number of concurrent completions is reduced for the rest of the run, and the call
+    is repeated.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class SlotSource(CompletionSource):
     def complete(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[NoiseKey], limits: CompletionLimits
     ) -> list[Completion]:
-        # Autocast keeps what it has cast until its outermost context ends: weights are cast once for all tokens.
+        # Autocast caches cast weights until its outermost context ends: weights are cast once for all tokens.
         with self.merging(), self.precision():
             while (found := self._completed(prompts, keys, limits)) is None:
                 pass
@@ -127,7 +129,7 @@ class SlotSource(CompletionSource):
     def _completed(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[NoiseKey], limits: CompletionLimits
     ) -> list[Completion] | None:
-        """The completions; None where memory ran out, after which the scheduler has fewer slots."""
+        """Return the completions; None after running out of memory, when the scheduler has fewer slots."""
         if self.scheduler is None:
             from burnish.inference.scheduler import Scheduler
 
@@ -157,7 +159,7 @@ class SlotSource(CompletionSource):
         return [Completion(ids, at in ended, logps=logps[at] if wants else None) for at, ids in found.items()]
 
     def _begin_again(self, num_slots: int, problem: Problem | None) -> None:
-        """Say that fewer completions fit into memory. Raises UserError where a completion failed otherwise."""
+        """Warn that fewer completions fit into memory. Raises UserError if a completion failed for another reason."""
         assert self.scheduler is not None
         self.scheduler.free()
         fewer = self.scheduler.facts().slots
@@ -198,6 +200,7 @@ def _sink(
 
 
 def _one_of_each_first(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Numbers of the prompts: the first of each group before all others, so that no slot waits for another's prompt."""
+    """Return the indices of the prompts with the first of each group before all others, so that no slot waits for the
+    prompt of another one."""
     is_new = [at == 0 or prompts[at] is not prompts[at - 1] for at in range(len(prompts))]
     return sorted(range(len(prompts)), key=lambda at: (not is_new[at], at))

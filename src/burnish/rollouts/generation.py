@@ -1,7 +1,7 @@
-"""A generation: prompts -> completions -> texts -> rewards, on this rank.
+"""A generation on this rank: prompts -> completions -> texts -> rewards.
 
-In: rows of prompts, a source of completions, reward functions. Out: a ``Scored`` per completion with its rewards, and
-numbers of the log. Nothing here knows of steps or of gradients.
+Takes rows of prompts, a source of completions and reward functions, and returns a ``Scored`` with rewards for each
+completion, and values for the log. It does not depend on steps or gradients.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from burnish.rollouts.rewards.functions import RewardFunction
 from burnish.rollouts.samples import Scored
 
 NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
-"""Columns of a record that reward functions do not get: they get what was made in their place."""
+"""Columns of a record that are not passed to reward functions, because they are converted to other arguments."""
 BLANK = '{"prompt": "", "columns": {}, "place": ""}'
-"""The record of a prompt that only fills a blank micro-batch."""
+"""Record of a prompt that only fills an empty micro-batch."""
 _ANSWERING = ("assistant", "function")
 T = TypeVar("T")
 
 
 class FilterChoices(RolloutOptions, GenerationOptions):
-    """The options that filter what is drawn."""
+    """The options that filter the sampling distribution."""
 
 
 class GenerationChoices(FilterChoices):
-    """The options read here."""
+    """The options of generation."""
 
     seed: int
 
@@ -50,7 +50,7 @@ _NEUTRAL: dict[str, tuple[float | None, ...]] = {
 
 
 def filters_of(options: FilterChoices) -> dict[str, float]:
-    """The options under which completions are drawn by another law than the policy's, with their values."""
+    """Return the options, with their values, that make the sampling distribution differ from the policy."""
     return {name: getattr(options, name) for name, neutral in _NEUTRAL.items() if getattr(options, name) not in neutral}
 
 
@@ -58,7 +58,7 @@ def filters_of(options: FilterChoices) -> dict[str, float]:
 
 
 def prompt_row(example: Example, ids: Ids) -> Row:
-    """The row of a prompt: its ids, and as JSON what reward functions are given of its record."""
+    """Return the row of a prompt: its ids, and as JSON the record for reward functions."""
     columns = {name: value for name, value in example.extra.items() if name not in NOT_COLUMNS}
     if (answer := reference_answer(example)) is not None:
         columns.setdefault("answer", answer)
@@ -68,14 +68,14 @@ def prompt_row(example: Example, ids: Ids) -> Row:
 
 
 def reference_answer(example: Example) -> str | None:
-    """The answer that a record of supervised fine-tuning has."""
+    """Return the response in a record of supervised fine-tuning."""
     if example.messages and example.messages[-1].role in _ANSWERING:
         return example.messages[-1].text
     return example.completion
 
 
 def shown_prompt(example: Example) -> str | list[dict[str, Any]]:
-    """The prompt as reward functions see it: a text, or messages without the answer."""
+    """Return the prompt in the form for reward functions: text, or messages without the response."""
     if not example.messages:
         return example.text or example.prompt or ""
     before = example.messages[:-1] if reference_answer(example) is not None else example.messages
@@ -89,11 +89,11 @@ def shown_prompt(example: Example) -> str | list[dict[str, Any]]:
 
 @dataclass
 class Generator:
-    """Makes generations.
+    """Generates completions and their rewards.
 
     Args:
-        generating: the context in which the source may use the weights that train.
-        rewarding: calls the functions, as ``compute_rewards`` does.
+        generating: context in which the source may use the trained weights.
+        rewarding: calls the reward functions, like ``compute_rewards``.
     """
 
     options: GenerationChoices
@@ -105,7 +105,7 @@ class Generator:
     rewarding: Callable[..., RewardTable] = compute_rewards
 
     def sampling(self, is_eval: bool = False) -> Sampling:
-        """How tokens are drawn."""
+        """Return the sampling parameters."""
         options = self.options
         temperature = options.eval_temperature if is_eval else None
         return Sampling(
@@ -116,11 +116,11 @@ class Generator:
     def samples(
         self, rows: Sequence[Row], count: int, key: NoiseKey, parallel: Parallel, step: int, is_eval: bool = False
     ) -> tuple[list[Scored], RewardTable, dict[str, float]]:
-        """``count`` completions of each prompt, the rewards of all, and the seconds of each phase. Collective.
+        """Return ``count`` completions of each prompt with their rewards, and the seconds of each phase. Collective.
 
         Args:
-            rows: of this rank, with ``row``, their number in the set.
-            key: of which the row and the number of the completion are set here.
+            rows: rows of this rank, with ``row``, their number in the dataset.
+            key: noise key; its row and sample are set here.
         """
         seconds = {}
         start = time.perf_counter()
@@ -137,7 +137,7 @@ class Generator:
         seen: dict[int, int] = {}
         keys, prompts = [], []
         for row in rows:
-            first = seen.get(row["row"], 0)  # a record that comes twice gets other completions
+            first = seen.get(row["row"], 0)  # a record that is repeated gets different completions
             seen[row["row"]] = first + count
             keys += [replace(key, row=row["row"], sample=first + at) for at in range(count)]
             prompts += [list(row["prompt_input_ids"])] * count
@@ -164,6 +164,7 @@ class Generator:
     def _rewarded(
         self, rows: Sequence[Row], count: int, samples: list[Scored], parallel: Parallel, step: int
     ) -> RewardTable:
+        """Call the reward functions. An error on one rank is raised on all ranks."""
         names = [function.name for function in self.functions]
         empty = RewardTable(torch.zeros(0, len(names), dtype=torch.float64), names)
         table = _on_all_ranks(parallel, lambda: self._table(rows, count, samples, step) if samples else empty)
@@ -211,7 +212,7 @@ def _on_all_ranks(parallel: Parallel, work: Callable[[], T]) -> T:
 
 
 def length_metrics(samples: Sequence[Scored]) -> dict[str, float]:
-    """Lengths of completions in tokens, of all and of those that ended, and the share of those that were cut."""
+    """Return the lengths of completions in tokens, of all and of finished ones, and the share of truncated ones."""
     lengths = [len(sample.ids) for sample in samples]
     ended = [len(sample.ids) for sample in samples if sample.is_ended] or [0]
     found: dict[str, float] = {}
@@ -227,8 +228,8 @@ def length_metrics(samples: Sequence[Scored]) -> dict[str, float]:
 def weighted_rewards(
     samples: Sequence[Scored], functions: Sequence[RewardFunction], eos_penalty: float | None = None
 ) -> torch.Tensor:
-    """(C,) float64, the weighted sum of the rewards of each completion, less ``eos_penalty`` where it was cut. A reward
-    that does not apply counts 0."""
+    """Return (C,) float64, the weighted sum of the rewards of each completion, minus ``eos_penalty`` if it was
+    truncated. A reward that does not apply counts as 0."""
     weights = [function.weight for function in functions]
     sums = [sum(w * (r or 0.0) for w, r in zip(weights, s.rewards, strict=True)) for s in samples]
     cut = [0.0 if s.is_ended else eos_penalty or 0.0 for s in samples]
@@ -236,13 +237,13 @@ def weighted_rewards(
 
 
 def reward_metrics(samples: Sequence[Scored], names: Sequence[str]) -> dict[str, float]:
-    """Mean and deviation of the rewards of each function over all completions."""
+    """Return the mean and the standard deviation of the rewards of each function over all completions."""
     values = [[float("nan") if value is None else value for value in sample.rewards] for sample in samples]
     return RewardTable(torch.tensor(values, dtype=torch.float64), list(names)).summary()
 
 
 def metrics_of(tables: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """Means of what reward functions gave to ``log_metric`` on each rank."""
+    """Return the means of the values that reward functions passed to ``log_metric`` on each rank."""
     names = dict.fromkeys(name for table in tables for name in table)
     joined = {name: [value for table in tables for value in table.get(name, ())] for name in names}
     return {name: sum(values) / len(values) for name, values in joined.items() if values}

@@ -1,10 +1,10 @@
-"""What a person sees of completions: ``completions.jsonl``, a table in the terminal, and notes on what goes wrong.
+"""Show completions to the user: ``completions.jsonl``, a table in the terminal, and notes on common problems.
 
     {"step": 12, "generation": 11, "record": "train.jsonl, record 7", "sample": 0, "prompt": "...", "completion": "...",
      "tokens": 18, "ended": true, "rewards": {"exact": 1.0}, "extra": {}, "advantage": 0.87}
 
-``step`` is the first step that is trained on the completion. A resumed run continues the file: lines after its
-checkpoint are removed first, because those completions are drawn again.
+``step`` is the first step that trains on the completion. A resumed run continues the file: lines after its checkpoint
+are removed first, because those completions are generated again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from burnish.rollouts.samples import Scored
 
 JOURNAL_NAME = "completions.jsonl"
 _TABLES = 8
-"""Most tables of a run, spread over its steps."""
+"""Maximum number of tables of a run, spread over its steps."""
 
 
 def lines_of(samples: Sequence[Scored], names: Sequence[str], step: int, generation: int) -> list[dict[str, Any]]:
-    """A line of the file for each completion."""
+    """Return a line of the file for each completion."""
     return [
         {
             "step": step, "generation": generation, "record": each.place, "sample": each.number,
@@ -41,10 +41,10 @@ def lines_of(samples: Sequence[Scored], names: Sequence[str], step: int, generat
 
 
 class CompletionsCallback(TrainerCallback):
-    """Writes the file as generations come, and prints some completions of the newest one at logs.
+    """Writes completions to the file, and prints some completions of the latest generation at each log.
 
     Args:
-        folder: of the file; None writes none.
+        folder: folder of the file; None to write none.
     """
 
     def __init__(self, options: RolloutOptions, folder: Path | None) -> None:
@@ -76,7 +76,7 @@ class CompletionsCallback(TrainerCallback):
         self.newest = []
 
     def print_newest(self) -> None:
-        """Print a table of completions of the newest generation."""
+        """Print a table of completions of the latest generation."""
         lines = self.newest
         if self.options.log_unique_prompts:
             lines = [line for line in lines if line["sample"] == lines[0]["sample"]]
@@ -94,7 +94,7 @@ class CompletionsCallback(TrainerCallback):
 
 
 def _step_of(line: str) -> int:
-    """The step of a line; beyond all steps for one that was cut."""
+    """Return the step of a line; a value above all steps for a truncated line."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -102,7 +102,7 @@ def _step_of(line: str) -> int:
 
 
 def _spread(lines: list[dict[str, Any]], most: int | None) -> list[dict[str, Any]]:
-    """Up to ``most`` lines, first the best and the worst of a prompt whose completions differ in reward."""
+    """Return up to ``most`` lines, first the best and the worst completion of a prompt with different rewards."""
     if most is None or most >= len(lines):
         return lines
     shown = next((line["record"] for line in lines if line["advantage"]), lines[0]["record"])
@@ -120,14 +120,14 @@ def _shown(reward: float | None) -> str:
 # --- notes ------------------------------------------------------------------------------------------------------------
 
 _IN_A_ROW = 10
-"""Generations in which all groups are alike before it is said."""
+"""Number of generations without differing rewards in any group after which a note is printed."""
 _MANY, _FAR, _LITTLE = 0.9, 10.0, 0.1
 _FALLEN = 5
-"""Logs in a row whose reward lies below that of the first."""
+"""Number of consecutive logs with a lower reward than the first after which a note is printed."""
 
 
 class RolloutNotesCallback(TrainerCallback):
-    """Says once each what people ask most about such runs, with the numbers."""
+    """Prints notes on the most common problems of such runs, each once, with values."""
 
     def __init__(self, options: RolloutOptions) -> None:
         self.options = options
@@ -147,7 +147,7 @@ class RolloutNotesCallback(TrainerCallback):
                 note(sentence)
 
     def _found(self, logs: Mapping[str, float]) -> dict[str, str]:
-        """Name of a note -> its sentence, "" where it does not apply."""
+        """Return the name of a note -> its text, "" if it does not apply."""
         found: dict[str, str] = {}
         zero_std, longest = logs.get("frac_reward_zero_std"), self.options.max_completion_length
         if zero_std is not None:  # completions of a prompt are compared

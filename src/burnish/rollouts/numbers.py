@@ -1,7 +1,8 @@
-"""Numbers of the log with what they are divided by, and the time of each phase.
+"""Values of the log with their divisors, and the time of each phase.
 
-In: numbers of a generation. Out: the same as ``[total, count, reduction]``, so that a log over several generations
-shows the mean over all their completions, and the shortest and longest of all. Plain data: they lie in checkpoints.
+The values of a generation are converted to ``[total, count, reduction]``, so that a log over several generations shows
+the mean over all their completions, and the shortest and longest of all. They are plain data, because they are stored
+in checkpoints.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from burnish.loop.types import Batch, Metric, Sum
 from burnish.rollouts.samples import Scored
 
 PASSES = (1, 2, 4, 8, 16, 32, 64)
-"""Numbers of completions of which at least one is to be right."""
+"""Values of k for pass@k."""
 Counted: TypeAlias = "list[float | str]"
 """Total, count, and reduction: ``mean``, ``min`` or ``max``."""
 
@@ -27,10 +28,10 @@ Counted: TypeAlias = "list[float | str]"
 def with_counts(
     metrics: Mapping[str, float], samples: Sequence[Scored], names: Sequence[str], count: int
 ) -> dict[str, Counted]:
-    """Numbers of a generation, each with the completions or groups that it is about.
+    """Return the values of a generation with the number of completions or groups that each is computed from.
 
     Args:
-        names: of the reward functions. count: completions of a prompt.
+        names: names of the reward functions. count: completions per prompt.
     """
     every = len(samples)
     ended = sum(sample.is_ended for sample in samples)
@@ -55,7 +56,7 @@ def _counted(name: str, value: float, count: int) -> Counted:
 
 
 def as_metrics(numbers: Mapping[str, Any], device: torch.device) -> dict[str, Metric]:
-    """Numbers of a generation as metrics of a micro-batch."""
+    """Convert values of a generation to metrics of a micro-batch."""
     found: dict[str, Metric] = {}
     for name, (total, count, reduction) in numbers.items():
         found[name] = Sum(torch.tensor(total, device=device), torch.tensor(count, device=device), reduction)
@@ -63,10 +64,11 @@ def as_metrics(numbers: Mapping[str, Any], device: torch.device) -> dict[str, Me
 
 
 def law_difference(logps: Tensor, batch: Batch) -> dict[str, Metric]:
-    """The mean of the log-probability of a token under the law that drew it, less that under the policy of the time.
+    """Return the mean log-probability of tokens under the sampling distribution minus that under the policy at the
+    time.
 
     Args:
-        logps: (N,) in nats, of the policy. batch: with ``sampler_logps`` (N,), else nothing is returned.
+        logps: (N,) of the policy, in nats. batch: with ``sampler_logps`` (N,); otherwise nothing is returned.
     """
     if "sampler_logps" not in batch:
         return {}
@@ -75,7 +77,7 @@ def law_difference(logps: Tensor, batch: Batch) -> dict[str, Metric]:
 
 
 def pass_at_k(samples: Sequence[Scored], count: int) -> dict[str, float]:
-    """The share of prompts of which at least one of k completions is right, where every reward is 0 or 1.
+    """Return the share of prompts for which at least one of k completions is correct, if every reward is 0 or 1.
 
     Source: Chen et al. 2021, eq. 1, https://arxiv.org/abs/2107.03374
     """
@@ -91,7 +93,7 @@ def pass_at_k(samples: Sequence[Scored], count: int) -> dict[str, float]:
 
 
 def _none_of(count: int, right: int, k: int) -> float:
-    """The probability that k of ``count`` completions, of which ``right`` are right, are all wrong."""
+    """Return the probability that k of ``count`` completions, of which ``right`` are correct, are all wrong."""
     product = 1.0
     for at in range(count - right + 1, count + 1):
         product *= max(0.0, 1 - k / at)
@@ -99,8 +101,8 @@ def _none_of(count: int, right: int, k: int) -> float:
 
 
 class PhaseTimes(TrainerCallback):
-    """Measures steps: ``time/train``, seconds of a step, and ``step_time``, the same with its share of the generation.
-    Both are means since the last log; ``num_tokens`` are those of all steps so far."""
+    """Measures ``time/train``, the seconds of a step, and ``step_time``, which includes its share of the generation.
+    Both are means since the last log; ``num_tokens`` counts the tokens of all steps so far."""
 
     def __init__(self) -> None:
         self.state: TrainerState | None = None
@@ -121,7 +123,7 @@ class PhaseTimes(TrainerCallback):
             self.begun_s = None
 
     def read(self) -> dict[str, float]:
-        """Numbers of the log, and start again. Empty where no step was measured."""
+        """Return the values for the log and reset. Empty if no step was measured."""
         if not self.steps or self.state is None:
             return {}
         train, every = self.training_s / self.steps, (self.training_s + self.generating_s) / self.steps

@@ -1,11 +1,11 @@
-"""``stage: grpo`` and ``stage: rloo``: learning from completions that the model itself writes.
+"""``stage: grpo`` and ``stage: rloo``: training on completions that the model generates itself.
 
-In: prompts, with columns for reward functions. A step batch of prompts becomes a generation: several completions of
-each, their rewards and advantages (``rollout``), and from it one or several step batches of completions, which may be
-trained on several times. Out: the loss of ``losses/rollouts`` over the whole step.
+Input: prompts, with columns for reward functions. A step batch of prompts becomes a generation: several completions of
+each prompt, with rewards and advantages (``rollout``). It is divided into one or several step batches of completions,
+which may be trained on several times. The loss is ``losses/rollouts`` over the entire step.
 
-A generation lies in a checkpoint until its last step batch was used, so a run that stops inside it goes on with the
-same completions.
+A generation is stored in checkpoints until its last step batch has been used, so a run that is interrupted within it
+continues with the same completions.
 """
 
 # C completions of a generation, S completions in a micro-batch, N tokens of completions in it
@@ -71,13 +71,13 @@ from burnish.rollouts.samples import (
 )
 
 MOST_DRAWN = 3
-"""Step batches of prompts that ``drop_zero_variance_groups: refill`` uses up for one generation, at most."""
+"""Maximum number of step batches of prompts per generation with ``drop_zero_variance_groups: refill``."""
 
 
 @dataclass
 class _Drawn:
-    """Completions of all ranks, the groups one after another; metrics of each call of the reward functions; and the
-    seconds of each phase on this rank."""
+    """Completions of all ranks, ordered by group; metrics of each call of the reward functions; and the seconds of each
+    phase on this rank."""
 
     samples: list[Scored]
     tables: list[Mapping[str, Sequence[float]]]
@@ -90,7 +90,7 @@ class _Drawn:
 
 
 class ObjectiveChoices(RolloutLossChoices, GenerationChoices, PairChoices):
-    """The options read here."""
+    """The options of the objective."""
 
     gradient_accumulation_steps: int
     per_device_train_batch_size: int
@@ -98,7 +98,7 @@ class ObjectiveChoices(RolloutLossChoices, GenerationChoices, PairChoices):
 
 @OBJECTIVES.register("grpo", reads=(RolloutOptions, ReferenceOptions, GenerationOptions, "disable_dropout"))
 class RolloutObjective(AnswersObjective):
-    """Completions by the model itself, compared with others to their prompt (GRPO and its relatives)."""
+    """Training on completions of the model itself, compared with others of the same prompt (GRPO and variants)."""
 
     records = "prompts"
     record_columns = ("*",)
@@ -110,10 +110,10 @@ class RolloutObjective(AnswersObjective):
     logs_rewards = False
     leaves_one_out = False
     compares_completions = True
-    """Whether the advantage of a completion comes from others to its prompt."""
+    """Whether the advantage of a completion depends on others of the same prompt."""
     least_generations = 2
     keeps_old_logps: bool = False
-    """Whether ``old_logps`` are computed in any case, for a script that reads them."""
+    """Whether ``old_logps`` are always computed, for a script that reads them."""
 
     def __init__(self, options: ObjectiveChoices, template: RowEncoder, tokenizer: Any = None) -> None:
         super().__init__(options, template, tokenizer)
@@ -136,7 +136,7 @@ class RolloutObjective(AnswersObjective):
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a rank that a generation makes, each used ``num_iterations`` times."""
+        """Micro-batches of a rank per generation; each is used ``num_iterations`` times."""
         options = self.choices
         if options.generation_batch_size is None:
             return options.steps_per_generation or options.gradient_accumulation_steps
@@ -145,7 +145,7 @@ class RolloutObjective(AnswersObjective):
 
     @property
     def steps_per_pass(self) -> int:
-        """Steps in which all completions of a generation are used once."""
+        """Number of steps that use all completions of a generation once."""
         return max(1, self.micro_batches // self.choices.gradient_accumulation_steps)
 
     @property
@@ -160,7 +160,7 @@ class RolloutObjective(AnswersObjective):
 
     @property
     def needs_old_logps(self) -> bool:
-        """Whether log-probabilities at the time of the generation differ from those of the step, or are asked for."""
+        """Whether log-probabilities at generation differ from those of the step, or are requested."""
         has_dropout = not self.choices.disable_dropout
         asks_kl_reward = self.leaves_one_out and self.needs_reference
         return self.inner_steps > 1 or has_dropout or asks_kl_reward or self.keeps_old_logps
@@ -168,14 +168,15 @@ class RolloutObjective(AnswersObjective):
     # --- prompts ------------------------------------------------------------------------------------------------------
 
     def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> Sequence[Row | None]:
-        """Args: truncate: without effect: no prompt is cut."""
+        """Tokenize prompts. Args: truncate: has no effect, because prompts are not truncated."""
         for example in examples:
             refuse_answered(example)
         ids = self.template.encode_prompts(examples, stats)
         return [None if one is None else prompt_row(example, one) for example, one in zip(examples, ids, strict=True)]
 
     def inspect(self, rows: Sequence[Row], rows_per_step: int) -> list[str]:
-        """Raises UserError where a reward function reads a column that the records do not have."""
+        """Check the columns of the records. Raises UserError if a reward function needs a column that does not
+        exist."""
         columns = {name for row in rows[:100] for name in json.loads(row["record"])["columns"]}
         if problems := missing_columns(self.functions, columns, "The data"):
             raise UserError(problems)
@@ -199,12 +200,12 @@ class RolloutObjective(AnswersObjective):
         return super().fit(capabilities, collate)
 
     def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
-        """Prompts of a micro-batch of the loader: rows as they are; of a blank one ``items`` is 0."""
+        """Return the prompts of a micro-batch of the loader without changes; ``items`` is 0 for an empty one."""
         return {"rows": list(rows), "labels": torch.zeros(len(rows), 1), "items": torch.ones(len(rows))}
 
     @property
     def contents(self) -> Mapping[str, Any]:
-        """The source code of the reward functions, and what decides on the draws."""
+        """Return the source code of the reward functions and everything that sampling depends on."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "infer_exact")
         sampling = {name: getattr(self.choices, name, None) for name in names}
         options = self.choices
@@ -215,7 +216,7 @@ class RolloutObjective(AnswersObjective):
 
     @property
     def metrics(self) -> list[str]:
-        """Names of the metrics of an evaluation that are there whatever the reward functions are."""
+        """Return the names of evaluation metrics that do not depend on the reward functions."""
         names = [f"rewards/{function.name}/mean" for function in self.functions]
         lengths = [f"completions/{end}_length" for end in ("mean", "min", "max")]
         return ["loss", "reward", "reward_std", "entropy", *names, *lengths, *(f"pass@{k}" for k in PASSES)]
@@ -285,7 +286,8 @@ class RolloutObjective(AnswersObjective):
         return self._step_batches(used[:wanted], numbers, step_batch, generation, parallel)
 
     def _draw(self, module: nn.Module, step_batch: StepBatch, parallel: Parallel, step: int) -> _Drawn:
-        """Completions of a step batch of prompts, on all ranks, with rewards and log-probabilities. Collective."""
+        """Generate the completions of a step batch of prompts on all ranks, with rewards and log-probabilities.
+        Collective."""
         rows = [row for batch in step_batch.batches for row in real_rows(batch)]
         key = NoiseKey(self.choices.seed, ROLLOUT, step // self.inner_steps)
         generator = self.generator(module, parallel)
@@ -298,7 +300,7 @@ class RolloutObjective(AnswersObjective):
         return _Drawn(every, [given for _, given in found], seconds)
 
     def count(self, is_eval: bool = False) -> int:
-        """Completions of a prompt."""
+        """Return the number of completions per prompt."""
         options = self.choices
         return (options.num_generations_eval if is_eval else None) or options.num_generations
 
@@ -314,7 +316,7 @@ class RolloutObjective(AnswersObjective):
         return Generator(self.choices, self.source, self.functions, self.tokenizer, stops, generating, self.rewarding)
 
     def give_advantages(self, samples: Sequence[Scored], is_eval: bool = False) -> dict[str, float]:
-        """Set the advantage of each completion of a generation; numbers of the log."""
+        """Set the advantage of each completion of a generation. Returns values for the log."""
         groups = groups_of(samples, self.count(is_eval))
         weights = [function.weight for function in self.functions]
         values = torch.tensor([[float("nan") if r is None else r for r in s.rewards] for s in samples])
@@ -328,7 +330,7 @@ class RolloutObjective(AnswersObjective):
         return found.metrics | reward_metrics(samples, [function.name for function in self.functions])
 
     def _penalties(self, samples: Sequence[Scored]) -> Tensor | None:
-        """(C,) β Σ m (π_old - ρ), which RLOO takes off the reward."""
+        """Return (C,) β Σ m (π_old - ρ), which RLOO subtracts from the reward."""
         if not (self.leaves_one_out and self.needs_reference):
             return None
         sums = [
@@ -338,7 +340,7 @@ class RolloutObjective(AnswersObjective):
         return (self.choices.rl_beta or 0.0) * torch.tensor(sums, dtype=torch.float64)
 
     def number_of_deal(self, generation: int, number_of_pass: int) -> int:
-        """The number that the order of completions in a pass depends on: one order in all passes, as in TRL."""
+        """Return the number that determines the order of completions in a pass: the same for all passes, as in TRL."""
         return generation
 
     def _step_batches(
@@ -373,7 +375,7 @@ class RolloutObjective(AnswersObjective):
     # --- passes without a gradient ------------------------------------------------------------------------------------
 
     def _ask_models(self, module: nn.Module, samples: Sequence[Scored], parallel: Parallel) -> None:
-        """Log-probabilities of the completions under the policy and the reference, where they are needed."""
+        """Compute log-probabilities of the completions under policy and reference, if they are needed."""
         if self.needs_old_logps or self.token_loss.masks_entropy:
             with asking(module, parallel):
                 for sample, (logps, entropies, *values) in self._asked(module, samples, parallel):
@@ -389,8 +391,8 @@ class RolloutObjective(AnswersObjective):
     def _asked(
         self, module: nn.Module, samples: Sequence[Scored], parallel: Parallel
     ) -> Iterator[tuple[Scored, list[list[float]]]]:
-        """Yield each completion with the log-probability, the entropy and, of a value head, the value of each of its
-        tokens. Collective where ranks hold pieces of the weights."""
+        """Yield each completion with the log-probability, the entropy and, with a value head, the value of each of its
+        tokens. Collective if weights are sharded."""
         size = self.choices.per_device_train_batch_size
         passes = max(len(part) for part in parallel.gather_objects(range(0, len(samples), size)))
         for at in range(passes):
@@ -431,10 +433,10 @@ class RolloutObjective(AnswersObjective):
     def loss_of_tokens(
         self, logps: Tensor, entropy: Tensor, aux: Tensor | None, batch: Batch, is_training: bool
     ) -> Loss:
-        """The loss of a micro-batch from values of its tokens.
+        """Return the loss of a micro-batch from values of its tokens.
 
         Args:
-            logps, entropy: (N,) in nats, of the policy. aux: () the router's loss, a mean over tokens.
+            logps, entropy: (N,) of the policy, in nats. aux: () router loss, a mean over tokens.
         """
         loss = self.token_loss(logps, entropy, batch, is_training)
         kept = {name: value for name, value in loss.sums.items() if is_training or "clip" not in name}
@@ -447,7 +449,7 @@ class RolloutObjective(AnswersObjective):
         return replace(loss, total=total, sums={**kept, **metrics})
 
     def report(self, values: dict[str, float]) -> dict[str, float]:
-        """With the times of the steps since the last log."""
+        """Return the values for the log, with the times of the steps since the last log."""
         return {**values, **self.times.read()} if "grad_norm" in values else values
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
@@ -459,8 +461,8 @@ class RolloutObjective(AnswersObjective):
     def iter_packs(
         self, module: nn.Module, batches: Iterable[Batch], parallel: Parallel
     ) -> Iterator[tuple[dict[str, Tensor], Batch]]:
-        """Complete the prompts of the set, with the same noise each time. Yields packs of samples, with the prepared
-        micro-batch of each."""
+        """Generate completions of the prompts of the dataset, with the same noise each time. Yields packs of samples,
+        each with its prepared micro-batch."""
         rows = [row for batch in batches for row in real_rows(batch)]
         count = self.count(is_eval=True)
         generator = self.generator(module, parallel)
@@ -482,7 +484,7 @@ class RolloutObjective(AnswersObjective):
 
 @OBJECTIVES.register("rloo", reads=(RolloutOptions, ReferenceOptions, GenerationOptions, "disable_dropout"))
 class LeaveOneOutObjective(RolloutObjective):
-    """Completions by the model itself, each compared with the mean of the others to its prompt (RLOO)."""
+    """Training on completions of the model itself, each compared with the mean of the others of its prompt (RLOO)."""
 
     leaves_one_out = True
 
@@ -491,7 +493,7 @@ class LeaveOneOutObjective(RolloutObjective):
 
 
 def refuse_answered(example: Example) -> None:
-    """Refuse a prompt that ends with an answer. Raises UserError."""
+    """Reject a prompt that ends with a response. Raises UserError."""
     prompt: Any = example.extra.get("prompt")
     last = prompt[-1] if isinstance(prompt, list) and prompt else None
     if isinstance(last, Mapping) and last.get("role") == "assistant" and not example.extra.get("completion"):

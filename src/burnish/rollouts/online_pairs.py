@@ -1,8 +1,8 @@
-"""``stage: dpo`` with ``online: true``: pairs of the model's own completions, learned as DPO learns them.
+"""``stage: dpo`` with ``online: true``: DPO on pairs of the model's own completions.
 
-In: prompts, rewards. Each step draws ``num_generations`` completions of each prompt and takes the best and the worst of
-them, by reward, as a pair (https://arxiv.org/abs/2402.04792). Out: the losses of ``losses/pairs.py``. A prompt whose
-completions all have one reward gives no pair, and is counted.
+Each step generates ``num_generations`` completions of each prompt and uses those with the highest and lowest reward as
+a pair (https://arxiv.org/abs/2402.04792). The losses are those of ``losses/pairs.py``. A prompt whose completions all
+have the same reward gives no pair and is counted.
 """
 
 # C completions of a step, P pairs in a micro-batch
@@ -41,7 +41,7 @@ _BLANK: Row = {name: list(value) for name, value in PAIR_COLUMNS.items()}
     reads=(RolloutOptions, PairOptions, PreferenceOptions, ReferenceOptions, GenerationOptions, "disable_dropout"),
 )
 class OnlinePairObjective(RolloutObjective, PairObjective):
-    """Pairs of the model's own completions, the better one by reward (online DPO)."""
+    """Pairs of the model's own completions, ranked by reward (online DPO)."""
 
     row_columns: ClassVar[Mapping[str, Any]] = RolloutObjective.row_columns
     batch_keys = PairObjective.batch_keys
@@ -93,7 +93,7 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
     # --- completions -> pairs -----------------------------------------------------------------------------------------
 
     def _ask_models(self, module: nn.Module, samples: Sequence[Scored], parallel: Parallel) -> None:
-        """Nothing: a pair is compared with the reference in ``prepare_step``."""
+        """Do nothing: ``prepare_step`` computes the log-probabilities of the reference."""
 
     def give_advantages(self, samples: Sequence[Scored], is_eval: bool = False) -> dict[str, float]:
         scores = self._scores(samples)
@@ -108,7 +108,7 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
         return weighted_rewards(samples, self.functions, self.choices.missing_eos_penalty)
 
     def _pairs_of(self, samples: Sequence[Scored], count: int) -> Iterator[Row | None]:
-        """Yield a row for each prompt: its best completion and its worst; None where they are equally good."""
+        """Yield a row for each prompt: its best and its worst completion; None if their rewards are equal."""
         scores = self._scores(samples).tolist()
         for at in range(0, len(samples), count):
             numbers = range(at, at + count)
@@ -138,7 +138,7 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
     def _micro_batches(
         self, samples: Sequence[Scored], metrics: dict[str, Counted], count: int, parallel: Parallel
     ) -> list[Batch]:
-        """This rank's pairs in micro-batches, as many on all ranks; one without pairs is blank."""
+        """Return the pairs of this rank in micro-batches, the same number on all ranks; one without pairs is empty."""
         pairs = [row for row in self._pairs_of(samples, count) if row is not None]
         size, world = self.choices.per_device_train_batch_size, parallel.world_size
         own = pairs[len(pairs) * parallel.rank // world : len(pairs) * (parallel.rank + 1) // world]

@@ -1,10 +1,10 @@
-"""``stage: ppo``: learning from rewards with a value head, which says before each token what is still to come.
+"""``stage: ppo``: training on rewards with a value head, which predicts the remaining return before each token.
 
-In: prompts, a reward per completion. A step batch of prompts becomes a rollout of one completion each; a policy and a
-value head train on it ``ppo_epochs`` times, in steps of ``per_device_train_batch_size`` x
-``gradient_accumulation_steps`` completions. The arithmetic is in ``losses/rollouts/ppo.py``.
+Input: prompts; each completion has one reward. A step batch of prompts becomes a rollout of one completion each. The
+policy and the value head train on it for ``ppo_epochs`` epochs, in steps of ``per_device_train_batch_size`` x
+``gradient_accumulation_steps`` completions. The formulas are in ``losses/rollouts/ppo.py``.
 
-The keys are LLaMA-Factory's, whose PPO cannot be started with the versions of its libraries of today; its means per
+The options are LLaMA-Factory's, whose PPO does not run with current versions of its libraries. Its means per
 micro-batch are means over the step here.
 """
 
@@ -58,7 +58,7 @@ class PpoOptions(PpoLossOptions):
 
 
 class PpoRunChoices(ObjectiveChoices, PpoOptions):
-    """The options read here."""
+    """The options of the objective."""
 
     stage: str
 
@@ -67,7 +67,7 @@ class PpoRunChoices(ObjectiveChoices, PpoOptions):
     "ppo", options=PpoOptions, reads=(RolloutOptions, ReferenceOptions, GenerationOptions, "disable_dropout")
 )
 class PpoObjective(RolloutObjective):
-    """Completions by the model itself, with a reward each (proximal policy optimization)."""
+    """Training on completions of the model itself, with one reward each (proximal policy optimization)."""
 
     batch_keys = RolloutObjective.batch_keys | {"old_values", "returns", "token_advantages"}
     compares_completions = False
@@ -99,7 +99,8 @@ class PpoObjective(RolloutObjective):
 
     @property
     def counts_rollouts(self) -> bool:
-        """``max_steps`` counts rollouts, as in LLaMA-Factory, and all steps of a rollout have one learning rate."""
+        """Whether ``max_steps`` counts rollouts: it does, as in LLaMA-Factory, and all steps of a rollout have the same
+        learning rate."""
         return True
 
     @property
@@ -134,7 +135,7 @@ class PpoObjective(RolloutObjective):
     # --- a rollout ----------------------------------------------------------------------------------------------------
 
     def give_advantages(self, samples: Sequence[Scored], is_eval: bool = False) -> dict[str, float]:
-        """Set the advantage and the return of each token of a rollout, and adapt the KL coefficient."""
+        """Set the advantage and the return of each token of a rollout, and update the KL coefficient."""
         if is_eval:
             return {**self._score_metrics(weighted_rewards(samples, self.functions)), **self._function_metrics(samples)}
         scores, lengths = self._scores(samples), torch.tensor([len(sample.ids) for sample in samples])
@@ -161,7 +162,7 @@ class PpoObjective(RolloutObjective):
         return reward_metrics(samples, [function.name for function in self.functions])
 
     def _scores(self, samples: Sequence[Scored]) -> Tensor:
-        """(C,) the scores that a rollout is trained on."""
+        """Return (C,) the scores that a rollout is trained on."""
         found = weighted_rewards(samples, self.functions)
         if self.choices.ppo_score_norm:
             found = self.scores.normalize(found)
@@ -177,7 +178,7 @@ class PpoObjective(RolloutObjective):
     def prepare_step(self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> Sequence[Batch]:
         made = super().prepare_step(module, batches, parallel)
         threshold = self.choices.ppo_ratio_threshold
-        is_first = any(batch["metrics"] for batch in made)  # of a rollout: the ratio of each token is 1
+        is_first = any(batch["metrics"] for batch in made)  # during a rollout: the ratio of each token is 1
         if threshold is None or is_first or not module.training:
             return made
         sums = torch.zeros(2, device=parallel.device)
@@ -191,7 +192,7 @@ class PpoObjective(RolloutObjective):
         return [{**batch, "token_weights": torch.zeros_like(batch["token_weights"])} for batch in made]
 
     def num_items(self, batch: Batch) -> Tensor:
-        """() tokens of completions."""
+        """Return () the number of tokens of completions."""
         items: Tensor = batch["token_mask"].sum()
         return items
 
@@ -199,7 +200,7 @@ class PpoObjective(RolloutObjective):
         values = module(_inputs(batch))
         if "token_advantages" in batch:
             loss = ppo_loss(values.token_logps, values.token_values, batch, self.choices)
-        else:  # of an evaluation, which has no advantages
+        else:  # during an evaluation, which has no advantages
             loss = Loss(values.token_logps.sum() * 0)
         one, mask = torch.ones((), device=loss.total.device), batch["token_mask"]
         metrics = as_metrics(batch["metrics"], loss.total.device) | law_difference(values.token_logps, batch)
@@ -214,5 +215,5 @@ def _inputs(batch: Batch) -> Batch:
 
 
 def _joined(columns: Sequence[list[float] | None]) -> Tensor:
-    """(N,) the values of all tokens."""
+    """Return (N,) the values of all tokens."""
     return torch.tensor([value for column in columns for value in column or ()], dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""Completions on their way into steps: one ``Scored`` each, packed as tensors for the buffer, dealt to steps and ranks.
+"""Completions as samples: one ``Scored`` each, packed as tensors for the buffer and distributed over steps and ranks.
 
-A checkpoint inside a generation holds packed samples: token ids, masks, advantages and log-probabilities, some 16 bytes
-a token. What a micro-batch needs besides follows from them.
+A checkpoint within a generation stores packed samples: token ids, masks, advantages and log-probabilities, about 16
+bytes per token. Everything else that a micro-batch needs is derived from them.
 """
 
 # S completions in a pack, N tokens of completions in it
@@ -21,26 +21,26 @@ from burnish.losses.base import Collate
 from burnish.losses.sequence_logps import collate_sequences
 
 PLACE = "completion_place"
-"""Column of a row, with a value per token: its place among the tokens of completions of the pack."""
+"""Column of a row with a value per token: its index among the completion tokens of the pack."""
 _PER_TOKEN = ("old_logps", "ref_logps", "sampler_logps", "entropies", "old_values", "token_advantages", "returns")
 
 
 @dataclass
 class Scored:
-    """One completion.
+    """One completion with its rewards.
 
     Args:
-        row: the number of its prompt in the set.
-        number: which of the completions of the prompt.
-        place: its record, for people: ``train.jsonl, record 12``.
-        mask: 1 for a token that counts, 0 for one of a tool, or of a completion that is masked.
-        rewards: of each function; None where it does not apply.
-        extra: columns of the source of completions, and what reward functions gave to ``log_extra``.
-        messages: the completion as messages, where it has turns of tools.
+        row: number of its prompt in the dataset.
+        number: index among the completions of the prompt.
+        place: its record, for display: ``train.jsonl, record 12``.
+        mask: 1 for a token that is trained, 0 for a token of a tool result or of a masked completion.
+        rewards: rewards of each function; None if it does not apply.
+        extra: columns of the completion source, and values that reward functions passed to ``log_extra``.
+        messages: the completion as messages, if it has tool calls.
         is_compared: whether the completions of its prompt differ in reward.
-        old_logps, ref_logps, entropies: of its tokens, in nats, where they were asked for.
-        sampler_logps: of its tokens, in nats, under the law that drew them, where it is not the policy's.
-        old_values, token_advantages, returns: of its tokens, with a value head.
+        old_logps, ref_logps, entropies: per token, in nats, if they are needed.
+        sampler_logps: per token, in nats, under the sampling distribution, if it is not the policy's.
+        old_values, token_advantages, returns: per token, with a value head.
     """
 
     row: int
@@ -67,16 +67,16 @@ class Scored:
 
 
 def columns_of(samples: Sequence[Scored]) -> list[str]:
-    """Names of what is known of each token of all samples."""
+    """Return the names of the values per token that all samples have."""
     return [name for name in _PER_TOKEN if samples and all(getattr(s, name) is not None for s in samples)]
 
 
 def packed(samples: Sequence[Scored], columns: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """Samples as tensors. The inverse of ``rows_of``, with numbers of tokens and completions besides.
+    """Convert samples to tensors. The inverse of ``rows_of``, with token and completion counts.
 
     Args:
-        columns: names of numbers per token; None: those of the samples. A pack without samples has them too, so that
-            the micro-batches of all ranks are alike.
+        columns: names of values per token; None for those of the samples. A pack without samples has them too, so that
+            the micro-batches of all ranks have the same keys.
     """
     found = {
         "ids": torch.tensor([token for s in samples for token in (*s.prompt, *s.ids)], dtype=torch.int32),
@@ -91,7 +91,7 @@ def packed(samples: Sequence[Scored], columns: Sequence[str] | None = None) -> d
 
 
 def unpacked(pack: dict[str, Tensor]) -> list[Scored]:
-    """The samples of a pack, with what it knows of them."""
+    """Return the samples of a pack."""
     ids, prompts, completions, mask = (pack[name].tolist() for name in ("ids", "prompts", "completions", "mask"))
     numbers = {name: pack[name].tolist() for name in _PER_TOKEN if name in pack}
     samples, begin, first = [], 0, 0
@@ -109,10 +109,10 @@ def unpacked(pack: dict[str, Tensor]) -> list[Scored]:
 def step_batch_of(
     source: StepBatch, micro_batches: Sequence[Sequence[Scored]], columns: Sequence[str], metrics: dict[str, Any]
 ) -> StepBatch:
-    """A step batch of completions.
+    """Return a step batch of completions.
 
     Args:
-        source: with epoch, cursor and items. columns: names of numbers per token. metrics: numbers of the log.
+        source: has epoch, cursor and items. columns: names of values per token. metrics: values for the log.
     """
     batches: list[Batch] = [{"pack": packed(part, columns)} for part in micro_batches]
     batches[0]["metrics"] = metrics
@@ -122,7 +122,7 @@ def step_batch_of(
 
 
 def rows_of(pack: dict[str, Tensor]) -> list[Row]:
-    """A row for each completion of a pack: its prompt, which is not learned, and its tokens."""
+    """Return a row for each completion of a pack: its prompt, which is not trained, and its tokens."""
     ids, prompts, completions = (pack[name].tolist() for name in ("ids", "prompts", "completions"))
     rows, begin = [], 0
     firsts = accumulate(completions, initial=0)
@@ -135,12 +135,12 @@ def rows_of(pack: dict[str, Tensor]) -> list[Row]:
 
 
 def collated(collate: Collate, pack: dict[str, Tensor]) -> Batch:
-    """The micro-batch of a pack.
+    """Return the micro-batch of a pack.
 
     Returns:
-        as ``collate_sequences``, and besides ``items`` (S,), ``advantages`` (S,), ``token_mask`` (N,), ``places`` (N,)
-        of each token in the pack, and (N,) ``old_logps``, ``ref_logps`` and ``entropies`` where the pack has them. Of
-        an empty pack a blank micro-batch, whose ``items`` and ``token_mask`` are 0.
+        The keys of ``collate_sequences``, and ``items`` (S,), ``advantages`` (S,), ``token_mask`` (N,), ``places`` (N,)
+        of each token in the pack, and (N,) ``old_logps``, ``ref_logps`` and ``entropies`` if the pack has them. For an
+        empty pack, a micro-batch whose ``items`` and ``token_mask`` are 0.
     """
     rows = rows_of(pack)
     if not rows:
@@ -164,14 +164,16 @@ def partitioned(
     rank: int,
     world_size: int,
 ) -> list[list[list[Scored]]]:
-    """This rank's micro-batches of each step.
+    """Return the micro-batches of this rank for each step.
 
     Args:
-        samples: of all ranks, the completions of a prompt next to each other.
-        order: a permutation of their numbers, which says what each step has; within a step the completions of a prompt
-            lie next to each other again, so that their prompt is computed once.
+        samples: samples of all ranks; completions of a prompt are adjacent.
+        order: permutation of their indices, which determines the samples of each step. Within a step, completions of a
+            prompt are adjacent again, so that their prompt is computed once.
+
     Returns:
-        ``num_steps`` lists of micro-batches of up to ``micro_batch`` samples; as many on all ranks, some may be empty.
+        ``num_steps`` lists of micro-batches of up to ``micro_batch`` samples; the same number on all ranks, some may be
+        empty.
     """
     bounds = [round(len(order) * step / num_steps) for step in range(num_steps + 1)]
     steps = []

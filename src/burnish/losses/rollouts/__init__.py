@@ -1,1 +1,1 @@
-"""Losses of learning from the model's own completions: GRPO and its relatives, RLOO. Begin with ``loss.py``."""
+"""Losses for training on the model's own completions: GRPO and variants, RLOO, PPO. Start with ``loss.py``."""

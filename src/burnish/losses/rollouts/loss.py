@@ -1,14 +1,15 @@
-"""The loss of completions that the model drew, per token or per completion, as sums that a step adds up.
+"""The loss of sampled completions, per token or per completion, as sums that are added over a step.
 
-In: for each token of a flat micro-batch the policy's log-probability, with a gradient, and its entropy; in the batch
-the numbers of the time when the completions were drawn, and of the reference. Out: a sum whose division by
-``num_items`` of the whole step gives the value of the step, so that nothing depends on how the step was cut.
+Input: for each token of a padding-free micro-batch the log-probability of the policy, with gradient, and its entropy;
+the batch has the values at the time of generation and those of the reference. Output: a sum. Its quotient by
+``num_items`` of the entire step is the loss of the step, so results do not depend on how a step is divided into
+micro-batches.
 
-Letters: ℓ = log π - log π_old per token, q = e^ℓ, A the advantage of a completion, m the mask of tokens that count.
+Letters: ℓ = log π - log π_old per token, q = e^ℓ, A the advantage of a completion, m the mask of trained tokens.
 
-Sources: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, CISPO 2506.13585, SAPO 2511.20347,
-RLOO 2402.14740; names and constants as in TRL 1.16. The mean over all tokens or completions is one over the step, where
-TRL takes some of them per micro-batch.
+Sources: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, CISPO 2506.13585, SAPO 2511.20347, RLOO
+2402.14740; names and constants as in TRL 1.16. Means over all tokens or completions are means over the step; TRL
+computes some of them per micro-batch.
 """
 
 # S completions in a micro-batch, N tokens of completions in it
@@ -33,18 +34,18 @@ BATCH_KEYS = frozenset(
         "entropy_scale",
     }
 )  # fmt: skip
-"""Keys of a batch that the loss reads, besides ``owner`` and ``items``; no model takes them.
+"""Keys of a batch that the loss reads, besides ``owner`` and ``items``; they are not passed to the model.
 
-- ``owner``: (N,) the completion that a token belongs to.
-- ``items``: (S,) 1, or 0 for a completion that only fills a blank micro-batch.
+- ``owner``: (N,) index of the completion of a token.
+- ``items``: (S,) 1, or 0 for a completion that only fills an empty micro-batch.
 - ``advantages``: (S,).
-- ``token_mask``: (N,) 1 for a token that counts, 0 for one of a tool, or of a truncated completion that is masked.
+- ``token_mask``: (N,) 1 for a trained token, 0 for one of a tool result or of a masked truncated completion.
 - ``token_weights``: (N,) ``RolloutLoss.token_weights``.
-- ``old_logps``: (N,) in nats, at the weights that drew the completions; absent: those are the present weights.
-- ``ref_logps``: (N,) in nats, of the reference, where β is not 0.
-- ``sampler_logps``: (N,) in nats, of whoever drew the completions, for the off-policy mask; absent: ``old_logps``.
-- ``entropy_mask``: (N,) 1 for a token among those with the highest entropy; absent: all are.
-- ``entropy_scale``: () what the sum of entropies is multiplied by for a mean over the step's tokens.
+- ``old_logps``: (N,) in nats, at the weights that sampled the completions; absent if those are the current weights.
+- ``ref_logps``: (N,) in nats, of the reference model, if β is not 0.
+- ``sampler_logps``: (N,) in nats, under the sampling distribution, for the off-policy mask; default: ``old_logps``.
+- ``entropy_mask``: (N,) 1 for a token among those with the highest entropy; absent if all are.
+- ``entropy_scale``: () factor that turns the sum of entropies into a mean over the tokens of the step.
 """
 _TOKENS_SHARE = ("dapo", "bnpo", "cispo", "vespo")
 _EACH_COMPLETION_IS_A_MEAN = ("grpo", "sapo")
@@ -53,13 +54,13 @@ _LEAST_LOG, _MOST_LOG = math.log(1e-8), 20.0
 
 
 class RolloutLossChoices(RolloutLossOptions):
-    """The options read here."""
+    """The options of the loss."""
 
     max_completion_length: int
 
 
 class _Tokens(NamedTuple):
-    """What the loss of a micro-batch is made of; (N,) each but ``advantages`` and ``lengths`` (S,)."""
+    """Values of a micro-batch for the loss; each is (N,), except ``advantages`` and ``lengths`` (S,)."""
 
     logps: Tensor
     log_ratio: Tensor  # ℓ
@@ -75,8 +76,8 @@ class RolloutLoss:
     """The loss of a run.
 
     Args:
-        options: of the run.
-        leave_one_out: whether the loss is RLOO's: one clipped ratio per completion, no KL term (it is in the reward).
+        options: options of the run.
+        leave_one_out: use RLOO's loss: one clipped ratio per completion, no KL term (it is part of the reward).
     """
 
     def __init__(self, options: RolloutLossChoices, leave_one_out: bool = False) -> None:
@@ -92,13 +93,13 @@ class RolloutLoss:
     # --- what shares the mean ---
 
     def token_weights(self, mask: Tensor, owner: Tensor, num_completions: int) -> Tensor:
-        """(N,) the weight of each token in the sum, from ``token_mask`` (N,) and ``owner`` (N,)."""
+        """Return (N,) the weight of each token in the sum, from ``token_mask`` (N,) and ``owner`` (N,)."""
         if self.name in _EACH_COMPLETION_IS_A_MEAN:
             return mask / _sums(mask, owner, num_completions).clamp(min=1)[owner]
         return mask / self.options.max_completion_length if self.name == "dr_grpo" else mask
 
     def num_items(self, batch: Batch) -> Tensor:
-        """() what shares the mean: tokens that count, or completions, masked ones included."""
+        """Return () the divisor of the mean: trained tokens, or completions including masked ones."""
         items: Tensor = batch["token_mask"] if self.name in _TOKENS_SHARE else batch["items"]
         return items.sum()
 
@@ -107,12 +108,12 @@ class RolloutLoss:
     def prepare_step(
         self, batches: Sequence[Batch], parallel: Parallel, entropies: Sequence[Tensor] | None = None
     ) -> list[Batch]:
-        """Each micro-batch with its ``entropy_mask`` and ``entropy_scale``, where the loss needs them. Also ends the
-        previous step for an adaptive entropy coefficient. Collective where one of these is used.
+        """Add ``entropy_mask`` and ``entropy_scale`` to each micro-batch if the loss needs them. Also ends the previous
+        step for an adaptive entropy coefficient. Collective if one of these is used.
 
         Args:
-            entropies: (N,) of each micro-batch, in nats, at the weights that drew the completions. Needed where
-                ``masks_entropy``, unless the batches have ``entropy_mask`` already.
+            entropies: (N,) of each micro-batch, in nats, at the weights that sampled the completions. Needed if
+                ``masks_entropy``, unless the batches already have ``entropy_mask``.
         """
         made = list(batches)
         if self.masks_entropy and not all("entropy_mask" in batch for batch in made):
@@ -131,18 +132,19 @@ class RolloutLoss:
     # --- the loss of a micro-batch ---
 
     def __call__(self, logps: Tensor, entropy: Tensor, batch: Batch, is_training: bool = True) -> Loss:
-        """The part of a micro-batch in the loss of its step.
+        """Return the part of a micro-batch in the loss of its step.
 
         Args:
-            logps: (N,) in nats, of the policy, with a gradient, at the run's temperature.
-            entropy: (N,) in nats; with a gradient where ``has_bonus``.
+            logps: (N,) of the policy, in nats, with gradient, at the temperature of the run.
+            entropy: (N,) in nats; with gradient if ``has_bonus``.
             batch: with the keys of ``BATCH_KEYS``.
-            is_training: whether the micro-batch is one of a step; an adaptive entropy coefficient learns from those.
+            is_training: whether the micro-batch belongs to a training step; only these update an adaptive entropy
+                coefficient.
         """
         tokens = self._tokens(logps, batch)
         metrics: dict[str, Metric] = {"entropy": _mean_of_tokens(entropy, tokens.mask)}
         if self.name == "rloo":
-            if "ref_logps" in batch:  # as it was when the completions were drawn, and is in their reward
+            if "ref_logps" in batch:  # part of the reward, computed when the completions were sampled
                 drawn = batch.get("old_logps", logps.detach())
                 metrics["kl"] = _mean_of_tokens(drawn - batch["ref_logps"], tokens.mask)
             return Loss(self._of_completions(tokens, batch), metrics | self._clip_shares(tokens))
@@ -157,14 +159,15 @@ class RolloutLoss:
             kl = kl * tokens.ratio if self.options.use_bias_correction_kl else kl
             per_token = per_token + self.beta * kl
             metrics["kl"] = _mean_of_tokens(kl, tokens.mask)
-        # A masked token's ratio may be infinite, and infinity times 0 is no number.
+        # The ratio of a masked token may be infinite, and infinity times 0 is NaN.
         total = torch.where(tokens.mask > 0, per_token * batch["token_weights"], 0).sum()
         if self.has_bonus:
             total = self._with_bonus(total, entropy, batch, metrics, is_training)
         return Loss(total, metrics)
 
     def _of_completions(self, tokens: _Tokens, batch: Batch) -> Tensor:
-        """() the sum of RLOO's losses: one clipped ratio per completion, 1 for one without tokens that count."""
+        """Return () the sum of RLOO's losses: one clipped ratio per completion, 1 for a completion without trained
+        tokens."""
         log_ratio = _sums(tokens.log_ratio * tokens.mask, tokens.owner, len(tokens.lengths))
         ratio, advantages = log_ratio.exp(), tokens.advantages
         clipped = ratio.clamp(1 - self.options.epsilon, 1 + self.epsilon_high)
@@ -182,7 +185,7 @@ class RolloutLoss:
         return _Tokens(logps, log_ratio, log_weight.exp(), advantages[owner], mask, owner, lengths, advantages)
 
     def _policy_loss(self, tokens: _Tokens, metrics: dict[str, Metric]) -> Tensor:
-        """(N,) the loss of each token."""
+        """Return (N,) the loss of each token."""
         options, ratio, advantage = self.options, tokens.ratio, tokens.advantage
         if self.name in CLIPPED:
             metrics |= self._clip_shares(tokens)
@@ -201,7 +204,7 @@ class RolloutLoss:
         return -phi[tokens.owner] * advantage * tokens.logps
 
     def _vespo_factors(self, tokens: _Tokens) -> Tensor:
-        """(S,) φ = exp(λ + k w - λ e^w), with w the log-ratio of the completion."""
+        """Return (S,) φ = exp(λ + k w - λ e^w), with w the log-ratio of the completion."""
         options, is_good = self.options, tokens.advantages >= 0
         clipped = tokens.log_ratio.detach().clamp(-_MOST_LOG, _MOST_LOG) * tokens.mask
         w = _sums(clipped, tokens.owner, len(is_good)).clamp(_LEAST_LOG, _MOST_LOG)
@@ -211,7 +214,8 @@ class RolloutLoss:
         return factors
 
     def _near_policy(self, tokens: _Tokens, batch: Batch) -> Tensor:
-        """(N,) 0 for tokens of a completion with A < 0 whose mean log-ratio to whoever drew it is too large."""
+        """Return (N,) 0 for tokens of a completion with A < 0 whose mean log-ratio to the sampling distribution is too
+        large, else 1."""
         most, drawn = self.options.off_policy_mask_threshold, batch.get("sampler_logps")
         away = -tokens.log_ratio.detach() if drawn is None else drawn - tokens.logps.detach()
         mean = _sums(away * tokens.mask, tokens.owner, len(tokens.lengths)) / tokens.lengths.clamp(min=1)
@@ -248,7 +252,7 @@ class RolloutLoss:
         return found
 
     def _share(self, values: Tensor, tokens: _Tokens) -> Sum:
-        """Mean over tokens, or over completions where a ratio is one of a completion."""
+        """Return the mean over tokens, or over completions for ratios per completion."""
         if not self.is_per_completion:
             return _mean_of_tokens(values, tokens.mask)
         has_tokens = (tokens.lengths > 0).float()
@@ -260,7 +264,8 @@ class RolloutLoss:
 class EntropyController:
     """The coefficient of the entropy bonus; with ``use_adaptive_entropy`` it follows the entropy of each step.
 
-    The sums of the last step are this rank's until ``end_step`` adds them up, so a checkpoint keeps them of each rank.
+    The sums of the last step are those of this rank until ``end_step`` adds them up, so a checkpoint stores them for
+    each rank.
     """
 
     options: RolloutLossChoices
@@ -274,21 +279,21 @@ class EntropyController:
 
     @property
     def applied(self) -> float:
-        """The coefficient in this step: an adaptive one rests while the entropy is above its target."""
+        """Return the coefficient of this step: an adaptive one is 0 while the entropy is above its target."""
         is_active = not self.options.use_adaptive_entropy or self.last <= self.options.entropy_target
         return self.coefficient if is_active else 0.0
 
     def add(self, total: Tensor, count: Tensor) -> None:
-        """Args: total: () sum of entropies of a micro-batch, in nats. count: () tokens."""
+        """Add a micro-batch. Args: total: () sum of entropies in nats. count: () number of tokens."""
         if self.options.use_adaptive_entropy:
             self._pending.append(torch.stack([total.detach(), count.detach()]).double())
 
     def end_step(self, parallel: Parallel) -> None:
-        """Move the coefficient by the entropy of the step whose micro-batches were added. Collective."""
+        """Update the coefficient from the entropy of the step whose micro-batches were added. Collective."""
         if not self.options.use_adaptive_entropy:
             return
         own = torch.tensor(self._collected(), dtype=torch.float64, device=parallel.device)
-        total, count = parallel.sum(own).tolist()  # a device read per step, in this mode alone
+        total, count = parallel.sum(own).tolist()  # one device read per step, in this mode only
         self._sums = [0.0, 0.0]
         if count > 0:
             options, self.last = self.options, total / count
@@ -312,10 +317,10 @@ class EntropyController:
 def high_entropy_masks(
     entropies: Sequence[Tensor], masks: Sequence[Tensor], share: float, parallel: Parallel
 ) -> list[Tensor]:
-    """(N,) of each micro-batch: 1 for the ``share`` of the step's counted tokens that have the highest entropy.
+    """Return (N,) for each micro-batch: 1 for the ``share`` of the trained tokens of the step with the highest entropy.
 
-    The first tokens of a group have equal entropies, so a threshold can fall on a tie: those that lie within a relative
-    1e-6 below it are in.
+    The first tokens of a group have equal entropies, so the threshold may be a tie: tokens within a relative 1e-6 below
+    it are included.
 
     Args:
         entropies, masks: (N,) of each micro-batch of this rank. Collective.
@@ -328,7 +333,7 @@ def high_entropy_masks(
 
 
 def linear_quantile(values: Tensor, quantile: float) -> float:
-    """The quantile of any number of ``values``, with linear interpolation; ``torch.quantile`` takes at most 2²⁴."""
+    """Return the quantile of ``values`` with linear interpolation; ``torch.quantile`` is limited to 2²⁴ values."""
     place = quantile * (len(values) - 1)
     low = int(place)
     below = float(values.kthvalue(low + 1).values)
@@ -346,5 +351,5 @@ def _mean_of_tokens(values: Tensor, mask: Tensor) -> Sum:
 
 
 def _sums(values: Tensor, owner: Tensor, count: int) -> Tensor:
-    """(S,) the sum of ``values`` (N,) over each completion."""
+    """Return (S,) the sum of ``values`` (N,) over each completion."""
     return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, owner, values)

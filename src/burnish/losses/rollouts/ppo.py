@@ -1,11 +1,11 @@
-"""The arithmetic of PPO: rewards per token, advantages and returns, the clipped losses, the coefficient of the KL term.
+"""The formulas of PPO: rewards per token, advantages and returns, the clipped losses, and the KL coefficient.
 
-Letters: S completions, N tokens of completions, laid end to end; π log-probability of a token, ρ that of the reference,
-s the score of a completion, V the value before a token, A its advantage, R its return, q = exp(π - π_old).
+Letters: S completions, N tokens of completions, concatenated; π log-probability of a token, ρ that of the reference, s
+the score of a completion, V the value before a token, A its advantage, R its return, q = exp(π - π_old).
 
 Sources: PPO 1707.06347; GAE 1506.02438; the adaptive coefficient and the clipped value loss 1909.08593. Constants and
-the order of normalizations are those of TRL 0.9's ``PPOTrainer``, which LLaMA-Factory 0.9.5 runs. A mean is over the
-tokens of the step, and a normalization over those of the rollout, on all ranks, where theirs are over a micro-batch.
+the order of normalizations are those of TRL 0.9's ``PPOTrainer``, which LLaMA-Factory 0.9.5 uses. Means are over the
+tokens of the step, and normalizations over the tokens of the rollout, on all ranks; theirs are over a micro-batch.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class PpoLossOptions:
 
 
 class Estimates(NamedTuple):
-    """What a token of a rollout is trained on; (N,) each, float64."""
+    """Training targets of the tokens of a rollout; (N,) each, float64."""
 
-    rewards: Tensor  # before they are normalized
+    rewards: Tensor  # before normalization
     returns: Tensor
     advantages: Tensor  # normalized over the rollout
 
@@ -55,14 +55,14 @@ def estimates(
     old_logps: Tensor, ref_logps: Tensor, values: Tensor, scores: Tensor, lengths: Tensor, kl_coef: float,
     options: PpoLossOptions,
 ) -> Estimates:  # fmt: skip
-    """The rewards, returns and advantages of a whole rollout, that of all ranks.
+    """Compute rewards, returns and advantages of an entire rollout, that of all ranks.
 
-    A token is rewarded with -c (π_old - ρ), the last one of a completion with its score besides; then, backwards,
-    a_t = r_t + γ V_{t+1} - V_t + γ λ a_{t+1} with V = 0 behind the end, R = a + V, and A is a, normalized.
+    The reward of a token is -c (π_old - ρ), plus the score for the last token of a completion. Then, backwards, a_t =
+    r_t + γ V_{t+1} - V_t + γ λ a_{t+1} with V = 0 after the end, R = a + V, and A is the normalized a.
 
     Args:
-        old_logps, ref_logps, values: (N,) of the tokens that count, completion after completion.
-        scores: (S,). lengths: (S,) tokens of each completion, at least 1.
+        old_logps, ref_logps, values: (N,) of the trained tokens, completion after completion.
+        scores: (S,). lengths: (S,) number of tokens of each completion, at least 1.
         kl_coef: c.
     """
     old, ref, before = old_logps.double(), ref_logps.double(), values.double()
@@ -74,7 +74,7 @@ def estimates(
 
 
 def normalized(values: Tensor, keep_mean: bool = False) -> Tensor:
-    """(N,) ``values`` with the variance 1, and with the mean 0 or the one that they have."""
+    """Return (N,) ``values`` with variance 1, and with mean 0 or their original mean."""
     mean = values.mean()
     variance = (values - mean).square().sum() / max(len(values) - 1, 1)
     scaled = (values - mean) * (variance + _LEAST_VARIANCE).rsqrt()
@@ -82,7 +82,7 @@ def normalized(values: Tensor, keep_mean: bool = False) -> Tensor:
 
 
 def _backwards(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float) -> Tensor:
-    """(N,) the sums of generalized advantage estimation, each over the rest of its completion."""
+    """Return (N,) the sums of generalized advantage estimation, each over the rest of its completion."""
     sizes, found = lengths.tolist(), []
     for row_rewards, row_values in zip(torch.split(rewards, sizes), torch.split(values, sizes), strict=True):
         behind = torch.cat([row_values[1:], row_values.new_zeros(1)])
@@ -95,10 +95,10 @@ def _backwards(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, l
 
 
 def ppo_loss(logps: Tensor, values: Tensor, batch: Batch, options: PpoLossOptions) -> Loss:
-    """The part of a micro-batch in the loss of its step, as a sum over its tokens.
+    """Return the part of a micro-batch in the loss of its step, as a sum over its tokens.
 
     Args:
-        logps: (N,) in nats, of the policy, with a gradient. values: (N,) of the value head, with a gradient.
+        logps: (N,) of the policy, in nats, with gradient. values: (N,) of the value head, with gradient.
         batch: with ``token_mask``, ``token_weights``, ``old_logps``, ``old_values``, ``token_advantages`` and
             ``returns``, (N,) each.
     """
@@ -128,7 +128,7 @@ def _mean(values: Tensor, mask: Tensor) -> Sum:
 
 @dataclass
 class KlController:
-    """The coefficient c of the KL term. A part of a checkpoint.
+    """The coefficient c of the KL term. Part of a checkpoint.
 
     Unless it is fixed, c ← c (1 + clip(KL / target - 1, ±0.2) B / horizon) after each rollout of B completions
     (1909.08593, section 2.2).
@@ -142,7 +142,7 @@ class KlController:
         self.coefficient = self.options.ppo_init_kl_coef if fixed is None else fixed
 
     def update(self, kl: float, num_completions: int) -> None:
-        """Args: kl: mean over the completions of Σ (π_old - ρ), in nats."""
+        """Update the coefficient. Args: kl: mean over the completions of Σ (π_old - ρ), in nats."""
         if self.options.kl_coef is not None:
             return
         error = min(max(kl / self.options.ppo_target - 1, -0.2), 0.2)
@@ -156,16 +156,16 @@ class KlController:
 
 
 class ScoreMoments:
-    """Mean and deviation of all scores so far, by which ``ppo_score_norm`` normalizes. A part of a checkpoint.
+    """Mean and standard deviation of all scores so far, for ``ppo_score_norm``. Part of a checkpoint.
 
-    The moments of two sets of numbers are merged as in Chan, Golub and LeVeque 1979.
+    The moments of two sets of values are merged as in Chan, Golub and LeVeque 1979.
     """
 
     def __init__(self) -> None:
         self.count, self.mean, self.squares = 0.0, 0.0, 0.0
 
     def normalize(self, scores: Tensor) -> Tensor:
-        """(S,) the scores of a rollout, float64, after they were counted."""
+        """Add the scores of a rollout and return (S,) the normalized scores, float64."""
         count, mean = len(scores), float(scores.mean())
         both, step = self.count + count, mean - self.mean
         self.squares += float((scores - mean).square().sum()) + step * step * self.count * count / both

@@ -1,7 +1,7 @@
-"""The built-in reward functions, with the names, arguments and results of TRL 1.16's; and three of burnish's own.
+"""The built-in reward functions: TRL 1.16's, with its names, arguments and results, and three of burnish.
 
-A completion is a text, or a list of messages whose first is the assistant's. Ids of a completion have its end token.
-Nothing here needs torch; math-verify is imported where it is used.
+A completion is text, or a list of messages that starts with the assistant's. The ids of a completion include its end
+token. No function needs torch; math-verify is imported where it is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PARSE_S, _VERIFY_S = 10, 5
 
 
 def text_of(completion: Completion) -> str:
-    """The text of a completion: itself, or the content of its first message."""
+    """Return the text of a completion: itself, or the content of its first message."""
     return completion if isinstance(completion, str) else str(completion[0].get("content") or "")
 
 
@@ -35,8 +35,8 @@ def text_of(completion: Completion) -> str:
 def accuracy_reward(
     completions: Sequence[Completion], solution: Sequence[str], log_extra: LogExtra = None, **kwargs: Any
 ) -> Scores:
-    """1 where the answer of a completion equals ``solution`` mathematically, else 0; None where the solution cannot be
-    parsed. Needs math-verify. The answer must be in LaTeX; a boxed one comes first."""
+    """Return 1 if the answer of a completion is mathematically equal to ``solution``, else 0; None if the solution
+    cannot be parsed. Needs math-verify. The answer must be in LaTeX; a boxed one takes precedence."""
     return _compared([text_of(completion) for completion in completions], solution, log_extra)
 
 
@@ -44,7 +44,7 @@ def reasoning_accuracy_reward(
     completions: Sequence[Completion], solution: Sequence[str], reasoning_delimiters: Sequence[str] | None = None,
     log_extra: LogExtra = None, **kwargs: Any,
 ) -> Scores:  # fmt: skip
-    """As ``accuracy_reward`` of the text behind the last delimiter (default: ``</think>``); 0 without one."""
+    """Like ``accuracy_reward`` for the text after the last delimiter (default: ``</think>``); 0 without one."""
     return _compared(
         [_behind(text_of(completion), reasoning_delimiters or ["</think>"]) for completion in completions],
         solution,
@@ -58,7 +58,7 @@ def _behind(text: str, delimiters: Sequence[str]) -> str | None:
 
 
 def _compared(texts: Sequence[str | None], solutions: Sequence[str], log_extra: LogExtra) -> Scores:
-    """Compare each text with its solution; a text of None is an unfinished reasoning."""
+    """Compare each text with its solution; None is an unfinished reasoning."""
     scores: Scores = []
     golds, answers = [], []
     for text, solution in zip(texts, solutions, strict=True):
@@ -74,7 +74,7 @@ def _compared(texts: Sequence[str | None], solutions: Sequence[str], log_extra: 
 
 
 def _verified(text: str | None, solution: str) -> tuple[float | None, str, str]:
-    """The score, and what was parsed of the solution and of the text."""
+    """Return the score, and the parsed solution and text."""
     try:
         from latex2sympy2_extended import NormalizationConfig
         from math_verify import LatexExtractionConfig, parse, verify
@@ -82,7 +82,7 @@ def _verified(text: str | None, solution: str) -> tuple[float | None, str, str]:
         raise MissingExtraError("math_verify", "accuracy_reward", EXTRA, option="reward_funcs") from None
     if text is None:
         return 0.0, "[incomplete reasoning]", "[incomplete reasoning]"
-    # Its time limits use SIGALRM, which the main thread alone can receive.
+    # Its time limits use SIGALRM, which only the main thread can receive.
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main:
         for name in ("math_verify.parser", "math_verify.grader"):
@@ -100,13 +100,14 @@ def _verified(text: str | None, solution: str) -> tuple[float | None, str, str]:
 
 
 class CosineScaledReward:
-    """Correctness, scaled by the length of the completion: a short right answer is worth more than a long one, and a
-    long wrong answer costs less than a short one.
+    """Correctness scaled by the length of the completion: short correct answers get more than long ones, and long wrong
+    answers lose less than short ones.
 
     Args:
-        max_len: the length, in tokens, at which the cosine reaches its end.
-        min_value_wrong, max_value_wrong: of a wrong answer of length 0, and of ``max_len``.
-        min_value_correct, max_value_correct: of a right answer of ``max_len``, and of length 0.
+        max_len: length in tokens at which the cosine reaches its end.
+        min_value_wrong, max_value_wrong: reward of a wrong answer of length 0, and of ``max_len``.
+        min_value_correct, max_value_correct: reward of a correct answer of ``max_len``, and of length 0.
+
     Source: Yeo et al. 2025, appendix C.1, https://arxiv.org/abs/2502.03373
     """
 
@@ -137,12 +138,12 @@ _THINK = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MUL
 
 
 def think_format_reward(completions: Sequence[Completion], **kwargs: Any) -> list[float]:
-    """1 where a completion begins with ``<think>``, has no second one, and has a ``</think>``; else 0."""
+    """Return 1 if a completion starts with its only ``<think>`` and has a ``</think>``, else 0."""
     return [float(_THINK.match(text_of(completion)) is not None) for completion in completions]
 
 
 class RepetitionPenaltyReward:
-    """The share of repeated n-grams of a completion's ids, times a penalty; 0 below n ids.
+    """The share of repeated n-grams in the ids of a completion, times a penalty; 0 for fewer than n ids.
 
     Source: Yeo et al. 2025, appendix C.2, https://arxiv.org/abs/2502.03373
     """
@@ -164,10 +165,11 @@ class RepetitionPenaltyReward:
 
 
 class SoftOverlongPunishment:
-    """0 up to L - C tokens, falling to -1 at L, and -1 beyond.
+    """0 up to L - C tokens, decreasing to -1 at L, and -1 above.
 
     Args:
         max_completion_len: L. soft_punish_cache: C.
+
     Source: Yu et al. 2025 (DAPO), eq. 13, https://arxiv.org/abs/2503.14476
     """
 
@@ -190,19 +192,19 @@ class SoftOverlongPunishment:
 
 
 def exact_match_reward(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> Scores:
-    """1 where a completion equals ``answer``, both without the white space around them; else 0."""
+    """Return 1 if a completion equals ``answer``, ignoring surrounding white space, else 0."""
     each = zip(completions, answer, strict=True)
     return [None if right is None else float(text_of(given).strip() == str(right).strip()) for given, right in each]
 
 
 def contains_answer_reward(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> Scores:
-    """1 where ``answer`` stands somewhere in a completion; else 0."""
+    """Return 1 if a completion contains ``answer``, else 0."""
     each = zip(completions, answer, strict=True)
     return [None if right is None else float(str(right).strip() in text_of(given)) for given, right in each]
 
 
 class JsonSchemaReward:
-    """1 where a completion is one JSON value with the type and the properties that a schema requires; else 0.
+    """1 if a completion is one JSON value with the type and the properties that a schema requires, else 0.
 
     Args:
         schema: a JSON schema, of which ``type``, ``required``, ``properties``, ``items`` and ``enum`` are checked.
@@ -254,7 +256,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "exact_match_reward": exact_match_reward,
     "contains_answer_reward": contains_answer_reward,
 }
-"""Built-in functions that are called as they are; given arguments are fixed."""
+"""Built-in functions that are called directly; configured arguments are fixed."""
 
 FACTORIES: dict[str, Callable[..., Any]] = {
     "cosine_scaled_reward": CosineScaledReward,
@@ -262,5 +264,5 @@ FACTORIES: dict[str, Callable[..., Any]] = {
     "soft_overlong_punishment": SoftOverlongPunishment,
     "json_schema_reward": JsonSchemaReward,
 }
-"""Built-in functions that are made from their arguments."""
+"""Built-in functions that are created from their arguments."""
 FACTORIES |= {f"get_{name}": factory for name, factory in FACTORIES.items()}

@@ -1,10 +1,10 @@
-"""Calls the reward functions of a run on the completions of a generation.
+"""Call the reward functions of a run on the completions of a generation.
 
-In: prompts, completions, ids and columns, a value per completion each. Out: a ``RewardTable``. Refuses a wrong count,
-an infinite score, an exception, a function that does not return in time, and a generation without any score.
+Functions get prompts, completions, ids and columns with one value per completion. The result is a ``RewardTable``. A
+wrong number of scores, an infinite score, an exception, a timeout, and a generation without any score are errors.
 
-Functions are called one after another in the thread of the caller, since some (math-verify) set time limits that the
-main thread alone can have. Coroutines run all at once.
+Functions are called one after another in the calling thread, because some of them (math-verify) set time limits that
+only work in the main thread. Coroutines run concurrently.
 """
 
 # C completions, K reward functions
@@ -37,12 +37,12 @@ from burnish.rollouts.rewards.functions import PASSED_BY_NAME, RewardFunction
 
 log = logging.getLogger(__name__)
 _SEARCH_S = 10.0
-"""How long the completion that a function fails on is looked for."""
+"""Seconds of the search for the completion on which a function fails."""
 _SHOWN = 80
 _PATIENCE_S = 5.0
-"""Time for a function to end after it was interrupted."""
+"""Seconds for a function to end after it was interrupted."""
 _SLACK_S = 0.5
-"""Time for coroutines to end by themselves at their limit, before one that blocks the event loop is interrupted."""
+"""Seconds for coroutines to end at their time limit before one that blocks the event loop is interrupted."""
 
 
 @dataclass
@@ -50,11 +50,11 @@ class RewardTable:
     """The rewards of a generation.
 
     Args:
-        values: (C, K) float64, NaN where a function gave no score.
-        names: of the K functions.
-        extra: column -> a value per completion, of ``log_extra``.
-        metrics: name -> values of ``log_metric``.
-        seconds: function -> how long its call took; coroutines ran together.
+        values: (C, K) float64, NaN if a function returned no score.
+        names: names of the K functions.
+        extra: column -> a value per completion, from ``log_extra``.
+        metrics: name -> values, from ``log_metric``.
+        seconds: function -> duration of its call; coroutines ran concurrently.
     """
 
     values: Tensor
@@ -64,8 +64,8 @@ class RewardTable:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def summary(self) -> dict[str, float]:
-        """Numbers of the log: mean and deviation of each function's scores, how many it did not give, and the means of
-        ``log_metric``."""
+        """Return values for the log: mean and standard deviation of the scores of each function, the number of missing
+        ones, and the means of ``log_metric``."""
         found: dict[str, float] = {}
         for name, column in zip(self.names, self.values.unbind(1), strict=True):
             known = column[~column.isnan()]
@@ -84,15 +84,16 @@ def compute_rewards(
     """Call every function once on the C completions.
 
     Args:
-        prompts, completions: texts, or lists of messages; completions of one prompt lie next to each other.
-        completion_ids: ids of each completion, with its end token.
-        columns: further columns of the records, repeated for each completion.
-        places: of each completion, what an error calls its record: ``record 12``.
-        timeout_s: of each function.
-        step: the step that the completions are for, in messages.
+        prompts, completions: texts, or lists of messages; completions of a prompt are adjacent.
+        completion_ids: ids of each completion, including its end token.
+        columns: other columns of the records, repeated for each completion.
+        places: name of the record of each completion in error messages: ``record 12``.
+        timeout_s: time limit of each function.
+        step: step that the completions are for, in messages.
         given: further arguments: ``trainer_state``, ``environments``.
+
     Raises:
-        UserError: see above, with the function's name and place.
+        UserError: for the errors above, with the name and the place of the function.
     """
     table = RewardTable(torch.full((len(completions), len(functions)), torch.nan, dtype=torch.float64),
                         [function.name for function in functions])  # fmt: skip
@@ -158,7 +159,7 @@ class _Job:
         return list(scores) if inspect.isgenerator(scores) else scores
 
     def called_together(self, functions: Sequence[RewardFunction]) -> list[Any]:
-        """What the coroutines return, in their order."""
+        """Return the results of the coroutines, in order."""
         if not functions:
             return []
 
@@ -189,7 +190,7 @@ class _Job:
         return results
 
     def checked(self, function: RewardFunction, scores: Any) -> Tensor:
-        """(C,) float64 of what a function returned."""
+        """Convert the result of a function to (C,) float64."""
         name, expected = _shown_name(function), len(self.places)
         values = scores.tolist() if isinstance(scores, Tensor) or hasattr(scores, "dtype") else scores
         if not isinstance(values, Sequence) or isinstance(values, str):
@@ -215,7 +216,7 @@ class _Job:
         return number
 
     def _taken(self, function: RewardFunction) -> dict[str, Any]:
-        """The arguments of a function, copied: what it changes in them is seen by no other function and no log."""
+        """Return a copy of the arguments of a function, so that changes do not affect other functions or the log."""
         known = function.parameters
         return {name: _copied(value) for name, value in self.arguments.items() if known is None or name in known}
 
@@ -231,8 +232,8 @@ class _Job:
         return UserError(what, remedy="Return None for a completion that cannot be judged.", option="reward_funcs")
 
     def _culprit(self, function: RewardFunction) -> str:
-        """`` Record 12, completion "...".``: the first completion on which the function fails alone, if one is found
-        in time."""
+        """Return `` Record 12, completion "...".``: the first completion on which the function fails alone, if one is
+        found in time."""
         if function.is_async or inspect.isgeneratorfunction(function.call):
             return ""
         deadline = time.monotonic() + min(_SEARCH_S, self.timeout_s)
@@ -247,7 +248,7 @@ class _Job:
                     function.call(**one)
             except _TimeUp:
                 break
-            except (Exception, SystemExit):  # the failure that is looked for
+            except (Exception, SystemExit):  # the failure that is searched for
                 completion = str(self.arguments["completions"][at])
                 cut = completion if len(completion) <= _SHOWN else completion[:_SHOWN] + " ..."
                 place = self.places[at]
@@ -264,17 +265,17 @@ class _Job:
 
 
 def _copied(value: Any) -> Any:
-    """Lists and dicts anew, at any depth; everything else as it is."""
+    """Copy lists and dicts at any depth; everything else is kept."""
     if type(value) is list:
         return [_copied(each) for each in value]
     return {key: _copied(each) for key, each in value.items()} if type(value) is dict else value
 
 
 def _as_json(value: Any) -> Any:
-    """A value of ``log_extra`` as files hold it."""
+    """Convert a value of ``log_extra`` to JSON data."""
     try:
         return json.loads(json.dumps(value, default=_plain, allow_nan=False))
-    except (TypeError, ValueError, RecursionError):  # keys that are no text, circles, NaN
+    except (TypeError, ValueError, RecursionError):  # keys that are not strings, circular references, NaN
         return reprlib.repr(value)
 
 
@@ -292,7 +293,7 @@ def _shown_name(function: RewardFunction) -> str:
 
 
 def _run(every: Callable[[], Any]) -> list[Any]:
-    """Run a coroutine to its end; in another thread where a loop runs in this one (a notebook)."""
+    """Run a coroutine to completion; in another thread if this one has a running event loop (a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -313,8 +314,8 @@ def _in_another_thread(call: Callable[[], Any], timeout_s: float) -> Any:
 
 @contextmanager
 def _with_own_settings() -> Iterator[None]:
-    """Restore what a function may leave changed for the training that follows: torch's gradient mode and default dtype,
-    and the working folder."""
+    """Restore settings that a function may change for the following training: torch's gradient mode and default dtype,
+    and the working directory."""
     with_gradient, dtype, folder = torch.is_grad_enabled(), torch.get_default_dtype(), os.open(".", os.O_RDONLY)
     try:
         yield
@@ -326,14 +327,15 @@ def _with_own_settings() -> Iterator[None]:
 
 
 class _TimeUp(BaseException):
-    """Not an ``Exception``, so that a function that catches all exceptions does not go on."""
+    """Raised at a time limit. Not an ``Exception``, so that a function that catches all exceptions does not
+    continue."""
 
 
 @contextmanager
 def _time_limit(seconds: float, name: str = "A reward function") -> Iterator[None]:
-    """Raise ``_TimeUp`` inside the block after that time, in the main thread of a system with this signal.
+    """Raise ``_TimeUp`` inside the block after ``seconds``, in the main thread of a system with this signal.
 
-    SIGVTALRM, sent by a timer's thread: SIGALRM belongs to the functions, and math-verify sets it.
+    The signal is SIGVTALRM, sent by a timer thread: SIGALRM is left to the functions, and math-verify sets it.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_kill"):
         yield

@@ -1,8 +1,8 @@
-"""``reward_funcs`` -> reward functions, ready to be called.
+"""Load the reward functions of ``reward_funcs``.
 
-An entry is a function, the name of a built-in one, ``file.py:name``, ``package.module.name``, or
-``{name: {arguments}}`` with one of these names: a factory is called with the arguments, another function gets them with
-each call.
+An entry is a function, the name of a built-in one, ``file.py:name``, ``package.module.name``, or ``{name:
+{arguments}}`` with one of these names: a factory is called with the arguments, another function gets them with each
+call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from burnish.rollouts.rewards.builtin import FACTORIES, FUNCTIONS
 PASSED_BY_NAME = frozenset(
     {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
 )
-"""Arguments that a reward function is given besides the columns of the records."""
+"""Arguments of a reward function besides the columns of the records."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,14 @@ class RewardFunction:
     """A reward function of a run.
 
     Args:
-        name: in the log; unique in a run.
-        call: ``(prompts, completions, completion_ids, **columns, ...) -> list[float | None]``; may be a coroutine.
-        weight: of its reward in the sum.
-        place: file and line, or the name of the module.
-        parameters: the names that it takes; None where it takes any (``**kwargs``).
-        required: columns of the records that it cannot do without.
-        digest: changes with the source code of the function's file, for the fingerprint of a run.
+        name: name in the log; unique in a run.
+        call: ``(prompts, completions, completion_ids, **columns, ...) -> list[float | None]``; may be a coroutine
+            function.
+        weight: weight of its reward in the sum.
+        place: file and line, or name of the module.
+        parameters: names of its parameters; None if it takes any (``**kwargs``).
+        required: columns of the records that it needs.
+        digest: hash of the source code of its file, for the fingerprint of a run.
     """
 
     name: str
@@ -59,12 +60,13 @@ class RewardFunction:
 def load_rewards(
     functions: Sequence[Any] | None, weights: Sequence[float] | None = None, folders: Iterable[Path] = ()
 ) -> list[RewardFunction]:
-    """The reward functions of a run.
+    """Load the reward functions of a run.
 
     Args:
-        functions: as ``reward_funcs`` has them, see above.
-        weights: of the functions, and of what stands behind them; None: 1 each.
-        folders: where a file is looked for, besides the working folder.
+        functions: entries of ``reward_funcs``, see above.
+        weights: weights of the functions and of reward models after them; None: 1 each.
+        folders: folders in which files are looked up besides the working directory.
+
     Raises:
         UserError: with every entry that is unknown, cannot be imported, or lacks arguments.
     """
@@ -88,7 +90,8 @@ def load_rewards(
 
 
 def missing_columns(functions: Iterable[RewardFunction], columns: Iterable[str], source: str) -> list[Problem]:
-    """A problem for each function that needs a column which the records do not have. Args: source: of the records."""
+    """Return a problem for each function that needs a column that the records do not have. Args: source: name of the
+    dataset."""
     known = sorted(columns)
     found = []
     for function in functions:
@@ -105,7 +108,7 @@ def missing_columns(functions: Iterable[RewardFunction], columns: Iterable[str],
 
 
 def _resolved(entry: Any, folders: Sequence[Path]) -> tuple[Callable[..., Any], str, str, str]:
-    """(function, name for the log, place, digest of its source)"""
+    """Return (function, name in the log, place, digest of its source)."""
     if isinstance(entry, Mapping):
         if len(entry) != 1 or not isinstance(next(iter(entry.values())), Mapping | None):
             what = f"an entry of reward_funcs with arguments must be {{name: {{arguments}}}}. Received: {dict(entry)}."
@@ -225,7 +228,7 @@ def _not_imported(name: str, error: BaseException, path: Path | None = None) -> 
 
 
 def _line_of(error: BaseException, path: Path | None) -> int | None:
-    """The last line of a file that an exception passed."""
+    """Return the last line of a file in the traceback of an exception."""
     frames = traceback.extract_tb(error.__traceback__)
     return next((frame.lineno for frame in reversed(frames) if path is None or frame.filename == str(path)), None)
 
@@ -234,13 +237,13 @@ def _line_of(error: BaseException, path: Path | None) -> int | None:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name of a function in the log."""
+    """Return the name of a function in the log."""
     inner = function.func if isinstance(function, partial) else function
     return str(getattr(inner, "__name__", type(inner).__name__))
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[frozenset[str] | None, frozenset[str]]:
-    """(names that it takes, or None for any; columns that it cannot do without)"""
+    """Return (names of its parameters, or None for any; columns that it needs)."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -265,7 +268,7 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 def _digest(function: Callable[..., Any]) -> str:
-    """Of the whole file: a function may call others of it."""
+    """Return a hash of the entire file: a function may call others in it."""
     try:
         file = inspect.getsourcefile(_code_of(function))
         return _hash(Path(file).read_text(encoding="utf-8")) if file else ""

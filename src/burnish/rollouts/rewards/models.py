@@ -1,8 +1,8 @@
-"""Reward models as reward functions: prompts and completions -> scores.
+"""Reward models as reward functions.
 
 A reward model is a language model with a value head (stage: rm), a sequence classifier with one label, an adapter of
-either, or a server. What it reads is prompt and completion by its own chat template; the score is the one at the last
-token, found by length and never by looking for padding.
+either, or a server. It reads prompt and completion in its own chat template. The score is that of the last token, whose
+position is known from the length and not from padding.
 """
 
 # B sequences in a pass, T tokens of the longest, H hidden size
@@ -29,13 +29,13 @@ _TRIES, _TIMEOUT_S = 3, 30.0
 
 
 class RewardModel:
-    """A reward function over a model.
+    """A reward function that uses a model.
 
     Args:
-        model: a sequence classifier of transformers with one label, or a language model if there is a ``head``.
-        tokenizer: of that model; its chat template renders conversations.
-        head: (N, H) -> (N,) scores of hidden states; None: the classifier's own.
-        name: in the log.
+        model: sequence classifier of transformers with one label, or a language model if there is a ``head``.
+        tokenizer: tokenizer of that model; its chat template renders conversations.
+        head: (N, H) -> (N,) scores of hidden states; None for the classifier's own head.
+        name: name in the log.
     """
 
     def __init__(self, model: Any, tokenizer: Any, head: nn.Module | None = None, name: str = "") -> None:
@@ -76,7 +76,7 @@ class RewardModel:
 
     @torch.no_grad()
     def _scores(self, ids: Sequence[Sequence[int]]) -> Tensor:
-        """(B,) float32. Padding stands behind the tokens, where no token before it sees it."""
+        """Return (B,) float32 scores. Padding is on the right, where no token attends to it."""
         device = next(self.model.parameters()).device
         lengths = torch.tensor([len(each) for each in ids])
         width = int(lengths.max())
@@ -90,12 +90,13 @@ class RewardModel:
 
 
 def reward_model_of(folder: str, adapters: Sequence[str] = (), quantization_bit: int | None = None) -> RewardModel:
-    """The reward model in a folder, or of a hub id.
+    """Load a reward model from a folder or hub id.
 
     Args:
-        adapters: folders of adapters on it, the last of which may hold the head.
+        adapters: folders of its adapters; the last one may contain the head.
+
     Raises:
-        UserError: where there is no head: a new one would give random scores.
+        UserError: if there is no head: a new one would give random scores.
     """
     model, tokenizer, weights = load_reward_model(folder, adapters, quantization_bit)
     head = None
@@ -106,11 +107,11 @@ def reward_model_of(folder: str, adapters: Sequence[str] = (), quantization_bit:
 
 
 class RewardServer:
-    """A reward function behind HTTP, as LLaMA-Factory asks it: POST {"model": ..., "messages": [texts]} gives
-    {"scores": [...]}.
+    """A reward function that calls an HTTP server like LLaMA-Factory's: POST {"model": ..., "messages": [texts]}
+    returns {"scores": [...]}.
 
     Args:
-        url: of the server.
+        url: address of the server.
     """
 
     __name__ = "reward_model"

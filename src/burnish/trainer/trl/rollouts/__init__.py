@@ -1,2 +1,2 @@
-"""``GRPOTrainer`` and ``RLOOTrainer`` with TRL's constructors, configs, records and names in the log, over the
-objective of ``rollouts/``. Begin with ``trainer.py``."""
+"""``GRPOTrainer`` and ``RLOOTrainer`` with TRL's constructors, configs, records and log names, using the objective of
+``rollouts/``. Start with ``trainer.py``."""

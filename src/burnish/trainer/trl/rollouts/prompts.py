@@ -1,8 +1,8 @@
-"""Sets of the ``datasets`` library with a column ``prompt`` -> rows of prompts, for the trainers of this room.
+"""Convert datasets of the ``datasets`` library with a column ``prompt`` to rows of prompts, for the rollout trainers.
 
-In: texts, or messages that end with a user's or a tool's turn; all other columns go to the reward functions. Out: rows
-with the ids of the prompt, its record, and its number in the set. A prompt that is empty or too long is left out, and
-counted.
+A prompt is text, or messages that end with a user or tool message. All other columns are passed to the reward
+functions. A row has the ids of the prompt, its record, and its number in the dataset. Prompts that are empty or too
+long are skipped and counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _ROLES: Mapping[str, RoleName] = {"assistant": "assistant", "tool": "observation
 
 
 class PromptTemplate(PlainTemplate):
-    """The tokenizer's chat template. Args: limit: the longest prompt in tokens. stops: ids that end a completion."""
+    """The chat template of the tokenizer. Args: limit: maximum length of a prompt in tokens. stops: ids that end a
+    completion."""
 
     def __init__(self, tokenizer: Any, limit: int | None, stops: Sequence[int]) -> None:
         super().__init__(PlainOptions(limit, "keep_start"), tokenizer)
@@ -40,7 +41,7 @@ class PromptTemplate(PlainTemplate):
 
 
 class PromptRows(Dataset[Row]):
-    """The rows of a set. Args: rows: each with ``row``, its number in the set."""
+    """The rows of a dataset. Args: rows: each with ``row``, its number in the dataset."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = rows
@@ -55,14 +56,15 @@ class PromptRows(Dataset[Row]):
 def prompt_rows(
     dataset: Any, name: str, objective: StageObjective, variables: Mapping[str, Any] | None = None, tools: str = ""
 ) -> PromptRows:
-    """The rows of a set.
+    """Return the rows of a dataset.
 
     Args:
-        name: "train" or "eval", in messages.
+        name: "train" or "eval", for messages.
         variables: arguments of the chat template for all records.
         tools: JSON text of the schemas of the tools that the model may call.
+
     Raises:
-        UserError: where a record has no prompt, or one that ends with an assistant's message.
+        UserError: if a record has no prompt, or one that ends with an assistant message.
     """
     if isinstance(dataset, PromptRows):
         return dataset
@@ -106,7 +108,7 @@ def _example(record: Mapping[str, Any], source: str, number: int, variables: Map
 
 
 def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without the keys that another message of the set has: ``datasets`` fills them with None."""
+    """Return a message without keys whose value is None: ``datasets`` adds keys of other messages with None."""
     return {name: value for name, value in message.items() if value is not None or name == "content"}
 
 

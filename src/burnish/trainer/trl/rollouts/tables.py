@@ -1,4 +1,4 @@
-"""Completions as TRL's trainers keep them: a Parquet file for each log, beside burnish's ``completions.jsonl``."""
+"""Completions in the format of TRL's trainers: a Parquet file for each log, besides burnish's ``completions.jsonl``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from burnish.rollouts.journal import CompletionsCallback
 
 class CompletionTablesCallback(CompletionsCallback):
     """Writes ``completions/completions_00010.parquet``: step, prompt, completion, a column per reward function, the
-    columns of ``log_extra``, and advantage, for the generation that a log ends with."""
+    columns of ``log_extra``, and advantage, for the last generation before a log."""
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         lines = self.newest if "loss" in (logs or {}) and state.is_world_process_zero else []

@@ -1,8 +1,8 @@
-"""Tools, environments, and rollouts of a script's own, as sources of completions.
+"""Completion sources with tools, with environments, and with a rollout function of the script.
 
-A completion with tools is drawn in turns: the model's, then the results of the tools that it called, whose tokens are
-not learned, then the model's again. Ids are never made anew from text: the ids of results are the chat template's
-rendering of them behind a conversation of two messages, without the ids of those.
+A completion with tools is generated in turns: a turn of the model, then the results of the tools that it called, whose
+tokens are not trained, then the next turn of the model. Ids are never recomputed from text: the ids of results are
+those of the chat template after a conversation of two messages, without the ids of these messages.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _LONGEST_RUN = 1 << 30
 
 
 def schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The JSON schemas of functions, from their signatures and docstrings."""
+    """Return the JSON schemas of functions, from their signatures and docstrings."""
     return [get_json_schema(tool) for tool in tools]
 
 
 class _AnyName(dict[str, Any]):
-    """Schemas by name. A call of an unknown name is parsed as a call, and fails when it is run."""
+    """Schemas by name. A call of an unknown name is parsed as a call and fails when it is run."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -46,18 +46,19 @@ class _AnyName(dict[str, Any]):
 
 
 class _Plain(TemplateOptions, EncodingOptions):
-    """The options of a chat template that is taken as it is."""
+    """The options of a chat template without changes."""
 
 
 class ToolDialogue:
-    """How a chat template writes tools, calls and results.
+    """The format of tools, calls and results in a chat template.
 
     Args:
-        tokenizer: with its chat template.
+        tokenizer: tokenizer with the chat template.
         tools: schemas of all tools.
         variables: further arguments of the template.
+
     Raises:
-        UserError: where calls cannot be read, or where an earlier turn is written otherwise once others follow it.
+        UserError: if calls cannot be parsed, or if the template renders an earlier turn differently when others follow.
     """
 
     def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> None:
@@ -72,11 +73,11 @@ class ToolDialogue:
         self.results_of([{"role": "tool", "name": next(iter(self.offered), "tool"), "content": "1"}])
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The ids of a prompt."""
+        """Return the ids of a prompt."""
         return self._ids(messages, add_generation_prompt=True, tools=list(tools) or None)
 
     def results_of(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The ids of messages of tools behind the end token of a turn, up to where the model goes on."""
+        """Return the ids of tool messages from the end token of a turn to the start of the next one."""
         call = {"type": "function", "function": {"name": messages[0]["name"], "arguments": {}}}
         dummy = [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         before = self._ids(dummy, add_generation_prompt=False)
@@ -93,7 +94,7 @@ class ToolDialogue:
         return ids[len(before) :]
 
     def message_of(self, prompt: Sequence[int], ids: Sequence[int], stops: frozenset[int]) -> dict[str, Any]:
-        """The message of an assistant, with ``tool_calls`` where it has any. Args: prompt: the ids before it."""
+        """Return the message of an assistant turn, with its ``tool_calls`` if any. Args: prompt: the ids before it."""
         in_thought = opens_thought(prompt, self.form, self.tokenizer)
         reply = read_whole(ids, self.form, self.tokenizer, offered=self.offered, stop_ids=stops, in_thought=in_thought)
         if not reply.calls:
@@ -110,7 +111,7 @@ class ToolDialogue:
 
 @dataclass
 class _Run:
-    """A completion on its way."""
+    """A completion in progress."""
 
     prompt: list[int]
     key: NoiseKey
@@ -124,15 +125,15 @@ class _Run:
 
 
 class ToolSource(CompletionSource):
-    """Completions with calls of tools.
+    """Completions with tool calls.
 
     Args:
-        inner: draws the model's turns.
-        form: of the chat template.
-        tools: functions, by name; coroutines run together.
-        most: rounds of calls in a completion; None for any number.
-        context: the longest prompt and completion together.
-        environments: of each completion, or None.
+        inner: generates the turns of the model.
+        form: format of the chat template.
+        tools: functions by name; coroutines run concurrently.
+        most: maximum number of tool rounds of a completion; None for no limit.
+        context: maximum length of prompt and completion together.
+        environments: environments of the completions, or None.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class ToolSource(CompletionSource):
         self.inner.free()
 
     def _turn(self, runs: Sequence[_Run], prompts: Sequence[Sequence[int]], limits: CompletionLimits) -> None:
-        """Draw the next turn of each completion, and read it."""
+        """Generate and parse the next turn of each completion."""
         if not runs:
             return
         remaining = [limits.max_new_tokens - len(run.ids) for run in runs]
@@ -191,7 +192,7 @@ class ToolSource(CompletionSource):
             run.logps += (each.logps or [0.0] * len(ids))[:room]
 
     def _with_results(self, run: _Run, longest: int) -> bool:
-        """Run the calls of the last turn. Whether their results fit into the completion, and it goes on."""
+        """Run the calls of the last turn. Returns whether their results fit and the completion continues."""
         if not run.is_ended:
             run.messages[-1].pop("tool_calls")
             return False
@@ -207,7 +208,7 @@ class ToolSource(CompletionSource):
         return True
 
     def _called(self, run: _Run, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with the results of calls, in their order; a failure is a result too."""
+        """Return the messages with the results of calls, in order; a failure is a result too."""
 
         async def one(call: Mapping[str, Any]) -> Any:
             if call["name"] not in run.tools:
@@ -229,10 +230,10 @@ class ToolSource(CompletionSource):
 
 
 class Environments:
-    """Environments of completions: one object for each, kept for later generations.
+    """Environments of completions: one object for each, reused by later generations.
 
     Args:
-        factories: a callable, or several by the name that the column ``environment`` of a record has.
+        factories: a callable, or several by the name in the column ``environment`` of a record.
         tools: further functions that every completion may call.
     """
 
@@ -252,18 +253,19 @@ class Environments:
         return environment
 
     def tools_of(self, environment: Any) -> list[Tool]:
-        """The functions that a completion in this environment may call: its public methods, and those of all."""
+        """Return the functions that a completion in this environment may call: its public methods, and the common
+        ones."""
         names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
         method_names = [n for n in names if not n.startswith("_") and n not in ("reset", "get_reward")]
         return [*self.shared, *(getattr(environment, name) for name in method_names)]
 
     def every_tool(self) -> list[Tool]:
-        """The functions of all environments, each name once."""
+        """Return the functions of all environments, each name once."""
         by_name = {tool.__name__: tool for pool in self.pools.values() for tool in self.tools_of(pool[0])}
         return list(by_name.values())
 
     def rewards(self) -> list[RewardFunction]:
-        """A reward function for each class of environment with ``get_reward``."""
+        """Return a reward function for each environment class with ``get_reward``."""
         kinds = dict.fromkeys(type(p[0]) for p in self.pools.values() if callable(getattr(p[0], "get_reward", None)))
         return [
             RewardFunction(kind.__name__, _reward_of(kind), 1.0, parameters=frozenset({"environments"}))
@@ -271,7 +273,7 @@ class Environments:
         ]
 
     def reset(self, records: Sequence[Mapping[str, Any]], runs: Sequence[_Run], form: ToolDialogue) -> None:
-        """Give each completion its environment, its tools, and the prompt with what ``reset`` returned behind it."""
+        """Assign each completion its environment and tools, and append the result of ``reset`` to its prompt."""
         used: dict[Any, int] = {}
         self.of_completions = []
         for record, run in zip(records, runs, strict=True):
@@ -293,7 +295,7 @@ class Environments:
 
 
 def _reward_of(kind: Any) -> Callable[..., Any]:
-    """The reward of environments of a class, None for those of others."""
+    """Return the reward of environments of a class, None for others."""
     if inspect.iscoroutinefunction(kind.get_reward):
 
         async def get_reward(environments: Sequence[Any]) -> list[Any]:
@@ -304,9 +306,8 @@ def _reward_of(kind: Any) -> Callable[..., Any]:
 
 
 class ScriptSource(CompletionSource):
-    """Completions of a script's own function: ``(prompts, trainer) -> {"prompt_ids": ..., "completion_ids": ...,
-    "logprobs": ...}``. Further keys become columns for the reward functions; ``env_mask`` is 1 for tokens of the model.
-    """
+    """Completions of a rollout function: ``(prompts, trainer) -> {"prompt_ids": ..., "completion_ids": ..., "logprobs":
+    ...}``. Further keys become columns for the reward functions; ``env_mask`` is 1 for tokens of the model."""
 
     def __init__(self, function: Callable[..., Mapping[str, Any]], trainer: Any) -> None:
         self.function, self.trainer = function, trainer
@@ -342,5 +343,5 @@ class ScriptSource(CompletionSource):
 
 
 def tools_text(tools: Sequence[Tool]) -> str:
-    """The schemas of tools as JSON text, as examples have them; "" for none."""
+    """Return the schemas of tools as JSON text, as in examples; "" for none."""
     return json.dumps(schemas(tools)) if tools else ""

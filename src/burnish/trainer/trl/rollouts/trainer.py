@@ -1,8 +1,8 @@
-"""``GRPOTrainer`` and ``RLOOTrainer``, with the constructors and behavior of TRL's classes, on burnish's ``Trainer``
-and the objective of ``rollouts/``.
+"""``GRPOTrainer`` and ``RLOOTrainer``, with the constructors and behavior of TRL's classes, based on burnish's
+``Trainer`` and the objective of ``rollouts/``.
 
-In: a model or its name, reward functions, a config, data sets of prompts. Out: the trained model. What becomes of the
-prompts is in ``prompts.py``; completions, rewards and advantages are in ``rollouts/``, the loss in ``losses/rollouts``.
+Prompts are processed in ``prompts.py``; completions, rewards and advantages in ``rollouts/``, the loss in
+``losses/rollouts``.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ _LONGEST = 1 << 20
 
 
 class CountPrompts(Count):
-    """Prompts of a step batch of the stream, or completions of one that was made of it."""
+    """Counts the prompts of a step batch of the loader, or the completions of a step batch of the objective."""
 
     def __call__(self, batch: Batch) -> tuple[int, int]:
         return len(batch["items"]), num_tokens(batch) if "input_ids" in batch else 0
 
 
 class RolloutTrainer(OverridableTrainer):
-    """The common part of the trainers of this room.
+    """Base class of the rollout trainers.
 
     Args:
         model: the model, a peft model, or the name or folder of one.
@@ -82,13 +82,13 @@ class RolloutTrainer(OverridableTrainer):
             ``trainer_state``, ``log_extra``, ``log_metric``.
         args: the config of this trainer.
         train_dataset, eval_dataset: ``datasets.Dataset`` with a column ``prompt``; the latter may be a dict of them.
-        processing_class: the tokenizer; by default what lies with the model.
+        processing_class: the tokenizer; by default that in the folder of the model.
         reward_processing_classes: tokenizers of reward models, one for each of ``reward_funcs``; None for functions.
-        peft_config: a config of the peft library; the adapter is trained and the model frozen.
-        tools: functions that the model may call, with type hints and docstrings; their results are not learned.
-        rollout_func: makes the completions itself, see ``ScriptSource``.
-        environment_factory: makes an object for each completion, or several such callables by the name in the column
-            ``environment``: its public methods are tools, ``reset(**record)`` begins, ``get_reward()`` is a reward.
+        peft_config: a config of the peft library; the adapter is trained and the model is frozen.
+        tools: functions that the model may call, with type hints and docstrings; their results are not trained.
+        rollout_func: generates the completions, see ``ScriptSource``.
+        environment_factory: creates an object for each completion, or several such callables by the name in the column
+            ``environment``: its public methods are tools, ``reset(**record)`` starts it, ``get_reward()`` is a reward.
 
     A subclass may override ``_calculate_rewards``, with TRL's signature. If it overrides a method of TRL with a batch
     or the model as argument (``compute_loss``, ``_compute_loss``, ``training_step``, ``prediction_step``,
@@ -101,7 +101,7 @@ class RolloutTrainer(OverridableTrainer):
     objective_class: ClassVar[type[RolloutObjective]]
     _counter = CountPrompts
     _uncalled = frozenset({"_remove_unused_columns"})
-    """Methods of ``Trainer`` that are not called here: records keep their columns."""
+    """Methods of ``Trainer`` that are not called by these trainers: records keep their columns."""
     _loss_methods = (*TrlTrainer._loss_methods, "_compute_loss", "_get_per_token_logps_and_entropies")
 
     beta = argument(RolloutConfig, lambda args: args.beta)
@@ -125,7 +125,7 @@ class RolloutTrainer(OverridableTrainer):
         self.rollout_func = rollout_func
         if train_dataset is None:
             train_dataset = blank_prompts(args, self.environments)
-        set_seed(args.seed, args.full_determinism)  # an adapter's weights are drawn when it is attached
+        set_seed(args.seed, args.full_determinism)  # the weights of an adapter are initialized when it is attached
         model, processing_class, added = ready_model(model, args, processing_class, quantization_config)
         self._tokenizer = inner_tokenizer(processing_class)
         model, choices = self._attach(model, args, processing_class, peft_config, added)
@@ -164,7 +164,7 @@ class RolloutTrainer(OverridableTrainer):
 
     @property
     def reward_weights(self) -> Tensor:
-        """(K,) of the reward functions."""
+        """(K,) weights of the reward functions."""
         return torch.tensor([function.weight for function in self.objective.functions])
 
     def _functions(self, args: RolloutConfig) -> list[RewardFunction]:
@@ -187,7 +187,7 @@ class RolloutTrainer(OverridableTrainer):
         self, functions: Sequence[RewardFunction], prompts: Sequence[Any], completions: Sequence[Any],
         completion_ids: Sequence[Sequence[int]], columns: Mapping[str, Sequence[Any]], **told: Any,
     ) -> RewardTable:  # fmt: skip
-        """The rewards of this rank's completions, by the method that a script may override."""
+        """Return the rewards of this rank's completions, using the method that a script may override."""
         inputs = [
             {"prompt": prompt, **{name: values[at] for name, values in columns.items()}}
             for at, prompt in enumerate(prompts)
@@ -207,7 +207,7 @@ class RolloutTrainer(OverridableTrainer):
         return RewardTable(values, self.reward_func_names, self._logged_extra, metrics)
 
     def _tool_metrics(self, count: int) -> dict[str, list[float]]:
-        """Calls per completion, and failures per call. Args: count: of the completions."""
+        """Return calls per completion and failures per call. Args: count: number of completions."""
         source = self.objective.source
         if not isinstance(source, ToolSource):
             return {}
@@ -217,11 +217,12 @@ class RolloutTrainer(OverridableTrainer):
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
     ) -> Tensor:
-        """(C, K) float64 the rewards of this rank's completions, NaN where a function does not apply. To be overridden.
+        """Return (C, K) float64 rewards of this rank's completions, NaN if a function does not apply. May be
+        overridden.
 
         Args:
-            inputs: the record of each completion, with its prompt. prompts, completions: texts, or lists of messages.
-            completion_ids_list: ids of each completion, with its end token.
+            inputs: record of each completion, with its prompt. prompts, completions: texts, or lists of messages.
+            completion_ids_list: ids of each completion, including its end token.
         """
         for function in self.objective.functions:
             if isinstance(function.call, RewardModel):
@@ -242,7 +243,7 @@ class RolloutTrainer(OverridableTrainer):
 
     @property
     def ref_model(self) -> Any:
-        """The reference as a model; None where β is 0, or it is the model without its adapter."""
+        """The reference as a model; None if β is 0 or if the reference is the model without its adapter."""
         reference = self.objective.reference
         start = reference.start if isinstance(reference, MovingReference) else reference
         return (
@@ -327,7 +328,8 @@ class RolloutTrainer(OverridableTrainer):
 
     @property
     def _accumulation(self) -> int:
-        """A step batch of the stream is one micro-batch of prompts, of which a generation is made."""
+        """Gradient accumulation of the loader: a step batch is one micro-batch of prompts, from which a generation is
+        made."""
         return 1
 
     @property
@@ -343,7 +345,7 @@ class RolloutTrainer(OverridableTrainer):
         return batch
 
     def get_train_dataloader(self) -> Any:
-        """Prompts, as many as a generation of this rank has."""
+        """Return a loader of prompts, with as many per batch as a generation of this rank has."""
         return self._get_dataloader(
             self._prompts, "Training", self.objective.rows_per_rank, self._get_train_sampler, is_training=True
         )
@@ -354,7 +356,7 @@ class RolloutTrainer(OverridableTrainer):
         return self._order(dataset, strategy, self.objective.rows_per_rank, 1)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Prompts of an evaluation set."""
+        """Return a loader of the prompts of an evaluation dataset."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
         return super().get_eval_dataloader(self._rows_of(dataset, "eval"))
@@ -369,7 +371,8 @@ class RolloutTrainer(OverridableTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """() the loss of a micro-batch: for RLOO a mean over its completions; for GRPO its part of the step's loss.
+        """Return () the loss of a micro-batch: for RLOO a mean over its completions; for GRPO its part of the step's
+        loss.
 
         Args:
             model: the bare model.
@@ -385,7 +388,7 @@ class RolloutTrainer(OverridableTrainer):
         return loss.total / self._num_items(inputs).clamp(min=1)
 
     def _compute_loss(self, model: nn.Module, inputs: Any) -> Tensor:
-        """The result of ``compute_loss``, as in TRL."""
+        """Return the result of ``compute_loss``, as in TRL."""
         found = self._scripted.loss(model, inputs)
         self._step.sums.update(found.sums)
         divisor = self._scripted.num_items(inputs)
@@ -396,7 +399,7 @@ class RolloutTrainer(OverridableTrainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
-        """The loss of a micro-batch of completions, which ``evaluation_loop`` has drawn."""
+        """Return the loss of a micro-batch of completions that ``evaluation_loop`` has generated."""
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             return self.compute_loss(model, inputs).detach(), None, None
@@ -405,7 +408,8 @@ class RolloutTrainer(OverridableTrainer):
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
     ) -> Any:  # fmt: skip
-        """Complete the prompts of a set, and measure rewards and lengths. The noise is the same each time."""
+        """Generate completions of the prompts of a dataset, and measure rewards and lengths. The noise is the same each
+        time."""
         module, totals = self._model_for_evaluation(), Totals()
         prompts = (batch for batch, is_own in in_step(dataloader, self._parallel) if is_own)
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -431,8 +435,8 @@ class RolloutTrainer(OverridableTrainer):
 
 
 class GRPOTrainer(RolloutTrainer):
-    """Learn from completions that the model draws, each compared with the others to its prompt (GRPO and its
-    relatives)."""
+    """Train on completions that the model generates, each compared with the others of its prompt (GRPO and
+    variants)."""
 
     args: GRPOConfig
     config_class = GRPOConfig
@@ -447,7 +451,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @property
     def loss_is_scaled_for_ga(self) -> bool:  # type: ignore[override]
-        """Whether ``compute_loss`` is overridden: it divides by the number of micro-batches itself, as in TRL."""
+        """Whether ``compute_loss`` is overridden: it then divides by the number of micro-batches itself, as in TRL."""
         return self._is_scripted
 
     @property
@@ -456,7 +460,7 @@ class GRPOTrainer(RolloutTrainer):
 
 
 class RLOOTrainer(RolloutTrainer):
-    """Learn from completions that the model draws, each compared with the mean of the others (RLOO)."""
+    """Train on completions that the model generates, each compared with the mean of the others (RLOO)."""
 
     args: RLOOConfig
     config_class = RLOOConfig
