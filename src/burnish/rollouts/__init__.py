@@ -1,5 +1,5 @@
 """Rollouts: prompts -> completions -> rewards -> advantages, for stages that train on completions of the model itself.
 
-Start with ``options.py``, then ``advantages.py``. ``rewards/`` calls the reward functions of the user. The losses are
+Begin with ``options.py``, then ``advantages.py``. ``rewards/`` calls the reward functions of the user. The losses are
 in ``losses/rollouts/``.
 """

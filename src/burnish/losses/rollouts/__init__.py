@@ -1,1 +1,1 @@
-"""Losses for training on the model's own completions: GRPO and variants, RLOO, PPO. Start with ``loss.py``."""
+"""Losses for training on the model's own completions: GRPO and variants, RLOO, PPO. Begin with ``loss.py``."""

@@ -1,2 +1,2 @@
 """``GRPOTrainer`` and ``RLOOTrainer`` with TRL's constructors, configs, records and log names, using the objective of
-``rollouts/``. Start with ``trainer.py``."""
+``rollouts/``. Begin with ``trainer.py``."""
