@@ -9,7 +9,8 @@ import pytest
 from burnish.config.errors import UserError
 from burnish.parallel.checks import check_parallel, parallel_notes
 from burnish.parallel.deepspeed.parallel import raise_if_locked
-from burnish.parallel.deepspeed.settings import NAMES, filled, named
+from burnish.parallel.deepspeed.settings import filled, named
+from burnish.parallel.options import DEEPSPEED_NAMES
 from burnish.parallel.selection import parallel_name
 from burnish.run.plan.plan import RunOptions
 
@@ -51,7 +52,7 @@ def test_what_is_written_in_a_file_is_kept(tmp_path):
     assert settings["zero_allow_untested_optimizer"] is True
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DEEPSPEED_NAMES)
 def test_stages_are_known_by_name(name):
     asked = RunOptions(use_cpu=True, deepspeed=name)
     assert not problems(deepspeed=name)
