@@ -54,6 +54,24 @@ def state(page) -> str:
     return page.inner_text("#state")
 
 
+def test_two_runs_that_are_selected_quickly_are_compared(visitor, server) -> None:
+    for name in ("first", "second"):
+        (server.root / "saves" / name).mkdir()
+        rows = [{"current_steps": step, "total_steps": 3, "loss": 3.0 / step, "epoch": 1.0} for step in (1, 2, 3)]
+        (server.root / "saves" / name / "trainer_log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def shown() -> bool:
+        visitor.goto(f"{server.address}/compare")
+        visitor.wait_for_timeout(500)
+        return visitor.locator(".chip").count() == 2
+
+    wait_for(shown)
+    visitor.route("**/series*", lambda route: (visitor.wait_for_timeout(300), route.continue_()))
+    visitor.evaluate("for (const one of document.querySelectorAll('.chip input')) one.click()")
+    visitor.wait_for_selector("#charts")
+    wait_for(lambda: "second" in visitor.inner_text("#charts") and "first" in visitor.inner_text("#charts"))
+
+
 def test_wrong_key_typed_key_and_a_cookie_that_is_gone(visitor, server) -> None:
     visitor.context.clear_cookies()
     visitor.goto(f"{server.address}/new")

@@ -62,4 +62,11 @@ def _curve(name: str, pairs: Sequence[tuple[float, float]]) -> ReportCurve:
 def table(given: str) -> list[tuple[str, Any]]:
     """The options of a ``run.yaml`` as pairs."""
     lines = (line.partition(": ") for line in given.splitlines() if not line.startswith(("#", " ", "-")))
-    return [(name, value.partition("  # ")[0].strip('"')) for name, colon, value in lines if colon]
+    return [(name, _plain(value.partition("  # ")[0])) for name, colon, value in lines if colon]
+
+
+def _plain(value: str) -> str:
+    """A value of YAML as a person writes it: ``10.0`` as 10, ``["a", "b"]`` as a, b."""
+    if value.startswith("[") and value.endswith("]"):
+        return value[1:-1].replace('"', "")
+    return value.removesuffix(".0") if value.removesuffix(".0").isdigit() else value.strip('"')

@@ -40,6 +40,7 @@ async function load() {
       if (!facts.has(id)) facts.set(id, await get(`api/runs/${id}`));
     }),
   );
+  if (chosen.some((id) => !series.has(id) || !facts.has(id))) return; // one was chosen meanwhile: its call draws all
   history.replaceState(null, "", chosen.length ? `?runs=${chosen.join(",")}` : location.pathname);
   for (const one of $$(".chip", box)) {
     const place = chosen.indexOf($("input", one).value);

@@ -26,7 +26,7 @@ if (!isExport) {
   const { datasets } = await get("api/datasets");
   $("#dataset").append(
     ...datasets.map((/** @type {any} */ one, /** @type {number} */ place) =>
-      el("option", { value: place }, one.name, one.folder === "." ? "" : ` · ${one.folder}`),
+      el("option", { value: place }, one.name, !one.folder || one.folder === "." ? "" : ` · ${one.folder}`),
     ),
   );
   const settle = () => {
