@@ -14,7 +14,7 @@ import pytest
 from browser.conftest import wait_for
 
 pytestmark = [pytest.mark.run, pytest.mark.slow]
-SCREENS = ("sign-in", "runs", "new", "runs/{id}", "compare?runs={id}", "talk", "evaluate", "export", "settings")
+SCREENS = ("sign-in", "runs", "new", "runs/{id}", "compare?runs={id}", "chat", "evaluate", "export", "settings")
 
 FORM = {
     "model_name_or_path": "model", "dataset": "demo_train", "dataset_dir": "data", "cutoff_len": "128",

@@ -23,13 +23,13 @@ PASTE = """async ([name, encoded, kind]) => {
 
 
 @pytest.fixture
-def talk(visitor, server):
+def chat(visitor, server):
     """The chat with a loaded model that sees, whose weights are random."""
     model, processor = image_models().build("qwen2_5_vl")
     model.save_pretrained(server.root / "seeing")
     image_models().save_processor(processor, server.root / "seeing")
     image_models().write_images(server.root / "files", ["p1_64x48.png", "p2_48x64.png", "p3_80x60.png"])
-    visitor.goto(f"{server.address}/talk")
+    visitor.goto(f"{server.address}/chat")
     return visitor
 
 

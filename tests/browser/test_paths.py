@@ -132,7 +132,7 @@ def test_from_an_empty_form_to_a_model_that_answers_over_a_killed_server(visitor
     image(page, "run-dark" if page.evaluate("document.documentElement.dataset.theme") == "dark" else "run-light")
     page.click("#theme")
     run = page.url.rpartition("/")[2]
-    page.goto(f"{address}/talk?target={run}")
+    page.goto(f"{address}/chat?target={run}")
     page.locator("#engine-states", has_text="first ✓").wait_for(timeout=180_000)
     page.select_option("select[data-side='1']", "path:model")
     page.locator("#engine-states", has_text="model ✓").wait_for(timeout=180_000)
@@ -141,7 +141,7 @@ def test_from_an_empty_form_to_a_model_that_answers_over_a_killed_server(visitor
     page.keyboard.press("Control+Enter")
     for side in (0, 1):
         page.locator(f".side[data-side='{side}'] .figures", has_text="tokens/s").wait_for()
-    image(page, "talk")
+    image(page, "chat")
     page.goto(f"{address}/export?target={run}")
     page.select_option("#format", "gguf f16")
     page.click("#job-form button.main")
@@ -238,7 +238,7 @@ def test_hostile_texts_are_seen_and_do_nothing(visitor, server) -> None:
 def test_the_whole_page_fits_a_narrow_window_and_is_gone_through_by_keyboard(visitor, server) -> None:
     for width in (360, 1280):
         visitor.set_viewport_size({"width": width, "height": 720})
-        for path in ("runs", "new", "compare", "talk", "evaluate", "export", "settings"):
+        for path in ("runs", "new", "compare", "chat", "evaluate", "export", "settings"):
             visitor.goto(f"{server.address}/{path}")
             visitor.wait_for_load_state("networkidle") if path in ("settings", "export") else None
             wide = visitor.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")

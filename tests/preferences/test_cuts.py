@@ -148,7 +148,7 @@ def test_each_sequence_of_a_row_has_a_title_for_explain():
         for (objective, kind), names in zip(kinds.items(), [["", "kl"], ["chosen"], ["rejected"]], strict=True)
     }
     assert titles == {
-        KtoObjective: ["an undesirable answer, ", "its prompt with another example's response, for the KL term; "],
-        PairObjective: ["the chosen answer, "],
+        KtoObjective: ["an undesirable response, ", "its prompt with another example's response, for the KL term; "],
+        PairObjective: ["the chosen response, "],
         RewardObjective: ["the rejected response, scored at its last token; "],
     }

@@ -32,7 +32,7 @@ from web.conftest import KEY
 from web.running import begun
 
 WEB = Path(burnish.__file__).parent / "serve" / "page"
-PAGES = ["/runs", "/new", "/compare", "/talk", "/evaluate", "/export", "/settings"]
+PAGES = ["/runs", "/new", "/compare", "/chat", "/evaluate", "/export", "/settings"]
 READS = [
     "/api/runs",
     "/api/models",
@@ -584,7 +584,7 @@ def test_the_pages_folder_is_its_owners_and_one_page_uses_it(tmp_path) -> None:
 def test_options_of_the_page_are_refused_where_they_are_wrong(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("GRADIO_SERVER_PORT", "7999")
     assert read_options(["--page", "chat"])[0].web_port == 7999
-    assert read_options(["--page", "chat"])[1] == "talk"
+    assert read_options(["--page", "chat"])[1] == "chat"
     for words, said in (
         (["web_key=0123456789abcdef"], "process list"), (["web_prot=1"], "web_port"),
         (["web_roots=[/no/where]"], "must contain existing folders"),

@@ -53,7 +53,7 @@ def test_the_page_offers_the_model_that_was_named_and_begins_it_by_its_words(pag
 
 @pytest.mark.run
 def test_the_link_leads_to_the_conversation_also_by_way_of_the_sign_in(tmp_path: Path) -> None:
-    assert read_options(["--page", "chat"])[1] == "talk"
+    assert read_options(["--page", "chat"])[1] == "chat"
     child = subprocess.Popen(
         [sys.executable, "-m", "burnish", "webui", "--page", "chat", "web_port=0", f"web_home={tmp_path / 'home'}"],
         cwd=tmp_path, stdout=subprocess.PIPE, text=True,
@@ -62,4 +62,4 @@ def test_the_link_leads_to_the_conversation_also_by_way_of_the_sign_in(tmp_path:
     line = child.stdout.readline()
     child.terminate()
     child.wait(20)
-    assert re.search(r"http://127\.0\.0\.1:\d+/sign-in\?to=talk#key=\S+", line)
+    assert re.search(r"http://127\.0\.0\.1:\d+/sign-in\?to=chat#key=\S+", line)

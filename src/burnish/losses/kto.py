@@ -127,7 +127,7 @@ class KtoObjective(AnswersObjective):
     def sequence_title(self, row: Row, name: str) -> str:
         if name:
             return "its prompt with another example's response, for the KL term; "
-        return f"{'a desirable' if row['tag'] else 'an undesirable'} answer, "
+        return f"{'a desirable' if row['tag'] else 'an undesirable'} response, "
 
     def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> Sequence[Row | None]:
         """Encode labelled responses. They are always truncated to ``cutoff_len``; ``truncate`` has no effect."""

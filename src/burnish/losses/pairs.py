@@ -223,7 +223,7 @@ class PairObjective(AnswersObjective):
         return [*names, "logps/chosen", "logps/rejected"]
 
     def sequence_title(self, row: Row, name: str) -> str:
-        return f"the {name} answer, "
+        return f"the {name} response, "
 
     def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> Sequence[Row | None]:
         """Encode pairs. They are always truncated to ``cutoff_len``; ``truncate`` has no effect."""

@@ -47,20 +47,20 @@ BY_CONTENT: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Fingerprint -> options that it covers."""
 HARMLESS: dict[str, tuple[str, ...]] = {
-    "which part of the work is done": ("do_train", "do_eval", "do_predict", "eval_on_start"),
-    "who may fetch": ("hf_hub_token", "ms_hub_token"),
-    "how rows are made, not which": (
+    "selection of training, evaluation and prediction": ("do_train", "do_eval", "do_predict", "eval_on_start"),
+    "access tokens": ("hf_hub_token", "ms_hub_token"),
+    "how rows are tokenized and loaded": (
         "preprocessing_batch_size", "preprocessing_num_workers", "overwrite_cache", "tokenized_path",
         "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory",
     ),
-    "the evaluation": ("per_device_eval_batch_size", "compute_accuracy", "compute_entropy"),
-    "where checkpoints lie and how they are written": (
+    "evaluation": ("per_device_eval_batch_size", "compute_accuracy", "compute_entropy"),
+    "location and writing of checkpoints": (
         "output_dir", "overwrite_output_dir", "resume", "resume_from_checkpoint", "resume_despite_changes",
         "save_total_limit", "save_only_model", "save_in_background",
     ),
-    "what is said": ("print_param_status", "badam_verbose", "logging_nan_inf_filter"),
-    "how long it may take": ("max_train_seconds",),
-    "how processes are started and speak": (
+    "output and logs": ("print_param_status", "badam_verbose", "logging_nan_inf_filter"),
+    "time limit": ("max_train_seconds",),
+    "start and communication of processes": (
         "num_processes", "max_restarts", "stall_timeout_s",
         "ddp_backend", "ddp_timeout", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_find_unused_parameters",
         "ddp_static_graph",
@@ -106,7 +106,7 @@ def may_change(options: RunOptions) -> frozenset[str]:
 
 def work_of(options: RunOptions) -> dict[str, Any]:
     """Return the options for work other than training, as JSON data. A finished run does not repeat that work."""
-    names = [*_WORK, *(HARMLESS["the evaluation"] if options.do_predict or evaluates(options) else ())]
+    names = [*_WORK, *(HARMLESS["evaluation"] if options.do_predict or evaluates(options) else ())]
     if options.do_predict:
         names += [*specs(GenerationOptions), *specs(MetricOptions)]
     values: dict[str, Any] = json.loads(json.dumps({name: getattr(options, name) for name in names}, default=str))

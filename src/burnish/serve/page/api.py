@@ -32,7 +32,7 @@ from burnish.serve.page.runs.completions import completions
 from burnish.serve.page.runs.files import checkpoints, run_yaml_text, tail_lines
 from burnish.serve.page.runs.follow import CONSOLE, FilePosition, cursor_text, end_of, log_text, news, read_cursor
 from burnish.serve.page.runs.predictions import predictions
-from burnish.serve.page.runs.remarks import remarks_on
+from burnish.serve.page.runs.run_warnings import warnings_of
 from burnish.serve.page.runs.runs import FoundRun, id_of
 from burnish.serve.page.runs.series import series, thinned
 from burnish.serve.page.site import Answer, Site
@@ -133,9 +133,9 @@ class Api:
         columns, offset = await asyncio.to_thread(series, run.folder)
         place = end_of(run.folder, run)
         cursor = cursor_text({run.id: type(place)(offset, place.events, place.console, place.mark)})
-        said = [{"key": one.key, "values": one.values} for one in await asyncio.to_thread(remarks_on, run, columns)]
+        found = [{"key": one.key, "values": one.values} for one in await asyncio.to_thread(warnings_of, run, columns)]
         few = await asyncio.to_thread(thinned, columns, points)
-        return ShownJson({"cursor": cursor, "rows": len(columns["step"]), "columns": few, "remarks": said})
+        return ShownJson({"cursor": cursor, "rows": len(columns["step"]), "columns": few, "warnings": found})
 
     async def log(self, request: Request) -> Response:
         """The end of the run's console output; ``before`` pages back."""

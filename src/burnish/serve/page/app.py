@@ -32,8 +32,8 @@ from burnish.serve.page.jobs.commands import FORMATS
 from burnish.serve.page.runs.completions import COMPLETIONS
 from burnish.serve.page.runs.files import run_yaml_text
 from burnish.serve.page.runs.predictions import prediction_files
-from burnish.serve.page.runs.remarks import remarks_on
 from burnish.serve.page.runs.report import curves, table
+from burnish.serve.page.runs.run_warnings import warnings_of
 from burnish.serve.page.runs.runs import ALIVE
 from burnish.serve.page.runs.series import picture, series, small_picture
 from burnish.serve.page.session import COOKIE, LASTS_S, Sessions
@@ -83,7 +83,7 @@ class Pages:
         self.templates.filters.update(short=_short, duration=_duration)
         pages: Mapping[str, Callable[[Request], Any]] = {
             "/": self.start, "/runs": self.runs, "/runs/{id}": self.run, "/new": self.new, "/compare": self.compare,
-            "/talk": self.talk, "/evaluate": self.evaluate, "/export": self.export, "/settings": self.settings,
+            "/chat": self.chat, "/evaluate": self.evaluate, "/export": self.export, "/settings": self.settings,
             "/api/runs/{id}/report": self.report, "/sign-in": self.sign_in_page,
             "/healthz": self.healthz,
         }  # fmt: skip
@@ -124,7 +124,7 @@ class Pages:
             "run", request, run=self.site.facts([run])[0],
             picture=picture(columns, 640, 160), columns=_summary(columns),
             has_completions=(run.folder / COMPLETIONS).is_file(), has_predictions=bool(prediction_files(run.folder)),
-            remarks=[remark.text(language) for remark in remarks_on(run, columns)],
+            warnings=[warning.text(language) for warning in warnings_of(run, columns)],
         )  # fmt: skip
 
     async def report(self, request: Request) -> Response:
@@ -136,7 +136,7 @@ class Pages:
         text = self.templates.get_template("report.html").render(
             t=translator(language), language=language, run=self.site.facts([run])[0], launch=run.launch, known=words,
             curves=list(curves(columns)), options=table(run_yaml_text(run.folder)),
-            remarks=[remark.text(language) for remark in remarks_on(run, columns)],
+            warnings=[warning.text(language) for warning in warnings_of(run, columns)],
         )  # fmt: skip
         name = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in run.name)
         headers = {"content-disposition": f'attachment; filename="{name}.html"'}
@@ -148,8 +148,8 @@ class Pages:
     async def compare(self, request: Request) -> Response:
         return self._page("compare", request, chosen=request.query_params.get("runs", ""))
 
-    async def talk(self, request: Request) -> Response:
-        return self._page("talk", request, target=request.query_params.get("target", ""))
+    async def chat(self, request: Request) -> Response:
+        return self._page("chat", request, target=request.query_params.get("target", ""))
 
     async def evaluate(self, request: Request) -> Response:
         return self._page("evaluate", request, target=request.query_params.get("target", ""))

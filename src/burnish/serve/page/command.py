@@ -38,7 +38,7 @@ def webchat(words: Sequence[str]) -> int:
         UserError: as ``webui``, and if no model is given.
     """
     options, named = read_named(words)
-    return _serve(options, "talk", named)
+    return _serve(options, "chat", named)
 
 
 def _serve(options: WebOptions, page: str, named: NamedModel | None = None) -> int:
@@ -84,7 +84,7 @@ def read_options(words: Sequence[str]) -> tuple[WebOptions, str]:
     rest = iter(words)
     for word in rest:
         if word == "--page":
-            page = {"chat": "talk"}.get(name := next(rest, ""), name)
+            page = next(rest, "")
         else:
             left.append(word)
     file, flags = read_arguments(left)
@@ -95,8 +95,8 @@ def read_options(words: Sequence[str]) -> tuple[WebOptions, str]:
         if name not in _OWN
     ]
     options = _built({name: item for name, item in given.items() if name in _OWN}, problems)
-    if page not in ("runs", "new", "talk", "export", "compare"):
-        raise UserError(f'Unknown page "{page}".', remedy="Choose one of: runs, new, talk, export, compare.")
+    if page not in ("runs", "new", "chat", "export", "compare"):
+        raise UserError(f'Unknown page "{page}".', remedy="Choose one of: runs, new, chat, export, compare.")
     return options, page
 
 

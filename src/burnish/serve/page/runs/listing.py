@@ -11,7 +11,7 @@ from typing import Any
 from burnish.config.errors import UserError
 from burnish.report.console import print_result
 from burnish.report.pace import short_number, short_time
-from burnish.serve.page.runs.remarks import remarks_on
+from burnish.serve.page.runs.run_warnings import warnings_of
 from burnish.serve.page.runs.runs import FoundRun, find
 from burnish.serve.page.runs.series import series
 from burnish.utils.files import expanded
@@ -31,7 +31,7 @@ def runs(words: Sequence[str]) -> int:
     found = find(roots)
     if as_json:
         for run in found:
-            print_result(json.dumps({**facts(run), "remarks": _remarks(run)}, allow_nan=False))
+            print_result(json.dumps({**facts(run), "warnings": _warnings(run)}, allow_nan=False))
         return 0
     if not found:
         print_result(f"No runs found in {', '.join(map(str, roots))}.")
@@ -44,13 +44,13 @@ def runs(words: Sequence[str]) -> int:
         if run.state in ("failed", "died", "unreadable"):
             line = " ".join(part for part in (run.sentence, run.remedy) if part)
             print_result(f"{_line(run.name)}: {line}")
-        for remark in _remarks(run):
-            print_result(f"{_line(run.name)}: {remark}")
+        for warning in _warnings(run):
+            print_result(f"{_line(run.name)}: {warning}")
     return 0
 
 
-def _remarks(run: FoundRun) -> list[str]:
-    return [remark.text("en") for remark in remarks_on(run, series(run.folder)[0])]
+def _warnings(run: FoundRun) -> list[str]:
+    return [warning.text("en") for warning in warnings_of(run, series(run.folder)[0])]
 
 
 def _row(run: FoundRun) -> tuple[str, ...]:

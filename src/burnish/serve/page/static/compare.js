@@ -52,7 +52,7 @@ const label = (/** @type {number} */ place) => facts.get(chosen[place]).title;
 function draw() {
   $("#nothing").hidden = chosen.length > 0;
   $("#whole").hidden = !chosen.length;
-  const kind = $("#across").value,
+  const kind = $("#x-axis").value,
     smoothing = Number($("#smoothing").value);
   /** @type {Map<string, any>} */
   const all = new Map(chosen.map((id) => [id, { ...series.get(id), rate: rates(series.get(id)) }]));
@@ -119,7 +119,7 @@ function figures() {
     el(
       "table",
       {},
-      el("caption", { class: "hidden" }, t("final_figures")),
+      el("caption", { class: "hidden" }, t("final_metrics")),
       el("thead", {}, el("tr", {}, el("th", { scope: "col" }, t("name")), heads)),
       el(
         "tbody",
@@ -198,7 +198,7 @@ box.addEventListener("change", () => {
   }
   void load().then(() => following.again());
 });
-for (const control of ["#smoothing", "#across"]) $(control).addEventListener("input", draw);
+for (const control of ["#smoothing", "#x-axis"]) $(control).addEventListener("input", draw);
 $("#only-different").addEventListener("input", options);
 redrawn(draw);
 await load();

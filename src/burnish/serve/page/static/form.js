@@ -221,7 +221,7 @@ async function start(when, folder) {
     for (const button of $$("button", dialog))
       button.onclick = async () => {
         dialog.close();
-        if (button.value && (button.value !== "anew" || (await confirmed(t("anew_sure"), t("taken_anew")))))
+        if (button.value && (button.value !== "anew" || (await confirmed(t("start_over_sure"), t("start_over")))))
           void start(when, button.value);
       };
   }

@@ -80,13 +80,13 @@ export function follow(query, cursor, take) {
   const heard = () => {
     if (state.lost) {
       state.lost = false;
-      say(t("back"));
+      say(t("connection_restored"));
     }
   };
   const failed = () => {
     if (!state.lost) {
       state.lost = true;
-      say(t("lost"));
+      say(t("connection_lost"));
     }
   };
   const path = (/** @type {string} */ kind) => `${up}api/${kind}?${query()}&after=${encodeURIComponent(state.cursor)}`;

@@ -35,7 +35,7 @@ export function fillPanels(run) {
       "li",
       { class: "row" },
       el("b", { class: "grow" }, `checkpoint-${step}`),
-      el("a", { class: "button", href: `${up}talk?target=${id}/${step}` }, t("nav_talk")),
+      el("a", { class: "button", href: `${up}chat?target=${id}/${step}` }, t("nav_chat")),
       el("a", { class: "button", href: `${up}export?target=${id}/${step}` }, t("nav_export")),
     );
   panel("checkpoints").replaceChildren(

@@ -84,7 +84,7 @@ export function planNodes(answer) {
 /** The plan in a line, for windows in which it lies below the form. @param {any} answer */
 export function planLine({ steps, memory, problems = [] }) {
   if (problems.length) return t("problems_count", { count: problems.length });
-  if (!steps) return t("what_will_happen");
+  if (!steps) return t("plan");
   const parts = [`${t("plan_steps")} ${steps.total}`];
   if (memory) parts.push(`${t("plan_memory")} ${bytes(memory.total)}`);
   if (memory) parts.push(t(memory.total > memory.available ? "too_much" : "fits"));
@@ -141,7 +141,7 @@ export class Examples {
     const row = rows[this.place],
       ids = $("#row-ids").checked,
       brackets = $("#row-brackets").checked;
-    $("#row-title").textContent = t("row_of", row).replace(/^\d+(: |：)/, ""); // a row that was drawn has no other title
+    $("#row-title").textContent = t("example_of", row).replace(/^\d+(: |：)/, ""); // a row that was drawn has no other title
     const images = new Map(row.images);
     $("#sample").replaceChildren(
       ...row.pieces.map((/** @type {any[]} */ [text, trained, tokens], /** @type {number} */ place) => {

@@ -21,7 +21,7 @@ function card(row) {
     (row.images ?? []).map((/** @type {string} */ path) => smallImage(path)),
     part("prompt", row.prompt),
     part("response", row.predict),
-    part("given_answer", row.label),
+    part("reference_response", row.label),
     scores.map((name) => el("span", { class: "tag" }, `${name} ${short(row[name], language)}`)),
   );
 }

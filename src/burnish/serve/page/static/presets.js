@@ -24,7 +24,7 @@ export function presets(found, take) {
         : [];
     $("#preset").replaceChildren(
       el("option", { value: "" }, "–"),
-      ...listed(Object.keys(found.presets), t("presets_carried")),
+      ...listed(Object.keys(found.presets), t("presets_builtin")),
       ...listed([...own], t("presets_own")),
     );
     $("#drop-preset").hidden = !own.has(chosen);

@@ -34,7 +34,7 @@ const log = new LiveLog(panel("log"), id);
 function draw() {
   timer = null;
   if (!isTraining || !columns.step.length) return;
-  const kind = $("#across").value,
+  const kind = $("#x-axis").value,
     smoothing = Number($("#smoothing").value),
     shown = /** @type {import("./curves.js").Columns} */ ({ ...columns, rate: rates(columns) });
   const x = across(shown, kind),
@@ -127,20 +127,20 @@ const later = () => {
 async function fetchSeries() {
   const found = await get(`api/runs/${id}/series?points=4000`);
   columns = found.columns;
-  showRemarks(found.remarks);
+  showWarnings(found.warnings);
   draw();
   return found.cursor;
 }
-/** @param {{key: string, values: any}[]} remarks */
-function showRemarks(remarks) {
-  $("#remarks").hidden = !remarks.length;
-  $("#remarks").replaceChildren(...remarks.map(({ key, values }) => el("li", {}, t(key, values))));
+/** @param {{key: string, values: any}[]} warnings */
+function showWarnings(warnings) {
+  $("#warnings").hidden = !warnings.length;
+  $("#warnings").replaceChildren(...warnings.map(({ key, values }) => el("li", {}, t(key, values))));
 }
 /** What is said of the whole run is computed where its files are; asked again when something came that may change it. */
-const remarkLater = () => {
+const updateWarnings = () => {
   asked ??= setTimeout(async () => {
     asked = null;
-    showRemarks((await get(`api/runs/${id}/series?points=16`)).remarks);
+    showWarnings((await get(`api/runs/${id}/series?points=16`)).warnings);
   }, 1000);
 };
 
@@ -199,7 +199,7 @@ const told = async (path, body, text) => {
     else throw failed;
   }
 };
-$("#stop").addEventListener("click", () => told("stop", { how: "save" }, t("stop_told")));
+$("#stop").addEventListener("click", () => told("stop", { how: "save" }, t("stopping")));
 $("#stop-now").addEventListener("click", async () => {
   if (await confirmed(t("stop_now_sure", { checkpoint: facts.checkpoint ?? "–", step: facts.step }), t("stop_now")))
     void told("stop", { how: "now" });
@@ -209,7 +209,7 @@ $("#csv").addEventListener("click", () =>
   download(new Blob([csv(columns)], { type: "text/csv" }), `${facts.title}.csv`),
 );
 if (isTraining) {
-  for (const control of ["#smoothing", "#across", "#log-scale", "#clip"]) $(control).addEventListener("input", draw);
+  for (const control of ["#smoothing", "#x-axis", "#log-scale", "#clip"]) $(control).addEventListener("input", draw);
   $("#as-table").addEventListener("input", (/** @type {any} */ event) => {
     $("#table").hidden = !event.target.checked;
     draw();
@@ -235,12 +235,12 @@ following = follow(
     if (name === "rows") {
       columns = joined(columns, data.columns);
       later();
-      if (data.columns.eval_loss) remarkLater();
+      if (data.columns.eval_loss) updateWarnings();
     } else if (name === "run") show(data);
     else if (name === "event") {
       if (data.kind === "stage") stage = data.text;
       show({});
-      if (["skipped", "checkpoint"].includes(data.kind)) remarkLater();
+      if (["skipped", "checkpoint"].includes(data.kind)) updateWarnings();
       $("ul", panel("events"))?.prepend(eventLine(data));
     } else if (name === "resync") void fetchSeries();
     else if (name === "gone") location.href = `${up}runs`;

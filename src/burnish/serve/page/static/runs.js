@@ -122,8 +122,8 @@ for (const place of $$("[data-menu]")) {
   place.append(
     menu(t("actions_of", { name }), [
       el("button", { type: "button", onclick: () => label(row) }, t("label_title")),
-      el("a", { class: "button", href: `${up}new?from=${id}` }, t("copy_run")),
-      el("a", { class: "button", href: `${up}talk?target=${id}` }, t("nav_talk")),
+      el("a", { class: "button", href: `${up}new?from=${id}` }, t("duplicate_run")),
+      el("a", { class: "button", href: `${up}chat?target=${id}` }, t("nav_chat")),
       el("a", { class: "button", href: `${up}api/runs/${id}/report`, download: "" }, t("report")),
       el("button", { type: "button", class: "danger", onclick: () => remove(row, name) }, t("delete")),
     ]),

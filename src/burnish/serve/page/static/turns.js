@@ -21,7 +21,7 @@ export function turnNode(role, side, name) {
     thought = el(
       "details",
       { class: "thought", hidden: true },
-      el("summary", {}, t("thought")),
+      el("summary", {}, t("reasoning")),
       el("div", { class: "thought-text" }),
     );
   const figures = el("div", { class: "figures" }),
@@ -52,7 +52,7 @@ function callNode(call, one, told) {
     call.result = field.value;
     told();
   };
-  return [shown, el("form", { class: "row result-form", onsubmit: give }, field, el("button", {}, t("give_result")))];
+  return [shown, el("form", { class: "row result-form", onsubmit: give }, field, el("button", {}, t("submit_result")))];
 }
 /** @param {any} node of turnNode @param {any} one the answer @param {() => void} [told] after a result was given */
 export function fill(node, one, told) {
@@ -66,7 +66,7 @@ export function fill(node, one, told) {
     ? el(
         "details",
         { class: "tokens" },
-        el("summary", {}, t("pieces")),
+        el("summary", {}, t("response_tokens")),
         one.pieces.map((/** @type {any[]} */ [piece, logprob]) =>
           el("span", { class: "piece", title: `${(100 * Math.exp(logprob)).toFixed(1)} %` }, visible(piece)),
         ),

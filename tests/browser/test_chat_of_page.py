@@ -67,7 +67,7 @@ def test_a_call_waits_for_its_result_and_the_answer_goes_on_with_it(visitor, hea
     visitor.click("#send")
     visitor.get_by_text("The tools must be a JSON list").wait_for()
     assert heard == []
-    visitor.click("#fresh")
+    visitor.click("#new-chat")
     visitor.fill("#tools", json.dumps(TOOLS))
     visitor.fill("#message", "1 + 2?")
     visitor.click("#send")
@@ -98,7 +98,7 @@ def test_a_call_waits_for_its_result_and_the_answer_goes_on_with_it(visitor, hea
 
 def test_a_past_conversation_is_opened_again_and_a_removed_one_comes_back(visitor, heard) -> None:
     for question in ("First question", "Second question"):
-        visitor.click("#fresh")
+        visitor.click("#new-chat")
         visitor.fill("#message", question)
         visitor.click("#send")
         visitor.get_by_text("It is three.").wait_for()
@@ -139,7 +139,7 @@ def test_webchat_opens_at_a_conversation_with_the_model_of_an_inference_file(chr
     page = chromium.new_page()
     try:
         page.goto(child.stdout.readline().split()[1])
-        page.wait_for_url("**/talk")
+        page.wait_for_url("**/chat")
         page.locator("#engine-states", has_text="inference.yaml ✓").wait_for(timeout=90_000)
         page.fill("#message", "What is 2 + 3?")
         page.click("#send")

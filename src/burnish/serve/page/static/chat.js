@@ -52,7 +52,7 @@ function showTurn(turn) {
   }
   $('.side[data-side="given"]').hidden = !turns.some((one) => one.given);
   if (!turn.given) return;
-  const node = turnNode("assistant", "given", t("given_answer"));
+  const node = turnNode("assistant", "given", t("reference_response"));
   node.text.replaceChildren(...nodes(turn.given));
   node.figures.textContent = visible(turn.place);
 }
@@ -101,7 +101,7 @@ async function answer(side, turn, seed) {
       if (follows) toEnd();
     }
     const seconds = (performance.now() - began) / 1000;
-    one.figures = t("answer_figures", { tokens: count, rate: short(count / seconds), first: short(firstMs / 1000) });
+    one.figures = t("response_statistics", { tokens: count, rate: short(count / seconds), first: short(firstMs / 1000) });
   } catch (failed) {
     one.figures = stop.signal.aborted ? t("was_stopped") : failed instanceof Error ? failed.message : String(failed);
   }
@@ -151,7 +151,7 @@ function keep() {
   void send("PUT", `api/chats/${chat}`, kept).catch(() => {});
 }
 function busy(/** @type {boolean} */ is) {
-  $("#halt").hidden = !is;
+  $("#stop-response").hidden = !is;
   $("#send").hidden = is;
   for (const id of ["#retry", "#held-out"]) $(id).disabled = is;
 }
@@ -175,7 +175,7 @@ $("#say").addEventListener("submit", (/** @type {Event} */ event) => {
   const text = $("#message").value;
   if ((!text.trim() && !attached.images.length) || $("#send").hidden) return;
   if (turns.some((turn) => turn.answers.some(waits))) {
-    say(t("call_waits"));
+    say(t("call_waiting"));
     $(".result-form textarea")?.focus();
     return;
   }
@@ -188,9 +188,9 @@ $("#message").addEventListener("keydown", (/** @type {KeyboardEvent} */ event) =
     $("#say").requestSubmit();
   }
 });
-$("#halt").addEventListener("click", () => answering.forEach((stop) => stop.abort()));
+$("#stop-response").addEventListener("click", () => answering.forEach((stop) => stop.abort()));
 $("#retry").addEventListener("click", retry);
-$("#fresh").addEventListener("click", () => open());
+$("#new-chat").addEventListener("click", () => open());
 history(
   () => chat,
   (id) => open(id, true),
@@ -205,7 +205,7 @@ $("#unload").addEventListener("click", async () => {
 $("#held-out").addEventListener("click", async () => {
   const run = engines.chosen.map((value) => value?.split("/")[0]).find((value) => /^[0-9a-f]{12}$/.test(value ?? ""));
   if (!run) {
-    say(t("held_out_of_run"));
+    say(t("validation_needs_run"));
     return;
   }
   busy(true);
@@ -220,7 +220,7 @@ $("#held-out").addEventListener("click", async () => {
       user: record.user,
       images: record.images,
       given: record.answer,
-      place: t("held_out_is", record),
+      place: t("validation_example", record),
       answers: [null, null],
       again: 0,
     });
@@ -241,7 +241,7 @@ const first = wanted ? [wanted, ""] : [kept?.targets?.[0] || named, kept?.target
 for (const select of $$("select[data-side]")) {
   const side = Number(select.dataset.side),
     value = targets.has(first[side]) ? first[side] : "";
-  select.replaceChildren(...choices(targets, value, t(side ? "nobody" : "choose_a_model")));
+  select.replaceChildren(...choices(targets, value, t(side ? "no_second_model" : "choose_a_model")));
   select.addEventListener("change", () => engines.load(side, select.value));
   if (value) void engines.load(side, value);
 }

@@ -1,7 +1,6 @@
 """Warnings about a run that follow from its curves, such as a rising evaluation loss.
 
-In: the columns of its log, its events and its folder. Out: ``Remark``s: a key of ``words/*.json`` and its values, so
-that they can be translated.
+A ``RunWarning`` has a key of ``words/*.json`` and its values, so that it can be translated.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Points: TypeAlias = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
-class Remark:
+class RunWarning:
     key: str
     values: Mapping[str, object]
 
@@ -38,21 +37,21 @@ class Remark:
         return translator(language)(self.key, **self.values)
 
 
-def remarks_on(run: FoundRun, columns: Columns) -> list[Remark]:
+def warnings_of(run: FoundRun, columns: Columns) -> list[RunWarning]:
     """All warnings about a run in its current state."""
     room = room_for_checkpoints(run.folder) if run.is_alive else None
     rows = run.launch.get("rows")
     counts = rows if isinstance(rows, dict) and all(isinstance(one, int) for one in rows.values()) else {}
-    return list(remarks(columns, tail_lines(run.folder / EVENTS), run.total, room, counts))
+    return list(find_warnings(columns, tail_lines(run.folder / EVENTS), run.total, room, counts))
 
 
-def remarks(
+def find_warnings(
     columns: Columns,
     events: Sequence[Mapping[str, Any]] = (),
     total: int = 0,
     room: float | None = None,
     rows: Mapping[str, int] = MappingProxyType({}),
-) -> Iterator[Remark]:
+) -> Iterator[RunWarning]:
     """Yield the warnings that follow from the curves.
 
     Args:
@@ -63,22 +62,22 @@ def remarks(
         rows: numbers of examples that were "seen" and "dropped".
     """
     if rows.get("dropped"):
-        yield Remark("remark_dropped", {"count": rows["dropped"], "seen": rows.get("seen", 0)})
+        yield RunWarning("warning_dropped", {"count": rows["dropped"], "seen": rows.get("seen", 0)})
     yield from _evaluation(_points(columns, "eval_loss"))
     odd = [step for name in ("loss", "eval_loss") for step in _odd(columns, name)]
     if odd:
-        yield Remark("remark_not_finite", {"count": len(odd), "step": min(odd)})
+        yield RunWarning("warning_not_finite", {"count": len(odd), "step": min(odd)})
     counts = [event.get("count", 1) for event in events if event.get("kind") == "skipped"]
     if skipped := sum(count for count in counts if isinstance(count, int)):
-        yield Remark("remark_skipped", {"count": skipped})
+        yield RunWarning("warning_skipped", {"count": skipped})
     zeros = _zeros_at_the_end(columns, "lr")
     if len(zeros) >= ZERO_RATES and zeros[0] < total:
-        yield Remark("remark_rate_zero", {"step": zeros[-1]})
+        yield RunWarning("warning_learning_rate_zero", {"step": zeros[-1]})
     if room is not None and room < 2:
-        yield Remark("remark_disk", {"count": int(room)})
+        yield RunWarning("warning_disk", {"count": int(room)})
 
 
-def _evaluation(points: Points) -> Iterator[Remark]:
+def _evaluation(points: Points) -> Iterator[RunWarning]:
     """At most one warning: the evaluation loss is rising, or it has not improved for some evaluations."""
     rises = 0
     for (_, before), (_, after) in pairwise(points):
@@ -86,9 +85,9 @@ def _evaluation(points: Points) -> Iterator[Remark]:
     best = min(points, key=lambda point: point[1], default=(0, 0.0))
     values = {"best": f"{best[1]:.4g}", "at": best[0]}
     if rises >= RISES:
-        yield Remark("remark_rises", {"step": points[-1 - rises][0], **values})
+        yield RunWarning("warning_eval_loss_rising", {"step": points[-1 - rises][0], **values})
     elif len([step for step, _ in points if step > best[0]]) >= NO_BETTER:
-        yield Remark("remark_no_better", {"steps": points[-1][0] - best[0], **values})
+        yield RunWarning("warning_eval_loss_not_improving", {"steps": points[-1][0] - best[0], **values})
 
 
 def _points(columns: Columns, name: str) -> Points:

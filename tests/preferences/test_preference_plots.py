@@ -1,4 +1,4 @@
-"""Remarks on a run of preferences: images of rewards, and why those of chosen answers fall."""
+"""Plots of rewards and margins in preference runs, and the note on falling rewards of chosen responses."""
 
 import json
 
@@ -27,7 +27,7 @@ def said(capsys, chosen, margins):
         ([-0.1, -0.2, 0.0, -0.1, -0.2], [0.1, 0.2, 0.3, 0.4, 0.5], 0),
     ],
 )
-def test_falling_rewards_of_chosen_answers_are_explained_once(capsys, chosen, margins, times):
+def test_falling_rewards_of_chosen_responses_are_explained_once(capsys, chosen, margins, times):
     assert said(capsys, chosen, margins) == times
 
 
@@ -53,7 +53,7 @@ def test_the_spread_of_margins_is_drawn(tmp_path, margins):
 
 
 @pytest.mark.run
-def test_a_reward_model_shows_the_margins_of_the_set_that_was_evaluated_last(tmp_path, monkeypatch):
+def test_reward_model_plots_the_margins_of_the_last_evaluated_dataset(tmp_path, monkeypatch):
     from burnish.run import finish
 
     drawn, workplace = [], make_workplace(tmp_path)
