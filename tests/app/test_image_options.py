@@ -5,13 +5,14 @@ import shutil
 from importlib.util import find_spec
 
 import pytest
+import torch
 from test_runs_with_images import TEMPLATES as OF_RUNS
 from test_runs_with_images import workplace  # noqa: F401
 
 from burnish.cli import main
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue
-from burnish.models.images import ahead
+from burnish.models.images import ahead, on_disk
 from burnish.run.images import batches
 from burnish.run.plan.plan import plan
 from burnish.run.prepare import prepare
@@ -121,6 +122,48 @@ def test_crops_of_gemma_are_added_on_demand(workplace):  # noqa: F811
 def test_the_backend_of_torchvision_is_named_where_it_is_missing(workplace):  # noqa: F811
     with pytest.raises(UserError, match="image_backend: torchvision needs the library 'torchvision'"):
         lengths(workplace, image_backend="torchvision")
+
+
+def test_images_on_disk_are_prepared_once_for_all_runs(workplace, monkeypatch, tmp_path):  # noqa: F811
+    from test_runs_with_images import train
+
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path))
+    seen, tensors = [], batches._tensors
+
+    def counted(*arguments):
+        seen.append(arguments[-1].path)
+        return tensors(*arguments)
+
+    monkeypatch.setattr(batches, "_tensors", counted)
+    given = {"finetuning_type": "lora", "max_steps": 2}
+    runs = [train(workplace, "in-memory", **given)]
+    seen.clear()
+    runs.append(train(workplace, "on-disk", image_cache="disk", **given))
+    assert len(seen) == len(set(seen))
+    assert seen
+    seen.clear()
+    runs.append(train(workplace, "from-disk", image_cache="disk", **given))
+    assert not seen
+    losses = [[entry["loss"] for entry in history(run) if "loss" in entry] for run in runs]
+    assert losses[0] == losses[1] == losses[2]
+    (folder,) = (tmp_path / "preprocessed").iterdir()
+    for file in folder.iterdir():
+        file.write_bytes(file.read_bytes()[:-9])  # cut off
+    runs.append(train(workplace, "damaged", image_cache="disk", **given))
+    assert seen
+    assert [entry["loss"] for entry in history(runs[-1]) if "loss" in entry] == losses[0]
+
+
+def test_a_full_cache_on_disk_writes_no_more(tmp_path):
+    def prepared(image):
+        return {"pixel_values": torch.rand(1000), "grid": torch.tensor([[1, image, 3]])}
+
+    cache = on_disk.OnDisk(prepared, str, tmp_path, 10_000)
+    first = {number: cache(number) for number in range(5)}
+    assert 0 < len(list(tmp_path.iterdir())) < 5
+    for file in tmp_path.iterdir():
+        again = cache(int(file.stem))
+        assert all(torch.equal(again[name], tensor) for name, tensor in first[int(file.stem)].items())
 
 
 def test_memory_for_images_is_bounded_as_asked(workplace, monkeypatch):  # noqa: F811

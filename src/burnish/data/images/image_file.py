@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from hashlib import sha256
 from io import BytesIO
@@ -36,6 +37,8 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "MPO", "TIFF", "PPM", "AVIF", "
 """Supported formats. Pillow has more; its EPS reader starts another program, Ghostscript."""
 _AVERAGED, _BOX, _NEAREST = ("L", "LA", "RGB", "RGBA", "CMYK", "YCbCr"), 4, 0
 _ORIENTATION = 0x0112  # EXIF tag; values 5 to 8 swap width and height
+_TELLING = frozenset(("exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"))
+"""Keys of ``image.info`` from which Pillow reads an orientation."""
 _TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270",
           7: "TRANSVERSE", 8: "ROTATE_90"}  # fmt: skip
 
@@ -95,9 +98,19 @@ class ImageFile:
 
     def as_json(self) -> dict[str, Any]:
         """What a row holds of an image; ``from_json`` reads it."""
-        found = {name: value for name, value in asdict(self).items() if value or name not in _RARE}
+        found = {name: getattr(self, name) for name in _OF_IMAGE}  # ten times as fast as asdict
+        if self.content:
+            found["content"] = self.content
         if self.frames:
-            found["frames"] = [{name: frame[name] for name in _OF_FRAME} for frame in found["frames"]]
+            frames = [{name: getattr(frame, name) for name in _OF_FRAME} for frame in self.frames]
+            found |= {"frames": frames, "fps": self.fps}
+        return found
+
+    def placed(self, begin: int, end: int) -> ImageFile:
+        """The image at the tokens [begin, end) of a row."""
+        found = copy(self)
+        object.__setattr__(found, "begin", begin)
+        object.__setattr__(found, "end", end)
         return found
 
     @classmethod
@@ -107,7 +120,7 @@ class ImageFile:
         return cls(**{**found, "frames": frames, "fps": found.get("fps") or 0.0})
 
 
-_RARE = ("content", "frames", "fps")
+_OF_IMAGE = tuple(one.name for one in fields(ImageFile) if one.name not in ("content", "frames", "fps"))
 _OF_FRAME = ("path", "width", "height", "num_bytes", "modified_ns")
 
 
@@ -130,8 +143,17 @@ def read_header(path: str | Path, **known: Any) -> ImageFile:
     path = os.path.abspath(path)
     status = os.stat(path)
     with _opened(path) as image:
-        found = _header(image, path, known)
-    return replace(found, num_bytes=status.st_size, modified_ns=status.st_mtime_ns)
+        of_file = {"num_bytes": status.st_size, "modified_ns": status.st_mtime_ns}
+        return _header(image, path, of_file | known)
+
+
+def content_hash(image: ImageFile) -> str:
+    """A hash of what a model sees of an image: the content of its files, and its limits of pixels."""
+    found = sha256(f"{image.min_pixels}|{image.max_pixels}|{image.width}x{image.height}".encode())
+    for file in image.frames or (image,):
+        content = file.content or Path(file.path).read_bytes()
+        found.update(f"|{len(content)}|".encode() + content)
+    return found.hexdigest()
 
 
 def in_memory(content: bytes, **known: Any) -> ImageFile:
@@ -232,6 +254,8 @@ def orientation(image: Image) -> int:
     Returns 1 for TIFF, which Pillow rotates itself.
     """
     if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
+        return 1
+    if not _TELLING.intersection(image.info):  # a third of the time of a header
         return 1
     found = image.getexif().get(_ORIENTATION, 1)
     return found if isinstance(found, int) and 1 <= found <= 8 else 1

@@ -34,7 +34,7 @@ def images_in(example: Example) -> list[ImageFile]:
 
 def cleaned(example: Example) -> Example:
     """The example without ``IMAGE`` and ``VIDEO`` in the texts of its record."""
-    if not any(_RESERVED.search(message.text) for message in example.messages):
+    if not any(_RESERVED.search(p.value) for message in example.messages for p in message.parts if p.kind == "text"):
         return example
     return replace(example, messages=tuple(map(_clean, example.messages)))
 
@@ -100,7 +100,8 @@ class Marks:
         return [(place, self._of(one, len(images))) for place, one in zip(places, images, strict=True)]
 
     def _places(self, ids: Sequence[int]) -> list[int]:
-        return [place for place, token in enumerate(ids) if token in self._kinds]
+        marks = [mark for mark in self._kinds if mark >= 0 and mark in ids]
+        return [place for place, token in enumerate(ids) if token in marks] if marks else []
 
     def _of(self, image: ImageFile, num_images: int) -> Ids:
         found = self.family.of(image, num_images)
@@ -206,7 +207,7 @@ class Expanded:
         self.images: list[ImageFile] = []
         for (place, new), image in zip(spans, images, strict=True):
             self.ids += ids[done:place]
-            self.images.append(replace(image, begin=len(self.ids), end=len(self.ids) + len(new)))
+            self.images.append(image.placed(len(self.ids), len(self.ids) + len(new)))
             self.ids += new
             done = place + 1
         self.ids += ids[done:]
@@ -241,7 +242,7 @@ def without_expansion(ids: Sequence[int], images: Sequence[ImageFile], mark: int
 
 def shifted(images: Iterable[ImageFile], by: int) -> list[ImageFile]:
     """Return the images with their positions shifted by ``by`` tokens."""
-    return [replace(one, begin=one.begin + by, end=one.end + by) for one in images]
+    return [one.placed(one.begin + by, one.end + by) for one in images]
 
 
 def images_of_segments(segments: Iterable[Segment]) -> list[ImageFile]:

@@ -71,7 +71,9 @@ class Sight:
         path, shown, is_kept = self._path(value, place)
         named = f"{place} {shown}".strip()
         try:
-            found = read_header(path, place=place)
+            known = {"modified_ns": 0} if is_kept else {}  # its name says what is in it
+            least, most = min_pixels or self.min_pixels, max_pixels or self.max_pixels
+            return read_header(path, place=place, min_pixels=least, max_pixels=most, **known)
         except BadImage as error:
             raise BadImage(f"{named} {error}") from None
         except (FileNotFoundError, NotADirectoryError):
@@ -79,9 +81,6 @@ class Sight:
             raise MissingImage(f"{named} was not found. Searched: {looked}.", self._nearest(Path(path).name)) from None
         except (IsADirectoryError, PermissionError) as error:
             raise BadImage(f"{named} cannot be read: {error.strerror}.") from None
-        if is_kept:  # the name is the hash of the content
-            found = replace(found, modified_ns=0)
-        return replace(found, min_pixels=min_pixels or self.min_pixels, max_pixels=max_pixels or self.max_pixels)
 
     def sent(self, uri: str, place: str, max_pixels: int | None = None) -> ImageFile:
         """Return the image of a data URI of a request, which is kept in memory only. Raises BadImage."""

@@ -28,7 +28,9 @@ class ImageCacheOptions:
     """Decoding of images."""
 
     image_cache: str = option(
-        "memory", "Cache preprocessed images: in memory, or not at all (none).", choices=("memory", "none")
+        "memory",
+        "Cache preprocessed images: in memory, in files for later epochs and runs (disk), or not at all (none).",
+        choices=("memory", "disk", "none"),
     )
     image_cache_mb: int = option(2048, "Maximum size of the cache of preprocessed images.", unit="MiB", ge=0)
     image_ahead_mb: int = option(512, "Maximum memory for prefetched images.", unit="MiB", ge=1)

@@ -5,28 +5,33 @@ Models whose rows with images influence each other in every kind of batch are re
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
+from importlib.metadata import version
 from typing import Any
 
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import raise_if
 from burnish.data.batches.batching import collate_padding_free, collator, sequences_of
 from burnish.data.images.family import Family
-from burnish.data.images.image_file import images_of
+from burnish.data.images.image_file import content_hash, images_of
 from burnish.kernels.model_parts import part_at, parts_of
 from burnish.kernels.probe import Capabilities
 from burnish.loop.types import Batch, Row
 from burnish.models.images.ahead import PreparedAhead
 from burnish.models.images.collator import ImageCollator, ImageLayout, Prepare
 from burnish.models.images.features import make_seeing
+from burnish.models.images.on_disk import OnDisk
 from burnish.models.images.probe import keeps_images_apart
 from burnish.models.images.processor import ImageProcessor, Tensors
 from burnish.run.images.left_out import LeftOut
 from burnish.run.plan.options import RunOptions
 from burnish.run.prepare import Prepared
+from burnish.utils.files import cache_home
 
 Collate = Callable[[Sequence[Row]], Batch]
 RowsAhead = Callable[[Iterator[Any]], Iterator[Any]]
@@ -89,8 +94,11 @@ def collator_of(
     layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, family.processor, family.options)
     if layout.crosses:
         raise_if(_check_single_rows(options, model))
-    left_out = _left_out(options, family, processor)
-    prepared = _prepared(options, left_out or partial(_tensors, family, processor))
+    tensors: Prepare = partial(_tensors, family, processor)
+    if options.image_cache == "disk":
+        tensors = _on_disk(options, family, processor, tensors)
+    left_out = _left_out(options, family, processor, tensors)
+    prepared = _prepared(options, left_out or tensors)
 
     def seeing(is_flat: bool, shares: bool = False) -> ImageCollator:
         text = collator(options, pad_id, is_flat, shares)
@@ -138,7 +146,14 @@ def _tensors(family: Family, processor: ImageProcessor, image: Any) -> Tensors:
     return processor.tensors(family.prepared(image))
 
 
-def _left_out(options: RunOptions, family: Family, processor: ImageProcessor) -> LeftOut | None:
+def _on_disk(options: RunOptions, family: Family, processor: ImageProcessor, tensors: Prepare) -> OnDisk:
+    """Return ``tensors`` with a cache on disk, in a folder for the settings that the tensors depend on."""
+    made_by = [version("transformers"), version("torch"), family.identity, processor.identity]
+    name = sha256(json.dumps(made_by, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return OnDisk(tensors, content_hash, cache_home() / "preprocessed" / name, options.image_cache_mb * 2**20)
+
+
+def _left_out(options: RunOptions, family: Family, processor: ImageProcessor, tensors: Prepare) -> LeftOut | None:
     """Return the object that skips rows with damaged images if this is requested; not for preference training, where
     pairs and not labels are trained."""
     if options.on_bad_record != "drop" or options.stage != "sft":
@@ -149,7 +164,7 @@ def _left_out(options: RunOptions, family: Family, processor: ImageProcessor) ->
 
         return processor.tensors(Image.new("RGB", family.given_sizes(image)[-1], "white"))
 
-    return LeftOut(partial(_tensors, family, processor), blank)
+    return LeftOut(tensors, blank)
 
 
 def _prepared(options: RunOptions, prepare: Prepare) -> Prepare:
