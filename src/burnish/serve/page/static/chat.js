@@ -101,7 +101,11 @@ async function answer(side, turn, seed) {
       if (follows) toEnd();
     }
     const seconds = (performance.now() - began) / 1000;
-    one.figures = t("response_statistics", { tokens: count, rate: short(count / seconds), first: short(firstMs / 1000) });
+    one.figures = t("response_statistics", {
+      tokens: count,
+      rate: short(count / seconds),
+      first: short(firstMs / 1000),
+    });
   } catch (failed) {
     one.figures = stop.signal.aborted ? t("was_stopped") : failed instanceof Error ? failed.message : String(failed);
   }
