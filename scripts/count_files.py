@@ -1,17 +1,17 @@
-"""Counts the files between a command and the weights: how many a reader opens who follows one record.
+"""Count the source files that a reader has to open to follow one record from a command to the weights.
 
-Definition. A real run of two steps is watched at the stations of the walk: the file of records is opened, the tokenizer
-encodes, the tensors of a batch are made, weights are read, the model computes, the backward pass runs, the optimizer
-updates. Each station is a call of a library or of Python itself; of the model, only passes with gradients count. The
-files of ``src/burnish`` on the call stack at a station are those that lead from the command to it. The count is the
-number of different files on all of these stacks. Files that are only imported, and files whose functions had returned
-before a station (options, checks, reports), are not counted.
+A run of two steps is traced at seven stations: the file of records is opened, the tokenizer encodes, the tensors of a
+batch are created, weights are read, the model computes, the backward pass runs, the optimizer updates. Each station is
+a call into a library or into Python itself; for the model, only passes with gradients count. The files of
+``src/burnish`` on the call stack at a station are those that lead to it from the command. The result is the number of
+different files on all of these stacks. Files that are only imported, and files whose functions returned before a
+station (options, checks, reports), are not counted.
 
-The second number is that of the files of which any function is called in the second step, from the end of the first
-update to the end of the second: loader, loop, objective, kernels, callbacks. The third number is that of the whole run.
+The second number is that of files in which any function is called during the second step, from the end of the first
+update to the end of the second: loader, loop, objective, kernels, callbacks. The third number is that of the entire
+run.
 
-In: ``--door train`` (``burnish train``) or ``sft`` (``SFTTrainer``); both if it is not given. Out: the files by
-station, and the three numbers.
+``--door`` selects ``train`` (``burnish train``) or ``sft`` (``SFTTrainer``); default: both.
 
     python scripts/count_files.py
 """
@@ -49,7 +49,7 @@ class Walk:
         self.in_step: set[str] = set()  # executed between the last two updates
 
     def at(self, station: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, which notes the call stack whenever it is called."""
+        """Return ``function`` so that it records the call stack when it is called."""
 
         def called(*arguments: Any, **named: Any) -> Any:
             self.files[station] |= set(files_on_stack(sys._getframe(1)))
@@ -58,7 +58,7 @@ class Walk:
         return called
 
     def profile(self, frame: FrameType, event: str, argument: Any) -> None:
-        """A function for ``sys.setprofile``, which sees calls of C too."""
+        """Profile function for ``sys.setprofile``, which also receives calls of C functions."""
         if event == "call":
             if (name := name_of(frame)) and frame.f_code.co_name != "<module>":
                 self.executed.add(name)
@@ -68,7 +68,7 @@ class Walk:
 
 
 def station_of(function: Any) -> str | None:
-    """The station of a call of C: the tokenizer's, or the backward pass."""
+    """Return the station of a call of a C function: the tokenizer or the backward pass."""
     name = getattr(function, "__name__", "")
     if name == "run_backward":
         return "backward"
@@ -77,12 +77,13 @@ def station_of(function: Any) -> str | None:
 
 
 def name_of(frame: FrameType) -> str | None:
-    """The file of a frame, relative to ``src/burnish``; None if it is not one of burnish's."""
+    """Return the file of a frame relative to ``src/burnish``, or None for other files."""
     path = frame.f_code.co_filename
     return path[len(str(SOURCE)) + 1 :] if path.startswith(f"{SOURCE}{os.sep}") else None
 
 
 def files_on_stack(frame: FrameType | None) -> Iterator[str]:
+    """Yield the files of burnish on the call stack."""
     while frame is not None:
         if frame.f_code.co_name == "<module>" and name_of(frame):
             return  # an import
@@ -92,30 +93,30 @@ def files_on_stack(frame: FrameType | None) -> Iterator[str]:
 
 
 def watch(walk: Walk, data: str) -> None:
-    """Note the call stack in calls of Python that are stations. Args: data: the name of the file of records."""
+    """Record the call stack at calls of Python functions that are stations. Args: data: name of the file of records."""
     import builtins
 
     import torch
     from transformers import PreTrainedModel
     from transformers.models.llama.modeling_llama import LlamaModel
 
-    opened = builtins.open
+    original_open = builtins.open
 
-    def opening(file: Any, *arguments: Any, **named: Any) -> Any:
+    def open_and_record(file: Any, *arguments: Any, **named: Any) -> Any:
         if str(file).endswith(data):
             walk.files["records"] |= set(files_on_stack(sys._getframe(1)))
-        return opened(file, *arguments, **named)
+        return original_open(file, *arguments, **named)
 
-    made_by: dict[int, set[str]] = {}  # address of a tensor of ids -> the files that led to it
+    made_by: dict[int, set[str]] = {}  # address of an integer tensor -> files on the stack when it was created
 
-    def making(function: Callable[..., Any]) -> Callable[..., Any]:
-        def made(*arguments: Any, **named: Any) -> Any:
-            found = function(*arguments, **named)
-            if found.dtype == torch.int64:
-                made_by[found.data_ptr()] = set(files_on_stack(sys._getframe(1)))
-            return found
+    def record_creation(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*arguments: Any, **named: Any) -> Any:
+            result = function(*arguments, **named)
+            if result.dtype == torch.int64:
+                made_by[result.data_ptr()] = set(files_on_stack(sys._getframe(1)))
+            return result
 
-        return made
+        return wrapper
 
     def forward(model: Any, *arguments: Any, **named: Any) -> Any:
         if torch.is_grad_enabled():
@@ -127,13 +128,13 @@ def watch(walk: Walk, data: str) -> None:
 
     def update(optimizer: Any, *arguments: Any, **named: Any) -> Any:
         walk.files["update"] |= set(files_on_stack(sys._getframe(1)))
-        found = plain_update(optimizer, *arguments, **named)
+        result = plain_update(optimizer, *arguments, **named)
         walk.in_step, walk.this_step = walk.this_step, set()
-        return found
+        return result
 
-    builtins.open = io.open = opening
+    builtins.open = io.open = open_and_record
     for name in ("tensor", "as_tensor", "cat", "stack", "from_numpy", "frombuffer"):
-        setattr(torch, name, making(getattr(torch, name)))
+        setattr(torch, name, record_creation(getattr(torch, name)))
     read = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
     PreTrainedModel.from_pretrained = classmethod(walk.at("weights are read", read))  # type: ignore[assignment]
     plain_forward, LlamaModel.forward = LlamaModel.forward, forward
@@ -141,14 +142,16 @@ def watch(walk: Walk, data: str) -> None:
 
 
 def run_train(folder: Path) -> None:
+    """Run ``burnish train``."""
     from burnish.cli import main
 
-    words = ["train", "model_name_or_path=model", "dataset=data.json", "output_dir=out", f"max_steps={STEPS}"]
-    words += ["per_device_train_batch_size=2", "plot_loss=false", "use_cpu=true", "overwrite_cache=true"]
-    assert main(words) == 0
+    arguments = ["train", "model_name_or_path=model", "dataset=data.json", "output_dir=out", f"max_steps={STEPS}"]
+    arguments += ["per_device_train_batch_size=2", "plot_loss=false", "use_cpu=true", "overwrite_cache=true"]
+    assert main(arguments) == 0
 
 
 def run_sft(folder: Path) -> None:
+    """Train with ``SFTTrainer``."""
     from datasets import load_dataset
 
     from burnish import SFTConfig, SFTTrainer
@@ -165,7 +168,7 @@ DOORS = {"train": run_train, "sft": run_sft}
 
 
 def count(door: str) -> Walk:
-    """Run one door in a temporary folder, and return its walk."""
+    """Run one entry point in a temporary folder and return its walk."""
     import json
 
     sys.path.insert(0, str(ROOT / "tests"))
@@ -191,6 +194,7 @@ def count(door: str) -> Walk:
 
 
 def report(door: str) -> None:
+    """Print the files by station and the three numbers."""
     walk, seen = count(door), set[str]()
     for station in STATIONS:
         new = sorted(walk.files[station] - seen)
@@ -207,7 +211,7 @@ def main() -> None:
     if door:
         report(door)
         return
-    for name in DOORS:  # a process each, so that what one imports and caches is not missing in the other
+    for name in DOORS:  # separate processes, so that imports and caches of one do not affect the other
         subprocess.run([sys.executable, __file__, "--door", name], check=True)
 
 

@@ -1,9 +1,9 @@
-"""Hooks of mkdocs: what differs between the pages of docs/ in the repository and on the site.
+"""Hooks of mkdocs for differences between the pages of docs/ in the repository and on the site.
 
-A link to a file outside docs/ (source code, the README) is a link in the repository, and its text alone on the site.
-The decisions are listed in the navigation by the numbers of their files.
+On the site, a link to a file outside of docs/ (source code, the README) is replaced by its text. The decisions are
+added to the navigation in the order of their numbers.
 
-Run by mkdocs, through ``hooks`` in mkdocs.yml: make docs
+Run by mkdocs through ``hooks`` in mkdocs.yml: make docs
 """
 
 import re
@@ -15,7 +15,7 @@ _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?:\.\./)+[^)\s]+|decisions/?)\)")
 
 
 def on_config(config: Any) -> Any:
-    """Put the decisions where the navigation names their folder."""
+    """Add the decisions to the navigation."""
     pages = [f"decisions/{path.name}" for path in sorted((ROOT / "docs" / "decisions").glob("*.md"))]
     for section in config["nav"]:
         for entry in section.get("Internals", []):
@@ -25,12 +25,12 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
-    """Take the links out that lead out of docs/."""
-    place = (ROOT / "docs" / page.file.src_uri).parent
+    """Replace links to files outside of docs/ by their text."""
+    folder = (ROOT / "docs" / page.file.src_uri).parent
 
-    def shown(found: re.Match[str]) -> str:
-        target = (place / found[2].partition("#")[0]).resolve()
+    def replacement(match: re.Match[str]) -> str:
+        target = (folder / match[2].partition("#")[0]).resolve()
         is_page = target.is_relative_to(ROOT / "docs") and target.is_file()
-        return found[0] if is_page else found[1]
+        return match[0] if is_page else match[1]
 
-    return _LINK.sub(shown, markdown)
+    return _LINK.sub(replacement, markdown)

@@ -1,6 +1,6 @@
-"""Prints every text that a user reads, with its place: help, errors, warnings, notes, and the page's words.
+"""Print all user-facing text with its location: help, errors, warnings, notes, and the text of the web UI.
 
-In: the syntax trees of ``src/burnish``. Out: ``file:line<TAB>kind<TAB>text`` per line, for a review of the language.
+The text is extracted from the syntax trees of ``src/burnish``. Each line is ``file:line<TAB>kind<TAB>text``.
 Expressions inside f-strings are printed as ``{}``.
 
     python scripts/list_messages.py > messages.tsv
@@ -25,7 +25,7 @@ MIN_WORDS = 3
 
 
 def text_of(node: ast.AST) -> str | None:
-    """The text of a string, an f-string or a sum of strings; None for anything else."""
+    """Return the text of a string or f-string; None for other nodes."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):
@@ -34,7 +34,7 @@ def text_of(node: ast.AST) -> str | None:
 
 
 def strings_in(node: ast.AST) -> Iterator[tuple[int, str]]:
-    """The texts below a node, each once."""
+    """Yield the strings below a node, each once."""
     text = text_of(node)
     if text is not None:
         yield node.lineno, text  # type: ignore[attr-defined]
@@ -44,7 +44,7 @@ def strings_in(node: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def messages_of(file: Path) -> Iterator[tuple[int, str, str]]:
-    """Line, kind and text of each message of a file: arguments of ``KINDS``, then all other sentences."""
+    """Yield line, kind and text of each message of a file: arguments of ``KINDS``, then all other sentences."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     docstrings = {
         id(node.body[0].value)
@@ -68,7 +68,7 @@ def messages_of(file: Path) -> Iterator[tuple[int, str, str]]:
         if isinstance(statement, ast.Expr) and isinstance(value, ast.Constant):
             continue  # a docstring, also of a constant or a field
         if isinstance(statement, ast.JoinedStr):
-            continue  # printed whole
+            continue  # printed as one string
         for child in ast.iter_child_nodes(statement):
             text = text_of(child)
             is_sentence = text is not None and len(text.split()) >= MIN_WORDS
@@ -78,7 +78,7 @@ def messages_of(file: Path) -> Iterator[tuple[int, str, str]]:
 
 
 def main() -> None:
-    """Print all messages, file by file, then the page's words."""
+    """Print all messages by file, then the text of the web UI."""
     for file in sorted(SOURCE.rglob("*.py")):
         for line, kind, text in sorted(messages_of(file)):
             print(f"{file.relative_to(SOURCE)}:{line}\t{kind}\t{' '.join(text.split())}")

@@ -1,8 +1,8 @@
-"""Writes docs/map.md: the house as it stands, floor by floor, from the code itself.
+"""Write docs/map.md: an overview of the packages and modules by layer, generated from the code.
 
-In: the syntax trees of ``src/burnish``, and the floors that ``tests/test_architecture.py`` holds. Out: the page: what
-each room is for (the first paragraph of its ``__init__``), its files with the first sentence of each, and which rooms
-it takes from. ``--check`` writes nothing, and fails where the page is not what would be written.
+The layers are those of ``tests/test_architecture.py``. For each package, the page has its purpose (the first paragraph
+of its ``__init__`` docstring), its modules with the first sentence of their docstrings, and the packages that it
+imports. ``--check`` fails if the page is not up to date, and writes nothing.
 
     python scripts/make_map.py
 """
@@ -20,27 +20,27 @@ SOURCE = ROOT / "src" / "burnish"
 PAGE = ROOT / "docs" / "map.md"
 
 INTRODUCTION = """\
-# A map of the house
+# Modules
 
-<!-- Made by scripts/make_map.py from the code; a test holds it against it. -->
+<!-- Made by scripts/make_map.py from the code; a test checks that it is up to date. -->
 
-From the top floor to the bottom; imports point down, and rooms of one floor do not know each other. Begin with
-[`loop/loop.py`](../src/burnish/loop/loop.py), which is the whole of training; [from a file to the
-weights](from-file-to-weights.md) walks through the rooms with one record in hand.
+The packages of burnish by layer, from top to bottom. A package imports only lower layers, and packages of the same
+layer do not import each other. Start with [`loop/loop.py`](../src/burnish/loop/loop.py), the training loop. [From a
+file to the weights](from-file-to-weights.md) follows one record through the packages.
 """
 
 
 def page() -> str:
-    """The whole of docs/map.md."""
+    """Return the content of docs/map.md."""
     sys.path.insert(0, str(ROOT / "tests"))
     from test_architecture import FLOORS
 
-    takes = imports_between_rooms()
+    imported = imports_between_packages()
     lines = [INTRODUCTION]
-    for floor in FLOORS:
-        for room in sorted(floor, key=lambda name: (name != "loop", name)):
-            if (SOURCE / room).is_dir() and any((SOURCE / room).rglob("*.py")):
-                lines += [*of_room(room, takes[room])]
+    for layer in FLOORS:
+        for package in sorted(layer, key=lambda name: (name != "loop", name)):
+            if (SOURCE / package).is_dir() and any((SOURCE / package).rglob("*.py")):
+                lines += [*section(package, imported[package])]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -49,46 +49,46 @@ def tree_of(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
-def of_room(room: str, takes_from: set[str]) -> list[str]:
-    """One room: what it is for, what it takes, its files."""
-    below = ", ".join(f"`{name}`" for name in sorted(takes_from)) or "no other room"
-    lines = [f"## {room}", "", purpose(SOURCE / room / "__init__.py"), "", f"Takes from {below}.", ""]
+def section(package: str, imported: set[str]) -> list[str]:
+    """Return the section of a package."""
+    below = ", ".join(f"`{name}`" for name in sorted(imported)) or "no other package"
+    lines = [f"## {package}", "", purpose(SOURCE / package / "__init__.py"), "", f"Imports {below}.", ""]
     lines += ["| file | |", "|---|---|"]
-    for file in sorted((SOURCE / room).rglob("*.py"), key=lambda path: (len(path.parts), path)):
+    for file in sorted((SOURCE / package).rglob("*.py"), key=lambda path: (len(path.parts), path)):
         if file.name != "__init__.py":
-            name = file.relative_to(SOURCE / room).as_posix()
-            lines.append(f"| [`{name}`](../src/burnish/{room}/{name}) | {first_sentence(file)} |")
+            name = file.relative_to(SOURCE / package).as_posix()
+            lines.append(f"| [`{name}`](../src/burnish/{package}/{name}) | {first_sentence(file)} |")
     return [*lines, ""]
 
 
 def purpose(file: Path) -> str:
-    """The first paragraph of a room's own docstring, as one line."""
+    """Return the first paragraph of a package docstring as one line."""
     text = ast.get_docstring(tree_of(file)) or ""
     return " ".join(text.split("\n\n")[0].split()).replace("``", "`")
 
 
 def first_sentence(file: Path) -> str:
-    """The first sentence of a file's docstring, as one line of a table."""
+    """Return the first sentence of a module docstring as one line of a table."""
     text = " ".join((ast.get_docstring(tree_of(file)) or "").split("\n\n")[0].split())
     sentence = text.split(". ")[0].rstrip(".")
     return sentence.replace("``", "`").replace("|", "\\|")
 
 
-def imports_between_rooms() -> dict[str, set[str]]:
-    """Room -> the rooms that its files import from."""
+def imports_between_packages() -> dict[str, set[str]]:
+    """Return package -> packages that it imports."""
     found: dict[str, set[str]] = defaultdict(set)
     for file in SOURCE.rglob("*.py"):
-        room = file.relative_to(SOURCE).parts[0]
+        package = file.relative_to(SOURCE).parts[0]
         for node in ast.walk(tree_of(file)):
             module = node.module if isinstance(node, ast.ImportFrom) else ""
             parts = (module or "").split(".")
-            if parts[0] == "burnish" and len(parts) > 1 and parts[1] != room and (SOURCE / parts[1]).is_dir():
-                found[room].add(parts[1])
+            if parts[0] == "burnish" and len(parts) > 1 and parts[1] != package and (SOURCE / parts[1]).is_dir():
+                found[package].add(parts[1])
     return found
 
 
 if __name__ == "__main__":
     text = page()
     if "--check" in sys.argv:
-        sys.exit(0 if PAGE.read_text(encoding="utf-8") == text else "docs/map.md is old: run scripts/make_map.py")
+        sys.exit(0 if PAGE.read_text(encoding="utf-8") == text else "docs/map.md is outdated: run scripts/make_map.py")
     PAGE.write_text(text, encoding="utf-8")

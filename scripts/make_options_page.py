@@ -1,8 +1,8 @@
-"""Writes docs/options.md: every option of a run, and what becomes of the keys of other tools.
+"""Write docs/options.md: all options of a run, and how options of other tools are handled.
 
-In: the declarations (``RunOptions``), the tables of ``run/plan/unsupported.py``, and ``peer_options.json`` here: the
-names of LLaMA-Factory's, transformers' and TRL's options with their defaults, "?" where a default is not plain data.
-Out: the page. ``--check`` writes nothing, and fails where the page is not what would be written.
+It is generated from the declarations (``RunOptions``), the tables of ``run/plan/unsupported.py``, and
+``peer_options.json`` in this folder, which has the names and defaults of LLaMA-Factory's, transformers' and TRL's
+options ("?" for a default that is not plain data). ``--check`` fails if the page is not up to date, and writes nothing.
 
     python scripts/make_options_page.py
 """
@@ -54,7 +54,7 @@ names and defaults of transformers and TRL.
 
 
 def page() -> str:
-    """The whole of docs/options.md."""
+    """Return the content of docs/options.md."""
     return "\n".join([INTRODUCTION, *_by_component(), *_keys_of_others()]).rstrip() + "\n"
 
 
@@ -65,12 +65,12 @@ def _by_component() -> Iterator[str]:
     for group, members in groupby(specs(RunOptions).values(), key=lambda spec: spec.group):
         yield f"## {component(group).replace('``', '`')}\n"
         file = f"../src/{group.__module__.replace('.', '/')}.py"
-        yield f"Declared in [`{group.__module__}`]({file}){_chosen(group)}.\n"
+        yield f"Declared in [`{group.__module__}`]({file}){_selected_by(group)}.\n"
         yield from _table(("option", "default", "description"), map(_row, members))
 
 
-def _chosen(group: type) -> str:
-    """``, for `optim: badam` ``: the members of a family that brought the options."""
+def _selected_by(group: type) -> str:
+    """Return ``, for `optim: badam` ``: the registered members that add these options."""
     for key, registry in CHOSEN_BY.items():
         names = [member.name for member in registry if member.options is group]
         if names:
@@ -79,7 +79,7 @@ def _chosen(group: type) -> str:
 
 
 def _row(spec: OptionSpec) -> tuple[str, str, str]:
-    return f"`{spec.name}`", _default(spec), " ".join([_marked(spec.help), *_facts(spec)])
+    return f"`{spec.name}`", _default(spec), " ".join([_escaped(spec.help), *_facts(spec)])
 
 
 def _default(spec: OptionSpec) -> str:
@@ -93,9 +93,11 @@ def _facts(spec: OptionSpec) -> Iterator[str]:
         yield f"One of {_listed(shown(choice) for choice in spec.choices)}."
     elif spec.type_name in ("a list", "a mapping"):
         yield f"{spec.type_name.capitalize()}."
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    prefixes = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     bounds = [
-        f"{words[name]} {shown(bound)}" for name, bound in spec.bounds.items() if bound is not None and isfinite(bound)
+        f"{prefixes[name]} {shown(bound)}"
+        for name, bound in spec.bounds.items()
+        if bound is not None and isfinite(bound)
     ]
     if bounds:
         yield f"{' and '.join(bounds).capitalize()}{f' {spec.unit}' if spec.unit and spec.default is None else ''}."
@@ -119,10 +121,10 @@ def _keys_of_others() -> Iterator[str]:
         yield f"{tool}: {_listed(same)}.\n"
     yield "### Same name, different default or meaning\n"
     rows = [
-        (f"`{name}`", f"{shown(there)} ({tool})", said)
+        (f"`{name}`", f"{shown(there)} ({tool})", difference)
         for tool, keys in peers.items()
         for name, there in keys.items()
-        if name in known and not known[name].ignored and (said := _difference(tool, known[name], there))
+        if name in known and not known[name].ignored and (difference := _difference(tool, known[name], there))
     ]
     yield from _table(("key", "default there", "default here"), rows)
     yield "### Aliases\n"
@@ -134,7 +136,7 @@ def _keys_of_others() -> Iterator[str]:
 
 
 def _difference(tool: str, spec: OptionSpec, there: Any) -> str:
-    """The meaning of another tool's option of the same name here, where it is not the same; else ""."""
+    """Return the default or the meaning here if it differs from that of another tool, else ""."""
     if spec.name in OTHER_MEANING and tool.startswith("TRL"):
         return OTHER_MEANING[spec.name]
     return "" if there == "?" or shown(spec.default) == shown(there) else shown(spec.default)
@@ -147,11 +149,11 @@ def _without_effect(known: Mapping[str, OptionSpec]) -> Iterator[tuple[str, str]
             by_reason.setdefault(spec.ignored, []).append(spec.name)
     for name, reason in NO_EFFECT.items():
         by_reason.setdefault(reason, []).append(name)
-    return ((_marked(reason), _listed(names)) for reason, names in by_reason.items())
+    return ((_escaped(reason), _listed(names)) for reason, names in by_reason.items())
 
 
 def _absent(name: str) -> tuple[str, str, str]:
-    return f"`{name}`", shown(ABSENT[name].harmless), _marked(ABSENT[name].instead)
+    return f"`{name}`", shown(ABSENT[name].harmless), _escaped(ABSENT[name].instead)
 
 
 # --- markdown ---------------------------------------------------------------------------------------------------------
@@ -168,19 +170,23 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _marked(text: str) -> str:
-    """Text in which nothing is taken for HTML."""
+def _escaped(text: str) -> str:
+    """Escape text for Markdown, so that nothing is parsed as HTML."""
     return text.replace("<", "&lt;")
 
 
 def main() -> int:
-    made = page()
+    text = page()
     if "--check" not in sys.argv:
-        PAGE.write_text(made, encoding="utf-8")
+        PAGE.write_text(text, encoding="utf-8")
         return 0
-    is_fresh = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == made
-    print("docs/options.md is fresh." if is_fresh else "docs/options.md is not: python scripts/make_options_page.py")
-    return 0 if is_fresh else 1
+    is_current = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text
+    print(
+        "docs/options.md is up to date."
+        if is_current
+        else "docs/options.md is outdated: run scripts/make_options_page.py"
+    )
+    return 0 if is_current else 1
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Makes again what the documents say of transformers, TRL and LLaMA-Factory: lists of methods and tables of numbers.
+"""Regenerate the comparisons with transformers, TRL and LLaMA-Factory: lists of methods and tables of numbers.
 
     python scripts/make_parity.py                    # everything; an hour on two cores
     python scripts/make_parity.py peer_methods       # some of the scripts in this folder
 
-In: the environments of the peers, which ``bench/environments.py`` makes where they are not there. Out: the tables in
-docs/parity*.md and ``src/burnish/trainer/peer_methods.json``.
+The environments of the other libraries are created by ``bench/environments.py`` if they are missing. Written are the
+tables in docs/parity*.md and ``src/burnish/trainer/peer_methods.json``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ("peer_methods", "parity", "parity_sft", "parity_preferences")
 OWN_ENVIRONMENTS = ("parity_preferences",)
-"""Scripts that start each peer by themselves."""
+"""Scripts that start processes in the environments themselves."""
 
 
 def main(arguments: list[str]) -> str | None:
-    """Returns what is wrong."""
+    """Run the scripts. Returns an error message or None."""
     if unknown := [name for name in arguments if name not in SCRIPTS]:
         return f"Unknown script: {', '.join(unknown)}. Expected: {', '.join(SCRIPTS)}."
     sys.path.insert(0, str(ROOT / "bench"))

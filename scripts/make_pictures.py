@@ -1,6 +1,6 @@
-"""Makes docs/pictures: what a terminal shows of ``explain`` and of a run, as SVG.
+"""Create docs/pictures: SVG images of the terminal output of ``explain`` and of a run.
 
-In: the carried demo, run for a few steps in a pseudo-terminal. Out: a picture each, with the colors of the terminal.
+The bundled demo is run for a few steps in a pseudo-terminal, with colors.
 
     python scripts/make_pictures.py
 """
@@ -29,25 +29,30 @@ CODES = re.compile(r"\x1b\[(\?25[lh]|\d*[AK])|\r\n|\r|\n")
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        user(Path(folder))
-        picture("explain", "burnish explain demo.yaml", shown(["explain", "demo.yaml"], folder), most=36)
+        make_folder(Path(folder))
+        save_picture(
+            "explain", "burnish explain demo.yaml", terminal_lines(["explain", "demo.yaml"], folder), max_lines=36
+        )
         steps = ["max_steps=60", "logging_steps=10", "save_strategy=steps", "save_steps=30"]
-        picture("run", f"burnish train demo.yaml {' '.join(steps)}", shown(["train", "demo.yaml", *steps], folder))
+        save_picture(
+            "run", f"burnish train demo.yaml {' '.join(steps)}", terminal_lines(["train", "demo.yaml", *steps], folder)
+        )
 
 
-def user(folder: Path) -> None:
-    """A folder from which the carried demo's paths are right."""
+def make_folder(folder: Path) -> None:
+    """Create a folder in which the paths of the bundled demo are valid."""
     (folder / "src").symlink_to(ROOT / "src")
     text = (ROOT / "src" / "burnish" / "demo" / "demo.yaml").read_text(encoding="utf-8")
     (folder / "demo.yaml").write_text(text, encoding="utf-8")
 
 
-def shown(words: list[str], folder: str) -> list[str]:
-    """The lines that stand in a terminal once ``burnish words`` has ended, with their colors."""
+def terminal_lines(arguments: list[str], folder: str) -> list[str]:
+    """Return the lines of the terminal, with colors, after ``burnish`` with these arguments has ended."""
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(folder)
-        os.execve(sys.executable, [sys.executable, "-m", "burnish", *words], {**os.environ, "TERM": "xterm-256color"})  # noqa: S606
+        command = [sys.executable, "-m", "burnish", *arguments]
+        os.execve(sys.executable, command, {**os.environ, "TERM": "xterm-256color"})  # noqa: S606
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 60, WIDTH, 0, 0))
     written = b""
     while True:
@@ -60,16 +65,16 @@ def shown(words: list[str], folder: str) -> list[str]:
         written += part
     _, status = os.waitpid(child, 0)
     if status:
-        sys.exit(f"burnish {' '.join(words)} failed:\n{written.decode()}")
+        sys.exit(f"burnish {' '.join(arguments)} failed:\n{written.decode()}")
     return screen(written.decode())
 
 
 def screen(written: str) -> list[str]:
-    """Lines as they stand at last: a line that is written again takes the place of what was there."""
-    lines, row, at = [""], 0, 0
+    """Return the final lines of the screen: a line that is written again replaces the earlier one."""
+    lines, row, position = [""], 0, 0
     for code in CODES.finditer(written):
-        lines[row] += written[at : code.start()]
-        at = code.end()
+        lines[row] += written[position : code.start()]
+        position = code.end()
         if code[0] in ("\r\n", "\n"):
             row += 1
             lines += [""] * (row == len(lines))
@@ -77,17 +82,17 @@ def screen(written: str) -> list[str]:
             lines[row] = ""
         elif code[0].endswith("A"):
             row = max(0, row - int(code[0][2:-1] or 1))
-    lines[row] += written[at:]
+    lines[row] += written[position:]
     return lines
 
 
-def picture(name: str, command: str, lines: list[str], most: int | None = None) -> None:
-    """``docs/pictures/name.svg``. Args: most: lines that are shown."""
+def save_picture(name: str, command: str, lines: list[str], max_lines: int | None = None) -> None:
+    """Write ``docs/pictures/name.svg``. Args: max_lines: maximum number of lines."""
     console = Console(record=True, width=WIDTH, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
     console.print(Text("$ ", style="bold green") + Text(command, style="bold"))
-    for line in lines[:most]:
+    for line in lines[:max_lines]:
         console.print(Text.from_ansi(line))
-    if most is not None and len(lines) > most:
+    if max_lines is not None and len(lines) > max_lines:
         console.print(Text("...", style="dim"))
     console.save_svg(str(FOLDER / f"{name}.svg"), title=command.split()[1])
 

@@ -1,7 +1,7 @@
-"""Writes docs/recipes.md: the files of examples/recipes, and the memory that each takes on a GPU.
+"""Write docs/recipes.md: the files of examples/recipes, and their estimated GPU memory.
 
-In: the recipes; shapes of models. Out: the page, with a table made by the functions that ``burnish explain`` prints its
-memory from. ``--check`` writes nothing, and fails where the page is not what would be written.
+The table is computed by the functions that ``burnish explain`` uses, for several model shapes. ``--check`` fails if the
+page is not up to date, and writes nothing.
 
     python scripts/make_recipes_page.py
 """
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 PAGE, RECIPES = ROOT / "docs" / "recipes.md", ROOT / "examples" / "recipes"
 ORDER = ("full", "lora", "qlora", "dora", "pissa", "badam", "pretrain", "dpo", "kto", "reward")
 SEQUENCES = {"dpo": 2, "rm": 2}
-"""Sequences of a row: both responses of a pair."""
+"""Sequences per row: both responses of a pair."""
 SEVEN = Qwen2Config(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
                     num_attention_heads=28, num_key_value_heads=4)  # fmt: skip
 SHAPES = {"0.5B": MODELS["0.5B"], "7B": SEVEN, "70B": MODELS["70B"]}
@@ -47,9 +47,9 @@ GPU has: [Scaling](scaling.md).
 """
 
 
-def memory(given: dict[str, Any], config: Any) -> str:
-    """The estimate for a recipe and a model of this shape, in GiB."""
-    options, problems = build(RunOptions, given)
+def memory(settings: dict[str, Any], config: Any) -> str:
+    """Return the estimate for a recipe and a model of this shape, in GiB."""
+    options, problems = build(RunOptions, settings)
     assert not problems, problems
     config.dtype = torch.bfloat16
     with torch.device("meta"):
@@ -61,13 +61,16 @@ def memory(given: dict[str, Any], config: Any) -> str:
 
 
 def page() -> str:
-    resources.device_of = lambda options: torch.device("cuda")  # the table is of GPUs, wherever it is made
+    """Return the content of docs/recipes.md."""
+    resources.device_of = lambda options: torch.device(
+        "cuda"
+    )  # the table is for GPUs, even if it is generated on another device
     lines = [f"| Recipe | {' | '.join(SHAPES)} |", f"|---|{'---|' * len(SHAPES)}"]
     sections = []
     for name in ORDER:
         text = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
-        given = read_config(RECIPES / f"{name}.yaml")
-        cells = " | ".join(memory(given, config) for config in SHAPES.values())
+        settings = read_config(RECIPES / f"{name}.yaml")
+        cells = " | ".join(memory(settings, config) for config in SHAPES.values())
         lines.append(f"| [{name}](#{name}) | {cells} |")
         head, _, body = text.removeprefix("# ").partition("\n")
         sections.append(f"## {name}\n\n{head}\n\n```yaml\n# {name}.yaml\n{body}```\n")
@@ -75,11 +78,11 @@ def page() -> str:
 
 
 def main() -> None:
-    made = page()
+    text = page()
     if "--check" not in sys.argv:
-        PAGE.write_text(made, encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != made:
-        sys.exit("docs/recipes.md is not what scripts/make_recipes_page.py writes. Run it.")
+        PAGE.write_text(text, encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != text:
+        sys.exit("docs/recipes.md is outdated: run scripts/make_recipes_page.py")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Writes docs/scaling.md: how to start a run on several devices and machines, and what fits where.
+"""Write docs/scaling.md: how to start a run on several devices and machines, and which models fit.
 
-In: ``docs/scaling.in.md``, the page's text; shapes of models. Out: the page, with a table made by the functions that
-``burnish explain`` prints its memory from. ``--check`` writes nothing, and fails where the page is not what would be
-written.
+The text is that of ``docs/scaling.in.md``; the table is computed by the functions that ``burnish explain`` uses, for
+several model shapes. ``--check`` fails if the page is not up to date, and writes nothing.
 
     python scripts/make_scaling_page.py
 """
@@ -28,7 +27,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGE, TEXT = DOCS / "scaling.md", DOCS / "scaling.in.md"
 TOKENS = 4096
 FREE = 0.9
-"""The share of a device that a run may plan for; the rest is its libraries' and fragmentation's."""
+"""Share of the device memory that a run may use; the rest is for libraries and fragmentation."""
 
 MODELS = {
     "0.5B": Qwen2Config(
@@ -60,14 +59,14 @@ LORA: dict[str, dict[str, Any]] = {
     "4 bits": {"quantization_bit": 4},
     "`fsdp: full_shard offload`": {"fsdp": "full_shard offload"},
 }
-"""Ways, the one with the least traffic first."""
+"""Settings, ordered by communication, least first."""
 
 
-def bytes_of(config: Any, method: str, way: dict[str, Any], num_devices: int) -> int:
-    """The share of one device."""
+def bytes_of(config: Any, method: str, setting: dict[str, Any], num_devices: int) -> int:
+    """Return the estimated memory of one device."""
     options = RunOptions(
         finetuning_type=method, bf16=True, gradient_checkpointing=True, per_device_train_batch_size=1,
-        lora_rank=16, lora_target=["all"], num_processes=num_devices, model_name_or_path="model", **way,
+        lora_rank=16, lora_target=["all"], num_processes=num_devices, model_name_or_path="model", **setting,
     )  # fmt: skip
     with torch.device("meta"):
         sizes = sizes_of(ADAPTERS[method](options, []), meta_model(config), options)
@@ -78,13 +77,13 @@ def bytes_of(config: Any, method: str, way: dict[str, Any], num_devices: int) ->
 
 
 def cell(config: Any, method: str, num_devices: int, gigabytes: int) -> str:
-    """The first way that fits, and what it takes; else what the last one takes."""
-    ways = FULL if method == "full" else LORA
+    """Return the first setting that fits with its memory, else the memory of the last one."""
+    settings = FULL if method == "full" else LORA
     needed = 0
-    for name, way in ways.items():
-        if num_devices == 1 and "fsdp" in way and "offload" not in name:
+    for name, setting in settings.items():
+        if num_devices == 1 and "fsdp" in setting and "offload" not in name:
             continue
-        needed = bytes_of(config, method, way, num_devices)
+        needed = bytes_of(config, method, setting, num_devices)
         if needed <= gigabytes * GIB * FREE:
             return f"{name} ({needed / GIB:.3g} GiB)"
     return f"no ({needed / GIB:.3g} GiB at least)"
@@ -101,16 +100,18 @@ def table() -> str:
 
 
 def page() -> str:
-    resources.device_of = lambda options: torch.device("cuda")  # the table is of GPUs, wherever it is made
+    resources.device_of = lambda options: torch.device(
+        "cuda"
+    )  # the table is for GPUs, even if it is generated on another device
     return TEXT.read_text(encoding="utf-8").replace("<!-- table -->", table())
 
 
 def main() -> None:
-    made = page()
+    text = page()
     if "--check" not in sys.argv:
-        PAGE.write_text(made, encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != made:
-        sys.exit("docs/scaling.md is not what scripts/make_scaling_page.py writes. Run it.")
+        PAGE.write_text(text, encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != text:
+        sys.exit("docs/scaling.md is outdated: run scripts/make_scaling_page.py")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""burnish's Trainer beside transformers', step by step: the table of docs/parity.md.
+"""Compare burnish's Trainer with transformers', step by step: the table of docs/parity.md.
 
-    python scripts/parity.py            # prints the table
-    python scripts/parity.py --write    # puts it into docs/parity.md
+    python scripts/parity.py            # print the table
+    python scripts/parity.py --write    # write it into docs/parity.md
 
-Each case is trained twice, by the two Trainers, from the same model, rows, arguments and seed, on the CPU. What is
-compared: the logged losses, learning rates and gradient norms of every step, and the weights at the end. Models are
-tiny and made here; nothing is downloaded.
+Each case is trained twice, by the two Trainers, from the same model, rows, arguments and seed, on the CPU. Compared are
+the logged losses, learning rates and gradient norms of every step, and the final weights. Models are tiny and created
+here; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ VOCAB = 64
 
 @dataclass(frozen=True)
 class Case:
-    """One training, described once and run by both.
+    """A training that is run with both Trainers.
 
     Args:
-        model: makes the model, the same each time.
-        rows: makes the rows.
-        arguments: of TrainingArguments, beyond those that all cases share.
-        trainer: of the Trainer's constructor.
+        model: creates the model, the same each time.
+        rows: creates the rows.
+        arguments: of TrainingArguments, besides those of all cases.
+        trainer: creates further arguments of the Trainer's constructor.
         mixin: methods that override the Trainer's.
-        differs: why the two are not expected to agree; empty where they are.
+        differs: why results are expected to differ; empty if they are not.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest differences over a run, relative but for the weights."""
+    """The largest differences over a run; relative, except for weights."""
 
     steps: int
     loss: float
@@ -133,7 +133,7 @@ def t5() -> nn.Module:
 
 
 class Linear(nn.Module):
-    """A plain module: no config, no **kwargs, a tuple of (loss, output)."""
+    """A plain module: no config, no **kwargs, returns a tuple of (loss, output)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def tokens(generator: torch.Generator, length: int = 12) -> torch.Tensor:
 
 
 def text_rows(number: int = 22) -> list[dict[str, Any]]:
-    """Rows whose prompts, of different lengths, are not learned: micro-batches weigh differently."""
+    """Return rows whose prompts are not trained and vary in length, so that micro-batches have different weights."""
     generator = torch.Generator().manual_seed(2)
     rows = []
     for _ in range(number):
@@ -203,14 +203,14 @@ class Endless(torch.utils.data.IterableDataset):
 
 
 def summed_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """A compute_loss_func as transformers' guide writes it: a sum divided by the items of the batch."""
+    """A compute_loss_func as in transformers' guide: a sum divided by the number of items of the batch."""
     logits, targets = outputs["logits"][:, :-1], labels[:, 1:]
     total = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
     return total / num_items_in_batch
 
 
 class WeightedLoss:
-    """compute_loss overridden as in transformers' guide: weighted classes."""
+    """Overrides compute_loss as in transformers' guide: weighted classes."""
 
     loss_is_scaled_for_ga = False
 
@@ -286,7 +286,7 @@ CASES = [
 
 
 def train(case: Case, trainer_class: type, arguments_class: type, num_steps: int) -> tuple[list[Any], nn.Module]:
-    """The logs of every step, and the trained model."""
+    """Return the logs of every step and the trained model."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = arguments_class(
             output_dir=folder, use_cpu=True, max_steps=num_steps, learning_rate=1e-2, logging_steps=1,
@@ -302,13 +302,13 @@ def train(case: Case, trainer_class: type, arguments_class: type, num_steps: int
 
 
 def compare(case: Case, num_steps: int = NUM_STEPS) -> Difference:
-    """Train by both."""
+    """Train with both Trainers and compare the results."""
     import burnish
 
     ours, our_model = train(case, burnish.Trainer, burnish.TrainingArguments, num_steps)
     theirs, their_model = train(case, transformers.Trainer, transformers.TrainingArguments, num_steps)
     if len(ours) != len(theirs):
-        raise RuntimeError(f"{case.name}: {len(ours)} steps, and {len(theirs)} by transformers")
+        raise RuntimeError(f"{case.name}: {len(ours)} steps with burnish, {len(theirs)} with transformers")
 
     def largest(name: str) -> float:
         return max(abs(a[name] - b[name]) / max(abs(b[name]), 1e-12) for a, b in zip(ours, theirs, strict=True))
@@ -331,7 +331,7 @@ def table(cases: list[Case], num_steps: int = NUM_STEPS) -> str:
 
 
 def quiet() -> None:
-    """The two Trainers say much that is not about their difference."""
+    """Silence the other output of the two Trainers."""
     transformers.logging.set_verbosity_error()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -339,11 +339,11 @@ def quiet() -> None:
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the table into docs/parity.md")
-    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/parity.md")
+    parser.add_argument("--only", default="", help="only cases whose name contains this")
     options = parser.parse_args(arguments)
-    if options.write and options.only:  # the versions under the table are those of all its lines
-        parser.error("--write puts the whole table into docs/parity.md; leave --only out")
+    if options.write and options.only:  # the versions below the table apply to all its lines
+        parser.error("--write replaces the entire table of docs/parity.md and cannot be combined with --only")
     torch.set_num_threads(1)
     quiet()
     made = table([case for case in CASES if options.only in case.name])

@@ -1,13 +1,13 @@
-"""Preferences beside TRL and LLaMA-Factory, step by step: the tables of docs/parity-preferences.md.
+"""Compare preference training with TRL and LLaMA-Factory, step by step: the tables of docs/parity-preferences.md.
 
-    python scripts/parity_preferences.py              # prints the tables
-    python scripts/parity_preferences.py --write      # puts them into docs/parity-preferences.md
-    python scripts/parity_preferences.py dpo kto,     # the cases whose names begin so
+    python scripts/parity_preferences.py              # print the tables
+    python scripts/parity_preferences.py --write      # write them into docs/parity-preferences.md
+    python scripts/parity_preferences.py dpo kto,     # only cases whose names start with these
 
-Each case is trained twice, from the same model, records, arguments and seed, on the CPU in float32: by a peer and by
-burnish, through the door that is the peer's. What is compared: everything that both log in every step, and the weights
-at the end. A peer runs all of its cases in a process of its own environment (``bench/environments.py``), and writes its
-logs and weights into a folder. Models are tiny and made here; the tokenizer is the demo's.
+Each case is trained twice from the same model, records, arguments and seed, on the CPU in float32: by another library
+and by burnish, with the interface of that library. Compared are all values that both log in every step, and the final
+weights. The cases of a library run in one process in its environment (``bench/environments.py``), which writes logs and
+weights into a folder. Models are tiny and created here; the tokenizer is that of the demo.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ SHOWN = {"loss": ["loss", "nll_loss", "sft_loss"], "rate": ["learning_rate"], "g
                                "odds_ratio_loss"],
          "logits, tokens": ["logits/chosen", "logits/rejected", "entropy", "mean_token_accuracy",
                             "num_tokens"]}  # fmt: skip
-"""Column -> what is logged under it."""
+"""Column -> logged values."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training, described once and run by a peer and by burnish.
+    """A training that is run with another library and with burnish.
 
     Args:
-        peer: of ``PEERS``. kind: DPO, KTO, Reward, ORPO or CPO; a stage of LLaMA-Factory.
-        arguments: of the config, or options, beyond those that all cases share.
-        records: makes the set.
-        trainer: makes arguments of the constructor. model: makes the model.
-        takes_rows: burnish gets the rows that TRL has made, with the other answers of KTO's baseline.
-        differs: why the two are not expected to agree; empty where they are.
+        peer: one of ``PEERS``. kind: DPO, KTO, Reward, ORPO or CPO; or a stage of LLaMA-Factory.
+        arguments: of the config, or options, besides those of all cases.
+        records: creates the dataset.
+        trainer: creates arguments of the constructor. model: creates the model.
+        takes_rows: burnish gets the rows that TRL has tokenized, with the mismatched completions of KTO.
+        differs: why results are expected to differ; empty if they are not.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Case:
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
-def said(role: str, text: str) -> list[dict[str, str]]:
+def messages(role: str, text: str) -> list[dict[str, str]]:
     return [{"role": role, "content": text}]
 
 
@@ -97,10 +97,10 @@ def texts() -> list[dict[str, Any]]:
 
 
 def pairs() -> list[dict[str, Any]]:
-    """Conversations."""
+    """Return pairs as conversations."""
     return [
-        {"prompt": said("user", question(n)), "chosen": said("assistant", answer(n)),
-         "rejected": said("assistant", wrong(n))}
+        {"prompt": messages("user", question(n)), "chosen": messages("assistant", answer(n)),
+         "rejected": messages("assistant", wrong(n))}
         for n in range(NUMBER)
     ]  # fmt: skip
 
@@ -109,7 +109,7 @@ def implicit() -> list[dict[str, Any]]:
     return [{side: [*pair["prompt"], *pair[side]] for side in ("chosen", "rejected")} for pair in pairs()]
 
 
-def verdicts() -> list[dict[str, Any]]:
+def labelled_examples() -> list[dict[str, Any]]:
     return [
         {"prompt": pair["prompt"], "completion": pair["chosen" if n % 3 else "rejected"], "label": bool(n % 3)}
         for n, pair in enumerate(pairs())
@@ -121,7 +121,7 @@ def with_margins() -> list[dict[str, Any]]:
 
 
 def ranked() -> list[dict[str, Any]]:
-    """Records of LLaMA-Factory."""
+    """Return records in LLaMA-Factory's format."""
     return [{"instruction": question(n), "input": "", "chosen": answer(n), "rejected": wrong(n)} for n in range(NUMBER)]
 
 
@@ -203,15 +203,15 @@ CASES = [
     *(dpo(name, f_divergence_type=name, trainer=second) for name in DIVERGENCES),
     dpo("LD-DPO", ld_alpha=0.5),
     dpo("WPO", use_weighting=True),
-    Case("KTO", "trl", "KTO", {}, verdicts, takes_rows=True),
-    Case("KTO, burnish's mismatched completions", "trl", "KTO", {}, verdicts,
+    Case("KTO", "trl", "KTO", {}, labelled_examples, takes_rows=True),
+    Case("KTO, burnish's mismatched completions", "trl", "KTO", {}, labelled_examples,
          differs="the previous record of the dataset, not of the micro-batch, gives another KL term"),
-    Case("KTO, two micro-batches", "trl", "KTO", TWO, verdicts, takes_rows=True,
+    Case("KTO, two micro-batches", "trl", "KTO", TWO, labelled_examples, takes_rows=True,
          differs="the KL term is a mean over the step, in TRL over the micro-batch"),
-    Case("KTO, LoRA", "trl", "KTO", {}, verdicts, lora, takes_rows=True),
-    Case("KTO, weights", "trl", "KTO", {"desirable_weight": 1.5, "undesirable_weight": 0.5}, verdicts, second,
+    Case("KTO, LoRA", "trl", "KTO", {}, labelled_examples, lora, takes_rows=True),
+    Case("KTO, weights", "trl", "KTO", {"desirable_weight": 1.5, "undesirable_weight": 0.5}, labelled_examples, second,
          takes_rows=True),
-    Case("KTO, without a KL term", "trl", "KTO", {"loss_type": "apo_zero_unpaired"}, verdicts),
+    Case("KTO, without a KL term", "trl", "KTO", {"loss_type": "apo_zero_unpaired"}, labelled_examples),
     Case("reward", "trl", "Reward", {}, implicit, model=scorer),
     Case("reward, margins and centering", "trl", "Reward", {"center_rewards_coefficient": 0.01}, with_margins,
          model=scorer),
@@ -261,7 +261,7 @@ SHARED = {"max_steps": NUM_STEPS, "per_device_train_batch_size": 4, "logging_ste
 
 
 def script(case: Case, library: str, folder: Path) -> tuple[list[Any], Mapping[str, torch.Tensor]]:
-    """By a trainer of TRL's name."""
+    """Train with a trainer class of TRL or burnish."""
     from datasets import Dataset
     from transformers import PrinterCallback
 
@@ -284,14 +284,14 @@ def script(case: Case, library: str, folder: Path) -> tuple[list[Any], Mapping[s
 
 
 def loaded(case: Case, folder: Path) -> Any:
-    """The model from a folder, from which TRL loads the reference too."""
+    """Save the model and load it, because TRL loads the reference model from the folder."""
     made = case.model()
     made.save_pretrained(folder / "start")
     return type(made).from_pretrained(folder / "start")
 
 
 def configured(case: Case, library: str, folder: Path) -> tuple[list[Any], Mapping[str, torch.Tensor]]:
-    """By a configuration of LLaMA-Factory."""
+    """Train with a configuration of LLaMA-Factory."""
     made = folder / "model"
     if library == "llamafactory":
         _prepare(case, folder)
@@ -316,7 +316,7 @@ def configured(case: Case, library: str, folder: Path) -> tuple[list[Any], Mappi
 
 
 def _prepare(case: Case, folder: Path) -> None:
-    """The model, with a value head that LLaMA-Factory reads, and the set."""
+    """Write the model, a value head that LLaMA-Factory can read, and the dataset."""
     model = case.model()
     model.config.summary_dropout_prob = 0.0
     model.save_pretrained(folder / "model")
@@ -334,42 +334,42 @@ def _prepare(case: Case, folder: Path) -> None:
 
 
 def run(library: str, folder: Path, cases: Iterable[Case]) -> None:
-    """Train all cases by a library, and write what there is to compare."""
+    """Train all cases with one library and write logs and weights."""
     quiet()
     for case in cases:
-        place = folder / case.folder
-        place.mkdir(parents=True, exist_ok=True)
-        logs, weights = (script if case.peer == "trl" else configured)(case, library, place)
+        case_folder = folder / case.folder
+        case_folder.mkdir(parents=True, exist_ok=True)
+        logs, weights = (script if case.peer == "trl" else configured)(case, library, case_folder)
         logs = [entry for entry in logs if "loss" in entry]
-        (place / f"{library}.json").write_text(json.dumps(logs))
+        (case_folder / f"{library}.json").write_text(json.dumps(logs))
         copied = {name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}
-        save_file(copied, place / f"{library}.safetensors")
+        save_file(copied, case_folder / f"{library}.safetensors")
 
 
 # --- the comparison ---------------------------------------------------------------------------------------------------
 
 
 def differences(case: Case, folder: Path) -> dict[str, float | None]:
-    """The largest over the run, to the largest value of the run; for weights absolute."""
+    """Return the largest differences over the run, relative to the largest value of the run; absolute for weights."""
     logs = {library: json.loads((folder / f"{library}.json").read_text()) for library in (case.peer, "burnish")}
     theirs, ours = logs[case.peer], logs["burnish"]
     if not len(theirs) == len(ours) == NUM_STEPS:
-        raise RuntimeError(f"{case.name}: {len(theirs)} steps by {case.peer}, {len(ours)} by burnish")
+        raise RuntimeError(f"{case.name}: {len(theirs)} steps with {case.peer}, {len(ours)} with burnish")
 
-    def apart(name: str) -> float | None:
+    def difference(name: str) -> float | None:
         both = [(float(a[name]), float(b[name])) for a, b in zip(theirs, ours, strict=True) if name in a and name in b]
         if not both:
             return None
         return max(abs(a - b) for a, b in both) / max(1e-9, *(abs(a) for a, _ in both))
 
     found = {
-        column: max((value for value in map(apart, names) if value is not None), default=None)
+        column: max((value for value in map(difference, names) if value is not None), default=None)
         for column, names in SHOWN.items()
     }
     one, other = (load_file(folder / f"{library}.safetensors") for library in (case.peer, "burnish"))
     shared = one.keys() & other.keys()
     if not shared:
-        raise RuntimeError(f"{case.name}: no weight has the same name: {sorted(one)[:3]}, {sorted(other)[:3]}")
+        raise RuntimeError(f"{case.name}: no weights with the same name: {sorted(one)[:3]}, {sorted(other)[:3]}")
     return {**found, "weights": max((one[name] - other[name]).abs().max().item() for name in shared)}
 
 
@@ -384,7 +384,7 @@ def table(cases: Iterable[Case], folder: Path) -> str:
 
 
 def versions(python: Path) -> str:
-    """The libraries of an environment that decide what a case computes."""
+    """Return the versions of the libraries of an environment that affect results."""
     names = ("trl", "llamafactory", "transformers", "peft", "torch")
     done = subprocess.run([python, "-m", "pip", "list", "--format=json"], capture_output=True, text=True, check=True)
     there = ((package["name"], package["version"]) for package in json.loads(done.stdout))
@@ -398,8 +398,10 @@ def main(arguments: list[str]) -> None:
         run(library, Path(folder), [case for case in CASES if case.name in names])
         return
     names, writes = [name for name in arguments if not name.startswith("--")], "--write" in arguments
-    if names and writes:  # the versions above the tables are those of all their lines
-        raise SystemExit("--write puts whole tables into docs/parity-preferences.md; leave the names of cases out")
+    if names and writes:  # the versions above the tables apply to all their lines
+        raise SystemExit(
+            "--write replaces entire tables of docs/parity-preferences.md and cannot be combined with names of cases"
+        )
     interpreters = import_module("environments").interpreters([*PEERS, "burnish"])
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "USE_V1": "0"}
     tables = {}

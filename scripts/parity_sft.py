@@ -1,13 +1,13 @@
-"""burnish's SFTTrainer beside TRL's, step by step: the table of docs/parity-sft.md.
+"""Compare burnish's SFTTrainer with TRL's, step by step: the table of docs/parity-sft.md.
 
-    python scripts/parity_sft.py              # prints the table
-    python scripts/parity_sft.py --write      # puts it into docs/parity-sft.md
-    python scripts/parity_sft.py text packed  # the cases whose names begin so
+    python scripts/parity_sft.py              # print the table
+    python scripts/parity_sft.py --write      # write it into docs/parity-sft.md
+    python scripts/parity_sft.py text packed  # only cases whose names start with these
 
 Each case is trained twice, by the two trainers, from the same model, rows, arguments and seed, on the CPU in float32.
-What is compared: the logged losses, learning rates, gradient norms and token counts of every step, and the weights at
-the end. Models are tiny and made here; the tokenizer is the demo's. It needs TRL, which burnish does not: where it is
-not installed, the script says so and does nothing.
+Compared are the logged losses, learning rates, gradient norms and token counts of every step, and the final weights.
+Models are tiny and created here; the tokenizer is that of the demo. Without TRL, the script prints a message and does
+nothing.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ COMPARED = ("loss", "learning_rate", "grad_norm", "num_tokens", "entropy", "mean
 
 @dataclass(frozen=True)
 class Case:
-    """One training, described once and run by both.
+    """A training that is run with both trainers.
 
     Args:
-        rows: makes the training set.
-        arguments: of SFTConfig, beyond those that all cases share.
-        trainer: makes arguments of the constructor.
-        model: makes the model.
-        differs: why the two are not expected to agree; empty where they are.
+        rows: creates the training dataset.
+        arguments: of SFTConfig, besides those of all cases.
+        trainer: creates arguments of the constructor.
+        model: creates the model.
+        differs: why results are expected to differ; empty if they are not.
     """
 
     name: str
@@ -201,7 +201,7 @@ CASES = [
 def trained(
     case: Case, trainer_class: Any, config_class: Any
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """The logs of every step, and the weights at the end."""
+    """Return the logs of every step and the final weights."""
     shared = {"max_steps": NUM_STEPS, "per_device_train_batch_size": 4, "logging_steps": 1, "learning_rate": 5e-3,
               "bf16": False, "use_cpu": True, "report_to": "none", "save_strategy": "no",
               "disable_tqdm": True}  # fmt: skip
@@ -252,24 +252,26 @@ def table(names: list[str]) -> list[str]:
 
 def main(arguments: list[str]) -> None:
     names, writes = [name for name in arguments if not name.startswith("--")], "--write" in arguments
-    if names and writes:  # the versions above the table are those of all its lines
-        raise SystemExit("--write puts the whole table into docs/parity-sft.md; leave the names of cases out")
+    if names and writes:  # the versions above the table apply to all its lines
+        raise SystemExit(
+            "--write replaces the entire table of docs/parity-sft.md and cannot be combined with names of cases"
+        )
     try:
         import trl
     except ImportError:
-        print("TRL is not installed: there is nothing to compare with.")
+        print("TRL is not installed, so there is nothing to compare.")
         return
     quiet()
     lines = table(names)
     if writes:
-        said = (
+        versions = (
             f"TRL {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}; {processor()}."
         )
-        put_into(DOCUMENT, f"{said}\n\n" + "\n".join(lines), BEGIN)
+        put_into(DOCUMENT, f"{versions}\n\n" + "\n".join(lines), BEGIN)
 
 
 def quiet() -> None:
-    """No words but those of the table, and one thread."""
+    """Silence other output and use one thread."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()
@@ -278,14 +280,14 @@ def quiet() -> None:
 
 
 def processor() -> str:
-    """The processor on which a table is made."""
+    """Return the name of the processor."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
     name: str = import_module("document").processor()
     return name
 
 
 def put_into(document: Path, made: str, begin: str) -> None:
-    """Put a table into its place in a document, from the mark ``begin`` to the next ``END``."""
+    """Write a table into a document, between the marker ``begin`` and the next ``END``."""
     before, rest = document.read_text(encoding="utf-8").split(begin)
     document.write_text(f"{before}{begin}\n{made}\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
 

@@ -1,13 +1,14 @@
-"""Lists the methods that the trainers of transformers and TRL call on themselves.
+"""List the methods that the trainers of transformers and TRL call on themselves.
 
-A subclass that overrides one of them changes the peer's training. burnish warns about overrides that it would not call
-(``trainer/constructor.py``); this file is where it reads the names from.
+A subclass that overrides one of them changes the training of that library. burnish warns about overrides that it would
+not call (``trainer/constructor.py``), using the list that this script writes.
 
-    python scripts/peer_methods.py            # fails if a list differs from the installed libraries
-    python scripts/peer_methods.py --write    # writes peer_methods.json (trainer/) and a table of docs/parity.md
+    python scripts/peer_methods.py            # fail if a list differs from the installed libraries
+    python scripts/peer_methods.py --write    # write peer_methods.json (trainer/) and a table of docs/parity.md
 
-In: the sources of transformers and TRL, which must be installed. Out: class -> names of methods, for each class of TRL
-those that it has beyond transformers' ``Trainer``; in the document those that burnish does not call, with the reason.
+It reads the sources of transformers and TRL, which must be installed. The list maps a class to names of methods; for
+classes of TRL, those that transformers' ``Trainer`` does not have. The document lists those that burnish does not call,
+with the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PEERS = {
     "ORPOTrainer": ("trl", "trl.experimental.orpo"), "CPOTrainer": ("trl", "trl.experimental.cpo"),
     "GRPOTrainer": ("trl",), "RLOOTrainer": ("trl",),
 }  # fmt: skip
-"""burnish's class -> modules that may hold the peer's class of that name."""
+"""burnish's class -> modules that may have the class of the same name."""
 
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "parity.md"
@@ -67,14 +68,14 @@ REASONS = {
     "Reward functions receive all columns of a record.": ("_remove_unused_columns",),
     "Passed to reward functions as `log_extra` and `log_metric`.": ("_log_completion_extra", "_log_metric"),
 }  # fmt: skip
-"""Why burnish does not call a method -> the methods."""
+"""Reason -> methods that burnish does not call."""
 
 
 def peer_class(name: str) -> type:
-    """The peer's class.
+    """Return the class of the other library.
 
     Raises:
-        ImportError: where no module of ``PEERS`` has it.
+        ImportError: if no module of ``PEERS`` has it.
     """
     for module in PEERS[name]:
         try:
@@ -85,7 +86,7 @@ def peer_class(name: str) -> type:
 
 
 def called_methods(kind: type) -> set[str]:
-    """Names of methods that ``kind`` and its bases define and call on ``self``."""
+    """Return names of methods that ``kind`` and its bases define and call on ``self``."""
     defined: set[str] = set()
     called: set[str] = set()
     for base in kind.__mro__:
@@ -101,17 +102,17 @@ def called_methods(kind: type) -> set[str]:
 
 
 def peer_methods() -> dict[str, list[str]]:
-    """The whole list."""
+    """Return class -> names of methods."""
     of_trainer = called_methods(peer_class("Trainer"))
-    found = {"Trainer": sorted(of_trainer)}
+    methods = {"Trainer": sorted(of_trainer)}
     for name in PEERS:
         if name != "Trainer":
-            found[name] = sorted(called_methods(peer_class(name)) - of_trainer)
-    return found
+            methods[name] = sorted(called_methods(peer_class(name)) - of_trainer)
+    return methods
 
 
 def uncalled() -> dict[str, list[str]]:
-    """burnish's class -> the methods of the peer that it does not call."""
+    """Return burnish's class -> methods of the other library that it does not call."""
     import burnish
 
     return {
@@ -122,10 +123,10 @@ def uncalled() -> dict[str, list[str]]:
 
 
 def table() -> str:
-    """The methods that burnish does not call.
+    """Return the table of methods that burnish does not call.
 
     Raises:
-        KeyError: where one has no reason.
+        KeyError: if a method has no reason.
     """
     reason_of = {name: reason for reason, names in REASONS.items() for name in names}
     classes: dict[str, list[str]] = {}
@@ -140,7 +141,7 @@ def table() -> str:
 
 
 def main() -> str | None:
-    """Compare or write the list and the table. Returns what is wrong."""
+    """Compare or write the list and the table. Returns an error message or None."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", action="store_true")
     writes, text = parser.parse_args().write, json.dumps(peer_methods(), indent=1) + "\n"

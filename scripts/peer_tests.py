@@ -1,12 +1,12 @@
-"""Runs TRL's own tests of its trainers, as they are and with the trainers led to burnish's: tables of docs/parity-*.md.
+"""Run TRL's tests of its trainers, unchanged and with burnish's trainers instead: tables of docs/parity-*.md.
 
-    python scripts/peer_tests.py FOLDER            # prints the tables; FOLDER: a source tree of TRL, with tests/
-    python scripts/peer_tests.py FOLDER --write    # puts them into the documents
-    python scripts/peer_tests.py FOLDER dpo kto    # the tests of some trainers; failures by name
+    python scripts/peer_tests.py FOLDER            # print the tables; FOLDER: a source tree of TRL, with tests/
+    python scripts/peer_tests.py FOLDER --write    # write them into the documents
+    python scripts/peer_tests.py FOLDER dpo kto    # the tests of some trainers, with the names of failures
 
-In: TRL and what its tests import (pytest, parameterized), installed. The tests ask for models and sets of the hub;
-small ones are made in the working folder under the same names, so that nothing is downloaded. Names that the installed
-TRL does not have any more are stood in for, so that only the tests that use them fail.
+TRL and the packages that its tests import (pytest, parameterized) must be installed. The tests use models and datasets
+of the hub; small ones are created in the working folder under the same names, so that nothing is downloaded. Names that
+the installed TRL no longer has are replaced by stubs, so that only the tests that use them fail.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ FILES = {
     "sft": "parity-sft.md",
     **dict.fromkeys(("dpo", "kto", "reward", "orpo", "cpo", "grpo", "rloo"), "parity-preferences.md"),
 }
-"""Trainer -> the document with its line."""
-LED = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "orpo": "ORPO", "cpo": "CPO", "grpo": "GRPO",
+"""Trainer -> document with its table."""
+REPLACED = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "orpo": "ORPO", "cpo": "CPO", "grpo": "GRPO",
        "rloo": "RLOO"}  # fmt: skip
 HUB = "trl-internal-testing"
 
@@ -42,22 +42,22 @@ HUB = "trl-internal-testing"
 
 
 def pytest_configure(config: Any) -> None:
-    """Prepare the process of the tests: stand-ins first, then the names."""
+    """Prepare the test process: stubs first, then the replacement of trainers."""
     import transformers
 
     make_models(Path(HUB))
-    make_sets(Path(HUB))
+    make_datasets(Path(HUB))
     on_cpu(transformers.TrainingArguments)
     transformers.logging.set_verbosity_error()
     for file in Path(os.environ["PEER_TESTS"]).glob("tests/test*.py"):
         for module, name in imported(file):
-            stand_in(module, name)
-    if os.environ["LED_TO"] == "burnish":
-        lead()
+            add_missing_name(module, name)
+    if os.environ["TRAINERS_OF"] == "burnish":
+        use_burnish()
 
 
 def on_cpu(arguments: Any) -> None:
-    """Set ``use_cpu``, without which TRL asks for a GPU that has bfloat16."""
+    """Set ``use_cpu``; otherwise TRL requires a GPU with bfloat16."""
     original = arguments.__post_init__
 
     def with_cpu(self: Any) -> None:
@@ -68,7 +68,7 @@ def on_cpu(arguments: Any) -> None:
 
 
 def imported(file: Path) -> Iterator[tuple[str, str]]:
-    """(module, name) of what a file imports from TRL and from transformers' helpers of tests."""
+    """Yield (module, name) of the imports of a file from TRL and from transformers' test utilities."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (
             (node.module or "").split(".")[0] == "trl" or node.module == "transformers.testing_utils"
@@ -76,26 +76,26 @@ def imported(file: Path) -> Iterator[tuple[str, str]]:
             yield from ((str(node.module), alias.name) for alias in node.names)
 
 
-class GoneType(type):
-    """Of what stands in the place of a name that the installed TRL does not have any more: a class that may be
-    inherited from, and that fails when called. Its attributes are such classes, with a ``value`` as enums have."""
+class StubType(type):
+    """Metaclass of stubs for names that the installed TRL no longer has: classes that may be inherited from and fail
+    when called. Their attributes are such classes, with a ``value`` like enums."""
 
     def __getattr__(cls, attribute: str) -> Any:
         if attribute.startswith("_"):
             raise AttributeError(attribute)
-        return cls.__name__.lower() if attribute == "value" else gone(attribute)
+        return cls.__name__.lower() if attribute == "value" else stub(attribute)
 
 
-def gone(name: str) -> type:
+def stub(name: str) -> type:
     def fail(self: object, *given: Any, **named: Any) -> None:
         raise NotImplementedError(f"{name} is not in the installed TRL")
 
-    return GoneType(name, (), {"__init__": fail})
+    return StubType(name, (), {"__init__": fail})
 
 
-def stand_in(module: str, name: str) -> None:
-    """Give a module a name that it does not have: from TRL's experimental part, or else one that fails; of what a test
-    requires, one that skips it."""
+def add_missing_name(module: str, name: str) -> None:
+    """Add a missing name to a module: from TRL's experimental part, or else a stub that fails; a ``require_`` decorator
+    skips the test."""
     try:
         holder: Any = importlib.import_module(module)
     except ImportError:
@@ -110,17 +110,17 @@ def stand_in(module: str, name: str) -> None:
         try:
             setattr(holder, name, getattr(importlib.import_module(f"trl.experimental.{kind}"), name))
         except (AttributeError, ImportError):
-            setattr(holder, name, gone(name))
+            setattr(holder, name, stub(name))
 
 
-def lead() -> None:
-    """Lead the names of the trainers to burnish's."""
+def use_burnish() -> None:
+    """Replace TRL's trainers and configs by burnish's."""
     import trl
 
     import burnish
     from burnish.trainer.trl.sft.collator import DataCollatorForLanguageModeling
 
-    for kind in LED.values():
+    for kind in REPLACED.values():
         for name in (f"{kind}Trainer", f"{kind}Config"):
             setattr(trl, name, getattr(burnish, name))
     importlib.import_module("trl.trainer.sft_trainer").DataCollatorForLanguageModeling = DataCollatorForLanguageModeling  # type: ignore[attr-defined]
@@ -151,24 +151,25 @@ def make_models(folder: Path) -> None:
         kind = name.split("-")[0]
         torch.manual_seed(0)
         config_class = getattr(transformers, kind).config_class
-        place = folder / f"tiny-{name}"
-        getattr(transformers, kind)(config_class(**given)).save_pretrained(place)
-        tokenizer.save_pretrained(place)
+        model_folder = folder / f"tiny-{name}"
+        getattr(transformers, kind)(config_class(**given)).save_pretrained(model_folder)
+        tokenizer.save_pretrained(model_folder)
 
 
-def make_sets(folder: Path) -> None:
-    """The forms of TRL's set ``zen``, with the same names and numbers of rows, and two sets of conversations."""
+def make_datasets(folder: Path) -> None:
+    """Create the variants of TRL's dataset ``zen``, with the same names and numbers of rows, and two datasets of
+    conversations."""
     others = ("ornate", "dark", "long", "wide", "loud", "dense", "late")
     lines = [f"{word} is better than {other}" for word in ("Plain", "Clear", "Short") for other in others][:19]
     cut = [(line[: line.index("better")], line[line.index("better") :], "worse.") for line in lines]
 
-    def said(role: str, text: str) -> list[dict[str, str]]:
+    def message(role: str, text: str) -> list[dict[str, str]]:
         return [{"role": role, "content": text}]
 
     def asked(text: str) -> list[dict[str, str]]:
-        return said("user", f"What is {text.split()[0]}?")
+        return message("user", f"What is {text.split()[0]}?")
 
-    answers = [(asked(line), said("assistant", line), said("assistant", "No.")) for line in lines]
+    answers = [(asked(line), message("assistant", line), message("assistant", "No.")) for line in lines]
     standard = {
         "language_modeling": [{"text": line} for line in lines],
         "prompt_only": [{"prompt": p} for p, _, _ in cut],
@@ -189,13 +190,17 @@ def make_sets(folder: Path) -> None:
     }
     both = (("standard", standard), ("conversational", conversational))
     zen = {f"{prefix}_{name}": rows for prefix, forms in both for name, rows in forms.items()}
-    write_set(folder / "zen", zen)
-    write_set(folder / "harmony", {name: conversational[name] for name in ("language_modeling", "prompt_completion")})
-    write_set(folder / "toolcall", {"default": [{**row, "tools": "[]"} for row in conversational["language_modeling"]]})
+    write_dataset(folder / "zen", zen)
+    write_dataset(
+        folder / "harmony", {name: conversational[name] for name in ("language_modeling", "prompt_completion")}
+    )
+    write_dataset(
+        folder / "toolcall", {"default": [{**row, "tools": "[]"} for row in conversational["language_modeling"]]}
+    )
 
 
-def write_set(folder: Path, forms: dict[str, list[dict[str, Any]]]) -> None:
-    """A folder that ``load_dataset`` reads by the names of its forms, with two rows for tests."""
+def write_dataset(folder: Path, forms: dict[str, list[dict[str, Any]]]) -> None:
+    """Write a folder that ``load_dataset`` reads by the names of its variants, with two test rows each."""
     lines = ["---", "configs:"]
     for name, rows in forms.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -209,40 +214,50 @@ def write_set(folder: Path, forms: dict[str, list[dict[str, Any]]]) -> None:
 # --- the two runs -----------------------------------------------------------------------------------------------------
 
 
-def outcomes(source: Path, trainer: str, led_to: str) -> dict[str, str]:
-    """Name of a test -> passed, failed or skipped."""
+def outcomes(source: Path, trainer: str, backend: str) -> dict[str, str]:
+    """Return name of a test -> passed, failed or skipped."""
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(source / "tests", f"{folder}/tests")  # without TRL itself, of another version, beside it
+        shutil.copytree(
+            source / "tests", f"{folder}/tests"
+        )  # without the package itself, which may have another version
         Path(folder, "tests", "__init__.py").touch()
         environment = {
-            **os.environ, "PEER_TESTS": str(source), "LED_TO": led_to, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled",
+            **os.environ, "PEER_TESTS": str(source), "TRAINERS_OF": backend, "HF_HUB_OFFLINE": "1",
+            "WANDB_MODE": "disabled",
             "PYTHONPATH": os.pathsep.join(
                 [str(ROOT / "scripts"), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
             ),
         }  # fmt: skip
-        words = ["-p", "peer_tests", "-q", "--tb=native", "--no-header", "-p", "no:cacheprovider", "--junitxml",
+        pytest_arguments = ["-p", "peer_tests", "-q", "--tb=native", "--no-header", "-p", "no:cacheprovider",
+                            "--junitxml",
                  f"{folder}/found.xml", "-o", "addopts=", "-c", os.devnull, "--rootdir", folder]  # fmt: skip
         file = f"tests/test_{trainer}_trainer.py"
-        subprocess.run([sys.executable, "-m", "pytest", *words, file], cwd=folder, env=environment, stdout=sys.stderr)
+        subprocess.run(
+            [sys.executable, "-m", "pytest", *pytest_arguments, file], cwd=folder, env=environment, stdout=sys.stderr
+        )
         cases = ElementTree.parse(f"{folder}/found.xml").iter("testcase")  # noqa: S314 - written a line above
         return {case.get("name", ""): next((child.tag for child in case), "passed") for case in cases}
 
 
 def line_of(source: Path, trainer: str) -> tuple[str, list[str]]:
-    """A line of the table, and the tests that pass on TRL alone."""
-    theirs, ours = (outcomes(source, trainer, led_to) for led_to in ("trl", "burnish"))
+    """Return a line of the table, and the tests that pass with TRL only."""
+    theirs, ours = (outcomes(source, trainer, backend) for backend in ("trl", "burnish"))
     there = [name for name, outcome in theirs.items() if outcome != "skipped"]
-    good = [name for name in there if theirs[name] == "passed"]
-    lost = [name for name in good if ours.get(name) != "passed"]
-    more = sum(ours.get(name) == "passed" for name in there if name not in good)
-    return f"| `test_{trainer}_trainer.py` | {len(there)} | {len(good)} | {len(good) - len(lost)} | {more} |", lost
+    passed = [name for name in there if theirs[name] == "passed"]
+    failed_with_burnish = [name for name in passed if ours.get(name) != "passed"]
+    num_common = len(passed) - len(failed_with_burnish)
+    additional = sum(ours.get(name) == "passed" for name in there if name not in passed)
+    return (
+        f"| `test_{trainer}_trainer.py` | {len(there)} | {len(passed)} | {num_common} | {additional} |",
+        failed_with_burnish,
+    )
 
 
 def main(arguments: list[str]) -> str | None:
-    """Returns what is wrong."""
+    """Run the tests and print or write the tables. Returns an error message or None."""
     names = [word for word in arguments[1:] if word != "--write"]
     if not arguments or not Path(arguments[0], "tests").is_dir():
-        return "Give the folder of TRL's sources, which has tests/."
+        return "Expected a source folder of TRL with tests/."
     if unknown := [name for name in names if name not in FILES]:
         return f"Unknown trainer: {', '.join(unknown)}. Expected: {', '.join(FILES)}."
     source, found = Path(arguments[0]).resolve(), dict[str, tuple[str, list[str]]]()
@@ -252,21 +267,26 @@ def main(arguments: list[str]) -> str | None:
     if "--write" not in arguments:
         return None
     if names:
-        return "--write puts whole tables into the documents; leave the names out."
+        return "--write replaces entire tables and cannot be combined with names of trainers."
     import transformers
     import trl
     from parity_sft import processor, put_into
 
-    head = "| tests | run | pass on TRL | of these on burnish | on burnish alone |\n|---|---|---|---|---|"
+    head = "| tests | run | pass on TRL | of these on burnish | on burnish only |\n|---|---|---|---|---|"
     version = source.name.removeprefix("trl-")
     for document in dict.fromkeys(FILES.values()):
         lines = [line for trainer, (line, _) in found.items() if FILES[trainer] == document]
-        names_lost = (name for trainer, (_, lost) in found.items() if FILES[trainer] == document for name in lost)
+        names_lost = (
+            name
+            for trainer, (_, failed_with_burnish) in found.items()
+            if FILES[trainer] == document
+            for name in failed_with_burnish
+        )
         missed = [f"`{name}`" for name in dict.fromkeys(names_lost)]
         installed = f"TRL {trl.__version__}, transformers {transformers.__version__}"
-        said = f"Tests of TRL {version}, on {installed}; {processor()}."
-        told = f"Pass on TRL alone: {', '.join(missed) or 'none'}."
-        put_into(ROOT / "docs" / document, "\n".join([said, "", head, *lines, "", told]), BEGIN)
+        heading = f"Tests of TRL {version}, on {installed}; {processor()}."
+        missed_line = f"Pass on TRL only: {', '.join(missed) or 'none'}."
+        put_into(ROOT / "docs" / document, "\n".join([heading, "", head, *lines, "", missed_line]), BEGIN)
     return None
 
 

@@ -130,7 +130,7 @@ def all_imports() -> list[tuple[Path, str, int]]:
     return [(file, module, line) for file in FILES for module, line in imports(file)]
 
 
-def test_imports_point_down_and_rooms_of_one_floor_do_not_know_each_other() -> None:
+def test_packages_import_only_lower_layers() -> None:
     found = []
     for file, module, line in all_imports():
         package, target = package_of(file), (module + ".").split(".")[1]
@@ -141,7 +141,7 @@ def test_imports_point_down_and_rooms_of_one_floor_do_not_know_each_other() -> N
     assert not found, "\n".join(found)
 
 
-def test_each_library_is_entered_by_its_door() -> None:
+def test_each_library_is_imported_only_by_its_files() -> None:
     found = []
     for file, module, line in all_imports():
         doors = DOORS.get(module.split(".")[0])
@@ -175,7 +175,7 @@ def test_every_extra_that_an_error_names_can_be_installed() -> None:
     assert named <= project["optional-dependencies"].keys()
 
 
-def test_a_door_is_a_file_that_exists() -> None:
+def test_files_that_may_import_a_library_exist() -> None:
     for library, doors in DOORS.items():
         for door in doors:
             assert (SOURCE / door).exists(), f"{library}: there is no {door}"
@@ -193,7 +193,7 @@ HEAVY = ("torch", "transformers", "datasets", "peft", "accelerate", "matplotlib"
         "from burnish.cli import main; main(['version'])",
     ],
 )
-def test_saying_hello_loads_no_library(statement: str) -> None:
+def test_importing_burnish_loads_no_library(statement: str) -> None:
     loaded = subprocess.run(
         [sys.executable, "-c", f"import sys\n{statement}\nprint('LOADED', *sys.modules)"],
         capture_output=True, text=True, check=True, env={"PYTHONPATH": str(SOURCE.parent)},
@@ -484,7 +484,7 @@ def test_nobody_changes_someone_elses_code_but_through_the_register() -> None:
     assert not found, f"{found}; use core.patching.patch(owner, name, value, why)"
 
 
-def test_what_stands_beside_the_register_is_still_there() -> None:
+def test_exceptions_to_the_patch_register_still_exist() -> None:
     for name in ELSEWHERE:
         tree = tree_of(SOURCE / name)
         assert list(patches_past_the_door(tree)), f"{name} sets nothing any more; take it off the list"
@@ -564,7 +564,7 @@ _NAMED_BY_OTHERS = {
 are not assembled yet."""
 
 
-def test_nothing_is_kept_that_nobody_names() -> None:
+def test_every_definition_is_used() -> None:
     """A function of a file or a private method that is no part of a register stands somewhere else too."""
     words: dict[str, int] = defaultdict(int)
     for file in FILES:
@@ -583,7 +583,7 @@ def test_nothing_is_kept_that_nobody_names() -> None:
 
 
 @pytest.mark.parametrize("room", ["parallel", "inference", "serve"])
-def test_a_file_that_answers_or_places_is_read_in_one_sitting(room: str) -> None:
+def test_files_of_servers_have_a_maximum_length(room: str) -> None:
     lengths = {name_of(f): len(text_of(f).splitlines()) for f in (SOURCE / room).rglob("*.py")}
     assert {name: length for name, length in lengths.items() if length > 400} == {}
 

@@ -63,13 +63,13 @@ def test_every_link_to_a_file_leads_somewhere(page):
         assert (page.parent / target).exists(), target
 
 
-def test_the_page_of_options_is_what_the_declarations_say():
+def test_options_page_is_up_to_date():
     """Made again with: python scripts/make_options_page.py"""
     make_options_page = loaded(ROOT / "scripts" / "make_options_page.py")
     assert (ROOT / "docs" / "options.md").read_text(encoding="utf-8") == make_options_page.page()
 
 
-def test_the_map_of_the_house_is_what_the_code_says():
+def test_map_is_up_to_date():
     """Made again with: python scripts/make_map.py"""
     assert (ROOT / "docs" / "map.md").read_text(encoding="utf-8") == loaded(ROOT / "scripts" / "make_map.py").page()
 
@@ -190,7 +190,7 @@ def test_every_configuration_on_a_page_can_be_planned(tmp_path):
     assert planned
 
 
-def test_the_readme_does_what_it_says(tmp_path):
+def test_readme_commands_run(tmp_path):
     """Its commands over its configuration, and its Python, one after the other."""
     folder = a_user(tmp_path)
     page = ROOT / "README.md"

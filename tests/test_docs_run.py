@@ -26,7 +26,7 @@ BLOCK = re.compile(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$', re.MULTILINE |
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_does_what_it_says(page: str, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_page_commands_run(page: str, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     make_model(tmp_path / "models" / "my-model")
     rows = records(32)

@@ -19,7 +19,7 @@ SMALL = {"model_name_or_path": MODEL, "max_steps": 2, "cutoff_len": 128, "per_de
          "gradient_accumulation_steps": 1, "bf16": "false", "report_to": "none", "overwrite_cache": "true"}  # fmt: skip
 
 
-def test_there_are_ten_of_them():
+def test_there_are_ten_recipes():
     assert len(RECIPES) == 10
 
 

@@ -197,7 +197,7 @@ def test_oft_is_described_by_the_keys_of_llamafactory(given, expected):
     assert sum(name.endswith("oft_R.default.weight") for name, _ in model.named_parameters()) == layers
 
 
-def test_oft_is_told_its_size_in_one_way():
+def test_oft_size_is_given_by_one_option():
     (problem,) = check_oft(Options(finetuning_type="oft", oft_rank=2))
     assert "oft_block_size" in problem.what
     assert not check_oft(Options(finetuning_type="lora", oft_rank=2))

@@ -330,7 +330,7 @@ def test_a_quantized_base_keeps_its_own_product():
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "pissa"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_merged_model_says_the_same_without_any_adapter(family, kind):
+def test_merged_model_has_the_same_logits_without_adapter(family, kind):
     _, model = attached(family, **KINDS[kind][0], lora_target=["all", "wte" if family == "gpt2" else "embed_tokens"])
     apart = logits(shaken(model))
     merge_into_base(model)
@@ -442,7 +442,7 @@ def test_a_checkpoint_of_an_adapter_is_an_adapter_that_peft_loads(options, tmp_p
     torch.testing.assert_close(logits(other), logits(model), **CLOSE)
 
 
-def test_experts_that_get_no_adapter_are_said():
+def test_experts_without_adapter_are_reported():
     adapter, _ = attached("mixtral")
     assert any("4 fused expert weights get no adapter" in note for note in adapter.notes)
 
@@ -461,7 +461,7 @@ def test_a_convolution_is_not_called_an_expert():
     assert note.startswith("1 convolutions get no adapter")
 
 
-def test_another_base_than_the_adapters_own_is_said(tmp_path):
+def test_different_base_model_is_reported(tmp_path):
     model = tiny_model()
     model.config.name_or_path = "org/one"
     adapter, model = attached(model=model)

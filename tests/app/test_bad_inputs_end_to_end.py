@@ -113,7 +113,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("command", ["train", "explain"])
 @pytest.mark.parametrize("case", REFUSED, ids=str)
-def test_it_is_refused_before_anything_is_written(
+def test_bad_input_is_rejected_before_anything_is_written(
     case: Case, command: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case.wrong()
@@ -184,7 +184,7 @@ SAID = [
 
 
 @pytest.mark.parametrize("case", SAID, ids=str)
-def test_it_runs_and_is_said(case: Case, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_succeeds_with_a_warning(case: Case, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     case.wrong()
     assert cli.main(["explain", "run.yaml", *case.words]) == 0
     out, _ = told(capsys)

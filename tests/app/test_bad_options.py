@@ -118,7 +118,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("command", ["train", "explain"])
 @pytest.mark.parametrize("wrong", REFUSED, ids=str)
-def test_it_is_refused(wrong: Wrong, command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_option_is_rejected(wrong: Wrong, command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(folder, **wrong.changes)
     before = sorted(path for path in folder.rglob("*"))
     assert cli.main([command, "run.yaml", *wrong.words]) == 2
@@ -151,7 +151,7 @@ def test_a_value_that_is_found_wrong_after_the_file_was_read_names_its_line_too(
     assert capsys.readouterr().err.startswith(f"error: run.yaml, line {line}: ")
 
 
-def test_a_misspelled_optimizer_is_offered_only_those_that_can_be_had(folder: Path) -> None:
+def test_suggestions_for_a_misspelled_optimizer_are_installed_ones(folder: Path) -> None:
     with pytest.raises(UserError) as refused:
         planned(folder, optim="adaloma")
     assert "adalomo" not in str(refused.value)
@@ -160,7 +160,7 @@ def test_a_misspelled_optimizer_is_offered_only_those_that_can_be_had(folder: Pa
         planned(folder, optim="adalomo")
 
 
-def test_three_mistakes_of_three_kinds_are_said_together(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_of_three_kinds_are_reported_together(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(folder, learning_rat="1e-4", save_steps="0", model_name_or_path="nowhere/here/model")
     assert cli.main(["train", "run.yaml"]) == 2
     shown = capsys.readouterr().err
@@ -176,7 +176,7 @@ def planned(folder: Path, **changes: str | None) -> Plan:
     return plan(read_config(write_run(folder, **changes)))
 
 
-def test_half_precision_on_a_cpu_runs_and_says_in_what(folder: Path) -> None:
+def test_half_precision_on_a_cpu_reports_its_dtype(folder: Path) -> None:
     """A16, A62."""
     assert any("fp16" in note and "CPU" in note for note in planned(folder, fp16="true", use_cpu="true").notes)
     assert planned(folder, bf16="true", use_cpu="true").options.bf16
@@ -193,6 +193,6 @@ def test_both_ways_of_writing_an_override_work(folder: Path) -> None:
         assert made.provenance["learning_rate"] == "the command line"
 
 
-def test_train_trains_without_being_told(folder: Path) -> None:
+def test_train_sets_do_train_by_default(folder: Path) -> None:
     """A61."""
     assert trains(planned(folder).options)

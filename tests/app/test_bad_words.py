@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.mark.parametrize("words", SAID)
-def test_wrong_words_are_answered_by_their_sentence(words: str) -> None:
+def test_wrong_arguments_give_their_error(words: str) -> None:
     before = files()
     assert answer(words) == (2, "", SAID[words])
     assert len(SAID[words].splitlines()) <= 8  # two problems at most, of four lines

@@ -44,7 +44,7 @@ MERGES = "b0: &b0 {x: 1}\n" + "".join(f"b{n}: &b{n}\n  <<: [{', '.join([f'*b{n -
     ],
     ids=["deep", "aliases", "merges"],
 )
-def test_yaml_that_stands_for_too_much(
+def test_yaml_aliases_that_expand_too_far_are_rejected(
     text: str, said: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("run.yaml").write_text(text, encoding="utf-8")
@@ -58,7 +58,7 @@ def test_json_that_is_too_deep(user_folder: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("text", few(["user: " + DEEP, LAUGHS], {LAUGHS}), ids=["deep", "aliases"])
-def test_a_template_file_of_yaml_that_stands_for_too_much(
+def test_template_file_with_yaml_aliases_that_expand_too_far_is_rejected(
     text: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("mine.yaml").write_text(text, encoding="utf-8")
@@ -118,7 +118,9 @@ ODD: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", ["data/odd.jsonl", "data/odd.csv", "data/odd.txt", "data/odd.parquet"])
 @pytest.mark.parametrize("kind", ODD)
-def test_a_data_file_that_is_none(kind: str, name: str, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_special_data_files_are_rejected(
+    kind: str, name: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ODD[kind](Path(name))
     assert "odd" in refused(capsys, f"dataset={name}")
     change("data/dataset_info.json", odd={"file_name": Path(name).name})
@@ -133,7 +135,7 @@ def test_a_data_file_that_is_none(kind: str, name: str, user_folder: Path, capsy
      ("odd.json", ["fsdp=full_shard", "fsdp_config=odd.json"]), ("odd.yaml", ["new_special_tokens_config=odd.yaml"]),
      ("out/launch.json", [])],
 )  # fmt: skip
-def test_another_file_that_is_none(
+def test_special_files_are_rejected(
     kind: str, name: str, words: list[str] | None, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path(name).unlink(missing_ok=True)
@@ -229,7 +231,7 @@ def test_an_output_dir_that_is_a_link_to_nothing(
 
 
 @pytest.mark.run
-def test_checkpoints_that_are_links_are_read_and_let_go_as_links(user_folder: Path) -> None:
+def test_checkpoints_that_are_links_are_read_and_only_links_are_removed(user_folder: Path) -> None:
     assert cli.main(["train", "run.yaml", "max_steps=4"]) == 0
     Path("out/checkpoint-4").rename("elsewhere")
     os.symlink("../elsewhere", "out/checkpoint-4")
@@ -288,7 +290,9 @@ def test_a_csv_without_a_header_does_not_print_its_first_record(
     assert len(err) < 900
 
 
-def test_only_what_was_cut_advises_a_longer_cut(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cutoff_len_is_suggested_only_for_truncated_examples(
+    user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     chat = [("human", "a"), ("gpt", "b"), ("human", "c")]
     write("data/rows.json", [{"conversations": [{"from": role, "value": text} for role, text in chat]}])
     err = refused(capsys)

@@ -27,7 +27,7 @@ NOT_OF_A_RESUME = {
 """They say whether the run goes on at all, or are seen in a run that does not train."""
 
 
-def test_each_option_is_kept_known_by_content_or_declared_harmless_and_never_two_of_them() -> None:
+def test_each_option_is_stored_or_fingerprinted_or_declared_harmless() -> None:
     by_content = [name for names in BY_CONTENT.values() for name in names]
     named = [*DECLARED, *by_content]
     assert len(named) == len(set(named))
@@ -107,7 +107,7 @@ def test_an_option_that_is_declared_harmless_changes_no_bit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*HARMLESS_SEEN, *OTHERS_SEEN])
-def test_any_option_changes_no_bit_or_is_spoken_of(name: str, half: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_option_has_no_effect_or_is_reported(name: str, half: Path, capsys: pytest.CaptureFixture[str]) -> None:
     beside = [f"{key}={json.dumps(v) if isinstance(v, list | dict) else v}" for key, v in SEEN[name].beside.items()]
     goes_on_alike_or_speaks(capsys, name, f"{name}={value_of(name)}", *beside)
 
@@ -132,7 +132,7 @@ def other_numbers(name: str) -> None:
     ids=["tokenizer", "norm", "rope parameters", "rope_scaling", "dataloader_drop_last", "on_empty_target"],
 )  # fmt: skip
 @pytest.mark.parametrize("command", ["train", "explain"])
-def test_what_makes_other_numbers_makes_another_run(
+def test_option_that_changes_results_prevents_a_resume(
     changed: str, harm: Any, words: list[str], command: str, half: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     harm()
@@ -141,13 +141,13 @@ def test_what_makes_other_numbers_makes_another_run(
 
 
 @pytest.mark.run
-def test_a_way_of_computing_may_change_and_is_said(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_implementation_option_is_reported(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "run.yaml", "padding_free=false"]) == 0
     assert "padding_free was true in checkpoint-2 and is false now." in told(capsys)[0]
 
 
 @pytest.mark.run
-def test_words_of_a_config_that_change_no_number_do_not_stop_a_run(half: Path) -> None:
+def test_config_keys_without_effect_on_results_do_not_prevent_a_resume(half: Path) -> None:
     change("model/config.json", transformers_version="4.0.0", use_cache=False)
     assert cli.main(["train", "run.yaml"]) == 0
     assert same_bits()

@@ -42,7 +42,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str], words: list
 
 
 @pytest.mark.parametrize("word", ["--version", "version"])
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str], word: str) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str], word: str) -> None:
     assert burnish(capsys, word) == (0, f"burnish {__version__}\n", "")
 
 
@@ -127,7 +127,7 @@ def test_debug_prints_the_traceback_and_is_no_option_of_the_run(capsys: pytest.C
     assert "Traceback" not in err
 
 
-def test_both_entries_of_train_say_the_same(tmp_path: Path) -> None:
+def test_both_ways_to_start_train_print_the_same(tmp_path: Path) -> None:
     words = ["--stage", "stf", "--output_dir", "out"]
     spelled = shell("-m", "burnish.train", *words, cwd=tmp_path)
     command = shell("-m", "burnish", "train", *words, cwd=tmp_path)

@@ -56,7 +56,7 @@ def test_every_option_is_in_one_of_the_tables_and_those_without_effect_in_none()
 
 
 @pytest.mark.parametrize("name", SHOWN_BY)
-def test_the_test_that_shows_an_option_is_there_and_speaks_of_it(name):
+def test_named_test_of_each_option_exists_and_mentions_it(name):
     file, _, test = SHOWN_BY[name].partition(": ")
     assert f"test_{test}" in sources_of(file)
     assert re.search(rf"\b{name}\b", sources_of(file)[f"test_{test}"])

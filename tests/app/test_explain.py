@@ -67,7 +67,7 @@ def test_full_training_with_adam_takes_sixteen_bytes_a_parameter() -> None:
     assert {term.name: term.num_bytes for term in terms} == {"weights": 4000, "gradients": 4000, "optimizer": 8000}
 
 
-def test_an_adapter_pays_for_what_moves_only() -> None:
+def test_adapter_memory_counts_trained_weights_only() -> None:
     shape = DecoderShape.of(tiny_config(2))
     terms = memory_terms(1000, 10, shape, Formats(2, 4, 2, 8), tokens=0)
     found = {term.name: term.num_bytes for term in terms}
@@ -117,14 +117,14 @@ def an_explanation() -> tuple[list[Any], list[Any]]:
     return sections, [Sample("Row 1 of 9", [("user\nhello ", False), ("hi!", True), ("x" * 2000, False)])]
 
 
-def test_what_is_trained_is_marked_without_colors() -> None:
+def test_trained_tokens_are_marked_without_colors() -> None:
     text = without_colors(*an_explanation())
     assert "user\n  hello ⟦hi!⟧" in text
     assert "Tiny  (run.yaml, line 1)" in text
     assert all(len(line) <= 120 for line in text.splitlines() if "xxx" not in line)
 
 
-def test_a_line_break_that_is_trained_is_seen() -> None:
+def test_trained_line_break_is_visible() -> None:
     sample = Sample("Row 1 of 1", [("question\n", False), ("answer\n", True)])
     assert "question\n  ⟦answer↵" in without_colors([], [sample])
 
@@ -207,7 +207,7 @@ def test_the_steps_are_counted_as_the_loop_will_count_them(made: Any) -> None:
     assert lines["evaluation"].startswith("10 examples")
 
 
-def test_who_set_a_value_is_told(made: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_source_of_a_value_is_shown(made: Any, capsys: pytest.CaptureFixture[str]) -> None:
     from burnish.explain.explain import explain
 
     explain(made(seed=7))
@@ -247,7 +247,7 @@ def test_a_sample_is_the_row_and_its_marks_are_its_labels(made: Any) -> None:
     assert middle.title == "Example 46 of 90, trained tokens"
 
 
-def test_packs_are_told_by_how_full_they_are(made: Any) -> None:
+def test_packs_are_described_by_their_filling(made: Any) -> None:
     lines = told(made(packing=True, cutoff_len=64))
     packs = int(lines["training set"].split(" packs of ")[0])
     assert lines["training set"].endswith("packs of 90 examples")
@@ -284,9 +284,7 @@ def test_adam_keeps_two_numbers_for_each_parameter_and_plain_descent_none(made: 
     assert formats_of(made(optim="sgd").options, config, SIZES).moments == 0
 
 
-def test_to_say_what_will_happen_reads_no_weights_not_even_to_know_them_again(
-    made: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_explain_reads_no_weights(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from burnish.run.recovery import fingerprints
 
     monkeypatch.setattr(fingerprints, "base_fingerprint", lambda options: pytest.fail("weights on a hub are fetched"))
@@ -310,7 +308,7 @@ def test_a_disk_that_is_too_small_is_refused_with_both_sizes(made: Any, monkeypa
     assert "save_total_limit: 1" in str(problem)
 
 
-def test_a_set_smaller_than_a_step_is_worth_knowing(made: Any) -> None:
+def test_dataset_smaller_than_a_step_gives_a_note(made: Any) -> None:
     assert "each epoch is one step" in told(made(max_samples=3)).get("", "")
 
 
@@ -378,14 +376,14 @@ def test_the_events_that_explain_lists_are_those_that_come(made: Any, asked: str
     assert fired == set(events_of(run.options)) == set(events.split())
 
 
-def test_packs_that_lie_flat_are_said_to_spare_tokens_as_rows_are(made: Any) -> None:
+def test_explain_reports_skipped_tokens_for_padding_free_packs(made: Any) -> None:
     """The same rule decides in ``build.py``: packs lie flat whatever ``padding_free`` says."""
     assert "skipped tokens" in told(made(packing=True, padding_free=False, cutoff_len=256))
     assert "skipped tokens" not in told(made(padding_free=False, needed_tokens_only=True))
     assert "skipped tokens" not in told(made(neftune_noise_alpha=5.0))
 
 
-def test_a_system_that_does_not_tell_its_memory_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_system_memory_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from burnish.run.plan.resources import available_memory
 
     def unknown() -> None:

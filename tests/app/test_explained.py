@@ -166,7 +166,7 @@ def claims_of_activations(made: Plan, prepared: Prepared, watch: Watch) -> None:
 @pytest.mark.parametrize(
     "name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE if name not in CASES)]
 )
-def test_a_run_is_what_explain_said(name: str, models: dict[str, Path], tmp_path: Path, monkeypatch: Any) -> None:
+def test_run_matches_explain(name: str, models: dict[str, Path], tmp_path: Path, monkeypatch: Any) -> None:
     method, _, optimizer = name.partition(" by ")
     given = CASES[name] if name in CASES else {**METHODS[method], **OPTIMIZERS[optimizer]}
     if given.get("optim") in ("lion_32bit", "adamw_8bit"):
@@ -227,7 +227,7 @@ def test_a_run_is_what_explain_said(name: str, models: dict[str, Path], tmp_path
     assert f"{trained:,}" in card
 
 
-def test_badam_says_its_turns_before_and_while_it_runs(
+def test_badam_blocks_are_shown_by_explain_and_during_the_run(
     models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     """The blocks that move, in their order, are those that were named; what is never trained does not move."""

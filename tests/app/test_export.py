@@ -136,7 +136,7 @@ def test_ollama_gets_the_template_in_its_own_language(name, expected):
     assert go_template(table()[name], byte_tokenizer()) == expected
 
 
-def test_a_template_that_brings_its_own_jinja_leaves_the_writing_to_ollama(made, tmp_path):
+def test_template_with_custom_jinja_has_no_ollama_template(made, tmp_path):
     text = (run(made, tmp_path / "out", template=None) / "Modelfile").read_text()
     assert "TEMPLATE" not in text
     assert 'PARAMETER stop "<|im_end|>"' in text
@@ -203,7 +203,7 @@ def test_a_run_is_never_written_over(made, tmp_path, name):
     assert [path.name for path in (tmp_path / "out").iterdir()] == [name.partition("/")[0]]
 
 
-def test_of_an_earlier_export_nothing_is_left_once_the_new_one_is_there(made, tmp_path, monkeypatch):
+def test_new_export_replaces_all_files_of_an_earlier_one(made, tmp_path, monkeypatch):
     out = tmp_path / "out"
     run(made, out)
     for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "out-f16.gguf"):
@@ -283,7 +283,7 @@ def test_a_run_is_exported_by_its_path(made, tmp_path, capsys):
     assert "nowhere" in capsys.readouterr().err
 
 
-def test_files_of_others_beside_a_killed_export_are_refused(made, tmp_path):
+def test_foreign_files_next_to_an_interrupted_export_are_rejected(made, tmp_path):
     (tmp_path / "out" / ".earlier-run").mkdir(parents=True)
     for name in (".lock", "model.safetensors", "thesis.tex"):
         (tmp_path / "out" / name).write_text("")
@@ -317,7 +317,7 @@ def test_a_value_that_cannot_be_exported_is_refused_with_its_line(made, tmp_path
     assert f"{file}, line 2: export_dir" in capsys.readouterr().err
 
 
-def test_another_text_is_an_error_and_another_cut_of_the_same_text_a_sentence(made):
+def test_different_text_is_an_error_and_different_tokenization_a_warning(made):
     tokenizer = AutoTokenizer.from_pretrained(made / "model")
     cut = tokenizer("river", add_special_tokens=False)["input_ids"]
     letters = [i for letter in "river" for i in tokenizer(letter, add_special_tokens=False)["input_ids"]]

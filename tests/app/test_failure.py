@@ -175,7 +175,7 @@ def test_the_number_of_the_operating_system_is_read_from_either_kind_of_error():
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_memory_that_is_not_there_is_told_in_figures_with_what_to_try(tmp_path, capsys):
+def test_out_of_memory_reports_sizes_and_remedies(tmp_path, capsys):
     error = raised(torch.empty, 2**50)
     assert "DefaultCPUAllocator" in str(error)
     status, text = told(capsys, error, tmp_path)
@@ -237,7 +237,7 @@ def test_the_advice_depends_on_the_declared_activity_and_on_no_function(capsys, 
     assert helps in text
 
 
-def test_python_out_of_memory_is_memory_too(capsys):
+def test_python_memory_error_is_reported_as_out_of_memory(capsys):
     status, text = told(capsys, raised(bytearray, 2**60))
     assert status == 1
     assert text.startswith("error: Out of memory")
@@ -254,7 +254,7 @@ def test_a_loss_that_is_not_finite_says_its_own_sentence(tmp_path, capsys):
     assert "checkpoint-4" in text
 
 
-def test_ctrl_c_is_a_line_and_its_status(tmp_path, capsys):
+def test_ctrl_c_prints_one_line_and_sets_the_exit_status(tmp_path, capsys):
     checkpoint(tmp_path, 8)
     status, text = told(capsys, KeyboardInterrupt(), tmp_path)
     assert status == 130
@@ -271,7 +271,7 @@ def test_ctrl_c_in_a_prediction_names_the_answers_that_are_kept(tmp_path, capsys
     assert "checkpoint" not in text
 
 
-def test_what_nobody_foresaw_is_a_line_and_a_traceback_in_the_folder_of_the_run(tmp_path, capsys):
+def test_unexpected_error_prints_a_line_and_saves_a_traceback(tmp_path, capsys):
     def fault():
         raise KeyError("q_proj")
 
@@ -350,7 +350,7 @@ except BaseException as error:
 """
 
 
-def test_a_reader_that_has_gone_is_no_failure_worth_a_word():
+def test_closed_output_pipe_prints_no_error():
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     writer = subprocess.Popen([sys.executable, "-c", PIPE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
     assert writer.stdout is not None

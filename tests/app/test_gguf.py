@@ -239,9 +239,7 @@ def test_an_exported_template_writes_the_spaces_that_training_gave_each_slot(
     assert folder("<s>red")["input_ids"] == AutoTokenizer.from_pretrained(model)("<s>red")["input_ids"]
 
 
-def test_where_a_normalizer_prepends_spaces_the_difference_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prepended_spaces_of_a_normalizer_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = sentencepiece_in(tmp_path / "model", pieces_of())
     with_legacy(model, True, tokenizer_class="PreTrainedTokenizerFast")
     file = model / "tokenizer.json"
@@ -270,7 +268,7 @@ def test_each_token_of_a_sentencepiece_vocabulary_has_its_type(tmp_path: Path) -
          [("r", "e"), ("e", "d"), ("re", "d"), ("e", "e"), ("r", "ed")], '"red" and "ee" are interleaved'),
     ],
 )  # fmt: skip
-def test_merges_that_scores_cannot_say_are_refused(tmp_path: Path, pieces, merges, what: str) -> None:
+def test_merges_without_equivalent_scores_are_rejected(tmp_path: Path, pieces, merges, what: str) -> None:
     model = sentencepiece_in(tmp_path / "model", pieces, merges=merges)
     with pytest.raises(UserError, match=what):
         exported(tmp_path / "out", model)

@@ -71,7 +71,7 @@ def find(address, monkeypatch, name, **given):
         ("org/none", {}, "has no such model, or you have no access to it"),
     ],
 )
-def test_what_the_hub_does_not_give_is_said_with_its_reason(
+def test_failed_download_is_reported_with_its_reason(
     tmp_path, monkeypatch, repositories, name, given, words
 ):  # fmt: skip
     with hub(**repositories) as (address, _), pytest.raises(UserError, match=words):

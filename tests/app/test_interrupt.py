@@ -57,7 +57,7 @@ def test_a_signal_ends_the_step_saves_and_gives_its_exit_status(tmp_path, capfd,
 
 @pytest.mark.parametrize("number", GOES_ON, ids=lambda number: number.name)
 @pytest.mark.parametrize("twice", [False, True])
-def test_a_notice_and_a_closed_terminal_save_a_checkpoint_and_end_nothing(tmp_path, capsys, number, twice):
+def test_sigusr1_and_a_closed_terminal_save_a_checkpoint_and_training_continues(tmp_path, capsys, number, twice):
     run, interrupt = interrupted(tmp_path, Kill(5, *[number] * (1 + twice)), save_strategy="no")
     assert run.state.global_step == run.state.max_steps
     assert (tmp_path / "checkpoint-5").is_dir()
@@ -132,7 +132,7 @@ def test_a_signal_with_no_step_to_finish_ends_the_run_at_once(tmp_path, number, 
     assert kind is KeyboardInterrupt or caught.value.code == 128 + number
 
 
-def test_a_scheduler_may_repeat_itself(tmp_path):
+def test_repeated_signals_of_a_scheduler_are_ignored(tmp_path):
     run, interrupt = interrupted(tmp_path, Kill(5, signal.SIGTERM, signal.SIGTERM, signal.SIGHUP), save_strategy="no")
     assert interrupt.exit_code == 143
     assert run.state.global_step == 5

@@ -92,7 +92,7 @@ def left_behind(steps, checkpoints, evaluations):
 
 
 @pytest.mark.slow
-def test_the_command_of_the_walk_through_word_for_word(workplace):
+def test_walk_through_command_runs_unchanged(workplace):
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "burnish.train", *WALK_THROUGH.split()]
     assert subprocess.run(command, env=environment, check=False).returncode == 0
@@ -104,7 +104,7 @@ SMALLER = {"max_samples": "60", "save_steps": "10", "eval_steps": "10", "badam_s
 
 
 @pytest.mark.parametrize("written_as", ["command", "yaml", "json"])
-def test_the_walk_through_on_sixty_rows_however_it_is_written(workplace, written_as):
+def test_walk_through_on_sixty_rows_in_every_notation(workplace, written_as):
     given = {**as_mapping(WALK_THROUGH.split()), **SMALLER}
     if written_as == "command":
         words = [word for name, value in given.items() for word in (f"--{name}", value)]
@@ -300,7 +300,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_here_is_refused_by_name_with_what_to_use_instead(workplace, capsys, name):
+def test_unsupported_option_is_rejected_with_an_alternative(workplace, capsys, name):
     Path("ds_lamb.json").write_text('{"optimizer": {"type": "Lamb"}}')
     text, remedy = REFUSED[name]
     assert main(["train", written(SFT + LORA + text) if "finetuning_type" not in text else written(SFT + text)]) == 2

@@ -50,7 +50,9 @@ def test_a_tokenizer_of_its_own_that_config_json_names(user_folder: Path, capsys
 
 @pytest.mark.run
 @pytest.mark.parametrize("mark", ["<image>", "<video>", "<audio>"])
-def test_what_stands_for_an_image(mark: str, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_image_placeholders_in_text_are_reported(
+    mark: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [{"instruction": f"{mark} What is it?", "output": "A stone."}, {"instruction": "a", "output": "b"}]
     write("data/rows.json", rows * 2)
     assert f"{mark} is trained as plain text" in (out := runs(capsys))

@@ -99,7 +99,7 @@ def test_every_option_that_may_name_a_file_is_a_source_or_known_to_name_none() -
 
 
 @pytest.mark.parametrize("stage", ["sft", "pt", "dpo", "rm", "kto"])
-def test_a_successor_leaves_nothing_of_an_earlier_run(stage: str, user_folder: Path) -> None:
+def test_new_run_removes_all_files_of_an_earlier_run(stage: str, user_folder: Path) -> None:
     if stage in ("dpo", "rm"):
         write("data/rows.json", pairs())
         write("data/dataset_info.json", {"rows": {"file_name": "rows.json", "ranking": True}})
@@ -172,7 +172,7 @@ def test_an_earlier_run_is_gone_once_its_successor_has_a_checkpoint(
     assert not Path("out/training_loss.png").exists()
 
 
-def test_a_killed_successor_is_taken_up_by_the_same_command(user_folder: Path) -> None:
+def test_killed_new_run_is_resumed_by_the_same_command(user_folder: Path) -> None:
     before = trained("max_steps=4")
     Path("out/.earlier-run").mkdir()
     for path in [*Path("out").glob("checkpoint-*"), Path("out/model.safetensors")]:

@@ -35,7 +35,7 @@ def test_a_value_is_read_as_the_declared_type_and_keeps_its_place(tmp_path: Path
     assert made.provenance["learning_rate"] == "run.yaml, line 4"
 
 
-def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     problems = refused(
         tmp_path, learning_rat="1e-4", num_train_epochs="three", per_device_train_batch_size="0",
         finetuning_type="loar", eval_strategy="steps", fp8="true",
@@ -134,7 +134,7 @@ def test_the_plan_is_not_written_to(tmp_path: Path) -> None:
         made.provenance["seed"] = "me"  # type: ignore[index]
 
 
-def test_what_was_changed_is_told_with_who_changed_it(tmp_path: Path) -> None:
+def test_derived_values_are_reported_with_their_source(tmp_path: Path) -> None:
     made = plan(given(tmp_path, seed="7", logging_steps="500"))
     told = {spec.name: (value, where) for spec, value, where in made.changed()}
     assert told["seed"] == (7, "run.yaml, line 4")
@@ -167,7 +167,7 @@ def test_a_folder_in_which_a_run_was_killed_while_it_wrote_its_first_file_is_tak
     assert plan(given(tmp_path)).options.resume == "auto"
 
 
-def test_a_folder_with_other_files_is_refused_unless_told(tmp_path: Path) -> None:
+def test_folder_with_other_files_is_rejected_without_overwrite(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("words")
     (problem,) = refused(tmp_path)
@@ -176,7 +176,7 @@ def test_a_folder_with_other_files_is_refused_unless_told(tmp_path: Path) -> Non
     assert plan(given(tmp_path, overwrite_output_dir="true")).options.overwrite_output_dir
 
 
-def test_a_folder_with_checkpoints_is_continued_unless_told(tmp_path: Path) -> None:
+def test_folder_with_checkpoints_is_resumed_by_default(tmp_path: Path) -> None:
     (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
     assert plan(given(tmp_path)).options.resume == "auto"
     assert "an earlier run" in refused(tmp_path, resume="never")[0]

@@ -85,7 +85,7 @@ def test_the_standard_error_of_several_answers_counts_questions_and_not_answers(
 
 
 @pytest.mark.parametrize("given", [{"do_sample": False}, {"num_beams": 2}])
-def test_several_answers_that_would_all_be_one_are_refused(given):
+def test_several_greedy_responses_are_rejected(given):
     (problem,) = check_generation(RunOptions(samples=4, **given))
     assert '"samples" 4' in problem.what
 
@@ -276,7 +276,7 @@ def test_exact_match_is_a_share_and_does_not_mind_white_space_around():
     assert METRICS["exact_match"](["a ", "b", "c"], ["a", "b\n", "d"]) == {"exact_match": pytest.approx(2 / 3)}
 
 
-def test_a_metric_of_ones_own_is_asked_for_by_name(monkeypatch):
+def test_custom_metric_is_selected_by_name(monkeypatch):
     monkeypatch.setattr(METRICS, "_members", dict(METRICS._members))
 
     @METRICS.register("length")
@@ -318,7 +318,7 @@ def test_a_metric_that_does_not_exist_is_refused_with_the_nearest(tmp_path):
         run_of(tmp_path, predict_with_generate=True, predict_metrics="exact_mach")
 
 
-def test_generation_without_prompts_or_without_prediction_is_said():
+def test_generation_without_prompts_or_do_predict_is_reported():
     options = SimpleNamespace(predict_with_generate=True, stage="pt", do_predict=False, max_length=1024, samples=1)
     assert "stage: pt" in check_stage(options)[0].what
     assert "do_predict" in generation_notes(options)[0]

@@ -182,7 +182,7 @@ def test_rows_go_to_another_process_by_the_name_of_their_folder():
     assert pickle.loads(sent)[5] == rows[5]
 
 
-def test_encoding_is_told_as_work_batch_by_batch():
+def test_tokenization_reports_progress_by_batch():
     told = Told()
     watch_with(told)
     try:

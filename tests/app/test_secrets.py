@@ -282,6 +282,6 @@ def test_a_browser_is_started_without_the_key_among_its_words(
     assert page.stat().st_mode & 0o077 == 0
 
 
-def test_ordinary_words_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_text_is_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI_TOKEN", "a")
     assert without_secrets("a cat sat") == "a cat sat"

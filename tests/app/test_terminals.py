@@ -42,7 +42,7 @@ def test_an_explanation_on_a_terminal_of_ascii_is_written_with_plain_marks(user_
 
 
 @pytest.mark.parametrize("where", [">&- 2>&-", "> /dev/full", "2> /dev/full", *rarely(">&-", "2>&-")])
-def test_a_training_outlives_its_output(where: str, user_folder: Path) -> None:
+def test_training_continues_when_its_output_is_closed(where: str, user_folder: Path) -> None:
     done = shell(f"$B train run.yaml {where}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert Path("out/model.safetensors").is_file()
@@ -52,7 +52,7 @@ def test_a_training_outlives_its_output(where: str, user_folder: Path) -> None:
     assert "Trained 8 steps" in said
 
 
-def test_a_training_outlives_its_terminal(user_folder: Path) -> None:
+def test_training_continues_when_its_terminal_is_closed(user_folder: Path) -> None:
     """The terminal's window is closed in the middle of the run: SIGHUP, and every later write fails."""
     child, terminal = pty.fork()
     if child == 0:
@@ -80,7 +80,7 @@ def test_a_reader_that_leaves_does_not_end_a_training(user_folder: Path) -> None
 
 
 @pytest.mark.parametrize("command", ["version", *rarely("explain run.yaml", "train --help", "env", "help")])
-def test_what_was_asked_for_and_cannot_be_said_is_a_failure_in_a_sentence(command: str, user_folder: Path) -> None:
+def test_unwritable_output_is_an_error(command: str, user_folder: Path) -> None:
     done = shell(f"$B {command} > /dev/full")
     assert done.returncode == 1
     assert "Standard output cannot be written: no space left on device." in done.stderr

@@ -95,7 +95,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, damage):
         load(newest, run.parts)
 
 
-def test_the_oldest_go_and_the_best_stays(tmp_path):
+def test_oldest_checkpoints_are_removed_and_the_best_is_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, limit=2, in_background=False)
     run, _ = make_run(tmp_path)
     for step in (1, 2, 3, 4, 10):
@@ -168,7 +168,7 @@ def test_a_write_that_fails_in_the_background_is_raised_and_leaves_what_was_ther
     assert Checkpoints(tmp_path).newest()[0] == tmp_path / "checkpoint-1"
 
 
-def test_what_makes_it_another_run_stops_and_what_may_change_is_said(tmp_path):
+def test_incompatible_change_is_an_error_and_allowed_change_a_note(tmp_path):
     before = {"data": "aa", "seed": 1, "learning_rate": 1e-3, "rows_per_step": 16, "max_steps": 8}
     (tmp_path / "checkpoint-1").mkdir()
     write_manifest(tmp_path / "checkpoint-1", 1, before)
@@ -183,7 +183,7 @@ def test_what_makes_it_another_run_stops_and_what_may_change_is_said(tmp_path):
     assert compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, "seed": 2}, despite=True)
 
 
-def test_of_several_versions_those_that_changed_are_said(tmp_path):
+def test_changed_library_versions_are_reported(tmp_path):
     before = {"burnish": "0.1.0", "torch": "2.13.0", "transformers": "5.17.0"}
     (tmp_path / "checkpoint-1").mkdir()
     write_manifest(tmp_path / "checkpoint-1", 1, {"versions": before})

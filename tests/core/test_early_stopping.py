@@ -35,7 +35,7 @@ def evaluations_until_stop(callback, values, args, name="eval_loss"):
 
 @pytest.mark.parametrize("higher", [False, True])
 @pytest.mark.parametrize(("patience", "threshold"), [(1, 0.0), (3, 0.0), (2, 0.05)])
-def test_it_stops_where_transformers_stops(patience, threshold, higher):
+def test_early_stopping_stops_at_the_same_step_as_transformers(patience, threshold, higher):
     from transformers import EarlyStoppingCallback as Theirs
 
     args = arguments(greater_is_better=higher)
@@ -46,7 +46,7 @@ def test_it_stops_where_transformers_stops(patience, threshold, higher):
         assert ours == evaluations_until_stop(Theirs(patience, threshold), values, args)
 
 
-def test_it_stops_after_the_evaluations_that_are_asked_for():
+def test_early_stopping_uses_the_given_patience():
     assert evaluations_until_stop(EarlyStoppingCallback(2), [3.0, 2.0, 2.5, 2.4, 1.0], arguments()) == 4
     assert evaluations_until_stop(EarlyStoppingCallback(2), [3.0, 2.0, 1.0, 0.5, 0.4], arguments()) is None
 
@@ -77,7 +77,7 @@ def test_a_metric_that_no_evaluation_gives_is_said_with_those_it_gives():
     assert 'Did you mean "eval_accuracy"?' in str(caught.value)
 
 
-def test_what_it_needs_is_asked_for_before_the_run():
+def test_missing_requirements_of_early_stopping_are_reported_before_the_run():
     assert check_early_stopping(arguments()) == []
     assert check_early_stopping(arguments(early_stopping_steps=None, eval_strategy="no")) == []
     wrong = arguments(eval_strategy="no", metric_for_best_model=None, load_best_model_at_end=False)

@@ -39,7 +39,7 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
 
 
-def test_a_patch_stands_until_it_is_undone_and_the_register_knows_it() -> None:
+def test_patch_is_registered_until_it_is_undone() -> None:
     layers, x = model(), torch.ones(1, 3)
     before = layers(x)
     made = [patch(layer, "forward", MethodType(doubled, layer), FASTER) for layer in layers]
@@ -61,7 +61,7 @@ def test_one_patch_over_another_may_be_undone_in_any_order(first: int) -> None:
     assert not hasattr(layer, "speed")
 
 
-def test_what_somebody_put_over_a_patch_stays() -> None:
+def test_function_set_over_a_patch_is_kept() -> None:
     layer = nn.Linear(3, 3)
     made = patch(layer, "forward", MethodType(doubled, layer), FASTER)
     layer.forward = theirs = MethodType(doubled, layer)
@@ -90,7 +90,7 @@ def test_a_name_within_an_owner_is_put_back_too() -> None:
     assert not hasattr(layers[0].weight, "note")
 
 
-def test_a_hook_is_heard_while_it_stands() -> None:
+def test_hook_is_called_until_it_is_removed() -> None:
     layers, heard = model(), []
     with hooked(layers[0], "forward_pre", lambda module, given: heard.append(module), FASTER):
         layers(torch.ones(1, 3))
@@ -149,7 +149,7 @@ def planned(folder: Path, **options: object) -> Plan:
 
 @pytest.mark.run
 @pytest.mark.parametrize("name", RUNS)
-def test_explain_says_what_the_run_then_does(
+def test_explain_lists_the_patches_of_the_run(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Patches that structure decides are counted beforehand; those that weights decide may come or not."""

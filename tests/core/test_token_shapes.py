@@ -76,7 +76,7 @@ def test_a_token_of_a_known_shape_is_masked_wherever_it_stands(name: str) -> Non
                      "'{}': '{}'", "{}:{}"]),
     st.text(ALNUM + "!$%^&*()+.", min_size=8, max_size=40),
 )  # fmt: skip
-def test_what_stands_behind_a_name_of_a_secret_is_masked(name: str, form: str, value: str) -> None:
+def test_value_after_the_name_of_a_secret_is_masked(name: str, form: str, value: str) -> None:
     assert value not in without_secrets(form.format(name, value))
 
 
@@ -93,7 +93,7 @@ RANDOM = "Zx9Qw8Er7Ty6Ui5Op4"
      "apikey={}", "hub-token: {}", "AccountKey={};", "SharedAccessKey={};", "token: {}", "key: {}",
      "-----BEGIN RSA PRIVATE KEY-----\n{}\n-----END RSA PRIVATE KEY-----"],
 )  # fmt: skip
-def test_what_an_address_or_a_header_holds_is_masked(text: str) -> None:
+def test_secrets_in_urls_and_headers_are_masked(text: str) -> None:
     assert RANDOM not in without_secrets(text.format(RANDOM))
     assert MASK in without_secrets(text.format(RANDOM))
 

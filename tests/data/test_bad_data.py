@@ -132,7 +132,7 @@ def _all_of(read, *arguments):
     return list(read(*arguments).train)
 
 
-def test_a_cut_json_list_says_how_far_it_is_whole():
+def test_truncated_json_list_reports_the_last_complete_record():
     message = refusal(dataset=data("a.json", json.dumps(GOOD, indent=1)[:-20]))
     assert "23 records before this position can be read" in message
     assert "line 120" in message

@@ -59,7 +59,7 @@ def test_padding_is_learned_only_by_request():
     assert batch["labels"][0].tolist() == [-100, 11, 7, 7]
 
 
-def test_flat_rows_lie_end_to_end_and_each_begins_at_position_zero():
+def test_padding_free_rows_are_concatenated_with_positions_from_zero():
     batch = collate_padding_free([row(10, 3, prompt=0), row(20, 2, prompt=0), row(30, 1, prompt=0)])
     assert batch["input_ids"].tolist() == [[10, 11, 12, 20, 21, 30]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0]]
@@ -74,7 +74,7 @@ def test_the_first_token_of_a_flat_sequence_is_not_learned_from_its_neighbour():
     assert batch["labels"].tolist() == [[-100, 11, 12, -100, 21]]
 
 
-def test_a_pack_is_laid_flat_as_the_sequences_that_lie_in_it():
+def test_pack_becomes_padding_free_sequences():
     rows = [row(10, 3), row(20, 2), row(30, 4)]
     (one,) = pack(rows, 9)
     flat, loose = collate_padding_free([one]), collate_padding_free([rows[2], rows[0], rows[1]])

@@ -208,7 +208,7 @@ def test_generation_stops_on_the_templates_own_end_token():
         ((Message("user", "x"), Message("function", "no call")), "not valid JSON"),
     ],
 )
-def test_what_gives_no_row_is_counted(messages, why):
+def test_examples_without_a_row_are_counted(messages, why):
     row, reasons = encoded(own(CHATML)[0], *messages)
     assert row is None
     assert len(reasons) == 1

@@ -94,7 +94,7 @@ def test_monitors_and_comments_are_left_out_and_monitors_said_to_have_no_effect(
     assert '"tensor_parallel"' in problems(deepspeed={**given, "tensor_parallel": {"autotp_size": 2}})[0]
 
 
-def test_what_accelerate_was_told_is_taken(tmp_path, monkeypatch):
+def test_accelerate_settings_are_used(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
     assert parallel_name(RunOptions(use_cpu=True)) == "deepspeed"

@@ -116,7 +116,7 @@ def settings(**given):
     return fsdp_settings(ParallelOptions(**given))
 
 
-def test_words_of_every_version_of_fsdp_mean_what_they_meant(tmp_path, monkeypatch):
+def test_fsdp_keywords_of_all_versions_keep_their_meaning(tmp_path, monkeypatch):
     assert (
         settings(fsdp=True) == settings(fsdp="full_shard auto_wrap") == settings(fsdp=["full_shard"]) == FsdpSettings()
     )
@@ -136,7 +136,7 @@ def test_words_of_every_version_of_fsdp_mean_what_they_meant(tmp_path, monkeypat
     assert parallel_name(ParallelOptions()) == "fsdp"
 
 
-def test_what_has_no_effect_today_is_said_and_what_nobody_knows_is_refused(tmp_path):
+def test_fsdp_keys_without_effect_are_reported_and_unknown_ones_rejected(tmp_path):
     old = {"fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_version": 1}
     notes = list(fsdp_notes(ParallelOptions(fsdp=True, fsdp_config=old)))
     assert len(notes) == 2

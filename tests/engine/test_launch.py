@@ -132,7 +132,7 @@ def test_on_several_machines_ranks_go_on_where_the_machine_before_ended(program,
     ],
     ids=["fails", "is killed", "explains"],
 )
-def test_one_that_dies_ends_the_others_and_has_the_last_word(program, capfd, script, status, words):
+def test_failed_process_stops_the_others_and_its_error_is_shown(program, capfd, script, status, words):
     program(script)
     began = time.monotonic()
     assert launch([], TWO) == status
@@ -144,7 +144,7 @@ def test_one_that_dies_ends_the_others_and_has_the_last_word(program, capfd, scr
     assert "Connection closed" not in said
 
 
-def test_what_fails_is_started_again_from_its_checkpoint_where_asked(program, tmp_path, capfd):
+def test_failed_run_is_restarted_from_its_checkpoint_with_max_restarts(program, tmp_path, capfd):
     program(FAILS_ONCE)
     given = {**TWO, "output_dir": RawValue(str(tmp_path / "out"))}
     (tmp_path / "out" / "checkpoint-3").mkdir(parents=True)
@@ -160,7 +160,7 @@ def test_what_fails_is_started_again_from_its_checkpoint_where_asked(program, tm
     assert with_resume(["a"], str(tmp_path / "nothing")) == ["a"]
 
 
-def test_a_signal_goes_to_the_first_process_and_stops_all_without_a_word(program, tmp_path, capfd):
+def test_signal_is_sent_to_rank_0_and_stops_all_processes(program, tmp_path, capfd):
     script = (
         "import sys; from burnish.run import launch; from burnish.config.options import RawValue\n"
         f"launch.PROGRAM = ('-c', {STOPS_WHEN_ASKED!r})\n"

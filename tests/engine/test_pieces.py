@@ -31,7 +31,7 @@ def pieces_of(tensor, rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_what_any_number_of_ranks_wrote_is_read_whole_and_by_stretches(tmp_path, world_size):
+def test_shards_of_any_number_of_ranks_are_read_entirely_and_in_parts(tmp_path, world_size):
     tensors = {"a": torch.randn(5, 3), "b": torch.randn(2).to(torch.bfloat16), "step": torch.tensor(7.0)}
     for rank in range(world_size):
         mine = {name: pieces_of(t, rank, world_size) if t.dim() else t for name, t in tensors.items()}

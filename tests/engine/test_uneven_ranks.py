@@ -202,7 +202,7 @@ def test_a_loader_that_a_script_prepares_is_dealt_to_the_ranks(found):
     assert len(first["prepared rows"]) < 10 or len(second["prepared rows"]) < 10
 
 
-def test_a_note_is_said_by_the_first_rank_alone(found):
+def test_notes_are_printed_by_rank_0_only(found):
     _, first, second = found
     assert first["said"]
     assert not second["said"]

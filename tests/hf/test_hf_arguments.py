@@ -196,7 +196,7 @@ def test_shares_of_steps_may_be_multiples_of_each_other():
               load_best_model_at_end=True)  # fmt: skip
 
 
-def test_what_has_no_effect_is_said_once_by_name():
+def test_arguments_without_effect_are_reported_once():
     with pytest.warns(UserWarning, match="average_tokens_across_devices") as said:
         arguments("out", average_tokens_across_devices=False)
     assert len(said) == 1
@@ -215,7 +215,7 @@ def test_kubeflow_is_told_of_a_run_on_its_platform(monkeypatch):
     assert arguments("out", report_to=["kubeflow", "tensorboard"]).report_to == ["kubeflow", "tensorboard"]
 
 
-def test_the_usual_arguments_say_nothing():
+def test_common_arguments_give_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         arguments("out")

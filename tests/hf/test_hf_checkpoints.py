@@ -276,7 +276,7 @@ def test_a_checkpoint_of_transformers_without_optimizer_says_what_begins_anew(tm
 # --- which checkpoint -------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_that_is_not_there_is_said(tmp_path):
+def test_missing_checkpoint_is_reported(tmp_path):
     with pytest.raises(ValueError, match="Can't find a valid checkpoint at"):
         make_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "bogus"))
     with pytest.raises(ValueError, match="No valid checkpoint found in output directory"):
@@ -290,7 +290,7 @@ def test_false_begins_anew_and_nothing_does_too(tmp_path):
         assert [entry["step"] for entry in again.state.log_history] == [1, 2, 3, 4, 4]
 
 
-def test_the_arguments_may_ask_to_go_on_without_being_told(tmp_path):
+def test_resume_from_checkpoint_in_the_arguments_resumes(tmp_path):
     trained(tmp_path, max_steps=3)
     again = trained(tmp_path, max_steps=9, resume=None, save_steps=3)
     assert again.state.log_history[0]["step"] == 1

@@ -86,7 +86,7 @@ def pushing(folder, **given):
     return make_trainer(folder, model=bert(), train=classes(), **{**usual, **given})
 
 
-def test_a_pushed_model_can_be_loaded_and_has_a_card_that_the_hub_reads(hub, tmp_path):
+def test_pushed_model_can_be_loaded_and_has_a_valid_card(hub, tmp_path):
     trainer = pushing(tmp_path / "out", hub_private_repo=True)
     trainer.train()
     trainer.push_to_hub(commit_message="Done", dataset="rows of our own", tags=["tiny"])

@@ -84,7 +84,7 @@ def test_in_bfloat16_the_curve_stays(tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=5e-3)
 
 
-def test_who_asks_for_outputs_gets_those_of_the_padded_batch(tmp_path):
+def test_outputs_requested_by_a_script_are_those_of_the_padded_batch(tmp_path):
     trainer, _ = trained(tmp_path, Trainer, llama(tmp_path), max_steps=1)
     batch = next(iter(trainer.get_train_dataloader()))
     assert batch.keys() == {"input_ids", "attention_mask", "labels"}
@@ -93,7 +93,7 @@ def test_who_asks_for_outputs_gets_those_of_the_padded_batch(tmp_path):
     assert loss.item() == pytest.approx(trainer.compute_loss(trainer.model, dict(batch)).item(), abs=1e-6)
 
 
-def test_what_is_saved_says_nothing_of_it(tmp_path):
+def test_saved_model_has_no_trace_of_prefix_sharing(tmp_path):
     trainer, _ = trained(tmp_path, Trainer, llama(tmp_path), max_steps=1)
     trainer.save_model()
     assert "burnish" not in json.dumps(json.loads((tmp_path / "out" / "config.json").read_text()))

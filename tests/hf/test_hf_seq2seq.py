@@ -183,7 +183,7 @@ def counted(forward, calls):
 @pytest.mark.parametrize(
     "call", [{"max_new_tokens": 24}, {"max_length": 12}, {"max_new_tokens": 9, "min_new_tokens": 5}]
 )
-def test_a_decoder_alone_answers_over_seats_with_the_ids_of_generate(tmp_path, call):
+def test_decoder_only_model_generates_the_same_ids_over_slots(tmp_path, call):
     ours, passes = decoder(tmp_path, **call)
     theirs, passes_of_theirs = decoder(tmp_path, transformers, **call)
     assert np.array_equal(ours, theirs)
@@ -194,7 +194,7 @@ def test_a_decoder_alone_answers_over_seats_with_the_ids_of_generate(tmp_path, c
 @pytest.mark.parametrize(
     "call", [{"max_new_tokens": 6, "num_beams": 2}, {"max_new_tokens": 6, "no_repeat_ngram_size": 2}]
 )
-def test_what_seats_do_not_do_is_left_to_generate(tmp_path, call):
+def test_unsupported_generation_settings_use_generate(tmp_path, call):
     ours, passes = decoder(tmp_path, **call)
     theirs, passes_of_theirs = decoder(tmp_path, transformers, **call)
     assert np.array_equal(ours, theirs)

@@ -7,7 +7,7 @@ from burnish.inference.batch import generate_all
 from burnish.inference.types import GenerationRequest
 
 
-def test_answers_come_in_the_order_of_the_asks() -> None:
+def test_responses_are_in_the_order_of_the_requests() -> None:
     model, asked, done = model_of("llama"), prompts(12), []
     requests = [GenerationRequest(ids, 2 + at * 3 % 11) for at, ids in enumerate(asked)]
     found = generate_all(loop_of(model, 3), requests, lambda at, _: done.append(at))

@@ -38,7 +38,7 @@ def engine(model) -> Iterator[LocalEngine]:
     engine.close()
 
 
-def test_asks_of_several_threads_get_their_own_answers(engine: LocalEngine, model) -> None:
+def test_requests_of_several_threads_get_their_own_responses(engine: LocalEngine, model) -> None:
     asked = prompts(8)
     found = [Waited() for _ in asked]
     threads = [
@@ -51,7 +51,7 @@ def test_asks_of_several_threads_get_their_own_answers(engine: LocalEngine, mode
     assert [answer.ids for answer in found] == [alone(model, ids, 9) for ids in asked]
 
 
-def test_what_one_turn_made_is_delivered_at_once(model) -> None:
+def test_tokens_of_one_step_are_delivered_together(model) -> None:
     sizes, ended = [], threading.Event()
 
     def deliver(made) -> None:
@@ -92,9 +92,7 @@ def test_a_drained_engine_finishes_what_is_under_way(model) -> None:
     assert [answer.reason for answer in found] == ["length"] * 3
 
 
-def test_a_fault_that_is_nobodys_ends_the_thread_and_everyone_hears_of_it(
-    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_error_ends_the_thread_and_all_requests(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> bool:
         raise AssertionError("broken")
 

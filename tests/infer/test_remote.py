@@ -132,7 +132,7 @@ def test_the_key_goes_to_that_server_alone(stub: Stub) -> None:
     assert set(stub.keys) == {None}
 
 
-def test_what_a_server_refuses_or_breaks_off_is_a_failure_of_that_ask(stub: Stub) -> None:
+def test_server_error_fails_only_its_request(stub: Stub) -> None:
     engine = engine_of(stub)
     stub.status = 500
     refused = run(engine, GenerationRequest([3], 9))
@@ -144,7 +144,7 @@ def test_what_a_server_refuses_or_breaks_off_is_a_failure_of_that_ask(stub: Stub
     assert run(engine, GenerationRequest([3], 9)).reason == "length"
 
 
-def test_an_ask_is_cancelled_and_one_whose_time_is_over_ends(stub: Stub) -> None:
+def test_requests_can_be_cancelled_and_time_out(stub: Stub) -> None:
     stub.pause_s, stub.chunks = 0.05, [{"token_ids": [5]}] * 100
     engine, answer = engine_of(stub), Answer()
     handle = engine.submit(GenerationRequest([3], 200), answer)
@@ -155,7 +155,7 @@ def test_an_ask_is_cancelled_and_one_whose_time_is_over_ends(stub: Stub) -> None
     assert "timed out" in str(late.error)
 
 
-def test_too_many_asks_are_refused_and_a_closed_engine_takes_none(stub: Stub) -> None:
+def test_too_many_requests_and_requests_to_a_closed_engine_are_rejected(stub: Stub) -> None:
     stub.pause_s = 0.1
     engine = engine_of(stub, slots=1, waiting=1)
     found = [Answer(), Answer()]
@@ -177,7 +177,7 @@ def test_what_a_remote_engine_does_not_give_is_refused_by_name(stub: Stub) -> No
         engine_of(stub).submit(GenerationRequest([3, 4], 1, adapter="poet"), Answer())
 
 
-def test_a_server_that_is_not_there_is_said() -> None:
+def test_unreachable_server_is_reported() -> None:
     with pytest.raises(UserError, match="cannot connect"):
         RemoteEngine("http://127.0.0.1:9", tiny_tokenizer())
 

@@ -70,7 +70,7 @@ def test_answers_do_not_depend_on_pieces_neighbours_or_order(monkeypatch: pytest
     assert [answer.ids for answer in answers(exact, requests)] == usual
 
 
-def test_asks_that_come_later_join_those_under_way() -> None:
+def test_later_requests_join_running_ones() -> None:
     model = model_of("llama")
     loop, asked = loop_of(model, 3), prompts(9)
     found = []
@@ -95,7 +95,7 @@ def test_the_next_turn_of_a_conversation_reads_its_new_words_only() -> None:
     assert second.ids == alone(model, following, 6)
 
 
-def test_asks_that_begin_alike_read_the_beginning_once() -> None:
+def test_requests_with_a_common_prefix_process_it_once() -> None:
     model = model_of("llama")
     loop, shared = loop_of(model, 3), prompts(1, 2)[0] + list(range(3, 43))
     requests = [GenerationRequest([*shared, number], 5) for number in (7, 8, 9)]
@@ -125,7 +125,7 @@ def test_an_answer_never_goes_beyond_the_context() -> None:
         loop.submit(GenerationRequest(list(range(3, 19)), 50), Answer())
 
 
-def test_a_cancelled_ask_ends_within_a_turn_and_its_slot_is_free() -> None:
+def test_cancelled_request_ends_within_a_step_and_frees_its_slot() -> None:
     loop, first, second = loop_of(model_of("llama"), 1), Answer(), Answer()
     handle = loop.submit(GenerationRequest([5], 50), first)
     loop.submit(GenerationRequest([6], 3), second)
@@ -139,13 +139,13 @@ def test_a_cancelled_ask_ends_within_a_turn_and_its_slot_is_free() -> None:
     assert second.reason == "length"
 
 
-def test_an_ask_whose_deadline_has_passed_ends() -> None:
+def test_request_ends_at_its_deadline() -> None:
     made = answers(loop_of(model_of("llama")), [GenerationRequest([5], 50, deadline=time.monotonic() - 1)])
     assert made[0].reason == "cancelled"
     assert "timed out" in str(made[0].error)
 
 
-def test_too_many_waiting_asks_are_refused() -> None:
+def test_too_many_waiting_requests_are_rejected() -> None:
     loop = Scheduler(model_of("llama"), SlotLimits(1, 64, waiting=2))
     for _ in range(2):
         loop.submit(GenerationRequest([5], 5), Answer())

@@ -92,12 +92,12 @@ def test_a_call_that_was_cut_is_no_call_or_an_earlier_one_whole(tool_format: str
 
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS.names())
 @pytest.mark.parametrize("text", ["", "Hello.", "{", "[]", "null", '{"name": 1}', "<tool_call>", "Action: x", "a\nb"])
-def test_what_is_no_call_is_not_read_as_one(tool_format: str, text: str) -> None:
+def test_text_that_is_no_call_is_not_parsed_as_one(tool_format: str, text: str) -> None:
     assert TOOL_FORMATS[tool_format].reader.read(text, {}) is None
 
 
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS.names())
-def test_what_a_call_begins_with_is_known(tool_format: str) -> None:
+def test_start_of_a_call_is_detected(tool_format: str) -> None:
     calls = [Call("get_weather", {"city": "x"})]
     text, reader = TOOL_FORMATS[tool_format].write(calls).strip(), TOOL_FORMATS[tool_format].reader
     assert text.startswith(reader.openings_for(schema_of(calls)))

@@ -36,7 +36,7 @@ def change_json(path, **changes):
 
 
 @pytest.mark.parametrize("name", [None, "", "  "])
-def test_no_name_is_refused(name):
+def test_missing_model_name_is_rejected(name):
     (problem,) = check_model(ModelOptions(model_name_or_path=name))
     assert "model_name_or_path is not set" in str(problem)
 
@@ -354,7 +354,7 @@ def test_a_folder_without_weights_can_be_trained_from_scratch(tmp_path):
     assert "train_from_scratch: true" in found
 
 
-def test_everything_wrong_is_said_at_once(tmp_path):
+def test_all_problems_are_reported_together(tmp_path):
     saved_model(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     (tmp_path / "model.safetensors").write_bytes(b"")

@@ -271,7 +271,7 @@ def test_a_run_ends_in_the_same_weights(tmp_path, method):
     assert made[True][1]["num_input_tokens_seen"] == made[False][1]["num_input_tokens_seen"] > 0
 
 
-def test_explain_says_what_is_spared(tmp_path, capsys):
+def test_explain_reports_skipped_tokens(tmp_path, capsys):
     given = make_user(tmp_path, default_system="You are a helpful assistant who answers in one word.")
     assert main(["explain", *as_words(given)]) == 0
     assert "skipped tokens" in capsys.readouterr().out

@@ -120,7 +120,7 @@ def test_the_ratio_of_odds_is_that_of_trl(case):
 
 
 @pytest.mark.parametrize("peer", ["llamafactory", "trl"])
-def test_kto_is_theirs(peer):
+def test_kto_losses_match_trl_and_llamafactory(peer):
     rows = NUMBERS["kto_rows"]
     ratio = tensor([sum(row["policy"]) - sum(row["reference"]) for row in rows])
     of_neighbours = tensor([sum(row["policy_kl"]) - sum(row["reference_kl"]) for row in rows])
@@ -225,6 +225,6 @@ def test_a_reward_loss_asks_for_the_margin_and_pulls_the_mean_of_scores_to_zero(
     assert torch.allclose(shifted, torch.full((2,), 0.5).log().neg() + 0.5 * tensor([1.0, 4.0]))
 
 
-def test_a_pair_that_the_policy_writes_gladly_weighs_more_than_one():
+def test_pair_with_high_policy_likelihood_has_a_weight_above_one():
     """As TRL and the paper's equation have it: tokens that are likelier than the mean one have a weight above 1."""
     assert wpo_weights(torch.tensor([0.5]), torch.tensor([0.25])).item() == pytest.approx(math.exp(0.75))

@@ -232,7 +232,7 @@ def test_attention_that_was_asked_for_is_left_alone():
     assert model.config._attn_implementation == "eager"
 
 
-def test_the_question_leaves_no_trace():
+def test_attention_check_does_not_change_the_model():
     model = tiny("llama", attention_dropout=0.1)
     model.model.layers[0].eval()
     modes = [module.training for module in model.modules()]
@@ -294,7 +294,7 @@ def test_the_head_of_a_model_is_found(family):
     assert (head.scale, head.softcap) == HEADS[family]
 
 
-def test_a_head_that_does_more_than_it_says_is_not_believed():
+def test_head_with_additional_operations_is_detected():
     capped, adapted, heard = tiny("gemma2"), tiny(), tiny()
     capped.config.final_logit_softcapping = None
     capped.forward = lambda *args, own=capped.forward, **kwargs: _capped(own(*args, **kwargs))

@@ -71,7 +71,7 @@ def assert_same(row, side, expected):
     few(golden().get("encoded", []), 10),
     ids=lambda case: f"{case['template']}-{case['data']}-{case['cutoff_len']}",
 )
-def test_rows_are_llamafactorys(case, folder):
+def test_rows_match_llamafactory(case, folder):
     count = case["records"] if isinstance(case["records"], int) else None
     stage = "kto" if case["data"].startswith("kto") else "dpo"
     rows = encoded(case["data"], folder, case["template"], stage, case["cutoff_len"], count)

@@ -135,7 +135,7 @@ def make_adapter(workplace, monkeypatch):
     [{}, {"stage": "kto"}, {"ref_model": "other"}, {"finetuning_type": "lora"}, {"pref_loss": "aot"}],
     ids=lambda given: "-".join(given) or "full",
 )
-def test_a_reference_that_is_asked_beforehand_says_the_same(workplace, monkeypatch, changes):
+def test_precomputed_reference_gives_the_same_loss(workplace, monkeypatch, changes):
     """And of the start no copy is kept."""
     from burnish.run import references
 
@@ -199,5 +199,5 @@ def test_what_contradicts_itself_is_refused_before_anything_is_read(workplace, c
         ({}, "learning_rate 0.001 is high for preference optimization"),
     ],
 )
-def test_what_has_no_effect_or_is_hardly_meant_is_said(workplace, changes, sentence):
+def test_options_without_effect_or_with_unlikely_values_are_reported(workplace, changes, sentence):
     assert any(note.startswith(sentence) for note in plan(given(workplace, **changes)).notes)

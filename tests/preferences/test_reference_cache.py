@@ -40,7 +40,7 @@ BEFORE = {"precompute_ref_log_probs": True}
     "changes", [{}, {"stage": "kto"}, {"finetuning_type": "lora"}, {"ref_model": "other"}],
     ids=lambda given: "-".join(given) or "full",
 )  # fmt: skip
-def test_a_second_run_reads_what_the_reference_said(workplace, monkeypatch, asked, changes):
+def test_second_run_reads_cached_reference_values(workplace, monkeypatch, asked, changes):
     first = losses(workplace, monkeypatch, **BEFORE, **changes)
     assert len(asked) == 1
     assert losses(workplace, monkeypatch, **BEFORE, **changes) == first
@@ -87,7 +87,7 @@ def cut_off(workplace):
     ],
     ids=["weights", "rows", "damaged", "cut_off", "ref_model", "template", "ld_alpha", "overwrite_cache", "bf16"],
 )  # fmt: skip
-def test_a_changed_reference_is_asked_anew(workplace, monkeypatch, asked, change):
+def test_changed_reference_is_computed_again(workplace, monkeypatch, asked, change):
     losses(workplace, monkeypatch, **BEFORE)
     given = change(workplace)
     cached = losses(workplace, monkeypatch, **BEFORE, **given)
@@ -103,7 +103,7 @@ def test_a_cache_that_cannot_be_written_stops_no_run(workplace, monkeypatch, ask
     assert "Reference log-probabilities cannot be cached" in capsys.readouterr().out
 
 
-def test_a_script_reads_what_the_reference_said(workplace, tmp_path, asked):
+def test_script_reads_cached_reference_values(workplace, tmp_path, asked):
     found = [script_losses(make("DPOTrainer", workplace / "model", tmp_path, **BEFORE)) for _ in range(2)]
     assert found[0] == found[1]
     assert len(asked) == 1

@@ -184,7 +184,7 @@ def swapped(rows):
 # --- small sets -------------------------------------------------------------------------------------------------------
 
 
-def test_one_verdict_is_compared_with_itself(folder, tmp_path):
+def test_single_kto_example_is_compared_with_itself(folder, tmp_path):
     trainer = make("KTOTrainer", folder / "model", tmp_path, verdicts(1))
     assert trainer.train_dataset[0]["KL_completion_ids"] == trainer.train_dataset[0]["completion_ids"]
     assert losses(trainer)

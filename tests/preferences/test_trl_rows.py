@@ -56,7 +56,7 @@ def wholes(rows):
 @pytest.mark.parametrize(
     "case", few(CASES, 6), ids=lambda case: f"{case['set']}-{case['trainer']}-{case['max_length']}"
 )
-def test_rows_are_trls(case):
+def test_rows_match_trl(case):
     expected, records = expected_of(case), golden()["rows"]["trl"]["records"][case["set"]]
     if not expected:
         with pytest.raises(UserError, match="No examples of the train dataset are left"):

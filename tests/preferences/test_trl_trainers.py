@@ -210,7 +210,7 @@ def test_a_reference_may_be_a_model_or_its_name_and_not_the_model_itself(folder,
     [{}, {"peft_config": LoraConfig(**LORA)}, {"ref_model": "other"}],
     ids=["whole", "adapter", "second model"],
 )
-def test_a_reference_that_is_asked_beforehand_says_the_same(kind, given, folder, tmp_path):
+def test_precomputed_reference_gives_the_same_loss(kind, given, folder, tmp_path):
     given = {**given, **({"ref_model": str(folder / "other")} if "ref_model" in given else {})}
     rows, found = as_set(verdicts(6) if kind == "KTOTrainer" else pairs(6)), []
     for is_before in (False, True):

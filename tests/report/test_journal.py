@@ -39,7 +39,7 @@ def workplace(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_run_tells_who_ran_it_what_was_given_what_happened_and_how_it_ended(workplace, capsys):
+def test_journal_has_command_options_events_and_outcome(workplace, capsys):
     assert main(["train", "run.yaml", "learning_rate=1e-3", "hub_token=hf_canary_secret"]) == 0
     folder = Path("saves/first")
     launch, outcome = (json.loads((folder / name).read_text()) for name in ("launch.json", "outcome.json"))
@@ -96,7 +96,7 @@ def test_a_run_that_is_refused_leaves_nothing(workplace):
     assert not Path("saves").exists()
 
 
-def test_a_refusal_is_told_to_who_launched_the_process(workplace):
+def test_error_is_reported_to_the_launching_process(workplace):
     folder = Path("saves/first")
     folder.mkdir(parents=True)
     (folder / "launch.json").write_text(json.dumps(launched(["cpu"])))

@@ -305,7 +305,7 @@ def test_the_base_of_a_local_model_is_the_one_that_its_own_card_names(tmp_path):
     assert "base_model" not in header(card_text(facts(base_model=str(tmp_path / "sft"))))
 
 
-def test_a_card_tells_no_secret_and_no_folder():
+def test_card_contains_no_secrets_or_paths():
     text = card_text(facts())
     assert "burnish chat saves/first\n" in text
     assert "/home/me" not in text

@@ -178,7 +178,7 @@ def test_evaluations_do_not_slow_the_rate_down(capsys):
     assert set(rates) == {"100"}
 
 
-def test_other_processes_say_nothing(capsys):
+def test_other_ranks_print_nothing(capsys):
     fake_run(ProgressCallback(FACTS), 20, 1, state=TrainerState(max_steps=20, is_world_process_zero=False))
     assert capsys.readouterr().out == ""
 
@@ -293,7 +293,7 @@ def test_a_terminal_gets_one_live_line_and_its_cursor_back():
     assert shown.count("\n") < 30
 
 
-def test_no_color_leaves_no_color():
+def test_no_color_disables_colors():
     shown = in_terminal(NO_COLOR="1")
     assert not re.search(r"\x1b\[(\d;)?(3|9)\d", shown)
     assert "━" in shown

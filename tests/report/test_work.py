@@ -54,7 +54,7 @@ def line(done, total, seconds):
     return made
 
 
-def test_the_sentence_says_how_far_how_fast_and_how_long():
+def test_progress_line_has_share_rate_and_remaining_time():
     assert line(12_000, 100_000, 4.0).sentence() == "Encoding: 12,000 of 100,000 records, 3.00k a second, 0:29 left"
     assert line(0, None, 83.0).sentence() == "Encoding: 1:23 so far"
     assert line(0, 5, 2.0).sentence() == "Encoding: 0 of 5 records"
@@ -82,7 +82,7 @@ def test_without_a_terminal_a_line_is_printed_now_and_then(monkeypatch, capsys):
     made.end()
 
 
-def test_a_moment_of_work_shows_nothing(capsys):
+def test_short_work_shows_no_progress(capsys):
     made = WorkLine()
     made.begin("Loading the model", None, "rows")
     made.end()

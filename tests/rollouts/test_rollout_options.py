@@ -118,7 +118,7 @@ def test_options_that_contradict_each_other_are_refused(tmp_path, given, words):
         ({"stage": "sft", "num_generations": 4}, '"num_generations" has no effect: stage is sft.'),
     ],
 )
-def test_options_that_are_hardly_meant_are_noted(tmp_path, given, words):
+def test_options_with_unlikely_values_give_a_note(tmp_path, given, words):
     assert any(words in note for note in planned(tmp_path, **given).notes)
 
 

@@ -185,7 +185,7 @@ def test_a_resume_with_another_reward_is_refused_unless_it_is_accepted(tmp_path)
         train({**given, "max_steps": 4, "on_changed_reward": "accept", "temperature": 0.5})
 
 
-def test_notes_are_said_once_with_their_numbers(capsys):
+def test_notes_are_printed_once_with_their_values(capsys):
     options = SimpleNamespace(max_completion_length=64)
     notes, state = RolloutNotesCallback(options), TrainerState()
     log = {"loss": 0.0, "reward": 0.5, "reward_std": 0.5, "entropy": 2.0, "frac_reward_zero_std": 1, "grad_norm": 0.0}
@@ -201,7 +201,7 @@ def test_notes_are_said_once_with_their_numbers(capsys):
         assert said.count(part) == 1, part
 
 
-def test_explain_says_what_is_drawn_and_what_it_takes(tmp_path, capsys):
+def test_explain_reports_completions_and_their_memory(tmp_path, capsys):
     explain(plan({name: RawValue(value, "test") for name, value in user(tmp_path, rl_preset="dapo").items()}))
     said = capsys.readouterr().out
     parts = [

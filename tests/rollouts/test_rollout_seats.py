@@ -72,7 +72,7 @@ def test_completions_of_a_merged_adapter_are_those_of_the_applied_one(folder):
     assert made[0] == made[1]
 
 
-def test_out_of_memory_begins_again_with_fewer_seats(folder, monkeypatch, capsys):
+def test_out_of_memory_retries_with_fewer_slots(folder, monkeypatch, capsys):
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     whole = SlotSource(model, 6, 256, nullcontext).complete(PROMPTS, KEYS, LIMITS)
     run, most = OverSlots.run, 6
@@ -107,9 +107,7 @@ def test_no_memory_for_a_single_completion_is_refused(folder, monkeypatch):
 
 
 @pytest.mark.parametrize(("kept", "gigabytes", "seats"), [(None, 1000, 48), (None, 0.01, 4), (None, 0, 1), (7, 0, 7)])
-def test_seats_are_what_was_asked_for_or_those_of_a_generation_that_fit_into_memory(
-    folder, monkeypatch, kept, gigabytes, seats
-):
+def test_number_of_slots_is_the_requested_one_or_fits_into_memory(folder, monkeypatch, kept, gigabytes, seats):
     monkeypatch.setattr(rollouts, "total_memory", lambda device: int(gigabytes * 1e9))
     config = AutoModelForCausalLM.from_pretrained(folder).config
     config.update({"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 512})

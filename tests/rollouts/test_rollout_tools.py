@@ -126,7 +126,7 @@ def test_calls_are_run_and_their_results_are_not_learned(folder):
     assert len(starts) == 2  # the second turn has noise of its own
 
 
-def test_the_mask_leaves_out_what_tools_said(folder):
+def test_mask_excludes_tool_results(folder):
     trainer, source = trained(folder, [[call("add", a=1, b=1), "2"], ["x"], ["y"], ["z"]])
     source.inner.seen = []
     key = [replace(k, sample=0) for k in _keys(1)]

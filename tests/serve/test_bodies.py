@@ -162,7 +162,7 @@ def broken_text(draw: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("bodies", [150, pytest.param(3000, marks=pytest.mark.slow)])
-def test_wrong_bodies_are_never_our_fault(serve, bodies: int) -> None:
+def test_invalid_bodies_are_never_server_errors(serve, bodies: int) -> None:
     running, draw = serve(), random.Random(17)
     seen: dict[int, int] = {}
     for turn in range(bodies):

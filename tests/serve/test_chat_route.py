@@ -129,7 +129,7 @@ def test_a_turn_of_the_engine_wakes_the_loop_once_and_what_comes_meanwhile_not_a
     assert len(loop.calls) == 1
 
 
-def test_a_stop_string_is_no_part_of_the_text_and_frees_the_seat(serve) -> None:
+def test_stop_string_is_not_part_of_the_text_and_frees_the_slot(serve) -> None:
     running = serve(lambda ask: [*b"one two three", *[65] * 400])
     _, whole = post(running, "/v1/chat/completions", {**CHAT, "stop": "two"})
     assert whole["choices"][0]["message"]["content"] == "one "
@@ -190,7 +190,7 @@ def test_of_a_request_that_does_not_fit_no_part_is_begun(serve) -> None:
     stream.close()
 
 
-def test_a_client_that_goes_frees_its_seats(serve) -> None:
+def test_disconnected_client_frees_its_slots(serve) -> None:
     running = serve(engine=ScriptedEngine(lambda ask: [65] * 400, slots=4, waiting=0, pause_s=0.02))
     streams = [open_stream(running) for _ in range(4)]
     for stream in streams:
@@ -202,7 +202,7 @@ def test_a_client_that_goes_frees_its_seats(serve) -> None:
     assert len(running.engine.cancelled) == 4
 
 
-def test_a_client_that_goes_before_its_whole_answer_frees_its_seat(serve) -> None:
+def test_client_that_disconnects_during_a_response_frees_its_slot(serve) -> None:
     running = serve(engine=ScriptedEngine(lambda ask: [65] * 400, pause_s=0.02))
     waiting = open_stream(running, stream=False)
     wait_for(lambda: running.engine.num_open == 1)
@@ -311,7 +311,7 @@ def test_several_prompts_have_choices_in_their_order(serve) -> None:
     assert whole["usage"]["prompt_tokens"] == 4
 
 
-def test_tokens_go_there_and_back(serve) -> None:
+def test_tokenize_and_detokenize_are_inverse(serve) -> None:
     running = serve()
     _, found = post(running, "/tokenize", {"model": "first", "prompt": "hé"})
     assert found == {"tokens": [104, 195, 169], "count": 3, "max_model_len": 512, "pieces": ["h", "Ã", "©"]}
@@ -320,7 +320,7 @@ def test_tokens_go_there_and_back(serve) -> None:
     assert post(running, "/detokenize", {"tokens": [257]})[0] == 400
 
 
-def test_what_is_not_there_says_what_is(serve) -> None:
+def test_unknown_route_lists_the_existing_ones(serve) -> None:
     running = serve()
     status, _, text = send(running, "POST", "/v1/embeddings", {})
     assert (status, json.loads(text)["error"]["code"]) == (404, "unknown_url")

@@ -157,7 +157,7 @@ def subject(key: str, category: str = "") -> Subject:
     return Subject(key, category, {}, "")
 
 
-def test_without_told_answers_no_accuracy_is_claimed() -> None:
+def test_no_accuracy_without_reference_answers() -> None:
     unknown = chosen({"filtered_resps": [(-1.0, False), (-0.5, True)], "target": ""})
     assert (unknown.letter, unknown.is_right) == ("B", None)
     assert accuracies([subject("law")], {"law": [unknown]}) == {"num_questions": 1, "num_answered": 0}
@@ -215,7 +215,7 @@ def test_a_whole_model_is_measured_without_an_adapter(
     assert written.startswith(f"# The options of this run, written by burnish {command}. ")
 
 
-def test_nothing_to_measure_is_said(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_data_for_evaluation_is_reported(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(model)]) == 2
     assert "nothing to evaluate" in capsys.readouterr().err
 

@@ -148,7 +148,7 @@ def test_public_addresses_are_global():
     assert all(is_global(ipaddress.ip_address(one)) for one in ("93.184.215.14", "2606:2800:21f:cb07:6820:80da:af6b:1"))
 
 
-def test_a_name_that_answers_otherwise_the_second_time_gains_nothing(monkeypatch):
+def test_dns_rebinding_is_prevented(monkeypatch):
     answers = iter(["93.184.215.14", "127.0.0.1"])
     connected = []
 
@@ -243,7 +243,7 @@ def test_a_body_that_ends_too_early_is_no_image(as_public):
         assert "could not be fetched" in refused(ImageAccess([f"{HOST}:{server.port}"]), server.url)
 
 
-def test_a_status_of_failure_is_said(as_public):
+def test_http_error_status_is_reported(as_public):
     with web(lambda handler: handler.send_error(404)) as server:
         assert "status 404" in refused(ImageAccess([f"{HOST}:{server.port}"]), server.url)
 

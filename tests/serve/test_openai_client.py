@@ -182,7 +182,7 @@ def test_a_text_completion_has_openais_length_where_the_request_names_none(real:
     assert (found.usage.completion_tokens, found.choices[0].finish_reason) == (16, "length")
 
 
-def test_many_ask_at_once_and_each_gets_its_own_answer(real: Real) -> None:
+def test_concurrent_requests_get_their_own_responses(real: Real) -> None:
     words = ["hot", "big", "up", "old", "day", "in", "fast", "good", "wet", "open"]
     asked = {"model": "demo", "temperature": 0, "max_tokens": 8}
     alone = [
@@ -208,7 +208,7 @@ def test_many_ask_at_once_and_each_gets_its_own_answer(real: Real) -> None:
     assert asyncio.run(together()) == [answer.choices[0].message.content for answer in alone]
 
 
-def test_a_conversation_goes_on_from_what_its_seat_remembers(real: Real) -> None:
+def test_conversation_continues_from_the_cache_of_its_slot(real: Real) -> None:
     first = real.client.chat.completions.create(model="demo", messages=ASKED, temperature=0, max_tokens=8)
     longer = [*ASKED, first.choices[0].message.model_dump(), {"role": "user", "content": "opposite: big"}]
     second = real.client.chat.completions.create(model="demo", messages=longer, temperature=0, max_tokens=8)

@@ -84,7 +84,7 @@ def test_a_reward_model_is_measured_as_one_without_being_told(place: Path) -> No
     assert "eval_accuracy" in json.loads(Path("measured/eval_results.json").read_text())
 
 
-def test_nothing_to_predict_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_data_for_prediction_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", str(DEMO / "model")]) == 2
     assert "eval_dataset is not set" in capsys.readouterr().err
 

@@ -77,7 +77,7 @@ def test_a_client_that_goes_ends_the_work_behind_it(relayed: tuple[int, Engine])
     assert engine.gone.wait(5)
 
 
-def test_an_engine_that_is_away_is_a_sentence(relayed: tuple[int, Engine]) -> None:
+def test_unreachable_engine_is_an_error_message(relayed: tuple[int, Engine]) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", relayed[0], timeout=10)
     connection.request("POST", "/away", b"{}")
     response = connection.getresponse()

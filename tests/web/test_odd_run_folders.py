@@ -122,7 +122,7 @@ def strict(text: str) -> Any:
     return json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
 
 
-def test_every_list_of_the_page_stands(page: Any, odd: dict[str, Path]) -> None:
+def test_every_list_works_with_a_damaged_run(page: Any, odd: dict[str, Path]) -> None:
     status, _, text = page.send("GET", "/api/runs")
     assert status == 200
     runs = {run["name"]: run for run in strict(text)["runs"]}
@@ -139,7 +139,7 @@ def test_every_list_of_the_page_stands(page: Any, odd: dict[str, Path]) -> None:
     strict(page.send("GET", "/api/poll")[2])
 
 
-def test_every_view_of_an_odd_run_answers(page: Any, odd: dict[str, Path]) -> None:
+def test_every_view_of_a_damaged_run_works(page: Any, odd: dict[str, Path]) -> None:
     for run in page.get("/api/runs")["runs"]:
         for path in (f"/api/runs/{run['id']}", f"/api/runs/{run['id']}/series", f"/api/runs/{run['id']}/log",
                      f"/api/poll?runs={run['id']}&log=1&after={run['id']}:0:0:0:"):  # fmt: skip

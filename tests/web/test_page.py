@@ -196,7 +196,7 @@ def test_a_run_reads_without_script(page) -> None:
     assert 'lang="en"' in text
 
 
-def test_the_page_speaks_chinese_to_who_reads_it(page) -> None:
+def test_page_is_chinese_for_chinese_browsers(page) -> None:
     _, _, text = page.send("GET", "/runs", **{"Accept-Language": "zh-CN,zh;q=0.9,en;q=0.5"})
     assert 'lang="zh"' in text
     assert "训练列表" in text
@@ -384,7 +384,7 @@ def test_a_folder_is_proposed_that_holds_nothing_yet(page, root) -> None:
     assert page.send("GET", "/api/free?folder=/etc")[0] == 422
 
 
-def test_a_folder_that_holds_a_run_is_not_taken_without_a_word(page, root, monkeypatch) -> None:
+def test_folder_with_a_run_is_not_overwritten_without_confirmation(page, root, monkeypatch) -> None:
     monkeypatch.setattr("burnish.serve.page.jobs.starting.start_burnish", lambda *_: _Ended())
     values = {"model_name_or_path": "m", "dataset": "d", "output_dir": "saves/first"}
     status, _, text = page.send("POST", "/api/runs", {"values": values})
@@ -499,7 +499,7 @@ def test_an_export_knows_its_formats(page, root, monkeypatch) -> None:
 
 
 @pytest.mark.run
-def test_wrong_bodies_are_never_our_fault(page) -> None:
+def test_invalid_bodies_are_never_server_errors(page) -> None:
     draw = random.Random(23)
     odd = [None, 1, -1, "x", "", [], {}, {"a": 1}, ["x"], True, 1e300, "\u0000", "../..", {"output_dir": 3}, [1, "a"]]
     names = [
@@ -527,7 +527,7 @@ def test_wrong_bodies_are_never_our_fault(page) -> None:
 
 
 @pytest.mark.parametrize("odd", ["abc", "-1", "1e3", "9" * 40, "²"])
-def test_a_number_in_an_address_that_is_none_is_refused_by_name(page, odd: str) -> None:
+def test_invalid_number_in_a_url_is_rejected(page, odd: str) -> None:
     run = page.id_of("first")
     for path, name in ((f"/api/runs/{run}/series", "points"), (f"/api/runs/{run}/log", "before")):
         status, _, text = page.send("GET", f"{path}?{name}={urllib.parse.quote(odd)}")
@@ -558,7 +558,7 @@ def test_the_layout_names_options_that_there_are() -> None:
     )  # fmt: skip
 
 
-def test_what_is_carried_is_what_it_says_it_is() -> None:
+def test_bundled_files_match_their_hashes() -> None:
     bundled = WEB / "bundled"
     said = dict(
         reversed(line.split()) for line in (bundled / "README.md").read_text().splitlines() if line.startswith("    ")

@@ -25,7 +25,7 @@ def test_options_of_the_page_are_told_from_those_of_the_model(tmp_path: Path, mo
     assert read_named(["--model_name_or_path", "m"])[1].words == ("--model_name_or_path", "m")
 
 
-def test_no_model_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_model_is_an_error_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["webchat", "web_port=0"]) == 2
     assert "burnish webchat requires a model.\n  Usage: burnish webchat PATH" in capsys.readouterr().err
     with pytest.raises(UserError, match='"web_key" on the command line'):

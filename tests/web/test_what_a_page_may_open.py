@@ -183,7 +183,7 @@ def test_an_odd_entry_in_the_trash_hides_no_other(page, root, folder) -> None:
     assert page.send("DELETE", "/api/trash")[0] == 200
 
 
-def test_words_that_are_no_text_are_refused_or_kept(page, root) -> None:
+def test_non_string_values_are_rejected_or_kept(page, root) -> None:
     run = page.id_of("first")
     lone = b'{"name": "\\ud800", "notes": "\\udfff", "tags": ["\\ud800"]}'
     assert page.send("PUT", f"/api/runs/{run}/label", lone)[0] in (200, 400, 422)
