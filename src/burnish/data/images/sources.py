@@ -131,13 +131,14 @@ class Sight:
             raise BadImage(f"{place} is an empty path.")
         if "\0" in path:
             raise BadImage(f"{place} is a path that contains a null byte.")
-        places = [folder / Path(path).expanduser() for folder in self.folders] or [Path(path).expanduser()]
-        found = next((one for one in places if one.exists()), places[0])
+        path = os.path.expanduser(path)
+        places = [os.path.join(folder, path) for folder in self.folders] or [path]
+        found = next(filter(os.path.exists, places), places[0])
         try:
-            check_below_roots(found)
+            check_below_roots(Path(found))
         except UserError as error:
             raise BadImage(f"{place}: {error}") from None
-        return str(found)
+        return found
 
 
 def kept(content: bytes) -> str:

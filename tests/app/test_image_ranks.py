@@ -1,0 +1,66 @@
+"""Runs with images on two processes, of which one has batches without images, end in the weights of one process."""
+
+import pytest
+import torch
+from test_runs_with_images import write_sets
+
+import burnish.run.build  # noqa: F401 - before two processes are forked, not in each of them
+from burnish.cli import main
+from runs import weights_in
+from seeing import golden, image_models
+from small_run import as_words
+from two_processes import in_two_processes
+
+pytestmark = pytest.mark.run
+
+TRAINED = {"finetuning_type": "full", "freeze_vision_tower": False, "freeze_multi_modal_projector": False}
+KINDS = {
+    "frozen tower": {"finetuning_type": "full"},
+    "trained tower": {**TRAINED, "ddp_find_unused_parameters": True},
+    "pairs": {"stage": "dpo", "dataset": "pairs", "finetuning_type": "full"},
+}
+
+
+def run_all(commands):
+    for words in commands:
+        assert main(words) == 0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Folders in which one process and two have left what they trained."""
+    folder = tmp_path_factory.mktemp("ranks")
+    model, processor = image_models().build("qwen2_5_vl")
+    model.save_pretrained(folder / "model")
+    image_models().save_processor(processor, folder / "model")
+    records = [golden()["records"][name] for name in ("one", "text", "two", "turns")]
+    image_models().write_images(folder / "data", {name for record in records for name in record["images"]})
+    write_sets(folder / "data", records)
+    given = {
+        "model_name_or_path": str(folder / "model"), "template": "qwen2_vl", "stage": "sft", "dataset": "answers",
+        "dataset_dir": str(folder / "data"), "cutoff_len": 512, "per_device_train_batch_size": 2, "max_steps": 4,
+        "learning_rate": 1e-3, "lr_scheduler_type": "constant", "use_cpu": True, "save_strategy": "no",
+        "plot_loss": False, "report_to": "none", "logging_steps": 1,
+    }  # fmt: skip
+    for kind, options in KINDS.items():
+        assert main(["train", *as_words({**given, **options, "output_dir": str(folder / "one" / kind)})]) == 0
+    shared = {**given, "per_device_train_batch_size": 1, "ddp_backend": "gloo"}
+    in_two_processes(
+        run_all,
+        [
+            ["train", *as_words({**shared, **options, "output_dir": str(folder / "two" / kind)})]
+            for kind, options in KINDS.items()
+        ],
+        environment={"BURNISH_CACHE": str(folder / "cache of two")},
+    )
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_with_images_end_in_the_weights_of_one(folder, kind):
+    begun, one, two = (weights_in(path) for path in (folder / "model", folder / "one" / kind, folder / "two" / kind))
+    changed = {name for name in begun if not torch.equal(one[name], begun[name])}
+    assert any("visual" in name for name in changed) == (kind == "trained tower")
+    assert any("visual" not in name for name in changed)
+    for name, weight in one.items():  # sums over ranks are added in another order
+        torch.testing.assert_close(two[name], weight, rtol=1e-4, atol=1e-5)
