@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,10 @@ def bad(**change: Any) -> dict[str, Any]:
         (bad(images=["a.png", "c.png"]), 'images[1] "c.png" was not found. Searched:'),
         (bad(images=["a.png", "http://x/y.png"]), "images[1] is a URL. Images are not downloaded during training"),
         (bad(images=["a.png", "data:image/png;base64,iVB*"]), "invalid base64 at character 4"),
+        (bad(images=["a.png", {"bytes": "text"}]), 'images[1] "text" was not found'),
+        (bad(images=["a.png", {"bytes": [1]}]), "must be a path, a data URI, bytes or a Pillow image. Received: list"),
+        (bad(images=["a.png", "b" * 5000]), "cannot be read: File name too long"),
+        (bad(images=["a.png", "\ud800.png"]), 'images[1] "\\ud800.png" cannot be read: its path is not valid Unicode'),
         (bad(images=["a.png", 3]), "must be a path, a data URI, bytes or a Pillow image. Received: int"),
         (bad(images=["a.png", ""]), "images[1] is an empty path"),
         (FILM | {"videos": [["a.png"], ["a.png"]]}, '2 videos and 1 "<video>"'),
@@ -231,6 +236,20 @@ def test_videos_without_a_place_stand_before_the_first_user_message(folder):
     record = {"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Red."}]}
     (asked, _) = read(record | {"videos": films(folder)["alpaca"]["videos"]}, folder).messages
     assert [part.kind for part in asked.parts] == ["video", "text"]
+
+
+@pytest.mark.parametrize("kind", [["image"], {"image": 1}, 3])
+def test_a_part_whose_type_is_no_word_is_refused(folder, kind):
+    parts = [{"type": kind}, {"type": "image", "image": "a.png"}]
+    record = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "Red."}]}
+    with pytest.raises(UserError, match='must be a part of type "text", "image" or "video"'):
+        read(record, folder)
+
+
+def test_a_pipe_is_refused_and_not_opened(folder):
+    os.mkfifo(folder / "c.png")
+    with pytest.raises(UserError, match=r'images.1. "c.png" is a named pipe, which is not read'):
+        read(bad(images=["a.png", "c.png"]), folder)
 
 
 def test_a_file_that_is_no_image_is_refused_by_what_it_begins_with(folder):

@@ -20,9 +20,11 @@ from functools import cache
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from burnish.config.errors import MissingExtraError, UserError
+from burnish.utils.files import odd_kind
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -107,9 +109,7 @@ class ImageFile:
 
     def placed(self, begin: int, end: int) -> ImageFile:
         """The image at the tokens [begin, end) of a row."""
-        found = object.__new__(ImageFile)  # a tenth of the time of dataclasses.replace
-        vars(found).update(vars(self), begin=begin, end=end)
-        return found
+        return ImageFile(**{**vars(self), "begin": begin, "end": end})  # faster than dataclasses.replace
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> ImageFile:
@@ -140,6 +140,8 @@ def read_header(path: str | Path, **known: Any) -> ImageFile:
     """
     path = os.path.abspath(path)
     status = os.stat(path)
+    if not S_ISREG(status.st_mode) and (kind := odd_kind(Path(path))) != "a folder":
+        raise BadImage(f"is {kind}, which is not read.")  # a pipe without a writer would block
     with _opened(path) as image:
         of_file = {"num_bytes": status.st_size, "modified_ns": status.st_mtime_ns}
         return _header(image, path, of_file | known)

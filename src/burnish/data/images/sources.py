@@ -79,8 +79,10 @@ class Sight:
         except (FileNotFoundError, NotADirectoryError):
             looked = " and ".join(map(str, self.folders)) or str(Path.cwd())
             raise MissingImage(f"{named} was not found. Searched: {looked}.", self._nearest(Path(path).name)) from None
-        except (IsADirectoryError, PermissionError) as error:
+        except OSError as error:
             raise BadImage(f"{named} cannot be read: {error.strerror}.") from None
+        except UnicodeEncodeError:
+            raise BadImage(f"{named} cannot be read: its path is not valid Unicode.") from None
 
     def sent(self, uri: str, place: str, max_pixels: int | None = None) -> ImageFile:
         """Return the image of a data URI of a request, which is kept in memory only. Raises BadImage."""
@@ -102,10 +104,8 @@ class Sight:
 
     def _path(self, value: Any, place: str) -> tuple[str, str, bool]:
         """Return the path of an image, its name for error messages, and whether it is stored in the cache."""
-        if isinstance(value, Mapping) and value.get("bytes") is not None:
-            return kept(value["bytes"]), "", True
-        if isinstance(value, Mapping) and value.get("path") is not None:
-            value = value["path"]
+        if isinstance(value, Mapping):
+            value = next((value[key] for key in ("bytes", "path") if value.get(key) is not None), value)
         if isinstance(value, bytes | bytearray):
             return kept(bytes(value)), "", True
         if isinstance(value, str) and value.startswith("data:"):
@@ -179,4 +179,5 @@ def _as_png(image: Any) -> bytes:
 
 
 def _short(text: str) -> str:
+    text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

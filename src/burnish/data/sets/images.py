@@ -44,7 +44,7 @@ def content_of(layout: Layout, content: Any, place: str) -> Content:
 
     A part without its own image is a ``ContentPart`` whose value is None until ``with_images`` fills it.
     """
-    kinds = {part.get("type") for part in content if isinstance(part, dict)} if isinstance(content, list) else set()
+    kinds = {_type(part) for part in content} if isinstance(content, list) else set()
     if layout.sight is None or layout.sight.model_type or not kinds & {*KINDS, *_AUDIO}:
         return as_text(content, place)
     return tuple(_part(layout.sight, part, f"{place}[{number}]") for number, part in enumerate(content))
@@ -55,13 +55,19 @@ def raw_content(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     return [
-        {"type": KINDS[part["type"]]} if part.get("type") in KINDS else {k: v for k, v in part.items() if v is not None}
+        {"type": KINDS[_type(part)]} if _type(part) in KINDS else {k: v for k, v in part.items() if v is not None}
         for part in content
     ]
 
 
+def _type(part: Any) -> str:
+    """Return the type of a message part, "" if it has none."""
+    found = part.get("type") if isinstance(part, Mapping) else None
+    return found if isinstance(found, str) else ""
+
+
 def _part(sight: Sight, part: Any, place: str) -> ContentPart:
-    kind = part.get("type") if isinstance(part, dict) else None
+    kind = _type(part)
     if kind == "text":
         return ContentPart("text", as_text(part.get("text"), f"{place}.text"))
     if kind in _AUDIO:
