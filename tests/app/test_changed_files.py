@@ -17,6 +17,7 @@ from bad_inputs import change, make_folder, told, write
 from burnish import cli
 from burnish.checkpoint.comparison import MAY_CHANGE
 from burnish.config.options import specs
+from burnish.models.fingerprint import place_fingerprint
 from burnish.run.plan.options import GROUPS, MEMBER_GROUPS, RunOptions
 from burnish.run.recovery.fingerprints import HARMLESS, HARMLESS_GROUPS
 from pair_runs import pairs
@@ -187,3 +188,13 @@ def test_an_evaluation_set_may_change_where_it_decides_nothing(
     assert "eval_data has changed" in told(capsys)[1]
     assert cli.main([*words, "max_steps=4"]) == 0
     assert "eval_data has changed since checkpoint-2." in told(capsys)[0]
+
+
+def test_a_file_that_an_argument_of_a_reward_function_names_is_known_by_its_content(tmp_path: Path) -> None:
+    file, folder = tmp_path / "words.txt", str(tmp_path)
+    file.write_text("river", encoding="utf-8")
+    value = [{"mine.py:score": {"words": str(file), "sign": 1, "folder": folder}}]
+    before = place_fingerprint(value)
+    assert before[0]["mine.py:score"]["folder"] == folder
+    file.write_text("stone", encoding="utf-8")
+    assert place_fingerprint(value) != before

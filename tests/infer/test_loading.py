@@ -1,6 +1,7 @@
 """Loading to answer: folders of all kinds, the template that trained, adapters side by side."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,28 @@ def test_another_template_than_the_folders_is_said(model: Path) -> None:
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="contains no model"):
         serving_of([str(tmp_path)])
+
+
+EVIL = (
+    "from pathlib import Path\nPath(__file__).with_name('RAN').touch()\n"
+    "from transformers import LlamaForCausalLM as Model\n"
+)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [{"template": "chatml", "trust_remote_code": True}, {"template": "other.jinja"}, {"template": 7},
+     {"template": "chatml", "enable_thinking": "perhaps"}, {"template": "chatml", "tool_format": "other"}, ["chatml"]],
+)  # fmt: skip
+def test_a_folder_sets_no_option_but_those_of_its_template(model: Path, tmp_path: Path, entry: object) -> None:
+    folder = tmp_path / "sent"
+    shutil.copytree(model, folder)
+    (folder / "model_code.py").write_text(EVIL)
+    (folder / "other.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    for name, added in (("config.json", {"auto_map": {"AutoModelForCausalLM": "model_code.Model"}}),
+                        ("tokenizer_config.json", {RECORDED: entry})):  # fmt: skip
+        path = folder / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **added}))
+    with pytest.raises(UserError):
+        load_for_inference(serving_of([str(folder)]).options)
+    assert not list(tmp_path.rglob("RAN"))

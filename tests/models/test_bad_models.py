@@ -190,6 +190,17 @@ def test_code_that_a_known_model_brings_is_not_run_and_that_is_said(tmp_path):
     assert "contains custom model code; transformers' own class for llama is used" in notes[0]
 
 
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize("kernel", ["somebody/kernel", "paged|somebody/kernel@v1:run"])
+def test_a_kernel_that_the_config_of_a_model_selects_is_refused(tmp_path, key, kernel):
+    change_json(saved_model(tmp_path) / "config.json", **{key: kernel})
+    options = ModelOptions(model_name_or_path=str(tmp_path))
+    with pytest.raises(UserError, match="selects the attention kernel"):
+        load_model(options)
+    options.attn_implementation = "sdpa"
+    assert load_model(options).config._attn_implementation == "sdpa"
+
+
 @pytest.mark.parametrize(("flash_attn", "package"), [("fa2", "flash-attn"), ("fa3", "flash-attn-3")])
 def test_an_attention_library_that_is_not_installed_is_named(flash_attn, package, tmp_path):
     saved_model(tmp_path)

@@ -86,6 +86,22 @@ def test_a_place_is_known_and_another_text_of_the_file_is_another_digest(folder)
 
 
 @pytest.mark.parametrize(
+    "line", ["import words", "from words import GOOD", "from parts import words", "from parts.words import GOOD"]
+)
+def test_another_text_of_a_file_that_it_imports_is_another_digest(folder, monkeypatch, line):
+    monkeypatch.syspath_prepend(folder)
+    (folder / "parts").mkdir()
+    for file in (folder / "words.py", folder / "parts/words.py", folder / "parts/__init__.py"):
+        file.write_text("GOOD = 1\n")
+    text = f"def of_words(completions, **_):\n    {line}\n    return [1.0] * len(completions)\n"
+    (folder / "of_words.py").write_text(text)
+    before = load_rewards(["of_words.py:of_words"])[0].digest
+    assert load_rewards(["of_words.py:of_words"])[0].digest == before
+    (folder / ("parts/words.py" if "parts" in line else "words.py")).write_text("GOOD = 2\n")
+    assert load_rewards(["of_words.py:of_words"])[0].digest != before
+
+
+@pytest.mark.parametrize(
     ("entry", "words"),
     [
         ("my_rewards.py:exakt", 'my_rewards.py has no function "exakt". Did you mean "exact"?'),

@@ -462,3 +462,13 @@ def test_a_request_of_many_prompts_lets_others_in_between(serve, monkeypatch) ->
         ends.append(("one", time.monotonic()))
     thread.join(30)
     assert [name for name, _ in ends] == ["one", "one", "one", "many"]
+
+
+def test_a_request_does_not_wait_forever_behind_the_rendering_of_others(serve, monkeypatch) -> None:
+    monkeypatch.setattr("burnish.serve.api.app.PROMPT_WAIT_S", 0.2)
+    running = serve()
+    running.state.prompts.submit(time.sleep, 0.6)
+    status, headers, text = send(running, "POST", "/v1/chat/completions", CHAT)
+    assert (status, json.loads(text)["error"]["code"]) == (429, "queue_full")
+    assert headers["retry-after"]
+    assert post(running, "/v1/chat/completions", CHAT)[0] == 200

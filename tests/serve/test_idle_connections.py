@@ -106,7 +106,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setattr("burnish.serve.http.server.most_connections", lambda: 8)
 
     async def app(scope, receive, send) -> None:
-        await receive()
+        while (await receive()).get("more_body"):
+            pass
         if scope["path"] == "/slow":
             await asyncio.sleep(2.0)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
@@ -170,6 +171,20 @@ def test_a_request_that_works_is_not_interrupted_and_idle_ones_make_room(quick: 
     busy.settimeout(5)
     assert busy.recv(4096).startswith(b"HTTP/1.1 200")
     for one in idle:
+        one.close()
+
+
+def test_requests_whose_body_does_not_come_make_room(quick: int) -> None:
+    head = b"POST /slow HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n"
+    (busy,) = opened(quick, 1, head + b"{}")
+    held = opened(quick, 20, head + b"{")
+    assert status_of(quick) == 200
+    busy.settimeout(5)
+    assert busy.recv(4096).startswith(b"HTTP/1.1 200")
+    held[-1].sendall(b"}")
+    held[-1].settimeout(5)
+    assert held[-1].recv(4096).startswith(b"HTTP/1.1 200")
+    for one in held:
         one.close()
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+from transformers import AutoTokenizer
 
 import burnish
 from burnish.checkpoint.checkpoint import Checkpoints
 from burnish.config.errors import UserError
+from burnish.data.chat.choose import load_template
 from burnish.data.images.image_file import BadImage
 from burnish.data.images.sources import Sight
 from burnish.data.options import DataOptions
@@ -110,6 +112,12 @@ def test_a_record_names_no_image_outside(below, outside, spelling) -> None:
         Sight((below,)).image(spelling.format(outside / "a.png").replace("a.png", "none.png"), "images[0]")
     with pytest.raises(BadImage, match="was not found"):
         Sight((below,)).image("none.png", "images[0]")
+
+
+def test_a_template_outside_is_not_read_by_what_the_page_starts(below, outside) -> None:
+    options = RunOptions(template=str(outside / "template.jinja"))
+    with pytest.raises(UserError, match="the folders that the web UI may read"):
+        load_template(options, AutoTokenizer.from_pretrained(MODEL))
 
 
 @pytest.mark.parametrize("task", ["x/../../../private/mine_dev", "linked_dev", "folder_dev"])

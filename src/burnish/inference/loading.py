@@ -28,7 +28,7 @@ from burnish.adapters.lora_model import merge_into_base, rows_through, set_activ
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import raise_if
 from burnish.data.chat.chat_template import JinjaFormat
-from burnish.data.chat.choose import RECORDED, fit_tokenizer, load_template
+from burnish.data.chat.choose import RECORDED, fit_tokenizer, load_template, recorded_options
 from burnish.data.chat.rendering import UnreadableTemplate
 from burnish.data.chat.rows import Template
 from burnish.data.images.options import limits_of
@@ -193,11 +193,10 @@ def default_sampling(options: AnsweringOptions, model: nn.Module | None = None) 
 
 def with_recorded_template(options: AnsweringOptions, tokenizer: Any) -> Any:
     """Return the options with the template recorded in the model's folder, unless the options name one."""
-    recorded = tokenizer.init_kwargs.get(RECORDED)
-    if options.template is not None or not isinstance(recorded, Mapping):
+    if options.template is not None:
         return options
-    known = {name: value for name, value in recorded.items() if hasattr(options, name)}
-    return replace(options, **known)
+    where = f"{tokenizer.name_or_path}/tokenizer_config.json"
+    return replace(options, **recorded_options(tokenizer.init_kwargs.get(RECORDED), where))
 
 
 CONVERSATION = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,10 @@ def adapters_fingerprint(names: Sequence[str] | None, options: ModelOptions, opt
 
 
 def place_fingerprint(value: Any) -> Any:
-    """``value`` with each path of a file or folder replaced with a hash of its content."""
+    """``value`` with each path of a file or folder replaced with a hash of its content; in mappings, of a file."""
+    if isinstance(value, Mapping):
+        return {name: item if isinstance(item, str) and Path(item).is_dir() else place_fingerprint(item)
+                for name, item in value.items()}  # fmt: skip
     if isinstance(value, list):
         return [place_fingerprint(item) for item in value]
     path = Path(value) if isinstance(value, str) and value else None

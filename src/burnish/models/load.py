@@ -62,6 +62,7 @@ def load_config(
         config: PreTrainedConfig = AutoConfig.from_pretrained(source.name, **hub_arguments(options))
     except (*UNUSABLE, StrictDataclassError) as error:
         raise UserError(f"its config cannot be used: {message_of(error)}", where=source.name) from error
+    _check_kernels(config, options, source.name)
     notes = [] if notes is None else notes
     if getattr(config, "auto_map", None) and not options.trust_remote_code:
         notes.append(
@@ -71,6 +72,17 @@ def load_config(
     if options.rope_scaling and max_length:
         notes.append(scale_rope(config, options.rope_scaling, max_length))
     return config
+
+
+def _check_kernels(config: PreTrainedConfig, options: ModelOptions, where: str) -> None:
+    """Raise UserError if the config, not the user, selects an attention kernel of the hub, which is code to run."""
+    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    named = [str(getattr(part, "_attn_implementation", "")) for part in parts]
+    kernel = next((name for name in named if "/" in name), None)
+    if kernel is not None and requested_attention(options) is None:
+        what = f'its config selects the attention kernel "{kernel}", which would be downloaded from the hub and run.'
+        remedy = f"Set attn_implementation: {kernel} if you trust it, or another one, such as sdpa."
+        raise UserError(what, where=where, remedy=remedy, option="attn_implementation")
 
 
 def load_model(

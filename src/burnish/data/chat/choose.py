@@ -20,7 +20,7 @@ import yaml
 from burnish.config.checks import check
 from burnish.config.conversion import GivenTwice, yaml_of_each_key_once
 from burnish.config.errors import Problem, UserError, did_you_mean
-from burnish.config.options import option, raise_if
+from burnish.config.options import RawValue, build, option, raise_if
 from burnish.data.chat.chat_template import JinjaFormat
 from burnish.data.chat.labels import LearnOptions, TemplateChoices, check_learning
 from burnish.data.chat.rows import Template
@@ -30,7 +30,7 @@ from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
 from burnish.data.images.families import check_family
 from burnish.data.images.family import Family
 from burnish.data.tokens.encoder import Encoder
-from burnish.utils.files import odd_kind
+from burnish.utils.files import check_below_roots, odd_kind
 
 FALLBACK = TemplateSpec("empty", empty_thought="", tool_list_format="default")
 """Default for a tokenizer without a chat template: no markers, EOS after each response."""
@@ -151,8 +151,9 @@ def fit_tokenizer(template: Template, tokenizer: Any) -> list[str]:
     """
     notes = list(template.notes)
     size = len(tokenizer)
-    if template.spec is not None and template.spec.name in table():
-        tokenizer.init_kwargs[RECORDED] = {name: getattr(template.options, name) for name in _RECORDED_OPTIONS}
+    recorded = {name: getattr(template.options, name) for name in _RECORDED_OPTIONS}
+    if template.spec is not None and recorded["template"] in (None, *table()):
+        tokenizer.init_kwargs[RECORDED] = recorded
     stop_words = list(template.spec.stop_words) if template.spec else []
     if template.spec and template.spec.replace_eos and tokenizer.eos_token != stop_words[0]:
         notes.append(
@@ -172,6 +173,28 @@ def fit_tokenizer(template: Template, tokenizer: Any) -> list[str]:
         notes.append(f"Tokens added to the vocabulary for the template: {len(tokenizer) - size}.")
     template.form.fit()
     return notes
+
+
+def recorded_options(recorded: Any, where: str) -> dict[str, Any]:
+    """Return the template options in an entry ``RECORDED`` of a ``tokenizer_config.json``.
+
+    A model's folder may be from an untrusted source: it can set the options that ``fit_tokenizer`` records, and no
+    others, and it can name a template, but no file.
+
+    Args:
+        recorded: the entry, or None.
+        where: the file.
+    Raises:
+        UserError: for any other entry.
+    """
+    entry = {} if recorded is None else recorded
+    is_named = isinstance(entry, dict) and entry.get("template") in (None, *table())
+    if not is_named or not entry.keys() <= {*_RECORDED_OPTIONS}:
+        what = f'Expected "{RECORDED}" to contain a template\'s name and its options. Received: {entry!r:.200}.'
+        raise UserError(what, where=where, remedy=f"Allowed: {', '.join(_RECORDED_OPTIONS)}. Remove other entries.")
+    options, wrong = build(TemplateOptions, {name: RawValue(value, where) for name, value in entry.items()})
+    raise_if(wrong)
+    return {name: getattr(options, name) for name in entry}
 
 
 def _named_spec(name: str | None) -> TemplateSpec | None:
@@ -210,6 +233,7 @@ def _spec_from_file(path: Path) -> TemplateSpec:
 def _read(path: Path) -> str:
     if kind := odd_kind(path):
         raise UserError(f'Expected "template" to be a file. "{path}" is {kind}.', option="template")
+    check_below_roots(path)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

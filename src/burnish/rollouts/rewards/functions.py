@@ -7,12 +7,13 @@ call.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,8 @@ class RewardFunction:
         place: file and line, or name of the module.
         parameters: names of its parameters; None if it takes any (``**kwargs``).
         required: columns of the records that it needs.
-        digest: hash of the source code of its file, for the fingerprint of a run.
+        digest: hash of the source code of its file and of the local files that it imports, for the fingerprint of a
+            run.
     """
 
     name: str
@@ -268,12 +270,43 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 def _digest(function: Callable[..., Any]) -> str:
-    """Return a hash of the entire file: a function may call others in it."""
+    """Return a hash of the entire file and its local imports: a function may call others in them."""
     try:
         file = inspect.getsourcefile(_code_of(function))
-        return _hash(Path(file).read_text(encoding="utf-8")) if file else ""
+        return _hash("".join(_sources(Path(file)))) if file else ""
     except (OSError, TypeError, UnicodeDecodeError):
         return ""
+
+
+def _sources(file: Path) -> list[str]:
+    """Return the source code of a file, and of the files that it imports from its folder or the working directory.
+
+    Of an installed package, only the file itself is returned.
+    """
+    found: dict[Path, str] = {}
+    waiting = [file.resolve()]
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found[path] = path.read_text(encoding="utf-8")
+            waiting += [] if "site-packages" in path.parts else _imported(path, found[path])
+    return list(found.values())
+
+
+def _imported(path: Path, text: str) -> Iterator[Path]:
+    """Yield the local files that the code ``text`` in ``path`` imports."""
+    for node in ast.walk(ast.parse(text)):
+        folders = [path.parent, Path.cwd()]
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module or ''}.{name}".strip(".") for name in ("", *(alias.name for alias in node.names))]
+            folders = [path.parents[min(node.level, len(path.parents)) - 1]] if node.level else folders
+        else:
+            continue
+        places = [folder.joinpath(*name.split(".")) for folder in folders for name in names]
+        files = [file for place in places for file in (Path(f"{place}.py"), place / "__init__.py")]
+        yield from (file.resolve() for file in files if file.is_file())
 
 
 def _hash(text: str) -> str:

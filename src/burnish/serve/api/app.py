@@ -44,6 +44,8 @@ from burnish.serve.http.json_response import Json
 if TYPE_CHECKING:
     from burnish.serve.api.completions import CompletionService, RequestStats
 
+PROMPT_WAIT_S = 10.0
+"""Maximum time of a request in the queue for rendering and tokenization, which chat templates that loop can block."""
 log = logging.getLogger("burnish.api")
 refused = logging.getLogger("burnish.refused")  # clients without a key can cause these: one line a minute (http/server)
 _REFUSED = frozenset({401, 403, 421, 431})
@@ -193,8 +195,19 @@ class Routes:
 
     async def _in_order(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run in the single tokenization thread. Streams continue meanwhile, and templates are used by one thread
-        only."""
-        future = self.state.prompts.submit(function, *arguments)
+        only. Raises APIError 429 after ``PROMPT_WAIT_S`` in its queue."""
+        begun_s, service = time.monotonic(), self.state.service
+        scores = service is not None and service.served.scorer is not None  # its forward passes are in the same queue
+        patience_s = self.options.api_timeout if scores else PROMPT_WAIT_S
+
+        def run() -> Any:
+            if time.monotonic() - begun_s > patience_s:
+                from burnish.serve.api.responses import queue_full
+
+                raise queue_full(patience_s)
+            return function(*arguments)
+
+        future = self.state.prompts.submit(run)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:

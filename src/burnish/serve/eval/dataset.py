@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue, build, changed_options, option, raise_if
-from burnish.data.chat.choose import RECORDED
+from burnish.data.chat.choose import RECORDED, recorded_options
 from burnish.inference.loading import writes_answers
 from burnish.losses.base import OBJECTIVES
 from burnish.report.console import note
@@ -115,7 +115,7 @@ def _recorded(options: AnsweringOptions) -> dict[str, RawValue]:
     for folder in [*(options.adapter_name_or_path or [])[::-1], options.model_name_or_path or ""]:
         path = Path(folder) / "tokenizer_config.json"
         if path.is_file():
-            recorded = read_object(path).get(RECORDED) or {}
+            recorded = recorded_options(read_object(path).get(RECORDED), str(path))
             return {name: RawValue(value, str(path)) for name, value in recorded.items() if value is not None}
     return {}
 

@@ -2,8 +2,8 @@
 
 uvicorn closes a connection that is idle after a response, but not one that never completes its headers. Without limits,
 a client without a key can exhaust the file descriptors of the process. The headers of each request must arrive within
-``HEAD_S``. When there are too many connections, the oldest one that waits for headers is closed; if all connections are
-in use, the new one is closed.
+``HEAD_S``. When there are too many connections, the oldest one that waits for headers or for a body is closed; if all
+connections are in use, the new one is closed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LimitedProtocol(H11Protocol):
     """uvicorn's HTTP/1.1 protocol with both limits.
 
     Args:
-        waiting: connections of this server that wait for the headers of a request, oldest first.
+        waiting: connections of this server that wait for the headers or the body of a request, oldest first.
         most: maximum number of connections.
     """
 
@@ -82,7 +82,9 @@ class LimitedProtocol(H11Protocol):
         if self.transport.is_closing():
             return
         is_answering = self.cycle is not None and not self.cycle.response_complete
-        if is_answering:
+        if is_answering and self.cycle.more_body:
+            self._stop_timer()  # the time of a body is limited by http/bodies.py
+        elif is_answering:
             self._forget_head()
         elif self._head_timer is None:
             self._expect_head()
@@ -108,6 +110,9 @@ class LimitedProtocol(H11Protocol):
 
     def _forget_head(self) -> None:
         self.waiting.pop(self, None)
+        self._stop_timer()
+
+    def _stop_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
