@@ -33,16 +33,16 @@ def chat(visitor, server):
     return visitor
 
 
-def load(talk, server):
+def load(chat, server):
     """Load the model through the page's own routes; the conversation then has an engine."""
-    talk.evaluate(
+    chat.evaluate(
         """async (path) => fetch("api/engines", {method: "POST", headers: {"Content-Type": "application/json"},
         body: JSON.stringify({path})})""",
         str(server.root / "seeing"),
     )
 
 
-def test_images_are_picked_pasted_dropped_and_sent(talk, server):
+def test_images_are_picked_pasted_dropped_and_sent(chat, server):
     asked = []
 
     def answer(route):
@@ -57,29 +57,29 @@ def test_images_are_picked_pasted_dropped_and_sent(talk, server):
         )
 
     engine = {"id": "e" * 12, "name": "seeing", "state": "ready", "said": ""}
-    talk.route("**/api/engines", lambda route: route.fulfill(
+    chat.route("**/api/engines", lambda route: route.fulfill(
         status=200, content_type="application/json",
         body=json.dumps(engine if route.request.method == "POST" else {"engines": [engine]}),
     ))  # fmt: skip
-    talk.route("**/api/chat/**", answer)
-    talk.reload()
-    choice = talk.locator('select[data-side="0"]')
+    chat.route("**/api/chat/**", answer)
+    chat.reload()
+    choice = chat.locator('select[data-side="0"]')
     choice.select_option(index=1)
-    talk.locator("#engine-states", has_text="✓").wait_for()
+    chat.locator("#engine-states", has_text="✓").wait_for()
 
-    talk.set_input_files("#pick-image", str(server.root / "files" / "p1_64x48.png"))
-    talk.locator("#attached .thumb", has_text="p1_64x48.png 64x48, 4 tokens").wait_for()
+    chat.set_input_files("#pick-image", str(server.root / "files" / "p1_64x48.png"))
+    chat.locator("#attached .thumb", has_text="p1_64x48.png 64x48, 4 tokens").wait_for()
     for name, kind in (("p2_48x64.png", "paste"), ("p3_80x60.png", "drop")):
         encoded = base64.b64encode((server.root / "files" / name).read_bytes()).decode()
-        talk.evaluate(PASTE, [name, encoded, kind])
-        talk.locator("#attached .thumb", has_text=name).wait_for()
-    talk.get_by_role("button", name="Remove p3_80x60.png").click()
-    assert talk.locator("#attached .thumb").count() == 2
-    talk.fill("#message", "What is it?")
-    talk.click("#send")
-    talk.get_by_text("A square.").wait_for()
-    assert talk.locator("#attached .thumb").count() == 0
-    assert talk.locator('.side[data-side="0"] .turn.user .thumb img').count() == 2
+        chat.evaluate(PASTE, [name, encoded, kind])
+        chat.locator("#attached .thumb", has_text=name).wait_for()
+    chat.get_by_role("button", name="Remove p3_80x60.png").click()
+    assert chat.locator("#attached .thumb").count() == 2
+    chat.fill("#message", "What is it?")
+    chat.click("#send")
+    chat.get_by_text("A square.").wait_for()
+    assert chat.locator("#attached .thumb").count() == 0
+    assert chat.locator('.side[data-side="0"] .turn.user .thumb img').count() == 2
 
     parts = next(body for body in reversed(asked) if body.get("stream"))["messages"][-1]["content"]
     assert [part["type"] for part in parts] == ["image_url", "image_url", "text"]
@@ -88,12 +88,12 @@ def test_images_are_picked_pasted_dropped_and_sent(talk, server):
     kept = "".join(path.read_text() for path in (server.home).rglob("chats/*.json"))
     assert "What is it?" in kept
     assert "base64" not in kept
-    talk.reload()
-    talk.locator(".turn.user .thumb", has_text="not kept").first.wait_for()
+    chat.reload()
+    chat.locator(".turn.user .thumb", has_text="not saved").first.wait_for()
 
 
-def test_a_model_on_the_page_answers_an_image(talk, server):
-    load(talk, server)
+def test_a_model_on_the_page_answers_an_image(chat, server):
+    load(chat, server)
     path = server.root / "files" / "p1_64x48.png"
     uri = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
     parts = [{"type": "image_url", "image_url": {"url": uri}}, {"type": "text", "text": "What?"}]
@@ -110,18 +110,18 @@ def test_a_model_on_the_page_answers_an_image(talk, server):
     }"""
     found = None
     for _ in range(240):
-        found = talk.evaluate(ask, [{"role": "user", "content": parts}])
+        found = chat.evaluate(ask, [{"role": "user", "content": parts}])
         if found and "" in found:
             break
         assert not found or found.get("state") != "ended", found
-        talk.wait_for_timeout(500)
+        chat.wait_for_timeout(500)
     assert found["/tokens"]["images"] == [{"width": 64, "height": 48, "tokens": 4}]
     assert found[""]["usage"]["completion_tokens"] <= 3
     assert found[""]["usage"]["prompt_tokens"] == found["/tokens"]["count"]
 
 
 @pytest.fixture
-def photos(talk, server):
+def photos(chat, server):
     """Records with images beside the model, and one whose image lies outside of the roots."""
     names = ["p1_64x48.png", "p2_48x64.png", "p3_80x60.png"]
     records = [
@@ -131,7 +131,7 @@ def photos(talk, server):
     columns = {"prompt": "instruction", "response": "output", "images": "images"}
     entry = {"file_name": "photos.json", "columns": columns}
     (server.root / "dataset_info.json").write_text(json.dumps({"photos": entry}))
-    return talk
+    return chat
 
 
 def is_drawn(image) -> bool:
