@@ -14,10 +14,8 @@ import { ready, t } from "./words.js";
 await ready;
 const targets = await findTargets();
 const engines = new Engines(targets, settle);
-/** @type {any[]} */
-let turns = [];
-/** @type {AbortController[]} */
-let answering = [];
+let turns = /** @type {any[]} */ ([]);
+let answering = /** @type {AbortController[]} */ ([]);
 let chat = sessionStorage.getItem("chat") ?? "";
 const scroll = $("#chat-scroll");
 const attached = new Attached(() => engines.running[[0, 1].find((side) => engines.isReady(side)) ?? 0]?.id);
@@ -72,8 +70,7 @@ async function answer(side, turn, seed) {
     last = chain(turn.answers[side]).at(-1),
     offered = tools(),
     stop = new AbortController();
-  /** @type {any} */
-  const one = { text: "", thought: "", calls: [], pieces: [] };
+  const one = /** @type {any} */ ({ text: "", thought: "", calls: [], pieces: [] });
   const node = turnNode("assistant", side, name(side));
   if (last) last.next = one;
   else turn.answers[side] = one;
@@ -82,8 +79,7 @@ async function answer(side, turn, seed) {
   toEnd();
   const began = performance.now(),
     number = (/** @type {string} */ id) => ($(id).value === "" ? undefined : Number($(id).value));
-  let firstMs = 0,
-    count = 0;
+  let [firstMs, count] = [0, 0];
   try {
     const body = {
       messages,
