@@ -9,6 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from burnish.cli import main
+from small_run import as_words
+
 _LAUNCHER = """
 import importlib, json, os, sys
 sys.path[:0] = {paths!r}
@@ -49,3 +54,28 @@ def in_processes(
     place = {**os.environ, **(environment or {}), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     called = json.dumps([function.__module__, function.__name__, given])
     subprocess.run([sys.executable, "-c", script, called], env=place, check=True, timeout=300)
+
+
+def train_with_one_and_two(folder: Path, options: dict[str, Any], kinds: dict[str, dict[str, Any]]) -> None:
+    """Train each kind of run in one process and in two, into ``folder/one/KIND`` and ``folder/two/KIND``.
+
+    Args:
+        options: of all runs, with two rows per micro-batch; each of two processes gets one row.
+        kinds: name -> further options.
+    """
+
+    def commands(count: str, **more: Any) -> list[list[str]]:
+        outputs = {kind: {"output_dir": str(folder / count / kind)} for kind in kinds}
+        return [["train", *as_words({**options, **more, **kinds[kind], **outputs[kind]})] for kind in kinds]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BURNISH_CACHE", str(folder / "cache of one"))
+        run_commands(commands("one"))
+    cache = {"BURNISH_CACHE": str(folder / "cache of two")}  # so that two processes tokenize as well
+    two = commands("two", per_device_train_batch_size=1, ddp_backend="gloo")
+    in_two_processes(run_commands, two, environment=cache)
+
+
+def run_commands(commands: list[list[str]]) -> None:
+    for words in commands:
+        assert main(words) == 0

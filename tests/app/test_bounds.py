@@ -73,7 +73,7 @@ def test_a_chat_template_of_loops_within_loops(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("loops.jinja").write_text(LOOPS, encoding="utf-8")
-    monkeypatch.setattr("burnish.data.chat.rendering.RENDERING_S", 0.5)
+    monkeypatch.setattr("burnish.data.chat.rendering._worker.limit_s", 0.5)
     assert "the chat template took more than 0.5 s" in refused(capsys, "template=loops.jinja")
 
 
@@ -81,7 +81,7 @@ def test_a_chat_template_of_loops_within_loops(
 def test_a_chat_template_that_fills_the_memory(
     term: str, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("burnish.data.chat.rendering.RENDERING_S", 1)
+    monkeypatch.setattr("burnish.data.chat.rendering._worker.limit_s", 1)
     text = (
         "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}{% generation %}{% endgeneration %}{{ TERM }}"
     )
@@ -97,7 +97,7 @@ def test_a_chat_at_a_terminal_and_the_page_stop_a_chat_template_of_loops(
     """It loops over what is typed alone, so the model loads."""
     from burnish.serve.page.planner_process import planner
 
-    monkeypatch.setattr("burnish.data.chat.rendering.RENDERING_S", 0.5)
+    monkeypatch.setattr("burnish.data.chat.rendering._worker.limit_s", 0.5)
     text = LOOPS.replace("{% for a", "{% if 'loop' in messages[0]['content'] %}{% for a", 1) + "{% endif %}"
     Path("loops.jinja").write_text(text, encoding="utf-8")
     assert cli.main(["chat", MODEL, "template=loops.jinja", "--once", "loop"]) == 2

@@ -5,11 +5,9 @@ import torch
 from test_runs_with_images import write_sets
 
 import burnish.run.build  # noqa: F401 - before two processes are forked, not in each of them
-from burnish.cli import main
 from runs import weights_in
 from seeing import golden, image_models
-from small_run import as_words
-from two_processes import in_two_processes
+from two_processes import train_with_one_and_two
 
 pytestmark = pytest.mark.run
 
@@ -19,11 +17,6 @@ KINDS = {
     "trained tower": {**TRAINED, "ddp_find_unused_parameters": True},
     "pairs": {"stage": "dpo", "dataset": "pairs", "finetuning_type": "full"},
 }
-
-
-def run_all(commands):
-    for words in commands:
-        assert main(words) == 0
 
 
 @pytest.fixture(scope="module")
@@ -42,17 +35,7 @@ def folder(tmp_path_factory):
         "learning_rate": 1e-3, "lr_scheduler_type": "constant", "use_cpu": True, "save_strategy": "no",
         "plot_loss": False, "report_to": "none", "logging_steps": 1,
     }  # fmt: skip
-    for kind, options in KINDS.items():
-        assert main(["train", *as_words({**given, **options, "output_dir": str(folder / "one" / kind)})]) == 0
-    shared = {**given, "per_device_train_batch_size": 1, "ddp_backend": "gloo"}
-    in_two_processes(
-        run_all,
-        [
-            ["train", *as_words({**shared, **options, "output_dir": str(folder / "two" / kind)})]
-            for kind, options in KINDS.items()
-        ],
-        environment={"BURNISH_CACHE": str(folder / "cache of two")},
-    )
+    train_with_one_and_two(folder, given, KINDS)
     return folder
 
 

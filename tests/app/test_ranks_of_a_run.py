@@ -4,10 +4,9 @@ import pytest
 import torch
 
 import burnish.run.build  # noqa: F401 - before two processes are forked, not in each of them
-from burnish.cli import main
 from runs import weights_in
-from small_run import as_words, make_user
-from two_processes import in_two_processes
+from small_run import make_user
+from two_processes import train_with_one_and_two
 
 pytestmark = pytest.mark.run
 
@@ -18,27 +17,12 @@ KINDS = {
 }
 
 
-def run_all(commands):
-    for words in commands:
-        assert main(words) == 0
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Folders in which one process and two, which share a gloo group, have left what they trained."""
     folder = tmp_path_factory.mktemp("ranks")
     given = make_user(folder, max_steps=6, plot_loss=False, save_strategy="no")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BURNISH_CACHE", str(folder / "cache of one"))
-        for kind, options in KINDS.items():
-            assert main(["train", *as_words({**given, **options, "output_dir": str(folder / "one" / kind)})]) == 0
-    shared = {**given, "per_device_train_batch_size": 1, "ddp_backend": "gloo"}
-    commands = [
-        ["train", *as_words({**shared, **options, "output_dir": str(folder / "two" / kind)})]
-        for kind, options in KINDS.items()
-    ]
-    nothing_encoded_yet = {"BURNISH_CACHE": str(folder / "cache of two")}
-    in_two_processes(run_all, commands, environment=nothing_encoded_yet)
+    train_with_one_and_two(folder, given, KINDS)
     return folder
 
 

@@ -32,7 +32,7 @@ def tokenizer() -> Any:
 def test_a_rendering_that_does_not_end_is_ended_in_every_thread(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
-    monkeypatch.setattr(rendering, "RENDERING_S", 0.3)
+    monkeypatch.setattr(rendering._worker, "limit_s", 0.3)
     told: list[Exception] = []
 
     def work() -> None:
@@ -133,7 +133,7 @@ def test_the_worker_ends_with_its_parent(tmp_path: Path) -> None:
 import time
 from transformers import AutoTokenizer
 from burnish.data.chat import rendering
-rendering.RENDERING_S = 2
+rendering._worker.limit_s = 2
 tokenizer = AutoTokenizer.from_pretrained({str(Path(burnish.__file__).parent / "demo" / "model")!r})
 chat = [{{"role": "user", "content": "x"}}]
 rendering.render(tokenizer, [rendering.Conversation(chat)])

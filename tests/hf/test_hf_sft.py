@@ -893,7 +893,7 @@ def test_a_set_of_which_nothing_is_left_is_refused(tmp_path):
 @pytest.mark.parametrize("mark", ["", "{% generation %}{% endgeneration %}"])
 def test_a_chat_template_without_end_is_stopped_and_one_that_fills_the_memory_is_refused(tmp_path, monkeypatch, mark):
     body = mark + "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
-    monkeypatch.setattr("burnish.data.chat.rendering.RENDERING_S", 0.5)
+    monkeypatch.setattr("burnish.data.chat.rendering._worker.limit_s", 0.5)
     own = tokenizer()
     own.chat_template = body + "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
     with pytest.raises(UserError, match=r"took more than 0\.5 s"):

@@ -32,15 +32,7 @@ from torch.optim import Optimizer
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import option
-from burnish.optim.builtin import (
-    OPTIMIZERS,
-    Groups,
-    OptimOptions,
-    asked_by,
-    left_out,
-    missing_library,
-    optim_arguments,
-)
+from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions, asked_by, left_out, missing_library, optim_arguments
 from burnish.optim.delegating import Delegating, copied
 
 WITHIN = {

@@ -10,17 +10,9 @@ import torch
 
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem, did_you_mean
-from burnish.parallel.accelerate_launch import (
-    launched_notes,
-    launched_problems,
-    mixed_precision,
-)
+from burnish.parallel.accelerate_launch import launched_notes, launched_problems, mixed_precision
 from burnish.parallel.checkpointing import checkpointing_problems
-from burnish.parallel.deepspeed.settings import (
-    deepspeed_notes,
-    deepspeed_problems,
-    uses_deepspeed,
-)
+from burnish.parallel.deepspeed.settings import deepspeed_notes, deepspeed_problems, uses_deepspeed
 from burnish.parallel.fsdp.settings import fsdp_notes, fsdp_problems, fsdp_settings, uses_fsdp
 from burnish.parallel.options import ParallelChoices
 from burnish.parallel.precision import cpu_instructions, has_fast_bfloat16, slow_products

@@ -6,13 +6,8 @@ import os
 
 import torch
 
-from burnish.parallel.accelerate_launch import (
-    is_kept_on_cpu,
-)
-from burnish.parallel.deepspeed.settings import (
-    uses_deepspeed,
-    zero_stage,
-)
+from burnish.parallel.accelerate_launch import is_kept_on_cpu
+from burnish.parallel.deepspeed.settings import uses_deepspeed, zero_stage
 from burnish.parallel.fsdp.settings import uses_fsdp
 from burnish.parallel.options import ParallelChoices, ParallelOptions
 from burnish.parallel.process_counts import AUTO

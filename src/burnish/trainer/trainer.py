@@ -14,11 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.trainer_utils import (
-    BestRun,
-    default_compute_objective,
-    default_hp_space_optuna,
-)
+from transformers.trainer_utils import BestRun, default_compute_objective, default_hp_space_optuna
 from transformers.utils import logging
 
 from burnish.checkpoint import checkpoint

@@ -88,7 +88,7 @@ def render(tokenizer: Any, conversations: Sequence[Conversation], template: str 
     named = [tokenizer.get_chat_template(template, each.tools) for each in conversations]
     templates = sorted(set(named))
     request = {
-        "templates": templates, "variables": tokenizer.special_tokens_map, "seconds": RENDERING_S,
+        "templates": templates, "variables": tokenizer.special_tokens_map, "seconds": _worker.limit_s,
         "conversations": [
             (templates.index(name), each.chat, each.tools, each.parts, each.marks, each.variables)
             for name, each in zip(named, conversations, strict=True)
@@ -96,7 +96,7 @@ def render(tokenizer: Any, conversations: Sequence[Conversation], template: str 
     }  # fmt: skip
     replies = _worker.ask(json.dumps(request, default=_placeholder).encode() + b"\n")
     if replies is None:
-        what = f"the chat template took more than {RENDERING_S:g} s to render one conversation."
+        what = f"the chat template took more than {_worker.limit_s:g} s to render one conversation."
         raise UserError(what, why="It may contain nested loops.", remedy=_REMEDY)
     return [_rendering(reply) for reply in replies]
 
@@ -180,8 +180,7 @@ def marked_ids(tokenizer: Any, conversation: Conversation) -> tuple[list[int], l
 
 def limit_rendering(seconds: float) -> None:
     """Set the time limit of a rendering in this process."""
-    global RENDERING_S
-    RENDERING_S = seconds
+    _worker.limit_s = seconds
 
 
 def stop_rendering() -> None:
@@ -196,9 +195,14 @@ def _placeholder(value: Any) -> Any:
 
 
 class _Worker:
-    """The worker of this process, shared by its threads."""
+    """The worker of this process, shared by its threads.
+
+    Attributes:
+        limit_s: time limit of a rendering in seconds.
+    """
 
     def __init__(self) -> None:
+        self.limit_s = RENDERING_S
         self.reset()
 
     def reset(self) -> None:

@@ -37,17 +37,17 @@ MOST_ASPECT = 200
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a family is built from.
+    """The parts of a checkpoint from which a family is created.
 
     Args:
-        config: the model's configuration, as transformers reads it.
-        processor: its image processor (``AutoImageProcessor``, never the composed processor).
-        tokenizer: with the control tokens.
-        settings: ``processor_config.json`` as it is in the folder; empty where there is none.
-        video_settings: those of the video processor; empty where the checkpoint has none.
-        shrinks: images whose row is too long are made smaller (``image_fit``).
-        composed: the composed processor, for a model of no registered family.
-        pan_and_scan: crops of long images are added (Gemma 3); None: as the image processor has it.
+        config: the model's configuration.
+        processor: the image processor (``AutoImageProcessor``, never the composed processor).
+        tokenizer: the tokenizer, with the control tokens of images.
+        settings: content of ``processor_config.json``; empty if the file is missing.
+        video_settings: settings of the video processor; empty if the checkpoint has none.
+        shrinks: whether images are resized if their row is too long (``image_fit: shrink``).
+        composed: the composed processor, for a model without a registered family.
+        pan_and_scan: whether crops of elongated images are added (Gemma 3); None: as in the image processor's config.
     """
 
     config: Any
@@ -61,15 +61,15 @@ class Checkpoint:
 
 
 class Family:
-    """A family of models over one checkpoint.
+    """A family of models, for one checkpoint.
 
     Args:
         source: the checkpoint.
 
-    ``mark`` is the control token that stands for one image in the text of a template, ``placeholder`` the token whose
-    embedding the model replaces by a feature of the image. ``written`` is what a named template writes for an image,
-    ``own`` what the mark in the text of a chat template becomes; both hold the mark once. ``video_...`` are the same
-    for a video, "" in families without; their tokens may be missing in a tokenizer.
+    ``mark`` is the control token for one image in the text of a template. ``placeholder`` is the token whose embedding
+    the model replaces by a feature of the image. ``written`` is the text of a named template for an image, and ``own``
+    the text that replaces the mark of a chat template; both contain the mark once. ``video_...`` are the same for a
+    video, or "" in families without videos; a tokenizer may lack their tokens.
     """
 
     mark = "<image>"
@@ -98,7 +98,7 @@ class Family:
 
     @property
     def controls(self) -> tuple[str, ...]:
-        """The control tokens of images, which only a template can write."""
+        """Return the control tokens of images, which only a template can produce."""
         of_videos = (self.video_mark, self.video_placeholder) if self.video_mark_id >= 0 else ()
         return tuple(dict.fromkeys((self.mark, self.placeholder, *self.around, *of_videos)))
 

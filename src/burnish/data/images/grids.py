@@ -28,7 +28,7 @@ class Qwen(Family):
     video_mark = video_placeholder = "<|video_pad|>"
     video_written = "<|vision_start|><|video_pad|><|vision_end|>"
     limits_all_frames = False
-    """Whether the limits of pixels are over all frames of a video, and not over each."""
+    """Whether the pixel limits apply to all frames of a video together, or to each frame."""
 
     def grid(self, width: int, height: int) -> tuple[int, int, int]:
         """Return (frames, rows, columns) of patches before merging, as in ``image_grid_thw``."""

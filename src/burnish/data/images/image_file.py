@@ -57,16 +57,17 @@ class ImageFile:
     """An image in a message, or at its place in a row.
 
     Args:
-        path: its file, absolute.
-        width, height: in pixels, upright.
-        num_bytes, modified_ns: of the file when its header was read; they and the path are the image's identity.
-        min_pixels, max_pixels: the limits that an image is resized to before the image processor sees it
-            (``Family.given_sizes``); None: the processor's limits are the only ones.
-        place: the name of the image in its record: ``images[1]``.
-        is_animated: whether its file holds several frames or pages, of which the first is the image.
-        begin, end: in a row, the tokens [begin, end) that stand for it, with the markers between them.
-        content: its bytes, where it is in memory only; ``path`` is a name for them then.
-        frames: of a video, in order and of one size; empty for an image. ``path`` is the first then.
+        path: absolute path of the file.
+        width, height: size in pixels, after applying the EXIF orientation.
+        num_bytes, modified_ns: size and modification time of the file when its header was read. With the path they
+            identify the image.
+        min_pixels, max_pixels: limits to which the image is resized before the image processor
+            (``Family.given_sizes``); None: only the limits of the processor apply.
+        place: name of the image in its record: ``images[1]``.
+        is_animated: whether the file has several frames or pages; the first one is used.
+        begin, end: range [begin, end) of its tokens in a row, including the markers among them.
+        content: bytes of an image that is only in memory; ``path`` is then a name for them.
+        frames: frames of a video, in order and of equal size; empty for an image. ``path`` is that of the first.
         fps: frames per second of a video.
     """
 
@@ -98,7 +99,7 @@ class ImageFile:
         return replace(self, max_pixels=most, min_pixels=min(self.min_pixels or most, most))
 
     def as_json(self) -> dict[str, Any]:
-        """What a row holds of an image; ``from_json`` reads it."""
+        """Return the image as it is stored in a row; ``from_json`` reads it."""
         found = {name: getattr(self, name) for name in _OF_IMAGE}  # ten times as fast as asdict
         if self.content:
             found["content"] = self.content
@@ -108,12 +109,12 @@ class ImageFile:
         return found
 
     def placed(self, begin: int, end: int) -> ImageFile:
-        """The image at the tokens [begin, end) of a row."""
+        """Return the image with its position in a row, the tokens [begin, end)."""
         return ImageFile(**{**vars(self), "begin": begin, "end": end})  # faster than dataclasses.replace
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> ImageFile:
-        """The image that ``as_json`` wrote."""
+        """Return the image that ``as_json`` stored."""
         frames = tuple(cls(**frame) for frame in found.get("frames") or ())
         return cls(**{**found, "frames": frames, "fps": found.get("fps") or 0.0})
 

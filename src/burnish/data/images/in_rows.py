@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from burnish.data.chat.labels import Segment, Turn
 
 PLAIN = "\ufffd"
-"""What the characters ``IMAGE`` and ``VIDEO`` of a record's own become."""
+"""Replacement for the characters ``IMAGE`` and ``VIDEO`` in the text of a record."""
 _RESERVED = re.compile(f"[{IMAGE}{VIDEO}]")
 
 
@@ -33,7 +33,7 @@ def images_in(example: Example) -> list[ImageFile]:
 
 
 def cleaned(example: Example) -> Example:
-    """The example without ``IMAGE`` and ``VIDEO`` in the texts of its record."""
+    """Return the example without the characters ``IMAGE`` and ``VIDEO`` in its texts."""
     if not any(_RESERVED.search(p.value) for message in example.messages for p in message.parts if p.kind == "text"):
         return example
     return replace(example, messages=tuple(map(_clean, example.messages)))
@@ -73,10 +73,10 @@ def _raw_text(message: Message) -> Any:
 
 
 class Marks:
-    """Replaces marks by the ids of a family.
+    """Replace marks by the ids of a family.
 
     Args:
-        is_opened: whether the text before the mark of a video already holds ``Family.opening`` of it.
+        is_opened: whether the text before the mark of a video already contains its ``Family.opening``.
     """
 
     def __init__(self, family: Family, is_opened: bool = False) -> None:
@@ -85,10 +85,10 @@ class Marks:
         self._around = frozenset(map(family.token_id, family.around))
 
     def spans(self, ids: Sequence[int], images: Sequence[ImageFile]) -> list[tuple[int, Ids]]:
-        """The position of each mark in ``ids``, and the ids that replace it.
+        """Return the position of each mark in ``ids``, and the ids that replace it.
 
         Raises:
-            BadImage: where marks and images are not of the same number, or of other kinds.
+            BadImage: if marks and images differ in number or kind.
         """
         for image in images:
             self.family.check(image)

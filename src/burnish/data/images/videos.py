@@ -1,8 +1,8 @@
-"""Videos as lists of frames: from what a record names to the patches that a tower takes.
+"""Videos as lists of frames.
 
-In: the frames of a record, or a folder that holds them. Out: a video, which is an ``ImageFile`` with ``frames``; and
-the patches of decoded frames, as transformers' video processors make them, which need torchvision. Refused: video
-files, for which no decoder is required, and frames of different sizes.
+``read_video`` returns the video of a record, a list of frames or a folder of them, as an ``ImageFile`` with ``frames``.
+``patches_of_frames`` computes the patches of decoded frames like transformers' video processors, which require
+torchvision. Video files are refused, because burnish has no decoder, and so are frames of different sizes.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 PAIR = 2
-"""Frames that become one patch in time."""
+"""Number of frames per temporal patch."""
 
 
 def read_video(
     sight: Sight, value: Any, place: str, fps: float | None = None, min_pixels: int | None = None,
     max_pixels: int | None = None,
 ) -> ImageFile:  # fmt: skip
-    """The video that a record names; headers alone are read.
+    """Read the headers of the frames of a video.
 
     Args:
-        value: a list of images, or the path of a folder of images, which are taken in the order of their numbers.
-        place: its name in the record: ``videos[1]``.
-        fps, min_pixels, max_pixels: of this video alone.
+        value: a list of images, or the path of a folder of images, sorted by the numbers in their names.
+        place: name of the video in its record: ``videos[1]``.
+        fps, min_pixels, max_pixels: settings of this video, in place of those of the dataset.
 
     Raises:
-        BadImage: with a sentence that begins with the place.
+        BadImage: with a message that begins with the place.
     """
     if isinstance(value, str | os.PathLike):
         value = _frames_in(sight, os.fspath(value), place)
@@ -76,7 +76,7 @@ def _frames_in(sight: Sight, path: str, place: str) -> list[str]:
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
-    """Sorts ``frame10`` behind ``frame9``."""
+    """Return a sort key that places ``frame10`` after ``frame9``."""
     return [(int(piece), "") if piece.isdecimal() else (0, piece) for piece in re.split(r"(\d+)", name)]
 
 
@@ -85,9 +85,9 @@ class VideoSettings:
     """The settings of a video processor.
 
     Args:
-        least, most: pixels of a frame, or of all frames, by family.
+        least, most: limits of the pixels of a frame, or of all frames, depending on the family.
         is_capped, most_tokens: further limits (``cap_pixels_per_frame`` and ``max_video_tokens``).
-        mean, std: (3,) of the colors, of which ``scale`` makes numbers from 0 to 1.
+        mean, std: (3,) mean and standard deviation of the colors, after scaling to [0, 1] by ``scale``.
     """
 
     patch: int
@@ -103,7 +103,7 @@ class VideoSettings:
 
     @classmethod
     def of(cls, processor: Any, settings: Mapping[str, Any]) -> VideoSettings:
-        """Args: settings: of the video processor; those of the image processor stand in for missing ones."""
+        """Create the settings from those of the video processor, with defaults from the image processor."""
         found = {**processor.to_dict(), **{name: value for name, value in settings.items() if value is not None}}
         size = found["size"]
         return cls(
@@ -116,10 +116,10 @@ class VideoSettings:
 
 
 def patches_of_frames(frames: Sequence[Image], width: int, height: int, settings: VideoSettings) -> NDArray[Any]:
-    """(patches, colors * 2 * patch * patch) float32: two frames to a patch, the last frame doubled if it is alone.
+    """Return (patches, colors * 2 * patch * patch) float32. A patch spans two frames; an odd last frame is repeated.
 
     Args:
-        frames: of one size; they are resized to ``width`` and ``height``.
+        frames: frames of equal size; they are resized to ``width`` and ``height``.
     Source: transformers, models/qwen2_vl/video_processing_qwen2_vl.py (``patchify``).
     """
     import numpy

@@ -49,18 +49,18 @@ Prepare = Callable[[Any], Tensors]
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """What a model needs to know of the places of images.
+    """Properties of a model that determine positions and masks of image tokens.
 
     Args:
-        placeholder: the id of the token that a feature takes the place of.
-        video_placeholder: the same for features of a video, -1 for none or the same token.
-        has_grid_positions: placeholders have three rotary positions (the Qwen and GLM families).
-        merge: patches of a side that become one placeholder there.
-        positions_per_second: of videos in time; None: a pair of frames counts on by one.
-        both_ways: the tokens that see each other (``masks``), "" for none.
-        first_position: the position of the first token.
-        needs_row: whether features of an image depend on whether its row holds others too (LLaVA-OneVision).
-        crosses: text attends to images, which have no features in the place of tokens (Mllama).
+        placeholder: id of the token that is replaced by an image feature.
+        video_placeholder: the same for features of a video; -1 if there is none, or the same token.
+        has_grid_positions: whether placeholders have three rotary positions (Qwen and GLM).
+        merge: number of patches per side that are merged to one placeholder in these families.
+        positions_per_second: temporal positions per second of a video; None: one per pair of frames.
+        both_ways: tokens that attend to each other bidirectionally (``masks``); "" for none.
+        first_position: position of the first token.
+        needs_row: whether the features of an image depend on other images of its row (LLaVA-OneVision).
+        crosses: whether text attends to images by cross-attention, without placeholders (Mllama).
     """
 
     placeholder: int

@@ -1,12 +1,12 @@
-"""Preprocessed images are kept in files (``image_cache: disk``), for later epochs and runs.
+"""Cache preprocessed images on disk (``image_cache: disk``) for later epochs and runs.
 
-In:  what prepares an image. Out: the same, which reads the tensors of an image from its file where there is one, to the
-     bit. A file is named by the content of the image, so that a changed image is prepared anew, and is in a folder for
-     the settings that tensors depend on. Once the files reach their maximum size, no more are written: with a data set
-     that is larger than the cache, removing the oldest would remove each before its next use.
+A file contains the tensors of one image, bit for bit. It is named by a hash of the image's content, so that a changed
+image is preprocessed again, in a folder for the settings that the tensors depend on. Once the files reach the maximum
+size, no more are written: with a dataset larger than the cache, evicting the oldest file would remove each file before
+its next use.
 
-Pixels come from 256 levels, so the values of floating point are few. They are stored as a table and the place of each
-value in it, in a half or a quarter of the bytes.
+Pixels have 256 levels, so a tensor has few distinct values. They are stored as a table and an index per element, in
+half or a quarter of the bytes.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch import Tensor
 
 from burnish.models.images.processor import Tensors
 
-_PLACES = "places of "
+_INDICES = "indices of "
 _KINDS = ((256, torch.uint8), (32_768, torch.int16))
-"""Most values of a table -> the type of places in it."""
+"""Maximum number of values in a table -> dtype of the indices."""
 
 
 class OnDisk:
-    """Prepares images; a ``Prepare``.
+    """Preprocess images, or read their tensors from files. A ``collator.Prepare``.
 
     Args:
         prepare: image -> tensors.
-        content_of: image -> a hash of all that its tensors depend on besides the settings of the folder.
-        folder: of the files; it is made.
-        most_bytes: that its files may take.
+        content_of: image -> hash of everything that its tensors depend on, except the settings of the folder.
+        folder: folder of the files; created if missing.
+        most_bytes: maximum total size of the files.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class OnDisk:
             return _read(file)
         except FileNotFoundError:
             pass
-        except (SafetensorError, KeyError, OSError):  # cut off, when a machine went down
+        except (SafetensorError, KeyError, OSError):  # incomplete, for example after a power loss
             file.unlink(missing_ok=True)
         tensors = self._prepare(image)
         self._write(file, tensors)
@@ -75,11 +75,11 @@ class OnDisk:
 
 def _stored(name: str, tensor: Tensor) -> Sequence[tuple[str, Tensor]]:
     if tensor.is_floating_point():
-        values, places = torch.unique(tensor, return_inverse=True)
+        values, indices = torch.unique(tensor, return_inverse=True)
         for most, kind in _KINDS:
-            # -0.0 equals 0.0, and would come back as the one or the other
-            if len(values) <= most and torch.equal(values[places].view(torch.int32), tensor.view(torch.int32)):
-                return [(name, values), (_PLACES + name, places.to(kind))]
+            # -0.0 equals 0.0, so the table may not reproduce the sign
+            if len(values) <= most and torch.equal(values[indices].view(torch.int32), tensor.view(torch.int32)):
+                return [(name, values), (_INDICES + name, indices.to(kind))]
     return [(name, tensor.contiguous())]
 
 
@@ -88,7 +88,7 @@ def _read(file: Path) -> dict[str, Tensor]:
 
     found = load(file.read_bytes())
     return {
-        name: tensor[found[_PLACES + name].int()] if _PLACES + name in found else tensor
+        name: tensor[found[_INDICES + name].int()] if _INDICES + name in found else tensor
         for name, tensor in found.items()
-        if not name.startswith(_PLACES)
+        if not name.startswith(_INDICES)
     }

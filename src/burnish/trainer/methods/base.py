@@ -9,11 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.trainer_utils import (
-    TrainerMemoryTracker,
-    speed_metrics,
-    validate_quantization_for_training,
-)
+from transformers.trainer_utils import TrainerMemoryTracker, speed_metrics, validate_quantization_for_training
 from transformers.utils import can_return_loss, logging
 
 from burnish.kernels.probe import Capabilities

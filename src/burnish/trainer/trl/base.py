@@ -79,6 +79,22 @@ class TrlTrainer(Trainer):
         fields = {"model_name": model_name, "dataset": dataset_name, "tags": tags, **more}
         super().create_model_card(**{name: value for name, value in fields.items() if value is not None})
 
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate as in ``Trainer``. A dataset passed here is prepared like those of the constructor."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str | dict):  # the sets of a dict come separately
+            eval_dataset = self._prepare_passed(eval_dataset)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
+        """Predict as in ``Trainer``, for a dataset that is prepared like those of the constructor."""
+        return super().predict(self._prepare_passed(test_dataset), ignore_keys, metric_key_prefix)
+
+    def _prepare_passed(self, dataset: Any) -> Any:
+        """Return a dataset passed to ``evaluate`` or ``predict``, prepared like those of the constructor."""
+        return dataset
+
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         if "loss" in logs or "mean_token_accuracy" in logs:
             logs["num_tokens"] = float(self.state.num_input_tokens_seen)

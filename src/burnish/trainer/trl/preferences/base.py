@@ -33,10 +33,7 @@ from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.inspection import is_peft_model
 from burnish.trainer.reporting import Count
 from burnish.trainer.trl.preferences.collator import REFERENCE, Padded, column_of, rows_of_padded
-from burnish.trainer.trl.preferences.config import (
-    PreferenceConfig,
-    WithReference,
-)
+from burnish.trainer.trl.preferences.config import PreferenceConfig, WithReference
 from burnish.trainer.trl.preferences.objective import (
     ReadyBatches,
     Score,
@@ -45,12 +42,7 @@ from burnish.trainer.trl.preferences.objective import (
     reference_for,
     with_numbers,
 )
-from burnish.trainer.trl.preferences.rows import (
-    NAMES,
-    pair_row,
-    preference_rows,
-    template_of,
-)
+from burnish.trainer.trl.preferences.rows import NAMES, pair_row, preference_rows, template_of
 from burnish.trainer.trl.preferences.scripted import (
     OverridableTrainer,
     PreferenceOutput,
@@ -61,12 +53,7 @@ from burnish.trainer.trl.preferences.scripted import (
 from burnish.trainer.trl.prepared import first_row
 from burnish.trainer.trl.seeing import SeeingCollator, family_for
 from burnish.trainer.trl.sft.checks import check_sft_sets
-from burnish.trainer.trl.sft.setup import (
-    inner_tokenizer,
-    load_named_model,
-    own_config,
-    ready_model,
-)
+from burnish.trainer.trl.sft.setup import inner_tokenizer, load_named_model, own_config, ready_model
 
 logger = logging.get_logger("transformers.trainer")
 
@@ -332,8 +319,7 @@ class PreferenceTrainer(OverridableTrainer):
             return {name: self._prepare_dataset(one, processing_class, args, name) for name, one in evals.items()}
         return None if evals is None else self._prepare_dataset(evals, processing_class, args, "eval")
 
-    def _ready_evals(self, dataset: Any) -> Any:
-        """A dataset passed by a script, prepared like those of the constructor."""
+    def _prepare_passed(self, dataset: Any) -> Any:
         dataset = self._prepared_evals(dataset, self.processing_class, self.args)
         return self._completed(dataset, "eval") if self._precomputes_reference else dataset
 
@@ -411,19 +397,6 @@ class PreferenceTrainer(OverridableTrainer):
         return super().train(*args, **kwargs)
 
     # --- evaluation and logs ------------------------------------------------------------------------------------------
-
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Evaluate as in ``Trainer``. A dataset passed here is prepared like those of the constructor."""
-        if eval_dataset is not None and not isinstance(eval_dataset, str | dict):  # the sets of a dict come separately
-            eval_dataset = self._ready_evals(eval_dataset)
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-
-    def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
-        """The rewards of a dataset, and its metrics."""
-        test_dataset = self._ready_evals(test_dataset)
-        return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     def evaluation_loop(
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,

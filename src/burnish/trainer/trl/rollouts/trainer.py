@@ -55,11 +55,7 @@ from burnish.trainer.trl.rollouts.tools import (
     schemas,
     tools_text,
 )
-from burnish.trainer.trl.sft.setup import (
-    inner_tokenizer,
-    own_config,
-    ready_model,
-)
+from burnish.trainer.trl.sft.setup import inner_tokenizer, own_config, ready_model
 
 logger = logging.get_logger("transformers.trainer")
 _LONGEST = 1 << 20

@@ -306,19 +306,7 @@ class SFTTrainer(TrlTrainer):
 
     # --- evaluation and logs ------------------------------------------------------------------------------------------
 
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Evaluate as in ``Trainer``. A dataset passed here is prepared like those of the constructor."""
-        if eval_dataset is not None and not isinstance(eval_dataset, str | dict):  # the sets of a dict come separately
-            eval_dataset = self._handed_in(eval_dataset)
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-
-    def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
-        """Predict as in ``Trainer``, for a dataset that is prepared like those of the constructor."""
-        return super().predict(self._handed_in(test_dataset), ignore_keys, metric_key_prefix)
-
-    def _handed_in(self, dataset: Any) -> Any:
+    def _prepare_passed(self, dataset: Any) -> Any:
         self._refuse_masks_without_labels({"eval": dataset}, self.data_collator)
         return (
             dataset if self._skip_prepare_dataset else self._prepared_evals(dataset, self.processing_class, self.args)
