@@ -28,6 +28,15 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(Path(burnish.__file__).parent / "demo" / "model")
 
 
+def test_a_limit_of_the_time_ends_with_its_block(tokenizer: Any) -> None:
+    before = rendering._worker.limit_s
+    with (
+        pytest.raises(UserError, match=r"took more than 0\.3 s"), rendering.limit_rendering(0.3)
+    ):  # fmt: skip
+        render(tokenizer, [Conversation(CHAT)], LOOPS)
+    assert rendering._worker.limit_s == before
+
+
 @pytest.mark.parametrize("body", [LOOPS, POWER])
 def test_a_rendering_that_does_not_end_is_ended_in_every_thread(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, body: str

@@ -19,7 +19,8 @@ import subprocess
 import sys
 import threading
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -178,9 +179,14 @@ def marked_ids(tokenizer: Any, conversation: Conversation) -> tuple[list[int], l
     return ids, mask
 
 
-def limit_rendering(seconds: float) -> None:
-    """Set the time limit of a rendering in this process."""
-    _worker.limit_s = seconds
+@contextmanager
+def limit_rendering(seconds: float) -> Iterator[None]:
+    """Set the time limit of a rendering in this process, and restore it at the end."""
+    before, _worker.limit_s = _worker.limit_s, seconds
+    try:
+        yield
+    finally:
+        _worker.limit_s = before
 
 
 def stop_rendering() -> None:

@@ -113,7 +113,6 @@ async def _serve(
 
     async def begin() -> None:
         loop = asyncio.get_running_loop()
-        limit_rendering(SERVED_RENDERING_S)
         say(f"Loading {path_of(words)[0] or 'the model'} ...", sys.stdout)
         loaded, engine, outputs = await in_thread(lambda: load_served(words, options, state, loop))
         _open(loaded, engine, outputs, options, state)
@@ -124,7 +123,8 @@ async def _serve(
         state.phase = "failed"
         raise RuntimeError(f"The engine has stopped: {getattr(engine, 'failure', None)}")
 
-    return await serve(application(options, state, key), found, begin, lambda: drain(options, state))
+    with limit_rendering(SERVED_RENDERING_S):
+        return await serve(application(options, state, key), found, begin, lambda: drain(options, state))
 
 
 async def in_thread(work: Callable[[], Any]) -> Any:
