@@ -131,8 +131,6 @@ class Fields(ReportFields, Groups):
     include_num_input_tokens_seen: str | bool = option(
         "no", "Log the number of tokens seen so far: no, all, non_padding."
     )
-    log_level: str = option("passive", "Log level of libraries on the main process.", choices=_LEVELS)
-    log_level_replica: str = option("warning", "Log level of libraries on the other processes.", choices=_LEVELS)
     disable_tqdm: bool | None = option(None, "Print logs instead of a progress bar.")
     report_to: None | str | list[str] = option(
         "none", "Experiment trackers: tensorboard, wandb, mlflow, ...; all: every installed one."
