@@ -601,3 +601,44 @@ def test_a_stage_is_named_in_its_own_files_only(stage: str) -> None:
     """The rest of the package reads what an objective declares."""
     found = {name_of(file) for file in FILES if f'"{stage}"' in text_of(file)}
     assert found <= _OWN_FILES[stage]
+
+
+def documented_arguments(docstring: str) -> list[str]:
+    """The names in the section ``Args:`` of a docstring."""
+    section = re.search(r"Args:\n((?:    .*\n|\n)*)", docstring + "\n")
+    found = re.findall(r"^    (\*{0,2}\w+(?:, \w+)*):", section.group(1), re.MULTILINE) if section else []
+    return [name.strip(" *") for names in found for name in names.split(",")]
+
+
+def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    signature = node.args
+    parameters = [*signature.posonlyargs, *signature.args, *signature.kwonlyargs, signature.vararg, signature.kwarg]
+    return {parameter.arg for parameter in parameters if parameter is not None}
+
+
+def accepted_names(node: ast.AST) -> set[str] | None:
+    """The parameters of a function, or the fields and constructor parameters of a class; None if it inherits them."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return parameters_of(node)
+    assert isinstance(node, ast.ClassDef)
+    constructors = [
+        member for member in node.body if isinstance(member, ast.FunctionDef) and member.name in {"__init__", "__new__"}
+    ]
+    fields = {
+        member.target.id
+        for member in node.body
+        if isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name)
+    }
+    if not constructors and (node.bases or not fields):
+        return None
+    return fields.union(*map(parameters_of, constructors))
+
+
+def test_documented_arguments_exist() -> None:
+    missing = []
+    for file in FILES:
+        for node in nodes_of(tree_of(file)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names, accepted = documented_arguments(ast.get_docstring(node) or ""), accepted_names(node)
+                missing += [f"{file.name}:{node.lineno} {name}" for name in names if accepted and name not in accepted]
+    assert missing == []

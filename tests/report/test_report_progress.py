@@ -349,6 +349,8 @@ def test_log_levels_follow_the_process(monkeypatch):
         assert logger.level == logging.ERROR
         console.set_log_levels(ReportOptions(), is_main=True, is_node_main=True)
         assert logger.level == logging.ERROR  # passive leaves it
+        console.set_log_levels(ReportOptions(log_level="detail"), is_main=True, is_node_main=True)
+        assert logger.level == logging.DEBUG  # transformers' name for the most verbose level
         console.set_log_levels(options, is_main=False, is_node_main=True)
         assert logger.level == logging.DEBUG
         console.set_log_levels(replace(options, log_on_each_node=False), is_main=False, is_node_main=True)

@@ -66,7 +66,7 @@ def find_targets(
 
     Args:
         model: the model.
-        wanted: "all" for every linear layer except the head; suffixes of paths ("q_proj", "mlp.up_proj"); regular
+        targets: "all" for every linear layer except the head; suffixes of paths ("q_proj", "mlp.up_proj"); regular
             expressions for whole paths.
         left_out: paths of fully trained modules, which get no adapter.
         is_frozen: whether the layer at a path belongs to a frozen part of the model.

@@ -65,7 +65,7 @@ class Shards(Protocol):
     """Converts between the state of a part and this rank's pieces of it. Implemented by a backend."""
 
     def state_dict(self, held: Any) -> Mapping[str, Any]:
-        """The state of ``held``, with a ``Piece`` for each sharded tensor."""
+        """The state of ``held``, with a ``LocalShard`` for each sharded tensor."""
         ...
 
     def load_state_dict(self, held: Any, state: Mapping[str, Any]) -> None:

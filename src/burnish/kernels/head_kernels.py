@@ -55,7 +55,7 @@ def head_loss(
     """Compute the loss sums of the trained tokens.
 
     Args:
-        way: one of ``BACKENDS`` without ``head_obstacle``.
+        backend: one of ``BACKENDS`` without ``head_obstacle``.
         hidden: (N, H).
         weight: (V, H).
         targets: (N,) token ids; ``IGNORE_INDEX`` has no weight.

@@ -41,14 +41,14 @@ def target_positions(labels: Tensor) -> Tensor:
 def logits_at(
     model: nn.Module, inputs: dict[str, Any], trained: Tensor, makes_some: bool, needs_router: bool = False
 ) -> tuple[Tensor, Any]:
-    """(N, V) the logits at the positions ``learned`` (N,), and the model's output.
+    """(N, V) the logits at the positions ``trained`` (N,), and the model's output.
 
     Args:
         model: a causal language model.
         inputs: its inputs.
-        learned: (N,) positions in the flattened batch.
+        trained: (N,) positions in the flattened batch.
         makes_some: whether the model can compute the logits of selected positions only; used for batches of one row.
-        asks_router: whether the output must contain the router's loss.
+        needs_router: whether the output must contain the router's loss.
     """
     makes_some = makes_some and len(inputs["input_ids"]) == 1
     more: dict[str, Any] = {"logits_to_keep": trained} if makes_some else {}

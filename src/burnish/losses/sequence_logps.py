@@ -90,7 +90,7 @@ class SequenceModel(nn.Module):
         head: the model's head; None: the model computes its logits.
         makes_some_logits: whether the model can compute the logits of selected positions only.
         rules: which further values are computed for each token.
-        asks_router: whether the router's loss is computed.
+        needs_router: whether the router's loss is computed.
         patches: whether the embedding may be patched.
         batch_keys: keys of batches that are not model inputs, besides the general ones.
         value_head: (N, H) -> (N,), applied to the hidden states that predict the tokens.

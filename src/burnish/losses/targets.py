@@ -70,7 +70,7 @@ def sums_of_hidden(
         head: the model's head.
         targets: the target positions.
         rules: what is computed for each token.
-        way: a backend of ``kernels.head_kernels``.
+        backend: a backend of ``kernels.head_kernels``.
         weight: (V, H) used instead of the head's own (``kernels.tied``).
     """
     if head.scale != 1.0:

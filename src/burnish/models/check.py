@@ -33,7 +33,7 @@ def check_model(options: ModelOptions, checks_library: bool = True, needs_head: 
 
     Args:
         options: the options of the model.
-        asks_library: whether to import transformers, which takes seconds. Without it only the files are checked, and
+        checks_library: whether to import transformers, which takes seconds. Without it only the files are checked, and
             not whether transformers supports the model.
         needs_head: whether the language model head is required. A reward model does not need it.
     """

@@ -1,7 +1,7 @@
 """Data parallelism set up by accelerate, for ``engine: accelerate``. All use of that library is in this module.
 
 accelerate determines the rank of the process, opens the process group and wraps the model. Everything else is done by
-``ParallelEngine``, as with torch's own wrapper (``ddp``), which ``auto`` selects because it starts faster.
+``Parallel``, as with torch's own wrapper (``ddp``), which ``auto`` selects because it starts faster.
 """
 
 from __future__ import annotations

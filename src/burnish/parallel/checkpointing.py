@@ -56,7 +56,7 @@ def checkpoint_activations(model: nn.Module, kwargs: dict[str, Any] | None) -> N
 
     Args:
         model: a model of transformers, with or without adapter.
-        given: ``gradient_checkpointing_kwargs``.
+        kwargs: ``gradient_checkpointing_kwargs``.
 
     Raises:
         ValueError: if the model or the installed transformers does not support it.

@@ -272,6 +272,6 @@ def set_log_levels(options: ReportOptions, is_main: bool, is_node_main: bool) ->
     if level == "passive":
         return
     for library, variable in _LIBRARIES.items():
-        logging.getLogger(library).setLevel(level.upper())
+        logging.getLogger(library).setLevel("DEBUG" if level == "detail" else level.upper())
         if variable:
             os.environ.setdefault(variable, level)

@@ -18,7 +18,7 @@ from burnish.config.errors import Problem
 from burnish.config.options import option, shared
 from burnish.config.secrets import has_secret_name
 
-_LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
+_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
 
 
 @shared

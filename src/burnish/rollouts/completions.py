@@ -97,8 +97,8 @@ class SlotSource(CompletionSource):
 
     Args:
         model: model of transformers or peft, with the adapter applied.
-        seats: number of concurrent completions. It determines which tokens share a forward pass and is constant during
-            a run, because rounding depends on the batch.
+        num_slots: number of concurrent completions. It determines which tokens share a forward pass and is constant
+            during a run, because rounding depends on the batch.
         context: maximum length of prompt and completion together.
         exact: process each completion separately, so that results do not depend on the batch at all.
         merging: context in which a trained adapter is merged into the weights.

@@ -201,7 +201,7 @@ def build_loop(
         plan: the plan.
         prepared: output of ``prepare``.
         parallel: processes and devices of the run.
-        found: checkpoint that the caller loads next; None for a new run.
+        checkpoint: checkpoint that the caller loads next; None for a new run.
         callbacks: callbacks in addition to those of the options.
     """
     options, objective, steps = plan.options, prepared.objective, prepared.steps

@@ -58,7 +58,7 @@ def launch(words: Sequence[str], values: Mapping[str, RawValue]) -> int | None:
 
     Args:
         words: arguments of ``burnish train``.
-        given: option values parsed from ``words``.
+        values: option values parsed from ``words``.
     Returns:
         Exit status of the run, or None if it should run in this process.
     Raises:

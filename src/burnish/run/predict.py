@@ -421,7 +421,7 @@ def write_answers(
         prompts: prompt texts.
         answers: generated responses.
         labels: reference responses.
-        drawn: all responses to each question with their log-probabilities in nats; the first is ``predict``.
+        samples: all responses to each question with their log-probabilities in nats; the first is ``predict``.
         images: paths of the images of each question.
     """
     with path.open("w", encoding="utf-8", errors="backslashreplace") as file:

@@ -182,7 +182,7 @@ def data_of_run(path: str, values: Mapping[str, RawValue]) -> dict[str, RawValue
 
     Args:
         path: the folder.
-        given: options of the command. If they name a dataset, the run's own datasets are omitted.
+        values: options of the command. If they name a dataset, the run's own datasets are omitted.
     """
     folder = _run_of(expanded(path))
     if folder is None:

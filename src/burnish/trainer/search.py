@@ -72,7 +72,7 @@ class Search:
             evaluate: evaluates it.
             n_trials: number of trials.
             direction: "minimize" or "maximize", per objective.
-            given: arguments of ``optuna.create_study`` and, as timeout, n_jobs and gc_after_trial, of ``optimize``.
+            kwargs: arguments of ``optuna.create_study`` and, as timeout, n_jobs and gc_after_trial, of ``optimize``.
         """
         import optuna
 

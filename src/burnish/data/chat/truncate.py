@@ -70,11 +70,11 @@ def infer_seqlen(source_len: int, target_len: int, cutoff_len: int) -> tuple[int
 
 
 def fit_turns(turns: Sequence[Turn], available: int, rule: str, last_first: bool = False) -> list[Turn]:
-    """Return the turns that fit into ``room`` tokens, truncated if necessary.
+    """Return the turns that fit into ``available`` tokens, truncated if necessary.
 
     Args:
         turns: turns of a conversation.
-        room: maximum number of tokens.
+        available: maximum number of tokens.
         rule: truncation rule.
         last_first: give the last turns priority, instead of the first.
     """

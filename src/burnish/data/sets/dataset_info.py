@@ -53,7 +53,7 @@ def find_sources(
             the content of such a file.
         fetch: downloads the dataset_info.json of a hub repository and returns its local path.
         bare: formatting, columns and tags of datasets without an entry.
-        asked: option that contains the names, for error messages.
+        option_name: option that contains the names, for error messages.
 
     Raises:
         UserError: with every unknown name and every invalid entry.

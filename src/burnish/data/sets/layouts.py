@@ -101,7 +101,7 @@ def _check(layout: Layout, records: Sequence[Values], where: str, needs: RecordN
         records: first records.
         where: name of the dataset in error messages.
         needs: requirements of the stage.
-        is_given: the user named the columns, so even an optional one must be in some record.
+        is_explicit: the user named the columns, so even an optional one must be in some record.
 
     Raises:
         UserError: with the columns that were found and those that were expected.

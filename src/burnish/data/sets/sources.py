@@ -76,7 +76,8 @@ def load_datasets(
         seed: seed for ``num_samples``, interleaving and the split.
         stats: statistics that dropped records are added to.
         may_stream: with ``streaming``, keep training records in their files (``StreamedExamples``).
-        asks_hubs: false skips datasets that are not on this machine, since an unreachable hub takes a minute to fail.
+        searches_hubs: false skips datasets that are not on this machine, since an unreachable hub takes a minute to
+            fail.
         needs: requirements of the stage. Default: single responses.
         looks_back: give labelled training examples the response of an earlier record (KTO's KL term).
 

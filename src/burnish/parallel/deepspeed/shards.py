@@ -84,7 +84,7 @@ class AdapterShards:
     """Converts an adapter, which is small: gathered for saving, and loaded completely on every rank.
 
     Args:
-        parallel: processes and devices of the run.
+        engine: processes and devices of the run.
         weights: the weights to gather. Default: all trainable ones.
     """
 

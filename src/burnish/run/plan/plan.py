@@ -64,9 +64,9 @@ def plan(values: Mapping[str, RawValue], extra_checks: Sequence[Check] = ()) -> 
     """Create the plan of a run.
 
     Args:
-        given: option values with their places.
-        also: further checks, such as those of files. They run only if the options have a problem, to complete the list;
-            otherwise ``prepare`` does these checks.
+        values: option values with their places.
+        extra_checks: further checks, such as those of files. They run only if the options have a problem, to complete
+            the list; otherwise ``prepare`` does these checks.
     Raises:
         UserError: with every problem of the options.
     """

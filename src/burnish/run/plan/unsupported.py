@@ -32,12 +32,12 @@ class Absent:
 def take_absent(
     values: Mapping[str, RawValue], known: Mapping[str, Any]
 ) -> tuple[dict[str, RawValue], list[Problem], list[str]]:
-    """Remove unsupported options from ``given``.
+    """Remove unsupported options from ``values``.
 
     Returns the remaining options, a problem for each unsupported option that is enabled, and notes on the others.
 
     Args:
-        given: option values with their places.
+        values: option values with their places.
         known: names that burnish supports, which are never removed.
     """
     for key, item in values.items():

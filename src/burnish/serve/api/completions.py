@@ -58,7 +58,7 @@ class CompletionService:
         outputs: queue from the engine to the event loop.
         max_tokens: maximum length of a response, and the default length.
         timeout_s: maximum duration of a request in seconds, including the time in the queue.
-        under_way: running requests.
+        in_progress: running requests.
     """
 
     served: ServedModel
@@ -173,7 +173,7 @@ def respond(
         service: the service.
         prepared: the request.
         is_stream: stream the response.
-        told: filled in when the request ends.
+        stats: filled in when the request ends.
         over: called once when the request ends, for any reason.
         headers: response headers.
     """

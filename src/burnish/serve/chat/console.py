@@ -90,7 +90,7 @@ class Console:
 
         Args:
             prompt: prompt to print.
-            begun: initial text of the line, which can be edited.
+            prefill: initial text of the line, which can be edited.
         Raises:
             EOFError: at the end of the input.
             KeyboardInterrupt: for Ctrl-C.

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from transformers.debug_utils import DebugOption
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
-from transformers.utils import logging
 
 from burnish.checkpoint.checkpoint import CheckpointOptions
 from burnish.config.options import option, union
@@ -46,8 +45,6 @@ else:
         "Groups", CheckpointOptions, StepOptions, OptimOptions, CurveOptions, LoopOptions, SpikeOptions, FlowOptions,
         LoaderOptions, ParallelOptions, PatchOptions, *OPTIMIZERS.option_groups(),
     )  # fmt: skip
-
-_LEVELS = (*logging.get_log_levels_dict(), "passive")
 
 
 @dataclass

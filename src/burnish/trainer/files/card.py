@@ -39,7 +39,7 @@ def write_trainer_card(trainer: Any, folder: Path, values: Mapping[str, Any]) ->
     Args:
         trainer: the trainer.
         folder: the destination.
-        given: arguments of ``create_model_card``: language, license, tags, model_name, finetuned_from, dataset, ...
+        values: arguments of ``create_model_card``: language, license, tags, model_name, finetuned_from, dataset, ...
     """
     summary = TrainingSummary.from_trainer(trainer, **values)
     if summary.dataset == [None]:  # a dataset that was created in memory has no name

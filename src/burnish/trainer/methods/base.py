@@ -55,7 +55,7 @@ class TrainerBase:
     """Name of the training in the model card."""
 
     _num_averaged_losses = 1
-    """Over so many processes a loss is averaged that is scaled by ``compute_loss`` itself; 1: it is summed."""
+    """Number of processes over which a loss that ``compute_loss`` has already scaled is averaged; 1: it is summed."""
 
     loss_is_scaled_for_ga: bool | None = None
     """True if ``compute_loss`` divides by the number of items of the whole step itself; see ``methods/loss.py``."""

@@ -186,7 +186,7 @@ class Gathered:
             logits: predictions.
             labels: labels.
             inputs: the batch.
-            given: the part of the batch that ``include_for_metrics`` selects, on the device, or None.
+            kept_inputs: the part of the batch that ``include_for_metrics`` selects, on the device, or None.
             is_own: false if the batch is padding for this rank, which does not count.
             is_last: whether all ranks are at their last batch.
         """

@@ -53,7 +53,7 @@ class TrlTrainer(Trainer):
 
         Args:
             model: the model.
-            asked: weight of the loss; None: the model's own.
+            coefficient: weight of the loss; None: the model's own.
 
         Raises:
             ValueError: if a weight is given and the model has no such loss.

@@ -54,7 +54,6 @@ class FoundRun:
         kind: training, prediction or evaluation.
         tokens_per_s: between the last two rows of training, or since the start if rows have no time.
         metrics: of a prediction or an evaluation.
-        rows: columns of its last rows of training.
         outcome: ``outcome.json`` of the last launch, if it exists.
         launch: ``launch.json``.
     """

@@ -233,7 +233,7 @@ def with_numbers(
         module: the objective's module of the policy.
         parallel: processes and devices of the run.
         size: batch size.
-        ask: dataset -> the columns, if a script computes them.
+        compute: dataset -> the columns, if a script computes them.
 
     Raises:
         UserError: for a streamed dataset, and if the reference does not exist any more.

@@ -179,8 +179,8 @@ def module_over(wrapped: nn.Module, bare: nn.Module, model: nn.Module) -> nn.Mod
     """The objective's module around ``model``.
 
     Args:
-        made: the module around ``bare``, used if no backend has wrapped the model. A wrapper has to be called itself to
-            sync gradients; logits are computed then, and scores are taken from the model's output.
+        wrapped: the module around ``bare``, used if no backend has wrapped the model. A wrapper has to be called itself
+            to sync gradients; logits are computed then, and scores are taken from the model's output.
         bare: the model without wrappers.
         model: the model passed to a method.
     """
