@@ -29,24 +29,24 @@ def layers_of(names):
 @pytest.mark.parametrize(
     ("count", "expected"), [(2, [2, 3]), (1, [3]), (-1, [0]), (-3, [0, 1, 2]), (9, [0, 1, 2, 3]), (-9, [0, 1, 2, 3])]
 )
-def test_layers_are_counted_from_the_end_or_from_the_beginning(count, expected):
+def test_trainable_layers_are_counted_from_either_end(count, expected):
     names = trained(freeze_trainable_layers=count)
     assert layers_of(names) == expected
     assert all(name.startswith("model.layers.") for name in names)
 
 
 @pytest.mark.parametrize(("count", "expected"), [(1, [3]), (2, [1, 3]), (4, [0, 1, 2, 3])])
-def test_of_a_model_that_llama_pro_expanded_the_last_layer_of_each_group_is_trained(count, expected):
+def test_llama_pro_trains_last_layer_of_each_group(count, expected):
     assert layers_of(trained(freeze_trainable_layers=count, use_llama_pro=True)) == expected
 
 
 @pytest.mark.parametrize("count", [3, -2])
-def test_groups_of_layers_that_are_not_equal_are_refused(count):
+def test_unequal_layer_groups_are_rejected(count):
     with pytest.raises(UserError, match=f"4 layers into equal groups. Received: {count}"):
         trained(freeze_trainable_layers=count, use_llama_pro=True)
 
 
-def test_the_default_is_the_last_two_layers_with_all_their_modules():
+def test_default_trains_all_modules_of_last_two_layers():
     whole = {
         n
         for n, _ in tiny_model(num_hidden_layers=4).named_parameters()
@@ -62,12 +62,12 @@ def test_the_default_is_the_last_two_layers_with_all_their_modules():
         (["q_proj", "input_layernorm"], {"self_attn.q_proj.weight", "input_layernorm.weight"}),
     ],
 )
-def test_only_the_modules_named_train_in_a_layer(modules, expected):
+def test_only_named_modules_of_a_layer_are_trained(modules, expected):
     names = trained(freeze_trainable_layers=1, freeze_trainable_modules=modules)
     assert {name.removeprefix("model.layers.3.") for name in names} == expected
 
 
-def test_extra_modules_train_beside_the_layers():
+def test_extra_modules_are_trained_with_layers():
     names = trained(
         freeze_trainable_layers=1, freeze_trainable_modules=["mlp"], freeze_extra_modules=["norm", "lm_head"]
     )
@@ -76,7 +76,7 @@ def test_extra_modules_train_beside_the_layers():
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_the_layers_of_every_family_are_found_and_learn(family):
+def test_layers_of_each_family_are_found_and_trained(family):
     model = tiny_model(family)
     path, layers = decoder_layers(model)
     assert (len(layers), bool(path)) == (2, True)
@@ -87,7 +87,7 @@ def test_the_layers_of_every_family_are_found_and_learn(family):
     assert {name for name, p in model.named_parameters() if p.grad is not None} == names
 
 
-def test_a_frozen_run_is_resumed_to_the_bit():
+def test_frozen_run_resumes_bitwise_equal():
     adapter = ADAPTERS["freeze"](Options(finetuning_type="freeze", freeze_trainable_layers=1), [])
     model = adapter.attach(tiny_model())
     model(token_ids(), labels=token_ids()).loss.backward()
@@ -103,7 +103,7 @@ def problems(kind="freeze", folders=(), **options):
     return [str(problem) for problem in adapter.check(tiny_model())]
 
 
-def test_modules_that_are_not_there_are_refused_all_at_once():
+def test_missing_modules_are_rejected_together():
     found = problems(freeze_trainable_modules=["mpl", "mlp"], freeze_extra_modules=["lm_haed", "norm"])
     assert len(found) == 2
     assert 'freeze_trainable_modules "mpl"' in found[0]
@@ -112,25 +112,25 @@ def test_modules_that_are_not_there_are_refused_all_at_once():
     assert "embed_tokens, lm_head, norm" in found[1]
 
 
-def test_zero_layers_are_refused():
+def test_zero_layers_are_rejected():
     assert "freeze_trainable_layers is 0" in problems(freeze_trainable_layers=0)[0]
 
 
 @pytest.mark.parametrize("kind", ["full", "freeze"])
-def test_an_adapter_cannot_go_on_in_training_of_the_model_itself(kind, tmp_path):
+def test_adapter_cannot_be_continued_with_full_training(kind, tmp_path):
     (found,) = problems(kind, folders=[tmp_path])
     assert f"finetuning_type {kind} trains the model itself" in found
     assert str(tmp_path) in found
 
 
 @pytest.mark.parametrize("kind", ["full", "freeze"])
-def test_training_the_model_itself_keeps_no_reference_and_says_so(kind):
+def test_full_and_freeze_training_without_ref_model_raise(kind):
     adapter = ADAPTERS[kind](Options(finetuning_type=kind), [])
     with pytest.raises(UserError, match="ref_model"):
         adapter.reference(tiny_model())
 
 
-def test_an_unknown_finetuning_type_is_refused_with_those_there_are():
+def test_unknown_finetuning_type_is_rejected_with_known_ones():
     with pytest.raises(UserError, match="Known: freeze, full, lora, oft, peft"):
         ADAPTERS["loar"]
 
@@ -156,7 +156,7 @@ def logits(model):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_method_of_the_peft_library_trains_is_saved_and_goes_on(method, tmp_path):
+def test_peft_method_trains_saves_and_resumes(method, tmp_path):
     torch.manual_seed(3)
     adapter, model = with_peft(METHODS[method])
     before = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
@@ -186,7 +186,7 @@ def test_a_method_of_the_peft_library_trains_is_saved_and_goes_on(method, tmp_pa
         ({"oft_block_size": 0, "oft_rank": 2, "oft_target": ["q_proj"], "module_dropout": 0.5}, (None, 2, 2)),
     ],
 )
-def test_oft_is_described_by_the_keys_of_llamafactory(given, expected):
+def test_oft_accepts_llamafactory_options(given, expected):
     adapter = ADAPTERS["oft"](Options(finetuning_type="oft", **given), [])
     model = adapter.attach(tiny_model())
     (config,) = model.peft_config.values()
@@ -197,20 +197,20 @@ def test_oft_is_described_by_the_keys_of_llamafactory(given, expected):
     assert sum(name.endswith("oft_R.default.weight") for name, _ in model.named_parameters()) == layers
 
 
-def test_oft_size_is_given_by_one_option():
+def test_oft_accepts_only_one_size_option():
     (problem,) = check_oft(Options(finetuning_type="oft", oft_rank=2))
     assert "oft_block_size" in problem.what
     assert not check_oft(Options(finetuning_type="lora", oft_rank=2))
 
 
-def test_inside_reference_a_peft_model_is_its_base():
+def test_reference_of_peft_model_is_its_base():
     adapter, model = with_peft(METHODS["prompt tuning"])
     assert logits(model).shape[1] == token_ids().shape[1] + 3
     with adapter.reference(model):
         assert torch.equal(logits(model), logits(tiny_model()))
 
 
-def test_a_model_that_peft_wrapped_already_is_taken_as_it_is():
+def test_model_already_wrapped_by_peft_is_accepted():
     import peft
 
     made = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
@@ -230,7 +230,7 @@ def test_a_model_that_peft_wrapped_already_is_taken_as_it_is():
         ("nowhere.json", "is neither a file"),
     ],
 )
-def test_a_peft_config_that_cannot_be_is_refused(config, expected):
+def test_invalid_peft_config_is_rejected(config, expected):
     (found,) = problems("peft", peft_config=config)
     assert expected in found
 
@@ -238,7 +238,7 @@ def test_a_peft_config_that_cannot_be_is_refused(config, expected):
 # --- what is said about parameters ----------------------------------------------------------------------------------
 
 
-def test_every_parameter_is_listed_where_that_is_asked_for():
+def test_print_param_status_lists_every_parameter():
     model = tiny_model()
     assert parameter_lines(model, Options()) == []
     lines = parameter_lines(model, Options(print_param_status=True))
@@ -246,7 +246,7 @@ def test_every_parameter_is_listed_where_that_is_asked_for():
     assert lines[0] == "name: model.embed_tokens.weight, dtype: torch.float32, device: cpu, trainable: True"
 
 
-def test_prompt_tuning_is_rows_before_the_embedded_text_in_numpy():
+def test_prompt_tuning_matches_numpy_reference():
     """Checklist row 71: a mask of ones and labels of -100 before the row's own, the prompt cast to the embeddings'
     dtype and joined to them; the loss is that of the row's own labels."""
     torch.manual_seed(3)

@@ -91,7 +91,7 @@ def gradients(model):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_same_seed_gives_the_very_parameters_that_peft_makes(family, kind):
+def test_same_seed_gives_peft_parameters(family, kind):
     ours, theirs = KINDS[kind]
     torch.manual_seed(7)
     _, model = attached(family, **ours)
@@ -107,7 +107,7 @@ def test_the_same_seed_gives_the_very_parameters_that_peft_makes(family, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_logits_and_gradients_are_those_of_peft(family, kind):
+def test_logits_and_gradients_match_peft(family, kind):
     ours, theirs = KINDS[kind]
     torch.manual_seed(7)
     _, model = attached(family, **ours)
@@ -131,7 +131,7 @@ def test_logits_and_gradients_are_those_of_peft(family, kind):
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_fresh_adapter_changes_nothing_and_trains_every_linear_layer_but_the_head(family):
+def test_new_adapter_is_identity_and_covers_all_linear_layers_but_head(family):
     before = logits(tiny_model(family))
     _, model = attached(family)
     torch.testing.assert_close(logits(model), before, rtol=0, atol=0)
@@ -164,7 +164,7 @@ def product_case(x_dtype=torch.float32, factor_dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_the_product_and_its_gradients_are_the_plain_formulas(dropout):
+def test_lora_product_and_gradients_match_formulas(dropout):
     found = []
     for plain in (False, True):
         inputs = product_case()
@@ -176,12 +176,12 @@ def test_the_product_and_its_gradients_are_the_plain_formulas(dropout):
         torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
-def test_the_product_passes_a_numerical_check_of_its_gradient():
+def test_lora_product_passes_gradcheck():
     inputs = [tensor.detach().double().requires_grad_() for tensor in product_case()]
     assert torch.autograd.gradcheck(lambda *tensors: lora_update(*tensors, 0.7), inputs)
 
 
-def test_the_product_keeps_its_input_once_and_no_dropped_copy():
+def test_lora_product_saves_input_once_without_dropout_copy():
     kept = {}
     for plain in (False, True):
         sizes = []
@@ -200,7 +200,7 @@ def test_the_product_keeps_its_input_once_and_no_dropped_copy():
     assert kept[True] > kept[False] + 4 * x_elements  # a dropped copy beside them
 
 
-def test_factors_in_float32_over_a_bfloat16_base_are_multiplied_in_float32():
+def test_float32_factors_over_bfloat16_base_multiply_in_float32():
     result, x, a, b = product_case(x_dtype=torch.bfloat16)
     out = lora_update(result, x, a, b, 0.7)
     exact = result.float() + F.linear(F.linear(x.float(), a), b) * 0.7
@@ -210,7 +210,7 @@ def test_factors_in_float32_over_a_bfloat16_base_are_multiplied_in_float32():
     assert (a.grad.dtype, b.grad.dtype, x.grad.dtype) == (torch.float32, torch.float32, torch.bfloat16)
 
 
-def test_autocast_decides_the_dtype_of_the_product_where_it_is_on():
+def test_autocast_determines_dtype_of_lora_product():
     _, x, a, b = product_case()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = lora_update(F.linear(x, torch.ones(5, 8)), x, a, b, 0.7)
@@ -234,7 +234,7 @@ def test_training_under_autocast_gives_peft_gradients():
         torch.testing.assert_close(gradient, found[1][name], rtol=0.1, atol=5e-3)  # bfloat16 sums in another order
 
 
-def test_dropout_draws_from_the_global_generator_and_only_while_training():
+def test_dropout_uses_global_generator_only_in_training():
     _, model = attached(lora_dropout=0.5)
     shaken(model)
     torch.manual_seed(1)
@@ -270,21 +270,21 @@ def same(tensor, array):
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_one_adapter_is_base_plus_scaled_product(rslora):
+def test_single_adapter_adds_scaled_product_to_base(rslora):
     layer, x, xn, w, bias = numpy_case(use_rslora=rslora)
     a, b, scaling = numbers(layer, "one")
     assert scaling == pytest.approx(4 / math.sqrt(3) if rslora else 4 / 3)
     same(layer(x), xn @ w.T + bias + scaling * (xn @ a.T @ b.T))
 
 
-def test_several_active_adapters_add_up_and_one_that_is_missing_is_left_out():
+def test_active_adapters_are_summed_and_missing_ones_are_skipped():
     layer, x, xn, w, bias = numpy_case("one", "two")
     layer.set_adapter(["one", "nowhere", "two"])
     updates = sum(s * (xn @ a.T @ b.T) for a, b, s in (numbers(layer, "one"), numbers(layer, "two")))
     same(layer(x), xn @ w.T + bias + updates)
 
 
-def test_each_row_of_a_mixed_batch_gets_its_own_adapter():
+def test_each_row_of_a_mixed_batch_uses_its_adapter():
     layer, x, *_ = numpy_case("one", "two")
     holder = nn.ModuleList([layer])
     alone = {"__base__": layer.base_layer(x)}
@@ -301,7 +301,7 @@ def test_each_row_of_a_mixed_batch_gets_its_own_adapter():
         pass
 
 
-def test_the_gradients_of_a_layer_are_those_of_its_formula():
+def test_layer_gradients_match_formula():
     """``y = (W + s B A) x + bias``"""
     layer, x, xn, w, _ = numpy_case()
     a, b, s = numbers(layer, "one")
@@ -314,7 +314,7 @@ def test_the_gradients_of_a_layer_are_those_of_its_formula():
     same(x.grad, g @ (w + s * b @ a))
 
 
-def test_a_quantized_base_keeps_its_own_product():
+def test_quantized_base_keeps_its_matrix_product():
     class Quantized(nn.Linear):  # what a 4-bit layer is to LoRA: something that multiplies
         def forward(self, x):
             return F.linear(x, self.weight.round(), self.bias)
@@ -348,7 +348,7 @@ def test_merged_model_has_the_same_logits_without_adapter(family, kind):
         {"pissa_init": True, "use_dora": True},
     ],
 )
-def test_inside_reference_the_model_is_what_it_was_before(options):
+def test_model_inside_reference_equals_initial_model(options):
     before = logits(tiny_model())
     adapter, model = attached(lora_target=["all"], **options)
     trained = logits(shaken(model))
@@ -377,7 +377,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_peft_loads_what_burnish_saved_and_gives_the_same_logits(case, tmp_path):
+def test_peft_loads_saved_adapter_with_same_logits(case, tmp_path):
     adapter, model = attached("llama", **FILES[case])
     shaken(model)
     adapter.save(model, str(tmp_path))
@@ -387,7 +387,7 @@ def test_peft_loads_what_burnish_saved_and_gives_the_same_logits(case, tmp_path)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_an_adapter_of_each_family_goes_to_peft_and_back(family, tmp_path):
+def test_adapter_of_each_family_round_trips_through_peft(family, tmp_path):
     adapter, model = attached(family)
     shaken(model)
     adapter.save(model, str(tmp_path / "ours"))
@@ -410,7 +410,7 @@ THEIR_FILES = {
 
 
 @pytest.mark.parametrize("case", THEIR_FILES)
-def test_burnish_loads_what_peft_saved_and_gives_the_same_logits(case, tmp_path):
+def test_burnish_loads_peft_adapter_with_same_logits(case, tmp_path):
     other = shaken(of_peft("gpt2", **{"fan_in_fan_out": True, **THEIR_FILES[case]}))
     other.save_pretrained(tmp_path)
     adapter, model = attached("gpt2", folders=[tmp_path])
@@ -422,7 +422,7 @@ def test_burnish_loads_what_peft_saved_and_gives_the_same_logits(case, tmp_path)
 
 
 @pytest.mark.parametrize("options", [{"pissa_iter": -1}, {"pissa_iter": 2}, {"pissa_iter": 2, "use_rslora": True}])
-def test_a_pissa_adapter_is_saved_as_lora_that_fits_the_base_everyone_has(options, tmp_path):
+def test_pissa_adapter_is_saved_as_lora_of_original_base(options, tmp_path):
     adapter, model = attached(pissa_init=True, **options)
     torch.testing.assert_close(logits(model), logits(tiny_model()), **CLOSE)
     shaken(model)
@@ -433,7 +433,7 @@ def test_a_pissa_adapter_is_saved_as_lora_that_fits_the_base_everyone_has(option
 
 
 @pytest.mark.parametrize("options", [{}, {"pissa_init": True, "use_rslora": True}])
-def test_a_checkpoint_of_an_adapter_is_an_adapter_that_peft_loads(options, tmp_path):
+def test_adapter_checkpoint_is_loaded_by_peft(options, tmp_path):
     adapter, model = attached(**options)
     shaken(model)
     save_file(adapter.state(model), tmp_path / f"{adapter.file_stem}.safetensors", {"format": "pt"})
@@ -447,14 +447,14 @@ def test_experts_without_adapter_are_reported():
     assert any("4 fused expert weights get no adapter" in note for note in adapter.notes)
 
 
-def test_what_a_layer_gives_may_be_added_to_in_place_as_falcon_does():
+def test_layer_output_can_be_modified_in_place():
     config = FalconConfig(vocab_size=64, hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
     _, model = attached(model=FalconForCausalLM(config))
     model(token_ids()).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
 
 
-def test_a_convolution_is_not_called_an_expert():
+def test_convolution_is_not_reported_as_expert():
     config = MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)
     adapter, _ = attached(model=MambaForCausalLM(config))
     (note,) = [note for note in adapter.notes if "get no adapter" in note]
@@ -472,7 +472,7 @@ def test_different_base_model_is_reported(tmp_path):
     assert any("trained on org/one; the base model of this run is org/two" in note for note in adapter.notes)
 
 
-def test_the_names_in_a_file_are_those_of_peft(tmp_path):
+def test_saved_tensor_names_match_peft(tmp_path):
     adapter, model = attached(use_dora=True, additional_target=["lm_head"])
     adapter.save(model, str(tmp_path / "ours"))
     of_peft(use_dora=True, modules_to_save=["lm_head"]).save_pretrained(tmp_path / "theirs")
@@ -493,7 +493,7 @@ def saved_adapter(folder, seed, family="llama", **options):
     return folder
 
 
-def test_adapters_are_merged_in_order_and_the_last_goes_on_training(tmp_path):
+def test_adapters_are_merged_in_order_and_last_is_trained(tmp_path):
     first = saved_adapter(tmp_path / "first", 1)
     second = saved_adapter(tmp_path / "second", 2, lora_rank=2)
     expected = peft.PeftModel.from_pretrained(tiny_model(), str(first)).merge_and_unload()
@@ -504,7 +504,7 @@ def test_adapters_are_merged_in_order_and_the_last_goes_on_training(tmp_path):
     assert any("first" in note for note in adapter.notes)
 
 
-def test_create_new_adapter_merges_all_and_starts_another(tmp_path):
+def test_create_new_adapter_merges_all_and_adds_one(tmp_path):
     first = saved_adapter(tmp_path / "first", 1)
     merged = peft.PeftModel.from_pretrained(tiny_model(), str(first)).merge_and_unload()
     _, model = attached(folders=[first], create_new_adapter=True, lora_rank=3)
@@ -512,7 +512,7 @@ def test_create_new_adapter_merges_all_and_starts_another(tmp_path):
     assert {p.shape[0] for n, p in model.named_parameters() if ".lora_A." in n} == {3}
 
 
-def test_merging_into_the_base_leaves_a_plain_model(tmp_path):
+def test_merging_into_base_leaves_plain_model(tmp_path):
     _, model = attached(lora_target=["all"], additional_target=["lm_head"])
     shaken(model)
     before = logits(model)
@@ -524,7 +524,7 @@ def test_merging_into_the_base_leaves_a_plain_model(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"additional_target": ["lm_head"]}, {"lora_target": ["embed_tokens"]}])
-def test_merging_what_was_tied_and_was_trained_apart_unties_it(options, tmp_path):
+def test_merging_separately_trained_tied_weights_unties_them(options, tmp_path):
     _, model = attached("qwen2", **options)
     shaken(model)
     before = logits(model)
@@ -534,7 +534,7 @@ def test_merging_what_was_tied_and_was_trained_apart_unties_it(options, tmp_path
     torch.testing.assert_close(logits(type(model).from_pretrained(tmp_path)), before, **CLOSE)
 
 
-def test_tied_modules_that_are_both_trained_whole_stay_tied():
+def test_tied_modules_to_save_stay_tied():
     _, model = attached("qwen2", additional_target=["embed_tokens", "lm_head"])
     copies = [m.modules_to_save["default"].weight for m in model.modules() if hasattr(m, "modules_to_save")]
     assert len(copies) == 2
@@ -546,7 +546,7 @@ def test_tied_modules_that_are_both_trained_whole_stay_tied():
     torch.testing.assert_close(logits(model), before, **CLOSE)
 
 
-def test_a_weight_that_two_modules_share_is_in_a_checkpoint_under_both_names(tmp_path):
+def test_shared_weight_is_saved_under_both_names(tmp_path):
     adapter, model = attached("qwen2", additional_target=["embed_tokens", "lm_head"])
     shaken(model)
     save_file(adapter.state(model), tmp_path / "adapter_model.safetensors")  # refuses names that share memory
@@ -556,7 +556,7 @@ def test_a_weight_that_two_modules_share_is_in_a_checkpoint_under_both_names(tmp
     assert torch.equal(first, model.get_output_embeddings().modules_to_save["default"].weight)
 
 
-def test_two_adapters_live_in_one_model(tmp_path):
+def test_two_adapters_coexist_in_one_model(tmp_path):
     first, second = saved_adapter(tmp_path / "first", 1), saved_adapter(tmp_path / "second", 2)
     model = tiny_model()
     load_adapter(model, first, "first")
@@ -570,7 +570,7 @@ def test_two_adapters_live_in_one_model(tmp_path):
     torch.testing.assert_close(mixed[1], alone[0][1], **CLOSE)
 
 
-def test_only_the_adapter_trains_and_it_trains_in_float32():
+def test_only_adapter_is_trained_and_in_float32():
     _, model = attached(model=tiny_model().to(torch.bfloat16), additional_target=["norm"])
     set_precision(model, torch.float32)
     for name, parameter in model.named_parameters():
@@ -579,12 +579,12 @@ def test_only_the_adapter_trains_and_it_trains_in_float32():
         assert parameter.dtype == (torch.float32 if is_ours else torch.bfloat16), name
 
 
-def test_parameters_are_counted_as_peft_counts_them():
+def test_parameter_counts_match_peft():
     _, model = attached("qwen2")
     assert trainable_summary(model) == of_peft("qwen2").get_nb_trainable_parameters()
 
 
-def test_new_tokens_make_embedding_and_head_train_beside_the_adapter():
+def test_new_tokens_train_embedding_and_head_with_adapter():
     model = tiny_model()
     model.has_new_tokens = True
     adapter, model = attached(model=model)
@@ -593,7 +593,7 @@ def test_new_tokens_make_embedding_and_head_train_beside_the_adapter():
     assert len([note for note in adapter.notes if "vocabulary" in note]) == 1
 
 
-def test_a_model_without_weights_can_be_given_an_adapter_for_counting():
+def test_meta_model_accepts_adapter_for_counting():
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -604,7 +604,7 @@ def test_a_model_without_weights_can_be_given_an_adapter_for_counting():
     assert all(p.is_meta for p in counted.parameters())
 
 
-def test_adapters_are_merged_and_continued_on_a_model_without_weights_too(tmp_path):
+def test_adapters_are_merged_and_continued_on_meta_model(tmp_path):
     folders = [saved_adapter(tmp_path / "one", 1), saved_adapter(tmp_path / "two", 2, lora_rank=2)]
     from transformers import AutoModelForCausalLM
 
@@ -615,7 +615,7 @@ def test_adapters_are_merged_and_continued_on_a_model_without_weights_too(tmp_pa
     assert adapter.to_continue == folders[1]
 
 
-def test_lora_plus_gives_b_its_own_learning_rate():
+def test_lora_plus_sets_learning_rate_of_b():
     _, model = attached(lora_target=["q_proj", "embed_tokens"])
     options = SimpleNamespace(loraplus_lr_ratio=16.0, loraplus_lr_embedding=1e-6, learning_rate=1e-4)
     found = learning_rates(model, options)
@@ -647,7 +647,7 @@ def trained_steps(model, steps):
         {"additional_target": ["embed_tokens", "lm_head"]},
     ],
 )
-def test_a_state_put_into_a_new_model_gives_every_weight_back_to_the_bit(options):
+def test_state_dict_round_trip_is_bitwise_equal(options):
     torch.manual_seed(11)
     adapter, model = attached("qwen2", **options)
     trained_steps(model, 2)
@@ -659,7 +659,7 @@ def test_a_state_put_into_a_new_model_gives_every_weight_back_to_the_bit(options
         assert torch.equal(ours, theirs), name
 
 
-def test_a_pissa_state_brings_its_own_beginning_where_the_decomposition_differs():
+def test_pissa_state_restores_its_own_initialization():
     torch.manual_seed(1)
     adapter, model = attached(pissa_init=True, pissa_iter=1)
     shaken(model)
@@ -670,7 +670,7 @@ def test_a_pissa_state_brings_its_own_beginning_where_the_decomposition_differs(
     torch.testing.assert_close(logits(other), logits(model), **CLOSE)
 
 
-def test_a_checkpoint_of_another_rank_is_refused_in_one_sentence():
+def test_checkpoint_of_another_rank_is_rejected():
     state = attached(lora_rank=2)[0].state(attached(lora_rank=2)[1])
     adapter, model = attached(lora_rank=4)
     with pytest.raises(UserError, match="has rank 2, and this run's has rank 4") as caught:
@@ -685,13 +685,13 @@ def problems(family="llama", folders=(), **options):
     return [str(p) for p in ADAPTERS["lora"](Options(**options), folders).check(tiny_model(family))]
 
 
-def test_a_target_that_is_not_there_is_refused_with_the_layers_there_are():
+def test_missing_target_is_rejected_with_existing_layers():
     (found,) = problems("gpt2", lora_target=["Wqkv"])
     assert '"Wqkv" matches no linear layer of GPT2LMHeadModel' in found
     assert "c_attn, c_proj, c_fc" in found
 
 
-def test_each_target_that_matches_nothing_is_named_even_where_others_match():
+def test_each_unmatched_target_is_named():
     found = problems(lora_target=["q_proj", "Wqkv", "k_porj", "input_layernorm"])
     assert len(found) == 3
     assert "Wqkv" in found[0]
@@ -699,34 +699,34 @@ def test_each_target_that_matches_nothing_is_named_even_where_others_match():
     assert "is a LlamaRMSNorm" in found[2]
 
 
-def test_an_additional_target_that_is_not_there_is_refused():
+def test_missing_additional_target_is_rejected():
     (found,) = problems(additional_target=["lm_haed"])
     assert 'Did you mean "lm_head"?' in found
 
 
-def test_attention_which_takes_its_input_by_name_can_be_trained_whole():
+def test_attention_with_keyword_input_can_be_trained_fully():
     adapter, model = attached(lora_target=["gate_proj"], additional_target=["self_attn"])
     torch.testing.assert_close(logits(model), logits(tiny_model()), **CLOSE)
     assert "model.layers.0.self_attn" in adapter.notes[0]
 
 
-def test_a_layer_that_is_trained_whole_gets_no_adapter():
+def test_fully_trained_layer_gets_no_adapter():
     (found,) = problems(lora_target=["q_proj"], additional_target=["self_attn"])
     assert "already trains in full" in found
 
 
-def test_a_rank_beyond_the_singular_values_is_refused_for_pissa():
+def test_pissa_rank_above_number_of_singular_values_is_rejected():
     assert "singular values" in problems(pissa_init=True, lora_rank=17)[0]
 
 
 @pytest.mark.parametrize(("value", "bound"), [(1.5, "less than 1"), (-0.1, "at least 0")])
-def test_dropout_out_of_range_is_refused(value, bound):
+def test_dropout_out_of_range_is_rejected(value, bound):
     _, (problem,) = build(Options, {"lora_dropout": RawValue(value, "run.yaml, line 3")})
     assert bound in str(problem)
     assert "run.yaml, line 3" in str(problem)
 
 
-def test_an_adapter_for_a_wider_model_is_refused_in_one_sentence(tmp_path):
+def test_adapter_of_wider_model_is_rejected(tmp_path):
     wide = tiny_model("llama", hidden_size=32)
     adapter, model = attached(model=wide)
     adapter.save(model, str(tmp_path))
@@ -736,13 +736,13 @@ def test_an_adapter_for_a_wider_model_is_refused_in_one_sentence(tmp_path):
     assert found.count("\n") <= 2
 
 
-def test_an_adapter_for_other_layers_is_refused(tmp_path):
+def test_adapter_for_other_layers_is_rejected(tmp_path):
     saved_adapter(tmp_path, 1, family="gpt2")
     (found,) = problems(folders=[tmp_path])
     assert "which LlamaForCausalLM does not have" in found
 
 
-def test_a_truncated_adapter_is_named_with_its_bytes(tmp_path):
+def test_truncated_adapter_is_reported_with_its_size(tmp_path):
     weights = saved_adapter(tmp_path, 1) / "adapter_model.safetensors"
     size = weights.stat().st_size
     weights.write_bytes(weights.read_bytes()[: size // 2])
@@ -759,7 +759,7 @@ def test_a_truncated_adapter_is_named_with_its_bytes(tmp_path):
         ({"target_parameters": ["x"]}, "target_parameters"),
     ],
 )
-def test_an_adapter_of_another_method_is_sent_to_peft(change, named, tmp_path):
+def test_adapter_of_another_method_is_passed_to_peft(change, named, tmp_path):
     saved_adapter(tmp_path, 1)
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
@@ -768,13 +768,13 @@ def test_an_adapter_of_another_method_is_sent_to_peft(change, named, tmp_path):
     assert "finetuning_type: peft" in found
 
 
-def test_a_whole_model_given_as_an_adapter_is_refused(tmp_path):
+def test_full_model_given_as_adapter_is_rejected(tmp_path):
     tiny_model().save_pretrained(tmp_path)
     (found,) = problems(folders=[tmp_path])
     assert "a full model" in found
 
 
-def test_a_broken_adapter_is_not_merged(tmp_path):
+def test_corrupt_adapter_is_not_merged(tmp_path):
     _, model = attached()
     before = {name: p.clone() for name, p in model.named_parameters()}
     next(p for n, p in model.named_parameters() if "lora_B" in n).data[0, 0] = float("nan")

@@ -105,7 +105,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("change", "options", "said"), CASES, ids=[said[:40] for _, _, said in CASES])
-def test_a_bad_image_is_answered_by_its_sentence(model, tmp_path, monkeypatch, capsys, change, options, said):
+def test_bad_image_gives_its_error(model, tmp_path, monkeypatch, capsys, change, options, said):
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     made = records(tmp_path)
     if change is not None:
@@ -115,7 +115,7 @@ def test_a_bad_image_is_answered_by_its_sentence(model, tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("batch", [4, 1])
-def test_a_row_with_a_damaged_image_is_left_out_on_demand(model, tmp_path, monkeypatch, capsys, batch):
+def test_row_with_damaged_image_is_dropped_on_request(model, tmp_path, monkeypatch, capsys, batch):
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     made = records(tmp_path)
     cut(tmp_path, made)
@@ -126,7 +126,7 @@ def test_a_row_with_a_damaged_image_is_left_out_on_demand(model, tmp_path, monke
     )
 
 
-def test_a_missing_pillow_is_named(model, tmp_path, monkeypatch, capsys):
+def test_missing_pillow_is_reported(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     arguments = given(model, tmp_path, records(tmp_path))
     monkeypatch.setitem(sys.modules, "PIL", None)
@@ -134,7 +134,7 @@ def test_a_missing_pillow_is_named(model, tmp_path, monkeypatch, capsys):
     assert "needs the library 'Pillow'" in capsys.readouterr().err
 
 
-def test_files_of_the_image_processor_that_are_missing_are_named(model, tmp_path, monkeypatch, capsys):
+def test_missing_image_processor_files_are_reported(model, tmp_path, monkeypatch, capsys):
     import shutil
 
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
@@ -146,7 +146,7 @@ def test_files_of_the_image_processor_that_are_missing_are_named(model, tmp_path
     assert "this folder has no preprocessor_config.json" in said
 
 
-def test_a_torchvision_that_does_not_fit_torch_is_named(model, tmp_path):
+def test_incompatible_torchvision_is_reported(model, tmp_path):
     broken = tmp_path / "library"
     (broken / "torchvision").mkdir(parents=True)
     (broken / "torchvision" / "__init__.py").write_text(

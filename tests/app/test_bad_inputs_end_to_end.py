@@ -127,7 +127,7 @@ def test_bad_input_is_rejected_before_anything_is_written(
     assert files(user_folder) == before
 
 
-def test_a_hub_is_not_asked_for_data_where_the_model_cannot_be_loaded(
+def test_hub_is_not_queried_for_data_if_model_cannot_be_loaded(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that cannot be reached is tried for a minute."""
@@ -137,7 +137,7 @@ def test_a_hub_is_not_asked_for_data_where_the_model_cannot_be_loaded(
     assert "model/config.json, line 1" in told(capsys)[1]
 
 
-def test_weights_that_are_not_numbers_are_refused_and_leave_no_folder(
+def test_non_numeric_weights_are_rejected_without_creating_a_folder(
     user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """M53."""

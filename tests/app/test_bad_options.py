@@ -142,7 +142,7 @@ def test_wrong_option_is_rejected(wrong: Wrong, command: str, folder: Path, caps
         ("new_special_tokens_config", "nowhere.yaml"),
     ],
 )  # fmt: skip
-def test_a_value_that_is_found_wrong_after_the_file_was_read_names_its_line_too(
+def test_error_found_after_parsing_names_the_line_of_the_value(
     name: str, value: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_run(folder, **{name: value})
@@ -151,7 +151,7 @@ def test_a_value_that_is_found_wrong_after_the_file_was_read_names_its_line_too(
     assert capsys.readouterr().err.startswith(f"error: run.yaml, line {line}: ")
 
 
-def test_suggestions_for_a_misspelled_optimizer_are_installed_ones(folder: Path) -> None:
+def test_misspelled_optimizer_suggests_installed_ones(folder: Path) -> None:
     with pytest.raises(UserError) as refused:
         planned(folder, optim="adaloma")
     assert "adalomo" not in str(refused.value)
@@ -182,7 +182,7 @@ def test_half_precision_on_a_cpu_reports_its_dtype(folder: Path) -> None:
     assert planned(folder, bf16="true", use_cpu="true").options.bf16
 
 
-def test_both_ways_of_writing_an_override_work(folder: Path) -> None:
+def test_both_override_syntaxes_are_accepted(folder: Path) -> None:
     """A38."""
     from burnish.run.plan.config_files import merge, read_arguments
 
@@ -193,6 +193,6 @@ def test_both_ways_of_writing_an_override_work(folder: Path) -> None:
         assert made.provenance["learning_rate"] == "the command line"
 
 
-def test_train_sets_do_train_by_default(folder: Path) -> None:
+def test_training_is_enabled_by_default(folder: Path) -> None:
     """A61."""
     assert trains(planned(folder).options)

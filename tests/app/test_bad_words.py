@@ -59,7 +59,7 @@ def test_wrong_arguments_give_their_error(words: str) -> None:
     assert files() == before
 
 
-def test_there_are_two_hundred_and_fifty_bad_inputs() -> None:
+def test_at_least_250_bad_inputs_are_tested() -> None:
     """Each with its exact sentence, and of each the status and that nothing is written: in this file, and in
     ``test_bad_options.py`` and ``test_bad_inputs_end_to_end.py``."""
     from test_bad_inputs_end_to_end import REFUSED as INPUTS

@@ -44,21 +44,21 @@ MERGES = "b0: &b0 {x: 1}\n" + "".join(f"b{n}: &b{n}\n  <<: [{', '.join([f'*b{n -
     ],
     ids=["deep", "aliases", "merges"],
 )
-def test_yaml_aliases_that_expand_too_far_are_rejected(
+def test_excessive_yaml_aliases_are_rejected(
     text: str, said: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("run.yaml").write_text(text, encoding="utf-8")
     assert said in refused(capsys)
 
 
-def test_json_that_is_too_deep(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deeply_nested_json_is_rejected(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.json").write_text('{"a": ' + DEEP * 40 + "}", encoding="utf-8")
     assert cli.main(["train", "run.json"]) == 2
     assert "run.json" in told(capsys)[1]
 
 
 @pytest.mark.parametrize("text", few(["user: " + DEEP, LAUGHS], {LAUGHS}), ids=["deep", "aliases"])
-def test_template_file_with_yaml_aliases_that_expand_too_far_is_rejected(
+def test_template_file_with_excessive_yaml_aliases_is_rejected(
     text: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("mine.yaml").write_text(text, encoding="utf-8")
@@ -69,7 +69,7 @@ LOOPS = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}" + "{
 LOOPS += "{% endfor %}" * 3
 
 
-def test_a_chat_template_of_loops_within_loops(
+def test_chat_template_with_nested_loops_is_stopped(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("loops.jinja").write_text(LOOPS, encoding="utf-8")
@@ -78,7 +78,7 @@ def test_a_chat_template_of_loops_within_loops(
 
 
 @pytest.mark.parametrize("term", ["'a' * 99999999999", "2 ** 99999999", "99999999999 * 'a'", "'a' * 9999999 * 9999999"])
-def test_a_chat_template_that_fills_the_memory(
+def test_chat_template_that_exhausts_memory_is_stopped(
     term: str, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("burnish.data.chat.rendering._worker.limit_s", 1)
@@ -91,7 +91,7 @@ def test_a_chat_template_that_fills_the_memory(
     assert "per_device_train_batch_size" not in err
 
 
-def test_a_chat_at_a_terminal_and_the_page_stop_a_chat_template_of_loops(
+def test_terminal_chat_and_page_stop_looping_chat_template(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It loops over what is typed alone, so the model loads."""
@@ -165,7 +165,7 @@ def endless(place: str, size: int) -> str:
 @pytest.mark.parametrize(
     "words", [[], ["streaming=true"], ["preprocessing_num_workers=2"], ["template=chatml"]], ids=str
 )
-def test_a_record_without_end_is_refused_by_file_and_record(
+def test_oversized_record_is_rejected_with_file_and_record(
     words: list[str], user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("burnish.data.length.LONGEST_RECORD", 600)
@@ -186,7 +186,7 @@ def test_a_record_without_end_is_refused_by_file_and_record(
      ("dpo", {"instruction": "a", "chosen": "b" * 300, "rejected": "c" * 300}),
      ("sft", {"instruction": "a", "output": "b", "history": [["c" * 300, "d" * 300]]})],
 )  # fmt: skip
-def test_all_texts_of_a_record_count(
+def test_record_size_limit_counts_all_texts(
     stage: str, record: dict[str, Any], user_folder: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -203,7 +203,7 @@ def test_all_texts_of_a_record_count(
 
 
 @pytest.mark.slow
-def test_the_time_of_a_record_grows_with_its_length_and_not_faster() -> None:
+def test_record_processing_time_is_linear_in_length() -> None:
     """A tokenizer that merged within one long word by its square would take 16 times as long for four times the text:
     between the two is room for a busy machine."""
     encoder = Encoder(byte_tokenizer())
@@ -221,7 +221,7 @@ def test_the_time_of_a_record_grows_with_its_length_and_not_faster() -> None:
 
 @pytest.mark.parametrize("target", ["nowhere", "out"])
 @pytest.mark.parametrize("output", ["out", "out/deeper"])
-def test_an_output_dir_that_is_a_link_to_nothing(
+def test_output_dir_that_is_a_dangling_link_is_rejected(
     target: str, output: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.symlink(target, "out")
@@ -231,7 +231,7 @@ def test_an_output_dir_that_is_a_link_to_nothing(
 
 
 @pytest.mark.run
-def test_checkpoints_that_are_links_are_read_and_only_links_are_removed(user_folder: Path) -> None:
+def test_linked_checkpoints_are_read_and_only_links_are_removed(user_folder: Path) -> None:
     assert cli.main(["train", "run.yaml", "max_steps=4"]) == 0
     Path("out/checkpoint-4").rename("elsewhere")
     os.symlink("../elsewhere", "out/checkpoint-4")
@@ -247,18 +247,18 @@ def test_checkpoints_that_are_links_are_read_and_only_links_are_removed(user_fol
 # --- words ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_nul_in_a_value_is_refused(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nul_character_in_a_value_is_rejected(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("model_name_or_path", "dataset", "output_dir", "template"):
         assert f'"{name}" must be' in refused(capsys, f"{name}=a\0b")
 
 
-def test_a_value_that_is_no_text_is_refused(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_non_text_value_is_rejected(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("model_name_or_path", "dataset", "output_dir", "template"):
         assert f'"{name}" must be' in refused(capsys, f"{name}=a\udce6\udca8b")
 
 
 @pytest.mark.run
-def test_a_tilde_is_the_users_folder_wherever_a_folder_is_named(
+def test_tilde_is_expanded_in_every_folder_option(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(user_folder / "home"))
@@ -271,7 +271,7 @@ def test_a_tilde_is_the_users_folder_wherever_a_folder_is_named(
 
 
 @pytest.mark.parametrize("name", ["~nobodyknown/model", "--", "x--y/z", "\u0663-"])
-def test_a_name_that_stands_for_no_folder_and_no_repository(
+def test_invalid_folder_or_repository_name_is_rejected(
     name: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for command in (["explain", "run.yaml"], ["export", "export_dir=whole", "template=chatml"]):
@@ -282,7 +282,7 @@ def test_a_name_that_stands_for_no_folder_and_no_repository(
         assert "does not exist" in told(capsys)[1]
 
 
-def test_a_csv_without_a_header_does_not_print_its_first_record(
+def test_csv_without_header_does_not_print_its_first_record(
     user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("data/rows.csv").write_text(f"{'red ' * 400},{'green ' * 400}\nblue,stone\n", encoding="utf-8")
@@ -300,7 +300,7 @@ def test_cutoff_len_is_suggested_only_for_truncated_examples(
     assert "cutoff_len" not in err
 
 
-def test_a_data_set_of_which_nothing_is_usable_stops_the_run_by_name(
+def test_dataset_without_usable_records_stops_run_by_name(
     user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = [{"instruction": f"say {n}", "output": str(n)} for n in range(4)]
@@ -313,7 +313,7 @@ def test_a_data_set_of_which_nothing_is_usable_stops_the_run_by_name(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_tokenized_path_that_cannot_be_written_does_not_speak_of_the_cache(
+def test_unwritable_tokenized_path_error_does_not_mention_the_cache(
     user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("kept").mkdir(mode=0o500)
@@ -322,7 +322,7 @@ def test_a_tokenized_path_that_cannot_be_written_does_not_speak_of_the_cache(
     assert "BURNISH_CACHE" not in err
 
 
-def test_a_tokenized_path_within_a_file_does_not_speak_of_the_cache(
+def test_tokenized_path_inside_a_file_does_not_mention_the_cache(
     user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     err = refused(capsys, "tokenized_path=run.yaml/rows")
@@ -330,7 +330,7 @@ def test_a_tokenized_path_within_a_file_does_not_speak_of_the_cache(
 
 
 @pytest.mark.slow
-def test_an_image_in_a_folder_with_chinese_letters_is_drawn_in_silence(user_folder: Path) -> None:
+def test_plot_in_folder_with_chinese_name_gives_no_warning(user_folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "burnish", "train", "run.yaml", "output_dir=模型", "max_steps=2"],
         capture_output=True, text=True, check=False,
@@ -342,7 +342,7 @@ def test_an_image_in_a_folder_with_chinese_letters_is_drawn_in_silence(user_fold
 
 
 @pytest.mark.run
-def test_more_layers_to_train_than_there_are_is_said(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_many_trainable_layers_are_reported(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["finetuning_type=freeze", "freeze_trainable_layers=100", "max_steps=1"]
     assert cli.main(["train", "run.yaml", *words]) == 0
     assert "freeze_trainable_layers is 100, but the model has 2 layers: all are trained." in told(capsys)[0]

@@ -112,7 +112,7 @@ TEMPLATE = (
 )
 
 
-def test_every_option_that_names_a_place_is_tried_or_declared_harmless() -> None:
+def test_every_path_option_is_tested_or_declared_harmless() -> None:
     named = {name for name, spec in specs(RunOptions).items() if spec.names_place and not spec.ignored}
     of_groups = {n for g in (*GROUPS, *MEMBER_GROUPS) if g.__name__ in HARMLESS_GROUPS for n in specs(g)}
     declared = {name for names in HARMLESS.values() for name in names} | of_groups | MAY_CHANGE
@@ -149,7 +149,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("option", PLACES)
-def test_a_run_is_not_resumed_with_other_content(
+def test_run_with_changed_file_content_is_not_resumed(
     option: str, stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(stage, tmp_path, dirs_exist_ok=True)
@@ -175,7 +175,7 @@ def test_a_run_is_not_resumed_with_other_content(
     assert "Continuing from out/checkpoint-2" in told(capsys)[0]
 
 
-def test_an_evaluation_set_may_change_where_it_decides_nothing(
+def test_eval_dataset_may_change_if_it_does_not_affect_results(
     stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(stage, tmp_path, dirs_exist_ok=True)
@@ -190,7 +190,7 @@ def test_an_evaluation_set_may_change_where_it_decides_nothing(
     assert "eval_data has changed since checkpoint-2." in told(capsys)[0]
 
 
-def test_a_file_that_an_argument_of_a_reward_function_names_is_known_by_its_content(tmp_path: Path) -> None:
+def test_file_argument_of_reward_function_is_identified_by_content(tmp_path: Path) -> None:
     file, folder = tmp_path / "words.txt", str(tmp_path)
     file.write_text("river", encoding="utf-8")
     value = [{"mine.py:score": {"words": str(file), "sign": 1, "folder": folder}}]

@@ -99,7 +99,7 @@ def draw(names: list[str], count: int) -> list[str]:
 
 @pytest.mark.run
 @pytest.mark.parametrize("name", draw(HARMLESS_SEEN, 8))
-def test_an_option_that_is_declared_harmless_changes_no_bit(
+def test_option_declared_harmless_does_not_change_results(
     name: str, half: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     goes_on_alike_or_speaks(capsys, name, f"{name}={value_of(name)}")
@@ -154,7 +154,7 @@ def test_config_keys_without_effect_on_results_do_not_prevent_a_resume(half: Pat
 
 
 @pytest.mark.run
-def test_another_adapter_to_begin_with_is_another_run(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_different_initial_adapter_prevents_resume(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lora = ["finetuning_type=lora", "max_steps=2"]
     for seed in (1, 2):
         assert cli.main(["train", "run.yaml", *lora, f"seed={seed}", f"output_dir=a{seed}"]) == 0
@@ -168,9 +168,7 @@ def test_another_adapter_to_begin_with_is_another_run(half: Path, capsys: pytest
 
 
 @pytest.mark.run
-def test_checkpoints_of_the_model_alone_are_not_continued_as_if_they_were_whole(
-    half: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_model_only_checkpoints_are_not_resumed_as_complete(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "run.yaml", "save_only_model=true"]
     assert cli.main(words) == 0
     assert same_bits()
@@ -197,7 +195,7 @@ CHANGES = ["learning_rate=2e-3", "weight_decay=0.1", "warmup_steps=1", "max_grad
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("is_finished", [True, False], ids=["finished", "unfinished"])
-def test_a_changed_hyperparameter_is_refused_with_both_values_and_the_ways_out(
+def test_changed_hyperparameter_is_rejected_with_both_values_and_remedies(
     change: str, is_finished: bool, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     request.getfixturevalue("finished" if is_finished else "half")
@@ -219,7 +217,7 @@ def test_a_changed_hyperparameter_is_refused_with_both_values_and_the_ways_out(
      ["eval_strategy=steps", "eval_steps=2"], ["plot_loss=true"], ["profile=true", "profile_steps=1", "max_steps=4"]],
     ids=" ".join,
 )  # fmt: skip
-def test_a_finished_run_refuses_what_it_would_not_do_again(
+def test_finished_run_rejects_options_it_would_not_apply(
     words: list[str], finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["train", "run.yaml", *words]) == 2
@@ -229,7 +227,7 @@ def test_a_finished_run_refuses_what_it_would_not_do_again(
 
 
 @pytest.mark.parametrize("words", ["", "logging_steps=2", "save_steps=4", "dataloader_num_workers=1"])
-def test_a_finished_run_has_nothing_to_do_where_the_result_is_the_same(
+def test_finished_run_does_nothing_if_results_are_unchanged(
     words: str, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["train", "run.yaml", *words.split()]) == 0
@@ -238,7 +236,7 @@ def test_a_finished_run_has_nothing_to_do_where_the_result_is_the_same(
 
 
 @pytest.mark.run
-def test_a_finished_run_is_trained_further(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finished_run_can_be_trained_further(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "run.yaml", "max_steps=5", "eval_strategy=steps", "eval_steps=5"]) == 0
     assert "max_steps was 4 in checkpoint-4 and is 5 now." in told(capsys)[0]
     assert not same_bits()

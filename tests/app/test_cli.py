@@ -34,7 +34,7 @@ def shell(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
-def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+def test_help_lists_commands(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     status, out, _ = burnish(capsys, *words)
     assert status == 0
     for command in ("train", "explain", "demo", "env", "run.yaml", "key=value"):
@@ -46,7 +46,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str], word: str) -> No
     assert burnish(capsys, word) == (0, f"burnish {__version__}\n", "")
 
 
-def test_the_help_of_train_lists_every_option_with_its_default_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_help_lists_every_option_with_default_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = burnish(capsys, "train", "--help")
     assert status == 0
     for name, spec in specs(RunOptions).items():
@@ -56,14 +56,14 @@ def test_the_help_of_train_lists_every_option_with_its_default_and_help(capsys: 
     assert all(len(line) <= 120 for line in out.splitlines())
 
 
-def test_the_help_of_train_can_be_asked_for_a_word() -> None:
+def test_train_help_can_be_searched() -> None:
     found = list_options(RunOptions, "warmup")
     assert "--warmup_steps" in found
     assert "--seed" not in found
     assert 'Did you mean "learning_rate"' in list_options(RunOptions, "learning_rats")
 
 
-def test_every_command_has_a_help_that_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
     for command in cli.COMMANDS:
         status, out, _ = burnish(capsys, command, "--help")
         assert status == 0
@@ -71,7 +71,7 @@ def test_every_command_has_a_help_that_says_what_it_does(capsys: pytest.CaptureF
         assert f"usage: burnish {command}" in out
 
 
-def test_help_behind_a_run_is_the_help_of_all_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_after_arguments_shows_all_options(capsys: pytest.CaptureFixture[str]) -> None:
     plain = burnish(capsys, "train", "--help")
     assert burnish(capsys, "train", "run.yaml", "seed=3", "--help") == plain
 
@@ -81,7 +81,7 @@ def test_help_behind_a_run_is_the_help_of_all_options(capsys: pytest.CaptureFixt
     [(["env", "--foo"], "burnish env takes no options. Received: --foo."), (["version", "x"], "takes no options"),
      (["demo", "run.yaml"], "has a fixed configuration")],
 )  # fmt: skip
-def test_words_that_a_command_does_not_read_are_refused(
+def test_unused_arguments_of_a_command_are_rejected(
     capsys: pytest.CaptureFixture[str], words: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -91,7 +91,7 @@ def test_words_that_a_command_does_not_read_are_refused(
     assert why in err
 
 
-def test_an_unknown_command_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command_suggests_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = burnish(capsys, "trian")
     assert (status, out) == (2, "")
     assert 'Unknown command "trian". Did you mean "train"?' in err
@@ -102,23 +102,21 @@ def test_an_unknown_command_gets_the_nearest(capsys: pytest.CaptureFixture[str])
     [("run.yaml", "burnish train run.yaml"),
      ("--stage", "burnish train --stage")],
 )  # fmt: skip
-def test_a_command_that_is_not_there_says_what_to_do(
-    capsys: pytest.CaptureFixture[str], word: str, remedy: str
-) -> None:
+def test_missing_command_suggests_a_remedy(capsys: pytest.CaptureFixture[str], word: str, remedy: str) -> None:
     status, _, err = burnish(capsys, word)
     assert status == 2
     assert remedy in err
     assert len(err.splitlines()) <= 4
 
 
-def test_env_names_versions_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
+def test_env_prints_versions_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = burnish(capsys, "env")
     assert status == 0
     for name in ("burnish", "python", "torch", "transformers", "memory"):
         assert f"\n{name}" in f"\n{out}"
 
 
-def test_debug_prints_the_traceback_and_is_no_option_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_prints_traceback_and_is_not_a_run_option(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = burnish(capsys, "train", "--debug", "learning_rat=1")
     assert status == 2
     assert "Traceback" in err
@@ -127,7 +125,7 @@ def test_debug_prints_the_traceback_and_is_no_option_of_the_run(capsys: pytest.C
     assert "Traceback" not in err
 
 
-def test_both_ways_to_start_train_print_the_same(tmp_path: Path) -> None:
+def test_both_train_entry_points_print_the_same(tmp_path: Path) -> None:
     words = ["--stage", "stf", "--output_dir", "out"]
     spelled = shell("-m", "burnish.train", *words, cwd=tmp_path)
     command = shell("-m", "burnish", "train", *words, cwd=tmp_path)
@@ -140,7 +138,7 @@ def test_both_ways_to_start_train_print_the_same(tmp_path: Path) -> None:
 # --- the demo ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_demo_is_a_run_of_what_burnish_carries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_uses_bundled_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     made = demo_plan(["num_train_epochs=0.5"])
     assert made.options.num_train_epochs == 0.5
@@ -149,12 +147,12 @@ def test_the_demo_is_a_run_of_what_burnish_carries(tmp_path: Path, monkeypatch: 
     assert len(demo_questions()) == 200
 
 
-def test_an_exact_match_is_letter_for_letter() -> None:
+def test_exact_match_compares_letter_for_letter() -> None:
     questions = [DemoQuestion("2 + 2?", "4"), DemoQuestion("Say yes.", "yes")]
     assert share_exact(questions, ["4", "Yes"]) == 0.5
 
 
-def test_an_untrained_model_answers_nothing_right(tmp_path: Path) -> None:
+def test_untrained_model_answers_nothing_correctly(tmp_path: Path) -> None:
     questions = demo_questions()[:8]
     found = answers(BUNDLED / "model", questions, batch_size=3)
     assert len(found) == 8

@@ -27,7 +27,7 @@ def refusal(path: Path) -> str:
     return message
 
 
-def test_each_value_knows_its_line(tmp_path: Path) -> None:
+def test_each_value_has_its_line_number(tmp_path: Path) -> None:
     path = config(tmp_path, "# a comment\nstage: sft\n\nlearning_rate: 1e-4  # peak\n")
     assert read_config(path) == {
         "stage": RawValue("sft", f"{path}, line 2"),
@@ -35,7 +35,7 @@ def test_each_value_knows_its_line(tmp_path: Path) -> None:
     }
 
 
-def test_a_scalar_stays_what_was_written(tmp_path: Path) -> None:
+def test_scalars_keep_their_source_text(tmp_path: Path) -> None:
     path = config(tmp_path, "eval_strategy: no\nmodel_revision: 1.10\nlearning_rate: 5e-5\nsystem: '  two spaces  '\n")
     assert values(read_config(path)) == {
         "eval_strategy": "no",
@@ -45,12 +45,12 @@ def test_a_scalar_stays_what_was_written(tmp_path: Path) -> None:
     }
 
 
-def test_nothing_is_none_and_an_empty_text_is_a_text(tmp_path: Path) -> None:
+def test_null_is_none_and_empty_text_stays_text(tmp_path: Path) -> None:
     path = config(tmp_path, 'eval_dataset:\ntokenized_path: null\ndefault_system: ""\n')
     assert values(read_config(path)) == {"eval_dataset": None, "tokenized_path": None, "default_system": ""}
 
 
-def test_a_number_inside_a_mapping_is_a_number(tmp_path: Path) -> None:
+def test_number_in_a_mapping_is_parsed_as_number(tmp_path: Path) -> None:
     path = config(
         tmp_path, "lr_scheduler_kwargs: {min_lr: 1e-6, cycles: 2, name: on, off: null}\nlora_target: [q, v]\n"
     )
@@ -60,13 +60,13 @@ def test_a_number_inside_a_mapping_is_a_number(tmp_path: Path) -> None:
     }
 
 
-def test_a_shared_base_gives_way_to_the_keys_beside_it(tmp_path: Path) -> None:
+def test_explicit_keys_override_merged_base(tmp_path: Path) -> None:
     path = config(tmp_path, "x: &base {seed: 1, stage: pt}\n<<: *base\nseed: 2\n")
     assert values(read_config(path))["seed"] == "2"
     assert values(read_config(path))["stage"] == "pt"
 
 
-def test_a_json_file_works_and_knows_its_lines(tmp_path: Path) -> None:
+def test_json_file_is_read_with_line_numbers(tmp_path: Path) -> None:
     path = config(tmp_path, '{\n\t"stage": "sft",\n\t"packing": true,\n\t"s": "\\ud83d\\ude00"\n}\n', "run.json")
     assert read_config(path) == {
         "stage": RawValue("sft", f"{path}, line 2"),
@@ -75,34 +75,34 @@ def test_a_json_file_works_and_knows_its_lines(tmp_path: Path) -> None:
     }
 
 
-def test_a_byte_order_mark_is_accepted(tmp_path: Path) -> None:
+def test_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(b"\xef\xbb\xbfstage: sft\n")
     assert values(read_config(path)) == {"stage": "sft"}
 
 
-def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
+def test_missing_file_suggests_nearest_name(tmp_path: Path) -> None:
     config(tmp_path, "stage: sft", "first_run.yaml")
     message = refusal(tmp_path / "frist_run.yaml")
     assert 'Did you mean "first_run.yaml"?' in message
     assert len(message.splitlines()) == 1
 
 
-def test_a_missing_file_with_no_neighbour_says_what_there_is(tmp_path: Path) -> None:
+def test_missing_file_without_similar_name_lists_existing_files(tmp_path: Path) -> None:
     config(tmp_path, "stage: sft", "other.yaml")
     assert "contains other.yaml" in refusal(tmp_path / "zzzzzzzzzz.json")
     assert "does not exist either" in refusal(tmp_path / "nowhere" / "run.yaml")
     assert "is a folder" in refusal(tmp_path)
 
 
-def test_a_tab_is_shown_with_a_caret(tmp_path: Path) -> None:
+def test_tab_is_reported_with_a_caret(tmp_path: Path) -> None:
     lines = refusal(config(tmp_path, "stage: sft\n\tdo_train: true\n")).splitlines()
     assert lines[0].startswith(f"{tmp_path}/run.yaml:2:1: ")
     assert "tab" in lines[0]
     assert lines[1].index("→") == lines[2].index("^")
 
 
-def test_a_syntax_error_is_shown_with_a_caret(tmp_path: Path) -> None:
+def test_syntax_error_is_reported_with_a_caret(tmp_path: Path) -> None:
     lines = refusal(config(tmp_path, "stage: sft\nsystem: a: b\n")).splitlines()
     assert lines[0].startswith(f"{tmp_path}/run.yaml:2:10: ")
     assert lines[1][lines[2].index("^")] == ":"
@@ -117,31 +117,29 @@ def test_a_syntax_error_is_shown_with_a_caret(tmp_path: Path) -> None:
         ("lora_target: [q_proj", "2:1", "expected ',' or ']'"),
     ],
 )
-def test_a_mistake_that_yaml_sees_further_down_is_shown_where_it_was_made(
-    tmp_path: Path, line: str, place: str, words: str
-) -> None:
+def test_yaml_error_is_reported_at_its_cause(tmp_path: Path, line: str, place: str, words: str) -> None:
     message = refusal(config(tmp_path, f"seed: 1\n{line}\n"))
     assert f"run.yaml:{place}: " in message
     assert words in message
     assert line in message
 
 
-def test_broken_json_is_shown_with_a_caret(tmp_path: Path) -> None:
+def test_invalid_json_is_reported_with_a_caret(tmp_path: Path) -> None:
     lines = refusal(config(tmp_path, '{"stage": "sft",\n "seed": 1,}\n', "run.json")).splitlines()
     assert ":2:" in lines[0]
     assert lines[2].strip() == "^"
 
 
 @pytest.mark.parametrize("text", ["", "# nothing but a comment\n", "---\n"])
-def test_an_empty_file_is_refused(tmp_path: Path, text: str) -> None:
+def test_empty_file_is_rejected(tmp_path: Path, text: str) -> None:
     assert "empty" in refusal(config(tmp_path, text))
 
 
-def test_a_list_is_no_configuration(tmp_path: Path) -> None:
+def test_list_is_not_a_configuration(tmp_path: Path) -> None:
     assert "a list" in refusal(config(tmp_path, "- stage\n- sft\n"))
 
 
-def test_a_key_given_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+def test_duplicate_key_is_rejected_with_both_lines(tmp_path: Path) -> None:
     message = refusal(config(tmp_path, "seed: 1\nstage: sft\nseed: 2\nstage: pt\n"))
     assert 'line 3: duplicate key "seed". It is already set in' in message
     assert "line 1" in message
@@ -149,13 +147,13 @@ def test_a_key_given_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["run.yaml", "run.json"])
-def test_a_key_given_twice_within_a_value_is_refused(name: str, tmp_path: Path) -> None:
+def test_duplicate_key_in_a_nested_value_is_rejected(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text('{"seed": 1,\n "lr_scheduler_kwargs": {"num_cycles": 1,\n "num_cycles": 2}}')
     assert 'line 3: duplicate key "num_cycles". It is already set in' in refusal(path)
 
 
-def test_of_several_bases_the_first_that_has_a_key_gives_it(tmp_path: Path) -> None:
+def test_first_base_with_a_key_takes_precedence(tmp_path: Path) -> None:
     text = "a: &a {seed: 3, stage: pt}\nb: &b {seed: 4, template: qwen}\nstage: sft\n<<: [*a, *b]\n"
     given = read_config(config(tmp_path, text))
     assert {name: given[name].value for name in ("seed", "stage", "template")} == {
@@ -163,7 +161,7 @@ def test_of_several_bases_the_first_that_has_a_key_gives_it(tmp_path: Path) -> N
     }  # fmt: skip
 
 
-def test_bases_are_taken_up_within_values_and_within_bases(tmp_path: Path) -> None:
+def test_merge_keys_are_resolved_in_nested_values_and_bases(tmp_path: Path) -> None:
     text = "a: &a {min_lr: 1e-5, power: 2}\nb: &b {<<: *a, power: 3}\nlr_scheduler_kwargs:\n  <<: *b\n  lr_end: 0\n"
     given = read_config(config(tmp_path, f"{text}<<: {{<<: {{seed: 4}}, stage: pt}}\n"))
     assert given["lr_scheduler_kwargs"].value == {"lr_end": 0, "power": 3, "min_lr": 1e-5}
@@ -179,17 +177,17 @@ def test_bases_are_taken_up_within_values_and_within_bases(tmp_path: Path) -> No
         ("stage: sft\n<<: 3\n", "line 2: expected an alias"),
     ],
 )
-def test_yaml_that_is_no_configuration_is_refused_in_a_sentence(text: str, why: str, tmp_path: Path) -> None:
+def test_yaml_that_is_not_a_configuration_is_rejected(text: str, why: str, tmp_path: Path) -> None:
     assert why in refusal(config(tmp_path, text))
 
 
-def test_latin_1_bytes_are_named_by_position(tmp_path: Path) -> None:
+def test_latin_1_bytes_are_reported_by_position(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(b"system: caf\xe9\n")
     assert "byte 11 (0xe9) is not UTF-8" in refusal(path)
 
 
-def test_every_way_of_writing_a_flag_is_read() -> None:
+def test_every_flag_syntax_is_parsed() -> None:
     words = "run.yaml seed=1 --learning_rate 1e-4 --packing --stage=sft --lora-rank 8 --max_steps -1"
     path, flags = split_arguments(words.split())
     assert path == Path("run.yaml")
@@ -204,25 +202,25 @@ def test_every_way_of_writing_a_flag_is_read() -> None:
     assert {item.where for item in flags.values()} == {"the command line"}
 
 
-def test_values_keep_their_spaces_and_their_equal_signs() -> None:
+def test_values_keep_spaces_and_equal_signs() -> None:
     _, flags = split_arguments(["--system", "You are  a = b.", "note= x=y "])
     assert values(flags) == {"system": "You are  a = b.", "note": " x=y "}
 
 
-def test_several_values_of_one_flag_are_a_list() -> None:
+def test_several_values_of_one_flag_become_a_list() -> None:
     path, flags = split_arguments(["--report_to", "wandb", "tensorboard", "seed=3", "run.yaml"])
     assert values(flags) == {"report_to": ["wandb", "tensorboard"], "seed": "3"}
     assert path == Path("run.yaml")
 
 
-def test_a_word_with_no_option_before_it_is_refused() -> None:
+def test_value_without_preceding_option_is_rejected() -> None:
     with pytest.raises(UserError, match='Unexpected arguments on the command line: "sft"'):
         split_arguments(["run.yaml", "sft"])
     with pytest.raises(UserError, match="one configuration file"):
         split_arguments(["a.yaml", "b.yaml"])
 
 
-def test_the_command_line_overrides_the_file_under_any_name(tmp_path: Path) -> None:
+def test_command_line_overrides_file_under_any_alias(tmp_path: Path) -> None:
     path = config(tmp_path, "evaluation_strategy: steps\nseed: 1\n")
     file, flags = read_arguments([str(path), "--eval_strategy", "no"])
     assert merge(file, flags, {"evaluation_strategy": "eval_strategy"}) == {

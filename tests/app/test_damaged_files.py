@@ -76,7 +76,9 @@ def ends_well_or_says(words: list[str], capsys: pytest.CaptureFixture[str], name
 
 @pytest.mark.parametrize("kind", ["empty", "cut", "a list", "deep", "an empty object"])
 @pytest.mark.parametrize("name", OF_A_MODEL)
-def test_a_damaged_file_of_a_model(name: str, kind: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_model_file_is_rejected_or_harmless(
+    name: str, kind: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     damage(name, kind)
     status = ends_well_or_says(["explain", "run.yaml", "max_steps=1", "output_dir=new"], capsys, name)
     assert status == 2 or kind in ("an empty object", "a long number")
@@ -84,7 +86,9 @@ def test_a_damaged_file_of_a_model(name: str, kind: str, here: Path, capsys: pyt
 
 @pytest.mark.parametrize("kind", ["empty", "a list", "deep"])
 @pytest.mark.parametrize("name", OF_A_RUN)
-def test_a_damaged_file_of_an_earlier_run(name: str, kind: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_file_of_earlier_run_does_not_prevent_resume(
+    name: str, kind: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A finished run is found finished, or is gone on from a checkpoint that is whole, to more steps as well."""
     damage(name, kind)
     assert ends_well_or_says(["train", "run.yaml", "max_steps=4"], capsys, name) == 0
@@ -94,16 +98,16 @@ def test_a_damaged_file_of_an_earlier_run(name: str, kind: str, here: Path, caps
 
 @pytest.mark.parametrize("kind", DAMAGE)
 @pytest.mark.parametrize("name", OF_AN_ADAPTER)
-def test_a_damaged_file_of_an_adapter(name: str, kind: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_adapter_file_is_rejected_or_harmless(
+    name: str, kind: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     damage(name, kind)
     words = ["train", "run.yaml", "max_steps=1", "output_dir=new", "finetuning_type=lora"]
     assert ends_well_or_says([*words, "adapter_name_or_path=adapter"], capsys, name) == 2
 
 
 @pytest.mark.parametrize("command", ["explain", "chat"])
-def test_a_part_of_a_tokenizer_that_its_library_does_not_know(
-    command: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_tokenizer_component_is_rejected(command: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The library raises an exception of no kind."""
     file = Path("model/tokenizer.json")
     file.write_text(file.read_text(encoding="utf-8").replace('"ByteLevel"', '"BytLevel"'), encoding="utf-8")
@@ -137,7 +141,7 @@ WRONG_VALUES: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("name", "values"), [(name, values) for name, cases in WRONG_VALUES.items() for values in cases], ids=str
 )
-def test_a_value_of_another_kind_is_refused_or_does_no_harm(
+def test_value_of_another_type_is_rejected_or_harmless(
     name: str, values: dict[str, Any], here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raw = json.loads(Path(name).read_text(encoding="utf-8"))
@@ -148,7 +152,7 @@ def test_a_value_of_another_kind_is_refused_or_does_no_harm(
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
-def test_a_table_of_data_that_is_cut_or_flipped_is_refused_or_read(
+def test_truncated_or_corrupted_table_is_rejected_or_read(
     suffix: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import pyarrow
@@ -176,7 +180,7 @@ def test_a_table_of_data_that_is_cut_or_flipped_is_refused_or_read(
     assert ends_well_or_says(words, capsys, str(path)) == 2
 
 
-def test_an_adapter_of_nan_is_refused_before_it_trains(tmp_path, capsys):
+def test_adapter_with_nan_is_rejected_before_training(tmp_path, capsys):
     given = make_user(tmp_path, max_steps=1, save_strategy="no", finetuning_type="lora", plot_loss=False)
     assert main(["train", *as_words(given)]) == 0
     file = tmp_path / "out" / "adapter_model.safetensors"
@@ -202,7 +206,7 @@ IN_THE_WAY: dict[str, Any] = {
     ["out/trainer_state.json", "out/all_results.json", "out/model.safetensors", "out/tokenizer.json", "out/.lock",
      "rows", "out/checkpoint-4/optimizer.safetensors"],
 )  # fmt: skip
-def test_another_thing_in_the_place_of_a_file_that_a_run_writes(
+def test_obstacle_in_place_of_a_run_file_is_reported(
     name: str, kind: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = next((here / "cache" / "rows").glob("*/rows.arrow")) if name == "rows" else here / name
@@ -224,9 +228,7 @@ def test_another_thing_in_the_place_of_a_file_that_a_run_writes(
         assert "error: " not in err
 
 
-def test_a_link_to_itself_among_the_files_of_a_run_that_a_new_one_takes_the_place_of(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_circular_link_among_run_files_is_handled_on_overwrite(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("out/train_results.json").unlink()
     os.symlink("train_results.json", "out/train_results.json")
     assert cli.main(["train", "run.yaml", "max_steps=2", "overwrite_output_dir=true", "plot_loss=false"]) == 0
@@ -239,7 +241,7 @@ def test_a_link_to_itself_among_the_files_of_a_run_that_a_new_one_takes_the_plac
      ("model/model.safetensors", None), ("model/model.safetensors.index.json", b"[]"),
      ("model/model.safetensors.index.json", b'{"weight_map": 3}'), ("model/tokenizer_config.json", b'["a"]')],
 )  # fmt: skip
-def test_a_damaged_head_or_model_is_named_where_it_is_exported(
+def test_damaged_head_or_model_is_reported_on_export(
     name: str, raw: bytes | None, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path(name).write_bytes(Path(name).read_bytes()[:-40] if raw is None else raw)

@@ -85,12 +85,12 @@ def opposites() -> list[tuple[str, str]]:
     return [(found[1], answer) for text, answer in texts if (found := re.fullmatch(OPPOSITE, text))]
 
 
-def test_every_answer_in_the_data_is_right():
+def test_every_answer_in_demo_data_is_correct():
     for row in TRAIN + HELD_OUT:
         assert row["output"] == asked(row)[0], row
 
 
-def test_a_word_has_one_opposite_and_is_the_opposite_of_it():
+def test_opposites_are_unique_and_symmetric():
     answers = dict(opposites())
     for word, answer in opposites():
         assert word != answer
@@ -102,46 +102,46 @@ def test_a_word_has_one_opposite_and_is_the_opposite_of_it():
     ("word", "opposite"),
     [("hot", "cold"), ("empty", "full"), ("enemy", "friend"), ("always", "never"), ("north", "south"), ("buy", "sell")],
 )
-def test_opposites_are_those_a_person_would_give(word, opposite):
+def test_opposites_match_human_judgement(word, opposite):
     assert dict(opposites()).get(word, opposite) == opposite
     assert dict(opposites()).get(opposite, word) == word
 
 
-def test_no_held_out_problem_is_in_the_training_set_in_any_wording_or_order():
+def test_held_out_problems_are_not_in_training_set():
     assert not {asked(row)[1] for row in TRAIN} & {asked(row)[1] for row in HELD_OUT}
 
 
-def test_no_held_out_word_is_anywhere_in_the_training_set():
+def test_held_out_words_are_not_in_training_set():
     held_out = {problem for row in HELD_OUT if isinstance(problem := asked(row)[1], str)}
     seen = {word for row in TRAIN for word in re.findall(r"\w+", f"{row['instruction']} {row['input']}")}
     assert len(held_out) > 50
     assert not held_out & seen
 
 
-def test_of_a_pair_the_chosen_answer_is_right_and_the_other_is_not():
+def test_chosen_answer_of_each_pair_is_correct_and_rejected_is_not():
     for name, of in (("pairs", TRAIN), ("pairs_heldout", HELD_OUT)):
         right = {(row["instruction"], row["input"]): row["output"] for row in of}
         for pair in rows(name):
             assert pair["chosen"] == right[pair["instruction"], pair["input"]] != pair["rejected"]
 
 
-def test_each_row_is_asked_once():
+def test_rows_are_unique():
     questions = [(row["instruction"], row["input"]) for row in TRAIN + HELD_OUT]
     assert len(set(questions)) == len(questions)
 
 
-def test_the_sets_have_the_stated_sizes_and_columns():
+def test_datasets_have_documented_sizes_and_columns():
     assert (len(TRAIN), len(HELD_OUT)) == (4000, 200)
     assert all(set(row) == {"instruction", "input", "output"} and row["output"] for row in TRAIN + HELD_OUT)
 
 
-def test_the_data_script_gives_the_committed_bytes_again(tmp_path):
+def test_data_script_reproduces_committed_files(tmp_path):
     subprocess.run([sys.executable, SCRIPTS / "make_data.py", "--output", tmp_path, "--seed", "0"], check=True)
     for name in ("train.jsonl", "heldout.jsonl", "pairs.jsonl", "pairs_heldout.jsonl", "dataset_info.json"):
         assert (tmp_path / name).read_bytes() == (DEMO / "data" / name).read_bytes(), name
 
 
-def test_the_tokenizer_script_gives_the_committed_bytes_again(tmp_path):
+def test_tokenizer_script_reproduces_committed_files(tmp_path):
     subprocess.run([sys.executable, SCRIPTS / "make_tokenizer.py", "--output", tmp_path], check=True)
     for name in ("tokenizer.json", "chat_template.jinja"):  # tokenizer_config.json changes with transformers
         assert (tmp_path / name).read_bytes() == (DEMO / "model" / name).read_bytes(), name
@@ -154,14 +154,14 @@ def test_dataset_info_names_files_that_exist():
 
 
 @pytest.mark.parametrize("name", ["demo", "demo_dpo", "demo_grpo"])
-def test_the_demo_run_points_at_the_carried_model_and_data(name):
+def test_demo_run_uses_bundled_model_and_data(name):
     run = yaml.safe_load((DEMO / f"{name}.yaml").read_text(encoding="utf-8"))
     assert name == "demo_grpo" or ROOT / run["model_name_or_path"] == DEMO / "model"
     assert ROOT / run["dataset_dir"] == DEMO / "data"
     assert isinstance(run["learning_rate"], float)
 
 
-def test_the_demo_of_preferences_learns_from_pairs_and_says_which_answer_is_likelier():
+def test_preference_demo_trains_on_pairs_and_reports_the_likelier_answer():
     run = demo_plan(["max_steps=3"], "demo_dpo.yaml").options
     assert (run.stage, run.dataset, run.max_steps) == ("dpo", ["demo_pairs"], 3)
     pairs = demo_questions("pairs_heldout")[::20]
@@ -169,30 +169,30 @@ def test_the_demo_of_preferences_learns_from_pairs_and_says_which_answer_is_like
     assert preferred(DEMO / "model", pairs) == 1 - preferred(DEMO / "model", swapped) > 0.5
 
 
-def test_the_model_is_small_and_saved_in_bfloat16(model, tokenizer):
+def test_model_is_small_and_saved_in_bfloat16(model, tokenizer):
     assert 2_000_000 <= model.num_parameters() <= 4_000_000
     assert model.config.vocab_size == len(tokenizer)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert sum(path.stat().st_size for path in DEMO.rglob("*") if path.is_file()) < 8_000_000
 
 
-def test_generation_stops_where_a_turn_ends(model, tokenizer):
+def test_generation_stops_at_end_of_turn(model, tokenizer):
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.eos_token_id in model.generation_config.eos_token_id
     assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
 
 
 @pytest.mark.parametrize("text", ["lamp", "  two  spaces\n\ttab ", "façade 雪 🙂", "".join(map(chr, range(256)))])
-def test_any_text_survives_the_tokenizer(tokenizer, text):
+def test_tokenizer_round_trips_any_text(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
-def test_words_of_the_questions_are_tokens_and_words_asked_about_are_spelled(tokenizer):
+def test_question_words_are_tokens_and_operands_are_spelled(tokenizer):
     tokens = tokenizer.tokenize("What is the opposite of hot?")
     assert tokens == ["What", "Ġis", "Ġthe", "Ġopposite", "Ġof", "Ġ", "h", "o", "t", "?"]
 
 
-def test_encoding_with_the_template_is_encoding_of_the_rendered_text(tokenizer):
+def test_encoding_with_template_equals_encoding_rendered_text(tokenizer):
     conversation = [
         {"role": "system", "content": "Answer briefly."},
         {"role": "user", "content": "Reverse this word.\nlamp"},
@@ -210,7 +210,7 @@ def test_encoding_with_the_template_is_encoding_of_the_rendered_text(tokenizer):
     assert rendered == prompt + "pmal<|im_end|>\n"
 
 
-def test_the_template_marks_the_answers_and_the_ends_of_their_turns(tokenizer):
+def test_template_marks_answers_and_their_end_tokens(tokenizer):
     conversation = [
         {"role": "user", "content": "Say hen two times."},
         {"role": "assistant", "content": "hen hen"},
@@ -222,6 +222,6 @@ def test_the_template_marks_the_answers_and_the_ends_of_their_turns(tokenizer):
     assert tokenizer.decode(learned) == "hen hen<|im_end|>5<|im_end|>"
 
 
-def test_the_template_refuses_a_role_it_does_not_know(tokenizer):
+def test_template_rejects_unknown_role(tokenizer):
     with pytest.raises(Exception, match=r"Expected the role system, user or assistant\. Received: tool"):
         tokenizer.apply_chat_template([{"role": "tool", "content": "42"}])

@@ -7,7 +7,7 @@ import pytest
 from burnish.demo.images import demo_picture, draw_set, make_model
 
 
-def test_model_and_images_follow_from_a_seed(tmp_path, monkeypatch):
+def test_model_and_images_are_reproducible_from_a_seed(tmp_path, monkeypatch):
     monkeypatch.setattr("burnish.demo.images._TRAINED", 6)
     monkeypatch.setattr("burnish.demo.images._HELD_OUT", 3)
     questions = [draw_set(tmp_path / name) for name in ("one", "two")]
@@ -22,7 +22,7 @@ def test_model_and_images_follow_from_a_seed(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_demo_learns(tmp_path, monkeypatch, capsys):
+def test_image_demo_learns(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert demo_picture(["num_train_epochs=1"]) == 0
     found = re.search(r"held-out images: (\S+) before, (\S+) after", capsys.readouterr().out)

@@ -48,7 +48,7 @@ def sources_of(name: str) -> dict[str, str]:
     }
 
 
-def test_every_option_is_in_one_of_the_tables_and_those_without_effect_in_none():
+def test_every_option_is_in_one_table_and_no_effect_options_in_none():
     known = specs(RunOptions)
     read = {name for name, spec in known.items() if not spec.ignored}
     assert SEEN.keys() | SHOWN_BY.keys() == read
@@ -217,7 +217,7 @@ def of_a_whole_run(made, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("name", SEEN)
-def test_an_option_changes_what_it_says_it_changes(outcome, name):
+def test_option_has_its_documented_effect(outcome, name):
     row = SEEN[name]
     without, with_it = outcome(row.part, row.beside), outcome(row.part, {**row.beside, name: row.value})
     if row.part != "refused":
@@ -228,7 +228,7 @@ def test_an_option_changes_what_it_says_it_changes(outcome, name):
 @pytest.mark.parametrize(
     ("given", "dtype"), [({}, torch.float32), ({"infer_dtype": "bfloat16"}, torch.bfloat16)], ids=["auto", "named"]
 )
-def test_the_format_of_exported_weights_is_the_one_that_is_named(workplace, tmp_path, given, dtype):
+def test_exported_weights_have_requested_format(workplace, tmp_path, given, dtype):
     from safetensors.torch import load_file
 
     words = [f"{key}={value}" for key, value in given.items()]

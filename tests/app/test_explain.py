@@ -41,7 +41,7 @@ def saved_bytes(model: torch.nn.Module, tokens: int) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_activations_of_a_layer_are_those_that_autograd_keeps(dtype: torch.dtype) -> None:
+def test_estimated_layer_activations_match_autograd(dtype: torch.dtype) -> None:
     from transformers import LlamaModel
 
     tokens = 96
@@ -50,7 +50,7 @@ def test_the_activations_of_a_layer_are_those_that_autograd_keeps(dtype: torch.d
     assert two - one == pytest.approx(estimate, rel=0.02)
 
 
-def test_the_shape_is_read_from_a_config_of_any_family() -> None:
+def test_model_shape_is_read_from_any_config() -> None:
     from transformers import GPT2Config
 
     assert DecoderShape.of(tiny_config(3)) == DecoderShape(
@@ -61,7 +61,7 @@ def test_the_shape_is_read_from_a_config_of_any_family() -> None:
     )
 
 
-def test_full_training_with_adam_takes_sixteen_bytes_a_parameter() -> None:
+def test_full_training_with_adam_uses_16_bytes_per_parameter() -> None:
     shape = DecoderShape.of(tiny_config(2))
     terms = memory_terms(1000, 1000, shape, Formats(4, 4, 4, 8), tokens=0)
     assert {term.name: term.num_bytes for term in terms} == {"weights": 4000, "gradients": 4000, "optimizer": 8000}
@@ -76,7 +76,7 @@ def test_adapter_memory_counts_trained_weights_only() -> None:
     assert {term.name for term in anew} == found.keys() - {"cast weights"}
 
 
-def test_checkpointing_keeps_one_layer_and_the_inputs_of_the_others() -> None:
+def test_checkpointing_keeps_one_layer_and_inputs_of_the_others() -> None:
     shape = DecoderShape.of(tiny_config(10))
     full, less = (
         memory_terms(0, 0, shape, Formats(4, 4, 4, 8), tokens=7, recompute=recompute)[0].num_bytes
@@ -86,7 +86,7 @@ def test_checkpointing_keeps_one_layer_and_the_inputs_of_the_others() -> None:
     assert less == 7 * (layer_bytes_per_token(shape, 4) + 10 * 64 * 4)
 
 
-def test_offloading_leaves_one_layer_and_selective_checkpointing_keeps_its_products() -> None:
+def test_activation_estimates_of_offloading_and_selective_checkpointing() -> None:
     shape = DecoderShape.of(tiny_config(10))
     sizes = [{}, {"offload": True}, {"recompute": True}, {"recompute": True, "selective": True}]
     whole, away, inputs, products = (
@@ -96,7 +96,7 @@ def test_offloading_leaves_one_layer_and_selective_checkpointing_keeps_its_produ
     assert inputs < products < whole
 
 
-def test_the_disk_holds_the_model_the_checkpoints_and_one_under_way() -> None:
+def test_disk_estimate_includes_model_checkpoints_and_pending_one() -> None:
     assert disk_bytes(model_bytes=100, checkpoint_bytes=300, checkpoints=0) == 100
     assert disk_bytes(model_bytes=100, checkpoint_bytes=300, checkpoints=2) == 100 + 3 * 300
 
@@ -104,7 +104,7 @@ def test_the_disk_holds_the_model_the_checkpoints_and_one_under_way() -> None:
 @pytest.mark.parametrize(
     ("count", "text"), [(12, "12 bytes"), (2048, "2.0 KiB"), (150 * 2**20, "150 MiB"), (3 * 2**29, "1.5 GiB")]
 )
-def test_bytes_are_shown_as_a_person_says_them(count: int, text: str) -> None:
+def test_byte_counts_are_human_readable(count: int, text: str) -> None:
     assert shown_bytes(count) == text
 
 
@@ -129,24 +129,24 @@ def test_trained_line_break_is_visible() -> None:
     assert "question\n  ⟦answer↵" in without_colors([], [sample])
 
 
-def test_control_characters_of_the_data_are_shown_as_symbols() -> None:
+def test_control_characters_of_data_are_shown_as_symbols() -> None:
     sections, samples = [Section("Data", [Line("columns", "a\x1b[2J")])], [Sample("Example", [("b\x1b[31m\x07", True)])]
     for text in (without_colors(sections, samples), drawn(sections, samples, 80).plain):
         assert "a␛[2J" in text
         assert "b␛[31m␇" in text
 
 
-def test_the_place_of_a_value_is_never_broken() -> None:
+def test_source_of_a_value_is_never_wrapped() -> None:
     for width in range(40, 100):
         section = Section("S", [Line("label", "some words that fill the line up", "runs/run.yaml, line 12")])
         assert "(run.yaml, line 12)" in without_colors([section], [], width)
 
 
-def test_a_long_piece_gives_up_its_middle() -> None:
+def test_long_text_is_abbreviated_in_the_middle() -> None:
     assert "1,400 characters" in without_colors(*an_explanation())
 
 
-def test_in_a_terminal_the_same_words_are_colored() -> None:
+def test_terminal_output_has_same_words_in_color() -> None:
     from rich.text import Text
 
     text = drawn(*an_explanation(), width=100)
@@ -157,7 +157,7 @@ def test_in_a_terminal_the_same_words_are_colored() -> None:
     assert "(run.yaml, line 1)" in text.plain
 
 
-def test_in_a_terminal_a_row_is_folded_between_words() -> None:
+def test_terminal_rows_wrap_between_words() -> None:
     words = [f"word{number}" for number in range(40)]
     sample = Sample("Row 1 of 1", [(" ".join(words[:25]) + " ", False), (" ".join(words[25:]) + "\nand more", True)])
     lines = drawn([], [sample], width=30).plain.split("\n")[2:]
@@ -197,7 +197,7 @@ def told(run: Plan) -> dict[str, str]:
     return {line.label: line.text for line in reversed(lines)}
 
 
-def test_the_steps_are_counted_as_the_loop_will_count_them(made: Any) -> None:
+def test_planned_steps_match_the_training_loop(made: Any) -> None:
     lines = told(made(num_train_epochs=2, save_steps=0.25, eval_strategy="epoch", val_size=10))
     assert lines["processes"] == "x 1 = effective batch size 8"
     assert lines["epoch"] == "80 examples / 8 = 10 steps"
@@ -221,19 +221,19 @@ def test_source_of_a_value_is_shown(made: Any, capsys: pytest.CaptureFixture[str
     assert all(len(line) <= 120 for line in text.splitlines())
 
 
-def test_nothing_is_written_beside_the_run(made: Any, tmp_path: Path) -> None:
+def test_explain_writes_no_files(made: Any, tmp_path: Path) -> None:
     told(made())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_options_are_what_they_were_after_planning(made: Any) -> None:
+def test_planning_does_not_change_options(made: Any) -> None:
     run = made(eval_strategy="steps", val_size=0.1, packing=True, finetuning_type="lora")
     before = copy.deepcopy(vars(run.options))
     told(run)
     assert vars(run.options) == before
 
 
-def test_a_sample_is_the_row_and_its_marks_are_its_labels(made: Any) -> None:
+def test_sample_shows_row_and_its_labels(made: Any) -> None:
     from burnish.explain.explain import samples
     from burnish.run.prepare import prepare
 
@@ -247,7 +247,7 @@ def test_a_sample_is_the_row_and_its_marks_are_its_labels(made: Any) -> None:
     assert middle.title == "Example 46 of 90, trained tokens"
 
 
-def test_packs_are_described_by_their_filling(made: Any) -> None:
+def test_packs_are_described_by_fill_ratio(made: Any) -> None:
     lines = told(made(packing=True, cutoff_len=64))
     packs = int(lines["training set"].split(" packs of ")[0])
     assert lines["training set"].endswith("packs of 90 examples")
@@ -262,7 +262,7 @@ def test_packs_are_described_by_their_filling(made: Any) -> None:
      {"finetuning_type": "freeze", "freeze_trainable_layers": 1}],
     ids=str,
 )  # fmt: skip
-def test_the_sizes_of_a_run_are_those_of_its_model(made: Any, changes: dict[str, Any]) -> None:
+def test_reported_sizes_match_the_model(made: Any, changes: dict[str, Any]) -> None:
     from burnish.adapters.base import ADAPTERS, trainable_summary
     from burnish.models.load import load_config, load_model
     from burnish.models.tokens import fitted_shapes, load_tokenizer
@@ -275,7 +275,7 @@ def test_the_sizes_of_a_run_are_those_of_its_model(made: Any, changes: dict[str,
     assert (sizes.trained, sizes.total) == trainable_summary(model)
 
 
-def test_adam_keeps_two_numbers_for_each_parameter_and_plain_descent_none(made: Any) -> None:
+def test_adam_keeps_two_states_per_parameter_and_sgd_none(made: Any) -> None:
     from burnish.models.load import load_config
     from burnish.run.plan.resources import formats_of
 
@@ -291,7 +291,7 @@ def test_explain_reads_no_weights(made: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert told(made())["starts"] == "at step 0"
 
 
-def test_a_disk_that_is_too_small_is_refused_with_both_sizes(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_insufficient_disk_space_is_rejected_with_both_sizes(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from burnish.loop.schedule import plan_steps
     from burnish.models.load import load_config
     from burnish.run.plan import resources
@@ -312,9 +312,7 @@ def test_dataset_smaller_than_a_step_gives_a_note(made: Any) -> None:
     assert "each epoch is one step" in told(made(max_samples=3)).get("", "")
 
 
-def test_a_run_that_does_not_train_is_not_said_to_need_what_training_needs(
-    made: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_without_training_reports_no_training_memory(made: Any, capsys: pytest.CaptureFixture[str]) -> None:
     from burnish.explain.explain import explain
 
     changes = {"bf16": True, "use_cpu": True, "val_size": 8, "do_eval": True}
@@ -329,7 +327,7 @@ def test_a_run_that_does_not_train_is_not_said_to_need_what_training_needs(
     assert "none: the run only evaluates or predicts  (run.yaml, line" in evaluated
 
 
-def test_a_run_that_only_evaluates_is_told_by_what_it_does(made: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_only_run_is_explained(made: Any, capsys: pytest.CaptureFixture[str]) -> None:
     from burnish.explain.explain import explain
 
     run = made(eval_dataset="demo_heldout", dataset=None, do_eval=True, per_device_eval_batch_size=4, max_samples=30)
@@ -357,7 +355,7 @@ def test_a_run_that_only_evaluates_is_told_by_what_it_does(made: Any, capsys: py
         ("do_predict predict_with_generate", "on_init_end on_prediction_step on_predict"),
     ],
 )
-def test_the_events_that_explain_lists_are_those_that_come(made: Any, asked: str, events: str) -> None:
+def test_explained_events_match_fired_events(made: Any, asked: str, events: str) -> None:
     from burnish.loop.events import CallbackHandler
     from burnish.run.build import train_run
     from burnish.run.callbacks import events_of

@@ -59,7 +59,7 @@ def logits(folder: Path) -> torch.Tensor:
         return model(**tokenizer(WORDS, return_tensors="pt", return_token_type_ids=False)).logits
 
 
-def test_adapters_are_merged_in_order_and_the_folder_computes_their_sum(made, tmp_path, capsys):
+def test_adapters_are_merged_in_order_on_export(made, tmp_path, capsys):
     from peft import PeftModel
 
     folder = run(made, tmp_path / "out", adapter_name_or_path=f"{made / 'one'},{made / 'two'}")
@@ -74,17 +74,17 @@ def test_adapters_are_merged_in_order_and_the_folder_computes_their_sum(made, tm
     assert "has the token ids of training" in capsys.readouterr().out
 
 
-def test_a_model_without_adapters_leaves_as_it_came(made, tmp_path):
+def test_model_without_adapters_is_exported_unchanged(made, tmp_path):
     assert torch.equal(logits(run(made, tmp_path / "out")), logits(made / "model"))
 
 
-def test_the_format_of_the_weights_can_be_chosen(made, tmp_path):
+def test_format_of_exported_weights_can_be_chosen(made, tmp_path):
     folder = run(made, tmp_path / "out", export_dtype="bfloat16")
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_the_exported_chat_template_is_the_trained_one(made, tmp_path):
+def test_exported_chat_template_is_the_trained_one(made, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(run(made, tmp_path / "out"))
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
@@ -93,7 +93,7 @@ def test_the_exported_chat_template_is_the_trained_one(made, tmp_path):
     assert text.startswith("<|im_start|>system\n")  # qwen's own
 
 
-def test_a_modelfile_for_ollama_lies_beside_the_weights(made, tmp_path):
+def test_ollama_modelfile_is_written_with_the_weights(made, tmp_path):
     text = (run(made, tmp_path / "out") / "Modelfile").read_text()
     assert text.startswith("FROM .\n")
     assert '{{ if eq .Role "user" }}<|im_start|>user\n{{ .Content }}<|im_end|>' in text
@@ -132,7 +132,7 @@ def test_a_modelfile_for_ollama_lies_beside_the_weights(made, tmp_path):
         ),
     ],
 )
-def test_ollama_gets_the_template_in_its_own_language(name, expected):
+def test_ollama_template_uses_its_template_language(name, expected):
     assert go_template(table()[name], byte_tokenizer()) == expected
 
 
@@ -142,7 +142,7 @@ def test_template_with_custom_jinja_has_no_ollama_template(made, tmp_path):
     assert 'PARAMETER stop "<|im_end|>"' in text
 
 
-def test_the_tokenizer_that_was_saved_with_the_adapter_is_taken(made, tmp_path):
+def test_tokenizer_saved_with_adapter_is_exported(made, tmp_path):
     trained = AutoTokenizer.from_pretrained(made / "model")
     trained.add_tokens(["<mark>"])
     folder = adapter(made / "model", tmp_path / "adapter", 3)
@@ -151,7 +151,7 @@ def test_the_tokenizer_that_was_saved_with_the_adapter_is_taken(made, tmp_path):
     assert "<mark>" in exported.get_vocab()
 
 
-def test_a_merge_into_a_quantized_base_is_refused_with_the_remedy(made, tmp_path):
+def test_merge_into_quantized_base_is_rejected_with_remedy(made, tmp_path):
     config = json.loads((made / "model" / "config.json").read_text())
     folder = tmp_path / "quantized"
     folder.mkdir()
@@ -177,13 +177,13 @@ def test_a_merge_into_a_quantized_base_is_refused_with_the_remedy(made, tmp_path
         ({"export_quantization_bit": "6"}, "export_quantization_bit"),
     ],
 )
-def test_what_cannot_be_exported_is_refused_before_anything_is_written(made, tmp_path, given, words):
+def test_invalid_exports_are_rejected_before_anything_is_written(made, tmp_path, given, words):
     with pytest.raises(UserError, match=words):
         run(made, tmp_path / "out", **given)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_holds_something_is_not_written_over_unless_asked(made, tmp_path):
+def test_non_empty_export_dir_requires_overwrite(made, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("keep")
     with pytest.raises(UserError, match=r"mine\.txt"):
@@ -193,7 +193,7 @@ def test_a_folder_that_holds_something_is_not_written_over_unless_asked(made, tm
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "trainer_state.json", "launch.json", "checkpoint-4/x"])
-def test_a_run_is_never_written_over(made, tmp_path, name):
+def test_export_never_overwrites_a_run(made, tmp_path, name):
     """transformers would put its adapter into the model; one that goes on would write its own files between."""
     path = tmp_path / "out" / name
     path.parent.mkdir(parents=True)
@@ -203,7 +203,7 @@ def test_a_run_is_never_written_over(made, tmp_path, name):
     assert [path.name for path in (tmp_path / "out").iterdir()] == [name.partition("/")[0]]
 
 
-def test_new_export_replaces_all_files_of_an_earlier_one(made, tmp_path, monkeypatch):
+def test_new_export_replaces_all_files_of_earlier_export(made, tmp_path, monkeypatch):
     out = tmp_path / "out"
     run(made, out)
     for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "out-f16.gguf"):
@@ -241,7 +241,7 @@ cli.main({words!r})
      ("burnish.models.save", "save_config"), ("burnish.export.export", "modelfile"),
      ("burnish.export.export", "compare_templates")],
 )  # fmt: skip
-def test_a_killed_export_is_finished_by_the_same_command(made, tmp_path, module, name, overwrites):
+def test_killed_export_is_completed_by_the_same_command(made, tmp_path, module, name, overwrites):
     words = ["export", "--model_name_or_path", str(made / "model"), "--adapter_name_or_path", str(made / "one"),
              "--template", "qwen"]  # fmt: skip
     assert cli.main([*words, "--export_dir", str(tmp_path / "whole")]) == 0
@@ -259,7 +259,7 @@ def test_a_killed_export_is_finished_by_the_same_command(made, tmp_path, module,
     assert (out / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
 
 
-def test_a_run_is_exported_by_its_path(made, tmp_path, capsys):
+def test_run_is_exported_by_its_path(made, tmp_path, capsys):
     """An adapter brings its base, and its ``run.yaml`` the template."""
     (tmp_path / "data.json").write_text(json.dumps([{"instruction": "Say red", "output": "red"}] * 4))
     words = ["--model_name_or_path", str(made / "model"), "--dataset", str(tmp_path / "data.json"), "--use_cpu", "true",
@@ -291,12 +291,12 @@ def test_foreign_files_next_to_an_interrupted_export_are_rejected(made, tmp_path
         run(made, tmp_path / "out")
 
 
-def test_the_base_is_never_written_over(made):
+def test_export_never_overwrites_its_base(made):
     with pytest.raises(UserError, match="is the input folder"):
         run(made, made / "model", overwrite_output_dir="true")
 
 
-def test_the_command_exports_from_the_file_that_trained(made, tmp_path):
+def test_export_command_accepts_the_training_file(made, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(
         f"model_name_or_path: {made / 'model'}\nadapter_name_or_path: {made / 'one'}\ntemplate: qwen\n"
@@ -306,7 +306,7 @@ def test_the_command_exports_from_the_file_that_trained(made, tmp_path):
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-def test_a_value_that_cannot_be_exported_is_refused_with_its_line(made, tmp_path, capsys):
+def test_invalid_export_value_is_rejected_with_its_line(made, tmp_path, capsys):
     file = tmp_path / "run.yaml"
     file.write_text(
         f"model_name_or_path: {made / 'model'}\nexport_dir: {made / 'model'}\nadapter_name_or_path: nowhere\n"
@@ -327,7 +327,7 @@ def test_different_text_is_an_error_and_different_tokenization_a_warning(made):
         _difference(cut, letters[:-1], tokenizer)
 
 
-def test_the_exported_folder_is_uploaded_where_asked_for(made, tmp_path, monkeypatch):
+def test_exported_folder_is_uploaded_on_request(made, tmp_path, monkeypatch):
     import huggingface_hub
 
     calls = {}

@@ -50,7 +50,7 @@ def checkpoint(folder, step, is_whole=True):
 # --- what the user gave -----------------------------------------------------------------------------------------------
 
 
-def test_every_problem_that_the_user_can_mend_is_printed_and_nothing_is_written(tmp_path, capsys):
+def test_all_user_errors_are_printed_and_nothing_is_written(tmp_path, capsys):
     error = UserError([Problem("One is wrong.", where="run.yaml, line 1", remedy="Mend it."), Problem("Two is wrong.")])
     status, text = told(capsys, error, tmp_path)
     assert status == 2
@@ -58,7 +58,7 @@ def test_every_problem_that_the_user_can_mend_is_printed_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_debug_prints_the_traceback_of_a_user_error_too(tmp_path, capsys):
+def test_debug_prints_traceback_of_user_error(tmp_path, capsys):
     status, text = told(capsys, raised(_complain), tmp_path, debug=True)
     assert status == 2
     assert "Traceback (most recent call last)" in text
@@ -69,7 +69,7 @@ def _complain():
     raise UserError("It is wrong.")
 
 
-def test_a_user_error_is_found_under_the_error_of_a_library(capsys):
+def test_user_error_is_found_as_cause_of_a_library_error(capsys):
     def wrapped():
         try:
             _complain()
@@ -87,7 +87,7 @@ def _fill_the_disk():
         file.write("x" * 100_000)
 
 
-def test_a_full_disk_is_one_sentence_and_what_is_safe(tmp_path, capsys):
+def test_full_disk_is_reported_with_what_is_saved(tmp_path, capsys):
     checkpoint(tmp_path, 20)
     checkpoint(tmp_path, 100)
     checkpoint(tmp_path, 120, is_whole=False)
@@ -99,7 +99,7 @@ def test_a_full_disk_is_one_sentence_and_what_is_safe(tmp_path, capsys):
     assert len(text.splitlines()) <= 4
 
 
-def test_a_full_disk_before_the_first_checkpoint_says_that_there_is_none(tmp_path, capsys):
+def test_full_disk_before_first_checkpoint_reports_that_none_exists(tmp_path, capsys):
     _, text = told(capsys, raised(_fill_the_disk), tmp_path)
     assert "No checkpoint was saved." in text
     assert "save_total_limit" not in text
@@ -111,7 +111,7 @@ def test_a_full_disk_before_the_first_checkpoint_says_that_there_is_none(tmp_pat
      (errno.EIO, "cannot be written or read: input/output error.", "The disk or its connection failed"),
      (errno.EEXIST, "cannot be written or read: file exists.", "move it away")],
 )  # fmt: skip
-def test_what_the_system_refuses_is_said_with_what_helps(number, said, helps, tmp_path, capsys):
+def test_system_error_is_reported_with_a_remedy(number, said, helps, tmp_path, capsys):
     checkpoint(tmp_path, 20)
     error = OSError(number, os.strerror(number), str(tmp_path / "model.safetensors"))
     status, text = told(capsys, error, tmp_path)
@@ -135,7 +135,7 @@ except BaseException as error:
 """
 
 
-def test_a_file_that_may_not_grow_is_recognized_in_the_words_of_safetensors(tmp_path):
+def test_file_size_limit_is_recognized_in_safetensors_error(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", SAVE_PAST_A_LIMIT, str(tmp_path)], capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
@@ -146,7 +146,7 @@ def test_a_file_that_may_not_grow_is_recognized_in_the_words_of_safetensors(tmp_
     assert (tmp_path / TRACEBACK_NAME).is_file()
 
 
-def test_a_full_disk_is_found_under_the_error_of_a_library(capsys):
+def test_full_disk_is_found_as_cause_of_a_library_error(capsys):
     def wrapped():
         try:
             _fill_the_disk()
@@ -156,7 +156,7 @@ def test_a_full_disk_is_found_under_the_error_of_a_library(capsys):
     assert "The disk is full" in told(capsys, raised(wrapped))[1]
 
 
-def test_a_place_that_may_not_be_written_is_named(tmp_path, capsys):
+def test_unwritable_path_is_reported(tmp_path, capsys):
     error = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "model.safetensors"))
     status, text = told(capsys, error, tmp_path)
     assert status == 1
@@ -166,7 +166,7 @@ def test_a_place_that_may_not_be_written_is_named(tmp_path, capsys):
     assert '"data/train.json" cannot be opened' in told(capsys, elsewhere, tmp_path)[1]
 
 
-def test_the_number_of_the_operating_system_is_read_from_either_kind_of_error():
+def test_error_number_is_read_from_os_and_rust_errors():
     assert error_number(OSError(28, "No space left on device")) == 28
     assert error_number(Exception("I/O error: No space left on device (os error 28)")) == 28
     assert error_number(ValueError("28")) is None
@@ -186,7 +186,7 @@ def test_out_of_memory_reports_sizes_and_remedies(tmp_path, capsys):
     assert len(text.splitlines()) <= 4
 
 
-def test_an_accelerator_out_of_memory_is_told_with_its_own_figures(capsys):
+def test_accelerator_out_of_memory_is_reported_with_its_sizes(capsys):
     error = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.00 GiB of which 3.50 GiB "
         "is free. Including non-PyTorch memory, this process has 135.00 GiB memory in use."
@@ -209,7 +209,7 @@ def test_an_accelerator_out_of_memory_is_told_with_its_own_figures(capsys):
         ("burnish.models.load._pretrained_model", "while the model was loaded", "quantization_bit: 4"),
     ],
 )
-def test_out_of_memory_says_by_what_and_which_setting_helps(tmp_path, monkeypatch, capsys, place, by, helps):
+def test_out_of_memory_names_its_activity_and_a_remedy(tmp_path, monkeypatch, capsys, place, by, helps):
     def fails(*given, **named):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4398046511104 bytes.")
 
@@ -224,7 +224,7 @@ def test_out_of_memory_says_by_what_and_which_setting_helps(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("activity", Activity)
-def test_the_advice_depends_on_the_declared_activity_and_on_no_function(capsys, activity):
+def test_out_of_memory_remedy_depends_on_activity_not_function_names(capsys, activity):
     def renamed():
         with doing(Activity.EVALUATE), doing(activity, {"input_ids": torch.zeros(2, 3)}):
             return bytearray(2**60)
@@ -246,7 +246,7 @@ def test_python_memory_error_is_reported_as_out_of_memory(capsys):
 # --- the rest ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_loss_that_is_not_finite_says_its_own_sentence(tmp_path, capsys):
+def test_non_finite_loss_is_reported_with_last_checkpoint(tmp_path, capsys):
     checkpoint(tmp_path, 4)
     status, text = told(capsys, NonFiniteError("The loss of step 7 is not finite."), tmp_path)
     assert status == 1
@@ -254,14 +254,14 @@ def test_a_loss_that_is_not_finite_says_its_own_sentence(tmp_path, capsys):
     assert "checkpoint-4" in text
 
 
-def test_ctrl_c_prints_one_line_and_sets_the_exit_status(tmp_path, capsys):
+def test_ctrl_c_prints_one_line_and_sets_exit_status(tmp_path, capsys):
     checkpoint(tmp_path, 8)
     status, text = told(capsys, KeyboardInterrupt(), tmp_path)
     assert status == 130
     assert text == f"warning: Stopped by Ctrl-C. Safe: {tmp_path / 'checkpoint-8'}.\n"
 
 
-def test_ctrl_c_in_a_prediction_names_the_answers_that_are_kept(tmp_path, capsys):
+def test_ctrl_c_in_prediction_reports_saved_answers(tmp_path, capsys):
     (tmp_path / "generated_predictions.partial.jsonl").write_text("{}\n")
     status, text = told(capsys, KeyboardInterrupt(), tmp_path)
     assert status == 130
@@ -284,14 +284,14 @@ def test_unexpected_error_prints_a_line_and_saves_a_traceback(tmp_path, capsys):
     assert "in fault" in written
 
 
-def test_a_fault_inside_burnish_names_its_file(tmp_path, capsys):
+def test_internal_error_names_its_source_file(tmp_path, capsys):
     from burnish.config.options import union
 
     text = told(capsys, raised(union, "Options", int), tmp_path)[1]
     assert "Raised in burnish/config/options.py, line " in text
 
 
-def test_a_failure_makes_no_output_folder(tmp_path, capsys):
+def test_failure_does_not_create_output_folder(tmp_path, capsys):
     folder = tmp_path / "never-made"
     _, text = told(capsys, ZeroDivisionError("by zero"), folder)
     assert not folder.exists()
@@ -300,7 +300,7 @@ def test_a_failure_makes_no_output_folder(tmp_path, capsys):
     Path(place).unlink()
 
 
-def test_a_temporary_traceback_is_a_new_file_that_others_cannot_read(tmp_path, capsys, monkeypatch):
+def test_temporary_traceback_is_a_private_new_file(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     victim = tmp_path / "victim"
     victim.write_text("mine")
@@ -313,7 +313,7 @@ def test_a_temporary_traceback_is_a_new_file_that_others_cannot_read(tmp_path, c
     assert place.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_traceback_in_the_folder_of_the_run_replaces_a_link(tmp_path, capsys):
+def test_traceback_in_run_folder_replaces_a_link(tmp_path, capsys):
     victim = tmp_path / "victim"
     victim.write_text("mine")
     folder = tmp_path / "out"
@@ -325,14 +325,14 @@ def test_a_traceback_in_the_folder_of_the_run_replaces_a_link(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
-def test_a_missing_permission_writes_no_traceback(tmp_path, capsys, monkeypatch, number):
+def test_missing_permission_writes_no_traceback(tmp_path, capsys, monkeypatch, number):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     text = told(capsys, OSError(number, os.strerror(number), str(tmp_path / "x")))[1]
     assert "traceback" not in text
     assert list(tmp_path.iterdir()) == []
 
 
-def test_debug_prints_the_traceback_and_writes_none(tmp_path, capsys):
+def test_debug_prints_traceback_and_writes_none(tmp_path, capsys):
     status, text = told(capsys, raised(lambda: 1 / 0), tmp_path, debug=True)
     assert status == 1
     assert "Traceback (most recent call last)" in text
@@ -361,7 +361,7 @@ def test_closed_output_pipe_prints_no_error():
     assert writer.stderr.read() == b""
 
 
-def test_a_misspelled_command_is_answered_without_loading_torch():
+def test_misspelled_command_is_reported_without_importing_torch():
     done = subprocess.run(
         [sys.executable, "-c", "import sys; import burnish.run.recovery.failure; print('torch' in sys.modules)"],
         capture_output=True, text=True, check=True,

@@ -52,7 +52,7 @@ def exported(folder: Path, model: Path, **given) -> Path:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize(("gguf_type", "bound"), [("f32", 1e-3), ("q8_0", 2e-2)])
-def test_transformers_reads_back_what_was_exported(tmp_path: Path, kind: str, gguf_type: str, bound: float) -> None:
+def test_transformers_reads_exported_gguf_back(tmp_path: Path, kind: str, gguf_type: str, bound: float) -> None:
     model = model_in(tmp_path / "model", kind)
     file = exported(tmp_path / "out", model, export_gguf_type=gguf_type)
     back = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
@@ -63,7 +63,7 @@ def test_transformers_reads_back_what_was_exported(tmp_path: Path, kind: str, gg
     assert float((expected - found).abs().max() / expected.abs().max()) < bound
 
 
-def test_tokens_template_and_stops_are_in_the_file(tmp_path: Path) -> None:
+def test_gguf_file_contains_tokens_template_and_stop_tokens(tmp_path: Path) -> None:
     file = exported(tmp_path / "out", model_in(tmp_path / "model", "llama"))
     fields = gguf.GGUFReader(file).fields
     written = json.loads((file.parent / "tokenizer_config.json").read_text())
@@ -75,9 +75,7 @@ def test_tokens_template_and_stops_are_in_the_file(tmp_path: Path) -> None:
     assert fields["tokenizer.ggml.eos_token_id"].contents() == tokens.index("<|im_end|>")
 
 
-def test_the_file_is_named_with_what_serves_it_and_told_while_it_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gguf_export_prints_its_file_and_reports_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     watch_with(told := Told())
     try:
         file = exported(tmp_path / "out", model_in(tmp_path / "model", "llama"))
@@ -89,7 +87,7 @@ def test_the_file_is_named_with_what_serves_it_and_told_while_it_is_written(
     assert ("Writing the GGUF file", 21, "weights") in told.calls
 
 
-def test_a_type_of_a_file_that_is_not_asked_for_has_no_effect_and_that_is_said(
+def test_gguf_type_without_gguf_format_has_no_effect_and_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = {"model_name_or_path": str(model_in(tmp_path / "model", "llama")), "export_dir": str(tmp_path / "out")}
@@ -98,7 +96,7 @@ def test_a_type_of_a_file_that_is_not_asked_for_has_no_effect_and_that_is_said(
     assert not list((tmp_path / "out").glob("*.gguf"))
 
 
-def test_a_shape_or_type_that_is_not_written_is_refused_before_anything_is(tmp_path: Path) -> None:
+def test_unsupported_architecture_or_type_is_rejected_before_writing(tmp_path: Path) -> None:
     model = model_in(tmp_path / "model", "llama")
     with pytest.raises(UserError, match=r"requires the quantizer of llama\.cpp"):
         exported(tmp_path / "out", model, export_gguf_type="q4_k_m")
@@ -118,7 +116,7 @@ def test_a_shape_or_type_that_is_not_written_is_refused_before_anything_is(tmp_p
         ({"ignore_merges": True}, "ignore_merges"),
     ],
 )
-def test_a_tokenizer_that_llama_cpp_refuses_or_reads_otherwise_is_refused(tmp_path: Path, changes, what: str) -> None:
+def test_tokenizer_unsupported_by_llama_cpp_is_rejected(tmp_path: Path, changes, what: str) -> None:
     model = model_in(tmp_path / "model", "llama")
     words = json.loads((model / "tokenizer.json").read_text())
     (model / "tokenizer.json").write_text(json.dumps({**words, "model": {**words["model"], **changes}}))
@@ -127,13 +125,13 @@ def test_a_tokenizer_that_llama_cpp_refuses_or_reads_otherwise_is_refused(tmp_pa
     assert not list(tmp_path.glob("out/*.gguf"))
 
 
-def test_the_modelfile_names_the_gguf_file(tmp_path: Path) -> None:
+def test_modelfile_names_the_gguf_file(tmp_path: Path) -> None:
     file = exported(tmp_path / "out", model_in(tmp_path / "model", "llama"))
     assert (file.parent / "Modelfile").read_text().startswith(f"FROM ./{file.name}\n")
 
 
 @pytest.mark.run
-def test_llama_cpp_is_asked_where_it_is_named(tmp_path: Path) -> None:
+def test_llama_cpp_verifies_export_if_its_path_is_given(tmp_path: Path) -> None:
     model, place = model_in(tmp_path / "model", "llama"), tmp_path / "llama.cpp"
     place.mkdir()
     real = exported(tmp_path / "first", model, export_gguf_type="f16")
@@ -204,7 +202,7 @@ def joined(text: str, fields: dict) -> list[int]:
 
 
 @pytest.mark.parametrize("legacy", [True, False])
-def test_a_sentencepiece_vocabulary_gives_the_same_ids(tmp_path: Path, legacy: bool) -> None:
+def test_sentencepiece_vocabulary_gives_same_ids(tmp_path: Path, legacy: bool) -> None:
     model = sentencepiece_in(tmp_path / "model", pieces_of(), legacy)
     file = exported(tmp_path / "out", model, export_gguf_type="f32")
     fields = gguf.GGUFReader(file).fields
@@ -228,7 +226,7 @@ def with_legacy(model: Path, legacy: bool, **changes) -> Path:
 
 @pytest.mark.parametrize("legacy", [True, False])
 @pytest.mark.parametrize("template", ["default", "llama2", "alpaca", "vicuna"])
-def test_an_exported_template_writes_the_spaces_that_training_gave_each_slot(
+def test_exported_template_keeps_the_spacing_of_training(
     tmp_path: Path, template: str, legacy: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = with_legacy(sentencepiece_in(tmp_path / "model", pieces_of()), legacy)
@@ -250,7 +248,7 @@ def test_prepended_spaces_of_a_normalizer_are_reported(tmp_path: Path, capsys: p
     assert "renders the trained text except for spaces" in capsys.readouterr().out
 
 
-def test_each_token_of_a_sentencepiece_vocabulary_has_its_type(tmp_path: Path) -> None:
+def test_each_sentencepiece_token_has_its_type(tmp_path: Path) -> None:
     file = exported(tmp_path / "out", sentencepiece_in(tmp_path / "model", pieces_of()))
     fields = gguf.GGUFReader(file).fields
     tokens, types = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type"))

@@ -45,7 +45,7 @@ def run(folder, environment, command="train", **given):
 
 
 @pytest.mark.slow
-def test_a_private_model_and_a_data_set_are_fetched_and_serve_a_second_run_without_a_network(tmp_path, repositories):
+def test_private_model_and_dataset_are_downloaded_and_reused_offline(tmp_path, repositories):
     with hub(**repositories) as (address, asked):
         code, said = run(tmp_path, {"HF_ENDPOINT": address}, hf_hub_token=TOKEN, model_revision="v2")
         assert code == 0, said
@@ -78,7 +78,7 @@ def test_failed_download_is_reported_with_its_reason(
         find(address, monkeypatch, name, cache_dir=str(tmp_path), **given)
 
 
-def test_a_config_alone_in_the_cache_does_not_stand_for_the_weights(tmp_path, monkeypatch, repositories):
+def test_cached_config_alone_does_not_count_as_cached_model(tmp_path, monkeypatch, repositories):
     """``explain`` fetches the config; the run after it fetches the rest, and the next one finds the whole folder."""
     snapshot = tmp_path / "models--private--model" / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
@@ -97,7 +97,7 @@ def test_a_config_alone_in_the_cache_does_not_stand_for_the_weights(tmp_path, mo
 
 
 @pytest.mark.slow
-def test_modelscope_serves_a_model_and_then_its_cache_does(tmp_path, repositories):
+def test_modelscope_model_is_downloaded_and_then_cached(tmp_path, repositories):
     pytest.importorskip("modelscope")
     rows = repositories["org_rows"] / "train.jsonl"
     given = {"dataset": rows, "dataset_dir": tmp_path}
@@ -116,7 +116,7 @@ def test_modelscope_serves_a_model_and_then_its_cache_does(tmp_path, repositorie
     assert code == 0, said
 
 
-def test_modelscope_that_is_not_installed_is_named_with_its_extra(monkeypatch):
+def test_missing_modelscope_is_reported_with_its_extra(monkeypatch):
     monkeypatch.setenv("USE_MODELSCOPE_HUB", "1")
     monkeypatch.setitem(sys.modules, "modelscope_hub", None)
     monkeypatch.setitem(sys.modules, "modelscope_hub.errors", None)

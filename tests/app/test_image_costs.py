@@ -43,7 +43,7 @@ def begun(towers):
     ("stage", "dataset", "more"),
     [("sft", "answers", {}), ("dpo", "pairs", {}), ("kto", "verdicts", {"per_device_train_batch_size": 8})],
 )
-def test_the_tower_runs_once_for_each_image_of_a_step(workplace, towers, monkeypatch, stage, dataset, more):  # noqa: F811
+def test_vision_tower_runs_once_per_image_of_a_step(workplace, towers, monkeypatch, stage, dataset, more):  # noqa: F811
     from burnish.loop.loop import Loop
 
     step, before = Loop.step, []
@@ -62,7 +62,7 @@ def test_the_tower_runs_once_for_each_image_of_a_step(workplace, towers, monkeyp
     assert towers["patches"][-1] == sum(wide * high for wide, high in grids.values())
 
 
-def test_an_image_is_decoded_once_in_several_epochs(workplace, towers):  # noqa: F811
+def test_image_is_decoded_once_in_several_epochs(workplace, towers):  # noqa: F811
     options = {"finetuning_type": "lora", "per_device_train_batch_size": 1}
     train(workplace, "epochs-1", max_steps=4, **options)
     once = towers["decoded"]
@@ -70,7 +70,7 @@ def test_an_image_is_decoded_once_in_several_epochs(workplace, towers):  # noqa:
     assert towers["decoded"] == 2 * once
 
 
-def test_patches_cut_micro_batches_and_the_update_stays(workplace, towers):  # noqa: F811
+def test_patch_limit_splits_micro_batches_without_changing_update(workplace, towers):  # noqa: F811
     options = {"finetuning_type": "lora", "max_steps": 1}
     train(workplace, "uncut", max_tokens_per_batch=4000, **options)
     whole = len(towers["patches"])
@@ -78,7 +78,7 @@ def test_patches_cut_micro_batches_and_the_update_stays(workplace, towers):  # n
     assert len(towers["patches"]) - whole > whole
 
 
-def test_explain_estimates_the_memory_of_the_tower(workplace, capsys):  # noqa: F811
+def test_explain_estimates_memory_of_vision_tower(workplace, capsys):  # noqa: F811
     given = {"model_name_or_path": workplace / "qwen2_5_vl", "template": "qwen2_vl", "dataset": "answers",
              "dataset_dir": workplace / "data", "output_dir": workplace / "explained", "use_cpu": "true"}  # fmt: skip
     totals = []

@@ -36,7 +36,7 @@ def lengths(workplace, family="qwen2_5_vl", **changes):  # noqa: F811
 @pytest.mark.parametrize(
     ("name", "value", "is_longer"), [("image_max_pixels", 1600, False), ("image_min_pixels", 40000, True)]
 )
-def test_limits_of_pixels_change_the_tokens_of_images(workplace, name, value, is_longer):  # noqa: F811
+def test_pixel_limits_change_number_of_image_tokens(workplace, name, value, is_longer):  # noqa: F811
     usual, changed = lengths(workplace), lengths(workplace, **{name: value})
     assert sum(changed) > sum(usual) if is_longer else sum(changed) < sum(usual)
 
@@ -58,12 +58,12 @@ def films(workplace):  # noqa: F811
 @pytest.mark.parametrize(
     ("name", "value"), [("video_max_pixels", 1100), ("video_min_pixels", 60000), ("video_fps", 0.001)]
 )
-def test_options_of_videos_change_their_rows(workplace, films, name, value):  # noqa: F811
+def test_video_options_change_rows(workplace, films, name, value):  # noqa: F811
     assert lengths(workplace, "qwen3_vl", **films, **{name: value}) != lengths(workplace, "qwen3_vl", **films)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_a_run_with_videos_trains_and_explains_them(workplace, films, family, capsys):  # noqa: F811
+def test_run_with_videos_trains_and_explains_them(workplace, films, family, capsys):  # noqa: F811
     run = workplace / f"films_{family}.yaml"
     lines = [
         f"model_name_or_path: {workplace / family}", f"template: {TEMPLATES[family]}", "stage: sft",
@@ -78,24 +78,24 @@ def test_a_run_with_videos_trains_and_explains_them(workplace, films, family, ca
     assert all(0 < entry["loss"] < 20 for entry in history(workplace / "films" / family) if "loss" in entry)
 
 
-def test_a_model_that_takes_no_videos_refuses_them_by_its_record(workplace, films):  # noqa: F811
+def test_model_without_video_support_rejects_them_by_record(workplace, films):  # noqa: F811
     with pytest.raises(UserError, match=r"(?s)record 1.*contains video .videos.0.., but llava is trained"):
         lengths(workplace, "llava", **films)
 
 
-def test_limits_that_contradict_each_other_are_refused(workplace):  # noqa: F811
+def test_contradictory_pixel_limits_are_rejected(workplace):  # noqa: F811
     with pytest.raises(UserError, match="is below image_min_pixels"):
         lengths(workplace, image_max_pixels=100, image_min_pixels=200)
 
 
-def test_a_record_that_is_too_long_loses_text_or_its_images_are_made_smaller(workplace):  # noqa: F811
+def test_long_record_loses_text_or_its_images_are_downscaled(workplace):  # noqa: F811
     given = {"cutoff_len": 52, "image_min_pixels": 40000, "image_max_pixels": 90000}
     assert lengths(workplace, image_fit="keep", **given)[0] == 52
     assert lengths(workplace, image_fit="shrink", **given)[0] < 52
     assert len(lengths(workplace, **{**given, "cutoff_len": 36})) < 4  # no image is cut, so rows are dropped
 
 
-def test_images_are_looked_for_in_the_media_folder(workplace, tmp_path):  # noqa: F811
+def test_images_are_searched_in_media_dir(workplace, tmp_path):  # noqa: F811
     data = tmp_path / "data"
     shutil.copytree(workplace / "data", data)
     (tmp_path / "images").mkdir()
@@ -106,12 +106,12 @@ def test_images_are_looked_for_in_the_media_folder(workplace, tmp_path):  # noqa
     assert lengths(workplace, dataset_dir=str(data), media_dir=str(tmp_path / "images")) == lengths(workplace)
 
 
-def test_tiles_of_internvl_are_off_on_demand(workplace):  # noqa: F811
+def test_internvl_tiles_can_be_disabled(workplace):  # noqa: F811
     usual, one = (lengths(workplace, "internvl", crop_to_patches=crop) for crop in (True, False))
     assert sum(one) < sum(usual)
 
 
-def test_crops_of_gemma_are_added_on_demand(workplace):  # noqa: F811
+def test_gemma_crops_can_be_enabled(workplace):  # noqa: F811
     sizes = [
         lengths(workplace, "gemma3", image_do_pan_and_scan=crops, image_min_pixels=589824) for crops in (False, True)
     ]
@@ -119,12 +119,12 @@ def test_crops_of_gemma_are_added_on_demand(workplace):  # noqa: F811
 
 
 @pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
-def test_the_backend_of_torchvision_is_named_where_it_is_missing(workplace):  # noqa: F811
+def test_missing_torchvision_backend_is_reported(workplace):  # noqa: F811
     with pytest.raises(UserError, match="image_backend: torchvision needs the library 'torchvision'"):
         lengths(workplace, image_backend="torchvision")
 
 
-def test_images_on_disk_are_prepared_once_for_all_runs(workplace, monkeypatch, tmp_path):  # noqa: F811
+def test_image_cache_on_disk_is_shared_by_runs(workplace, monkeypatch, tmp_path):  # noqa: F811
     from test_runs_with_images import train
 
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path))
@@ -154,7 +154,7 @@ def test_images_on_disk_are_prepared_once_for_all_runs(workplace, monkeypatch, t
     assert [entry["loss"] for entry in history(runs[-1]) if "loss" in entry] == losses[0]
 
 
-def test_a_full_cache_on_disk_writes_no_more(tmp_path):
+def test_full_image_cache_on_disk_writes_no_more(tmp_path):
     def prepared(image):
         return {"pixel_values": torch.rand(1000), "grid": torch.tensor([[1, image, 3]])}
 
@@ -166,7 +166,7 @@ def test_a_full_cache_on_disk_writes_no_more(tmp_path):
         assert all(torch.equal(again[name], tensor) for name, tensor in first[int(file.stem)].items())
 
 
-def test_memory_for_images_is_bounded_as_asked(workplace, monkeypatch):  # noqa: F811
+def test_image_memory_limit_is_respected(workplace, monkeypatch):  # noqa: F811
     seen = []
 
     class Recorded(ahead.PreparedAhead):

@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_processes_with_images_end_in_the_weights_of_one(folder, kind):
+def test_two_processes_with_images_give_the_weights_of_one(folder, kind):
     begun, one, two = (weights_in(path) for path in (folder / "model", folder / "one" / kind, folder / "two" / kind))
     changed = {name for name in begun if not torch.equal(one[name], begun[name])}
     assert any("visual" in name for name in changed) == (kind == "trained tower")

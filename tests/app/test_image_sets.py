@@ -43,7 +43,7 @@ def answers_of(stage, number):
 
 @pytest.mark.parametrize("form", ["alpaca", "sharegpt"])
 @pytest.mark.parametrize("stage", ["sft", "dpo", "kto"])
-def test_each_form_of_set_trains(workplace, form, stage):
+def test_each_image_dataset_format_trains(workplace, form, stage):
     name = f"{form}_{stage}"
     rows = [record(form, number, answers_of(stage, number)) for number in range(len(NAMES))]
     columns = dict(ALPACA if form == "alpaca" else SHAREGPT)

@@ -45,7 +45,7 @@ def interrupted(folder, kill, **given):
 
 
 @pytest.mark.parametrize("number", [n for n in SIGNALS if n not in GOES_ON], ids=lambda number: number.name)
-def test_a_signal_ends_the_step_saves_and_gives_its_exit_status(tmp_path, capfd, number):
+def test_signal_ends_step_saves_checkpoint_and_sets_exit_status(tmp_path, capfd, number):
     before = [signal.getsignal(each) for each in SIGNALS]
     run, interrupt = interrupted(tmp_path, Kill(5, number), save_strategy="no")
     assert run.state.global_step == 5
@@ -66,7 +66,7 @@ def test_sigusr1_and_a_closed_terminal_save_a_checkpoint_and_training_continues(
 
 
 @pytest.mark.parametrize("has_trained", [False, True])
-def test_a_terminal_that_is_closed_before_or_after_the_training_ends_nothing(tmp_path, has_trained):
+def test_terminal_closed_before_or_after_training_stops_nothing(tmp_path, has_trained):
     interrupt = InterruptCallback()
     run, _ = make_run(tmp_path, [interrupt], save_strategy="no")
     with interrupt:
@@ -91,7 +91,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_an_interrupted_run_goes_on_to_the_same_weights_and_log(tmp_path, variant):
+def test_interrupted_run_resumes_to_same_weights_and_log(tmp_path, variant):
     step, given = VARIANTS[variant]
     whole, _ = make_run(tmp_path / "whole", **given)
     whole.train()
@@ -103,7 +103,7 @@ def test_an_interrupted_run_goes_on_to_the_same_weights_and_log(tmp_path, varian
     assert without_times(second.state.log_history)[:-1] == without_times(whole.state.log_history)[:-1]
 
 
-def test_a_signal_during_an_evaluation_does_not_wait_for_another_step(tmp_path):
+def test_signal_during_evaluation_does_not_wait_for_another_step(tmp_path):
     kill = Kill(3, signal.SIGTERM, event="on_prediction_step")
     run, interrupt = interrupted(tmp_path, kill, eval_rows=5, eval_strategy="steps", eval_steps=3, save_strategy="no")
     assert run.state.global_step == 3
@@ -111,7 +111,7 @@ def test_a_signal_during_an_evaluation_does_not_wait_for_another_step(tmp_path):
     assert [path.name for path in run.checkpoints.all()] == ["checkpoint-3"]
 
 
-def test_a_second_ctrl_c_stops_at_once_and_the_handlers_are_put_back(tmp_path):
+def test_second_ctrl_c_stops_immediately_and_handlers_are_restored(tmp_path):
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         interrupted(tmp_path, Kill(5, signal.SIGINT, signal.SIGINT), save_strategy="no")
@@ -121,7 +121,7 @@ def test_a_second_ctrl_c_stops_at_once_and_the_handlers_are_put_back(tmp_path):
 
 @pytest.mark.parametrize(("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 @pytest.mark.parametrize("has_trained", [False, True])
-def test_a_signal_with_no_step_to_finish_ends_the_run_at_once(tmp_path, number, kind, has_trained):
+def test_signal_without_a_running_step_ends_the_run_immediately(tmp_path, number, kind, has_trained):
     interrupt = InterruptCallback()
     run, _ = make_run(tmp_path, [interrupt], save_strategy="no")
     with interrupt:
@@ -138,13 +138,13 @@ def test_repeated_signals_of_a_scheduler_are_ignored(tmp_path):
     assert run.state.global_step == 5
 
 
-def test_a_run_that_is_at_its_end_has_not_been_cut_short(tmp_path):
+def test_signal_in_last_step_does_not_count_as_interruption(tmp_path):
     run, interrupt = interrupted(tmp_path, Kill(22, signal.SIGTERM), save_strategy="no")
     assert run.state.global_step == run.state.max_steps == 22
     assert interrupt.exit_code is None
 
 
-def test_a_signal_that_the_starter_ignores_stays_ignored(tmp_path):
+def test_signal_ignored_by_parent_process_stays_ignored(tmp_path):
     """nohup sets SIGHUP so."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -156,7 +156,7 @@ def test_a_signal_that_the_starter_ignores_stays_ignored(tmp_path):
     assert run.state.global_step == 22
 
 
-def test_another_thread_leaves_signals_alone():
+def test_interrupt_in_another_thread_installs_no_handlers():
     before = signal.getsignal(signal.SIGTERM)
     seen = []
 

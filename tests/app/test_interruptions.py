@@ -38,7 +38,7 @@ def weights(folder: str) -> bytes:
 
 @pytest.mark.parametrize("background", ["true", "false"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS])
-def test_a_save_that_fails_is_said_once_and_tried_again(
+def test_failed_save_is_reported_once_and_retried(
     number: int, background: str, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cli.main([*WORDS, "output_dir=alone"]) == 0
@@ -62,7 +62,7 @@ def test_a_save_that_fails_is_said_once_and_tried_again(
     assert weights("out") == weights("alone")
 
 
-def test_a_folder_that_vanishes_is_made_again(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleted_folder_is_created_again(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_step(5, lambda: shutil.rmtree("out"), monkeypatch)
     assert cli.main([*WORDS, "save_in_background=false"]) in (0, 3)
     assert not faults(Path("out/checkpoint-8"))
@@ -70,7 +70,7 @@ def test_a_folder_that_vanishes_is_made_again(user_folder: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("put", [lambda: Path("out").write_text("x"), lambda: os.symlink("nowhere", "out")])
-def test_another_thing_in_the_place_of_a_folder_that_vanished_is_named(
+def test_obstacle_in_place_of_deleted_folder_is_reported(
     put: Any, user_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     at_step(5, lambda: (shutil.rmtree("out"), put()), monkeypatch)
@@ -89,7 +89,7 @@ def mounted(folder: Path, size: str) -> bool:
     )
 
 
-def test_a_disk_that_is_full_does_not_end_a_training(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_disk_does_not_end_training(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if not mounted(Path("small"), "3m"):
         pytest.skip("a file system cannot be mounted here")
     try:
@@ -120,7 +120,7 @@ def _free(folder: str) -> int:
 # --- signals and clocks -----------------------------------------------------------------------------------------------
 
 
-def test_a_schedulers_notice_saves_a_checkpoint_and_the_run_goes_on(
+def test_scheduler_notice_saves_a_checkpoint_and_run_continues(
     user_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_step(2, lambda: os.kill(os.getpid(), signal.SIGUSR1), monkeypatch)
@@ -129,7 +129,7 @@ def test_a_schedulers_notice_saves_a_checkpoint_and_the_run_goes_on(
     assert not faults(Path("out/checkpoint-3"))
 
 
-def test_a_run_whose_time_is_up_stops_with_a_checkpoint(user_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_stops_with_a_checkpoint_at_its_time_limit(user_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = [*WORDS, "save_strategy=no"]
     assert cli.main([*words, "output_dir=alone"]) == 0
     assert cli.main([*words, "max_train_seconds=0.000001"]) == 124

@@ -99,7 +99,7 @@ def differ_at_ties_only(folder: Path, prompts, expected, found, bound: float) ->
     return True
 
 
-def test_llama_cpp_answers_with_the_same_tokens(trained: Path) -> None:
+def test_llama_cpp_generates_the_same_tokens(trained: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(trained)
     texts = questions(tokenizer)
     prompts = [tokenizer(text)["input_ids"] for text in texts]
@@ -120,7 +120,7 @@ def test_llama_cpp_answers_with_the_same_tokens(trained: Path) -> None:
         assert sum(same) / len(same) >= least, (kind, sum(same) / len(same))
 
 
-def test_k_quants_are_written_by_the_library(trained: Path, monkeypatch) -> None:
+def test_k_quants_are_written_by_llama_cpp(trained: Path, monkeypatch) -> None:
     """Its packages are put behind those of this environment."""
     place = str(next((LLAMA.parents[1] / "lib").glob("python*/site-packages")))
     monkeypatch.setattr(sys, "path", [*sys.path, place])
@@ -131,7 +131,7 @@ def test_k_quants_are_written_by_the_library(trained: Path, monkeypatch) -> None
     assert answered(file, texts=[], prompts=[ids], rows=[])["greedy"]
 
 
-def test_the_model_of_the_demo_opens_in_llama_cpp(tmp_path: Path) -> None:
+def test_demo_model_loads_in_llama_cpp(tmp_path: Path) -> None:
     (tmp_path / "model").symlink_to(DEMO / "model")
     file = exported(tmp_path / "model", "f16")
     assert (file.parent / "Modelfile").read_text().startswith(f"FROM ./{file.name}\n")

@@ -104,7 +104,7 @@ SMALLER = {"max_samples": "60", "save_steps": "10", "eval_steps": "10", "badam_s
 
 
 @pytest.mark.parametrize("written_as", ["command", "yaml", "json"])
-def test_walk_through_on_sixty_rows_in_every_notation(workplace, written_as):
+def test_walk_through_on_60_rows_runs_in_every_config_format(workplace, written_as):
     given = {**as_mapping(WALK_THROUGH.split()), **SMALLER}
     if written_as == "command":
         words = [word for name, value in given.items() for word in (f"--{name}", value)]
@@ -191,7 +191,7 @@ def written(text, name="run.yaml"):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_of_each_kind_trains(workplace, kind):
+def test_config_file_of_each_method_trains(workplace, kind):
     text, weights = KINDS[kind]
     if "deepspeed" in text:
         pytest.importorskip("deepspeed")
@@ -203,21 +203,21 @@ def test_a_file_of_each_kind_trains(workplace, kind):
 
 
 @pytest.mark.parametrize("more", ["", "double_quantization: false\n"])
-def test_a_file_with_a_4_bit_base_trains(workplace, more):
+def test_config_file_with_4_bit_base_trains(workplace, more):
     pytest.importorskip("bitsandbytes")
     text = SFT + LORA + f"quantization_bit: 4\nquantization_method: bnb\nbf16: true\n{more}"
     assert main(["train", written(text)]) == 0
     assert Path("saves/out/adapter_model.safetensors").is_file()
 
 
-def test_what_is_frozen_in_bfloat16_and_trained_in_float32_still_lies_flat(workplace, capsys):
+def test_frozen_bfloat16_with_trained_float32_weights_stays_padding_free(workplace, capsys):
     assert main(["train", written(KINDS["freeze"][0])]) == 0
     said = capsys.readouterr()
     assert "batches are padded" not in said.out + said.err
     assert "full logits" not in said.out + said.err
 
 
-def test_a_file_that_only_predicts_or_evaluates_does_not_train(workplace):
+def test_prediction_or_evaluation_config_does_not_train(workplace):
     assert main(["train", written(SFT + LORA + "bf16: true\n")]) == 0
     only = (
         "model_name_or_path: models/Qwen2-0.5B\nadapter_name_or_path: saves/out\nstage: sft\nfinetuning_type: lora\n"
@@ -245,7 +245,7 @@ def test_a_file_that_only_predicts_or_evaluates_does_not_train(workplace):
     assert json.loads(Path("saves/eval/all_results.json").read_text())["eval_loss"] > 0
 
 
-def test_a_prediction_is_measured_by_what_llamafactory_measures_it_by(workplace):
+def test_prediction_metrics_match_llamafactory(workplace):
     for library in ("nltk", "jieba", "rouge_chinese"):
         pytest.importorskip(library)
     text = "stage: sft\ndo_train: false\ndo_predict: true\npredict_with_generate: true\neval_dataset: alpaca_zh\n"
@@ -256,7 +256,7 @@ def test_a_prediction_is_measured_by_what_llamafactory_measures_it_by(workplace)
     }  # fmt: skip
 
 
-def test_the_file_that_merges_an_adapter_exports_the_whole_model(workplace):
+def test_adapter_merge_config_exports_full_model(workplace):
     assert main(["train", written(SFT + LORA)]) == 0
     Path("merge.yaml").write_text(
         "### Note: DO NOT use quantized model or quantization_bit when merging lora adapters\n"
@@ -271,7 +271,7 @@ def test_the_file_that_merges_an_adapter_exports_the_whole_model(workplace):
     }  # fmt: skip
 
 
-def test_a_file_that_encodes_first_trains_from_what_it_encoded(workplace):
+def test_tokenized_path_config_encodes_then_trains(workplace):
     text = SFT + LORA + "tokenized_path: saves/dataset/sft\n"
     assert main(["train", written(text)]) == 0
     assert Path("saves/dataset/sft/train").is_dir()
@@ -310,7 +310,7 @@ def test_unsupported_option_is_rejected_with_an_alternative(workplace, capsys, n
     assert not Path("saves").exists()
 
 
-def test_every_key_of_llamafactorys_classes_is_known_or_refused_by_name():
+def test_every_llamafactory_argument_is_known_or_rejected_by_name():
     """Names: LLaMA-Factory 0.7.1 to 0.9.5, hparams; those that are derived there and cannot be given are left out."""
     peers = json.loads((SOURCE.parent / "scripts" / "peer_options.json").read_text())
     names = [name for tool, keys in peers.items() if tool.startswith("LLaMA-Factory") for name in keys]

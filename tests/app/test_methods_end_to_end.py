@@ -62,7 +62,7 @@ ROPE = {"linear": linear, "yarn": stretched("yarn"), "llama3": stretched("llama3
 
 
 @pytest.mark.parametrize("kind", ROPE)
-def test_rope_is_stretched_in_the_model_and_in_what_is_saved(train, kind):
+def test_rope_scaling_is_applied_to_trained_and_saved_model(train, kind):
     model, folder = train(rope_scaling=kind, cutoff_len=512)
     config = AutoConfig.from_pretrained(folder)
     assert (config.rope_parameters["rope_type"], config.max_position_embeddings) == (kind, 512)
@@ -74,7 +74,7 @@ def test_rope_is_stretched_in_the_model_and_in_what_is_saved(train, kind):
     torch.testing.assert_close(again(IDS).logits, model.eval()(IDS).logits)
 
 
-def test_dynamic_rope_stretches_by_the_length_that_is_read(train):
+def test_dynamic_rope_scales_with_input_length(train):
     model, folder = train(rope_scaling="dynamic", cutoff_len=512)
     rope = model.model.rotary_emb
     plain = begun(folder).model.rotary_emb.inv_freq
@@ -109,7 +109,7 @@ def of_the_rest(name):
     ],
     ids=str,
 )
-def test_weights_are_held_in_the_format_that_is_asked_for(train, given, norms, rest):
+def test_weights_are_kept_in_requested_dtype(train, given, norms, rest):
     model, folder = train(**given)
     base = [name for name in dict(model.named_parameters()) if "lora_" not in name]
     assert formats(model, lambda name: name in base and of_norms(name)) == {norms}
@@ -127,7 +127,7 @@ def test_weights_are_held_in_the_format_that_is_asked_for(train, given, norms, r
     ],
     ids=str,
 )
-def test_one_decision_sets_the_compute_dtype(train, tmp_path, monkeypatch, capfd, is_fast, given, frozen):
+def test_compute_dtype_is_chosen_once(train, tmp_path, monkeypatch, capfd, is_fast, given, frozen):
     monkeypatch.setattr(precision, "cpu_instructions", lambda: "AVX512-BF16" if is_fast else "AVX2")
     begun(tmp_path / "out").bfloat16().save_pretrained(tmp_path / "model")
     model, _ = train(finetuning_type="lora", **given)
@@ -136,7 +136,7 @@ def test_one_decision_sets_the_compute_dtype(train, tmp_path, monkeypatch, capfd
     assert f"Compute dtype: {said}, on cpu ({'AVX512-BF16' if is_fast else 'AVX2'})" in capfd.readouterr().out
 
 
-def test_norms_in_float32_and_every_weight_in_bfloat16_contradict(tmp_path, capsys):
+def test_float32_norms_contradict_pure_bfloat16(tmp_path, capsys):
     given = make_user(tmp_path, pure_bf16=True, upcast_layernorm=True)
     assert main(["explain", *as_words(given)]) == 2
     assert "Set bf16: true instead of pure_bf16" in "".join(capsys.readouterr())
@@ -153,7 +153,7 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_lora_goes_over_the_layers_that_are_named_and_peft_finds_them(train, name):
+def test_lora_target_selects_layers_that_peft_finds(train, name):
     given, layers, depth = TARGETS[name]
     model, folder = train(finetuning_type="lora", lora_rank=2, additional_target="model.norm", **given)
     held = load_file(folder / "adapter_model.safetensors")
@@ -168,7 +168,7 @@ def test_lora_goes_over_the_layers_that_are_named_and_peft_finds_them(train, nam
 
 
 @pytest.mark.parametrize("name", ["norm", "mlp"])
-def test_every_module_whose_name_ends_so_is_trained_whole_as_in_peft_and_goes_on(train, capsys, name):
+def test_additional_target_trains_matching_modules_and_resumes(train, capsys, name):
     model, folder = train(finetuning_type="lora", lora_rank=2, lora_target="q_proj", additional_target=name)
     plain = begun(folder)
     theirs = peft.get_peft_model(plain, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=[name]))
@@ -189,7 +189,7 @@ def test_every_module_whose_name_ends_so_is_trained_whole_as_in_peft_and_goes_on
     assert all(not torch.equal(further[key], held[key]) for key in whole)
 
 
-def test_adapters_are_merged_in_their_order_as_peft_merges_them(train):
+def test_adapters_are_merged_in_order_as_in_peft(train):
     lora = {"finetuning_type": "lora", "learning_rate": 5e-2}
     _, first = train("first", lora_rank=2, **lora)
     _, second = train("second", adapter_name_or_path=first, create_new_adapter=True, lora_rank=3, **lora)
@@ -214,7 +214,7 @@ def test_adapters_are_merged_in_their_order_as_peft_merges_them(train):
 
 
 @pytest.mark.parametrize("iterations", [-1, 8])
-def test_pissa_trains_the_largest_directions_and_is_saved_as_lora(train, tmp_path, iterations):
+def test_pissa_trains_largest_directions_and_is_saved_as_lora(train, tmp_path, iterations):
     pissa = {"pissa_init": True, "pissa_iter": iterations, "pissa_convert": True, "lora_rank": 4}
     model, folder = train(finetuning_type="lora", learning_rate=1e-8, **pissa)
     layer = model.model.layers[0].mlp.up_proj
@@ -243,7 +243,7 @@ FREEZE = {
 
 
 @pytest.mark.parametrize("name", FREEZE)
-def test_what_is_not_frozen_moves_and_nothing_else(train, name):
+def test_only_unfrozen_parameters_change(train, name):
     given, moves = FREEZE[name]
     _, folder = train(finetuning_type="freeze", **given)
     before, after = begun(folder).state_dict(), AutoModelForCausalLM.from_pretrained(folder).state_dict()

@@ -36,14 +36,18 @@ def runs(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 @pytest.mark.parametrize("named", [{"AutoTokenizer": ["own.OwnTokenizer", None]}, ["own.OwnTokenizer", None]], ids=str)
-def test_a_tokenizer_with_code_of_its_own(named: Any, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokenizer_with_custom_code_is_rejected(
+    named: Any, user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     change("model/tokenizer_config.json", auto_map=named)
     err = refused(capsys)
     assert "its tokenizer requires running its own Python code (own.OwnTokenizer)" in err
     assert "trust_remote_code: true" in err
 
 
-def test_a_tokenizer_of_its_own_that_config_json_names(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_custom_tokenizer_named_in_config_json_is_rejected(
+    user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     change("model/config.json", auto_map={"AutoTokenizer": ["own.OwnTokenizer", None]})
     assert "model/config.json: its tokenizer requires running its own Python code (own.OwnTokenizer)" in refused(capsys)
 
@@ -69,7 +73,7 @@ def test_image_placeholders_in_text_are_reported(
     ],
     ids=["system", "prompt"],
 )  # fmt: skip
-def test_every_mark_in_every_part_is_counted(
+def test_every_placeholder_in_every_column_is_reported(
     record: dict[str, str], described: Any, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write("data/rows.json", [record] * 4)
@@ -84,7 +88,7 @@ def test_every_mark_in_every_part_is_counted(
     "content", ['{"text": "red"}\n{"text": "green"}\n', '[\n  {"text": "red"}\n]\n', '[{"text": "red"}]',
                 '\ufeff\n{"text": "red"}\n\n{"text": "green"}\n'], ids=str
 )  # fmt: skip
-def test_json_in_a_text_file(content: str, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_in_a_text_file_is_rejected(content: str, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("data/rows.txt").write_text(content, encoding="utf-8")
     words = ["stage=pt", "dataset=data/rows.txt", "cutoff_len=32"]
     err = refused(capsys, *words)
@@ -112,7 +116,7 @@ def call(name: Any, arguments: Any) -> list[dict[str, Any]]:
         ([{**call("add", {})[0], "tools": '[{"type": "function", "function": 3}]'}], "not a list of JSON objects"),
     ],
 )
-def test_tool_calls_that_no_program_could_read(
+def test_invalid_tool_calls_are_reported(
     rows: list[Any], said: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "tools": ""}
@@ -123,13 +127,15 @@ def test_tool_calls_that_no_program_could_read(
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.float8_e4m3fn], ids=str)
-def test_weights_that_need_scales(kind: torch.dtype, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_without_required_scales_are_rejected(
+    kind: torch.dtype, user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save({n: (t * 100).to(kind) if t.ndim > 1 else t for n, t in weights().items()})
     assert "its config.json has no quantization_config" in refused(capsys)
 
 
 @pytest.mark.run
-def test_weights_that_are_all_zero(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_zero_weights_are_rejected(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = weights()
     save({n: torch.zeros_like(t) for n, t in before.items()})
     capsys.readouterr()
@@ -140,7 +146,7 @@ def test_weights_that_are_all_zero(user_folder: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("command", ["train", "explain"])
-def test_a_config_with_fewer_layers_than_the_weights(
+def test_config_with_fewer_layers_than_weights_is_rejected(
     command: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change("model/config.json", num_hidden_layers=1, layer_types=None)
@@ -150,6 +156,6 @@ def test_a_config_with_fewer_layers_than_the_weights(
 
 
 @pytest.mark.run
-def test_a_tensor_that_belongs_to_no_layer_is_counted(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unused_tensor_is_counted(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save({**weights(), "vision.patches.weight": torch.ones(2, 2)})
     assert "1 tensors in the files are not part of LlamaForCausalLM: vision.patches.weight." in runs(capsys)

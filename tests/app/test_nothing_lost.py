@@ -51,7 +51,7 @@ def contents(folder: str = "out") -> dict[str, bytes]:
         "ref_model=out/checkpoint-4", "ref_model_adapters=out",
     ],
 )  # fmt: skip
-def test_a_run_does_not_clear_what_it_begins_with(
+def test_run_does_not_overwrite_its_own_inputs(
     source: str, is_linked: bool, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = trained(*LORA)
@@ -64,7 +64,9 @@ def test_a_run_does_not_clear_what_it_begins_with(
     assert contents() == before
 
 
-def test_a_data_set_behind_its_name_is_not_cleared(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_linked_dataset_inside_output_dir_is_not_overwritten(
+    user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trained(*LORA)
     answers = Path("out/generated_predictions.jsonl")
     answers.write_text('{"prompt": "a", "predict": "b"}\n' * 4, encoding="utf-8")
@@ -92,7 +94,7 @@ PLAIN_WORDS = {
 """Options of any text that name nothing a run reads and would clear."""
 
 
-def test_every_option_that_may_name_a_file_is_a_source_or_known_to_name_none() -> None:
+def test_every_path_option_is_a_source_or_declared_path_free() -> None:
     free = [spec for spec in specs(RunOptions).values() if not (spec.choices or spec.ignored)]
     texts = {spec.name for spec in free if "str" in str(spec.type)}
     assert texts - {*SOURCES, "dataset", "eval_dataset"} == PLAIN_WORDS
@@ -114,7 +116,7 @@ def test_new_run_removes_all_files_of_an_earlier_run(stage: str, user_folder: Pa
     assert written - {path.name for path in files_of_run(Path("out"))} == {"launch.json", "run.yaml"}
 
 
-def test_a_checkpoint_is_not_cleared_by_the_run_that_begins_with_it(
+def test_run_does_not_remove_the_checkpoint_it_starts_from(
     user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = trained("max_steps=4")
@@ -125,7 +127,7 @@ def test_a_checkpoint_is_not_cleared_by_the_run_that_begins_with_it(
     assert cli.main([*words, "output_dir=next", "max_steps=2"]) == 0
 
 
-def test_a_prediction_clears_nothing(user_folder: Path) -> None:
+def test_prediction_removes_nothing(user_folder: Path) -> None:
     before = trained(*LORA)
     words = [*LORA, "adapter_name_or_path=out", "do_predict=true", "val_size=4", AGAIN]
     assert cli.main(["train", "run.yaml", *words]) == 0
@@ -139,7 +141,7 @@ def failing(*args: Any, **kwargs: Any) -> None:
 
 
 @pytest.mark.parametrize("where", ["burnish.run.build.create_scheduler", "burnish.loop.loop.Loop.step"])
-def test_an_earlier_run_comes_back_where_its_successor_fails_before_it_has_a_checkpoint(
+def test_earlier_run_is_restored_if_new_run_fails_before_first_checkpoint(
     where: str, user_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = trained("max_steps=4")
@@ -151,7 +153,7 @@ def test_an_earlier_run_comes_back_where_its_successor_fails_before_it_has_a_che
     assert after == before
 
 
-def test_an_earlier_run_is_gone_once_its_successor_has_a_checkpoint(
+def test_earlier_run_is_removed_after_first_checkpoint_of_new_run(
     user_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(*LORA)
@@ -184,7 +186,7 @@ def test_killed_new_run_is_resumed_by_the_same_command(user_folder: Path) -> Non
     assert contents() != before
 
 
-def test_a_finished_run_whose_model_has_gone_writes_it_again_from_its_checkpoint(
+def test_missing_model_of_finished_run_is_rewritten_from_its_checkpoint(
     user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = trained(*LORA)
@@ -202,7 +204,7 @@ def test_a_finished_run_whose_model_has_gone_writes_it_again_from_its_checkpoint
         assert "there is nothing to do." in told(capsys)[0]
 
 
-def test_a_finished_run_whose_model_has_gone_with_all_checkpoints_says_so(
+def test_finished_run_without_model_and_checkpoints_is_reported(
     user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["train", "run.yaml", "save_strategy=no"]
@@ -221,7 +223,7 @@ def unanswered(*args: Any, **kwargs: Any) -> None:
 
 
 @pytest.mark.parametrize("is_offline", [True, False], ids=["offline", "nobody answers"])
-def test_an_upload_that_fails_after_an_export_says_where_the_export_is(
+def test_failed_upload_after_export_reports_the_export_folder(
     is_offline: bool, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -242,7 +244,7 @@ def full(*args: Any, **kwargs: Any) -> None:
 
 
 @pytest.mark.parametrize("kept_in", ["", "tokenized_path=rows"])
-def test_a_full_disk_of_encoded_rows_is_named_by_its_own_place(
+def test_full_disk_of_encoded_rows_is_reported_with_its_path(
     kept_in: str, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
@@ -255,7 +257,7 @@ def test_a_full_disk_of_encoded_rows_is_named_by_its_own_place(
     assert cli.main(["train", "run.yaml", "max_steps=1", *filter(None, [kept_in])]) == 0
 
 
-def test_a_full_disk_of_an_export_is_named_and_what_helps_there(
+def test_full_disk_during_export_is_reported_with_a_remedy(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["export", "model_name_or_path=model", "template=chatml", "export_dir=whole"]
@@ -270,7 +272,7 @@ def test_a_full_disk_of_an_export_is_named_and_what_helps_there(
 
 
 @pytest.mark.parametrize(("command", "writer"), [("predict", "predict"), ("eval", "finish")])
-def test_a_full_disk_of_predictions_is_named_and_what_helps_there(
+def test_full_disk_during_prediction_is_reported_with_a_remedy(
     command: str, writer: str, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [command, "model", "eval_dataset=rows", "dataset_dir=data", "template=chatml", "save_dir=said"]
@@ -284,7 +286,7 @@ def test_a_full_disk_of_predictions_is_named_and_what_helps_there(
     assert cli.main(words) == 0
 
 
-def test_a_disk_that_is_full_within_a_gguf_file_is_named_and_no_part_of_the_file_is_left(
+def test_full_disk_during_gguf_export_is_reported_and_leaves_no_partial_file(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gguf = pytest.importorskip("gguf")
@@ -333,7 +335,7 @@ def no_room_for(name: str) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("saves", ["steps", "no"])
 @pytest.mark.parametrize("name", REPORTS)
-def test_a_disk_that_is_full_at_a_report_costs_that_report_alone(
+def test_full_disk_during_a_report_loses_only_that_report(
     name: str, saves: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["train", "run.yaml", "max_steps=1", "val_size=0.2", "eval_strategy=steps", f"save_strategy={saves}"]
@@ -351,7 +353,7 @@ def test_a_disk_that_is_full_at_a_report_costs_that_report_alone(
         assert name.endswith(".png") or Path("out", name).is_file()
 
 
-def test_the_file_of_a_run_that_was_begun_anew_goes_on_with_it(
+def test_restarted_run_resumes_from_its_own_config_file(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``burnish train out/run.yaml``, as the page's Continue does."""

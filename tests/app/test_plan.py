@@ -29,7 +29,7 @@ def refused(tmp_path: Path, **values: object) -> list[str]:
     return [str(problem) for problem in caught.value.problems]
 
 
-def test_a_value_is_read_as_the_declared_type_and_keeps_its_place(tmp_path: Path) -> None:
+def test_value_is_parsed_as_declared_type_and_keeps_its_source(tmp_path: Path) -> None:
     made = plan(given(tmp_path, learning_rate="1e-4", packing="no", save_strategy="no"))
     assert (made.options.learning_rate, made.options.packing, made.options.save_strategy) == (1e-4, False, "no")
     assert made.provenance["learning_rate"] == "run.yaml, line 4"
@@ -50,7 +50,7 @@ def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     assert 'run.yaml, line 9: burnish does not support "fp8".' in together
 
 
-def test_no_problem_takes_more_than_four_lines(tmp_path: Path) -> None:
+def test_problems_have_at_most_four_lines(tmp_path: Path) -> None:
     for problem in refused(tmp_path, eval_strategy="steps", save_strategy="epoch", load_best_model_at_end="true"):
         assert len(problem.splitlines()) <= 4
 
@@ -58,12 +58,12 @@ def test_no_problem_takes_more_than_four_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "value"), [("flash_attn", "fa2"), ("attn_implementation", "kernels-community/flash-attn2")]
 )
-def test_flash_attention_is_refused_on_a_cpu(asked: str, value: str, tmp_path: Path) -> None:
+def test_flash_attention_is_rejected_on_cpu(asked: str, value: str, tmp_path: Path) -> None:
     said = "\n".join(refused(tmp_path, **{asked: value}, use_cpu="true"))
     assert f"{asked}: {value} requires a GPU" in said
 
 
-def test_flash_attention_is_refused_in_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_flash_attention_is_rejected_in_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(checks, "device_of", lambda options: torch.device("cuda"))
     asked = plan(given(tmp_path)).options
     float32, bf16 = (
@@ -73,7 +73,7 @@ def test_flash_attention_is_refused_in_float32(monkeypatch: pytest.MonkeyPatch, 
     assert checks.check_flash_attention(bf16) == []
 
 
-def test_a_consequence_of_a_mistake_is_not_reported_beside_it(tmp_path: Path) -> None:
+def test_consequential_errors_are_not_reported(tmp_path: Path) -> None:
     values = given(tmp_path)
     values["output_dri"] = values.pop("output_dir")
     with pytest.raises(UserError) as caught:
@@ -83,28 +83,28 @@ def test_a_consequence_of_a_mistake_is_not_reported_beside_it(tmp_path: Path) ->
     ]
 
 
-def test_training_is_what_train_does_unless_told_otherwise(tmp_path: Path) -> None:
+def test_training_is_the_default(tmp_path: Path) -> None:
     assert trains(plan(given(tmp_path)).options)
     assert not trains(plan(given(tmp_path, do_predict="true", val_size="0.1")).options)
     assert trains(plan(given(tmp_path, do_predict="true", val_size="0.1", do_train="true")).options)
     assert "There is nothing to do" in refused(tmp_path, do_train="false")[0]
 
 
-def test_another_name_of_an_option_works_and_is_mentioned(tmp_path: Path) -> None:
+def test_option_alias_is_accepted_and_mentioned(tmp_path: Path) -> None:
     made = plan(given(tmp_path, evaluation_strategy="steps", val_size="0.1"))
     assert made.options.eval_strategy == "steps"
     assert made.provenance["eval_strategy"] == "run.yaml, line 4"
     assert any('"eval_strategy"' in note for note in made.notes)
 
 
-def test_an_option_without_effect_says_why(tmp_path: Path) -> None:
+def test_option_without_effect_gives_a_reason(tmp_path: Path) -> None:
     ignored = next(spec for spec in specs(RunOptions).values() if spec.ignored)
     value = not ignored.default if isinstance(ignored.default, bool) else "{}"
     notes = plan(given(tmp_path, **{ignored.name: value})).notes
     assert any(ignored.name in note and ignored.ignored.rstrip(".") in note for note in notes)
 
 
-def test_a_foreign_key_at_its_harmless_value_is_passed_over(tmp_path: Path) -> None:
+def test_foreign_option_at_harmless_value_is_ignored(tmp_path: Path) -> None:
     made = plan(
         given(tmp_path, push_to_hub="no", fp8="False", debug="", skip_memory_metrics="1", quantization_bit=None)
     )
@@ -112,12 +112,12 @@ def test_a_foreign_key_at_its_harmless_value_is_passed_over(tmp_path: Path) -> N
     assert "fp8" not in made.provenance
 
 
-def test_a_foreign_key_that_changes_nothing_is_mentioned(tmp_path: Path) -> None:
+def test_foreign_option_without_effect_is_mentioned(tmp_path: Path) -> None:
     (note,) = plan(given(tmp_path, vllm_gpu_util="0.9")).notes
     assert '"vllm_gpu_util" has no effect without infer_backend: vllm' in note
 
 
-def test_an_evaluation_set_that_is_never_used_is_mentioned(tmp_path: Path) -> None:
+def test_unused_eval_dataset_is_mentioned(tmp_path: Path) -> None:
     (note,) = plan(given(tmp_path, val_size="0.1")).notes
     assert note.startswith("val_size: 0.1 is set, but the run never evaluates.")
     (note,) = plan(given(tmp_path, eval_dataset="e")).notes
@@ -126,7 +126,7 @@ def test_an_evaluation_set_that_is_never_used_is_mentioned(tmp_path: Path) -> No
     assert not plan(given(tmp_path, val_size="0.1", do_predict="true")).notes
 
 
-def test_the_plan_is_not_written_to(tmp_path: Path) -> None:
+def test_plan_is_immutable(tmp_path: Path) -> None:
     made = plan(given(tmp_path))
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.world_size = 2  # type: ignore[misc]
@@ -141,19 +141,19 @@ def test_derived_values_are_reported_with_their_source(tmp_path: Path) -> None:
     assert "logging_steps" not in told
 
 
-def test_no_option_is_called_absent() -> None:
+def test_declared_options_are_not_listed_as_absent() -> None:
     claimed = {**specs(RunOptions), **aliases()}
     assert not sorted({*ABSENT, *NO_EFFECT} & set(claimed))
 
 
-def test_every_name_of_the_peers_is_known_or_refused_by_name(golden_folder: Path) -> None:
+def test_every_option_of_peer_libraries_is_known_or_rejected_by_name(golden_folder: Path) -> None:
     lists = json.loads((golden_folder / "peer_arguments.json").read_text(encoding="utf-8"))
     names = [entry["name"] for entries in lists.values() if isinstance(entries, list) for entry in entries]
     assert "gradient_accumulation_steps" in names
     assert not [name for name in names if name not in {**specs(RunOptions), **aliases(), **ABSENT, **NO_EFFECT}]
 
 
-def test_the_checks_of_every_component_are_asked() -> None:
+def test_checks_of_every_component_are_called() -> None:
     asked = {check.__name__ for check in component_checks()}
     assert {"check_flow", "check_parallel", "check_trackers", "check_output_dir"} <= asked
 
@@ -161,7 +161,7 @@ def test_the_checks_of_every_component_are_asked() -> None:
 # --- output_dir -------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_in_which_a_run_was_killed_while_it_wrote_its_first_file_is_taken(tmp_path: Path) -> None:
+def test_folder_of_run_killed_during_its_first_write_is_reused(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / ".launch.json.incomplete").write_text("{")
     assert plan(given(tmp_path)).options.resume == "auto"
@@ -182,12 +182,12 @@ def test_folder_with_checkpoints_is_resumed_by_default(tmp_path: Path) -> None:
     assert "an earlier run" in refused(tmp_path, resume="never")[0]
 
 
-def test_an_output_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
+def test_output_dir_that_is_a_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     assert "is a file" in refused(tmp_path)[0]
 
 
-def test_a_missing_output_dir_is_refused(tmp_path: Path) -> None:
+def test_missing_output_dir_is_rejected(tmp_path: Path) -> None:
     assert "output_dir is missing" in refused(tmp_path, output_dir=None)[0]
 
 
@@ -195,13 +195,13 @@ def test_a_missing_output_dir_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wish", [{"eval_strategy": "steps"}, {"do_eval": "true"}, {"eval_on_start": "true"}])
-def test_an_evaluation_without_a_set_names_both_ways_out(tmp_path: Path, wish: dict[str, str]) -> None:
+def test_evaluation_without_dataset_names_both_remedies(tmp_path: Path, wish: dict[str, str]) -> None:
     (problem,) = refused(tmp_path, **wish)
     assert "eval_dataset" in problem
     assert "val_size" in problem
 
 
-def test_the_best_model_needs_evaluations_that_meet_the_checkpoints(tmp_path: Path) -> None:
+def test_load_best_model_requires_evaluations_at_checkpoints(tmp_path: Path) -> None:
     best = {"load_best_model_at_end": "true", "val_size": "0.1"}
     assert "eval_strategy is no" in refused(tmp_path, **best)[0]
     assert "save_strategy: steps" in refused(tmp_path, **best, eval_strategy="steps", save_strategy="epoch")[0]
@@ -215,7 +215,7 @@ def test_the_best_model_needs_evaluations_that_meet_the_checkpoints(tmp_path: Pa
 # --- a command of another tool ----------------------------------------------------------------------------------------
 
 
-def test_a_command_of_llama_factory_is_planned_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llamafactory_command_is_planned_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     _, flags = split_arguments(WALK_THROUGH.split())
     options = plan(flags).options
@@ -238,18 +238,18 @@ def test_a_command_of_llama_factory_is_planned_as_it_stands(tmp_path: Path, monk
     ],
     ids=str,
 )  # fmt: skip
-def test_the_default_learning_rate_is_that_of_the_stage(values: dict[str, str], rate: float, tmp_path: Path) -> None:
+def test_default_learning_rate_depends_on_stage(values: dict[str, str], rate: float, tmp_path: Path) -> None:
     made = plan(given(tmp_path, **values))
     assert made.options.learning_rate == rate
     assert not [note for note in made.notes if note.startswith("learning_rate")]
 
 
-def test_a_learning_rate_of_five_is_noted(tmp_path: Path) -> None:
+def test_learning_rate_of_five_gives_a_note(tmp_path: Path) -> None:
     (note,) = [note for note in plan(given(tmp_path, learning_rate="5")).notes if "learning_rate 5" in note]
     assert "Set learning_rate: 1e-5" in note
 
 
-def test_without_logging_steps_a_run_logs_fifty_times(tmp_path: Path) -> None:
+def test_default_logging_steps_log_50_times_per_run(tmp_path: Path) -> None:
     options = plan(given(tmp_path, val_size="0.1", eval_strategy="steps")).options
     assert (options.logging_steps, options.logging_first_step, options.eval_steps) == (0.02, True, 500)
     options = plan(given(tmp_path, logging_steps="7", val_size="0.1", eval_strategy="steps")).options

@@ -49,7 +49,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_every_record_is_answered_in_the_order_of_the_data(tmp_path):
+def test_records_are_answered_in_dataset_order(tmp_path):
     made, prepared, run = run_of(tmp_path, predict_with_generate=True)
     metrics = predict_all(run, prepared, made)
     rows = lines(tmp_path / "out" / "generated_predictions.jsonl")
@@ -63,7 +63,7 @@ def test_every_record_is_answered_in_the_order_of_the_data(tmp_path):
     assert {"predict_exact_match", "predict_runtime", "predict_samples_per_second"} <= written.keys()
 
 
-def test_several_answers_to_each_question_are_drawn_with_their_likelihoods(tmp_path):
+def test_several_responses_are_sampled_with_their_log_probabilities(tmp_path):
     drawn = {"predict_with_generate": True, "do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
     made, prepared, run = run_of(tmp_path / "one", **drawn)
     predict_all(run, prepared, made)
@@ -78,7 +78,7 @@ def test_several_answers_to_each_question_are_drawn_with_their_likelihoods(tmp_p
     assert metrics["predict_exact_match_standard_error"] == 0.0
 
 
-def test_the_standard_error_of_several_answers_counts_questions_and_not_answers(tmp_path):
+def test_standard_error_of_several_responses_is_over_questions(tmp_path):
     options = RunOptions(predict_metrics=["exact_match"], samples=2)
     found = _scores(["a", "b", "x", "b"], ["a", "b"], options)  # "a" is right once in two, "b" twice
     assert found == {"exact_match": 0.75, "exact_match_standard_error": pytest.approx(0.25)}
@@ -90,14 +90,14 @@ def test_several_greedy_responses_are_rejected(given):
     assert '"samples" 4' in problem.what
 
 
-def test_without_generation_the_loss_is_measured(tmp_path):
+def test_prediction_without_generation_reports_loss(tmp_path):
     made, prepared, run = run_of(tmp_path)
     assert predict_all(run, prepared, made)["predict_loss"] > 0
     assert not (tmp_path / "out" / "generated_predictions.jsonl").exists()
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_a_run_that_only_predicts_holds_its_weights_in_the_format_of_its_products(method, tmp_path):
+def test_prediction_only_run_loads_weights_in_compute_dtype(method, tmp_path):
     formats = {}
     for trains in (False, True):
         _, _, run = run_of(tmp_path / str(trains), bf16=True, finetuning_type=method, do_train=trains)
@@ -105,7 +105,7 @@ def test_a_run_that_only_predicts_holds_its_weights_in_the_format_of_its_product
     assert formats == {False: {torch.bfloat16}, True: {torch.float32}}
 
 
-def test_in_that_format_the_loss_is_that_of_a_run_that_trains_but_for_rounding(tmp_path):
+def test_prediction_loss_matches_training_run_up_to_rounding(tmp_path):
     losses = []
     for trains in (False, True):
         made, prepared, run = run_of(tmp_path / str(trains), bf16=True, do_train=trains)
@@ -113,7 +113,7 @@ def test_in_that_format_the_loss_is_that_of_a_run_that_trains_but_for_rounding(t
     assert losses[0] == pytest.approx(losses[1], rel=2**-8)
 
 
-def test_answers_of_a_batch_are_those_of_each_prompt_alone(tmp_path):
+def test_batched_responses_match_single_prompts(tmp_path):
     _, prepared, run = run_of(tmp_path)
     model = run.parts["model"].held.model.eval()
     options = GenerationOptions(do_sample=False, max_new_tokens=8)
@@ -130,7 +130,7 @@ def test_answers_of_a_batch_are_those_of_each_prompt_alone(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 2, 6])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_answers_do_not_depend_on_the_size_of_a_batch_nor_on_the_cache(size, cache, tmp_path):
+def test_responses_do_not_depend_on_batch_size_or_cache(size, cache, tmp_path):
     # In float32: in 16 bits padding rounds sums otherwise, and two tokens that are nearly as likely may change places.
     made, prepared, run = run_of(
         tmp_path, predict_with_generate=True, cache_implementation=cache, per_device_eval_batch_size=size
@@ -145,7 +145,7 @@ def test_answers_do_not_depend_on_the_size_of_a_batch_nor_on_the_cache(size, cac
     assert any(together)
 
 
-def test_a_prediction_that_was_cut_short_goes_on_from_the_answers_it_has(tmp_path, monkeypatch):
+def test_interrupted_prediction_continues_with_remaining_records(tmp_path, monkeypatch):
     made, prepared, run = run_of(tmp_path, predict_with_generate=True)
     made = replace(made, options=replace(made.options, do_sample=True, temperature=1.5))
     model, stops = bare_model(run), prepared.template.stop_token_ids()
@@ -173,7 +173,7 @@ def test_a_prediction_that_was_cut_short_goes_on_from_the_answers_it_has(tmp_pat
     assert not partial.exists()
 
 
-def test_answers_of_another_model_are_not_taken_for_this_ones(tmp_path):
+def test_responses_of_another_model_are_not_reused(tmp_path):
     made, prepared, run = run_of(tmp_path, predict_with_generate=True)
     questions = [predict.Question([5, 6], [])]
     config = generation_config(bare_model(run), prepared.tokenizer, [319], made.options)
@@ -183,7 +183,7 @@ def test_answers_of_another_model_are_not_taken_for_this_ones(tmp_path):
 
 
 @pytest.mark.parametrize("num_beams", [1, 2])
-def test_a_static_cache_takes_keys_and_values_of_two_formats(tmp_path, num_beams):
+def test_static_cache_supports_keys_and_values_of_different_dtypes(tmp_path, num_beams):
     # Under autocast the weights stay float32: rotary positions raise keys to it, and values stay in 16 bits.
     made, prepared, run = run_of(
         tmp_path, predict_with_generate=True, cache_implementation="static", bf16=True, num_beams=num_beams
@@ -203,7 +203,7 @@ def test_a_static_cache_takes_keys_and_values_of_two_formats(tmp_path, num_beams
     assert sum(same) >= len(same) / 2
 
 
-def test_an_answer_ends_before_a_stop_token(tmp_path):
+def test_response_ends_before_stop_token(tmp_path):
     _, prepared, run = run_of(tmp_path)
     model, prompt = run.parts["model"].held.model.eval(), prepared.eval_rows[""][0]["input_ids"][:9]
     options = GenerationOptions(do_sample=False, max_new_tokens=8)
@@ -213,7 +213,7 @@ def test_an_answer_ends_before_a_stop_token(tmp_path):
     assert cut == whole[: whole.index(stop)]
 
 
-def test_no_answer_goes_beyond_the_models_context(tmp_path):
+def test_response_stays_within_context_length(tmp_path):
     made, prepared, run = run_of(tmp_path, predict_with_generate=True)
     run.parts["model"].held.model.config.max_position_embeddings = 10  # shorter than every prompt
     predict_all(run, prepared, made)
@@ -221,7 +221,7 @@ def test_no_answer_goes_beyond_the_models_context(tmp_path):
 
 
 @pytest.mark.parametrize("given", [{"max_new_tokens": 0, "max_length": 36}, {"max_new_tokens": 30}])
-def test_the_length_of_an_answer_follows_from_its_own_prompt_and_not_from_its_batch(tmp_path, given):
+def test_response_length_depends_on_its_prompt_only(tmp_path, given):
     _, prepared, run = run_of(tmp_path)
     model = run.parts["model"].held.model.eval()
     options = GenerationOptions(do_sample=False, **given)
@@ -234,7 +234,7 @@ def test_the_length_of_an_answer_follows_from_its_own_prompt_and_not_from_its_ba
     assert [len(answer) for answer in together] == most
 
 
-def test_the_options_reach_the_generation(tmp_path):
+def test_options_reach_generation(tmp_path):
     _, prepared, run = run_of(tmp_path)
     model, tokenizer = run.parts["model"].held.model, prepared.tokenizer
     given = GenerationOptions(
@@ -247,7 +247,7 @@ def test_the_options_reach_the_generation(tmp_path):
     assert model.generation_config.eos_token_id != [2, 5]  # the model's own stays as it is
 
 
-def test_the_last_answer_of_a_conversation_is_asked_for(tmp_path):
+def test_last_response_of_a_conversation_is_generated(tmp_path):
     from burnish.loop.types import Example, Message
 
     _, prepared, _ = run_of(tmp_path)
@@ -259,7 +259,7 @@ def test_the_last_answer_of_a_conversation_is_asked_for(tmp_path):
     assert prepared.template.encode([example], DataStats())[0]["input_ids"][: len(question.prompt)] == question.prompt
 
 
-def test_a_prompt_with_a_completion_is_asked_without_a_template(tmp_path):
+def test_prompt_completion_record_is_prompted_without_template(tmp_path):
     from burnish.loop.types import Example
 
     _, prepared, _ = run_of(tmp_path)
@@ -272,7 +272,7 @@ def test_a_prompt_with_a_completion_is_asked_without_a_template(tmp_path):
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
 
-def test_exact_match_is_a_share_and_does_not_mind_white_space_around():
+def test_exact_match_is_a_fraction_and_ignores_surrounding_whitespace():
     assert METRICS["exact_match"](["a ", "b", "c"], ["a", "b\n", "d"]) == {"exact_match": pytest.approx(2 / 3)}
 
 
@@ -287,7 +287,7 @@ def test_custom_metric_is_selected_by_name(monkeypatch):
     assert scores(["ab", "abcd"], ["ab", "x"], options) == {"exact_match": 0.5, "length": 3.0}
 
 
-def test_bleu_is_the_librarys_on_characters():
+def test_bleu_matches_library_on_characters():
     bleu_score = pytest.importorskip("nltk.translate.bleu_score")
     pairs = [("red green blue", "red green stone"), ("", "x"), ("四个石头", "四个河流")]
     smooth = bleu_score.SmoothingFunction().method3
@@ -295,7 +295,7 @@ def test_bleu_is_the_librarys_on_characters():
     assert METRICS["bleu-4"](*zip(*pairs, strict=True)) == {"bleu-4": pytest.approx(100 * sum(expected) / 3)}
 
 
-def test_rouge_counts_words_pairs_and_sequences():
+def test_rouge_counts_unigrams_bigrams_and_longest_sequences():
     pytest.importorskip("jieba")
     pytest.importorskip("rouge_chinese")
     found = METRICS["rouge"](["red green blue", ""], ["red green stone", "x"])
@@ -303,7 +303,7 @@ def test_rouge_counts_words_pairs_and_sequences():
     assert found == pytest.approx({"rouge-1": 100 / 3, "rouge-2": 25, "rouge-l": 100 / 3}, abs=0.1)
 
 
-def test_a_missing_library_of_a_metric_is_said_before_the_run(monkeypatch):
+def test_missing_metric_library_is_reported_before_the_run(monkeypatch):
     monkeypatch.setattr("burnish.run.response_metrics.find_spec", lambda name: None)
     options = SimpleNamespace(predict_with_generate=True, do_predict=True, predict_metrics=["exact_match", "bleu-4"])
     (problem,) = check_metrics(options)
@@ -313,7 +313,7 @@ def test_a_missing_library_of_a_metric_is_said_before_the_run(monkeypatch):
     assert not check_metrics(SimpleNamespace(**{**vars(options), "do_predict": False}))
 
 
-def test_a_metric_that_does_not_exist_is_refused_with_the_nearest(tmp_path):
+def test_unknown_metric_is_rejected_with_nearest_name(tmp_path):
     with pytest.raises(UserError, match='"exact_match"'):
         run_of(tmp_path, predict_with_generate=True, predict_metrics="exact_mach")
 
@@ -324,20 +324,20 @@ def test_generation_without_prompts_or_do_predict_is_reported():
     assert "do_predict" in generation_notes(options)[0]
 
 
-def test_the_length_of_answers_is_not_taken_for_that_of_rows():
+def test_max_length_is_not_interpreted_as_cutoff_len():
     given = {"model_name_or_path": "m", "dataset": "d", "output_dir": "out", "max_length": 99}
     made = plan({name: RawValue(value, "run.yaml") for name, value in given.items()})
     assert (made.options.max_length, made.options.cutoff_len) == (99, 2048)
     assert "cutoff_len" in " ".join(made.notes)
 
 
-def test_a_presence_penalty_is_not_taken_for_a_repetition_penalty(tmp_path):
+def test_presence_penalty_is_not_interpreted_as_repetition_penalty(tmp_path):
     given = {**make_user(tmp_path), "presence_penalty": 0.5}
     with pytest.raises(UserError, match='"presence_penalty"'):
         plan({name: RawValue(value, "the command line") for name, value in given.items()})
 
 
 @pytest.mark.parametrize(("name", "value"), [("infer_backend", "vllm"), ("infer_url", "http://127.0.0.1:8000")])
-def test_responses_to_a_dataset_are_not_asked_of_another_engine(name, value, tmp_path):
+def test_dataset_prediction_with_another_engine_is_rejected(name, value, tmp_path):
     with pytest.raises(UserError, match=f'"{name}" is not supported for a dataset'):
         run_of(tmp_path, predict_with_generate=True, **{name: value})

@@ -60,7 +60,7 @@ def prepared(count=100, encode=None, stats=None, fingerprint="f", **options):
     )
 
 
-def test_rows_come_back_as_they_were_encoded():
+def test_encoded_rows_are_read_back_unchanged():
     encode, stats = Encoder(), DataStats()
     expected = [row for row in Encoder()(examples(100), DataStats()) if row is not None]
     rows = prepared(encode=encode, stats=stats)
@@ -72,13 +72,13 @@ def test_rows_come_back_as_they_were_encoded():
     assert all(type(token) is int for token in rows[0]["input_ids"])
 
 
-def test_lengths_and_origins_are_known_without_reading_a_row():
+def test_lengths_and_sources_are_known_without_reading_rows():
     rows = prepared()
     assert list(rows.lengths) == [len(row["input_ids"]) for row in rows]
     assert list(rows.origins) == [n for n in range(100) if n % 7]
 
 
-def test_rows_in_memory_are_the_same_as_rows_on_disk(tmp_path):
+def test_rows_in_memory_equal_rows_on_disk(tmp_path):
     in_memory = encode_rows(examples(100), Encoder(), DataStats(), fingerprint="f")
     assert list(in_memory) == list(prepared())
     assert list(in_memory.lengths) == list(prepared().lengths)
@@ -93,13 +93,13 @@ def test_examples_are_encoded_in_batches():
     assert encode.batches == [30, 30, 30, 10]
 
 
-def test_rows_that_were_encoded_before_are_found():
+def test_encoded_rows_are_found_in_the_cache():
     first, again = Encoder(), Encoder()
     assert list(prepared(encode=first)) == list(prepared(encode=again))
     assert again.batches == []
 
 
-def test_what_was_dropped_is_counted_again_when_the_rows_are_found():
+def test_dropped_examples_are_counted_on_a_cache_hit():
     first, again = DataStats(), DataStats()
     prepared(stats=first)
     prepared(stats=again)
@@ -107,7 +107,7 @@ def test_what_was_dropped_is_counted_again_when_the_rows_are_found():
     assert again.records["dropped: a seventh"][1] == ("a.json", 8)
 
 
-def test_other_settings_or_other_data_are_encoded_anew():
+def test_changed_settings_or_data_are_encoded_again():
     prepared()
     for change in ({"fingerprint": "g"}, {"count": 101}):
         encode = Encoder()
@@ -115,7 +115,7 @@ def test_other_settings_or_other_data_are_encoded_anew():
         assert encode.batches, change
 
 
-def test_the_same_text_in_another_file_is_counted_under_its_name():
+def test_same_text_in_another_file_is_counted_under_its_name():
     prepared()
     moved, stats = [Example(e.messages, source="b.json", number=e.number) for e in examples(100)], DataStats()
     encode_rows(moved, Encoder(), stats, fingerprint="f", options=data_options())
@@ -129,7 +129,7 @@ def test_overwrite_cache_encodes_again():
     assert encode.batches
 
 
-def test_one_of_several_processes_overwrites(monkeypatch):
+def test_one_of_several_processes_overwrites_the_cache(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     prepared(overwrite_cache=True)
     encode = Encoder()
@@ -137,7 +137,7 @@ def test_one_of_several_processes_overwrites(monkeypatch):
     assert encode.batches == []
 
 
-def test_a_cache_entry_that_lost_bytes_is_encoded_again(tmp_path):
+def test_truncated_cache_entry_is_encoded_again(tmp_path):
     expected = list(prepared())
     (values,) = (tmp_path / "cache" / "rows").glob("*/rows.arrow")
     os.truncate(values, 40)
@@ -146,7 +146,7 @@ def test_a_cache_entry_that_lost_bytes_is_encoded_again(tmp_path):
     assert encode.batches
 
 
-def test_an_interrupted_encoding_leaves_nothing_behind(tmp_path):
+def test_interrupted_encoding_leaves_no_files(tmp_path):
     class Stops(Encoder):
         def __call__(self, batch, stats):
             if self.batches:
@@ -161,13 +161,13 @@ def test_an_interrupted_encoding_leaves_nothing_behind(tmp_path):
     assert encode.batches == [100]
 
 
-def test_examples_that_give_no_rows_make_an_empty_set():
+def test_examples_without_rows_give_an_empty_dataset():
     rows = encode_rows(examples(1), Encoder(), DataStats(), fingerprint="f", options=data_options())
     assert len(rows) == 0
     assert list(rows) == list(rows.lengths) == []
 
 
-def test_a_label_per_row_stays_a_number():
+def test_label_per_row_stays_a_number():
     rows = encode_rows(
         examples(3), lambda batch, stats: [{"input_ids": [1, 2], "labels": 1} for _ in batch], DataStats(),
         fingerprint="f", options=data_options(),
@@ -175,7 +175,7 @@ def test_a_label_per_row_stays_a_number():
     assert rows[2] == {"input_ids": [1, 2], "labels": 1}
 
 
-def test_rows_go_to_another_process_by_the_name_of_their_folder():
+def test_rows_are_passed_to_another_process_by_folder_name():
     rows = prepared(2000)
     sent = pickle.dumps(rows)
     assert len(sent) < 1000
@@ -222,7 +222,7 @@ def test_several_processes_give_the_same_rows_and_counts(two_cores):
 
 
 @pytest.mark.run
-def test_an_error_in_a_process_keeps_its_problems(two_cores):
+def test_error_in_a_worker_process_keeps_its_problems(two_cores):
     def encode(batch, stats):
         raise UserError([Problem("one.", where="a.json"), Problem("two.")])
 
@@ -247,7 +247,7 @@ def _prepare_slowly(queue):
 
 
 @pytest.mark.run
-def test_of_several_processes_one_encodes_and_the_others_wait(two_cores):
+def test_one_of_several_processes_encodes_while_others_wait(two_cores):
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     processes = [context.Process(target=_prepare_slowly, args=(queue,)) for _ in range(3)]
@@ -263,7 +263,7 @@ def test_of_several_processes_one_encodes_and_the_others_wait(two_cores):
 # --- tokenized_path ---------------------------------------------------------------------------------------------------
 
 
-def test_a_tokenized_path_is_written_and_then_read(tmp_path):
+def test_tokenized_path_is_written_and_then_read(tmp_path):
     expected = list(prepared(tokenized_path="rows"))
     assert (tmp_path / "rows" / "train" / MANIFEST).is_file()
     encode = Encoder()
@@ -271,14 +271,14 @@ def test_a_tokenized_path_is_written_and_then_read(tmp_path):
     assert encode.batches == []
 
 
-def test_each_set_has_a_folder_of_its_own():
+def test_each_dataset_has_a_separate_folder():
     options = data_options(tokenized_path="rows")
     encode_rows(examples(10), Encoder(), DataStats(), fingerprint="f", options=options)
     encode_rows(examples(5), Encoder(), DataStats(), fingerprint="f", options=options, name="")
     assert sorted(path.name for path in Path("rows").iterdir() if path.is_dir()) == ["eval", "train"]
 
 
-def test_rows_that_were_made_otherwise_are_refused_with_the_difference():
+def test_rows_encoded_with_other_settings_are_rejected_with_the_difference():
     settings = {"template": "qwen", "cutoff_len": 512}
     prepared(fingerprint=settings, tokenized_path="rows")
     with pytest.raises(UserError) as caught:
@@ -293,7 +293,7 @@ def test_rows_that_were_made_otherwise_are_refused_with_the_difference():
     assert encode.batches == [99]
 
 
-def test_encoded_rows_can_be_used_without_the_data_they_came_from():
+def test_encoded_rows_are_usable_without_source_data():
     expected = list(prepared(tokenized_path="rows"))
     options = data_options(tokenized_path="rows")
     assert list(encode_rows((), Encoder(), DataStats(), fingerprint="f", options=options)) == expected
@@ -301,7 +301,7 @@ def test_encoded_rows_can_be_used_without_the_data_they_came_from():
         encode_rows((), Encoder(), DataStats(), fingerprint="g", options=options)
 
 
-def test_a_torn_tokenized_path_is_refused_and_not_repaired_in_silence():
+def test_damaged_tokenized_path_is_rejected_and_not_silently_repaired():
     prepared(tokenized_path="rows")
     os.truncate("rows/train/rows.arrow", 8)
     with pytest.raises(UserError, match="is incomplete"):
@@ -309,14 +309,14 @@ def test_a_torn_tokenized_path_is_refused_and_not_repaired_in_silence():
 
 
 @pytest.mark.parametrize("name", ["dataset_dict.json", "state.json"])
-def test_a_folder_of_another_library_is_refused(name):
+def test_folder_of_another_library_is_rejected(name):
     Path("rows").mkdir()
     Path("rows", name).write_text(json.dumps({}))
     with pytest.raises(UserError, match="a folder written by burnish"):
         prepared(tokenized_path="rows")
 
 
-def test_a_record_that_takes_long_is_named_while_it_is_encoded():
+def test_slow_record_is_named_while_it_is_encoded():
     given = [Example(text="word " * size, source="data.json", number=size) for size in (3, 500_000, 2)]
     told = Told()
     watch_with(told)

@@ -93,7 +93,7 @@ def run(made: Path, target: Path, **given) -> Path:
     return export({name: RawValue(value, "the command line") for name, value in given.items()})
 
 
-def test_rows_of_the_template_calibrate_and_others_measure(made, tmp_path, stand_in, capsys):
+def test_template_rows_calibrate_and_others_measure_perplexity(made, tmp_path, stand_in, capsys):
     folder = run(made, tmp_path / "out", export_quantization_nsamples=20, export_quantization_maxlen=48)
     told = json.loads((folder / "quantize_config.json").read_text())
     assert len(told["rows"]) == 20
@@ -106,7 +106,7 @@ def test_rows_of_the_template_calibrate_and_others_measure(made, tmp_path, stand
     assert "Perplexity on 4 other examples" in capsys.readouterr().out
 
 
-def test_a_quantized_folder_holds_all_that_serves_it_and_nothing_is_left_beside_it(made, tmp_path, stand_in):
+def test_quantized_folder_is_complete_without_temporary_files(made, tmp_path, stand_in):
     folder = run(made, tmp_path / "place" / "out")
     assert {path.name for path in folder.iterdir()} == {
         "README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
@@ -121,7 +121,7 @@ def test_a_quantized_folder_holds_all_that_serves_it_and_nothing_is_left_beside_
     assert str(made) not in card
 
 
-def test_the_perplexity_is_that_of_the_evaluation_set_where_there_is_one(made, tmp_path, stand_in, capsys):
+def test_perplexity_uses_eval_dataset_if_given(made, tmp_path, stand_in, capsys):
     (tmp_path / "held.json").write_text(json.dumps(records(3)))
     run(made, tmp_path / "out", eval_dataset=str(tmp_path / "held.json"))
     said = capsys.readouterr().out
@@ -129,7 +129,7 @@ def test_the_perplexity_is_that_of_the_evaluation_set_where_there_is_one(made, t
     assert "Perplexity on 3 other examples" in said
 
 
-def test_perplexity_is_the_exponential_of_the_mean_loss_of_learned_tokens(made):
+def test_perplexity_is_exp_of_mean_loss_over_learned_tokens(made):
     model = AutoModelForCausalLM.from_pretrained(made / "model").eval()
     ids, labels = [5, 6, 7, 8, 9], [-100, -100, 7, 8, -100]
     with torch.no_grad():
@@ -137,7 +137,7 @@ def test_perplexity_is_the_exponential_of_the_mean_loss_of_learned_tokens(made):
     assert perplexity(model, [{"input_ids": ids, "labels": labels}]) == pytest.approx(expected, rel=1e-5)
 
 
-def test_where_the_library_fails_its_last_words_are_said_and_no_folder_is_left(made, tmp_path, in_its_process):
+def test_library_failure_is_reported_and_leaves_no_folder(made, tmp_path, in_its_process):
     with pytest.raises(RuntimeError, match="thirteen rows are too many"):
         run(made, tmp_path / "place" / "out", export_quantization_nsamples=13)
     assert list((tmp_path / "place").iterdir()) == []
@@ -157,27 +157,27 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_quantized_is_refused_before_a_weight_is_read(made, tmp_path, stand_in, name):
+def test_invalid_quantized_export_is_rejected_before_reading_weights(made, tmp_path, stand_in, name):
     given, words = REFUSED[name]
     with pytest.raises(UserError, match=words):
         run(made, tmp_path / "place" / "out", **given)
     assert not (tmp_path / "place").exists()
 
 
-def test_without_the_library_its_extra_is_named(made, tmp_path, monkeypatch):
+def test_missing_quantization_library_is_reported_with_its_extra(made, tmp_path, monkeypatch):
     monkeypatch.setattr("burnish.models.quantization.export.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r'"burnish\[gptq\]"'):
         run(made, tmp_path / "out")
 
 
-def test_layers_that_do_not_fit_are_named(tmp_path, stand_in):
+def test_incompatible_layers_are_reported(tmp_path, stand_in):
     make_model(tmp_path / "model")  # 48 wide inside
     (tmp_path / "rows.json").write_text(json.dumps(records(4)))
     with pytest.raises(UserError, match=r"(?s)q_proj has 32 and 32.*export_quantization_method: gptq"):
         run(tmp_path, tmp_path / "out", export_quantization_method="awq")
 
 
-def test_a_model_without_linear_layers_is_refused_by_name(tmp_path, stand_in):
+def test_model_without_linear_layers_is_rejected_by_name(tmp_path, stand_in):
     make_model(tmp_path / "model")
     GPT2LMHeadModel(GPT2Config(vocab_size=320, n_embd=32, n_layer=1, n_head=2)).save_pretrained(tmp_path / "model")
     (tmp_path / "rows.json").write_text(json.dumps(records(4)))
@@ -185,12 +185,12 @@ def test_a_model_without_linear_layers_is_refused_by_name(tmp_path, stand_in):
         run(tmp_path, tmp_path / "out")
 
 
-def test_groups_are_the_largest_that_every_layer_can_be_divided_into(made, tmp_path):
+def test_group_size_is_the_largest_divisor_of_all_layers(made, tmp_path):
     assert group_of(AutoModelForCausalLM.from_pretrained(made / "model")) == 64
     assert group_of(AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "model"))) == -1
 
 
-def test_the_file_of_llamafactory_that_quantizes_is_read(made, tmp_path, stand_in, monkeypatch, capsys):
+def test_llamafactory_quantization_config_is_accepted(made, tmp_path, stand_in, monkeypatch, capsys):
     monkeypatch.chdir(made)
     Path("c4_demo.jsonl").write_text("".join(json.dumps({"text": f"stone {n} river lamp"}) + "\n" for n in range(30)))
     Path("quantize.yaml").write_text(
@@ -205,7 +205,7 @@ def test_the_file_of_llamafactory_that_quantizes_is_read(made, tmp_path, stand_i
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_a_model_in_4_bits_loads_in_transformers_and_says_nearly_the_same(method, made, tmp_path):
+def test_4_bit_model_loads_in_transformers_with_similar_outputs(method, made, tmp_path):
     for library in ("gptqmodel", "optimum"):
         if find_spec(library) is None:
             pytest.skip(f"{library} is not installed")

@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_processes_end_in_the_weights_of_one(folder, kind):
+def test_two_processes_give_the_weights_of_one(folder, kind):
     begun, one, two = (weights_in(path) for path in (folder / "model", folder / "one" / kind, folder / "two" / kind))
     assert any(not torch.equal(one[name], begun[name]) for name in begun)
     for name, weight in one.items():  # sums over ranks are added in another order

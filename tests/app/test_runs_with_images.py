@@ -78,7 +78,7 @@ def losses(folder):
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_the_first_loss_is_that_of_transformers(workplace, family):
+def test_first_loss_matches_transformers(workplace, family):
     rows = [row for row in golden()["llamafactory"] if row["family"] == family and not row["options"]]
     chosen = [row for row in rows if row["record"] in RECORDS]
     expected = sum(row["loss"] * row["items"] for row in chosen) / sum(row["items"] for row in chosen)
@@ -88,7 +88,7 @@ def test_the_first_loss_is_that_of_transformers(workplace, family):
 
 @pytest.mark.parametrize("family", [*TEMPLATES, "llava_onevision", "smolvlm", "paligemma"])
 @pytest.mark.parametrize("options", [{}, {"finetuning_type": "lora", "stage": "dpo", "dataset": "pairs"}], ids=str)
-def test_rows_with_images_are_padding_free_in_a_run(workplace, monkeypatch, capsys, family, options):
+def test_image_rows_are_padding_free_in_a_run(workplace, monkeypatch, capsys, family, options):
     shapes = []
 
     def seen(self, rows, own=RowCollator.__call__):
@@ -103,7 +103,7 @@ def test_rows_with_images_are_padding_free_in_a_run(workplace, monkeypatch, caps
 
 
 @pytest.mark.parametrize("family", OTHERS)
-def test_other_families_have_the_same_losses_however_a_step_is_cut(workplace, family):
+def test_other_families_have_equal_losses_for_any_micro_batching(workplace, family):
     one = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 4}
     alone = losses(train(workplace, f"alone-{family}", family, **one))
     assert alone[1] < alone[0]
@@ -112,7 +112,7 @@ def test_other_families_have_the_same_losses_however_a_step_is_cut(workplace, fa
     assert losses(train(workplace, f"flat-{family}", family)) == pytest.approx(alone, abs=2e-5)
 
 
-def test_a_model_whose_rows_cannot_be_kept_apart_is_given_one_at_a_time(workplace, capsys):
+def test_model_that_mixes_rows_uses_one_row_per_batch(workplace, capsys):
     with pytest.raises(AssertionError):
         train(workplace, "mllama-4", "mllama")
     assert "Set per_device_train_batch_size: 1." in capsys.readouterr().err
@@ -125,14 +125,14 @@ def test_a_model_whose_rows_cannot_be_kept_apart_is_given_one_at_a_time(workplac
       "gradient_accumulation_steps": 1, "cutoff_len": 1024}, {"image_cache": "none"}, {"dataloader_num_workers": 1}],
     ids=lambda cut: next(iter(cut)),
 )  # fmt: skip
-def test_the_update_does_not_depend_on_how_a_step_is_cut(workplace, cut):
+def test_update_does_not_depend_on_micro_batching(workplace, cut):
     whole = losses(train(workplace, "whole", finetuning_type="lora"))
     parts = losses(train(workplace, f"cut-{next(iter(cut))}", finetuning_type="lora", **cut))
     assert parts == pytest.approx(whole, abs=2e-5)
 
 
 @pytest.mark.parametrize("stage", ["dpo", "kto"])
-def test_preferences_with_images_begin_where_the_reference_is(workplace, stage):
+def test_initial_preference_loss_with_images_equals_reference(workplace, stage):
     dataset = {"dpo": "pairs", "kto": "verdicts"}[stage]
     size = {"dpo": 4, "kto": 8}[stage]
     options = {"stage": stage, "dataset": dataset, "finetuning_type": "lora", "learning_rate": 1e-2}
@@ -150,14 +150,14 @@ def test_preferences_with_images_begin_where_the_reference_is(workplace, stage):
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
-def test_a_second_model_is_a_reference_that_sees(workplace, family):
+def test_reference_model_processes_images(workplace, family):
     options = {"stage": "dpo", "dataset": "pairs", "finetuning_type": "lora", "learning_rate": 1e-2}
     own = losses(train(workplace, f"own-{family}", family, **options))
     second = losses(train(workplace, f"second-{family}", family, ref_model=workplace / family, **options))
     assert second == pytest.approx(own, abs=1e-4)
 
 
-def test_a_resumed_run_has_the_same_bits(workplace):
+def test_resumed_run_is_bitwise_equal(workplace):
     options = {"finetuning_type": "lora", "per_device_train_batch_size": 1, "lr_scheduler_type": "linear"}
     whole = train(workplace, "whole-6", max_steps=6, **options)
     train(workplace, "resumed", max_steps=6, save_steps=3, save_strategy="steps", **options)
@@ -172,7 +172,7 @@ def test_a_resumed_run_has_the_same_bits(workplace):
     assert same_weights(whole, resumed)
 
 
-def test_what_is_saved_loads_in_transformers_with_the_files_of_the_base(workplace, tmp_path):
+def test_saved_model_loads_in_transformers_with_processor_files(workplace, tmp_path):
     from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
     adapter = train(workplace, "to-export", finetuning_type="lora", save_strategy="steps", save_steps=2)
@@ -191,13 +191,13 @@ def test_what_is_saved_loads_in_transformers_with_the_files_of_the_base(workplac
             assert torch.equal(old, new)
 
 
-def test_gguf_of_a_model_that_sees_is_refused(workplace, tmp_path, capsys):
+def test_gguf_export_of_vision_model_is_rejected(workplace, tmp_path, capsys):
     given = [f"model_name_or_path={workplace / 'qwen2_5_vl'}", "template=qwen2_vl", "export_format=gguf"]
     assert main(["export", *given, f"export_dir={tmp_path / 'out'}"]) == 2
     assert "mmproj" in capsys.readouterr().err
 
 
-def test_an_image_that_is_cut_off_is_named(workplace, tmp_path, capsys):
+def test_truncated_image_is_reported(workplace, tmp_path, capsys):
     data = tmp_path / "data"
     data.mkdir()
     record = golden()["records"]["one"]
@@ -217,7 +217,7 @@ def test_an_image_that_is_cut_off_is_named(workplace, tmp_path, capsys):
     [({}, True, "sharded weights"), ({"freeze_vision_tower": False}, False, "ddp_find_unused_parameters"),
      ({"freeze_vision_tower": False, "ddp_find_unused_parameters": True}, False, ""), ({}, False, "")],
 )  # fmt: skip
-def test_several_processes_that_would_wait_for_each_other_are_refused(options, splits, said):
+def test_processes_that_would_deadlock_are_rejected(options, splits, said):
     chosen = RunOptions(finetuning_type="full", **options)
     model = ADAPTERS["full"](chosen, []).attach(image_models().build("llava")[0])
     found = check_processes(chosen, model, 2, splits)
@@ -225,7 +225,7 @@ def test_several_processes_that_would_wait_for_each_other_are_refused(options, s
     assert not check_processes(chosen, model, 1, splits)
 
 
-def test_predictions_and_evaluations_at_the_command_line_read_images(workplace, tmp_path):
+def test_prediction_and_evaluation_commands_read_images(workplace, tmp_path):
     given = [str(workplace / "qwen2_5_vl"), "template=qwen2_vl", "eval_dataset=answers", "use_cpu=true",
              f"dataset_dir={workplace / 'data'}", "cutoff_len=512"]  # fmt: skip
     assert main(["predict", *given, "max_new_tokens=3", f"save_dir={tmp_path / 'predicted'}"]) == 0

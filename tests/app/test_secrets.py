@@ -39,7 +39,7 @@ SECRETS = [name for name, spec in specs(RunOptions).items() if spec.is_secret]
 WORDS = [f"{name}={RUN_YAML}" for name in SECRETS]
 
 
-def test_what_is_called_a_token_or_a_key_is_declared_as_a_secret() -> None:
+def test_token_and_key_options_are_declared_secret() -> None:
     declared = {**specs(RunOptions), **TrainingArguments.declared}
     assert {name for name, spec in declared.items() if spec.is_secret} == {n for n in declared if has_secret_name(n)}
     assert {"hf_hub_token", "ms_hub_token", "hub_token"} <= {n for n, spec in declared.items() if spec.is_secret}
@@ -112,7 +112,7 @@ class Server:
         self.output.close()
 
 
-def test_the_api_shows_no_secret(user_folder: Path) -> None:
+def test_api_shows_no_secret(user_folder: Path) -> None:
     Path("api.yaml").write_text(
         f"model_name_or_path: model\ntemplate: chatml\nhf_hub_token: {RUN_YAML}\n"
         "api_port: 0\napi_model_name: model\napi_log: content\n"
@@ -136,7 +136,7 @@ def test_the_api_shows_no_secret(user_folder: Path) -> None:
     assert_nowhere(server.said + words, user_folder)
 
 
-def test_the_page_shows_no_secret(user_folder: Path) -> None:
+def test_page_shows_no_secret(user_folder: Path) -> None:
     server = Server("webui", "web_port=0", "web_home=home")
     here = {"Origin": f"http://127.0.0.1:{server.port}"}
     assert server.send("POST", "/sign-in", {"key": RUN_YAML}, **here) == 403
@@ -208,7 +208,7 @@ WITHOUT_OPTIONS_OF_A_RUN = {"env", "version", "runs", "webui"}
 SLOW = {"demo", "GGUF", "answers of a server that is away"}
 
 
-def test_every_command_is_in_the_table() -> None:
+def test_every_command_is_covered_by_the_secrets_test() -> None:
     assert {words[0] for words, _ in COMMANDS.values()} == set(cli.COMMANDS)
 
 
@@ -226,7 +226,7 @@ def test_no_command_prints_or_writes_a_secret(
 
 
 @pytest.mark.parametrize("debug", [[], pytest.param(["--debug"], marks=pytest.mark.slow)], ids=["file", "debug"])
-def test_no_traceback_holds_a_secret(debug: list[str], user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traceback_contains_no_secret(debug: list[str], user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_failing_optimizer()
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(user_folder), os.environ.get("PYTHONPATH", "")]))
     done = run("train", "run.yaml", *WORDS, *debug)
@@ -246,7 +246,7 @@ def assert_nowhere(said: str, folder: Path) -> None:
     write("data/rows.json", ROWS)
 
 
-def test_the_arguments_of_a_script_do_not_show_their_token(tmp_path: Path) -> None:
+def test_script_arguments_do_not_show_their_token(tmp_path: Path) -> None:
     made = TrainingArguments(output_dir=str(tmp_path), hub_token=RUN_YAML, report_to="none", use_cpu=True)
     shown = f"{made!r} {made} {made.to_dict()} {made.to_json_string()} {made.to_sanitized_dict()}"
     assert RUN_YAML not in shown
@@ -260,11 +260,11 @@ def test_the_arguments_of_a_script_do_not_show_their_token(tmp_path: Path) -> No
      ("http://host/sign-in#key=hunter22", f"http://host/sign-in#key={MASK}"),
      ("http://localhost:8000/v1?board=a, 1:30 me@here", "http://localhost:8000/v1?board=a, 1:30 me@here")],
 )  # fmt: skip
-def test_what_an_address_holds_of_secrets_is_replaced(text: str, shown: str) -> None:
+def test_secrets_in_urls_are_replaced(text: str, shown: str) -> None:
     assert without_secrets(text) == shown
 
 
-def test_a_browser_is_started_without_the_key_among_its_words(
+def test_browser_command_line_does_not_contain_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from burnish.serve.page import command

@@ -65,7 +65,7 @@ def run(given):
 @pytest.mark.parametrize(
     "more", [{}, {"packing": True, "cutoff_len": 64}, {"streaming": True, "max_steps": 6}], ids=str
 )
-def test_a_step_that_is_not_finite_names_its_records(user, monkeypatch, capsys, more):
+def test_non_finite_step_names_its_records(user, monkeypatch, capsys, more):
     spoil(monkeypatch, user, float("nan"))
     assert run({**user, **more}) == 1
     said = re.sub(r"\s+", " ", capsys.readouterr().err)
@@ -77,7 +77,7 @@ def test_a_step_that_is_not_finite_names_its_records(user, monkeypatch, capsys, 
         assert all(f"record {row + 1}" in said for row in rows)
 
 
-def test_a_run_that_goes_back_is_the_run_that_never_saw_those_rows(user, tmp_path, monkeypatch, capsys):
+def test_rolled_back_run_equals_run_without_skipped_rows(user, tmp_path, monkeypatch, capsys):
     rows, step = rows_of_odd_step()
     assert step > 2  # there is a checkpoint to go back to
     with monkeypatch.context() as patch:
@@ -106,14 +106,14 @@ def test_a_run_that_goes_back_is_the_run_that_never_saw_those_rows(user, tmp_pat
     assert len(losses[0]) == 12
 
 
-def test_a_gradient_far_longer_than_usual_is_a_spike_too(user, monkeypatch, capsys):
+def test_large_gradient_norm_is_a_spike(user, monkeypatch, capsys):
     spoil(monkeypatch, user, 1e4, only_once=True)
     monkeypatch.setattr("burnish.loop.spikes._ENOUGH", 2)
     assert run({**user, "on_spike": "go_back", "spike_ratio": 50}) == 0
     assert re.search(r"The gradient of step \d+ was [\d.e+]+ times the usual norm", capsys.readouterr().err)
 
 
-def test_a_run_without_a_checkpoint_cannot_go_back(user, monkeypatch, capsys):
+def test_rollback_requires_a_checkpoint(user, monkeypatch, capsys):
     spoil(monkeypatch, user, float("inf"))
     assert run({**user, "on_spike": "go_back", "save_strategy": "no"}) == 1
     assert "There is no checkpoint to roll back to: save earlier (save_steps)." in re.sub(
@@ -121,7 +121,7 @@ def test_a_run_without_a_checkpoint_cannot_go_back(user, monkeypatch, capsys):
     )
 
 
-def test_a_run_goes_on_without_the_rows_that_it_left_out_before(user, tmp_path, monkeypatch):
+def test_resumed_run_still_skips_excluded_rows(user, tmp_path, monkeypatch):
     given = {**user, "on_spike": "go_back", "lr_scheduler_type": "constant"}
     spoil(monkeypatch, user, float("nan"))
     assert run({**given, "max_steps": 12}) == 0
@@ -132,7 +132,7 @@ def test_a_run_goes_on_without_the_rows_that_it_left_out_before(user, tmp_path, 
     assert same_weights(tmp_path / "out", tmp_path / "three")
 
 
-def test_a_script_that_goes_back_trains_as_if_it_had_never_had_those_rows(tmp_path, library_log):
+def test_rolled_back_script_equals_script_without_skipped_rows(tmp_path, library_log):
     def trained(name, at, **given):
         trainer = make_trainer(
             tmp_path / name, train=rows, save_strategy="steps", save_steps=2, num_train_epochs=3, **given
@@ -163,7 +163,7 @@ def test_a_script_that_goes_back_trains_as_if_it_had_never_had_those_rows(tmp_pa
     assert same(weights(again), weights(never))
 
 
-def test_a_script_with_a_stream_of_its_own_cannot_go_back(tmp_path):
+def test_script_with_custom_dataloader_cannot_roll_back(tmp_path):
     class Loading(Trainer):
         def get_train_dataloader(self):
             return DataLoader(points(8), batch_size=2)
@@ -182,7 +182,7 @@ def engine_of(loss_scale):
     [(1.0, inf, True, None), (nan, inf, True, "Step 7 was not finite"), (1.0, 90.0, True, "The gradient of step 7"),
      (1.0, inf, False, "Step 7 was not finite"), (1.0, 2.0, True, None)],
 )  # fmt: skip
-def test_a_loss_scale_that_comes_down_is_no_spike_and_any_other_is(loss, norm, scaled, said):
+def test_loss_scale_reduction_is_not_a_spike_but_others_are(loss, norm, scaled, said):
     watch = SpikeWatch(ratio=50)
     watch.norms.extend([1.0] * 9)
     group = SimpleNamespace(items=[3])
@@ -191,7 +191,7 @@ def test_a_loss_scale_that_comes_down_is_no_spike_and_any_other_is(loss, norm, s
     assert len(watch.norms) == (10 if norm == 2.0 else 9)
 
 
-def test_a_script_is_told_the_rows_of_its_set(tmp_path):
+def test_script_error_names_rows_of_train_dataset(tmp_path):
     rows = points(22)
     rows[5]["x"] = rows[5]["x"] * float("inf")
     trainer = make_trainer(tmp_path, train=rows, on_non_finite="stop")

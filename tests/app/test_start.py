@@ -50,7 +50,7 @@ def loaded_by(folder: Path, options: dict[str, Any], watched: bool = False) -> d
     return found
 
 
-def test_a_full_training_loads_no_library_that_it_does_not_use(tmp_path: Path) -> None:
+def test_full_training_imports_no_unused_library(tmp_path: Path) -> None:
     found = loaded_by(tmp_path, make_user(tmp_path, max_steps=1, report_to="none"), watched=True)
     assert found["status"] == 0
     assert "transformers.models.llama.modeling_llama" in found["loaded"]
@@ -59,7 +59,7 @@ def test_a_full_training_loads_no_library_that_it_does_not_use(tmp_path: Path) -
     assert found["threshold"] == 100_000, "but seldom"
 
 
-def test_a_misspelled_option_does_not_wait_for_transformers(tmp_path: Path) -> None:
+def test_misspelled_option_is_reported_before_importing_transformers(tmp_path: Path) -> None:
     found = loaded_by(tmp_path, {**make_user(tmp_path), "learning_rat": 1})
     assert found["status"] == 2
     assert not {"transformers", "datasets"} & set(found["loaded"])

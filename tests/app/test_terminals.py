@@ -33,7 +33,7 @@ def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=given, check=False)
 
 
-def test_an_explanation_on_a_terminal_of_ascii_is_written_with_plain_marks(user_folder: Path) -> None:
+def test_ascii_terminal_gets_plain_marks_in_explanation(user_folder: Path) -> None:
     done = shell("$B explain run.yaml", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert done.returncode == 0, done.stderr
     assert "in [[ ]]" in done.stdout
@@ -72,7 +72,7 @@ def test_training_continues_when_its_terminal_is_closed(user_folder: Path) -> No
     assert "Trained 150 steps" in said
 
 
-def test_a_reader_that_leaves_does_not_end_a_training(user_folder: Path) -> None:
+def test_closed_reader_does_not_end_training(user_folder: Path) -> None:
     done = shell("set -o pipefail; $B train run.yaml | head -1; exit ${PIPESTATUS[0]}")
     assert done.returncode == 0, done.stderr
     assert Path("out/model.safetensors").is_file()
@@ -91,7 +91,7 @@ def test_unwritable_output_is_an_error(command: str, user_folder: Path) -> None:
     assert left.stderr == ""
 
 
-def test_what_a_terminal_has_no_letters_for_is_written_otherwise() -> None:
+def test_unencodable_characters_are_replaced_on_the_terminal() -> None:
     class Narrow:
         encoding = "ascii"
 
@@ -102,14 +102,14 @@ def test_what_a_terminal_has_no_letters_for_is_written_otherwise() -> None:
 
 
 @pytest.mark.parametrize("tell", [console.note, console.warn, console.problem])
-def test_the_text_of_a_file_does_not_control_the_terminal(tell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_text_cannot_control_the_terminal(tell: Any, capsys: pytest.CaptureFixture[str]) -> None:
     tell('Received: {"output": "\x1b[2J\x00\x9b31m\u202e"}\n\tcolumn')
     assert '"␛[2J␀\ufffd31m\ufffd"}\n\tcolumn' in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("delay_s", [0.25, 1.2, *rarely(0.6, 2.0)])
 @pytest.mark.parametrize("command", ["train", "explain"])
-def test_ctrl_c_on_the_way_to_the_first_step_is_one_line(delay_s: float, command: str, user_folder: Path) -> None:
+def test_ctrl_c_before_first_step_prints_one_line(delay_s: float, command: str, user_folder: Path) -> None:
     started = subprocess.Popen(
         [*PROGRAM, command, "run.yaml", "max_steps=20000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -122,7 +122,7 @@ def test_ctrl_c_on_the_way_to_the_first_step_is_one_line(delay_s: float, command
     assert "Traceback" not in err or "burnish" not in err
 
 
-def test_ctrl_c_once_more_while_python_exits_prints_nothing(user_folder: Path) -> None:
+def test_ctrl_c_during_interpreter_exit_prints_nothing(user_folder: Path) -> None:
     program = (
         "import atexit, os, signal, sys\n"
         "from burnish.cli import command\n"
@@ -134,9 +134,7 @@ def test_ctrl_c_once_more_while_python_exits_prints_nothing(user_folder: Path) -
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_live_line_on_a_terminal_that_goes_does_not_stop_the_run(
-    user_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_live_line_on_closed_terminal_does_not_stop_the_run(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone:
         encoding, closed = "utf-8", False
 
@@ -161,7 +159,7 @@ def test_a_live_line_on_a_terminal_that_goes_does_not_stop_the_run(
     assert Path("out/model.safetensors").is_file()
 
 
-def test_nothing_waits_for_a_log_that_cannot_be_written(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_log_does_not_block_the_run(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("out").mkdir()
     Path("out/run.log").mkdir()  # no file of that name can be made
     assert cli.main(["train", "run.yaml"]) == 0

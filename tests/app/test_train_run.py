@@ -25,7 +25,7 @@ def run(given, command="train"):
     return main([command, *as_words(given)])
 
 
-def test_a_full_run_leaves_a_model_that_transformers_loads_and_the_files_people_expect(tmp_path):
+def test_full_run_saves_transformers_model_and_expected_files(tmp_path):
     given = make_user(tmp_path, val_size=0.25, eval_strategy="steps", eval_steps=4, include_num_input_tokens_seen=True)
     assert run(given) == 0
     out = tmp_path / "out"
@@ -44,7 +44,7 @@ def test_a_full_run_leaves_a_model_that_transformers_loads_and_the_files_people_
     assert losses[-1] < losses[0]
 
 
-def test_a_lora_run_leaves_an_adapter_that_peft_loads(tmp_path):
+def test_lora_run_saves_adapter_that_peft_loads(tmp_path):
     from peft import PeftModel
 
     assert run(make_user(tmp_path, finetuning_type="lora", lora_rank=4, learning_rate=1e-2)) == 0
@@ -55,14 +55,14 @@ def test_a_lora_run_leaves_an_adapter_that_peft_loads(tmp_path):
     assert not torch.allclose(adapted(tokens).logits, before, atol=1e-3)
 
 
-def test_plain_pretraining_runs_over_text(tmp_path):
+def test_plain_text_pretraining_runs(tmp_path):
     given = make_user(tmp_path, stage="pt", cutoff_len=32)
     (tmp_path / "text.txt").write_text("red green blue stone river\n" * 60)
     assert run({**given, "dataset": str(tmp_path / "text.txt")}) == 0
     assert history(tmp_path / "out")[-1]["train_loss"] > 0
 
 
-def test_a_model_can_be_trained_from_scratch(tmp_path):
+def test_model_can_be_trained_from_scratch(tmp_path):
     assert run(make_user(tmp_path, train_from_scratch=True, seed=3)) == 0
     assert not same_weights(tmp_path / "out", tmp_path / "model")
 
@@ -79,7 +79,7 @@ RARELY = ("neftune", "badam")  # kills.py has them too
 
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=pytest.mark.slow) if m in RARELY else m for m in CUTS])
-def test_a_run_killed_in_the_middle_of_an_epoch_ends_in_the_same_weights(tmp_path, method):
+def test_run_killed_mid_epoch_resumes_to_same_weights(tmp_path, method):
     given = make_user(tmp_path, dropout=0.1, save_steps=4, logging_steps=1, num_train_epochs=2, **CUTS[method])
     assert run({**given, "output_dir": str(tmp_path / "whole")}) == 0
     child = subprocess.Popen(
@@ -95,7 +95,7 @@ def test_a_run_killed_in_the_middle_of_an_epoch_ends_in_the_same_weights(tmp_pat
     assert rows == sorted(rows)
 
 
-def test_a_finished_run_started_again_does_nothing_and_says_so(tmp_path, capsys):
+def test_restarted_finished_run_does_nothing_and_reports_it(tmp_path, capsys):
     given = make_user(tmp_path)
     assert run(given) == 0
     stamp = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
@@ -114,7 +114,7 @@ def test_a_finished_run_started_again_does_nothing_and_says_so(tmp_path, capsys)
         ({"finetuning_type": "lora"}, "finetuning_type"),
     ],
 )
-def test_another_run_in_the_same_folder_is_refused_with_the_difference(tmp_path, capsys, change, words):
+def test_different_run_in_same_folder_is_rejected_with_the_difference(tmp_path, capsys, change, words):
     given = make_user(tmp_path, save_steps=4, max_steps=4)
     assert run(given) == 0
     (tmp_path / "out" / "train_results.json").unlink()
@@ -125,7 +125,7 @@ def test_another_run_in_the_same_folder_is_refused_with_the_difference(tmp_path,
     assert "resume_despite_changes" in said
 
 
-def test_a_changed_option_is_refused_before_the_data_are_read(tmp_path, capsys, monkeypatch):
+def test_changed_option_is_rejected_before_reading_data(tmp_path, capsys, monkeypatch):
     given = make_user(tmp_path, save_steps=4, max_steps=4)
     assert run(given) == 0
     monkeypatch.setattr("burnish.run.prepare.load_data", lambda *_: pytest.fail("the data were read"))
@@ -134,7 +134,7 @@ def test_a_changed_option_is_refused_before_the_data_are_read(tmp_path, capsys, 
         assert "learning_rate was 0.001, is 0.005" in " ".join("".join(capsys.readouterr()).split())
 
 
-def test_other_data_under_the_same_name_is_refused(tmp_path, capsys):
+def test_changed_data_under_same_name_is_rejected(tmp_path, capsys):
     given = make_user(tmp_path, save_steps=4, max_steps=4)
     assert run(given) == 0
     (tmp_path / "data.json").write_text((tmp_path / "data.json").read_text().replace("stone", "stones"))
@@ -142,7 +142,7 @@ def test_other_data_under_the_same_name_is_refused(tmp_path, capsys):
     assert "data has changed" in "".join(capsys.readouterr())
 
 
-def test_a_learning_rate_that_is_changed_on_purpose_and_more_steps_are_applied_and_reported(tmp_path, capsys):
+def test_accepted_new_learning_rate_and_more_steps_are_applied_and_reported(tmp_path, capsys):
     given = make_user(tmp_path, save_steps=4, max_steps=4, lr_scheduler_type="constant", logging_steps=1)
     assert run(given) == 0
     assert run({**given, "max_steps": 6, "learning_rate": 5e-3, "resume_despite_changes": True}) == 0
@@ -151,7 +151,7 @@ def test_a_learning_rate_that_is_changed_on_purpose_and_more_steps_are_applied_a
     assert rates == [1e-3] * 4 + [5e-3] * 2
 
 
-def test_a_signal_saves_a_checkpoint_and_the_same_command_goes_on(tmp_path):
+def test_signal_saves_checkpoint_and_same_command_resumes(tmp_path):
     given = make_user(tmp_path, num_train_epochs=200, save_strategy="no", logging_steps=1000)
     child = subprocess.Popen(
         [sys.executable, "-m", "burnish", "train", *as_words(given)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -166,7 +166,7 @@ def test_a_signal_saves_a_checkpoint_and_the_same_command_goes_on(tmp_path):
     assert len(list((tmp_path / "out").glob("checkpoint-*"))) == 1
 
 
-def test_a_row_without_anything_to_learn_is_refused_before_anything_is_written(tmp_path, capsys):
+def test_dataset_without_learned_tokens_is_rejected_before_writing(tmp_path, capsys):
     given = make_user(tmp_path)
     empty = [{"instruction": "Add", "input": "", "output": ""}] * 5
     (tmp_path / "data.json").write_text(json.dumps(empty))
@@ -183,7 +183,7 @@ def test_a_row_without_anything_to_learn_is_refused_before_anything_is_written(t
     [{}, {"padding_free": False}, {"packing": True}, {"max_tokens_per_batch": 64},
      {"max_tokens_per_batch": 64, "padding_free": False}],
 )  # fmt: skip
-def test_a_step_is_the_same_however_it_is_cut_and_laid_out(tmp_path, cut, layout):
+def test_step_does_not_depend_on_micro_batching_and_layout(tmp_path, cut, layout):
     size, accumulation = cut
     given = make_user(
         tmp_path, count=8, max_steps=1, max_grad_norm=0, optim="sgd", learning_rate=1.0, lr_scheduler_type="constant"
@@ -196,14 +196,14 @@ def test_a_step_is_the_same_however_it_is_cut_and_laid_out(tmp_path, cut, layout
     assert max((a[n] - b[n]).abs().max().item() for n in a) < 1e-6
 
 
-def test_a_budget_below_the_longest_row_is_refused_with_that_length(tmp_path, capsys):
+def test_token_budget_below_longest_row_is_rejected_with_its_length(tmp_path, capsys):
     assert run(make_user(tmp_path, max_tokens_per_batch=8)) == 2
     said = capsys.readouterr().err
     assert '"max_tokens_per_batch" (8) is smaller than the longest row' in said
     assert not (tmp_path / "out").exists()
 
 
-def test_real_files_of_four_kinds_train_together(tmp_path, golden_folder):
+def test_four_real_dataset_formats_train_together(tmp_path, golden_folder):
     given = make_user(tmp_path)
     info = {
         "en": {"file_name": "alpaca_en_demo.json"}, "zh": {"file_name": "alpaca_zh_demo.json"},
@@ -236,7 +236,7 @@ def test_real_files_of_four_kinds_train_together(tmp_path, golden_folder):
     ],
     ids=str,
 )  # fmt: skip
-def test_the_numbers_of_the_first_lines_are_those_of_the_run_and_of_explain(given, tmp_path, capsys, monkeypatch):
+def test_first_log_numbers_match_run_and_explain(given, tmp_path, capsys, monkeypatch):
     made = make_user(tmp_path, count=22, save_strategy="no", plot_loss=False, logging_steps=1, **given)
     rows_of_steps, add_rows = [], Meter.add_rows
     monkeypatch.setattr(
@@ -267,7 +267,7 @@ def test_the_numbers_of_the_first_lines_are_those_of_the_run_and_of_explain(give
 @pytest.mark.parametrize(
     ("steps", "logged"), [(3, [1, 2, 3]), (60, [1, *range(2, 61, 2)]), (101, [1, *range(3, 100, 3), 101])]
 )
-def test_about_fifty_steps_are_logged_and_the_first_and_the_last_one(steps, logged, tmp_path):
+def test_about_50_steps_including_first_and_last_are_logged(steps, logged, tmp_path):
     given = make_user(tmp_path, count=4, max_steps=steps, save_strategy="no", plot_loss=False)
     del given["logging_steps"]
     assert run(given) == 0

@@ -55,7 +55,7 @@ def found(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[tup
 
 
 @pytest.mark.parametrize("words", CASES)
-def test_the_option_and_the_place_of_a_problem_do_not_depend_on_its_sentence(
+def test_option_and_source_of_a_problem_do_not_depend_on_wording(
     words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = found(words, capsys)
@@ -67,14 +67,14 @@ def test_the_option_and_the_place_of_a_problem_do_not_depend_on_its_sentence(
     print(words, before) if not problems[0][0] else None
 
 
-def test_a_user_error_keeps_its_option() -> None:
+def test_user_error_keeps_its_option() -> None:
     (problem,) = UserError("wrong.", option="seed").problems
     assert problem.options == ("seed",)
     assert Problem("wrong.", option=("seed", "max_steps")).options == ("seed", "max_steps")
     assert Problem("wrong.").options == ()
 
 
-def test_checks_and_notes_are_found_whatever_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_and_notes_are_found_independently_of_function_names(monkeypatch: pytest.MonkeyPatch) -> None:
     before = [*component_checks(), *component_notes()]
     for number, function in enumerate(before):
         monkeypatch.setattr(function, "__name__", f"renamed_{number}")
@@ -83,13 +83,13 @@ def test_checks_and_notes_are_found_whatever_their_names(monkeypatch: pytest.Mon
     assert len(before) > 50
 
 
-def test_the_best_model_is_refused_with_a_schedule_free_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_load_best_model_is_rejected_with_schedule_free_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
     best = "optim=schedule_free_adamw load_best_model_at_end=true eval_strategy=steps eval_steps=2 val_size=2"
     _, problems = found(best, capsys)
     assert ("load_best_model_at_end", "the command line") in problems
 
 
-def test_options_in_a_sentence_are_data() -> None:
+def test_options_in_a_message_are_structured_data() -> None:
     text = OptionText('"{pref_beta}" is {:g}; {stage=kto} has pref_beta.', 0.5, names={"pref_beta": "alias"})
     assert text == '"alias" is 0.5; stage: kto has pref_beta.'
     assert renamed(text, {"stage=kto": "a KTOTrainer"}) == '"alias" is 0.5; a KTOTrainer has pref_beta.'
