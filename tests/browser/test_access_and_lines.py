@@ -46,7 +46,7 @@ def run(server) -> str:
 
 @pytest.mark.parametrize("language", ["en-US", "zh-CN"])
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_axe_finds_nothing_on_any_screen(chromium, server, run, axe, theme, language) -> None:
+def test_axe_finds_no_accessibility_violations(chromium, server, run, axe, theme, language) -> None:
     found = {}
     for width in (1280, 360):
         context = chromium.new_context(
@@ -71,7 +71,7 @@ def test_axe_finds_nothing_on_any_screen(chromium, server, run, axe, theme, lang
     assert found == {}
 
 
-def test_rows_are_whole_over_a_slow_line_that_is_cut_again_and_again(visitor, server, run) -> None:
+def test_rows_are_complete_over_slow_interrupted_connection(visitor, server, run) -> None:
     line = visitor.context.new_cdp_session(visitor)
     usual = {"latency": 80, "downloadThroughput": 12_500, "uploadThroughput": 12_500}  # 100 kbit/s
     visitor.goto(f"{server.address}/runs/{run}")
@@ -92,7 +92,7 @@ def test_rows_are_whole_over_a_slow_line_that_is_cut_again_and_again(visitor, se
     wait_for(lambda: sorted(visitor.eval_on_selector_all("#table tbody tr", first)) == sorted(rows), 30)
 
 
-def test_a_run_is_set_up_started_stopped_and_gone_on_with_by_keyboard_alone(visitor, server) -> None:
+def test_run_is_configured_started_stopped_and_resumed_by_keyboard(visitor, server) -> None:
     press = visitor.keyboard.press
 
     def reach(selector: str, most: int = 300) -> None:
@@ -129,7 +129,7 @@ def test_a_run_is_set_up_started_stopped_and_gone_on_with_by_keyboard_alone(visi
     assert visitor.evaluate("document.activeElement.id") == "tab-events"
 
 
-def test_another_window_takes_over_when_the_one_that_streams_is_closed(visitor, server, run) -> None:
+def test_another_window_takes_over_when_streaming_window_closes(visitor, server, run) -> None:
     windows = [visitor, visitor.context.new_page(), visitor.context.new_page()]
     for window in windows:
         window.goto(f"{server.address}/runs/{run}")
@@ -142,7 +142,7 @@ def test_another_window_takes_over_when_the_one_that_streams_is_closed(visitor, 
             window.locator("#summary", has_text=f"over {last} steps").wait_for()
 
 
-def test_where_a_proxy_keeps_the_stream_to_itself_the_page_asks_again_and_again(visitor, server, run) -> None:
+def test_page_falls_back_to_polling_behind_buffering_proxy(visitor, server, run) -> None:
     visitor.context.route("**/api/stream**", lambda route: None)  # it never answers
     visitor.goto(f"{server.address}/runs/{run}")
     visitor.locator(".chart canvas").first.wait_for()

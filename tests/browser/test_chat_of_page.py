@@ -60,7 +60,7 @@ def heard(visitor, server):
     return requests
 
 
-def test_a_call_waits_for_its_result_and_the_answer_goes_on_with_it(visitor, heard) -> None:
+def test_tool_call_waits_for_its_result_and_response_continues(visitor, heard) -> None:
     visitor.get_by_text("Generation settings", exact=True).click()
     visitor.fill("#tools", "{")
     visitor.fill("#message", "1 + 2?")
@@ -96,7 +96,7 @@ def test_a_call_waits_for_its_result_and_the_answer_goes_on_with_it(visitor, hea
     assert [one["role"] for one in record["messages"]] == ["user", "assistant", "tool", "tool", "assistant"]
 
 
-def test_a_past_conversation_is_opened_again_and_a_removed_one_comes_back(visitor, heard) -> None:
+def test_past_conversation_is_reopened_and_deleted_one_restored(visitor, heard) -> None:
     for question in ("First question", "Second question"):
         visitor.click("#new-chat")
         visitor.fill("#message", question)
@@ -116,7 +116,7 @@ def test_a_past_conversation_is_opened_again_and_a_removed_one_comes_back(visito
     assert [one["content"] for one in heard[-1]["messages"]] == ["First question", "It is three.", "And then?"]
 
 
-def test_a_held_out_record_is_asked_and_its_answer_stands_beside_the_models(visitor, server, heard) -> None:
+def test_held_out_record_shows_its_answer_next_to_model_response(visitor, server, heard) -> None:
     visitor.click(".chat-head .menu summary")
     visitor.click("#held-out")
     given = visitor.locator(".side[data-side=given]")
@@ -128,7 +128,7 @@ def test_a_held_out_record_is_asked_and_its_answer_stands_beside_the_models(visi
     assert given.locator(".text").inner_text().strip() in {answer.strip() for answer in answers}
 
 
-def test_webchat_opens_at_a_conversation_with_the_model_of_an_inference_file(chromium, tmp_path) -> None:
+def test_webchat_opens_conversation_with_model_of_inference_file(chromium, tmp_path) -> None:
     shutil.copytree(Path(burnish.__file__).parent / "demo/model", tmp_path / "model")
     (tmp_path / "inference.yaml").write_text("model_name_or_path: model\ntemplate: default\n")
     child = subprocess.Popen(

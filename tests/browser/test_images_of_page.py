@@ -92,7 +92,7 @@ def test_images_are_picked_pasted_dropped_and_sent(chat, server):
     chat.locator(".turn.user .thumb", has_text="not saved").first.wait_for()
 
 
-def test_a_model_on_the_page_answers_an_image(chat, server):
+def test_model_on_the_page_responds_to_an_image(chat, server):
     load(chat, server)
     path = server.root / "files" / "p1_64x48.png"
     uri = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
@@ -139,7 +139,7 @@ def is_drawn(image) -> bool:
     return image.evaluate("async (node) => { await node.decode(); return node.naturalWidth > 0; }")
 
 
-def test_examples_of_a_plan_show_their_images(photos, server):
+def test_plan_examples_show_their_images(photos, server):
     photos.goto(f"{server.address}/new")
     photos.wait_for_selector("#box-model_name_or_path", timeout=180_000)
     for name, value in {"model_name_or_path": "seeing", "dataset": "photos.json", "output_dir": "saves/a"}.items():
@@ -150,7 +150,7 @@ def test_examples_of_a_plan_show_their_images(photos, server):
     assert "48" in photos.locator("#sample .thumb figcaption").first.inner_text()
 
 
-def test_predictions_show_the_images_of_their_prompts(photos, server):
+def test_predictions_show_images_of_their_prompts(photos, server):
     photos.goto(f"{server.address}/evaluate")
     photos.wait_for_selector("#job-form button.main:not([disabled])")
     photos.select_option("#source", label="seeing")

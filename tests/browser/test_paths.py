@@ -54,7 +54,7 @@ def state(page) -> str:
     return page.inner_text("#state")
 
 
-def test_two_runs_that_are_selected_quickly_are_compared(visitor, server) -> None:
+def test_two_quickly_selected_runs_are_compared(visitor, server) -> None:
     for name in ("first", "second"):
         (server.root / "saves" / name).mkdir()
         rows = [{"current_steps": step, "total_steps": 3, "loss": 3.0 / step, "epoch": 1.0} for step in (1, 2, 3)]
@@ -72,7 +72,7 @@ def test_two_runs_that_are_selected_quickly_are_compared(visitor, server) -> Non
     wait_for(lambda: "second" in visitor.inner_text("#charts") and "first" in visitor.inner_text("#charts"))
 
 
-def test_wrong_key_typed_key_and_a_cookie_that_is_gone(visitor, server) -> None:
+def test_sign_in_with_wrong_key_typed_key_and_expired_cookie(visitor, server) -> None:
     visitor.context.clear_cookies()
     visitor.goto(f"{server.address}/new")
     visitor.wait_for_url("**/sign-in?to=new")
@@ -86,14 +86,14 @@ def test_wrong_key_typed_key_and_a_cookie_that_is_gone(visitor, server) -> None:
     visitor.wait_for_url("**/new")
 
 
-def test_the_printed_link_signs_in_where_the_sign_in_is_open_already(visitor, server) -> None:
+def test_printed_link_signs_in_on_open_sign_in_page(visitor, server) -> None:
     visitor.context.clear_cookies()
     visitor.goto(f"{server.address}/sign-in")
     visitor.goto(server.link)  # only what stands behind # is new: the browser loads nothing
     visitor.wait_for_url("**/runs")
 
 
-def test_from_an_empty_form_to_a_model_that_answers_over_a_killed_server(visitor, server) -> None:
+def test_form_to_trained_model_survives_a_killed_server(visitor, server) -> None:
     page, address = visitor, server.address
     port = int(address.rpartition(":")[2])
     page.goto(f"{address}/new")
@@ -161,7 +161,7 @@ def test_from_an_empty_form_to_a_model_that_answers_over_a_killed_server(visitor
     image(page, "runs-zh")
 
 
-def test_what_is_wrong_stands_at_its_field_and_start_is_off(visitor, server) -> None:
+def test_invalid_field_shows_its_error_and_disables_start(visitor, server) -> None:
     visitor.goto(f"{server.address}/new")
     fill(visitor, max_steps="many")
     field = visitor.locator("[data-option=max_steps]")
@@ -175,7 +175,7 @@ def test_what_is_wrong_stands_at_its_field_and_start_is_off(visitor, server) -> 
     assert visitor.is_disabled("#start")
 
 
-def test_columns_that_nobody_knows_are_mapped_in_the_form(visitor, server) -> None:
+def test_unknown_columns_are_mapped_in_the_form(visitor, server) -> None:
     lines = [json.dumps({"frage": f"{n} + 1", "antwort": str(n + 1)}) for n in range(40)]
     (server.root / "own.jsonl").write_text("\n".join(lines) + "\n")
     visitor.goto(f"{server.address}/new")
@@ -198,7 +198,7 @@ def test_columns_that_nobody_knows_are_mapped_in_the_form(visitor, server) -> No
     assert json.loads((server.root / "dataset_info.json").read_text())["sums"]["columns"]["response"] == "antwort"
 
 
-def test_a_form_is_kept_as_a_preset_and_taken_again(visitor, server) -> None:
+def test_form_is_saved_as_preset_and_restored(visitor, server) -> None:
     visitor.goto(f"{server.address}/new")
     fill(visitor, learning_rate="3e-4")
     visitor.locator("#yaml", has_text="max_steps: 60").wait_for(state="attached")
@@ -217,7 +217,7 @@ def test_a_form_is_kept_as_a_preset_and_taken_again(visitor, server) -> None:
     visitor.wait_for_selector("#preset option[value=mine]", state="detached")
 
 
-def test_hostile_texts_are_seen_and_do_nothing(visitor, server) -> None:
+def test_hostile_texts_are_displayed_inertly(visitor, server) -> None:
     from web.conftest import make_runs
 
     shutil.rmtree(server.root / "saves")
@@ -235,7 +235,7 @@ def test_hostile_texts_are_seen_and_do_nothing(visitor, server) -> None:
     assert dialogs == []
 
 
-def test_the_whole_page_fits_a_narrow_window_and_is_gone_through_by_keyboard(visitor, server) -> None:
+def test_page_fits_a_narrow_window_and_is_keyboard_navigable(visitor, server) -> None:
     for width in (360, 1280):
         visitor.set_viewport_size({"width": width, "height": 720})
         for path in ("runs", "new", "compare", "chat", "evaluate", "export", "settings"):
@@ -253,7 +253,7 @@ def test_the_whole_page_fits_a_narrow_window_and_is_gone_through_by_keyboard(vis
     assert {"New run", "Runs", "Compare", "Chat", "Evaluate", "Export"} <= seen
 
 
-def test_without_script_runs_and_numbers_are_read(chromium, server) -> None:
+def test_runs_and_metrics_are_readable_without_javascript(chromium, server) -> None:
     from web.conftest import make_runs
 
     shutil.rmtree(server.root / "saves")

@@ -87,7 +87,7 @@ def logged_steps() -> list[int]:
 
 
 @pytest.mark.parametrize("case", RESUMED, ids=str)
-def test_the_run_goes_on_from_what_is_whole_and_ends_in_the_same_bits(
+def test_run_resumes_from_intact_checkpoint_bitwise_equal(
     case: Case, again: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case.wrong()
@@ -128,7 +128,7 @@ ANOTHER_RUN = [
 
 @pytest.mark.parametrize("command", ["train", "explain"])
 @pytest.mark.parametrize("case", ANOTHER_RUN, ids=str)
-def test_another_run_than_the_checkpoints_is_refused_and_leaves_it_alone(
+def test_different_run_is_rejected_and_checkpoints_are_unchanged(
     case: Case, command: str, again: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case.wrong()
@@ -143,7 +143,7 @@ def test_another_run_than_the_checkpoints_is_refused_and_leaves_it_alone(
 
 
 @pytest.mark.parametrize("words", [["optim=sgd"], ["use_badam=true"], ["optim=adafactor"]], ids=str)
-def test_another_optimizer_does_not_take_over_the_state_of_this_one(
+def test_optimizer_state_of_another_optimizer_is_rejected(
     words: list[str], again: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["train", "run.yaml", "resume_despite_changes=true", *words]) == 2
@@ -153,7 +153,7 @@ def test_another_optimizer_does_not_take_over_the_state_of_this_one(
     assert cli.main(["train", "run.yaml", "resume_despite_changes=true", "optim=adamw_torch"]) == 0
 
 
-def test_a_finished_run_is_not_taken_for_another(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finished_run_is_not_mistaken_for_another(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R15, and the same folder with another seed."""
     assert cli.main(["train", "run.yaml"]) == 0
     before = Path("out/model.safetensors").stat().st_mtime_ns
@@ -165,9 +165,7 @@ def test_a_finished_run_is_not_taken_for_another(again: Path, capsys: pytest.Cap
     assert Path("out/model.safetensors").stat().st_mtime_ns == before
 
 
-def test_a_finished_run_that_kept_no_checkpoint_is_known_again(
-    user_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finished_run_without_checkpoints_is_recognized(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "run.yaml", "save_strategy=no"]
     assert cli.main(words) == 0
     before = Path("out/model.safetensors").stat().st_mtime_ns
@@ -183,7 +181,7 @@ def test_a_finished_run_that_kept_no_checkpoint_is_known_again(
     assert Path("out/model.safetensors").stat().st_mtime_ns > before
 
 
-def test_a_model_that_cannot_be_written_is_kept_as_a_checkpoint_which_the_same_command_writes(
+def test_model_that_cannot_be_saved_is_kept_as_checkpoint_and_retried(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*args: Any, **kwargs: Any) -> None:
@@ -201,7 +199,7 @@ def test_a_model_that_cannot_be_written_is_kept_as_a_checkpoint_which_the_same_c
     assert trained > 0
 
 
-def test_half_a_model_does_not_stand_in_the_way_of_the_same_command(
+def test_partially_written_model_does_not_block_the_same_command(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the model nor a checkpoint can be written, as on a full disk; then they can."""
@@ -219,14 +217,14 @@ def test_half_a_model_does_not_stand_in_the_way_of_the_same_command(
     assert cli.main(words) == 0
 
 
-def test_fewer_steps_than_were_trained_are_refused(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fewer_steps_than_trained_are_rejected(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R12d."""
     assert cli.main(["train", "run.yaml", "max_steps=3"]) == 2
     assert "its run has already trained 4 steps, but max_steps is 3." in told(capsys)[1]
     assert not Path("out/model.safetensors").exists()
 
 
-def test_a_changed_learning_rate_is_refused_unless_asked_for(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_learning_rate_is_rejected_unless_requested(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R12."""
     assert cli.main(["train", "run.yaml", "learning_rate=5e-3"]) == 2
     assert "learning_rate was 0.001, is 0.005" in told(capsys)[1]
@@ -236,7 +234,7 @@ def test_a_changed_learning_rate_is_refused_unless_asked_for(again: Path, capsys
     assert rates[4] > 4 * rates[3] * 0.5
 
 
-def test_two_runs_do_not_share_a_folder(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_cannot_share_a_folder(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """W2."""
     write("out/.lock", b"")
     with Path("out/.lock").open() as held:
@@ -261,7 +259,7 @@ def at_step(number: int, does: Callable[[], Any], monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_signal_saves_and_the_same_command_goes_on(
+def test_signal_saves_checkpoint_and_same_command_resumes(
     number: signal.Signals, user_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """S1, S2."""
@@ -283,7 +281,7 @@ def failing() -> None:
     [(["learning_rate=1e30"], "loss of step 2 is not finite"), ([], "Out of memory")],
     ids=["X1", "X2"],
 )
-def test_a_failure_before_the_first_checkpoint_leaves_a_folder_that_can_be_used_again(
+def test_failure_before_first_checkpoint_leaves_reusable_folder(
     first: list[str], words: str, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -300,7 +298,7 @@ def test_a_failure_before_the_first_checkpoint_leaves_a_folder_that_can_be_used_
     assert not Path("out/traceback.txt").exists()
 
 
-def test_overwriting_a_run_leaves_nothing_of_it(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_overwriting_a_run_removes_all_its_files(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An adapter beside a whole model would be loaded in its place."""
     assert cli.main(["train", "run.yaml", "finetuning_type=lora", "do_eval=true", "val_size=4"]) == 0
     assert Path("out/eval_results.json").exists()

@@ -35,7 +35,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("stop_at", [1, 5, 11, 14])
-def test_resume_gives_the_same_weights_and_the_same_log(tmp_path, variant, stop_at):
+def test_resume_gives_same_weights_and_log(tmp_path, variant, stop_at):
     given = {"save_strategy": "no", **VARIANTS[variant]}
     whole, _ = make_run(tmp_path / "whole", **given)
     whole.train()
@@ -53,14 +53,14 @@ def test_resume_gives_the_same_weights_and_the_same_log(tmp_path, variant, stop_
     assert without_times(second.state.log_history) == without_times(whole.state.log_history)
 
 
-def test_a_checkpoint_holds_no_pickle(tmp_path):
+def test_checkpoint_contains_no_pickle(tmp_path):
     run, _ = make_run(tmp_path, max_steps=2)
     run.train()
     suffixes = {path.suffix for path in (tmp_path / "checkpoint-2").iterdir()}
     assert suffixes == {".json", ".safetensors"}
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_step_it_was_taken_at(tmp_path):
+def test_asynchronous_checkpoint_holds_the_step_it_was_taken_at(tmp_path):
     runs = []
     for name, background in (("a", True), ("b", False)):
         run, _ = make_run(tmp_path / name, save_steps=3, max_steps=9, save_in_background=background)
@@ -72,7 +72,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_step_it
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "no manifest", "broken manifest"])
-def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, damage):
+def test_damaged_checkpoint_is_skipped_and_named(tmp_path, damage):
     run, _ = make_run(tmp_path, max_steps=4, save_steps=2)
     run.train()
     newest = tmp_path / "checkpoint-4"
@@ -95,7 +95,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, damage):
         load(newest, run.parts)
 
 
-def test_oldest_checkpoints_are_removed_and_the_best_is_kept(tmp_path):
+def test_oldest_checkpoints_are_removed_and_best_is_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, limit=2, in_background=False)
     run, _ = make_run(tmp_path)
     for step in (1, 2, 3, 4, 10):
@@ -103,7 +103,7 @@ def test_oldest_checkpoints_are_removed_and_the_best_is_kept(tmp_path):
     assert [path.name for path in checkpoints.all()] == ["checkpoint-1", "checkpoint-10"]
 
 
-def test_a_part_that_is_missing_is_named(tmp_path):
+def test_missing_checkpoint_part_is_named(tmp_path):
     run, _ = make_run(tmp_path)
     parts = {k: v for k, v in run.parts.items() if k != "scheduler"}
     folder = Checkpoints(tmp_path, in_background=False).save(1, parts)
@@ -111,7 +111,7 @@ def test_a_part_that_is_missing_is_named(tmp_path):
         load(folder, run.parts)
 
 
-def test_weights_that_are_copied_during_the_next_step_are_those_of_their_own_step(tmp_path, monkeypatch):
+def test_weights_copied_during_next_step_belong_to_their_step(tmp_path, monkeypatch):
     copied = snapshot._copied
 
     def slowly(tensor):
@@ -128,7 +128,7 @@ def test_weights_that_are_copied_during_the_next_step_are_those_of_their_own_ste
             assert (later.checkpoints.folder / path.name / name).read_bytes() == (path / name).read_bytes()
 
 
-def test_copies_are_taken_at_once_where_someone_elses_callback_could_change_a_weight(tmp_path, monkeypatch):
+def test_foreign_callbacks_force_synchronous_weight_copies(tmp_path, monkeypatch):
     class Stranger:
         def on_step_begin(self, args, state, control, model, **kwargs):
             with torch.no_grad():
@@ -152,7 +152,7 @@ def trained(folder, **given):
     return run, options
 
 
-def test_a_write_that_fails_in_the_background_is_raised_and_leaves_what_was_there(tmp_path, monkeypatch):
+def test_failed_background_write_raises_and_keeps_existing_files(tmp_path, monkeypatch):
     run, _ = make_run(tmp_path)
     checkpoints = Checkpoints(tmp_path, in_background=True)
     checkpoints.save(1, run.parts)
@@ -201,7 +201,7 @@ def test_two_runs_cannot_write_into_one_folder(tmp_path):
     assert "another run is writing" in result.stderr
 
 
-def test_a_run_that_has_ended_leaves_nothing_but_its_checkpoints(tmp_path):
+def test_finished_run_leaves_only_checkpoints(tmp_path):
     with only_writer(tmp_path):
         (tmp_path / "checkpoint-1").mkdir()
     with pytest.raises(RuntimeError), only_writer(tmp_path):
@@ -211,7 +211,7 @@ def test_a_run_that_has_ended_leaves_nothing_but_its_checkpoints(tmp_path):
         pass
 
 
-def test_a_process_killed_while_it_saves_leaves_the_previous_checkpoint_whole(tmp_path):
+def test_process_killed_while_saving_keeps_previous_checkpoint(tmp_path):
     code = (
         "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2]); from toy import *\n"
         "run, options = make_run(Path(sys.argv[1]), model=Regression(width=30000), save_steps=1, max_steps=100000)\n"
@@ -232,7 +232,7 @@ def test_a_process_killed_while_it_saves_leaves_the_previous_checkpoint_whole(tm
         assert all(not faults(path) for path in Checkpoints(tmp_path).all())
 
 
-def test_a_nested_state_comes_back_to_the_bit():
+def test_nested_state_round_trip_is_bitwise_equal():
     state = {
         "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(3, 2)}, 7: {}},
         "groups": [{"lr": 0.1 + 0.2, "betas": (0.9, 0.999), "params": [0, 1], "name": None}],
@@ -247,6 +247,6 @@ def test_a_nested_state_comes_back_to_the_bit():
     assert list(back["state"]) == [0, 7]
 
 
-def test_a_state_that_only_a_pickle_could_hold_is_refused():
+def test_state_that_requires_pickle_is_rejected():
     with pytest.raises(TypeError, match=r"parts\.curve contains a function"):
         split({"parts": {"curve": lambda step: step}})

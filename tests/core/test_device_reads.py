@@ -80,7 +80,7 @@ def on_meta(folder, **given):
     ],
     ids=lambda given: " ".join(given) or "full",
 )
-def test_a_step_reads_nothing_from_its_device(tmp_path, given):
+def test_step_does_not_synchronize_with_device(tmp_path, given):
     run, _ = on_meta(tmp_path, **given)
     for group, _ in zip(run.loader.step_batches(), range(2), strict=False):
         run.step(group)
@@ -88,14 +88,14 @@ def test_a_step_reads_nothing_from_its_device(tmp_path, given):
     assert run.state.global_step == 2
 
 
-def test_the_log_is_where_the_device_is_read(tmp_path):
+def test_logging_synchronizes_with_device(tmp_path):
     run, _ = on_meta(tmp_path)
     run.step(next(iter(run.loader.step_batches())))
     with pytest.raises(RuntimeError, match="meta"):
         run.log()
 
 
-def test_an_evaluation_reads_nothing_before_its_metrics(tmp_path, monkeypatch):
+def test_evaluation_does_not_synchronize_before_metrics(tmp_path, monkeypatch):
     run, _ = on_meta(tmp_path, val_size=0.25, eval_strategy="steps", eval_steps=1)
     batches, seen = run.eval_sets[""], []
     monkeypatch.setattr(run.callbacks, "fire", lambda event, **values: seen.append(event))
@@ -104,7 +104,7 @@ def test_an_evaluation_reads_nothing_before_its_metrics(tmp_path, monkeypatch):
     assert seen == ["on_prediction_step"] * len(list(batches))
 
 
-def test_without_a_kernel_the_lengths_of_the_sequences_are_read(tmp_path, monkeypatch):
+def test_sequence_lengths_are_read_without_a_kernel(tmp_path, monkeypatch):
     monkeypatch.setattr(attention, "_WITH_KERNELS", set())
     run, _ = on_meta(tmp_path)
     with pytest.raises(RuntimeError, match="meta"):

@@ -51,15 +51,15 @@ def test_early_stopping_uses_the_given_patience():
     assert evaluations_until_stop(EarlyStoppingCallback(2), [3.0, 2.0, 1.0, 0.5, 0.4], arguments()) is None
 
 
-def test_the_same_loss_again_is_no_improvement():
+def test_equal_loss_is_not_an_improvement():
     assert evaluations_until_stop(EarlyStoppingCallback(2), [1.0, 1.0, 1.0], arguments()) == 3
 
 
-def test_a_loss_that_is_not_a_number_is_no_improvement():
+def test_nan_loss_is_not_an_improvement():
     assert evaluations_until_stop(EarlyStoppingCallback(2), [3.0, float("nan"), float("nan")], arguments()) == 3
 
 
-def test_the_count_survives_a_checkpoint():
+def test_patience_counter_survives_a_checkpoint():
     first = EarlyStoppingCallback(3)
     evaluations_until_stop(first, [1.0, 2.0, 2.0], arguments())
     assert first.early_stopping_patience_counter == 2
@@ -69,7 +69,7 @@ def test_the_count_survives_a_checkpoint():
     assert second.early_stopping_patience_counter == 2
 
 
-def test_a_metric_that_no_evaluation_gives_is_said_with_those_it_gives():
+def test_unknown_metric_is_reported_with_available_ones():
     callback = EarlyStoppingCallback(1)
     args = arguments(metric_for_best_model="acuracy")
     with pytest.raises(UserError, match="eval_acuracy") as caught:
@@ -87,7 +87,7 @@ def test_missing_requirements_of_early_stopping_are_reported_before_the_run():
     assert EarlyStoppingOptions().early_stopping_steps is None
 
 
-def test_a_metric_is_named_as_evaluations_name_it_and_less_loss_is_better():
+def test_metric_names_match_evaluation_and_lower_loss_is_better():
     assert metric_name(arguments(metric_for_best_model=None)) == "eval_loss"
     assert metric_name(arguments(metric_for_best_model="eval_accuracy")) == "eval_accuracy"
     assert not is_higher_better(arguments())

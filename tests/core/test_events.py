@@ -10,7 +10,7 @@ def handler(*callbacks):
     return CallbackHandler(callbacks, FlowOptions(), TrainerState(), TrainerControl(), model="the model")
 
 
-def test_an_event_passes_the_parts_of_the_run_by_keyword():
+def test_event_passes_parts_of_the_run_by_keyword():
     seen = {}
 
     class Watch(TrainerCallback):
@@ -21,7 +21,7 @@ def test_an_event_passes_the_parts_of_the_run_by_keyword():
     assert seen == {"model": "the model", "logs": {"loss": 1}}
 
 
-def test_a_control_that_is_returned_takes_the_place_of_the_current_one():
+def test_returned_control_replaces_current_one():
     class Replace(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             return TrainerControl(should_save=True)
@@ -31,7 +31,7 @@ def test_a_control_that_is_returned_takes_the_place_of_the_current_one():
     assert h.control.should_save
 
 
-def test_flags_are_lowered_before_the_event_that_answers_them():
+def test_control_flags_are_reset_before_their_event():
     h = handler()
     h.control.should_save = h.control.should_log = True
     h.fire("on_save")
@@ -55,7 +55,7 @@ def test_transformers_callbacks_run_unchanged():
     assert events == [0]
 
 
-def test_the_state_of_callbacks_goes_into_a_checkpoint_and_back():
+def test_callback_state_round_trips_through_checkpoint():
     class Counting(TrainerCallback):
         count = 0
 
@@ -70,7 +70,7 @@ def test_the_state_of_callbacks_goes_into_a_checkpoint_and_back():
     assert (one.count, two.count) == (3, 5)
 
 
-def test_listeners_are_those_that_do_something():
+def test_listeners_are_callbacks_that_override_the_event():
     class Quiet(TrainerCallback):
         pass
 
@@ -82,12 +82,12 @@ def test_listeners_are_those_that_do_something():
     assert h.listeners("on_save") == []
 
 
-def test_an_interval_below_one_is_a_share_of_all_steps():
+def test_interval_below_one_is_a_fraction_of_all_steps():
     assert [steps_of(v, 171, 500) for v in (0.1, 5, None, 0.5)] == [18, 5, 500, 86]
     assert len(check_flow(FlowOptions(logging_steps=2.5))) == 1
 
 
-def test_transformers_reads_our_state_file_and_we_read_theirs(tmp_path):
+def test_trainer_state_file_is_compatible_with_transformers(tmp_path):
     from transformers import TrainerState as TheirState
 
     ours = TrainerState(global_step=7, epoch=0.5, log_history=[{"loss": 1.0, "step": 7}])
@@ -98,7 +98,7 @@ def test_transformers_reads_our_state_file_and_we_read_theirs(tmp_path):
     assert TrainerState.load_from_json(str(tmp_path / "b.json")) == ours
 
 
-def test_a_registry_names_the_nearest_member():
+def test_registry_suggests_nearest_member():
     import pytest
 
     from burnish.config.errors import UserError

@@ -23,7 +23,7 @@ class Recorder(TrainerCallback):
 
 
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(4, 2), (2, 4), (1, 8)])
-def test_the_update_does_not_depend_on_how_a_step_is_cut(tmp_path, batch_size, accumulation):
+def test_update_does_not_depend_on_micro_batching(tmp_path, batch_size, accumulation):
     whole, _ = make_run(tmp_path / "a", dropout=0, per_device_train_batch_size=8)
     whole.train()
     cut, _ = make_run(
@@ -35,7 +35,7 @@ def test_the_update_does_not_depend_on_how_a_step_is_cut(tmp_path, batch_size, a
         assert torch.allclose(a, b, atol=1e-6)
 
 
-def test_a_step_is_the_gradient_of_the_mean_over_its_items(tmp_path):
+def test_step_is_gradient_of_mean_over_its_items(tmp_path):
     run, options = make_run(
         tmp_path, dropout=0, per_device_train_batch_size=3, gradient_accumulation_steps=2, max_steps=1,
         optim="sgd", learning_rate=0.5, max_grad_norm=0, lr_scheduler_type="constant",
@@ -50,7 +50,7 @@ def test_a_step_is_the_gradient_of_the_mean_over_its_items(tmp_path):
         assert torch.allclose(weights(run)[name], parameter - 0.5 * parameter.grad, atol=1e-6)
 
 
-def test_the_order_of_events_is_transformers(tmp_path):
+def test_order_of_events_matches_transformers(tmp_path):
     recorder = Recorder()
     run, _ = make_run(
         tmp_path, [recorder], num_rows=6, eval_rows=3, num_train_epochs=1, gradient_accumulation_steps=2,
@@ -67,13 +67,13 @@ def test_the_order_of_events_is_transformers(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_log_says_the_learning_rate_that_the_step_used(tmp_path):
+def test_logged_learning_rate_is_the_one_used_by_the_step(tmp_path):
     run, _ = make_run(tmp_path, max_steps=4, learning_rate=1.0)
     run.train()
     assert [entry["learning_rate"] for entry in run.state.log_history[:4]] == [1.0, 0.75, 0.5, 0.25]
 
 
-def test_the_logged_loss_is_the_mean_over_the_steps_since_the_last_log(tmp_path):
+def test_logged_loss_is_mean_since_last_log(tmp_path):
     each, _ = make_run(tmp_path / "a", max_steps=6)
     each.train()
     pairs, _ = make_run(tmp_path / "b", max_steps=6, logging_steps=3)
@@ -85,7 +85,7 @@ def test_the_logged_loss_is_the_mean_over_the_steps_since_the_last_log(tmp_path)
     assert pairs.state.log_history[-1]["train_loss"] == pytest.approx(sum(losses) / 6)
 
 
-def test_evaluation_is_the_mean_over_items_whatever_the_batch_size(tmp_path):
+def test_evaluation_is_mean_over_items_for_any_batch_size(tmp_path):
     results = []
     for size in (1, 2, 5, 16):
         run, _ = make_run(
@@ -96,7 +96,7 @@ def test_evaluation_is_the_mean_over_items_whatever_the_batch_size(tmp_path):
     assert results == pytest.approx([results[0]] * 4, rel=1e-6)
 
 
-def test_evaluation_in_between_does_not_change_the_weights(tmp_path):
+def test_evaluation_does_not_change_weights(tmp_path):
     plain, _ = make_run(tmp_path / "a", max_steps=9)
     plain.train()
     watched, _ = make_run(tmp_path / "b", max_steps=9, eval_rows=7, eval_strategy="steps", eval_steps=2)
@@ -104,7 +104,7 @@ def test_evaluation_in_between_does_not_change_the_weights(tmp_path):
     assert same(weights(plain), weights(watched))
 
 
-def test_a_step_that_is_not_finite_is_never_applied_and_stops_the_run(tmp_path):
+def test_non_finite_step_is_not_applied_and_stops_the_run(tmp_path):
     class Spoil(TrainerCallback):
         def on_step_begin(self, args, state, control, model=None, **kwargs):
             if state.global_step == 3:
@@ -120,7 +120,7 @@ def test_a_step_that_is_not_finite_is_never_applied_and_stops_the_run(tmp_path):
         assert torch.equal(value.nan_to_num(7), spoil.spoiled[name].nan_to_num(7))
 
 
-def test_a_step_that_is_not_finite_can_be_skipped_and_is_left_out_of_the_log(tmp_path):
+def test_non_finite_step_can_be_skipped_and_is_not_logged(tmp_path):
     class Spoil(TrainerCallback):
         def on_step_begin(self, args, state, control, model=None, **kwargs):
             bias = model.net[3].bias.data
@@ -140,7 +140,7 @@ def test_a_step_that_is_not_finite_can_be_skipped_and_is_left_out_of_the_log(tmp
     assert run.state.global_step == 8
 
 
-def test_gradients_are_clipped_and_the_norm_is_logged_as_it_was(tmp_path):
+def test_gradients_are_clipped_and_unclipped_norm_is_logged(tmp_path):
     run, _ = make_run(tmp_path, max_steps=1, max_grad_norm=1e-3, optim="sgd", learning_rate=1.0, dropout=0)
     before = weights(run)
     run.train()
@@ -149,7 +149,7 @@ def test_gradients_are_clipped_and_the_norm_is_logged_as_it_was(tmp_path):
     assert run.state.log_history[0]["grad_norm"] > 1e-2
 
 
-def test_a_callback_can_stop_the_epoch_and_the_run(tmp_path):
+def test_callback_can_stop_the_epoch_and_the_run(tmp_path):
     class StopEpochAtTwo(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             control.should_epoch_stop = state.global_step == 2
@@ -160,7 +160,7 @@ def test_a_callback_can_stop_the_epoch_and_the_run(tmp_path):
     assert run.loader.state_dict() == {"epoch": 1, "position": 18}
 
 
-def test_the_best_weights_are_loaded_at_the_end(tmp_path):
+def test_best_weights_are_loaded_at_the_end(tmp_path):
     run, _ = make_run(
         tmp_path, eval_rows=8, learning_rate=0.3, eval_strategy="steps", eval_steps=2, save_steps=2, max_steps=12,
         load_best_model_at_end=True, save_total_limit=1,
@@ -174,7 +174,7 @@ def test_the_best_weights_are_loaded_at_the_end(tmp_path):
     assert run.evaluate_set(run.eval_sets[""], "eval")["eval_loss"] == pytest.approx(losses[best])
 
 
-def test_metrics_of_the_objective_are_means_over_items(tmp_path):
+def test_objective_metrics_are_means_over_items(tmp_path):
     run, _ = make_run(tmp_path, max_steps=1, dropout=0, train_sampling_strategy="sequential")
     with torch.no_grad():
         errors = [abs(run.model(x[None]).item() - y.item()) for x, y in rows()[:2]]
@@ -182,7 +182,7 @@ def test_metrics_of_the_objective_are_means_over_items(tmp_path):
     assert run.state.log_history[0]["abs_error"] == pytest.approx(sum(errors) / 2, rel=1e-5)
 
 
-def test_a_run_killed_between_the_last_step_of_an_epoch_and_its_end_still_ends_that_epoch(tmp_path):
+def test_run_killed_before_epoch_end_event_fires_it_on_resume(tmp_path):
     from burnish.checkpoint.checkpoint import load
 
     def history(run):
@@ -198,7 +198,7 @@ def test_a_run_killed_between_the_last_step_of_an_epoch_and_its_end_still_ends_t
     assert history(resumed) == history(whole)
 
 
-def test_a_first_evaluation_that_is_nan_does_not_stay_the_best(tmp_path):
+def test_nan_in_first_evaluation_does_not_stay_the_best(tmp_path):
     from burnish.loop.best import remember_best
 
     run, options = make_run(tmp_path, load_best_model_at_end=True)
@@ -207,7 +207,7 @@ def test_a_first_evaluation_that_is_nan_does_not_stay_the_best(tmp_path):
     assert remember_best(run.state, run.checkpoints, {"eval_loss": 2.0}, options)
 
 
-def test_a_foreign_callback_finds_the_checkpoint_whole_on_save(tmp_path):
+def test_foreign_callback_finds_complete_checkpoint_in_on_save(tmp_path):
     from burnish.checkpoint.manifest import faults
 
     found = []
@@ -221,7 +221,7 @@ def test_a_foreign_callback_finds_the_checkpoint_whole_on_save(tmp_path):
     assert found == [[], [], []]
 
 
-def test_a_metric_that_no_evaluation_gives_is_refused_with_those_there_are(tmp_path):
+def test_unknown_metric_is_rejected_with_available_ones(tmp_path):
     from burnish.config.errors import UserError
 
     run, _ = make_run(

@@ -66,12 +66,12 @@ def costs(tmp_path, monkeypatch, **given):
 
 
 @pytest.mark.parametrize("every", [1, 3, 6])
-def test_a_log_costs_one_read_of_the_device_and_a_step_none(tmp_path, monkeypatch, every):
+def test_log_costs_one_device_read_and_step_none(tmp_path, monkeypatch, every):
     reads, _ = costs(tmp_path, monkeypatch, logging_steps=every)
     assert reads == 12 // every + 1  # and one for the summary
 
 
-def test_nothing_is_read_or_summed_for_a_log_that_is_not_written(tmp_path, monkeypatch):
+def test_disabled_logging_costs_no_reads_or_sums(tmp_path, monkeypatch):
     reads, sums = costs(tmp_path, monkeypatch, logging_strategy="no")
     assert reads == 1  # the summary's
     assert sums == 12 + 1  # the weight of each step, and the summary
@@ -115,7 +115,7 @@ class Wide(Objective):
         return Loss(model(batch["input_ids"]).logsumexp(-1).sum(), {})
 
 
-def test_an_evaluation_never_holds_more_than_a_step_of_the_training(tmp_path):
+def test_evaluation_peak_memory_is_at_most_that_of_a_training_step(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4096))
     run, _ = make_run(
         tmp_path, model=model, eval_rows=40, max_steps=2, save_strategy="no", per_device_eval_batch_size=2

@@ -63,7 +63,7 @@ def made(**given):
         ("mode", "SLOW", "slow"),
     ],
 )
-def test_a_value_is_read_as_its_declared_type(name, raw, value):
+def test_value_is_parsed_as_its_declared_type(name, raw, value):
     options, problems = made(**{name: raw})
     assert problems == []
     assert getattr(options, name) == value
@@ -88,14 +88,14 @@ def test_a_value_is_read_as_its_declared_type(name, raw, value):
         ("learning_rate", "nan", "must be a number"),
     ],
 )
-def test_a_wrong_value_is_refused_with_what_was_expected(name, raw, words):
+def test_wrong_value_is_rejected_with_expected_type(name, raw, words):
     _, problems = made(**{name: raw})
     assert len(problems) == 1
     assert problems[0].startswith(f'run.yaml, line 1: "{name}" ')
     assert words in problems[0]
 
 
-def test_all_problems_are_reported_together_with_their_places():
+def test_all_problems_are_reported_together_with_their_sources():
     _, problems = made(learning_rat=1, mode="x", limit=-4)
     assert len(problems) == 3
     assert problems[0] == 'Unknown option "learning_rat" in run.yaml, line 1. Did you mean "learning_rate"?'
@@ -108,14 +108,14 @@ def test_options_inside_a_mapping_are_named():
     assert 'write "learning_rate" at the left margin' in problem
 
 
-def test_an_alias_sets_the_option_and_two_names_of_one_option_are_refused():
+def test_alias_sets_option_and_two_names_of_one_option_are_rejected():
     options, problems = made(lr=0.5)
     assert (options.learning_rate, problems) == (0.5, [])
     _, problems = made(lr=0.5, learning_rate=0.4)
     assert "two names of one option" in problems[0]
 
 
-def test_a_union_refuses_two_groups_that_declare_the_same_field():
+def test_union_rejects_groups_that_declare_the_same_field():
     @dataclass
     class Other:
         learning_rate: float = option(1.0, "Mine too.")
@@ -124,7 +124,7 @@ def test_a_union_refuses_two_groups_that_declare_the_same_field():
         union("Clash", Rate, Other)
 
 
-def test_a_union_refuses_an_alias_that_is_the_name_of_another_option():
+def test_union_rejects_alias_equal_to_another_option_name():
     """It would take the other option's values, in silence."""
 
     @dataclass
@@ -135,7 +135,7 @@ def test_a_union_refuses_an_alias_that_is_the_name_of_another_option():
         union("Clash", Rate, Other)
 
 
-def test_a_union_knows_who_declared_each_option_and_what_is_not_at_its_default():
+def test_union_knows_declaring_group_and_non_default_options():
     assert specs(Both)["mode"].group is Shape
     assert list(specs(Both)) == [
         "learning_rate",
@@ -152,7 +152,7 @@ def test_a_union_knows_who_declared_each_option_and_what_is_not_at_its_default()
     assert changed_options(Both(limit=3, is_on=False)) == {"limit": 3}
 
 
-def test_problems_make_one_error_of_at_most_four_lines_each():
+def test_error_has_at_most_four_lines_per_problem():
     from burnish.config.options import raise_if
 
     _, problems = build(Both, {"limit": RawValue(0, "a"), "mode": RawValue("q", "b")})
@@ -162,7 +162,7 @@ def test_problems_make_one_error_of_at_most_four_lines_each():
     assert all(len(str(problem).splitlines()) <= 4 for problem in raised.value.problems)
 
 
-def test_options_that_name_places_or_are_a_risk_say_so_in_their_declaration() -> None:
+def test_path_and_risky_options_are_marked_in_their_declaration() -> None:
     from burnish.run.plan.options import RunOptions
 
     known = specs(RunOptions)

@@ -52,7 +52,7 @@ def test_patch_is_registered_until_it_is_undone() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_one_patch_over_another_may_be_undone_in_any_order(first: int) -> None:
+def test_nested_patches_can_be_undone_in_any_order(first: int) -> None:
     layer = nn.Linear(3, 3)
     made = [patch(layer, "speed", value, FASTER) for value in ("fast", "faster")]
     restore([made[first]])
@@ -70,7 +70,7 @@ def test_function_set_over_a_patch_is_kept() -> None:
     assert not patches_of(layer)
 
 
-def test_a_copied_model_has_its_own_patches() -> None:
+def test_copied_model_has_its_own_patches() -> None:
     layers = model()
     patch(layers[0], "forward", MethodType(doubled, layers[0]), FASTER)
     hook(layers[0], "forward", lambda *_: None, FASTER)
@@ -82,7 +82,7 @@ def test_a_copied_model_has_its_own_patches() -> None:
     assert layers[0]._forward_hooks
 
 
-def test_a_name_within_an_owner_is_put_back_too() -> None:
+def test_nested_attribute_is_restored() -> None:
     layers = model()
     made = patch(layers[0], "weight.note", "mine", FASTER)
     assert layers[0].weight.note == "mine"
@@ -99,7 +99,7 @@ def test_hook_is_called_until_it_is_removed() -> None:
     assert heard == [layers[0]]
 
 
-def test_what_another_library_changes_is_written_down_and_undone() -> None:
+def test_changes_by_another_library_are_recorded_and_undone() -> None:
     layers = model()
 
     def change() -> None:
@@ -113,7 +113,7 @@ def test_what_another_library_changes_is_written_down_and_undone() -> None:
     assert not layers[1]._forward_hooks
 
 
-def test_a_file_of_a_library_is_changed_for_every_model_of_the_process() -> None:
+def test_module_patch_applies_to_every_model_of_the_process() -> None:
     file = ModuleType("rotary")
     file.rotate = before = lambda x: x
     made = patch(file, "rotate", lambda x: -x, FASTER)
@@ -123,7 +123,7 @@ def test_a_file_of_a_library_is_changed_for_every_model_of_the_process() -> None
     assert made not in patches_of(model())
 
 
-def test_patches_are_counted_by_what_they_replace_and_why() -> None:
+def test_patches_are_counted_by_target_and_reason() -> None:
     norm, gated = Reason("norm", "one pass"), Reason("gated layer", "one pass")
     said = patches_in_words([*[("forward", norm)] * 14, *[("forward", gated)] * 2, ("forward hook", norm)])
     assert said == ["16 forwards: 14 norms, 2 gated layers", "1 forward hook: 1 norm"]
@@ -181,7 +181,7 @@ def kinds_in(text: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     "options", [{}, {"bf16": True}, {"finetuning_type": "lora", "lora_rank": 4}, {"packing": True}]
 )
-def test_without_patches_the_losses_are_the_same_but_for_rounding(
+def test_losses_without_patches_are_equal_up_to_rounding(
     options: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))

@@ -17,7 +17,7 @@ from burnish.loop.schedule import (
 )
 
 
-def test_the_incomplete_last_group_of_an_epoch_is_a_step():
+def test_incomplete_last_group_of_an_epoch_is_a_step():
     options = StepOptions(per_device_train_batch_size=2, gradient_accumulation_steps=8, num_train_epochs=3)
     plan = plan_steps(options, rows=900)
     assert (plan.rows_per_step, plan.steps_per_epoch, plan.max_steps) == (16, 57, 171)
@@ -28,32 +28,32 @@ def test_max_steps_overrides_epochs():
     assert (plan.max_steps, plan.num_train_epochs) == (25, 3)
 
 
-def test_a_set_without_length_needs_max_steps():
+def test_dataset_without_length_requires_max_steps():
     with pytest.raises(UserError, match="max_steps"):
         plan_steps(StepOptions(), rows=None)
     assert plan_steps(StepOptions(max_steps=7), rows=None).max_steps == 7
 
 
-def test_drop_last_leaves_out_the_rows_that_do_not_fill_a_batch():
+def test_drop_last_skips_rows_of_an_incomplete_batch():
     options = StepOptions(per_device_train_batch_size=4, num_train_epochs=1, dataloader_drop_last=True)
     assert plan_steps(options, rows=11).max_steps == 2
     with pytest.raises(UserError, match="No step would run"):
         plan_steps(options, rows=3)
 
 
-def test_a_warm_up_below_one_is_a_share_of_all_steps_rounded_up():
+def test_warmup_below_one_is_a_fraction_of_steps_rounded_up():
     assert warmup_steps_of(CurveOptions(warmup_steps=0.1), 171) == 18
     assert warmup_steps_of(CurveOptions(warmup_ratio=0.1), 171) == 18
     assert warmup_steps_of(CurveOptions(warmup_steps=5, warmup_ratio=0.5), 171) == 5
 
 
-def test_a_warm_up_that_never_ends_is_a_problem():
+def test_warmup_longer_than_training_is_a_problem():
     assert "never reach" in str(check_curve(CurveOptions(warmup_steps=1000), 3)[0])
     assert check_curve(CurveOptions(warmup_steps=2), 3) == []
     assert curve_notes(CurveOptions(warmup_steps=1000), 3) == []
 
 
-def test_a_share_that_is_rounded_up_to_all_steps_is_run_and_said():
+def test_warmup_ratio_rounded_up_to_all_steps_gives_a_note():
     options = CurveOptions(warmup_ratio=0.1)
     assert check_curve(options, 1) == []
     assert "never reaches its peak: warmup_ratio 0.1" in curve_notes(options, 1)[0]
@@ -83,7 +83,7 @@ def test_a_share_that_is_rounded_up_to_all_steps_is_run_and_said():
     ],
 )
 @pytest.mark.parametrize("warmup", [0, 7])
-def test_every_curve_is_the_one_of_transformers(name, arguments, warmup):
+def test_every_schedule_matches_transformers(name, arguments, warmup):
     from transformers.optimization import get_scheduler
 
     def optimizer():
@@ -98,7 +98,7 @@ def test_every_curve_is_the_one_of_transformers(name, arguments, warmup):
         schedule.step()
 
 
-def test_an_argument_that_a_curve_does_not_take_is_named():
+def test_unsupported_scheduler_argument_is_named():
     with pytest.raises(UserError, match="num_cycle_s"):
         lr_factor(CurveOptions(lr_scheduler_type="cosine", lr_scheduler_kwargs={"num_cycle_s": 2}), 10, 1e-3)
 
@@ -115,12 +115,12 @@ def test_an_argument_that_a_curve_does_not_take_is_named():
     ],
     ids=str,
 )
-def test_a_value_that_a_curve_cannot_be_made_with_is_refused(name, arguments):
+def test_invalid_scheduler_value_is_rejected(name, arguments):
     options = CurveOptions(lr_scheduler_type=name, lr_scheduler_kwargs=arguments)
     with pytest.raises(UserError, match=f'"{name}" does not accept all of lr_scheduler_kwargs: '):
         lr_factor(options, 100, 1e-3)
 
 
-def test_a_warm_up_over_all_steps_leaves_no_step_to_fall_in():
+def test_warmup_over_all_steps_has_no_decay():
     factor = lr_factor(CurveOptions(lr_scheduler_type="polynomial", warmup_ratio=1.0), 10, 1e-3)
     assert [factor(0), factor(5), factor(10)] == [0.0, 0.5, 1.0]

@@ -34,7 +34,7 @@ class Centred(RegressionObjective):
 
 
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(4, 1), (2, 2), (1, 4)])
-def test_a_mean_over_the_step_is_the_same_however_the_step_is_cut(tmp_path, batch_size, accumulation):
+def test_step_mean_does_not_depend_on_micro_batching(tmp_path, batch_size, accumulation):
     given = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation, "max_steps": 4}
     run, _ = trained(tmp_path / "cut", Centred(), **given)
     whole, _ = trained(tmp_path / "whole", Centred(), per_device_train_batch_size=4, max_steps=4)
@@ -56,7 +56,7 @@ class Twice(RegressionObjective):
         return [dataclasses.replace(step_batch, batches=drawn)] * 2
 
 
-def test_a_step_batch_that_becomes_two_is_two_steps_and_the_stream_moves_after_the_second(tmp_path):
+def test_step_batch_split_in_two_gives_two_steps_and_advances_loader_once(tmp_path):
     places = []
 
     class Seen(Twice):
@@ -71,7 +71,7 @@ def test_a_step_batch_that_becomes_two_is_two_steps_and_the_stream_moves_after_t
     assert [places.count(place) for place in dict.fromkeys(places)] == [2, 2, 2]
 
 
-def test_the_plan_counts_the_inner_steps(tmp_path):
+def test_planned_steps_include_inner_steps(tmp_path):
     once, _ = make_run(tmp_path / "once", num_rows=8, num_train_epochs=3)
     twice, _ = make_run(tmp_path / "twice", objective=Twice(), num_rows=8, num_train_epochs=3)
     assert (once.state.max_steps, twice.state.max_steps) == (12, 24)
@@ -80,7 +80,7 @@ def test_the_plan_counts_the_inner_steps(tmp_path):
 
 
 @pytest.mark.parametrize("step", [3, 4])
-def test_a_run_that_stops_inside_a_rollout_continues_with_what_was_drawn(tmp_path, step):
+def test_run_stopped_inside_a_rollout_continues_with_its_samples(tmp_path, step):
     given = {"num_rows": 8, "num_train_epochs": 2, "dropout": 0.1, "save_strategy": "no"}
     whole, _ = make_run(tmp_path / "whole", objective=Twice(), **given)
     whole.train()
@@ -94,7 +94,7 @@ def test_a_run_that_stops_inside_a_rollout_continues_with_what_was_drawn(tmp_pat
     assert same(weights(whole), weights(again))
 
 
-def test_a_rollout_is_not_continued_by_another_number_of_processes(tmp_path):
+def test_rollout_cannot_resume_with_another_number_of_processes(tmp_path):
     stopped, _ = make_run(tmp_path, [toy.StopAt(3)], objective=Twice(), num_rows=8)
     stopped.train()
     again, _ = make_run(tmp_path, objective=Twice(), num_rows=8)
@@ -103,7 +103,7 @@ def test_a_rollout_is_not_continued_by_another_number_of_processes(tmp_path):
         again.load(tmp_path / "checkpoint-3")
 
 
-def test_a_rollout_does_not_go_back_after_a_spike(tmp_path):
+def test_rollout_cannot_roll_back_after_a_spike(tmp_path):
     with pytest.raises(UserError, match='"on_spike" must be no'):
         make_run(tmp_path, objective=Twice(), on_spike="go_back")
 
@@ -125,7 +125,7 @@ class Counting(RegressionObjective):
         return Loss(error.square().sum(), sums)
 
 
-def test_metrics_bring_their_own_counts_or_are_not_divided_at_all(tmp_path):
+def test_metrics_use_their_own_counts_or_are_not_averaged(tmp_path):
     run, _ = make_run(tmp_path, dropout=0.0, eval_rows=7, per_device_eval_batch_size=3)
     run.objective = Counting()
     with evaluating(run.model):
@@ -141,7 +141,7 @@ def test_metrics_bring_their_own_counts_or_are_not_divided_at_all(tmp_path):
         assert metrics[name] == pytest.approx(value.item(), abs=1e-6), name
 
 
-def test_metrics_between_two_logs_are_those_of_all_their_micro_batches(tmp_path):
+def test_logged_metrics_cover_all_micro_batches_since_last_log(tmp_path):
     run, _ = trained(tmp_path, Counting(), logging_steps=4, max_steps=4, gradient_accumulation_steps=2)
     logged = next(entry for entry in run.state.log_history if "loss" in entry)
     assert logged["smallest"] < logged["latest"] < logged["largest"]
@@ -149,14 +149,14 @@ def test_metrics_between_two_logs_are_those_of_all_their_micro_batches(tmp_path)
     assert logged["positive_error"] != logged["abs_error"]
 
 
-def test_a_metric_that_counted_nothing_is_left_out(tmp_path):
+def test_metric_without_counts_is_omitted(tmp_path):
     totals, (run, _) = Totals(), make_run(tmp_path)
     nothing = {"never": Sum(torch.zeros(()), torch.zeros(())), "none": Sum(torch.zeros(()), torch.zeros(()), "min")}
     totals.add(Loss(torch.ones(()), nothing), torch.ones(()))
     assert totals.means(run.parallel) == {"loss": 1.0}
 
 
-def test_open_metrics_of_every_kind_go_through_a_checkpoint(tmp_path):
+def test_pending_metrics_of_every_kind_survive_a_checkpoint(tmp_path):
     whole, _ = trained(tmp_path / "a", Counting(), logging_steps=4, max_steps=4)
     cut, _ = make_run(tmp_path / "b", [toy.StopAt(2)], objective=Counting(), dropout=0.0, logging_steps=4, max_steps=4)
     cut.train()
@@ -180,7 +180,7 @@ class WithHead(nn.Module):
         return self.head(self.model(inputs)[:, None]).squeeze(-1)
 
 
-def test_a_module_of_the_objective_is_trained_saved_and_loaded(tmp_path):
+def test_objective_module_is_trained_saved_and_loaded(tmp_path):
     from burnish.checkpoint.checkpoint import load
 
     class Headed(RegressionObjective):
@@ -220,7 +220,7 @@ class WithImages(RegressionObjective):
 
 
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(4, 1), (2, 2), (1, 4)])
-def test_a_row_may_hold_tensors_that_an_objective_makes_of_a_messages_parts(tmp_path, batch_size, accumulation):
+def test_row_may_hold_tensors_made_from_message_parts(tmp_path, batch_size, accumulation):
     messages = [
         Message("user", (ContentPart("text", "How many?"), ContentPart("image", str(number)))) for number in range(22)
     ]
@@ -239,7 +239,7 @@ def test_a_row_may_hold_tensors_that_an_objective_makes_of_a_messages_parts(tmp_
         torch.testing.assert_close(found[0][name], weight)
 
 
-def test_a_messages_content_is_text_or_parts_and_parts_that_are_no_text_are_refused_where_text_is_learned():
+def test_non_text_content_parts_are_rejected_where_text_is_learned():
     assert Message("user", "one two").text == "one two"
     assert Message("user", (ContentPart("text", "one "), ContentPart("text", "two"))).text == "one two"
     with pytest.raises(UserError, match="a message holds audio; only text, images and videos are supported here"):

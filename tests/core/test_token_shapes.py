@@ -56,7 +56,7 @@ def secret_part(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(SHAPES))
-def test_a_token_of_a_known_shape_is_masked_wherever_it_stands(name: str) -> None:
+def test_token_of_known_format_is_masked_anywhere(name: str) -> None:
     @settings(max_examples=60, deadline=None)
     @given(SHAPES[name], AROUND, AROUND)
     def check(token: str, before: str, after: str) -> None:
@@ -104,7 +104,7 @@ def test_secrets_in_urls_and_headers_are_masked(text: str) -> None:
      "the turnkey: a longer sentence", "token: 12345", "key: lora_rank", "ssh://user@host/path", "monkey=banana-split",
      "basic authorization of the page", "https://h/?authors=someone", "tokens: 12345678901234567890"],
 )  # fmt: skip
-def test_an_ordinary_address_is_left_alone(text: str) -> None:
+def test_ordinary_url_is_unchanged(text: str) -> None:
     assert without_secrets(text) == text
 
 
@@ -118,11 +118,11 @@ def test_an_ordinary_address_is_left_alone(text: str) -> None:
      "a key: longer text here",
      "organisation/hf-model-v2", "saves/hf_qwen25half"],
 )  # fmt: skip
-def test_ordinary_text_is_left_alone(text: str) -> None:
+def test_ordinary_text_is_unchanged(text: str) -> None:
     assert without_secrets(text) == text
 
 
-def test_no_page_of_the_documentation_holds_what_looks_like_a_token() -> None:
+def test_documentation_contains_nothing_that_resembles_a_token() -> None:
     for page in (Path(__file__).parents[2] / "docs").glob("*.md"):
         text = page.read_text(encoding="utf-8")
         changed = [line for line in text.splitlines() if without_secrets(line) != line]
@@ -139,7 +139,7 @@ TOKEN = "hf_AbCdEfGhIjKlMnOpQrStUvWxYz01234567"
      f"lora_rank: {TOKEN}\n", f"a: 1\n\thub_token: {TOKEN}\n", f"report_to: {TOKEN}\n", f"hf_hub_token: *{TOKEN}\n",
      "hf_hub_token: [short1x, 2]\n", "hf_hub_token: short1x: x\n", "hf_hub_token: 'short1x\n"],
 )  # fmt: skip
-def test_no_error_about_a_file_shows_a_token(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_file_error_shows_no_token(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)
     for command in ("train", "explain", "api", "chat"):
@@ -153,19 +153,19 @@ def test_no_error_about_a_file_shows_a_token(text: str, tmp_path: Path, capfd: p
 @pytest.mark.parametrize(
     "words", [[TOKEN], ["run.yaml", TOKEN], [f"--{TOKEN}", "1"], [f"{TOKEN}=1"], ["--lora_rank", TOKEN]]
 )
-def test_no_error_about_the_command_line_shows_a_token(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_command_line_error_shows_no_token(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     for command in ("train", "export", "runs", "webui", TOKEN):
         assert main([command, *words]) == 2
         out, err = capfd.readouterr()
         assert TOKEN not in out + err
 
 
-def test_logs_are_masked_as_a_whole() -> None:
+def test_entire_logs_are_masked() -> None:
     record = logging.LogRecord("burnish", logging.INFO, "here", 1, "asked with %s", (f"Bearer {TOKEN}",), None)
     assert SecretFormatter("%(message)s").format(record) == f"asked with Bearer {MASK}"
 
 
-def test_a_text_of_numbers_costs_next_to_nothing() -> None:
+def test_masking_numeric_text_costs_little() -> None:
     import time
 
     text = "[" + ",".join(f"{n / 7:.12f}" for n in range(200_000)) + "]"

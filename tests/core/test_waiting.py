@@ -5,7 +5,7 @@ import time
 from burnish.loop.meter import Waiting
 
 
-def test_a_thread_that_sleeps_waits_and_one_that_computes_does_not():
+def test_sleeping_thread_is_waiting_and_computing_thread_is_not():
     clock = Waiting()
     time.sleep(0.2)
     waited, passed = clock.lap()
@@ -17,7 +17,7 @@ def test_a_thread_that_sleeps_waits_and_one_that_computes_does_not():
     assert waited < 0.1 < passed
 
 
-def test_a_lap_takes_less_time_than_a_thousandth_of_a_short_step():
+def test_timer_overhead_is_below_a_thousandth_of_a_short_step():
     clock, began = Waiting(), time.thread_time()
     for _ in range(100):
         clock.lap()

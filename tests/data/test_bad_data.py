@@ -32,14 +32,14 @@ def info(**entries):
 # --- files that are not there, or not what they seem ------------------------------------------------------------------
 
 
-def test_a_missing_file_is_named_in_full_with_its_neighbours(tmp_path):
+def test_missing_file_is_reported_with_full_path_and_similar_names(tmp_path):
     data("train.json", GOOD)
     message = refusal(dataset="data/trian.json")
     assert str(tmp_path / "data" / "trian.json") in message
     assert "The folder contains: train.json" in message
 
 
-def test_a_missing_file_of_an_entry_is_named_with_the_entry(tmp_path):
+def test_missing_file_of_an_entry_is_reported_with_the_entry(tmp_path):
     info(mine={"file_name": "nope.json"})
     assert f'data/dataset_info.json, "mine": the file "{tmp_path}/data/nope.json" does not exist' in refusal(
         dataset="mine"
@@ -49,11 +49,11 @@ def test_a_missing_file_of_an_entry_is_named_with_the_entry(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content"), [("a.json", "[]"), ("a.jsonl", ""), ("a.txt", ""), ("a.csv", "instruction,output\n")]
 )
-def test_a_file_without_records_is_refused(name, content):
+def test_file_without_records_is_rejected(name, content):
     assert "contains no records" in refusal(dataset=data(name, content))
 
 
-def test_latin_1_is_named_by_line_and_byte():
+def test_latin_1_is_reported_by_line_and_byte():
     text = json.dumps([*GOOD, {**qa(1), "output": "Café"}], ensure_ascii=False, indent=1)
     raw = text.encode("latin-1")
     message = refusal(dataset=data("a.json", raw))
@@ -64,20 +64,20 @@ def test_latin_1_is_named_by_line_and_byte():
 
 
 @pytest.mark.parametrize("code", ["utf-16", "utf-32"])
-def test_another_encoding_is_called_by_its_name(code):
+def test_other_encoding_is_reported_by_name(code):
     message = refusal(dataset=data("a.json", json.dumps(GOOD).encode(code)))
     assert f"Received: {code.upper()}" in message
     assert f"iconv -f {code} " in message
 
 
-def test_a_compressed_file_is_not_taken_for_latin_1():
+def test_compressed_file_is_not_reported_as_latin_1():
     message = refusal(dataset=data("a.jsonl", gzip.compress(json.dumps(GOOD[0]).encode())))
     assert "Received: a gzip archive" in message
     assert "gzip -dc" in message
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.csv", "a.txt"])
-def test_a_byte_order_mark_is_accepted(name):
+def test_byte_order_mark_is_accepted(name):
     contents = {
         "a.json": json.dumps(GOOD), "a.jsonl": "\n".join(map(json.dumps, GOOD)),
         "a.csv": "instruction,output\nq,a\n", "a.txt": "text\n",
@@ -86,14 +86,14 @@ def test_a_byte_order_mark_is_accepted(name):
     assert (example.text or example.messages[0].content)[0] in "Iqt"
 
 
-def test_a_cut_json_lines_file_names_its_last_line():
+def test_truncated_json_lines_file_reports_its_last_line():
     text = "\n".join(map(json.dumps, GOOD))[:-20]
     message = refusal(dataset=data("a.jsonl", text))
     assert "data/a.jsonl, line 24:" in message
     assert "copied completely" in message
 
 
-def test_every_broken_line_is_found_at_once():
+def test_all_invalid_lines_are_reported_together():
     lines = [json.dumps(record) for record in GOOD]
     lines[2], lines[9] = "{broken", lines[9] + ","
     message = refusal(dataset=data("a.jsonl", "\n".join(lines)))
@@ -104,7 +104,7 @@ def test_every_broken_line_is_found_at_once():
 @pytest.mark.parametrize(
     ("value", "why"), [("9" * 5000, "too many digits"), ("[" * 9**5 + "]" * 9**5, "nested too deeply")]
 )
-def test_json_that_python_refuses_to_read_is_named_by_its_line(value, why):
+def test_json_that_python_rejects_is_reported_by_line(value, why):
     record = f'{{"instruction": {value}, "output": "a"}}'
     for after in ("", f"\n{json.dumps(GOOD[0])}"):
         message = refusal(dataset=data("a.jsonl", f"{json.dumps(GOOD[0])}\n{record}{after}"))
@@ -121,7 +121,7 @@ def test_json_that_python_refuses_to_read_is_named_by_its_line(value, why):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_record_that_gives_a_key_twice_is_refused(name, streaming):
+def test_record_with_duplicate_key_is_rejected(name, streaming):
     records = [json.dumps(GOOD[0]), '{"instruction": "Add", "output": "1", "output": "2"}']
     text = "\n".join(records) if name.endswith("l") else f"[{', '.join(records)}]"
     with pytest.raises(UserError, match='it has the duplicate key "output"'):
@@ -139,26 +139,26 @@ def test_truncated_json_list_reports_the_last_complete_record():
 
 
 @pytest.mark.parametrize("indent", [None, 1])
-def test_a_list_wrapped_in_an_object_names_the_key(indent):
+def test_list_wrapped_in_an_object_reports_the_key(indent):
     message = refusal(dataset=data("a.json", json.dumps({"version": 1, "data": GOOD}, indent=indent)))
     assert 'an object with 24 records under the key "data"' in message
 
 
-def test_one_record_on_one_line_is_a_data_set():
+def test_one_record_on_one_line_is_a_dataset():
     assert len(load(dataset=data("a.json", json.dumps(chat(("user", "q"), ("assistant", "a"))))).train) == 1
 
 
-def test_records_that_are_no_objects_are_refused():
+def test_non_object_records_are_rejected():
     assert "record 2" in refusal(dataset=data("a.json", [qa(1), "text"]))
 
 
-def test_unknown_file_types_are_refused_with_the_known_ones():
+def test_unknown_file_types_are_rejected_with_known_ones():
     message = refusal(dataset=data("a.xlsx", b"x"))
     assert '".xlsx"' in message
     assert ".json, .jsonl, .csv, .parquet, .arrow, .txt" in message
 
 
-def test_a_loading_script_is_never_run():
+def test_loading_script_is_never_run():
     data("set/a.json", GOOD)
     data("set/script.py", b"raise SystemExit('it was run')")
     assert "script.py" in refusal(dataset="data/set")
@@ -166,18 +166,18 @@ def test_a_loading_script_is_never_run():
     assert "burnish does not run code" in refusal(dataset="mine")
 
 
-def test_a_folder_of_several_types_is_refused():
+def test_folder_of_several_file_types_is_rejected():
     data("set/a.json", GOOD)
     data("set/b.csv", "instruction,output\nq,a\n")
     assert ".csv (1), .json (1)" in refusal(dataset="data/set")
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-def test_a_file_that_is_not_its_type_is_refused(name):
+def test_file_with_wrong_extension_is_rejected(name):
     assert f"data/{name}: invalid or incomplete" in refusal(dataset=data(name, b"not at all, not at all"))
 
 
-def test_a_csv_row_with_too_many_values_names_its_line():
+def test_csv_row_with_too_many_values_reports_its_line():
     message = refusal(dataset=data("a.csv", 'instruction,output\n"two\nlines",a\nq,a,b\n'))
     assert "data/a.csv, line 4: the row has 3 values, but the header has 2 columns" in message
 
@@ -185,16 +185,16 @@ def test_a_csv_row_with_too_many_values_names_its_line():
 # --- dataset_info.json ------------------------------------------------------------------------------------------------
 
 
-def test_a_csv_header_that_names_a_column_twice_is_refused():
+def test_csv_header_with_duplicate_column_is_rejected():
     assert 'line 1: duplicate column "output" in the header' in refusal(dataset=data("a.csv", "output,output\na,b\n"))
 
 
-def test_a_broken_dataset_info_is_named_by_line_and_column():
+def test_invalid_dataset_info_is_reported_by_line_and_column():
     data("dataset_info.json", '{\n "a": {"file_name": "a.json",}\n}')
     assert "data/dataset_info.json, line 2, column" in refusal(dataset="a")
 
 
-def test_undefined_names_are_refused_together_each_with_the_nearest():
+def test_undefined_dataset_names_are_rejected_with_nearest_ones():
     info(alpaca_zh={"file_name": "a.json"}, identity={"file_name": "b.json"})
     message = refusal(dataset="alpaca_hz,idntity")
     assert '"alpaca_hz" is neither defined' in message
@@ -202,19 +202,19 @@ def test_undefined_names_are_refused_together_each_with_the_nearest():
     assert 'Did you mean "identity"?' in message
 
 
-def test_a_name_without_dataset_info_is_offered_the_files():
+def test_dataset_name_without_dataset_info_suggests_files():
     data("alpaca_zh_demo.json", GOOD)
     assert 'Did you mean "alpaca_zh_demo.json"?' in refusal(dataset="alpaca_zh_dem")
 
 
 @pytest.mark.parametrize("file_name", ["../secret.json", "sub/../../secret.json", "/etc/hostname"])
-def test_a_file_outside_the_folder_is_refused(tmp_path, file_name):
+def test_file_outside_dataset_dir_is_rejected(tmp_path, file_name):
     write(tmp_path / "secret.json", GOOD)
     info(mine={"file_name": file_name})
     assert 'must be inside "data"' in refusal(dataset="mine")
 
 
-def test_misspelled_keys_of_an_entry_are_refused_together():
+def test_misspelled_entry_keys_are_rejected_together():
     info(mine={"file_nam": "a.json", "columns": {"promt": "q"}, "tags": {"role": "from"}, "num_samples": 0})
     message = refusal(dataset="mine")
     for part in ('"file_nam"', 'Did you mean "file_name"', 'Did you mean "prompt"', '"num_samples" must be'):
@@ -234,7 +234,7 @@ def test_misspelled_keys_of_an_entry_are_refused_together():
     ],
     ids=str,
 )
-def test_values_of_the_wrong_type_in_an_entry_are_named(entry, sentence):
+def test_entry_values_of_wrong_type_are_reported(entry, sentence):
     data("a.json", GOOD)
     info(mine=entry)
     message = refusal(dataset="mine")
@@ -242,18 +242,18 @@ def test_values_of_the_wrong_type_in_an_entry_are_named(entry, sentence):
     assert 'data/dataset_info.json, "mine"' in message
 
 
-def test_a_dataset_info_that_is_no_object_is_shown():
+def test_dataset_info_that_is_not_an_object_is_shown():
     data("dataset_info.json", "null")
     assert "Received: null" in refusal(dataset="mine")
 
 
-def test_ranking_is_another_stage():
+def test_ranking_dataset_suggests_preference_stage():
     data("a.json", GOOD)
     info(mine={"file_name": "a.json", "ranking": True})
     assert "stage: dpo" in refusal(dataset="mine")
 
 
-def test_a_column_that_is_not_there_is_refused_with_those_that_are():
+def test_missing_column_is_rejected_with_existing_ones():
     data("a.json", GOOD)
     info(mine={"file_name": "a.json", "columns": {"prompt": "question", "response": "output"}})
     message = refusal(dataset="mine")
@@ -261,13 +261,13 @@ def test_a_column_that_is_not_there_is_refused_with_those_that_are():
     assert '"columns": {"prompt": "instruction", "response": "output"}' in message
 
 
-def test_columns_that_name_no_question_are_refused():
+def test_columns_without_prompt_are_rejected():
     data("a.json", GOOD)
     info(mine={"file_name": "a.json", "columns": {"response": "output"}})
     assert '"columns" must contain "prompt"' in refusal(dataset="mine")
 
 
-def test_a_set_that_is_named_twice_is_mentioned():
+def test_dataset_named_twice_is_mentioned():
     info(mine={"file_name": "a.json"})
     data("a.json", GOOD)
     sets = load(dataset="mine,mine")
@@ -275,7 +275,7 @@ def test_a_set_that_is_named_twice_is_mentioned():
     assert 'The dataset "mine" is listed 2 times' in sets.notes[0]
 
 
-def test_all_bad_sets_are_reported_together():
+def test_all_invalid_datasets_are_reported_together():
     bad = data("bad.json", [*GOOD[:2], qa(1, 5)])
     message = refusal(dataset=["data/nope.json", bad], eval_dataset=data("empty.json", []))
     assert "nope.json" in message
@@ -285,28 +285,28 @@ def test_all_bad_sets_are_reported_together():
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_number_where_text_is_due_is_named_by_record_line_and_column():
+def test_number_instead_of_text_is_reported_by_record_line_and_column():
     message = refusal(dataset=data("a.json", [*GOOD[:7], qa(7, 5), *GOOD]))
     assert 'data/a.json, record 8 (line 37): "output" must be a string. Received: 5' in message
     assert "on_bad_record: drop" in message
 
 
-def test_the_line_of_a_record_counts_blank_lines_of_json_lines():
+def test_record_line_number_counts_blank_lines():
     lines = [json.dumps(GOOD[0]), "", json.dumps(qa(1, 5))]
     assert "record 2 (line 3)" in refusal(dataset=data("a.jsonl", "\n".join(lines)))
 
 
-def test_an_answer_of_null_is_named_by_its_place_in_the_record():
+def test_null_answer_is_reported_by_its_location_in_the_record():
     records = [talk(("human", "q"), ("gpt", "a")), talk(("human", "q"), ("gpt", None))]
     assert 'record 2 (line 14): "conversations[1].value" must be a string' in refusal(dataset=data("a.json", records))
 
 
-def test_a_missing_key_is_named():
+def test_missing_key_is_reported():
     message = refusal(dataset=data("a.json", [*GOOD, {"instruction": "q", "input": ""}]))
     assert 'record 25 (line 122): the column "output" is missing. Found: instruction, input.' in message
 
 
-def test_faults_of_one_kind_are_one_problem_and_other_kinds_others():
+def test_equal_problems_are_grouped_and_others_are_separate():
     records = [*GOOD, qa(1, 5), qa(2, 6), {"instruction": "q", "input": ""}, qa(3, 7)]
     with pytest.raises(UserError) as caught:
         load(dataset=data("a.json", records))
@@ -326,17 +326,17 @@ def test_bad_records_can_be_dropped_and_are_counted():
     assert "1 of 25 examples (data/a.json: 25)" in sentence
 
 
-def test_if_all_records_are_bad_nothing_is_dropped_in_silence():
+def test_dropping_all_records_is_not_silent():
     assert "record 1" in refusal(dataset=data("a.json", [qa(1, 5), qa(2, 6)]), on_bad_record="drop")
 
 
-def test_an_unknown_role_is_refused_with_the_known_ones():
+def test_unknown_role_is_rejected_with_known_ones():
     message = refusal(dataset=data("a.json", [chat(("user", "q"), ("narrator", "a"))]))
     assert '"messages[1].role" must be one of user, assistant, tool' in message
     assert "narrator" in message
 
 
-def test_media_are_refused_since_the_model_would_not_see_them():
+def test_media_are_rejected_by_text_only_model():
     path = data("a.json", [{**qa(1), "images": ["a.png"]}, {**qa(2), "images": []}])
     assert '"images" is not empty, but burnish trains on text' in refusal(dataset=path)
     assert len(load(dataset=path, on_bad_record="drop").train) == 1
@@ -345,14 +345,14 @@ def test_media_are_refused_since_the_model_would_not_see_them():
 
 
 @pytest.mark.parametrize("tools", ['"\\ud83d"', '[{"name": "\\ud83d"}]'])
-def test_half_a_surrogate_pair_in_tools_is_found_too(tools):
+def test_lone_surrogate_in_tools_is_rejected(tools):
     text = (
         f'[{{"conversations": [{{"from": "human", "value": "q"}}, {{"from": "gpt", "value": "a"}}], "tools": {tools}}}]'
     )
     assert '"tools" is not valid Unicode' in refusal(dataset=data("a.json", text))
 
 
-def test_half_a_surrogate_pair_is_found_before_the_tokenizer_does():
+def test_lone_surrogate_is_rejected_before_tokenization():
     message = refusal(dataset=data("a.json", '[{"instruction": "a\\ud83d", "output": "b"}]'))
     assert "unpaired surrogate" in message
     message.encode()  # can be printed
@@ -362,13 +362,13 @@ def test_half_a_surrogate_pair_is_found_before_the_tokenizer_does():
 
 
 @pytest.mark.parametrize("weight", ["NaN", "1e999", "-1", '"2"', "true", "9" * 400])
-def test_a_weight_that_is_no_finite_number_is_refused(weight):
+def test_non_finite_weight_is_rejected(weight):
     text = '[{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": WEIGHT}]}]'
     message = refusal(dataset=data("a.json", text.replace("WEIGHT", weight)))
     assert 'record 1 (line 1): "messages[1].weight" must be a finite number of at least 0' in message
 
 
-def test_if_all_answers_are_empty_the_run_stops():
+def test_run_stops_if_all_answers_are_empty():
     message = refusal(dataset=data("a.json", [qa(1, ""), qa(2, " \n")]))
     assert "record 1" in message
     assert "the assistant turn is empty." in message
@@ -380,7 +380,7 @@ def test_some_empty_answers_are_dropped_and_counted():
     assert stats.sentences() == ["dropped: all responses are empty: 1 of 25 examples (data/a.json: 25)"]
 
 
-def test_empty_answers_stop_the_run_or_are_kept_if_asked():
+def test_empty_answers_stop_the_run_or_are_kept_on_request():
     path = data("a.json", [*GOOD, qa(1, "")])
     message = refusal(dataset=path, on_empty_target="raise")
     assert "record 25" in message
@@ -388,7 +388,7 @@ def test_empty_answers_stop_the_run_or_are_kept_if_asked():
     assert len(load(dataset=path, on_empty_target="keep").train) == 25
 
 
-def test_a_conversation_with_one_empty_answer_is_kept_and_counted():
+def test_conversation_with_one_empty_answer_is_kept_and_counted():
     stats = DataStats()
     path = data("a.json", [talk(("human", "a"), ("gpt", ""), ("human", "b"), ("gpt", "c"))])
     assert said(load(stats=stats, dataset=path).train[0])[1] == ("assistant", "")
@@ -398,14 +398,14 @@ def test_a_conversation_with_one_empty_answer_is_kept_and_counted():
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_split_that_leaves_nothing_is_refused():
+def test_split_that_leaves_no_records_is_rejected():
     path = data("a.json", GOOD)
     assert "holds out 24 of 24 rows" in refusal(dataset=path, val_size=0.9999)
     assert "whole number of examples" in refusal(dataset=path, val_size=2.5)
     assert "val_size and eval_dataset" in refusal(dataset=path, eval_dataset=path, val_size=0.1)
 
 
-def test_probabilities_must_fit_the_sets_they_are_for():
+def test_interleave_probs_must_match_number_of_datasets():
     path = data("a.json", GOOD)
     assert "mix_strategy: concat" in refusal(dataset=[path, path], interleave_probs="0.5,0.5")
     wrong = refusal(dataset=[path, path], interleave_probs="0.5,0.4,0.3", mix_strategy="interleave_under")
@@ -413,11 +413,11 @@ def test_probabilities_must_fit_the_sets_they_are_for():
     assert "sum 1.2" in wrong
 
 
-def test_a_data_set_is_needed():
+def test_missing_dataset_option_is_reported():
     assert '"dataset" is missing' in refusal()
 
 
-def test_a_cache_that_cannot_be_written_is_said(monkeypatch):
+def test_unwritable_cache_is_reported(monkeypatch):
     write(Path("file"), "in the way")
     monkeypatch.setenv("BURNISH_CACHE", "file")
     sets = load(dataset=data("a.json", GOOD))
@@ -425,6 +425,6 @@ def test_a_cache_that_cannot_be_written_is_said(monkeypatch):
         encode_rows(sets.train, lambda batch, stats: [], DataStats(), fingerprint="x", options=data_options())
 
 
-def test_a_data_set_that_is_described_twice_is_refused():
+def test_dataset_described_twice_is_rejected():
     write(Path("data/dataset_info.json"), '{"mine": {"file_name": "a.json"}, "mine": {"file_name": "b.json"}}')
     assert 'data/dataset_info.json: the JSON cannot be read: it has the duplicate key "mine"' in refusal(dataset="mine")

@@ -41,19 +41,19 @@ def golden(folder, name):
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
-def test_rows_are_padded_on_the_right_and_padding_is_neither_seen_nor_learned():
+def test_right_padding_is_neither_attended_nor_learned():
     batch = collate_padded([row(10, 3), row(20, 5)], pad_id=7)
     assert batch["input_ids"].tolist() == [[10, 11, 12, 7, 7], [20, 21, 22, 23, 24]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
     assert batch["labels"].tolist() == [[-100, 11, 12, -100, -100], [-100, 21, 22, 23, 24]]
 
 
-def test_padding_reaches_the_multiple_that_was_asked_for():
+def test_padding_reaches_requested_multiple():
     assert collate_padded([row(10, 3), row(20, 9)], 0, pad_to_multiple_of=8)["input_ids"].shape == (2, 16)
     assert collate_padded([row(10, 8)], 0, pad_to_multiple_of=8)["input_ids"].shape == (1, 8)
 
 
-def test_padding_is_learned_only_by_request():
+def test_padding_is_learned_only_on_request():
     options = BatchingOptions(padding_free=False, ignore_pad_token_for_loss=False)
     batch = collator(options, pad_id=7, is_padding_free=False)([row(10, 2), row(20, 4)])
     assert batch["labels"][0].tolist() == [-100, 11, 7, 7]
@@ -69,7 +69,7 @@ def test_padding_free_rows_are_concatenated_with_positions_from_zero():
     assert "attention_mask" not in batch
 
 
-def test_the_first_token_of_a_flat_sequence_is_not_learned_from_its_neighbour():
+def test_first_token_of_flat_sequence_is_not_predicted_from_neighbor():
     batch = collate_padding_free([row(10, 3, prompt=0), row(20, 2, prompt=0)])
     assert batch["labels"].tolist() == [[-100, 11, 12, -100, 21]]
 
@@ -81,13 +81,13 @@ def test_pack_becomes_padding_free_sequences():
     assert all(torch.equal(torch.as_tensor(flat[name]), torch.as_tensor(loose[name])) for name in loose)
 
 
-def test_a_pack_is_taken_apart_for_a_model_that_needs_padding():
+def test_pack_is_split_for_a_model_that_requires_padding():
     (one,) = pack([row(10, 3), row(20, 2)], 5)
     batch = collator(BatchingOptions(packing=True), pad_id=0, is_padding_free=False)([one])
     assert batch["input_ids"].tolist() == [[10, 11, 12], [20, 21, 0]]
 
 
-def test_loss_weights_follow_their_tokens_and_are_one_where_a_row_has_none():
+def test_loss_weights_follow_their_tokens_and_default_to_one():
     weighted = {**row(10, 2), "loss_weights": [0.5, 2.0]}
     flat = collate_padding_free([row(20, 1), weighted])
     assert flat["loss_weights"].tolist() == [[1.0, 0.5, 2.0]]
@@ -99,14 +99,14 @@ def test_loss_weights_follow_their_tokens_and_are_one_where_a_row_has_none():
 # --- packs ------------------------------------------------------------------------------------------------------------
 
 
-def test_known_answers_of_packing_by_size(golden_folder):
+def test_best_fit_packing_matches_golden_results(golden_folder):
     for case in golden(golden_folder, "greedy_knapsack"):
         lengths, capacity = case["args"]
         packs = [[lengths[index] for index in chosen] for chosen in pack_best_fit(lengths, capacity)]
         assert packs == case["out"]
 
 
-def test_every_row_lies_in_exactly_one_pack_and_no_pack_overflows():
+def test_every_row_is_in_exactly_one_pack_within_capacity():
     generator = random.Random(5)
     for capacity in (16, 100, 4096):
         lengths = [generator.randint(1, capacity) for _ in range(500)]
@@ -115,19 +115,19 @@ def test_every_row_lies_in_exactly_one_pack_and_no_pack_overflows():
         assert max(sum(lengths[index] for index in chosen) for chosen in packs) <= capacity
 
 
-def test_a_row_goes_where_it_leaves_the_least_room():
+def test_row_goes_to_the_pack_with_least_remaining_space():
     # 6 and 5 open two packs of 10; 4 fits both and fills the first; 5 then fills the second.
     assert pack_best_fit([5, 6, 4, 5], 10) == [[1, 2], [0, 3]]
 
 
-def test_best_fit_is_near_the_least_number_of_packs():
+def test_best_fit_is_close_to_minimum_number_of_packs():
     generator = random.Random(7)
     lengths = [generator.randint(20, 900) for _ in range(2000)]
     least = -(-sum(lengths) // 1024)
     assert len(pack_best_fit(lengths, 1024)) <= 1.02 * least
 
 
-def test_a_row_longer_than_a_pack_is_refused_or_split():
+def test_row_longer_than_a_pack_is_rejected_or_split():
     with pytest.raises(ValueError, match="12 tokens does not fit in a pack of 8"):
         pack([row(0, 12)], 8)
     packs = pack([row(0, 12), row(50, 4)], 8, "bfd_split")
@@ -135,7 +135,7 @@ def test_a_row_longer_than_a_pack_is_refused_or_split():
     assert packs[0]["input_ids"] + packs[1]["input_ids"][:4] == list(range(12))
 
 
-def test_wrapped_packs_hold_the_whole_text_and_remember_where_documents_begin():
+def test_wrapped_packs_hold_all_text_and_document_boundaries():
     rows = [row(0, 5, prompt=0), row(100, 9, prompt=0), row(200, 2, prompt=0)]
     packs = pack(rows, 6, "wrapped")
     assert [lengths_of(p) for p in packs] == [[5, 1], [6], [2, 2]]
@@ -143,7 +143,7 @@ def test_wrapped_packs_hold_the_whole_text_and_remember_where_documents_begin():
     assert len(pack(rows, 6, "wrapped", drop_incomplete=True)) == 2
 
 
-def test_pretraining_blocks_are_those_of_llama_factory(golden_folder):
+def test_pretraining_blocks_match_llamafactory(golden_folder):
     whole = {
         case["template"]: case["out"]["input_ids"] for case in golden(golden_folder, "pretrain") if not case["packing"]
     }
@@ -159,7 +159,7 @@ def test_pretraining_blocks_are_those_of_llama_factory(golden_folder):
         assert [p["input_ids"] for p in made] == expected
 
 
-def test_packs_are_as_few_as_those_of_llama_factory_and_hold_the_same_rows(golden_folder):
+def test_packs_match_llamafactory_in_number_and_rows(golden_folder):
     for case in golden(golden_folder, "packed"):
         if not case["neat"]:
             continue
@@ -187,16 +187,16 @@ def _split(ids, segments):
         ({"neat_packing": True}, None, True),
     ],
 )
-def test_rows_are_packed_when_asked_or_for_pretraining(given, default, expected):
+def test_rows_are_packed_on_request_or_for_pretraining(given, default, expected):
     assert packs_rows(Options(**given), default) is expected
 
 
-def test_evaluation_packs_as_training_does_unless_told_otherwise():
+def test_evaluation_packs_like_training_by_default():
     assert packs_rows(Options(packing=True), None, is_eval=True)
     assert not packs_rows(Options(packing=True, eval_packing=False), None, is_eval=True)
 
 
-def test_pretraining_cuts_one_long_text_and_fine_tuning_keeps_rows_whole():
+def test_pretraining_splits_long_text_and_fine_tuning_keeps_rows_whole():
     rows = ListedRows([row(0, 5), row(10, 4)])
     assert [lengths_of(p) for p in packed(rows, Options(), "wrapped", 6)] == [[5, 1], [3]]
     assert [lengths_of(p) for p in packed(rows, Options(packing=True), None, 6)] == [[5], [4]]
@@ -212,11 +212,11 @@ def test_pretraining_cuts_one_long_text_and_fine_tuning_keeps_rows_whole():
         ({"packing_strategy": "bfd"}, "wrapped", False),
     ],
 )
-def test_rows_need_not_be_cut_where_packing_cuts_them(given, default, expected):
+def test_rows_are_not_truncated_if_packing_splits_them(given, default, expected):
     assert splits_rows(Options(**given), default) is expected
 
 
-def test_options_that_contradict_each_other_are_named():
+def test_contradictory_packing_options_are_named():
     problems = check_batching(Options(ignore_pad_token_for_loss=False, neat_packing=True, packing=False))
     assert len(problems) == 2
     assert not check_batching(Options())

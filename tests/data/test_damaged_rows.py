@@ -32,7 +32,7 @@ def kept(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", [MANIFEST, "the index"])
 @pytest.mark.usefixtures("kept")
-def test_a_cache_with_a_damaged_index_is_encoded_again(name: str) -> None:
+def test_cache_with_damaged_index_is_encoded_again(name: str) -> None:
     (folder,) = Path("cache/rows").glob("*/")
     path, place = (folder / MANIFEST, -5) if name == MANIFEST else (folder / BLOCKS, -40)
     flip(path, place)
@@ -42,7 +42,7 @@ def test_a_cache_with_a_damaged_index_is_encoded_again(name: str) -> None:
 
 
 @pytest.mark.usefixtures("kept")
-def test_a_cache_with_a_damaged_block_is_refused_and_the_same_command_encodes_it_again(
+def test_damaged_cache_block_is_rejected_and_same_command_encodes_it_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (path,) = Path("cache/rows").glob(f"*/{BLOCKS}")
@@ -56,7 +56,7 @@ def test_a_cache_with_a_damaged_block_is_refused_and_the_same_command_encodes_it
 
 
 @pytest.mark.usefixtures("kept")
-def test_damaged_rows_of_a_tokenized_path_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_rows_of_tokenized_path_are_rejected_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*WORDS, "tokenized_path=kept", "output_dir=again"]
     path = Path("kept/train", BLOCKS)
     for number, block in enumerate(read_rows_manifest(path.parent)["blocks"]):

@@ -78,7 +78,7 @@ def explained(tmp_path, monkeypatch, capsys):
     ],
     ids=str,
 )  # fmt: skip
-def test_an_argument_chooses_the_rows(explained, given, said):
+def test_data_option_selects_rows(explained, given, said):
     if given.get("dataset") == "data":
         Path("many").mkdir()
         write(Path("many/1.json"), [qa(1)])
@@ -100,7 +100,7 @@ def test_an_argument_chooses_the_rows(explained, given, said):
     ],
     ids=str,
 )
-def test_an_argument_that_does_not_fit_is_refused(explained, given, sentence):
+def test_invalid_data_option_is_rejected(explained, given, sentence):
     assert sentence in explained(expected=2, **given)
 
 
@@ -133,15 +133,15 @@ def trained(explained, said_of_the_first_answer=None, **given):
     ],
     ids=str,
 )
-def test_an_argument_chooses_what_is_learned(explained, given, expected):
+def test_data_option_selects_learned_tokens(explained, given, expected):
     assert trained(explained, **given).replace("\n", "") == expected
 
 
-def test_prompts_are_learned_where_it_is_asked(explained):
+def test_prompts_are_learned_on_request(explained):
     assert "red" in trained(explained, train_on_prompt=True)
 
 
-def test_a_message_may_say_whether_it_is_learned(explained):
+def test_message_can_set_whether_it_is_learned(explained):
     assert trained(explained, {"train": False}).replace("\n", "") == "stone<|im_end|>"
 
 
@@ -163,7 +163,7 @@ def differ(a, b):
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
-def test_a_run_learns_of_each_message_what_the_message_says(explained):
+def test_run_learns_messages_according_to_their_flags(explained):
     plain = weights_after([two_rounds()])
     last = weights_after([two_rounds()], mask_history=True)
     assert differ(weights_after([two_rounds(train=False)]), last) == 0
@@ -171,7 +171,7 @@ def test_a_run_learns_of_each_message_what_the_message_says(explained):
     assert differ(plain, last) > 1e-6
 
 
-def test_an_answer_of_weight_two_counts_as_two_answers(explained):
+def test_answer_of_weight_two_counts_twice(explained):
     first, second = (chat(("user", "red"), ("assistant", words)) for words in ("green", "stone river lamp"))
     twice = weights_after([first, first, second])
     first["messages"][1]["weight"] = 2
@@ -194,14 +194,14 @@ LONG = {**qa(1), "output": "stone " * 100}
         ("raise", (2, ["data/a.json, record 21", "cutoff_len"])),
     ],
 )
-def test_a_row_that_is_too_long_is_cut_or_dropped_or_refused(explained, choice, expected):
+def test_long_row_is_truncated_dropped_or_rejected(explained, choice, expected):
     write(Path("data/a.json"), [*(qa(n, WORDS[n % 10]) for n in range(20)), LONG])
     code, sentences = expected
     said = explained(expected=code, on_too_long=choice)
     assert [sentence for sentence in sentences if sentence not in said] == []
 
 
-def test_the_default_system_message_stands_where_a_record_has_none(explained):
+def test_default_system_message_is_used_if_record_has_none(explained):
     assert "<|im_start|>system\nYou count.<|im_end|>" in first_row(template="chatml", default_system="You count.")
     write(Path("data/a.json"), [{**qa(1), "system": "You add."}])
     write(Path("data/dataset_info.json"), {"a": {"file_name": "a.json", "columns": {**ALPACA, "system": "system"}}})
@@ -244,7 +244,7 @@ KEYS = {
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_a_key_of_an_entry_says_where_a_part_is(explained, name):
+def test_dataset_info_key_selects_its_column(explained, name):
     entry, record, words = KEYS[name]
     write(Path("data/a.json"), [record])
     write(Path("data/dataset_info.json"), {"a": {"file_name": "a.json", **entry}})
@@ -262,7 +262,7 @@ def test_a_key_of_an_entry_says_where_a_part_is(explained, name):
         ("rejected", "contains preference pairs (rejected)"), ("kto_tag", "contains KTO labels (kto_tag)"),
     ],
 )  # fmt: skip
-def test_a_column_for_another_kind_of_training_is_refused(explained, column, sentence):
+def test_column_for_another_stage_is_rejected(explained, column, sentence):
     write(Path("data/a.json"), [{**qa(1), "extra": "something"}])
     entry = {"file_name": "a.json", "columns": {**ALPACA, column: "extra"}}
     write(Path("data/dataset_info.json"), {"a": entry})
@@ -301,13 +301,13 @@ def hubs(monkeypatch):
     ],
     ids=str,
 )  # fmt: skip
-def test_an_entry_says_what_a_hub_is_asked_for(explained, hubs, entry, expected):
+def test_dataset_info_keys_are_passed_to_the_hub(explained, hubs, entry, expected):
     write(Path("data/dataset_info.json"), {"a": {**entry, "num_samples": 5}})
     assert "training set 5 examples" in explained()
     assert hubs == [expected]
 
 
-def test_online_names_are_ids_of_a_hub(explained, hubs, monkeypatch):
+def test_online_names_are_hub_ids(explained, hubs, monkeypatch):
     given = {"dataset": "x/y", "dataset_dir": "ONLINE", "hf_hub_token": "h", "ms_hub_token": "m"}
     assert "training set 8 examples" in explained(**given)
     monkeypatch.setenv("USE_MODELSCOPE_HUB", "1")
@@ -315,7 +315,7 @@ def test_online_names_are_ids_of_a_hub(explained, hubs, monkeypatch):
     assert hubs == [("hf", "x/y", None, None, "train", "h"), ("ms", "x/y", None, None, "train", "m")]
 
 
-def test_a_repository_may_hold_the_descriptions_and_is_asked_with_the_token(explained, hubs, monkeypatch):
+def test_hub_repository_with_dataset_info_is_read_with_token(explained, hubs, monkeypatch):
     import huggingface_hub
 
     path = write(Path("fetched/dataset_info.json"), {"far": {"hf_hub_url": "x/y", "num_samples": 3}})
@@ -327,7 +327,7 @@ def test_a_repository_may_hold_the_descriptions_and_is_asked_with_the_token(expl
     assert asked == [("x/info", "h")]
 
 
-def test_python_may_hand_over_the_descriptions_themselves(explained):
+def test_python_can_pass_dataset_descriptions(explained):
     assert (
         len(prepared(dataset="d", dataset_dir={"d": {"records": [qa(n) for n in range(4)], "num_samples": 3}}).rows)
         == 3

@@ -16,7 +16,7 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=backend, additional_special_tokens=["<|im_end|>"])
 
 
-def test_a_truncation_that_somebody_else_set_is_not_applied():
+def test_truncation_set_by_others_is_not_applied():
     made = tokenizer()
     encoder = Encoder(made)
     expected = encoder.encode(["one two"])
@@ -25,7 +25,7 @@ def test_a_truncation_that_somebody_else_set_is_not_applied():
     assert len(encoder.encode(["seven doors"])["seven doors"]) > 1
 
 
-def test_located_texts_have_the_ids_and_borders_of_the_tokenizer():
+def test_located_texts_match_tokenizer_ids_and_offsets():
     made = tokenizer()
     for text in CORPUS:
         plain = made(text, add_special_tokens=False, return_offsets_mapping=True)

@@ -22,7 +22,7 @@ def only(record, **entry):
 # --- alpaca -----------------------------------------------------------------------------------------------------------
 
 
-def test_instruction_and_input_are_one_question():
+def test_instruction_and_input_form_one_question():
     record = {"instruction": "Add.", "input": "3 + 4", "output": "7", "system": "Be exact.", "history": []}
     example = only(record, columns=ALPACA)
     assert said(example) == [("user", "Add.\n3 + 4"), ("assistant", "7")]
@@ -30,40 +30,40 @@ def test_instruction_and_input_are_one_question():
 
 
 @pytest.mark.parametrize("empty", ["", None])
-def test_an_empty_input_adds_no_line(empty):
+def test_empty_input_adds_no_line(empty):
     assert said(only({"instruction": "Add.", "input": empty, "output": "7"}))[0] == ("user", "Add.")
 
 
-def test_history_comes_first_as_turns():
+def test_history_precedes_as_turns():
     record = {"instruction": "c", "input": "", "output": "d", "history": [["a", "b"]], "system": ""}
     assert said(only(record, columns=ALPACA)) == [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
 
 
-def test_a_column_that_columns_do_not_name_is_not_read():
+def test_unmapped_column_is_not_read():
     record = {**qa(1), "input": "unread", "history": [["a", "b"]], "system": "unread"}
     example = only(record, columns={"prompt": "instruction", "response": "output"})
     assert said(example) == [("user", "Is 1 a number?"), ("assistant", "yes")]
     assert example.system is None
 
 
-def test_a_named_column_may_come_late_but_not_never():
+def test_mapped_column_may_first_appear_in_a_late_record():
     late = [qa(number) for number in range(30)] + [{**qa(30), "system": "s"}]
     assert described(late, columns={**ALPACA, "history": None})[-1].system == "s"
     message = refusal(dataset="set", dataset_dir={"set": {"records": late, "columns": ALPACA}})
     assert 'no column "history"' in message
 
 
-def test_a_system_column_that_nobody_named_is_mentioned():
+def test_unmapped_system_column_is_mentioned():
     sets = load(dataset="set", dataset_dir={"set": {"records": [{**qa(1), "system": "Be brief."}]}})
     assert sets.train[0].system is None
     assert 'the column "system" is ignored' in "".join(sets.notes)
 
 
-def test_an_output_of_null_is_a_question_without_an_answer():
+def test_null_output_is_a_question_without_answer():
     assert said(only({**qa(1), "output": None})) == [("user", "Is 1 a number?")]
 
 
-def test_a_prompt_column_alone_is_plain_text():
+def test_prompt_column_alone_is_plain_text():
     example = only({"text": "Once upon a time"}, columns={"prompt": "text"})
     assert (example.text, example.messages) == ("Once upon a time", ())
 
@@ -71,13 +71,13 @@ def test_a_prompt_column_alone_is_plain_text():
 # --- sharegpt ---------------------------------------------------------------------------------------------------------
 
 
-def test_sharegpt_roles_become_ours():
+def test_sharegpt_roles_are_converted():
     turns = [("human", "q"), ("function_call", "{}"), ("observation", "o"), ("gpt", "a")]
     example = only(talk(*turns), formatting="sharegpt")
     assert [role for role, _ in said(example)] == ["user", "function", "observation", "assistant"]
 
 
-def test_a_system_message_wins_over_the_system_column():
+def test_system_message_overrides_system_column():
     columns = {"messages": "conversations", "system": "system"}
     record = talk(("system", "from the turn"), ("human", "q"), ("gpt", "a"))
     example = only({**record, "system": "from the column"}, formatting="sharegpt", columns=columns)
@@ -94,7 +94,7 @@ def test_tags_rename_keys_and_roles():
     assert said(example) == [("user", "q"), ("assistant", "a")]
 
 
-def test_openai_files_read_as_sharegpt_with_tags():
+def test_openai_files_are_read_as_sharegpt_with_tags():
     tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
     example = only(
         chat(("system", "s"), ("user", "q"), ("assistant", "a")),
@@ -104,13 +104,13 @@ def test_openai_files_read_as_sharegpt_with_tags():
 
 
 @pytest.mark.parametrize("tools", [[{"name": "f"}], '[{"name": "f"}]'])
-def test_tools_are_json_text_however_the_file_holds_them(tools):
+def test_tools_are_json_text_for_any_file_type(tools):
     record = {**talk(("human", "q"), ("gpt", "a")), "tools": tools}
     example = only(record, formatting="sharegpt", columns={"messages": "conversations", "tools": "tools"})
     assert json.loads(example.tools) == [{"name": "f"}]
 
 
-def test_turns_out_of_order_are_for_the_template_to_judge():
+def test_turns_out_of_order_are_left_to_the_template():
     example = only(talk(("human", "a"), ("human", "b"), ("gpt", "c")), formatting="sharegpt")
     assert [role for role, _ in said(example)] == ["user", "user", "assistant"]
 
@@ -118,7 +118,7 @@ def test_turns_out_of_order_are_for_the_template_to_judge():
 # --- openai -----------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_added_to_the_system_message_of_openai_records():
+def test_openai_system_message_is_unchanged():
     plain, spoken = described(
         [chat(("user", "q"), ("assistant", "a")), chat(("system", "s"), ("user", "q"), ("assistant", "a"))],
         formatting="openai",
@@ -135,26 +135,26 @@ def call(name, arguments, **more):
     }
 
 
-def test_tool_calls_become_json_with_their_arguments_read():
+def test_tool_calls_become_json_with_parsed_arguments():
     record = {"messages": [{"role": "user", "content": "q"}, call("f", '{"x": "ü"}', content=None)]}
     role, content = said(only(record, formatting="openai"))[1]
     assert role == "function"
     assert content == '[{"name": "f", "arguments": {"x": "ü"}}]'
 
 
-def test_answers_of_parallel_calls_stay_apart_for_the_template_to_join():
+def test_parallel_tool_results_stay_separate_for_the_template():
     record = chat(("user", "q"), ("assistant", "x"), ("tool", "one"), ("tool", "two"), ("assistant", "a"))
     record["messages"][1] = call("f", {})
     assert said(only(record, formatting="openai"))[2:4] == [("observation", "one"), ("observation", "two")]
 
 
-def test_an_empty_list_of_tools_is_no_tools():
+def test_empty_tool_list_means_no_tools():
     record = chat(("user", "q"), ("assistant", "a")) | {"tools": []}
     columns = {"messages": "messages", "tools": "tools"}
     assert only(record, formatting="openai", columns=columns).tools == ""  # LLaMA-Factory: an empty system message
 
 
-def test_a_thought_before_a_call_is_kept_and_other_text_is_counted():
+def test_thought_before_a_call_is_kept_and_other_text_is_counted():
     thought = {"messages": [{"role": "user", "content": "q"}, call("f", {}, content="<think>\nhm\n</think>")]}
     spoken = {"messages": [{"role": "user", "content": "q"}, call("f", {}, content="Let me see.")]}
     stats = DataStats()
@@ -166,12 +166,12 @@ def test_a_thought_before_a_call_is_kept_and_other_text_is_counted():
     ]
 
 
-def test_parts_of_text_are_joined():
+def test_text_parts_are_joined():
     record = chat(("user", [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]), ("assistant", "a"))
     assert said(only(record, formatting="openai"))[0] == ("user", "Hello")
 
 
-def test_a_message_can_say_whether_and_how_much_it_is_learned():
+def test_message_can_set_its_learning_flag_and_weight():
     record = chat(
         ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e"), ("assistant", "f")
     )
@@ -190,14 +190,14 @@ def test_prompt_and_completion_stay_text():
     assert (example.prompt, example.completion, example.messages) == ("2 + 2 =", " 4", ())
 
 
-def test_only_the_completion_of_two_message_lists_is_learned():
+def test_only_completion_of_two_message_lists_is_learned():
     before = chat(("user", "a"), ("assistant", "b"), ("user", "c"))["messages"]
     example = only({"prompt": before, "completion": chat(("assistant", "d"))["messages"]})
     assert said(example)[-1] == ("assistant", "d")
     assert [message.train for message in example.messages] == [False, False, False, None]
 
 
-def test_a_line_of_text_is_text(tmp_path):
+def test_line_of_text_is_a_text_record(tmp_path):
     write(tmp_path / "a.txt", "first\n\nthird\n")
     assert [example.text for example in load(dataset=str(tmp_path / "a.txt")).train] == ["first", "", "third"]
 
@@ -218,14 +218,14 @@ def test_a_line_of_text_is_text(tmp_path):
         ({**qa(1), "text": "rendered"}, "alpaca"),
     ],
 )
-def test_the_format_of_a_path_is_recognized_and_said(tmp_path, record, name):
+def test_format_of_a_path_is_detected_and_reported(tmp_path, record, name):
     path = write(tmp_path / "a.json", [record, record])
     sets = load(dataset=str(path))
     assert len(sets.train) == 2
     assert f"{path}: detected format {name} (" in sets.notes[0]
 
 
-def test_a_recognized_path_uses_the_optional_columns_it_has_and_names_the_rest(tmp_path):
+def test_detected_format_uses_optional_columns_and_names_unused_ones(tmp_path):
     path = write(tmp_path / "a.json", [{**qa(1), "system": "s", "history": [["a", "b"]], "id": 7}])
     sets = load(dataset=str(path))
     assert sets.train[0].system == "s"
@@ -234,7 +234,7 @@ def test_a_recognized_path_uses_the_optional_columns_it_has_and_names_the_rest(t
 
 
 @pytest.mark.parametrize("before", [1, 30])
-def test_an_optional_column_that_only_a_later_record_has_is_read_too(tmp_path, before):
+def test_optional_column_first_present_in_a_later_record_is_read(tmp_path, before):
     """Also behind the records that the format is recognized by."""
     records = [qa(number) for number in range(before)]
     path = write(tmp_path / "a.json", [*records, {**qa(1), "system": "s", "history": [["a", "b"]]}])
@@ -245,7 +245,7 @@ def test_an_optional_column_that_only_a_later_record_has_is_read_too(tmp_path, b
     assert '"images" is not empty' in refusal(dataset=str(path))
 
 
-def test_unknown_columns_are_refused_with_a_proposal_that_works(tmp_path):
+def test_unknown_columns_are_rejected_with_a_working_suggestion(tmp_path):
     path = write(tmp_path / "a.json", [{"prompt_text": "q", "answer_text": "a"}])
     message = refusal(dataset=str(path))
     assert "Found: prompt_text, answer_text" in message
@@ -254,7 +254,7 @@ def test_unknown_columns_are_refused_with_a_proposal_that_works(tmp_path):
     assert said(sets.train[0]) == [("user", "q"), ("assistant", "a")]
 
 
-def test_two_readings_are_refused_until_one_is_chosen(tmp_path):
+def test_ambiguous_format_is_rejected_until_one_is_chosen(tmp_path):
     path = str(write(tmp_path / "a.json", [{**qa(1), **chat(("user", "q"), ("assistant", "a"))}]))
     message = refusal(dataset=path)
     assert "alpaca" in message
@@ -263,19 +263,19 @@ def test_two_readings_are_refused_until_one_is_chosen(tmp_path):
 
 
 @pytest.mark.parametrize("more", [{"chosen": "a", "rejected": "b"}, {"label": True}])
-def test_preferences_are_another_stage(tmp_path, more):
+def test_preference_columns_suggest_preference_stage(tmp_path, more):
     path = str(write(tmp_path / "a.json", [{**chat(("user", "q"), ("assistant", "a")), **more}]))
     assert "stage: dpo" in refusal(dataset=path) or "stage: kto" in refusal(dataset=path)
     assert len(load(dataset=path, formatting="openai").train) == 1
 
 
-def test_roles_under_other_names_are_read_and_said(tmp_path):
+def test_alternative_role_names_are_accepted_and_reported(tmp_path):
     path = str(write(tmp_path / "a.json", [chat(("human", "q"), ("gpt", "a"))]))
     sets = load(dataset=path)
     assert said(sets.train[0]) == [("user", "q"), ("assistant", "a")]
 
 
-def test_roles_under_other_names_are_counted_by_record(tmp_path):
+def test_alternative_role_names_are_counted_by_record(tmp_path):
     path = write(tmp_path / "a.json", [chat(("user", "q"), ("assistant", "a")), chat(("human", "q"), ("gpt", "a"))])
     stats = DataStats()
     load(dataset=str(path), stats=stats)
@@ -284,7 +284,7 @@ def test_roles_under_other_names_are_counted_by_record(tmp_path):
 
 
 @pytest.mark.parametrize("query", [{}, {"input": None}, {"input": ""}], ids=str)
-def test_an_instruction_that_is_null_is_refused_where_nothing_else_is_asked(tmp_path, query):
+def test_null_instruction_is_rejected_without_another_question(tmp_path, query):
     path = write(
         tmp_path / "a.json", [{"instruction": "q", "output": "a"}, {"instruction": None, "output": "a", **query}]
     )
@@ -292,12 +292,12 @@ def test_an_instruction_that_is_null_is_refused_where_nothing_else_is_asked(tmp_
     assert "record 2 (line" in refusal(dataset=str(path))
 
 
-def test_an_input_alone_is_a_question(tmp_path):
+def test_input_alone_is_a_question(tmp_path):
     path = write(tmp_path / "a.json", [{"instruction": None, "input": "q", "output": "a"}])
     assert said(load(dataset=str(path)).train[0]) == [("user", "q"), ("assistant", "a")]
 
 
-def test_a_format_is_one_function(monkeypatch, tmp_path):
+def test_format_is_registered_as_one_function(monkeypatch, tmp_path):
     monkeypatch.setattr(FORMATS, "_members", dict(FORMATS._members))
 
     @FORMATS.register("riddle", columns={"riddle": "riddle", "solution": "solution"})
@@ -312,7 +312,7 @@ def test_a_format_is_one_function(monkeypatch, tmp_path):
     assert "solution" in refusal(dataset=str(write(tmp_path / "b.json", [{"riddle": "?"}])), formatting="riddle")
 
 
-def test_golden_conversations_are_read_as_llama_factory_reads_them(golden_folder):
+def test_golden_conversations_match_llamafactory(golden_folder):
     """The turns that its converters give; what is out of order it drops there, and the template here."""
     cases = json.loads((golden_folder / "conversations.json").read_text(encoding="utf-8"))
     for case in cases:
@@ -332,7 +332,7 @@ def test_golden_conversations_are_read_as_llama_factory_reads_them(golden_folder
 
 
 @pytest.mark.parametrize("answers", [("q a", "q b"), ("a", "b")])
-def test_a_pair_of_texts_whose_prompt_is_null_is_refused(answers):
+def test_text_pair_with_null_prompt_is_rejected(answers):
     columns = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
     values = dict(zip(("chosen", "rejected"), answers, strict=True))
     layout = Layout("preference", columns, tags=OPENAI_TAGS)

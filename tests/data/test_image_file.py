@@ -36,7 +36,7 @@ def test_header_and_pixels_follow_exif(tmp_path, turn, kind):
         assert (numpy.asarray(image)[:, -1] == numpy.asarray(drawn())[0]).all()
 
 
-def test_transparent_colors_lie_on_white(tmp_path):
+def test_transparent_pixels_become_white(tmp_path):
     for mode in ("RGBA", "LA"):
         clear = drawn(mode=mode)
         clear.putalpha(0)
@@ -46,13 +46,13 @@ def test_transparent_colors_lie_on_white(tmp_path):
     assert load(read_header(path)).getpixel((0, 0)) == (255, 255, 255)
 
 
-def test_gray_of_16_bits_is_scaled(tmp_path):
+def test_16_bit_grayscale_is_scaled(tmp_path):
     ramp = numpy.linspace(0, 65535, 24).round().astype(numpy.uint16).reshape(4, 6)
     image = load(read_header(saved(tmp_path, Image.fromarray(ramp), "deep.png")))
     assert (numpy.asarray(image)[..., 0] == numpy.rint(ramp / 257)).all()
 
 
-def test_first_frame_of_an_animation(tmp_path):
+def test_animation_gives_its_first_frame(tmp_path):
     first, second = (Image.new("RGB", (5, 5), color) for color in ("red", "blue"))
     path = saved(tmp_path, first, "a.gif", save_all=True, append_images=[second])
     assert read_header(path).is_animated
@@ -67,13 +67,13 @@ def test_first_frame_of_an_animation(tmp_path):
         (b"\x00\x01\x02\x03", "begins with the bytes 00 01 02 03"),
     ],
 )
-def test_a_file_that_is_no_image_is_refused_by_what_it_begins_with(tmp_path, content, said):
+def test_non_image_file_is_rejected_by_its_first_bytes(tmp_path, content, said):
     (tmp_path / "x.jpg").write_bytes(content)
     with pytest.raises(BadImage, match=said):
         read_header(tmp_path / "x.jpg")
 
 
-def test_an_image_with_too_many_pixels_is_refused_from_its_header(tmp_path):
+def test_image_with_too_many_pixels_is_rejected_from_its_header(tmp_path):
     path = saved(tmp_path, Image.new("1", (10, 10)), "large.png")
     content = bytearray(path.read_bytes())
     content[16:24] = (30000).to_bytes(4, "big") + (20000).to_bytes(4, "big")
@@ -85,7 +85,7 @@ def test_an_image_with_too_many_pixels_is_refused_from_its_header(tmp_path):
         read_header(path)
 
 
-def test_an_image_that_is_cut_off_or_another_one_is_refused_when_it_is_decoded(tmp_path):
+def test_truncated_or_replaced_image_is_rejected_when_decoded(tmp_path):
     path = saved(tmp_path, drawn(300, 200), "p.jpg")
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])

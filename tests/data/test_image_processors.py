@@ -71,7 +71,7 @@ def family(config: Any, composed: Any, is_given: bool = False, pan_and_scan: boo
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("text", ["Say this: ", "What is this?", ""])
-def test_pan_and_scan_of_gemma_writes_the_crops_as_its_processor_does(folder, name, text):
+def test_gemma_pan_and_scan_crops_match_its_processor(folder, name, text):
     model, composed = image_models().FAMILIES["gemma3"]()
     composed.image_processor.pan_and_scan_min_crop_size = 20
     found = family(model.config, composed, pan_and_scan=True)
@@ -89,7 +89,7 @@ def test_pan_and_scan_of_gemma_writes_the_crops_as_its_processor_does(folder, na
     assert (len(made["pixel_values"]) > 1) == (name != NAMES[0])
 
 
-def test_images_of_paligemma_stand_before_its_text(folder):
+def test_paligemma_images_precede_text(folder):
     model, composed = image_models().FAMILIES["paligemma"]()
     found = family(model.config, composed)
     template = load_template(_options(template="paligemma"), found.tokenizer, family=found)
@@ -112,7 +112,7 @@ def _options(**values: Any) -> Any:
     return options
 
 
-def test_the_text_of_mllama_attends_to_the_images_before_it(folder):
+def test_mllama_text_attends_to_preceding_images(folder):
     model, composed = image_models().build("mllama")
     found = family(model.config, composed)
     layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, composed.image_processor)
@@ -158,7 +158,7 @@ def idefics2() -> tuple[Any, Any]:
     return models.fill(library.Idefics2ForConditionalGeneration(config)), composed
 
 
-def test_a_model_without_a_family_is_written_by_its_own_processor(folder):
+def test_model_of_unknown_family_uses_its_processor(folder):
     model, composed = idefics2()
     found = family(model.config, composed, is_given=True)
     assert isinstance(found, AnyFamily)
@@ -178,7 +178,7 @@ def test_a_model_without_a_family_is_written_by_its_own_processor(folder):
         assert keeps_images_apart(model, collate)
 
 
-def test_a_model_without_a_family_and_a_processor_is_refused_with_those_that_need_none():
+def test_unknown_family_without_processor_is_rejected_with_supported_ones():
     model, composed = idefics2()
     with pytest.raises(UserError, match=r"(?s)type idefics2 cannot be trained on images.*llava.*qwen2_5_vl"):
         family(model.config, composed)
@@ -200,7 +200,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", list(TILES))
-def test_tiles_of_models_that_need_torchvision_are_counted_without_it(name):
+def test_tiles_are_counted_without_torchvision(name):
     tiny = image_models().FAMILIES[name]
     vision = SimpleNamespace(patch_size=14)
     tokenizer = image_models().tokenizer_of(*tiny.words, *tiny.named.values(), eos=tiny.eos, **tiny.named)
@@ -211,7 +211,7 @@ def test_tiles_of_models_that_need_torchvision_are_counted_without_it(name):
 
 
 @pytest.mark.parametrize("name", list(TILES))
-def test_rows_of_models_that_need_torchvision_are_those_of_their_processors(folder, name):
+def test_rows_of_torchvision_models_match_their_processors(folder, name):
     pytest.importorskip("torchvision")
     model, composed = image_models().build(name)
     found = family(model.config, composed)
@@ -229,7 +229,7 @@ def test_rows_of_models_that_need_torchvision_are_those_of_their_processors(fold
     assert row["input_ids"] == list(made["input_ids"][0])
 
 
-def test_an_image_that_lfm2_makes_too_many_patches_of_is_refused():
+def test_lfm2_image_with_too_many_patches_is_rejected():
     tiny = image_models().FAMILIES["lfm2_vl"]
     tokenizer = image_models().tokenizer_of(*tiny.words, eos=tiny.eos, **tiny.named)
     config = SimpleNamespace(model_type="lfm2_vl", vision_config=SimpleNamespace(patch_size=14))
@@ -239,7 +239,7 @@ def test_an_image_that_lfm2_makes_too_many_patches_of_is_refused():
 
 
 @pytest.mark.parametrize("name", ["pixtral", "mistral3"])
-def test_images_of_pixtral_have_whole_placeholders(folder, name):
+def test_pixtral_images_have_complete_placeholders(folder, name):
     model, composed = image_models().build(name)
     found = family(model.config, composed)
     processor = ImageProcessor.of(model, composed.image_processor, found.options)
@@ -248,7 +248,7 @@ def test_images_of_pixtral_have_whole_placeholders(folder, name):
         assert num_features(model, processor.tensors(found.prepared(image))) == count
 
 
-def test_an_image_beyond_200_to_1_is_refused_before_its_step(tmp_path):
+def test_image_with_aspect_ratio_above_200_is_rejected_before_its_step(tmp_path):
     image_models().write_images(tmp_path, ["p7_804x4.png"])
     model, composed = image_models().FAMILIES["qwen2_5_vl"]()
     found = family(model.config, composed)

@@ -90,21 +90,21 @@ def records(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("form", ["alpaca", "sharegpt", "openai", "parts", "bytes", "file", "filled"])
-def test_each_form_of_a_record_gives_the_same_messages(folder, form):
+def test_all_record_formats_give_the_same_messages(folder, form):
     assert seen(read(records(folder)[form], folder)) == [ASKED, ["Red."]]
 
 
-def test_a_column_alone_goes_before_the_first_user_message(folder):
+def test_image_column_alone_precedes_first_user_message(folder):
     values = {"instruction": "What?", "output": "Red.", "images": "a.png"}
     assert seen(read(values, folder)) == [[(8, 4), "What?"], ["Red."]]
 
 
-def test_without_a_column_of_images_the_mark_is_a_word(folder):
+def test_placeholder_without_image_column_is_plain_text(folder):
     values = {"instruction": "What is <image>?", "output": "A tag."}
     assert seen(read(values, folder)) == [["What is <image>?"], ["A tag."]]
 
 
-def test_pairs_and_verdicts_have_their_images_in_the_prompt(folder):
+def test_images_of_pairs_and_kto_examples_are_in_the_prompt(folder):
     pair = {
         "conversations": [{"from": "human", "value": TEXT}], "images": TWO,
         "chosen": {"from": "gpt", "value": "Red."}, "rejected": {"from": "gpt", "value": "Blue."},
@@ -117,7 +117,7 @@ def test_pairs_and_verdicts_have_their_images_in_the_prompt(folder):
     assert seen(read(verdict, folder, "verdicts", columns=columns)) == [ASKED, ["Red."]]
 
 
-def test_limits_of_one_image(folder):
+def test_image_can_set_its_pixel_limits(folder):
     part = {"type": "image", "image": "a.png", "max_pixels": 16}
     values = {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "Red."}]}
     (image,) = read(values, folder).messages[0].images
@@ -131,7 +131,7 @@ def trl(values: dict[str, Any], kind: Any = "texts") -> Example:
     return example
 
 
-def test_records_of_trl(folder):
+def test_trl_records_are_read(folder):
     image = Image.open(folder / "a.png")
     user, answer = {"role": "user", "content": "What?"}, {"role": "assistant", "content": "Red."}
     plain = trl({"messages": [user, answer], "images": [image]})
@@ -182,7 +182,7 @@ def bad(**change: Any) -> dict[str, Any]:
         (bad(system="See <image>"), "the system message contains an image"),
     ],
 )
-def test_bad_records_are_refused_by_number(folder, values, said):
+def test_bad_image_records_are_rejected_by_number(folder, values, said):
     with pytest.raises(UserError) as refused:
         read(values, folder)
     assert "v.json, record 7" in str(refused.value)
@@ -214,7 +214,7 @@ def films(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("form", ["alpaca", "folder", "sharegpt", "parts", "filled"])
-def test_each_form_of_a_video_becomes_its_frames(folder, form):
+def test_all_video_formats_become_frames(folder, form):
     (asked, _) = read(films(folder)[form], folder).messages
     kinds = [part.kind for part in asked.parts]
     assert kinds == ["video", "text", "image", "text"]
@@ -224,7 +224,7 @@ def test_each_form_of_a_video_becomes_its_frames(folder, form):
     assert (video.fps, video.max_pixels) == ((4, 900) if form == "parts" else (2.0, None))
 
 
-def test_frames_are_limited_and_paired_as_llamafactory_does(folder):
+def test_frames_are_limited_and_paired_as_in_llamafactory(folder):
     films(folder)
     sight = Sight((folder,), 1024, 589824, video_min_pixels=256, video_max_pixels=65536, video_fps=1.0)
     video = read_video(sight, "f", "videos[0]")
@@ -232,38 +232,38 @@ def test_frames_are_limited_and_paired_as_llamafactory_does(folder):
     assert (video.min_pixels, video.max_pixels, video.fps) == (256, 65536, 1.0)
 
 
-def test_videos_without_a_place_stand_before_the_first_user_message(folder):
+def test_videos_without_placeholder_precede_first_user_message(folder):
     record = {"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Red."}]}
     (asked, _) = read(record | {"videos": films(folder)["alpaca"]["videos"]}, folder).messages
     assert [part.kind for part in asked.parts] == ["video", "text"]
 
 
 @pytest.mark.parametrize("kind", [["image"], {"image": 1}, 3])
-def test_a_part_whose_type_is_no_word_is_refused(folder, kind):
+def test_content_part_with_non_string_type_is_rejected(folder, kind):
     parts = [{"type": kind}, {"type": "image", "image": "a.png"}]
     record = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "Red."}]}
     with pytest.raises(UserError, match='must be a part of type "text", "image" or "video"'):
         read(record, folder)
 
 
-def test_a_pipe_is_refused_and_not_opened(folder):
+def test_pipe_is_rejected_without_opening(folder):
     os.mkfifo(folder / "c.png")
     with pytest.raises(UserError, match=r'images.1. "c.png" is a named pipe, which is not read'):
         read(bad(images=["a.png", "c.png"]), folder)
 
 
-def test_a_file_that_is_no_image_is_refused_by_what_it_begins_with(folder):
+def test_non_image_file_is_rejected_by_its_first_bytes(folder):
     (folder / "c.png").write_text("<!DOCTYPE html>")
     with pytest.raises(UserError, match=r'images.1. "c.png" is not an image .begins "<!DOCTYPE ht"'):
         read(bad(images=["a.png", "c.png"]), folder)
 
 
-def test_a_model_of_text_refuses_images_by_its_name(folder):
+def test_text_model_rejects_images_by_its_name(folder):
     with pytest.raises(UserError, match=r'contains images .*"images".*, but qwen2 is a text-only model'):
         read(bad(), folder, model_type="qwen2")
 
 
-def test_the_same_bytes_are_kept_once(folder):
+def test_identical_bytes_are_stored_once(folder):
     sight, data = Sight(), io.BytesIO(content("a.png", folder)).getvalue()
     first, second = (sight.image({"bytes": data, "path": "x/a.png"}, "images[0]") for _ in range(2))
     assert first == second

@@ -87,7 +87,7 @@ def name_of(case: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("case", [*GOLDEN["llamafactory"], *GOLDEN["upright_on_white"]], ids=name_of)
-def test_rows_of_llamafactory(case, folder):
+def test_rows_match_llamafactory(case, folder):
     row, found, _ = encoded(case, folder)
     assert row["input_ids"] == case["input_ids"]
     assert row["labels"] == case["labels"]
@@ -104,7 +104,7 @@ def test_rows_of_llamafactory(case, folder):
 @pytest.mark.parametrize(
     "case", [c for c in (*GOLDEN["llamafactory"], *GOLDEN["upright_on_white"]) if c["tensors"]], ids=name_of
 )
-def test_pixels_of_llamafactory_upright_and_on_white(case, folder):
+def test_upright_pixels_on_white_match_llamafactory(case, folder):
     row, found, _ = encoded(case, folder)
     images = [found.prepared(image) for image in images_of(row)]
     pixels = np.asarray(found.processor(images=images, return_tensors="np")["pixel_values"], np.float64).ravel()
@@ -115,7 +115,7 @@ def test_pixels_of_llamafactory_upright_and_on_white(case, folder):
 
 
 @pytest.mark.parametrize("case", GOLDEN["trl"], ids=name_of)
-def test_rows_of_trl_but_for_learned_placeholders(case, folder):
+def test_rows_match_trl_except_for_learned_placeholders(case, folder):
     found = family(case["family"])
     options = PlainOptions(None, "keep_start", assistant_only=case["mode"] == "assistant")
     template, asked = (
@@ -133,7 +133,7 @@ def test_rows_of_trl_but_for_learned_placeholders(case, folder):
 
 
 @pytest.mark.parametrize("case", GOLDEN["counts"], ids=lambda case: case["family"])
-def test_placeholders_by_the_size_alone_are_those_of_the_processor(case):
+def test_placeholders_from_image_size_match_processor(case):
     found = family(case["family"])
     for width, height, count in case["width_height_placeholders"]:
         assert found.ids(width, height).count(found.placeholder_id) == count, (width, height)
@@ -149,7 +149,7 @@ def test_placeholders_are_never_learned(folder):
             assert found.placeholder_id not in row["labels"]
 
 
-def test_an_image_is_never_cut(folder):
+def test_image_is_never_truncated(folder):
     for case in GOLDEN["not_to_match"]:
         if "cutoff_len" in (case.get("options") or {}):
             row, found, stats = encoded(case, folder)
@@ -160,7 +160,7 @@ def test_an_image_is_never_cut(folder):
             assert row["input_ids"].count(found.placeholder_id) == whole
 
 
-def test_text_is_given_up_before_an_image(folder):
+def test_text_is_truncated_before_an_image(folder):
     case = {"family": "qwen2_5_vl", "template": "qwen2_vl", "record": "large", "options": {}}
     row, _, _ = encoded(case, folder)
     (image,) = images_of(row)
@@ -169,7 +169,7 @@ def test_text_is_given_up_before_an_image(folder):
     assert images_of(shorter)[0].end - images_of(shorter)[0].begin == image.end - image.begin
 
 
-def test_images_shrink_until_their_row_fits(folder):
+def test_images_are_downscaled_until_their_row_fits(folder):
     found = family("qwen2_5_vl", shrinks=True)
     options, stats = Options(template="qwen2_vl", cutoff_len=54), DataStats()
     template = load_template(options, found.tokenizer, family=found)
@@ -181,7 +181,7 @@ def test_images_shrink_until_their_row_fits(folder):
     assert any("images resized to fit" in reason for reason in stats.records)
 
 
-def test_a_control_token_in_a_text_is_text(folder):
+def test_control_token_in_a_text_is_text(folder):
     found = family("qwen2_5_vl")
     template = load_template(Options(template="qwen2_vl"), found.tokenizer, family=found)
     (row,) = template.encode([example(folder, "marks")], DataStats())
@@ -191,12 +191,12 @@ def test_a_control_token_in_a_text_is_text(folder):
     assert row["input_ids"].count(found.placeholder_id) == sum(len(found.of(one)) for one in images_of(row))
 
 
-def test_a_template_of_another_family_is_refused_by_both_tokens():
+def test_template_of_another_family_is_rejected_naming_both_tokens():
     with pytest.raises(UserError, match=r"qwen2_vl uses the placeholder <\|image_pad\|>, but gemma3 uses <image_so"):
         check_family("qwen2_vl", family("gemma3"))
 
 
-def test_a_prompt_ends_where_the_answer_begins(folder):
+def test_prompt_ends_where_the_response_begins(folder):
     found = family("qwen2_5_vl")
     template = load_template(Options(template="qwen2_vl"), found.tokenizer, family=found)
     (row,) = template.encode([example(folder, "two")], DataStats())
@@ -212,14 +212,14 @@ def test_images_are_upright_and_on_white(folder):
     assert load(clear).getpixel((0, 0)) == (255, 255, 255)
 
 
-def test_the_identity_of_an_image_changes_with_its_file_and_limits(folder):
+def test_image_hash_depends_on_file_and_limits(folder):
     one = read_header(folder / "p1_64x48.png")
     others = [read_header(folder / "p4_48x48.png"), replace(one, modified_ns=1), replace(one, max_pixels=9)]
     assert len({one.identity, *(other.identity for other in others)}) == 4
     assert ImageFile(**one.as_json()) == one
 
 
-def test_explain_describes_an_image_in_its_place(folder):
+def test_explain_shows_an_image_at_its_position(folder):
     row, found, _ = encoded({"family": "qwen2_5_vl", "template": "qwen2_vl", "record": "two", "options": {}}, folder)
     pieces = pieces_of(row, found.tokenizer, found)
     described = [text for text, _, _ in pieces if text.startswith("[image")]

@@ -102,7 +102,7 @@ def check(name, seed, has_flags, **given):
 
 @pytest.mark.parametrize("name", few([*TEMPLATES, "own"], {"qwen", "llama3", "own"}))
 @pytest.mark.parametrize("has_flags", [False, True], ids=["plain", "flags"])
-def test_the_learned_tokens_are_those_of_a_plain_reference(name, has_flags):
+def test_learned_tokens_match_plain_reference(name, has_flags):
     for seed, (which, rule) in enumerate(product(ENDS, RANGES)):
         if not (name in CLOSED_BY_EOS and rule.get("train_on_prompt")):
             check(name, seed, has_flags, train_on_eos=which, **rule)
@@ -110,7 +110,7 @@ def test_the_learned_tokens_are_those_of_a_plain_reference(name, has_flags):
 
 @pytest.mark.parametrize("rule", [{}, {"mask_history": True}, {"train_on_prompt": True}], ids=str)
 @pytest.mark.parametrize("which", ENDS)
-def test_packing_learns_of_each_row_what_the_row_learns_alone(which, rule):
+def test_packed_rows_learn_the_same_tokens_as_single_rows(which, rule):
     template, _ = loaded("qwen", train_on_eos=which, **rule)
     rows = [row for row in template.encode(conversations(7, 40), DataStats()) if row is not None]
     capacity = max(len(row["input_ids"]) for row in rows) + 50
@@ -126,7 +126,7 @@ def test_packing_learns_of_each_row_what_the_row_learns_alone(which, rule):
     assert said(row for one in packs for row in sequences_of(one)) == said(rows)
 
 
-def test_a_message_that_opens_with_a_stop_word_does_not_end_there():
+def test_message_starting_with_a_stop_word_does_not_end_there():
     template, tokenizer = loaded("chatml", train_on_eos="all")  # <|im_start|> stops a generation too
     row = template.encode([Example((Message("user", "a"), Message("assistant", "b", train=False)))], DataStats())[0]
     assert [tokenizer.decode(label) for label in row["labels"] if label != IGNORE_INDEX] == ["<|im_end|>"] * 2

@@ -33,14 +33,14 @@ def steps_of_epoch(s):
     return groups
 
 
-def test_an_epoch_uses_every_item_once_and_the_next_is_in_another_order():
+def test_epoch_uses_every_item_once_and_next_epoch_is_reshuffled():
     s = stream()
     first, second = steps_of_epoch(s), steps_of_epoch(s)
     assert sorted(chain(*first)) == sorted(chain(*second)) == list(range(21))
     assert first != second
 
 
-def test_the_order_does_not_depend_on_the_global_generator():
+def test_order_does_not_depend_on_global_generator():
     torch.manual_seed(1)
     first = steps_of_epoch(stream())
     torch.manual_seed(2)
@@ -48,7 +48,7 @@ def test_the_order_does_not_depend_on_the_global_generator():
     assert steps_of_epoch(stream()) == first
 
 
-def test_the_order_is_that_of_accelerates_seedable_sampler():
+def test_order_matches_seedable_sampler_of_accelerate():
     from accelerate.data_loader import SeedableRandomSampler
 
     sampler = SeedableRandomSampler(range(21), data_seed=7)
@@ -58,7 +58,7 @@ def test_the_order_is_that_of_accelerates_seedable_sampler():
 
 
 @pytest.mark.parametrize("stop_after", [1, 3, 5, 6, 7])
-def test_a_stream_resumed_from_its_state_goes_on_where_it_stopped(stop_after):
+def test_loader_resumes_from_its_state(stop_after):
     whole = stream()
     expected = steps_of_epoch(whole) + steps_of_epoch(whole)
     first = stream()
@@ -80,7 +80,7 @@ def test_a_stream_resumed_from_its_state_goes_on_where_it_stopped(stop_after):
 
 
 @pytest.mark.parametrize("done", [1, 50, 5000])
-def test_a_resumed_stream_touches_no_row_before_its_place(done):
+def test_resumed_loader_reads_no_earlier_rows(done):
     touched = []
 
     class Rows(list):
@@ -96,7 +96,7 @@ def test_a_resumed_stream_touches_no_row_before_its_place(done):
     assert touched == expected
 
 
-def test_what_was_read_ahead_but_not_used_is_read_again():
+def test_prefetched_unused_batches_are_read_again_on_resume():
     s = stream()
     groups = s.step_batches()
     first = next(groups)
@@ -106,13 +106,13 @@ def test_what_was_read_ahead_but_not_used_is_read_again():
 
 
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(8, 1), (4, 2), (2, 4), (1, 8)])
-def test_the_items_of_a_step_do_not_depend_on_how_it_is_cut(batch_size, accumulation):
+def test_items_of_a_step_do_not_depend_on_micro_batching(batch_size, accumulation):
     cut = steps_of_epoch(stream(batch_size=batch_size, accumulation=accumulation))
     assert cut == steps_of_epoch(stream(batch_size=8, accumulation=1))
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_ranks_share_the_items_of_one_process_and_take_the_same_number_of_micro_batches(world_size):
+def test_ranks_share_items_of_one_process_with_equal_micro_batch_counts(world_size):
     alone = steps_of_epoch(stream(batch_size=2 * world_size, accumulation=2, num_items=29))
     ranks = [
         list(stream(batch_size=2, accumulation=2, num_items=29, world_size=world_size, rank=rank).step_batches())
@@ -123,23 +123,23 @@ def test_ranks_share_the_items_of_one_process_and_take_the_same_number_of_micro_
         assert len({len(rank[index].batches) for rank in ranks}) == 1
 
 
-def test_a_rank_without_items_gets_a_batch_that_weighs_nothing():
+def test_rank_without_items_gets_a_batch_without_weight():
     last = list(stream(num_items=5, batch_size=2, accumulation=1, world_size=2, rank=1).step_batches())[-1]
     assert (last.batches[0]["labels"] == -100).all()
     assert (last.num_rows, last.num_tokens) == (0, 0)
 
 
-def test_drop_last_drops_the_items_that_do_not_fill_a_batch():
+def test_drop_last_drops_items_of_an_incomplete_batch():
     assert sum(map(len, steps_of_epoch(stream(drop_last=True)))) == 20
 
 
-def test_epochs_are_counted_in_micro_batches_and_end_on_a_whole_number():
+def test_epoch_progress_counts_micro_batches_and_ends_on_an_integer():
     groups = list(stream().step_batches())
     assert [round(g.epoch * 11) for g in groups] == [2, 4, 6, 8, 10, 11]
     assert groups[-1].epoch == 1.0
 
 
-def test_group_by_length_begins_with_the_longest_and_keeps_neighbours_alike():
+def test_group_by_length_starts_with_longest_and_groups_similar_lengths():
     lengths = [(i * 37) % 101 for i in range(400)]
     order = stream(400, lengths=lengths, train_sampling_strategy="group_by_length").order(0)
     assert sorted(order) == list(range(400))
@@ -148,7 +148,7 @@ def test_group_by_length_begins_with_the_longest_and_keeps_neighbours_alike():
     assert sum(gaps) / len(gaps) < 8
 
 
-def test_group_by_length_is_transformers_order():
+def test_group_by_length_matches_transformers_order():
     from transformers.trainer_pt_utils import get_length_grouped_indices
 
     lengths = [(i * 37) % 101 for i in range(400)]
@@ -158,11 +158,11 @@ def test_group_by_length_is_transformers_order():
 
 
 @pytest.mark.run
-def test_workers_give_the_batches_that_the_loop_would_make_itself():
+def test_workers_give_the_same_batches_as_the_main_process():
     assert steps_of_epoch(stream(dataloader_num_workers=1)) == steps_of_epoch(stream())
 
 
-def test_workers_are_given_what_the_options_say_of_them(monkeypatch):
+def test_worker_options_are_passed_to_workers(monkeypatch):
     given = []
 
     def loader(items, batch_sampler, collate_fn, **settings):
@@ -177,13 +177,13 @@ def test_workers_are_given_what_the_options_say_of_them(monkeypatch):
     assert given == [(1, 3, True), (1, 3, False)]
 
 
-def test_evaluation_goes_through_its_set_in_order_and_again():
+def test_evaluation_iterates_in_order_and_repeatedly():
     batches = EvalBatches(range(5), collate, batch_size=2)
     for _ in range(2):
         assert [b["input_ids"].flatten().tolist() for b in batches] == [[0, 1], [2, 3], [4]]
 
 
-def test_evaluation_on_two_ranks_sees_every_item_once():
+def test_evaluation_on_two_ranks_covers_every_item_once():
     ranks = [list(EvalBatches(range(5), collate, 2, world_size=2, rank=r)) for r in range(2)]
     assert [len(r) for r in ranks] == [2, 2]
     seen = [i for r in ranks for b in r if b["labels"].max() >= 0 for i in b["input_ids"].flatten().tolist()]
@@ -191,7 +191,7 @@ def test_evaluation_on_two_ranks_sees_every_item_once():
 
 
 @pytest.mark.parametrize("pads", [False, True])
-def test_a_budget_keeps_the_items_of_each_step_and_no_micro_batch_is_above_it(pads):
+def test_token_budget_keeps_items_of_a_step_and_limits_micro_batches(pads):
     lengths = [1 + (7 * i) % 19 for i in range(21)]
     plain = steps_of_epoch(stream())
     cut = StepPartition(2, 2, budget=Budget(20, pads))
@@ -204,7 +204,7 @@ def test_a_budget_keeps_the_items_of_each_step_and_no_micro_batch_is_above_it(pa
 
 
 @pytest.mark.parametrize("pads", [False, True])
-def test_patches_of_images_count_in_a_budget(pads):
+def test_image_patches_count_towards_the_budget(pads):
     lengths, patches = [5] * 8, [0, 0, 0, 0, 6, 6, 40, 0]
     parts = Budget(20, pads).micro_batches(range(8), lengths, patches)
     assert sorted(item for part in parts for item in part) == list(range(8))
@@ -217,7 +217,7 @@ def test_patches_of_images_count_in_a_budget(pads):
     )
 
 
-def test_a_budget_puts_the_rows_of_several_micro_batches_together_where_they_fit():
+def test_budget_merges_rows_of_several_micro_batches_that_fit():
     groups = list(
         RowLoader(
             range(12), collate, StepPartition(1, 6, budget=Budget(20, False)), seed=7, lengths=[5] * 12
@@ -242,7 +242,7 @@ def steps_of_ranks(world_size, lengths, budget=None, items=21):
 
 @pytest.mark.parametrize("budget", [None, Budget(6, False), Budget(6, True)])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_ranks_share_the_items_of_a_step_each_once_in_as_many_micro_batches(world_size, budget):
+def test_ranks_share_items_of_a_step_once_with_equal_micro_batch_counts(world_size, budget):
     lengths = [1 + i % 5 for i in range(21)]
     plain = [sorted(step) for step in steps_of_epoch(RowLoader(
         range(21), collate, StepPartition(2, 2 * world_size), seed=7
@@ -252,7 +252,7 @@ def test_ranks_share_the_items_of_a_step_each_once_in_as_many_micro_batches(worl
         assert len(counts) == 1
 
 
-def test_no_rank_waits_long_for_another_where_lengths_are_known():
+def test_known_lengths_balance_tokens_between_ranks():
     lengths = [1 + (i * 37) % 101 for i in range(160)]
     for shares, _ in steps_of_ranks(4, lengths, items=160):
         tokens = [sum(lengths[item] for item in share) for share in shares]
@@ -262,7 +262,7 @@ def test_no_rank_waits_long_for_another_where_lengths_are_known():
     assert share_of_waiting([[0, 1]], [3, 1], 2) == pytest.approx(1 / 3)
 
 
-def test_a_budget_cuts_the_batches_of_an_evaluation_too():
+def test_budget_applies_to_evaluation_batches():
     lengths = [8, 8, 8, 2, 2, 2, 2]
     batches = list(EvalBatches(range(7), collate, 4, budget=Budget(10, False), lengths=lengths))
     assert sorted(i for batch in batches for i in batch["input_ids"].flatten().tolist()) == list(range(7))

@@ -29,12 +29,12 @@ def examples(folder, rows, needs, **given):
         [{"prompt": [{"role": "user", "content": "Hi"}]}],
     ],
 )
-def test_prompts_need_no_answer(tmp_path, rows):
+def test_prompts_do_not_require_answers(tmp_path, rows):
     (example,) = examples(tmp_path, rows, RecordNeeds("prompts"))
     assert [(message.role, message.text) for message in example.messages] == [("user", "Hi")]
 
 
-def test_a_prompt_as_text_needs_no_completion(tmp_path):
+def test_text_prompt_does_not_require_completion(tmp_path):
     (example,) = examples(tmp_path, [{"prompt": "Hi"}], RecordNeeds("prompts"))
     assert (example.prompt, example.completion) == ("Hi", None)
     with pytest.raises(UserError):
@@ -42,7 +42,7 @@ def test_a_prompt_as_text_needs_no_completion(tmp_path):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_further_columns_of_a_record_come_with_its_example(tmp_path, streaming):
+def test_extra_columns_of_a_record_are_kept_with_its_example(tmp_path, streaming):
     rows = [{"instruction": "Hi", "output": "Ho", "solution": "42"}, {"instruction": "Hi", "output": "Ho"}]
     needs = RecordNeeds(columns=("solution",), stage="grpo")
     found = examples(tmp_path, rows, needs, streaming=streaming)
@@ -51,7 +51,7 @@ def test_further_columns_of_a_record_come_with_its_example(tmp_path, streaming):
         examples(tmp_path, rows[1:], needs)
 
 
-def test_further_columns_are_part_of_the_fingerprint(tmp_path):
+def test_extra_columns_are_part_of_the_fingerprint(tmp_path):
     rows = [{"instruction": "Hi", "output": "Ho", "solution": "42"}]
     file = tmp_path / "rows.jsonl"
     hashes = set()
@@ -63,7 +63,7 @@ def test_further_columns_are_part_of_the_fingerprint(tmp_path):
     assert len(hashes) == 3
 
 
-def test_a_format_may_hold_records_of_a_kind_of_its_own(tmp_path, monkeypatch):
+def test_format_can_define_its_own_record_type(tmp_path, monkeypatch):
     monkeypatch.setattr(FORMATS, "_members", dict(FORMATS._members))
 
     @FORMATS.register("rated", columns={"prompt": "question", "response": "answer", "stars": "stars"}, holds="ratings")

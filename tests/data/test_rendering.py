@@ -28,7 +28,7 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(Path(burnish.__file__).parent / "demo" / "model")
 
 
-def test_a_limit_of_the_time_ends_with_its_block(tokenizer: Any) -> None:
+def test_time_limit_ends_with_its_block(tokenizer: Any) -> None:
     before = rendering._worker.limit_s
     with (
         pytest.raises(UserError, match=r"took more than 0\.3 s"), rendering.limit_rendering(0.3)
@@ -38,7 +38,7 @@ def test_a_limit_of_the_time_ends_with_its_block(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("body", [LOOPS, POWER])
-def test_a_rendering_that_does_not_end_is_ended_in_every_thread(
+def test_endless_rendering_is_stopped_in_every_thread(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
     monkeypatch.setattr(rendering._worker, "limit_s", 0.3)
@@ -72,14 +72,12 @@ def test_a_rendering_that_does_not_end_is_ended_in_every_thread(
         ("{{ a.b.c }}", "the chat template raised an error: 'a' is undefined"),
     ],
 )
-def test_what_a_template_cannot_render_is_an_error_of_that_conversation(
-    tokenizer: Any, template: str, said: str
-) -> None:
+def test_rendering_error_belongs_to_its_conversation(tokenizer: Any, template: str, said: str) -> None:
     (found,) = render(tokenizer, [Conversation(CHAT)], template)
     assert said in str(found.error)
 
 
-def test_texts_and_ids_are_those_of_transformers(tokenizer: Any) -> None:
+def test_texts_and_ids_match_transformers(tokenizer: Any) -> None:
     chats = [[{"role": "user", "content": f"{n} ä 你"}, {"role": "assistant", "content": "Ja."}] for n in range(3)]
     asked = [Conversation(chat, parts=[WHOLE, PROMPT, (1, True)]) for chat in chats]
     wanted = []
@@ -91,7 +89,7 @@ def test_texts_and_ids_are_those_of_transformers(tokenizer: Any) -> None:
     assert chat_ids(tokenizer, [Conversation(chat) for chat in chats]) == ids
 
 
-def test_marks_are_those_of_transformers(tokenizer: Any) -> None:
+def test_assistant_masks_match_transformers(tokenizer: Any) -> None:
     marked = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}" \
         "{% endgeneration %}{% else %}{{ m.content }}{% endif %} {% endfor %}"  # fmt: skip
     chat = [{"role": role, "content": f"{role} says 你好 {n}"} for n in range(3) for role in ("user", "assistant")]
@@ -104,7 +102,7 @@ def test_marks_are_those_of_transformers(tokenizer: Any) -> None:
 
 
 @pytest.mark.run
-def test_a_fork_has_a_worker_of_its_own_and_an_interrupted_request_is_not_answered_twice(
+def test_forked_process_gets_its_own_worker_and_stale_responses_are_dropped(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def text(word: str) -> str:
@@ -136,7 +134,7 @@ def test_a_fork_has_a_worker_of_its_own_and_an_interrupted_request_is_not_answer
     assert kept is not None
 
 
-def test_the_worker_ends_with_its_parent(tmp_path: Path) -> None:
+def test_worker_ends_with_its_parent(tmp_path: Path) -> None:
     """Killed in the middle of a rendering, burnish leaves nothing behind that goes on."""
     script = f"""
 import time

@@ -33,7 +33,7 @@ def write(writer, rows=ROWS):
 
 
 @pytest.mark.parametrize("rows_of_block", [1, 2, 1000])
-def test_columns_of_every_kind_come_back_as_they_were_added(tmp_path, monkeypatch, rows_of_block):
+def test_columns_of_every_type_round_trip(tmp_path, monkeypatch, rows_of_block):
     monkeypatch.setattr(store, "BLOCK_ROWS", rows_of_block)
     write(RowWriter(tmp_path)).close(known="fact")
     for rows in (open_rows(tmp_path), write(RowWriter()).in_memory()):
@@ -44,7 +44,7 @@ def test_columns_of_every_kind_come_back_as_they_were_added(tmp_path, monkeypatc
         assert list(pickle.loads(pickle.dumps(rows))) == EXPECTED
 
 
-def test_a_row_of_many_numbers_fills_a_block(tmp_path, monkeypatch):
+def test_row_of_many_numbers_fills_a_block(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "BLOCK_NUMBERS", 3)
     write(RowWriter(tmp_path)).close()
     blocks = store.read_rows_manifest(tmp_path)["blocks"]
@@ -52,7 +52,7 @@ def test_a_row_of_many_numbers_fills_a_block(tmp_path, monkeypatch):
     assert list(open_rows(tmp_path)) == EXPECTED
 
 
-def test_a_damaged_block_is_refused_when_it_is_read_and_no_other(tmp_path, monkeypatch):
+def test_only_reading_a_damaged_block_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "BLOCK_ROWS", 2)
     write(RowWriter(tmp_path)).close()
     second = store.read_rows_manifest(tmp_path)["blocks"][1]

@@ -45,7 +45,7 @@ def in_memory(**sets):
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_same_records_come_from_every_file_type():
+def test_every_file_type_gives_the_same_records():
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     records = numbered(0, 3)
     table = pyarrow.Table.from_pylist(records)
@@ -77,19 +77,19 @@ def test_nested_messages_survive_parquet():
     assert roles == ["user", "assistant", "user", "function"]
 
 
-def test_csv_keeps_text_as_written():
+def test_csv_keeps_text_unchanged():
     data("a.csv", 'instruction,output\n007,"1,5 and\nmore"\n')
     assert said(load(dataset="data/a.csv").train[0]) == [("user", "007"), ("assistant", "1,5 and\nmore")]
 
 
-def test_text_is_cut_into_lines_as_datasets_cuts_it():
+def test_text_is_split_into_lines_as_in_datasets():
     text = "one\r\ntwo\n\n three\x0bthree\u2028three \rfour\n"
     data("a.txt", text.encode())
     expected = datasets.load_dataset("text", data_files="data/a.txt", split="train", cache_dir="cache")["text"]
     assert [example.text for example in load(dataset="data/a.txt").train] == list(expected)
 
 
-def test_a_folder_is_read_in_the_order_of_its_names():
+def test_folder_is_read_in_file_name_order():
     data("set/b.json", numbered(5, 8))
     data("set/a.jsonl", numbered(0, 5))
     data("set/README.md", "about")
@@ -98,18 +98,18 @@ def test_a_folder_is_read_in_the_order_of_its_names():
     assert sets.train[5].place == "data/set/b.json, record 1"
 
 
-def test_a_folder_that_datasets_saved_is_read():
+def test_folder_saved_by_datasets_is_read():
     datasets.Dataset.from_list(numbered(0, 4)).save_to_disk("data/saved")
     assert answers(load(dataset="data/saved").train) == [0, 1, 2, 3]
 
 
-def test_an_example_knows_its_file_and_record():
+def test_example_knows_its_file_and_record():
     data("a.json", numbered(0, 3))
     write(Path("data/dataset_info.json"), {"mine": {"file_name": "a.json"}})
     assert [example.place for example in load(dataset="mine").train][2] == "data/a.json, record 3"
 
 
-def test_names_paths_and_files_of_the_folder_can_be_mixed():
+def test_names_paths_and_folder_files_can_be_mixed():
     data("a.json", numbered(0, 2))
     write(Path("elsewhere/b.json"), numbered(2, 4))
     data("c.json", numbered(4, 6))
@@ -117,7 +117,7 @@ def test_names_paths_and_files_of_the_folder_can_be_mixed():
     assert answers(load(dataset="mine,elsewhere/b.json,c.json").train) == list(range(6))
 
 
-def test_a_dict_from_python_describes_data_sets():
+def test_dict_from_python_describes_datasets():
     path = write(Path("elsewhere/b.json"), numbered(0, 2))
     assert answers(load(dataset="mine", dataset_dir={"mine": {"file_name": str(path)}}).train) == [0, 1]
 
@@ -138,7 +138,7 @@ def hub(monkeypatch):
     return asked
 
 
-def test_an_entry_with_a_hub_url_is_loaded_through_datasets(hub):
+def test_entry_with_hub_url_is_loaded_through_datasets(hub):
     entry = {"hf_hub_url": "someone/set", "subset": "en", "folder": "v2", "split": "validation"}
     sets = load(dataset="mine", dataset_dir={"mine": entry})
     assert hub == [{"path": "someone/set", "name": "en", "data_dir": "v2", "split": "validation",
@@ -149,7 +149,7 @@ def test_an_entry_with_a_hub_url_is_loaded_through_datasets(hub):
 @pytest.mark.parametrize(
     "dataset_dir", ["ONLINE", "REMOTE:someone/sets", {"someone/set": {"hf_hub_url": "someone/set"}}], ids=str
 )
-def test_no_hub_is_asked_to_complete_a_list_of_problems(hub, dataset_dir):
+def test_hub_is_not_queried_for_complete_error_lists(hub, dataset_dir):
     local = [] if isinstance(dataset_dir, str) else [data("a.json", numbered(0, 2))]
     assert len(load(searches_hubs=False, dataset=["someone/set", *local], dataset_dir=dataset_dir).train) == 2 * len(
         local
@@ -163,7 +163,7 @@ def test_online_names_are_hub_ids(hub):
     assert hub[0]["split"] == "train"
 
 
-def test_modelscope_is_asked_where_the_environment_says_so(hub, monkeypatch):
+def test_modelscope_is_used_if_environment_selects_it(hub, monkeypatch):
     asked = []
 
     class MsDataset:
@@ -185,14 +185,14 @@ def test_modelscope_is_asked_where_the_environment_says_so(hub, monkeypatch):
                       "token": None}]  # fmt: skip
 
 
-def test_modelscope_that_is_not_installed_names_its_extra(monkeypatch):
+def test_missing_modelscope_names_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "modelscope", None)
     with pytest.raises(UserError, match=r"burnish\[modelscope\]"):
         load(dataset="mine", dataset_dir={"mine": {"ms_hub_url": "other/set"}})
     assert issubclass(MissingExtraError, UserError)
 
 
-def test_without_a_network_a_hub_set_is_refused_in_words(monkeypatch):
+def test_hub_dataset_without_network_is_rejected(monkeypatch):
     def load_dataset(path, **more):
         raise ConnectionError(f"Couldn't reach '{path}' on the Hub (OfflineModeIsEnabled)")
 
@@ -202,7 +202,7 @@ def test_without_a_network_a_hub_set_is_refused_in_words(monkeypatch):
     assert "network" in message
 
 
-def test_a_remote_repository_describes_data_sets(hub, monkeypatch):
+def test_remote_repository_describes_datasets(hub, monkeypatch):
     import huggingface_hub
 
     path = write(Path("fetched/dataset_info.json"), {"mine": {"hf_hub_url": "someone/set"}})
@@ -216,14 +216,14 @@ def test_a_remote_repository_describes_data_sets(hub, monkeypatch):
     assert asked == [("someone/info", "dataset_info.json", "dataset")]
 
 
-def test_a_store_whose_library_is_missing_is_refused_with_its_name(monkeypatch):
+def test_cloud_store_with_missing_library_is_rejected_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     message = refusal(dataset="mine", dataset_dir={"mine": {"cloud_file_name": "s3://bucket/a.jsonl"}})
     assert "needs the library 's3fs'" in message
     assert "pip install s3fs" in message
 
 
-def test_a_file_in_a_cloud_store_is_read_and_its_faults_named():
+def test_cloud_store_file_is_read_and_its_errors_are_reported():
     fsspec = pytest.importorskip("fsspec")
     store = fsspec.filesystem("memory")
     store.pipe("/bucket/a.jsonl", "\n".join(map(json.dumps, numbered(0, 3))).encode())
@@ -239,17 +239,17 @@ def test_a_file_in_a_cloud_store_is_read_and_its_faults_named():
 # --- which rows -------------------------------------------------------------------------------------------------------
 
 
-def test_max_samples_takes_the_first_of_each_set():
+def test_max_samples_takes_first_records_of_each_dataset():
     sets = in_memory(a=numbered(0, 10), b=numbered(10, 12), c=numbered(20, 30))
     assert answers(load(dataset="a,b,c", dataset_dir=sets, max_samples=3).train) == [0, 1, 2, 10, 11, 20, 21, 22]
 
 
-def test_what_comes_after_max_samples_is_not_even_read():
+def test_records_beyond_max_samples_are_not_read():
     data("a.jsonl", "\n".join([*map(json.dumps, numbered(0, 30)), "{broken"]))
     assert len(load(dataset="data/a.jsonl", max_samples=30).train) == 30
 
 
-def test_num_samples_draws_rows_and_repeats_where_there_are_too_few():
+def test_num_samples_samples_rows_and_repeats_if_too_few():
     """The rows that numpy's global generator gives after numpy.random.seed(seed), which is how LLaMA-Factory draws."""
     numpy.random.seed(7)
     few = numpy.random.permutation(10)[:4].tolist()
@@ -261,7 +261,7 @@ def test_num_samples_draws_rows_and_repeats_where_there_are_too_few():
 
 @pytest.mark.parametrize(("num_rows", "val_size"), [(1000, 0.1), (24, 0.3), (24, 5), (7, 1), (3, 0.01)])
 @pytest.mark.parametrize("seed", [0, 42])
-def test_the_split_is_that_of_datasets(num_rows, val_size, seed):
+def test_split_matches_datasets(num_rows, val_size, seed):
     expected = datasets.Dataset.from_dict({"row": list(range(num_rows))}).train_test_split(
         test_size=val_size, seed=seed
     )
@@ -269,7 +269,7 @@ def test_the_split_is_that_of_datasets(num_rows, val_size, seed):
     assert (learned, held_out) == (list(expected["train"]["row"]), list(expected["test"]["row"]))
 
 
-def test_a_tenth_of_a_thousand_rows_is_held_out():
+def test_val_size_of_a_tenth_holds_out_a_tenth():
     sets = load(42, dataset="a", dataset_dir=in_memory(a=numbered(0, 1000)), val_size=0.1)
     assert (len(sets.train), len(sets.eval[""])) == (900, 100)
     assert sorted(answers(sets.train) + answers(sets.eval[""])) == list(range(1000))
@@ -295,7 +295,7 @@ def each_once():
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("probabilities", [None, [0.5, 0.3, 0.2], [0.1, 0.1, 0.8]])
 @pytest.mark.parametrize("lengths", few([[3, 4, 5], [5, 5, 1], [700, 40, 2000]], 2))
-def test_interleaved_sets_come_in_the_order_of_datasets(strategy, probabilities, lengths):
+def test_interleaved_datasets_match_order_of_datasets(strategy, probabilities, lengths):
     if strategy == "interleave_once" and not each_once():
         pytest.skip("needs a datasets that deals each row once")
     sets = [datasets.Dataset.from_dict({"row": [f"{i}.{row}" for row in range(n)]}) for i, n in enumerate(lengths)]
@@ -304,7 +304,7 @@ def test_interleaved_sets_come_in_the_order_of_datasets(strategy, probabilities,
     assert found == list(expected["row"])
 
 
-def test_sets_are_mixed_as_the_options_say():
+def test_datasets_are_mixed_according_to_options():
     sets = in_memory(a=numbered(0, 3), b=numbered(10, 12))
     assert answers(load(dataset="a,b", dataset_dir=sets).train) == [0, 1, 2, 10, 11]
     mixed = load(dataset="a,b", dataset_dir=sets, mix_strategy="interleave_once")
@@ -316,7 +316,7 @@ def test_sets_are_mixed_as_the_options_say():
     assert answers(drawn[0].train) != answers(drawn[1].train)
 
 
-def test_evaluation_sets_are_merged_or_kept_apart():
+def test_eval_datasets_are_merged_or_kept_separate():
     data("d.json", numbered(30, 31))
     info = in_memory(a=numbered(0, 3), b=numbered(10, 12))
     merged_sets = load(dataset="a", eval_dataset="a,b", dataset_dir=info)
@@ -325,7 +325,7 @@ def test_evaluation_sets_are_merged_or_kept_apart():
     assert {name: len(examples) for name, examples in apart.eval.items()} == {"a": 3, "b": 2, "d": 1}
 
 
-def test_the_tally_counts_every_record_that_was_read():
+def test_statistics_count_every_record_read():
     stats = DataStats()
     info = in_memory(a=numbered(0, 3), b=numbered(10, 12))
     load(stats=stats, dataset="a", eval_dataset="b", dataset_dir=info)
@@ -335,7 +335,7 @@ def test_the_tally_counts_every_record_that_was_read():
 # --- fingerprints -----------------------------------------------------------------------------------------------------
 
 
-def test_the_fingerprint_follows_content_and_order_and_not_the_file_name():
+def test_fingerprint_depends_on_content_and_order_but_not_file_name():
     first, second = data("a.json", numbered(0, 3)), data("b.jsonl", numbered(0, 3))
     assert load(dataset=first).fingerprint == load(dataset=second).fingerprint
     assert load(dataset=data("c.json", numbered(0, 3)[::-1])).fingerprint != load(dataset=first).fingerprint
@@ -347,7 +347,7 @@ def test_the_fingerprint_follows_content_and_order_and_not_the_file_name():
     [{"system": "s"}, {"tools": "[]"}, {"conversations": talk(("human", "q"), ("gpt", "b"))["conversations"]},
      {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "train": False}]}],
 )  # fmt: skip
-def test_the_fingerprint_follows_every_part_of_an_example(change):
+def test_fingerprint_depends_on_every_part_of_an_example(change):
     record = {**talk(("human", "q"), ("gpt", "a")), "system": "", "tools": ""}
     before, after = (load(dataset=data("a.json", [one])).fingerprint for one in (record, {**record, **change}))
     assert before != after
@@ -371,7 +371,7 @@ def test_the_fingerprint_follows_every_part_of_an_example(change):
         ("wiki_demo.txt", 30, {"columns": {"prompt": "text"}}),
     ],
 )
-def test_real_files_mean_the_same_as_an_entry_and_as_a_path(golden_folder, name, count, entry):
+def test_real_files_read_equally_as_entry_and_as_path(golden_folder, name, count, entry):
     path = golden_folder / "sets" / name
     described = load(dataset="set", dataset_dir={"set": {"file_name": str(path), **entry}})
     bare = load(dataset=str(path))
@@ -394,7 +394,7 @@ def test_four_real_files_load_together(golden_folder):
     assert sum(bool(example.tools) for example in [*sets.train, *sets.eval[""]]) > 20
 
 
-def test_the_hash_of_examples_sees_every_part_of_a_message():
+def test_hash_of_examples_covers_every_part_of_a_message():
     def hashed(content, **more):
         return content_hash([Example(messages=(Message("user", content, **more),))])
 

@@ -35,7 +35,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("text", FILES.values(), ids=FILES)
-def test_an_index_gives_the_records_that_reading_gives(tmp_path, text):
+def test_index_gives_the_same_records_as_reading(tmp_path, text):
     path = write(tmp_path / "a.json", text)
     assert list(open_table(path)) == list(read_records(path))
 
@@ -60,7 +60,7 @@ TEXT = {
     [*((".csv", text) for text in CSV.values()), *((".txt", text) for text in TEXT.values())],
     ids=[*(f"csv: {name}" for name in CSV), *(f"text: {name}" for name in TEXT)],
 )
-def test_a_table_gives_the_records_that_reading_gives(tmp_path, suffix, text):
+def test_table_gives_the_same_records_as_reading(tmp_path, suffix, text):
     path = write(tmp_path / f"a{suffix}", text.encode())
     table = open_table(path)
     read = list(read_records(path))
@@ -71,7 +71,7 @@ def test_a_table_gives_the_records_that_reading_gives(tmp_path, suffix, text):
 
 
 @pytest.mark.parametrize("kind", ["stream", "file"])
-def test_rows_of_an_arrow_file_are_asked_for_one_by_one(tmp_path, kind):
+def test_arrow_file_rows_are_read_one_by_one(tmp_path, kind):
     table = pyarrow.Table.from_pylist([{"n": number, "text": ["é"] * number} for number in range(10)])
     opened = pyarrow.ipc.new_stream if kind == "stream" else pyarrow.ipc.new_file
     with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, opened(sink, table.schema) as writer:
@@ -81,13 +81,13 @@ def test_rows_of_an_arrow_file_are_asked_for_one_by_one(tmp_path, kind):
     assert len(rows) == 10
 
 
-def test_a_csv_row_with_too_many_values_is_refused_before_the_first_step(tmp_path):
+def test_csv_row_with_too_many_values_is_rejected_before_first_step(tmp_path):
     path = write(tmp_path / "a.csv", 'a,b\n1,"x\ny"\n2,y,z\n')
     with pytest.raises(UserError, match=r"a.csv, line 4: the row has 3 values, but the header has 2 columns"):
         open_table(path)
 
 
-def test_an_index_names_the_broken_line_it_meets(tmp_path):
+def test_index_reports_the_invalid_line_it_meets(tmp_path):
     index = open_table(write(tmp_path / "a.jsonl", "\n".join([*LINES[:5], "", '{"text": "cut', *LINES[5:]])))
     assert index[4] == json.loads(LINES[4])
     assert index[6] == json.loads(LINES[5])
@@ -96,7 +96,7 @@ def test_an_index_names_the_broken_line_it_meets(tmp_path):
 
 
 @pytest.mark.parametrize("text", ['[{"a": 1} {"a": 2}]', '[{"a": 1}, {"a": ', '[{"a": 1},]', "[1"])
-def test_a_broken_list_is_refused_as_reading_refuses_it(tmp_path, text):
+def test_invalid_list_is_rejected_as_by_reading(tmp_path, text):
     path = write(tmp_path / "a.json", text)
     with pytest.raises(UserError) as read:
         list(read_records(path))
@@ -115,7 +115,7 @@ def streamed(**given):
      {"mix_strategy": "interleave_under", "interleave_probs": [0.3, 0.7]}],
     ids=str,
 )  # fmt: skip
-def test_streamed_sets_have_the_examples_of_those_that_are_loaded(tmp_path, given):
+def test_streamed_datasets_have_the_same_examples_as_loaded_ones(tmp_path, given):
     a = write(tmp_path / "a.jsonl", [qa(number) for number in range(7)])
     b = write(tmp_path / "b.json", [qa(number) for number in range(100, 104)])
     info = {"a": {"file_name": str(a)}, "b": {"file_name": str(b), "num_samples": 6}}
@@ -128,7 +128,7 @@ def test_streamed_sets_have_the_examples_of_those_that_are_loaded(tmp_path, give
     assert lazily.notes == loaded.notes
 
 
-def test_what_is_wrong_with_a_record_is_said_when_it_is_met(tmp_path):
+def test_invalid_record_is_reported_when_it_is_read(tmp_path):
     path = write(tmp_path / "a.jsonl", [qa(number, 5 if number == 30 else "yes") for number in range(40)])
     train = streamed(dataset=str(path)).train
     assert len(train.make(range(30), DataStats())) == 30
@@ -156,7 +156,7 @@ def number_rows(count):
     return StreamedRows(ListedExamples([Example(text="", source="a", number=n) for n in range(count)]), encode)
 
 
-def test_each_example_is_counted_once_however_often_its_row_is_used():
+def test_each_example_is_counted_once_for_repeated_rows():
     rows = number_rows(12)
     rows.some([0, 1, 5])
     rows.some([1, 5, 6])
@@ -166,7 +166,7 @@ def test_each_example_is_counted_once_however_often_its_row_is_used():
     assert counted.records == {"dropped: a fifth": [("a", 0), ("a", 5)]}
 
 
-def test_an_example_without_a_row_weighs_nothing_and_moves_no_other_row_into_another_step():
+def test_example_without_row_has_no_weight_and_shifts_no_other_row():
     flat = RowLoader(number_rows(12), batch_of, StepPartition(2, 2), seed=0)
     flat.options.train_sampling_strategy = "sequential"
     groups = list(flat.step_batches())
@@ -175,7 +175,7 @@ def test_an_example_without_a_row_weighs_nothing_and_moves_no_other_row_into_ano
     assert [group.cursor["position"] for group in groups] == [4, 8, 12]
 
 
-def test_a_micro_batch_without_rows_is_blank():
+def test_micro_batch_without_rows_is_blank():
     stream = RowLoader(number_rows(6), batch_of, StepPartition(1, 1), seed=0)
     stream.options.train_sampling_strategy = "sequential"
     assert [learned(group.batches[0]) for group in stream.step_batches()] == [[], [1], [2], [3], [4], []]

@@ -36,7 +36,7 @@ def run(given, folder=None, **more):
     return main(["train", *as_words(given if folder is None else {**given, "output_dir": str(folder)})])
 
 
-def test_records_are_shuffled_among_those_that_lie_together():
+def test_records_are_shuffled_within_the_buffer():
     order = order_of(20, seed=3, epoch=0, buffer_size=8)
     assert [sorted(order[:8]), sorted(order[8:16]), sorted(order[16:])] == [
         list(range(8)), list(range(8, 16)), list(range(16, 20)),
@@ -46,7 +46,7 @@ def test_records_are_shuffled_among_those_that_lie_together():
     assert order == order_of(20, seed=3, epoch=0, buffer_size=8)
 
 
-def test_a_killed_run_ends_in_the_same_weights_and_no_row_is_kept(tmp_path, user):
+def test_killed_run_resumes_to_same_weights_without_cached_rows(tmp_path, user):
     assert run(user, tmp_path / "whole") == 0
     words = as_words({**user, "output_dir": str(tmp_path / "cut")})
     child = subprocess.Popen([sys.executable, "-c", KILLS_ITSELF_AFTER_STEP_FIVE, *words], stdout=subprocess.DEVNULL)
@@ -56,13 +56,13 @@ def test_a_killed_run_ends_in_the_same_weights_and_no_row_is_kept(tmp_path, user
     assert not (tmp_path / "cache").exists()
 
 
-def test_the_weights_are_those_of_rows_encoded_before(tmp_path, user):
+def test_weights_match_run_with_rows_encoded_before(tmp_path, user):
     assert run(user, tmp_path / "streamed", buffer_size=1000) == 0
     assert run(user, tmp_path / "before", streaming=False) == 0
     assert same_weights(tmp_path / "streamed", tmp_path / "before")
 
 
-def test_rows_that_are_dropped_are_counted(tmp_path, user, capsys):
+def test_dropped_rows_are_counted(tmp_path, user, capsys):
     some = records(24)
     some[3]["output"] = some[7]["output"] = ""
     write(tmp_path / "data.json", some)
@@ -70,7 +70,7 @@ def test_rows_that_are_dropped_are_counted(tmp_path, user, capsys):
     assert "dropped: all responses are empty: 2 of 24 examples" in "".join(capsys.readouterr())
 
 
-def test_a_bad_record_stops_the_run_where_it_is_met_and_the_checkpoints_stay(tmp_path, user, capsys, monkeypatch):
+def test_bad_record_stops_run_and_keeps_checkpoints(tmp_path, user, capsys, monkeypatch):
     some = records(24)
     some[23]["output"] = 5
     write(tmp_path / "data.json", some)
@@ -84,7 +84,7 @@ def test_a_bad_record_stops_the_run_where_it_is_met_and_the_checkpoints_stay(tmp
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".arrow"])
 @pytest.mark.parametrize("change", ["truncated", "overwritten"])
-def test_a_file_that_changes_during_training_is_named_and_the_run_continues_once_it_is_restored(
+def test_file_changed_during_training_is_reported_and_run_resumes_once_restored(
     tmp_path, user, capsys, monkeypatch, suffix, change
 ):
     path = tmp_path / f"lines{suffix}"
@@ -116,27 +116,27 @@ def test_a_file_that_changes_during_training_is_named_and_the_run_continues_once
     assert same_weights(tmp_path / "whole", tmp_path / "cut")
 
 
-def test_explain_says_that_the_rest_is_encoded_during_training(user, capsys):
+def test_explain_states_that_remaining_rows_are_encoded_during_training(user, capsys):
     assert main(["explain", *as_words(user)]) == 0
     message = " ".join("".join(capsys.readouterr()).split())
     assert "24 examples" in message
     assert "the rest is encoded during training" in message
 
 
-def test_encode_ahead_has_no_effect_and_a_note_names_streaming(user, capsys):
+def test_encode_ahead_has_no_effect_and_note_names_streaming(user, capsys):
     assert main(["explain", *as_words({**user, "encode_ahead": True})]) == 0
     message = " ".join("".join(capsys.readouterr()).split())
     assert '"encode_ahead"' in message
     assert "Set streaming: true to tokenize it during training" in message
 
 
-def test_another_buffer_is_another_run(tmp_path, user, capsys):
+def test_different_buffer_size_is_a_different_run(tmp_path, user, capsys):
     assert run(user) == 0
     assert run(user, buffer_size=4, max_steps=12) == 2
     assert "shuffled among 8" in "".join(capsys.readouterr())
 
 
-def test_several_sets_are_mixed_and_some_records_held_out(tmp_path, user):
+def test_several_datasets_are_mixed_with_held_out_records(tmp_path, user):
     lines = "".join(json.dumps(record) + "\n" for record in records(9))
     write(tmp_path / "more.jsonl", lines)
     mixed = {**user, "dataset": f"{user['dataset']},{tmp_path / 'more.jsonl'}", "mix_strategy": "interleave_over",
@@ -146,7 +146,7 @@ def test_several_sets_are_mixed_and_some_records_held_out(tmp_path, user):
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".csv", ".arrow"])
-def test_a_file_of_another_type_is_read_where_it_lies(tmp_path, user, monkeypatch, suffix):
+def test_other_file_types_are_read_in_place(tmp_path, user, monkeypatch, suffix):
     path, table = tmp_path / f"data{suffix}", pyarrow.Table.from_pylist(records(24))
     if suffix == ".csv":
         pyarrow.csv.write_csv(table, path)
@@ -161,7 +161,7 @@ def test_a_file_of_another_type_is_read_where_it_lies(tmp_path, user, monkeypatc
     assert same_weights(tmp_path / "json", tmp_path / "other")
 
 
-def test_a_set_of_a_hub_is_asked_for_record_by_record(tmp_path, user, monkeypatch):
+def test_hub_dataset_is_streamed_record_by_record(tmp_path, user, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda path, **more: datasets.Dataset.from_list(records(24)))
     assert run(user, tmp_path / "json") == 0
     monkeypatch.setattr(sources, "convert_records", None)
@@ -169,7 +169,7 @@ def test_a_set_of_a_hub_is_asked_for_record_by_record(tmp_path, user, monkeypatc
     assert same_weights(tmp_path / "json", tmp_path / "hub")
 
 
-def test_a_file_in_a_cloud_store_is_not_streamed_and_says_what_to_do(tmp_path, user, capsys):
+def test_cloud_store_file_is_not_streamed_and_names_the_remedy(tmp_path, user, capsys):
     write(tmp_path / "dataset_info.json", {"far": {"cloud_file_name": "memory://bucket/a.jsonl"}})
     assert run(user, dataset="far", dataset_dir=str(tmp_path)) == 2
     said = "".join(capsys.readouterr())
@@ -177,13 +177,13 @@ def test_a_file_in_a_cloud_store_is_not_streamed_and_says_what_to_do(tmp_path, u
     assert "file_name" in said
 
 
-def test_a_stream_from_which_nothing_is_learned_says_why(tmp_path, user, capsys):
+def test_stream_without_learned_tokens_reports_the_reason(tmp_path, user, capsys):
     (tmp_path / "data.json").write_text(json.dumps([{**record, "output": ""} for record in records()]))
     assert run(user) == 2
     assert "No examples are left to train on: dropped: " in capsys.readouterr().err
 
 
-def test_workers_that_would_have_nothing_to_do_are_said(user, capsys):
+def test_idle_workers_are_reported(user, capsys):
     assert main(["explain", *as_words({**user, "dataloader_num_workers": 2})]) == 0
     assert '"dataloader_num_workers" has no effect' in " ".join("".join(capsys.readouterr()).split())
 
@@ -208,6 +208,6 @@ def test_pretraining_text_is_streamed_without_packing(tmp_path, user, monkeypatc
     ],
     ids=str,
 )
-def test_what_cannot_be_streamed_is_refused(user, capsys, given, sentence):
+def test_unsupported_streaming_options_are_rejected(user, capsys, given, sentence):
     assert run(user, **given) == 2
     assert sentence in "".join(capsys.readouterr())

@@ -43,13 +43,13 @@ def learned(row, tokenizer):
 # Which template
 
 
-def test_an_unknown_template_is_refused_with_the_nearest_names():
+def test_unknown_template_is_rejected_with_nearest_names():
     with pytest.raises(UserError, match=r'Unknown template "qwenn".*Did you mean "qwen"'):
         load_template(template_options(template="qwenn"), byte_tokenizer())
     assert check_template(template_options(template="qwenn"))
 
 
-def test_a_tokenizer_without_the_control_tokens_is_refused_by_their_names():
+def test_tokenizer_without_control_tokens_is_rejected_by_their_names():
     bare = PreTrainedTokenizerFast(tokenizer_object=_byte_level(), bos_token="<s>", eos_token="</s>")
     with pytest.raises(UserError) as refused:
         load_template(template_options(template="llama3"), bare)
@@ -58,19 +58,19 @@ def test_a_tokenizer_without_the_control_tokens_is_refused_by_their_names():
     assert "missing_control_tokens: split" in message
 
 
-def test_a_template_of_plain_words_needs_no_control_tokens():
+def test_plain_text_template_requires_no_control_tokens():
     bare = PreTrainedTokenizerFast(tokenizer_object=_byte_level(), bos_token="<s>", eos_token="</s>")
     for name in ("alpaca", "vicuna", "default", "llama2", "mistral", "zephyr", "olmo", "deepseek"):
         assert load_template(template_options(template=name), bare).name == name
 
 
-def test_control_tokens_can_be_written_as_text_when_that_is_asked_for():
+def test_control_tokens_can_be_text_on_request():
     bare = PreTrainedTokenizerFast(tokenizer_object=_byte_level(), bos_token="<s>", eos_token="</s>")
     template = load_template(template_options(template="chatml", missing_control_tokens="split"), bare)
     assert bare.decode(row_of(template, *HI)["input_ids"]).startswith("<|im_start|>user\nhi<|im_end|>")
 
 
-def test_without_a_name_and_without_a_chat_template_the_fallback_is_stated_and_learns_to_stop():
+def test_missing_template_uses_stated_fallback_that_learns_to_stop():
     tokenizer = byte_tokenizer()
     template = load_template(template_options(), tokenizer)
     notes = fit_tokenizer(template, tokenizer)
@@ -78,7 +78,7 @@ def test_without_a_name_and_without_a_chat_template_the_fallback_is_stated_and_l
     assert learned(row_of(template, *TWO_TURNS), tokenizer) == ["hello</s>", "see you</s>"]
 
 
-def test_template_empty_by_name_is_llamafactorys_and_says_that_it_learns_no_end():
+def test_empty_template_matches_llamafactory_and_reports_missing_end_token():
     tokenizer = byte_tokenizer()
     template = load_template(template_options(template="empty"), tokenizer)
     assert learned(row_of(template, *HI), tokenizer) == ["hello"]
@@ -88,7 +88,7 @@ def test_template_empty_by_name_is_llamafactorys_and_says_that_it_learns_no_end(
     assert stats.records == {"kept, without a trained end token": [("d.json", 4)]}
 
 
-def test_a_template_of_ones_own_is_a_small_yaml_file(tmp_path):
+def test_custom_template_is_a_small_yaml_file(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text('user: "Q: {{content}}\\nA:"\nassistant: [" {{content}}", "{eos}", "\\n"]\n', encoding="utf-8")
     template, tokenizer = loaded(str(path))
@@ -97,7 +97,7 @@ def test_a_template_of_ones_own_is_a_small_yaml_file(tmp_path):
     assert learned(row, tokenizer) == [" hello</s>\n"]
 
 
-def test_a_template_file_with_mistakes_names_all_of_them(tmp_path):
+def test_template_file_reports_all_its_errors(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("usr: x\nuser: no place for the content\nreasoning: maybe\n", encoding="utf-8")
     with pytest.raises(UserError) as refused:
@@ -120,7 +120,7 @@ reasoning: true
 """
 
 
-def test_a_template_of_ones_own_writes_a_system_message_tools_calls_and_thoughts(tmp_path):
+def test_custom_template_renders_system_message_tools_calls_and_thoughts(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(OWN, encoding="utf-8")
     template, tokenizer = loaded(str(path))
@@ -161,7 +161,7 @@ def test_a_template_of_ones_own_writes_a_system_message_tools_calls_and_thoughts
         ("tool_list_format: qwem", '"tool_list_format".*Did you mean "qwen"'),
     ],
 )
-def test_what_a_template_file_says_wrong_is_refused_with_file_and_key(tmp_path, file, sentence):
+def test_template_file_error_names_file_and_key(tmp_path, file, sentence):
     path = tmp_path / "mine.yaml"
     path.write_text(file, encoding="utf-8")
     with pytest.raises(UserError, match=rf"mine\.yaml.*{sentence}" if "yaml" not in sentence else sentence) as refused:
@@ -169,7 +169,7 @@ def test_what_a_template_file_says_wrong_is_refused_with_file_and_key(tmp_path, 
     assert all(len(str(problem).splitlines()) <= 4 for problem in refused.value.problems)
 
 
-def test_options_have_llamafactorys_defaults_and_bounds():
+def test_template_options_have_llamafactory_defaults_and_bounds():
     group = union("Options", TemplateOptions, EncodingOptions)
     options, problems = build(group, {"max_seq_length": RawValue("512"), "enable_thinking": RawValue("null")})
     assert not problems
@@ -179,12 +179,12 @@ def test_options_have_llamafactorys_defaults_and_bounds():
         assert build(group, {name: RawValue(value) for name, value in wrong.items()})[1], wrong
 
 
-def test_train_on_prompt_is_refused_where_turns_end_at_the_next_ones_first_token():
+def test_train_on_prompt_is_rejected_if_turns_end_at_next_turns_first_token():
     with pytest.raises(UserError, match="train_on_prompt is not supported"):
         load_template(template_options(template="glm4", train_on_prompt=True), byte_tokenizer())
 
 
-def test_learning_everything_and_only_the_last_answer_contradict_each_other():
+def test_train_on_prompt_contradicts_mask_history():
     with pytest.raises(UserError, match="cannot be combined"):
         load_template(template_options(template="qwen", train_on_prompt=True, mask_history=True), byte_tokenizer())
 
@@ -192,7 +192,7 @@ def test_learning_everything_and_only_the_last_answer_contradict_each_other():
 # The tokenizer
 
 
-def test_fitting_says_what_was_chosen_and_counts_new_tokens():
+def test_fit_tokenizer_reports_choices_and_counts_new_tokens():
     bare = PreTrainedTokenizerFast(tokenizer_object=_byte_level("<start_of_turn>", "<end_of_turn>"), bos_token="<s>")
     template = load_template(template_options(template="gemma2"), bare)
     notes = " ".join(fit_tokenizer(template, bare))
@@ -203,7 +203,7 @@ def test_fitting_says_what_was_chosen_and_counts_new_tokens():
     assert set(template.stop_token_ids(bare)) == ids
 
 
-def test_fitting_twice_changes_nothing_the_second_time():
+def test_fit_tokenizer_is_idempotent():
     template, tokenizer = loaded("qwen")
     before = (len(tokenizer), tokenizer.eos_token, tokenizer.pad_token, template.stop_token_ids())
     fit_tokenizer(template, tokenizer)
@@ -226,7 +226,7 @@ def test_control_tokens_in_a_users_text_are_ordinary_text(name):
     assert tokenizer.decode(attacked["input_ids"]).count(attack) == 2
 
 
-def test_control_tokens_in_tools_answers_and_calls_are_ordinary_text():
+def test_control_tokens_in_tools_results_and_calls_are_ordinary_text():
     template, tokenizer = loaded("qwen")
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     call = json.dumps({"name": "say", "arguments": {"text": "<|im_end|>"}})
@@ -242,7 +242,7 @@ def test_control_tokens_in_tools_answers_and_calls_are_ordinary_text():
     assert tokenizer.decode(row["input_ids"]).count("<|im_end|>") == 9
 
 
-def test_hidden_text_has_the_ids_of_the_tokenizer_with_special_tokens_off():
+def test_escaped_text_has_ids_of_tokenizer_without_special_tokens():
     template, tokenizer = loaded("qwen", default_system="")
     text = "a<|im_end|>b\ufdd0\U000f0000 c"
     row = row_of(template, Message("user", text), HI[1])
@@ -251,14 +251,14 @@ def test_hidden_text_has_the_ids_of_the_tokenizer_with_special_tokens_off():
     assert row["input_ids"][len(opening) : len(opening) + len(plain)] == plain
 
 
-def test_a_thought_in_an_answer_is_read_as_a_thought_and_in_a_question_as_text():
+def test_thought_is_parsed_in_answer_but_not_in_question():
     template, tokenizer = loaded("qwen3")
     think = tokenizer.convert_tokens_to_ids("<think>")
     row = row_of(template, Message("user", "what is <think>?"), Message("assistant", "<think>\nx\n</think>\n\na tag"))
     assert row["input_ids"].count(think) == 1
 
 
-def test_a_slow_tokenizer_gives_the_same_treatment():
+def test_slow_tokenizer_escapes_and_truncates_equally():
     slow = ByT5Tokenizer(extra_ids=0, additional_special_tokens=["<|im_start|>", "<|im_end|>"])
     assert not slow.is_fast
     template, _ = loaded("chatml", slow, cutoff_len=70)
@@ -269,33 +269,33 @@ def test_a_slow_tokenizer_gives_the_same_treatment():
     assert slow.decode(row["labels"][-6:]) == "fine<|im_end|>\n"
 
 
-def test_idx_in_a_users_text_stays_what_it_is():
+def test_idx_placeholder_in_user_text_is_unchanged():
     template, tokenizer = loaded("qwen")  # LLaMA-Factory would write the number of the turn
     assert "{{idx}} {{content}}" in tokenizer.decode(
         row_of(template, Message("user", "{{idx}} {{content}}"), HI[1])["input_ids"]
     )
 
 
-def test_phi_small_begins_with_its_bos_where_the_tokenizer_has_one():
+def test_phi_small_starts_with_bos_if_tokenizer_has_one():
     template, tokenizer = loaded("phi_small")  # LLaMA-Factory's prefix writes nothing
     assert tokenizer.decode(row_of(template, *HI)["input_ids"]).startswith("<|endoftext|><|user|>")
 
 
-def test_the_header_after_granites_tool_answer_is_closed():
+def test_granite_header_after_tool_result_is_closed():
     template, tokenizer = loaded("granite4")  # LLaMA-Factory leaves out <|end_of_role|>
     call = json.dumps({"name": "f", "arguments": {}})
     row = row_of(template, Message("user", "x"), Message("function", call), Message("observation", "1"), HI[1])
     assert tokenizer.decode(row["input_ids"]).count("<|start_of_role|>assistant<|end_of_role|>") == 2
 
 
-def test_llama3s_tools_give_the_same_row_on_every_day():
+def test_llama3_tools_give_the_same_row_on_any_date():
     template, tokenizer = loaded("llama3")  # LLaMA-Factory writes the day of tokenizing
     assert "Today Date: 26 Jul 2024\n" in tokenizer.decode(
         row_of(template, *HI, tools=json.dumps([WEATHER]))["input_ids"]
     )
 
 
-def test_text_alone_works_on_a_template_for_images():
+def test_text_only_row_works_with_image_template():
     template, tokenizer = loaded("qwen2_vl")  # LLaMA-Factory wants an image processor first
     assert learned(row_of(template, *HI), tokenizer) == ["hello<|im_end|>\n"]
 
@@ -303,7 +303,7 @@ def test_text_alone_works_on_a_template_for_images():
 # What is learned
 
 
-def test_a_message_says_for_itself_whether_it_is_learned():
+def test_message_can_set_whether_it_is_learned():
     template, tokenizer = loaded("qwen")
     said = [
         Message("user", "a"),
@@ -317,7 +317,7 @@ def test_a_message_says_for_itself_whether_it_is_learned():
     assert learned(first, tokenizer) == ["<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"]  # not the system
 
 
-def test_weights_stand_at_the_tokens_of_their_message():
+def test_weights_apply_to_tokens_of_their_message():
     template, tokenizer = loaded("qwen")
     row = row_of(template, *HI, Message("user", "bye"), Message("assistant", "see you", weight=0.5))
     assert "loss_weights" not in row_of(template, *TWO_TURNS)
@@ -335,12 +335,12 @@ def test_weights_stand_at_the_tokens_of_their_message():
         ("all", ["<|im_end|>", "hello<|im_end|>\n", "<|im_end|>", "see you<|im_end|>\n"]),
     ],
 )
-def test_end_tokens_are_learned_where_the_option_says(which, expected):
+def test_end_tokens_are_learned_according_to_option(which, expected):
     template, tokenizer = loaded("qwen", train_on_eos=which)
     assert learned(row_of(template, *TWO_TURNS), tokenizer) == expected
 
 
-def test_end_tokens_of_a_template_without_them_follow_the_option_too():
+def test_end_tokens_of_templates_without_them_follow_the_option():
     closing = {
         "turn": ["\nhello</s>", "\nsee you</s>"],
         "last": ["\nhello", "\nsee you</s>"],
@@ -351,14 +351,14 @@ def test_end_tokens_of_a_template_without_them_follow_the_option_too():
         assert learned(row_of(template, *TWO_TURNS), tokenizer) == expected, which
 
 
-def test_a_completion_is_learned_with_eos_and_its_prompt_is_not():
+def test_completion_is_learned_with_eos_and_prompt_is_not():
     template, tokenizer = loaded("qwen")
     row = template.encode([Example(prompt="2 + 2 =", completion=" 4", number=1)], DataStats())[0]
     assert tokenizer.decode(row["input_ids"]) == "2 + 2 = 4<|im_end|>"
     assert learned(row, tokenizer) == [" 4<|im_end|>"]
 
 
-def test_a_plain_text_is_learned_as_a_whole_with_one_eos():
+def test_plain_text_is_learned_entirely_with_one_eos():
     template, tokenizer = loaded("default")
     texts = ["once upon a time", "ends by itself</s>"]
     for rows in (
@@ -369,7 +369,7 @@ def test_a_plain_text_is_learned_as_a_whole_with_one_eos():
         assert all(row["labels"] == row["input_ids"] for row in rows)
 
 
-def test_plain_text_for_a_template_without_end_tokens_gets_one_eos_as_well():
+def test_plain_text_for_template_without_end_tokens_gets_one_eos():
     template, tokenizer = loaded("glm4")
     rows = template.encode([Example(text="a"), Example(messages=HI), Example(prompt="b", completion="c")], DataStats())
     assert tokenizer.decode(rows[0]["input_ids"]) == "a</s>"
@@ -377,7 +377,7 @@ def test_plain_text_for_a_template_without_end_tokens_gets_one_eos_as_well():
     assert tokenizer.decode(rows[1]["input_ids"]).endswith("hello</s>")
 
 
-def test_kinds_of_examples_may_be_mixed_and_keep_their_order():
+def test_example_types_can_be_mixed_and_keep_their_order():
     template, tokenizer = loaded("qwen")
     rows = template.encode(
         [Example(text="t"), Example(messages=HI), Example(prompt="p", completion="c"), Example(text="")], DataStats()
@@ -385,7 +385,7 @@ def test_kinds_of_examples_may_be_mixed_and_keep_their_order():
     assert [row and tokenizer.decode(row["input_ids"])[:1] for row in rows] == ["t", "<", "p", None]
 
 
-def test_what_gives_no_row_is_counted_by_its_rule_and_record():
+def test_examples_without_a_row_are_counted_by_rule_and_record():
     template, _ = loaded("qwen")
     stats = DataStats()
     bad_tools = {"tools": "{not json"}
@@ -414,7 +414,7 @@ def test_what_gives_no_row_is_counted_by_its_rule_and_record():
     }
 
 
-def test_a_prompt_ends_where_the_answer_begins():
+def test_prompt_ends_where_the_response_begins():
     template, tokenizer = loaded("qwen3")
     asked = Example((*TWO_TURNS[:3],), source="d", number=1)
     text = tokenizer.decode(template.prompt(asked))
@@ -424,7 +424,7 @@ def test_a_prompt_ends_where_the_answer_begins():
     assert row["input_ids"][: len(template.prompt(asked))] == template.prompt(asked)
 
 
-def test_the_fingerprint_changes_with_whatever_changes_the_rows():
+def test_fingerprint_changes_with_everything_that_affects_rows():
     changes = [{}, {"mask_history": True}, {"cutoff_len": 9}, {"default_system": "x"}, {"tool_format": "glm4"}]
     prints = {loaded("qwen", **given)[0].fingerprint for given in (*changes, {"train_on_eos": "last"})}
     prints.add(loaded("qwen3")[0].fingerprint)
@@ -432,7 +432,7 @@ def test_the_fingerprint_changes_with_whatever_changes_the_rows():
     assert loaded("qwen")[0].fingerprint == loaded("qwen")[0].fingerprint
 
 
-def test_rows_of_one_tokenizer_are_not_taken_for_those_of_another():
+def test_rows_of_another_tokenizer_are_not_reused():
     one, other = byte_tokenizer(), byte_tokenizer()
     template, again = loaded("qwen", one)[0], loaded("qwen", other)[0]
     assert template.fingerprint == again.fingerprint
@@ -443,7 +443,7 @@ def test_rows_of_one_tokenizer_are_not_taken_for_those_of_another():
 # Tokenizers that put a space before a text's first word
 
 
-def test_text_after_a_control_token_gets_no_space_of_its_own():
+def test_text_after_a_control_token_gets_no_extra_space():
     tokenizer = _metaspace()
     template, _ = loaded("chatml", tokenizer)
     clean = row_of(template, Message("user", "ab"), Message("assistant", "ba"))
@@ -455,7 +455,7 @@ def test_text_after_a_control_token_gets_no_space_of_its_own():
     assert hidden["input_ids"][:shared] == clean["input_ids"][:shared]
 
 
-def test_bos_opens_a_plain_text_where_the_tokenizer_would_put_it():
+def test_plain_text_starts_with_bos_as_in_the_tokenizer():
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = byte_tokenizer()

@@ -68,7 +68,7 @@ def golden_rows():
 @pytest.mark.parametrize(
     ("name", "rows"), golden_rows().items(), ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_a_named_template_gives_the_golden_rows(name, rows):
+def test_named_template_gives_golden_rows(name, rows):
     tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tokenizer")
     for row in rows:
         truncation = "llamafactory" if row["options"]["cutoff_len"] == 64 else "content"
@@ -86,7 +86,7 @@ def test_a_named_template_gives_the_golden_rows(name, rows):
             assert made["labels"] == row["labels"], where
 
 
-def test_the_table_is_llamafactorys_but_for_two_faults():
+def test_template_table_matches_llamafactory_except_two_bugs():
     """phi_small's prefix names a token that LLaMA-Factory never writes; granite4's observation lacks a header's end."""
     theirs = json.loads((GOLDEN / "peer_templates.json").read_text(encoding="utf-8"))
     kinds = {"bos_token": "bos", "eos_token": "eos"}
@@ -113,7 +113,7 @@ def test_the_table_is_llamafactorys_but_for_two_faults():
 
 
 @pytest.mark.parametrize(("name", "expected"), special_tokens().items())
-def test_a_tokenizer_is_fitted_as_the_golden_one(name, expected):
+def test_fitted_tokenizer_matches_golden_data(name, expected):
     tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tokenizer")
     template = load_template(options(name), tokenizer)
     notes = fit_tokenizer(template, tokenizer)
@@ -133,7 +133,7 @@ SPANNED = {
 
 
 @pytest.mark.parametrize("name", few(table(), FEW_TEMPLATES))
-def test_the_saved_chat_template_renders_the_golden_conversations(name):
+def test_saved_chat_template_renders_golden_conversations(name):
     tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tokenizer")
     template = load_template(options(name), tokenizer)
     fit_tokenizer(template, tokenizer)

@@ -33,7 +33,7 @@ def cannot_be_written(label, spec):
 
 
 @pytest.mark.parametrize("name", few(table(), FEW_TEMPLATES))
-def test_the_saved_chat_template_renders_the_trained_tokens(name):
+def test_saved_chat_template_renders_trained_tokens(name):
     spec = table()[name]
     tokenizer = byte_tokenizer()
     for given in THINKING if name in ("qwen3", "glm4_7", "gpt_oss", "gemma4") else THINKING[:1]:
@@ -58,7 +58,7 @@ def test_the_saved_chat_template_renders_the_trained_tokens(name):
             assert prompt == template.prompt(example(case)), label
 
 
-def test_the_header_of_an_answer_is_written_only_where_it_is_asked_for():
+def test_response_header_is_rendered_only_on_request():
     tokenizer = byte_tokenizer()
     asked = [{"role": "user", "content": "hi"}]
     for name, header in {
@@ -71,7 +71,7 @@ def test_the_header_of_an_answer_is_written_only_where_it_is_asked_for():
         assert tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True) == without + header
 
 
-def test_the_answers_of_several_tools_are_one_message():
+def test_results_of_several_tools_are_one_message():
     tokenizer = byte_tokenizer()
     trained("qwen", tokenizer)
     chat = [{"role": "user", "content": "hi"}, *({"role": "tool", "content": text} for text in ("one", "two"))]
@@ -81,14 +81,14 @@ def test_the_answers_of_several_tools_are_one_message():
     assert text.count("<|im_start|>user") == 2
 
 
-def test_a_role_without_slots_is_refused_by_name():
+def test_role_without_slots_is_rejected_by_name():
     tokenizer = byte_tokenizer()
     trained("qwen", tokenizer)
     with pytest.raises(Exception, match="does not support the role critic"):
         tokenizer.apply_chat_template([{"role": "critic", "content": "no"}], tokenize=False)
 
 
-def test_thinking_can_be_turned_off_when_the_model_is_served():
+def test_thinking_can_be_disabled_at_inference():
     tokenizer = byte_tokenizer()
     trained("qwen3", tokenizer)
     asked = {"conversation": [{"role": "user", "content": "hi"}], "tokenize": False, "add_generation_prompt": True}
@@ -99,7 +99,7 @@ def test_thinking_can_be_turned_off_when_the_model_is_served():
     assert tokenizer.apply_chat_template(**asked, enable_thinking=True).endswith("assistant\n")
 
 
-def test_parallel_calls_that_a_format_cannot_write_are_refused_in_both_places():
+def test_unsupported_parallel_calls_are_rejected_by_encoder_and_jinja_template():
     tokenizer = byte_tokenizer()
     template = trained("glm4", tokenizer)
     case = CONVERSATIONS["tools at once"]
@@ -114,7 +114,7 @@ def test_parallel_calls_that_a_format_cannot_write_are_refused_in_both_places():
         tokenizer.apply_chat_template(chat_of(example(case), table()["glm4"]), tokenize=False)
 
 
-def test_a_text_given_in_parts_is_rendered_as_the_text():
+def test_text_in_parts_is_rendered_as_text():
     tokenizer = byte_tokenizer()
     template = trained("llama3", tokenizer)
     chat = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, {"role": "assistant", "content": "ho"}]
@@ -123,7 +123,7 @@ def test_a_text_given_in_parts_is_rendered_as_the_text():
 
 
 @pytest.mark.parametrize("name", ["qwen", "qwen3", "llama3", "gemma", "mistral", "alpaca", "gpt_oss", "glm4"])
-def test_a_model_that_is_trained_again_reads_its_saved_template_as_it_was_trained(name):
+def test_retrained_model_reads_its_saved_template_as_trained(name):
     tokenizer = byte_tokenizer()
     template = trained(name, tokenizer)
     again = load_template(template_options(), tokenizer)

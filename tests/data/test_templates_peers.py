@@ -43,24 +43,24 @@ def rendered(name):
     return "".join(f"⟦{text}⟧" if trained else text for trained, text in parts)
 
 
-def test_a_rendering_shows_what_is_trained():
+def test_rendering_shows_learned_tokens():
     assert rendered("chatml") == (
         "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi.<|im_end|>\n<|im_start|>assistant\n"
         "⟦Yes?<|im_end|>\n⟧<|im_start|>user\nBye.<|im_end|>\n<|im_start|>assistant\n⟦So.<|im_end|>\n⟧"
     )
 
 
-def test_every_template_that_llamafactory_does_not_have_renders_as_written_down():
+def test_templates_missing_in_llamafactory_match_stored_renderings():
     assert {name: rendered(name) for name in table() if name not in GOLDEN["rows"]} == OWN
 
 
-def test_the_table_holds_every_template_of_llamafactory():
+def test_table_contains_every_llamafactory_template():
     assert len(GOLDEN["rows"]) == 124
     assert set(GOLDEN["rows"]) <= set(table())
 
 
 @pytest.mark.parametrize("name", few(GOLDEN["rows"], FEW_TEMPLATES))
-def test_a_template_gives_the_rows_that_llamafactory_gives(name):
+def test_template_rows_match_llamafactory(name):
     golden = GOLDEN["rows"][name]
     tokenizer = byte_tokenizer()
     left_out = golden["without"].split(", ")
@@ -75,7 +75,7 @@ def test_a_template_gives_the_rows_that_llamafactory_gives(name):
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS.names())
-def test_a_tool_format_writes_what_llamafactory_writes(name):
+def test_tool_format_matches_llamafactory(name):
     tool_format = TOOL_FORMATS[name]
     turns = [[Call(**call) for call in turn] for turn in CALLS]
     if name == "glm4":

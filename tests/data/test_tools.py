@@ -17,7 +17,7 @@ THOUGHT, TAGS = ("<think>\n", "\n</think>\n\n"), ("<tool_call>", "</tool_call>")
 READ = Call("get_weather", {"city": "Paris", "unit": "c"})
 
 
-def test_the_thirteen_formats_are_there():
+def test_all_13_tool_formats_exist():
     assert sorted(TOOL_FORMATS.names()) == [
         "default", "gemma4", "glm4", "glm4_moe", "lfm2", "ling", "llama3", "minimax1", "minimax2", "mistral", "qwen",
         "qwen3_5", "seed_oss",
@@ -34,7 +34,7 @@ def test_the_thirteen_formats_are_there():
         (f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "\n", [READ, READ]),
     ],
 )
-def test_calls_are_read_with_what_precedes_them(content, before, calls):
+def test_calls_are_parsed_with_preceding_text(content, before, calls):
     assert read_calls(content, THOUGHT, TAGS) == (before, calls)
 
 
@@ -50,23 +50,23 @@ def test_calls_are_read_with_what_precedes_them(content, before, calls):
         ("[" * 9**5, "not valid JSON"),
     ],
 )
-def test_what_is_no_call_is_refused_in_a_few_words(content, why):
+def test_invalid_calls_are_rejected(content, why):
     with pytest.raises(ToolError, match=why):
         read_calls(content, THOUGHT, TAGS)
 
 
 @pytest.mark.parametrize("tools", ["{", '{"name": "f"}', '["f"]', '[{"description": "nameless"}]'])
-def test_what_is_no_list_of_tools_is_refused(tools):
+def test_invalid_tool_lists_are_rejected(tools):
     with pytest.raises(ToolError, match=r"tools are not|a tool has no name"):
         describe_tools(tools, "default")
 
 
-def test_no_tools_is_no_text():
+def test_no_tools_give_no_text():
     assert describe_tools("[]", "qwen") == ""
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "lfm2", "minimax2", "qwen3_5", "seed_oss"])
-def test_formats_that_name_each_argument_read_arguments_that_came_as_text(name):
+def test_per_argument_formats_accept_text_arguments(name):
     written = TOOL_FORMATS[name].write
     assert written([Call("f", '{"a": 1}')]) == written([Call("f", {"a": 1})])
     with pytest.raises(ToolError, match="not a JSON object"):
@@ -74,7 +74,7 @@ def test_formats_that_name_each_argument_read_arguments_that_came_as_text(name):
 
 
 @pytest.mark.parametrize("name", [*TOOL_FORMATS.names(), "phi4_mini"])
-def test_a_chat_template_of_transformers_prints_what_training_prints(name):
+def test_transformers_chat_template_renders_as_trained(name):
     row, tokenizer = TOOL_FORMATS[name], byte_tokenizer()
 
     def rendered(source, **variables):
@@ -89,7 +89,7 @@ def test_a_chat_template_of_transformers_prints_what_training_prints(name):
         assert rendered(row.calls, calls=turn) == rendered(row.calls, calls=wrapped) == expected
 
 
-def test_another_tool_format_can_be_asked_for():
+def test_tool_format_can_be_overridden():
     tokenizer = byte_tokenizer()
     template = load_template(template_options(template="qwen", tool_format="mistral"), tokenizer)
     fit_tokenizer(template, tokenizer)
@@ -101,7 +101,7 @@ def test_another_tool_format_can_be_asked_for():
         load_template(template_options(template="qwen", tool_format="qwem"), tokenizer)
 
 
-def test_an_empty_list_of_tools_opens_no_tools_section():
+def test_empty_tool_list_renders_no_tools_section():
     tokenizer = byte_tokenizer()
     template = load_template(template_options(template="qwen"), tokenizer)
     case = {"messages": [("user", "a"), ("assistant", "b")], "system": "S", "tools": "[]"}
@@ -118,7 +118,7 @@ def test_an_empty_list_of_tools_opens_no_tools_section():
         ("glm4", "<|observation|>\none\ntwo<|assistant|>"),
     ],
 )
-def test_answers_of_tools_called_at_once_stand_each_in_the_templates_tags(name, written):
+def test_parallel_tool_results_are_tagged_individually(name, written):
     tokenizer = byte_tokenizer("<tool_response>", "</tool_response>")  # special here; in a record they are text
     template = load_template(template_options(template=name), tokenizer)
     fit_tokenizer(template, tokenizer)

@@ -30,7 +30,7 @@ def encoded(template, *messages, **given):
     return row, dict(stats.records)
 
 
-def test_a_turn_shares_its_room_as_llamafactory_does():
+def test_turn_lengths_are_shared_as_in_llamafactory():
     answers = [case for case in json.loads(GOLDEN.read_text(encoding="utf-8")) if case["fn"] == "infer_seqlen"]
     assert len(answers) == 9
     for case in answers:
@@ -38,7 +38,7 @@ def test_a_turn_shares_its_room_as_llamafactory_does():
 
 
 @pytest.mark.parametrize("name", ["qwen", "llama3"])
-def test_plain_texts_are_cut_as_llamafactory_cuts_them_where_that_is_asked_for(name):
+def test_plain_texts_are_truncated_as_in_llamafactory_on_request(name):
     from transformers import AutoTokenizer
 
     case = next(
@@ -57,7 +57,7 @@ def test_plain_texts_are_cut_as_llamafactory_cuts_them_where_that_is_asked_for(n
 
 
 @pytest.mark.parametrize("cutoff", [60, 61, 97, 150, 300])
-def test_a_cut_row_keeps_its_headers_and_end_tokens_and_uses_its_room(cutoff):
+def test_truncated_row_keeps_headers_and_end_tokens_and_fills_cutoff_len(cutoff):
     template, tokenizer = loaded(cutoff_len=cutoff)
     row, said = encoded(template, *LONG)
     text = tokenizer.decode(row["input_ids"])
@@ -71,7 +71,7 @@ def test_a_cut_row_keeps_its_headers_and_end_tokens_and_uses_its_room(cutoff):
     assert said == {"truncated: messages shortened to cutoff_len": [("d.json", 7)]}
 
 
-def test_question_and_answer_keep_what_infer_seqlen_gives_them():
+def test_question_and_answer_lengths_match_infer_seqlen():
     template, _ = loaded(cutoff_len=200)
     whole, _ = encoded(loaded()[0], *LONG)
     source, target = whole["labels"].count(-100), len(whole["labels"]) - whole["labels"].count(-100)
@@ -80,7 +80,7 @@ def test_question_and_answer_keep_what_infer_seqlen_gives_them():
     assert (kept, len(row["labels"]) - kept) == infer_seqlen(source, target, 200)
 
 
-def test_llamafactorys_way_cuts_through_the_end_and_is_counted_too():
+def test_llamafactory_truncation_cuts_end_tokens_and_is_counted():
     template, tokenizer = loaded(cutoff_len=100, truncation="llamafactory")
     row, said = encoded(template, *LONG)
     assert len(row["input_ids"]) == 100
@@ -91,7 +91,7 @@ def test_llamafactorys_way_cuts_through_the_end_and_is_counted_too():
     }
 
 
-def test_a_turn_that_does_not_fit_goes_with_all_that_follow_and_is_counted():
+def test_turn_that_does_not_fit_is_dropped_with_all_following():
     template, tokenizer = loaded(cutoff_len=70)
     short = (Message("user", "hi"), Message("assistant", "hello"))
     row, said = encoded(template, *short, *LONG, *short)
@@ -107,7 +107,7 @@ def test_a_turn_that_does_not_fit_goes_with_all_that_follow_and_is_counted():
     assert said == {"truncated: turns beyond cutoff_len were removed": [("d.json", 7)]}
 
 
-def test_where_only_the_last_answer_is_learned_the_last_turn_keeps_its_room():
+def test_last_turn_keeps_its_length_if_only_last_answer_is_learned():
     template, tokenizer = loaded(cutoff_len=60, mask_history=True)
     short = (Message("user", "hi"), Message("assistant", "hello"))
     row, _ = encoded(template, *LONG, *short)
@@ -116,14 +116,14 @@ def test_where_only_the_last_answer_is_learned_the_last_turn_keeps_its_room():
 
 
 @pytest.mark.parametrize("cutoff", [1, 5])
-def test_a_row_without_room_for_one_turn_is_dropped_and_counted(cutoff):
+def test_row_without_space_for_one_turn_is_dropped_and_counted(cutoff):
     for name in ("chatml", "glm4"):
         row, said = encoded(loaded(name, cutoff_len=cutoff)[0], *LONG)
         assert row is None
         assert "dropped: no trainable tokens" in said
 
 
-def test_dropping_and_raising_can_be_asked_for_instead():
+def test_long_rows_can_be_dropped_or_raise():
     row, said = encoded(loaded(cutoff_len=100, on_too_long="drop")[0], *LONG)
     assert row is None
     assert said == {"dropped: longer than cutoff_len": [("d.json", 7)]}
@@ -136,7 +136,7 @@ def test_dropping_and_raising_can_be_asked_for_instead():
     assert template.encode(examples[:1], DataStats())[0] is not None
 
 
-def test_of_a_long_system_message_and_a_short_question_the_system_message_gives():
+def test_long_system_message_is_shortened_before_short_question():
     template, tokenizer = loaded(cutoff_len=120)
     row, _ = encoded(template, Message("user", "who?"), Message("assistant", "me"), system="rules " * 50)
     text = tokenizer.decode(row["input_ids"])
@@ -144,7 +144,7 @@ def test_of_a_long_system_message_and_a_short_question_the_system_message_gives(
     assert text.startswith("<|im_start|>system\nrules rules")
 
 
-def test_a_thought_gives_before_the_answer_it_leads_to():
+def test_thought_is_shortened_before_its_answer():
     template, tokenizer = loaded("qwen3", cutoff_len=120)
     thought = f"<think>\n{'hm ' * 60}\n</think>\n\nforty-two"
     row, _ = encoded(template, Message("user", "?"), Message("assistant", thought))
@@ -153,7 +153,7 @@ def test_a_thought_gives_before_the_answer_it_leads_to():
     assert len(row["input_ids"]) == 120
 
 
-def test_a_tool_call_and_a_list_of_tools_are_never_cut():
+def test_tool_calls_and_tool_lists_are_never_truncated():
     tools = json.dumps([WEATHER])
     said = (Message("user", "weather? " * 9), Message("function", CALL), Message("observation", "cold " * 99), LONG[1])
     whole, _ = encoded(loaded("qwen")[0], *said, tools=tools)
@@ -168,7 +168,7 @@ def test_a_tool_call_and_a_list_of_tools_are_never_cut():
     assert "truncated: turns beyond cutoff_len were removed" in counted
 
 
-def test_a_cut_text_keeps_its_eos():
+def test_truncated_text_keeps_its_eos():
     template, tokenizer = loaded("default", cutoff_len=10)
     stats = DataStats()
     row = as_lists(template.encode_text([Example(text="once upon a time", source="d", number=1)], stats)[0])
@@ -178,13 +178,13 @@ def test_a_cut_text_keeps_its_eos():
     assert tokenizer.decode(whole["input_ids"]) == "once upon a time</s>"
 
 
-def test_a_cut_completion_keeps_its_eos_and_shares_with_its_prompt():
+def test_truncated_completion_keeps_eos_and_shares_length_with_prompt():
     template, tokenizer = loaded("default", cutoff_len=12)
     row = template.encode([Example(prompt="p" * 30, completion="c" * 30)], DataStats())[0]
     assert tokenizer.decode(row["input_ids"]) == "pppppp" + "ccccc</s>"
 
 
-def test_a_template_closed_by_one_eos_keeps_it():
+def test_template_closed_by_one_eos_keeps_it():
     template, tokenizer = loaded("glm4", cutoff_len=60)
     row, _ = encoded(template, *LONG)
     assert len(row["input_ids"]) == 60
@@ -192,7 +192,7 @@ def test_a_template_closed_by_one_eos_keeps_it():
     assert "<|assistant|>\nanswer" in tokenizer.decode(row["input_ids"])
 
 
-def test_packing_may_keep_a_token_of_room_for_itself():
+def test_packing_can_reserve_one_token():
     tokenizer = byte_tokenizer()
     template = load_template(template_options(template="chatml", cutoff_len=97), tokenizer, cutoff_len=96)
     fit_tokenizer(template, tokenizer)
