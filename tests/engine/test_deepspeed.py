@@ -21,7 +21,7 @@ def problems(**given):
     ]
 
 
-def test_auto_is_filled_as_transformers_fills_it():
+def test_auto_values_are_filled_as_in_transformers():
     asked = RunOptions(
         use_cpu=True,
         deepspeed=named("zero3"),
@@ -41,7 +41,7 @@ def test_auto_is_filled_as_transformers_fills_it():
     assert "auto" not in json.dumps(settings)
 
 
-def test_what_is_written_in_a_file_is_kept(tmp_path):
+def test_values_in_config_file_are_kept(tmp_path):
     own = {
         **named("zero2"),
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8, "round_robin_gradients": True},
@@ -53,7 +53,7 @@ def test_what_is_written_in_a_file_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("name", DEEPSPEED_NAMES)
-def test_stages_are_known_by_name(name):
+def test_zero_stages_are_selected_by_name(name):
     asked = RunOptions(use_cpu=True, deepspeed=name)
     assert not problems(deepspeed=name)
     assert parallel_name(asked) == ("single" if name == "zero0" else "deepspeed")
@@ -63,7 +63,7 @@ def test_stages_are_known_by_name(name):
     assert any("stage 0" in note for note in parallel_notes(asked)) is (name == "zero0")
 
 
-def test_settings_that_would_change_the_numbers_are_refused(tmp_path):
+def test_settings_that_change_results_are_rejected(tmp_path):
     (tmp_path / "zero.json").write_text('{"optimizer": {"type": "Lamb"}, "bf16": {"enabled": true}}')
     (tmp_path / "torn.json").write_text('{"optimizer": ')
     (tmp_path / "twice.json").write_text('{"bf16": {"enabled": true, "enabled": false}}')
@@ -85,7 +85,7 @@ def test_settings_that_would_change_the_numbers_are_refused(tmp_path):
     assert '"deepspeed" and "fsdp" cannot be combined' in problems(deepspeed="zero2", fsdp=True)[0]
 
 
-def test_monitors_and_comments_are_left_out_and_monitors_said_to_have_no_effect():
+def test_monitors_and_comments_are_dropped_and_monitors_reported():
     given = {**named("zero2"), "_comment": "ours", "monitor_config": {"enabled": True}, "comms_config": {}}
     asked = RunOptions(use_cpu=True, deepspeed=given)
     assert not problems(deepspeed=given)
@@ -104,7 +104,7 @@ def test_accelerate_settings_are_used(tmp_path, monkeypatch):
     assert filled(RunOptions(use_cpu=True), 64, 2)["zero_optimization"]["stage"] == 1
 
 
-def test_a_lock_that_a_killed_compilation_left_is_named(tmp_path):
+def test_stale_lock_of_killed_compilation_is_reported(tmp_path):
     lock = tmp_path / "py311_cpu" / "deepspeed_shm_comm_op" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()

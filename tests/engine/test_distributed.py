@@ -86,7 +86,7 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_four_processes_end_in_the_weights_of_one_and_their_checkpoint_goes_on_alone(engine, kind, alone, tmp_path):
+def test_four_processes_give_weights_of_one_and_their_checkpoint_resumes_on_one(engine, kind, alone, tmp_path):
     if engine.startswith("zero") and not HAS_DEEPSPEED:
         pytest.skip("DeepSpeed is not installed")
     folder, four = alone
@@ -107,7 +107,7 @@ OF_ACCELERATE = {
 
 
 @pytest.mark.parametrize("version", OF_ACCELERATE)
-def test_two_processes_of_accelerate_launch_end_in_the_weights_of_one(version, alone, tmp_path):
+def test_two_processes_of_accelerate_launch_give_weights_of_one(version, alone, tmp_path):
     folder, four = alone
     sharding = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": True,
                 "fsdp_state_dict_type": "FULL_STATE_DICT", **OF_ACCELERATE[version]}  # fmt: skip
@@ -126,7 +126,7 @@ def test_two_processes_of_accelerate_launch_end_in_the_weights_of_one(version, a
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", pytest.param("zero2", marks=needs_deepspeed)])
-def test_an_adapter_over_four_bits_ends_in_the_weights_of_one_process(engine, alone, tmp_path):
+def test_adapter_over_4_bit_base_gives_weights_of_one_process(engine, alone, tmp_path):
     _, four = alone
     quantized = {**four, **LORA, "quantization_bit": 4, "max_steps": 2}
     train({**quantized, "per_device_train_batch_size": 4, "num_processes": 1}, tmp_path / "one")
@@ -135,7 +135,7 @@ def test_an_adapter_over_four_bits_ends_in_the_weights_of_one_process(engine, al
 
 
 @pytest.mark.parametrize("engine", ["fsdp", pytest.param("zero3", marks=needs_deepspeed)])
-def test_answers_of_ranks_with_different_numbers_of_prompts_are_those_of_one_process(engine, alone, tmp_path):
+def test_responses_of_ranks_with_unequal_prompts_match_one_process(engine, alone, tmp_path):
     folder, four = alone
     (tmp_path / "held.json").write_text(json.dumps(json.loads((folder / "data.json").read_text())[:5]))
     asked = {**four, "eval_dataset": str(tmp_path / "held.json"), "do_predict": True, "predict_with_generate": True,
@@ -149,7 +149,7 @@ def test_answers_of_ranks_with_different_numbers_of_prompts_are_those_of_one_pro
 
 
 @needs_deepspeed
-def test_a_run_goes_from_zero3_to_fsdp_to_one_process(alone, tmp_path):
+def test_run_resumes_from_zero3_with_fsdp_and_then_one_process(alone, tmp_path):
     folder, four = alone
     train({**four, "save_steps": 1, **ENGINES["zero3"]}, tmp_path / "zero3")
     shutil.copytree(tmp_path / "zero3" / "checkpoint-1", tmp_path / "fsdp" / "checkpoint-1")
@@ -161,7 +161,7 @@ def test_a_run_goes_from_zero3_to_fsdp_to_one_process(alone, tmp_path):
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.4, 0.9, 1.6])
-def test_a_rank_that_is_killed_leaves_whole_checkpoints_only_and_the_run_goes_on(seconds, alone, tmp_path):
+def test_killed_rank_leaves_only_complete_checkpoints_and_run_resumes(seconds, alone, tmp_path):
     folder, four = alone
     given = {**four, "save_steps": 1, "num_processes": 2, "per_device_train_batch_size": 2, **ENGINES["fsdp"]}
     given["output_dir"] = str(tmp_path / "out")

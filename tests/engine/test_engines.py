@@ -70,7 +70,7 @@ def take_steps(engine, rows_per_step, num_steps=3, micro=2, model=None):
 
 
 @pytest.mark.parametrize("kind", ["tensor", "context", "sequence"])
-def test_a_launcher_that_asks_for_another_parallelism_is_refused_by_name(kind, monkeypatch):
+def test_launcher_requesting_other_parallelism_is_rejected_by_name(kind, monkeypatch):
     variable = {"tensor": "PARALLELISM_CONFIG_TP_SIZE", "context": "PARALLELISM_CONFIG_CP_SIZE",
                 "sequence": "PARALLELISM_CONFIG_SP_SIZE"}[kind]  # fmt: skip
     monkeypatch.setenv(variable, "2")
@@ -80,7 +80,7 @@ def test_a_launcher_that_asks_for_another_parallelism_is_refused_by_name(kind, m
     assert check_parallel(options()) == []
 
 
-def test_the_number_format_of_accelerate_launch_is_taken_where_the_options_name_none(monkeypatch):
+def test_dtype_of_accelerate_launch_is_used_if_options_set_none(monkeypatch):
     from burnish import TrainingArguments
     from burnish.parallel.deepspeed.settings import filled, named
     from burnish.run.plan.options import RunOptions
@@ -99,7 +99,7 @@ def test_the_number_format_of_accelerate_launch_is_taken_where_the_options_name_
     assert check_parallel(options(bf16=True)) == []
 
 
-def test_accelerate_launch_keeps_a_run_on_the_cpu(monkeypatch):
+def test_accelerate_launch_keeps_a_run_on_cpu(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     asked = ParallelOptions()
@@ -108,7 +108,7 @@ def test_accelerate_launch_keeps_a_run_on_the_cpu(monkeypatch):
     assert (device_of(asked).type, world_size(asked)) == ("cpu", 1)
 
 
-def test_what_accelerate_launch_asks_for_and_is_not_here_is_said(monkeypatch):
+def test_unsupported_accelerate_launch_settings_are_reported(monkeypatch):
     for variable, value in (("ACCELERATE_USE_FSDP", "true"), ("ACCELERATE_USE_MEGATRON_LM", "true"),
                             ("FSDP_IGNORED_MODULES", "head"), ("FSDP_BACKWARD_PREFETCH", "BACKWARD_PRE"),
                             ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")):  # fmt: skip
@@ -120,13 +120,13 @@ def test_what_accelerate_launch_asks_for_and_is_not_here_is_said(monkeypatch):
     assert any("torch_compile_backend instead" in note for note in parallel_notes(options()))
 
 
-def test_copies_of_a_sharded_model_are_taken_from_accelerate_launch(monkeypatch):
+def test_replicas_of_sharded_model_follow_accelerate_launch(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
     assert fsdp_settings(options()).copies == 2
 
 
-def test_the_engine_is_plain_torch_unless_there_are_several_processes(monkeypatch):
+def test_engine_is_plain_torch_for_a_single_process(monkeypatch):
     assert type(create_parallel(options())) is SingleProcess
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert selection.parallel_name(options()) == "ddp"
@@ -139,7 +139,7 @@ def test_both_engines_give_the_same_weights_on_one_process():
     assert torch.equal(take_steps(single, 8), take_steps(accelerated, 8))
 
 
-def test_accelerated_sums_and_gathers_of_one_process_change_nothing():
+def test_single_process_sum_and_gather_are_identity():
     engine, value = create_parallel(options(engine="accelerate")), torch.tensor([[1.0, 2.0]])
     assert torch.equal(engine.sum(value), value)
     assert torch.equal(engine.gather(value), value)
@@ -147,7 +147,7 @@ def test_accelerated_sums_and_gathers_of_one_process_change_nothing():
     assert engine.unwrap(model) is inner
 
 
-def test_clipping_returns_the_norm_before_it_and_scales_down_to_the_limit():
+def test_clipping_returns_norm_and_scales_gradients_to_limit():
     model = small_model()
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -161,7 +161,7 @@ def test_clipping_returns_the_norm_before_it_and_scales_down_to_the_limit():
     assert engine.clip(parameters, 0) == pytest.approx(0.5, rel=1e-5)
 
 
-def test_clipping_is_torchs():
+def test_clipping_matches_torch():
     ours, theirs = small_model(), small_model()
     for model in (ours, theirs):
         model(torch.ones(3, 4)).sum().backward()
@@ -170,11 +170,11 @@ def test_clipping_is_torchs():
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
-def test_without_a_gradient_the_norm_is_zero():
+def test_norm_without_gradients_is_zero():
     assert SingleProcess(options()).clip(list(small_model().parameters()), 1.0) == 0
 
 
-def test_an_update_that_is_not_finite_is_never_applied():
+def test_non_finite_update_is_never_applied():
     model = small_model()
     before = [p.detach().clone() for p in model.parameters()]
     engine = SingleProcess(options())
@@ -190,7 +190,7 @@ def test_an_update_that_is_not_finite_is_never_applied():
     assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
-def test_a_fused_optimizer_leaves_the_weights_alone_without_being_read(monkeypatch):
+def test_fused_optimizer_skips_non_finite_update_without_a_device_read(monkeypatch):
     """As on a GPU: the kernel is told, and the host asks nothing."""
     model = small_model()
     before = [p.detach().clone() for p in model.parameters()]
@@ -211,7 +211,7 @@ def _refuse(tensor):
     raise AssertionError("the device was read")
 
 
-def test_autocast_is_around_the_forward_pass_and_the_weights_stay_float32():
+def test_autocast_covers_forward_pass_and_weights_stay_float32():
     engine, model = SingleProcess(options(bf16=True)), small_model()
     with engine.precision():
         assert model(torch.ones(1, 4)).dtype == torch.bfloat16
@@ -220,17 +220,17 @@ def test_autocast_is_around_the_forward_pass_and_the_weights_stay_float32():
         assert model(torch.ones(1, 4)).dtype == torch.float32
 
 
-def test_batches_keep_what_is_no_tensor():
+def test_non_tensor_batch_values_are_kept():
     batch = SingleProcess(options()).to_device({"input_ids": torch.ones(1), "max_length_q": 7})
     assert batch["max_length_q"] == 7
 
 
-def test_checkpointing_of_a_model_that_has_none_is_refused():
+def test_checkpointing_of_unsupporting_model_is_rejected():
     with pytest.raises(ValueError, match="gradient_checkpointing is set"):
         SingleProcess(options(gradient_checkpointing=True)).prepare(small_model(), None)
 
 
-def test_every_so_many_layers_are_checkpointed_where_that_is_asked_for():
+def test_every_nth_layer_can_be_checkpointed():
     from tiny_models import tiny_model
 
     model = tiny_model()
@@ -252,12 +252,12 @@ def test_every_so_many_layers_are_checkpointed_where_that_is_asked_for():
         ({"selective": True, "use_reentrant": True}, "requires non-reentrant"),
     ],
 )
-def test_arguments_of_checkpointing_that_nobody_knows_are_refused(given, words):
+def test_unknown_checkpointing_arguments_are_rejected(given, words):
     (problem,) = check_parallel(options(gradient_checkpointing=True, gradient_checkpointing_kwargs=given))
     assert words in str(problem)
 
 
-def test_arguments_of_checkpointing_without_checkpointing_are_said_to_have_no_effect():
+def test_checkpointing_arguments_without_checkpointing_are_reported():
     (note,) = parallel_notes(options(gradient_checkpointing_kwargs={"use_reentrant": False}))
     assert "no effect" in note
     given = {"offload": True}
@@ -265,12 +265,12 @@ def test_arguments_of_checkpointing_without_checkpointing_are_said_to_have_no_ef
     assert '"offload" has no effect on a CPU' in note
 
 
-def test_a_compiled_model_takes_the_same_steps():
+def test_compiled_model_takes_the_same_steps():
     compiled = SingleProcess(options(torch_compile=True, torch_compile_backend="eager"))
     assert torch.allclose(take_steps(compiled, 8), take_steps(SingleProcess(options()), 8), atol=1e-6)
 
 
-def test_backend_and_mode_of_a_compilation_are_those_that_are_named(monkeypatch):
+def test_compile_uses_requested_backend_and_mode(monkeypatch):
     asked = []
     monkeypatch.setattr(base, "compile_layers", lambda model, **given: asked.append(given))
     for given in ({}, {"torch_compile_backend": "eager", "torch_compile_mode": "reduce-overhead"}):
@@ -279,7 +279,7 @@ def test_backend_and_mode_of_a_compilation_are_those_that_are_named(monkeypatch)
     assert asked == [{"backend": "inductor", "mode": None}, {"backend": "eager", "mode": "reduce-overhead"}]
 
 
-def test_what_is_said_of_the_syncing_of_gradients_reaches_accelerate(monkeypatch):
+def test_ddp_options_are_passed_to_accelerate(monkeypatch):
     import accelerate
 
     from burnish.parallel.accelerate import _accelerator
@@ -295,7 +295,7 @@ def test_what_is_said_of_the_syncing_of_gradients_reaches_accelerate(monkeypatch
         assert (group.timeout.total_seconds(), group.backend) == (asked.ddp_timeout, asked.ddp_backend)
 
 
-def test_layers_that_are_alike_are_compiled_once_and_keep_their_names():
+def test_identical_layers_are_compiled_once_and_keep_their_names():
     class Layer(nn.Module):
         def __init__(self):
             super().__init__()
@@ -329,7 +329,7 @@ def test_layers_that_are_alike_are_compiled_once_and_keep_their_names():
     assert 1 <= len(graphs) <= 2
 
 
-def test_a_seed_seeds_every_generator():
+def test_seed_initializes_every_generator():
     import numpy
 
     draws = []
@@ -340,7 +340,7 @@ def test_a_seed_seeds_every_generator():
 
 
 @pytest.mark.parametrize("status", [0, 1, 130])
-def test_the_group_that_a_command_opened_is_closed_at_its_end_and_a_script_s_is_not(status, monkeypatch):
+def test_process_group_of_a_command_is_closed_but_that_of_a_script_is_not(status, monkeypatch):
     monkeypatch.setattr(cli, "main", lambda words: create_parallel(options(fsdp=["full_shard"])) and status)
     monkeypatch.setattr(cli.gc, "freeze", lambda: None)
     monkeypatch.setattr(cli, "exit_quietly", lambda status: None)
@@ -351,7 +351,7 @@ def test_the_group_that_a_command_opened_is_closed_at_its_end_and_a_script_s_is_
     assert dist.is_initialized()
 
 
-def test_the_group_that_a_script_s_trainer_opened_is_closed_when_the_script_ends():
+def test_process_group_of_a_script_trainer_is_closed_at_exit():
     script = (
         "import atexit, torch.distributed as dist\n"
         "atexit.register(lambda: print(dist.is_initialized()))\n"
@@ -364,7 +364,7 @@ def test_the_group_that_a_script_s_trainer_opened_is_closed_when_the_script_ends
     assert done.stdout.split() == ["True", "False"], done.stderr
 
 
-def test_a_group_is_left_open_at_the_end_of_a_script_that_failed(monkeypatch):
+def test_process_group_stays_open_after_a_failed_script(monkeypatch):
     create_parallel(options(fsdp=["full_shard"]))
     monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
     parallel._close_at_exit()
@@ -436,7 +436,7 @@ def two_ranks_of_a_language_model(folder):
     engine.barrier()
 
 
-def test_two_processes_make_the_gradients_of_one_on_a_language_model(folder_of_two):
+def test_two_processes_give_language_model_gradients_of_one(folder_of_two):
     from steps import gradients, rows
     from tiny_shapes import tiny
 
@@ -452,7 +452,7 @@ def problems(**given):
     return [str(problem) for problem in check_parallel(options(**given))]
 
 
-def test_two_number_formats_are_a_contradiction():
+def test_two_compute_dtypes_are_contradictory():
     assert '"bf16" and "fp16"' in problems(bf16=True, fp16=True)[0]
     assert problems(fp16=True, pure_bf16=True)
     assert problems(bf16_full_eval=True, fp16_full_eval=True)
@@ -461,14 +461,14 @@ def test_two_number_formats_are_a_contradiction():
 
 
 @pytest.mark.parametrize(("name", "value", "near"), [("backend", "inducter", "inductor"), ("mode", "fast", "default")])
-def test_a_compiler_that_torch_does_not_have_is_refused_with_those_it_has(name, value, near):
+def test_unknown_compile_backend_is_rejected_with_available_ones(name, value, near):
     (problem,) = problems(torch_compile=True, **{f"torch_compile_{name}": value})
     assert f'"torch_compile_{name}": unknown value "{value}"' in problem
     assert near in problem
     assert not problems(torch_compile=True, torch_compile_backend="aot_eager", torch_compile_mode="reduce-overhead")
 
 
-def test_one_engine_for_several_processes_is_refused(monkeypatch):
+def test_single_process_engine_is_rejected_for_several_processes(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert "4 processes" in problems(engine="single")[0]
 
@@ -504,13 +504,13 @@ def instructions(monkeypatch):
         ({"limit": "avx512_core_amx", "has_amx": True}, "AMX"),
     ],
 )
-def test_the_instructions_are_the_processors_within_the_limits_of_torch_and_onednn(processor, name, instructions):
+def test_cpu_instructions_respect_torch_and_onednn_limits(processor, name, instructions):
     instructions(**processor)
     assert cpu_instructions() == name
     assert has_fast_bfloat16() is (name in ("AMX", "AVX512-BF16"))
 
 
-def test_float16_on_a_cpu_runs_as_bfloat16_where_the_processor_has_it_and_says_so(instructions):
+def test_float16_on_cpu_runs_as_bfloat16_if_supported_and_is_reported(instructions):
     instructions()
     assert autocast_dtype(options(fp16=True), CPU) == torch.bfloat16
     assert "bfloat16" in parallel_notes(options(fp16=True))[0]
@@ -522,7 +522,7 @@ def test_float16_on_a_cpu_runs_as_bfloat16_where_the_processor_has_it_and_says_s
     assert "(AVX2) emulates bfloat16 products" in parallel_notes(options(bf16=True))[0]
 
 
-def test_frozen_weights_are_float32_where_bfloat16_is_emulated_or_refused(instructions):
+def test_frozen_weights_are_float32_if_bfloat16_is_emulated_or_disabled(instructions):
     half, gpu = torch.bfloat16, torch.device("cuda")
     for capability, usual in (("AVX512", half), ("AVX2", torch.float32)):
         instructions(capability)
@@ -535,14 +535,14 @@ def test_frozen_weights_are_float32_where_bfloat16_is_emulated_or_refused(instru
             assert frozen_dtype(options(bf16=False), device, half) == torch.float32
 
 
-def test_float16_needs_a_scale_and_bfloat16_weights_no_autocast():
+def test_float16_requires_loss_scale_and_bfloat16_weights_no_autocast():
     assert autocast_dtype(options(fp16=True), torch.device("cuda")) == torch.float16
     assert autocast_dtype(options(bf16=True, pure_bf16=True), CPU) is None
     assert not SingleProcess(options(bf16=True)).scales_loss
     assert SingleProcess(options(bf16=True)).parts == {}
 
 
-def test_evaluation_has_a_format_of_its_own():
+def test_evaluation_has_its_own_dtype():
     assert full_eval_dtype(options(bf16_full_eval=True)) == torch.bfloat16
     assert full_eval_dtype(options(fp16_full_eval=True)) == torch.float16
     assert full_eval_dtype(options()) is None

@@ -30,7 +30,7 @@ class Two:
         return [value, ("elsewhere", {**mine, **self.other})]
 
 
-def test_a_process_that_would_do_something_else_is_refused_with_the_difference():
+def test_process_with_different_plan_is_rejected_with_the_difference():
     plan = Plan(RunOptions(seed=7))
     raise_unless_ranks_agree(plan, {"data": "abc"}, 5, Two())
     with pytest.raises(UserError, match="process 1 on elsewhere") as refused:
@@ -40,7 +40,7 @@ def test_a_process_that_would_do_something_else_is_refused_with_the_difference()
         assert words in said
 
 
-def test_a_secret_that_differs_is_not_shown():
+def test_differing_secret_is_not_shown():
     with pytest.raises(UserError, match="hf_hub_token differs") as refused:
         raise_unless_ranks_agree(Plan(RunOptions(hf_hub_token="hf_SECRET")), {}, 5, Two(hf_hub_token="other"))
     assert "SECRET" not in str(refused.value)
@@ -57,7 +57,7 @@ waits_for_ever()
 """
 
 
-def test_a_run_that_stands_still_ends_with_the_stacks_of_its_processes(monkeypatch, capfd):
+def test_stalled_run_ends_with_stack_traces_of_its_processes(monkeypatch, capfd):
     monkeypatch.setattr(launching, "PROGRAM", ("-c", STANDS_STILL))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     given = {"num_processes": RawValue(2), "use_cpu": RawValue(True), "stall_timeout_s": RawValue("0.5")}
@@ -69,7 +69,7 @@ def test_a_run_that_stands_still_ends_with_the_stacks_of_its_processes(monkeypat
     assert "Process 1 of 2" in said
 
 
-def test_a_run_that_ended_is_not_watched_any_more():
+def test_finished_run_is_no_longer_watched():
     script = STANDS_STILL[: STANDS_STILL.index("def waits")] + "watch.on_train_end(None, None, None)\ntime.sleep(1.2)\n"
     source = str(Path(launching.__file__).parents[2])
     done = subprocess.run(

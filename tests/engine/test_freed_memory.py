@@ -32,7 +32,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator of glibc is told, and this is another")
-def test_a_step_takes_the_memory_that_the_step_before_it_freed() -> None:
+def test_step_reuses_memory_freed_by_previous_step() -> None:
     fresh, kept = (_faults(keeps) for keeps in (False, True))
     assert fresh >= 10 * 32  # 64 MiB and more in each step, in pages of 2 MiB where the system has such
     assert kept < fresh / 5
@@ -51,7 +51,7 @@ def _printed(code: str) -> int:
     return int(done.stdout)
 
 
-def test_an_allocator_that_was_set_up_from_outside_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_externally_configured_allocator_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     from burnish.parallel.memory import keep_freed_memory
 
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
@@ -82,7 +82,7 @@ print(used[1] - used[0])
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="the allocator of glibc since 2.33 is asked")
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="a torch without oneDNN")
-def test_kernels_of_shapes_that_are_gone_are_not_kept_without_bound() -> None:
+def test_kernel_cache_of_past_shapes_is_bounded() -> None:
     assert _printed(_GROWTH.format(bounds=True)) < 2**20
 
 
@@ -106,7 +106,7 @@ print(held() - before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator of glibc is told, and this is another")
-def test_a_sharded_run_gives_back_a_layer_that_was_gathered_between_activations() -> None:
+def test_sharded_run_frees_gathered_layers_between_activations() -> None:
     whole, sharded = (_printed(_HELD.format(is_sharded=is_sharded)) for is_sharded in (False, True))
     assert whole >= 8 * 16  # MiB of layers
     assert sharded < 16

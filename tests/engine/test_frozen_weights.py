@@ -28,7 +28,7 @@ def wrap(place):
     distributed.destroy_process_group()
 
 
-def test_what_all_processes_have_is_not_sent_and_what_differs_is_the_first_ones(tmp_path):
+def test_only_differing_frozen_weights_are_broadcast_from_rank_0(tmp_path):
     in_two_processes(wrap, str(tmp_path / "rank"))
     for rank in (0, 1):
         found = json.loads((tmp_path / f"rank.{rank}").read_text())

@@ -70,7 +70,7 @@ def same(ours, theirs):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_processes_that_share_a_model_end_in_the_weights_of_one(folder, kind):
+def test_two_fsdp_processes_give_the_weights_of_one(folder, kind):
     same(folder / "two" / kind, folder / "one" / kind)
     first, second = (json.loads((folder / n / kind / "eval_results.json").read_text()) for n in ("one", "two"))
     assert first["eval_loss"] == pytest.approx(second["eval_loss"], rel=1e-4)
@@ -80,12 +80,12 @@ def test_two_processes_that_share_a_model_end_in_the_weights_of_one(folder, kind
     ("mixed", "alone"),
     [("one then two", "one/full"), ("two then one full", "one/full"), ("two then one lora", "one/lora")],
 )
-def test_a_run_goes_on_with_another_number_of_processes_and_another_engine(folder, mixed, alone):
+def test_run_resumes_with_other_number_of_processes_and_other_engine(folder, mixed, alone):
     assert "checkpoint-3" in (folder / mixed / "run.log").read_text()
     same(folder / mixed, folder / alone)
 
 
-def test_each_process_writes_its_part_and_an_index_says_where_it_is(folder):
+def test_each_process_writes_its_shard_and_an_index_lists_them(folder):
     checkpoint = folder / "two/full/checkpoint-6"
     for stem in ("model", "optimizer"):
         assert not (checkpoint / f"{stem}.safetensors").exists()
@@ -98,7 +98,7 @@ def test_each_process_writes_its_part_and_an_index_says_where_it_is(folder):
     assert (folder / "two/lora/checkpoint-6/adapter_model.safetensors").is_file()
 
 
-def test_a_damaged_shard_is_found(folder, tmp_path):
+def test_damaged_shard_is_detected(folder, tmp_path):
     from burnish.checkpoint.manifest import faults
 
     shutil.copytree(folder / "two/full/checkpoint-6", tmp_path / "checkpoint-6")
@@ -158,7 +158,7 @@ def test_fsdp_keys_without_effect_are_reported_and_unknown_ones_rejected(tmp_pat
     assert "does not exist" in problems(fsdp=True, fsdp_config=str(tmp_path / "fsdp2.json"))[0]
 
 
-def test_an_optimizer_that_keeps_states_of_whole_weights_is_refused():
+def test_optimizer_with_states_of_full_weights_is_rejected():
     from burnish.config.errors import UserError
 
     weight = torch.nn.Parameter(torch.ones(4))
@@ -166,7 +166,7 @@ def test_an_optimizer_that_keeps_states_of_whole_weights_is_refused():
         follow(torch.optim.Adagrad([weight]), {})
 
 
-def test_an_optimizer_that_looks_at_whole_weights_is_refused_by_name():
+def test_optimizer_that_needs_full_weights_is_rejected_by_name():
     from burnish.run.plan.checks import check_sharded
     from burnish.run.plan.plan import RunOptions
 

@@ -67,7 +67,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_a_script_under_fsdp_ends_in_the_weights_of_one_process(folder):
+def test_script_under_fsdp_gives_weights_of_one_process(folder):
     from safetensors.torch import load_file
 
     one, two = (load_file(folder / name / "model" / "model.safetensors") for name in ("one", "two"))
@@ -78,7 +78,7 @@ def test_a_script_under_fsdp_ends_in_the_weights_of_one_process(folder):
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-def test_its_model_says_its_class_and_its_checkpoint_is_in_pieces(folder):
+def test_fsdp_model_keeps_its_class_and_checkpoint_is_sharded(folder):
     config = json.loads((folder / "two" / "model" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert (folder / "two" / "checkpoint-2" / "model.shards.json").is_file()
@@ -87,7 +87,7 @@ def test_its_model_says_its_class_and_its_checkpoint_is_in_pieces(folder):
 
 @pytest.mark.distributed
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-def test_a_script_under_the_third_stage_ends_in_the_weights_of_one_process(folder, tmp_path):
+def test_script_under_zero3_gives_weights_of_one_process(folder, tmp_path):
     from safetensors.torch import load_file
 
     in_two_processes(third_stage, str(tmp_path), environment={"DS_ACCELERATOR": "cpu"})

@@ -88,7 +88,7 @@ def program(monkeypatch):
     return take
 
 
-def test_one_process_does_the_work_itself(program, monkeypatch):
+def test_single_process_runs_without_launching(program, monkeypatch):
     assert launch([], {"use_cpu": RawValue(True)}) is None
     assert launch([], {"num_processes": RawValue("1")}) is None
     assert launch([], {"num_processes": RawValue("2"), "engine": RawValue("single")}) is None
@@ -98,7 +98,7 @@ def test_one_process_does_the_work_itself(program, monkeypatch):
     assert launch([], TWO) is None
 
 
-def test_every_process_gets_its_place_and_the_words_as_they_were_given(program, tmp_path):
+def test_every_process_gets_its_rank_and_unchanged_arguments(program, tmp_path):
     program(TELLS)
     words = [f"{tmp_path}/a folder with 'quotes' ", 'and "others"', "$HOME *"]
     assert launch(words, TWO) == 0
@@ -110,7 +110,7 @@ def test_every_process_gets_its_place_and_the_words_as_they_were_given(program, 
         }  # fmt: skip
 
 
-def test_on_several_machines_ranks_go_on_where_the_machine_before_ended(program, tmp_path, monkeypatch):
+def test_ranks_continue_across_machines(program, tmp_path, monkeypatch):
     program(TELLS)
     for name, value in {"NNODES": "3", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}.items():
         monkeypatch.setenv(name, value)
@@ -177,7 +177,7 @@ def test_signal_is_sent_to_rank_0_and_stops_all_processes(program, tmp_path, cap
     assert capfd.readouterr().err == ""
 
 
-def test_a_run_of_two_processes_is_one_program(tmp_path):
+def test_run_of_two_processes_prints_as_one_program(tmp_path):
     """The whole way, from its command line to its last file; then what is wrong is said once."""
     given = make_user(tmp_path, max_steps=2, save_strategy="no", plot_loss=False, num_processes=2, evaluate="no")
     given.pop("evaluate")
@@ -198,7 +198,7 @@ def test_a_run_of_two_processes_is_one_program(tmp_path):
     assert "Process" not in refused.stderr
 
 
-def test_processes_are_those_asked_for_or_one_for_each_gpu(monkeypatch):
+def test_num_processes_is_the_requested_or_one_per_gpu(monkeypatch):
     for name in ("NPROC_PER_NODE", "WORLD_SIZE", "NNODES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3,5")
@@ -213,7 +213,7 @@ def test_processes_are_those_asked_for_or_one_for_each_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["NNODES", "NODE_RANK", "NPROC_PER_NODE"])
-def test_a_place_that_is_no_number_is_refused_and_not_taken_for_the_usual_one(name, monkeypatch):
+def test_non_integer_rank_variable_is_rejected(name, monkeypatch):
     for other in ("WORLD_SIZE", "RANK", "NNODES", "NODE_RANK", "NPROC_PER_NODE"):
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, "two")
@@ -223,7 +223,7 @@ def test_a_place_that_is_no_number_is_refused_and_not_taken_for_the_usual_one(na
     assert problems_of_machines() == []
 
 
-def test_a_number_of_processes_is_a_number_or_auto():
+def test_num_processes_is_a_number_or_auto():
     (problem,) = check_parallel(ParallelOptions(num_processes="many"))
     assert 'Received: "many"' in str(problem)
     (problem,) = check_parallel(ParallelOptions(num_processes=2, engine="single"))
@@ -251,7 +251,7 @@ def test_a_number_of_processes_is_a_number_or_auto():
     ],
 )
 @pytest.mark.parametrize("command", ["train", "explain"])
-def test_half_of_a_launchers_variables_is_refused(command, variables, words, monkeypatch, capsys, tmp_path):
+def test_incomplete_launcher_variables_are_rejected(command, variables, words, monkeypatch, capsys, tmp_path):
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

@@ -61,7 +61,7 @@ def user(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_process_takes_the_memory_that_explain_foretold(engine, kind, user, tmp_path):
+def test_process_uses_memory_predicted_by_explain(engine, kind, user, tmp_path):
     if engine.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
     count, options = ENGINES[engine]

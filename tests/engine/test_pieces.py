@@ -31,7 +31,7 @@ def pieces_of(tensor, rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_shards_of_any_number_of_ranks_are_read_entirely_and_in_parts(tmp_path, world_size):
+def test_shards_of_any_number_of_ranks_are_read_fully_and_partially(tmp_path, world_size):
     tensors = {"a": torch.randn(5, 3), "b": torch.randn(2).to(torch.bfloat16), "step": torch.tensor(7.0)}
     for rank in range(world_size):
         mine = {name: pieces_of(t, rank, world_size) if t.dim() else t for name, t in tensors.items()}
@@ -46,7 +46,7 @@ def test_shards_of_any_number_of_ranks_are_read_entirely_and_in_parts(tmp_path, 
         assert torch.equal(found["a"].slice_of(begin, 15 - begin), tensors["a"].flatten()[begin:])
 
 
-def test_an_index_with_a_gap_is_refused(tmp_path):
+def test_shard_index_with_a_gap_is_rejected(tmp_path):
     write_shard(tmp_path / shard_name("model", 0, 1), {"a": LocalShard(torch.ones(2), 1, (3,))}, is_first=True)
     write_index(tmp_path, "model", 1)
     with pytest.raises(UserError, match="do not form"):
@@ -111,7 +111,7 @@ class Unwritable(torch.Tensor):
         return self
 
 
-def test_two_ranks_save_and_each_reads_its_own_back(tmp_path):
+def test_two_ranks_save_and_load_their_shards(tmp_path):
     assert saved_by_two(tmp_path) == [None, None]
     folder = tmp_path / "checkpoint-4"
     assert not list(folder.glob(".rank*"))
@@ -121,7 +121,7 @@ def test_two_ranks_save_and_each_reads_its_own_back(tmp_path):
         assert half.value.tolist() == [rank + 1.0] * 3
 
 
-def test_where_one_rank_cannot_write_there_is_no_checkpoint_and_both_know(tmp_path):
+def test_failed_write_on_one_rank_leaves_no_checkpoint_on_both(tmp_path):
     first, second = saved_by_two(tmp_path, fails=True)
     assert "Rank 1 could not write its shard" in str(first)
     assert "No space left" in str(first)
@@ -129,7 +129,7 @@ def test_where_one_rank_cannot_write_there_is_no_checkpoint_and_both_know(tmp_pa
     assert Checkpoints(tmp_path).newest() == (None, [])
 
 
-def test_a_rank_that_never_reports_is_not_waited_for_without_end(tmp_path):
+def test_waiting_for_a_silent_rank_times_out(tmp_path):
     with pytest.raises(OSError, match=r"Rank 1 did not write"):
         gather_reports(tmp_path, 2, longest_s=0.1)
     (tmp_path / "own").write_text("own")
@@ -138,7 +138,7 @@ def test_a_rank_that_never_reports_is_not_waited_for_without_end(tmp_path):
     assert gather_reports(tmp_path, 2).keys() == {"own"}
 
 
-def test_an_index_says_what_a_person_can_read(tmp_path):
+def test_shard_index_is_human_readable(tmp_path):
     write_shard(tmp_path / shard_name("model", 0, 1), {"a": torch.ones(2, 3)}, is_first=True)
     write_index(tmp_path, "model", 1)
     index = json.loads((tmp_path / index_name("model")).read_text())

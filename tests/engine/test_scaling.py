@@ -22,7 +22,7 @@ def parts(sharing, formats=FLOAT32):
     return {term.name: term.num_bytes for term in shared(TERMS, sharing, SHAPE, formats, 100, 100)}
 
 
-def test_each_stage_shares_one_thing_more():
+def test_each_zero_stage_shards_one_more_part():
     assert parts(Sharing("ddp", 4)) == SIZES
     assert parts(Sharing("deepspeed", 4, 1))["optimizer"] == 200
     assert parts(Sharing("deepspeed", 4, 2))["gradients"] == 100
@@ -41,7 +41,7 @@ def test_zero_updates_float32_copies_of_weights_and_gradients():
     assert parts(Sharing("deepspeed", 4, 2))["float32 copies"] == 200
 
 
-def test_zero_sends_gradients_in_buffers_and_its_third_stage_keeps_what_it_uses_again():
+def test_zero_buckets_gradients_and_stage_3_keeps_reused_parameters():
     assert parts(Sharing("deepspeed", 4, 2, bucket=5000), BF16)["buckets"] == 10_000
     assert parts(Sharing("deepspeed", 4, 2, bucket=5000, is_on_cpu=True), BF16)["buckets"] == 200
     assert parts(Sharing("deepspeed", 4, 2, bucket=None), BF16)["buckets"] == 2 * SHAPE.hidden**2
@@ -58,23 +58,23 @@ def test_zero_sends_gradients_in_buffers_and_its_third_stage_keeps_what_it_uses_
         ({"deepspeed": "zero3_offload"}, Sharing("deepspeed", 8, 3, False, True, True, 10**9, None, True)),
     ],
 )
-def test_the_options_say_how_memory_is_shared(given, expected):
+def test_sharding_is_derived_from_options(given, expected):
     assert sharing_of(RunOptions(use_cpu=True, **given), 8) == expected
 
 
-def test_loading_and_saving_take_a_part_where_weights_are_shared():
+def test_sharded_loading_and_saving_use_part_of_the_memory():
     alone, four = (peaks(Sharing("fsdp", n, 3), 100, 100, FLOAT32, 2) for n in (1, 4))
     assert [term.num_bytes for term in alone] == [400, 1200]
     assert [term.num_bytes for term in four] == [100, 300]
 
 
 @pytest.mark.slow
-def test_the_page_is_what_its_script_writes():
+def test_scaling_page_is_generated_by_its_script():
     subprocess.run([sys.executable, ROOT / "scripts" / "make_scaling_page.py", "--check"], check=True, timeout=300)
 
 
 @pytest.mark.run
-def test_examples_of_schedulers_can_be_read():
+def test_scheduler_examples_can_be_parsed():
     service, job = yaml.safe_load_all((ROOT / "examples/kubernetes/train.yaml").read_text())
     assert (service["kind"], job["kind"]) == ("Service", "Job")
     subprocess.run(["bash", "-n", ROOT / "examples/slurm/train.sbatch"], check=True)

@@ -163,7 +163,7 @@ def found(tmp_path_factory):
     return json.loads(json.dumps(measured(folder / "one"))), *ranks
 
 
-def test_a_stream_goes_on_from_the_first_rank_s_state_on_both(found):
+def test_loader_state_of_rank_0_resumes_on_both_ranks(found):
     """Six rows to a step: at its end the first rank has read nine of twelve, so both read on from the tenth."""
     for rank, to in zip(found[1:], (21, 24), strict=True):
         assert rank["resumed"]["rest"] == rank["resumed"]["whole"]
@@ -171,14 +171,14 @@ def test_a_stream_goes_on_from_the_first_rank_s_state_on_both(found):
 
 
 @pytest.mark.parametrize("number", ["10", "11", "3", "1", "stream"])
-def test_an_evaluation_by_two_is_that_of_one_on_both(found, number):
+def test_evaluation_on_two_ranks_matches_one(found, number):
     one, first, second = (ranks[number] for ranks in found)
     assert first == second
     assert first == pytest.approx(one, rel=1e-5)
     assert one["eval_rows"] == 11 if number == "stream" else one["eval_rows"] == int(number)
 
 
-def test_predictions_come_in_the_order_of_the_rows_each_once(found):
+def test_predictions_are_in_row_order_without_duplicates(found):
     one, first, second = found
     for number in (10, 11, 3, 1):
         name = f"predictions of {number}"
@@ -186,7 +186,7 @@ def test_predictions_come_in_the_order_of_the_rows_each_once(found):
         assert len(first[name]) == number
 
 
-def test_a_rank_without_rows_in_a_step_adds_nothing_to_it(found, tmp_path):
+def test_rank_without_rows_adds_nothing_to_a_step(found, tmp_path):
     _, first, second = found
     one = trained(tmp_path, 8)
     for two in (first["trained"], second["trained"]):
@@ -195,7 +195,7 @@ def test_a_rank_without_rows_in_a_step_adds_nothing_to_it(found, tmp_path):
     assert first["trained"]["prepared"] == second["trained"]["prepared"]
 
 
-def test_a_loader_that_a_script_prepares_is_dealt_to_the_ranks(found):
+def test_dataloader_prepared_by_a_script_is_sharded_over_ranks(found):
     _, first, second = (ranks.get("trained") for ranks in found)
     for kind in ("own rows", "prepared rows"):
         assert sorted({*first[kind], *second[kind]}) == list(range(10))
@@ -208,7 +208,7 @@ def test_notes_are_printed_by_rank_0_only(found):
     assert not second["said"]
 
 
-def test_what_is_not_given_of_ddp_is_as_in_transformers_and_torch():
+def test_ddp_defaults_match_transformers_and_torch():
     given = syncing_arguments(ParallelOptions())
     assert given["find_unused_parameters"] is True
     assert BUFFERS not in given
@@ -220,7 +220,7 @@ def test_what_is_not_given_of_ddp_is_as_in_transformers_and_torch():
     }  # fmt: skip
 
 
-def test_parts_of_accelerators_that_scripts_call_are_there(tmp_path):
+def test_accelerator_methods_used_by_scripts_exist(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=1)
     accelerator, model = trainer.accelerator, trainer.model
     loader = accelerator.prepare(DataLoader(list(range(6)), batch_size=2))
@@ -239,7 +239,7 @@ def test_parts_of_accelerators_that_scripts_call_are_there(tmp_path):
     assert (tmp_path / "checkpoint-1" / "manifest.json").is_file() or accelerator.save_state().endswith("checkpoint-1")
 
 
-def test_the_engine_is_that_of_the_number_of_processes(monkeypatch):
+def test_engine_depends_on_number_of_processes(monkeypatch):
     assert selection.parallel_name(ParallelOptions()) == "single"
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert selection.parallel_name(ParallelOptions()) == "ddp"

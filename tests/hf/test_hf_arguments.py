@@ -24,7 +24,7 @@ SPEC = Path(__file__).parents[1] / "golden" / "peer_arguments.json"
 @pytest.mark.parametrize(
     ("kind", "listed"), [(TrainingArguments, "TrainingArguments"), (SFTConfig, "SFTConfig adds or changes")]
 )
-def test_every_field_is_there_with_its_type_and_default(kind, listed):
+def test_every_field_exists_with_its_type_and_default(kind, listed):
     own, types = {field.name: field for field in dataclasses.fields(kind)}, get_type_hints(kind)
     for spec in json.loads(SPEC.read_text())[listed]:
         name, field = spec["name"], own[spec["name"]]
@@ -36,7 +36,7 @@ def test_every_field_is_there_with_its_type_and_default(kind, listed):
             assert str(types[name]).replace("typing.", "") == spec["type"], name
 
 
-def test_every_field_of_the_transformers_that_is_installed_is_there():
+def test_every_field_of_installed_transformers_exists():
     own = {field.name for field in dataclasses.fields(TrainingArguments)}
     assert not {field.name for field in dataclasses.fields(transformers.TrainingArguments)} - own
 
@@ -59,7 +59,7 @@ def test_every_field_of_the_transformers_that_is_installed_is_there():
         ({"save_safetensors": True}, "output_dir", "out"),
     ],
 )
-def test_an_old_name_works_with_one_warning(old, name, value):
+def test_deprecated_argument_name_works_with_one_warning(old, name, value):
     with pytest.warns(FutureWarning) as said:
         args = TrainingArguments("out", **old)
     assert getattr(args, name) == value
@@ -67,12 +67,12 @@ def test_an_old_name_works_with_one_warning(old, name, value):
     assert next(iter(old)) in str(said[0].message)
 
 
-def test_an_old_name_that_was_never_one_is_refused():
+def test_unknown_argument_name_is_rejected():
     with pytest.raises(TypeError, match="learning_rat"):
         TrainingArguments("out", learning_rat=1)
 
 
-def test_old_names_work_in_a_subclass_of_ones_own():
+def test_deprecated_names_work_in_a_subclass():
     @dataclasses.dataclass
     class Mine(TrainingArguments):
         extra: int = 3
@@ -83,7 +83,7 @@ def test_old_names_work_in_a_subclass_of_ones_own():
     assert args.extra == 4
 
 
-def test_names_become_transformers_enumerations_and_stay_texts():
+def test_strings_become_transformers_enums_and_stay_strings():
     args = arguments("out", eval_strategy="steps", lr_scheduler_type="cosine")
     assert args.eval_strategy is IntervalStrategy.STEPS
     assert args.lr_scheduler_type is SchedulerType.COSINE
@@ -91,7 +91,7 @@ def test_names_become_transformers_enumerations_and_stay_texts():
     assert args.to_dict()["lr_scheduler_type"] == "cosine"
 
 
-def test_what_one_argument_says_of_another_is_derived():
+def test_dependent_arguments_are_derived():
     args = arguments("out", eval_strategy="steps", logging_steps=7, load_best_model_at_end=True, save_strategy="steps",
                      save_steps=14)  # fmt: skip
     assert (args.eval_steps, args.do_eval, args.metric_for_best_model, args.greater_is_better) == (
@@ -125,7 +125,7 @@ def test_what_one_argument_says_of_another_is_derived():
         ({"parallelism_config": object()}, "parallelism_config"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_refused_in_known_words(given, words):
+def test_contradictory_arguments_are_rejected_with_transformers_messages(given, words):
     with pytest.raises(ValueError, match=words):
         arguments("out", **given)
 
@@ -154,12 +154,12 @@ def test_what_does_not_go_together_is_refused_in_known_words(given, words):
         ("pad_to_multiple_of", "-8", "at least 1 token"),
     ],
 )
-def test_a_number_with_which_no_run_could_be_made_is_refused(name, value, words):
+def test_number_that_makes_training_impossible_is_rejected(name, value, words):
     with pytest.raises(ValueError, match=f"`{name}` must be .*{words}"):
         SFTConfig("out", use_cpu=True, **{name: value})
 
 
-def test_a_setter_and_a_subclass_refuse_what_the_constructor_refuses():
+def test_setters_and_subclasses_validate_like_the_constructor():
     with pytest.raises(ValueError, match="`per_device_train_batch_size` must be at least 1 row"):
         arguments("out").set_training(batch_size=0)
 
@@ -179,19 +179,19 @@ def test_a_setter_and_a_subclass_refuse_what_the_constructor_refuses():
      {"logging_strategy": "no", "logging_steps": 0}],
     ids=str,
 )  # fmt: skip
-def test_a_number_that_means_none_to_transformers_is_taken(given):
+def test_number_that_transformers_treats_as_none_is_accepted(given):
     args = arguments("out", **given)
     assert all(getattr(args, name) == value for name, value in given.items())
 
 
-def test_a_number_may_come_as_a_text():
+def test_number_can_be_given_as_text():
     """A YAML file that a script reads says 1e-4 in a way that YAML takes for text."""
     args = arguments("out", learning_rate="1e-4", per_device_train_batch_size="4", max_steps=1e3)
     assert (args.learning_rate, args.per_device_train_batch_size, args.max_steps) == (1e-4, 4, 1000)
     assert type(args.max_steps) is int
 
 
-def test_shares_of_steps_may_be_multiples_of_each_other():
+def test_fractional_step_intervals_can_be_multiples_of_each_other():
     arguments("out", eval_strategy="steps", eval_steps=0.1, save_strategy="steps", save_steps=0.3,
               load_best_model_at_end=True)  # fmt: skip
 
@@ -202,13 +202,13 @@ def test_arguments_without_effect_are_reported_once():
     assert len(said) == 1
 
 
-def test_settings_of_accelerate_that_deal_rows_are_said_to_have_no_effect():
+def test_accelerate_dispatch_settings_without_effect_are_reported():
     with pytest.warns(UserWarning, match="even_batches, split_batches|split_batches, even_batches") as said:
         arguments("out", accelerator_config={"split_batches": True, "even_batches": False})
     assert len(said) == 1
 
 
-def test_kubeflow_is_told_of_a_run_on_its_platform(monkeypatch):
+def test_kubeflow_is_notified_of_a_run_on_its_platform(monkeypatch):
     assert arguments("out", report_to="none").report_to == []
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "https://trainer.example")
     assert arguments("out", report_to="none").report_to == ["kubeflow"]
@@ -221,7 +221,7 @@ def test_common_arguments_give_no_warning():
         arguments("out")
 
 
-def test_a_command_line_is_parsed_by_transformers_parser():
+def test_command_line_is_parsed_by_transformers_parser():
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
         ["--output_dir", "o", "--use_cpu", "--learning_rate", "1e-3", "--lr_scheduler_kwargs", '{"num_cycles": "2"}']
     )
@@ -241,12 +241,12 @@ def test_a_command_line_is_parsed_by_transformers_parser():
         ("dataset_kwargs", '{"a": 1', "`dataset_kwargs` must be a dictionary, as JSON"),
     ],
 )
-def test_a_dictionary_given_as_text_is_refused_by_name_where_it_cannot_be_read(name, text, words):
+def test_invalid_dictionary_text_is_rejected_by_name(name, text, words):
     with pytest.raises(ValueError, match=words):
         SFTConfig("out", use_cpu=True, **{name: text})
 
 
-def test_the_arguments_are_data():
+def test_arguments_are_serializable():
     args = arguments("out", hub_token="secret")
     assert json.loads(args.to_json_string())["learning_rate"] == 0.1
     assert "secret" not in args.to_json_string()
@@ -254,7 +254,7 @@ def test_the_arguments_are_data():
     assert "learning_rate=0.1" in str(args)
 
 
-def test_the_numbers_that_follow_from_them():
+def test_derived_numbers_match_transformers():
     args = arguments("out", warmup_steps=0.1, per_device_eval_batch_size=3)
     assert (args.train_batch_size, args.eval_batch_size, args.n_gpu, args.world_size) == (4, 3, 0, 1)
     assert args.get_warmup_steps(171) == 18
@@ -264,7 +264,7 @@ def test_the_numbers_that_follow_from_them():
     assert TrainingArguments.default_optim == transformers.TrainingArguments.default_optim
 
 
-def test_setters_set_and_can_be_chained():
+def test_setters_can_be_chained():
     args = arguments("out").set_training(1e-4, batch_size=2).set_logging(steps=3).set_evaluate("epoch")
     assert (args.learning_rate, args.per_device_train_batch_size, args.logging_steps) == (1e-4, 2, 3)
     assert (args.eval_strategy, args.do_eval, args.do_train) == ("epoch", True, True)
@@ -273,13 +273,13 @@ def test_setters_set_and_can_be_chained():
     assert args.per_device_train_batch_size == 3
 
 
-def test_without_an_output_dir_there_is_a_usual_one():
+def test_output_dir_has_a_default():
     assert TrainingArguments().output_dir == "trainer_output"
     assert TrainingArguments("~/x").output_dir == str(Path.home() / "x")
 
 
 @pytest.mark.parametrize("name", ["TrainingArguments", "Seq2SeqTrainingArguments"])
-def test_the_flags_are_those_of_transformers(name):
+def test_flags_match_transformers(name):
     """Names, defaults, choices, and which flags may stand without a value; of what the parser derives from a field."""
 
     def flags(library):
@@ -299,21 +299,21 @@ def test_the_flags_are_those_of_transformers(name):
         assert [getattr(own, it) for it in same] == [getattr(action, it) for it in same], flag
 
 
-def test_a_flag_of_checkpointing_may_stand_alone():
+def test_checkpointing_flag_needs_no_value():
     for flag in ("--gradient_checkpointing", "--activation_checkpointing"):
         (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(["--output_dir", "o", flag])
         assert args.activation_checkpointing is True
         assert args.gradient_checkpointing is True
 
 
-def test_flags_of_an_earlier_command_line_mean_what_they_meant():
+def test_deprecated_flags_keep_their_meaning():
     flags = ["--evaluation_strategy", "epoch", "--no_cuda", "--warmup_ratio", "0.1", "--overwrite_output_dir"]
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(["--output_dir", "o", *flags])
     assert (args.eval_strategy, args.use_cpu, args.warmup_steps) == ("epoch", True, 0.1)
     assert args.overwrite_output_dir is True
 
 
-def test_a_script_may_read_an_old_name():
+def test_script_can_read_a_deprecated_name():
     args = arguments("out", eval_strategy="epoch")
     assert args.evaluation_strategy == "epoch"
     assert not args.tpu_metrics_debug
@@ -322,7 +322,7 @@ def test_a_script_may_read_an_old_name():
         args.evaluation_strategi  # noqa: B018
 
 
-def test_all_steps_are_a_share_of_them_and_one_is_a_number():
+def test_warmup_ratio_one_is_all_steps_and_warmup_steps_one_is_one():
     with pytest.warns(FutureWarning, match="warmup_ratio"):
         assert arguments("out", warmup_ratio=1.0).get_warmup_steps(50) == 50
     assert arguments("out", warmup_steps=1.0).get_warmup_steps(50) == 1
@@ -330,7 +330,7 @@ def test_all_steps_are_a_share_of_them_and_one_is_a_number():
         assert arguments("out", warmup_ratio=1.0, warmup_steps=7).get_warmup_steps(50) == 7
 
 
-def test_a_share_of_the_steps_is_no_number_of_them(tmp_path):
+def test_warmup_ratio_above_one_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="must be in"):
         TrainingArguments(str(tmp_path), warmup_ratio=5)
 
@@ -344,14 +344,14 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("kind", "name"), CHOICES, ids=lambda value: getattr(value, "__name__", value))
-def test_a_word_that_is_none_of_its_options_choices_is_refused(kind, name, tmp_path):
+def test_invalid_choice_is_rejected(kind, name, tmp_path):
     with pytest.raises(ValueError, match=f"nonsense|{name}"):
         kind(str(tmp_path), use_cpu=True, **{name: "nonsense"})
     kind(str(tmp_path), use_cpu=True, report_to="none", **{name: kind.declared[name].choices[0]})
 
 
 @pytest.mark.parametrize(("given", "meant"), [("evalution_strategy", ' Did you mean "eval_strategy"?'), ("xyzzy", "")])
-def test_a_misspelt_argument_is_refused_with_the_one_that_was_meant(given, meant, tmp_path):
+def test_misspelled_argument_is_rejected_with_a_suggestion(given, meant, tmp_path):
     said = f"TrainingArguments.__init__() got an unexpected keyword argument '{given}'.{meant}"
     with pytest.raises(TypeError) as found:
         TrainingArguments(str(tmp_path), **{given: "no"})

@@ -48,7 +48,7 @@ SCENES = {
 
 @pytest.mark.parametrize("sets", ["one set", "two sets"])
 @pytest.mark.parametrize("scene", SCENES)
-def test_events_and_what_comes_with_them_are_transformers(tmp_path, scene, sets):
+def test_events_and_their_arguments_match_transformers(tmp_path, scene, sets):
     if scene == "the best" and sets == "two sets":
         pytest.skip("eval_loss is the metric of neither set")
     seen = []
@@ -74,7 +74,7 @@ def test_events_and_what_comes_with_them_are_transformers(tmp_path, scene, sets)
     assert [event[2] for event in ours] == [event[2] for event in theirs]
 
 
-def test_burnish_callbacks_run_on_transformers(tmp_path):
+def test_burnish_callbacks_run_in_transformers_trainer(tmp_path):
     class Stop(burnish.TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
             control.should_training_stop = state.global_step == 2
@@ -83,7 +83,7 @@ def test_burnish_callbacks_run_on_transformers(tmp_path):
     assert trainer.train().global_step == 2
 
 
-def test_early_stopping_of_transformers_stops(tmp_path):
+def test_early_stopping_callback_of_transformers_stops_training(tmp_path):
     trainer = make_trainer(
         tmp_path, max_steps=20, learning_rate=1e-12, eval_strategy="steps", eval_steps=2, metric_for_best_model="loss",
         trainer={"eval_dataset": points(4), "callbacks": [EarlyStoppingCallback(2, early_stopping_threshold=0.01)]},
@@ -94,7 +94,7 @@ def test_early_stopping_of_transformers_stops(tmp_path):
     assert trainer.state.global_step == 6
 
 
-def test_the_display_is_transformers(tmp_path, capsys):
+def test_progress_display_matches_transformers(tmp_path, capsys):
     lines = Trainer(Regression(), arguments(tmp_path, max_steps=2), train_dataset=points())
     lines.train()
     assert "'learning_rate'" in capsys.readouterr().out
@@ -106,7 +106,7 @@ def test_the_display_is_transformers(tmp_path, capsys):
     ]  # fmt: skip
 
 
-def test_callbacks_are_added_and_taken_away_by_class_or_object(tmp_path):
+def test_callbacks_are_added_and_removed_by_class_or_instance(tmp_path):
     class Mine(burnish.TrainerCallback):
         pass
 
@@ -125,14 +125,14 @@ def test_callbacks_are_added_and_taken_away_by_class_or_object(tmp_path):
         assert trainer.callback_handler.callbacks == []
 
 
-def test_a_second_callback_of_a_class_is_said(tmp_path, monkeypatch):
+def test_second_callback_of_same_class_gives_a_warning(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(transformers.trainer_callback.logger, "warning", said.append)
     make_trainer(tmp_path, trainer={"callbacks": [ProgressCallback, ProgressCallback()]})
     assert "ProgressCallback" in said[0]
 
 
-def test_a_control_that_a_callback_returns_takes_the_place_of_the_other(tmp_path):
+def test_control_returned_by_callback_replaces_the_current_one(tmp_path):
     class Another(burnish.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             return TrainerControl(should_training_stop=state.global_step == 3)
@@ -142,7 +142,7 @@ def test_a_control_that_a_callback_returns_takes_the_place_of_the_other(tmp_path
     assert trainer.control is trainer.callback_handler.control
 
 
-def test_an_event_can_be_fired_by_a_script(tmp_path):
+def test_event_can_be_fired_by_a_script(tmp_path):
     seen = []
 
     class Listener(burnish.TrainerCallback):
@@ -159,7 +159,7 @@ def test_an_event_can_be_fired_by_a_script(tmp_path):
     assert seen == ["push", {"a": 1}]
 
 
-def test_a_callback_sees_the_parts_of_the_run(tmp_path):
+def test_callback_receives_the_parts_of_the_run(tmp_path):
     parts = {}
 
     class Look(burnish.TrainerCallback):
@@ -174,7 +174,7 @@ def test_a_callback_sees_the_parts_of_the_run(tmp_path):
     assert trainer.callback_handler.train_dataloader is parts["train_dataloader"]
 
 
-def test_a_callback_may_change_the_model_between_steps(tmp_path):
+def test_callback_can_change_model_between_steps(tmp_path):
     class Reset(burnish.TrainerCallback):
         def on_optimizer_step(self, args, state, control, model=None, **kwargs):
             with torch.no_grad():
@@ -185,7 +185,7 @@ def test_a_callback_may_change_the_model_between_steps(tmp_path):
     assert weights(trainer)["a"] == 7
 
 
-def test_tensorboard_receives_the_logs(tmp_path):
+def test_tensorboard_receives_logs(tmp_path):
     pytest.importorskip("tensorboardX")
     with pytest.warns(FutureWarning, match="TENSORBOARD_LOGGING_DIR"):
         trainer = make_trainer(tmp_path, max_steps=2, report_to="tensorboard", logging_dir=str(tmp_path / "logs"))
@@ -193,6 +193,6 @@ def test_tensorboard_receives_the_logs(tmp_path):
     assert list((tmp_path / "logs").rglob("events*"))
 
 
-def test_a_tracker_that_is_not_installed_is_refused_by_name(tmp_path):
+def test_missing_tracker_library_is_rejected_by_name(tmp_path):
     with pytest.raises(burnish.UserError, match="azureml"):
         make_trainer(tmp_path, report_to="azure_ml")

@@ -48,7 +48,7 @@ def without_times(trainer):
 
 @pytest.mark.parametrize("step", [3, 6])
 @pytest.mark.parametrize("grouped", [{}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 3}])
-def test_a_resumed_run_is_the_run_to_the_bit(tmp_path, step, grouped):
+def test_resumed_run_is_bitwise_equal(tmp_path, step, grouped):
     """With dropout, in the first epoch and in the second, at a batch that is not the epoch's first."""
     whole = trained(tmp_path / "a", **grouped)
     shutil.copytree(tmp_path / "a" / f"checkpoint-{step}", tmp_path / "b" / f"checkpoint-{step}")
@@ -57,14 +57,14 @@ def test_a_resumed_run_is_the_run_to_the_bit(tmp_path, step, grouped):
     assert without_times(whole) == without_times(resumed)
 
 
-def test_an_epoch_s_last_step_is_a_place_to_resume_too(tmp_path):
+def test_run_resumes_at_last_step_of_an_epoch(tmp_path):
     whole = trained(tmp_path / "a", save_strategy="epoch", max_steps=-1)
     shutil.copytree(tmp_path / "a" / "checkpoint-6", tmp_path / "b" / "checkpoint-6")
     resumed = trained(tmp_path / "b", resume=True, save_strategy="epoch", max_steps=-1)
     assert same(weights(whole), weights(resumed))
 
 
-def test_a_user_s_own_shuffled_loader_resumes_where_it_stood(tmp_path):
+def test_custom_shuffled_dataloader_resumes_at_its_position(tmp_path):
     """Its order comes from the global generator, which is put back to where the epoch began."""
 
     class Own(Trainer):
@@ -77,13 +77,13 @@ def test_a_user_s_own_shuffled_loader_resumes_where_it_stood(tmp_path):
     assert same(weights(whole), weights(resumed))
 
 
-def test_another_optimizer_does_not_take_over_the_state_of_this_one(tmp_path):
+def test_optimizer_state_of_another_optimizer_is_rejected(tmp_path):
     trained(tmp_path)
     with pytest.raises(UserError, match="contains the state of a different optimizer"):
         trained(tmp_path, resume=True, optim="sgd", max_steps=8)
 
 
-def test_rows_without_a_length_resume_where_they_stood(tmp_path):
+def test_rows_without_length_resume_at_their_position(tmp_path):
     class Rows(IterableDataset):
         def __iter__(self):
             return iter(text_rows(10))
@@ -130,7 +130,7 @@ STREAMED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, 
 
 @pytest.mark.parametrize("kind", ["__call__", "of_datasets", "shuffled"])
 @pytest.mark.parametrize("step", [3, 12])
-def test_a_stream_goes_on_from_its_own_state(tmp_path, kind, step):
+def test_stateful_stream_resumes_from_its_state(tmp_path, kind, step):
     """Four rows to a step, 32 to an epoch: step 3 stands in the second shard of eight, step 12 in the second epoch.
     What a shuffle buffer holds is in no state, so such a stream is read again, and all end in the same bits."""
 
@@ -146,7 +146,7 @@ def test_a_stream_goes_on_from_its_own_state(tmp_path, kind, step):
     assert left <= source.read <= left + again
 
 
-def test_a_stream_whose_state_is_no_data_is_read_again(tmp_path):
+def test_stream_with_unserializable_state_is_read_again(tmp_path):
     class Odd(Counting):
         def state_dict(self):
             return {"at": object()}
@@ -161,7 +161,7 @@ def test_a_stream_whose_state_is_no_data_is_read_again(tmp_path):
     assert source.read == 56
 
 
-def test_lora_resumes_to_the_bit_and_is_written_as_peft_reads_it(tmp_path):
+def test_lora_resumes_bitwise_equal_and_is_saved_in_peft_format(tmp_path):
     from peft import PeftModel
 
     lora = parity.seeded(parity.with_lora)
@@ -175,7 +175,7 @@ def test_lora_resumes_to_the_bit_and_is_written_as_peft_reads_it(tmp_path):
     assert not (tmp_path / "a" / "checkpoint-9" / "model.safetensors").exists()
 
 
-def test_a_checkpoint_is_loaded_by_from_pretrained(tmp_path):
+def test_checkpoint_is_loaded_by_from_pretrained(tmp_path):
     trainer = trained(tmp_path)
     loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-9")
     assert all(torch.equal(p, dict(loaded.named_parameters())[name]) for name, p in trainer.model.named_parameters())
@@ -184,13 +184,13 @@ def test_a_checkpoint_is_loaded_by_from_pretrained(tmp_path):
     assert state.log_history == trainer.state.log_history[:9]
 
 
-def test_nothing_is_pickled(tmp_path):
+def test_checkpoint_contains_no_pickle(tmp_path):
     trained(tmp_path)
     suffixes = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
     assert suffixes <= {".json", ".safetensors", ""}
 
 
-def test_a_saved_model_is_loaded_by_from_pretrained(tmp_path):
+def test_saved_model_is_loaded_by_from_pretrained(tmp_path):
     trainer = trained(tmp_path, max_steps=1)
     trainer.save_model(str(tmp_path / "final"))
     loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "final")
@@ -200,7 +200,7 @@ def test_a_saved_model_is_loaded_by_from_pretrained(tmp_path):
     assert (tmp_path / "plain" / "model.safetensors").is_file()
 
 
-def test_the_tokenizer_of_the_collator_is_saved(tmp_path):
+def test_tokenizer_of_the_collator_is_saved(tmp_path):
     from hf_toy import tiny_tokenizer
 
     tokenizer = tiny_tokenizer()
@@ -229,7 +229,7 @@ def theirs(folder, resume=None, model=None, **given):
     return trainer
 
 
-def test_a_checkpoint_of_transformers_goes_on_here(tmp_path):
+def test_transformers_checkpoint_resumes_in_burnish(tmp_path):
     whole = theirs(tmp_path / "theirs")
     shutil.copytree(tmp_path / "theirs" / "checkpoint-3", tmp_path / "ours" / "checkpoint-3")
     resumed = trained(tmp_path / "ours", resume=True)
@@ -242,7 +242,7 @@ def test_a_checkpoint_of_transformers_goes_on_here(tmp_path):
     assert [entry["learning_rate"] for entry in resumed.state.log_history[:9]] == pytest.approx(rates)
 
 
-def test_a_checkpoint_of_ours_goes_on_there_where_that_was_asked_for(tmp_path):
+def test_burnish_checkpoint_resumes_in_transformers_on_request(tmp_path):
     whole = trained(tmp_path / "ours", save_hf_format=True)
     assert (tmp_path / "ours" / "checkpoint-3" / "optimizer.pt").is_file()
     shutil.copytree(tmp_path / "ours" / "checkpoint-3", tmp_path / "theirs" / "checkpoint-3")
@@ -251,7 +251,7 @@ def test_a_checkpoint_of_ours_goes_on_there_where_that_was_asked_for(tmp_path):
     assert resumed.state.global_step == 9
 
 
-def test_checkpoints_of_an_adapter_go_there_and_back(tmp_path):
+def test_adapter_checkpoints_resume_in_both_directions(tmp_path):
     lora = parity.seeded(parity.with_lora)
     for begins, is_resuming, more in ((theirs, trained, {}), (trained, theirs, {"save_hf_format": True})):
         first, second = tmp_path / begins.__name__, tmp_path / f"{is_resuming.__name__} goes on"
@@ -266,7 +266,7 @@ def test_checkpoints_of_an_adapter_go_there_and_back(tmp_path):
         assert all("lora_" in name for name in moved)
 
 
-def test_a_checkpoint_of_transformers_without_optimizer_says_what_begins_anew(tmp_path, library_log):
+def test_transformers_checkpoint_without_optimizer_reports_reset_parts(tmp_path, library_log):
     theirs(tmp_path, save_only_model=True)
     trainer = make_trainer(tmp_path, model=gpt2(), train=text_rows(), **SAVED)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
@@ -283,14 +283,14 @@ def test_missing_checkpoint_is_reported(tmp_path):
         make_trainer(tmp_path / "fresh").train(resume_from_checkpoint=True)
 
 
-def test_false_begins_anew_and_nothing_does_too(tmp_path):
+def test_resume_false_or_none_starts_from_scratch(tmp_path):
     trained(tmp_path)
     for resume in (False, None):
         again = trained(tmp_path, resume=resume, max_steps=4)
         assert [entry["step"] for entry in again.state.log_history] == [1, 2, 3, 4, 4]
 
 
-def test_resume_from_checkpoint_in_the_arguments_resumes(tmp_path):
+def test_resume_from_checkpoint_argument_resumes(tmp_path):
     trained(tmp_path, max_steps=3)
     again = trained(tmp_path, max_steps=9, resume=None, save_steps=3)
     assert again.state.log_history[0]["step"] == 1
@@ -302,14 +302,14 @@ def test_resume_from_checkpoint_in_the_arguments_resumes(tmp_path):
         make_trainer(tmp_path / "empty", resume="must").train()
 
 
-def test_going_on_without_being_told_passes_over_a_damaged_checkpoint(tmp_path):
+def test_automatic_resume_skips_a_damaged_checkpoint(tmp_path):
     trained(tmp_path)
     (tmp_path / "checkpoint-9" / "optimizer.safetensors").unlink()
     trainer = make_trainer(tmp_path, model=gpt2(), train=text_rows(), **{**SAVED, "max_steps": 9}, resume="auto")
     assert requested_checkpoint(None, str(tmp_path), trainer.args) == tmp_path / "checkpoint-6"
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_refused_by_name(tmp_path):
+def test_damaged_checkpoint_is_skipped_but_rejected_by_name(tmp_path):
     trained(tmp_path)
     (tmp_path / "checkpoint-9" / "model.safetensors").write_bytes(b"half")
     resumed = trained(tmp_path, resume=True)
@@ -319,14 +319,14 @@ def test_a_damaged_checkpoint_is_passed_over_and_refused_by_name(tmp_path):
         trained(tmp_path, resume=str(tmp_path / "checkpoint-9"))
 
 
-def test_a_finished_run_that_is_resumed_does_nothing(tmp_path):
+def test_resuming_a_finished_run_does_nothing(tmp_path):
     whole = trained(tmp_path)
     again = trained(tmp_path, resume=True)
     assert same(weights(whole), weights(again))
     assert again.state.global_step == 9
 
 
-def test_new_intervals_and_more_steps_are_followed(tmp_path):
+def test_changed_intervals_and_more_steps_apply_after_resume(tmp_path):
     trained(tmp_path)
     longer = trained(tmp_path, resume=True, max_steps=14, save_steps=2, logging_steps=7)
     assert longer.state.save_steps == 2
@@ -334,7 +334,7 @@ def test_new_intervals_and_more_steps_are_followed(tmp_path):
     assert {path.name for path in tmp_path.glob("checkpoint-1*")} == {"checkpoint-10", "checkpoint-12", "checkpoint-14"}
 
 
-def test_the_place_in_the_data_may_be_left(tmp_path):
+def test_ignore_data_skip_restarts_the_data(tmp_path):
     seen = []
 
     class Watched(Trainer):
@@ -366,7 +366,7 @@ def judged(folder, **given):
     return trainer
 
 
-def test_the_best_weights_are_loaded_at_the_end(tmp_path):
+def test_best_weights_are_loaded_at_the_end(tmp_path):
     trainer = judged(tmp_path)
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
     from safetensors.torch import load_file
@@ -375,7 +375,7 @@ def test_the_best_weights_are_loaded_at_the_end(tmp_path):
     assert all(torch.equal(best[name], weight) for name, weight in weights(trainer).items())
 
 
-def test_a_checkpoint_of_the_step_that_an_epoch_ends_with_is_known_as_the_best(tmp_path):
+def test_checkpoint_at_last_step_of_an_epoch_can_be_the_best(tmp_path):
     """It is saved when the step ends, and evaluated when the epoch does."""
     trainer = make_trainer(
         tmp_path, eval_strategy="epoch", save_strategy="steps", save_steps=1, metric_for_best_model="loss",
@@ -386,25 +386,25 @@ def test_a_checkpoint_of_the_step_that_an_epoch_ends_with_is_known_as_the_best(t
     assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{trainer.state.max_steps}")
 
 
-def test_a_limit_of_one_leaves_the_best_alone(tmp_path):
+def test_save_total_limit_of_one_keeps_only_the_best(tmp_path):
     judged(tmp_path, save_total_limit=1)
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
-def test_a_limit_of_none_by_any_number_keeps_all(tmp_path):
+def test_save_total_limit_of_zero_keeps_all(tmp_path):
     """transformers takes 0 and less for no limit."""
     trained(tmp_path, save_steps=1, save_total_limit=0, max_steps=3)
     assert len(list(tmp_path.glob("checkpoint-*"))) == 3
 
 
-def test_only_the_model_is_saved_where_that_is_asked_for(tmp_path):
+def test_save_only_model_saves_only_the_model(tmp_path):
     trained(tmp_path, save_only_model=True)
     names = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}
     assert {"model.safetensors", "config.json", "trainer_state.json"} <= names
     assert not any(name.startswith(("optimizer", "rng")) for name in names)
 
 
-def test_callbacks_keep_their_state_where_that_is_asked_for(tmp_path):
+def test_callback_states_are_restored_on_request(tmp_path):
     def made(callbacks, **given):
         return make_trainer(
             tmp_path, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, max_steps=2,
@@ -423,7 +423,7 @@ def test_callbacks_keep_their_state_where_that_is_asked_for(tmp_path):
     assert unasked.early_stopping_patience == 1
 
 
-def test_two_trainers_do_not_write_into_one_folder_at_once(tmp_path):
+def test_two_trainers_cannot_write_into_one_folder(tmp_path):
     class Second(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             with pytest.raises(UserError, match="another run is writing"):
@@ -433,7 +433,7 @@ def test_two_trainers_do_not_write_into_one_folder_at_once(tmp_path):
     make_trainer(tmp_path, save_strategy="steps", trainer={"callbacks": [Second()]}).train()
 
 
-def test_a_signal_to_end_is_answered_with_a_checkpoint(tmp_path):
+def test_termination_signal_saves_a_checkpoint(tmp_path):
     class Told(transformers.TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 4:
@@ -458,7 +458,7 @@ class Signal(transformers.TrainerCallback):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_a_checkpoint_and_then_ends_the_script(tmp_path, number):
+def test_signal_saves_a_checkpoint_and_then_ends_the_script(tmp_path, number):
     whole, before = trained(tmp_path / "whole"), signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt):
         trained(tmp_path / "cut", trainer={"callbacks": [Signal(number)]}, save_steps=100)
@@ -468,7 +468,7 @@ def test_a_signal_leaves_a_checkpoint_and_then_ends_the_script(tmp_path, number)
     assert not any(type(c).__name__ == "InterruptCallback" for c in resumed.callback_handler.callbacks)
 
 
-def test_a_signal_that_the_script_handles_is_left_to_it(tmp_path):
+def test_signal_handled_by_the_script_is_left_to_it(tmp_path):
     heard, before = [], signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
     try:
@@ -478,7 +478,7 @@ def test_a_signal_that_the_script_handles_is_left_to_it(tmp_path):
     assert heard == [1]
 
 
-def test_a_checkpoint_can_be_asked_for_in_between(tmp_path):
+def test_callback_can_request_a_checkpoint(tmp_path):
     class Now(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             control.should_save = state.global_step == 2
@@ -487,7 +487,7 @@ def test_a_checkpoint_can_be_asked_for_in_between(tmp_path):
     assert (tmp_path / "checkpoint-2").is_dir()
 
 
-def test_what_training_depends_on_is_not_shared_between_trainers(tmp_path):
+def test_trainers_share_no_training_state(tmp_path):
     args = arguments(tmp_path, max_steps=2)
     first, second = (Trainer(Regression(), copy.deepcopy(args), train_dataset=points()) for _ in range(2))
     first.train()

@@ -23,7 +23,7 @@ def evaluated(folder, rows=7, eval_set=None, trainer=None, **given):
     return made, made.evaluate()
 
 
-def test_the_loss_is_the_mean_over_the_set_and_metrics_have_their_prefix(tmp_path):
+def test_loss_is_mean_over_dataset_and_metrics_have_their_prefix(tmp_path):
     _, metrics = evaluated(tmp_path, trainer={"compute_metrics": accuracy})
     x = torch.stack([row["x"] for row in points(7)])
     assert metrics["eval_loss"] == pytest.approx(float((1.5 * x + 2.5 - 2 * x - 3).square().mean()), rel=1e-5)
@@ -31,7 +31,7 @@ def test_the_loss_is_the_mean_over_the_set_and_metrics_have_their_prefix(tmp_pat
     assert {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"} <= set(metrics)
 
 
-def test_the_metrics_are_those_of_transformers(tmp_path):
+def test_metrics_match_transformers(tmp_path):
     _, ours = evaluated(tmp_path, trainer={"compute_metrics": accuracy})
     theirs = transformers.Trainer(Regression(1.5, 2.5), originals(tmp_path, per_device_eval_batch_size=3),
                                   eval_dataset=points(7), compute_metrics=accuracy).evaluate()  # fmt: skip
@@ -40,7 +40,7 @@ def test_the_metrics_are_those_of_transformers(tmp_path):
         assert ours[name] == pytest.approx(theirs[name], rel=1e-6)
 
 
-def test_the_loss_of_a_language_model_does_not_depend_on_the_batch_size(tmp_path):
+def test_language_model_loss_does_not_depend_on_batch_size(tmp_path):
     found = [
         make_trainer(tmp_path, model=gpt2(), per_device_eval_batch_size=size).evaluate(text_rows(9))["eval_loss"]
         for size in (1, 2, 9)
@@ -48,7 +48,7 @@ def test_the_loss_of_a_language_model_does_not_depend_on_the_batch_size(tmp_path
     assert found == pytest.approx([found[0]] * 3, rel=1e-5)
 
 
-def test_the_epoch_is_0_until_the_first_step_has_ended(tmp_path):
+def test_epoch_is_0_until_first_step_has_ended(tmp_path):
     seen = []
 
     class Watch(TrainerCallback):
@@ -61,14 +61,14 @@ def test_the_epoch_is_0_until_the_first_step_has_ended(tmp_path):
     assert seen == [0, 1 / 6]
 
 
-def test_sets_by_name_are_evaluated_one_by_one(tmp_path):
+def test_named_eval_datasets_are_evaluated_one_by_one(tmp_path):
     trainer, metrics = evaluated(tmp_path, eval_set={"near": points(3), "far": points(5)})
     assert {"eval_near_loss", "eval_far_loss"} <= set(metrics)
     assert len(trainer.state.log_history) == 2
     assert "eval_far_loss" in trainer.evaluate({"far": points(4)})
 
 
-def test_an_evaluation_in_a_training_is_logged_and_judged(tmp_path):
+def test_evaluation_during_training_is_logged_and_used_for_best_model(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=4, eval_strategy="steps", eval_steps=2, metric_for_best_model="near",
                            trainer={"eval_dataset": points(5), "compute_metrics": accuracy})  # fmt: skip
     trainer.train()
@@ -77,14 +77,14 @@ def test_an_evaluation_in_a_training_is_logged_and_judged(tmp_path):
     assert trainer.state.best_metric == max(found)
 
 
-def test_a_metric_that_is_not_there_is_said_with_those_that_are(tmp_path):
+def test_unknown_metric_is_reported_with_available_ones(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1, metric_for_best_model="nope",
                            trainer={"eval_dataset": points(5)})  # fmt: skip
     with pytest.raises(KeyError, match="eval_loss"):
         trainer.train()
 
 
-def test_logits_can_be_made_small_before_they_are_gathered(tmp_path):
+def test_logits_can_be_preprocessed_before_gathering(tmp_path):
     seen = []
 
     def compute(prediction):
@@ -98,7 +98,7 @@ def test_logits_can_be_made_small_before_they_are_gathered(tmp_path):
     assert seen == [(5, 12)]
 
 
-def test_rows_of_different_lengths_are_padded_with_the_label_that_is_ignored(tmp_path):
+def test_rows_of_different_lengths_are_padded_with_ignore_index(tmp_path):
     class Echo(torch.nn.Module):
         main_input_name = "x"
 
@@ -131,7 +131,7 @@ def test_metrics_can_be_computed_batch_by_batch(tmp_path):
         evaluated(tmp_path, trainer={"compute_metrics": accuracy}, batch_eval_metrics=True)
 
 
-def test_metrics_may_ask_for_inputs_and_losses(tmp_path):
+def test_metrics_can_include_inputs_and_losses(tmp_path):
     seen = {}
 
     def compute(prediction):
@@ -147,7 +147,7 @@ def test_metrics_may_ask_for_inputs_and_losses(tmp_path):
     assert seen["losses"].shape == (5,)
 
 
-def test_predictions_come_with_labels_and_metrics_or_without(tmp_path):
+def test_predictions_include_labels_and_metrics_if_available(tmp_path):
     trainer = make_trainer(tmp_path, model=Regression(1.5, 2.5), trainer={"compute_metrics": accuracy})
     output = trainer.predict(points(5))
     assert output.label_ids.shape == output.predictions.shape == (5,)
@@ -158,14 +158,14 @@ def test_predictions_come_with_labels_and_metrics_or_without(tmp_path):
     assert np.allclose(bare.predictions, output.predictions)
 
 
-def test_predictions_of_batches_may_stay_apart_and_leave_the_device_early(tmp_path):
+def test_predictions_can_stay_unconcatenated_and_be_offloaded_early(tmp_path):
     trainer = make_trainer(
         tmp_path, eval_do_concat_batches=False, eval_accumulation_steps=1, per_device_eval_batch_size=2
     )
     assert [len(part) for part in trainer.predict(points(5)).predictions] == [2, 2, 1]
 
 
-def test_losses_that_are_not_finite_are_left_out_where_that_is_asked_for(tmp_path):
+def test_non_finite_losses_are_excluded_on_request(tmp_path):
     rows = [*points(2), {"x": torch.tensor(float("inf")), "labels": torch.tensor(0.0)}]
     _, metrics = evaluated(tmp_path, eval_set=rows, per_device_train_batch_size=1)
     assert np.isnan(metrics["eval_loss"])  # all three rows are one batch
@@ -173,19 +173,19 @@ def test_losses_that_are_not_finite_are_left_out_where_that_is_asked_for(tmp_pat
     assert np.isfinite(single.evaluate(rows)["eval_loss"])
 
 
-def test_only_the_loss_is_computed_where_nothing_else_is_wanted(tmp_path):
+def test_prediction_loss_only_computes_only_the_loss(tmp_path):
     output = make_trainer(tmp_path, prediction_loss_only=True).predict(points(5))
     assert output.predictions is None
     assert "test_loss" in output.metrics
 
 
-def test_an_evaluation_outside_of_training_may_run_in_half_precision(tmp_path):
+def test_standalone_evaluation_can_run_in_half_precision(tmp_path):
     trainer = make_trainer(tmp_path, bf16_full_eval=True)
     trainer.evaluate(points(5))
     assert trainer.model.a.dtype == torch.bfloat16
 
 
-def test_the_model_is_in_evaluation_mode_then(tmp_path):
+def test_model_is_in_eval_mode_during_evaluation(tmp_path):
     class Watched(Trainer):
         def prediction_step(self, model, *args, **kwargs):
             assert not model.training

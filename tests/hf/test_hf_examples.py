@@ -17,7 +17,7 @@ def tiny_bert(tmp_path_factory):
     return make(tmp_path_factory.mktemp("model"))
 
 
-def test_the_sentiment_demo_trains_saves_loads_and_predicts(tiny_bert, tmp_path):
+def test_sentiment_example_trains_saves_loads_and_predicts(tiny_bert, tmp_path):
     pytest.importorskip("sklearn")
     done = run_script("bert_sentiment.py", "--model", tiny_bert, "--output", "out", folder=tmp_path)
     assert "Accuracy:" in done.stdout
@@ -27,18 +27,18 @@ def test_the_sentiment_demo_trains_saves_loads_and_predicts(tiny_bert, tmp_path)
 
 
 @pytest.mark.slow
-def test_the_sentence_pair_demo_stops_early_and_keeps_the_best(tiny_bert, tmp_path):
+def test_sentence_pair_example_stops_early_and_keeps_the_best(tiny_bert, tmp_path):
     done = run_script("mrpc_early_stopping.py", "--model", tiny_bert, "--output", "out", folder=tmp_path)
     accuracy = float(done.stdout.split("Accuracy:")[1].split()[0])
     assert accuracy > 0.8
     assert len(list((tmp_path / "out").glob("checkpoint-*"))) == 1
 
 
-def test_an_interrupted_iterator_goes_on_with_the_next_item(tmp_path):
+def test_interrupted_iterator_resumes_at_next_item(tmp_path):
     assert "nothing twice, nothing left out" in run_script("interrupted_iterator.py", folder=tmp_path).stdout
 
 
-def test_the_code_of_the_migration_guide_runs(tmp_path):
+def test_code_of_migration_guide_runs(tmp_path):
     text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
     blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
     (tmp_path / "guide.py").write_text("\n".join(blocks), encoding="utf-8")

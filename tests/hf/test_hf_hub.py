@@ -106,7 +106,7 @@ def test_pushed_model_can_be_loaded_and_has_a_valid_card(hub, tmp_path):
         assert loaded.get_parameter(name).equal(parameter), name
 
 
-def test_what_a_push_is_told_by_position_or_name_overrules_the_arguments(hub, tmp_path):
+def test_push_to_hub_arguments_override_training_arguments(hub, tmp_path):
     trainer = make_trainer(tmp_path / "out", model=bert(), train=classes(), hub_model_id="us/tiny")
     trainer.push_to_hub("Done", True, "hf_other", None, True)
     assert hub.made == {"us/tiny": "private"}
@@ -123,7 +123,7 @@ def test_what_a_push_is_told_by_position_or_name_overrules_the_arguments(hub, tm
         ("all_checkpoints", {"", "checkpoint-1", "checkpoint-2"}),
     ],
 )
-def test_checkpoints_are_pushed_as_the_strategy_says(hub, tmp_path, strategy, folders):
+def test_checkpoints_are_pushed_according_to_hub_strategy(hub, tmp_path, strategy, folders):
     trainer = pushing(
         tmp_path / "out", hub_strategy=strategy, save_strategy="steps", save_steps=1, hub_always_push=True
     )
@@ -136,7 +136,7 @@ def test_checkpoints_are_pushed_as_the_strategy_says(hub, tmp_path, strategy, fo
         assert {"optimizer.safetensors", "manifest.json"} <= there if folder else "optimizer.safetensors" not in there
 
 
-def test_a_saved_model_is_pushed(hub, tmp_path):
+def test_saved_model_is_pushed(hub, tmp_path):
     trainer = pushing(tmp_path / "out")
     trainer.save_model()
     ((message, files),) = hub.commits

@@ -41,7 +41,7 @@ def options(kind: Any, tmp_path: Path, **more: Any) -> Any:
 USER, ANSWER = {"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A wall of bricks."}
 
 
-def test_sft_has_the_rows_of_trl_and_its_loss(folder, tmp_path):
+def test_sft_rows_and_loss_match_trl(folder, tmp_path):
     case = next(
         c for c in golden()["trl"] if (c["family"], c["record"], c["mode"]) == ("qwen2_5_vl", "one", "assistant")
     )
@@ -69,7 +69,7 @@ def test_encoded_images_of_an_image_feature_are_not_decoded_again(folder, tmp_pa
     assert all(placeholder not in row["labels"] for row in trainer.train_dataset)
 
 
-def test_preferences_have_their_images_in_the_prompt(folder, tmp_path):
+def test_preference_images_are_in_the_prompt(folder, tmp_path):
     image, other = pil.open(folder / "p1_64x48.png"), {"role": "assistant", "content": "A door."}
     pairs = Dataset.from_dict(
         {"prompt": [[USER]] * 2, "chosen": [[ANSWER]] * 2, "rejected": [[other]] * 2, "images": [[image]] * 2}
@@ -91,7 +91,7 @@ def test_preferences_have_their_images_in_the_prompt(folder, tmp_path):
     KTOTrainer(str(folder / "model"), args=options(KTOConfig, tmp_path), train_dataset=verdicts).train()
 
 
-def test_learning_everything_leaves_placeholders_out_and_says_so(folder, tmp_path, caplog):
+def test_learning_all_tokens_excludes_placeholders_and_reports_it(folder, tmp_path, caplog):
     records = {"messages": [[USER, ANSWER]] * 2, "images": [[pil.open(folder / "p1_64x48.png")]] * 2}
     trainer = SFTTrainer(
         str(folder / "model"), args=options(SFTConfig, tmp_path), train_dataset=Dataset.from_dict(records)

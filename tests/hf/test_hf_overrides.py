@@ -27,7 +27,7 @@ def trained(folder, kind=Trainer, **given):
     return trainer
 
 
-def test_the_docstring_lists_what_is_tested_here():
+def test_docstring_lists_the_tested_overrides():
     import inspect
 
     tests = inspect.getsource(inspect.getmodule(trained))
@@ -70,7 +70,7 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("kind", BATCHES)
-def test_compute_loss_gets_a_batch_of_the_class_that_the_collator_made(kind, tmp_path):
+def test_compute_loss_receives_batch_class_of_the_collator(kind, tmp_path):
     seen = []
 
     class Own(Trainer):
@@ -96,7 +96,7 @@ def test_compute_loss_gets_a_batch_of_the_class_that_the_collator_made(kind, tmp
     assert losses(ours) == pytest.approx(losses(trained(tmp_path, max_steps=2, gradient_accumulation_steps=2)))
 
 
-def test_compute_loss_a_mean_has_its_share_of_the_step(tmp_path):
+def test_compute_loss_mean_is_weighted_by_its_share_of_the_step(tmp_path):
     class Absolute(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             outputs = model(inputs["x"])
@@ -109,7 +109,7 @@ def test_compute_loss_a_mean_has_its_share_of_the_step(tmp_path):
     assert losses(cut) != pytest.approx(losses(trained(tmp_path, per_device_train_batch_size=6, optim="sgd")))
 
 
-def test_compute_loss_as_it_was_written_before_there_were_items(tmp_path):
+def test_compute_loss_with_legacy_signature_works(tmp_path):
     class Old(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False):
             return super().compute_loss(model, inputs, return_outputs)
@@ -117,7 +117,7 @@ def test_compute_loss_as_it_was_written_before_there_were_items(tmp_path):
     assert losses(trained(tmp_path, Old)) == losses(trained(tmp_path))
 
 
-def test_compute_loss_may_take_the_division_into_its_own_hands(tmp_path):
+def test_compute_loss_can_normalize_by_num_items_in_batch(tmp_path):
     seen = []
 
     class Own(Trainer):
@@ -138,7 +138,7 @@ def test_compute_loss_may_take_the_division_into_its_own_hands(tmp_path):
     assert seen == [6, 6] * 3 + [4, 4]  # the items of the whole step; 22 rows leave 4 for the last
 
 
-def test_training_step_goes_backward_by_itself(tmp_path):
+def test_training_step_can_call_backward_itself(tmp_path):
     class Half(Trainer):
         def training_step(self, model, inputs, num_items_in_batch=None):
             model.train()
@@ -151,7 +151,7 @@ def test_training_step_goes_backward_by_itself(tmp_path):
     assert [2 * loss for loss in losses(half)] == pytest.approx(losses(whole))
 
 
-def test_prediction_step_gives_the_predictions(tmp_path):
+def test_prediction_step_override_provides_predictions(tmp_path):
     class Shifted(Trainer):
         def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -161,7 +161,7 @@ def test_prediction_step_gives_the_predictions(tmp_path):
     assert make_trainer(tmp_path, Shifted).predict(points(5)).predictions == pytest.approx(plain + 100)
 
 
-def test_evaluation_loop_and_evaluate_and_predict_are_gone_through(tmp_path):
+def test_evaluation_loop_evaluate_and_predict_overrides_are_called(tmp_path):
     seen = []
 
     class Watched(Trainer):
@@ -187,7 +187,7 @@ def test_evaluation_loop_and_evaluate_and_predict_are_gone_through(tmp_path):
     assert seen[2:] == ["predict", "Prediction"]
 
 
-def test_get_train_dataloader_is_used_as_it_comes(tmp_path):
+def test_get_train_dataloader_override_is_used_unchanged(tmp_path):
     rows, seen = points(8), []
 
     class Own(Trainer):
@@ -203,7 +203,7 @@ def test_get_train_dataloader_is_used_as_it_comes(tmp_path):
     assert trainer.state.global_step == 3
 
 
-def test_get_eval_dataloader_and_get_test_dataloader_and_num_examples(tmp_path):
+def test_get_eval_and_test_dataloader_and_num_examples_overrides(tmp_path):
     class Own(Trainer):
         def get_eval_dataloader(self, eval_dataset=None):
             return DataLoader(points(6), batch_size=2, collate_fn=self.data_collator)
@@ -222,7 +222,7 @@ def test_get_eval_dataloader_and_get_test_dataloader_and_num_examples(tmp_path):
     assert sizes == [6, 7]
 
 
-def test_get_train_sampler_gives_the_order(tmp_path):
+def test_get_train_sampler_override_determines_order(tmp_path):
     class InOrder(Trainer):
         def _get_train_sampler(self, train_dataset=None):
             return SequentialSampler(self.train_dataset)
@@ -231,7 +231,7 @@ def test_get_train_sampler_gives_the_order(tmp_path):
     assert losses(mine) == losses(trained(tmp_path, train_sampling_strategy="sequential", num_train_epochs=1))
 
 
-def test_create_optimizer_and_create_scheduler(tmp_path):
+def test_create_optimizer_and_create_scheduler_overrides(tmp_path):
     class Own(Trainer):
         def create_optimizer(self, model=None):
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
@@ -246,7 +246,7 @@ def test_create_optimizer_and_create_scheduler(tmp_path):
     assert isinstance(trainer.optimizer, torch.optim.SGD)
 
 
-def test_create_optimizer_and_scheduler_in_one(tmp_path):
+def test_create_optimizer_and_scheduler_override(tmp_path):
     class Own(Trainer):
         def create_optimizer_and_scheduler(self, num_training_steps):
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
@@ -256,7 +256,7 @@ def test_create_optimizer_and_scheduler_in_one(tmp_path):
     assert {entry["learning_rate"] for entry in trainer.state.log_history[:4]} == {0.25}
 
 
-def test_get_decay_parameter_names_and_get_optimizer_cls_and_kwargs(tmp_path):
+def test_get_decay_parameter_names_and_get_optimizer_cls_and_kwargs_overrides(tmp_path):
     class Own(Trainer):
         def get_decay_parameter_names(self, model):
             return ["b"]
@@ -271,7 +271,7 @@ def test_get_decay_parameter_names_and_get_optimizer_cls_and_kwargs(tmp_path):
     assert (decaying["weight_decay"], plain["weight_decay"], decaying["initial_lr"]) == (0.1, 0.0, 0.3)
 
 
-def test_log_sees_everything_and_may_change_it(tmp_path):
+def test_log_override_receives_and_can_change_all_logs(tmp_path):
     class Own(Trainer):
         def log(self, logs, start_time=None):
             logs["perplexity"] = 2.0
@@ -283,7 +283,7 @@ def test_log_sees_everything_and_may_change_it(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["save_model", "_save"])
-def test_save_model_writes_into_every_checkpoint(tmp_path, name):
+def test_save_model_override_writes_every_checkpoint(tmp_path, name):
     def own(self, output_dir=None, *args, **kwargs):
         getattr(Trainer, name)(self, output_dir, *args, **kwargs)
         from pathlib import Path
@@ -297,7 +297,7 @@ def test_save_model_writes_into_every_checkpoint(tmp_path, name):
     assert resumed.state.global_step == 4
 
 
-def test_save_checkpoint_may_be_left_out(tmp_path):
+def test_save_checkpoint_override_can_skip_saving(tmp_path):
     class Seldom(Trainer):
         def _save_checkpoint(self, model, trial):
             if self.state.global_step == 4:
@@ -307,7 +307,7 @@ def test_save_checkpoint_may_be_left_out(tmp_path):
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
 
 
-def test_prepare_inputs_changes_what_the_model_is_given(tmp_path):
+def test_prepare_inputs_override_changes_model_inputs(tmp_path):
     class Doubled(Trainer):
         def _prepare_inputs(self, inputs):
             inputs = super()._prepare_inputs(inputs)
@@ -317,7 +317,7 @@ def test_prepare_inputs_changes_what_the_model_is_given(tmp_path):
     assert same(weights(trained(tmp_path, Doubled)), weights(trained(tmp_path, train=rows)))
 
 
-def test_floating_point_ops_are_added_up(tmp_path):
+def test_floating_point_ops_override_is_accumulated(tmp_path):
     class Counted(Trainer):
         def floating_point_ops(self, inputs):
             return 10
@@ -326,7 +326,7 @@ def test_floating_point_ops_are_added_up(tmp_path):
     assert trainer.state.total_flos == 60
 
 
-def test_compute_loss_context_manager_is_around_the_forward_pass(tmp_path):
+def test_compute_loss_context_manager_wraps_forward_pass(tmp_path):
     import contextlib
 
     entered = []
@@ -341,7 +341,7 @@ def test_compute_loss_context_manager_is_around_the_forward_pass(tmp_path):
     assert len(entered) == 3
 
 
-def test_a_method_set_on_the_object_counts_too(tmp_path):
+def test_method_assigned_to_instance_is_used(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=2)
     calls = []
     original = trainer.compute_loss
@@ -350,7 +350,7 @@ def test_a_method_set_on_the_object_counts_too(tmp_path):
     assert len(calls) == 2
 
 
-def test_a_model_of_ones_own_needs_nothing_but_a_loss(tmp_path):
+def test_custom_model_needs_only_a_loss(tmp_path):
     trainer = trained(tmp_path, model=Regression(1.0, 1.0), num_train_epochs=30)
     assert weights(trainer)["a"].item() == pytest.approx(2, abs=0.3)
 
@@ -395,7 +395,7 @@ class Recorded(Trainer):
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_overrides_that_only_call_the_original_are_called_and_change_nothing(accumulation, tmp_path):
+def test_overrides_that_only_call_super_change_nothing(accumulation, tmp_path):
     given = {"num_train_epochs": 2, "gradient_accumulation_steps": accumulation, "save_strategy": "epoch"}
     own, usual = (trained(tmp_path / kind.__name__, kind, **given) for kind in (Recorded, Trainer))
     assert {*own.seen} == {name for name in vars(Recorded) if not name.startswith("__")} - {"_note"}
@@ -404,7 +404,7 @@ def test_overrides_that_only_call_the_original_are_called_and_change_nothing(acc
     assert all(torch.allclose(weight, weights(usual)[name], rtol=1e-6) for name, weight in weights(own).items())
 
 
-def test_a_language_model_is_the_same_under_get_batch_samples_of_the_trainer(tmp_path):
+def test_get_batch_samples_of_trainer_does_not_change_language_model(tmp_path):
     from hf_toy import gpt2, text_rows
 
     given = {"model": None, "train": text_rows(9), "num_train_epochs": 1, "gradient_accumulation_steps": 2,
@@ -413,7 +413,7 @@ def test_a_language_model_is_the_same_under_get_batch_samples_of_the_trainer(tmp
     assert losses(own) == pytest.approx(losses(usual), rel=1e-5)
 
 
-def test_the_items_that_get_batch_samples_counts_divide_the_loss(tmp_path):
+def test_item_count_of_get_batch_samples_divides_the_loss(tmp_path):
     from hf_toy import gpt2, text_rows
 
     class Doubled(Trainer):
@@ -426,7 +426,7 @@ def test_the_items_that_get_batch_samples_counts_divide_the_loss(tmp_path):
     assert losses(own)[0] == pytest.approx(losses(usual)[0] / 2, rel=1e-5)
 
 
-def test_batches_that_get_batch_samples_leaves_out_are_not_trained_on(tmp_path):
+def test_batches_dropped_by_get_batch_samples_are_not_trained(tmp_path):
     class Half(Trainer):
         def get_batch_samples(self, epoch_iterator, num_batches, device):
             samples, count = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -437,7 +437,7 @@ def test_batches_that_get_batch_samples_leaves_out_are_not_trained_on(tmp_path):
     assert trainer.state.epoch == 1.0
 
 
-def test_numbers_that_a_script_gives_are_those_of_the_training(tmp_path):
+def test_numbers_overridden_by_a_script_are_used_in_training(tmp_path):
     class Short(Trainer):
         def set_initial_training_values(self, args, dataloader):
             *values, _ = super().set_initial_training_values(args, dataloader)
@@ -451,7 +451,7 @@ def test_numbers_that_a_script_gives_are_those_of_the_training(tmp_path):
     assert {log["learning_rate"] for log in trainer.state.log_history if "loss" in log} == {0.125}
 
 
-def test_an_accelerator_of_a_scripts_own_making_is_refused(tmp_path):
+def test_accelerator_created_by_a_script_is_rejected(tmp_path):
     class Own(Trainer):
         def create_accelerator_and_postprocess(self):
             self.accelerator = object()
@@ -460,7 +460,7 @@ def test_an_accelerator_of_a_scripts_own_making_is_refused(tmp_path):
         make_trainer(tmp_path, Own)
 
 
-def test_what_a_script_checks_is_checked(tmp_path):
+def test_validate_args_override_is_called(tmp_path):
     class Strict(Trainer):
         def _validate_args(self):
             raise ValueError("no")
@@ -469,7 +469,7 @@ def test_what_a_script_checks_is_checked(tmp_path):
         make_trainer(tmp_path, Strict)
 
 
-def test_an_override_that_is_never_called_is_named(tmp_path):
+def test_override_that_is_never_called_is_named(tmp_path):
     class Older(Trainer):
         def get_tp_size(self):
             raise AssertionError
@@ -483,7 +483,7 @@ OVERRIDES = json.loads(PEER_METHODS.read_text())
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in OVERRIDES.items() for name in names])
-def test_an_override_that_the_peer_calls_is_called_or_named_in_a_warning(kind, name):
+def test_peer_override_is_called_or_named_in_a_warning(kind, name):
     """A method of burnish's class is called by name somewhere in the package, or marked as one for scripts only."""
     original = getattr(burnish, kind)
     subclass = type("Mine", (original,), {name: lambda self, *args, **kwargs: None})
@@ -496,5 +496,5 @@ def test_an_override_that_the_peer_calls_is_called_or_named_in_a_warning(kind, n
     assert is_warned != is_called
 
 
-def test_every_trainer_has_a_list_of_the_methods_that_the_peer_calls():
+def test_every_trainer_lists_methods_called_by_its_peer():
     assert {name for name in burnish.__all__ if name.endswith("Trainer")} == OVERRIDES.keys()

@@ -65,7 +65,7 @@ def adapted(folder):
 
 @pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
 @pytest.mark.parametrize("make", [llama, adapted])
-def test_a_script_that_pads_trains_to_the_same_weights_with_a_third_of_the_tokens(tmp_path, kind, make):
+def test_padded_script_trains_to_same_weights_with_a_third_of_the_tokens(tmp_path, kind, make):
     given = {"eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
     needed, asked = trained(tmp_path, kind, make(tmp_path), **given)
     padded, asked_of_padded = trained(tmp_path, kind, make(tmp_path), needed_tokens_only=False, **given)
@@ -77,7 +77,7 @@ def test_a_script_that_pads_trains_to_the_same_weights_with_a_third_of_the_token
             assert ours[name] == pytest.approx(theirs[name], abs=2e-5), name
 
 
-def test_in_bfloat16_the_curve_stays(tmp_path):
+def test_bfloat16_loss_curve_is_unchanged(tmp_path):
     needed, _ = trained(tmp_path, Trainer, llama(tmp_path), bf16=True)
     padded, _ = trained(tmp_path, Trainer, llama(tmp_path), bf16=True, needed_tokens_only=False)
     losses = [[entry["loss"] for entry in trainer.state.log_history if "loss" in entry] for trainer in (needed, padded)]
@@ -100,14 +100,14 @@ def test_saved_model_has_no_trace_of_prefix_sharing(tmp_path):
     assert LlamaForCausalLM.from_pretrained(tmp_path / "out").config._attn_implementation == "sdpa"
 
 
-def test_a_model_with_a_loss_of_its_own_is_left_as_it_was(tmp_path):
+def test_model_with_custom_loss_is_unchanged(tmp_path):
     model = OwnLoss.from_pretrained(make_model(tmp_path / "model"))
     trainer, asked = trained(tmp_path, Trainer, model, max_steps=2, remove_unused_columns=False)
     assert trainer.model.config._attn_implementation == "sdpa"
     assert all(count % 4 == 0 for count in asked)  # four rows of one width
 
 
-def test_the_model_of_another_trial_is_asked_anew(tmp_path):
+def test_model_of_another_trial_is_checked_again(tmp_path):
     trainer, _ = trained(tmp_path, Trainer, llama(tmp_path), max_steps=1)
     for _ in range(3):  # one of them may lie where the one before it was
         trainer.model = None
@@ -124,7 +124,7 @@ def padded_batch():
     return {"input_ids": ids, "attention_mask": ids.ne(0).long(), "labels": ids.masked_fill(ids == 0, IGNORE_INDEX)}
 
 
-def test_a_batch_that_is_filled_up_behind_its_rows_is_laid_flat():
+def test_right_padded_batch_is_flattened():
     flat = shared_prefixes_of(padded_batch())
     assert flat is not None
     assert flat["input_ids"].tolist() == [[5, 6, 7, 5, 6]]
@@ -143,7 +143,7 @@ def test_a_batch_that_is_filled_up_behind_its_rows_is_laid_flat():
     ],
     ids=["left", "hole", "packed", "learned padding", "positions", "no labels"],
 )
-def test_another_batch_is_left_alone(change):
+def test_other_batch_is_unchanged(change):
     batch = {**padded_batch(), **change}
     assert shared_prefixes_of({name: value for name, value in batch.items() if value is not None}) is None
 
@@ -151,7 +151,7 @@ def test_another_batch_is_left_alone(change):
 # --- models that get the padded batch ---------------------------------------------------------------------------------
 
 
-def test_dropout_and_attention_that_was_asked_for_and_a_routers_loss_need_the_padded_batch():
+def test_dropout_requested_attention_and_router_loss_need_the_padded_batch():
     eager = tiny("llama")
     eager.set_attn_implementation("eager")
     for model in (tiny("llama", attention_dropout=0.1), eager, tiny("mixtral")):
@@ -167,7 +167,7 @@ class OwnLoss(LlamaForCausalLM):
         return output
 
 
-def test_a_loss_that_is_not_the_plain_one_is_asked_of_the_model():
+def test_custom_loss_is_computed_by_the_model():
     plain, hooked, own = tiny("llama"), tiny("llama"), OwnLoss(tiny("llama").config)
     hooked.register_forward_hook(lambda module, given, output: None)
     assert has_plain_loss(plain)

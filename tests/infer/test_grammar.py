@@ -50,7 +50,7 @@ def written(loaded, grammar_of, number: int = 4, most: int = 120) -> list[str]:
     return [read_whole(made.ids, loaded.form, loaded.tokenizer).content for made in answers(loop, requests)]
 
 
-def test_an_answer_fits_its_schema(loaded, grammars: Grammars) -> None:
+def test_response_matches_its_schema(loaded, grammars: Grammars) -> None:
     for text in written(loaded, lambda: grammars.json_schema(SCHEMA)):
         value = json.loads(text)
         assert set(value) == {"name", "age", "kind"}
@@ -58,12 +58,12 @@ def test_an_answer_fits_its_schema(loaded, grammars: Grammars) -> None:
         assert 0 <= value["age"] <= 99
 
 
-def test_json_has_no_blanks_but_one_behind_colons_and_commas(loaded, grammars: Grammars) -> None:
+def test_json_has_no_whitespace_except_after_colons_and_commas(loaded, grammars: Grammars) -> None:
     for text in written(loaded, lambda: grammars.json_schema(SCHEMA)):
         assert text == json.dumps(json.loads(text), ensure_ascii=False)
 
 
-def test_a_required_call_is_a_call(loaded, grammars: Grammars) -> None:
+def test_required_tool_call_is_generated(loaded, grammars: Grammars) -> None:
     from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
 
     offered = {"f": {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"],
@@ -75,7 +75,7 @@ def test_a_required_call_is_a_call(loaded, grammars: Grammars) -> None:
             assert isinstance(call.arguments["n"], bool)
 
 
-def test_a_grammar_waits_for_the_end_of_a_thought(loaded, grammars: Grammars) -> None:
+def test_grammar_starts_after_the_thought(loaded, grammars: Grammars) -> None:
     grammar = grammars.json_schema(SCHEMA, waits_for="</think>")
     from torch import zeros
 
@@ -88,7 +88,7 @@ def test_a_grammar_waits_for_the_end_of_a_thought(loaded, grammars: Grammars) ->
     assert not logits.isfinite().all()
 
 
-def test_what_cannot_be_held_to_is_refused_in_the_librarys_words(grammars: Grammars) -> None:
+def test_unsupported_schema_is_rejected_with_library_message(grammars: Grammars) -> None:
     with pytest.raises(UserError, match="not"):
         grammars.json_schema({"not": {"type": "string"}})
     with pytest.raises(UserError, match="cannot be required"):
@@ -99,7 +99,7 @@ LIMITLESS = {"type": "string", "pattern": "^(.*a.{0,40}){40}$"}
 
 
 @pytest.mark.parametrize("schema", [LIMITLESS, {"const": "a</s>b"}, {"const": "a<|im_end|>b<unk>"}])
-def test_an_answer_whose_grammar_gives_up_has_failed_or_fits(loaded, grammars: Grammars, schema) -> None:
+def test_response_with_failing_grammar_fails_or_matches(loaded, grammars: Grammars, schema) -> None:
     loop = Scheduler(loaded.model, SlotLimits(4, 500))
     stops = frozenset(loaded.stop_ids)
     likely = dict.fromkeys(loaded.tokenizer("a", add_special_tokens=False)["input_ids"], 9.0)
@@ -121,12 +121,12 @@ def test_an_answer_whose_grammar_gives_up_has_failed_or_fits(loaded, grammars: G
 @pytest.mark.parametrize(
     "schema", [{"$ref": "#"}, {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}]
 )
-def test_a_circular_schema_is_refused_before_an_answer_begins(grammars: Grammars, schema) -> None:
+def test_circular_schema_is_rejected_before_generation(grammars: Grammars, schema) -> None:
     with pytest.raises(UserError, match="is not supported"):
         grammars.json_schema(schema)
 
 
-def test_a_thought_that_is_waited_for_cannot_end_the_answer(loaded, grammars: Grammars) -> None:
+def test_thought_before_grammar_cannot_end_the_response(loaded, grammars: Grammars) -> None:
     from torch import zeros
 
     grammar, logits = grammars.json_schema(SCHEMA, waits_for="</think>"), zeros(loaded.model.config.vocab_size)
@@ -134,7 +134,7 @@ def test_a_thought_that_is_waited_for_cannot_end_the_answer(loaded, grammars: Gr
     assert {i for i, value in enumerate(logits.tolist()) if value != 0} == set(loaded.stop_ids)
 
 
-def test_a_tokenizer_that_the_library_does_not_know_is_refused_in_words() -> None:
+def test_unsupported_tokenizer_is_rejected() -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast

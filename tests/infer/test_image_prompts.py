@@ -49,7 +49,7 @@ def request_of(found, row, ids=None):
 
 
 @pytest.mark.parametrize("piece", [512, 7])
-def test_answers_are_those_of_transformers(found, monkeypatch, piece):
+def test_responses_match_transformers(found, monkeypatch, piece):
     monkeypatch.setattr("burnish.inference.scheduler.PIECE", piece)
     loop = Scheduler(found.model, SlotLimits(3, 512))
     assert loop.way.name == "slots"
@@ -57,7 +57,7 @@ def test_answers_are_those_of_transformers(found, monkeypatch, piece):
     assert [answer.ids for answer in answers] == [expected(found, row) for row in found.prompts]
 
 
-def test_a_kept_beginning_is_not_taken_for_another_image(found):
+def test_cached_prefix_is_not_reused_for_another_image(found):
     row = next(row for row in found.prompts if len(row["images"]) == 1)
     count = row["images"][0].end - row["images"][0].begin
     if found.model.config.model_type not in ("llava", "gemma3"):
@@ -70,7 +70,7 @@ def test_a_kept_beginning_is_not_taken_for_another_image(found):
     assert again == first
 
 
-def test_the_tower_is_not_asked_for_what_a_slot_holds(found, monkeypatch):
+def test_vision_tower_does_not_run_for_cached_images(found, monkeypatch):
     row = next(row for row in found.prompts if row["images"])
     loop = Scheduler(found.model, SlotLimits(2, 512))
     (first,) = generate_all(loop, [request_of(found, row)])

@@ -49,7 +49,7 @@ def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return found
 
 
-def test_a_folder_is_loaded_and_answers(model: Path) -> None:
+def test_model_folder_is_loaded_and_generates(model: Path) -> None:
     serving = serving_of([str(model), "do_sample=false", "infer_seats=2", "infer_context=99", "infer_exact=true"])
     loaded = load_for_inference(serving.options, serving.name)
     assert loaded.name == model.name
@@ -58,7 +58,7 @@ def test_a_folder_is_loaded_and_answers(model: Path) -> None:
     engine.close()
 
 
-def test_an_adapter_brings_its_base_along(model: Path, adapters: dict[str, Path]) -> None:
+def test_adapter_loads_its_base(model: Path, adapters: dict[str, Path]) -> None:
     serving = serving_of([str(adapters["first"])])
     assert serving.options.model_name_or_path == str(model)
     loaded = load_for_inference(serving.options)
@@ -69,7 +69,7 @@ def test_an_adapter_brings_its_base_along(model: Path, adapters: dict[str, Path]
     assert torch.equal(loaded.model(ids).logits, merged(ids).logits)
 
 
-def test_llamafactorys_inference_file_is_read(model: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+def test_llamafactory_inference_config_is_accepted(model: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
     file = tmp_path / "llama3_lora_sft.yaml"
     file.write_text(
         f"model_name_or_path: {model}\nadapter_name_or_path: {adapters['first']}\ntemplate: qwen\n"
@@ -81,7 +81,7 @@ def test_llamafactorys_inference_file_is_read(model: Path, adapters: dict[str, P
     assert any("was merged" in note for note in loaded.notes)
 
 
-def test_adapters_side_by_side_answer_as_each_does_alone(model: Path, adapters: dict[str, Path]) -> None:
+def test_parallel_adapters_respond_as_each_alone(model: Path, adapters: dict[str, Path]) -> None:
     given = json.dumps({name: str(folder) for name, folder in adapters.items()})
     loaded = load_for_inference(serving_of([str(model), f"served_adapters={given}", "infer_dtype=float32"]).options)
     loop = Scheduler(loaded.model, SlotLimits(6, 128), adapters=loaded.adapters, through=loaded.through)
@@ -97,20 +97,20 @@ def test_adapters_side_by_side_answer_as_each_does_alone(model: Path, adapters: 
     assert len({tuple(answer.ids) for answer in made}) > 2
 
 
-def test_an_adapter_that_is_not_served_is_refused(model: Path) -> None:
+def test_adapter_that_is_not_served_is_rejected(model: Path) -> None:
     loaded = load_for_inference(serving_of([str(model)]).options)
     loop = Scheduler(loaded.model, SlotLimits(1, 64))
     with pytest.raises(UserError, match='unknown adapter "poet"'):
         loop.submit(GenerationRequest([5], 5, adapter="poet"), Answer())
 
 
-def test_an_adapter_of_another_base_is_refused(adapters: dict[str, Path], tmp_path: Path) -> None:
+def test_adapter_of_another_base_is_rejected(adapters: dict[str, Path], tmp_path: Path) -> None:
     other = saved_model(tmp_path / "other", hidden_size=32)
     with pytest.raises(UserError):
         load_for_inference(serving_of([str(other), f'served_adapters={{"a": "{adapters["first"]}"}}']).options)
 
 
-def test_the_template_that_trained_is_recorded_and_found(model: Path, tmp_path: Path) -> None:
+def test_training_template_is_recorded_and_found(model: Path, tmp_path: Path) -> None:
     trained = load_for_inference(
         RunOptions(model_name_or_path=str(model), template="qwen", missing_control_tokens="split")
     )
@@ -123,7 +123,7 @@ def test_the_template_that_trained_is_recorded_and_found(model: Path, tmp_path: 
     assert found.template.prompt(QUESTION) == trained.template.prompt(QUESTION)
 
 
-def test_another_template_than_the_folders_is_said(model: Path) -> None:
+def test_template_different_from_recorded_one_is_reported(model: Path) -> None:
     loaded = load_for_inference(
         RunOptions(model_name_or_path=str(model), template="alpaca", missing_control_tokens="split")
     )
@@ -131,7 +131,7 @@ def test_another_template_than_the_folders_is_said(model: Path) -> None:
     assert {*loaded.template_notes} <= {*loaded.notes}
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+def test_folder_without_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="contains no model"):
         serving_of([str(tmp_path)])
 
@@ -147,7 +147,7 @@ EVIL = (
     [{"template": "chatml", "trust_remote_code": True}, {"template": "other.jinja"}, {"template": 7},
      {"template": "chatml", "enable_thinking": "perhaps"}, {"template": "chatml", "tool_format": "other"}, ["chatml"]],
 )  # fmt: skip
-def test_a_folder_sets_no_option_but_those_of_its_template(model: Path, tmp_path: Path, entry: object) -> None:
+def test_model_folder_sets_only_template_options(model: Path, tmp_path: Path, entry: object) -> None:
     folder = tmp_path / "sent"
     shutil.copytree(model, folder)
     (folder / "model_code.py").write_text(EVIL)

@@ -98,7 +98,7 @@ def run(engine: RemoteEngine, request: GenerationRequest) -> Answer:
     return answer
 
 
-def test_an_answer_comes_as_ids_with_its_end(stub: Stub) -> None:
+def test_response_is_token_ids_with_finish_reason(stub: Stub) -> None:
     answer = run(engine_of(stub), GenerationRequest([3, 4], 9))
     assert (answer.ids, answer.reason) == ([5, 6, 7], "length")
     assert answer.filled is not None
@@ -106,7 +106,7 @@ def test_an_answer_comes_as_ids_with_its_end(stub: Stub) -> None:
     assert run(engine_of(stub), GenerationRequest([3, 4], 9)).reason == "stop"
 
 
-def test_the_prompt_travels_as_ids_with_every_setting(stub: Stub) -> None:
+def test_prompt_is_sent_as_ids_with_all_settings(stub: Stub) -> None:
     sampling = Sampling(temperature=0.5, top_k=3, top_p=0.9, repetition_penalty=1.1, bias={7: 2.0}, seed=4)
     run(
         engine_of(stub, adapters=("poet",)),
@@ -118,13 +118,13 @@ def test_the_prompt_travels_as_ids_with_every_setting(stub: Stub) -> None:
     assert (body["logit_bias"], body["stop_token_ids"], body["return_token_ids"]) == ({"7": 2.0}, [2], True)
 
 
-def test_text_of_a_server_without_ids_is_read_into_ids(stub: Stub) -> None:
+def test_text_of_a_server_without_ids_is_tokenized(stub: Stub) -> None:
     stub.chunks = [{"text": "w1 w"}, {"text": "2 w3"}, {"text": "", "finish_reason": "stop"}]
     tokenizer = tiny_tokenizer()
     assert run(engine_of(stub), GenerationRequest([3], 9)).ids == tokenizer.convert_tokens_to_ids(["w1", "w2", "w3"])
 
 
-def test_the_key_goes_to_that_server_alone(stub: Stub) -> None:
+def test_key_is_sent_only_to_its_server(stub: Stub) -> None:
     run(engine_of(stub), GenerationRequest([3], 9))
     assert set(stub.keys) == {"Bearer canary"}
     stub.keys.clear()
@@ -170,7 +170,7 @@ def test_too_many_requests_and_requests_to_a_closed_engine_are_rejected(stub: St
         engine.submit(GenerationRequest([3], 9), Answer())
 
 
-def test_what_a_remote_engine_does_not_give_is_refused_by_name(stub: Stub) -> None:
+def test_unsupported_remote_engine_features_are_rejected_by_name(stub: Stub) -> None:
     with pytest.raises(UserError, match="log-probabilities of the prompt"):
         engine_of(stub).submit(GenerationRequest([3, 4], 1, prompt_logprobs_from=1), Answer())
     with pytest.raises(UserError, match="unknown adapter"):
@@ -182,7 +182,7 @@ def test_unreachable_server_is_reported() -> None:
         RemoteEngine("http://127.0.0.1:9", tiny_tokenizer())
 
 
-def test_llamafactorys_keys_become_the_servers_flags() -> None:
+def test_llamafactory_options_become_server_flags() -> None:
     options = InferOptions(
         infer_backend="vllm", vllm_maxlen=99, vllm_gpu_util=0.5, vllm_enforce_eager=True, vllm_max_lora_rank=16,
         vllm_config={"max_num_seqs": 8},
@@ -206,7 +206,7 @@ def test_llamafactorys_keys_become_the_servers_flags() -> None:
 
 
 @pytest.mark.run
-def test_a_child_is_started_waited_for_and_ended(tmp_path: Path) -> None:
+def test_child_server_is_started_awaited_and_stopped(tmp_path: Path) -> None:
     program = tmp_path / "server"
     program.write_text(
         f"#!{sys.executable}\nimport os, sys\nfrom http.server import *\n"
@@ -224,7 +224,7 @@ def test_a_child_is_started_waited_for_and_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.run
-def test_a_child_that_ends_is_said_with_the_last_lines_of_its_log(tmp_path: Path) -> None:
+def test_exited_child_server_is_reported_with_last_log_lines(tmp_path: Path) -> None:
     program = tmp_path / "server"
     program.write_text(f"#!{sys.executable}\nraise SystemExit('no GPU was found')\n")
     program.chmod(0o755)
@@ -232,12 +232,12 @@ def test_a_child_that_ends_is_said_with_the_last_lines_of_its_log(tmp_path: Path
         child.start_server(InferOptions(infer_backend="vllm", infer_executable=str(program)), "model", {}, wait_s=30)
 
 
-def test_a_program_that_is_not_there_is_named() -> None:
+def test_missing_server_program_is_named() -> None:
     with pytest.raises(UserError, match='executable "nowhere"'):
         child.start_server(InferOptions(infer_backend="sglang", infer_executable="nowhere"), "model", {})
 
 
-def test_a_model_is_answered_by_the_server_at_infer_url(
+def test_infer_url_serves_the_model(
     stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     monkeypatch.setenv("INFER_KEY", "canary")
@@ -250,7 +250,7 @@ def test_a_model_is_answered_by_the_server_at_infer_url(
     engine.close()
 
 
-def test_options_of_another_engine_are_said() -> None:
+def test_options_of_another_engine_are_reported() -> None:
     assert "vllm_maxlen" in " ".join(infer_notes(InferOptions(vllm_maxlen=9)))
     assert check_infer(InferOptions(infer_url="localhost:1"))
     assert is_remote(InferOptions(infer_url="http://x"))

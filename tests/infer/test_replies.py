@@ -57,14 +57,14 @@ def folded(reply: Reply, ids: list[int], random_: random.Random) -> Whole:
 
 
 @pytest.mark.parametrize("text", SCRIPTS)
-def test_letters_come_whole_and_together_are_the_text(tokenizer, text: str) -> None:
+def test_streamed_characters_are_complete_and_join_to_the_text(tokenizer, text: str) -> None:
     reply, ids = Reply(ReplyForm(), tokenizer), ids_of(tokenizer, text)
     pieces = [piece.text for i in ids for piece in reply.feed([i])]
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
     assert "".join(pieces) + "".join(piece.text for piece in reply.end()) == text
 
 
-def test_half_a_letter_at_the_end_is_given_out_as_what_it_is(tokenizer) -> None:
+def test_incomplete_final_character_is_emitted_as_replacement(tokenizer) -> None:
     ids = ids_of(tokenizer, "天气")[:-1]
     assert read_whole(ids, ReplyForm(), tokenizer).content == tokenizer.decode(ids)
 
@@ -81,7 +81,7 @@ def test_half_a_letter_at_the_end_is_given_out_as_what_it_is(tokenizer) -> None:
         ("天气很好", ["很"], "天气", True),
     ],
 )
-def test_a_stop_string_ends_the_text_across_tokens(tokenizer, text, stop, content, stops) -> None:
+def test_stop_string_across_tokens_ends_the_text(tokenizer, text, stop, content, stops) -> None:
     for seed in range(4):
         reply = Reply(ReplyForm(), tokenizer, stop=stop)
         ids, whole = ids_of(tokenizer, text), Whole()
@@ -103,7 +103,7 @@ def test_a_stop_string_ends_the_text_across_tokens(tokenizer, text, stop, conten
         (" Yes.", False, "", " Yes."),
     ],
 )
-def test_thoughts_are_parted_from_content(tokenizer, text, in_thought, thought, content) -> None:
+def test_thoughts_are_separated_from_content(tokenizer, text, in_thought, thought, content) -> None:
     ids = ids_of(tokenizer, text)
     for seed in range(6):
         found = folded(Reply(ReplyForm(), tokenizer, in_thought=in_thought), ids, random.Random(seed))
@@ -116,7 +116,7 @@ def form_named(tool_format: str) -> ReplyForm:
 
 
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS.names())
-def test_calls_in_a_stream_are_those_of_the_whole(tokenizer, tool_format: str) -> None:
+def test_streamed_calls_match_the_complete_response(tokenizer, tool_format: str) -> None:
     calls = [Call("get_weather", {"city": "北京"}), Call("f", {"a": [1, {"b": "x"}], "c": "it's"})]
     calls = calls[: 1 if tool_format == "glm4" else 2]
     form = form_named(tool_format)
@@ -131,7 +131,7 @@ def test_calls_in_a_stream_are_those_of_the_whole(tokenizer, tool_format: str) -
 
 
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS.names())
-def test_a_call_cut_anywhere_is_never_half_a_call(tokenizer, tool_format: str) -> None:
+def test_truncated_call_is_never_a_partial_call(tokenizer, tool_format: str) -> None:
     if tool_format == "glm4_moe":
         pytest.skip("nothing closes a call in this format, so one argument less is a call too")
     calls = [Call("get_weather", {"city": "Rome"})]
@@ -142,35 +142,35 @@ def test_a_call_cut_anywhere_is_never_half_a_call(tokenizer, tool_format: str) -
         assert found.calls or found.content == text[:end]
 
 
-def test_a_call_of_a_function_that_was_not_offered_is_content(tokenizer) -> None:
+def test_call_of_a_function_not_offered_is_content(tokenizer) -> None:
     text = TOOL_FORMATS["qwen"].write([Call("rm", {"path": "/"})])
     found = read_whole(ids_of(tokenizer, text), form_named("qwen"), tokenizer, offered=OFFERED)
     assert (found.calls, found.content) == ([], text)
     assert read_whole(ids_of(tokenizer, text), form_named("qwen"), tokenizer).content == text
 
 
-def test_content_goes_on_behind_what_looked_like_a_call(tokenizer) -> None:
+def test_content_continues_after_apparent_call(tokenizer) -> None:
     text = "See <tool_call>\nnot json\n</tool_call> and <tool_call>, which is a word."
     for seed in range(5):
         reply = Reply(form_named("qwen"), tokenizer, offered=OFFERED)
         assert folded(reply, ids_of(tokenizer, text), random.Random(seed)).content == text
 
 
-def test_the_first_call_may_be_the_last(tokenizer) -> None:
+def test_first_call_can_be_the_last(tokenizer) -> None:
     text = TOOL_FORMATS["qwen"].write([Call("f", {}), Call("f", {"a": 1})])
     reply = Reply(form_named("qwen"), tokenizer, offered=OFFERED, only_one_call=True)
     assert Whole().add(reply.feed(ids_of(tokenizer, text))).calls == [Call("f", {})]
     assert reply.has_stopped
 
 
-def test_control_tokens_are_no_text_unless_asked_for(tokenizer) -> None:
+def test_control_tokens_are_hidden_unless_requested(tokenizer) -> None:
     ids = ids_of(tokenizer, "a<|im_start|>b<|im_end|>")
     assert read_whole(ids, ReplyForm(), tokenizer).content == "ab"
     reply = Reply(ReplyForm(), tokenizer, skips_special=False, stop_ids=[tokenizer.eos_token_id])
     assert Whole().add([*reply.feed(ids), *reply.end()]).content == "a<|im_start|>b"
 
 
-def test_random_streams_are_their_wholes(tokenizer) -> None:
+def test_randomly_chunked_streams_match_complete_responses(tokenizer) -> None:
     words = ["<think>", "</think>", "\n", "\n\n", "<tool_call>", "</tool_call>", "a", " ", "天", "<", '{"name": "f", ',
              '"arguments": {}}', "stop"]  # fmt: skip
     for seed in range(400):
@@ -182,7 +182,7 @@ def test_random_streams_are_their_wholes(tokenizer) -> None:
         assert folded(Reply(form_named("qwen"), tokenizer, **told), ids, random_) == expected, tokenizer.decode(ids)
 
 
-def test_a_prompt_that_ends_in_an_open_thought_is_known(tokenizer) -> None:
+def test_prompt_ending_in_open_thought_is_detected(tokenizer) -> None:
     form = ReplyForm()
     assert opens_thought(ids_of(tokenizer, "<|im_start|>assistant\n<think>\n"), form, tokenizer)
     assert not opens_thought(ids_of(tokenizer, "<think>\n\n</think>\n\n"), form, tokenizer)
@@ -201,7 +201,7 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("tool_format", WRITTEN)
-def test_the_tool_format_of_a_chat_template_is_found_by_asking_it(tokenizer, tool_format: str) -> None:
+def test_tool_format_of_chat_template_is_detected_by_rendering(tokenizer, tool_format: str) -> None:
     from burnish.data.chat.choose import load_template
     from burnish.run.plan.plan import RunOptions
 
@@ -213,6 +213,6 @@ def test_the_tool_format_of_a_chat_template_is_found_by_asking_it(tokenizer, too
         tokenizer.chat_template = None
 
 
-def test_every_template_of_the_table_has_a_reader() -> None:
+def test_every_template_has_a_tool_call_parser() -> None:
     assert all(TOOL_FORMATS[spec.tool_format].reader for spec in table().values())
     assert json.dumps(sorted(table()))

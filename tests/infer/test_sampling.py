@@ -69,7 +69,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("sampling", SETTINGS)
-def test_draws_come_as_often_as_their_probabilities_say(sampling: Sampling) -> None:
+def test_sample_frequencies_match_probabilities(sampling: Sampling) -> None:
     number, chances = 5_000, expected(sampling)
     assert of_all(LOGITS, sampling).tolist() == pytest.approx(chances, abs=1e-6)
     if sampling.temperature != 1.3 and sampling != SETTINGS[0]:
@@ -80,7 +80,7 @@ def test_draws_come_as_often_as_their_probabilities_say(sampling: Sampling) -> N
         assert abs(drawn[token] - number * chance) <= 4 * deviation
 
 
-def test_temperature_0_takes_the_likeliest_after_penalties() -> None:
+def test_temperature_0_selects_the_likeliest_after_penalties() -> None:
     assert one(Sampling(temperature=0)) == 0
     assert one(Sampling(temperature=0, presence_penalty=1.5), answer=[0]) == 1
     assert one(Sampling(temperature=0, bias={5: 100.0})) == 5
@@ -94,12 +94,12 @@ def test_temperature_0_takes_the_likeliest_after_penalties() -> None:
         Sampling(temperature=1e-320, repetition_penalty=1e-320), Sampling(temperature=1e-320, min_p=1.0),
     ],
 )  # fmt: skip
-def test_settings_at_the_edge_of_numbers_still_draw_a_likeliest_token(sampling: Sampling) -> None:
+def test_extreme_settings_still_sample_a_likeliest_token(sampling: Sampling) -> None:
     answer = [0] if sampling.repetition_penalty != 1 else []
     assert one(sampling, answer=answer) == 0
 
 
-def test_penalties_are_those_of_a_plain_reference() -> None:
+def test_penalties_match_plain_reference() -> None:
     prompt, answer = [0, 4], [1, 1, 4, 5]
     sampling = Sampling(
         repetition_penalty=1.7, presence_penalty=0.4, frequency_penalty=0.3, bias={0: 0.5, 4: -0.25}
@@ -114,7 +114,7 @@ def test_penalties_are_those_of_a_plain_reference() -> None:
         assert found[token] == pytest.approx(logit, abs=1e-6)
 
 
-def test_the_repetition_penalty_is_that_of_transformers() -> None:
+def test_repetition_penalty_matches_transformers() -> None:
     from transformers import RepetitionPenaltyLogitsProcessor
 
     ids = [0, 4, 4, 6]
@@ -122,7 +122,7 @@ def test_the_repetition_penalty_is_that_of_transformers() -> None:
     assert torch.equal(adjusted_logits(LOGITS[None], [DrawSettings(Sampling(repetition_penalty=1.3), ids)])[0], theirs)
 
 
-def test_the_nucleus_is_that_of_transformers() -> None:
+def test_top_p_matches_transformers() -> None:
     from transformers import TopPLogitsWarper
 
     logits = LOGITS + torch.arange(8) / 100  # two that are the same are cut in no order
@@ -132,7 +132,7 @@ def test_the_nucleus_is_that_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("width", [0.01, 1.0, 4.0])  # nearly all tokens are in the nucleus, many, a few
-def test_the_nucleus_of_a_large_vocabulary_is_that_of_transformers(width: float) -> None:
+def test_top_p_of_large_vocabulary_matches_transformers(width: float) -> None:
     from transformers import TopPLogitsWarper
 
     logits = torch.randn(20_000, generator=torch.Generator().manual_seed(0)) * width
@@ -140,7 +140,7 @@ def test_the_nucleus_of_a_large_vocabulary_is_that_of_transformers(width: float)
     assert torch.allclose(of_all(logits, Sampling(top_p=0.9)), theirs, rtol=1e-3)
 
 
-def test_philox_gives_the_known_answers_of_random123() -> None:
+def test_philox_matches_known_random123_vectors() -> None:
     """The file ``kat_vectors`` of Random123 1.14.0, philox4x32-10."""
     ones, pi = [0xFFFFFFFF] * 4, [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]
     known = [
@@ -154,7 +154,7 @@ def test_philox_gives_the_known_answers_of_random123() -> None:
             assert [int(word[0]) for word in found] == words
 
 
-def test_a_draw_is_decided_by_its_key_and_position_alone() -> None:
+def test_sample_depends_only_on_key_and_position() -> None:
     torch.manual_seed(1)
     keys = [NoiseKey(7, ROLLOUT, 2, 3, sample).words(position) for sample in range(3) for position in range(5)]
     first = gumbel(keys, 3000, torch.device("cpu"))
@@ -188,7 +188,7 @@ def chi_square(counts: torch.Tensor, chances: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("vocabulary", [8, 1_000, 32_000])
 @pytest.mark.parametrize("over", ["row", "sample", "position"])
-def test_draws_follow_the_softmax_over_rows_samples_and_positions(vocabulary: int, over: str) -> None:
+def test_samples_follow_softmax_over_rows_samples_and_positions(vocabulary: int, over: str) -> None:
     number = 4_000 if vocabulary < 32_000 else 600
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(3)) * 2
     logits, settings = logits.index_add(0, torch.tensor([1, 5]), torch.tensor([4.0, 5.0])), [Sampling()]
@@ -204,7 +204,7 @@ def test_draws_follow_the_softmax_over_rows_samples_and_positions(vocabulary: in
 
 @pytest.mark.parametrize("scale", [0, 0.1, 1, 3, 10, 100, 1e4])
 @pytest.mark.parametrize("vocabulary", [8, 4001])
-def test_tokens_that_are_ruled_out_by_their_words_change_no_draw(vocabulary: int, scale: float) -> None:
+def test_skipping_impossible_tokens_does_not_change_samples(vocabulary: int, scale: float) -> None:
     drawn = torch.Generator().manual_seed(vocabulary)
     words = [NoiseKey(5, ROLLOUT, int(scale), row=row).words(row) for row in range(40)]
     scores = torch.randn(len(words), vocabulary, generator=drawn) * scale
@@ -215,7 +215,7 @@ def test_tokens_that_are_ruled_out_by_their_words_change_no_draw(vocabulary: int
         assert torch.equal(gumbel_argmax(each, words), whole)
 
 
-def test_draws_of_neighboring_positions_are_independent() -> None:
+def test_samples_of_adjacent_positions_are_independent() -> None:
     logits, number = torch.tensor([1.0, 0.5, 0.0, -0.5]), 6_000
     drawn = draw_rows(logits.expand(number, -1), [NoiseKey(3).words(at) for at in range(number)], [Sampling()] * number)
     pairs = torch.bincount(drawn[:-1] * 4 + drawn[1:], minlength=16).double()
@@ -223,7 +223,7 @@ def test_draws_of_neighboring_positions_are_independent() -> None:
     assert abs(chi_square(pairs, torch.outer(chances, chances).flatten())) < 4
 
 
-def test_an_error_in_the_logits_changes_few_draws() -> None:
+def test_logit_errors_change_few_samples() -> None:
     """Inversion of the cumulative sum changes 4.4% of the tokens at an error of 1e-3; Gumbel-max 0.07%."""
     drawn = torch.Generator().manual_seed(0)
     logits = torch.randn(2_000, 2_000, generator=drawn) * 2
@@ -233,12 +233,12 @@ def test_an_error_in_the_logits_changes_few_draws() -> None:
     assert (one != other).float().mean() < 0.003
 
 
-def test_a_permutation_has_every_item_once_and_depends_on_the_generation() -> None:
+def test_permutation_is_complete_and_depends_on_generation() -> None:
     assert sorted(permutation(13, (5, 2), 0)) == list(range(13))
     assert permutation(13, (5, 2), 0) == permutation(13, (5, 2), 0) != permutation(13, (5, 2), 1)
 
 
-def test_log_probabilities_are_of_the_bare_logits() -> None:
+def test_log_probabilities_are_of_raw_logits() -> None:
     (found,) = log_probabilities(LOGITS[None], torch.tensor([2]), top=2)
     logps = LOGITS.log_softmax(-1)
     assert found.logprob == pytest.approx(float(logps[2]))
@@ -255,7 +255,7 @@ DRAWN = [2691, 357, 838, 2349, 2622, 1614, 1159, 2419, 2127]
 
 
 @pytest.mark.parametrize("vocabulary", [8, 3000])
-def test_a_row_of_a_batch_draws_what_it_draws_alone(vocabulary: int) -> None:
+def test_batched_row_samples_the_same_as_alone(vocabulary: int) -> None:
     logits = torch.randn(len(MIXED), vocabulary, generator=torch.Generator().manual_seed(0)).bfloat16()  # with ties
     for seed in range(50):
         rows = [settings_of(sampling, seed, at, [0, 1], [2, 2]) for at, sampling in enumerate(MIXED)]
@@ -263,16 +263,16 @@ def test_a_row_of_a_batch_draws_what_it_draws_alone(vocabulary: int) -> None:
         assert draw(logits, rows).tolist() == each
 
 
-def test_the_draw_at_a_fixed_seed_stays_the_same() -> None:
+def test_sample_at_fixed_seed_is_stable() -> None:
     rows = [settings_of(sampling, 3, at, [0, 4], [1, 5]) for at, sampling in enumerate(MIXED)]
     logits = torch.sin(torch.arange(len(MIXED) * 3000, dtype=torch.float32)).view(len(MIXED), -1) * 4
     assert draw(logits, rows).tolist() == DRAWN
 
 
-def test_equally_likely_tokens_enter_the_nucleus_by_id() -> None:
+def test_equally_likely_tokens_enter_top_p_by_id() -> None:
     assert of_all(torch.zeros(10), Sampling(top_p=0.35)).tolist() == pytest.approx([0.25] * 4 + [0.0] * 6)
 
 
-def test_token_logps_are_those_of_the_bare_logits() -> None:
+def test_token_logps_are_those_of_raw_logits() -> None:
     logits = torch.stack([LOGITS, LOGITS.flip(0)])
     assert torch.allclose(token_logps(logits, torch.tensor([2, 2])), logits.log_softmax(-1)[:, 2])

@@ -19,7 +19,7 @@ ONE_AT_A_TIME = {"bloom", "mamba", "qwen3_next"}
 
 
 @pytest.mark.parametrize("shape", few(SHAPES, {"llama", "qwen3", "gemma2", "qwen3_next"}))
-def test_greedy_answers_are_those_of_generate(shape: str) -> None:
+def test_greedy_responses_match_generate(shape: str) -> None:
     model = model_of(shape)
     loop = loop_of(model)
     asked = prompts()
@@ -29,7 +29,7 @@ def test_greedy_answers_are_those_of_generate(shape: str) -> None:
     assert (loop.way.name != "slots") == (shape in ONE_AT_A_TIME) == bool(loop.note)
 
 
-def test_a_model_whose_forward_asserts_is_read_from_its_beginning_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_that_asserts_without_cache_is_prefilled_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLM's refusal of a cache is an assertion."""
     model = model_of("llama")
     forward = model.forward
@@ -47,7 +47,7 @@ def test_a_model_whose_forward_asserts_is_read_from_its_beginning_each_time(monk
     assert made.ids == expected
 
 
-def test_an_answer_ends_with_its_stop_token() -> None:
+def test_response_ends_with_its_stop_token() -> None:
     model = model_of("llama")
     ids = prompts()[0]
     whole = alone(model, ids, 12)
@@ -56,7 +56,7 @@ def test_an_answer_ends_with_its_stop_token() -> None:
     assert made.reason == "stop"
 
 
-def test_answers_do_not_depend_on_pieces_neighbours_or_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_responses_do_not_depend_on_chunks_neighbors_or_order(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("qwen2")
     requests = [GenerationRequest(ids, 5 + at % 7) for at, ids in enumerate(prompts(10))]
     usual = [answer.ids for answer in answers(loop_of(model, 4), requests)]
@@ -84,7 +84,7 @@ def test_later_requests_join_running_ones() -> None:
     assert [answer.ids for answer in found] == [alone(model, ids, 9) for ids in asked]
 
 
-def test_the_next_turn_of_a_conversation_reads_its_new_words_only() -> None:
+def test_next_conversation_turn_processes_only_new_tokens() -> None:
     model = model_of("qwen3")
     loop, first = loop_of(model), prompts()[0]
     (answer,) = answers(loop, [GenerationRequest(first, 6)])
@@ -104,7 +104,7 @@ def test_requests_with_a_common_prefix_process_it_once() -> None:
     assert [answer.ids for answer in made] == [alone(model, request.ids, 5) for request in requests]
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_prompt_does_not_wait_for_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots, "PIECE", 4)
     loop, long, short = loop_of(model_of("llama"), 2), Answer(), Answer()
     loop.submit(GenerationRequest(list(range(3, 43)), 4), long)
@@ -116,7 +116,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(monkeypatch: pytest.MonkeyP
     assert not long.ids
 
 
-def test_an_answer_never_goes_beyond_the_context() -> None:
+def test_response_never_exceeds_context_length() -> None:
     loop = loop_of(model_of("llama"), context=16)
     (made,) = answers(loop, [GenerationRequest(list(range(3, 15)), 50)])
     assert len(made.ids) == 4
@@ -154,7 +154,7 @@ def test_too_many_waiting_requests_are_rejected() -> None:
     assert 1 <= refused.value.retry_after_s <= 60
 
 
-def test_a_row_that_is_not_finite_fails_alone() -> None:
+def test_non_finite_row_fails_alone() -> None:
     model = model_of("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight[9] = torch.nan
@@ -165,7 +165,7 @@ def test_a_row_that_is_not_finite_fails_alone() -> None:
     assert bad.error.code == "non_finite_logits"
 
 
-def test_memory_that_runs_out_fails_those_that_asked_for_it_and_lowers_the_slots(
+def test_out_of_memory_fails_its_requests_and_reduces_slots(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop = loop_of(model_of("llama"), 4)
@@ -187,7 +187,7 @@ def test_memory_that_runs_out_fails_those_that_asked_for_it_and_lowers_the_slots
     assert [a.ids for a in after] == [alone(loop.model, ids, 6) for ids in prompts(4)]
 
 
-def test_log_probabilities_of_a_forced_answer_are_the_loss_of_training() -> None:
+def test_log_probabilities_of_forced_response_match_training_loss() -> None:
     model = tiny_model("qwen2")
     ids = prompts(1, 30, seed=3)[0] + [5, 6, 7, 8]
     (made,) = answers(loop_of(model), [GenerationRequest(ids, 0, prompt_logprobs_from=len(ids) - 4)])
@@ -197,7 +197,7 @@ def test_log_probabilities_of_a_forced_answer_are_the_loss_of_training() -> None
     assert sum(found.logprob for found in made.filled.logprobs) == pytest.approx(-float(loss), abs=1e-5)
 
 
-def test_log_probabilities_of_an_answer_are_those_of_the_model_alone() -> None:
+def test_log_probabilities_of_response_match_model() -> None:
     model = model_of("llama")
     asked = prompts(3)
     for ids, made in zip(
@@ -211,7 +211,7 @@ def test_log_probabilities_of_an_answer_are_those_of_the_model_alone() -> None:
             assert [token for token, _ in found.top] == row.topk(3).indices.tolist()
 
 
-def test_a_seeded_answer_does_not_depend_on_its_neighbours() -> None:
+def test_seeded_response_does_not_depend_on_neighbors() -> None:
     model = model_of("llama")
     sampling = Sampling(temperature=1.5, seed=7)
     requests = [GenerationRequest(ids, 8, sampling=sampling, index=at) for at, ids in enumerate(prompts(8))]
@@ -220,7 +220,7 @@ def test_a_seeded_answer_does_not_depend_on_its_neighbours() -> None:
     assert together != [answer.ids for answer in answers(loop_of(model, 8), [*requests[1:], requests[0]])]
 
 
-def test_a_beginning_of_another_image_is_not_taken_over() -> None:
+def test_prefix_with_another_image_is_not_reused() -> None:
     loop = loop_of(model_of("llama"), 1)
     ids = [5, 9, 9, 6, 7, 8]
 
@@ -235,7 +235,7 @@ def test_a_beginning_of_another_image_is_not_taken_over() -> None:
     assert cached(None) == 5
 
 
-def test_after_forget_answers_are_those_of_the_new_weights() -> None:
+def test_responses_after_forget_use_new_weights() -> None:
     model, ids = model_of("llama"), prompts(1)[0]
     loop = loop_of(model, 2)
     before = answers(loop, [GenerationRequest(ids, 6)])[0].ids

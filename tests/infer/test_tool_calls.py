@@ -68,7 +68,7 @@ def agree(calls: list[Call]) -> bool:
 
 
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS.names())
-def test_calls_are_read_as_they_were_written(tool_format: str) -> None:
+def test_calls_round_trip_through_every_tool_format(tool_format: str) -> None:
     written, reader = TOOL_FORMATS[tool_format].write, TOOL_FORMATS[tool_format].reader
     for seed in range(300):
         calls = calls_of(random.Random(seed), tool_format)
@@ -81,7 +81,7 @@ def test_calls_are_read_as_they_were_written(tool_format: str) -> None:
 
 
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS.names())
-def test_a_call_that_was_cut_is_no_call_or_an_earlier_one_whole(tool_format: str) -> None:
+def test_truncated_call_is_no_call_or_a_complete_earlier_one(tool_format: str) -> None:
     calls = [Call("get_weather", {"city": "北京", "days": [1, {"a": "b"}]})]
     text = TOOL_FORMATS[tool_format].write(calls)
     for end in range(len(text)):
@@ -104,6 +104,6 @@ def test_start_of_a_call_is_detected(tool_format: str) -> None:
     assert text.endswith(reader.closing)
 
 
-def test_without_a_schema_a_value_that_reads_as_json_is_taken_so() -> None:
+def test_values_without_schema_are_parsed_as_json_if_valid() -> None:
     text = TOOL_FORMATS["qwen3_5"].write([Call("f", {"a": 5, "b": "x", "c": [1]})])
     assert TOOL_FORMATS["qwen3_5"].reader.read(text, {}) == [Call("f", {"a": 5, "b": "x", "c": [1]})]

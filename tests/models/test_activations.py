@@ -62,7 +62,7 @@ SOME_LAYERS = pytest.mark.skipif(
     "arguments",
     [{}, {"selective": True}, {"use_reentrant": True}, pytest.param({"every_n_layers": 2}, marks=SOME_LAYERS)],
 )
-def test_what_is_computed_again_gives_the_same_gradient(arguments):
+def test_recomputation_gives_the_same_gradient(arguments):
     plain = trained(llama())
     model = llama()
     checkpoint_activations(model, arguments)
@@ -71,7 +71,7 @@ def test_what_is_computed_again_gives_the_same_gradient(arguments):
     assert all(torch.equal(plain[name], found[name]) for name in plain)
 
 
-def test_less_is_kept_and_products_are_not_made_again_where_that_is_asked_for():
+def test_selective_checkpointing_saves_memory_without_recomputing_products():
     whole, selective, plain = llama(), llama(), llama()
     checkpoint_activations(whole, None)
     checkpoint_activations(selective, {"selective": True})
@@ -97,7 +97,7 @@ class Counted(Offloading):
         return packed
 
 
-def test_what_is_moved_away_comes_back_and_weights_stay():
+def test_offloaded_activations_return_and_weights_stay():
     plain = trained(llama())
     model = llama()
     offloading = Counted(model, torch.device("cpu"), smallest=0)
@@ -109,7 +109,7 @@ def test_what_is_moved_away_comes_back_and_weights_stay():
     assert small.moved_bytes == 0
 
 
-def test_under_checkpointing_only_the_inputs_of_layers_are_moved():
+def test_checkpointing_with_offload_moves_only_layer_inputs():
     model, every = llama(), llama()
     checkpoint_activations(model, None)
     some, all_of_them = (Counted(each, torch.device("cpu"), smallest=2 * 24 * 32 * 4) for each in (model, every))
@@ -119,7 +119,7 @@ def test_under_checkpointing_only_the_inputs_of_layers_are_moved():
     assert 0 < some.moved_bytes < all_of_them.moved_bytes / 3
 
 
-def test_an_engine_offloads_on_a_gpu_only_and_says_so():
+def test_engine_offloads_only_on_gpu_and_reports_it():
     options = ParallelOptions(use_cpu=True, activation_offloading=True)
     assert any("activation_offloading" in note for note in parallel_notes(options))
     engine = SingleProcess(options)
@@ -129,7 +129,7 @@ def test_an_engine_offloads_on_a_gpu_only_and_says_so():
 
 
 @pytest.mark.parametrize("arguments", [{}, {"selective": True}])
-def test_sequences_laid_flat_in_half_precision_are_computed_again_too(arguments):
+def test_flat_half_precision_sequences_are_recomputed(arguments):
     def flat_gradients(model):
         assert make_padding_free(model).is_flat
         rows = [{"input_ids": list(range(length)), "labels": list(range(length))} for length in (9, 30, 400)]

@@ -41,7 +41,7 @@ def test_missing_model_name_is_rejected(name):
     assert "model_name_or_path is not set" in str(problem)
 
 
-def test_a_folder_that_is_not_there_is_refused_in_one_line_with_the_nearest(tmp_path, monkeypatch):
+def test_missing_folder_is_rejected_in_one_line_with_nearest_name(tmp_path, monkeypatch):
     saved_model(tmp_path / "models" / "qwen-tiny")
     (found,) = told(tmp_path / "models" / "qwen-tniy")
     assert found.count("\n") == 0
@@ -54,12 +54,12 @@ def test_a_folder_that_is_not_there_is_refused_in_one_line_with_the_nearest(tmp_
     assert "Did you mean models/qwen-tiny?" in found
 
 
-def test_a_file_is_no_model(tmp_path):
+def test_file_is_not_a_model(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert "is a file" in told(tmp_path / "model.safetensors")[0]
 
 
-def test_a_hub_id_that_is_not_cached_is_refused_at_once_where_the_hub_is_off(monkeypatch, tmp_path):
+def test_uncached_hub_id_is_rejected_immediately_when_offline(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     begin = time.perf_counter()
     (found,) = told("nobody/no-such-model", cache_dir=str(tmp_path))
@@ -68,7 +68,7 @@ def test_a_hub_id_that_is_not_cached_is_refused_at_once_where_the_hub_is_off(mon
     assert "is not a local folder, is not in the hub's cache, and hub access is disabled" in found
 
 
-def test_a_name_that_a_folder_nearly_has_is_refused_with_the_folder(monkeypatch, tmp_path):
+def test_misspelled_folder_name_is_rejected_with_the_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo-run").mkdir()
@@ -76,7 +76,7 @@ def test_a_name_that_a_folder_nearly_has_is_refused_with_the_folder(monkeypatch,
     assert "Did you mean" not in told("nowhere", cache_dir="cache")[0]
 
 
-def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch, tmp_path):
+def test_unreachable_hub_is_reported_immediately(monkeypatch, tmp_path):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound, not listening: every connection is refused
@@ -88,7 +88,7 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch, tmp_path):
     assert "cannot be reached (" in found
 
 
-def test_a_hub_that_does_not_answer_is_given_up_after_the_time_limit(monkeypatch, tmp_path):
+def test_unresponsive_hub_is_abandoned_after_time_limit(monkeypatch, tmp_path):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr(source, "CONNECT_TIMEOUT_S", 0.2)
     with socket.socket() as silent:
@@ -99,7 +99,7 @@ def test_a_hub_that_does_not_answer_is_given_up_after_the_time_limit(monkeypatch
         assert "cannot be reached" in told("nobody/no-such-model", cache_dir=str(tmp_path))[0]
 
 
-def test_a_cached_model_is_found_where_the_hub_is_off(monkeypatch, tmp_path):
+def test_cached_model_is_found_when_offline(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     snapshot = tmp_path / "models--some--model" / "snapshots" / "abc"
     saved_model(snapshot)
@@ -111,7 +111,7 @@ def test_a_cached_model_is_found_where_the_hub_is_off(monkeypatch, tmp_path):
     assert load_model(asked).config.model_type == "llama"
 
 
-def test_every_adapter_that_is_nowhere_is_named(tmp_path):
+def test_every_missing_adapter_is_named(tmp_path):
     asked = ModelOptions(adapter_name_or_path=[str(tmp_path / "one"), str(tmp_path), str(tmp_path / "two")])
     with pytest.raises(UserError) as caught:
         adapter_folders(asked)
@@ -122,53 +122,53 @@ def test_every_adapter_that_is_nowhere_is_named(tmp_path):
 # --- what it is -----------------------------------------------------------------------------------------------------
 
 
-def test_a_corrupt_config_is_named_with_line_and_column(tmp_path):
+def test_invalid_config_is_reported_with_line_and_column(tmp_path):
     path = saved_model(tmp_path) / "config.json"
     path.write_text('{\n  "model_type": "llama",\n  "hidden_size": 16,,\n}')
     (found,) = told(tmp_path)
     assert f"{path}, line 3, column 21: not valid JSON" in found
 
 
-def test_a_corrupt_tokenizer_file_is_found_too(tmp_path):
+def test_invalid_tokenizer_file_is_reported(tmp_path):
     saved_model(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": ')
     (found,) = told(tmp_path)
     assert "tokenizer.json, line 1" in found
 
 
-def test_a_folder_without_a_config_is_no_model(tmp_path):
+def test_folder_without_config_is_not_a_model(tmp_path):
     saved_model(tmp_path / "here")
     (found,) = told(tmp_path)
     assert "no config.json" in found
     assert str(tmp_path / "here") in found
 
 
-def test_an_adapter_is_no_model_and_names_its_base(tmp_path):
+def test_adapter_is_not_a_model_and_names_its_base(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
     (found,) = told(tmp_path)
     assert "this is an adapter, not a model" in found
     assert "model_name_or_path to org/base" in found
 
 
-def test_an_unknown_architecture_is_refused_with_the_nearest(tmp_path):
+def test_unknown_architecture_is_rejected_with_nearest_one(tmp_path):
     change_json(saved_model(tmp_path) / "config.json", model_type="qwen22")
     (found,) = told(tmp_path)
     assert 'does not support model_type "qwen22". Did you mean "qwen2"?' in found
 
 
-def test_a_model_that_generates_nothing_is_refused(tmp_path):
+def test_model_without_generation_is_rejected(tmp_path):
     change_json(saved_model(tmp_path) / "config.json", model_type="vit")
     assert 'of type "vit" is not a causal language model' in told(tmp_path)[0]
 
 
-def test_a_config_that_contradicts_itself_is_refused(tmp_path):
+def test_contradictory_config_is_rejected(tmp_path):
     change_json(saved_model(tmp_path) / "config.json", hidden_size="sixteen")
     assert "\"hidden_size\" must be a whole number above 0. Received: 'sixteen'" in told(tmp_path)[0]
     change_json(tmp_path / "config.json", hidden_size=16, num_attention_heads=0)
     assert '"num_attention_heads" must be a whole number above 0' in told(tmp_path)[0]
 
 
-def test_code_of_the_model_is_not_run_unless_the_flag_is_set(tmp_path):
+def test_model_code_is_not_run_without_trust_remote_code(tmp_path):
     code = tmp_path / "modeling_own.py"
     code.write_text("raise SystemExit('this must not run')")
     auto_map = {"AutoConfig": "modeling_own.Config", "AutoModelForCausalLM": "modeling_own.Model"}
@@ -179,7 +179,7 @@ def test_code_of_the_model_is_not_run_unless_the_flag_is_set(tmp_path):
     assert told(tmp_path, trust_remote_code=True) == []
 
 
-def test_code_that_a_known_model_brings_is_not_run_and_that_is_said(tmp_path):
+def test_code_of_a_known_model_is_not_run_and_is_reported(tmp_path):
     (tmp_path / "modeling_own.py").write_text("raise SystemExit('this must not run')")
     auto_map = {"AutoConfig": "modeling_own.Config", "AutoModelForCausalLM": "modeling_own.Model"}
     change_json(saved_model(tmp_path) / "config.json", auto_map=auto_map)
@@ -192,7 +192,7 @@ def test_code_that_a_known_model_brings_is_not_run_and_that_is_said(tmp_path):
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
 @pytest.mark.parametrize("kernel", ["somebody/kernel", "paged|somebody/kernel@v1:run"])
-def test_a_kernel_that_the_config_of_a_model_selects_is_refused(tmp_path, key, kernel):
+def test_hub_kernel_in_model_config_is_rejected(tmp_path, key, kernel):
     change_json(saved_model(tmp_path) / "config.json", **{key: kernel})
     options = ModelOptions(model_name_or_path=str(tmp_path))
     with pytest.raises(UserError, match="selects the attention kernel"):
@@ -202,7 +202,7 @@ def test_a_kernel_that_the_config_of_a_model_selects_is_refused(tmp_path, key, k
 
 
 @pytest.mark.parametrize(("flash_attn", "package"), [("fa2", "flash-attn"), ("fa3", "flash-attn-3")])
-def test_an_attention_library_that_is_not_installed_is_named(flash_attn, package, tmp_path):
+def test_missing_attention_library_is_named(flash_attn, package, tmp_path):
     saved_model(tmp_path)
     (found,) = told(tmp_path, flash_attn=flash_attn)
     assert f"needs the library {package}" in found
@@ -219,7 +219,7 @@ def test_an_attention_library_that_is_not_installed_is_named(flash_attn, package
         ({"attn_implementation": "eager", "flash_attn": "sdpa"}, "only one of them can be set"),
     ],
 )
-def test_an_attention_that_cannot_be_had_is_refused_by_its_name(given, expected, tmp_path):
+def test_unavailable_attention_is_rejected_by_name(given, expected, tmp_path):
     saved_model(tmp_path)
     (found,) = told(tmp_path, **given)
     assert expected in found
@@ -228,7 +228,7 @@ def test_an_attention_that_cannot_be_had_is_refused_by_its_name(given, expected,
 @pytest.mark.parametrize(
     ("content", "expected"), [(None, "there is no tokenizer in this folder"), ("{}", "its tokenizer cannot be loaded")]
 )
-def test_a_tokenizer_that_is_missing_or_hollow_is_refused(content, expected, tmp_path):
+def test_missing_or_empty_tokenizer_is_rejected(content, expected, tmp_path):
     saved_model(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "tokenizer.json").unlink()
@@ -242,7 +242,7 @@ def test_a_tokenizer_that_is_missing_or_hollow_is_refused(content, expected, tmp
 # --- its weights ----------------------------------------------------------------------------------------------------
 
 
-def test_a_truncated_weight_file_is_named_with_its_bytes(tmp_path):
+def test_truncated_weight_file_is_reported_with_its_size(tmp_path):
     path = saved_model(tmp_path) / "model.safetensors"
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[: size // 2])
@@ -251,7 +251,7 @@ def test_a_truncated_weight_file_is_named_with_its_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"\x10" + b"\0" * 7 + b"not json at all!", b"\xff" * 64])
-def test_a_file_that_is_no_safetensors_is_said_to_be_none(content, tmp_path):
+def test_non_safetensors_file_is_reported(content, tmp_path):
     path = saved_model(tmp_path) / "model.safetensors"
     path.write_bytes(content)
     assert "not a safetensors file" in told(tmp_path)[0]
@@ -262,7 +262,7 @@ def test_a_file_that_is_no_safetensors_is_said_to_be_none(content, tmp_path):
     [(b'"E32"', "unknown variant `E32`."), (b'"F64"', "invalid shape, data type, or offset")],
     ids=["no type", "another type"],
 )
-def test_a_header_that_its_library_refuses_is_refused_by_its_file(flipped, said, tmp_path):
+def test_invalid_safetensors_header_is_reported_by_file(flipped, said, tmp_path):
     path = saved_model(tmp_path) / "model.safetensors"
     path.write_bytes(path.read_bytes().replace(b'"F32"', flipped, 1))
     (found,) = told(tmp_path)
@@ -270,7 +270,7 @@ def test_a_header_that_its_library_refuses_is_refused_by_its_file(flipped, said,
     assert said in found
 
 
-def test_a_file_cut_within_its_header_is_said_to_be_cut(tmp_path):
+def test_file_truncated_within_header_is_reported(tmp_path):
     path = saved_model(tmp_path) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:100])
     assert "but the file has 100" in told(tmp_path)[0]
@@ -281,7 +281,7 @@ def without(folder, *parts):
     save_file({k: v for k, v in load_file(path).items() if not any(p in k for p in parts)}, path, {"format": "pt"})
 
 
-def test_missing_tensors_are_fatal_and_a_few_are_named(tmp_path):
+def test_missing_tensors_are_fatal_and_some_are_named(tmp_path):
     without(saved_model(tmp_path), "layers.1.mlp")
     (found,) = told(tmp_path)
     assert "model.layers.1.mlp.down_proj.weight, model.layers.1.mlp.gate_proj.weight" in found
@@ -291,14 +291,14 @@ def test_missing_tensors_are_fatal_and_a_few_are_named(tmp_path):
         load_model(ModelOptions(model_name_or_path=str(tmp_path)))
 
 
-def test_more_layers_in_the_config_than_in_the_weights_is_fatal(tmp_path):
+def test_config_with_more_layers_than_weights_is_rejected(tmp_path):
     change_json(saved_model(tmp_path) / "config.json", num_hidden_layers=4)
     (found,) = told(tmp_path)
     assert "model.layers.2." in found
     assert "and 15 more" in found
 
 
-def test_a_shape_that_is_not_the_configs_is_named_with_both(tmp_path):
+def test_shape_mismatch_is_reported_with_both_shapes(tmp_path):
     change_json(saved_model(tmp_path) / "config.json", intermediate_size=32)
     (found,) = told(tmp_path)
     assert "model.layers.0.mlp.down_proj.weight is 16x24 in the weights but 16x32 in the config, and 5 more" in found
@@ -306,7 +306,7 @@ def test_a_shape_that_is_not_the_configs_is_named_with_both(tmp_path):
         load_model(ModelOptions(model_name_or_path=str(tmp_path)))
 
 
-def test_tied_weights_are_not_missing_and_an_absent_head_is(tmp_path):
+def test_tied_weights_are_not_missing_but_absent_head_is(tmp_path):
     saved_model(tmp_path / "tied", "qwen2")
     assert "lm_head.weight" not in load_file(tmp_path / "tied" / "model.safetensors")
     assert told(tmp_path / "tied") == []
@@ -316,7 +316,7 @@ def test_tied_weights_are_not_missing_and_an_absent_head_is(tmp_path):
     assert "without an output head" in found
 
 
-def test_weights_named_without_the_base_models_prefix_are_the_models(tmp_path):
+def test_weights_without_base_model_prefix_are_accepted(tmp_path):
     saved_model(tmp_path, "gpt2")
     path = tmp_path / "model.safetensors"
     old = {k.removeprefix("transformer."): v for k, v in load_file(path).items()}
@@ -327,18 +327,18 @@ def test_weights_named_without_the_base_models_prefix_are_the_models(tmp_path):
     )
 
 
-def test_an_expert_that_is_missing_is_missed_though_memory_has_another_form(tmp_path):
+def test_missing_expert_is_detected_despite_fused_layout(tmp_path):
     without(saved_model(tmp_path, "mixtral"), "block_sparse_moe.experts.1.w1")
     assert told(tmp_path)
 
 
-def test_a_missing_shard_is_named(tmp_path):
+def test_missing_shard_is_named(tmp_path):
     tiny_model().save_pretrained(tmp_path, max_shard_size=20_000)
     next(tmp_path.glob("model-00002-*")).unlink()
     assert "model-00002-of-" in told(tmp_path)[0]
 
 
-def test_pickled_weights_are_refused_and_not_opened(tmp_path):
+def test_pickled_weights_are_rejected_without_opening(tmp_path):
     import os
     import pickle
 
@@ -357,7 +357,7 @@ def test_pickled_weights_are_refused_and_not_opened(tmp_path):
     assert not (tmp_path / "trapped").exists()
 
 
-def test_a_folder_without_weights_can_be_trained_from_scratch(tmp_path):
+def test_folder_without_weights_can_be_trained_from_scratch(tmp_path):
     saved_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (found,) = told(tmp_path)

@@ -43,7 +43,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_the_norm_is_its_formula_and_so_are_its_gradients(offset: float) -> None:
+def test_rms_norm_and_gradients_match_formula(offset: float) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(2, ROWS // 2, WIDTH), torch.rand(WIDTH) + 0.5
     ours = outcome(lambda x, w: rms_norm(x, w, 1e-6, offset), x, weight)
@@ -52,7 +52,7 @@ def test_the_norm_is_its_formula_and_so_are_its_gradients(offset: float) -> None
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_a_gated_product_is_its_formula_and_so_are_its_gradients(activation: str) -> None:
+def test_gated_product_and_gradients_match_formula(activation: str) -> None:
     torch.manual_seed(0)
     gate, up = torch.randn(2, ROWS // 2, WIDTH), torch.randn(2, ROWS // 2, WIDTH)
     ours = outcome(lambda g, u: gated(g, u, activation), gate, up)
@@ -60,7 +60,7 @@ def test_a_gated_product_is_its_formula_and_so_are_its_gradients(activation: str
         assert distance(mine, plain) < 1e-6
 
 
-def test_in_bfloat16_both_are_as_near_to_the_truth_as_the_plain_operations() -> None:
+def test_bfloat16_fused_ops_are_as_accurate_as_plain_ones() -> None:
     torch.manual_seed(0)
     x, up, weight = torch.randn(ROWS, WIDTH).bfloat16(), torch.randn(ROWS, WIDTH).bfloat16(), torch.rand(WIDTH) + 0.5
     pairs = [
@@ -78,7 +78,7 @@ def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
-def test_under_autocast_a_norm_gives_what_the_next_layer_would_cast_it_to() -> None:
+def test_rms_norm_under_autocast_returns_autocast_dtype() -> None:
     x, weight = torch.randn(5, WIDTH), torch.rand(WIDTH)
     with torch.autocast("cpu", torch.bfloat16):
         normed = rms_norm(x, weight, 1e-6)
@@ -92,7 +92,7 @@ def test_under_autocast_a_norm_gives_what_the_next_layer_would_cast_it_to() -> N
     ("family", "count"),
     [("llama", 22), ("qwen2", 22), ("qwen3", 26), ("mistral", 22), ("gemma", 22), ("gemma2", 26), ("gpt2", 11)],
 )
-def test_a_fused_model_gives_the_losses_and_gradients_of_the_plain_one(family: str, count: int) -> None:
+def test_fused_model_gives_losses_and_gradients_of_plain_model(family: str, count: int) -> None:
     plain, fused = tiny_model(family), tiny_model(family)
     assert len(patch_forwards(fused)) == count
     assert list(fused.state_dict()) == list(plain.state_dict())
@@ -103,7 +103,7 @@ def test_a_fused_model_gives_the_losses_and_gradients_of_the_plain_one(family: s
         assert distance(mine.grad, theirs.grad) < 1e-5  # each is a sum over 30 positions of what is rounded at 1e-7
 
 
-def test_a_written_out_activation_is_one_operation_and_in_bfloat16_nearer_to_the_truth() -> None:
+def test_composed_activation_is_fused_and_more_accurate_in_bfloat16() -> None:
     torch.manual_seed(0)
     model, x = tiny_model("gpt2"), torch.randn(ROWS, WIDTH)
     activation = model.transformer.h[0].mlp.act
@@ -114,7 +114,7 @@ def test_a_written_out_activation_is_one_operation_and_in_bfloat16_nearer_to_the
         assert distance(mine, exact) <= distance(plain, exact)
 
 
-def test_frozen_weights_of_a_norm_get_no_gradient() -> None:
+def test_frozen_norm_weights_get_no_gradient() -> None:
     weight = torch.rand(WIDTH)
     x = torch.randn(3, WIDTH, requires_grad=True)
     rms_norm(x, weight, 1e-6).sum().backward()
@@ -152,13 +152,13 @@ class Steeper(nn.Module):
         return x * torch.sigmoid(1.702 * x)
 
 
-def test_a_module_that_only_looks_like_one_is_left_alone() -> None:
+def test_similar_module_is_not_replaced() -> None:
     alone = [Shifted(), Ungated(), Steeper(), nn.LayerNorm(8), nn.Dropout(0.1)]
     patch_forwards(nn.Sequential(*alone))
     assert not any("forward" in vars(module) for module in alone)
 
 
-def test_hooks_on_a_fused_module_are_still_called() -> None:
+def test_hooks_on_fused_module_are_called() -> None:
     model = tiny_model("llama")
     patch_forwards(model)
     heard: list[nn.Module] = []
@@ -169,7 +169,7 @@ def test_hooks_on_a_fused_module_are_still_called() -> None:
     assert len(heard) == 6
 
 
-def test_a_few_rows_of_which_nothing_is_kept_go_through_the_models_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_inference_batches_use_original_code(monkeypatch: pytest.MonkeyPatch) -> None:
     model, called = tiny_model("llama"), []
 
     def counted(x: Tensor, *arguments: Any) -> Tensor:
@@ -189,13 +189,13 @@ def test_a_few_rows_of_which_nothing_is_kept_go_through_the_models_own_code(monk
     assert len(called) == 6
 
 
-def test_what_was_replaced_can_be_given_back() -> None:
+def test_replacements_can_be_undone() -> None:
     model = tiny_model("gpt2")
     restore(patch_forwards(model))
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_modules_are_asked_without_a_random_number_of_the_run() -> None:
+def test_module_check_does_not_consume_random_numbers() -> None:
     model, before = tiny_model("qwen3"), torch.get_rng_state()
     assert patch_forwards(model)
     assert torch.equal(torch.get_rng_state(), before)

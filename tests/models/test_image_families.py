@@ -58,7 +58,7 @@ def _learned(row):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("way", ["flat", "padded"])
-def test_losses_and_gradients_are_those_of_each_row_alone(family, way, order):
+def test_losses_and_gradients_match_single_rows(family, way, order):
     if way == "flat" and family.name in PADDED:
         assert not keeps_images_apart(family.model, family.collator("flat"))
         return

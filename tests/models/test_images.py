@@ -74,7 +74,7 @@ def part_of_golden(name: str) -> str:
 
 @pytest.mark.parametrize("way", ["flat", "shared", "padded"])
 @pytest.mark.parametrize("family", FIRST)
-def test_a_step_has_the_loss_and_gradients_of_transformers(models, family, way):
+def test_step_has_loss_and_gradients_of_transformers(models, family, way):
     found, step = models(family), STEPS[family]
     rows = rows_of(found, step["rows"])
     found.model.requires_grad_(True).zero_grad()
@@ -90,7 +90,7 @@ def test_a_step_has_the_loss_and_gradients_of_transformers(models, family, way):
 
 @pytest.mark.parametrize("way", ["flat", "padded"])
 @pytest.mark.parametrize("family", FIRST)
-def test_a_row_has_the_same_loss_wherever_it_is(models, family, way):
+def test_row_has_same_loss_at_any_position(models, family, way):
     found, step = models(family), STEPS[family]
     rows = rows_of(found, step["rows"])
     expected = [row["loss"] for row in step["rows"]]
@@ -112,14 +112,14 @@ def test_a_row_has_the_same_loss_wherever_it_is(models, family, way):
 
 
 @pytest.mark.parametrize("family", [*FIRST, *SECOND])
-def test_the_probe_finds_that_images_stay_apart(models, family):
+def test_probe_detects_that_images_stay_separate(models, family):
     found = models(family)
     assert keeps_images_apart(found.model, found.collator("flat"))
     assert keeps_images_apart(found.model, found.collator("padded"))
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4"])
-def test_the_probe_with_images_sees_what_that_with_text_does_not(models, family):
+def test_image_probe_detects_what_text_probe_misses(models, family):
     found = models(family)
     assert found.capabilities.is_padding_free
     for way in ("flat", "padded"):
@@ -132,13 +132,13 @@ def _rest(collator: ImageCollator) -> tuple:
     return collator.processor, collator.images_of, collator.prepare
 
 
-def test_a_model_that_mixes_rows_is_padded(models):
+def test_model_that_mixes_rows_is_padded(models):
     found = models("qwen3_5")
     assert not keeps_images_apart(found.model, found.collator("flat"))
     assert keeps_images_apart(found.model, found.collator("padded"))
 
 
-def test_an_image_of_several_rows_goes_through_the_tower_once(models):
+def test_image_of_several_rows_is_encoded_once(models):
     found = models("qwen2_5_vl")
     row = rows_of(found, STEPS["qwen2_5_vl"]["rows"])[0]
     batch = found.collator("flat")([row, row])
@@ -149,7 +149,7 @@ def test_an_image_of_several_rows_goes_through_the_tower_once(models):
     assert twice.item() == pytest.approx(STEPS["qwen2_5_vl"]["rows"][0]["loss"], abs=1e-5)
 
 
-def test_a_batch_of_text_is_collated_as_without_images(models):
+def test_text_batch_is_collated_as_without_images(models):
     found = models("qwen2_5_vl")
     rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}]
     ours, theirs = found.collator("flat")(rows), found.collator("flat").collate(rows)
@@ -158,7 +158,7 @@ def test_a_batch_of_text_is_collated_as_without_images(models):
 
 @pytest.mark.parametrize("record", ["one", "two", "turns", "large"])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_positions_are_those_of_transformers(models, family, record):
+def test_positions_match_transformers(models, family, record):
     found = models(family)
     row = next(r for r in golden()["llamafactory"] if (r["family"], r["record"]) == (family, record))
     grids = row["tensors"]["image_grid_thw"]["values"]
@@ -190,7 +190,7 @@ def test_every_parameter_belongs_to_a_part(family):
      ({"freeze_multi_modal_projector": False}, {"language", "projector"}),
      ({"train_mm_proj_only": True}, {"projector"})],
 )  # fmt: skip
-def test_full_training_trains_the_parts_that_are_not_frozen(family, frozen, trained):
+def test_full_training_trains_unfrozen_parts(family, frozen, trained):
     model, _ = image_models().build(family)
     ADAPTERS["full"](RunOptions(finetuning_type="full", **frozen), []).attach(model)
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -198,7 +198,7 @@ def test_full_training_trains_the_parts_that_are_not_frozen(family, frozen, trai
     assert found == trained
 
 
-def test_lora_adapts_the_language_model_only():
+def test_lora_adapts_only_the_language_model():
     model, _ = image_models().build("qwen2_5_vl")
     ADAPTERS["lora"](RunOptions(), []).attach(model)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -206,7 +206,7 @@ def test_lora_adapts_the_language_model_only():
     assert all(name.startswith("model.language_model") for name in names)
 
 
-def test_freeze_counts_the_layers_of_the_language_model():
+def test_freeze_counts_layers_of_the_language_model():
     model, _ = image_models().build("llava")
     ADAPTERS["freeze"](RunOptions(finetuning_type="freeze", freeze_trainable_layers=1), []).attach(model)
     names = {name.rsplit(".layers.", 1)[0] for name, p in model.named_parameters() if p.requires_grad}
@@ -220,7 +220,7 @@ def test_freeze_counts_the_layers_of_the_language_model():
         (None, {"freeze_vision_tower": False}, "without a vision tower"),
     ],
 )
-def test_parts_that_cannot_be_chosen_are_refused(family, options, said):
+def test_invalid_part_selection_is_rejected(family, options, said):
     from tiny_models import tiny_model
 
     model = image_models().build(family)[0] if family else tiny_model("llama")
@@ -229,7 +229,7 @@ def test_parts_that_cannot_be_chosen_are_refused(family, options, said):
         assert any(said in str(problem.what) for problem in problems)
 
 
-def test_images_are_prepared_once_and_ahead(models):
+def test_images_are_prepared_once_and_prefetched(models):
     found = models("qwen2_5_vl")
     rows = rows_of(found, STEPS["qwen2_5_vl"]["rows"])
     seen: list[str] = []
@@ -261,7 +261,7 @@ GOLDEN_LOSSES = [case for door in ("llamafactory", "trl") for case in golden()[d
 @pytest.mark.parametrize(
     "case", GOLDEN_LOSSES, ids=lambda c: f"{c['family']}-{c['record']}-{c.get('mode') or c.get('template')}"
 )
-def test_a_row_of_either_door_has_its_loss(models, case):
+def test_llamafactory_and_trl_rows_have_their_reference_loss(models, case):
     found = models(case["family"])
     with torch.no_grad():
         loss = loss_of(found, "flat", rows_of(found, [case]))

@@ -49,13 +49,13 @@ def options(**given):
 
 
 @pytest.mark.usefixtures("asked")
-def test_the_kernels_are_taken_on_a_gpu_and_nowhere_else():
+def test_liger_kernels_are_used_only_on_gpu():
     assert takes_liger(options(), GPU)
     assert not takes_liger(options(enable_liger_kernel=False), GPU)
     assert not takes_liger(options(), CPU)
 
 
-def test_to_ask_for_them_on_a_cpu_or_without_the_library_is_refused_by_name(monkeypatch):
+def test_requesting_liger_on_cpu_or_without_library_is_rejected(monkeypatch):
     monkeypatch.setattr(liger, "find_spec", lambda name: None)
     said = "\n".join(map(str, check_liger(options(enable_liger_kernel=True))))
     assert '"enable_liger_kernel" is true, but its kernels run on a GPU only' in said
@@ -63,33 +63,33 @@ def test_to_ask_for_them_on_a_cpu_or_without_the_library_is_refused_by_name(monk
     assert check_liger(options()) == []
 
 
-def test_the_losses_of_the_library_are_never_taken(asked):
+def test_liger_losses_are_never_used(asked):
     notes = apply_liger(tiny_model("llama"), {"rope": False, "fused_linear_cross_entropy": True})
     assert asked["switches"] == {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
     assert "fused_linear_cross_entropy has no effect" in notes[0]
 
 
 @pytest.mark.usefixtures("asked")
-def test_a_part_that_the_library_does_not_have_is_refused_with_the_nearest_name():
+def test_unknown_liger_kernel_is_rejected_with_nearest_name():
     with pytest.raises(UserError, match=r'llama models have no "rmsnorm"\. Did you mean "rms_norm"'):
         apply_liger(tiny_model("llama"), {"rmsnorm": True})
 
 
 @pytest.mark.usefixtures("asked")
-def test_a_model_that_the_library_does_not_know_is_refused_where_it_was_asked_for_and_else_left_alone():
+def test_unsupported_model_is_rejected_if_requested_or_unchanged():
     with pytest.raises(UserError, match='no kernels for a model of type "gpt2"'):
         apply_liger(tiny_model("gpt2"), None)
     assert apply_liger(tiny_model("gpt2"), None, is_asked=False) == []
 
 
-def test_kernels_that_change_what_the_model_says_are_refused(asked):
+def test_kernels_that_change_model_outputs_are_rejected(asked):
     asked["does"] = lambda model: model.model.norm.weight.data.mul_(1.5)
     with pytest.raises(UserError, match="change what this LlamaForCausalLM computes"):
         apply_liger(tiny_model("llama"), None)
 
 
 @pytest.mark.usefixtures("asked")
-def test_the_trainer_refuses_them_on_a_cpu_too(tmp_path):
+def test_trainer_rejects_liger_on_cpu(tmp_path):
     rows = [{"input_ids": ids, "labels": ids} for ids in token_ids().tolist()]
     args = TrainingArguments(str(tmp_path), use_liger_kernel=True, use_cpu=True, report_to=[])
     with pytest.raises(UserError, match="GPU only"):

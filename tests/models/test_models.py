@@ -48,7 +48,7 @@ def logits(model):
 
 
 @pytest.mark.parametrize("family", [*CONFIGS, "mixtral"])
-def test_every_family_is_checked_loaded_trained_a_step_saved_and_loaded_again(family, tmp_path):
+def test_every_family_is_checked_loaded_trained_saved_and_reloaded(family, tmp_path):
     saved_model(tmp_path / "base", family)
     assert check_model(options(tmp_path / "base")) == []
     _, model = full(load_model(options(tmp_path / "base")))
@@ -61,7 +61,7 @@ def test_every_family_is_checked_loaded_trained_a_step_saved_and_loaded_again(fa
     torch.testing.assert_close(logits(again), logits(model.eval()), rtol=0, atol=0)
 
 
-def test_the_dtype_asked_for_is_the_dtype_loaded(tmp_path):
+def test_requested_dtype_is_loaded(tmp_path):
     saved_model(tmp_path)
     assert load_model(options(tmp_path)).dtype == torch.float32
     assert load_model(options(tmp_path), dtype=torch.bfloat16).dtype == torch.bfloat16
@@ -79,17 +79,17 @@ def test_flash_attn_names_an_implementation(flash_attn, expected, tmp_path):
     assert model.config._attn_implementation == expected
 
 
-def test_attention_can_be_named_as_transformers_names_it(tmp_path):
+def test_attention_accepts_transformers_names(tmp_path):
     model = load_model(options(saved_model(tmp_path), attn_implementation="eager"))
     assert model.config._attn_implementation == "eager"
 
 
-def test_an_engine_may_bring_its_own_attention(tmp_path):
+def test_engine_can_provide_its_attention(tmp_path):
     model = load_model(options(saved_model(tmp_path)), attn_implementation="eager")
     assert model.config._attn_implementation == "eager"
 
 
-def test_from_scratch_is_random_under_the_seed_and_reads_no_weights(tmp_path):
+def test_from_scratch_is_random_with_seed_and_reads_no_weights(tmp_path):
     saved_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     assert check_model(options(tmp_path, train_from_scratch=True)) == []
@@ -106,7 +106,7 @@ def test_from_scratch_is_random_under_the_seed_and_reads_no_weights(tmp_path):
     assert torch.equal(small.lm_head.weight, wide.lm_head.weight.to(torch.bfloat16))
 
 
-def test_tensors_that_the_model_has_no_use_for_are_said(tmp_path):
+def test_unused_tensors_are_reported(tmp_path):
     from safetensors.torch import load_file, save_file
 
     saved_model(tmp_path)
@@ -117,14 +117,14 @@ def test_tensors_that_the_model_has_no_use_for_are_said(tmp_path):
     assert any("9 tensors in the files are not part of LlamaForCausalLM" in note for note in notes)
 
 
-def test_the_cache_is_off_while_training_and_on_in_what_is_saved(tmp_path):
+def test_cache_is_disabled_in_training_and_enabled_in_saved_config(tmp_path):
     model = load_model(options(saved_model(tmp_path / "base")))
     assert model.config.use_cache is False
     save_model(model, tiny_tokenizer(), tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["use_cache"] is True
 
 
-def test_a_generation_config_that_cannot_be_saved_is_patched_and_said(tmp_path):
+def test_invalid_generation_config_is_fixed_and_reported(tmp_path):
     saved_model(tmp_path / "base")
     raw = {"temperature": 0.6, "do_sample": False, "eos_token_id": 2}
     (tmp_path / "base" / "generation_config.json").write_text(json.dumps(raw))
@@ -135,7 +135,7 @@ def test_a_generation_config_that_cannot_be_saved_is_patched_and_said(tmp_path):
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.6
 
 
-def test_new_special_tokens_is_another_name_of_add_special_tokens():
+def test_new_special_tokens_is_an_alias_of_add_special_tokens():
     made, problems = build(ModelOptions, {"new_special_tokens": RawValue("<a>,<b>", "")})
     assert problems == []
     assert made.add_special_tokens == ["<a>", "<b>"]
@@ -144,7 +144,7 @@ def test_new_special_tokens_is_another_name_of_add_special_tokens():
 # --- the tokenizer --------------------------------------------------------------------------------------------------
 
 
-def test_the_tokenizer_pads_on_the_right_and_reads_no_weights(tmp_path):
+def test_tokenizer_pads_right_and_reads_no_weights(tmp_path):
     saved_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     notes = []
@@ -153,14 +153,14 @@ def test_the_tokenizer_pads_on_the_right_and_reads_no_weights(tmp_path):
     assert (tokenizer.eos_token, tokenizer.pad_token, notes) == ("</s>", "<pad>", [])
 
 
-def test_a_missing_padding_token_is_chosen_and_said(tmp_path):
+def test_missing_padding_token_is_chosen_and_reported(tmp_path):
     saved_model(tmp_path, tokenizer=tiny_tokenizer(pad_token=None))
     notes = []
     assert load_tokenizer(options(tmp_path), notes).pad_token == "</s>"
     assert "no padding token; </s> is used for padding" in notes[0]
 
 
-def test_a_missing_end_token_is_found_in_the_vocabulary_and_said(tmp_path):
+def test_missing_end_token_is_found_in_vocabulary_and_reported(tmp_path):
     saved_model(tmp_path, tokenizer=tiny_tokenizer(pad_token=None, eos_token=None))
     notes = []
     tokenizer = load_tokenizer(options(tmp_path), notes)
@@ -169,7 +169,7 @@ def test_a_missing_end_token_is_found_in_the_vocabulary_and_said(tmp_path):
     assert len(notes) == 2
 
 
-def test_new_tokens_get_rows_and_old_rows_stay(tmp_path):
+def test_new_tokens_get_rows_and_old_rows_are_unchanged(tmp_path):
     asked = options(saved_model(tmp_path), add_special_tokens=["<think>"], add_tokens=["w60000"])
     notes = []
     tokenizer = load_tokenizer(asked, notes)
@@ -185,7 +185,7 @@ def test_new_tokens_get_rows_and_old_rows_stay(tmp_path):
     assert any("grew from 64 to 128" in note for note in notes)
 
 
-def test_a_tokenizer_larger_than_the_embedding_is_refused_unless_it_may_grow(tmp_path):
+def test_tokenizer_larger_than_embedding_is_rejected_unless_resizable(tmp_path):
     saved_model(tmp_path, vocab_size=60)
     tokenizer, config = load_tokenizer(options(tmp_path)), load_config(options(tmp_path))
     (problem,) = check_vocabulary(tokenizer, config, options(tmp_path))
@@ -200,14 +200,14 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused_unless_it_may_grow(tmp
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_model_is_counted_without_its_weights(family):
+def test_model_is_counted_without_weights(family):
     shapes = meta_model(CONFIGS[family]())
     assert trainable_summary(shapes)[1] == sum(p.numel() for p in tiny_model(family).parameters())
     assert all(parameter.is_meta for parameter in shapes.parameters())
     assert context_length(CONFIGS[family]()) == (64 if family != "bloom" else None)
 
 
-def test_rope_scaling_stretches_the_context_to_the_longest_row(tmp_path):
+def test_rope_scaling_extends_context_to_longest_row(tmp_path):
     asked = options(saved_model(tmp_path), rope_scaling="linear")
     notes = []
     config = load_config(asked, max_length=100, notes=notes)
@@ -221,7 +221,7 @@ def test_rope_scaling_stretches_the_context_to_the_longest_row(tmp_path):
         load_config(options(tmp_path / "gpt2", rope_scaling="yarn"), max_length=100)
 
 
-def test_a_row_beyond_the_context_is_refused_where_there_is_one():
+def test_row_beyond_context_length_is_rejected():
     assert check_context(CONFIGS["llama"](), 64) == []
     (problem,) = check_context(CONFIGS["gpt2"](), 20_000)
     assert "20,000 tokens, but the model's context length is 64" in str(problem)
@@ -234,7 +234,7 @@ def _notes_of(asked, max_length):
     return notes
 
 
-def test_weights_that_are_not_finite_are_named(tmp_path):
+def test_non_finite_weights_are_named(tmp_path):
     model = tiny_model()
     assert find_non_finite(model) == []
     raise_if_not_finite(model, "m")
@@ -245,7 +245,7 @@ def test_weights_that_are_not_finite_are_named(tmp_path):
         raise_if_not_finite(model, "m")
 
 
-def test_weights_whose_sum_is_too_large_for_their_format_are_finite(tmp_path):
+def test_weights_with_overflowing_sum_are_finite(tmp_path):
     model = tiny_model().half()
     model.lm_head.weight.data.fill_(60_000.0)
     assert torch.isinf(model.lm_head.weight.sum())
@@ -253,7 +253,7 @@ def test_weights_whose_sum_is_too_large_for_their_format_are_finite(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_weights_of_eight_bits_are_looked_at_too(dtype):
+def test_8_bit_weights_are_checked_for_non_finite_values(dtype):
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(torch.ones(4, 4).to(dtype), requires_grad=False)
     assert find_non_finite(model) == []
@@ -294,7 +294,7 @@ def test_checkpointing_gives_the_same_gradients(kind, arguments):
         assert torch.equal(gradient, found[1][name]), name
 
 
-def test_full_training_moves_every_weight_in_float32_and_keeps_ties():
+def test_full_training_updates_all_weights_in_float32_and_keeps_ties():
     _, model = full(tiny_model("qwen2").to(torch.bfloat16))
     set_precision(model, torch.float32)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -313,7 +313,7 @@ def tensors_in(folder):
     return found
 
 
-def test_a_model_leaves_in_the_dtype_it_came_in_and_its_checkpoint_keeps_float32(tmp_path):
+def test_model_is_saved_in_source_dtype_and_checkpoint_in_float32(tmp_path):
     saved_model(tmp_path / "base", "qwen2")
     adapter, model = full(load_model(options(tmp_path / "base"), dtype=torch.bfloat16))
     set_precision(model, torch.float32)
@@ -332,7 +332,7 @@ def test_a_model_leaves_in_the_dtype_it_came_in_and_its_checkpoint_keeps_float32
     assert torch.equal(tensors_in(tmp_path / "wide")["model.norm.weight"], model.model.norm.weight)
 
 
-def test_a_state_put_into_another_model_gives_every_weight_back_to_the_bit():
+def test_state_dict_round_trip_is_bitwise_equal():
     adapter, model = full(tiny_model("qwen2"))
     state = {name: tensor.clone() for name, tensor in adapter.state(model).items()}
     other_adapter, other = full(tiny_model("qwen2", seed=5))
@@ -341,7 +341,7 @@ def test_a_state_put_into_another_model_gives_every_weight_back_to_the_bit():
     assert other.lm_head.weight is other.model.embed_tokens.weight
 
 
-def test_a_state_of_another_model_is_refused_with_what_differs():
+def test_state_of_another_model_is_rejected_with_the_difference():
     adapter, model = full(tiny_model("llama"))
     state = adapter.state(tiny_model("llama", hidden_size=32))
     with pytest.raises(UserError, match="differ in shape") as caught:
@@ -351,7 +351,7 @@ def test_a_state_of_another_model_is_refused_with_what_differs():
         ADAPTERS["full"](None, []).load_state(tiny_model("gpt2"), state)
 
 
-def test_a_large_model_is_saved_in_shards_with_an_index(tmp_path):
+def test_large_model_is_saved_in_shards_with_an_index(tmp_path):
     model = tiny_model()
     save_model(model, tiny_tokenizer(), tmp_path, max_shard_size=20_000)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -360,7 +360,7 @@ def test_a_large_model_is_saved_in_shards_with_an_index(tmp_path):
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model), rtol=0, atol=0)
 
 
-def test_the_folder_has_what_generation_needs_and_no_pickle(tmp_path):
+def test_saved_folder_has_generation_files_and_no_pickle(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ messages[0].content }}"
     model = tiny_model(bos_token_id=7)
@@ -378,7 +378,7 @@ def test_the_folder_has_what_generation_needs_and_no_pickle(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.bos_token_id == 1
 
 
-def test_a_model_with_an_adapter_in_it_is_not_saved_as_a_whole(tmp_path):
+def test_model_with_adapter_cannot_be_saved_as_full_model(tmp_path):
     from peft import LoraConfig
 
     from burnish.adapters.lora_model import add_adapter

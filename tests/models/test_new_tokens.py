@@ -49,7 +49,7 @@ def fitted(folder, **given):
 
 
 @pytest.mark.parametrize("given_as", ["yaml", "json", "mapping"])
-def test_a_described_token_begins_as_the_mean_of_its_description(model, tmp_path, given_as):
+def test_described_token_starts_as_mean_of_its_description(model, tmp_path, given_as):
     path = tmp_path / f"tokens.{given_as}"
     path.write_text(yaml.safe_dump(WORDS) if given_as == "yaml" else json.dumps(WORDS))
     config = WORDS if given_as == "mapping" else str(path)
@@ -63,7 +63,7 @@ def test_a_described_token_begins_as_the_mean_of_its_description(model, tmp_path
         assert tokenizer.added_tokens_decoder[new].special
 
 
-def test_noise_is_added_where_it_is_asked_for(model):
+def test_noise_is_added_on_request(model):
     given = {"new_special_tokens_config": WORDS}
     plain, tokenizer, _ = fitted(model, init_special_tokens="desc_init", **given)
     noisy, _, _ = fitted(model, init_special_tokens="desc_init_w_noise", **given)
@@ -72,7 +72,7 @@ def test_noise_is_added_where_it_is_asked_for(model):
     assert 0.5 < noise.std() * 32**0.5 < 2
 
 
-def test_an_embedding_with_rows_to_spare_is_trained_too(tmp_path):
+def test_embedding_with_spare_rows_is_trained(tmp_path):
     found, _, before = fitted(full_model(tmp_path, spare_rows=8), add_special_tokens=["<calc>"])
     assert torch.equal(found.get_input_embeddings().weight, before[0])
     assert found.has_new_tokens
@@ -84,7 +84,7 @@ def test_an_embedding_with_rows_to_spare_is_trained_too(tmp_path):
     [("nowhere.yaml", "nowhere.yaml"), (["<a>"], "a description"), ({"<a>": ""}, "a description"), ({"<a>": 3}, "3")],
     ids=str,
 )
-def test_a_file_that_describes_no_tokens_is_refused(model, tmp_path, config, words):
+def test_file_without_token_descriptions_is_rejected(model, tmp_path, config, words):
     path = tmp_path / "tokens.json"
     path.write_text(json.dumps(config))
     given = config if isinstance(config, str) else str(path)
@@ -92,7 +92,7 @@ def test_a_file_that_describes_no_tokens_is_refused(model, tmp_path, config, wor
         load_tokenizer(ModelOptions(model_name_or_path=str(model), new_special_tokens_config=given))
 
 
-def test_a_token_that_a_file_describes_twice_is_refused(model, tmp_path):
+def test_token_described_twice_is_rejected(model, tmp_path):
     path = tmp_path / "tokens.yaml"
     path.write_text("<a>: one\n<b>: two\n<a>: three\n")
     with pytest.raises(UserError, match=r'tokens.yaml: .* has the duplicate key "<a>", in line 1 and line 3'):
@@ -107,7 +107,7 @@ def test_a_token_that_a_file_describes_twice_is_refused(model, tmp_path):
     ],
     ids=str,
 )
-def test_options_that_contradict_are_refused(tmp_path, capsys, given, sentence):
+def test_contradictory_new_token_options_are_rejected(tmp_path, capsys, given, sentence):
     assert main(["explain", *as_words({**make_user(tmp_path), **given})]) == 2
     assert sentence in "".join(capsys.readouterr())
 
@@ -126,7 +126,7 @@ def user(tmp_path, monkeypatch):
             "init_special_tokens": "desc_init", "lora_rank": 2, "max_steps": 4}  # fmt: skip
 
 
-def test_new_rows_of_a_whole_model_are_trained_and_saved(tmp_path, user):
+def test_new_rows_of_a_full_model_are_trained_and_saved(tmp_path, user):
     assert main(["train", *as_words(user)]) == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -138,7 +138,7 @@ def test_new_rows_of_a_whole_model_are_trained_and_saved(tmp_path, user):
 
 
 @pytest.mark.parametrize("template", ["chatml", None])
-def test_data_may_hold_the_tokens_that_a_run_adds_and_not_those_of_its_template(user, template):
+def test_data_may_contain_added_tokens_but_not_template_tokens(user, template):
     user |= {"add_special_tokens": ["<calc>", "<|im_start|>"], "template": template}
     given = {name: RawValue(value) for name, value in user.items() if "special_tokens_" not in name}
     run = prepare(plan({name: item for name, item in given.items() if name != "init_special_tokens"}))
@@ -150,7 +150,7 @@ def test_data_may_hold_the_tokens_that_a_run_adds_and_not_those_of_its_template(
     assert row["input_ids"].count(calc) == 1
 
 
-def test_new_rows_beside_lora_are_trained_saved_merged_and_loaded_by_peft(tmp_path, user, capsys):
+def test_new_rows_with_lora_are_trained_saved_merged_and_loaded_by_peft(tmp_path, user, capsys):
     from peft import PeftModel
 
     user |= {"finetuning_type": "lora"}

@@ -50,14 +50,14 @@ def rows_of_a_tree(seed=0, num=9):
 # --- which tokens -----------------------------------------------------------------------------------------------------
 
 
-def test_what_two_rows_begin_with_becomes_a_segment_that_both_go_on_from():
+def test_common_prefix_of_two_rows_becomes_a_shared_segment():
     found = segments([row([1, 2, 3, 4, 5], 4), row([1, 2, 3, 6, 7, 8], 5), row([9, 9], 1)], least_skipped=1)
     pieces = {(segment.sequence, segment.begin, segment.end, len(segment.path)) for segment in found}
     assert pieces == {(0, 0, 3, 0), (0, 3, 4, 1), (1, 3, 5, 1), (2, 0, 1, 0)}
     assert all(parent < number for number, segment in enumerate(found) for parent in segment.path)
 
 
-def test_the_segments_of_a_row_say_the_row_up_to_its_last_learned_token():
+def test_segments_of_a_row_cover_it_up_to_last_learned_token():
     sequences = rows_of_a_tree()
     found = segments(sequences, least_skipped=4)
     assert max(len(segment.path) for segment in found) == 2  # one goes on from a prompt that goes on from another
@@ -68,7 +68,7 @@ def test_the_segments_of_a_row_say_the_row_up_to_its_last_learned_token():
         assert said == sequence["input_ids"][:-1]
 
 
-def test_what_is_shared_ends_before_the_position_that_predicts_a_learned_token():
+def test_shared_prefix_ends_before_position_predicting_a_learned_token():
     found = segments([row([1, 2, 3, 4, 5], 3), row([1, 2, 3, 4, 6], 3)], least_skipped=1)
     assert (found[0].begin, found[0].end) == (0, 2)  # token 2 predicts token 3, which is learned
     assert all(not segment.path for segment in segments([row([1, 2, 3], 0), row([1, 2, 3], 0)], least_skipped=1))
@@ -84,14 +84,14 @@ def test_equal_ids_of_different_images_are_not_shared():
     assert {s.sequence for s in found if s.is_last and len(s.path) == 2} == {0, 2}
 
 
-def test_what_follows_the_last_learned_token_is_left_out_and_a_row_without_one_whole():
+def test_tokens_after_last_learned_one_and_unlearned_rows_are_skipped():
     ends_early = {"input_ids": [1, 2, 3, 4, 5], "labels": [-100, 2, 3, -100, -100]}
     nothing = {"input_ids": [6, 7], "labels": [6, -100]}
     found = segments([ends_early, nothing])
     assert [(segment.sequence, segment.begin, segment.end) for segment in found] == [(0, 0, 2)]
 
 
-def test_the_label_of_a_rows_last_token_stands_in_the_place_of_the_next_row():
+def test_label_of_last_token_is_stored_at_start_of_next_row():
     batch = collate_prefix_sharing([row([1, 2, 3], 1), row([4, 5, 6], 2)])
     assert batch["input_ids"].tolist() == [[1, 2, 4, 5, 6]]
     assert batch["labels"].tolist() == [[-100, 2, 3, -100, 6]]
@@ -99,18 +99,18 @@ def test_the_label_of_a_rows_last_token_stands_in_the_place_of_the_next_row():
     assert collate_prefix_sharing(weighted)["loss_weights"].tolist() == [[1.0, 0.5, 0.25, 1.0, 1.0]]
 
 
-def test_a_batch_from_which_nothing_is_learned_is_left_as_it_is():
+def test_batch_without_learned_tokens_is_unchanged():
     rows = [row([1, 2, 3], 3), row([4, 5], 2)]
     assert torch.equal(collate_prefix_sharing(rows)["input_ids"], collate_padding_free(rows)["input_ids"])
 
 
-def test_little_is_not_worth_sharing():
+def test_short_prefixes_are_not_shared():
     alike = [row([1, 2, 3, *range(10 + i, 20 + i)], 8) for i in range(3)]
     assert all(not segment.path for segment in segments(alike))
     assert "key_runs" not in collate_prefix_sharing(alike)
 
 
-def test_the_tokens_of_a_batch_are_those_of_its_rows():
+def test_batch_contains_all_tokens_of_its_rows():
     sequences = rows_of_a_tree()
     needed, flat = collate_prefix_sharing(sequences), collate_padding_free(sequences)
     assert needed["input_ids"].numel() < 0.7 * flat["input_ids"].numel()
@@ -118,7 +118,7 @@ def test_the_tokens_of_a_batch_are_those_of_its_rows():
     assert (needed["labels"][:, 1:] != IGNORE_INDEX).sum() == (flat["labels"][:, 1:] != IGNORE_INDEX).sum()
 
 
-def test_packs_share_too():
+def test_packs_share_prefixes():
     sequences = rows_of_a_tree()
     assert (
         collate_prefix_sharing(pack(sequences, 200))["input_ids"].shape
@@ -126,7 +126,7 @@ def test_packs_share_too():
     )
 
 
-def test_the_gradient_of_a_run_is_the_sum_over_its_uses():
+def test_gradient_of_a_shared_run_is_summed_over_uses():
     x = torch.randn(7, 2, 3, dtype=torch.double, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: laid_out(x, ((0, 3), (0, 3), (3, 2), (0, 3), (5, 2))), x)
 
@@ -146,7 +146,7 @@ def gradients(model, batch, options=None):
 
 
 @pytest.mark.parametrize("family", KEEPS_APART)
-def test_a_step_is_the_same_in_every_family(family):
+def test_step_matches_full_computation_in_every_family(family):
     model = tiny(family, output_router_logits=False)
     assert make_padding_free(model).is_flat
     # Before transformers 5.23 OPT in training draws a number per layer, which it may use for nothing.
@@ -161,7 +161,7 @@ def test_a_step_is_the_same_in_every_family(family):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_step_is_the_same_for_any_rows(seed):
+def test_step_matches_full_computation_for_any_rows(seed):
     draw = random.Random(seed)
     tree = rows_of_a_tree(seed, num=draw.randint(2, 20))
     whole = [row(one["input_ids"] * draw.randint(1, 9), len(one["input_ids"]) - 1) for one in tree]  # some above 384
@@ -181,7 +181,7 @@ def test_a_step_is_the_same_for_any_rows(seed):
         assert (shared[name] - gradient).abs().max() < 1e-6 * max(1, gradient.abs().max()), name
 
 
-def test_in_bfloat16_a_step_is_as_near_to_the_truth_as_with_all_tokens():
+def test_bfloat16_step_is_as_accurate_as_with_all_tokens():
     """Two orders of summation, both rounded to bfloat16; the truth is float64's."""
     sequences = rows_of_a_tree(num=20)
     made = {}
@@ -201,14 +201,14 @@ def test_in_bfloat16_a_step_is_as_near_to_the_truth_as_with_all_tokens():
     assert error("shared") < 1.1 * error("plain")
 
 
-def test_a_model_that_draws_at_random_computes_all_tokens():
+def test_model_with_random_operations_computes_all_tokens():
     model = tiny("llama", attention_dropout=0.2)
     make_padding_free(model)
     assert not shares_prefixes(model)
     assert model.training
 
 
-def test_the_dropout_of_a_new_adapter_counts_though_no_logit_shows_it():
+def test_dropout_of_new_adapter_is_detected_despite_equal_logits():
     """Its second factor is zero, and with it all that the dropped inputs come to."""
     for dropout in (0.0, 0.2):
         options = union("AdapterOptions", FinetuningOptions, LoraOptions)(lora_dropout=dropout)
@@ -217,20 +217,20 @@ def test_the_dropout_of_a_new_adapter_counts_though_no_logit_shows_it():
         assert shares_prefixes(model) is (dropout == 0.0)
 
 
-def test_a_model_that_attends_under_a_mask_of_its_own_computes_all_tokens():
+def test_model_with_custom_attention_mask_computes_all_tokens():
     model = tiny("llama")
     make_padding_free(model, own_attention=False)
     assert not shares_prefixes(model)
 
 
-def test_positions_that_depend_on_the_longest_row_need_all_tokens():
+def test_positions_depending_on_longest_row_need_all_tokens():
     for kind, is_fixed in (("linear", True), ("dynamic", False)):
         model = tiny("llama", rope_parameters={"rope_type": kind, "factor": 2.0, "rope_theta": 10000.0})
         make_padding_free(model)
         assert shares_prefixes(model) == is_fixed
 
 
-def test_noise_on_embeddings_and_a_loss_over_all_tokens_need_all_of_them():
+def test_embedding_noise_and_loss_over_all_tokens_need_all_tokens():
     for family, given in (
         ("llama", {"neftune_noise_alpha": 5.0}),
         ("mixtral", {}),
@@ -244,7 +244,7 @@ def test_noise_on_embeddings_and_a_loss_over_all_tokens_need_all_of_them():
     assert find_capabilities(model, padding_free=True, prefix_sharing=True).shares_prefixes
 
 
-def test_only_flat_batches_leave_tokens_out():
+def test_only_flat_batches_skip_tokens():
     for is_padding_free, shares in product((True, False), repeat=2):
         made = collator(Options(), 0, is_padding_free, shares)(rows_of_a_tree())
         assert ("key_runs" in made) == (is_padding_free and shares)
@@ -255,7 +255,7 @@ def test_only_flat_batches_leave_tokens_out():
 
 @pytest.mark.run
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_a_run_ends_in_the_same_weights(tmp_path, method):
+def test_run_gives_the_same_weights(tmp_path, method):
     from safetensors.torch import load_file
 
     system = "You are a helpful assistant who knows the colors of stones and rivers, and answers in one word."

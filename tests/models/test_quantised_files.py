@@ -98,7 +98,7 @@ def log_of(folder):
 
 
 @pytest.mark.parametrize("method", [pytest.param("gptq", marks=pytest.mark.slow), "awq"])  # gptqmodel compiles for GPTQ
-def test_a_packed_model_trains_goes_on_exactly_answers_and_loads_in_peft(method, tmp_path, monkeypatch, models, capfd):
+def test_prequantized_model_trains_resumes_generates_and_loads_in_peft(method, tmp_path, monkeypatch, models, capfd):
     pytest.importorskip("gptqmodel")
     if method == "gptq":
         pytest.importorskip("optimum")
@@ -141,7 +141,7 @@ def test_a_packed_model_trains_goes_on_exactly_answers_and_loads_in_peft(method,
 
 
 @pytest.mark.parametrize("method", DESCRIBED)
-def test_without_its_library_a_packed_model_says_what_to_install(method, tmp_path, monkeypatch, capfd):
+def test_prequantized_model_without_library_suggests_installation(method, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("burnish.models.quantization.quantize.find_spec", lambda name: None)
     given, _ = ready(tmp_path, method)
     assert main(["train", *as_words(given)]) == 2

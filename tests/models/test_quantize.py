@@ -96,12 +96,12 @@ def assert_close(tensor, expected, tolerance=1e-4):
     np.testing.assert_allclose(tensor.detach().float().numpy(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_weights_of_4_bits_are_the_nearest_of_the_sixteen_numbers(bnb):
+def test_4_bit_weights_are_nearest_of_16_values(bnb):
     layer, weight = layer_of(bnb)
     assert_close(dense(layer), nf4(weight), 1e-6)
 
 
-def test_a_model_is_quantized_while_it_is_loaded_but_for_its_head(bnb, tmp_path):
+def test_model_is_quantized_while_loading_except_head(bnb, tmp_path):
     folder = wide_model(tmp_path / "model")
     plain = load(folder).model.layers[0].mlp.up_proj.weight.detach().numpy()
     for given, tolerance in (
@@ -120,7 +120,7 @@ def test_a_model_is_quantized_while_it_is_loaded_but_for_its_head(bnb, tmp_path)
     assert fp4.weight.quant_state.quant_type == "fp4"
 
 
-def test_lora_over_4_bits_is_the_formula_and_leaves_the_base(bnb):
+def test_lora_over_4_bits_matches_formula_and_keeps_base(bnb):
     lora, x = adapted(bnb), torch.randn(3, 5, 64)
     before = lora.base_layer.weight.data.clone()
     assert_close(lora(x), product(lora, x, "default"))
@@ -133,7 +133,7 @@ def test_lora_over_4_bits_is_the_formula_and_leaves_the_base(bnb):
     assert torch.equal(lora.base_layer.weight.data, before)
 
 
-def test_its_gradients_are_those_over_the_dequantized_weight(bnb):
+def test_lora_gradients_use_dequantized_weight(bnb):
     lora, x = adapted(bnb), torch.randn(6, 64, requires_grad=True)
     lora(x).square().sum().backward()
     own = [x.grad.clone(), *(factor.grad.clone() for factor in factors(lora, "default"))]
@@ -145,20 +145,20 @@ def test_its_gradients_are_those_over_the_dequantized_weight(bnb):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_disabled_it_is_the_base_alone(bnb):
+def test_disabled_adapter_gives_the_base_output(bnb):
     lora, x = adapted(bnb), torch.randn(3, 64)
     lora.enable_adapters(False)
     assert torch.equal(lora(x), lora.base_layer(x))
     assert_close(lora(x), product(lora, x))
 
 
-def test_adapters_that_are_active_add_up_and_missing_ones_are_passed_over(bnb):
+def test_active_adapters_are_summed_and_missing_ones_skipped(bnb):
     lora, x = adapted(bnb, names=("one", "two")), torch.randn(3, 64)
     lora.set_adapter(["one", "two", "three"])
     assert_close(lora(x), product(lora, x, "one", "two"))
 
 
-def test_each_row_goes_through_an_adapter_of_its_own(bnb):
+def test_each_row_uses_its_adapter(bnb):
     lora, x = adapted(bnb, names=("one", "two")), torch.randn(3, 2, 64)
     with rows_through(nn.ModuleList([lora]), ["two", "__base__", "one"]):
         found = lora(x)
@@ -166,7 +166,7 @@ def test_each_row_goes_through_an_adapter_of_its_own(bnb):
         assert_close(found[row], product(lora, x[row], *names))
 
 
-def test_the_factors_are_float32_and_the_output_has_the_format_of_its_input(bnb):
+def test_factors_are_float32_and_output_has_input_dtype(bnb):
     lora = adapted(bnb, compute_dtype=torch.bfloat16)
     x = torch.randn(3, 64).bfloat16()
     assert factors(lora, "default")[0].dtype == torch.float32
@@ -174,7 +174,7 @@ def test_the_factors_are_float32_and_the_output_has_the_format_of_its_input(bnb)
     assert_close(lora(x), product(lora, x.float(), "default"), 0.05)
 
 
-def test_dora_over_4_bits_is_length_times_direction(bnb):
+def test_dora_over_4_bits_is_magnitude_times_direction(bnb):
     lora, x = adapted(bnb, use_dora=True), torch.randn(4, 64)
     with torch.no_grad():
         lora.lora_magnitude_vector["default"].weight.mul_(1.5)
@@ -186,13 +186,13 @@ def test_dora_over_4_bits_is_length_times_direction(bnb):
     assert_close(lora(x), expected, 1e-3)
 
 
-def test_a_merge_into_a_quantized_base_is_refused_with_the_remedy(bnb):
+def test_merge_into_quantized_base_is_rejected_with_remedy(bnb):
     model = nn.ModuleDict({"layer": adapted(bnb)})
     with pytest.raises(UserError, match="burnish export"):
         merge_into_base(model)
 
 
-def test_an_evaluation_in_between_leaves_the_weights_as_they_were(bnb, tmp_path):
+def test_evaluation_does_not_change_quantized_weights(bnb, tmp_path):
     model = load(wide_model(tmp_path / "model"), quantization_bit=4)
     ids = torch.arange(3, 20)[None]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -205,13 +205,13 @@ def test_an_evaluation_in_between_leaves_the_weights_as_they_were(bnb, tmp_path)
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
-def test_parameters_of_4_bits_are_counted_as_numbers(bnb, tmp_path):
+def test_4_bit_parameters_are_counted_individually(bnb, tmp_path):
     folder = wide_model(tmp_path / "model")
     assert trainable_summary(load(folder, quantization_bit=4))[1] == trainable_summary(load(folder))[1]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_qlora_trains_and_goes_on_from_a_checkpoint_in_the_same_bits(bnb, tmp_path, monkeypatch, bits):
+def test_qlora_trains_and_resumes_bitwise_equal(bnb, tmp_path, monkeypatch, bits):
     from safetensors.torch import load_file
 
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
@@ -250,14 +250,14 @@ def options(**given):
         ({"adapter_name_or_path": ["a"], "create_new_adapter": True}, "burnish export"),
     ],
 )
-def test_what_cannot_be_done_with_a_quantized_base_is_refused_with_the_remedy(monkeypatch, given, words):
+def test_unsupported_quantized_training_is_rejected_with_remedy(monkeypatch, given, words):
     monkeypatch.setattr(quantize, "find_spec", lambda name: SimpleNamespace())
     (problem,) = check_quantization(options(quantization_bit=4, **given))
     assert words in str(problem)
     assert not check_quantization(options(**given))
 
 
-def test_a_missing_library_is_said_with_its_extra(monkeypatch):
+def test_missing_quantization_library_is_reported_with_its_extra(monkeypatch):
     monkeypatch.setattr(quantize, "find_spec", lambda name: None)
     (problem,) = check_quantization(options(quantization_bit=4))
     assert "burnish[quantization]" in problem.remedy
@@ -266,7 +266,7 @@ def test_a_missing_library_is_said_with_its_extra(monkeypatch):
     assert "pip install gptqmodel optimum" in str(problem)
 
 
-def test_files_that_are_quantized_already_are_not_quantized_again_nor_trained_whole(monkeypatch):
+def test_prequantized_files_are_not_requantized_or_fully_trained(monkeypatch):
     monkeypatch.setattr(quantize, "find_spec", lambda name: SimpleNamespace())
     config = SimpleNamespace(quantization_config={"quant_method": "awq"})
     assert quantized_by(config) == "awq"
@@ -281,7 +281,7 @@ def test_files_that_are_quantized_already_are_not_quantized_again_nor_trained_wh
     [(None, "cuda", "auto_trainable"), ("auto", "cuda:1", "auto_trainable"), ("autoawq", "cuda", "auto_trainable"),
      (None, "cpu", "plain"), ("auto", None, "plain"), ("gptq_torch", "cuda", "gptq_torch"), ("gemm", "cpu", "gemm")],
 )  # fmt: skip
-def test_packed_weights_are_multiplied_by_kernels_that_have_a_backward_pass(method, backend, device, expected):
+def test_packed_weights_use_kernels_with_a_backward_pass(method, backend, device, expected):
     described = {"quant_method": method, "bits": 4, "backend": backend}
     wanted = {"gptq": "gptq_torch", "awq": "torch_awq"}[method] if expected == "plain" else expected
     for given in (described.copy(), SimpleNamespace(**described)):
@@ -290,7 +290,7 @@ def test_packed_weights_are_multiplied_by_kernels_that_have_a_backward_pass(meth
         assert (wanted in said) == (expected == "plain")
 
 
-def test_other_models_are_left_as_they_are():
+def test_other_models_are_unchanged():
     config = SimpleNamespace(quantization_config={"quant_method": "bitsandbytes"})
     quantize.use_kernels_that_train(config)
     assert config.quantization_config == {"quant_method": "bitsandbytes"}
@@ -309,7 +309,7 @@ class PackedLinear(nn.Module):
         return x @ (self.qweight / 8).to(x.dtype).t()
 
 
-def test_lora_goes_over_a_packed_layer_of_any_library():
+def test_lora_supports_packed_layers_of_any_library():
     torch.manual_seed(0)
     model = nn.ModuleDict({"proj": PackedLinear(6, 10), "norm": nn.LayerNorm(10)})
     assert find_targets(model, ["all"])[0] == ["proj"]

@@ -75,7 +75,7 @@ def _row(family, gold, folder):
 
 @pytest.mark.parametrize("case", ["even", "odd", "large", "both"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_rows_tensors_and_positions_of_videos_are_those_of_transformers(models, name, case):
+def test_video_rows_tensors_and_positions_match_transformers(models, name, case):
     found, gold = models(name), models(name).cases[case]
     row = found.rows[case]
     assert row["input_ids"] == gold["input_ids"]
@@ -95,7 +95,7 @@ def test_rows_tensors_and_positions_of_videos_are_those_of_transformers(models, 
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_losses_and_gradients_of_videos_are_those_of_each_row_alone(models, name):
+def test_video_losses_and_gradients_match_single_rows(models, name):
     found = models(name)
     text = found.rows["even"]["input_ids"][-9:]
     rows = [found.rows["even"], found.rows["both"], {"input_ids": text, "labels": text}, found.rows["odd"]]
@@ -117,7 +117,7 @@ def test_losses_and_gradients_of_videos_are_those_of_each_row_alone(models, name
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_prompt_with_a_video_has_the_logits_of_its_row(models, name):
+def test_prompt_with_video_has_logits_of_its_row(models, name):
     found, row = models(name), models(name).rows["both"]
     reader = ImageReader(found.model, found.family, Sight())
     given = SimpleNamespace(ids=row["input_ids"], start=0, images=reader.of(row)["images"])

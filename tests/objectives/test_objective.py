@@ -49,14 +49,14 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("size", [8, 2, 1], ids=["1 x 8", "4 x 2", "8 x 1"])
 @pytest.mark.parametrize("family", few(["llama", "qwen2"], 1))
-def test_a_step_does_not_depend_on_how_it_is_cut_and_laid_out(family, size, layout):
+def test_step_does_not_depend_on_micro_batching_and_layout(family, size, layout):
     all_rows = rows()
     expected = reference(tiny(family), all_rows)
     same(gradients(tiny(family), cut(all_rows, size), **layout), expected)
 
 
 @pytest.mark.parametrize("layout", ["flat", "padded"])
-def test_a_step_of_packs_is_the_step_of_their_rows(layout):
+def test_packed_step_equals_step_of_its_rows(layout):
     all_rows = rows()
     packs = pack(all_rows, 40)
     assert 1 < len(packs) < len(all_rows)
@@ -69,7 +69,7 @@ def test_other_families_take_the_same_step(family):
     same(gradients(tiny(family), cut(all_rows, 2)), reference(tiny(family), all_rows), 5e-6)
 
 
-def test_weights_of_tokens_scale_their_loss_and_count_in_the_mean():
+def test_token_weights_scale_loss_and_count_in_the_mean():
     all_rows = rows(weights=True)
     flat = gradients(tiny(), cut(all_rows, 4))
     same(flat, gradients(tiny(), cut(all_rows, 1), padding_free=False, fused_loss=False))
@@ -79,7 +79,7 @@ def test_weights_of_tokens_scale_their_loss_and_count_in_the_mean():
     same(gradients(tiny(), [silent, all_rows[4:]]), gradients(tiny(), [all_rows[4:]]))
 
 
-def test_a_step_is_the_same_under_bfloat16_but_for_rounding():
+def test_bfloat16_step_is_equal_up_to_rounding():
     all_rows = rows()
     exact = reference(tiny(), all_rows)
     with torch.autocast("cpu", torch.bfloat16):
@@ -88,7 +88,7 @@ def test_a_step_is_the_same_under_bfloat16_but_for_rounding():
     assert distance[0] < 1.5 * distance[1]
 
 
-def test_a_batch_without_labels_gives_an_exact_zero_with_a_graph():
+def test_batch_without_labels_gives_exact_zero_with_a_graph():
     objective, module = fitted(model := tiny())
     blank = _blank(objective.collate(rows(2)))
     loss = objective.loss(module, blank)
@@ -98,13 +98,13 @@ def test_a_batch_without_labels_gives_an_exact_zero_with_a_graph():
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-def test_without_a_learned_token_nothing_is_nan():
+def test_batch_without_learned_tokens_gives_no_nan():
     objective, module = fitted(tiny())
     untrained = {"input_ids": [5, 6, 7], "labels": [IGNORE_INDEX] * 3}
     assert objective.loss(module, objective.collate([untrained])).total == 0
 
 
-def test_training_makes_no_logits_but_those_of_a_chunk():
+def test_training_computes_only_logits_of_one_chunk():
     from largest import Largest
 
     objective, module = fitted(tiny(vocab_size=4001))
@@ -119,7 +119,7 @@ def test_training_makes_no_logits_but_those_of_a_chunk():
 # --- the ways to the loss ---------------------------------------------------------------------------------------------
 
 
-def test_a_head_that_is_not_plain_makes_its_own_logits_and_says_so():
+def test_non_linear_head_computes_full_logits_and_is_reported():
     model = tiny()
     model.lm_head = torch.nn.Sequential(model.lm_head)
     objective, _ = fitted(model)
@@ -145,7 +145,7 @@ class Prompted(torch.nn.Module):
         return self.model(inputs_embeds=prompted, use_cache=inputs["use_cache"])
 
 
-def test_a_learned_prompt_shifts_nothing():
+def test_learned_prompt_does_not_shift_positions():
     all_rows = rows(4)
     whole = gradients(model := Prompted(tiny()), [all_rows])
     assert whole[1].keys() == {"prompt"}
@@ -156,14 +156,14 @@ def test_a_learned_prompt_shifts_nothing():
     assert torch.allclose(gradients(model, [all_rows[:1]])[0], alone)
 
 
-def test_the_fused_loss_is_refused_where_it_was_asked_for_and_cannot_be():
+def test_impossible_fused_loss_request_is_rejected():
     model = tiny()
     model.lm_head = torch.nn.Sequential(model.lm_head)
     with pytest.raises(UserError, match="fused_loss"):
         fitted(model, fused_loss=True)
 
 
-def test_smoothing_is_transformers_label_smoothing():
+def test_label_smoothing_matches_transformers():
     from transformers.trainer_pt_utils import LabelSmoother
 
     all_rows, model = rows(1), tiny()
@@ -174,7 +174,7 @@ def test_smoothing_is_transformers_label_smoothing():
         assert torch.allclose(gradients(tiny(), [all_rows], label_smoothing_factor=0.2, **layout)[0], expected)
 
 
-def test_accuracy_and_entropy_are_summed_where_asked():
+def test_accuracy_and_entropy_are_summed_on_request():
     for layout in LAYOUTS.values():
         objective, module = fitted(tiny(), compute_accuracy=True, compute_entropy=True, **layout)
         batch = objective.collate(rows(4))
@@ -187,7 +187,7 @@ def test_accuracy_and_entropy_are_summed_where_asked():
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_the_loss_of_a_router_is_added_as_transformers_adds_it(family):
+def test_router_loss_is_added_as_in_transformers(family):
     all_rows = rows(1)
     ids, labels = (torch.tensor([all_rows[0][name]]) for name in ("input_ids", "labels"))
     model = tiny(family)
@@ -202,12 +202,12 @@ def test_the_loss_of_a_router_is_added_as_transformers_adds_it(family):
     assert without < output.loss
 
 
-def test_the_loss_of_a_router_is_refused_where_there_is_none():
+def test_router_loss_is_rejected_without_a_router():
     with pytest.raises(UserError, match="router_aux_loss_coef"):
         fitted(tiny(), router_aux_loss_coef=0.1)
 
 
-def test_the_loss_of_a_router_is_refused_where_it_would_have_no_gradient():
+def test_router_loss_without_gradient_is_rejected():
     """Reentrant checkpointing: the router's answers that reach the loss were made without a graph."""
     reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     with pytest.raises(UserError, match="auxiliary loss would have no gradient"):
@@ -230,7 +230,7 @@ def noise_of(module, batch):
     return output - torch.nn.functional.embedding(ids, layer.weight)
 
 
-def test_noise_comes_in_training_only_and_is_as_large_as_each_sequence_is_long():
+def test_embedding_noise_is_training_only_and_scales_with_sequence_length():
     objective, module = fitted(tiny(), neftune_noise_alpha=5.0)
     lengths = [4, 64]
     batch = objective.collate([{"input_ids": [3] * n, "labels": [3] * n} for n in lengths])
@@ -242,7 +242,7 @@ def test_noise_comes_in_training_only_and_is_as_large_as_each_sequence_is_long()
     assert not noise_of(module.eval(), batch).any()
 
 
-def test_noise_is_that_of_transformers_for_a_row_alone():
+def test_embedding_noise_matches_transformers_for_a_single_row():
     from transformers.integrations import activate_neftune
 
     objective, module = fitted(tiny(), neftune_noise_alpha=5.0)
@@ -257,7 +257,7 @@ def test_noise_is_that_of_transformers_for_a_row_alone():
     assert torch.allclose(ours, noisy - plain, atol=1e-6)
 
 
-def test_a_row_is_as_long_as_its_tokens_and_not_as_its_padding():
+def test_row_length_excludes_padding():
     objective, _ = fitted(tiny(), padding_free=False)
     batch = objective.collate([{"input_ids": [3] * n, "labels": [3] * n} for n in (4, 64)])
     assert sequence_lengths(batch).flatten().tolist() == [4, 64]
@@ -284,12 +284,12 @@ def test_fine_tuning_encodes_conversations_and_pretraining_text():
     assert pretrain.encode(examples, stats, truncate=False) == [None]
 
 
-def test_objectives_are_known_by_their_stage_and_rows_of_one_are_not_taken_for_the_others():
+def test_objectives_are_selected_by_stage_and_reject_rows_of_another():
     assert (OBJECTIVES["sft"], OBJECTIVES["pt"]) == (SftObjective, PretrainObjective)
     assert SftObjective(Options(), Template()).fingerprint != PretrainObjective(Options(), Template()).fingerprint
 
 
-def test_collating_before_the_model_is_known_is_an_error():
+def test_collating_before_the_model_is_set_raises():
     with pytest.raises(RuntimeError, match="fit"):
         SftObjective(Options(), Template()).collate([])
 

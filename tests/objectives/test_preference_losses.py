@@ -65,7 +65,7 @@ def named(settings):
 
 
 @pytest.mark.parametrize("case", cases("trl", "dpo"), ids=lambda case: named(case["settings"]))
-def test_losses_of_pairs_are_those_of_trl(case):
+def test_pair_losses_match_trl(case):
     asked = case["settings"]
     pairs = pairs_of(asked["ld_alpha"])
     shape = LossShape(
@@ -82,7 +82,7 @@ def test_losses_of_pairs_are_those_of_trl(case):
 
 
 @pytest.mark.parametrize("case", cases("llamafactory", "dpo"), ids=lambda case: named(case["settings"]))
-def test_losses_of_pairs_are_those_of_llamafactory(case):
+def test_pair_losses_match_llamafactory(case):
     asked = case["settings"]
     # It weighs the tokens beyond the shorter answer under the policy alone; burnish under both.
     pairs = pairs_of(asked.get("ld_alpha"), reference_too=False)
@@ -97,14 +97,14 @@ def test_losses_of_pairs_are_those_of_llamafactory(case):
 
 
 @pytest.mark.parametrize("case", cases("llamafactory", "not_to_match"), ids=lambda case: case["settings"]["pref_loss"])
-def test_losses_that_llamafactory_only_claims_are_other_numbers_here(case):
+def test_mislabelled_llamafactory_losses_differ(case):
     name = {"kto_pair": "bco_pair"}.get(case["settings"]["pref_loss"], case["settings"]["pref_loss"])
     losses = PAIR_LOSSES[name].of(pairs_of(), LossShape(case["settings"]["pref_beta"]))
     assert not torch.allclose(losses, tensor(case["losses"], dtype=torch.float64), rtol=1e-2)
 
 
 @pytest.mark.parametrize("case", cases("trl", "cpo"), ids=lambda case: named(case["settings"]))
-def test_losses_without_a_reference_are_those_of_trl(case):
+def test_losses_without_reference_match_trl(case):
     asked = case["settings"]
     name = {"sigmoid": "cpo", "hinge": "cpo_hinge", "ipo": "cpo_ipo", "simpo": "simpo"}[asked["loss_type"]]
     shape = LossShape(asked["beta"], asked["label_smoothing"], asked["simpo_gamma"], alphapo=asked["alpha"])
@@ -112,7 +112,7 @@ def test_losses_without_a_reference_are_those_of_trl(case):
 
 
 @pytest.mark.parametrize("case", cases("trl", "orpo"), ids=lambda case: named(case["settings"]))
-def test_the_ratio_of_odds_is_that_of_trl(case):
+def test_odds_ratio_matches_trl(case):
     pairs, beta = pairs_of(), case["settings"]["beta"]
     assert (beta * odds_ratio_loss(pairs)).tolist() == pytest.approx(case["ratio_term"], rel=PRINTED)
     assert log_odds(pairs).mean().item() == pytest.approx(case["log_odds_chosen"], rel=PRINTED)
@@ -154,7 +154,7 @@ def some(side, rows):
 
 
 @pytest.mark.parametrize("name", PAIR_LOSSES)
-def test_a_loss_of_pairs_is_a_sum_however_they_are_cut(name):
+def test_pair_loss_is_additive_over_micro_batches(name):
     """With what couples them given, as the step knows it."""
     pairs, shape = random_pairs(), LossShape(label_smoothing=0.1)
     whole = PAIR_LOSSES[name].of(pairs, shape)
@@ -175,7 +175,7 @@ def test_a_loss_of_pairs_is_a_sum_however_they_are_cut(name):
 
 
 @pytest.mark.parametrize("name", [name for name in PAIR_LOSSES if name not in ("sft", "discopop")])
-def test_an_untouched_model_is_pulled_towards_the_chosen_answer_and_away_from_the_rejected_one(name):
+def test_initial_gradient_favors_chosen_over_rejected(name):
     """But by discopop, which was found by search and rises around 0."""
     sums = [torch.full((1,), -9.0, requires_grad=True) for _ in range(2)]
     pairs = Pairs(*(Side(logps, logps.detach(), torch.full((1,), 4.0)) for logps in sums))
@@ -184,7 +184,7 @@ def test_an_untouched_model_is_pulled_towards_the_chosen_answer_and_away_from_th
     assert chosen <= 0 <= rejected
 
 
-def test_sorted_pairs_get_the_gradient_of_the_sorted_sum():
+def test_sorted_pairs_get_gradient_of_sorted_sum():
     """By the book: sort both sides with their gradients, and compare what stands at the same rank."""
     pairs, shape = random_pairs(), LossShape()
     sums = [pairs.chosen.logps, pairs.rejected.logps]
@@ -196,11 +196,11 @@ def test_sorted_pairs_get_the_gradient_of_the_sorted_sum():
         assert torch.allclose(expected, got, rtol=1e-12)
 
 
-def test_the_same_rank_is_found_for_equal_values_too():
+def test_equal_values_get_a_consistent_rank():
     assert at_same_rank(tensor([3.0, 1.0, 1.0]), tensor([10.0, 30.0, 20.0])).tolist() == [30.0, 10.0, 20.0]
 
 
-def test_odds_of_an_answer_that_is_certain_are_finite_and_so_is_their_gradient():
+def test_odds_of_a_certain_response_are_finite_with_finite_gradient():
     certain = Side(torch.zeros(2, requires_grad=True), torch.zeros(2), torch.ones(2))
     unsure = Side(tensor([-1e-9, -40.0]).requires_grad_(), torch.zeros(2), torch.ones(2))
     loss = PAIR_LOSSES["orpo"].of(Pairs(certain, unsure), LossShape()).sum()
@@ -211,13 +211,13 @@ def test_odds_of_an_answer_that_is_certain_are_finite_and_so_is_their_gradient()
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "js_divergence", "alpha_divergence"])
-def test_a_divergence_far_from_the_reference_is_finite(divergence):
+def test_divergence_far_from_reference_is_finite(divergence):
     far = Side(tensor([-5000.0, 0.0]).requires_grad_(), tensor([0.0, -5000.0]), torch.ones(2))
     loss = PAIR_LOSSES["sigmoid"].of(Pairs(far, far), LossShape(divergence=divergence)).sum()
     assert torch.isfinite(loss)
 
 
-def test_a_reward_loss_asks_for_the_margin_and_pulls_the_mean_of_scores_to_zero():
+def test_reward_loss_applies_margin_and_centers_scores():
     chosen, rejected = tensor([1.0, 2.0]), tensor([0.0, 0.0])
     plain = -torch.nn.functional.logsigmoid(tensor([1.0, 2.0]))
     assert torch.allclose(bradley_terry(chosen, rejected), plain)

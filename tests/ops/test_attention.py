@@ -58,7 +58,7 @@ CASES = {
 
 @pytest.mark.parametrize("scores", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("keys", [4, 2, 1], ids=["own keys", "shared keys", "one key"])
-def test_each_sequence_gets_what_it_would_get_alone(scores, keys):
+def test_each_sequence_matches_its_single_result(scores, keys):
     tensors = inputs(keys=keys)
     mixed = flat_attention(*tensors, alone(), scores)
     expected = whole(*tensors, scores)
@@ -70,13 +70,13 @@ def test_each_sequence_gets_what_it_would_get_alone(scores, keys):
         assert (ours - theirs).abs().max() < 1e-5
 
 
-def test_a_value_may_have_another_size_than_a_key():
+def test_value_can_have_another_size_than_key():
     tensors = inputs(keys=4, value_size=6)
     assert (flat_attention(*tensors, alone(), Scores()) - whole(*tensors, Scores())).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("length", [100, 600], ids=["in products", "in blocks"])
-def test_in_bfloat16_it_is_as_near_to_the_truth_as_attention_written_down(length):
+def test_bfloat16_is_as_accurate_as_plain_attention(length):
     lengths = [length]
     tensors = inputs(dtype=torch.bfloat16, lengths=lengths)
     truth = whole(*tensors, Scores(), lengths)
@@ -87,7 +87,7 @@ def test_in_bfloat16_it_is_as_near_to_the_truth_as_attention_written_down(length
     assert (ours - truth).abs().mean() < 1.05 * (written_down - truth).abs().mean()
 
 
-def test_autocast_decides_the_dtype_even_where_queries_and_values_differ():
+def test_autocast_sets_dtype_even_if_queries_and_values_differ():
     query, key, value = inputs()
     with torch.autocast("cpu", torch.bfloat16):
         mixed = flat_attention(query, key, value.bfloat16(), alone(), Scores())
@@ -102,7 +102,7 @@ def test_dropout_zeroes_weights_and_keeps_the_mean():
     assert mixed.std() > 0.01
 
 
-def test_masked_attention_takes_a_mask_of_either_kind():
+def test_masked_attention_accepts_both_mask_types():
     query, key, value = (whole_.transpose(0, 1) for whole_ in inputs())
     seen = torch.rand(query.shape[1], query.shape[1]) > 0.3
     seen.fill_diagonal_(True)
@@ -114,7 +114,7 @@ def test_masked_attention_takes_a_mask_of_either_kind():
 # --- the kernels of a GPU, as far as a CPU can tell -------------------------------------------------------------------
 
 
-def test_the_kernel_is_chosen_by_what_it_can_do(monkeypatch):
+def test_kernel_is_selected_by_its_capabilities(monkeypatch):
     monkeypatch.setattr(attention, "_has", lambda name: name.startswith("torch"))
     assert attention.kernel_for(torch.bfloat16, Scores(window=4)) is attention._torch_varlen
     assert attention.kernel_for(torch.float32, Scores()) is None
@@ -125,7 +125,7 @@ def test_the_kernel_is_chosen_by_what_it_can_do(monkeypatch):
     assert attention.kernel_for(torch.float16, Scores(sinks=torch.zeros(4))) is None
 
 
-def test_where_torchs_kernel_does_not_do_flash_attention_is_fetched_if_the_library_for_it_is_there(monkeypatch):
+def test_flash_attention_is_fetched_if_torch_lacks_it_and_kernels_is_installed(monkeypatch):
     class Fetched:
         def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, **given):
             return q, given
@@ -153,7 +153,7 @@ def test_where_torchs_kernel_does_not_do_flash_attention_is_fetched_if_the_libra
 
 @pytest.mark.parametrize("shares_keys", [True, False], ids=["torch 2.12", "torch 2.11"])
 @pytest.mark.parametrize("window", [None, 4])
-def test_torchs_kernel_is_asked_for_the_same_attention(monkeypatch, shares_keys, window):
+def test_torch_kernel_receives_equivalent_attention(monkeypatch, shares_keys, window):
     def stand_in(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
         assert (query.shape[1] != key.shape[1]) == enable_gqa
         assert window_size == (-1 if window is None else window - 1, 0)
@@ -166,7 +166,7 @@ def test_torchs_kernel_is_asked_for_the_same_attention(monkeypatch, shares_keys,
     assert (made - flat_attention(*tensors, alone(), scores)).abs().max() < 1e-5
 
 
-def test_a_compiled_layer_stays_whole_where_it_calls_torchs_kernel(monkeypatch):
+def test_compiled_layer_has_no_graph_break_at_torch_kernel(monkeypatch):
     """Graphs that break there, one more per layer, make a layer slower and say nothing."""
 
     def stand_in(query, key, value, *where, enable_gqa=False, **given):
@@ -199,7 +199,7 @@ def rows(*lengths, seed=0):
 
 
 @pytest.mark.parametrize("family", KEEPS_APART)
-def test_a_model_gives_flat_sequences_the_logits_that_its_own_attention_gives_them_alone(family):
+def test_flat_sequences_get_logits_of_single_ones(family):
     model, sequences = tiny(family), rows(7, 1, 12)
     alone = torch.cat([logits(model, {"input_ids": torch.tensor([ids])}) for ids in sequences], 1)
     assert make_padding_free(model) == PaddingFree(True)
@@ -208,7 +208,7 @@ def test_a_model_gives_flat_sequences_the_logits_that_its_own_attention_gives_th
 
 
 @pytest.mark.parametrize("family", ["stablelm", "gptj"])
-def test_a_model_that_does_not_pass_on_where_sequences_begin_attends_under_a_mask(family):
+def test_model_without_sequence_boundaries_attends_under_a_mask(family):
     model = tiny(family)
     before = model.config._attn_implementation
     layout = make_padding_free(model)
@@ -219,13 +219,13 @@ def test_a_model_that_does_not_pass_on_where_sequences_begin_attends_under_a_mas
 
 @pytest.mark.parametrize("family", ["bloom", "falcon", "mamba"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_that_mixes_neighbours_is_found_out(family, dtype):
+def test_model_that_mixes_neighbors_is_detected(family, dtype):
     layout = make_padding_free(tiny(family, dtype))
     assert not layout.is_flat
     assert "batches are padded" in layout.note
 
 
-def test_attention_that_was_asked_for_is_left_alone():
+def test_requested_attention_is_unchanged():
     model = tiny("llama")
     model.set_attn_implementation("eager")
     make_padding_free(model, own_attention=False)
@@ -245,7 +245,7 @@ def test_attention_check_does_not_change_the_model():
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt_oss"])
-def test_batches_that_are_not_flat_are_attended_as_before(family):
+def test_non_flat_batches_use_original_attention(family):
     model = tiny(family)
     batch = {"input_ids": torch.tensor(rows(9, 9)), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
     batch["attention_mask"][0, :4] = 0
@@ -256,7 +256,7 @@ def test_batches_that_are_not_flat_are_attended_as_before(family):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_model_generates_as_before(family):
+def test_generation_is_unchanged(family):
     model = tiny(family).eval()
     asked = {"input_ids": torch.tensor(rows(6, 6)), "max_new_tokens": 8, "do_sample": False}
     before = model.generate(**asked)
@@ -264,14 +264,14 @@ def test_a_model_generates_as_before(family):
     assert torch.equal(model.generate(**asked), before)
 
 
-def test_burnishs_attention_is_not_written_into_a_saved_config(tmp_path):
+def test_burnish_attention_is_not_saved_in_config(tmp_path):
     model = tiny("llama")
     make_padding_free(model)
     model.save_pretrained(tmp_path)
     assert "burnish" not in (tmp_path / "config.json").read_text()
 
 
-def test_gradients_through_checkpointed_layers_are_the_same():
+def test_gradients_through_checkpointed_layers_are_equal():
     model, sequences = tiny("qwen2"), rows(7, 12)
     make_padding_free(model)
     batch = flat(*sequences)
@@ -289,7 +289,7 @@ HEADS = {"llama": (1, None), "gemma2": (1, 30.0), "cohere": (0.0625, None), "gra
 
 
 @pytest.mark.parametrize("family", HEADS)
-def test_the_head_of_a_model_is_found(family):
+def test_head_of_a_model_is_found(family):
     head = find_head(tiny(family))
     assert (head.scale, head.softcap) == HEADS[family]
 
@@ -311,7 +311,7 @@ def _capped(output):
 
 
 @pytest.mark.parametrize("window", [None, 5, 4200])
-def test_few_tokens_behind_many_shared_ones_make_no_square_of_all_keys(window):
+def test_few_tokens_after_long_prefix_allocate_no_square_mask(window):
     """It would be the square of the longest row; the mask is what that square says of these tokens."""
     length, before = 3, attention._MOST_KEPT + 10
     size = before + length

@@ -28,14 +28,14 @@ def outcome(function, query: Tensor, key: Tensor, value: Tensor, upstream: Tenso
 
 
 @pytest.mark.parametrize("length", [1, 255, 256, 257, 700])
-def test_it_is_the_formula_and_so_are_its_gradients(length):
+def test_blockwise_attention_and_gradients_match_formula(length):
     tensors = inputs(length, torch.float32)
     truth = outcome(written_down, *(x.double() for x in tensors))
     for ours, exact in zip(outcome(blockwise_attention, *tensors), truth, strict=True):
         assert (ours - exact).abs().max() < 1e-6 * exact.abs().max().clamp(min=1)
 
 
-def test_in_bfloat16_gradients_are_as_near_to_the_truth_as_those_of_attention_written_down():
+def test_bfloat16_gradients_are_as_accurate_as_plain_attention():
     tensors = inputs(600, torch.bfloat16)
     truth = outcome(written_down, *(x.double() for x in tensors))
     plain = outcome(written_down, *tensors)
@@ -43,7 +43,7 @@ def test_in_bfloat16_gradients_are_as_near_to_the_truth_as_those_of_attention_wr
         assert (ours - exact).abs().mean() < 1.1 * (usual - exact).abs().mean()
 
 
-def test_nothing_of_the_size_of_the_scores_is_kept():
+def test_no_tensor_of_score_size_is_saved():
     kept: list[int] = []
     tensors = inputs(512, torch.bfloat16)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):

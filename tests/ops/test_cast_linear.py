@@ -26,7 +26,7 @@ def outcome(function, x, weight, bias):
 @pytest.mark.parametrize("shape", [(64,), (1, 64), (3, 7, 64), (300, 2048)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_it_is_autocasts_linear_layer_to_the_bit_and_so_are_its_gradients(shape, dtype, has_bias):
+def test_linear_and_gradients_equal_autocast_bitwise(shape, dtype, has_bias):
     torch.manual_seed(0)
     x, weight = (
         torch.randn(shape).to(dtype),
@@ -41,7 +41,7 @@ def test_it_is_autocasts_linear_layer_to_the_bit_and_so_are_its_gradients(shape,
 
 @pytest.mark.parametrize("shape", [(1, 64), (3, 7, 64), (300, 2048)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_that_lie_the_other_way_round_are_autocasts_to_the_bit_too(shape, dtype):
+def test_transposed_weights_equal_autocast_bitwise(shape, dtype):
     torch.manual_seed(0)
     x, weight, bias = torch.randn(shape).to(dtype), torch.randn(shape[-1], 1100), torch.randn(1100)
     layer = Conv1D(1100, shape[-1])
@@ -55,7 +55,7 @@ def test_weights_that_lie_the_other_way_round_are_autocasts_to_the_bit_too(shape
         assert torch.equal(mine, plain)
 
 
-def test_frozen_weights_get_no_gradient_and_nothing_is_kept_for_one():
+def test_frozen_weights_get_no_gradient_and_save_nothing_for_it():
     x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(6, 8)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda value: kept.append(value) or value, lambda value: value):
@@ -82,7 +82,7 @@ def kept_of(model, ids):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_model_keeps_no_copy_of_its_weights_and_learns_the_same(family):
+def test_model_keeps_no_weight_copies_and_trains_equally(family):
     ids = torch.arange(3, 33).view(2, 15)
     plain, fused = tiny_model(family), tiny_model(family)
     patch_forwards(plain)
@@ -97,7 +97,7 @@ def test_a_model_keeps_no_copy_of_its_weights_and_learns_the_same(family):
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, usual, strict=True))
 
 
-def test_without_autocast_and_without_a_backward_pass_it_is_torchs_own(monkeypatch):
+def test_without_autocast_or_backward_torch_linear_is_used(monkeypatch):
     monkeypatch.setattr("burnish.models.patches.fused.cast_linear", None)
     layer, x = nn.Linear(8, 6), torch.randn(5, 8)
     plain = layer(x)
@@ -107,7 +107,7 @@ def test_without_autocast_and_without_a_backward_pass_it_is_torchs_own(monkeypat
         assert layer(x).dtype == torch.bfloat16
 
 
-def test_a_layer_that_only_looks_like_gpt2s_runs_its_own_code():
+def test_layer_that_resembles_gpt2_conv1d_runs_its_own_code():
     class Scaled(Conv1D):
         def forward(self, x):
             return 2 * super().forward(x)
@@ -139,7 +139,7 @@ def gradients_of_gated_layer(may_be_again, saved=None):
     return gate.grad, up.grad, weight.grad
 
 
-def test_a_product_is_computed_again_to_the_bit_and_not_kept():
+def test_product_is_recomputed_bitwise_equal_and_not_saved():
     saved = []
     found = gradients_of_gated_layer(True, saved)
     assert all(map(torch.equal, found, gradients_of_gated_layer(False)))
@@ -147,7 +147,7 @@ def test_a_product_is_computed_again_to_the_bit_and_not_kept():
     assert len(kept) == 3  # gate, up, weight
 
 
-def test_a_product_that_was_changed_is_kept():
+def test_modified_product_is_saved():
     gate, up = (torch.randn(4, 8, requires_grad=True) for _ in range(2))
     product = gated(gate, up, "silu")
     assert recipe_of(product) is not None

@@ -51,7 +51,7 @@ CASES = {
 @pytest.mark.parametrize("rules", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize(("bias", "weights"), [(False, False), (True, True)], ids=["bare", "bias and weights"])
 @pytest.mark.parametrize("n", [N, 7, 1], ids=["many chunks", "one chunk", "one token"])
-def test_sums_and_gradients_are_those_of_the_plain_path(rules, bias, weights, n):
+def test_sums_and_gradients_match_plain_path(rules, bias, weights, n):
     hidden, weight, bias_, targets, token_weights = inputs(n, bias, weights)
     ours = linear_cross_entropy(hidden, weight, targets, rules, bias_, token_weights)
     theirs = plain(hidden, weight, bias_, targets, token_weights, rules)
@@ -64,13 +64,13 @@ def test_sums_and_gradients_are_those_of_the_plain_path(rules, bias, weights, n)
         assert (a - b).abs().max() < 1e-6 * max(1.0, b.abs().max())
 
 
-def test_the_plain_sum_is_torchs_cross_entropy():
+def test_plain_sum_matches_torch_cross_entropy():
     hidden, weight, _, targets, _ = inputs()
     logits = hidden @ weight.t()
     assert torch.allclose(plain_cross_entropy(logits, targets).total, F.cross_entropy(logits, targets, reduction="sum"))
 
 
-def test_smoothing_is_that_of_transformers():
+def test_label_smoothing_matches_transformers():
     from transformers.trainer_pt_utils import LabelSmoother
 
     hidden, weight, _, targets, _ = inputs()
@@ -89,7 +89,7 @@ def factors_by_the_book(logits, targets, alpha):
     return probabilities[np.arange(len(targets)), targets], (-(top * np.log(top)).sum(-1) / 3) ** alpha
 
 
-def test_dft_and_eaft_multiply_a_loss_by_what_the_papers_say_and_send_no_gradient_through_it():
+def test_dft_and_eaft_scale_loss_as_in_papers_without_gradient_through_scale():
     logits = torch.randn(N, V, generator=torch.manual_seed(1)).mul(2).requires_grad_()
     targets = torch.randint(0, V, (N,))
     of_targets, of_entropy = factors_by_the_book(logits.detach().double().numpy(), targets.numpy(), 1.5)
@@ -111,14 +111,14 @@ def test_correct_tokens_and_entropy_are_counted():
     assert torch.allclose(sums.entropy, torch.distributions.Categorical(logits=logits).entropy().sum(), rtol=1e-3)
 
 
-def test_what_is_not_asked_for_is_zero():
+def test_unrequested_values_are_zero():
     hidden, weight, _, targets, _ = inputs()
     sums = linear_cross_entropy(hidden, weight, targets)
     assert sums.correct == sums.entropy == 0
     assert not sums.correct.requires_grad
 
 
-def test_without_a_token_the_loss_is_an_exact_zero_with_a_graph():
+def test_loss_without_tokens_is_exact_zero_with_a_graph():
     hidden, weight, _, _, _ = inputs()
     total = linear_cross_entropy(hidden[:0], weight, torch.zeros(0, dtype=torch.long)).total
     total.backward()
@@ -130,7 +130,7 @@ def test_without_a_token_the_loss_is_an_exact_zero_with_a_graph():
 
 
 @pytest.mark.parametrize("frozen", [0, 1], ids=["hidden", "weight"])
-def test_a_gradient_is_made_only_for_what_asks_for_one(frozen):
+def test_gradients_are_computed_only_where_required(frozen):
     tensors = list(inputs()[:2])
     tensors[frozen] = tensors[frozen].detach()
     linear_cross_entropy(*tensors, inputs()[3]).total.backward()
@@ -138,14 +138,14 @@ def test_a_gradient_is_made_only_for_what_asks_for_one(frozen):
     assert tensors[1 - frozen].grad is not None
 
 
-def test_the_logits_of_all_tokens_are_never_held():
+def test_full_logits_are_never_allocated():
     hidden, weight, _, targets, _ = inputs(n=400)
     with Largest() as largest:
         linear_cross_entropy(hidden, weight, targets, CASES["all"]).total.backward()
     assert largest.numel <= max(400 * H, V * H, 7 * V)
 
 
-def test_evaluation_makes_no_gradients():
+def test_evaluation_computes_no_gradients():
     hidden, weight, _, targets, _ = inputs()
     with torch.no_grad(), Largest() as without:
         linear_cross_entropy(hidden, weight, targets)
@@ -154,7 +154,7 @@ def test_evaluation_makes_no_gradients():
     assert without.calls < with_gradients.calls
 
 
-def test_under_autocast_it_stays_within_the_spread_of_two_plain_orders():
+def test_autocast_error_is_within_spread_of_two_plain_orders():
     hidden, weight, _, targets, _ = inputs(n=400)
     exact = plain(*(t.double() for t in (hidden, weight)), None, targets, None, TokenLoss())
     true = torch.autograd.grad(exact.total, (hidden, weight))
@@ -171,13 +171,13 @@ def test_under_autocast_it_stays_within_the_spread_of_two_plain_orders():
         assert (mine - truth).norm() < 1.1 * max((one - truth).norm() for one in plain_ones)
 
 
-def test_an_infinite_loss_stays_infinite():
+def test_infinite_loss_stays_infinite():
     hidden, weight, _, targets, _ = inputs()
     poisoned = torch.where(torch.arange(N)[:, None] == 3, torch.nan, hidden)
     assert not torch.isfinite(linear_cross_entropy(poisoned, weight, targets).total)
 
 
-def test_a_second_backward_pass_is_refused_rather_than_wrong():
+def test_second_backward_pass_raises():
     hidden, weight, _, targets, _ = inputs()
     total = linear_cross_entropy(hidden, weight, targets).total * 2
     total.backward(retain_graph=True)
@@ -185,7 +185,7 @@ def test_a_second_backward_pass_is_refused_rather_than_wrong():
         total.backward()
 
 
-def test_each_micro_batch_adds_to_the_gradient():
+def test_each_micro_batch_accumulates_its_gradient():
     hidden, weight, _, targets, _ = inputs()
     for begin, end in pairwise((0, 10, 11, N)):
         linear_cross_entropy(hidden[begin:end], weight, targets[begin:end]).total.backward()
@@ -194,7 +194,7 @@ def test_each_micro_batch_adds_to_the_gradient():
 
 
 @pytest.mark.parametrize(("n", "lengths"), [(0, []), (7, [7]), (8, [4, 4]), (23, [6, 6, 6, 5])])
-def test_tokens_are_dealt_evenly_to_as_few_chunks_as_there_may_be(n, lengths, monkeypatch):
+def test_tokens_are_split_evenly_into_fewest_chunks(n, lengths, monkeypatch):
     found, logits = [], cross_entropy.logits_into
 
     def noted(hidden, *rest):
@@ -207,7 +207,7 @@ def test_tokens_are_dealt_evenly_to_as_few_chunks_as_there_may_be(n, lengths, mo
     assert found == lengths
 
 
-def test_a_wide_vocabulary_has_chunks_that_are_worth_a_product_on_a_cpu(monkeypatch):
+def test_large_vocabulary_chunks_are_efficient_on_cpu(monkeypatch):
     monkeypatch.undo()
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert cross_entropy.chunk_length(151_936, cpu) == 256

@@ -45,18 +45,18 @@ def _installed(monkeypatch):
         ("cut_cross_entropy", GPU, TokenLoss(), True, "does not support the bias"),
     ],
 )
-def test_a_kernel_that_cannot_do_it_says_why(way, device, rules, bias, reason):
+def test_unsupported_kernel_reports_a_reason(way, device, rules, bias, reason):
     assert reason in head_obstacle(way, device, rules, bias)
 
 
 @pytest.mark.usefixtures("_installed")
-def test_on_a_gpu_the_kernels_do_what_they_know():
+def test_gpu_kernels_support_their_features():
     assert not head_obstacle("liger", GPU, TokenLoss(label_smoothing=0.1, softcap=30.0), has_bias=True)
     assert not head_obstacle("cut_cross_entropy", GPU, TokenLoss(softcap=30.0))
     assert not head_obstacle("chunked", CPU, TokenLoss(0.1, 30.0, accuracy=True, entropy=True), has_bias=True)
 
 
-def test_a_kernel_whose_library_is_missing_is_refused_by_name(monkeypatch):
+def test_kernel_with_missing_library_is_rejected_by_name(monkeypatch):
     monkeypatch.setattr(head_kernels, "find_spec", lambda name: None)
     options = SimpleNamespace(
         fused_loss="liger",
@@ -73,7 +73,7 @@ def test_a_kernel_whose_library_is_missing_is_refused_by_name(monkeypatch):
     assert "library liger-kernel, which is not installed" in str(problem)
 
 
-def test_a_blank_target_counts_nothing_and_has_no_gradient():
+def test_ignored_target_counts_nothing_and_has_no_gradient():
     hidden, weight, targets = inputs()
     whole = head_loss("chunked", hidden, weight, targets, TokenLoss()).total
     stay = targets != IGNORE_INDEX
@@ -82,7 +82,7 @@ def test_a_blank_target_counts_nothing_and_has_no_gradient():
     assert not torch.autograd.grad(whole, hidden)[0][3].any()
 
 
-def test_no_way_holds_more_logits_than_there_are():
+def test_no_backend_holds_more_than_full_logits():
     for way in BACKENDS:
         assert logits_bytes(way, 5, 32, 97, GPU) <= 4 * 5 * 97
     chunk = logits_bytes("chunked", 10**6, 896, 151_936, GPU)
@@ -99,7 +99,7 @@ interpreted = pytest.mark.skipif(
 @interpreted
 @pytest.mark.parametrize("weighted", [False, True], ids=["summed", "weighted"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_ligers_loss_and_gradients_are_those_of_the_chunks(weighted, smoothing):
+def test_liger_loss_and_gradients_match_chunked_ones(weighted, smoothing):
     hidden, weight, targets = inputs()
     counts = torch.rand(len(targets)) if weighted else None
     found = []

@@ -65,13 +65,13 @@ def written_out(x: Tensor, made: list[Adapted]) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_layers_together_answer_as_the_formula_and_so_are_the_gradients(seed):
+def test_joint_layers_and_gradients_match_formula(seed):
     x, made = layers(seed)
     for ours, plain in zip(outcome(joint_projections, x, made), outcome(written_out, x, made), strict=True):
         assert distance(ours, plain) < 1e-6
 
 
-def test_they_pass_a_numerical_check_of_their_gradients():
+def test_joint_projections_pass_gradcheck():
     x, made = layers(1, torch.float64)
     factors = [factor for layer in made for factor in (layer.a, layer.b)]
 
@@ -83,7 +83,7 @@ def test_they_pass_a_numerical_check_of_their_gradients():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_in_bfloat16_they_are_as_near_to_the_truth_as_each_of_them_alone(seed):
+def test_bfloat16_joint_layers_are_as_accurate_as_single_ones(seed):
     x, made = layers(seed, torch.bfloat16)
     wide = x.detach().double().requires_grad_()
     exact = [
@@ -98,7 +98,7 @@ def test_in_bfloat16_they_are_as_near_to_the_truth_as_each_of_them_alone(seed):
         assert distance(ours, true) <= 1.5 * distance(plain, true) + 1e-4
 
 
-def test_an_input_without_a_gradient_gets_none():
+def test_input_without_gradient_gets_none():
     x, made = layers(3)
     sum(y.sum() for y in joint_projections(x.detach(), made)).backward()
     assert x.grad is None
@@ -126,7 +126,7 @@ def layer(inputs: int = INPUTS, seed: int = 0, **settings) -> nn.Module:
     return adapted(nn.Linear(inputs, 5), **settings)
 
 
-def test_a_layer_asked_about_another_tensor_or_once_more_answers_by_itself(asked):
+def test_layer_called_with_another_tensor_or_again_runs_alone(asked):
     first, second, x, other = layer(), layer(seed=1), torch.randn(3, INPUTS), torch.randn(3, INPUTS)
     expected = [first(x), second(other), first(x)]
     with together(first, second):
@@ -136,7 +136,7 @@ def test_a_layer_asked_about_another_tensor_or_once_more_answers_by_itself(asked
     assert asked == [2]
 
 
-def test_a_layer_of_another_width_is_no_sibling_and_one_that_is_named_twice_is_one(asked):
+def test_layers_of_other_width_or_repeated_are_not_joined(asked):
     first, second, x, wide = layer(), layer(seed=1), torch.randn(3, INPUTS), torch.randn(3, 2 * INPUTS)
     other = layer(inputs=2 * INPUTS)
     with together(first, other, second, second):
@@ -145,7 +145,7 @@ def test_a_layer_of_another_width_is_no_sibling_and_one_that_is_named_twice_is_o
     assert asked == [2]
 
 
-def test_nothing_is_left_behind_when_the_model_stops_halfway():
+def test_aborted_forward_leaves_no_state():
     first, second = layer(), layer(seed=1)
 
     def stop(module, inputs, output):
@@ -157,7 +157,7 @@ def test_nothing_is_left_behind_when_the_model_stops_halfway():
     assert standing(first, "forward", LoraForward).together is None
 
 
-def test_hooks_on_the_layers_are_heard():
+def test_layer_hooks_are_called():
     first, second, x = layer(), layer(seed=1), torch.randn(3, INPUTS)
     second.register_forward_hook(lambda module, inputs, output: output + 1)
     with together(first, second):
@@ -175,7 +175,7 @@ ALONE = {
 
 
 @pytest.mark.parametrize("kind", ALONE)
-def test_those_that_are_more_than_a_product_answer_alone_and_the_others_together(kind, asked):
+def test_layers_with_extra_operations_run_alone_and_the_others_jointly(kind, asked):
     odd, x = ALONE[kind](), torch.randn(3, INPUTS)
     first, second = layer(), layer(use_rslora=True)
     with together(first, odd, second):
@@ -188,7 +188,7 @@ def test_those_that_are_more_than_a_product_answer_alone_and_the_others_together
 
 
 @pytest.mark.parametrize("state", ["disabled", "merged", "two adapters"])
-def test_adapters_that_are_switched_answer_as_they_are_switched(state, asked):
+def test_disabled_and_switched_adapters_are_respected(state, asked):
     made, x = [adapted(nn.Linear(INPUTS, 5), "one", "two", seed=seed) for seed in (0, 1)], torch.randn(3, 2, INPUTS)
     for each in made:
         if state == "disabled":
@@ -228,7 +228,7 @@ def attached(family, **options):
 
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "mistral"])
-def test_an_adapted_models_gradients_are_those_of_peft(family, is_checkpointed, asked):
+def test_adapted_model_gradients_match_peft(family, is_checkpointed, asked):
     model = attached(family)
     patch_forwards(model)
     ours = gradients(model, is_checkpointed)
@@ -238,7 +238,7 @@ def test_an_adapted_models_gradients_are_those_of_peft(family, is_checkpointed, 
         torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=2e-6, msg=name)
 
 
-def test_of_queries_and_values_alone_both_are_together(asked):
+def test_query_and_value_projections_are_joined(asked):
     model = attached("llama", lora_target=["q_proj", "v_proj"])
     patch_forwards(model)
     gradients(model)

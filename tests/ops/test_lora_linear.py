@@ -46,7 +46,7 @@ def written_out(x, weight, bias, a, b, scaling, dropout=0.0):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_layer_and_update_in_one_are_the_two_written_out_and_so_are_the_gradients(dropout, bias):
+def test_fused_lora_linear_and_gradients_match_two_products(dropout, bias):
     found = []
     for product in (lora_linear, written_out):
         x, weight, of_bias, a, b = case(bias=bias)
@@ -58,13 +58,13 @@ def test_layer_and_update_in_one_are_the_two_written_out_and_so_are_the_gradient
         torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
-def test_the_one_product_passes_a_numerical_check_of_its_gradient():
+def test_fused_lora_linear_passes_gradcheck():
     x, weight, bias, a, b = (tensor.detach().double() for tensor in case())
     moving = [tensor.requires_grad_() for tensor in (x, a, b)]
     assert torch.autograd.gradcheck(lambda x, a, b: lora_linear(x, weight, bias, a, b, 0.7), moving)
 
 
-def test_what_the_one_product_keeps_is_its_input_and_what_has_few_columns():
+def test_fused_lora_linear_saves_only_input_and_low_rank_tensors():
     x, weight, bias, a, b = case()
     shared = {tensor.untyped_storage().data_ptr() for tensor in (x, weight)}
     kept = []
@@ -79,7 +79,7 @@ def test_what_the_one_product_keeps_is_its_input_and_what_has_few_columns():
     assert sorted(kept) == sorted([(TOKENS, RANK), (RANK, INPUTS), (OUTPUTS, RANK)])
 
 
-def test_no_second_output_and_no_second_gradient_of_the_input_are_made():
+def test_no_second_output_or_input_gradient_is_allocated():
     for elements in (TOKENS * OUTPUTS, TOKENS * INPUTS):
         counts = []
         for product in (lora_linear, written_out):
@@ -90,14 +90,14 @@ def test_no_second_output_and_no_second_gradient_of_the_input_are_made():
         assert counts[0] < counts[1]
 
 
-def test_an_input_without_a_gradient_gets_none_and_the_factors_get_theirs():
+def test_input_without_gradient_gets_none_and_factors_get_theirs():
     x, weight, bias, a, b = case()
     lora_linear(x.detach(), weight, bias, a, b, 0.7).sum().backward()
     assert x.grad is None
     assert all(factor.grad.abs().sum() > 0 for factor in (a, b))
 
 
-def test_bfloat16_gradients_of_factors_in_float32_are_float32():
+def test_gradients_of_float32_factors_in_bfloat16_are_float32():
     x, weight, bias, a, b = case(dtype=torch.bfloat16)
     out = lora_linear(x, weight, bias, a, b, 0.7)
     out.sum().backward()
@@ -147,17 +147,17 @@ KINDS = [{}, {"use_rslora": True}, {"lora_dropout": 0.5}]
 
 
 @pytest.mark.parametrize("settings", KINDS)
-def test_a_frozen_dense_layer_under_a_plain_adapter_is_one_product(settings):
+def test_frozen_dense_layer_with_plain_adapter_is_fused(settings):
     assert is_one_product(layer(**settings))
 
 
 @pytest.mark.parametrize("kind", PLAIN)
-def test_whatever_else_there_is_goes_one_after_the_other(kind):
+def test_other_layers_are_not_fused(kind):
     assert not is_one_product(PLAIN[kind]())
 
 
 @pytest.mark.parametrize("settings", [*KINDS, {"lora_bias": True}, {"use_dora": True}])
-def test_a_layer_gives_what_peft_gives(settings):
+def test_layer_output_matches_peft(settings):
     found = []
     for is_patched in (True, False):
         made = layer(is_patched=is_patched, **settings)
@@ -171,7 +171,7 @@ def test_a_layer_gives_what_peft_gives(settings):
 
 
 @pytest.mark.parametrize("state", ["disabled", "merged", "row by row"])
-def test_a_layer_that_is_switched_answers_as_peft_does(state):
+def test_switched_layer_matches_peft(state):
     answers = []
     for is_patched in (True, False):
         made, named = layer(None, "one", "two", is_patched=is_patched), {}
@@ -185,11 +185,11 @@ def test_a_layer_that_is_switched_answers_as_peft_does(state):
     torch.testing.assert_close(*answers, **CLOSE)
 
 
-def test_a_hook_on_the_base_is_still_heard():
+def test_hook_on_base_layer_is_called():
     torch.testing.assert_close(hooked()(torch.ones(1, TOKENS, INPUTS)), layer()(torch.ones(1, TOKENS, INPUTS)) + 1)
 
 
-def test_asking_a_class_for_the_first_time_draws_none_of_the_runs_random_numbers():
+def test_first_class_check_consumes_no_random_numbers():
     from peft.tuners.lora import Linear
 
     lora._computes_the_formula.cache_clear()

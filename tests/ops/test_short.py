@@ -48,14 +48,14 @@ def with_gradients(mixed, tensors):
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("keys", [6, 2, 1])
-def test_each_sequence_gets_what_it_would_get_alone(lengths, window, keys):
+def test_each_sequence_matches_its_single_result(lengths, window, keys):
     tensors = inputs(lengths, keys=keys)
     ours = with_gradients(together(tensors, lengths, window), tensors)
     for x, expected in zip(ours, with_gradients(one_by_one(tensors, lengths, window), tensors), strict=True):
         assert (x - expected).abs().max() < 1e-6 * max(1, expected.abs().max())
 
 
-def test_in_bfloat16_it_is_as_near_to_the_truth_as_a_call_per_sequence():
+def test_bfloat16_is_as_accurate_as_a_call_per_sequence():
     exact = inputs(MANY, dtype=torch.bfloat16)
     truth = with_gradients(one_by_one([x.double() for x in exact], MANY), exact)
     far = [x.detach().requires_grad_() for x in exact]
@@ -64,7 +64,7 @@ def test_in_bfloat16_it_is_as_near_to_the_truth_as_a_call_per_sequence():
         assert (x - true).abs().mean() < 1.05 * (y - true).abs().mean()
 
 
-def test_what_a_neighbour_holds_does_not_reach_a_sequence():
+def test_sequence_is_not_affected_by_its_neighbors():
     tensors = [x.detach() for x in inputs([4, 30, 9])]
     before = together(tensors, [4, 30, 9])
     for x in tensors:
@@ -74,7 +74,7 @@ def test_what_a_neighbour_holds_does_not_reach_a_sequence():
     assert torch.equal(after[34:], before[34:])
 
 
-def test_dropout_has_the_gradient_of_the_weights_that_it_left():
+def test_dropout_gradient_uses_the_remaining_weights():
     tensors = [x.double().detach().requires_grad_() for x in inputs([3, 5], heads=2, keys=1)]
 
     def drawn_alike(*given):
@@ -85,17 +85,17 @@ def test_dropout_has_the_gradient_of_the_weights_that_it_left():
     assert not torch.equal(drawn_alike(*tensors), together(tensors, [3, 5]))
 
 
-def test_sequences_of_like_length_share_a_bucket_and_unlike_ones_do_not():
+def test_sequences_of_similar_length_share_a_bucket():
     layout = buckets_of(alone((300, 20, 290, 18, 19)), heads=6).tokens
     assert layout.buckets == ((2, 320), (3, 32))
     assert sorted(layout.places.tolist()) == sorted(set(layout.places.tolist()))
 
 
-def test_sequences_of_one_length_stay_where_they_are():
+def test_sequences_of_equal_length_are_not_reordered():
     assert buckets_of(alone((32, 32)), heads=6).tokens.places is None
 
 
-def test_short_neighbours_in_16_bits_take_this_way_and_others_do_not(monkeypatch):
+def test_only_short_16_bit_sequences_use_short_attention(monkeypatch):
     seen = []
     whole = short_attention
     monkeypatch.setattr("burnish.kernels.attention.short_attention", lambda *a: seen.append(a[3]) or whole(*a))

@@ -40,14 +40,14 @@ def gradients(is_tied: bool, padding_id: int | None, uses_head: bool = True) -> 
 
 @pytest.mark.parametrize("padding_id", [None, 3])
 @pytest.mark.parametrize("uses_head", [True, False])
-def test_both_uses_give_the_gradient_that_autograd_gives(padding_id: int | None, uses_head: bool) -> None:
+def test_gradient_of_both_uses_matches_autograd(padding_id: int | None, uses_head: bool) -> None:
     ours, plain = (gradients(is_tied, padding_id, uses_head) for is_tied in (True, False))
     for mine, usual in zip(ours, plain, strict=True):
         torch.testing.assert_close(mine, usual, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_a_model_gets_the_gradients_of_the_plain_way_whether_or_not_its_embedding_is_tied(is_tied: bool) -> None:
+def test_model_gradients_match_plain_path_with_tied_or_untied_embedding(is_tied: bool) -> None:
     from burnish.losses.lm import LmOptions
 
     model = tiny_model("qwen2", tie_word_embeddings=is_tied)
@@ -63,7 +63,7 @@ def test_a_model_gets_the_gradients_of_the_plain_way_whether_or_not_its_embeddin
     assert [done.why for done in patches_of(model)].count(TIED) == int(is_tied)
 
 
-def test_a_lookup_that_does_more_than_to_look_up_stays_its_own() -> None:
+def test_modified_embedding_lookup_is_not_replaced() -> None:
     from burnish.kernels.tied import is_plain_lookup
 
     class Scaled(nn.Embedding):
@@ -75,7 +75,7 @@ def test_a_lookup_that_does_more_than_to_look_up_stays_its_own() -> None:
     assert not any(map(is_plain_lookup, others))
 
 
-def test_kept_memory_is_handed_out_again_only_when_its_last_tensor_is_gone() -> None:
+def test_buffer_is_reused_only_after_its_last_tensor_is_freed() -> None:
     shape, cpu = (2**20, 3), torch.device("cpu")
     first, second = (buffer_pool.empty(shape, torch.float32, cpu) for _ in range(2))
     places = {first.data_ptr(), second.data_ptr()}
@@ -97,7 +97,7 @@ def test_kept_memory_is_handed_out_again_only_when_its_last_tensor_is_gone() -> 
 
 @pytest.mark.run
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
-def test_a_forked_process_has_kept_memory_of_its_own() -> None:
+def test_forked_process_has_its_own_buffers() -> None:
     mine = buffer_pool.empty((2**20, 2), torch.float32, torch.device("cpu")).fill_(1)
     child = os.fork()
     if child == 0:

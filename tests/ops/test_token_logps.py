@@ -38,7 +38,7 @@ def chunks(request, monkeypatch):
 )
 @pytest.mark.parametrize("trains", ["all", "head", "hidden"])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_each_token_has_the_number_and_the_gradient_that_whole_logits_give(chunks, rules, trains, has_bias):
+def test_token_logps_and_gradients_match_full_logits(chunks, rules, trains, has_bias):
     hidden, weight, bias, targets, upstream = material()
     hidden.requires_grad_(trains != "head")
     weight.requires_grad_(trains != "hidden")
@@ -53,7 +53,7 @@ def test_each_token_has_the_number_and_the_gradient_that_whole_logits_give(chunk
         assert torch.allclose(one, other, atol=1e-5)
 
 
-def test_no_token_gives_no_number_and_no_gradient():
+def test_no_tokens_give_no_values_and_no_gradient():
     hidden, weight, _, targets, _ = material(tokens=0)
     found = linear_token_logps(hidden, weight, targets)
     found.logps.sum().backward()
@@ -61,13 +61,13 @@ def test_no_token_gives_no_number_and_no_gradient():
     assert not weight.grad.any()
 
 
-def test_without_gradients_nothing_is_kept_for_them():
+def test_nothing_is_saved_without_gradients():
     hidden, weight, _, targets, _ = material()
     with torch.no_grad():
         assert linear_token_logps(hidden, weight, targets).logps.grad_fn is None
 
 
-def test_half_precision_is_that_of_the_products():
+def test_half_precision_error_is_that_of_the_products():
     hidden, weight, _, targets, upstream = material(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         ours = linear_token_logps(hidden, weight, targets)
@@ -82,7 +82,7 @@ def test_half_precision_is_that_of_the_products():
 @pytest.mark.parametrize("rules", [LogpRules(None, True, True), LogpRules(2.0, True, True)])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("trains", ["all", "hidden"])
-def test_temperature_and_the_gradient_of_the_entropy_are_those_of_whole_logits(chunks, rules, temperature, trains):
+def test_temperature_and_entropy_gradient_match_full_logits(chunks, rules, temperature, trains):
     hidden, weight, bias, targets, upstream = material()
     rules = replace(rules, temperature=temperature, entropy_gradient=True)
     for tensor in (weight, bias):
