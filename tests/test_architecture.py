@@ -150,20 +150,20 @@ def test_each_library_is_imported_only_by_its_files() -> None:
     assert not found, "\n".join(found)
 
 
-def test_the_loop_and_what_it_stands_on_import_torch_and_the_standard_library_only() -> None:
+def test_loop_and_its_dependencies_import_only_torch_and_standard_library() -> None:
     of_core = [(name_of(file), line, module) for file, module, line in all_imports() if package_of(file) in FOUNDATION]
     assert of_core
     assert not [found for found in of_core if found[2].split(".")[0] not in FOUNDATION_MAY_IMPORT]
 
 
-def test_a_trainer_of_text_is_installed_without_sound_images_pages_and_hubs() -> None:
+def test_base_install_has_no_audio_image_web_or_hub_dependencies() -> None:
     project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     needed = {re.split(r"[^\w-]", line)[0] for line in project["dependencies"]}
     assert "torch" in needed
     assert not needed & {"torchaudio", "torchvision", "starlette", "modelscope", "trl", "uvicorn"}
 
 
-def test_every_extra_that_an_error_names_can_be_installed() -> None:
+def test_every_extra_named_by_an_error_is_installable() -> None:
     project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     named = set()
     for file in FILES:
@@ -193,7 +193,7 @@ HEAVY = ("torch", "transformers", "datasets", "peft", "accelerate", "matplotlib"
         "from burnish.cli import main; main(['version'])",
     ],
 )
-def test_importing_burnish_loads_no_library(statement: str) -> None:
+def test_importing_burnish_imports_no_library(statement: str) -> None:
     loaded = subprocess.run(
         [sys.executable, "-c", f"import sys\n{statement}\nprint('LOADED', *sys.modules)"],
         capture_output=True, text=True, check=True, env={"PYTHONPATH": str(SOURCE.parent)},
@@ -252,7 +252,7 @@ def _readers(with_checks: bool) -> dict[str, set[str]]:
     return found
 
 
-def test_every_option_is_read_or_says_why_not() -> None:
+def test_every_option_is_read_or_has_a_reason() -> None:
     from burnish.config.options import specs
     from burnish.run.plan.plan import RunOptions
 
@@ -336,17 +336,17 @@ def writes_to_options(tree: ast.Module) -> Iterator[tuple[str, int]]:
             yield ast.unparse(node), node.lineno
 
 
-def test_nobody_writes_to_the_options() -> None:
+def test_options_are_never_modified() -> None:
     own = [file for file in FILES if package_of(file) != "trainer"]
     assert not [(name_of(file), *place) for file in own for place in writes_to_options(tree_of(file))]
 
 
 @pytest.mark.parametrize("line", ["options.seed = 1", "self.options.seed += 1", "setattr(options, 'seed', 1)"])
-def test_what_writes_to_the_options_is_found(line: str) -> None:
+def test_modified_options_are_detected(line: str) -> None:
     assert list(writes_to_options(ast.parse(line)))
 
 
-def test_every_group_of_options_belongs_to_the_run() -> None:
+def test_every_option_group_belongs_to_the_run() -> None:
     """A dataclass of options that nobody joined to the flat class could never be set. Servers have options of their
     own, which no run reads."""
     from burnish.run.plan.options import GROUPS, MEMBER_GROUPS
@@ -477,7 +477,7 @@ def _is_namespace(node: ast.expr) -> bool:
     return isinstance(node, ast.Attribute) and node.attr in {"__dict__", "modules"} and _root(node.value) not in OURS
 
 
-def test_nobody_changes_someone_elses_code_but_through_the_register() -> None:
+def test_foreign_code_is_only_changed_through_the_patch_register() -> None:
     others = [file for file in FILES if name_of(file) not in ELSEWHERE.keys() | {"utils/patching.py"}]
     found = {name_of(file): list(patches_past_the_door(tree_of(file))) for file in others}
     found = {name: places for name, places in found.items() if places}
@@ -501,18 +501,18 @@ def test_exceptions_to_the_patch_register_still_exist() -> None:
         "self.model.layers[0].forward = faster",
     ],
 )  # fmt: skip
-def test_a_change_past_the_register_is_found(line: str) -> None:
+def test_change_without_the_patch_register_is_detected(line: str) -> None:
     assert list(patches_past_the_door(ast.parse(line)))
 
 
-def test_no_component_takes_options_of_any_type() -> None:
+def test_components_do_not_accept_untyped_options() -> None:
     untyped = re.compile(r"\b_?options: (Any|object)\b")
     generic = {"config/options.py", "config/registry.py"}  # read by declared names alone
     found = [name_of(f) for f in FILES if name_of(f) not in generic and untyped.search(text_of(f))]
     assert not found
 
 
-def test_each_room_opens_with_a_page() -> None:
+def test_each_package_has_an_introductory_docstring() -> None:
     pages = {name_of(file): ast.get_docstring(tree_of(file)) or "" for file in FILES}
     rooms = [name for name in pages if name.endswith("/__init__.py")]
     assert not [name for name in rooms if not pages[name]]
@@ -529,7 +529,7 @@ def _imports(file: Path, names: dict[str, Path]) -> set[str]:
     return found & names.keys()
 
 
-def test_no_file_imports_itself_by_way_of_others() -> None:
+def test_no_circular_imports() -> None:
     names = {".".join(f.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): f for f in FILES}
     left = {name: _imports(file, names) - {name} for name, file in names.items()}
     while ready := [name for name, needed in left.items() if not needed & left.keys()]:
@@ -541,7 +541,7 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
 SAME_CLASS_NAME = {"DefaultFlowCallback"}  # burnish's, and a subclass of transformers' class for scripts
 
 
-def test_a_class_name_stands_for_one_thing() -> None:
+def test_class_names_are_unique() -> None:
     files: dict[str, list[str]] = defaultdict(list)
     for file in FILES:
         for node in tree_of(file).body:
@@ -551,7 +551,7 @@ def test_a_class_name_stands_for_one_thing() -> None:
     assert found.keys() == SAME_CLASS_NAME, found
 
 
-def test_no_folder_holds_more_than_fifteen_files() -> None:
+def test_folders_have_at_most_15_files() -> None:
     sizes = {name_of(folder): len(list(folder.glob("*.py"))) for folder in SOURCE.rglob("*") if folder.is_dir()}
     assert {name: size for name, size in sizes.items() if size > 15} == {}
 
@@ -597,7 +597,7 @@ _OWN_FILES = {
 
 
 @pytest.mark.parametrize("stage", _OWN_FILES)
-def test_a_stage_is_named_in_its_own_files_only(stage: str) -> None:
+def test_stage_names_occur_only_in_their_files(stage: str) -> None:
     """The rest of the package reads what an objective declares."""
     found = {name_of(file) for file in FILES if f'"{stage}"' in text_of(file)}
     assert found <= _OWN_FILES[stage]

@@ -92,5 +92,5 @@ def test_attributes_of_tokenizers_configs_and_models_exist():
     "tokenizer.convert_token_to_ids(1)", "model.peft_confg", "model.disable_adaptr()", "model.generation_config.top_kk",
     "getattr(config, 'num_atention_heads', 0)", "model.resize_token_embedings(3)",
 ])  # fmt: skip
-def test_a_misspelt_attribute_is_found(source):
+def test_misspelled_attribute_is_detected(source):
     assert misspelt(source)

@@ -28,7 +28,7 @@ def instructions(name: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_dockerfile_has_known_instructions_and_uses_what_it_declared(name: str) -> None:
+def test_dockerfile_has_known_instructions_and_uses_its_declarations(name: str) -> None:
     declared: set[str] = set()
     before_from: set[str] = set()
     for word, rest in instructions(name):
@@ -42,7 +42,7 @@ def test_a_dockerfile_has_known_instructions_and_uses_what_it_declared(name: str
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_image_is_pinned_small_and_not_roots(name: str) -> None:
+def test_image_is_pinned_slim_and_not_run_as_root(name: str) -> None:
     found = instructions(name)
     base = next(rest for word, rest in found if word == "ARG" and rest.startswith("BASE="))
     assert re.search(r":\d+\.\d+\.\d+-slim$|@sha256:", base)
@@ -62,7 +62,7 @@ def test_the_image_is_pinned_small_and_not_roots(name: str) -> None:
 
 @pytest.mark.run
 @pytest.mark.parametrize("name", FILES)
-def test_what_is_copied_is_tracked_and_not_ignored(name: str) -> None:
+def test_copied_files_are_tracked_and_not_ignored(name: str) -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     for word, rest in instructions(name):
@@ -73,7 +73,7 @@ def test_what_is_copied_is_tracked_and_not_ignored(name: str) -> None:
             assert f"!{source.removeprefix('./')}" in ignored, source
 
 
-def test_ports_are_those_of_the_options() -> None:
+def test_exposed_ports_match_options() -> None:
     from burnish.serve.api.options import ApiOptions
     from burnish.serve.page.options import WebOptions
 
@@ -81,7 +81,7 @@ def test_ports_are_those_of_the_options() -> None:
         assert dict(instructions(name))["EXPOSE"].split() == [str(WebOptions().web_port), str(ApiOptions().api_port)]
 
 
-def test_compose_opens_this_machine_alone_and_gives_no_more_than_is_needed() -> None:
+def test_compose_binds_to_localhost_with_minimal_privileges() -> None:
     compose = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())
     assert set(compose["services"]) == {"webui", "api"}
     for name, service in compose["services"].items():
@@ -100,7 +100,7 @@ def test_compose_opens_this_machine_alone_and_gives_no_more_than_is_needed() -> 
     assert all(service["gpus"] == "all" for service in cuda["services"].values())
 
 
-def test_variables_of_the_environment_are_read_by_somebody() -> None:
+def test_environment_variables_are_used() -> None:
     from burnish.serve.api.options import ENVIRONMENT as API
     from burnish.serve.page.options import ENVIRONMENT as WEB
 
@@ -116,7 +116,7 @@ def test_variables_of_the_environment_are_read_by_somebody() -> None:
     ("arguments", "extras"),
     [({}, "web"), ({"INSTALL_BNB": "true"}, "web,quantization"), ({"INSTALL_MODELSCOPE": "true"}, "web,modelscope")],
 )
-def test_arguments_choose_extras_that_there_are(tmp_path: Path, arguments: dict[str, str], extras: str) -> None:
+def test_build_arguments_select_existing_extras(tmp_path: Path, arguments: dict[str, str], extras: str) -> None:
     assert _chosen(tmp_path, arguments).returncode == 0
     assert (tmp_path / "extras").read_text().strip() == extras
     project = (ROOT / "pyproject.toml").read_text()
@@ -125,7 +125,7 @@ def test_arguments_choose_extras_that_there_are(tmp_path: Path, arguments: dict[
 
 @pytest.mark.run
 @pytest.mark.parametrize("name", ["INSTALL_VLLM", "INSTALL_DEEPSPEED", "INSTALL_FLASHATTN"])
-def test_what_has_no_place_in_the_image_is_refused_with_a_sentence(tmp_path: Path, name: str) -> None:
+def test_unsupported_commands_in_the_image_are_rejected(tmp_path: Path, name: str) -> None:
     run = _chosen(tmp_path, {name: "true"})
     assert run.returncode == 1
     assert run.stderr.startswith(f"{name}=true: ")
@@ -139,7 +139,7 @@ def _chosen(folder: Path, arguments: dict[str, str]) -> subprocess.CompletedProc
 
 
 @pytest.mark.slow
-def test_the_image_is_built_where_there_is_a_daemon() -> None:
+def test_image_builds_if_a_daemon_is_available() -> None:
     if (
         shutil.which("docker") is None
         or subprocess.run(["docker", "info"], capture_output=True, check=False).returncode

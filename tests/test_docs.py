@@ -47,18 +47,18 @@ def loaded(file):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_name_on_a_page_is_a_real_one(page):
+def test_every_name_in_documentation_exists(page):
     for name in _DOTTED.findall(page.read_text(encoding="utf-8")):
         assert resolve(name) is not None
 
 
-def test_the_walk_from_file_to_weights_names_each_of_its_stations():
+def test_from_file_to_weights_page_names_over_20_functions():
     names = _DOTTED.findall((ROOT / "docs" / "from-file-to-weights.md").read_text(encoding="utf-8"))
     assert len(set(names)) > 20
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_to_a_file_leads_somewhere(page):
+def test_every_file_link_resolves(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
 
@@ -74,7 +74,7 @@ def test_map_is_up_to_date():
     assert (ROOT / "docs" / "map.md").read_text(encoding="utf-8") == loaded(ROOT / "scripts" / "make_map.py").page()
 
 
-def test_the_table_of_methods_that_are_not_called_is_what_the_classes_say():
+def test_table_of_uncalled_methods_is_up_to_date():
     """Made again with: make parity WHAT=peer_methods"""
     methods = loaded(ROOT / "scripts" / "peer_methods.py")
     text = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
@@ -83,13 +83,13 @@ def test_the_table_of_methods_that_are_not_called_is_what_the_classes_say():
     assert {*reasoned} == {name for names in methods.uncalled().values() for name in names}
 
 
-def test_every_key_of_the_other_tools_stands_on_the_page_of_options():
+def test_every_option_of_other_tools_is_on_the_options_page():
     text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8").split("## Keys of other tools")[1]
     peers = json.loads((ROOT / "scripts" / "peer_options.json").read_text(encoding="utf-8"))
     assert not [key for keys in peers.values() for key in keys if f"`{key}`" not in text]
 
 
-def test_the_site_builds_with_every_link_checked(tmp_path):
+def test_site_builds_with_all_links_checked(tmp_path):
     probe = [sys.executable, "-c", "import mkdocs, material.extensions"]  # in the process that would build the site
     if subprocess.run(probe, cwd=ROOT, capture_output=True, check=False).returncode:
         pytest.skip('mkdocs-material is not installed: pip install -e ".[docs]"')
@@ -133,7 +133,7 @@ def a_user(folder):
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: page.name)
-def test_every_block_says_its_language_and_can_be_read(page):
+def test_every_code_block_names_its_language_and_parses(page):
     for language, text in blocks(page):
         assert language in {"bash", "python", "yaml", "toml", "json", "text"}, text
         if language == "json":
@@ -151,7 +151,7 @@ def test_every_block_says_its_language_and_can_be_read(page):
 @pytest.mark.parametrize(
     "page", [p for p in EVERY_PAGE if p.name != "map.md" and p.name not in RUN_WHOLE], ids=lambda page: page.name
 )
-def test_every_command_on_a_page_is_one(page, tmp_path, monkeypatch):
+def test_every_documented_command_exists(page, tmp_path, monkeypatch):
     from burnish.cli import COMMANDS
     from burnish.run.plan.config_files import merge, read_arguments
     from burnish.run.plan.plan import aliases, plan
@@ -172,7 +172,7 @@ def test_every_command_on_a_page_is_one(page, tmp_path, monkeypatch):
                 plan(merge(*read_arguments(words[1:]), aliases()))
 
 
-def test_every_configuration_on_a_page_can_be_planned(tmp_path):
+def test_every_documented_configuration_can_be_planned(tmp_path):
     from burnish.data.chat.table import read_row
     from burnish.run.plan.config_files import merge, read_arguments
     from burnish.run.plan.plan import aliases, plan
@@ -213,7 +213,7 @@ def test_readme_commands_run(tmp_path):
         assert (folder / made).is_file(), made
 
 
-def test_what_the_readme_calls_missing_is_refused_by_name():
+def test_features_missing_in_the_readme_are_rejected_by_name():
     from burnish.cli import COMMANDS, main
     from burnish.config.errors import UserError
     from burnish.config.options import RawValue

@@ -132,7 +132,7 @@ def said(tmp_path_factory):
     return folder, {name: text for name, (_, text) in found.items()}
 
 
-def test_the_page_shows_a_member_of_every_family():
+def test_web_ui_shows_a_member_of_every_family():
     groups = tomllib.loads(blocks(PAGE, "toml")["pyproject.toml"])["project"]["entry-points"]
     assert {group.removeprefix("burnish.") for group in groups} == FAMILIES
     table = re.findall(r'\| `burnish\.([\w.]+)` \| `"burnish\.(\w+)"` \|', PAGE.read_text(encoding="utf-8"))
@@ -144,7 +144,7 @@ def test_the_page_shows_a_member_of_every_family():
     assert {group for _, group in table} == FAMILIES
 
 
-def test_the_command_line_knows_the_options_of_a_member(said):
+def test_command_line_knows_options_of_a_member(said):
     listed = said[1]["help"]
     for name in ("sign_decay", "norm_word", "early_weight", "csv_file"):
         assert f"--{name}" in listed
@@ -154,7 +154,7 @@ def test_the_command_line_knows_the_options_of_a_member(said):
         assert re.search(rf"one of [^;)]*\b{name}\b", text), name
 
 
-def test_explain_prints_the_options_of_a_member_and_who_set_them(said):
+def test_explain_prints_options_of_a_member_and_their_source(said):
     text = " ".join(said[1]["explain"].split())
     for part in ("sign_decay 0.8 (default 0.9) (run.yaml, line", "norm_word layernorm (default norm)",
                  "early_weight 3 (default 2)", "csv_file losses.csv (default log.csv)", "CsvTracker",
@@ -165,7 +165,7 @@ def test_explain_prints_the_options_of_a_member_and_who_set_them(said):
     assert "predict_metrics length" in " ".join(said[1]["metric"].split())
 
 
-def test_what_was_trained_is_what_the_adapter_says(said):
+def test_trained_parameters_are_selected_by_the_adapter(said):
     folder, _ = said
     before, after = (load_file(folder / name / "model.safetensors") for name in ("model", "out"))
     moved = {name for name in before if not torch.equal(before[name], after[name])}
@@ -174,13 +174,13 @@ def test_what_was_trained_is_what_the_adapter_says(said):
     assert farthest <= 16 * 1e-3 + 1e-6  # sixteen steps of at most the learning rate: sign descent
 
 
-def test_the_card_of_weights_of_the_model_itself_loads_them_as_a_model(said):
+def test_card_of_full_weights_loads_them_as_a_model(said):
     card = (said[0] / "out" / "README.md").read_text()
     assert "library_name: transformers" in card
     assert "AutoPeftModel" not in card
 
 
-def test_the_saved_tokenizer_renders_the_template_of_the_file(said):
+def test_saved_tokenizer_renders_the_template_file(said):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(said[0] / "out")
@@ -189,7 +189,7 @@ def test_the_saved_tokenizer_renders_the_template_of_the_file(said):
     assert text == "<|im_start|>question\nHi<|im_end|>\n<|im_start|>reply\n"
 
 
-def test_a_checkpoint_brings_every_member_back(said):
+def test_checkpoint_restores_every_member(said):
     folder, texts = said
     assert "step 6 of 16" in texts["continue"]
     whole, resumed = (load_file(folder / name / "model.safetensors") for name in ("out", "again"))
@@ -198,11 +198,11 @@ def test_a_checkpoint_brings_every_member_back(said):
     assert first[3:] == second  # the count of lines went on from the checkpoint, and the losses are the same
 
 
-def test_a_checkpoint_says_when_an_option_of_a_member_changed(said):
+def test_checkpoint_reports_changed_member_options(said):
     assert "sign_decay was 0.8, is 0.5" in said[1]["change"]
 
 
-def test_the_check_of_a_member_is_asked_with_all_others(said):
+def test_check_of_a_member_is_called_with_all_others(said):
     problems = said[1]["mistake"]
     assert "optim sign has no weight decay." in problems
     assert 'Did you mean "sign_decay"?' in problems
@@ -210,7 +210,7 @@ def test_the_check_of_a_member_is_asked_with_all_others(said):
     assert "Traceback" not in problems
 
 
-def test_an_entry_point_that_cannot_be_loaded_is_named(tmp_path, monkeypatch):
+def test_failing_entry_point_is_named(tmp_path, monkeypatch):
     info = tmp_path / "broken-2.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 2.0\n")
@@ -223,7 +223,7 @@ def test_an_entry_point_that_cannot_be_loaded_is_named(tmp_path, monkeypatch):
     assert "No module named" in str(raised.value)
 
 
-def test_an_objective_reads_records_of_its_own_through_rows_and_batches(said):
+def test_objective_reads_custom_records_through_rows_and_batches(said):
     folder, texts = said
     explained = " ".join(texts["explain rated"].split())
     assert "stage rated" in explained
@@ -239,7 +239,7 @@ def test_an_objective_reads_records_of_its_own_through_rows_and_batches(said):
 @pytest.mark.parametrize(
     ("run_name", "stem"), [("rated", "adapter_model"), ("reward", "adapter_model"), ("reward", "value_head")]
 )
-def test_a_run_with_members_of_a_package_resumes_to_the_bit(said, run_name, stem):
+def test_run_with_package_members_resumes_bitwise_equal(said, run_name, stem):
     folder, texts = said
     assert "step 3 of 6" in texts[f"continue {run_name}"]
     whole, again = (load_file(folder / name / f"{stem}.safetensors") for name in (run_name, f"{run_name} again"))
@@ -248,7 +248,7 @@ def test_a_run_with_members_of_a_package_resumes_to_the_bit(said, run_name, stem
     assert all(value.any() for name, value in whole.items() if "lora_B" in name)  # they begin as zeros
 
 
-def test_a_reward_head_of_a_package_is_explained_and_saved_under_its_name(said):
+def test_reward_head_of_a_package_is_explained_and_saved_under_its_name(said):
     folder, texts = said
     assert "value_head.safetensors (mlp)" in " ".join(texts["score"].split())
     assert "reward_head mlp" in " ".join(texts["explain reward"].split())

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.run
 
 
 @pytest.mark.parametrize("name", fuzzing.READERS)
-def test_no_input_ends_in_anything_but_success_or_a_sentence(
+def test_every_input_ends_in_success_or_an_error_message(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

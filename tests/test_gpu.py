@@ -58,7 +58,7 @@ def alone() -> Sequences:
 
 
 @pytest.mark.parametrize("scores", [Scores(), Scores(window=7), Scores(scale=0.5)], ids=["plain", "window", "scaled"])
-def test_one_kernel_gives_each_sequence_what_a_call_of_its_own_gives_it(scores, monkeypatch):
+def test_varlen_kernel_matches_a_call_per_sequence(scores, monkeypatch):
     found = []
     for kernel in (attention.kernel_for, lambda dtype, scores: None):
         monkeypatch.setattr(attention, "kernel_for", kernel)
@@ -69,7 +69,7 @@ def test_one_kernel_gives_each_sequence_what_a_call_of_its_own_gives_it(scores, 
     assert all(near(fast, plain) for fast, plain in zip(*found, strict=True))
 
 
-def test_one_kernel_lets_a_sequence_go_on_from_keys_before_it(monkeypatch):
+def test_varlen_kernel_supports_preceding_keys(monkeypatch):
     own, before = (5, 40, 9), (0, 64, 7)
     counts, widths = torch.tensor(own), torch.tensor(own) + torch.tensor(before)
     begins, of_keys = (F.pad(x.cumsum(0), (1, 0)).int().cuda() for x in (counts, widths))
@@ -82,7 +82,7 @@ def test_one_kernel_lets_a_sequence_go_on_from_keys_before_it(monkeypatch):
     assert near(fast, flat_attention(*tensors, sequences, Scores()))
 
 
-def test_in_bfloat16_there_is_a_kernel_and_it_waits_for_nothing():
+def test_bfloat16_kernel_exists_and_does_not_synchronize():
     tensors, where = heads_of(), alone()
     assert attention.kernel_for(torch.bfloat16, Scores()) is not None
     flat_attention(*tensors, where, Scores())  # compiles and allocates
@@ -94,14 +94,14 @@ def test_in_bfloat16_there_is_a_kernel_and_it_waits_for_nothing():
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-def test_a_models_flat_sequences_do_not_see_each_other(family):
+def test_flat_sequences_of_a_model_do_not_attend_to_each_other(family):
     model = tiny(family, torch.bfloat16, head_dim=16).cuda()
     assert make_padding_free(model) == PaddingFree(True)
     assert model.config._attn_implementation == "burnish"
 
 
 @needs("flash_attn")
-def test_flash_attention_that_was_asked_for_keeps_neighbours_apart_in_a_model_of_float32_weights():
+def test_requested_flash_attention_separates_rows_in_float32_model():
     model = tiny("llama", head_dim=16).cuda()
     model.set_attn_implementation("flash_attention_2")
     assert make_padding_free(model, own_attention=False).is_flat
@@ -121,7 +121,7 @@ def test_flash_attention_that_was_asked_for_keeps_neighbours_apart_in_a_model_of
         pytest.param("cut_cross_entropy", TokenLoss(softcap=30.0), marks=needs("cut_cross_entropy")),
     ],
 )
-def test_each_way_of_the_head_gives_the_loss_and_gradients_of_float32(way, rules, weighted):
+def test_each_head_backend_matches_float32_loss_and_gradients(way, rules, weighted):
     tokens, width, vocabulary = 700, 128, 5000
     torch.manual_seed(0)
     hidden, weight = torch.randn(tokens, width).cuda(), (torch.randn(vocabulary, width) / 8).cuda()
@@ -139,7 +139,7 @@ def test_each_way_of_the_head_gives_the_loss_and_gradients_of_float32(way, rules
         assert near(fast, plain)
 
 
-def test_the_chunks_of_the_head_wait_for_nothing():
+def test_chunked_head_does_not_synchronize():
     hidden = torch.randn(64, 32, device="cuda", requires_grad=True)
     weight = torch.randn(500, 32, device="cuda", requires_grad=True)
     targets = torch.randint(500, (64,), device="cuda")
@@ -156,7 +156,7 @@ def test_the_chunks_of_the_head_wait_for_nothing():
 
 @needs("liger_kernel")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "mistral"])
-def test_ligers_layers_give_the_gradients_of_the_models_own(family):
+def test_liger_layers_match_gradients_of_model_layers(family):
     # The plain model goes first: Liger's rotary positions are set for the whole family.
     gradients = []
     for is_fast in (False, True):
@@ -183,7 +183,7 @@ def lora_outcome(ways, dtype):
     return [*outputs, *torch.autograd.grad(sum(y.float().sin().sum() for y in outputs), moving)]
 
 
-def test_adapted_layers_alone_and_together_give_the_outputs_and_gradients_of_float32():
+def test_single_and_joint_adapter_layers_match_float32():
     def alone(x, made):
         return [lora_linear(x, *layer) for layer in made]
 
@@ -212,7 +212,7 @@ LIBRARIES = {"liger": ("liger_kernel",), "paged": ("bitsandbytes",), "4 bits": (
 
 
 @pytest.mark.parametrize("way", [pytest.param(name, marks=needs(*LIBRARIES.get(name, ()))) for name in WAYS_OF_A_RUN])
-def test_a_run_goes_down_each_way_and_its_first_loss_is_that_of_float32(way, tmp_path, monkeypatch):
+def test_first_loss_of_each_configuration_matches_float32(way, tmp_path, monkeypatch):
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     losses = []
     for name, given in {"float32": {"bf16": False}, way: {"bf16": True, **WAYS_OF_A_RUN[way]}}.items():

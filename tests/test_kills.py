@@ -14,7 +14,7 @@ SEED = int(os.environ.get("BURNISH_SEED", "0"))
 
 
 @pytest.mark.parametrize("way", ["full", "lora with dropout", "two processes", "completions, used twice", "images"])
-def test_a_killed_run_ends_in_the_bits_of_the_run_left_alone(way: str, small_model: Path, tmp_path: Path) -> None:
+def test_killed_run_gives_bitwise_equal_weights(way: str, small_model: Path, tmp_path: Path) -> None:
     assert way in WAYS
     lines = list(campaign(small_model, way, 4, random.Random(f"{SEED} {way}"), tmp_path))
     assert sum(": killed" in line for line in lines) == 4
@@ -22,12 +22,12 @@ def test_a_killed_run_ends_in_the_bits_of_the_run_left_alone(way: str, small_mod
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["images", "images of pairs, tower trained"])
-def test_a_run_killed_twenty_times_while_images_are_decoded_ends_in_the_same_bits(way: str, tmp_path: Path) -> None:
+def test_run_killed_20_times_while_decoding_images_is_bitwise_equal(way: str, tmp_path: Path) -> None:
     lines = list(campaign(tmp_path, way, 20, random.Random(f"{SEED} {way}"), tmp_path / "runs"))
     assert sum(": killed" in line for line in lines) == 20
 
 
 @pytest.mark.slow
-def test_a_run_killed_fifty_times_inside_generations_ends_in_the_same_bits(small_model: Path, tmp_path: Path) -> None:
+def test_run_killed_50_times_inside_generations_is_bitwise_equal(small_model: Path, tmp_path: Path) -> None:
     lines = list(campaign(small_model, "completions, used twice", 50, random.Random(SEED), tmp_path))
     assert sum(": killed" in line for line in lines) == 50

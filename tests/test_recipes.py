@@ -24,7 +24,7 @@ def test_there_are_ten_recipes():
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_trains_the_bundled_model(recipe: Path, tmp_path: Path, monkeypatch) -> None:
+def test_recipe_trains_the_bundled_model(recipe: Path, tmp_path: Path, monkeypatch) -> None:
     if "quantization_bit" in recipe.read_text() and not find_spec("bitsandbytes"):
         pytest.skip("needs bitsandbytes")
     monkeypatch.chdir(tmp_path)
@@ -38,7 +38,7 @@ def test_a_recipe_trains_the_bundled_model(recipe: Path, tmp_path: Path, monkeyp
     assert (made / "model.safetensors").is_file() or (made / "adapter_model.safetensors").is_file()
 
 
-def test_the_page_shows_the_files_and_their_memory(monkeypatch) -> None:
+def test_recipes_page_shows_files_and_memory(monkeypatch) -> None:
     """Made again with: python scripts/make_recipes_page.py"""
     from burnish.run.plan import resources
 

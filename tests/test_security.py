@@ -12,7 +12,7 @@ from burnish import cli
 PAGE = Path(__file__).parents[1] / "docs" / "security.md"
 
 
-def test_every_promise_names_a_test_that_is_there() -> None:
+def test_every_security_promise_names_an_existing_test() -> None:
     rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 12
     for row in rows:
@@ -21,7 +21,7 @@ def test_every_promise_names_a_test_that_is_there() -> None:
 
 
 @pytest.mark.run
-def test_trust_in_code_of_others_stands_in_the_log_and_in_the_card(user_folder: Path) -> None:
+def test_trust_remote_code_is_recorded_in_log_and_card(user_folder: Path) -> None:
     assert cli.main(["train", "run.yaml", "max_steps=1", "trust_remote_code=true"]) == 0
     said = "trust_remote_code: Python code that comes with model may run with your permissions."
     assert said in Path("out/run.log").read_text(encoding="utf-8")
@@ -35,7 +35,7 @@ def test_trust_in_code_of_others_stands_in_the_log_and_in_the_card(user_folder: 
     ["{{ ''.__class__.__mro__ }}", "{{ messages.__class__.__base__.__subclasses__() }}", "{% include '/etc/passwd' %}",
      "{{ self.__init__.__globals__ }}", "{{ messages.append(1) }}", "{% import 'os' as os %}"],
 )  # fmt: skip
-def test_a_chat_template_cannot_leave_its_sandbox(
+def test_chat_template_cannot_leave_its_sandbox(
     escape: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
@@ -44,7 +44,7 @@ def test_a_chat_template_cannot_leave_its_sandbox(
     assert "root:" not in "".join(told(capsys))
 
 
-def test_yaml_makes_no_python_objects(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_yaml_creates_no_python_objects(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mark = Path("made")
     line = f"columns: !!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path [{mark}]]\n"
     run = Path("run.yaml").read_text(encoding="utf-8")
@@ -58,7 +58,7 @@ def test_yaml_makes_no_python_objects(user_folder: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/tmp/elsewhere.safetensors"])
-def test_an_index_cannot_lead_out_of_its_folder(
+def test_weight_index_cannot_reference_files_outside_its_folder(
     name: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("model/model.safetensors").rename("elsewhere.safetensors")

@@ -14,7 +14,7 @@ HOLDERS = {"options", "args", "choices"}
 """Names of objects that hold options, alone or as an attribute (``self.args``)."""
 
 
-def test_the_flat_class_that_a_type_checker_sees_has_the_groups_of_the_one_that_runs():
+def test_flat_options_type_has_groups_of_the_runtime_class():
     from burnish.inference import options as answers
     from burnish.run.plan import options
     from burnish.trainer.arguments import fields
@@ -44,7 +44,7 @@ def options_read(tree: ast.AST) -> list[ast.Attribute]:
 
 
 @pytest.mark.slow
-def test_each_option_that_is_misspelt_fails_the_type_check(tmp_path):
+def test_each_misspelled_option_fails_the_type_check(tmp_path):
     """Every place in the source at once, in a copy."""
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
@@ -64,7 +64,7 @@ def test_each_option_that_is_misspelt_fails_the_type_check(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_misspelt_attribute_of_a_library_fails_the_type_check(tmp_path):
+def test_misspelled_library_attribute_fails_the_type_check(tmp_path):
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     file = tmp_path / "src" / "burnish" / "reader.py"
     file.parent.mkdir(parents=True)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.slow
-def test_the_wheel_runs_the_demo_from_an_empty_environment(tmp_path):
+def test_wheel_runs_the_demo_from_an_empty_environment(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # a checkout may be on it
 
     def run(*command: str | Path) -> str:

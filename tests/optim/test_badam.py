@@ -75,25 +75,25 @@ def layers_moved(**given):
         ({"badam_switch_interval": -1, "badam_start_block": 1}, [1] * 8),
     ],
 )
-def test_each_block_gets_exactly_its_interval_in_the_order_asked_for(given, expected):
+def test_each_block_gets_its_interval_in_requested_order(given, expected):
     assert layers_moved(**{"badam_switch_interval": 2, **given}) == expected
 
 
-def test_random_blocks_come_once_per_pass_and_depend_on_the_seed_alone():
+def test_random_blocks_occur_once_per_pass_and_depend_only_on_the_seed():
     first = layers_moved(badam_switch_mode="random", badam_switch_interval=1, count=9)
     torch.rand(3)
     assert layers_moved(badam_switch_mode="random", badam_switch_interval=1, count=9) == first
     assert all(sorted(first[i : i + 3]) == [0, 1, 2] for i in (0, 3, 6)[: len(first) // 3])
 
 
-def test_weight_decay_is_the_one_that_was_given_and_not_on_biases():
+def test_weight_decay_is_the_given_one_and_skips_biases():
     model = Layered()
     optimizer = optimizer_of(model, weight_decay=0.3)
     assert [group["weight_decay"] for group in optimizer.inner.param_groups] == [0.3, 0.0]
     assert [len(group["params"]) for group in optimizer.inner.param_groups] == [1, 1]
 
 
-def test_a_block_moves_as_adamw_would_move_it():
+def test_block_updates_match_adamw():
     torch.manual_seed(0)
     model, plain = Layered(), Layered()
     plain.load_state_dict(model.state_dict())
@@ -111,7 +111,7 @@ def test_a_block_moves_as_adamw_would_move_it():
     assert torch.equal(model.layers[0].bias, plain.layers[0].bias)
 
 
-def test_only_the_active_block_holds_gradients_and_moments():
+def test_only_active_block_has_gradients_and_moments():
     model = Layered()
     optimizer = optimizer_of(model, badam_start_block=1)
     model(torch.randn(5, 4)).sum().backward()
@@ -120,7 +120,7 @@ def test_only_the_active_block_holds_gradients_and_moments():
     assert len(optimizer.inner.state) == 2
 
 
-def test_a_model_in_bfloat16_keeps_float32_copies_of_the_active_block_alone():
+def test_bfloat16_model_keeps_float32_copies_of_active_block_only():
     torch.manual_seed(0)
     model = Layered(torch.bfloat16)
     optimizer = optimizer_of(model, learning_rate=1e-5)
@@ -136,7 +136,7 @@ def test_a_model_in_bfloat16_keeps_float32_copies_of_the_active_block_alone():
 
 
 @pytest.mark.parametrize("mask", ["adjacent", "scatter"])
-def test_ratio_mode_moves_its_share_of_the_entries(mask):
+def test_ratio_mode_updates_its_fraction_of_entries(mask):
     torch.manual_seed(0)
     model = Layered()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -163,7 +163,7 @@ class Tied(Layered):
 
 
 @pytest.mark.parametrize("mode", ["layer", "ratio"])
-def test_a_model_whose_output_is_its_embedding_trains_its_layers(mode):
+def test_model_with_tied_embeddings_trains_its_layers(mode):
     torch.manual_seed(0)
     model = Tied()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -178,7 +178,7 @@ def test_a_model_whose_output_is_its_embedding_trains_its_layers(mode):
 
 @pytest.mark.parametrize("given", [{}, {"badam_switch_mode": "random"}, {"badam_mode": "ratio"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_run_stopped_inside_a_block_goes_on_in_it_to_the_bit(tmp_path, given, dtype):
+def test_run_stopped_inside_a_block_resumes_bitwise_equal(tmp_path, given, dtype):
     def run(name, callbacks=()):
         torch.manual_seed(0)
         made, options = make_run(tmp_path / name, callbacks, model=Layered(dtype), save_strategy="no", **asked)
@@ -196,12 +196,12 @@ def test_a_run_stopped_inside_a_block_goes_on_in_it_to_the_bit(tmp_path, given, 
     assert not same(weights(first), weights(whole))
 
 
-def test_blocks_are_the_numbered_layers_in_the_order_of_their_numbers():
+def test_blocks_are_numbered_layers_in_numeric_order():
     names = ["embed.weight", *(f"model.layers.{i}.mlp.weight" for i in (0, 10, 2)), "model.layers.2.experts.7.weight"]
     assert list(blocks_of(names)) == ["model.layers.0", "model.layers.2", "model.layers.10"]
 
 
-def test_what_badam_cannot_do_is_refused():
+def test_unsupported_badam_options_are_rejected():
     assert "finetuning_type" in str(check_badam(badam_options(finetuning_type="lora"))[0])
     assert "badam_switch_interval" in str(
         check_badam(badam_options(finetuning_type="full", badam_switch_interval=0))[0]

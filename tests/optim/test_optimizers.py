@@ -100,12 +100,12 @@ def through_a_file(state):
 
 
 @pytest.mark.parametrize("library", MISSING)
-def test_optimizers_of_a_library(library):
+def test_optimizers_of_a_library_are_available(library):
     pytest.skip(f"{library} is not installed: its optimizers are not tested")
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_it_moves_the_weights_and_lowers_the_loss(name):
+def test_optimizer_updates_weights_and_reduces_the_loss(name):
     training = Training(name)
     before = training.weights()
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(99))
@@ -117,7 +117,7 @@ def test_it_moves_the_weights_and_lowers_the_loss(name):
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_a_run_that_goes_on_from_its_state_ends_in_the_same_bits(name):
+def test_resumed_optimizer_is_bitwise_equal(name):
     whole = Training(name).run(8).weights()
     stopped = Training(name).run(5)  # in the middle of a block of BAdam, and between new directions of GaLore
     saved, rate = through_a_file(stopped.optimizer.state_dict()), through_a_file(stopped.scheduler.state_dict())
@@ -133,7 +133,7 @@ def test_a_run_that_goes_on_from_its_state_ends_in_the_same_bits(name):
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_it_follows_the_schedule(name):
+def test_optimizer_follows_the_schedule(name):
     """At a learning rate of zero nothing moves; and the rate it reports is a number, not a tensor."""
     training = Training(name, weight_decay=0.1)
     training.run(2)
@@ -160,7 +160,7 @@ def test_weight_decay_shrinks_matrices(name):
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_each_of_adams_settings_is_read_or_said_to_be_left_out(name):
+def test_each_adam_setting_is_used_or_reported_as_unused(name):
     """A setting moves the weights elsewhere, or a note says that it does not."""
     plain = Training(name).run(8).weights()
     for setting, value in (("adam_beta1", 0.5), ("adam_beta2", 0.6), ("adam_epsilon", 1.0)):
@@ -172,13 +172,13 @@ def test_each_of_adams_settings_is_read_or_said_to_be_left_out(name):
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_an_argument_that_it_does_not_take_is_refused(name):
+def test_unsupported_optimizer_argument_is_rejected(name):
     with pytest.raises(UserError, match="does not accept all of optim_args"):
         Training(name, optim_args="no_such_thing=1")
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_a_parameter_that_got_no_gradient_stays_where_it_is(name):
+def test_parameter_without_gradient_is_unchanged(name):
     """And has no state yet: a router's expert that no token went to."""
     training = Training(name, weight_decay=0.1)
     training.model["layers"][0].unused = nn.Linear(WIDTH, WIDTH)
@@ -194,7 +194,7 @@ def test_a_parameter_that_got_no_gradient_stays_where_it_is(name):
     assert any(not torch.equal(after[key], before[key]) for key in before)
 
 
-def test_what_is_set_for_another_optimizer_is_said():
+def test_settings_of_another_optimizer_are_reported():
     notes = " ".join(optimizer_notes(options_for("adamw_torch", badam_switch_interval=7, galore_rank=3)))
     assert '"badam_switch_interval" has no effect' in notes
     assert '"galore_rank" has no effect' in notes
@@ -202,7 +202,7 @@ def test_what_is_set_for_another_optimizer_is_said():
 
 
 @pytest.mark.parametrize(("first", "second"), [("use_galore", "use_apollo"), ("use_badam", "use_adam_mini")])
-def test_two_switches_at_once_are_refused(first, second):
+def test_two_optimizer_switches_are_rejected(first, second):
     (problem,) = check_optimizer(options_for("adamw_torch", **{first: True, second: True}))
     assert "cannot be combined" in problem.what
     assert first in problem.what
@@ -214,14 +214,14 @@ def test_two_switches_at_once_are_refused(first, second):
     [("use_badam", badam.check_badam), ("use_muon", muon.check_muon),
      ("use_adam_mini", adam_mini.check_adam_mini)],
 )  # fmt: skip
-def test_a_switch_and_an_optimizer_of_another_name_are_refused(switch, check):
+def test_optimizer_switch_contradicts_another_optimizer_name(switch, check):
     (problem,) = check(options_for("adafactor", **{switch: True}))
     assert 'cannot be combined with "optim" adafactor' in problem.what
     assert check(options_for("adamw_torch", **{switch: True})) == []
 
 
 @pytest.mark.parametrize("name", sorted(refused._REFUSED))
-def test_what_cannot_be_had_is_refused_with_its_reason(name):
+def test_unavailable_optimizer_is_rejected_with_its_reason(name):
     (problem,) = check_optimizer(options_for(name))
     assert name in problem.what
     assert problem.remedy
@@ -229,13 +229,13 @@ def test_what_cannot_be_had_is_refused_with_its_reason(name):
         Training(name)
 
 
-def test_every_name_of_transformers_is_a_member_or_refused():
+def test_every_transformers_optimizer_name_is_registered_or_rejected():
     from transformers.training_args import OptimizerNames
 
     assert all(name.value in OPTIMIZERS for name in OptimizerNames)
 
 
-def test_a_missing_library_is_said_with_its_extra_before_anything_is_made(monkeypatch):
+def test_missing_optimizer_library_is_reported_with_its_extra(monkeypatch):
     monkeypatch.setattr(builtin, "find_spec", lambda name: None)
     (problem,) = check_optimizer(options_for("adamw_8bit"))
     assert "bitsandbytes" in problem.what
@@ -250,7 +250,7 @@ def test_a_missing_library_is_said_with_its_extra_before_anything_is_made(monkey
 # --- single families --------------------------------------------------------------------------------------------------
 
 
-def test_a_learning_rate_of_its_own_becomes_a_group_behind_the_others():
+def test_custom_learning_rate_becomes_a_separate_last_group():
     model = small_model()
     rates = {"layers.0.weight": 0.5, "layers.0.bias": 0.25}
     optimizer = create_optimizer(model.named_parameters(), model, options_for("adamw_torch", weight_decay=0.1), rates)
@@ -267,7 +267,7 @@ def test_a_learning_rate_of_its_own_becomes_a_group_behind_the_others():
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([rate / 2 for rate in scheduler.base_lrs])
 
 
-def test_galore_is_its_formula():
+def test_galore_matches_formula():
     """One step of algorithm 2: AdamW's first step is the sign of R, projected back."""
     training = Training("galore_adamw", galore_rank=4, galore_scale=0.5, galore_proj_type="std")
     before = training.weights()["layers.0.weight"]
@@ -280,14 +280,14 @@ def test_galore_is_its_formula():
     torch.testing.assert_close(training.weights()["layers.0.weight"], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_galore_keeps_moments_of_the_rank_only():
+def test_galore_keeps_only_low_rank_moments():
     optimizer = Training("galore_adamw", galore_rank=4).run(1).optimizer
     sizes = {tuple(t.shape) for t in split(optimizer.state_dict())[0].values()}
     assert (WIDTH, 4) in sizes
     assert (WIDTH, WIDTH) not in sizes
 
 
-def test_galore_matches_its_authors_library():
+def test_galore_matches_its_reference_library():
     galore_torch = pytest.importorskip("galore_torch")
     for side, shape in itertools.product(["std", "reverse_std", "right", "left", "full"], [(6, 10), (10, 6)]):
         matches_galore(galore_torch, side, shape)
@@ -311,7 +311,7 @@ def matches_galore(galore_torch, side, shape):
     torch.testing.assert_close(own.data, theirs.data, rtol=1e-4, atol=1e-5)
 
 
-def test_apollo_matches_its_authors_library():
+def test_apollo_matches_its_reference_library():
     apollo_torch = pytest.importorskip("apollo_torch")
     for given in itertools.product(["channel", "tensor"], [(6, 10), (10, 6)], [True, False]):
         matches_apollo(apollo_torch, *given)
@@ -338,7 +338,7 @@ def matches_apollo(apollo_torch, growth, shape, is_front):
     torch.testing.assert_close(own.data, theirs.data, rtol=1e-3, atol=1e-5)
 
 
-def test_optim_args_are_read_where_transformers_users_write_them():
+def test_optim_args_are_read_like_in_transformers():
     given = options_for("galore_adamw", galore_rank=None, optim_args="rank=7, update_proj_gap=5, scale=0.3")
     assert low_rank._galore_method(given)[1:4] == (7, 5, 0.3)
     assert low_rank._galore_method(options_for("galore_adamw", galore_rank=None, galore_update_interval=200))[1:4] == (
@@ -346,7 +346,7 @@ def test_optim_args_are_read_where_transformers_users_write_them():
     )  # fmt: skip
 
 
-def test_under_llamafactorys_switches_the_defaults_are_its_own():
+def test_llamafactory_switches_use_llamafactory_defaults():
     """LLaMA-Factory 0.9.5, hparams/finetuning_args.py."""
     galore = low_rank._galore_method(options_for("adamw_torch", use_galore=True))
     assert galore[1:6] == (16, 200, 2.0, "std", "svd")
@@ -366,17 +366,17 @@ def test_under_llamafactorys_switches_the_defaults_are_its_own():
         ({"use_apollo": True, "optim": "adafactor"}, 'optim "adafactor"'),
     ],
 )
-def test_contradictions_of_low_rank_are_refused(given, words):
+def test_contradictory_low_rank_options_are_rejected(given, words):
     problems = low_rank.check_low_rank(options_for("adamw_torch", **given))
     assert words in " ".join(str(problem) for problem in problems)
 
 
-def test_a_target_that_names_no_matrix_is_refused():
+def test_target_without_matching_matrix_is_rejected():
     with pytest.raises(UserError, match="q_proj"):
         Training("galore_adamw", galore_target=["q_proj"])
 
 
-def test_muon_moves_the_matrices_of_layers_and_adamw_the_rest():
+def test_muon_updates_layer_matrices_and_adamw_the_rest():
     optimizer = Training("muon").optimizer
     muon, adamw = optimizer.inner
     assert isinstance(muon, torch.optim.Muon)
@@ -407,7 +407,7 @@ def gradients(model, step, scale=1.0):
         parameter.grad = (scale * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype)
 
 
-def test_adam_mini_is_its_formula_with_a_second_moment_per_head_neuron_or_token():
+def test_adam_mini_matches_formula_per_head_neuron_or_token():
     model, beta1, beta2, rate, decay = small_llama(), 0.9, 0.999, 1e-2, 0.1
     optimizer = mini_of(model, weight_decay=decay)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -432,7 +432,7 @@ def test_adam_mini_is_its_formula_with_a_second_moment_per_head_neuron_or_token(
         torch.testing.assert_close(p.detach(), before[name], msg=name)
 
 
-def test_adam_mini_matches_its_authors_library():
+def test_adam_mini_matches_its_reference_library():
     library = pytest.importorskip("adam_mini")
     own, theirs = small_llama(), small_llama()
     optimizer = mini_of(own, weight_decay=0.1)
@@ -448,7 +448,7 @@ def test_adam_mini_matches_its_authors_library():
         torch.testing.assert_close(p, q, msg=name)
 
 
-def test_adam_mini_keeps_half_of_what_adamw_keeps():
+def test_adam_mini_keeps_half_the_state_of_adamw():
     kept = {}
     for name in ("adam_mini", "adamw_torch"):
         model = small_llama()
@@ -463,7 +463,7 @@ def test_adam_mini_keeps_half_of_what_adamw_keeps():
     assert kept["adam_mini"] == weights + 4 * few
 
 
-def test_second_moments_stay_in_float32_over_a_checkpoint_of_bfloat16():
+def test_second_moments_stay_float32_across_bfloat16_checkpoint():
     """In bfloat16 a decay of a thousandth is less than half a step: the moments would never fall."""
     model = small_llama().bfloat16()
     optimizer = mini_of(model)
@@ -477,7 +477,7 @@ def test_second_moments_stay_in_float32_over_a_checkpoint_of_bfloat16():
     assert again.state[weight]["exp_avg_sq"].dtype == torch.float32
 
 
-def test_adam_mini_cuts_what_stands_on_its_side_along_its_neurons():
+def test_adam_mini_splits_transposed_weights_by_neuron():
     model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=10, n_positions=4))
     optimizer = mini_of(model)
     gradients(model, 0)
@@ -488,13 +488,13 @@ def test_adam_mini_cuts_what_stands_on_its_side_along_its_neurons():
     assert moments["transformer.h.0.ln_1.weight"] == (1,)
 
 
-def test_heads_that_nobody_counts_are_asked_for():
+def test_unknown_number_of_heads_must_be_given():
     model = nn.ModuleDict({"q_proj": nn.Linear(4, 4)})
     with pytest.raises(UserError, match="num_attention_heads"):
         mini_of(model)
 
 
-def test_schedule_free_evaluates_other_weights_than_it_trains():
+def test_schedule_free_evaluates_averaged_weights():
     pytest.importorskip(OPTIMIZERS.get("schedule_free_adamw").traits["library"])
     training = Training("schedule_free_adamw").run(3)
     trained = training.weights()
@@ -510,7 +510,7 @@ def test_schedule_free_evaluates_other_weights_than_it_trains():
     "name", [name for name in ("adamw_8bit", "lion_8bit", "ademamix_8bit", "rmsprop_bnb_8bit") if name in HERE]
 )
 @pytest.mark.parametrize("copy", [True, False])
-def test_moments_in_8_bits_are_saved_once_and_go_on_to_the_bit(name, copy, tmp_path):
+def test_8_bit_moments_are_saved_once_and_resume_bitwise_equal(name, copy, tmp_path):
     whole, stopped = Training(name).run(6), Training(name).run(3)
     tensors, data = split(stopped.optimizer.state_dict(), copy=copy)
     save_file(tensors, tmp_path / "optimizer.safetensors")  # refuses tensors that share memory
@@ -523,7 +523,7 @@ def test_moments_in_8_bits_are_saved_once_and_go_on_to_the_bit(name, copy, tmp_p
     assert all(torch.equal(value, ended[key]) for key, value in whole.weights().items())
 
 
-def test_moments_of_embeddings_have_32_bits():
+def test_embedding_moments_have_32_bits():
     pytest.importorskip("bitsandbytes")
 
     def embedding(seed=0):

@@ -47,12 +47,12 @@ KINDS = {"DPOTrainer": of_pairs, "KTOTrainer": of_verdicts, "RewardTrainer": of_
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_collator_that_pads_as_trls_learns_what_burnishs_rows_do(kind, folder, tmp_path):
+def test_trl_padding_collator_learns_the_same_as_burnish_rows(kind, folder, tmp_path):
     own = losses(make(kind, folder / "model", tmp_path / "own"))
     assert losses(make(kind, folder / "model", tmp_path / "its", given={"data_collator": KINDS[kind]})) == own
 
 
-def test_what_a_collator_does_is_learned(folder, tmp_path):
+def test_collator_changes_are_learned(folder, tmp_path):
     def swapped(rows):
         return of_pairs([{**row, "chosen_ids": row["rejected_ids"], "rejected_ids": row["chosen_ids"]} for row in rows])
 
@@ -64,7 +64,7 @@ def test_what_a_collator_does_is_learned(folder, tmp_path):
     assert losses(own) != losses(its)
 
 
-def test_a_collator_without_a_mask_of_answers_is_refused(folder, tmp_path):
+def test_collator_without_completion_mask_is_rejected(folder, tmp_path):
     def bare(rows):
         return {name: value for name, value in of_pairs(rows).items() if name != "completion_mask"}
 

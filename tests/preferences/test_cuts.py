@@ -99,7 +99,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_update_does_not_depend_on_the_cut_nor_on_the_layout(name):
+def test_update_does_not_depend_on_micro_batching_or_layout(name):
     kind, given = CASES[name]
     loss, whole = update(kind, CUTS["8x1"], **given)
     assert whole.norm() > 0
@@ -114,7 +114,7 @@ def test_the_update_does_not_depend_on_the_cut_nor_on_the_layout(name):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_log_probabilities_per_token_have_a_gradient_and_sum_to_those_of_sequences(fused):
+def test_token_log_probabilities_have_gradients_and_sum_to_sequence_ones(fused):
     options, policy = Flat(fused_loss="auto" if fused else False), tiny_model(seed=0, max_position_embeddings=128)
     assert make_padding_free(policy).is_flat
     objective = PairObjective(options, template=None)

@@ -54,7 +54,7 @@ def assert_same(case, logs, norms, steps=5):
 
 
 @pytest.mark.parametrize("name", OF_LLAMAFACTORY)
-def test_five_steps_are_those_of_llamafactory(name, folder, monkeypatch):
+def test_five_steps_match_llamafactory(name, folder, monkeypatch):
     case = golden()["runs"]["llamafactory"][name]
     given = {key: value for key, value in case["settings"].items() if key not in ("do_train", "disable_shuffling")}
     if given.get("adapter_name_or_path"):
@@ -62,7 +62,7 @@ def test_five_steps_are_those_of_llamafactory(name, folder, monkeypatch):
     assert_same(case, *run(folder, monkeypatch, **given))
 
 
-def test_the_baseline_of_a_first_step_is_that_of_llamafactory(folder, monkeypatch):
+def test_first_step_baseline_matches_llamafactory(folder, monkeypatch):
     """Later ones move with each micro-batch there, and once per step here."""
     case = golden()["runs"]["llamafactory"]["dpo_bco"]
     given = {key: value for key, value in case["settings"].items() if key not in ("do_train", "disable_shuffling")}
@@ -70,7 +70,7 @@ def test_the_baseline_of_a_first_step_is_that_of_llamafactory(folder, monkeypatc
 
 
 @pytest.mark.parametrize("name", OF_TRL)
-def test_five_steps_are_those_of_trl(name, folder, monkeypatch):
+def test_five_steps_match_trl(name, folder, monkeypatch):
     case = golden()["runs"]["trl"][name]
     asked = case["settings"]
     names = {"loss_type": "pref_loss", "beta": "pref_beta", "loss_weights": "pref_loss_weights",
@@ -84,7 +84,7 @@ def test_five_steps_are_those_of_trl(name, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["reward", "reward_center"])
-def test_five_steps_of_a_classifier_are_those_of_trl(name, folder, monkeypatch):
+def test_five_steps_of_a_classifier_match_trl(name, folder, monkeypatch):
     """Its least and greatest rewards are means over micro-batches there."""
     case = golden()["runs"]["trl"][name]
     given = {"stage": "rm", "dataset": "dpo_en_demo", "model_name_or_path": "scorer"}
@@ -101,7 +101,7 @@ def test_five_steps_of_a_classifier_are_those_of_trl(name, folder, monkeypatch):
             assert norms[name] == pytest.approx(norm, rel=5e-5), name
 
 
-def test_the_first_micro_batches_of_kto_are_those_of_trl(folder):
+def test_first_micro_batches_of_kto_match_trl(folder):
     """Its other answers stand behind the record's own prompt, and its baseline is that of a micro-batch."""
     case, records = golden()["runs"]["trl"]["kto"], golden()["runs"]["rows"]["chatml"]["kto"]
     policy, reference = (

@@ -35,7 +35,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("change", "beside"), CHANGES, ids=lambda value: next(iter(value), "alone"))
-def test_each_option_of_pairs_changes_their_loss(workplace, monkeypatch, change, beside):
+def test_each_pair_option_changes_the_loss(workplace, monkeypatch, change, beside):
     before = losses(workplace, monkeypatch, **beside)
     after = losses(workplace, monkeypatch, **beside, **change)
     assert before != after
@@ -51,7 +51,7 @@ def test_each_option_of_pairs_changes_their_loss(workplace, monkeypatch, change,
     ],
     ids=str,
 )  # fmt: skip
-def test_each_option_of_verdicts_and_rewards_changes_their_loss(workplace, monkeypatch, stage, change):
+def test_each_kto_and_reward_option_changes_the_loss(workplace, monkeypatch, stage, change):
     swapped = {"model_name_or_path": "other", "ref_model": "model"}
     beside = {"stage": stage, "max_steps": 4, **(swapped if stage == "kto" else {})}
     assert losses(workplace, monkeypatch, **beside) != losses(workplace, monkeypatch, **beside, **change)
@@ -60,13 +60,13 @@ def test_each_option_of_verdicts_and_rewards_changes_their_loss(workplace, monke
 @pytest.mark.parametrize(("asked", "file", "name"), [
     (None, "value_head", "v_head.summary.weight"), ("score", "model", "score.weight"),
 ])  # fmt: skip
-def test_reward_head_says_how_a_reward_model_is_saved(workplace, monkeypatch, asked, file, name):
+def test_reward_head_selects_saved_format_of_reward_model(workplace, monkeypatch, asked, file, name):
     losses(workplace, monkeypatch, stage="rm", reward_head=asked, output_dir=str(workplace / f"saved-{asked}"))
     with safe_open(workplace / f"saved-{asked}" / f"{file}.safetensors", "pt") as tensors:
         assert name in tensors.keys()  # noqa: SIM118
 
 
-def test_a_reward_model_scores_a_set_and_is_read_again_by_its_owners(workplace, monkeypatch):
+def test_reward_model_scores_dataset_and_reloads_in_burnish_and_transformers(workplace, monkeypatch):
     """By burnish, which evaluates what it has saved; and by transformers, as a sequence classifier."""
     trained = workplace / "scorer"
     data = {
@@ -92,19 +92,19 @@ def test_a_reward_model_scores_a_set_and_is_read_again_by_its_owners(workplace, 
     assert [line["chosen"] for line in read] == pytest.approx([line["chosen"] for line in lines], abs=1e-4)
 
 
-def test_a_model_without_a_reward_head_scores_nothing(workplace, monkeypatch):
+def test_model_without_reward_head_scores_nothing(workplace, monkeypatch):
     given = {"stage": "rm", "do_predict": True, "do_train": False, "eval_dataset": str(workplace / "pairs.json")}
     with pytest.raises(UserError, match="it is not a reward model"):
         run_of(workplace, monkeypatch, **given, output_dir=str(workplace / "none"))
 
 
-def test_dropout_is_off_unless_it_is_asked_for(workplace, monkeypatch):
+def test_dropout_is_disabled_by_default(workplace, monkeypatch):
     without = losses(workplace, monkeypatch, model_name_or_path="dropping")
     assert without[0] == pytest.approx(0.693147, abs=1e-6)
     assert losses(workplace, monkeypatch, model_name_or_path="dropping", disable_dropout=False) != without
 
 
-def test_a_reference_may_have_adapters_and_few_bits(workplace, monkeypatch):
+def test_reference_can_have_adapters_and_be_quantized(workplace, monkeypatch):
     """The second model is loaded as a model of such options is."""
     from burnish.run import references
 
@@ -181,7 +181,7 @@ def refusal(workplace, **changes):
     ],
     ids=lambda value: "-".join(map(str, value.values()))[:30] if isinstance(value, dict) else "",
 )
-def test_what_contradicts_itself_is_refused_before_anything_is_read(workplace, changes, words):
+def test_contradictory_preference_options_are_rejected_before_reading(workplace, changes, words):
     message = refusal(workplace, **changes)
     for word in words:
         assert word in message

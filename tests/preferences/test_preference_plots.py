@@ -31,7 +31,7 @@ def test_falling_rewards_of_chosen_responses_are_explained_once(capsys, chosen, 
     assert said(capsys, chosen, margins) == times
 
 
-def test_rewards_are_drawn(tmp_path):
+def test_rewards_are_plotted(tmp_path):
     history = [
         {"step": step, "loss": 0.7, **{f"rewards/{name}": step / 10 for name in ("chosen", "rejected", "margins")},
          "rewards/accuracies": 0.5}
@@ -44,7 +44,7 @@ def test_rewards_are_drawn(tmp_path):
 @pytest.mark.parametrize("margins", [
     {"evaluation": [1.5, -0.5, 0.25, float("nan")]}, {"one": [0.0], "other": [-2.0, -1.0]}, {"far": [1e6, 1e6 + 1]},
 ])  # fmt: skip
-def test_the_spread_of_margins_is_drawn(tmp_path, margins):
+def test_margin_distribution_is_plotted(tmp_path, margins):
     from matplotlib.image import imread
 
     (path,) = plot_margins(margins, tmp_path, "saves/rm")

@@ -47,7 +47,7 @@ def test_second_run_reads_cached_reference_values(workplace, monkeypatch, asked,
     assert len(asked) == 1
 
 
-def test_a_new_adapter_of_another_seed_has_the_same_reference(workplace, monkeypatch, asked):
+def test_new_adapter_with_another_seed_has_the_same_reference(workplace, monkeypatch, asked):
     for seed in (1, 2):
         losses(workplace, monkeypatch, finetuning_type="lora", seed=seed, **BEFORE)
     assert len(asked) == 1
@@ -96,7 +96,7 @@ def test_changed_reference_is_computed_again(workplace, monkeypatch, asked, chan
     assert losses(workplace, monkeypatch, **BEFORE, **given) == cached
 
 
-def test_a_cache_that_cannot_be_written_stops_no_run(workplace, monkeypatch, asked, capsys):
+def test_unwritable_cache_does_not_stop_the_run(workplace, monkeypatch, asked, capsys):
     (workplace / "cache").mkdir()
     (workplace / "cache" / "reference").write_text("a file")
     assert losses(workplace, monkeypatch, **BEFORE)

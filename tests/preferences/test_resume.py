@@ -41,7 +41,7 @@ RARELY = ("aot", "rm, lora", "dpo, full")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in RARELY else n for n in RUNS])
-def test_a_run_that_was_stopped_ends_in_the_same_weights(workplace, monkeypatch, name):
+def test_stopped_run_resumes_to_the_same_weights(workplace, monkeypatch, name):
     made = {**RUNS[name], "max_steps": 5, "save_strategy": "steps", "save_steps": 3}
     if "adapter_name_or_path" in made:
         losses(workplace, monkeypatch, finetuning_type="lora", output_dir=str(workplace / "adapter"))

@@ -47,7 +47,7 @@ def run(words):
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_sharded_over_two_processes_the_run_is_that_of_one_and_goes_on_alone(workplace, monkeypatch, name, engine):
+def test_run_sharded_over_two_processes_matches_one_and_resumes_alone(workplace, monkeypatch, name, engine):
     one = losses(workplace, monkeypatch, **KINDS[name])
     made = given(workplace, **KINDS[name], **engine, ddp_backend="gloo", per_device_train_batch_size=1,
                  output_dir=str(workplace / "two"), save_strategy="steps", save_steps=2)  # fmt: skip
@@ -79,13 +79,13 @@ def assert_same_files(ours, theirs):
     ("change", "words"),
     [({"sync_ref_model": True}, "updates full weights"), ({"stage": "rm", "reward_head": "score"}, "one process")],
 )
-def test_what_needs_whole_weights_is_refused_by_name(workplace, monkeypatch, change, words):
+def test_options_that_need_full_weights_are_rejected_by_name(workplace, monkeypatch, change, words):
     monkeypatch.setattr(SingleProcess, "splits_weights", True)
     with pytest.raises(UserError, match=words):
         losses(workplace, monkeypatch, **change)
 
 
-def test_a_mean_row_of_no_head_is_none():
+def test_mean_row_without_head_is_none():
     engine = SingleProcess(ParallelOptions(use_cpu=True))
     engine.splits_weights = True
     assert mean_row(None, engine) is None

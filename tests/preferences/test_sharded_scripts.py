@@ -24,7 +24,7 @@ def sharded(folder, output):
     script(folder, output, per_device_train_batch_size=1, fsdp="full_shard", ddp_backend="gloo")
 
 
-def test_the_reference_of_a_sharded_policy_is_the_start_of_the_run(tmp_path):
+def test_reference_of_sharded_policy_is_the_initial_model(tmp_path):
     make_model(tmp_path / "model")
     script(tmp_path, tmp_path / "one")
     in_two_processes(sharded, str(tmp_path), str(tmp_path / "two"))

@@ -35,12 +35,12 @@ def of_verdicts(workplace, **more):
             "columns": json.dumps(columns), **more}  # fmt: skip
 
 
-def test_streamed_verdicts_learn_what_verdicts_in_memory_do(workplace, monkeypatch):
+def test_streamed_kto_examples_train_like_loaded_ones(workplace, monkeypatch):
     held = losses(workplace, monkeypatch, **of_verdicts(workplace))
     assert losses(workplace, monkeypatch, **of_verdicts(workplace, streaming=True, buffer_size=64)) == held
 
 
-def test_a_streamed_bad_record_is_no_neighbour(workplace, monkeypatch):
+def test_invalid_streamed_record_is_not_used_as_neighbor(workplace, monkeypatch):
     records = verdicts()
     records[3]["label"] = "perhaps"
     (workplace / "verdicts.json").write_text(json.dumps(records))
@@ -51,7 +51,7 @@ def test_a_streamed_bad_record_is_no_neighbour(workplace, monkeypatch):
 
 
 @pytest.mark.parametrize("stage", ["dpo", "rm", "kto"])
-def test_a_micro_batch_whose_records_give_no_row_is_blank(workplace, monkeypatch, stage):
+def test_micro_batch_without_rows_is_blank(workplace, monkeypatch, stage):
     records = pairs() if stage != "kto" else verdicts()
     for record in records[:2]:  # the whole first micro-batch of the first step
         record |= {"label": 3} if stage == "kto" else {"rejected": ""}
@@ -72,7 +72,7 @@ def as_row(prompt, answer):
     return {"input_ids": [*prompt, *answer], "labels": [-100] * len(prompt) + answer, "tag": True}
 
 
-def test_in_a_step_each_row_has_the_answer_before_it_that_is_another():
+def test_each_row_of_a_step_uses_preceding_different_response():
     rows = RowsWithMismatched(ListedRows([as_row([1, 2], [7]), as_row([3], [8, 9]), as_row([4], [8, 9]), None]), 4)
     keys = rows.keys_of_step([2, 0, 1, 3])
     assert keys == {2: (2, 0), 0: (0, 2), 1: (1, 0), 3: (3, 1)}
@@ -88,14 +88,14 @@ def test_in_a_step_each_row_has_the_answer_before_it_that_is_another():
             {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}, {"streaming": True}],
     ids=lambda cut: next(iter(cut)),
 )  # fmt: skip
-def test_other_answers_of_the_step_do_not_depend_on_its_cut(workplace, monkeypatch, cut):
+def test_step_mismatched_responses_do_not_depend_on_micro_batching(workplace, monkeypatch, cut):
     asked = of_verdicts(workplace, model_name_or_path="other", ref_model="model", **GROUP)
     whole = losses(workplace, monkeypatch, **asked)
     assert losses(workplace, monkeypatch, **{**asked, **cut}) == pytest.approx(whole, rel=1e-5)
     assert whole != losses(workplace, monkeypatch, **{**asked, "kl_pairing": "neighbour"})
 
 
-def test_an_evaluation_has_the_neighbours_of_its_set(workplace, monkeypatch):
+def test_evaluation_uses_neighbors_of_its_dataset(workplace, monkeypatch):
     more = {"eval_dataset": str(workplace / "verdicts.json"), "eval_strategy": "steps", "eval_steps": 3}
     assert losses(workplace, monkeypatch, **of_verdicts(workplace, **GROUP, **more))
 
@@ -104,12 +104,12 @@ def test_an_evaluation_has_the_neighbours_of_its_set(workplace, monkeypatch):
     ("change", "words"),
     [({"precompute_ref_log_probs": True}, "kl_pairing"), ({"max_tokens_per_batch": 512}, "kl_pairing")],
 )
-def test_what_cannot_be_known_of_a_step_is_refused(workplace, change, words):
+def test_options_that_prevent_step_pairing_are_rejected(workplace, change, words):
     with pytest.raises(UserError, match=words):
         plan(given(workplace, **of_verdicts(workplace, **GROUP, **change)))
 
 
 @pytest.mark.parametrize("changes", [{"stage": "dpo"}, {"stage": "kto", "kto_loss": "apo_zero_unpaired"}], ids=str)
-def test_pairing_without_a_baseline_has_no_effect_and_that_is_said(workplace, changes):
+def test_pairing_without_baseline_has_no_effect_and_is_reported(workplace, changes):
     notes = plan(given(workplace, **GROUP, **changes)).notes
     assert any("kl_pairing" in note and "no effect" in note for note in notes)

@@ -42,7 +42,7 @@ def mixture(folder, asks=False):
 
 
 @pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
-def test_a_mixture_of_experts_is_balanced_unless_told_not_to(kind, folder, tmp_path):
+def test_mixture_of_experts_is_balanced_by_default(kind, folder, tmp_path):
     """The loss has the router's by the model's own weight, and the log has it without: that of the padded rows."""
     model, found = mixture(folder), {}
     rows = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1}
@@ -59,7 +59,7 @@ def test_a_mixture_of_experts_is_balanced_unless_told_not_to(kind, folder, tmp_p
 
 
 @pytest.mark.parametrize(("kind", "is_balanced"), [("DPOTrainer", False), ("ORPOTrainer", True)])
-def test_a_config_that_asks_for_a_routers_loss_is_followed_where_trl_follows_it(kind, is_balanced, folder, tmp_path):
+def test_router_loss_in_model_config_is_followed_as_in_trl(kind, is_balanced, folder, tmp_path):
     """A weight of 0 stands above it; ORPO and CPO go by the config alone."""
     trainer = make(kind, mixture(folder, asks=True), tmp_path, max_steps=1, **(
         {} if is_balanced else {"router_aux_loss_coef": 0.0}
@@ -68,18 +68,18 @@ def test_a_config_that_asks_for_a_routers_loss_is_followed_where_trl_follows_it(
     assert ("aux_loss" in trainer.state.log_history[0]) == trainer.aux_loss_enabled == is_balanced
 
 
-def test_orpo_does_not_balance_a_mixture_whose_config_does_not_ask(folder, tmp_path):
+def test_orpo_balances_experts_only_if_model_config_requests_it(folder, tmp_path):
     trainer = make("ORPOTrainer", mixture(folder), tmp_path, max_steps=1)
     losses(trainer)
     assert "aux_loss" not in trainer.state.log_history[0]
 
 
-def test_a_weight_for_the_router_of_a_model_without_one_is_refused(folder, tmp_path):
+def test_router_weight_for_model_without_router_is_rejected(folder, tmp_path):
     with pytest.raises(ValueError, match="not a Mixture-of-Experts model"):
         make("DPOTrainer", folder / "model", tmp_path, router_aux_loss_coef=0.1)
 
 
-def test_a_model_that_is_there_is_not_quantized(folder, tmp_path):
+def test_loaded_model_is_not_quantized(folder, tmp_path):
     four = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
     with pytest.raises(UserError, match="already instantiated"):
         make("DPOTrainer", read(folder / "model"), tmp_path, given=four)
@@ -88,7 +88,7 @@ def test_a_model_that_is_there_is_not_quantized(folder, tmp_path):
 # --- reference --------------------------------------------------------------------------------------------------------
 
 
-def test_the_reference_is_a_model_over_the_weights_at_the_start(folder, tmp_path):
+def test_ref_model_has_initial_weights(folder, tmp_path):
     trainer = make("DPOTrainer", folder / "model", tmp_path)
     start = weights(trainer)
     losses(trainer)
@@ -104,7 +104,7 @@ def test_the_reference_is_a_model_over_the_weights_at_the_start(folder, tmp_path
     assert not any(parameter.requires_grad for parameter in its.values())
 
 
-def test_the_reference_that_follows_moves_where_a_script_looks(folder, tmp_path):
+def test_synced_ref_model_is_visible_to_scripts(folder, tmp_path):
     trainer = make("DPOTrainer", folder / "model", tmp_path, sync_ref_model=True, ref_model_sync_steps=1)
     before = {name: value.clone() for name, value in trainer.ref_model.named_parameters()}
     losses(trainer)
@@ -116,7 +116,7 @@ def in_stream(rows):
 
 
 @pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
-def test_a_new_set_is_compared_with_the_reference_while_that_is_there(kind, folder, tmp_path):
+def test_new_dataset_is_compared_with_the_existing_reference(kind, folder, tmp_path):
     rows = verdicts(4) if kind == "KTOTrainer" else pairs(4)
     trainer = make(kind, folder / "model", tmp_path, precompute_ref_log_probs=True)
     plain = make(kind, folder / "model", tmp_path)
@@ -130,7 +130,7 @@ def test_a_new_set_is_compared_with_the_reference_while_that_is_there(kind, fold
             ask(as_set(rows))
 
 
-def test_without_its_adapter_a_model_is_its_reference_after_training_too(folder, tmp_path):
+def test_base_of_adapter_stays_the_reference_after_training(folder, tmp_path):
     from peft import LoraConfig
 
     given = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="gaussian")}
@@ -148,7 +148,7 @@ def test_without_its_adapter_a_model_is_its_reference_after_training_too(folder,
 # --- collator ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_collator_makes_trls_padded_batch(folder, tmp_path):
+def test_collator_returns_padded_trl_batch(folder, tmp_path):
     trainer = make("DPOTrainer", folder / "model", tmp_path)
     rows = [trainer.train_dataset[number] for number in range(3)]
     made, pad = trainer.data_collator(rows), trainer.processing_class.pad_token_id
@@ -161,7 +161,7 @@ def test_the_collator_makes_trls_padded_batch(folder, tmp_path):
     ]
 
 
-def test_the_collator_of_verdicts_has_the_other_answers(folder, tmp_path):
+def test_kto_collator_includes_mismatched_responses(folder, tmp_path):
     trainer = make("KTOTrainer", folder / "model", tmp_path)
     row = trainer.train_dataset[0]
     made = trainer.data_collator([row])
@@ -170,7 +170,7 @@ def test_the_collator_of_verdicts_has_the_other_answers(folder, tmp_path):
     assert made["label"].tolist() == [row["label"]]
 
 
-def test_a_collator_that_is_put_in_later_is_the_one_that_trains(folder, tmp_path):
+def test_replaced_collator_is_used_for_training(folder, tmp_path):
     from_the_start = make("DPOTrainer", folder / "model", tmp_path, given={"data_collator": swapped})
     later = make("DPOTrainer", folder / "model", tmp_path)
     later.data_collator = swapped

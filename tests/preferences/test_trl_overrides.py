@@ -75,7 +75,7 @@ def run(kind, bases, folder, output, **arguments):
 
 @pytest.mark.parametrize("name", ["compute_loss", "training_step", "prediction_step"])
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_an_override_gets_trls_batch_and_the_model_and_changes_nothing(kind, name, folder, tmp_path):
+def test_override_receives_trl_batch_and_model_and_changes_nothing(kind, name, folder, tmp_path):
     mine, found, evaluated = run(kind, noting(name), folder, tmp_path / "mine")
     _, usual, expected = run(kind, Usual, folder, tmp_path / "usual")
     model, names = mine.seen[name]
@@ -109,7 +109,7 @@ BESIDE = {
         for name in table[kind]
     ],
 )
-def test_a_method_of_trls_is_called_and_changes_nothing(kind, name, takes_model, folder, tmp_path):
+def test_trl_method_override_is_called_and_changes_nothing(kind, name, takes_model, folder, tmp_path):
     mine, found, evaluated = run(kind, noting(name, takes_model), folder, tmp_path / "mine")
     _, usual, expected = run(kind, Usual, folder, tmp_path / "usual")
     assert name in mine.seen
@@ -120,7 +120,7 @@ def test_a_method_of_trls_is_called_and_changes_nothing(kind, name, takes_model,
 
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo", "simpo"])
-def test_every_loss_of_cpo_is_the_same_by_its_method(loss_type, folder, tmp_path):
+def test_cpo_losses_equal_those_of_its_method(loss_type, folder, tmp_path):
     given = {"loss_type": loss_type, "label_smoothing": 0.1 if loss_type == "sigmoid" else 0.0}
     _, found, _ = run("CPOTrainer", noting("cpo_loss", False), folder, tmp_path / "mine", **given)
     _, usual, _ = run("CPOTrainer", Usual, folder, tmp_path / "usual", **given)
@@ -128,7 +128,7 @@ def test_every_loss_of_cpo_is_the_same_by_its_method(loss_type, folder, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
-def test_a_loss_of_42_is_42(kind, folder, tmp_path):
+def test_constant_loss_override_is_reported(kind, folder, tmp_path):
     class Own:
         def _compute_loss(self, model, inputs, return_outputs):
             loss = model(inputs["input_ids"]).logits.sum() * 0 + 42.0
@@ -139,7 +139,7 @@ def test_a_loss_of_42_is_42(kind, folder, tmp_path):
     assert trainer.evaluate(as_set(verdicts(4) if kind == "KTOTrainer" else pairs(4)))["eval_loss"] == 42.0
 
 
-def test_a_loss_of_a_scripts_own_reads_the_model_and_the_reference(folder, tmp_path):
+def test_custom_loss_can_read_model_and_reference(folder, tmp_path):
     """DPO's formula over TRL's batch gives burnish's losses."""
 
     class Own:
@@ -163,7 +163,7 @@ def test_a_loss_of_a_scripts_own_reads_the_model_and_the_reference(folder, tmp_p
     assert mine.state.log_history[0]["mine"] == 2.0
 
 
-def test_a_batch_that_a_script_changes_is_learned_as_it_is_changed(folder, tmp_path):
+def test_batch_changed_by_a_script_is_trained(folder, tmp_path):
     class Swapped:
         def compute_loss(self, model, inputs, *given, **named):
             for name, value in inputs.items():
@@ -177,7 +177,7 @@ def test_a_batch_that_a_script_changes_is_learned_as_it_is_changed(folder, tmp_p
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_a_batch_that_a_script_prepares_as_a_new_dict_is_the_one_that_trains(kind, folder, tmp_path):
+def test_batch_replaced_in_prepare_inputs_is_trained(kind, folder, tmp_path):
     class Same:
         def _prepare_inputs(self, inputs):
             return {**super()._prepare_inputs(inputs)}
@@ -188,7 +188,7 @@ def test_a_batch_that_a_script_prepares_as_a_new_dict_is_the_one_that_trains(kin
     assert evaluated == {name: pytest.approx(value, rel=1e-3, abs=1e-5) for name, value in expected.items()}
 
 
-def test_a_baseline_of_a_script_is_ktos(folder, tmp_path):
+def test_baseline_override_is_used_by_kto(folder, tmp_path):
     class Far:
         def _compute_kl_logps(self, model, batch):
             found = super()._compute_kl_logps(model, batch)
@@ -202,7 +202,7 @@ def test_a_baseline_of_a_script_is_ktos(folder, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
-def test_the_reference_that_a_script_asks_is_the_one_that_counts(kind, folder, tmp_path):
+def test_reference_log_probabilities_of_a_script_are_used(kind, folder, tmp_path):
     class Far:
         def compute_ref_log_probs(self, model, inputs):
             return tuple(one + 2.0 * at for at, one in enumerate(super().compute_ref_log_probs(model, inputs)))
@@ -218,7 +218,7 @@ def test_the_reference_that_a_script_asks_is_the_one_that_counts(kind, folder, t
         )
 
 
-def test_rows_that_a_script_tokenizes_are_the_ones_that_train(folder, tmp_path):
+def test_rows_tokenized_by_override_are_trained(folder, tmp_path):
     class Short:
         def tokenize_row(self, feature, model=None):
             assert isinstance(feature["prompt"], str)
@@ -231,7 +231,7 @@ def test_rows_that_a_script_tokenizes_are_the_ones_that_train(folder, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["ORPOTrainer", "CPOTrainer"])
-def test_rows_that_a_script_has_tokenized_are_predicted_as_they_are(kind, folder, tmp_path):
+def test_rows_tokenized_by_a_script_are_predicted_unchanged(kind, folder, tmp_path):
     rows = as_set(pairs(5))
     mine = of(kind, noting("tokenize_row", False), folder, tmp_path, {"eval_dataset": rows})
     expected = mine.evaluate()["eval_loss"]
@@ -240,7 +240,7 @@ def test_rows_that_a_script_has_tokenized_are_predicted_as_they_are(kind, folder
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_collator_of_a_script_meets_an_override(kind, folder, tmp_path):
+def test_custom_collator_works_with_an_override(kind, folder, tmp_path):
     given = {"data_collator": KINDS[kind]}
     mine, usual = (
         of(kind, bases, folder, tmp_path / bases.__name__, given) for bases in (noting("compute_loss"), Usual)
@@ -248,7 +248,7 @@ def test_a_collator_of_a_script_meets_an_override(kind, folder, tmp_path):
     assert losses(mine) == pytest.approx(losses(usual), rel=1e-5)
 
 
-def test_an_adapter_and_numbers_beforehand_meet_an_override(folder, tmp_path):
+def test_adapter_and_precomputed_reference_work_with_an_override(folder, tmp_path):
     found = []
     for bases in (noting("compute_loss"), Usual):
         lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
@@ -280,7 +280,7 @@ def of_processes(kind, model, output, name):
     [("DPOTrainer", "_compute_loss"), ("KTOTrainer", "compute_loss"), ("RewardTrainer", "training_step"),
      ("ORPOTrainer", "concatenated_forward")],
 )  # fmt: skip
-def test_an_override_in_two_processes_changes_nothing(kind, name, folder, tmp_path):
+def test_override_in_two_processes_changes_nothing(kind, name, folder, tmp_path):
     for output in ("one", "two"):
         (tmp_path / output).mkdir()
     of_processes(kind, folder / "model", tmp_path / "one", None)

@@ -73,7 +73,7 @@ def test_rows_match_trl(case):
     "case", [case for case in CASES if case["trainer"] == "KTOTrainer"],
     ids=lambda case: f"{case['set']}-{case['max_length']}",
 )  # fmt: skip
-def test_the_other_answer_is_that_of_the_record_before(case):
+def test_mismatched_response_is_that_of_the_preceding_record(case):
     limit, records = case["max_length"], golden()["rows"]["trl"]["records"][case["set"]]
     rows = rows_of(records, "KTOTrainer", limit)
     if len({*map(tuple, rows["completion_ids"])}) == 1:

@@ -38,7 +38,7 @@ def trainer_like(case, folder, output, **changes):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_five_steps_are_those_of_trl(name, folder, tmp_path):
+def test_five_steps_match_trl(name, folder, tmp_path):
     case = golden()["runs"]["trl"][name]
     trainer = trainer_like(case, folder, tmp_path)
     for step, (ours, theirs) in enumerate(zip(logs_of(trainer), case["logs"], strict=False)):
@@ -53,7 +53,7 @@ def test_five_steps_are_those_of_trl(name, folder, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["kto", "dpo_mpo"])
-def test_a_first_step_of_one_micro_batch_is_that_of_trl(name, folder, tmp_path):
+def test_first_step_of_one_micro_batch_matches_trl(name, folder, tmp_path):
     """With the other answers that TRL chose, and the terms that it computes for a micro-batch."""
     case = golden()["runs"]["trl"][name]
     trainer = trainer_like(case, folder, tmp_path, gradient_accumulation_steps=1, max_steps=1)

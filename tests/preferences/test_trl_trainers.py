@@ -44,7 +44,7 @@ def read(path):
 @pytest.mark.parametrize(
     ("kind", "more"), [*((kind, {}) for kind in TRAINERS), ("KTOTrainer", {"kl_pairing": "group"})], ids=str
 )
-def test_a_step_does_not_depend_on_its_micro_batches(kind, more, folder, tmp_path):
+def test_step_does_not_depend_on_micro_batches(kind, more, folder, tmp_path):
     """Eight rows at once, cut as 8x1, 4x2 and 3+3+2."""
     rows = verdicts(8) if kind == "KTOTrainer" else pairs(8)
     found = []
@@ -78,7 +78,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_that_was_stopped_goes_on_to_the_same_weights(name, folder, tmp_path):
+def test_stopped_run_resumes_to_the_same_weights(name, folder, tmp_path):
     kind, arguments = RUNS[name]
     arguments = {**arguments, "max_steps": 5, "save_strategy": "steps", "save_steps": 3}
     is_adapted = arguments.pop("lora", False)
@@ -127,7 +127,7 @@ def of_two_processes(kind, model, output, asks_beforehand):
         ("RewardTrainer", None),
     ],
 )
-def test_two_processes_learn_what_one_does(kind, asks_beforehand, folder, tmp_path):
+def test_two_processes_train_like_one(kind, asks_beforehand, folder, tmp_path):
     for name, run in (("one", lambda *given: of_two_processes(*given)),
                       ("two", lambda *given: in_two_processes(of_two_processes, *given))):  # fmt: skip
         (tmp_path / name).mkdir()
@@ -137,7 +137,7 @@ def test_two_processes_learn_what_one_does(kind, asks_beforehand, folder, tmp_pa
     assert one == pytest.approx(two, rel=1e-4, abs=1e-6)
 
 
-def test_other_answers_of_the_step_are_those_of_the_row_before_it_in_the_order_of_the_epoch(folder, tmp_path):
+def test_step_mismatched_response_precedes_in_epoch_order(folder, tmp_path):
     trainer = make(
         "KTOTrainer", folder / "model", tmp_path, verdicts(8), kl_pairing="group", train_sampling_strategy="random",
         per_device_train_batch_size=2, gradient_accumulation_steps=2,
@@ -157,7 +157,7 @@ def test_other_answers_of_the_step_are_those_of_the_row_before_it_in_the_order_o
         dataset[0]
 
 
-def test_streamed_verdicts_have_no_other_answers_of_a_step(folder, tmp_path):
+def test_streamed_kto_examples_have_no_step_pairing(folder, tmp_path):
     streamed = as_set(verdicts()).to_iterable_dataset()
     with pytest.raises(ValueError, match="not supported with IterableDataset"):
         make("KTOTrainer", folder / "model", tmp_path, streamed, kl_pairing="group").train()
@@ -166,7 +166,7 @@ def test_streamed_verdicts_have_no_other_answers_of_a_step(folder, tmp_path):
 # --- the reference ----------------------------------------------------------------------------------------------------
 
 
-def test_a_model_that_is_handed_in_is_its_own_reference(folder, tmp_path):
+def test_given_model_is_its_own_reference(folder, tmp_path):
     """Whatever was done to its weights since it was loaded."""
     model = read(folder / "model")
     with torch.no_grad():
@@ -176,7 +176,7 @@ def test_a_model_that_is_handed_in_is_its_own_reference(folder, tmp_path):
 
 
 @pytest.mark.parametrize("given", [{}, {"init_lora_weights": "pissa"}])
-def test_of_a_new_adapter_the_reference_is_the_start(given, folder, tmp_path):
+def test_reference_of_new_adapter_is_the_base_model(given, folder, tmp_path):
     adapter = LoraConfig(**LORA, **given)
     trainer = make("DPOTrainer", folder / "model", tmp_path, given={"peft_config": adapter})
     first, *_, last = losses(trainer)
@@ -185,7 +185,7 @@ def test_of_a_new_adapter_the_reference_is_the_start(given, folder, tmp_path):
     assert {name.split(".")[-2] for name, p in trainer.model.named_parameters() if p.requires_grad} == {"default"}
 
 
-def test_of_an_adapter_that_is_continued_the_reference_is_the_adapter(folder, tmp_path):
+def test_reference_of_continued_adapter_is_the_initial_adapter(folder, tmp_path):
     made = make("DPOTrainer", folder / "model", tmp_path, given={"peft_config": LoraConfig(**LORA)})
     made.train()
     made.save_model(str(tmp_path / "adapter"))
@@ -194,7 +194,7 @@ def test_of_an_adapter_that_is_continued_the_reference_is_the_adapter(folder, tm
     assert losses(make("DPOTrainer", again, tmp_path, given=given))[0] == pytest.approx(math.log(2), abs=1e-6)
 
 
-def test_a_reference_may_be_a_model_or_its_name_and_not_the_model_itself(folder, tmp_path):
+def test_reference_can_be_a_model_or_name_but_not_the_policy(folder, tmp_path):
     named = losses(make("DPOTrainer", folder / "model", tmp_path, given={"ref_model": str(folder / "other")}))
     loaded = losses(make("DPOTrainer", folder / "model", tmp_path, given={"ref_model": read(folder / "other")}))
     assert named == loaded
@@ -239,7 +239,7 @@ LOGGED = {
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_an_evaluation_has_trls_names_and_does_not_depend_on_its_batches(kind, folder, tmp_path):
+def test_evaluation_has_trl_names_and_does_not_depend_on_batches(kind, folder, tmp_path):
     rows, found = as_set(verdicts(7) if kind == "KTOTrainer" else pairs(7)), []
     for size in (1, 3):
         trainer = make(
@@ -257,7 +257,7 @@ def test_an_evaluation_has_trls_names_and_does_not_depend_on_its_batches(kind, f
 
 
 @pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer", "RewardTrainer"])
-def test_metrics_of_ones_own_see_the_rewards(kind, folder, tmp_path):
+def test_custom_metrics_receive_rewards(kind, folder, tmp_path):
     rows = as_set(verdicts(5) if kind == "KTOTrainer" else pairs(5))
 
     def metrics(prediction):
@@ -278,7 +278,7 @@ def test_metrics_of_ones_own_see_the_rewards(kind, folder, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model", "plain"])
-def test_a_reward_model_is_read_by_transformers_where_it_was_trained(name, folder, tmp_path):
+def test_reward_model_loads_in_transformers_with_trained_scores(name, folder, tmp_path):
     """In one batch and alone, also where the tokenizer pads with its end token."""
     trainer = make("RewardTrainer", folder / name, tmp_path, pairs(3), given={"eval_dataset": as_set(pairs(3))})
     trainer.train()
@@ -294,7 +294,7 @@ def test_a_reward_model_is_read_by_transformers_where_it_was_trained(name, folde
         assert alone == pytest.approx(scores[0, side], abs=1e-5)
 
 
-def test_ids_in_columns_of_the_older_names_are_learned_with_one_warning(folder, tmp_path):
+def test_deprecated_token_id_columns_are_trained_with_one_warning(folder, tmp_path):
     ids = [{"chosen_input_ids": [5, 6, 7 + n], "rejected_input_ids": [5, 6, 20 + n]} for n in range(8)]
     with pytest.warns(FutureWarning, match="rename `chosen_input_ids` to `chosen_ids`"):
         trainer = make("RewardTrainer", folder / "plain", tmp_path, ids, max_steps=1)
@@ -302,7 +302,7 @@ def test_ids_in_columns_of_the_older_names_are_learned_with_one_warning(folder, 
     assert losses(trainer)
 
 
-def test_a_classifier_of_several_labels_is_no_reward_model(folder, tmp_path):
+def test_classifier_with_several_labels_is_not_a_reward_model(folder, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=3)
     given = {"processing_class": AutoTokenizer.from_pretrained(folder / "model")}
     with pytest.raises(UserError, match=r"`num_labels=1`\. Received: LlamaForSequenceClassification with 3 labels"):
@@ -316,7 +316,7 @@ def decoded(trainer, name, place=0):
     return AutoTokenizer.from_pretrained(trainer.model.config._name_or_path).decode(trainer.train_dataset[place][name])
 
 
-def test_a_pair_may_be_written_in_several_ways(folder, tmp_path):
+def test_pair_formats_are_equivalent(folder, tmp_path):
     question, yes, no = said("user", "Well?"), said("assistant", "yes"), said("assistant", "no")
     ways = [
         {"prompt": question, "chosen": yes, "rejected": no},
@@ -332,7 +332,7 @@ def test_a_pair_may_be_written_in_several_ways(folder, tmp_path):
     assert all(row == rows[0] for row in rows)
 
 
-def test_tools_and_arguments_of_the_template_come_from_the_record(folder, tmp_path):
+def test_tools_and_template_arguments_are_read_from_the_record(folder, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tokenizer.chat_template = "{{ mood }} {% for t in tools or [] %}{{ t.name }} {% endfor %}" + tokenizer.chat_template
     rows = [{**pair, "tools": '[{"name": "red"}]', "chat_template_kwargs": {"mood": "blue"}} for pair in pairs(2)]
@@ -340,18 +340,18 @@ def test_tools_and_arguments_of_the_template_come_from_the_record(folder, tmp_pa
     assert tokenizer.decode(trainer.train_dataset[0]["prompt_ids"]).startswith("blue red <|im_start|>user")
 
 
-def test_a_set_of_pairs_is_split_into_verdicts(folder, tmp_path):
+def test_pairs_are_split_into_labelled_examples(folder, tmp_path):
     trainer = make("KTOTrainer", folder / "model", tmp_path, pairs(3))
     assert trainer.train_dataset["label"] == [True] * 3 + [False] * 3
     assert len(losses(trainer)) == 3
 
 
-def test_a_streamed_set_is_learned(folder, tmp_path):
+def test_streamed_dataset_trains(folder, tmp_path):
     streamed = Dataset.from_list(pairs()).to_iterable_dataset()
     assert losses(make("DPOTrainer", folder / "model", tmp_path, streamed))[0] == pytest.approx(math.log(2), abs=1e-6)
 
 
-def test_streamed_verdicts_have_the_other_answers_of_a_loaded_set(folder, tmp_path):
+def test_streamed_kto_examples_have_mismatched_responses_of_loaded_dataset(folder, tmp_path):
     loaded = as_set(verdicts(8))
     found = [
         make("KTOTrainer", folder / "model", tmp_path / str(at), rows, {"ref_model": str(folder / "other")})
@@ -364,7 +364,7 @@ def test_streamed_verdicts_have_the_other_answers_of_a_loaded_set(folder, tmp_pa
     assert losses(make("KTOTrainer", folder / "model", tmp_path / "same", streamed))  # none has another answer
 
 
-def test_a_long_pair_keeps_one_prompt(folder, tmp_path):
+def test_long_pair_keeps_one_prompt(folder, tmp_path):
     row = {"prompt": "red " * 8, "chosen": "green " * 30, "rejected": "blue"}
     for mode, whole in (("keep_start", True), ("keep_end", False)):
         trainer = make("DPOTrainer", folder / "model", tmp_path, [row], max_length=40, truncation_mode=mode)
@@ -389,7 +389,7 @@ def bad(**changes):
         (bad(chosen=None), 'record 3: "chosen" must be text, a message or a list of messages'),
     ],
 )
-def test_a_bad_record_is_named_by_its_number_or_left_out(rows, words, folder, tmp_path, monkeypatch):
+def test_invalid_record_is_reported_by_number_or_dropped(rows, words, folder, tmp_path, monkeypatch):
     monkeypatch.setattr("burnish.data.length.LONGEST_RECORD", 1000)
     with pytest.raises(UserError, match="record 3") as caught:
         make("DPOTrainer", folder / "model", tmp_path, rows)
@@ -407,7 +407,7 @@ def test_a_bad_record_is_named_by_its_number_or_left_out(rows, words, folder, tm
         ("RewardTrainer", [{**row, "margin": "far"} for row in pairs()], '"margin" must be a number'),
     ],
 )
-def test_a_set_of_another_kind_is_refused(kind, rows, words, folder, tmp_path):
+def test_dataset_of_another_type_is_rejected(kind, rows, words, folder, tmp_path):
     with pytest.raises(ValueError, match=words):
         make(kind, folder / "model", tmp_path, rows)
 
@@ -461,12 +461,12 @@ def test_each_argument_changes_the_loss(kind, change, folder, tmp_path):
         ("DPOConfig", {"generate_during_eval": True}, "burnish predict"),
     ],
 )
-def test_arguments_that_mean_nothing_are_refused_by_name(config, given, words, tmp_path):
+def test_meaningless_arguments_are_rejected_by_name(config, given, words, tmp_path):
     with pytest.raises(ValueError, match=words):
         getattr(burnish, config)(str(tmp_path), use_cpu=True, **given)
 
 
-def test_arguments_of_the_constructor_of_earlier_versions_are_led_to_the_config(folder, tmp_path):
+def test_deprecated_constructor_arguments_point_to_the_config(folder, tmp_path):
     with pytest.raises(TypeError, match=r"Use DPOConfig\(beta=...\)"):
         make("DPOTrainer", folder / "model", tmp_path, given={"beta": 0.1})
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -474,7 +474,7 @@ def test_arguments_of_the_constructor_of_earlier_versions_are_led_to_the_config(
         make("DPOTrainer", folder / "model", tmp_path, given={"tokenizer": tokenizer})
 
 
-def test_a_script_reads_its_arguments_from_the_command_line(tmp_path):
+def test_script_reads_arguments_from_command_line(tmp_path):
     """As TRL's scripts do, with the parser of transformers."""
     words = ["--output_dir", str(tmp_path), "--learning_rate", "5.0e-7", "--loss_type", "sigmoid", "bco_pair",
              "--loss_weights", "0.8", "0.2", "--eval_strategy", "steps", "--eval_steps", "50", "--use_cpu", "--beta",
@@ -489,7 +489,7 @@ def test_a_script_reads_its_arguments_from_the_command_line(tmp_path):
 
 
 @pytest.mark.parametrize("config", ["ORPOConfig", "CPOConfig"])
-def test_the_flags_of_trls_orpo_and_cpo_are_parsed(config, tmp_path):
+def test_trl_orpo_and_cpo_flags_are_parsed(config, tmp_path):
     words = ["--output_dir", str(tmp_path), "--use_cpu", "--is_encoder_decoder", "false", "--generate_during_eval",
              "false", "--max_completion_length", "64"]  # fmt: skip
     words += ["--padding_value", "5"] if config == "ORPOConfig" else []
@@ -500,14 +500,14 @@ def test_the_flags_of_trls_orpo_and_cpo_are_parsed(config, tmp_path):
     assert args.max_completion_length is None
 
 
-def test_a_padding_value_is_what_orpo_pads_with(folder, tmp_path):
+def test_padding_value_is_used_by_orpo(folder, tmp_path):
     trainer = make("ORPOTrainer", folder / "model", tmp_path, padding_value=7)
     batch = trainer.data_collator([trainer.train_dataset[0], trainer.train_dataset[3]])
     assert {*batch["chosen_input_ids"][batch["chosen_attention_mask"] == 0].tolist()} == {7}
     assert losses(trainer) == losses(make("ORPOTrainer", folder / "model", tmp_path))
 
 
-def test_a_loss_of_ones_own_begins_with_burnishs(folder, tmp_path):
+def test_custom_loss_can_start_from_burnish_loss(folder, tmp_path):
     class Halved(burnish.DPOTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             return super().compute_loss(model, inputs) / 2
@@ -518,7 +518,7 @@ def test_a_loss_of_ones_own_begins_with_burnishs(folder, tmp_path):
     assert Halved(model, args=arguments, **given).train().training_loss == pytest.approx(math.log(2) / 2, abs=1e-6)
 
 
-def test_the_script_of_the_page_trains(folder, tmp_path, monkeypatch):
+def test_script_of_documentation_page_trains(folder, tmp_path, monkeypatch):
     page = (Path(burnish.__file__).parents[2] / "docs" / "preferences.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
@@ -531,7 +531,7 @@ def test_the_script_of_the_page_trains(folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer", "RewardTrainer"])
-def test_a_script_in_the_shape_of_trls_runs_to_its_end(kind, folder, tmp_path):
+def test_trl_style_script_runs(kind, folder, tmp_path):
     """Their dpo.py, kto.py and reward_modeling.py."""
     rows = as_set(verdicts() if kind == "KTOTrainer" else pairs()).train_test_split(test_size=4, seed=0)
     trainer = make(
@@ -549,7 +549,7 @@ def test_a_script_in_the_shape_of_trls_runs_to_its_end(kind, folder, tmp_path):
     assert trainer.state.best_metric == min(log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log)
 
 
-def test_a_second_model_may_move_towards_the_policy(folder, tmp_path):
+def test_ref_model_can_be_synced_with_the_policy(folder, tmp_path):
     """And lies in the checkpoint, as where it stood."""
     other = read(folder / "other")
     arguments = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
@@ -568,7 +568,7 @@ def test_a_second_model_may_move_towards_the_policy(folder, tmp_path):
 
 
 @pytest.mark.parametrize("trainer", ["SFTTrainer", "ORPOTrainer", "RewardTrainer"])
-def test_a_model_with_an_encoder_and_a_decoder_is_refused_in_words(trainer):
+def test_encoder_decoder_model_is_rejected(trainer):
     from datasets import Dataset
     from transformers import T5Config, T5ForConditionalGeneration
 

@@ -73,14 +73,14 @@ def test_journal_has_command_options_events_and_outcome(workplace, capsys):
     assert json.loads(capsys.readouterr().out)["state"] == "done"
 
 
-def test_what_was_given_can_be_run_again_and_is_the_same_run(workplace):
+def test_recorded_options_reproduce_the_run(workplace):
     assert main(["train", "run.yaml"]) == 0
     weights = Path("saves/first/adapter_model.safetensors").read_bytes()
     assert main(["train", "saves/first/run.yaml", "output_dir=saves/second"]) == 0
     assert Path("saves/second/adapter_model.safetensors").read_bytes() == weights
 
 
-def test_a_run_that_fails_says_why_in_its_outcome(workplace, monkeypatch):
+def test_failed_run_records_reason_in_its_outcome(workplace, monkeypatch):
     monkeypatch.setattr("burnish.loop.loop.Loop.train", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
     assert main(["train", "run.yaml"]) == 1
     outcome = json.loads(Path("saves/first/outcome.json").read_text())
@@ -91,7 +91,7 @@ def test_a_run_that_fails_says_why_in_its_outcome(workplace, monkeypatch):
     assert read_run(Path("saves/first")).state == "failed"
 
 
-def test_a_run_that_is_refused_leaves_nothing(workplace):
+def test_rejected_run_leaves_no_files(workplace):
     assert main(["train", "run.yaml", "dataset=nowhere"]) == 2
     assert not Path("saves").exists()
 
@@ -106,7 +106,7 @@ def test_error_is_reported_to_the_launching_process(workplace):
 
 
 @pytest.mark.slow
-def test_stopped_killed_and_continued_runs_are_told_apart(workplace):
+def test_stopped_killed_and_continued_runs_are_distinguished(workplace):
     words = [sys.executable, "-m", "burnish", "train", "run.yaml", "num_train_epochs=400", "save_steps=1000"]
     environment = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
     folder = Path("saves/first")
@@ -136,7 +136,7 @@ def test_stopped_killed_and_continued_runs_are_told_apart(workplace):
     assert read_run(folder).state == "died"
 
 
-def test_a_foreign_process_with_that_pid_is_not_the_run(workplace):
+def test_foreign_process_with_same_pid_is_not_the_run(workplace):
     launch = launched(["cpu"])
     assert is_alive(launch)
     assert not is_alive({**launch, "start_ticks": launch["start_ticks"] + 1})
@@ -146,7 +146,7 @@ def test_a_foreign_process_with_that_pid_is_not_the_run(workplace):
     assert launch["boot_id"] == boot_id()
 
 
-def test_runs_of_other_makers_and_damaged_folders_are_told_with_what_can_be_read(tmp_path):
+def test_runs_of_other_libraries_and_damaged_folders_are_listed(tmp_path):
     factory = tmp_path / "a" / "factory"
     factory.mkdir(parents=True)
     (factory / "trainer_log.jsonl").write_text(
@@ -191,7 +191,7 @@ def test_runs_of_other_makers_and_damaged_folders_are_told_with_what_can_be_read
     assert socket.gethostname() not in read_run(elsewhere).sentence
 
 
-def test_a_log_of_gigabytes_is_read_from_its_end(tmp_path):
+def test_log_of_gigabytes_is_read_from_its_end(tmp_path):
     path = tmp_path / "trainer_log.jsonl"
     with path.open("wb") as file:
         file.truncate(3 * 2**30)
@@ -202,7 +202,7 @@ def test_a_log_of_gigabytes_is_read_from_its_end(tmp_path):
     assert time.monotonic() - began < 1
 
 
-def test_runs_lie_no_deeper_than_they_are_looked_for(tmp_path):
+def test_run_search_depth_is_limited(tmp_path):
     deep = tmp_path / "1/2/3/4/5"
     deep.mkdir(parents=True)
     for folder in (deep, deep.parent):
@@ -210,7 +210,7 @@ def test_runs_lie_no_deeper_than_they_are_looked_for(tmp_path):
     assert list(run_folders(tmp_path)) == [deep.parent]
 
 
-def test_a_journal_that_cannot_be_written_stops_nothing(tmp_path):
+def test_unwritable_journal_stops_nothing(tmp_path):
     metadata = RunMetadata(tmp_path / "no such folder", described=str)
     with metadata:
         metadata.begin("a: 1\n", ["cpu"])
@@ -228,7 +228,7 @@ def test_values_are_written_as_yaml_reads_them():
     assert (read_back["b"], read_back["c"], read_back["d"], read_back["e"]) == ("x: y # z", [1, "é"], None, {"k": True})
 
 
-def test_explain_as_json_says_what_the_terminal_says_and_marks_what_is_trained(workplace, capsys):
+def test_json_explanation_matches_terminal_and_marks_learned_tokens(workplace, capsys):
     assert main(["explain", "run.yaml", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["steps"]["total"] == 10
@@ -244,7 +244,7 @@ def test_explain_as_json_says_what_the_terminal_says_and_marks_what_is_trained(w
     assert {problem["option"] for problem in problems} == {"dataset", "lora_rank"}
 
 
-def test_explain_as_json_shows_both_answers_of_a_pair(workplace, capsys):
+def test_json_explanation_shows_both_responses_of_a_pair(workplace, capsys):
     pairs = [{"instruction": f"Say {n}", "chosen": f"{n} {n}", "rejected": "no"} for n in range(12)]
     Path("data/pairs.json").write_text(json.dumps(pairs))
     words = ["stage=dpo", "dataset=data/pairs.json", "output_dir=saves/pairs"]
@@ -256,7 +256,7 @@ def test_explain_as_json_shows_both_answers_of_a_pair(workplace, capsys):
     assert all(sum(len(ids) for _, _, ids in row["pieces"]) == row["tokens"] for row in rows)
 
 
-def test_the_planner_answers_line_by_line_and_survives_what_is_wrong(workplace):
+def test_planner_responds_line_by_line_and_survives_errors(workplace):
     from io import StringIO
 
     from burnish.serve.page.planner_process import planner

@@ -20,7 +20,7 @@ def run(given, *words):
     return main(["train", *as_words(given), *words])
 
 
-def test_a_profiled_run_says_where_its_steps_went_and_keeps_a_trace(tmp_path, capsys):
+def test_profiled_run_reports_step_times_and_saves_a_trace(tmp_path, capsys):
     given = make_user(tmp_path, profile_steps=2)
     assert run(given, "--profile") == 0
     folder = Path(given["output_dir"]) / "profile"
@@ -39,7 +39,7 @@ def test_a_profiled_run_says_where_its_steps_went_and_keeps_a_trace(tmp_path, ca
     assert named.count("optimizer") >= 1
 
 
-def test_a_profiled_run_gives_the_same_weights_and_may_be_continued_without(tmp_path):
+def test_profiled_run_gives_same_weights_and_resumes_unprofiled(tmp_path):
     plain, watched = (make_user(tmp_path / name, lr_scheduler_type="constant") for name in "ab")
     assert run(plain) == 0
     assert run(watched, "--profile", "--max_steps=7", "--save_steps=7") == 0
@@ -48,7 +48,7 @@ def test_a_profiled_run_gives_the_same_weights_and_may_be_continued_without(tmp_
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_a_run_too_short_to_be_profiled_is_told_so(tmp_path, capsys):
+def test_run_too_short_for_profiling_is_reported(tmp_path, capsys):
     assert run(make_user(tmp_path), "--profile", "--max_steps=5") == 2
     assert "Set max_steps: 7 or more" in capsys.readouterr().err
     assert run(make_user(tmp_path, count=8), "--profile") == 0

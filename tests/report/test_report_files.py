@@ -55,7 +55,7 @@ def rows(folder):
     return [json.loads(line) for line in (folder / "trainer_log.jsonl").read_text().splitlines()]
 
 
-def test_a_row_has_the_keys_and_numbers_that_llama_factory_writes(tmp_path):
+def test_log_row_has_llamafactory_keys_and_values(tmp_path):
     steps(tmp_path, 0, 4)
     first, evaluation = rows(tmp_path)[0], rows(tmp_path)[4]
     assert {name: value for name, value in first.items() if name not in OWN_KEYS} == {
@@ -67,7 +67,7 @@ def test_a_row_has_the_keys_and_numbers_that_llama_factory_writes(tmp_path):
     assert "lr" not in evaluation
 
 
-def test_a_row_keeps_the_measures_of_an_objective_under_the_names_of_its_peers(tmp_path):
+def test_log_row_names_objective_metrics_like_peers(tmp_path):
     callback, state = JsonlCallback(tmp_path), TrainerState(global_step=1, max_steps=2)
     callback.on_train_begin(None, state, TrainerControl())
     measures = {"rewards/accuracies": 0.5, "rewards/margins": 0.25, "kl": 0.1, "completions/mean_length": 31.5}
@@ -80,7 +80,7 @@ def test_a_row_keeps_the_measures_of_an_objective_under_the_names_of_its_peers(t
     assert not [name for name in {*row, *evaluation} if name.endswith("runtime")]
 
 
-def test_a_continued_run_has_every_step_once(tmp_path):
+def test_resumed_run_logs_every_step_once(tmp_path):
     steps(tmp_path, 0, 7, ends=False)  # killed after step 7; the last checkpoint is of step 4
     steps(tmp_path, 4, 10)
     trained = [row["current_steps"] for row in rows(tmp_path) if "loss" in row]
@@ -88,13 +88,13 @@ def test_a_continued_run_has_every_step_once(tmp_path):
     assert [row["current_steps"] for row in rows(tmp_path) if "eval_loss" in row] == [4, 8]
 
 
-def test_a_continued_run_drops_the_closing_row_of_the_part_before(tmp_path):
+def test_resumed_run_drops_summary_row_of_previous_part(tmp_path):
     steps(tmp_path, 0, 4)
     steps(tmp_path, 4, 10)
     assert [row["current_steps"] for row in rows(tmp_path)] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 10, 10]
 
 
-def test_a_row_that_was_torn_by_a_kill_does_not_stop_a_continuation(tmp_path):
+def test_truncated_log_row_does_not_prevent_resume(tmp_path):
     steps(tmp_path, 0, 4, ends=False)
     with (tmp_path / "trainer_log.jsonl").open("a") as file:
         file.write('{"current_steps": 5, "lo')
@@ -102,20 +102,20 @@ def test_a_row_that_was_torn_by_a_kill_does_not_stop_a_continuation(tmp_path):
     assert [row["current_steps"] for row in rows(tmp_path) if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_new_run_starts_a_new_log(tmp_path):
+def test_new_run_starts_a_new_log(tmp_path):
     steps(tmp_path, 0, 8)
     steps(tmp_path, 0, 2)
     assert len([row for row in rows(tmp_path) if "loss" in row]) == 2
 
 
-def test_an_evaluation_after_training_is_not_a_row_of_the_training(tmp_path):
+def test_evaluation_after_training_is_not_logged_as_training(tmp_path):
     callback = steps(tmp_path, 0, 4)
     before = rows(tmp_path)
     callback.on_log(None, TrainerState(global_step=4, max_steps=4), TrainerControl(), logs={"eval_loss": 1.0})
     assert rows(tmp_path) == before
 
 
-def test_only_the_main_process_writes_the_log(tmp_path):
+def test_only_main_process_writes_the_log(tmp_path):
     callback = JsonlCallback(tmp_path)
     state = TrainerState(max_steps=2, is_world_process_zero=False)
     callback.on_train_begin(None, state, TrainerControl())
@@ -123,7 +123,7 @@ def test_only_the_main_process_writes_the_log(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_named_evaluation_sets_have_rows_of_their_own_names(tmp_path):
+def test_named_eval_datasets_have_separate_log_rows(tmp_path):
     callback = steps(tmp_path, 0, 1, ends=False)
     callback.on_log(None, TrainerState(global_step=1, max_steps=4), TrainerControl(), logs={"eval_news_loss": 1.5})
     assert rows(tmp_path)[-1]["eval_news_loss"] == 1.5
@@ -132,7 +132,7 @@ def test_named_evaluation_sets_have_rows_of_their_own_names(tmp_path):
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def test_metrics_of_each_split_have_a_file_and_all_of_them_one(tmp_path):
+def test_metrics_are_saved_per_split_and_combined(tmp_path):
     save_metrics("train", {"train_loss": 1.5, "epoch": 3.0}, tmp_path)
     save_metrics("eval", {"eval_loss": 1.2, "epoch": 3.0}, tmp_path)
     assert json.loads((tmp_path / "train_results.json").read_text()) == {"epoch": 3.0, "train_loss": 1.5}
@@ -142,7 +142,7 @@ def test_metrics_of_each_split_have_a_file_and_all_of_them_one(tmp_path):
     assert everything.index("epoch") < everything.index("eval_loss") < everything.index("train_loss")
 
 
-def test_a_full_disk_leaves_the_results_of_before(tmp_path, monkeypatch):
+def test_full_disk_keeps_previous_results(tmp_path, monkeypatch):
     save_metrics("train", {"train_loss": 1.5}, tmp_path)
     full = OSError(28, "No space left on device")
 
@@ -157,7 +157,7 @@ def test_a_full_disk_leaves_the_results_of_before(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all_results.json", "train_results.json"]
 
 
-def test_the_state_is_saved_as_transformers_reads_it(tmp_path):
+def test_saved_trainer_state_is_read_by_transformers(tmp_path):
     save_state(TrainerState(global_step=3, log_history=[{"loss": 1.0, "step": 3}]), tmp_path)
     text = (tmp_path / "trainer_state.json").read_text()
     assert text.endswith("}\n")
@@ -166,7 +166,7 @@ def test_the_state_is_saved_as_transformers_reads_it(tmp_path):
     assert Theirs.load_from_json(str(tmp_path / "trainer_state.json")).log_history == [{"loss": 1.0, "step": 3}]
 
 
-def test_speed_metrics_are_those_of_transformers(monkeypatch):
+def test_speed_metrics_match_transformers(monkeypatch):
     from transformers.trainer_utils import speed_metrics as theirs
 
     monkeypatch.setattr("time.time", lambda: 110.0)
@@ -175,7 +175,7 @@ def test_speed_metrics_are_those_of_transformers(monkeypatch):
     assert speed_metrics("eval", 110.0, **given) == {"eval_runtime": 0.0}
 
 
-def test_metrics_are_shown_in_aligned_lines():
+def test_metrics_are_printed_in_aligned_lines():
     shown = format_metrics("train", {"train_runtime": 83.2, "train_loss": 1.5, "total_flos": 2e12})
     assert shown.splitlines() == [
         "***** train metrics *****",
@@ -186,7 +186,7 @@ def test_metrics_are_shown_in_aligned_lines():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_floating_point_operations_are_those_that_transformers_counts(tied):
+def test_floating_point_operations_match_transformers(tied):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -197,7 +197,7 @@ def test_the_floating_point_operations_are_those_that_transformers_counts(tied):
     assert floating_point_ops(model, 100) == 600 * model.num_parameters(exclude_embeddings=True)
 
 
-def test_a_module_without_embeddings_counts_whole():
+def test_module_without_embeddings_counts_all_parameters():
     assert floating_point_ops(nn.Linear(3, 4), 1) == 6 * 16
 
 
@@ -210,7 +210,7 @@ HISTORY = [
 ]
 
 
-def test_plots_are_drawn_of_what_was_logged_and_of_nothing_else(tmp_path):
+def test_only_logged_metrics_are_plotted(tmp_path):
     from matplotlib.image import imread
 
     drawn = plot_history(HISTORY, tmp_path)
@@ -224,7 +224,7 @@ def test_plots_are_drawn_of_what_was_logged_and_of_nothing_else(tmp_path):
     assert plot_history([{"train_loss": 1.0, "step": 1}], tmp_path / "none") == []
 
 
-def test_the_average_is_the_one_of_llama_factory():
+def test_moving_average_matches_llamafactory():
     """Reference values: an exponential average with w = 1.8 (1 / (1 + e^(-n / 20)) - 1/2), worked by hand for n = 4."""
     weight = 1.8 * (1 / (1 + math.exp(-0.2)) - 0.5)
     expected = [4.0, 4.0 * weight + 2.0 * (1 - weight)]
@@ -234,7 +234,7 @@ def test_the_average_is_the_one_of_llama_factory():
     assert smoothed([]) == []
 
 
-def test_a_loss_that_is_not_finite_leaves_a_gap_and_the_average_goes_on():
+def test_non_finite_loss_leaves_a_gap_and_average_continues():
     history = [{"loss": 1.0, "step": 1}, {"loss": math.inf, "step": 2}, {"loss": 1.0, "step": 3}]
     (curve,) = curves(history, ["loss"])
     assert math.isnan(curve.values[1])
@@ -243,7 +243,7 @@ def test_a_loss_that_is_not_finite_leaves_a_gap_and_the_average_goes_on():
     assert averages[2] == 1.0
 
 
-def test_drawing_changes_no_backend_and_keeps_no_figure(tmp_path):
+def test_plotting_changes_no_backend_and_keeps_no_figure(tmp_path):
     import matplotlib
 
     before = matplotlib.rcParams._get_backend_or_none()
@@ -270,7 +270,7 @@ def header(text):
     return yaml.safe_load(text.split("---\n")[1])
 
 
-def test_the_header_is_what_the_hub_reads(tmp_path):
+def test_model_card_header_is_read_by_the_hub(tmp_path):
     from huggingface_hub import ModelCard
 
     path = write_card(tmp_path, facts())
@@ -282,12 +282,12 @@ def test_the_header_is_what_the_hub_reads(tmp_path):
     assert data.license is None
 
 
-def test_a_licence_is_named_only_where_it_is_known():
+def test_license_is_named_only_if_known():
     assert "license" not in header(card_text(facts()))
     assert header(card_text(facts(license="apache-2.0")))["license"] == "apache-2.0"
 
 
-def test_names_that_exist_on_one_machine_only_are_not_given_to_the_hub(tmp_path, monkeypatch):
+def test_local_names_are_not_published_to_the_hub(tmp_path, monkeypatch):
     (tmp_path / "models" / "mine").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert is_hub_name("owner/mine")
@@ -297,7 +297,7 @@ def test_names_that_exist_on_one_machine_only_are_not_given_to_the_hub(tmp_path,
     assert "datasets" not in read
 
 
-def test_the_base_of_a_local_model_is_the_one_that_its_own_card_names(tmp_path):
+def test_base_of_local_model_is_read_from_its_card(tmp_path):
     write_card(tmp_path / "sft", facts())
     found = header(card_text(facts(base_model=str(tmp_path / "sft"))))
     assert (found["base_model"], found["base_model_relation"]) == ("Qwen/Qwen2-0.5B", "adapter")
@@ -314,7 +314,7 @@ def test_card_contains_no_secrets_or_paths():
     assert "model_name_or_path: Qwen2-0.5B" in text
 
 
-def test_a_card_says_method_results_options_and_what_happened_to_the_rows():
+def test_card_describes_method_results_options_and_row_counts():
     text = card_text(facts())
     assert (
         "A LoRA adapter for `Qwen/Qwen2-0.5B`, by supervised fine-tuning on `tatsu-lab/alpaca` and `mine.json`" in text
@@ -338,20 +338,20 @@ def test_a_card_says_method_results_options_and_what_happened_to_the_rows():
         ({"method": "full", "is_adapter": False}, "AutoModelForCausalLM.from_pretrained(folder)"),
     ],
 )
-def test_the_code_on_the_card_loads_the_model(changes, loaded):
+def test_code_on_the_card_loads_the_model(changes, loaded):
     code = card_text(facts(**changes)).split("```python\n")[1].split("```")[0]
     compile(code, "card", "exec")
     assert loaded in code
 
 
-def test_an_addition_of_another_package_is_not_said_to_load_in_peft():
+def test_third_party_adapter_is_not_claimed_to_load_in_peft():
     text = card_text(facts(method="gains", is_adapter=True, loads_in_peft=False))
     assert "peft" not in text.lower()
     assert "finetuning_type gains" in text
 
 
 @pytest.mark.parametrize("stage", ["sft", "pt"])
-def test_the_code_on_the_card_runs(tmp_path, monkeypatch, capsys, stage):
+def test_code_on_the_card_runs(tmp_path, monkeypatch, capsys, stage):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -380,7 +380,7 @@ def test_the_code_on_the_card_runs(tmp_path, monkeypatch, capsys, stage):
 # --- text that is no text ---------------------------------------------------------------------------------------------
 
 
-def test_a_lone_surrogate_in_a_message_is_written_as_an_escape(tmp_path):
+def test_lone_surrogate_in_a_message_is_escaped(tmp_path):
     """Exceptions of user code may contain one, which UTF-8 cannot encode."""
     metadata = RunMetadata(tmp_path, lambda error: Problem(str(error)))
     metadata.begin("# \ud800", ["cpu"])

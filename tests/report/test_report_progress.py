@@ -78,7 +78,7 @@ def fake_run(callback, steps, log_every, eval_every=0, clock=None, first=0, stat
 
 
 @pytest.mark.parametrize("log_every", [1, 7, 100])
-def test_a_log_file_gets_few_lines_however_often_a_run_logs(capsys, log_every):
+def test_log_file_gets_few_lines_for_any_logging_interval(capsys, log_every):
     fake_run(ProgressCallback(FACTS), 1000, log_every, eval_every=20)
     lines = capsys.readouterr().out.splitlines()
     train = [line for line in lines if " loss " in line and line.startswith("step")]
@@ -87,21 +87,21 @@ def test_a_log_file_gets_few_lines_however_often_a_run_logs(capsys, log_every):
     assert len(lines) <= 30
 
 
-def test_steps_that_were_not_applied_are_a_warning(capsys):
+def test_skipped_steps_give_a_warning(capsys):
     progress, state = ProgressCallback(FACTS), TrainerState(max_steps=8, global_step=4)
     progress.on_train_begin(ReportOptions(), state, None)
     progress.on_log(None, state, None, logs={"loss": 1.0, "learning_rate": 0.1, "skipped_steps": 2})
     assert "warning: 2 of the last steps up to step 4 were not applied" in capsys.readouterr().err
 
 
-def test_a_plain_line_says_step_loss_time_left_rate_and_tokens_per_second(capsys):
+def test_plain_line_has_step_loss_time_left_learning_rate_and_throughput(capsys):
     clock = Clock()
     fake_run(ProgressCallback(FACTS, Pace(clock)), 40, 10, clock=clock)
     lines = capsys.readouterr().out.splitlines()
     assert "step 10/40  loss 0.4000  0:30 left  lr 2.0e-04  100 tok/s" in lines
 
 
-def test_a_line_shows_the_rewards_of_preferences_and_the_length_of_responses(capsys):
+def test_line_shows_preference_rewards_and_response_length(capsys):
     progress, state = ProgressCallback(FACTS), TrainerState(max_steps=8, global_step=8)
     progress.on_train_begin(ReportOptions(), state, None)
     logs = {
@@ -116,12 +116,12 @@ def test_a_line_shows_the_rewards_of_preferences_and_the_length_of_responses(cap
     assert capsys.readouterr().out.splitlines()[-1].endswith(end)
 
 
-def test_the_last_step_is_among_the_lines(capsys):
+def test_last_step_is_printed(capsys):
     fake_run(ProgressCallback(FACTS), 997, 1)
     assert "step 997/997" in capsys.readouterr().out
 
 
-def test_a_run_begins_with_its_numbers_and_ends_with_a_summary(capsys):
+def test_run_starts_with_its_numbers_and_ends_with_a_summary(capsys):
     fake_run(ProgressCallback(FACTS), 1200, 100)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == [
@@ -141,16 +141,16 @@ def test_a_run_begins_with_its_numbers_and_ends_with_a_summary(capsys):
         (StepPlan(None, 16, 400, 400, 1), "Training for 400 steps on a streamed dataset"),
     ],
 )
-def test_the_first_line_follows_the_plan(steps, words):
+def test_first_line_matches_the_plan(steps, words):
     assert RunFacts(steps, 2, 4, 2, 1, 2).messages()[0] == words
 
 
-def test_the_effective_batch_size_names_its_factors():
+def test_effective_batch_size_names_its_factors():
     facts = RunFacts(StepPlan(200, 16, 25, 400, 16), 2, 4, 2, 1, 2)
     assert facts.messages()[1] == ("  Effective batch size 16 = 2 per device x 4 gradient accumulation x 2 processes")
 
 
-def test_a_run_that_was_stopped_says_where(capsys):
+def test_stopped_run_reports_where(capsys):
     callback = ProgressCallback()
     state, control = TrainerState(max_steps=100), TrainerControl()
     callback.on_train_begin(None, state, control)
@@ -162,7 +162,7 @@ def test_a_run_that_was_stopped_says_where(capsys):
     ]
 
 
-def test_a_continued_run_says_so_and_counts_its_own_steps_only(capsys):
+def test_resumed_run_is_reported_and_counts_only_its_steps(capsys):
     clock = Clock()
     fake_run(ProgressCallback(FACTS, Pace(clock)), 100, 10, clock=clock, first=50)
     lines = capsys.readouterr().out.splitlines()
@@ -170,7 +170,7 @@ def test_a_continued_run_says_so_and_counts_its_own_steps_only(capsys):
     assert any("step  60/100" in line and "0:40 left" in line for line in lines)
 
 
-def test_evaluations_do_not_slow_the_rate_down(capsys):
+def test_evaluation_does_not_reduce_reported_throughput(capsys):
     clock = Clock()
     fake_run(ProgressCallback(FACTS, Pace(clock)), 60, 10, eval_every=15, clock=clock)
     rates = re.findall(r"(\d+) tok/s", capsys.readouterr().out)
@@ -193,7 +193,7 @@ def test_disable_tqdm_prints_every_log(capsys):
     assert isinstance(progress_callback(ReportOptions()), ProgressCallback)
 
 
-def test_thinning_lets_the_first_and_the_last_pass_and_spreads_the_rest():
+def test_thinning_keeps_first_and_last_and_spreads_the_rest():
     thinned = Thinned(5)
     passed = [step for step in range(1, 101) if thinned.is_due(step, 100)]
     assert passed == [1, 25, 50, 75, 100]
@@ -213,7 +213,7 @@ def live_line(step=523, max_steps=1200):
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 120, 200])
-def test_the_live_line_fits_every_width(width):
+def test_live_line_fits_every_width(width):
     text = live_line().line(width)
     assert text.cell_len <= width
     assert "523/1200" in text.plain
@@ -223,12 +223,12 @@ def test_the_live_line_fits_every_width(width):
         assert "━" in text.plain
 
 
-def test_what_is_done_and_what_is_not_differ_without_color():
+def test_progress_bar_is_readable_without_color():
     plain = live_line(600, 1200).line(120).plain
     assert plain.count("━") == plain.count("─") > 10
 
 
-def test_a_terminal_without_unicode_gets_a_bar_too():
+def test_terminal_without_unicode_gets_a_bar():
     file = io.StringIO()
     Console(file=file, width=80, force_terminal=True, _environ={}).print(live_line().line(80, ascii_only=True))
     assert "##" in file.getvalue()
@@ -280,7 +280,7 @@ def in_terminal(columns=80, fail=-1, **environment):
     return received.decode()
 
 
-def test_a_terminal_gets_one_live_line_and_its_cursor_back():
+def test_terminal_gets_one_live_line_and_its_cursor_back():
     shown = in_terminal()
     assert "\x1b[?25l" in shown
     assert "\x1b[?25h" in shown.split("\x1b[?25l")[-1]
@@ -299,7 +299,7 @@ def test_no_color_disables_colors():
     assert "━" in shown
 
 
-def test_a_run_that_fails_gives_the_cursor_back():
+def test_failed_run_restores_the_cursor():
     shown = in_terminal(fail=10)
     assert "\x1b[?25h" in shown.split("\x1b[?25l")[-1]
 
@@ -307,7 +307,7 @@ def test_a_run_that_fails_gives_the_cursor_back():
 # --- words ------------------------------------------------------------------------------------------------------------
 
 
-def test_notes_go_to_output_and_what_is_wrong_to_error(capsys):
+def test_notes_go_to_stdout_and_errors_to_stderr(capsys):
     console.note("one")
     console.warn("two")
     console.problem(Problem("Three is wrong.", where="run.yaml, line 3", remedy="Write 3."))
@@ -316,7 +316,7 @@ def test_notes_go_to_output_and_what_is_wrong_to_error(capsys):
     assert captured.err == "warning: two\nerror: run.yaml, line 3: Three is wrong.\n  Write 3.\n"
 
 
-def test_words_with_brackets_are_printed_as_they_are(capsys, monkeypatch):
+def test_bracketed_words_are_printed_unchanged(capsys, monkeypatch):
     monkeypatch.setattr(console, "is_terminal", lambda stream=None: True)
     console.problem('Received: [bold]["a", 1]')
     assert '[bold]["a", 1]' in capsys.readouterr().err
@@ -325,11 +325,11 @@ def test_words_with_brackets_are_printed_as_they_are(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("value", "shown"), [(873, "873"), (12_345, "12.3k"), (999_999, "1.00M"), (4_560_000, "4.56M"), (0.25, "0.2")]
 )
-def test_numbers_that_change_are_short(value, shown):
+def test_changing_numbers_are_abbreviated(value, shown):
     assert short_number(value) == shown
 
 
-def test_times_and_losses_are_as_long_as_they_have_to_be():
+def test_times_and_losses_have_minimal_length():
     assert [short_time(s) for s in (5, 83, 7283, 273_600)] == ["0:05", "1:23", "2:01:23", "3 d 4 h"]
     assert [short_loss(v) for v in (1.23456, 0.0000123)] == ["1.2346", "1.23e-05"]
 
@@ -365,7 +365,7 @@ def test_log_levels_follow_the_process(monkeypatch):
     ("losses", "warns"),
     [([2, 5, 6, 7, 8, 9], 1), ([2, 5, 2, 5, 2, 5], 0), ([0.1, 0.3, 0.4, 0.5], 0), ([2, 1.5, 1.2, 1], 0)],
 )
-def test_a_loss_that_grows_without_bound_is_warned_of_once(losses, warns, capsys):
+def test_diverging_loss_gives_one_warning(losses, warns, capsys):
     from burnish.run.callbacks import DivergenceCallback
 
     callback, state = DivergenceCallback(), TrainerState(max_steps=10)
@@ -375,6 +375,6 @@ def test_a_loss_that_grows_without_bound_is_warned_of_once(losses, warns, capsys
     assert "".join(capsys.readouterr()).count("the training diverges") == warns
 
 
-def test_a_missing_optional_kernel_of_bitsandbytes_is_no_first_line_of_a_run() -> None:
+def test_missing_bitsandbytes_kernel_is_not_printed_first() -> None:
     """bitsandbytes warns of it on import, which peft does for every model."""
     assert not logging.getLogger("bitsandbytes.backends.cpu.ops").isEnabledFor(logging.WARNING)

@@ -34,14 +34,14 @@ def test_report_to_is_a_list_of_names(given, wanted):
     assert wanted_trackers(parsed(report_to=given).report_to) == wanted
 
 
-def test_an_unknown_tracker_gets_the_nearest_name():
+def test_unknown_tracker_suggests_nearest_name():
     (problem,) = check_trackers(parsed(report_to="wandbb"))
     assert '"wandbb"' in problem.what
     assert 'Did you mean "wandb"?' in problem.what
     assert "tensorboard" in problem.remedy
 
 
-def test_a_tracker_that_is_not_installed_is_said_with_its_pip_line(monkeypatch):
+def test_missing_tracker_is_reported_with_its_pip_command(monkeypatch):
     monkeypatch.setattr("burnish.report.trackers.find_spec", lambda name: None)
     (problem,) = check_trackers(parsed(report_to="wandb"))
     assert "wandb needs the library wandb, which is not installed" in problem.what
@@ -51,7 +51,7 @@ def test_a_tracker_that_is_not_installed_is_said_with_its_pip_line(monkeypatch):
         tracker_callbacks("wandb")
 
 
-def test_a_model_is_not_sent_to_wandb_and_that_is_said_before_the_run(monkeypatch):
+def test_wandb_log_model_is_not_supported_and_reported_before_the_run(monkeypatch):
     monkeypatch.setattr("burnish.report.trackers._is_installed", lambda module: True)
     assert check_trackers(parsed(report_to="wandb")) == []
     monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
@@ -60,12 +60,12 @@ def test_a_model_is_not_sent_to_wandb_and_that_is_said_before_the_run(monkeypatc
     assert check_trackers(parsed(report_to="none")) == []
 
 
-def test_all_that_is_wrong_is_said_at_once(monkeypatch):
+def test_all_tracker_problems_are_reported_together(monkeypatch):
     monkeypatch.setattr("burnish.report.trackers.find_spec", lambda name: None)
     assert len(tracker_problems(["wandbb", "mlflow", "swanlab"])) == 3
 
 
-def test_a_folder_that_bears_the_name_of_a_library_is_not_the_library(tmp_path, monkeypatch):
+def test_folder_with_name_of_a_library_is_not_the_library(tmp_path, monkeypatch):
     (tmp_path / "clearml").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "clearml", raising=False)
@@ -73,29 +73,29 @@ def test_a_folder_that_bears_the_name_of_a_library_is_not_the_library(tmp_path, 
     assert "not installed" in problem.what
 
 
-def test_the_names_are_those_that_transformers_knows():
+def test_tracker_names_match_transformers():
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     assert set(TRACKERS.names()) == set(INTEGRATION_TO_CALLBACK)
 
 
-def test_nothing_is_loaded_where_nobody_is_reported_to():
+def test_no_tracker_is_imported_without_report_to():
     assert tracker_callbacks(None) == []
     assert tracker_callbacks("none") == []
 
 
-def test_what_is_given_for_a_tracker_without_one_is_said():
+def test_tracker_options_without_tracker_give_a_note():
     assert tracker_notes(parsed(run_name="first")) == ['"run_name" has no effect: report_to lists no tracker.']
     assert tracker_notes(parsed(run_name="first", report_to="wandb")) == []
     assert tracker_notes(parsed()) == []
 
 
 @pytest.mark.parametrize(("given", "counts"), [("no", False), ("true", True), ("all", True), (False, False)])
-def test_tokens_are_counted_into_the_logs_where_asked(given, counts):
+def test_token_counts_are_logged_on_request(given, counts):
     assert counts_tokens(parsed(include_num_input_tokens_seen=given)) is counts
 
 
-def test_options_answer_a_tracker_without_their_secrets():
+def test_tracker_receives_options_without_secrets():
     @dataclass
     class More(ReportOptions):
         hub_token: str = "secret"
@@ -135,7 +135,7 @@ def fire_a_run(callbacks, options):
     handler.fire("on_train_end")
 
 
-def test_the_tensorboard_callback_of_transformers_runs_on_these_options(tmp_path, monkeypatch):
+def test_tensorboard_callback_of_transformers_runs_on_these_options(tmp_path, monkeypatch):
     recorder = Recorder()
 
     class SummaryWriter:
@@ -162,7 +162,7 @@ def test_the_tensorboard_callback_of_transformers_runs_on_these_options(tmp_path
     assert recorder.logged == [("train/loss", 1.5, 1), ("train/learning_rate", 0.1, 1), ("eval/loss", 1.0, 1)]
 
 
-def test_the_trackio_callback_of_transformers_runs_on_these_options(tmp_path, monkeypatch):
+def test_trackio_callback_of_transformers_runs_on_these_options(tmp_path, monkeypatch):
     """It reads more of the options than any other: project, run name, Space, bucket, privacy."""
     recorder = Recorder()
 

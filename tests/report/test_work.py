@@ -19,7 +19,7 @@ def told():
     watch_with(None)
 
 
-def test_work_is_told_from_its_beginning_to_its_end_also_where_it_fails(told):
+def test_work_reports_its_start_and_end_even_on_failure(told):
     def fail():
         with work("Loading") as advance:
             advance(1)
@@ -30,7 +30,7 @@ def test_work_is_told_from_its_beginning_to_its_end_also_where_it_fails(told):
     assert told.calls == [("Loading", None, "rows"), 1, "end"]
 
 
-def test_of_work_within_work_the_outermost_is_told(told):
+def test_nested_work_reports_only_the_outermost(told):
     with work("Exporting", 2, "files") as advance:
         with work("Loading") as inner:
             inner(5)
@@ -38,7 +38,7 @@ def test_of_work_within_work_the_outermost_is_told(told):
     assert told.calls == [("Exporting", 2, "files"), 2, "end"]
 
 
-def test_items_are_counted_as_they_are_done(told):
+def test_items_are_counted_as_they_complete(told):
     assert list(watched([7, 8], "Evaluating", "batches")) == [7, 8]
     assert told.calls == [("Evaluating", 2, "batches"), 1, 1, "end"]
     assert list(watched(iter([7]), "Evaluating", "batches")) == [7]
@@ -61,14 +61,14 @@ def test_progress_line_has_share_rate_and_remaining_time():
 
 
 @pytest.mark.parametrize("width", [20, 60, 120])
-def test_the_bar_fits_the_terminal(width):
+def test_progress_bar_fits_the_terminal(width):
     file = io.StringIO()
     Console(file=file, width=width, force_terminal=True, _environ={}).print(line(50, 100, 5.0))
     assert all(len(text) <= width + 40 for text in file.getvalue().splitlines())  # escapes of colors among them
     assert ("━" in file.getvalue()) == (width >= 60)
 
 
-def test_without_a_terminal_a_line_is_printed_now_and_then(monkeypatch, capsys):
+def test_lines_are_printed_periodically_without_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(shown, "PATIENCE_S", 0.0)
     monkeypatch.setattr(shown, "HEARTBEAT_S", 0.01)
     made = WorkLine()

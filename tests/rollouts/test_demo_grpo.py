@@ -7,14 +7,14 @@ from burnish.run.build import train_run
 from runs import history, same_weights
 
 
-def test_the_demo_says_what_it_rewards():
+def test_grpo_demo_states_its_rewards():
     options = demo_plan(["max_steps=3"], "demo_grpo.yaml").options
     assert (options.stage, options.reward_funcs, options.max_steps) == ("grpo", ["exact_match_reward"], 3)
     assert options.num_generations * 32 == options.per_device_train_batch_size * options.gradient_accumulation_steps
 
 
 @pytest.mark.slow
-def test_the_demo_answers_more_held_out_questions_right(tmp_path, monkeypatch, capsys):
+def test_grpo_demo_improves_on_held_out_questions(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert demo(["grpo"]) == 0
     rewards = [entry["eval_reward"] for entry in history(tmp_path / "demo-grpo-run") if "eval_reward" in entry]

@@ -32,7 +32,7 @@ def parameters():
 
 
 @pytest.mark.parametrize(("name", "cut"), parameters())
-def test_a_case_has_its_exact_numbers_in_each_cut(name, cut, models):
+def test_loss_matches_exact_golden_numbers_for_any_micro_batching(name, cut, models):
     check(CASES[name], Golden(CASES[name], models, CUTS[cut]).run())
 
 
@@ -73,7 +73,7 @@ def run_some(folder, out, names):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow, id="all"), pytest.param(9, id="some")])
-def test_two_processes_find_the_exact_numbers(models, tmp_path, step):
+def test_two_processes_match_exact_golden_numbers(models, tmp_path, step):
     names = [*CASES][::step]
     in_two_processes(run_some, str(models), str(tmp_path / "outcomes.json"), names)
     outcomes = json.loads((tmp_path / "outcomes.json").read_text())
@@ -82,5 +82,5 @@ def test_two_processes_find_the_exact_numbers(models, tmp_path, step):
         check(CASES[name], Outcome(**outcomes[name]))
 
 
-def test_all_cases_are_here():
+def test_all_golden_cases_are_tested():
     assert len(CASES) == 92

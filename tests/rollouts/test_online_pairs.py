@@ -31,7 +31,7 @@ def whole(tmp_path_factory):
     return folder, train(user(folder))
 
 
-def test_a_run_learns_from_the_best_and_the_worst_completion_of_a_prompt(whole):
+def test_run_learns_from_best_and_worst_completion_of_a_prompt(whole):
     folder, run = whole
     assert user(folder)["online"]
     log = [entry for entry in history(run) if "loss" in entry]
@@ -41,7 +41,7 @@ def test_a_run_learns_from_the_best_and_the_worst_completion_of_a_prompt(whole):
     assert log[3]["loss"] != log[0]["loss"]
 
 
-def test_a_run_resumed_ends_in_the_same_weights(whole, tmp_path):
+def test_resumed_run_gives_the_same_weights(whole, tmp_path):
     folder, run = whole
     out = tmp_path / "out"
     out.mkdir()
@@ -50,7 +50,7 @@ def test_a_run_resumed_ends_in_the_same_weights(whole, tmp_path):
     assert same_weights(run / "checkpoint-4", resumed / "checkpoint-4")
 
 
-def test_an_evaluation_changes_nothing(whole, tmp_path):
+def test_evaluation_changes_nothing(whole, tmp_path):
     folder, _ = whole
     given = {"val_size": 4, "eval_strategy": "steps", "num_generations_eval": 2, "save_steps": 4}
     a, b = (train(user(folder, **given, eval_steps=steps, output_dir=str(tmp_path / str(steps)))) for steps in (1, 4))
@@ -58,7 +58,7 @@ def test_an_evaluation_changes_nothing(whole, tmp_path):
     assert all("eval_reward" in entry for entry in history(a) if "eval_runtime" in entry)
 
 
-def test_prompts_whose_completions_are_equally_good_give_no_pair(whole, tmp_path):
+def test_prompts_with_equal_rewards_give_no_pair(whole, tmp_path):
     folder, _ = whole
     (folder / "equal.py").write_text("def same(completions, **kwargs):\n    return [1.0] * len(completions)\n")
     run = train(user(folder, reward_funcs=[f"{folder}/equal.py:same"], output_dir=str(tmp_path / "out")))
@@ -69,7 +69,7 @@ def test_prompts_whose_completions_are_equally_good_give_no_pair(whole, tmp_path
 @pytest.mark.parametrize(
     ("given", "words"), [({"num_generations": 1}, "at least 2"), ({"reward_funcs": None}, "needs a reward")]
 )
-def test_options_that_it_cannot_have_are_refused(whole, tmp_path, given, words):
+def test_unsupported_options_are_rejected(whole, tmp_path, given, words):
     folder, _ = whole
     with pytest.raises(UserError, match=words):
         train(user(folder, **given, output_dir=str(tmp_path / "out")))

@@ -40,7 +40,7 @@ def estimated(case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_rewards_returns_and_advantages(case):
+def test_rewards_returns_and_advantages_match_reference(case):
     found = estimated(case)
     for name in ("rewards", "returns", "advantages"):
         torch.testing.assert_close(getattr(found, name), column(case, name), rtol=1e-6, atol=1e-6)
@@ -78,7 +78,7 @@ def test_losses_and_gradients_of_a_step_in_several_micro_batches(case, cuts):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_the_coefficient_follows_the_distance_from_the_reference(case):
+def test_kl_coefficient_adapts_to_distance_from_reference(case):
     controller = KlController(settings(case))
     kl = (column(case, "old") - column(case, "ref")).sum().item() / len(case["sequences"])
     assert kl == pytest.approx(case["objective_kl"], abs=1e-7)
@@ -86,7 +86,7 @@ def test_the_coefficient_follows_the_distance_from_the_reference(case):
     assert controller.coefficient == pytest.approx(case["kl_coef_after"], abs=1e-9)
 
 
-def test_scores_are_normalized_by_all_that_came_before_and_go_on_from_a_checkpoint():
+def test_running_score_normalization_survives_a_checkpoint():
     torch.manual_seed(0)
     parts = [torch.randn(n, dtype=torch.float64) * 3 + 2 for n in (4, 7, 1)]
     moments = ScoreMoments()
@@ -121,14 +121,14 @@ def numbers(case, options):
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_each_option_changes_what_is_trained_on(name):
+def test_each_option_changes_training_data(name):
     case = CASES[0]
     changed = settings(case)
     setattr(changed, name, CHANGES[name])
     assert not torch.allclose(numbers(case, settings(case)), numbers(case, changed))
 
 
-def test_the_options_of_the_coefficient():
+def test_kl_coefficient_options_are_applied():
     base = {"kl_coef": None, "ppo_init_kl_coef": 0.2, "ppo_target": 6.0, "ppo_horizon": 10000}
 
     def after(**given):

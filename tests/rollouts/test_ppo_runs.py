@@ -28,7 +28,7 @@ def whole(tmp_path_factory):
     return folder, train(user(folder))
 
 
-def test_a_run_trains_policy_and_value_head_and_adapts_the_coefficient(whole):
+def test_run_trains_policy_and_value_head_and_adapts_coefficient(whole):
     _, run = whole
     log = [entry for entry in history(run) if "loss" in entry]
     given = user(whole[0])
@@ -43,7 +43,7 @@ def test_a_run_trains_policy_and_value_head_and_adapts_the_coefficient(whole):
     assert all(not torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
 
 
-def test_the_value_head_lies_beside_the_model_and_is_taken_up_again(whole, tmp_path, capsys):
+def test_value_head_is_saved_next_to_the_model_and_reloaded(whole, tmp_path, capsys):
     folder, run = whole
     saved, last = (load_file(each / "value_head.safetensors") for each in (run, run / "checkpoint-8"))
     assert saved.keys() == {"v_head.summary.weight", "v_head.summary.bias"}
@@ -56,7 +56,7 @@ def test_the_value_head_lies_beside_the_model_and_is_taken_up_again(whole, tmp_p
     )
 
 
-def test_steps_count_rollouts_and_all_steps_of_one_have_one_learning_rate(whole, tmp_path):
+def test_steps_count_rollouts_with_one_learning_rate_each(whole, tmp_path):
     folder, _ = whole
     given = {"lr_scheduler_type": "linear", "save_strategy": "no", "output_dir": str(tmp_path / "out")}
     log = [entry for entry in history(train(user(folder, **given))) if "loss" in entry]
@@ -64,7 +64,7 @@ def test_steps_count_rollouts_and_all_steps_of_one_have_one_learning_rate(whole,
 
 
 @pytest.mark.parametrize("stopped", [1, 3, 4])
-def test_a_run_resumed_inside_a_rollout_ends_in_the_same_weights(whole, tmp_path, stopped):
+def test_run_resumed_inside_a_rollout_gives_the_same_weights(whole, tmp_path, stopped):
     folder, run = whole
     out = tmp_path / "out"
     out.mkdir()
@@ -75,7 +75,7 @@ def test_a_run_resumed_inside_a_rollout_ends_in_the_same_weights(whole, tmp_path
     assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
 
 
-def test_an_evaluation_changes_nothing(whole, tmp_path):
+def test_evaluation_changes_nothing(whole, tmp_path):
     folder, _ = whole
     given = {"val_size": 4, "eval_strategy": "steps", "ppo_score_norm": True, "save_steps": 8}
     a, b = (train(user(folder, **given, eval_steps=steps, output_dir=str(tmp_path / str(steps)))) for steps in (1, 8))
@@ -83,7 +83,7 @@ def test_an_evaluation_changes_nothing(whole, tmp_path):
     assert all("eval_reward" in entry for entry in history(a) if "eval_runtime" in entry)
 
 
-def test_the_update_does_not_depend_on_how_a_step_is_cut(whole, tmp_path):
+def test_update_does_not_depend_on_micro_batching(whole, tmp_path):
     folder, _ = whole
     given = {"max_steps": 1, "save_steps": 1, "ppo_epochs": 1, "infer_exact": True}
     cut = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
@@ -94,7 +94,7 @@ def test_the_update_does_not_depend_on_how_a_step_is_cut(whole, tmp_path):
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
-def test_a_step_far_from_the_policy_that_drew_has_no_loss(whole, tmp_path):
+def test_step_beyond_ratio_threshold_has_no_loss(whole, tmp_path):
     folder, _ = whole
     run = train(user(folder, ppo_ratio_threshold=1.0000001, learning_rate=0.1, output_dir=str(tmp_path / "far")))
     log = [entry for entry in history(run) if "loss" in entry]
@@ -102,7 +102,7 @@ def test_a_step_far_from_the_policy_that_drew_has_no_loss(whole, tmp_path):
     assert any(entry["loss"] == 0 for entry in log)
 
 
-def test_a_completion_that_does_not_end_is_worth_less(whole, tmp_path):
+def test_unfinished_completion_is_penalized(whole, tmp_path):
     folder, _ = whole
     given = {"max_steps": 1, "save_steps": 1}
     a, b = (train(user(folder, **given, missing_eos_penalty=penalty, output_dir=str(tmp_path / str(penalty))))
@@ -112,7 +112,7 @@ def test_a_completion_that_does_not_end_is_worth_less(whole, tmp_path):
     assert any("returns" in name for name in lower)
 
 
-def test_options_of_other_losses_are_said_to_have_no_effect(whole, tmp_path, capsys):
+def test_options_of_other_losses_without_effect_are_reported(whole, tmp_path, capsys):
     folder, _ = whole
     train(user(folder, num_iterations=2, scale_rewards="batch", max_steps=1, output_dir=str(tmp_path / "out")))
     told = capsys.readouterr()
@@ -128,7 +128,7 @@ def test_options_of_other_losses_are_said_to_have_no_effect(whole, tmp_path, cap
         ({"train_on_prompt": True}, "train_on_prompt"),
     ],
 )
-def test_options_that_ppo_cannot_have_are_refused(whole, tmp_path, given, words):
+def test_options_unsupported_by_ppo_are_rejected(whole, tmp_path, given, words):
     folder, _ = whole
     with pytest.raises(UserError, match=words):
         train(user(folder, **given, output_dir=str(tmp_path / "out")))

@@ -32,7 +32,7 @@ def alone(model, tokenizer, head):
     return found
 
 
-def test_a_folder_of_stage_rm_and_a_classifier_score_the_last_token(models):
+def test_stage_rm_folder_and_classifier_score_the_last_token(models):
     value_head = reward_model_of(str(models / "policy_vhead"))
     weights = load_file(models / "policy_vhead" / "value_head.safetensors")
     expected = alone(value_head.model, value_head.tokenizer, lambda h: h @ weights["v_head.summary.weight"][0])
@@ -43,12 +43,12 @@ def test_a_folder_of_stage_rm_and_a_classifier_score_the_last_token(models):
     assert classifier.__name__ == "scorer"
 
 
-def test_a_folder_without_a_head_is_no_reward_model(models):
+def test_folder_without_head_is_not_a_reward_model(models):
     with pytest.raises(UserError, match="it is not a reward model"):
         reward_model_of(str(models / "policy"))
 
 
-def test_a_language_model_is_no_reward_model(models):
+def test_language_model_is_not_a_reward_model(models):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(models / "policy")
@@ -56,7 +56,7 @@ def test_a_language_model_is_no_reward_model(models):
         RewardModel(model, None)
 
 
-def test_conversations_need_a_chat_template(models):
+def test_conversations_require_a_chat_template(models):
     model = reward_model_of(str(models / "scorer"))
     model.tokenizer.chat_template = None
     with pytest.raises(UserError, match="has no chat template"):
@@ -84,7 +84,7 @@ def server():
     made.shutdown()
 
 
-def test_a_server_scores_texts_and_its_count_is_checked(server):
+def test_reward_server_scores_texts_and_count_is_checked(server):
     assert RewardServer(server)(PROMPTS, ANSWERS) == [len(p + a) for p, a in zip(PROMPTS, ANSWERS, strict=True)]
     with pytest.raises(UserError, match="one number for each of the 2 texts"):
         RewardServer(server)(["short", "x"], ["", "y"])
@@ -92,7 +92,7 @@ def test_a_server_scores_texts_and_its_count_is_checked(server):
         RewardServer("file:///etc/passwd")(["a"], ["b"])
 
 
-def test_a_run_takes_a_reward_model_beside_functions(models, tmp_path):
+def test_reward_model_can_be_combined_with_functions(models, tmp_path):
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
     (models / "policy_vhead" / "chat_template.jinja").write_text(template)
     more = {"reward_model": str(models / "policy_vhead"), "reward_weights": [1.0, 0.5], "max_steps": 1}

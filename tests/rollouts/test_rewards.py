@@ -59,7 +59,7 @@ def refused(functions, **more):
     return str(error.value)
 
 
-def test_entries_of_every_kind_are_called_with_what_they_name():
+def test_reward_entries_of_every_type_are_called_with_named_arguments():
     table = asked(
         ["my_rewards.py:exact", "my_rewards.py:strict", {"my_rewards.py:scaled": {"factor": 2}}, "exact_match_reward",
          {"my_rewards.py:powered": {"power": 2}}, {"soft_overlong_punishment": {"max_completion_len": 3,
@@ -70,15 +70,15 @@ def test_entries_of_every_kind_are_called_with_what_they_name():
     assert table.values.T.tolist() == [[1, 0, 1], [1, 1, 1], [4, 6, 2], [1, 0, 1], [4, 9, 1], [-0.5, -1, 0]]
 
 
-def test_a_function_of_a_package_is_found_by_its_path():
+def test_function_of_a_package_is_found_by_its_path():
     assert load_rewards(["burnish.rewards.think_format_reward"])[0].call is public.think_format_reward
 
 
-def test_a_second_function_of_a_name_has_a_name_of_its_own():
+def test_second_function_of_same_name_is_renamed():
     assert [f.name for f in load_rewards(["my_rewards.py:exact"] * 3)] == ["exact", "exact_2", "exact_3"]
 
 
-def test_a_place_is_known_and_another_text_of_the_file_is_another_digest(folder):
+def test_source_line_is_known_and_changed_file_changes_the_digest(folder):
     (before,) = load_rewards(["my_rewards.py:exact"])
     assert before.place == "my_rewards.py, line 4"
     (folder / "my_rewards.py").write_text(FILE + "\n# changed\n")
@@ -88,7 +88,7 @@ def test_a_place_is_known_and_another_text_of_the_file_is_another_digest(folder)
 @pytest.mark.parametrize(
     "line", ["import words", "from words import GOOD", "from parts import words", "from parts.words import GOOD"]
 )
-def test_another_text_of_a_file_that_it_imports_is_another_digest(folder, monkeypatch, line):
+def test_changed_imported_file_changes_the_digest(folder, monkeypatch, line):
     monkeypatch.syspath_prepend(folder)
     (folder / "parts").mkdir()
     for file in (folder / "words.py", folder / "parts/words.py", folder / "parts/__init__.py"):
@@ -116,13 +116,13 @@ def test_another_text_of_a_file_that_it_imports_is_another_digest(folder, monkey
         (7, "must be a name or a function"),
     ],
 )  # fmt: skip
-def test_an_entry_that_names_nothing_is_refused_by_name(entry, words):
+def test_missing_reward_function_is_rejected_by_name(entry, words):
     with pytest.raises(UserError) as error:
         load_rewards([entry])
     assert words in str(error.value)
 
 
-def test_a_missing_column_is_seen_before_anything_runs():
+def test_missing_column_is_detected_before_running():
     (problem,) = missing_columns(load_rewards(["accuracy_reward", "my_rewards.py:exact"]), ["answer"], "gsm8k")
     what = 'accuracy_reward requires the column "solution". gsm8k has: answer.'
     assert str(problem) == f"{what}\n  Set columns: {{solution: answer}}."
@@ -134,7 +134,7 @@ def test_none_and_nan_are_no_score_and_are_counted():
     assert table.summary() == {"rewards/<lambda>/mean": 1.0, "rewards/<lambda>/std": 0.0, "rewards/<lambda>/none": 2.0}
 
 
-def test_scores_may_come_as_a_tensor():
+def test_scores_can_be_a_tensor():
     assert asked([lambda completions, **_: torch.tensor([1.0, 2.0, 3.0])]).values.flatten().tolist() == [1, 2, 3]
 
 
@@ -150,17 +150,17 @@ def test_scores_may_come_as_a_tensor():
         ([1.0, torch.ones(2), 0.0], "for completion 2; a reward is a number or None."),
     ],
 )
-def test_scores_that_are_none_are_refused(scores, words):
+def test_invalid_scores_are_rejected(scores, words):
     assert words in refused([lambda completions, **_: scores], step=5)
 
 
-def test_an_exception_names_file_line_record_and_completion():
+def test_exception_is_reported_with_file_line_record_and_completion():
     said = refused(["my_rewards.py:fails"], places=["record 4", "record 4", "record 5"], step=3)
     assert said.startswith("my_rewards.py:fails, line 11: ZeroDivisionError")
     assert 'Record 4, completion "bbb". Stopped at step 3.' in said
 
 
-def test_a_function_that_does_not_return_is_named():
+def test_function_that_does_not_return_is_reported():
     def stuck(completions, **_):
         time.sleep(30)
 
@@ -169,7 +169,7 @@ def test_a_function_that_does_not_return_is_named():
     assert time.monotonic() - start < 5
 
 
-def test_a_function_that_catches_everything_is_stopped_too():
+def test_function_that_catches_all_exceptions_is_stopped():
     def stubborn(completions, **_):
         try:
             while True:
@@ -180,7 +180,7 @@ def test_a_function_that_catches_everything_is_stopped_too():
     assert "stubborn has not returned" in refused([stubborn], timeout_s=0.3)
 
 
-def test_coroutines_run_together_and_have_a_time_limit():
+def test_coroutines_run_concurrently_with_a_time_limit():
     async def slow(completions, **_):
         await asyncio.sleep(2)
         return [1.0] * len(completions)
@@ -192,7 +192,7 @@ def test_coroutines_run_together_and_have_a_time_limit():
     assert "slow has not returned" in refused([slow], timeout_s=0.05)
 
 
-def test_a_coroutine_that_blocks_the_event_loop_has_a_time_limit():
+def test_coroutine_that_blocks_the_event_loop_has_a_time_limit():
     async def blocks(completions, **_):
         time.sleep(30)
 
@@ -201,7 +201,7 @@ def test_a_coroutine_that_blocks_the_event_loop_has_a_time_limit():
     assert time.monotonic() - start < 5
 
 
-def test_a_function_that_cannot_be_interrupted_is_named(monkeypatch, caplog):
+def test_uninterruptible_function_is_reported(monkeypatch, caplog):
     def stubborn(completions, **_):
         until = time.monotonic() + 0.5
         while time.monotonic() < until:
@@ -214,7 +214,7 @@ def test_a_function_that_cannot_be_interrupted_is_named(monkeypatch, caplog):
     assert "stubborn has not returned for 0.1 s and cannot be interrupted" in caplog.text
 
 
-def test_what_would_end_the_process_is_an_error_of_the_function(folder, monkeypatch):
+def test_system_exit_in_a_function_is_reported_as_its_error(folder, monkeypatch):
     def leaves(completions, **_):
         raise SystemExit(3)
 
@@ -230,14 +230,14 @@ def test_what_would_end_the_process_is_an_error_of_the_function(folder, monkeypa
             load_rewards([entry])
 
 
-def test_scores_may_come_from_a_generator():
+def test_scores_can_be_a_generator():
     def yields(completions, **_):
         yield from (float(len(c)) for c in completions)
 
     assert asked([yields]).values.flatten().tolist() == [2, 3, 1]
 
 
-def test_what_a_function_does_to_its_arguments_is_seen_by_no_other():
+def test_argument_mutations_are_not_visible_to_other_functions():
     def takes(prompts, completions, completion_ids, answer, nested, **_):
         count = len(completions)
         completions[0][0]["content"] = "other"
@@ -258,7 +258,7 @@ def test_what_a_function_does_to_its_arguments_is_seen_by_no_other():
     assert messages[0][0]["content"] == "aa"
 
 
-def test_settings_that_a_function_changes_are_those_of_before_afterwards(folder):
+def test_global_settings_changed_by_a_function_are_restored(folder):
     def changes(completions, **_):
         torch.set_grad_enabled(False)
         torch.set_default_dtype(torch.float64)
@@ -274,7 +274,7 @@ def test_settings_that_a_function_changes_are_those_of_before_afterwards(folder)
 @pytest.mark.parametrize(
     ("value", "kept"), [(torch.tensor(1.5), 1.5), ({(1, 2): 3}, "{(1, 2): 3}"), (math.nan, "nan"), (1j, "1j")]
 )
-def test_extra_columns_are_what_a_file_can_hold(value, kept):
+def test_extra_columns_must_be_serializable(value, kept):
     def told(completions, log_extra, **_):
         log_extra("more", [value] * 3)
         return [0.0, 1.0, 2.0]
@@ -282,7 +282,7 @@ def test_extra_columns_are_what_a_file_can_hold(value, kept):
     assert asked([told]).extra == {"more": [kept] * 3}
 
 
-def test_extra_columns_have_a_value_for_each_completion():
+def test_extra_columns_have_one_value_per_completion():
     def told(completions, log_extra, **_):
         log_extra("more", [1])
         return [0.0, 1.0, 2.0]
@@ -301,7 +301,7 @@ def test_extra_columns_and_metrics_are_kept():
     assert table.summary()["longest"] == 3
 
 
-def test_columns_with_the_names_of_arguments_are_left_out():
+def test_columns_named_like_arguments_are_not_passed():
     def sees(prompts, completions, **columns):
         assert prompts == ["q"] * 3
         assert columns.keys() == {"answer", "log_extra", "log_metric", "completion_ids"}
@@ -316,7 +316,7 @@ TEXTS = ["<think>a</think>b", "<think>a<think>b</think>", "a</think>", "<think>a
 
 
 @pytest.mark.parametrize("wrap", [str, lambda text: [{"role": "assistant", "content": text}]])
-def test_built_in_rewards_read_texts_and_messages(wrap):
+def test_built_in_rewards_accept_texts_and_messages(wrap):
     assert public.think_format_reward([wrap(text) for text in TEXTS]) == [1, 0, 0, 0, 0]
     assert public.exact_match_reward([wrap(" 42\n"), wrap("43")], answer=["42", 42]) == [1, 0]
     assert public.contains_answer_reward([wrap("it is 42."), wrap("43")], answer=["42", "42"]) == [1, 0]
@@ -325,7 +325,7 @@ def test_built_in_rewards_read_texts_and_messages(wrap):
     assert public.get_json_schema_reward(schema)([wrap(text) for text in given]) == [1, 0, 0, 0, 0]
 
 
-def test_rewards_of_length_follow_their_formulas():
+def test_length_rewards_match_their_formulas():
     ids = [[1] * n for n in (80, 81, 90, 100, 101)]
     assert public.get_soft_overlong_punishment(100, 20)(completion_ids=ids) == [0, -0.05, -0.5, -1, -1]
     assert public.get_repetition_penalty_reward(2)(completion_ids=[[1, 2, 3, 4], [5] * 5, [1]]) == [0, -0.75, 0]
@@ -333,7 +333,7 @@ def test_rewards_of_length_follow_their_formulas():
         public.get_repetition_penalty_reward(max_penalty=1.0)
 
 
-def test_mathematics_needs_its_extra_or_compares_as_math_verify_does():
+def test_math_reward_requires_its_extra_or_matches_math_verify():
     given = [r"so \boxed{\frac{1}{3}}", r"so \boxed{\frac{1}{2}}", "1/3 without anchor"]
     try:
         import math_verify  # noqa: F401

@@ -52,14 +52,14 @@ OF_CONFIGS = [
 
 
 @pytest.mark.parametrize(("given", "words"), BOTH + OF_YAML)
-def test_a_yaml_file_is_refused_with_its_sentence(tmp_path, given, words):
+def test_invalid_yaml_config_gives_its_error(tmp_path, given, words):
     with pytest.raises(UserError) as error:
         planned(tmp_path, **given)
     assert words in str(error.value)
 
 
 @pytest.mark.parametrize(("kind", "given", "words"), [(GRPOConfig, *row) for row in BOTH] + OF_CONFIGS)
-def test_a_config_is_refused_with_its_sentence(tmp_path, kind, given, words):
+def test_invalid_python_config_gives_its_error(tmp_path, kind, given, words):
     with pytest.raises((UserError, ValueError)) as error:
         kind(output_dir=str(tmp_path), use_cpu=True, report_to="none", **given)
     assert words in str(error.value).replace("`", '"')

@@ -33,7 +33,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_log_has_every_name(tmp_path, name):
+def test_log_has_every_metric(tmp_path, name):
     given, names = CASES[name]
     run = train(user(tmp_path, max_steps=1, save_strategy="no", **{**ENDS, **given}))
     (entry,) = [entry for entry in history(run) if "loss" in entry]
@@ -42,7 +42,7 @@ def test_a_log_has_every_name(tmp_path, name):
     assert entry["step_time"] >= entry["time/train"] > 0
 
 
-def test_a_ppo_log_has_every_name(tmp_path):
+def test_ppo_log_has_every_metric(tmp_path):
     more = {"ppo_epochs": 2, "num_generations": None, "steps_per_generation": None, "top_k": 50, "max_steps": 1}
     given = user(tmp_path, stage="ppo", save_strategy="no", **{**ENDS, **more, "num_iterations": None})
     run = train({name: value for name, value in given.items() if value is not None})
@@ -57,7 +57,7 @@ def scored(length: int, is_ended: bool, *rewards: float | None) -> Scored:
     return Scored(0, 0, "", [1], [5] * length, [1] * length, is_ended, rewards=list(rewards))
 
 
-def test_numbers_of_two_generations_are_means_over_their_completions():
+def test_metrics_of_two_generations_are_means_over_completions():
     small = [scored(4, True, 1.0, None), scored(2, True, 0.0, None)]
     large = [scored(10, False, 1.0, 2.0)] * 4 + [scored(6, True, None, None)] * 2
     total: dict[str, list[float]] = {}
@@ -83,7 +83,7 @@ def test_numbers_of_two_generations_are_means_over_their_completions():
     assert total["completions/max_length"][2] == [("max", 4.0), ("max", 10.0)]
 
 
-def test_the_log_probability_of_a_draw_is_that_of_the_filtered_law():
+def test_sampled_log_probability_is_that_of_filtered_distribution():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 0.0, 3.0, 1.0]])
     settings = [DrawSettings(Sampling(1.0, 2, 1.0), noise=NoiseKey()), DrawSettings(Sampling(0.5, 0, 1.0))]
     tokens = torch.tensor([1, 3])
@@ -104,7 +104,7 @@ def refilling(tmp_path, **more):
                 num_iterations=1, **more)  # fmt: skip
 
 
-def test_refill_draws_further_prompts_until_the_step_is_full(tmp_path):
+def test_refill_samples_more_prompts_until_the_step_is_full(tmp_path):
     run = train(refilling(tmp_path, max_steps=4, logging_steps=2))
     lines = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
     assert [sum(line["step"] == step for line in lines) for step in (1, 3)] == [32, 32]  # two step batches each
@@ -114,7 +114,7 @@ def test_refill_draws_further_prompts_until_the_step_is_full(tmp_path):
     assert all(entry["grad_norm"] > 0 for entry in log)
 
 
-def test_refill_draws_at_most_three_times_as_many_prompts(tmp_path):
+def test_refill_samples_at_most_three_times_as_many_prompts(tmp_path):
     given = refilling(tmp_path, max_steps=2, logging_steps=1)
     (tmp_path / "sometimes.py").write_text("def sometimes(prompts, **kwargs):\n    return [1.0] * len(prompts)\n")
     run = train(given)
@@ -123,7 +123,7 @@ def test_refill_draws_at_most_three_times_as_many_prompts(tmp_path):
     assert [entry["grad_norm"] for entry in history(run) if "loss" in entry] == [0.0, 0.0]
 
 
-def test_a_refilled_run_resumed_inside_a_generation_ends_in_the_same_weights(tmp_path):
+def test_refilled_run_resumed_inside_a_generation_gives_the_same_weights(tmp_path):
     whole = train(refilling(tmp_path, max_steps=4, output_dir=str(tmp_path / "whole")))
     train(refilling(tmp_path, max_steps=3, output_dir=str(tmp_path / "part")))
     parted = train(refilling(tmp_path, max_steps=4, output_dir=str(tmp_path / "part")))

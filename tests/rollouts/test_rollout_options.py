@@ -52,7 +52,7 @@ def numbers(models, given):
 
 
 @pytest.mark.parametrize("name", OF_THE_LOSS)
-def test_each_option_of_the_loss_changes_it(models, name):
+def test_each_loss_option_changes_the_loss(models, name):
     value, beside = OF_THE_LOSS[name]
     assert numbers(models, {**beside, name: value}) != numbers(models, beside)
 
@@ -67,14 +67,14 @@ def planned(tmp_path, **given):
     return plan({name: RawValue(value, "run.yaml, line 1") for name, value in made.items() if value is not None})
 
 
-def test_a_preset_sets_what_is_not_given(tmp_path):
+def test_preset_sets_options_that_are_not_given(tmp_path):
     options = planned(tmp_path, rl_preset="gspo").options
     assert (options.rl_loss_type, options.importance_sampling_level, options.epsilon) == ("grpo", "sequence", 3e-4)
     options = planned(tmp_path, rl_preset="grpo", beta=0.1, loss_type="bnpo").options
     assert (options.rl_loss_type, options.rl_beta) == ("bnpo", 0.1)
 
 
-def test_a_stage_has_defaults_of_its_own(tmp_path):
+def test_stage_has_its_own_defaults(tmp_path):
     options = planned(tmp_path).options
     assert (options.temperature, options.top_p, options.top_k, options.rl_beta) == (1.0, 1.0, 0, 0.0)
     options = planned(tmp_path, stage="rloo").options
@@ -102,7 +102,7 @@ def test_a_stage_has_defaults_of_its_own(tmp_path):
         ({"generation_kwargs": {"top_k": 5}}, "Set temperature, top_p, top_k"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(tmp_path, given, words):
+def test_contradictory_rollout_options_are_rejected(tmp_path, given, words):
     with pytest.raises(UserError) as error:
         planned(tmp_path, **given)
     assert words in str(error.value)
@@ -125,7 +125,7 @@ def test_options_with_unlikely_values_give_a_note(tmp_path, given, words):
 # --- options of a run -------------------------------------------------------------------------------------------------
 
 
-def test_a_generation_is_drawn_as_the_options_say(folder):  # noqa: F811
+def test_generation_options_are_applied(folder):  # noqa: F811
     plain = trainer_of(folder, trainer_args={"eval_dataset": prompts(4)}, num_generations_eval=2)
     other = trainer_of(
         folder, trainer_args={"eval_dataset": prompts(4)}, num_generations_eval=2, kept_seats=2, min_p=0.9,
@@ -139,7 +139,7 @@ def test_a_generation_is_drawn_as_the_options_say(folder):  # noqa: F811
     assert [log["reward"] for log in first if "reward" in log] != [log["reward"] for log in second if "reward" in log]
 
 
-def test_a_reward_function_that_takes_too_long_stops_the_run(folder):  # noqa: F811
+def test_slow_reward_function_stops_the_run(folder):  # noqa: F811
     def stuck(completions):
         time.sleep(20)
 
@@ -147,7 +147,7 @@ def test_a_reward_function_that_takes_too_long_stops_the_run(folder):  # noqa: F
         trainer_of(folder, rewards=stuck, reward_timeout_s=0.2).train()
 
 
-def test_completions_are_printed_and_written_as_the_options_say(folder, tmp_path):  # noqa: F811
+def test_completions_are_printed_and_saved_according_to_options(folder, tmp_path):  # noqa: F811
     def printed(**given):
         out = tmp_path / str(len(list(tmp_path.iterdir())))
         with contextlib.redirect_stdout(io.StringIO()) as text:
@@ -166,7 +166,7 @@ def test_completions_are_printed_and_written_as_the_options_say(folder, tmp_path
     assert printed() == (0, False)
 
 
-def test_a_reward_model_is_loaded_as_the_options_say(monkeypatch):
+def test_reward_model_options_are_applied(monkeypatch):
     asked = []
 
     def load(name, adapters, bits):

@@ -47,7 +47,7 @@ def run(folder, output, kind, **given):
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
-def test_an_override_gets_trls_batch_and_the_model_and_changes_nothing(kind, name, folder, tmp_path):
+def test_override_receives_trl_batch_and_model_and_changes_nothing(kind, name, folder, tmp_path):
     mine, logs, evaluated = run(folder, tmp_path / "mine", noting(kind, name))
     _, expected, expected_evaluated = run(folder, tmp_path / "usual", kind)
     for log, other in zip(logs, expected, strict=True):
@@ -63,7 +63,7 @@ def test_an_override_gets_trls_batch_and_the_model_and_changes_nothing(kind, nam
 
 
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
-def test_a_loss_of_42_is_42(kind, folder, tmp_path):
+def test_constant_loss_override_is_reported(kind, folder, tmp_path):
     class Mine(kind):
         def _compute_loss(self, model, inputs):
             return model.get_output_embeddings().weight.sum() * 0 + 42
@@ -74,7 +74,7 @@ def test_a_loss_of_42_is_42(kind, folder, tmp_path):
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
-def test_a_loss_written_as_in_trl_is_that_of_the_trainer(loss_type, folder, tmp_path):
+def test_loss_written_for_trl_equals_trainer_loss(loss_type, folder, tmp_path):
     """The formula of TRL's own method, with what it reads of the trainer and of the batch."""
 
     class Mine(GRPOTrainer):
@@ -110,7 +110,7 @@ def test_a_loss_written_as_in_trl_is_that_of_the_trainer(loss_type, folder, tmp_
 
 
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
-def test_a_batch_that_a_script_changes_is_learned_as_it_is_changed(kind, folder, tmp_path):
+def test_batch_changed_by_a_script_is_trained(kind, folder, tmp_path):
     class Mine(kind):
         def _prepare_inputs(self, inputs):
             inputs = super()._prepare_inputs(inputs)
@@ -127,7 +127,7 @@ def test_a_batch_that_a_script_changes_is_learned_as_it_is_changed(kind, folder,
 
 
 @pytest.mark.parametrize("shift", [0.5, -0.1])
-def test_old_log_probabilities_that_a_script_changes_are_those_of_the_ratio(shift, folder, tmp_path):
+def test_old_log_probabilities_changed_by_a_script_are_used_in_ratio(shift, folder, tmp_path):
     """RLOO's are sums over completions; a ratio of exp(-0.5) is clipped where the advantage is negative."""
 
     class Mine(RLOOTrainer):
@@ -144,7 +144,7 @@ def test_old_log_probabilities_that_a_script_changes_are_those_of_the_ratio(shif
     assert shift < 0 or max(map(abs, expected)) > 1e-3
 
 
-def test_tokens_values_of_a_script_are_those_that_train(folder, tmp_path):
+def test_token_values_of_a_script_are_trained(folder, tmp_path):
     class Mine(GRPOTrainer):
         def _get_per_token_logps_and_entropies(self, *given, **named):
             logps, entropies, *rest = super()._get_per_token_logps_and_entropies(*given, **named)
@@ -157,7 +157,7 @@ def test_tokens_values_of_a_script_are_those_that_train(folder, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
-def test_the_loss_of_a_router_is_trained_with_and_without_an_override(kind, folder, tmp_path):
+def test_router_loss_is_trained_with_and_without_override(kind, folder, tmp_path):
     torch.manual_seed(0)
     config = mixtral_config()
     config.vocab_size, config.router_aux_loss_coef = 320, 1.0

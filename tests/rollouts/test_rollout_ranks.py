@@ -42,7 +42,7 @@ def lines_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
 
 
-def test_two_processes_draw_the_completions_of_one_and_move_the_weights_alike(tmp_path):
+def test_two_processes_sample_the_completions_and_update_of_one(tmp_path):
     given = options(str(tmp_path), per_device_train_batch_size=8, output_dir=str(tmp_path / "one"))
     train(given)
     in_two_processes(run, str(tmp_path), str(tmp_path / "two"))
@@ -65,7 +65,7 @@ def fails(completions, **kwargs):
 """
 
 
-def test_a_reward_that_fails_on_one_rank_ends_both_with_its_sentence(tmp_path):
+def test_failing_reward_on_one_rank_stops_both_with_its_message(tmp_path):
     options(str(tmp_path))  # writes the model and the data
     (tmp_path / "fails.py").write_text(FAILS)
     in_two_processes(run_failing, str(tmp_path), str(tmp_path / "out"), str(tmp_path))
@@ -86,7 +86,7 @@ def run_failing_source(folder: str, said: str) -> None:
         (Path(said) / os.environ["RANK"]).write_text(str(error))
 
 
-def test_a_source_of_completions_that_fails_on_one_rank_ends_both_with_its_sentence(tmp_path):
+def test_failing_completion_source_on_one_rank_stops_both_with_its_message(tmp_path):
     options(str(tmp_path))
     in_two_processes(run_failing_source, str(tmp_path), str(tmp_path))
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["RuntimeError: no completions"] * 2
@@ -101,7 +101,7 @@ def run_with(folder: str, given: dict) -> None:
 
 
 @pytest.mark.parametrize("first", [1, 2])
-def test_a_generation_is_dealt_anew_where_another_number_of_processes_resumes_inside_it(tmp_path, first):
+def test_generation_is_redistributed_when_resumed_on_other_number_of_ranks(tmp_path, first):
     here = str(tmp_path)
     saves = {"save_strategy": "steps", "save_steps": 1}
     train(options(here, **ONE, max_steps=2, output_dir=f"{here}/whole"))
@@ -121,7 +121,7 @@ def test_a_generation_is_dealt_anew_where_another_number_of_processes_resumes_in
         assert torch.allclose(weight, parted[name], rtol=0, atol=1e-6), name
 
 
-def test_sharded_weights_draw_the_same_completions_and_move_alike(tmp_path):
+def test_sharded_weights_give_the_same_completions_and_update(tmp_path):
     here = str(tmp_path)
     train(options(here, **ONE, max_steps=2, output_dir=f"{here}/one"))
     in_two_processes(run_with, here, {**TWO, "max_steps": 2, "fsdp": "full_shard", "output_dir": f"{here}/two"})
@@ -136,7 +136,7 @@ def run_ppo(folder: str, given: dict) -> None:
     train(ppo_user(Path(folder), **given))
 
 
-def test_ppo_on_two_processes_with_sharded_weights_moves_policy_and_value_head_alike(tmp_path):
+def test_ppo_with_sharded_weights_updates_policy_and_value_head_equally(tmp_path):
     here = str(tmp_path)
     given = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1, "use_cpu": True, "save_strategy": "no"}
     train(ppo_user(tmp_path, **given, output_dir=f"{here}/one", gradient_accumulation_steps=2))

@@ -60,7 +60,7 @@ def whole(tmp_path_factory):
     return folder, train(user(folder))
 
 
-def test_a_run_logs_rewards_lengths_and_times_with_the_first_step_of_a_generation(whole):
+def test_first_step_of_a_generation_logs_rewards_lengths_and_times(whole):
     _, run = whole
     log = [entry for entry in history(run) if "loss" in entry]
     assert len(log) == 6
@@ -75,7 +75,7 @@ def test_a_run_logs_rewards_lengths_and_times_with_the_first_step_of_a_generatio
 
 
 @pytest.mark.parametrize("stopped", [1, 3, 4])  # inside a generation, in its second pass, between two
-def test_a_run_resumed_inside_a_generation_ends_in_the_same_weights(whole, tmp_path, stopped):
+def test_run_resumed_inside_a_generation_gives_the_same_weights(whole, tmp_path, stopped):
     folder, run = whole
     out = tmp_path / "out"
     out.mkdir()
@@ -93,7 +93,7 @@ def test_a_run_resumed_inside_a_generation_ends_in_the_same_weights(whole, tmp_p
     assert strip[0] == strip[1]
 
 
-def test_an_evaluation_changes_nothing_and_draws_the_same_each_time(whole, tmp_path):
+def test_evaluation_changes_nothing_and_samples_the_same_each_time(whole, tmp_path):
     folder, _ = whole
     given = {"val_size": 4, "eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2, "save_steps": 6}
     a, b = (train({**user(folder), **given, **more, "output_dir": str(tmp_path / str(at)), "learning_rate": rate})
@@ -104,7 +104,7 @@ def test_an_evaluation_changes_nothing_and_draws_the_same_each_time(whole, tmp_p
     assert len(rewards) == 1
 
 
-def test_keys_and_values_are_freed_before_the_first_backward_pass(tmp_path, monkeypatch):
+def test_kv_cache_is_freed_before_first_backward_pass(tmp_path, monkeypatch):
     seen, sources = [], []
     made, backward = SlotSource.__init__, SingleProcess.backward
 
@@ -137,7 +137,7 @@ def test_keys_and_values_are_freed_before_the_first_backward_pass(tmp_path, monk
         {"padding_free": False, "scale_rewards": "none", "num_iterations": 1, "steps_per_generation": None},
     ],
 )  # fmt: skip
-def test_variants_run_to_their_end(tmp_path, more):
+def test_all_variants_run(tmp_path, more):
     functions = [each.format(tmp_path) for each in more.pop("reward_funcs", ["{}/my_rewards.py:short"])]
     run = train(user(tmp_path, max_steps=3, save_strategy="no", **{**more, "reward_funcs": functions}))
     log = [entry for entry in history(run) if "loss" in entry]
@@ -147,7 +147,7 @@ def test_variants_run_to_their_end(tmp_path, more):
         assert log[0]["kl"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_a_completion_is_the_same_alone_and_among_63_others(tmp_path):
+def test_completion_does_not_depend_on_63_neighbors(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "model"), dtype=torch.float64).eval()
     prompts = [[3 + at % 7, 20, 30 + at // 8] for at in range(64)]
     keys = [NoiseKey(0, ROLLOUT, 1, at) for at in range(64)]
@@ -160,7 +160,7 @@ def test_a_completion_is_the_same_alone_and_among_63_others(tmp_path):
     assert len({tuple(each.ids) for each in among}) > 40
 
 
-def test_completions_are_written_with_rewards_and_the_columns_of_log_extra(whole):
+def test_completions_are_saved_with_rewards_and_log_extra_columns(whole):
     _, run = whole
     lines = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1] * 16 + [5] * 16
@@ -174,7 +174,7 @@ def test_completions_are_written_with_rewards_and_the_columns_of_log_extra(whole
         assert sum(line["advantage"] for line in lines[at : at + 4]) == pytest.approx(0, abs=1e-9)
 
 
-def test_a_resume_with_another_reward_is_refused_unless_it_is_accepted(tmp_path):
+def test_resume_with_changed_reward_is_rejected_unless_accepted(tmp_path):
     given = user(tmp_path, max_steps=2)
     train(given)
     (tmp_path / "my_rewards.py").write_text(REWARDS.replace("/ 10", "/ 5"))
@@ -214,7 +214,7 @@ def test_explain_reports_completions_and_their_memory(tmp_path, capsys):
         assert part in said, part
 
 
-def test_a_step_of_which_all_groups_are_dropped_moves_no_weight(tmp_path, capsys):
+def test_step_with_all_groups_dropped_changes_no_weights(tmp_path, capsys):
     (tmp_path / "same.py").write_text("def same(completions, **kwargs):\n    return [1.0] * len(completions)\n")
     more = {"drop_zero_variance_groups": "drop", "reward_funcs": [f"{tmp_path}/same.py:same"], "weight_decay": 0.1}
     run = train(user(tmp_path, max_steps=2, top_p=0.9, **more))
@@ -223,12 +223,12 @@ def test_a_step_of_which_all_groups_are_dropped_moves_no_weight(tmp_path, capsys
     assert "With top_p 0.9, the sampling distribution differs from the policy" in capsys.readouterr().out
 
 
-def test_a_completion_that_never_fits_is_refused(tmp_path):
+def test_completion_that_never_fits_is_rejected(tmp_path):
     with pytest.raises(UserError, match=r"The shortest prompt has \d+ tokens; with max_completion_length 250"):
         train(user(tmp_path, max_completion_length=250))
 
 
-def test_bad_inputs_of_the_data_are_refused_before_the_model_loads(tmp_path):
+def test_invalid_data_is_rejected_before_loading_the_model(tmp_path):
     given = user(tmp_path, reward_funcs=["accuracy_reward"])
     (tmp_path / "data.json").write_text(json.dumps([{"prompt": [{"role": "user", "content": "1 + 1?"}]}] * 8))
     with pytest.raises(ValueError, match='accuracy_reward requires the column "solution"'):

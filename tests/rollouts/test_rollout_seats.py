@@ -39,7 +39,7 @@ def adapted(folder, dtype=torch.float32, **given):
     return model
 
 
-def test_a_merged_adapter_gives_the_logits_of_an_applied_one_and_leaves_the_weights_as_they_were(folder):
+def test_merged_adapter_gives_same_logits_and_restores_weights(folder):
     model, ids = adapted(folder), torch.tensor([PROMPTS[0]])
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     with torch.no_grad():
@@ -59,13 +59,13 @@ def test_a_merged_adapter_gives_the_logits_of_an_applied_one_and_leaves_the_weig
 
 
 @pytest.mark.parametrize(("dtype", "given"), [(torch.bfloat16, {}), (torch.float32, {"use_dora": True})])
-def test_an_adapter_that_merging_would_round_away_or_that_is_no_sum_is_applied(folder, dtype, given):
+def test_adapter_that_cannot_be_merged_exactly_is_applied(folder, dtype, given):
     model = adapted(folder, dtype, **given)
     with merged(model):
         assert not model.get_base_model().model.layers[0].self_attn.q_proj.merged
 
 
-def test_completions_of_a_merged_adapter_are_those_of_the_applied_one(folder):
+def test_completions_of_merged_and_applied_adapter_are_equal(folder):
     model = adapted(folder)
     made = [SlotSource(model, 8, 256, nullcontext, merging=each).complete(PROMPTS, KEYS, LIMITS)
             for each in (nullcontext, partial(merged, model))]  # fmt: skip
@@ -93,7 +93,7 @@ def test_out_of_memory_retries_with_fewer_slots(folder, monkeypatch, capsys):
     assert said.count("Out of memory") == 3
 
 
-def test_no_memory_for_a_single_completion_is_refused(folder, monkeypatch):
+def test_insufficient_memory_for_one_completion_is_rejected(folder, monkeypatch):
     source = SlotSource(AutoModelForCausalLM.from_pretrained(folder).eval(), 2, 256, nullcontext)
     source.complete(PROMPTS, KEYS, LIMITS)
 

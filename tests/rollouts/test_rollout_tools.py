@@ -95,7 +95,7 @@ def trained(folder, turns, tools=(add, slow), rewards=variety, **given):
     return trainer, source
 
 
-def test_calls_are_run_and_their_results_are_not_learned(folder):
+def test_tool_calls_are_executed_and_results_are_not_learned(folder):
     seen = {}
 
     def sees(completions, completion_ids, **_):
@@ -152,13 +152,13 @@ def _limits(trainer):
 
 
 @pytest.mark.parametrize(("most", "rounds"), [(0, 1), (1, 2), (None, 3)])
-def test_rounds_of_calls_are_limited(folder, most, rounds):
+def test_rounds_of_tool_calls_are_limited(folder, most, rounds):
     turns = [[call("add", a=1, b=1), call("add", a=2, b=2), "done"], ["x"], ["y"], ["z"]]
     _, source = trained(folder, turns, max_tool_calling_iterations=most)
     assert sum(1 for sample, *_ in source.inner.seen if sample == 0) == rounds
 
 
-def test_a_result_that_does_not_fit_ends_the_completion(folder):
+def test_tool_result_that_does_not_fit_ends_the_completion(folder):
     lengths = []
 
     def sees(completion_ids, completions, **_):
@@ -170,7 +170,7 @@ def test_a_result_that_does_not_fit_ends_the_completion(folder):
     assert all(length <= 70 for length, _ in lengths)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(folder):
+def test_template_that_rewrites_earlier_turns_is_rejected(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tokenizer.chat_template = TEMPLATE.replace("'<|im_start|>' + m.role", "messages | length ~ '<|im_start|>' + m.role")
     with pytest.raises(UserError, match="changes an assistant turn"):
@@ -204,7 +204,7 @@ class Counter:
         return float(self.count)
 
 
-def test_an_environment_has_tools_a_prompt_and_a_reward_of_its_own(folder):
+def test_environment_provides_tools_prompt_and_reward(folder):
     trainer = trainer_of(
         folder, rewards=None, dataset=one_prompt(), max_steps=2, max_completion_length=300, log_completions=True,
         trainer_args={"environment_factory": Counter},
@@ -227,13 +227,13 @@ def test_an_environment_has_tools_a_prompt_and_a_reward_of_its_own(folder):
     assert Counter.made == 4  # kept for the next generation
 
 
-def test_an_environment_needs_no_data(folder):
+def test_environment_requires_no_data(folder):
     trainer = GRPOTrainer(str(folder / "model"), args=trainer_of(folder).args, environment_factory=Counter)
     trainer.train()
     assert "rewards/Counter/mean" in trainer.state.log_history[0]
 
 
-def test_a_function_of_a_script_may_make_the_completions(folder):
+def test_custom_rollout_function_can_generate_completions(folder):
     def rollout(prompts, trainer):
         tokenizer = trainer.processing_class
         assert prompts[0] == prompts[3] != prompts[4:5]
@@ -250,7 +250,7 @@ def test_a_function_of_a_script_may_make_the_completions(folder):
     assert trainer.state.log_history[0]["rewards/sees/mean"] == pytest.approx(1.5)
 
 
-def test_a_function_that_leaves_something_out_is_refused(folder):
+def test_rollout_function_with_missing_fields_is_rejected(folder):
     trainer = trainer_of(folder, dataset=prompts(), trainer_args={"rollout_func": lambda prompts, trainer: {}})
     with pytest.raises(ValueError, match="rollout_func must return keys"):
         trainer.train()

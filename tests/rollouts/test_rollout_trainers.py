@@ -53,7 +53,7 @@ def trainer_of(folder, kind=GRPOTrainer, rewards=variety, dataset=None, model=No
 
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 @pytest.mark.parametrize("dataset", [prompts, chats])
-def test_a_trainer_learns_from_texts_and_messages(folder, kind, dataset):
+def test_trainer_learns_from_texts_and_messages(folder, kind, dataset):
     trainer = trainer_of(folder, kind, dataset=dataset(), beta=0.04)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
@@ -66,7 +66,7 @@ def test_a_trainer_learns_from_texts_and_messages(folder, kind, dataset):
     assert log["kl"] == pytest.approx(0, abs=1e-5)  # the reference is the start
 
 
-def test_functions_get_what_trl_gives_them(folder):
+def test_reward_functions_receive_trl_arguments(folder):
     def sees(prompts, completions, completion_ids, answer, trainer_state, log_extra, log_metric, **rest):
         assert not rest
         assert prompts[0] == prompts[3] != prompts[4]
@@ -83,7 +83,7 @@ def test_functions_get_what_trl_gives_them(folder):
     assert trainer.reward_func_names == ["sees", "variety"]
 
 
-def test_a_subclass_may_compute_the_rewards_itself(folder):
+def test_subclass_can_compute_rewards(folder):
     class Own(GRPOTrainer):
         def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
             assert inputs[0]["prompt"] == prompts[0]
@@ -98,13 +98,13 @@ def test_a_subclass_may_compute_the_rewards_itself(folder):
 
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 @pytest.mark.parametrize("name", ["_remove_unused_columns", "_generate"])
-def test_an_override_that_is_not_called_is_named(folder, kind, name):
+def test_uncalled_override_is_named(folder, kind, name):
     mine = type("Mine", (kind,), {name: lambda self, *given, **named: None})
     with pytest.warns(UserWarning, match=f"Mine overrides {name}, which burnish does not call"):
         trainer_of(folder, mine)
 
 
-def test_a_run_resumed_inside_a_generation_ends_in_the_same_weights(folder, tmp_path):
+def test_run_resumed_inside_a_generation_gives_the_same_weights(folder, tmp_path):
     given = {"num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
     whole, other = tmp_path / "whole", tmp_path / "other"
     trainer_of(folder, output_dir=str(whole), **given).train()
@@ -114,7 +114,7 @@ def test_a_run_resumed_inside_a_generation_ends_in_the_same_weights(folder, tmp_
     assert same_weights(whole / "checkpoint-4", other / "checkpoint-4")
 
 
-def test_an_evaluation_measures_rewards_and_disturbs_nothing(folder, tmp_path):
+def test_evaluation_measures_rewards_and_changes_nothing(folder, tmp_path):
     plain = trainer_of(folder, output_dir=str(tmp_path / "a"))
     plain.train()
     watched = trainer_of(
@@ -130,7 +130,7 @@ def test_an_evaluation_measures_rewards_and_disturbs_nothing(folder, tmp_path):
     assert watched.evaluate()["eval_reward"] == pytest.approx(first[-1]["eval_reward"])
 
 
-def test_an_adapter_learns_and_its_reference_is_the_model_without_it(folder):
+def test_adapter_learns_with_its_base_as_reference(folder):
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     trainer = trainer_of(folder, beta=0.1, max_steps=3, trainer_args={"peft_config": config})
     frozen = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
@@ -139,7 +139,7 @@ def test_an_adapter_learns_and_its_reference_is_the_model_without_it(folder):
     assert [log["kl"] for log in trainer.state.log_history if "kl" in log][-1] > 0
 
 
-def test_a_path_is_read_as_a_reward_model_and_the_given_list_stays(folder, tmp_path):
+def test_path_is_loaded_as_reward_model_and_given_list_is_unchanged(folder, tmp_path):
     models = make_models(tmp_path / "models")
     rewards = [str(models / "policy_vhead"), variety]
     trainer = trainer_of(folder, rewards=rewards, model=str(models / "policy"), dataset=prompts())
@@ -158,12 +158,12 @@ def test_a_path_is_read_as_a_reward_model_and_the_given_list_stays(folder, tmp_p
         ({"steps_per_generation": 2, "generation_batch_size": 12}, "set the same number"),
     ],
 )  # fmt: skip
-def test_arguments_that_contradict_each_other_are_refused(folder, given, words):
+def test_contradictory_trainer_arguments_are_rejected(folder, given, words):
     with pytest.raises(ValueError, match=words):
         trainer_of(folder, **given)
 
 
-def test_what_is_missing_is_said_before_training(folder):
+def test_missing_requirements_are_reported_before_training(folder):
     def needs(completions, solution):
         return [0.0] * len(completions)
 
@@ -177,7 +177,7 @@ def test_what_is_missing_is_said_before_training(folder):
         trainer_of(folder, reward_weights=[1.0, 2.0])
 
 
-def test_arguments_of_beam_search_have_no_effect_and_that_is_said(folder, caplog, monkeypatch):
+def test_beam_search_arguments_without_effect_are_reported(folder, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     given = {"do_sample": True, "top_k": 50, "length_penalty": -0.1, "num_beams": 1}
     with caplog.at_level(logging.WARNING, logger="transformers"):
@@ -192,7 +192,7 @@ def test_each_reward_function_has_its_processing_class(folder, given):
         trainer_of(folder, rewards=[variety, variety], trainer_args={"reward_processing_classes": given})
 
 
-def test_configs_have_trls_defaults():
+def test_configs_have_trl_defaults():
     args = GRPOConfig(output_dir="out", use_cpu=True, bf16=False, scale_rewards=False)
     assert (args.beta, args.loss_type, args.num_generations, args.learning_rate) == (0.0, "dapo", 8, 1e-6)
     assert (args.scale_rewards, args.steps_per_generation, args.generation_batch_size) == ("none", 1, 8)
@@ -200,7 +200,7 @@ def test_configs_have_trls_defaults():
     assert (args.beta, args.num_generations, args.max_completion_length) == (0.05, 2, 512)
 
 
-def test_the_python_of_the_page_runs(folder, monkeypatch):
+def test_python_of_documentation_page_runs(folder, monkeypatch):
     """Its reward function on messages, and its trainer with another model and fewer steps."""
     page = (Path(__file__).parents[2] / "docs" / "rollouts.md").read_text(encoding="utf-8")
     function, script = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

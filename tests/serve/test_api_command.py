@@ -60,7 +60,7 @@ class Process:
         return self.child.wait(seconds)
 
 
-def test_a_server_says_where_it_is_answers_and_drains(tmp_path: Path) -> None:
+def test_server_prints_its_address_responds_and_drains(tmp_path: Path) -> None:
     process = Process(MODEL, "api_port=0", "api_drain=5", "infer_seats=2", API_KEY="canary-0123456789").until_ready()
     assert any(line.startswith("Loading ") for line in process.lines)
     assert len([line for line in process.lines if line.split()[:1] and not line[:2].isdigit()]) == 5
@@ -100,7 +100,7 @@ def _status_or_none(process: Process, headers: dict[str, str], body: dict) -> in
 
 
 @pytest.mark.slow
-def test_a_wide_bind_makes_a_key_and_prints_it_once() -> None:
+def test_non_loopback_bind_generates_a_key_and_prints_it_once() -> None:
     process = Process(MODEL, "api_port=0", "api_host=0.0.0.0").until_ready()
     key = process.output.partition("key ")[2].split()[0]
     assert len(key) >= 40
@@ -111,7 +111,7 @@ def test_a_wide_bind_makes_a_key_and_prints_it_once() -> None:
 
 
 @pytest.mark.slow
-def test_a_unix_socket_takes_the_place_of_a_port(tmp_path: Path) -> None:
+def test_unix_socket_replaces_a_port(tmp_path: Path) -> None:
     path = tmp_path / "engine.sock"
     process = Process(MODEL, f"api_socket={path}")
     until = time.monotonic() + 120
@@ -137,7 +137,7 @@ def test_a_unix_socket_takes_the_place_of_a_port(tmp_path: Path) -> None:
         ([MODEL, "api_host=192.0.2.7", "api_port=0"], "192.0.2.7"),
     ],
 )
-def test_what_a_user_gave_wrong_is_a_sentence_and_status_2(words: list[str], said: str) -> None:
+def test_user_error_gives_one_sentence_and_status_2(words: list[str], said: str) -> None:
     process = Process(*words)
     assert process.child.wait(120) == 2
     time.sleep(0.1)
@@ -145,7 +145,7 @@ def test_what_a_user_gave_wrong_is_a_sentence_and_status_2(words: list[str], sai
     assert "Traceback" not in process.output
 
 
-def test_the_servers_options_come_from_a_file_flags_and_the_environment(tmp_path: Path, monkeypatch) -> None:
+def test_server_options_come_from_file_flags_and_environment(tmp_path: Path, monkeypatch) -> None:
     file = tmp_path / "api.yaml"
     file.write_text("model_name_or_path: x\napi_port: 9001\napi_key: from-the-file\napi_aliases: [a, b]\n")
     monkeypatch.setenv("API_PORT", "9002")
@@ -157,7 +157,7 @@ def test_the_servers_options_come_from_a_file_flags_and_the_environment(tmp_path
         read_options(["some/folder", "api_timeout=-1"])
 
 
-def test_adapters_are_named_one_by_one() -> None:
+def test_adapters_are_named_individually() -> None:
     words = with_adapters(["m", "--adapter", "sql=a/b", "--adapter", "poet=c=d", "api_port=1"])
     assert words[:2] == ["m", "api_port=1"]
     assert json.loads(words[3]) == {"sql": "a/b", "poet": "c=d"}
@@ -171,7 +171,7 @@ LOOPS = (
 )  # fmt: skip
 
 
-def test_a_chat_template_that_loops_is_stopped_and_the_server_goes_on_and_ends(tmp_path: Path) -> None:
+def test_looping_chat_template_is_stopped_and_server_continues(tmp_path: Path) -> None:
     (tmp_path / "loops.jinja").write_text(LOOPS, encoding="utf-8")
     process = Process(MODEL, "api_port=0", "infer_seats=2", f"template={tmp_path / 'loops.jinja'}").until_ready()
     body = {"model": "model", "messages": [{"role": "user", "content": "loop"}], "max_tokens": 2}
@@ -202,7 +202,7 @@ def test_a_chat_template_that_loops_is_stopped_and_the_server_goes_on_and_ends(t
     assert "Traceback" not in process.output
 
 
-def test_help_is_there_before_any_library_of_models() -> None:
+def test_help_is_printed_before_importing_model_libraries() -> None:
     script = "import sys; from burnish.cli import main; main(['api', '--help']); print('LOADED', *sys.modules)"
     run = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, env={"PYTHONPATH": SOURCE}

@@ -75,7 +75,7 @@ def refusal(changes: dict, kind=ChatRequest) -> APIError:
         ({"continue_final_message": True}, "invalid_value", "messages"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(changes, code, param) -> None:
+def test_invalid_field_is_named(changes, code, param) -> None:
     found = refusal(changes)
     assert (found.status, found.code, found.param) == (400, code, param)
     assert param in found.message
@@ -87,7 +87,7 @@ def test_all_problems_of_a_body_are_in_one_message() -> None:
         assert param in found.message
 
 
-def test_a_text_completion_refuses_what_it_cannot_do() -> None:
+def test_text_completion_rejects_unsupported_fields() -> None:
     for changes, param in (
         ({"prompt": None}, "prompt"), ({"prompt": [[]]}, "prompt[0]"), ({"prompt": [1, "a"]}, "prompt[0]"),
         ({"prompt": "a", "suffix": "b"}, "suffix"), ({"prompt": "a", "logprobs": 21}, "logprobs"),
@@ -97,7 +97,7 @@ def test_a_text_completion_refuses_what_it_cannot_do() -> None:
         assert refusal({"messages": None, **changes}, CompletionRequest).param == param
 
 
-def test_accepted_is_what_openai_clients_send_beside_the_question() -> None:
+def test_additional_openai_client_fields_are_accepted() -> None:
     body = {"user": "me", "metadata": {}, "store": False, "service_tier": "auto", "verbosity": "low", "n": None}
     found = read_request(ChatRequest, {**CHAT, **body}, 8, is_strict=True)
     assert found.ignored == ()
@@ -111,13 +111,13 @@ def test_accepted_is_what_openai_clients_send_beside_the_question() -> None:
         b'{"a": 1} x', b'{"a": -}', b"{'a': 1}", b'{"\\udfff": 1}',
     ],
 )  # fmt: skip
-def test_what_is_no_json_is_400(body) -> None:
+def test_invalid_json_is_400(body) -> None:
     with pytest.raises(APIError) as caught:
         parse_object(body)
     assert caught.value.status == 400
 
 
-def test_brackets_within_texts_are_not_depth() -> None:
+def test_brackets_in_texts_do_not_count_as_nesting() -> None:
     assert parse_object(json.dumps({"a": "[" * 500, "b": '\\"]' * 9}).encode())["a"] == "[" * 500
 
 

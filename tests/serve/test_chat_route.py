@@ -60,7 +60,7 @@ def fold(chunks: list) -> dict:
         {"n": 2, "logprobs": True, "stop": "Ö", "max_completion_tokens": 40},
     ],
 )
-def test_a_whole_answer_is_its_stream_folded(serve, settings) -> None:
+def test_complete_response_equals_concatenated_stream(serve, settings) -> None:
     running = serve(saying(PARTS))
     status, whole = post(running, "/v1/chat/completions", {**CHAT, **settings})
     assert status == 200
@@ -77,7 +77,7 @@ def test_a_whole_answer_is_its_stream_folded(serve, settings) -> None:
         assert one.get("token_ids") == other.get("token_ids")
 
 
-def test_parts_of_an_answer_stand_in_their_fields(serve) -> None:
+def test_parts_of_a_response_are_in_their_fields(serve) -> None:
     _, whole = post(serve(saying(PARTS)), "/v1/chat/completions", CHAT)
     choice = whole["choices"][0]
     assert choice["message"]["reasoning_content"] == "I think"
@@ -90,7 +90,7 @@ def test_parts_of_an_answer_stand_in_their_fields(serve) -> None:
     assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
 
 
-def test_a_stream_begins_with_the_role_and_ends_with_usage_and_done(serve) -> None:
+def test_stream_starts_with_role_and_ends_with_usage_and_done(serve) -> None:
     body = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
     *chunks, usage, done = events(send(serve(), "POST", "/v1/chat/completions", body)[2])
     assert done == "[DONE]"
@@ -102,13 +102,13 @@ def test_a_stream_begins_with_the_role_and_ends_with_usage_and_done(serve) -> No
     assert len({(c["id"], c["created"], c["model"], c["system_fingerprint"]) for c in [*chunks, usage]}) == 1
 
 
-def test_an_answer_that_is_cut_says_length(serve) -> None:
+def test_truncated_response_has_finish_reason_length(serve) -> None:
     _, whole = post(serve(), "/v1/chat/completions", {**CHAT, "max_tokens": 3})
     assert whole["choices"][0]["message"]["content"] == "hel"
     assert whole["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_turn_of_the_engine_wakes_the_loop_once_and_what_comes_meanwhile_not_again() -> None:
+def test_engine_step_wakes_the_event_loop_once() -> None:
     class Loop:
         def __init__(self) -> None:
             self.calls: list[Callable[[], None]] = []
@@ -137,13 +137,13 @@ def test_stop_string_is_not_part_of_the_text_and_frees_the_slot(serve) -> None:
     assert running.engine.num_open == 0
 
 
-def test_choice_i_draws_with_seed_plus_i(serve) -> None:
+def test_choice_i_is_sampled_with_seed_plus_i(serve) -> None:
     running = serve()
     post(running, "/v1/chat/completions", {**CHAT, "n": 3, "seed": 40})
     assert [ask.sampling.seed for ask in running.engine.asks] == [40, 41, 42]
 
 
-def test_the_answer_is_cut_to_the_room_that_the_prompt_leaves(serve) -> None:
+def test_response_is_limited_to_remaining_context(serve) -> None:
     running = serve()
     long = {"model": "first", "messages": [{"role": "user", "content": "x" * 500}]}
     post(running, "/v1/chat/completions", {**long, "max_tokens": 100})
@@ -154,14 +154,14 @@ def test_the_answer_is_cut_to_the_room_that_the_prompt_leaves(serve) -> None:
     assert "512" in body["error"]["message"]
 
 
-def test_unknown_fields_are_named_and_refused_where_the_server_is_strict(serve) -> None:
+def test_unknown_fields_are_named_and_rejected_by_strict_server(serve) -> None:
     _, headers, _ = send(serve(), "POST", "/v1/chat/completions", {**CHAT, "tempratur": 1, "user": "me"})
     assert headers["x-burnish-ignored"] == "tempratur"
     status, body = post(serve(api_strict=True), "/v1/chat/completions", {**CHAT, "tempratur": 1})
     assert (status, body["error"]["param"]) == (400, "tempratur")
 
 
-def test_an_unknown_model_is_404_and_the_known_ones_are_listed(serve) -> None:
+def test_unknown_model_is_404_and_known_ones_are_listed(serve) -> None:
     status, body = post(serve(), "/v1/chat/completions", {**CHAT, "model": "gpt-4"})
     assert (status, body["error"]["code"], body["error"]["param"]) == (404, "model_not_found", "model")
     assert "first, poet" in body["error"]["message"]
@@ -170,7 +170,7 @@ def test_an_unknown_model_is_404_and_the_known_ones_are_listed(serve) -> None:
 # --- queue, failures, clients that go ---------------------------------------------------------------------------------
 
 
-def test_a_full_queue_is_429_with_when_to_come_again(serve) -> None:
+def test_full_queue_is_429_with_retry_after(serve) -> None:
     running = serve(engine=ScriptedEngine(lambda ask: [65] * 400, slots=1, waiting=1, pause_s=0.05))
     streams = [open_stream(running) for _ in range(2)]
     wait_for(lambda: running.engine.num_open == 2)
@@ -181,7 +181,7 @@ def test_a_full_queue_is_429_with_when_to_come_again(serve) -> None:
         stream.close()
 
 
-def test_of_a_request_that_does_not_fit_no_part_is_begun(serve) -> None:
+def test_request_that_does_not_fit_is_not_partially_started(serve) -> None:
     running = serve(engine=ScriptedEngine(lambda ask: [65] * 400, slots=1, waiting=0, pause_s=0.05))
     stream = open_stream(running)
     wait_for(lambda: running.engine.num_open == 1)
@@ -211,7 +211,7 @@ def test_client_that_disconnects_during_a_response_frees_its_slot(serve) -> None
     assert not running.state.service.in_progress
 
 
-def test_clients_that_vanish_at_drawn_instants_leave_nothing_behind(serve) -> None:
+def test_randomly_disconnecting_clients_leave_no_slots_occupied(serve) -> None:
     running = serve(engine=ScriptedEngine(lambda ask: [65] * 60, slots=8, waiting=64, pause_s=0.001))
     draw = random.Random(5)
     for _ in range(40):
@@ -228,7 +228,7 @@ def test_clients_that_vanish_at_drawn_instants_leave_nothing_behind(serve) -> No
     assert post(running, "/v1/chat/completions", {**CHAT, "max_tokens": 2})[0] == 200
 
 
-def test_a_client_that_reads_slowly_holds_up_nobody_and_gets_longer_deltas(serve) -> None:
+def test_slow_client_blocks_nobody_and_gets_larger_deltas(serve) -> None:
     running = serve(engine=ScriptedEngine(lambda ask: [65] * 480))
     slow = open_stream(running, receive_buffer=2048)
     time.sleep(0.3)
@@ -248,7 +248,7 @@ def test_a_client_that_reads_slowly_holds_up_nobody_and_gets_longer_deltas(serve
 @pytest.mark.parametrize(
     ("code", "status"), [("out_of_memory", 503), ("non_finite_logits", 503), ("grammar_failed", 400), ("strange", 500)]
 )
-def test_a_failure_of_the_engine_is_an_error_object_and_in_a_stream_its_last_event(serve, code, status) -> None:
+def test_engine_failure_is_an_error_object_or_last_stream_event(serve, code, status) -> None:
     running = serve()
     running.engine.error = Problem("There was none.", code=code)
     found, body = post(running, "/v1/chat/completions", CHAT)
@@ -258,7 +258,7 @@ def test_a_failure_of_the_engine_is_an_error_object_and_in_a_stream_its_last_eve
     assert last["error"]["code"] == body["error"]["code"]
 
 
-def test_while_the_model_loads_everything_but_health_is_503(serve) -> None:
+def test_all_routes_but_health_are_503_while_the_model_loads(serve) -> None:
     running = serve(is_ready=False)
     status, headers, text = send(running, "POST", "/v1/chat/completions", CHAT)
     assert (status, headers["retry-after"]) == (503, "2")
@@ -268,7 +268,7 @@ def test_while_the_model_loads_everything_but_health_is_503(serve) -> None:
     assert (status, json.loads(text)["status"]) == (503, "loading")
 
 
-def test_a_server_that_drains_takes_no_new_work(serve) -> None:
+def test_draining_server_accepts_no_new_requests(serve) -> None:
     running = serve()
     running.state.phase = "draining"
     status, body = post(running, "/v1/chat/completions", CHAT)
@@ -279,7 +279,7 @@ def test_a_server_that_drains_takes_no_new_work(serve) -> None:
 # --- text completions, tokens, the rest -------------------------------------------------------------------------------
 
 
-def test_a_text_completion_with_echo_measures_the_prompt(serve) -> None:
+def test_text_completion_with_echo_scores_the_prompt(serve) -> None:
     running = serve(saying("!?"))
     body = {"model": "first", "prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 1}
     _, whole = post(running, "/v1/completions", body)
@@ -295,7 +295,7 @@ def test_a_text_completion_with_echo_measures_the_prompt(serve) -> None:
     assert joined == choice["logprobs"]["token_logprobs"]
 
 
-def test_a_prompt_is_only_measured_where_no_token_is_asked_for(serve) -> None:
+def test_prompt_is_only_scored_if_no_tokens_are_requested(serve) -> None:
     body = {"model": "first", "prompt": [97, 98], "echo": True, "logprobs": 0, "max_tokens": 0}
     _, whole = post(serve(), "/v1/completions", body)
     assert whole["choices"][0]["text"] == "ab"
@@ -333,7 +333,7 @@ def test_unknown_route_lists_the_existing_ones(serve) -> None:
     assert (status, body["error"]["code"]) == (403, "loading_not_allowed")
 
 
-def test_metrics_count_what_was_answered(serve) -> None:
+def test_metrics_count_responses(serve) -> None:
     running = serve()
     post(running, "/v1/chat/completions", CHAT)
     post(running, "/v1/chat/completions", {})
@@ -345,7 +345,7 @@ def test_metrics_count_what_was_answered(serve) -> None:
     assert "burnish_ready 1" in text
 
 
-def test_a_page_for_chatting_asks_for_models_a_stream_a_title_and_tags_and_none_waits(serve) -> None:
+def test_open_webui_requests_run_concurrently(serve) -> None:
     """Requests of Open WebUI for one message: the chat as a stream, and beside it requests for a title and for tags."""
     running = serve(engine=ScriptedEngine(lambda ask: [*b"<so>Hello", END], slots=4, pause_s=0.01))
     assert [one["id"] for one in json.loads(send(running, "GET", "/v1/models")[2])["data"]] == ["first"]
@@ -403,7 +403,7 @@ def _unchunked(raw: bytes) -> str:
     return body.decode()
 
 
-def test_a_client_of_transformers_hears_that_its_model_is_there_and_loads_nothing(serve) -> None:
+def test_transformers_client_finds_model_loaded(serve) -> None:
     running = serve()
     status, _, text = send(running, "POST", "/load_model", {"model": "first"})
     assert (status, events(text)) == (200, [{"status": "ready", "cached": True}])
@@ -423,7 +423,7 @@ def test_a_client_of_transformers_hears_that_its_model_is_there_and_loads_nothin
         ("/tokenize", {"messages": [{"role": "user", "content": "ä" * 9000}]}, "messages"),
     ],
 )
-def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(serve, monkeypatch, path, body, param) -> None:
+def test_oversized_prompt_is_rejected_before_tokenization(serve, monkeypatch, path, body, param) -> None:
     running, seen = serve(), []
     monkeypatch.setattr(FakeServed, "text_prompt", lambda self, prompt: seen.append(len(prompt)) or [1])
     monkeypatch.setattr(FakeServed, "chat_prompt", lambda self, request: seen.append(9000) or [1])
@@ -433,7 +433,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(serve, monke
     assert 9000 not in seen
 
 
-def test_log_probabilities_of_prompts_have_a_bound(serve) -> None:
+def test_prompt_log_probabilities_are_limited(serve) -> None:
     body = {"model": "first", "prompt": [[1] * 400] * 64, "echo": True, "max_tokens": 0}
     status, answer = post(serve(), "/v1/completions", {**body, "logprobs": 20})
     assert (status, answer["error"]["param"]) == (400, "logprobs")
@@ -442,7 +442,7 @@ def test_log_probabilities_of_prompts_have_a_bound(serve) -> None:
     assert (status, len(answer["choices"])) == (200, 64)
 
 
-def test_a_request_of_many_prompts_lets_others_in_between(serve, monkeypatch) -> None:
+def test_request_of_many_prompts_does_not_block_others(serve, monkeypatch) -> None:
     """Their tokenization takes turns, and each that has ended makes room for one that waits."""
     running = serve(saying("x" * 5), engine=ScriptedEngine(saying("x" * 5), slots=2, waiting=4, pause_s=0.02))
     plain = FakeServed.text_prompt
@@ -464,7 +464,7 @@ def test_a_request_of_many_prompts_lets_others_in_between(serve, monkeypatch) ->
     assert [name for name, _ in ends] == ["one", "one", "one", "many"]
 
 
-def test_a_request_does_not_wait_forever_behind_the_rendering_of_others(serve, monkeypatch) -> None:
+def test_request_waiting_for_rendering_of_others_times_out(serve, monkeypatch) -> None:
     monkeypatch.setattr("burnish.serve.api.app.PROMPT_WAIT_S", 0.2)
     running = serve()
     running.state.prompts.submit(time.sleep, 0.6)

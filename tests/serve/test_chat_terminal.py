@@ -60,7 +60,7 @@ def roles(talk: ChatSession) -> list[str]:
     return [message["role"] for message in talk.messages]
 
 
-def test_a_screen_that_is_full_closed_or_narrow_in_letters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_closed_or_ascii_output_is_handled(monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/full", "w") as full, pytest.raises(OutputError, match="no space left on device"):
         Console(out=full).stream("Yes.")
     narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
@@ -74,7 +74,7 @@ def test_a_screen_that_is_full_closed_or_narrow_in_letters(monkeypatch: pytest.M
     assert not is_typed()
 
 
-def test_a_message_is_answered_and_the_conversation_grows() -> None:
+def test_message_gets_a_response_and_extends_the_conversation() -> None:
     talk, backend, out = talk_of()
     assert talk.take("Hello?") == 0
     talk.take("And now?")
@@ -83,7 +83,7 @@ def test_a_message_is_answered_and_the_conversation_grows() -> None:
     assert "2 tokens, 10.0 tokens/s, first token after 0.10 s, 90 tokens of context left" in out.getvalue()
 
 
-def test_retry_undo_and_edit_go_back() -> None:
+def test_retry_undo_and_edit_revert_turns() -> None:
     talk, backend, _ = talk_of()
     talk.settings = {"seed": 7}
     talk.take("One?")
@@ -98,7 +98,7 @@ def test_retry_undo_and_edit_go_back() -> None:
     assert talk.messages == []
 
 
-def test_a_system_message_begins_anew() -> None:
+def test_system_message_restarts_the_conversation() -> None:
     talk, backend, _ = talk_of()
     talk.take("One?")
     talk.take("/system Be brief.")
@@ -106,7 +106,7 @@ def test_a_system_message_begins_anew() -> None:
     assert [m["role"] for m in backend.asked[-1].messages] == ["system", "user"]
 
 
-def test_settings_are_typed_and_say_who_set_them() -> None:
+def test_settings_can_be_typed_and_show_their_source() -> None:
     talk, _, out = talk_of()
     talk.take("/set temperature=0.2 seed=5 do_sample=false")
     assert talk.settings == {"temperature": 0.2, "seed": 5, "do_sample": False}
@@ -118,7 +118,7 @@ def test_settings_are_typed_and_say_who_set_them() -> None:
     assert "0.95         the model" in out.getvalue()
 
 
-def test_thoughts_are_shown_or_measured_and_kept_apart() -> None:
+def test_thoughts_are_shown_or_summarized_and_stored_separately() -> None:
     thinking = [Event("thought", "Hm."), Event("content", "Yes.")]
     talk, backend, out = talk_of(thinking, thinking)
     talk.take("One?")
@@ -132,7 +132,7 @@ def test_thoughts_are_shown_or_measured_and_kept_apart() -> None:
     assert [request.thinks for request in backend.asked] == [None, True, False]
 
 
-def test_a_call_is_shown_and_waits_for_its_answer(tmp_path: Path) -> None:
+def test_tool_call_is_shown_and_waits_for_its_result(tmp_path: Path) -> None:
     (tmp_path / "tools.json").write_text(json.dumps([TOOL["function"]]))
     talk, backend, out = talk_of([Event("call", call={"name": "f", "arguments": '{"a": 1}'})])
     talk.take(f"/tools {tmp_path / 'tools.json'}")
@@ -145,14 +145,14 @@ def test_a_call_is_shown_and_waits_for_its_answer(tmp_path: Path) -> None:
     assert talk.messages[2]["tool_call_id"] == talk.messages[1]["tool_calls"][0]["id"]
 
 
-def test_an_answer_that_is_stopped_is_kept_and_marked() -> None:
+def test_stopped_response_is_kept_and_marked() -> None:
     talk, _, out = talk_of([Event("content", "Once upon"), KeyboardInterrupt])
     assert talk.take("Tell.") == 0
     assert talk.messages[-1]["content"] == "Once upon"
     assert "[stopped]" in out.getvalue()
 
 
-def test_where_no_answer_comes_the_conversation_stays_as_it_was() -> None:
+def test_missing_response_leaves_conversation_unchanged() -> None:
     talk, backend, out = talk_of()
     talk.take("One?")
     kept = list(talk.messages)
@@ -172,7 +172,7 @@ def test_where_no_answer_comes_the_conversation_stays_as_it_was() -> None:
     assert "1,800 tokens" in out.getvalue()
 
 
-def test_help_and_sentences_are_folded_between_words_at_the_width_of_the_terminal(monkeypatch) -> None:
+def test_help_and_sentences_wrap_at_terminal_width(monkeypatch) -> None:
     for columns in (40, 80):
         monkeypatch.setenv("COLUMNS", str(columns))
         talk, _, out = talk_of()
@@ -183,7 +183,7 @@ def test_help_and_sentences_are_folded_between_words_at_the_width_of_the_termina
     assert "\n/new, /exit           new conversation" in out.getvalue()
 
 
-def test_an_answer_that_failed_takes_the_question_back() -> None:
+def test_failed_response_removes_its_question() -> None:
     talk, _, out = talk_of([Event("end", end=AnswerEnded("failed", error="non_finite_logits"))])
     talk.backend.answer = lambda request: iter([Event("end", end=AnswerEnded("failed", error="non_finite_logits"))])
     talk.backend.answer = _closable(talk.backend.answer)
@@ -199,7 +199,7 @@ def _closable(answer):
     return generator
 
 
-def test_adapters_are_changed_and_laid_beside_each_other() -> None:
+def test_adapters_can_be_switched_and_compared() -> None:
     talk, backend, _ = talk_of()
     talk.take("/adapter poet")
     talk.take("One?")
@@ -209,7 +209,7 @@ def test_adapters_are_changed_and_laid_beside_each_other() -> None:
     assert talk.take("/adapter pote") == 1
 
 
-def test_a_saved_conversation_is_a_record_and_is_never_written_over(tmp_path: Path) -> None:
+def test_saved_conversation_is_a_record_and_never_overwritten(tmp_path: Path) -> None:
     talk, _, _ = talk_of()
     talk.take("/system Be brief.")
     talk.take("One?")
@@ -222,7 +222,7 @@ def test_a_saved_conversation_is_a_record_and_is_never_written_over(tmp_path: Pa
     assert (other.system, roles(other)) == ("Be brief.", ["user", "assistant"])
 
 
-def test_tokens_are_looked_at() -> None:
+def test_tokens_can_be_inspected() -> None:
     talk, _, out = talk_of()
     assert talk.take("/tokens") == 1
     talk.take("One?")
@@ -231,7 +231,7 @@ def test_tokens_are_looked_at() -> None:
     assert "[1, 2]" in out.getvalue()
 
 
-def test_ctrl_c_behind_the_last_word_of_an_answer_ends_no_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_after_the_last_token_does_not_end_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
     talk, _, out = talk_of([Event("content", "a"), Event("end", end=AnswerEnded("stop"))])
 
     def tell(text: str, color: str = "") -> None:
@@ -242,13 +242,13 @@ def test_ctrl_c_behind_the_last_word_of_an_answer_ends_no_conversation(monkeypat
     assert "[stopped]" in out.getvalue()
 
 
-def test_an_unknown_command_is_named_with_the_nearest() -> None:
+def test_unknown_command_suggests_nearest() -> None:
     talk, _, out = talk_of()
     assert talk.take("/retyr") == 1
     assert 'Did you mean "retry"?' in out.getvalue()
 
 
-def test_a_model_cannot_write_to_the_terminal() -> None:
+def test_model_output_cannot_control_the_terminal() -> None:
     talk, _, out = talk_of([Event("content", "a\x1b]52;c;AAAA\x07b\r\x7f\u202ec")])
     talk.take("One?")
     assert "a␛]52;c;AAAA␇b␍␡�c" in out.getvalue()
@@ -266,7 +266,7 @@ def command(*words: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_message_from_a_pipe_is_answered_and_nothing_else_is_printed(model: Path) -> None:
+def test_piped_message_prints_only_its_response(model: Path) -> None:
     words = command(str(model), "max_new_tokens=5", "do_sample=false")
     runs = [subprocess.run(words, input="Hello", capture_output=True, text=True, timeout=120) for _ in range(2)]
     assert [run.returncode for run in runs] == [0, 0]
@@ -275,7 +275,7 @@ def test_a_message_from_a_pipe_is_answered_and_nothing_else_is_printed(model: Pa
     assert not runs[0].stderr
 
 
-def test_a_conversation_in_a_terminal(model: Path, tmp_path: Path) -> None:
+def test_conversation_in_a_terminal_works(model: Path, tmp_path: Path) -> None:
     main, child = pty.openpty()
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm", "COLUMNS": "100"}
     process = subprocess.Popen(
@@ -312,7 +312,7 @@ def test_a_conversation_in_a_terminal(model: Path, tmp_path: Path) -> None:
     assert history.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_url_that_answers_nothing_is_said() -> None:
+def test_unreachable_url_is_reported() -> None:
     from burnish.serve.chat.backends import ServerBackend
 
     with pytest.raises(UserError, match="cannot connect"):

@@ -61,7 +61,7 @@ def tasks(task: str, task_dir: Path, **given):
     return local_tasks(task, task_dir, given.pop("lang", "en"), given.pop("num_shots", 5), draws=False)
 
 
-def test_files_of_each_kind_become_tasks_of_the_harness(task_dir: Path) -> None:
+def test_files_of_each_type_become_harness_tasks(task_dir: Path) -> None:
     maths = {subject.key: subject for subject in tasks("mmlu_test", task_dir)}["maths"]
     assert (maths.category, maths.config["num_fewshot"]) == ("STEM", 2)
     assert "about mathematics." in maths.config["description"]
@@ -72,7 +72,7 @@ def test_files_of_each_kind_become_tasks_of_the_harness(task_dir: Path) -> None:
     assert law.config["doc_to_text"].endswith("答案：")
 
 
-def test_a_task_is_read_from_a_zip_file(task_dir: Path, tmp_path: Path) -> None:
+def test_task_is_read_from_a_zip_file(task_dir: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "mmlu.zip", "w") as zipped:
         for path in (task_dir / "mmlu").rglob("*.*"):
             zipped.write(path, path.relative_to(task_dir / "mmlu"))
@@ -82,7 +82,7 @@ def test_a_task_is_read_from_a_zip_file(task_dir: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_a_task_that_is_not_there_is_refused(task_dir: Path) -> None:
+def test_missing_task_is_rejected(task_dir: Path) -> None:
     with pytest.raises(UserError, match='Did you mean "mmlu"'):
         tasks("mmul_test", task_dir)
     with pytest.raises(UserError, match='no split "val"'):
@@ -91,7 +91,7 @@ def test_a_task_that_is_not_there_is_refused(task_dir: Path) -> None:
         tasks("mmlu", task_dir)
 
 
-def test_a_benchmark_opens_with_its_own_line_and_a_choice_is_scored_as_the_template_writes_it(model: Path) -> None:
+def test_benchmark_prompt_and_choice_scoring_match_template(model: Path) -> None:
     loaded, loop = loop_over(model)
     of_harness = EngineModel(loop, loaded.template, loaded.form, "m", is_benchmark=True)
     turns = [{"role": "system", "content": "About maths.\n\n"}, {"role": "user", "content": "Q?\nAnswer:"}]
@@ -104,7 +104,7 @@ def test_a_benchmark_opens_with_its_own_line_and_a_choice_is_scored_as_the_templ
     assert [score for score, _ in found] == pytest.approx([float(logps[ids[0]]) for ids in letters], abs=1e-4)
 
 
-def test_without_the_harness_the_extra_is_named(
+def test_missing_harness_names_its_extra(
     model: Path, task_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
@@ -112,7 +112,7 @@ def test_without_the_harness_the_extra_is_named(
     assert 'pip install "burnish[eval]"' in capsys.readouterr().err
 
 
-def test_the_command_writes_its_files_and_goes_on(
+def test_eval_command_writes_its_files_and_continues(
     model: Path, task_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("lm_eval")
@@ -142,7 +142,7 @@ def test_the_command_writes_its_files_and_goes_on(
     capsys.readouterr()
 
 
-def test_several_models_stand_in_one_table(
+def test_several_models_share_one_table(
     model: Path, task_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("lm_eval")
@@ -175,18 +175,18 @@ def test_averages_are_over_questions_and_categories() -> None:
     assert accuracy([True] * 4)["accuracy_stderr"] == 0.0
 
 
-def test_the_paired_error_counts_the_questions_that_differ() -> None:
+def test_paired_error_counts_differing_questions() -> None:
     of = [{"x": [Chosen("A", (), right) for right in rights]} for rights in ((1, 1, 0, 0), (1, 1, 1, 0))]
     assert compared(["one", "two"], [subject("x")], of)[2].split() == ["two", "75.00", "+25.00", "±", "21.65"]
 
 
-def test_answers_of_another_model_are_begun_anew(tmp_path: Path) -> None:
+def test_responses_of_another_model_are_discarded(tmp_path: Path) -> None:
     Answers(tmp_path, {"model": 1}).add(subject("x"), [Chosen("A", (0.5, 0.5), True)])
     assert Answers(tmp_path, {"model": 1}).done == {"x": [Chosen("A", (0.5, 0.5), True)]}
     assert Answers(tmp_path, {"model": 2}).done == {}
 
 
-def test_a_data_set_is_measured_as_by_a_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_is_evaluated_as_in_a_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     (tmp_path / "held.json").write_text(json.dumps([{"instruction": "Say red", "input": "", "output": "red"}] * 3))
     words = [str(model), f"eval_dataset={tmp_path / 'held.json'}", "template=qwen", "use_cpu=true"]
@@ -198,7 +198,7 @@ def test_a_data_set_is_measured_as_by_a_run(model: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("command", ["eval", "predict"])
-def test_a_whole_model_is_measured_without_an_adapter(
+def test_full_model_is_evaluated_without_adapter(
     command: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from burnish.adapters.lora import LoraAdapter
@@ -224,7 +224,7 @@ def request(*args):
     return SimpleNamespace(args=args)
 
 
-def test_the_harness_gets_the_log_probabilities_of_the_model(model: Path) -> None:
+def test_harness_receives_model_log_probabilities(model: Path) -> None:
     loaded, loop = loop_over(model)
     of_harness = EngineModel(loop, loaded.template, loaded.form, "m")
     (found, greedy), (other, _) = of_harness.loglikelihood([request("red green ", "blue"), request("", "red")])
@@ -237,7 +237,7 @@ def test_the_harness_gets_the_log_probabilities_of_the_model(model: Path) -> Non
     assert other == pytest.approx(of_harness.loglikelihood_rolling([request("red")])[0], abs=1e-4)
 
 
-def test_the_harness_gets_text_up_to_its_stops_and_the_trained_template(model: Path) -> None:
+def test_harness_receives_text_up_to_stops_with_trained_template(model: Path) -> None:
     loaded, loop = loop_over(model)
     of_harness = EngineModel(loop, loaded.template, loaded.form, "m")
     settings = {"until": [], "max_gen_toks": 12, "do_sample": False}
@@ -249,7 +249,7 @@ def test_the_harness_gets_text_up_to_its_stops_and_the_trained_template(model: P
     assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_task_of_the_harness_runs(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_harness_task_runs(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lm_eval")
     (tmp_path / "tasks").mkdir()
     (tmp_path / "data.jsonl").write_text(json.dumps({"q": "red", "choices": ["green", "blue"], "gold": 0}) + "\n")
@@ -264,7 +264,7 @@ def test_a_task_of_the_harness_runs(model: Path, tmp_path: Path, capsys: pytest.
     capsys.readouterr()
 
 
-def test_models_of_one_name_write_into_folders_of_their_own(model: Path, tmp_path: Path) -> None:
+def test_models_of_same_name_write_into_separate_folders(model: Path, tmp_path: Path) -> None:
     from burnish.serve.command_line import servings_of
 
     for place in ("a/checkpoint-4", "b/checkpoint-4", "Qwen2.5-0.5B"):

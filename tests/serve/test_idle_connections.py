@@ -72,7 +72,7 @@ def opened(port: int, number: int, text: bytes = b"") -> list[socket.socket]:
 @pytest.mark.run
 @pytest.mark.slow
 @pytest.mark.parametrize("started", sorted(WORDS), indirect=True)
-def test_more_idle_connections_than_files_end_no_server_and_fill_no_log(started) -> None:
+def test_idle_connections_above_file_limit_do_not_stop_server_or_fill_log(started) -> None:
     child, port, said = started
     while status_of(port) != 200:
         time.sleep(0.1)
@@ -151,19 +151,19 @@ def closed_after_s(one: socket.socket, trickle: bytes = b"") -> float:
 
 
 @pytest.mark.parametrize("text", [b"", b"GET /", b"GET / HTTP/1.1\r\nHost: a\r\nX-"])
-def test_a_head_has_a_time_within_which_it_is_whole(quick: int, text: bytes) -> None:
+def test_request_head_has_a_time_limit(quick: int, text: bytes) -> None:
     (one,) = opened(quick, 1, text)
     assert 0.3 < closed_after_s(one, b"a" if text else b"") < 2
 
 
-def test_the_second_head_of_a_connection_has_its_time_too(quick: int) -> None:
+def test_second_request_head_of_a_connection_has_a_time_limit(quick: int) -> None:
     (one,) = opened(quick, 1, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
     assert one.recv(4096).startswith(b"HTTP/1.1 200")
     one.sendall(b"GET /again")
     assert 0.3 < closed_after_s(one, b"a") < 2
 
 
-def test_a_request_that_works_is_not_interrupted_and_idle_ones_make_room(quick: int) -> None:
+def test_active_request_is_not_interrupted_and_idle_connections_are_closed(quick: int) -> None:
     (busy,) = opened(quick, 1, b"GET /slow HTTP/1.1\r\nHost: a\r\n\r\n")
     time.sleep(0.1)
     idle = opened(quick, 20)
@@ -174,7 +174,7 @@ def test_a_request_that_works_is_not_interrupted_and_idle_ones_make_room(quick: 
         one.close()
 
 
-def test_requests_whose_body_does_not_come_make_room(quick: int) -> None:
+def test_requests_without_body_are_closed_for_new_ones(quick: int) -> None:
     head = b"POST /slow HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n"
     (busy,) = opened(quick, 1, head + b"{}")
     held = opened(quick, 20, head + b"{")
@@ -188,7 +188,7 @@ def test_requests_whose_body_does_not_come_make_room(quick: int) -> None:
         one.close()
 
 
-def test_where_every_connection_works_a_new_one_is_refused(quick: int) -> None:
+def test_new_connection_is_rejected_if_all_are_active(quick: int) -> None:
     busy = opened(quick, 8, b"GET /slow HTTP/1.1\r\nHost: a\r\n\r\n")
     time.sleep(0.2)
     (late,) = opened(quick, 1)
@@ -199,7 +199,7 @@ def test_where_every_connection_works_a_new_one_is_refused(quick: int) -> None:
     assert status_of(quick) == 200
 
 
-def test_the_same_warning_is_one_line_a_minute_with_the_number_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_warning_is_logged_once_a_minute_with_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(connections.time, "monotonic", lambda: now[0])
     passed, only = [], OncePerMinute()
@@ -213,7 +213,7 @@ def test_the_same_warning_is_one_line_a_minute_with_the_number_of_the_others(mon
     assert passed == ["broken 0", more, "broken 60", more, "broken 120", more, "broken 180"]
 
 
-def test_the_number_of_connections_leaves_files_for_the_work() -> None:
+def test_connection_limit_reserves_file_descriptors() -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert 0 < most_connections() <= min(soft // 2, 512)
     assert issubclass(LimitedProtocol, asyncio.Protocol)

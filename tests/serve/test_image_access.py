@@ -85,7 +85,7 @@ def good(handler):
     handler.wfile.write(CONTENT)
 
 
-def test_an_image_of_an_allowed_host_is_in_the_request_then(as_public):
+def test_image_of_an_allowed_host_is_included(as_public):
     with web(good) as server:
         access = ImageAccess([f"{HOST.upper()}:{server.port}"])
         assert access.needs(request_of(server.url))
@@ -97,7 +97,7 @@ def test_an_image_of_an_allowed_host_is_in_the_request_then(as_public):
     assert as_public == [HOST]  # looked up once; the connection was made to the address that was checked
 
 
-def test_addresses_are_closed_unless_a_host_is_opened():
+def test_image_urls_are_rejected_unless_a_host_is_allowed():
     said = refused(ImageAccess(), "https://example.com/a.png")
     assert "this server does not fetch URLs" in said
     assert "allow_image_urls" in said
@@ -112,7 +112,7 @@ def test_addresses_are_closed_unless_a_host_is_opened():
      "http://images.test/a b.png", "http://images.test/a\r\nHost: evil", "http://ımages.test/a.png",
      "HTTP://evil.test/a.png"],
 )  # fmt: skip
-def test_other_hosts_and_misleading_addresses_are_refused(monkeypatch, url):
+def test_other_hosts_and_misleading_urls_are_rejected(monkeypatch, url):
     monkeypatch.setattr(fetching, "getaddrinfo", lambda *_, **__: pytest.fail("a name was looked up"))
     with pytest.raises(NotFetchedError):
         fetched(url, {HOST}, 100, 1.0)
@@ -138,7 +138,7 @@ def test_private_addresses_are_never_connected_to(monkeypatch, address):
             fetched(f"http://{HOST}/a.png", {HOST}, 100, 1.0)
 
 
-def test_an_allowed_address_in_digits_is_checked_too():
+def test_allowed_numeric_address_is_checked():
     for host in ("127.0.0.1", "0x7f000001", "2130706433", "127.1", "localhost"):
         with pytest.raises(NotFetchedError, match=r"not public|cannot be resolved"):
             fetched(f"http://{host}/a.png", {host}, 100, 1.0)
@@ -177,7 +177,7 @@ def test_redirects_are_not_followed(as_public, status):
 
 
 @pytest.mark.parametrize("says_length", [True, False])
-def test_a_file_that_is_too_large_is_not_read_to_its_end(as_public, says_length):
+def test_oversized_file_is_not_downloaded_completely(as_public, says_length):
     sent = []
 
     def endless(handler):
@@ -198,7 +198,7 @@ def test_a_file_that_is_too_large_is_not_read_to_its_end(as_public, says_length)
     assert sum(sent) < 10**8
 
 
-def test_a_compressed_body_is_refused(as_public):
+def test_compressed_body_is_rejected(as_public):
     def compressed(handler):
         handler.send_response(200)
         handler.send_header("Content-Encoding", "gzip")
@@ -211,7 +211,7 @@ def test_a_compressed_body_is_refused(as_public):
 
 
 @pytest.mark.parametrize("what", ["head", "body"])
-def test_a_host_that_sends_slowly_is_left_after_the_time_limit(as_public, what):
+def test_slow_host_times_out(as_public, what):
     def drip(handler):
         try:
             if what == "body":
@@ -232,7 +232,7 @@ def test_a_host_that_sends_slowly_is_left_after_the_time_limit(as_public, what):
         assert time.monotonic() - begin < 2.0
 
 
-def test_a_body_that_ends_too_early_is_no_image(as_public):
+def test_truncated_body_is_not_an_image(as_public):
     def short(handler):
         handler.send_response(200)
         handler.send_header("Content-Length", "1000")
@@ -263,14 +263,14 @@ def media(tmp_path):
     return root
 
 
-def test_files_are_closed_unless_a_folder_is_opened(media):
+def test_image_files_are_rejected_unless_a_folder_is_allowed(media):
     for url in ("a.png", str(media / "a.png"), f"file://{media}/a.png"):
         said = refused(ImageAccess(), url)
         assert "files are not opened" in said
         assert "media_root" in said
 
 
-def test_files_below_the_folder_are_opened(media):
+def test_files_below_media_root_are_opened(media):
     access = ImageAccess(root=str(media))
     (media / "link.png").symlink_to(media / "a.png")
     urls = ["a.png", "inner/b c.png", "inner/../a.png", str(media / "a.png"), f"file://{media}/inner/b%20c.png",
@@ -279,7 +279,7 @@ def test_files_below_the_folder_are_opened(media):
         assert access.content(url, "p") == CONTENT
 
 
-def test_files_outside_of_the_folder_and_files_that_are_not_there_are_refused_in_the_same_words(media, tmp_path):
+def test_outside_and_missing_files_are_rejected_with_the_same_message(media, tmp_path):
     (media / "out.png").symlink_to(tmp_path / "secret.png")
     (media / "folder").symlink_to(tmp_path)
     urls = ["../secret.png", "inner/../../secret.png", str(tmp_path / "secret.png"), f"file://{tmp_path}/secret.png",
@@ -295,7 +295,7 @@ def test_pipes_and_devices_are_not_read(media):
     assert "is not a file below" in refused(ImageAccess(root=str(media)), "pipe.png")
 
 
-def test_a_link_that_is_put_in_place_after_the_check_is_not_followed(media, tmp_path, monkeypatch):
+def test_link_created_after_the_check_is_not_followed(media, tmp_path, monkeypatch):
     access, real = ImageAccess(root=str(media)), os.path.realpath
 
     def swapped(path, **strict):
@@ -308,7 +308,7 @@ def test_a_link_that_is_put_in_place_after_the_check_is_not_followed(media, tmp_
     assert "is not a file below" in refused(access, "a.png")
 
 
-def test_a_large_file_is_refused_before_it_is_read(media):
+def test_large_file_is_rejected_before_reading(media):
     with open(media / "large.png", "wb") as file:
         file.truncate(10**12)
     assert "larger than 1,000 bytes" in refused(ImageAccess(root=str(media), most_bytes=1000), "large.png")
@@ -317,11 +317,11 @@ def test_a_large_file_is_refused_before_it_is_read(media):
 @pytest.mark.parametrize(
     "url", ["ftp://images.test/a.png", "file://evil.test/a.png", "javascript://a", "gopher://x/", "jar:file://x"]
 )
-def test_other_schemes_are_refused(media, url):
+def test_other_url_schemes_are_rejected(media, url):
     refused(ImageAccess([HOST], root=str(media)), url)
 
 
-def test_a_data_uri_is_held_to_the_limit_of_bytes():
+def test_data_uri_is_limited_in_bytes():
     access = ImageAccess(most_bytes=30)
     assert not access.needs(request_of("data:image/png;base64,AAAA"))
     assert "the maximum size of an image is 30 bytes" in refused(access, "data:image/png;base64," + "A" * 400)
@@ -331,11 +331,11 @@ def test_a_data_uri_is_held_to_the_limit_of_bytes():
 
 
 @pytest.mark.parametrize("host", ["https://images.test", "images.test/a", "*", "*.test", "", "a b"])
-def test_hosts_that_are_none_are_refused_before_the_server_starts(host):
+def test_invalid_hosts_are_rejected_before_server_start(host):
     problems = check_api(ApiOptions(allow_image_urls=[host]))
     assert any("allow_image_urls" in str(problem) for problem in problems)
 
 
-def test_the_folder_of_images_must_be_there(tmp_path):
+def test_media_root_must_exist(tmp_path):
     assert any("media_root" in str(UserError(one)) for one in check_api(ApiOptions(media_root=str(tmp_path / "no"))))
     assert not check_api(ApiOptions(media_root=str(tmp_path), allow_image_urls=["images.test", "images.test:8080"]))

@@ -9,13 +9,13 @@ from burnish.config.errors import MissingExtraError
 from burnish.serve.chat.command import chat
 
 
-def test_the_extra_serve_is_installed() -> None:
+def test_serve_extra_is_installed() -> None:
     pytest.importorskip("starlette", reason='servers are not tested: pip install "burnish[serve]"')
     pytest.importorskip("uvicorn", reason='servers are not tested: pip install "burnish[serve]"')
 
 
 @pytest.mark.run
-def test_a_conversation_at_a_terminal_needs_no_server() -> None:
+def test_terminal_chat_requires_no_server() -> None:
     code = (
         "import sys\n"
         "for name in ('starlette', 'uvicorn'):\n"
@@ -26,7 +26,7 @@ def test_a_conversation_at_a_terminal_needs_no_server() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_conversation_names_the_extra_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_chat_names_its_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("burnish.serve.chat.command.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r'pip install "burnish\[serve\]"'):
         chat(["model"])

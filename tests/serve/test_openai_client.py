@@ -71,7 +71,7 @@ def test_models_are_listed_under_all_their_names(real: Real) -> None:
     assert str(MODEL) not in str(listed)
 
 
-def test_a_whole_answer_is_its_stream_for_the_client_too(real: Real) -> None:
+def test_complete_response_equals_stream_for_the_client(real: Real) -> None:
     asked = {"model": "demo", "messages": ASKED, "temperature": 0, "max_tokens": 12, "logprobs": True}
     whole = real.client.chat.completions.create(**asked)
     stream = real.client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
@@ -84,7 +84,7 @@ def test_a_whole_answer_is_its_stream_for_the_client_too(real: Real) -> None:
     assert [one.token for one in tokens] == [one.token for one in whole.choices[0].logprobs.content]
 
 
-def test_a_conversation_at_a_terminal_with_a_server_is_that_of_its_clients(real: Real, monkeypatch) -> None:
+def test_terminal_chat_with_server_matches_client(real: Real, monkeypatch) -> None:
     url, asked = f"http://127.0.0.1:{real.port}/v1", {"temperature": 0, "max_new_tokens": 12}
     monkeypatch.setenv("OPENAI_API_KEY", "a-key-for-tests")
     backend = ServerBackend(url)
@@ -99,7 +99,7 @@ def test_a_conversation_at_a_terminal_with_a_server_is_that_of_its_clients(real:
         ServerBackend(url)
 
 
-def test_the_prompt_has_the_ids_that_training_gives_that_conversation(real: Real) -> None:
+def test_prompt_has_ids_of_training(real: Real) -> None:
     messages = [
         {"role": "system", "content": "You answer in a word."},
         {"role": "user", "content": "opposite: hot"},
@@ -113,7 +113,7 @@ def test_the_prompt_has_the_ids_that_training_gives_that_conversation(real: Real
     assert found["tokens"] == real.loaded.template.prompt(example)
 
 
-def test_an_answer_that_is_continued_goes_on_from_its_text(real: Real) -> None:
+def test_continued_response_continues_its_text(real: Real) -> None:
     asked = {"model": "demo", "temperature": 0, "max_tokens": 6}
     whole = real.client.chat.completions.create(messages=ASKED, **asked, extra_body={"return_token_ids": True})
     first = real.loaded.tokenizer.decode(whole.choices[0].token_ids[:2])
@@ -125,7 +125,7 @@ def test_an_answer_that_is_continued_goes_on_from_its_text(real: Real) -> None:
     assert (first + rest.choices[0].message.content).startswith(whole.choices[0].message.content)
 
 
-def test_the_same_seed_gives_the_same_choices_and_each_has_its_own(real: Real) -> None:
+def test_same_seed_gives_same_distinct_choices(real: Real) -> None:
     asked = {"model": "demo", "messages": ASKED, "seed": 11, "n": 3, "temperature": 1.5, "max_tokens": 8}
     first, second = (real.client.chat.completions.create(**asked) for _ in range(2))
     texts = [choice.message.content for choice in first.choices]
@@ -134,7 +134,7 @@ def test_the_same_seed_gives_the_same_choices_and_each_has_its_own(real: Real) -
     assert first.system_fingerprint == second.system_fingerprint
 
 
-def test_log_probabilities_of_an_echoed_prompt_are_the_training_loss(real: Real) -> None:
+def test_echoed_prompt_log_probabilities_match_training_loss(real: Real) -> None:
     import torch
 
     ids = real.loaded.tokenizer("opposite: hot\ncold")["input_ids"]
@@ -149,7 +149,7 @@ def test_log_probabilities_of_an_echoed_prompt_are_the_training_loss(real: Real)
     assert math.isfinite(logps[len(ids)])
 
 
-def test_errors_are_the_clients_own_exceptions(real: Real) -> None:
+def test_errors_are_openai_client_exceptions(real: Real) -> None:
     create = real.client.chat.completions.create
     with pytest.raises(openai.NotFoundError) as missing:
         create(model="gpt-4o", messages=ASKED)
@@ -169,7 +169,7 @@ def test_errors_are_the_clients_own_exceptions(real: Real) -> None:
         real.client.embeddings.create(model="demo", input="hot")
 
 
-def test_a_refusal_does_not_wait_for_more_of_a_body_that_has_come(real: Real) -> None:
+def test_rejection_does_not_wait_for_the_rest_of_the_body(real: Real) -> None:
     began = time.monotonic()
     for _ in range(3):
         with pytest.raises(openai.NotFoundError):
@@ -177,7 +177,7 @@ def test_a_refusal_does_not_wait_for_more_of_a_body_that_has_come(real: Real) ->
     assert time.monotonic() - began < 2.0  # each took a second
 
 
-def test_a_text_completion_has_openais_length_where_the_request_names_none(real: Real) -> None:
+def test_text_completion_has_openai_default_length(real: Real) -> None:
     found = real.client.completions.create(model="demo", prompt="hot\n", extra_body={"ignore_eos": True})
     assert (found.usage.completion_tokens, found.choices[0].finish_reason) == (16, "length")
 
@@ -225,7 +225,7 @@ TOOL = {
 }
 
 
-def test_an_answer_that_must_be_json_is_json_of_that_schema(real: Real) -> None:
+def test_json_schema_response_matches_the_schema(real: Real) -> None:
     schema = {"type": "object", "properties": {"word": {"enum": ["hot", "cold"]}}, "required": ["word"],
               "additionalProperties": False}  # fmt: skip
     wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
@@ -240,7 +240,7 @@ def test_an_answer_that_must_be_json_is_json_of_that_schema(real: Real) -> None:
     assert refused.value.param == "response_format"
 
 
-def test_tools_that_a_template_cannot_write_calls_of_are_refused_by_name(real: Real) -> None:
+def test_tools_unsupported_by_the_template_are_rejected_by_name(real: Real) -> None:
     if real.loaded.form.tool_format:
         found = real.client.chat.completions.create(
             model="demo", messages=ASKED, tools=[TOOL], tool_choice="required", temperature=0, max_tokens=60
@@ -259,7 +259,7 @@ def test_tools_that_a_template_cannot_write_calls_of_are_refused_by_name(real: R
     assert found.choices[0].finish_reason == "length"
 
 
-def test_adapters_answer_side_by_side_under_names_of_their_own(tmp_path) -> None:
+def test_adapters_are_served_side_by_side_under_their_names(tmp_path) -> None:
     from burnish.cli import main
 
     demo = MODEL.parent
@@ -307,7 +307,7 @@ GRADES = {
 CALL = '[{"name": "mean_grade", "arguments": {"grades": "AC", "hours": 31}}]'
 
 
-def test_the_calls_of_llamafactorys_example_of_tools_are_answered() -> None:
+def test_tool_calls_of_llamafactory_example_get_responses() -> None:
     # A call, the client's own message object back, a result without the id of its call, an answer.
     replies = iter([CALL, "3.5, well done"])
     with starting() as start:
@@ -322,7 +322,7 @@ def test_the_calls_of_llamafactorys_example_of_tools_are_answered() -> None:
         assert second.choices[0].message.content == "3.5, well done"
 
 
-def test_the_images_of_llamafactorys_example_are_refused_in_words(real: Real) -> None:
+def test_images_of_llamafactory_example_are_rejected(real: Real) -> None:
     image = {"type": "image_url", "image_url": {"url": "https://example.org/boxes.png"}}
     asked = [{"role": "user", "content": [{"type": "text", "text": "What is on it?"}, image]}]
     with pytest.raises(openai.BadRequestError, match="is a URL, and this server does not fetch URLs") as refused:

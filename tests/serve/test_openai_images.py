@@ -71,7 +71,7 @@ def chances(answer):
     return [one.logprob for one in answer.choices[0].logprobs.content]
 
 
-def test_an_image_is_answered_as_data_uri_and_as_a_file_below_the_folder(real):
+def test_image_is_accepted_as_data_uri_and_file_below_media_root(real):
     by_name = {name: chances(asked(real, data_uri(real, name))) for name in NAMES}
     assert by_name[NAMES[0]] != pytest.approx(by_name[NAMES[1]], abs=1e-4)
     for name in NAMES:
@@ -80,26 +80,26 @@ def test_an_image_is_answered_as_data_uri_and_as_a_file_below_the_folder(real):
     assert asked(real, data_uri(real, NAMES[0])).usage.prompt_tokens > 4
 
 
-def test_a_stream_about_an_image_is_the_answer_in_pieces(real):
+def test_streamed_image_response_equals_complete_one(real):
     whole = asked(real, data_uri(real, NAMES[0])).choices[0].message.content
     pieces = [chunk.choices[0].delta.content or "" for chunk in asked(real, data_uri(real, NAMES[0]), stream=True)]
     assert "".join(pieces) == whole
 
 
 @pytest.mark.parametrize("url", ["https://example.com/a.png", "../model/config.json", "file:///etc/passwd", "no.png"])
-def test_what_is_not_opened_is_a_bad_request_with_its_place(real, url):
+def test_rejected_image_source_is_a_bad_request_with_its_location(real, url):
     with pytest.raises(openai.BadRequestError) as refused:
         asked(real, url)
     assert refused.value.param == "messages[0].content[0].image_url.url"
 
 
-def test_a_file_that_is_not_an_image_is_a_bad_request(real):
+def test_non_image_file_is_a_bad_request(real):
     (real.folder / "media" / "note.txt").write_text("hello")
     with pytest.raises(openai.BadRequestError, match="is not an image"):
         asked(real, "note.txt")
 
 
-def test_tokens_of_a_prompt_with_an_image_can_be_counted(real):
+def test_tokens_of_an_image_prompt_can_be_counted(real):
     found = [
         post(real, "/tokenize", {"model": "seeing", "messages": messages_about(url)})[1]
         for url in (NAMES[0], data_uri(real, NAMES[0]))

@@ -44,7 +44,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
 
 
-def test_a_run_answers_what_it_did_not_learn_and_its_own_files_stay(place: Path) -> None:
+def test_run_predicts_its_held_out_records_and_keeps_its_files(place: Path) -> None:
     given = (place / "writes/run.yaml").read_text()
     assert main(["predict", str(place / "writes"), "max_new_tokens=3"]) == 0
     found = lines(place / "writes/predictions/generated_predictions.jsonl")
@@ -53,7 +53,7 @@ def test_a_run_answers_what_it_did_not_learn_and_its_own_files_stay(place: Path)
     assert (place / "writes/run.yaml").read_text() == given
 
 
-def test_a_reward_model_scores_its_held_out_pairs(place: Path) -> None:
+def test_reward_model_scores_its_held_out_pairs(place: Path) -> None:
     for folder in ("scores", "scores/checkpoint-1"):
         assert main(["predict", str(place / folder)]) == 0
         found = lines(place / folder / "predictions/generated_predictions.jsonl")
@@ -61,7 +61,7 @@ def test_a_reward_model_scores_its_held_out_pairs(place: Path) -> None:
         assert all(isinstance(line["chosen"], float) for line in found)
 
 
-def test_a_set_that_is_named_is_the_one_that_is_answered(place: Path, tmp_path: Path) -> None:
+def test_named_dataset_is_predicted(place: Path, tmp_path: Path) -> None:
     rows = [{"instruction": "Say red", "output": "red"}, {"instruction": "Say blue", "output": "blue"}]
     (tmp_path / "mine.json").write_text(json.dumps(rows))
     words = ["eval_dataset=mine.json", "max_new_tokens=2", "save_dir=out"]
@@ -69,7 +69,7 @@ def test_a_set_that_is_named_is_the_one_that_is_answered(place: Path, tmp_path: 
     assert [line["label"] for line in lines(tmp_path / "out/generated_predictions.jsonl")] == ["red", "blue"]
 
 
-def test_a_training_file_stands_for_what_it_trained(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_config_selects_its_trained_model(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     given = (place / "writes/run.yaml").read_text()
     (place / "run.yaml").write_text(given)
@@ -78,7 +78,7 @@ def test_a_training_file_stands_for_what_it_trained(place: Path, monkeypatch: py
     assert len(lines(place / "writes/predictions/generated_predictions.jsonl")) == 3
 
 
-def test_a_reward_model_is_measured_as_one_without_being_told(place: Path) -> None:
+def test_reward_model_is_detected_and_evaluated(place: Path) -> None:
     words = [f"dataset_dir={place / 'data'}", "eval_dataset=demo_pairs", "max_samples=5", "save_dir=measured"]
     assert main(["eval", str(place / "scores"), *words]) == 0
     assert "eval_accuracy" in json.loads(Path("measured/eval_results.json").read_text())
@@ -89,7 +89,7 @@ def test_missing_data_for_prediction_is_reported(capsys: pytest.CaptureFixture[s
     assert "eval_dataset is not set" in capsys.readouterr().err
 
 
-def test_a_file_beside_a_model_is_not_taken_for_the_file_of_its_run(
+def test_config_file_next_to_a_model_is_not_mistaken_for_its_run(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.yaml").write_text((place / "writes/run.yaml").read_text())
@@ -98,7 +98,7 @@ def test_a_file_beside_a_model_is_not_taken_for_the_file_of_its_run(
     assert "eval_dataset is not set" in capsys.readouterr().err
 
 
-def test_a_set_of_the_run_that_is_a_path_is_found_from_another_folder(
+def test_relative_dataset_path_of_a_run_is_found_from_another_folder(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"instruction": "Say red", "output": "red"}, {"instruction": "Say blue", "output": "blue"}]

@@ -57,7 +57,7 @@ def relayed(tmp_path: Path) -> Iterator[tuple[int, Engine]]:
     end()
 
 
-def test_head_and_data_are_passed_on(relayed: tuple[int, Engine]) -> None:
+def test_head_and_data_are_forwarded(relayed: tuple[int, Engine]) -> None:
     port, engine = relayed
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     connection.request("POST", "/short", b'{"a": 1}', {"Content-Type": "application/json"})
@@ -66,7 +66,7 @@ def test_head_and_data_are_passed_on(relayed: tuple[int, Engine]) -> None:
     assert (response.getheader("retry-after"), response.getheader("x-inner")) == ("7", None)
 
 
-def test_a_client_that_goes_ends_the_work_behind_it(relayed: tuple[int, Engine]) -> None:
+def test_disconnected_client_cancels_the_forwarded_request(relayed: tuple[int, Engine]) -> None:
     port, engine = relayed
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     connection.request("POST", "/long", b"{}")

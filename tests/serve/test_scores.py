@@ -73,7 +73,7 @@ def by_transformers(folder: Path, text: str) -> float:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_text_gets_the_score_of_its_last_token(name: str, workplace: Path, capsys: pytest.CaptureFixture) -> None:
+def test_text_gets_the_score_of_its_last_token(name: str, workplace: Path, capsys: pytest.CaptureFixture) -> None:
     whole = workplace / name
     if "lora" in name:
         whole = workplace / f"{name} whole"
@@ -93,7 +93,7 @@ def test_a_text_gets_the_score_of_its_last_token(name: str, workplace: Path, cap
         end()
 
 
-def test_what_it_cannot_do_is_refused(workplace: Path) -> None:
+def test_unsupported_score_requests_are_rejected(workplace: Path) -> None:
     running, end = serving(workplace / "value head")
     try:
         for body, status, code in (
@@ -114,7 +114,7 @@ def test_what_it_cannot_do_is_refused(workplace: Path) -> None:
         end()
 
 
-def test_a_conversation_with_it_is_refused_in_a_sentence(
+def test_chat_with_reward_model_is_rejected(
     workplace: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capsys.readouterr()
@@ -123,7 +123,7 @@ def test_a_conversation_with_it_is_refused_in_a_sentence(
     assert "returns scores and does not generate text" in told(capsys)[1]
 
 
-def test_an_adapter_with_a_score_is_trained_further(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_with_score_head_can_be_trained_further(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = workplace / "lora with a score"
     again = workplace / "further"
     run_of(workplace, monkeypatch, stage="rm", output_dir=str(again), finetuning_type="lora", max_steps=1,

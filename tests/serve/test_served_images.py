@@ -51,7 +51,7 @@ def asked(*parts):
     return read(ChatRequest, {"model": "m", "messages": [{"role": "user", "content": content}]})
 
 
-def test_a_prompt_with_an_image_has_the_ids_of_training(workplace, loaded):
+def test_image_prompt_has_ids_of_training(workplace, loaded):
     golden_row = next(r for r in golden()["llamafactory"] if (r["family"], r["record"]) == ("qwen2_5_vl", "one"))
     learned = next(at for at, label in enumerate(golden_row["labels"]) if label != -100)
     row = Prompter(loaded.template, loaded.images).row(asked({"url": uri(workplace)}, "What is it?"))
@@ -59,7 +59,7 @@ def test_a_prompt_with_an_image_has_the_ids_of_training(workplace, loaded):
     assert len(row["images"]) == 1
 
 
-def test_a_literal_placeholder_is_text(loaded):
+def test_literal_placeholder_is_text(loaded):
     row = Prompter(loaded.template, loaded.images).row(asked("<|image_pad|> \ufdd1"))
     assert loaded.images.family.placeholder_id not in row["input_ids"]
     assert "images" not in row
@@ -71,7 +71,7 @@ def test_a_literal_placeholder_is_text(loaded):
      ("file:///etc/passwd", "files are not opened"), ("data:image/png;base64,####", "invalid base64"),
      (f"data:image/png;base64,{base64.b64encode(b'<html>').decode()}", "is not an image")],
 )  # fmt: skip
-def test_other_sources_of_images_are_refused(loaded, url, said):
+def test_other_image_sources_are_rejected(loaded, url, said):
     with pytest.raises(APIError) as refused:
         Prompter(loaded.template, loaded.images).row(asked({"url": url}, "What?"))
     assert refused.value.status == 400
@@ -88,7 +88,7 @@ def part_of(part):
     return {"type": "image_url", "image_url": part} if isinstance(part, dict) else {"type": "text", "text": part}
 
 
-def test_neighboring_messages_of_one_role_keep_their_images_in_order(workplace, loaded):
+def test_adjacent_messages_of_one_role_keep_image_order(workplace, loaded):
     images = [{"url": uri(workplace, name)} for name in ("p1_64x48.png", "p2_48x64.png", "p1_64x48.png")]
     asks = messages_of(("user", "a", images[0]), ("user", images[1]), ("assistant", "b"), ("user", images[2], "c"))
     row = Prompter(loaded.template, loaded.images).row(asks)
@@ -96,12 +96,12 @@ def test_neighboring_messages_of_one_role_keep_their_images_in_order(workplace, 
     assert sizes == [(64, 48), (48, 64), (64, 48)]
 
 
-def test_an_image_in_a_system_message_is_refused_and_not_left_out(workplace, loaded):
+def test_image_in_system_message_is_rejected_and_not_dropped(workplace, loaded):
     with pytest.raises(APIError, match="role user or tool"):
         Prompter(loaded.template, loaded.images).row(messages_of(("system", {"url": uri(workplace)}), ("user", "a")))
 
 
-def test_a_refusal_names_the_place_of_the_image_in_the_request(workplace, loaded):
+def test_rejection_names_location_of_image_in_request(workplace, loaded):
     bad = {"url": "data:image/png;base64,####"}
     with pytest.raises(APIError) as refused:
         Prompter(loaded.template, loaded.images).row(
@@ -118,7 +118,7 @@ def png_of(width, height):
     return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + body).decode()
 
 
-def test_decompression_bombs_are_refused_by_their_headers(loaded, monkeypatch):
+def test_decompression_bombs_are_rejected_from_their_headers(loaded, monkeypatch):
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda *_: pytest.fail("pixels were decoded"))
     prompter = Prompter(loaded.template, loaded.images)
     with pytest.raises(APIError, match="60000x60000 pixels; the maximum is 178,956,970"):
@@ -127,25 +127,25 @@ def test_decompression_bombs_are_refused_by_their_headers(loaded, monkeypatch):
         prompter.row(asked(*[{"url": png_of(10000, 10000)}] * 2))
 
 
-def test_an_image_whose_body_is_cut_off_is_refused(loaded):
+def test_truncated_image_is_rejected(loaded):
     with pytest.raises(APIError, match=r"truncated|damaged") as refused:
         ServedModel(loaded, None, "m").chat_row(asked({"url": png_of(640, 480)}))
     assert refused.value.status == 400
 
 
-def test_images_of_requests_are_not_kept_on_the_disk(workplace, loaded, tmp_path, monkeypatch):
+def test_request_images_are_not_cached_on_disk(workplace, loaded, tmp_path, monkeypatch):
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path))
     _, fields = ServedModel(loaded, None, "m").chat_row(asked({"url": uri(workplace)}, "What?"))
     assert fields["images"]
     assert not list(tmp_path.rglob("*"))
 
 
-def test_a_text_model_refuses_images(workplace, loaded):
+def test_text_model_rejects_images(workplace, loaded):
     with pytest.raises(APIError, match="supports text only"):
         Prompter(loaded.template).row(asked({"url": uri(workplace)}, "What?"))
 
 
-def test_a_chat_answers_images_and_tells_them_apart(workplace, loaded):
+def test_chat_responds_to_images_and_distinguishes_them(workplace, loaded):
     out = io.StringIO()
     engine = engine_of(loaded)
     session = ChatSession(LocalBackend(loaded, engine), Console(out=out))
@@ -161,7 +161,7 @@ def test_a_chat_answers_images_and_tells_them_apart(workplace, loaded):
     assert "cannot be read" in out.getvalue()
 
 
-def test_the_same_words_about_another_image_get_another_answer(workplace, loaded):
+def test_same_text_with_another_image_gets_another_response(workplace, loaded):
     engine = engine_of(loaded)
     backend = LocalBackend(loaded, engine)
 
@@ -178,7 +178,7 @@ def test_the_same_words_about_another_image_get_another_answer(workplace, loaded
     assert first == pytest.approx(again, rel=1e-4)
 
 
-def test_predictions_answer_records_with_images(workplace, tmp_path):
+def test_predictions_accept_records_with_images(workplace, tmp_path):
     records = [
         {"messages": golden()["records"]["one"]["messages"], "images": [str(workplace / "images" / name)]}
         for name in ("p1_64x48.png", "p2_48x64.png")

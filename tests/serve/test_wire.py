@@ -25,7 +25,7 @@ from serve.client import CHAT, post, send
 KEY = "canary-key-0123456789"
 
 
-def test_a_key_is_asked_for_on_every_route_but_health(serve) -> None:
+def test_key_is_required_on_every_route_but_health(serve) -> None:
     running = serve(key=KEY)
     status, headers, text = send(running, "POST", "/v1/chat/completions", CHAT)
     assert (status, headers["www-authenticate"]) == (401, "Bearer")
@@ -42,12 +42,12 @@ def test_a_key_is_asked_for_on_every_route_but_health(serve) -> None:
     assert post(running, "/v1/chat/completions", CHAT, Authorization=f"Bearer {KEY}")[0] == 200
 
 
-def test_a_key_in_the_address_is_no_key(serve) -> None:
+def test_key_in_the_url_is_not_accepted(serve) -> None:
     running = serve(key=KEY)
     assert send(running, "GET", f"/v1/models?api_key={KEY}&key={KEY}")[0] == 401
 
 
-def test_keys_are_long_drawn_anew_and_compared_whole() -> None:
+def test_keys_are_long_random_and_compared_in_full() -> None:
     assert len(new_key()) >= 43
     assert new_key() != new_key()
     assert same_key("a", "a")
@@ -56,18 +56,18 @@ def test_keys_are_long_drawn_anew_and_compared_whole() -> None:
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[::2]", "10.0.0.1"])
-def test_a_foreign_host_is_421(serve, host) -> None:
+def test_foreign_host_is_421(serve, host) -> None:
     running = serve()
     status, _, text = send(running, "GET", "/healthz", headers={"Host": host})
     assert (status, json.loads(text)["error"]["code"]) == (421, "wrong_host")
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "model.lan"])
-def test_a_known_host_is_answered(serve, host) -> None:
+def test_known_host_is_accepted(serve, host) -> None:
     assert send(serve(api_hosts=["Model.lan"]), "GET", "/healthz", headers={"Host": host})[0] == 200
 
 
-def test_names_of_hosts_are_read_without_their_port() -> None:
+def test_host_names_are_compared_without_port() -> None:
     assert [host_name(h) for h in ("a:1", "[::1]:80", "::1", "A.b", "[::1")] == ["a", "::1", "::1", "a.b", "::1"]
     assert is_loopback("127.9.9.9")
     assert not is_loopback("0.0.0.0")
@@ -75,7 +75,7 @@ def test_names_of_hosts_are_read_without_their_port() -> None:
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:1234", "file://"])
-def test_a_page_that_is_not_ours_is_403_on_every_route_before_its_body_is_read(serve, origin) -> None:
+def test_foreign_origin_is_403_on_every_route_before_reading_the_body(serve, origin) -> None:
     running = serve()
     for method, path in (
         ("POST", "/v1/chat/completions"),
@@ -94,7 +94,7 @@ def test_a_page_that_is_not_ours_is_403_on_every_route_before_its_body_is_read(s
     assert connection.getresponse().status == 403  # and not one byte of the body was sent
 
 
-def test_a_page_that_the_operator_names_may_ask(serve) -> None:
+def test_origin_allowed_by_the_operator_is_accepted(serve) -> None:
     running = serve(api_origins=["https://chat.example.org"], key=KEY)
     given = {"Origin": "https://chat.example.org"}
     asked = {**given, "Access-Control-Request-Method": "POST"}
@@ -106,7 +106,7 @@ def test_a_page_that_the_operator_names_may_ask(serve) -> None:
     assert (status, headers["access-control-allow-origin"]) == (401, "https://chat.example.org")
 
 
-def test_a_body_that_is_too_long_is_413_at_once_by_its_length_and_by_counting(serve) -> None:
+def test_oversized_body_is_413_by_length_and_by_counting(serve) -> None:
     running = serve(api_max_body=2000)
     began = time.monotonic()
     status, _, text = send(running, "POST", "/v1/chat/completions", b'{"a": "' + b"x" * 10_000_000 + b'"}')
@@ -120,14 +120,14 @@ def test_a_body_that_is_too_long_is_413_at_once_by_its_length_and_by_counting(se
     assert connection.getresponse().status == 413
 
 
-def test_a_body_that_is_not_said_to_be_json_is_415(serve) -> None:
+def test_body_without_json_content_type_is_415(serve) -> None:
     running = serve()
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
         status, _, text = send(running, "POST", "/v1/chat/completions", b"{}", {"Content-Type": kind})
         assert (status, json.loads(text)["error"]["code"]) == (415, "not_json")
 
 
-def test_too_many_headers_are_refused(serve) -> None:
+def test_too_many_headers_are_rejected(serve) -> None:
     running = serve()
     many = {f"x-{number}": "1" for number in range(80)}
     assert send(running, "GET", "/healthz", headers=many)[0] == 431
@@ -137,13 +137,13 @@ def test_too_many_headers_are_refused(serve) -> None:
 @pytest.mark.parametrize(
     ("given", "is_kept"), [("abc-1.2_3", True), ("a b", False), ("x" * 65, False), ("é", False), ("a;b", False)]
 )
-def test_a_clients_request_id_is_kept_where_it_is_harmless(serve, given, is_kept) -> None:
+def test_harmless_client_request_id_is_kept(serve, given, is_kept) -> None:
     _, headers, _ = send(serve(), "GET", "/healthz", headers={"X-Request-Id": given.encode("latin-1")})
     assert (headers["x-request-id"] == given) == is_kept
     assert is_kept or headers["x-request-id"].startswith("req-")
 
 
-def test_the_head_of_a_request_cannot_be_read_in_two_ways(serve) -> None:
+def test_ambiguous_request_head_is_rejected(serve) -> None:
     running = serve(key=KEY)
     head = "GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {}\r\nAuthorization: Bearer x\r\n\r\n"
     with socket.create_connection(("127.0.0.1", running.port), timeout=5) as raw:
@@ -154,7 +154,7 @@ def test_the_head_of_a_request_cannot_be_read_in_two_ways(serve) -> None:
 # --- options of the bind ----------------------------------------------------------------------------------------------
 
 
-def test_loopback_is_the_default_and_anything_wider_needs_a_key() -> None:
+def test_loopback_is_the_default_and_other_binds_require_a_key() -> None:
     assert ApiOptions().api_host == "127.0.0.1"
     assert not needs_key(ApiOptions())
     for host in ("0.0.0.0", "::", "192.168.1.5", "my-machine"):
@@ -162,7 +162,7 @@ def test_loopback_is_the_default_and_anything_wider_needs_a_key() -> None:
     assert not needs_key(ApiOptions(api_host="0.0.0.0", api_socket="/tmp/x"))
 
 
-def test_llamafactorys_variables_are_read_where_no_option_is_given() -> None:
+def test_llamafactory_variables_are_read_without_an_option() -> None:
     environment = {
         "API_PORT": "9000",
         "API_KEY": "k" * 9,
@@ -177,7 +177,7 @@ def test_llamafactorys_variables_are_read_where_no_option_is_given() -> None:
     assert found["api_key"].where == "environment variable API_KEY"
 
 
-def test_a_key_on_the_command_line_is_refused() -> None:
+def test_key_on_the_command_line_is_rejected() -> None:
     assert "process list" in str(problems_of_key({"api_key": RawValue("x", "the command line")}, "the command line")[0])
     assert not problems_of_key({"api_key": RawValue("x", "run.yaml, line 3")}, "the command line")
 
@@ -190,12 +190,12 @@ def test_a_key_on_the_command_line_is_refused() -> None:
         ({"api_origins": ["chat.example.org"]}, "https://"),
     ],
 )  # fmt: skip
-def test_options_that_contradict_safety_are_problems(changes, word) -> None:
+def test_insecure_option_combinations_are_problems(changes, word) -> None:
     problems = check_api(ApiOptions(**changes))
     assert any(word in str(problem) for problem in problems)
 
 
-def test_a_port_in_use_is_an_error_and_never_the_next_one() -> None:
+def test_port_in_use_is_an_error_without_fallback() -> None:
     taken = listen("127.0.0.1", 0, "api_port")
     port = taken.getsockname()[1]
     with pytest.raises(UserError, match=f"Port {port} of 127.0.0.1 is in use"):
@@ -204,14 +204,14 @@ def test_a_port_in_use_is_an_error_and_never_the_next_one() -> None:
     taken.close()
 
 
-def test_an_address_that_is_not_ours_is_an_error() -> None:
+def test_unavailable_address_is_an_error() -> None:
     with pytest.raises(UserError, match="not an address of this machine"):
         listen("no such name.invalid", 0, "api_port")
     with pytest.raises(UserError, match="Cannot listen on"):
         listen("192.0.2.1", 0, "api_port")
 
 
-def test_a_unix_socket_is_its_owners_alone(tmp_path: Path) -> None:
+def test_unix_socket_is_accessible_only_to_its_owner(tmp_path: Path) -> None:
     path = str(tmp_path / "engine.sock")
     found = listen_unix(path)
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
@@ -226,7 +226,7 @@ def test_a_unix_socket_is_its_owners_alone(tmp_path: Path) -> None:
     assert Path(path).read_text() == "not a socket"
 
 
-def test_no_server_reads_files_forms_or_addresses_the_way_that_had_faults() -> None:
+def test_servers_avoid_vulnerable_starlette_apis() -> None:
     source = Path(burnish.__file__).parent
     files = list(source.glob("serve/**/*.py"))
     assert files
@@ -243,7 +243,7 @@ def test_no_server_reads_files_forms_or_addresses_the_way_that_had_faults() -> N
                 assert not names & {"FileResponse", "StaticFiles", "HTTPEndpoint", "FormData", "TestClient"}, file
 
 
-def test_a_server_behind_a_proxys_path_answers_with_and_without_it(serve) -> None:
+def test_server_behind_proxy_path_responds_with_and_without_it(serve) -> None:
     running = serve(api_root_path="/llm/", key=KEY)
     assert send(running, "GET", "/llm/healthz")[0] == 200
     assert send(running, "GET", "/llm/v1/models")[0] == 401

@@ -15,7 +15,7 @@ from burnish.serve.page.planner_process import columns_of_file
 RECORDS = [{"frage": "1+1", "antwort": "2", "n": 3}, {"frage": "Hot?", "antwort": "cold"}]
 
 
-def test_columns_come_with_their_first_values_and_what_they_may_be(tmp_path) -> None:
+def test_columns_are_returned_with_first_values_and_possible_roles(tmp_path) -> None:
     file = tmp_path / "own.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     found = columns_of_file(file)
@@ -33,7 +33,7 @@ def test_columns_come_with_their_first_values_and_what_they_may_be(tmp_path) -> 
         columns_of_file(file)
 
 
-def test_columns_are_written_where_the_trainer_reads_them_and_nothing_is_written_over(page, root) -> None:
+def test_column_mapping_is_written_for_the_trainer_without_overwriting(page, root) -> None:
     (root / "sets").mkdir()
     (root / "sets/own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     body = {"file": "sets/own.jsonl", "formatting": "alpaca", "columns": {"prompt": "frage", "response": "antwort"}}

@@ -12,14 +12,14 @@ def send(page, method: str, path: str, body: object = None) -> tuple[int, dict]:
     return status, json.loads(text)
 
 
-def test_conversations_are_listed_by_their_first_question_the_latest_first(page) -> None:
+def test_conversations_are_listed_by_first_question_latest_first(page) -> None:
     for name, turns in (("chat-a", TURNS), ("chat-b", [{**TURNS[0], "user": "Hello"}]), ("chat-c", [])):
         assert send(page, "PUT", f"/api/chats/{name}", {"turns": turns, "targets": []})[0] == 200
     _, found = send(page, "GET", "/api/chats")
     assert [(one["id"], one["title"]) for one in found["chats"]] == [("chat-b", "Hello"), ("chat-a", "What is 2 + 2?")]
 
 
-def test_a_conversation_is_removed_and_its_removal_undone(page) -> None:
+def test_conversation_is_deleted_and_restored(page) -> None:
     body = {"turns": TURNS, "targets": []}
     send(page, "PUT", "/api/chats/chat-a", body)
     assert send(page, "DELETE", "/api/chats/chat-a")[0] == 200
@@ -30,7 +30,7 @@ def test_a_conversation_is_removed_and_its_removal_undone(page) -> None:
     assert send(page, "GET", "/api/chats/chat-a") == (200, body)
 
 
-def test_a_file_that_is_no_conversation_is_left_out(page) -> None:
+def test_file_that_is_not_a_conversation_is_skipped(page) -> None:
     page.site.home.write("chats/torn.json", "{")
     page.site.home.write("chats/odd.json", json.dumps({"turns": "none"}))
     assert send(page, "GET", "/api/chats") == (200, {"chats": []})

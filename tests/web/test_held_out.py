@@ -22,7 +22,7 @@ VALUES = {
 }  # fmt: skip
 
 
-def test_the_record_is_one_that_the_run_itself_holds_out() -> None:
+def test_record_is_one_that_the_run_holds_out() -> None:
     from burnish.run.plan.options import RunOptions
 
     found = held_out(VALUES, 3)
@@ -35,7 +35,7 @@ def test_the_record_is_one_that_the_run_itself_holds_out() -> None:
     assert held_out(VALUES)["number"] in range(1, 6)
 
 
-def test_what_holds_nothing_out_or_has_no_such_record_is_refused() -> None:
+def test_missing_held_out_record_is_rejected() -> None:
     with pytest.raises(UserError, match="val_size"):
         held_out({**VALUES, "val_size": "0"})
     with pytest.raises(UserError, match="between 1 and 5"):
@@ -44,7 +44,7 @@ def test_what_holds_nothing_out_or_has_no_such_record_is_refused() -> None:
         question_of(Example(text="Once upon a time", source="a.txt", number=1))
 
 
-def test_a_conversation_with_calls_is_cut_before_its_last_answer_in_the_roles_of_a_request() -> None:
+def test_conversation_with_calls_is_truncated_before_its_last_response() -> None:
     call = json.dumps([{"name": "add", "arguments": {"a": 1}}, {"name": "now"}])
     turns = ("user", "1+1"), ("function", call), ("observation", "2"), ("observation", "noon"), ("assistant", "2."), (
         "user", "Sure?"), ("assistant", "Yes.")  # fmt: skip
@@ -62,7 +62,7 @@ def test_a_conversation_with_calls_is_cut_before_its_last_answer_in_the_roles_of
     assert question_of(Example(prompt="p", completion="c"))["answer"] == "c"
 
 
-def test_the_page_asks_with_the_runs_own_values_and_reaches_no_further_than_its_roots(page, root, monkeypatch) -> None:
+def test_page_uses_run_options_and_stays_within_its_roots(page, root, monkeypatch) -> None:
     asked = []
 
     async def whole(question):

@@ -38,7 +38,7 @@ def shown(page, path: str, more: str = ""):
     return page.send("GET", f"/api/images?path={quote(path)}{more}")
 
 
-def test_an_image_below_a_root_is_shown_small(page, root) -> None:
+def test_image_below_a_root_is_shown_as_thumbnail(page, root) -> None:
     (root / "a.png").write_bytes(drawn())
     for path in ("a.png", str(root / "a.png"), "saves/../a.png"):
         status, headers, _ = shown(page, path)
@@ -49,7 +49,7 @@ def test_an_image_below_a_root_is_shown_small(page, root) -> None:
     assert Images(page.site)._body("a.png", True) == drawn()
 
 
-def test_an_image_that_a_data_set_holds_as_bytes_is_found_by_its_hash(page, root, tmp_path, monkeypatch) -> None:
+def test_image_stored_as_bytes_in_a_dataset_is_found_by_hash(page, root, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     path = kept(drawn((20, 10)))
     assert shown(page, path)[0] == 200
@@ -67,7 +67,7 @@ def test_an_image_that_a_data_set_holds_as_bytes_is_found_by_its_hash(page, root
 
 
 @pytest.mark.parametrize("whole", ["", "&whole=1"])
-def test_nothing_outside_of_the_roots_and_nothing_but_images_is_shown(page, root, outside, whole) -> None:
+def test_files_outside_the_roots_and_non_images_are_not_shown(page, root, outside, whole) -> None:
     (root / "link.png").symlink_to(outside / "secret.png")
     (root / "folder").symlink_to(outside)
     (root / "notes.png").write_text("SECRET")
@@ -92,18 +92,18 @@ def test_nothing_outside_of_the_roots_and_nothing_but_images_is_shown(page, root
     assert len(told) == 1
 
 
-def test_an_image_is_shown_to_nobody_who_has_not_signed_in_and_on_no_other_site(page, root) -> None:
+def test_image_requires_sign_in_and_same_site(page, root) -> None:
     (root / "a.png").write_bytes(drawn())
     assert page.send("GET", "/api/images?path=a.png", Cookie="")[0] in (303, 401)
     assert page.send("GET", "/api/images?path=a.png", Origin="http://example.org")[0] == 403
 
 
-def test_an_image_of_very_many_pixels_is_not_decoded(page, root) -> None:
+def test_image_with_too_many_pixels_is_not_decoded(page, root) -> None:
     pil.new("1", (9000, 9000)).save(root / "large.png")
     assert shown(page, "large.png")[0] == 404
 
 
-def test_predictions_are_listed_some_at_a_time_with_their_images(page, root) -> None:
+def test_predictions_are_paginated_with_their_images(page, root) -> None:
     folder = root / "saves/first"
     rows = [{"prompt": f"q{n}", "predict": "p", "label": "l", "images": [f"/data/{n}.png", 3]} for n in range(25)]
     lines = [json.dumps(row) for row in rows]
@@ -124,7 +124,7 @@ def test_predictions_are_listed_some_at_a_time_with_their_images(page, root) -> 
     assert predictions(root / "trl") == {"files": [], "file": "", "rows": [], "next": None}
 
 
-def test_a_question_with_images_names_them_for_the_page(tmp_path) -> None:
+def test_question_with_images_lists_them_for_the_page(tmp_path) -> None:
     from burnish.data.images.image_file import read_header
 
     (tmp_path / "a.png").write_bytes(drawn((30, 20)))

@@ -31,7 +31,7 @@ def write_log(folder: Path, steps: int, spike: int) -> None:
 
 
 @pytest.mark.parametrize("steps", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_a_long_runs_curves_are_few_points_with_every_spike_and_evaluation(page, root, steps) -> None:
+def test_long_curves_are_downsampled_keeping_spikes_and_evaluations(page, root, steps) -> None:
     write_log(root / "saves/first", steps, spike=steps // 3)
     run = page.id_of("first")
     began = time.monotonic()
@@ -48,7 +48,7 @@ def test_a_long_runs_curves_are_few_points_with_every_spike_and_evaluation(page,
     assert took_s < 15  # a hang, not a speed: that is measured with the whole page
 
 
-def test_columns_are_the_same_read_in_pieces_and_a_row_that_comes_is_seen(tmp_path) -> None:
+def test_columns_read_incrementally_are_equal_and_include_new_rows(tmp_path) -> None:
     write_log(tmp_path, 6000, spike=7)  # more than one piece
     log = tmp_path / "trainer_log.jsonl"
     assert log.stat().st_size > 2**20
@@ -62,7 +62,7 @@ def test_columns_are_the_same_read_in_pieces_and_a_row_that_comes_is_seen(tmp_pa
     assert behind == offset + len('{"current_steps": 6001, "loss": 1.5}\n')
 
 
-def test_a_damaged_line_costs_itself_alone(tmp_path) -> None:
+def test_damaged_line_loses_only_itself(tmp_path) -> None:
     log = tmp_path / "trainer_log.jsonl"
     for damaged in ("{}}{", "[1]", "3", '{"a": 1}, {"a": 2}', "null", '{"current_steps": 8', "\x00"):
         log.write_text(f'{{"current_steps": 1, "loss": 2}}\n{damaged}\n{{"current_steps": 9, "loss": NaN}}\n')
@@ -85,7 +85,7 @@ _ODD = (
 
 
 @pytest.mark.parametrize("odd", _ODD, ids=lambda line: line[:60])
-def test_lines_that_are_not_of_the_usual_shape_are_read_as_json(tmp_path, odd) -> None:
+def test_lines_of_unusual_format_are_parsed_as_json(tmp_path, odd) -> None:
     usual = [_line(step, f"{step}.5") + "\n" for step in range(1, 5)]
     for at in range(5):  # before, between and behind the usual ones; the last line shows which shape is usual
         log = tmp_path / f"{at}.jsonl"
@@ -95,7 +95,7 @@ def test_lines_that_are_not_of_the_usual_shape_are_read_as_json(tmp_path, odd) -
         assert offset == log.stat().st_size
 
 
-def test_a_log_that_is_away_or_was_begun_anew_is_read_as_it_is(tmp_path) -> None:
+def test_missing_or_restarted_log_is_reread(tmp_path) -> None:
     log = tmp_path / "trainer_log.jsonl"
     assert log_columns.log_columns(log) == ({"step": []}, 0)
     for steps in (400, 90):
@@ -103,7 +103,7 @@ def test_a_log_that_is_away_or_was_begun_anew_is_read_as_it_is(tmp_path) -> None
         assert log_columns.log_columns(log)[0]["loss"] == [3.5] * (steps - 1)
 
 
-def test_the_small_picture_of_a_long_run_goes_from_its_first_loss_to_its_last(tmp_path) -> None:
+def test_thumbnail_of_a_long_run_spans_first_to_last_loss(tmp_path) -> None:
     write_log(tmp_path, 5000, spike=0)
     points = [tuple(map(float, point.split(","))) for point in small_picture(tmp_path).split()]
     assert len(points) >= 60
@@ -112,7 +112,7 @@ def test_the_small_picture_of_a_long_run_goes_from_its_first_loss_to_its_last(tm
     assert [height for _, height in points] == sorted(height for _, height in points)
 
 
-def test_a_pipe_in_the_place_of_a_file_of_a_run_is_waited_for_by_nobody(page, root) -> None:
+def test_pipe_in_place_of_a_run_file_does_not_block(page, root) -> None:
     run, folder = page.id_of("first"), root / "saves/first"
     for name in ("trainer_log.jsonl", "events.jsonl", "launch.json", "outcome.json", "trainer_state.json", "run.log",
                  "run.yaml", "console.log"):  # fmt: skip

@@ -18,7 +18,7 @@ class Times(NamedTuple):
     iowait: float
 
 
-def test_memory_is_what_is_not_available_and_a_reading_lasts_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_used_memory_excludes_available_and_is_cached_for_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter([Times(10, 5, 85, 0), Times(60, 15, 115, 10), Times(200, 15, 115, 10)])  # 60 of 100 s were busy
     monkeypatch.setattr(module.psutil, "cpu_times", lambda: next(readings))
     monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(total=1000, available=400))
@@ -29,7 +29,7 @@ def test_memory_is_what_is_not_available_and_a_reading_lasts_some_seconds(monkey
 
 
 @pytest.mark.run
-def test_a_program_that_is_away_is_no_gpu(tmp_path) -> None:
+def test_missing_nvidia_smi_means_no_gpu(tmp_path) -> None:
     machine = Machine()
     machine.smi = str(tmp_path / "no-such-program")
     used, total = machine.use()["memory"]
@@ -38,7 +38,7 @@ def test_a_program_that_is_away_is_no_gpu(tmp_path) -> None:
 
 
 @pytest.mark.run
-def test_gpus_are_read_from_the_drivers_own_table(tmp_path) -> None:
+def test_gpus_are_parsed_from_driver_output(tmp_path) -> None:
     program = tmp_path / "smi"
     program.write_text("#!/bin/sh\necho '0, 38000, 81920, 97'\necho '1, 5, 81920, [N/A]'\necho 'a fault'\n")
     program.chmod(0o755)

@@ -152,7 +152,7 @@ def test_every_view_of_a_damaged_run_works(page: Any, odd: dict[str, Path]) -> N
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_the_command_lists_them_all(root: Path, odd: dict[str, Path], as_json: bool, capfd: Any) -> None:
+def test_runs_command_lists_damaged_runs(root: Path, odd: dict[str, Path], as_json: bool, capfd: Any) -> None:
     assert main(["runs", str(root), *(["--json"] if as_json else [])]) == 0
     out, err = capfd.readouterr()
     assert "Traceback" not in err
@@ -166,7 +166,7 @@ def test_the_command_lists_them_all(root: Path, odd: dict[str, Path], as_json: b
         assert "unreadable" in out
 
 
-def test_a_fault_of_our_own_in_one_folder_is_one_line_too(root: Path, monkeypatch: Any, capfd: Any) -> None:
+def test_internal_error_in_one_folder_is_one_line(root: Path, monkeypatch: Any, capfd: Any) -> None:
     from burnish.serve.page.runs import runs as module
 
     def fails(folder: Path) -> list[int]:

@@ -58,7 +58,7 @@ EFFECTS = [
 # --- who gets in ------------------------------------------------------------------------------------------------------
 
 
-def test_without_the_cookie_a_page_leads_to_the_sign_in_and_a_script_hears_401(page) -> None:
+def test_missing_cookie_redirects_pages_to_sign_in_and_gives_scripts_401(page) -> None:
     for path in PAGES:
         status, headers, _ = page.send("GET", path, Cookie="")
         assert (status, headers["location"].partition("?")[0]) == (303, "sign-in")
@@ -69,7 +69,7 @@ def test_without_the_cookie_a_page_leads_to_the_sign_in_and_a_script_hears_401(p
     assert page.send("GET", "/healthz", Cookie="")[0] == 200
 
 
-def test_signing_in_by_script_and_by_the_form_alone_gives_a_strict_cookie(page) -> None:
+def test_sign_in_by_script_and_form_sets_a_strict_cookie(page) -> None:
     status, headers, _ = page.send("POST", "/sign-in", {"key": KEY}, Cookie="")
     assert status == 200
     assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= {part.strip() for part in headers["set-cookie"].split(";")}
@@ -86,14 +86,14 @@ def test_signing_in_by_script_and_by_the_form_alone_gives_a_strict_cookie(page) 
     assert "The key is wrong" in text
 
 
-def test_ten_wrong_keys_a_minute_end_the_trying_and_the_key_is_in_no_page(page) -> None:
+def test_ten_wrong_keys_a_minute_block_sign_in_and_no_page_shows_the_key(page) -> None:
     statuses = [page.send("POST", "/sign-in", {"key": f"wrong {n}"}, Cookie="")[0] for n in range(12)]
     assert statuses == [403] * 10 + [429] * 2
     for path in [*PAGES, *READS, f"/runs/{page.id_of('first')}"]:
         assert KEY not in page.send("GET", path)[2]
 
 
-def test_a_session_ends_with_its_time_and_with_the_key(page) -> None:
+def test_session_ends_with_its_time_and_with_the_key(page) -> None:
     sessions = page.sessions
     assert sessions.knows(sessions.made())
     ends, _, proof = sessions.made().partition(".")
@@ -107,13 +107,13 @@ def test_a_session_ends_with_its_time_and_with_the_key(page) -> None:
 
 
 @pytest.mark.parametrize("origin", ["", "null", "https://evil.example", "http://localhost:1", "http://127.0.0.1"])
-def test_what_has_an_effect_needs_an_origin_that_is_ours(page, origin) -> None:
+def test_state_changing_requests_require_an_allowed_origin(page, origin) -> None:
     for method, path in [*EFFECTS, ("POST", "/sign-in")]:
         status, _, text = page.send(method, path.format(id=page.id_of("first")), {"key": KEY}, Origin=origin)
         assert (status, json.loads(text)["error"]["code"]) == (403, "origin_not_allowed"), path
 
 
-def test_another_site_and_another_host_are_refused(page) -> None:
+def test_cross_site_and_foreign_host_requests_are_rejected(page) -> None:
     assert page.send("POST", "/sign-out", {}, **{"Sec-Fetch-Site": "cross-site"})[0] == 403
     assert page.send("GET", "/runs", Host="evil.example")[0] == 421
     status, headers, _ = page.send("GET", "/runs", Origin="https://evil.example")
@@ -121,7 +121,7 @@ def test_another_site_and_another_host_are_refused(page) -> None:
     assert not [name for name in headers if name.startswith("access-control")]
 
 
-def test_every_response_carries_the_strict_policy_and_no_page_has_script_or_style_within(page) -> None:
+def test_every_response_has_the_strict_csp_and_no_inline_script_or_style(page) -> None:
     for path in [*PAGES, f"/runs/{page.id_of('first')}", "/api/runs", "/nowhere", "/sign-in"]:
         _, headers, text = page.send("GET", path)
         policy = headers["content-security-policy"]
@@ -150,7 +150,7 @@ class _Attributes(HTMLParser):
         self.all += attrs
 
 
-def test_no_module_makes_html_or_code_of_text_and_none_asks_another_origin() -> None:
+def test_no_module_creates_html_or_code_from_text_or_fetches_other_origins() -> None:
     for file in (WEB / "static").glob("*.js"):
         text = file.read_text(encoding="utf-8")
         assert not re.search(
@@ -161,7 +161,7 @@ def test_no_module_makes_html_or_code_of_text_and_none_asks_another_origin() -> 
         assert text.startswith("// @ts-check\n"), file
 
 
-def test_a_get_changes_nothing(page, root) -> None:
+def test_get_requests_change_nothing(page, root) -> None:
     def state() -> list[tuple[str, int]]:
         return sorted((str(path), path.stat().st_mtime_ns) for path in root.rglob("*") if path.is_file())
 
@@ -177,7 +177,7 @@ def test_a_get_changes_nothing(page, root) -> None:
 # --- what it reads ----------------------------------------------------------------------------------------------------
 
 
-def test_runs_of_all_makers_are_listed_with_their_states(page) -> None:
+def test_runs_of_all_libraries_are_listed_with_their_states(page) -> None:
     runs = {run["name"]: run for run in page.get("/api/runs")["runs"]}
     assert {name: (run["maker"], run["state"]) for name, run in runs.items()} == {
         "first": ("burnish", "done"), "factory": ("LLaMA-Factory", "done"), "trl": ("transformers", "running"),
@@ -189,7 +189,7 @@ def test_runs_of_all_makers_are_listed_with_their_states(page) -> None:
     assert text.count("<polyline") >= 2
 
 
-def test_a_run_reads_without_script(page) -> None:
+def test_run_is_readable_without_javascript(page) -> None:
     _, _, text = page.send("GET", f"/runs/{page.id_of('first')}")
     assert "Loss 3 to 0.075 over 40 steps, lowest 0.075 at step 40." in text
     assert "<noscript><svg" in text
@@ -204,7 +204,7 @@ def test_page_is_chinese_for_chinese_browsers(page) -> None:
     assert language_of("xx", "fr,zh") == "zh"
 
 
-def test_both_languages_have_the_same_words_and_the_same_places_in_them() -> None:
+def test_both_languages_have_the_same_keys_and_placeholders() -> None:
     english, chinese = page_words("en"), page_words("zh")
     from_server = ("error_", "term_")  # English already
     assert english.keys() == {key for key in chinese if not key.startswith(from_server) or key in english}
@@ -212,7 +212,7 @@ def test_both_languages_have_the_same_words_and_the_same_places_in_them() -> Non
         assert sorted(re.findall(r"\{\w+\}", text)) == sorted(re.findall(r"\{\w+\}", chinese[key])), key
 
 
-def test_every_word_that_is_asked_for_is_there_and_pages_hold_no_text_of_their_own() -> None:
+def test_every_used_translation_exists_and_pages_contain_no_text() -> None:
     english, used = page_words("en"), set()
     for file in [*(WEB / "static").glob("*.js"), *(WEB / "pages").glob("*.html")]:
         text = file.read_text(encoding="utf-8")
@@ -234,7 +234,7 @@ def test_every_word_that_is_asked_for_is_there_and_pages_hold_no_text_of_their_o
     assert used <= english.keys(), used - english.keys()
 
 
-def test_a_series_keeps_every_spike_and_says_what_is_no_number(page, root) -> None:
+def test_series_keeps_every_spike_and_marks_non_numeric_values(page, root) -> None:
     found = page.get(f"/api/runs/{page.id_of('first')}/series?points=16")
     columns = found["columns"]
     assert max(value for value in columns["loss"] if value is not None) == pytest.approx(3 / 20 + 5)
@@ -245,7 +245,7 @@ def test_a_series_keeps_every_spike_and_says_what_is_no_number(page, root) -> No
     assert trl["grad_norm"] == [0.3] * 5
 
 
-def test_measures_of_an_objective_are_columns_under_their_names() -> None:
+def test_objective_metrics_are_columns_under_their_names() -> None:
     margins = {"current_steps": 1, "loss": 0.6, "total_steps": 9, "rewards/margins": 0.25, "rewards/accuracies": 1.0}
     rows = [margins | {"accuracy": 1.0}, {"current_steps": 1, "eval_loss": 0.5, "eval_kl": 0.1, "eval_runtime": 3.0}]
     columns = columns_of([*rows, {"current_steps": 2, "loss": 1.0, "<b>": 1, "what": "text"}])
@@ -256,7 +256,7 @@ def test_measures_of_an_objective_are_columns_under_their_names() -> None:
     assert of_llama_factory["rewards/accuracies"] == [0.75]
 
 
-def test_thinning_keeps_least_and_most_of_every_stretch() -> None:
+def test_thinning_keeps_minimum_and_maximum_of_every_interval() -> None:
     draw = random.Random(3)
     rows = [{"current_steps": step, "loss": draw.random()} for step in range(5000)]
     rows[1234]["loss"], rows[4321]["loss"] = 99.0, -99.0
@@ -268,7 +268,7 @@ def test_thinning_keeps_least_and_most_of_every_stretch() -> None:
     assert few["loss"][few["step"].index(77)] == "Infinity"
 
 
-def test_a_reader_that_comes_and_goes_sees_every_row_once(tmp_path) -> None:
+def test_reconnecting_reader_receives_every_row_once(tmp_path) -> None:
     draw, folder = random.Random(11), tmp_path / "run"
     folder.mkdir()
     (folder / "launch.json").write_text(json.dumps(launched([])))
@@ -296,13 +296,13 @@ def test_a_reader_that_comes_and_goes_sees_every_row_once(tmp_path) -> None:
     assert seen == list(range(1, written + 1))
 
 
-def test_a_log_that_was_cut_is_fetched_anew(tmp_path) -> None:
+def test_truncated_log_is_fetched_again(tmp_path) -> None:
     (tmp_path / "trainer_log.jsonl").write_text('{"current_steps": 1, "loss": 1}\n')
     names = [name for name, _, _ in news("b" * 12, tmp_path, FilePosition(rows=1000), log=False)]
     assert names[0] == "resync"
 
 
-def test_what_is_new_comes_as_messages_and_goes_on_from_its_cursor(page, root) -> None:
+def test_new_rows_arrive_as_events_and_continue_from_the_cursor(page, root) -> None:
     run = page.id_of("first")
     first = page.get(f"/api/poll?runs={run}&log=1")
     assert [m["event"] for m in first["messages"]] == ["rows", "event", "run", "log"]
@@ -315,7 +315,7 @@ def test_what_is_new_comes_as_messages_and_goes_on_from_its_cursor(page, root) -
     assert page.get("/api/poll?runs=nobody&after=%00%ff,x:y")["messages"] == []
 
 
-def test_the_log_is_text_and_files_are_only_those_of_the_list(page) -> None:
+def test_log_is_text_and_only_listed_files_are_served(page) -> None:
     run = page.id_of("first")
     assert "onerror" in page.get(f"/api/runs/{run}/log")["text"]
     names = [file["name"] for file in page.get(f"/api/runs/{run}")["files"]]
@@ -337,7 +337,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("place", ["/etc", "../outside", "a/../../outside", "link", "a\0b", "x" * 300, "~root"])
-def test_a_place_outside_of_the_roots_is_refused_with_one_sentence(page, root, place) -> None:
+def test_path_outside_the_roots_is_rejected_with_one_message(page, root, place) -> None:
     (root / "link").symlink_to("/etc")
     for name in ("output_dir", "dataset_dir", "model_name_or_path"):
         values = {"model_name_or_path": "m", "dataset": "d", "output_dir": "saves/x", name: place}
@@ -348,7 +348,7 @@ def test_a_place_outside_of_the_roots_is_refused_with_one_sentence(page, root, p
     assert not (root.parent / "outside").exists()
 
 
-def test_hostile_texts_are_values_and_nothing_else(page, root, monkeypatch) -> None:
+def test_hostile_texts_are_only_values(page, root, monkeypatch) -> None:
     started = []
     monkeypatch.setattr(
         "burnish.serve.page.jobs.starting.start_burnish", lambda words, *rest: started.append(words) or _Ended()
@@ -378,7 +378,7 @@ class _Ended:
         return 0
 
 
-def test_a_folder_is_proposed_that_holds_nothing_yet(page, root) -> None:
+def test_proposed_output_folder_is_empty(page, root) -> None:
     assert page.get("/api/free?folder=saves/first") == {"folder": "saves/first-2"}
     assert page.get("/api/free?folder=saves/fresh") == {"folder": "saves/fresh"}
     assert page.send("GET", "/api/free?folder=/etc")[0] == 422
@@ -398,7 +398,7 @@ def test_folder_with_a_run_is_not_overwritten_without_confirmation(page, root, m
 
 
 @pytest.mark.run
-def test_a_signal_goes_only_to_the_process_that_is_proven_to_be_the_runs(page, root) -> None:
+def test_signal_is_sent_only_to_the_verified_process_of_the_run(page, root) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     run = root / "saves/first/launch.json"
     given = {**launched([], child.pid), "time": time.time()}
@@ -414,7 +414,7 @@ def test_a_signal_goes_only_to_the_process_that_is_proven_to_be_the_runs(page, r
     assert child.wait(10) == -15
 
 
-def test_the_queue_outlives_the_page_and_goes_on(root, tmp_path, monkeypatch) -> None:
+def test_queue_survives_the_page_and_continues(root, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("burnish.serve.page.jobs.starting.start_burnish", lambda *_: _Ended())
     (root / "saves/first/launch.json").write_text(json.dumps({**launched([]), "time": 1.9e9}))
     values = {"model_name_or_path": "m", "dataset": "d", "output_dir": "saves/next"}
@@ -437,7 +437,7 @@ def test_the_queue_outlives_the_page_and_goes_on(root, tmp_path, monkeypatch) ->
 
 
 @pytest.mark.parametrize("queue", [[{"number": "x"}], [{"number": 1, "values": 3}], [{}], [7], {"a": 1}])
-def test_a_damaged_queue_ends_no_page(page, monkeypatch, queue) -> None:
+def test_damaged_queue_does_not_stop_the_page(page, monkeypatch, queue) -> None:
     import asyncio
 
     rest = asyncio.sleep
@@ -449,7 +449,7 @@ def test_a_damaged_queue_ends_no_page(page, monkeypatch, queue) -> None:
     assert page.send("GET", "/runs")[0] == 200
 
 
-def test_a_yaml_text_is_read_as_a_file_is_and_its_faults_have_lines(page) -> None:
+def test_yaml_text_is_parsed_like_a_file_with_line_numbers(page) -> None:
     status, _, text = page.send(
         "POST", "/api/yaml", {"text": "lora_rank: 8 # so\ndataset: [a, b]\nlearning_rate: 1e-4\n"}
     )
@@ -470,7 +470,7 @@ def test_a_yaml_text_is_read_as_a_file_is_and_its_faults_have_lines(page) -> Non
 
 
 @pytest.mark.run
-def test_presets_are_yaml_files_of_the_page_and_nothing_else(page) -> None:
+def test_presets_are_yaml_files_of_the_page(page) -> None:
     text = "finetuning_type: lora\nlora_rank: 16\n"
     assert page.send("PUT", "/api/presets/mine", {"text": text})[0] == 200
     assert page.get("/api/form")["own_presets"] == {"mine": {"finetuning_type": "lora", "lora_rank": "16"}}
@@ -485,7 +485,7 @@ def test_presets_are_yaml_files_of_the_page_and_nothing_else(page) -> None:
     assert page.get("/api/form")["own_presets"] == {}
 
 
-def test_an_export_knows_its_formats(page, root, monkeypatch) -> None:
+def test_export_accepts_only_known_formats(page, root, monkeypatch) -> None:
     begun = []
     child = type("Child", (), {"pid": 1, "poll": lambda self: 0})
     monkeypatch.setattr(page.site.starter, "started", lambda words, log: begun.append(words) or child())
@@ -541,7 +541,7 @@ def test_invalid_number_in_a_url_is_rejected(page, odd: str) -> None:
 # --- small things -----------------------------------------------------------------------------------------------------
 
 
-def test_the_layout_names_options_that_there_are() -> None:
+def test_layout_names_existing_options() -> None:
     from burnish.config.options import specs
     from burnish.run.plan.plan import RunOptions
     from burnish.serve.page.planner_process import form
@@ -570,7 +570,7 @@ def test_bundled_files_match_their_hashes() -> None:
     assert "SIL Open Font License" in (bundled / "inter.LICENSE").read_text()
 
 
-def test_the_pages_folder_is_its_owners_and_one_page_uses_it(tmp_path) -> None:
+def test_page_folder_is_private_and_used_by_one_page(tmp_path) -> None:
     home = Home(str(tmp_path / "state"))
     assert oct(home.folder.stat().st_mode & 0o777) == "0o700"
     key = home.key()
@@ -581,7 +581,7 @@ def test_the_pages_folder_is_its_owners_and_one_page_uses_it(tmp_path) -> None:
         Home(str(tmp_path / "state")).hold("http://127.0.0.1:7861")
 
 
-def test_options_of_the_page_are_refused_where_they_are_wrong(tmp_path, monkeypatch) -> None:
+def test_invalid_page_options_are_rejected(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("GRADIO_SERVER_PORT", "7999")
     assert read_options(["--page", "chat"])[0].web_port == 7999
     assert read_options(["--page", "chat"])[1] == "chat"
@@ -597,7 +597,7 @@ def test_options_of_the_page_are_refused_where_they_are_wrong(tmp_path, monkeypa
         read_options([])
 
 
-def test_places_are_judged_after_links_are_followed(tmp_path) -> None:
+def test_paths_are_checked_after_resolving_links(tmp_path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "out").symlink_to(tmp_path)
     places = Roots([str(tmp_path / "in")])
@@ -607,7 +607,7 @@ def test_places_are_judged_after_links_are_followed(tmp_path) -> None:
 
 
 @pytest.mark.run
-def test_the_page_starts_without_a_library_of_models_and_ends_on_a_signal(tmp_path) -> None:
+def test_page_starts_without_model_libraries_and_stops_on_a_signal(tmp_path) -> None:
     script = (
         "import sys, threading, time, os, signal\n"
         "def look():\n    time.sleep(3)\n"

@@ -17,7 +17,7 @@ def put(page, path: str, body: bytes) -> tuple[int, dict]:
     return response.status, json.loads(response.read())
 
 
-def test_models_say_what_they_are_and_data_what_file_they_lie_in(page, root) -> None:
+def test_models_and_datasets_are_described_with_their_files(page, root) -> None:
     (root / "m").mkdir()
     (root / "m/config.json").write_text('{"model_type": "qwen2"}')
     (root / "m/model.safetensors").write_bytes(b"0" * 100)
@@ -34,7 +34,7 @@ def test_models_say_what_they_are_and_data_what_file_they_lie_in(page, root) -> 
     ]  # fmt: skip  (a run's logs are no data)
 
 
-def test_a_file_is_uploaded_in_pieces_and_replaces_nothing(page, root) -> None:
+def test_file_is_uploaded_in_chunks_without_overwriting(page, root) -> None:
     assert put(page, "/api/uploads/a.jsonl?offset=0", b'{"a": 1}\n')[0] == 202
     assert not (root / "data/a.jsonl").exists()
     assert put(page, "/api/uploads/a.jsonl?offset=3&last=1", b"x")[0] == 409  # not where the last piece ended
@@ -46,12 +46,12 @@ def test_a_file_is_uploaded_in_pieces_and_replaces_nothing(page, root) -> None:
         assert put(page, f"/api/uploads/{name}?offset=0&last=1", b"x")[0] in (404, 422), name
 
 
-def test_an_upload_follows_no_link_out_of_the_roots(page, root, tmp_path) -> None:
+def test_upload_follows_no_link_out_of_the_roots(page, root, tmp_path) -> None:
     (root / "data").symlink_to(tmp_path)
     assert put(page, "/api/uploads/a.jsonl?offset=0&last=1", b"x")[0] == 422
 
 
-def test_the_hub_is_searched_when_asked_and_says_when_it_cannot_be_reached(page, monkeypatch) -> None:
+def test_hub_is_searched_on_request_and_reports_if_unreachable(page, monkeypatch) -> None:
     hub = pytest.importorskip("huggingface_hub")
     found = [SimpleNamespace(id="org/model", downloads=5)]
     monkeypatch.setattr(hub.HfApi, "list_models", lambda self, **asked: found if asked["search"] == "mod" else [])

@@ -54,7 +54,7 @@ def test_skipped_examples_are_counted() -> None:
     assert list(find_warnings(columns_of([]), rows={"seen": 1000, "dropped": 0})) == []
 
 
-def test_room_for_checkpoints_is_computed_from_the_size_of_the_latest(tmp_path) -> None:
+def test_checkpoint_space_is_computed_from_the_latest_size(tmp_path) -> None:
     assert room_for_checkpoints(tmp_path) is None
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "checkpoint-2" / "weights").write_bytes(b"x" * 1000)

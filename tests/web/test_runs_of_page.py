@@ -64,7 +64,7 @@ def result_of(folder: Path) -> tuple[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.parametrize("seed", [3, 17])
-def test_killing_the_page_at_drawn_instants_leaves_the_run_what_it_is_at_the_command_line(server, seed) -> None:
+def test_killing_the_page_at_random_times_does_not_affect_the_run(server, seed) -> None:
     draw, folder = random.Random(seed), server.root / "saves" / "page"
     identity = ask(server, "POST", "/api/runs", {"values": VALUES})["id"]
     kills = 0

@@ -39,7 +39,7 @@ def foreign(root: Path) -> Path:
     return folder
 
 
-def test_no_page_and_no_download_shows_a_token_of_a_foreign_run(page: Any, foreign: Path) -> None:
+def test_no_page_or_download_shows_a_token_of_a_foreign_run(page: Any, foreign: Path) -> None:
     run = page.id_of("foreign")
     places = ["/runs", f"/runs/{run}", "/api/runs", f"/api/runs/{run}", f"/api/runs/{run}/log",
               f"/api/runs/{run}/series", "/api/poll", f"/api/poll?runs={run}&log=1", "/settings",
@@ -53,7 +53,7 @@ def test_no_page_and_no_download_shows_a_token_of_a_foreign_run(page: Any, forei
     assert (foreign / "run.yaml").read_text() == YAML
 
 
-def test_no_choice_of_offsets_cuts_a_token_out_of_a_log(page: Any, foreign: Path) -> None:
+def test_no_log_offset_reveals_part_of_a_token(page: Any, foreign: Path) -> None:
     run = page.id_of("foreign")
     size = (foreign / "console.log").stat().st_size
     for offset in range(1, size + 1):
@@ -64,7 +64,7 @@ def test_no_choice_of_offsets_cuts_a_token_out_of_a_log(page: Any, foreign: Path
 
 
 @pytest.mark.run
-def test_presets_and_yaml_texts_come_back_without_tokens(page: Any) -> None:
+def test_presets_and_yaml_texts_are_returned_without_tokens(page: Any) -> None:
     assert page.send("PUT", "/api/presets/mine", {"text": YAML})[0] == 200
     assert "m" in page.get("/api/form")["own_presets"]["mine"].values()
     asked = {

@@ -12,7 +12,7 @@ from burnish.serve.page.runs.log_columns import columns_of
 from burnish.serve.page.runs.runs import read_run
 
 
-def test_a_run_gets_a_name_tags_and_notes_and_its_folder_stays_as_it_is(page, root) -> None:
+def test_run_can_have_name_tags_and_notes_without_changing_its_folder(page, root) -> None:
     run, before = page.id_of("first"), sorted(str(path) for path in root.rglob("*"))
     status, _, text = page.send("PUT", f"/api/runs/{run}/label", {"name": " Baseline ", "tags": ["7b", "lora"]})
     assert (status, json.loads(text)) == (200, {"name": "Baseline", "tags": ["7b", "lora"], "notes": ""})
@@ -32,7 +32,7 @@ def test_a_run_gets_a_name_tags_and_notes_and_its_folder_stays_as_it_is(page, ro
         assert page.send("PUT", f"/api/runs/{run}/label", wrong)[0] == 422, wrong
 
 
-def test_a_deleted_run_can_be_restored_and_is_gone_for_good_only_when_the_trash_is_emptied(page, root) -> None:
+def test_deleted_run_can_be_restored_until_the_trash_is_emptied(page, root) -> None:
     run, folder = page.id_of("first"), root / "saves/first"
     files = sorted(path.name for path in folder.iterdir())
     status, _, text = page.send("DELETE", f"/api/runs/{run}", {})
@@ -53,7 +53,7 @@ def test_a_deleted_run_can_be_restored_and_is_gone_for_good_only_when_the_trash_
     assert page.send("POST", "/api/trash/x", {})[0] == 404
 
 
-def test_a_run_that_is_running_is_not_deleted_and_an_entry_leads_to_no_other_folder(page, root) -> None:
+def test_active_run_is_not_deleted_and_trash_entry_leads_to_no_other_folder(page, root) -> None:
     run = page.id_of("first")
     (root / "saves/first/outcome.json").unlink()
     (root / "saves/first/launch.json").write_text(json.dumps(launched([])))
@@ -68,7 +68,7 @@ def test_a_run_that_is_running_is_not_deleted_and_an_entry_leads_to_no_other_fol
 PREDICTS = "do_train: false\ndo_predict: true\n"
 
 
-def test_predictions_and_evaluations_are_listed_as_such(page, root) -> None:
+def test_predictions_and_evaluations_are_listed_by_type(page, root) -> None:
     for name, argv, given in (
         ("told", ["burnish", "predict", "saves/first"], ""),
         ("read", ["burnish", "train", "x.yaml"], PREDICTS),
@@ -89,7 +89,7 @@ def test_predictions_and_evaluations_are_listed_as_such(page, root) -> None:
     assert page.send("GET", f"/runs/{page.id_of('told')}")[0] == 200
 
 
-def test_the_tokens_per_second_of_a_run_are_those_of_its_last_interval(tmp_path: Path) -> None:
+def test_throughput_of_a_run_is_that_of_its_last_interval(tmp_path: Path) -> None:
     rows = [
         {"current_steps": 1, "loss": 2.0, "total_tokens": 100, "time": 50.0, "throughput": 5.0},
         {"current_steps": 2, "loss": 2.0, "total_tokens": 400, "time": 51.0, "throughput": 9.0},
@@ -101,7 +101,7 @@ def test_the_tokens_per_second_of_a_run_are_those_of_its_last_interval(tmp_path:
     assert read_run(tmp_path).tokens_per_s == 600.0
 
 
-def test_measures_of_preferences_and_rollouts_become_columns() -> None:
+def test_preference_and_rollout_metrics_become_columns() -> None:
     rows = [
         {"step": 1, "loss": 1.0, "rewards/margins": 0.5, "other": "x"},
         {"step": 2, "loss": 1.0, "reward": 0.25, "kl": 1e-3},
@@ -112,7 +112,7 @@ def test_measures_of_preferences_and_rollouts_become_columns() -> None:
     assert "other" not in columns
 
 
-def test_completions_are_shown_by_step_and_record_the_newest_first(page, root) -> None:
+def test_completions_are_shown_by_step_and_record_newest_first(page, root) -> None:
     rows = [
         {"step": step, "record": record, "sample": sample, "completion": f"{step} {record}", "rewards": {"a": 1}}
         for step in (5, 10) for record in (3, 4) for sample in (0, 1)
@@ -128,7 +128,7 @@ def test_completions_are_shown_by_step_and_record_the_newest_first(page, root) -
     assert 'id="tab-completions"' in page.send("GET", f"/runs/{page.id_of('first')}")[2]
 
 
-def test_a_report_is_one_file_that_asks_for_no_other(page) -> None:
+def test_report_is_one_self_contained_file(page) -> None:
     status, headers, text = page.send("GET", f"/api/runs/{page.id_of('first')}/report")
     assert status == 200
     assert headers["content-disposition"] == 'attachment; filename="first.html"'

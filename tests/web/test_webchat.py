@@ -14,7 +14,7 @@ from burnish.config.errors import UserError
 from burnish.serve.page.command import read_named, read_options
 
 
-def test_options_of_the_page_are_told_from_those_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_options_are_separated_from_model_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
     words = ["model", "--template", "qwen", "web_port=0", "--stop", "a", "b", "infer_seats=2"]
@@ -33,7 +33,7 @@ def test_missing_model_is_an_error_message(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.run
-def test_the_page_offers_the_model_that_was_named_and_begins_it_by_its_words(page) -> None:
+def test_page_offers_the_named_model_and_starts_it_with_its_arguments(page) -> None:
     from burnish.serve.page.options import NamedModel
 
     asked: list[tuple[list[str], Path]] = []
@@ -52,7 +52,7 @@ def test_the_page_offers_the_model_that_was_named_and_begins_it_by_its_words(pag
 
 
 @pytest.mark.run
-def test_the_link_leads_to_the_conversation_also_by_way_of_the_sign_in(tmp_path: Path) -> None:
+def test_link_opens_the_conversation_after_sign_in(tmp_path: Path) -> None:
     assert read_options(["--page", "chat"])[1] == "chat"
     child = subprocess.Popen(
         [sys.executable, "-m", "burnish", "webui", "--page", "chat", "web_port=0", f"web_home={tmp_path / 'home'}"],

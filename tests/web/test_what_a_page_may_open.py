@@ -50,7 +50,7 @@ def below(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # --- what a started process opens -------------------------------------------------------------------------------------
 
 
-def test_a_model_outside_is_not_opened_by_what_the_page_starts(below, outside) -> None:
+def test_page_jobs_do_not_open_a_model_outside_the_roots(below, outside) -> None:
     with pytest.raises(UserError, match="the folders that the web UI may read"):
         find_source(str(outside / "model"), ModelOptions())
     with pytest.raises(UserError, match="the folders that the web UI may read"):
@@ -60,7 +60,7 @@ def test_a_model_outside_is_not_opened_by_what_the_page_starts(below, outside) -
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.json", "model.safetensors", "deep/x.jinja"])
-def test_a_link_in_a_model_is_not_followed_out_of_the_roots(below, outside, name) -> None:
+def test_model_link_out_of_the_roots_is_not_followed(below, outside, name) -> None:
     shutil.copytree(MODEL, below / "model")
     link = below / "model" / name
     link.parent.mkdir(exist_ok=True)
@@ -70,7 +70,7 @@ def test_a_link_in_a_model_is_not_followed_out_of_the_roots(below, outside, name
         find_source(str(below / "model"), ModelOptions())
 
 
-def test_a_model_whose_files_are_links_to_each_other_is_opened(below) -> None:
+def test_model_with_internal_links_is_opened(below) -> None:
     """As the cache of the hub is laid out."""
     shutil.copytree(MODEL, below / "blobs")
     (below / "model").mkdir()
@@ -91,7 +91,7 @@ def test_tokenized_rows_outside_are_not_read_through_a_link(below, outside) -> N
 
 
 @pytest.mark.parametrize("requested", [True, False])
-def test_a_checkpoint_outside_is_not_read_through_a_link(below, outside, requested) -> None:
+def test_checkpoint_outside_is_not_read_through_a_link(below, outside, requested) -> None:
     Checkpoints(below / "run", in_background=False).save(2, {})
     (below / "run/checkpoint-2/link").symlink_to(outside / "secret.json")
     words = {"resume_from_checkpoint": str(below / "run/checkpoint-2")} if requested else {}
@@ -101,7 +101,7 @@ def test_a_checkpoint_outside_is_not_read_through_a_link(below, outside, request
 
 
 @pytest.mark.parametrize("spelling", ["{}", "file://{}", "link/a.png"])
-def test_a_record_names_no_image_outside(below, outside, spelling) -> None:
+def test_record_cannot_name_an_image_outside(below, outside, spelling) -> None:
     from PIL import Image
 
     Image.new("RGB", (4, 4)).save(outside / "a.png")
@@ -114,14 +114,14 @@ def test_a_record_names_no_image_outside(below, outside, spelling) -> None:
         Sight((below,)).image("none.png", "images[0]")
 
 
-def test_a_template_outside_is_not_read_by_what_the_page_starts(below, outside) -> None:
+def test_page_jobs_do_not_read_a_template_outside_the_roots(below, outside) -> None:
     options = RunOptions(template=str(outside / "template.jinja"))
     with pytest.raises(UserError, match="the folders that the web UI may read"):
         load_template(options, AutoTokenizer.from_pretrained(MODEL))
 
 
 @pytest.mark.parametrize("task", ["x/../../../private/mine_dev", "linked_dev", "folder_dev"])
-def test_a_task_opens_nothing_outside(below, outside, task) -> None:
+def test_eval_task_opens_no_files_outside(below, outside, task) -> None:
     for folder in (outside / "mine/dev", below / "tasks/x", below / "tasks/folder/dev"):
         folder.mkdir(parents=True)
     (outside / "mine/dev/s_dev.csv").write_text("SECRET,a,b,c,d,A\n")
@@ -132,7 +132,7 @@ def test_a_task_opens_nothing_outside(below, outside, task) -> None:
 
 
 @pytest.mark.run
-def test_a_template_that_is_a_link_is_not_shown_by_the_form(page, root, outside) -> None:
+def test_linked_template_is_not_shown_by_the_form(page, root, outside) -> None:
     shutil.copytree(MODEL, root / "model")
     (root / "model/chat_template.jinja").unlink(missing_ok=True)
     (root / "model/chat_template.jinja").symlink_to(outside / "template.jinja")
@@ -146,7 +146,7 @@ def test_a_template_that_is_a_link_is_not_shown_by_the_form(page, root, outside)
 # --- what the page itself says ----------------------------------------------------------------------------------------
 
 
-def test_a_description_of_data_tells_nothing_of_a_file_outside(page, root, outside) -> None:
+def test_dataset_info_reveals_nothing_about_an_outside_file(page, root, outside) -> None:
     (root / "data").mkdir()
     (root / "data/here.jsonl").write_text('{"text": "x"}\n')
     (root / "data/linked.jsonl").symlink_to(outside / "secret.json")
@@ -160,13 +160,13 @@ def test_a_description_of_data_tells_nothing_of_a_file_outside(page, root, outsi
     assert "private" not in json.dumps(found)
 
 
-def test_a_description_of_data_that_is_nested_without_end_hides_no_other(page, root) -> None:
+def test_deeply_nested_dataset_info_hides_no_other_dataset(page, root) -> None:
     (root / "rows.jsonl").write_text('{"text": "x"}\n')
     assert page.send("PUT", "/api/uploads/dataset_info.json?last=1", DEEP)[0] == 201
     assert [one["name"] for one in page.get("/api/datasets")["datasets"]] == ["rows.jsonl"]
 
 
-def test_a_model_that_is_a_link_out_of_the_roots_is_not_listed(page, root, outside) -> None:
+def test_model_that_links_out_of_the_roots_is_not_listed(page, root, outside) -> None:
     (root / "models").mkdir()
     (root / "models/mine").symlink_to(outside / "model")
     shutil.copytree(MODEL, root / "models/ours")
@@ -174,7 +174,7 @@ def test_a_model_that_is_a_link_out_of_the_roots_is_not_listed(page, root, outsi
 
 
 @pytest.mark.parametrize("folder", ["x/a\0b/c", "\ud800/x", "x" * 5000, 7, "link/x"])
-def test_an_odd_entry_in_the_trash_hides_no_other(page, root, folder) -> None:
+def test_invalid_trash_entry_hides_no_other(page, root, folder) -> None:
     (root / "link").symlink_to(root / "nowhere")
     run = page.id_of("first")
     assert page.send("DELETE", f"/api/runs/{run}")[0] == 200
@@ -203,7 +203,7 @@ def test_non_string_values_are_rejected_or_kept(page, root) -> None:
 
 
 @pytest.mark.parametrize("folder", ["/a\0b", "\ud800", "x" * 5000])
-def test_an_odd_place_in_a_launch_is_no_fault_of_the_page(page, root, folder) -> None:
+def test_invalid_folder_in_launch_record_is_not_a_server_error(page, root, folder) -> None:
     sent = root / "sent"
     sent.mkdir()
     (sent / "run.yaml").write_text("model_name_or_path: m\ndataset: d\noutput_dir: sent\n")

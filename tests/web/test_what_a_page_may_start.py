@@ -72,7 +72,7 @@ def risky_value(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", sorted(RISKY))
-def test_a_risky_option_is_refused_on_every_route(page, root, begun, name) -> None:
+def test_risky_option_is_rejected_on_every_route(page, root, begun, name) -> None:
     for route, answer in answers(page, root, {name: risky_value(name)}).items():
         assert answer == (422, "not_allowed", name), route
     assert begun == []
@@ -83,7 +83,7 @@ def test_a_risky_option_is_refused_on_every_route(page, root, begun, name) -> No
     ["trust_remote_code: yes", "trust_remote_code: ' TRUE '", "trust_remote_code: 1", "<<: {trust_remote_code: on}",
      "vllm_config: {trust-remote-code: true}", "report_to: [none, wandb]", "report_to: none, wandb"],
 )  # fmt: skip
-def test_a_risky_option_is_known_in_every_spelling_that_a_run_reads(page, root, begun, text) -> None:
+def test_risky_option_is_detected_in_every_spelling(page, root, begun, text) -> None:
     sent_run(root, {}, f"{text}\nmodel_name_or_path: m\noutput_dir: sent\n")
     status, _, answer = page.send("POST", f"/api/runs/{page.id_of('sent')}/continue", {})
     assert (status, json.loads(answer)["error"]["code"]) == (422, "not_allowed")
@@ -99,7 +99,7 @@ def test_harmless_values_of_risky_options_and_all_defaults_are_accepted(page, ro
     assert len(begun) == 1
 
 
-def test_an_option_that_the_page_was_told_to_allow_is_accepted(root, tmp_path, begun) -> None:
+def test_option_allowed_by_web_allow_is_accepted(root, tmp_path, begun) -> None:
     from web.running import begun as page_of
 
     with page_of(root, tmp_path / "home", "a-key-of-tests-0123456789", web_allow=["trust_remote_code"]) as page:
@@ -107,7 +107,7 @@ def test_an_option_that_the_page_was_told_to_allow_is_accepted(root, tmp_path, b
         assert page.send("POST", f"/api/runs/{page.id_of('sent')}/continue", {})[0] == 202
 
 
-def test_a_member_of_another_package_is_a_risk(monkeypatch) -> None:
+def test_member_of_another_package_is_a_risk(monkeypatch) -> None:
     from burnish.optim.builtin import OPTIMIZERS
     from burnish.serve.page.planner_process import field_of
 
@@ -126,7 +126,7 @@ def test_a_member_of_another_package_is_a_risk(monkeypatch) -> None:
     assert not field_of(OPTIONS["optim"])["risky"]
 
 
-def test_every_route_that_may_start_something_is_known_here(page) -> None:
+def test_every_route_that_can_start_a_job_is_tested(page) -> None:
     from burnish.serve.page.api import Api
 
     effects = {f"{method} {path}" for method, path, _ in Api(page.site).routes() if method != "GET"}
@@ -146,7 +146,7 @@ def test_every_route_that_may_start_something_is_known_here(page) -> None:
     }  # fmt: skip
 
 
-def test_a_queue_that_was_written_by_others_is_checked_when_it_starts(page, root, begun) -> None:
+def test_queue_written_by_others_is_checked_at_start(page, root, begun) -> None:
     values = {**USUAL, "output_dir": "saves/new", "trust_remote_code": "true"}
     page.site.home.write("queue.json", json.dumps([{"number": 1, "values": values, "folder": "new"}]))
     for name in ("factory", "trl"):
@@ -174,7 +174,7 @@ def spellings(name: str, outside: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", sorted(PLACES))
-def test_no_spelling_of_a_place_leaves_the_roots(page, root, begun, name) -> None:
+def test_no_path_spelling_leaves_the_roots(page, root, begun, name) -> None:
     outside = root.parent / "secret.json"
     outside.write_text('[{"instruction": "q", "output": "SECRET"}]')
     (root / "rows.json").write_text('[{"instruction": "q", "output": "a"}]')
@@ -190,14 +190,14 @@ def test_no_spelling_of_a_place_leaves_the_roots(page, root, begun, name) -> Non
     assert begun == []
 
 
-def test_a_comma_in_the_path_of_one_folder_is_part_of_it(page, root, begun) -> None:
+def test_comma_in_a_single_path_is_part_of_it(page, root, begun) -> None:
     (root / "a,b").mkdir()
     values = {"model_name_or_path": "a,b", "dataset": "d", "output_dir": "saves/c,d"}
     assert page.send("POST", "/api/runs", {"values": values})[0] == 201
     assert (root / "saves/c,d/run.yaml").is_file()
 
 
-def test_a_relative_path_is_followed_from_where_the_run_begins(page, root, begun) -> None:
+def test_relative_path_is_resolved_from_the_run_folder(page, root, begun) -> None:
     """A run.yaml that was started in a folder below the root, in which a link leads outside."""
     deep = root / "deep"
     deep.mkdir()
@@ -215,7 +215,7 @@ def test_a_relative_path_is_followed_from_where_the_run_begins(page, root, begun
 
 @pytest.mark.run
 @pytest.mark.parametrize("described", [None, {"x": {"file_name": "x.json"}}, {"x": {"cloud_file_name": "file://{}"}}])
-def test_a_link_or_a_description_that_came_with_data_opens_nothing_outside(page, root, described) -> None:
+def test_link_or_dataset_info_in_data_opens_nothing_outside(page, root, described) -> None:
     outside = root.parent / "secret.json"
     outside.write_text('[{"instruction": "q", "output": "SECRET"}]')
     folder = root / "sets"
@@ -234,7 +234,7 @@ def test_a_link_or_a_description_that_came_with_data_opens_nothing_outside(page,
 # --- what a folder that was sent may hold -----------------------------------------------------------------------------
 
 
-def test_no_module_of_a_folder_is_imported_by_what_the_page_starts(page, root) -> None:
+def test_page_jobs_import_no_module_of_a_folder(page, root) -> None:
     """``python -m`` looks into the current folder first, which a run's launch.json names."""
     sent_run(root, {**USUAL, "output_dir": "sent"})
     (root / "sent/launch.json").write_text(json.dumps({**launched([]), "pid": 2**22 + 1, "folder": str(root / "sent")}))
@@ -255,7 +255,7 @@ NAMES = ("run.yaml", "launch.json", "outcome.json", "events.jsonl", "trainer_log
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_link_in_a_run_shows_nothing_outside_of_the_run(page, root, name) -> None:
+def test_link_in_a_run_shows_nothing_outside_of_the_run(page, root, name) -> None:
     outside = root.parent / "outside.txt"
     row = '{"current_steps": 1, "loss": 0.123456, "state": "failed", "kind": "best", "text": "SECRET", "time": 2e9, '
     outside.write_text(
@@ -276,7 +276,7 @@ def test_a_link_in_a_run_shows_nothing_outside_of_the_run(page, root, name) -> N
 
 
 @pytest.mark.parametrize("choice", ["anew", "continue"])
-def test_a_link_in_a_folder_is_not_written_through(page, root, monkeypatch, choice) -> None:
+def test_link_in_a_folder_is_not_written_through(page, root, monkeypatch, choice) -> None:
     real = subprocess.Popen
     monkeypatch.setattr(
         "burnish.serve.http.child.subprocess.Popen",
