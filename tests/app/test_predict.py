@@ -16,11 +16,13 @@ from burnish.inference.batch import generate_all
 from burnish.losses.base import check_stage
 from burnish.models.generate import GenerationOptions, check_generation, generate, generation_config, generation_notes
 from burnish.parallel.create import create_parallel
-from burnish.run import predict
 from burnish.run.build import build_loop
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import plan
-from burnish.run.predict import _scores, answer_all, bare_model, predict_all, questions_of
+from burnish.run.predictions import answers as answers_module
+from burnish.run.predictions.answers import answer_all, bare_model
+from burnish.run.predictions.predict import _scores, predict_all
+from burnish.run.predictions.questions import Question, questions_of
 from burnish.run.prepare import prepare
 from burnish.run.response_metrics import METRICS, check_metrics, scores
 from small_run import make_user
@@ -154,28 +156,28 @@ def test_interrupted_prediction_continues_with_remaining_records(tmp_path, monke
     )
     config = generation_config(model, prepared.tokenizer, stops, made.options)
     whole, partial = answer_all(run, questions, config, made.options), tmp_path / "answers.partial.jsonl"
-    asked = []
+    num_requests = []
 
-    def cut(loop, asks, on_done):
-        asked.append(len(asks))
-        if len(asked) > 1:
-            return generate_all(loop, asks, on_done)
-        generate_all(loop, asks[:2], on_done)
+    def interrupted(scheduler, requests, *callbacks):
+        num_requests.append(len(requests))
+        if len(num_requests) > 1:
+            return generate_all(scheduler, requests, *callbacks)
+        generate_all(scheduler, requests[:2], *callbacks)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(predict, "generate_all", cut)
+    monkeypatch.setattr(answers_module, "generate_all", interrupted)
     with pytest.raises(KeyboardInterrupt):
         answer_all(run, questions, config, made.options, partial)
     with partial.open("a") as file:
         file.write('{"index": 3, "id')  # cut while it was written
     assert answer_all(run, questions, config, made.options, partial) == whole
-    assert asked == [6, 4]
+    assert num_requests == [6, 4]
     assert not partial.exists()
 
 
 def test_responses_of_another_model_are_not_reused(tmp_path):
     made, prepared, run = run_of(tmp_path, predict_with_generate=True)
-    questions = [predict.Question([5, 6], [])]
+    questions = [Question([5, 6], [])]
     config = generation_config(bare_model(run), prepared.tokenizer, [319], made.options)
     partial = tmp_path / "answers.partial.jsonl"
     partial.write_text('{"of": "another"}\n{"index": 0, "ids": [9]}\n')

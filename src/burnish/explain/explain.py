@@ -50,7 +50,7 @@ from burnish.run.plan.resources import (
     rows_of_batch,
     tokens_of_largest_batch,
 )
-from burnish.run.predict import ANSWERS_NAME
+from burnish.run.predictions.files import ANSWERS_NAME
 from burnish.run.prepare import Prepared, prepare
 from burnish.run.recovery.interrupt import InterruptCallback
 from burnish.run.recovery.resume import start_of

@@ -23,7 +23,7 @@ from burnish.run.plan.checks import evaluates
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
 from burnish.run.plan.resources import counts_of
-from burnish.run.predict import predict_all
+from burnish.run.predictions.predict import predict_all
 from burnish.run.prepare import Prepared
 from burnish.run.recovery.failure import failure_in_words
 from burnish.run.recovery.fingerprints import work_of

@@ -25,7 +25,7 @@ from burnish.inference.batch import Finished, generate_all
 from burnish.inference.scheduler import Scheduler
 from burnish.inference.slots import SlotLimits
 from burnish.inference.types import GenerationRequest
-from burnish.run.predict import is_plain
+from burnish.run.predictions.answers import is_plain
 
 _INPUTS = {"input_ids", "attention_mask", "labels"}
 

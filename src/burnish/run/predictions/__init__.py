@@ -1,0 +1,1 @@
+"""Predictions for evaluation sets: generated responses, reward scores, or the loss."""

@@ -1,0 +1,78 @@
+"""Finished responses of an interrupted run, so that the same command generates only the missing ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import IO, Any
+
+from burnish.inference.types import GenerationRequest
+
+
+def key_of(step: int, requests: Iterable[GenerationRequest], images: Sequence[Any]) -> str:
+    """Return a hash of everything that responses depend on: the step of the model, prompts, sampling and images."""
+    hashed = sha256(f"{step}{images or ''}".encode())
+    for request in requests:
+        hashed.update(
+            repr(
+                (request.ids, request.max_new_tokens, request.sampling, sorted(request.stop_ids), request.top_logprobs)
+            ).encode()
+        )
+    return hashed.hexdigest()
+
+
+class FinishedResponses:
+    """Responses by the index of their question, and a file of them, one line of JSON each after a line with the key.
+
+    The file is deleted at the end of the context, unless an error ends it.
+
+    Args:
+        path: the file; None: the responses are in memory only.
+        key: hash of what the responses depend on. A file with another key is overwritten.
+    """
+
+    def __init__(self, path: Path | None, key: str) -> None:
+        self.path, self.key = path, key
+        self.responses: dict[int, list[int]] = {}
+        self.log_probabilities: dict[int, float] = {}
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> FinishedResponses:
+        if self.path is not None:
+            self._read(self.path)
+            self._file = self.path.open("w", encoding="utf-8", errors="backslashreplace")
+            self._write({"of": self.key})
+        for index, ids in [*self.responses.items()]:
+            self.add(index, ids, self.log_probabilities.get(index))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._file is not None and self.path is not None:
+            self._file.close()
+            if error[0] is None:
+                self.path.unlink()
+
+    def add(self, index: int, ids: list[int], log_probability: float | None = None) -> None:
+        """Add the response to a question, with its log-probability in nats if it is known."""
+        self.responses[index] = ids
+        if log_probability is not None:
+            self.log_probabilities[index] = log_probability
+        self._write({"index": index, "ids": ids} | ({} if log_probability is None else {"logprob": log_probability}))
+
+    def _read(self, path: Path) -> None:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        if lines and lines[0] == json.dumps({"of": self.key}):
+            with suppress(ValueError):  # the last line may be incomplete
+                for line in lines[1:]:
+                    record = json.loads(line)
+                    self.responses[record["index"]] = record["ids"]
+                    if "logprob" in record:
+                        self.log_probabilities[record["index"]] = record["logprob"]
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()

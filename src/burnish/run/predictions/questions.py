@@ -1,0 +1,52 @@
+"""The prompts of an evaluation set with their reference responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from burnish.data.chat.rows import Template
+from burnish.data.images.family import Family
+from burnish.data.images.image_file import images_of
+from burnish.data.images.in_rows import without_expansion
+from burnish.data.stats import DataStats
+from burnish.loop.types import IGNORE_INDEX, Example
+from burnish.models.generate import until_stop
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, and its reference response."""
+
+    prompt: list[int]
+    label: list[int]
+    images: Sequence[Any] = ()
+
+
+def questions_of(examples: Sequence[Example], template: Template, stops: Sequence[int]) -> list[Question]:
+    """Return the prompts for the last response of each conversation, or for the completion of each prompt."""
+    rows = template.encode(examples, DataStats())
+    questions = []
+    for example, row in zip(examples, rows, strict=True):
+        if row is None or example.text is not None:
+            continue
+        ids = list(row["input_ids"])
+        if example.completion is not None:
+            prompt = ids[: next(i for i, label in enumerate(row["labels"]) if label != IGNORE_INDEX)]
+            images = row.get("images", ())
+        else:
+            requested = template.prompt_row(example)
+            prompt, images = list(requested["input_ids"]), requested.get("images", ())
+        is_start = ids[: len(prompt)] == prompt
+        label = ids[len(prompt) :] if is_start else template.form.encoder.plain(example.messages[-1].text)
+        if prompt:
+            questions.append(Question(prompt, until_stop(label, stops), images))
+    return questions
+
+
+def with_image_marks(question: Question, family: Family | None) -> Sequence[int]:
+    """The prompt with one mark for each image in place of all tokens that stand for it."""
+    if family is None or not question.images:
+        return question.prompt
+    return without_expansion(question.prompt, images_of({"images": question.images}), family.mark_id)
