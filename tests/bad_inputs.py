@@ -18,6 +18,7 @@ OPTIONS: dict[str, Any] = {
     "model_name_or_path": "model", "finetuning_type": "full", "dataset_dir": "data", "dataset": "rows",
     "cutoff_len": 128, "output_dir": "out", "max_steps": 8, "save_steps": 2, "logging_steps": 1,
     "per_device_train_batch_size": 2, "learning_rate": 1e-3, "report_to": "none", "use_cpu": "true",
+    "plot_loss": "false",
 }  # fmt: skip
 
 

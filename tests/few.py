@@ -1,4 +1,4 @@
-"""Many cases of a test, of which ``make test-fast`` takes a few that stand for the others."""
+"""Parameters of tests with many similar cases, of which quick runs take representatives."""
 
 from collections.abc import Container, Iterable
 from typing import Any
@@ -6,8 +6,20 @@ from typing import Any
 import pytest
 
 
-def few(cases: Iterable[Any], kept: Container[Any] | int) -> list[Any]:
-    """The parameters of a test. Args: kept: the cases that are quick to go through, or how many of the first."""
+def few(cases: Iterable[Any], kept: Container[Any] | int, mark: str = "run") -> list[Any]:
+    """Return the parameters of a test; cases that are not representative get a mark.
+
+    Args:
+        cases: all cases.
+        kept: the representative cases, or the number of the first ones that are.
+        mark: ``run`` leaves the others out of ``make test-fast``, ``slow`` out of ``make test`` as well.
+    """
     listed = list(cases)
     is_kept = (lambda at: at < kept) if isinstance(kept, int) else (lambda at: listed[at] in kept)
-    return [case if is_kept(at) else pytest.param(case, marks=pytest.mark.run) for at, case in enumerate(listed)]
+    other = getattr(pytest.mark, mark)
+    return [case if is_kept(at) else pytest.param(case, marks=other) for at, case in enumerate(listed)]
+
+
+def few_slow(cases: Iterable[Any], kept: Container[Any] | int) -> list[Any]:
+    """``few`` for cases that take long: the others are left to ``make test-slow``."""
+    return few(cases, kept, "slow")

@@ -31,8 +31,8 @@ def given(workplace, **changes):
         "stage": "dpo", "model_name_or_path": "model", "dataset": str(workplace / "pairs.json"), "template": "chatml",
         "finetuning_type": "full", "cutoff_len": 128, "learning_rate": 1e-3, "lr_scheduler_type": "constant",
         "max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 1,
-        "save_strategy": "no", "use_cpu": True, "report_to": "none", "output_dir": str(workplace / "out"),
-        "overwrite_output_dir": True, **changes,
+        "save_strategy": "no", "plot_loss": False, "use_cpu": True, "report_to": "none",
+        "output_dir": str(workplace / "out"), "overwrite_output_dir": True, **changes,
     }  # fmt: skip
     for name in ("model_name_or_path", "ref_model"):
         if name in made:

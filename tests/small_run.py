@@ -74,7 +74,7 @@ def make_user(folder: Path, count: int = 24, dropout: float = 0.0, **given) -> d
         "model_name_or_path": str(folder / "model"), "dataset": str(folder / "data.json"), "stage": "sft",
         "finetuning_type": "full", "cutoff_len": 128, "output_dir": str(folder / "out"), "learning_rate": 1e-3,
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 2, "logging_steps": 2,
-        "lr_scheduler_type": "cosine", "use_cpu": True, **given,
+        "lr_scheduler_type": "cosine", "use_cpu": True, "plot_loss": False, **given,
     }  # fmt: skip
 
 

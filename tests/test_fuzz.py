@@ -1,4 +1,4 @@
-"""Two thousand of the inputs of ``make fuzz``."""
+"""A thousand of the inputs of ``make fuzz``."""
 
 import os
 from pathlib import Path
@@ -15,4 +15,4 @@ def test_every_input_ends_in_success_or_an_error_message(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    fuzzing.fuzz(name, 2000 // len(fuzzing.READERS) + 1, int(os.environ.get("BURNISH_SEED", "0")))
+    fuzzing.fuzz(name, 1000 // len(fuzzing.READERS) + 1, int(os.environ.get("BURNISH_SEED", "0")))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from few import few_slow
 from kills import WAYS, campaign
 
 pytestmark = pytest.mark.run
@@ -13,7 +14,9 @@ pytestmark = pytest.mark.run
 SEED = int(os.environ.get("BURNISH_SEED", "0"))
 
 
-@pytest.mark.parametrize("way", ["full", "lora with dropout", "two processes", "completions, used twice", "images"])
+@pytest.mark.parametrize(
+    "way", few_slow(["full", "completions, used twice", "lora with dropout", "two processes", "images"], 2)
+)
 def test_killed_run_gives_bitwise_equal_weights(way: str, small_model: Path, tmp_path: Path) -> None:
     assert way in WAYS
     lines = list(campaign(small_model, way, 4, random.Random(f"{SEED} {way}"), tmp_path))

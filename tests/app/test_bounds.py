@@ -332,7 +332,7 @@ def test_tokenized_path_inside_a_file_does_not_mention_the_cache(
 @pytest.mark.slow
 def test_plot_in_folder_with_chinese_name_gives_no_warning(user_folder: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "burnish", "train", "run.yaml", "output_dir=模型", "max_steps=2"],
+        [sys.executable, "-m", "burnish", "train", "run.yaml", "output_dir=模型", "max_steps=2", "plot_loss=true"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0

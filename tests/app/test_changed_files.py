@@ -143,7 +143,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write("peft.json", {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]})
         Path("mine.jinja").write_text(TEMPLATE, encoding="utf-8")
         for name, seed in (("adapter", 1), ("adapter2", 2)):
-            words = [*LORA, "max_steps=1", f"seed={seed}", f"output_dir={name}", "save_strategy=no", "plot_loss=false"]
+            words = [*LORA, "max_steps=1", f"seed={seed}", f"output_dir={name}", "save_strategy=no"]
             assert cli.main(["train", "run.yaml", *words]) == 0
     return folder
 
@@ -157,7 +157,7 @@ def test_run_with_changed_file_content_is_not_resumed(
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     place = PLACES[option]
     place.before()
-    words = ["train", "run.yaml", "plot_loss=false", *place.words]
+    words = ["train", "run.yaml", *place.words]
     if option == "tokenized_path":
         text = Path("run.yaml").read_text(encoding="utf-8").replace("dataset: rows\n", "")
         Path("run.yaml").write_text(text, encoding="utf-8")
@@ -180,7 +180,7 @@ def test_eval_dataset_may_change_if_it_does_not_affect_results(
 ) -> None:
     shutil.copytree(stage, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    words = ["train", "run.yaml", "plot_loss=false", "eval_dataset=held_out", "eval_strategy=steps", "eval_steps=2"]
+    words = ["train", "run.yaml", "eval_dataset=held_out", "eval_strategy=steps", "eval_steps=2"]
     assert cli.main([*words, "max_steps=2"]) == 0
     other_rows("data/held_out.json")()
     told(capsys)

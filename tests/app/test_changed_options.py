@@ -51,7 +51,7 @@ def halfway(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         patch.setenv("BURNISH_CACHE", str(folder / "cache"))
         make_folder(small_model)
         text = Path("run.yaml").read_text(encoding="utf-8").replace("max_steps: 8", "max_steps: 4")
-        Path("run.yaml").write_text(f"{text}val_size: 4\nplot_loss: false\n", encoding="utf-8")
+        Path("run.yaml").write_text(f"{text}val_size: 4\n", encoding="utf-8")
         assert cli.main(["train", "run.yaml"]) == 0
         shutil.copytree("out", "whole")
         shutil.rmtree("out/checkpoint-4")

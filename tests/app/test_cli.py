@@ -125,6 +125,7 @@ def test_debug_prints_traceback_and_is_not_a_run_option(capsys: pytest.CaptureFi
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_both_train_entry_points_print_the_same(tmp_path: Path) -> None:
     words = ["--stage", "stf", "--output_dir", "out"]
     spelled = shell("-m", "burnish.train", *words, cwd=tmp_path)

@@ -18,6 +18,7 @@ from burnish.data.chat.table import table
 from burnish.export.export import _difference, export
 from burnish.export.modelfile import go_template
 from burnish.utils.files import only_writer
+from few import few_slow
 from small_run import make_model
 from template_cases import byte_tokenizer
 
@@ -236,12 +237,16 @@ cli.main({words!r})
 @pytest.mark.run
 @pytest.mark.parametrize("overwrites", [False, True])
 @pytest.mark.parametrize(
-    ("module", "name"),
-    [("burnish.utils.files", "open_lock"), ("burnish.run.recovery.clearing", "files_of_run"),
-     ("burnish.models.save", "save_config"), ("burnish.export.export", "modelfile"),
-     ("burnish.export.export", "compare_templates")],
+    "place",
+    few_slow(
+        ["burnish.models.save.save_config", "burnish.utils.files.open_lock",
+         "burnish.run.recovery.clearing.files_of_run", "burnish.export.export.modelfile",
+         "burnish.export.export.compare_templates"],
+        1,
+    ),
 )  # fmt: skip
-def test_killed_export_is_completed_by_the_same_command(made, tmp_path, module, name, overwrites):
+def test_killed_export_is_completed_by_the_same_command(made, tmp_path, place, overwrites):
+    module, name = place.rsplit(".", 1)
     words = ["export", "--model_name_or_path", str(made / "model"), "--adapter_name_or_path", str(made / "one"),
              "--template", "qwen"]  # fmt: skip
     assert cli.main([*words, "--export_dir", str(tmp_path / "whole")]) == 0

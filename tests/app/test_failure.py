@@ -213,7 +213,7 @@ def test_out_of_memory_names_its_activity_and_a_remedy(tmp_path, monkeypatch, ca
     def fails(*given, **named):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4398046511104 bytes.")
 
-    given = make_user(tmp_path, max_steps=1, save_strategy="no", plot_loss=False)
+    given = make_user(tmp_path, max_steps=1, save_strategy="no")
     monkeypatch.setattr(place, fails)
     monkeypatch.setattr("burnish.run.prepare.formats_of", lambda *_: Formats(4, 4, 4, 8))  # it takes a step, too
     assert main(["train", *as_words(given)]) == 1

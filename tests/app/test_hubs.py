@@ -34,7 +34,7 @@ def run(folder, environment, command="train", **given):
     options = {
         "model_name_or_path": "private/model", "dataset": "org/rows", "dataset_dir": "ONLINE", "cutoff_len": 128,
         "finetuning_type": "lora", "lora_rank": 2, "max_steps": 1, "per_device_train_batch_size": 2, "use_cpu": True,
-        "output_dir": folder / "out", "report_to": "none", "overwrite_output_dir": True, **given,
+        "output_dir": folder / "out", "report_to": "none", "plot_loss": False, "overwrite_output_dir": True, **given,
     }  # fmt: skip
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "MODELSCOPE", "USE_MODELSCOPE"))}
     environment = {**clean, "HF_HOME": str(folder / "cache"), "MODELSCOPE_CACHE": str(folder / "ms"),

@@ -27,7 +27,8 @@ def lengths(workplace, family="qwen2_5_vl", **changes):  # noqa: F811
     options = {
         "model_name_or_path": str(workplace / family), "template": TEMPLATES[family], "stage": "sft",
         "finetuning_type": "lora", "dataset_dir": str(workplace / "data"), "dataset": "answers", "cutoff_len": 512,
-        "output_dir": str(workplace / "unused"), "max_steps": 1, "use_cpu": True, "report_to": "none", **changes,
+        "output_dir": str(workplace / "unused"), "max_steps": 1, "use_cpu": True, "plot_loss": False,
+        "report_to": "none", **changes,
     }  # fmt: skip
     prepared = prepare(plan({name: RawValue(value, "test") for name, value in options.items()}))
     return [len(prepared.rows[at]["input_ids"]) for at in range(len(prepared.rows))]

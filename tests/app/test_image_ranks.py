@@ -39,6 +39,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_processes_with_images_give_the_weights_of_one(folder, kind):
     begun, one, two = (weights_in(path) for path in (folder / "model", folder / "one" / kind, folder / "two" / kind))

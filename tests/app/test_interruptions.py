@@ -15,10 +15,11 @@ from burnish import cli
 from burnish.checkpoint import checkpoint
 from burnish.checkpoint.manifest import faults
 from burnish.loop.loop import Loop
+from few import few_slow
 
 pytestmark = pytest.mark.run
 
-WORDS = ["train", "run.yaml", "plot_loss=false"]
+WORDS = ["train", "run.yaml"]
 
 
 def at_step(number: int, does: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +38,7 @@ def weights(folder: str) -> bytes:
 
 
 @pytest.mark.parametrize("background", ["true", "false"])
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS])
+@pytest.mark.parametrize("number", few_slow([errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS], 1))
 def test_failed_save_is_reported_once_and_retried(
     number: int, background: str, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
 def train(tmp_path, monkeypatch):
     """Trains under the options; gives the model as it is in memory at the end, and the folder."""
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
-    given = make_user(tmp_path, plot_loss=False, save_strategy="no", max_steps=2, learning_rate=1e-2)
+    given = make_user(tmp_path, save_strategy="no", max_steps=2, learning_rate=1e-2)
     models = []
 
     def fit(model, *more):

@@ -156,7 +156,7 @@ def test_earlier_run_is_restored_if_new_run_fails_before_first_checkpoint(
 def test_earlier_run_is_removed_after_first_checkpoint_of_new_run(
     user_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained(*LORA)
+    trained(*LORA, "plot_loss=true")
     step = Loop.step
 
     def take(run: Any, *arguments: Any) -> None:
@@ -271,7 +271,7 @@ def test_full_disk_during_export_is_reported_with_a_remedy(
     assert cli.main(words) == 0
 
 
-@pytest.mark.parametrize(("command", "writer"), [("predict", "predict"), ("eval", "finish")])
+@pytest.mark.parametrize(("command", "writer"), [("predict", "predictions.predict"), ("eval", "finish")])
 def test_full_disk_during_prediction_is_reported_with_a_remedy(
     command: str, writer: str, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ KINDS = {
 def folder(tmp_path_factory):
     """Folders in which one process and two, which share a gloo group, have left what they trained."""
     folder = tmp_path_factory.mktemp("ranks")
-    given = make_user(folder, max_steps=6, plot_loss=False, save_strategy="no")
+    given = make_user(folder, max_steps=6, save_strategy="no")
     train_with_one_and_two(folder, given, KINDS)
     return folder
 

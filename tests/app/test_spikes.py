@@ -29,7 +29,7 @@ ODD = 9  # the record, from 0, whose answer holds the only "~" of the set
 @pytest.fixture
 def user(tmp_path):
     """The options of a run, four rows to a step and two epochs of six steps."""
-    given = make_user(tmp_path, save_steps=2, logging_steps=1, plot_loss=False)
+    given = make_user(tmp_path, save_steps=2, logging_steps=1)
     rows = records(24)
     rows[ODD]["output"] = "~"
     (tmp_path / "data.json").write_text(json.dumps(rows))

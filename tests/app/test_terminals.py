@@ -33,6 +33,7 @@ def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=given, check=False)
 
 
+@pytest.mark.slow
 def test_ascii_terminal_gets_plain_marks_in_explanation(user_folder: Path) -> None:
     done = shell("$B explain run.yaml", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert done.returncode == 0, done.stderr
@@ -41,7 +42,7 @@ def test_ascii_terminal_gets_plain_marks_in_explanation(user_folder: Path) -> No
     assert done.stdout.isascii()
 
 
-@pytest.mark.parametrize("where", [">&- 2>&-", "> /dev/full", "2> /dev/full", *rarely(">&-", "2>&-")])
+@pytest.mark.parametrize("where", ["> /dev/full", *rarely(">&- 2>&-", "2> /dev/full", ">&-", "2>&-")])
 def test_training_continues_when_its_output_is_closed(where: str, user_folder: Path) -> None:
     done = shell(f"$B train run.yaml {where}")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -72,6 +73,7 @@ def test_training_continues_when_its_terminal_is_closed(user_folder: Path) -> No
     assert "Trained 150 steps" in said
 
 
+@pytest.mark.slow
 def test_closed_reader_does_not_end_training(user_folder: Path) -> None:
     done = shell("set -o pipefail; $B train run.yaml | head -1; exit ${PIPESTATUS[0]}")
     assert done.returncode == 0, done.stderr

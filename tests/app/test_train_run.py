@@ -27,7 +27,7 @@ def run(given, command="train"):
 
 def test_full_run_saves_transformers_model_and_expected_files(tmp_path):
     given = make_user(tmp_path, val_size=0.25, eval_strategy="steps", eval_steps=4, include_num_input_tokens_seen=True)
-    assert run(given) == 0
+    assert run({**given, "plot_loss": True}) == 0
     out = tmp_path / "out"
     expected = {
         "model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -237,7 +237,7 @@ def test_four_real_dataset_formats_train_together(tmp_path, golden_folder):
     ids=str,
 )  # fmt: skip
 def test_first_log_numbers_match_run_and_explain(given, tmp_path, capsys, monkeypatch):
-    made = make_user(tmp_path, count=22, save_strategy="no", plot_loss=False, logging_steps=1, **given)
+    made = make_user(tmp_path, count=22, save_strategy="no", logging_steps=1, **given)
     rows_of_steps, add_rows = [], Meter.add_rows
     monkeypatch.setattr(
         Meter, "add_rows", lambda self, rows, tokens: rows_of_steps.append(int(rows)) or add_rows(self, rows, tokens)
@@ -268,7 +268,7 @@ def test_first_log_numbers_match_run_and_explain(given, tmp_path, capsys, monkey
     ("steps", "logged"), [(3, [1, 2, 3]), (60, [1, *range(2, 61, 2)]), (101, [1, *range(3, 100, 3), 101])]
 )
 def test_about_50_steps_including_first_and_last_are_logged(steps, logged, tmp_path):
-    given = make_user(tmp_path, count=4, max_steps=steps, save_strategy="no", plot_loss=False)
+    given = make_user(tmp_path, count=4, max_steps=steps, save_strategy="no")
     del given["logging_steps"]
     assert run(given) == 0
     assert [entry["step"] for entry in history(tmp_path / "out") if "loss" in entry] == logged

@@ -28,6 +28,7 @@ def wrap(place):
     distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_only_differing_frozen_weights_are_broadcast_from_rank_0(tmp_path):
     in_two_processes(wrap, str(tmp_path / "rank"))
     for rank in (0, 1):

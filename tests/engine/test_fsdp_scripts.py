@@ -67,6 +67,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_script_under_fsdp_gives_weights_of_one_process(folder):
     from safetensors.torch import load_file
 
@@ -78,6 +79,7 @@ def test_script_under_fsdp_gives_weights_of_one_process(folder):
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_fsdp_model_keeps_its_class_and_checkpoint_is_sharded(folder):
     config = json.loads((folder / "two" / "model" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]

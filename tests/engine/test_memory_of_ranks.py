@@ -68,7 +68,7 @@ def test_process_uses_memory_predicted_by_explain(engine, kind, user, tmp_path):
     given = {
         "model_name_or_path": user / "model", "dataset": user / "data.json", "template": "qwen", "use_cpu": "true",
         "output_dir": tmp_path / "out", "per_device_train_batch_size": 4, "max_steps": 3, "save_strategy": "no",
-        "logging_steps": 3, "report_to": "none", "finetuning_type": "full", **options,
+        "logging_steps": 3, "report_to": "none", "plot_loss": False, "finetuning_type": "full", **options,
     }  # fmt: skip
     given |= LORA if kind == "lora" else {}
     words = [f"{name}={value}" for name, value in given.items()]

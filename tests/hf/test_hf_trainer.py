@@ -17,6 +17,7 @@ import burnish
 from burnish import Trainer, TrainingArguments, UserError
 from burnish.reexports import ABSENT, OWNER_OF
 from burnish.trainer import reporting
+from few import few_slow
 from hf_toy import (
     Regression,
     arguments,
@@ -45,11 +46,13 @@ BY_NAME = {case.name: case for case in parity.CASES}
     [
         "causal LM, no dropout", "causal LM, accumulation, ragged last group",
         pytest.param("causal LM, label smoothing", marks=smooths_a_whole_step),
-        "causal LM, compute_loss_func",
-        "causal LM, evaluation in between", "causal LM, rows without a length", "LoRA through peft",
         pytest.param("classification, label smoothing", marks=smooths_a_whole_step),
-        "several labels", "token classification", "question answering",
-        "sequence to sequence", "a plain nn.Module", "schedule polynomial", "optimizer sgd, not clipped",
+        *few_slow(
+            ["causal LM, evaluation in between", "LoRA through peft", "a plain nn.Module",
+             "causal LM, compute_loss_func", "causal LM, rows without a length", "several labels",
+             "token classification", "question answering", "sequence to sequence", "schedule polynomial",
+             "optimizer sgd, not clipped"], 3,
+        ),
     ],
 )  # fmt: skip
 def test_training_matches_transformers_up_to_rounding(name):
@@ -367,6 +370,7 @@ def test_all_tokens_are_counted_with_one_note_if_padding_is_unknown(tmp_path, mo
     assert ["Could not determine method to count non-padding tokens" in sentence for sentence in said] == [True]
 
 
+@pytest.mark.slow
 def test_memory_metrics_of_every_stage_are_reported_on_request(tmp_path):
     trainer = make_trainer(tmp_path, skip_memory_metrics=False, num_train_epochs=1)
     assert {"init_mem_cpu_alloc_delta", "train_mem_cpu_alloc_delta"} <= set(trainer.train().metrics)

@@ -41,7 +41,7 @@ PLAIN = {
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 5, "learning_rate": 1e-3,
     "optim": "adamw_torch", "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0,
     "logging_steps": 1, "train_sampling_strategy": "sequential", "report_to": "none", "save_strategy": "no",
-    "finetuning_type": "full",
+    "plot_loss": False, "finetuning_type": "full",
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from burnish.config.errors import UserError
 from burnish.run.plan.plan import plan
+from few import few_slow
 from pair_runs import given, losses, make_workplace, pairs, run_of
 
 pytestmark = pytest.mark.run
@@ -16,6 +17,24 @@ pytestmark = pytest.mark.run
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     return make_workplace(tmp_path_factory.mktemp("preferences"))
+
+
+@pytest.fixture(scope="module")
+def known_losses():
+    return {}
+
+
+@pytest.fixture
+def baseline(workplace, monkeypatch, known_losses):
+    """Return a function: options -> losses, which trains once for each set of options."""
+
+    def losses_of(options):
+        key = json.dumps(options)
+        if key not in known_losses:
+            known_losses[key] = losses(workplace, monkeypatch, **options)
+        return known_losses[key]
+
+    return losses_of
 
 
 OTHER = {"ref_model": "other"}
@@ -35,8 +54,8 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("change", "beside"), CHANGES, ids=lambda value: next(iter(value), "alone"))
-def test_each_pair_option_changes_the_loss(workplace, monkeypatch, change, beside):
-    before = losses(workplace, monkeypatch, **beside)
+def test_each_pair_option_changes_the_loss(workplace, monkeypatch, baseline, change, beside):
+    before = baseline(beside)
     after = losses(workplace, monkeypatch, **beside, **change)
     assert before != after
     assert all(value == value for value in after)
@@ -51,10 +70,10 @@ def test_each_pair_option_changes_the_loss(workplace, monkeypatch, change, besid
     ],
     ids=str,
 )  # fmt: skip
-def test_each_kto_and_reward_option_changes_the_loss(workplace, monkeypatch, stage, change):
+def test_each_kto_and_reward_option_changes_the_loss(workplace, monkeypatch, baseline, stage, change):
     swapped = {"model_name_or_path": "other", "ref_model": "model"}
     beside = {"stage": stage, "max_steps": 4, **(swapped if stage == "kto" else {})}
-    assert losses(workplace, monkeypatch, **beside) != losses(workplace, monkeypatch, **beside, **change)
+    assert baseline(beside) != losses(workplace, monkeypatch, **beside, **change)
 
 
 @pytest.mark.parametrize(("asked", "file", "name"), [
@@ -132,7 +151,7 @@ def make_adapter(workplace, monkeypatch):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"stage": "kto"}, {"ref_model": "other"}, {"finetuning_type": "lora"}, {"pref_loss": "aot"}],
+    few_slow([{}, {"finetuning_type": "lora"}, {"stage": "kto"}, {"ref_model": "other"}, {"pref_loss": "aot"}], 2),
     ids=lambda given: "-".join(given) or "full",
 )
 def test_precomputed_reference_gives_the_same_loss(workplace, monkeypatch, changes):

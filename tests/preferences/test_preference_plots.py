@@ -59,9 +59,9 @@ def test_reward_model_plots_the_margins_of_the_last_evaluated_dataset(tmp_path, 
     drawn, workplace = [], make_workplace(tmp_path)
     plot = finish.plot_margins
     monkeypatch.setattr(finish, "plot_margins", lambda *given: drawn.append(given[0]) or plot(*given))
-    run_of(workplace, monkeypatch, stage="rm")
+    run_of(workplace, monkeypatch, stage="rm", plot_loss=True)
     run_of(workplace, monkeypatch, stage="rm", val_size=4, eval_strategy="steps", eval_steps=1, do_predict=True,
-           do_train=True)  # fmt: skip
+           do_train=True, plot_loss=True)  # fmt: skip
     assert [{name: len(margins) for name, margins in one.items()} for one in drawn] == [
         {"training": 12}, {"evaluation": 4}
     ]  # fmt: skip

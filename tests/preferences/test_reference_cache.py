@@ -9,6 +9,7 @@ from script_runs import make
 
 from burnish.data.rows.reference_logps import RowsWithReference
 from burnish.run import reference_cache
+from few import few_slow
 from pair_runs import losses, make_workplace, pairs
 from small_run import make_model
 
@@ -37,7 +38,7 @@ BEFORE = {"precompute_ref_log_probs": True}
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"stage": "kto"}, {"finetuning_type": "lora"}, {"ref_model": "other"}],
+    "changes", few_slow([{}, {"stage": "kto"}, {"finetuning_type": "lora"}, {"ref_model": "other"}], 1),
     ids=lambda given: "-".join(given) or "full",
 )  # fmt: skip
 def test_second_run_reads_cached_reference_values(workplace, monkeypatch, asked, changes):
@@ -78,18 +79,18 @@ def cut_off(workplace):
     return {}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        other_weights, more_pairs, damaged, cut_off, lambda workplace: {"ref_model": "other"},
-        lambda workplace: {"template": "llama2"}, lambda workplace: {"ld_alpha": 0.5},
-        lambda workplace: {"overwrite_cache": True}, lambda workplace: {"bf16": True},
-    ],
-    ids=["weights", "rows", "damaged", "cut_off", "ref_model", "template", "ld_alpha", "overwrite_cache", "bf16"],
-)  # fmt: skip
-def test_changed_reference_is_computed_again(workplace, monkeypatch, asked, change):
+CHANGES = {
+    "weights": other_weights, "damaged": damaged, "ld_alpha": lambda workplace: {"ld_alpha": 0.5},
+    "rows": more_pairs, "cut_off": cut_off, "ref_model": lambda workplace: {"ref_model": "other"},
+    "template": lambda workplace: {"template": "llama2"},
+    "overwrite_cache": lambda workplace: {"overwrite_cache": True}, "bf16": lambda workplace: {"bf16": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", few_slow(CHANGES, 3))
+def test_changed_reference_is_computed_again(workplace, monkeypatch, asked, name):
     losses(workplace, monkeypatch, **BEFORE)
-    given = change(workplace)
+    given = CHANGES[name](workplace)
     cached = losses(workplace, monkeypatch, **BEFORE, **given)
     assert len(asked) == 2
     monkeypatch.setattr(reference_cache, "cache_home", lambda: workplace / "elsewhere")

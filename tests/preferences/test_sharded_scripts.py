@@ -24,6 +24,7 @@ def sharded(folder, output):
     script(folder, output, per_device_train_batch_size=1, fsdp="full_shard", ddp_backend="gloo")
 
 
+@pytest.mark.slow
 def test_reference_of_sharded_policy_is_the_initial_model(tmp_path):
     make_model(tmp_path / "model")
     script(tmp_path, tmp_path / "one")

@@ -8,6 +8,7 @@ from burnish.config.errors import UserError
 from burnish.data.rows.mismatched import RowsWithMismatched
 from burnish.data.rows.row_set import ListedRows
 from burnish.run.plan.plan import plan
+from few import few_slow
 from pair_runs import given, losses, make_workplace, pairs
 from small_run import WORDS
 
@@ -84,8 +85,11 @@ def test_each_row_of_a_step_uses_preceding_different_response():
 
 
 @pytest.mark.parametrize(
-    "cut", [{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}, {"padding_free": False},
-            {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}, {"streaming": True}],
+    "cut",
+    few_slow(
+        [{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}, {"streaming": True},
+         {"padding_free": False}, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}], 2,
+    ),
     ids=lambda cut: next(iter(cut)),
 )  # fmt: skip
 def test_step_mismatched_responses_do_not_depend_on_micro_batching(workplace, monkeypatch, cut):

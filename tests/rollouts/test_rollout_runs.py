@@ -44,7 +44,7 @@ def user(folder, **given):
         **made, "stage": "grpo", "reward_funcs": [f"{folder}/my_rewards.py:short"], "num_generations": 4,
         "max_completion_length": 12, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
         "steps_per_generation": 4, "num_iterations": 2, "max_steps": 6, "logging_steps": 1, "save_strategy": "steps",
-        "save_steps": 1, "report_to": "none", "lr_scheduler_type": "constant", **given,
+        "save_steps": 1, "report_to": "none", "plot_loss": False, "lr_scheduler_type": "constant", **given,
     }  # fmt: skip
 
 
