@@ -203,7 +203,7 @@ def _plan(words: Arguments) -> Plan:
     from burnish.run.plan.config_files import merge, read_arguments
 
     file, flags = read_arguments(words)  # first, so that argument errors are reported before torch is loaded
-    from burnish.run.plan.checks import problems_in_files
+    from burnish.run.plan.files import problems_in_files
     from burnish.run.plan.plan import aliases, plan
     from burnish.run.recovery.resume import refuse_changed_options
 

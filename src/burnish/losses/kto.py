@@ -25,9 +25,9 @@ from burnish.config.options import option, shared
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Example, Loss, Metric, Row, Sum
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
-from burnish.losses.pairs import AnswersObjective, PairChoices, asking
 from burnish.losses.preference_losses import kto
 from burnish.losses.preference_options import PreferenceOptions, ReferenceOptions
+from burnish.losses.responses import AnswersObjective, PairChoices, scoring
 from burnish.losses.sequence_logps import SequenceValues, collate_sequences, mean_row, with_images
 
 FEW_RECORDS = 8
@@ -230,7 +230,7 @@ class KtoObjective(AnswersObjective):
         if not others:
             return total, count
         reference = self._reference_logps(module, others, parallel)
-        with asking(module, parallel):
+        with scoring(module, parallel):
             for batch, of_reference in zip(others, reference, strict=True):
                 total = total + ((module(batch).logps - of_reference) * batch["items"]).sum()
                 count = count + batch["items"].sum()
@@ -253,7 +253,7 @@ class KtoObjective(AnswersObjective):
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
         options = self.options
-        values = self.answered(module, batch)
+        values = self.policy_values(module, batch)
         ratio, items, tag = values.logps - batch["reference"], batch["items"], batch["tag"]
         weights = (options.kto_chosen_weight, options.kto_rejected_weight)
         losses = kto(ratio, tag, batch["baseline"], options.pref_beta, weights)

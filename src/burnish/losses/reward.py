@@ -31,7 +31,7 @@ from burnish.loop.types import IGNORE_INDEX, Batch, Example, Loss, Metric, Row, 
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
 from burnish.losses.lm import not_configured
 from burnish.losses.logits import model_inputs, target_positions
-from burnish.losses.pairs import PAIR_COLUMNS, two_answers
+from burnish.losses.pair_values import PAIR_COLUMNS, two_answers
 from burnish.losses.preference_losses import bradley_terry
 
 WEIGHT, BIAS = "v_head.summary.weight", "v_head.summary.bias"

@@ -34,8 +34,8 @@ from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Example, Loss, Row, StepBatch
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder
 from burnish.losses.lm import aux_coefficient
-from burnish.losses.pairs import AnswersObjective, PairChoices, asking
 from burnish.losses.preference_options import ReferenceOptions
+from burnish.losses.responses import AnswersObjective, PairChoices, scoring
 from burnish.losses.rollouts.loss import BATCH_KEYS, RolloutLoss, RolloutLossChoices
 from burnish.losses.rollouts.options import OPTION_NAMES
 from burnish.losses.sequence_logps import SequenceModel
@@ -377,14 +377,14 @@ class RolloutObjective(AnswersObjective):
     def _ask_models(self, module: nn.Module, samples: Sequence[Scored], parallel: Parallel) -> None:
         """Compute log-probabilities of the completions under policy and reference, if they are needed."""
         if self.needs_old_logps or self.token_loss.masks_entropy:
-            with asking(module, parallel):
+            with scoring(module, parallel):
                 for sample, (logps, entropies, *values) in self._asked(module, samples, parallel):
                     sample.old_logps = logps if self.needs_old_logps else None
                     sample.entropies = entropies if self.token_loss.masks_entropy else None
                     sample.old_values = values[0] if values else None
         if self.needs_reference:
             assert self.reference is not None
-            with self.reference.answering(module) as answering, parallel.other_modules(), asking(answering, parallel):
+            with self.reference.answering(module) as answering, parallel.other_modules(), scoring(answering, parallel):
                 for sample, (logps, *_) in self._asked(answering, samples, parallel):
                     sample.ref_logps = logps
 

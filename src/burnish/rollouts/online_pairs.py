@@ -23,8 +23,10 @@ from burnish.kernels.probe import Capabilities
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import IGNORE_INDEX, Batch, Loss, Row, StepBatch
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder
-from burnish.losses.pairs import PAIR_COLUMNS, AnswersObjective, PairObjective
+from burnish.losses.pair_values import PAIR_COLUMNS
+from burnish.losses.pairs import PairObjective
 from burnish.losses.preference_options import PairOptions, PreferenceOptions, ReferenceOptions
+from burnish.losses.responses import AnswersObjective
 from burnish.losses.sequence_logps import SequenceModel
 from burnish.models.generate import GenerationOptions
 from burnish.rollouts.generation import length_metrics, metrics_of, reward_metrics, weighted_rewards

@@ -62,8 +62,9 @@ from burnish.run.callbacks import callbacks_of
 from burnish.run.finish import finish
 from burnish.run.images.batches import RowsAhead, check_processes, collator_of, has_images
 from burnish.run.loop import RunLoop
-from burnish.run.plan.checks import FINISHED_NAME, trains
+from burnish.run.plan.checks import trains
 from burnish.run.plan.options import RunOptions
+from burnish.run.plan.output_dir import FINISHED_NAME
 from burnish.run.plan.plan import Plan
 from burnish.run.plan.resources import compute_dtype, counts_of, formats_in, formats_in_words, load_dtype
 from burnish.run.prepare import Prepared, prepare

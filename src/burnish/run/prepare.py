@@ -36,7 +36,8 @@ from burnish.models.load import check_context, context_length, load_config
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import check_vocabulary, fitted_shapes, load_tokenizer
 from burnish.parallel.single import set_seed
-from burnish.run.plan.checks import check_deciding_metric, evaluates, may_stream, record_needs, step_notes, trains
+from burnish.run.plan.checks import check_deciding_metric, evaluates, may_stream, step_notes, trains
+from burnish.run.plan.files import record_needs
 from burnish.run.plan.memory import Formats
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan

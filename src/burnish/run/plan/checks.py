@@ -5,11 +5,8 @@ They are registered with ``@check`` (``config/checks.py``), like those of the co
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch.nn import Parameter
@@ -18,36 +15,17 @@ from torch.optim import SGD
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem, UserError
 from burnish.data.batches.batching import packs_rows
-from burnish.data.images.options import limits_of
-from burnish.data.images.sources import Sight
-from burnish.data.sets.records import RecordNeeds
 from burnish.inference.options import is_remote
 from burnish.loop.best import metric_name, missing_metric
 from burnish.loop.schedule import StepPlan
-from burnish.loop.state import RATES, STATE_NAME
+from burnish.loop.state import RATES
 from burnish.losses.base import OBJECTIVES
 from burnish.models.attention_choice import is_flash, requested_attention
-from burnish.models.source import find_source
 from burnish.optim.builtin import OPTIMIZERS, create_scheduler
 from burnish.parallel.deepspeed.settings import zero_stage
 from burnish.parallel.precision import autocast_dtype
 from burnish.parallel.selection import device_of, parallel_name
-from burnish.report.console import RUN_LOG
-from burnish.report.jsonl import LOG_NAME
-from burnish.report.metadata import METADATA_NAMES
 from burnish.run.plan.options import RunOptions
-from burnish.run.recovery.clearing import EARLIER_RUN, problems_of_sources
-from burnish.run.recovery.failure import TRACEBACK_NAME
-from burnish.utils.files import broken_link, is_endless, odd_kind
-from burnish.utils.json_files import read_object
-
-FINISHED_NAME = ".finished.json"
-"""File that marks a finished run and stores its fingerprints, so that the same command recognizes it."""
-_CHECKPOINTS = "checkpoint-*"
-_BEFORE_A_CHECKPOINT = re.compile(
-    rf"\.lock|\.incomplete-.*|\..+\.incomplete|runs|{LOG_NAME}|{RUN_LOG}|{TRACEBACK_NAME}|{'|'.join(METADATA_NAMES)}"
-)
-"""Files of a run that ended before its first checkpoint. The same command starts over and overwrites them."""
 
 
 def trains(options: RunOptions) -> bool:
@@ -83,95 +61,6 @@ def check_generates_here(options: RunOptions) -> list[Problem]:
     name = "infer_backend" if options.infer_url is None else "infer_url"
     what = f'"{name}" is not supported for a dataset: its responses are generated in this process.'
     return [Problem(what, remedy=f"Remove {name}, or use it with burnish api or burnish chat.", option=name)]
-
-
-@check
-def check_output_dir(options: RunOptions) -> list[Problem]:
-    """Check that ``output_dir`` is set and writable, and contains nothing that the run would overwrite."""
-    if not options.output_dir:
-        return [
-            Problem(
-                "output_dir is missing.",
-                remedy="Set it to the folder for checkpoints and logs, for example output_dir: saves/first",
-                option="output_dir",
-            )
-        ]
-    folder = Path(options.output_dir)
-    try:
-        return _check_folder(folder, options)
-    except OSError as error:  # for example, a name that is too long, or a link to itself
-        return [
-            Problem(
-                f'output_dir "{folder}" cannot be created: {error.strerror}.',
-                remedy="Set another output_dir.",
-                option="output_dir",
-            )
-        ]
-
-
-def _check_folder(folder: Path, options: RunOptions) -> list[Problem]:
-    if link := broken_link(folder):
-        what = f'output_dir "{folder}" cannot be created: "{link}" links to {os.readlink(link)}, which does not exist.'
-        return [Problem(what, remedy="Remove the link, or set another output_dir.", option="output_dir")]
-    if folder.exists() and not folder.is_dir():
-        return [
-            Problem(
-                f'Expected output_dir to be a folder. "{folder}" is a file.',
-                remedy="Set another output_dir.",
-                option="output_dir",
-            )
-        ]
-    model = Path(options.model_name_or_path or "")
-    if options.model_name_or_path and folder.is_dir() and model.is_dir() and folder.samefile(model):
-        return [
-            Problem(
-                f'output_dir "{folder}" is also model_name_or_path, and the base model would be overwritten.',
-                remedy="Set another output_dir.",
-                option="output_dir",
-            )
-        ]
-    if folder.is_dir() and (odd := [path for path in sorted(folder.iterdir()) if is_endless(path)]):
-        what = f'output_dir "{folder}" contains {odd_kind(odd[0])} instead of a file: {odd[0].name}.'
-        return [
-            Problem(
-                what,
-                why="Writing to it would block forever.",
-                remedy="Remove it, or set another output_dir.",
-                option="output_dir",
-            )
-        ]
-    parent = nearest_existing(folder)
-    if not parent.is_dir():
-        return [Problem(f'output_dir "{folder}" cannot be created: "{parent}" is a file.', option="output_dir")]
-    if not os.access(parent, os.W_OK | os.X_OK):
-        return [Problem(f'output_dir "{folder}" is not writable: no permission in "{parent}".', option="output_dir")]
-    if not folder.is_dir():
-        return []
-    return (problems_of_sources(options) if trains(options) else []) or _check_contents(folder, options)
-
-
-def _check_contents(folder: Path, options: RunOptions) -> list[Problem]:
-    inside = sorted(path.name for path in folder.iterdir() if not _BEFORE_A_CHECKPOINT.fullmatch(path.name))
-    if not inside or options.overwrite_output_dir or options.resume_from_checkpoint or not trains(options):
-        return []
-    has_checkpoints = any(folder.glob(_CHECKPOINTS))
-    if (has_checkpoints or FINISHED_NAME in inside) and options.resume != "never":
-        return []  # the run resumes or is finished; whether it is the same run is checked when the checkpoint is read
-    shown = ", ".join(inside[:3]) + (", ..." if len(inside) > 3 else "")
-    is_a_run = has_checkpoints or (folder / STATE_NAME).is_file() or EARLIER_RUN in inside
-    what = "an earlier run" if is_a_run else "other files"
-    return [
-        Problem(
-            f'output_dir "{folder}" already contains {what}: {shown}.',
-            remedy="Set another output_dir, or set overwrite_output_dir: true to overwrite it.",
-            option="output_dir",
-        )
-    ]
-
-
-def nearest_existing(folder: Path) -> Path:
-    """Return the folder itself, or its nearest parent that exists."""
-    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 @check
@@ -362,7 +251,7 @@ def step_notes(options: RunOptions, steps: StepPlan) -> list[str]:
 
 def may_stream(options: RunOptions) -> bool:
     """Return whether training rows can be encoded on the fly: no option needs all rows in advance."""
-    return trains(options) and not _needs_all_rows(options)
+    return trains(options) and not option_that_needs_all_rows(options)
 
 
 @check
@@ -384,69 +273,20 @@ def check_streaming(options: RunOptions) -> list[Problem]:
             f'Expected "val_size" to be a number of examples when streaming. Received: the ratio {options.val_size:g}.'
         )
         problems.append(Problem(what, remedy="For example, set val_size: 100.", option="val_size"))
-    if trains(options) and (why := _needs_all_rows(options)):
-        what = f'"streaming" cannot be combined with {why}, which needs the whole dataset before the first step.'
-        problems.append(Problem(what, remedy="Remove one of them.", option=("streaming", why.partition(" ")[0])))
+    if trains(options) and (name := option_that_needs_all_rows(options)):
+        stage = f" (stage {options.stage})" if name == "packing" and options.packing is None else ""
+        why = "which needs the whole dataset before the first step"
+        what = f'"streaming" cannot be combined with {name}{stage}, {why}.'
+        problems.append(Problem(what, remedy="Remove one of them.", option=("streaming", name)))
     return problems
 
 
-def _needs_all_rows(options: RunOptions) -> str:
-    """Return the option that needs all rows before the first step, or ""."""
+def option_that_needs_all_rows(options: RunOptions) -> str:
+    """Return the name of the option that needs all rows before the first step, or ""."""
     if packs_rows(options, OBJECTIVES[options.stage].default_packing):
-        return f"packing (stage {options.stage})" if options.packing is None else "packing"
+        return "packing"
     if options.group_by_length or options.train_sampling_strategy == "group_by_length":
         return "group_by_length"
     if options.max_tokens_per_batch is not None:
         return "max_tokens_per_batch"
     return "tokenized_path" if options.tokenized_path else ""
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
-
-_PEEKED = 1000
-
-
-def record_needs(options: RunOptions) -> RecordNeeds:
-    """Return the requirements of the run's objective for the records of its datasets."""
-    objective = OBJECTIVES[options.stage]
-    return RecordNeeds(
-        objective.records, tuple(objective.record_columns), options.stage, _sight(options, objective.reads_images)
-    )
-
-
-def _sight(options: RunOptions, reads_images: bool) -> Sight | None:
-    """Return how images are found, or the type of a text-only model; None if the model's files are not readable."""
-    if not reads_images:
-        return Sight(model_type=f"stage: {options.stage}")
-    try:
-        folder = find_source(options.model_name_or_path, options).folder
-        config = {} if folder is None else read_object(folder / "config.json")
-    except (UserError, OSError):  # reported by the check of the model
-        return None
-    if config and "vision_config" not in config:
-        return Sight(model_type=str(config.get("model_type", "the model")))
-    folders = [Path(options.media_dir)] if options.media_dir else []
-    return limits_of(options, folders)
-
-
-def problems_in_files(options: RunOptions) -> list[Problem]:
-    """Return problems in the files of model and data.
-
-    ``prepare`` finds the same and more. This is a fast check that completes a list of problems, without importing
-    transformers or accessing a hub.
-    """
-    from burnish.data.options import check_data
-    from burnish.data.sets.sources import load_datasets
-    from burnish.data.stats import DataStats
-    from burnish.models.check import check_model
-
-    problems = check_model(options, checks_library=False, needs_head=OBJECTIVES[options.stage].uses_lm_head)
-    if check_data(options):  # already reported
-        return problems
-    try:
-        first = min(options.max_samples or _PEEKED, _PEEKED)
-        some = replace(options, max_samples=first, val_size=0.0)
-        load_datasets(some, options.seed, DataStats(), searches_hubs=False, needs=record_needs(options))
-    except UserError as error:
-        problems += error.problems
-    return problems

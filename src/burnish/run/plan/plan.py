@@ -24,6 +24,7 @@ from burnish.config.options import OptionSpec, RawValue, build, changed_options,
 from burnish.losses.base import OBJECTIVES
 from burnish.parallel.process_counts import launcher_problems
 from burnish.run.plan import checks as _cross_checks
+from burnish.run.plan import output_dir as _output_dir_check
 from burnish.run.plan.checks import trains
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.unsupported import take_absent
@@ -178,7 +179,8 @@ def _position(function: Callable[[Any], Any]) -> int:
 @cache
 def _order_of_modules() -> dict[str, int]:
     declaring = (spec.group.__module__ for spec in specs(RunOptions).values())
-    return {module: place for place, module in enumerate(dict.fromkeys([_cross_checks.__name__, *declaring]))}
+    modules = dict.fromkeys([_cross_checks.__name__, _output_dir_check.__name__, *declaring])
+    return {module: place for place, module in enumerate(modules)}
 
 
 def _doubtful(present: Mapping[str, RawValue]) -> set[str]:

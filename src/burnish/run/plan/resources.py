@@ -26,7 +26,7 @@ from burnish.optim.builtin import Turns, create_optimizer, keeps_load_precision,
 from burnish.parallel.precision import autocast_dtype, frozen_dtype, loaded_dtype, name_of
 from burnish.parallel.selection import device_of
 from burnish.report.pace import counted
-from burnish.run.plan.checks import nearest_existing, trains
+from burnish.run.plan.checks import trains
 from burnish.run.plan.memory import (
     DecoderShape,
     Formats,
@@ -38,6 +38,7 @@ from burnish.run.plan.memory import (
     tower_term,
 )
 from burnish.run.plan.options import RunOptions
+from burnish.run.plan.output_dir import nearest_existing
 from burnish.run.recovery.failure import available_bytes
 
 

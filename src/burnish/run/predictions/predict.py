@@ -23,7 +23,8 @@ from burnish.models.generate import generation_config
 from burnish.report.console import note
 from burnish.report.pace import counted
 from burnish.report.results import save_metrics
-from burnish.run.plan.checks import may_stream, record_needs
+from burnish.run.plan.checks import may_stream
+from burnish.run.plan.files import record_needs
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
 from burnish.run.predictions.answers import answer_all, bare_model

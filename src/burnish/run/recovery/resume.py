@@ -22,8 +22,9 @@ from burnish.loop.schedule import StepPlan
 from burnish.loop.state import STATE_NAME, TrainerState, load_state
 from burnish.report.pace import counted
 from burnish.report.results import write_whole
-from burnish.run.plan.checks import FINISHED_NAME, trains
+from burnish.run.plan.checks import trains
 from burnish.run.plan.options import RunOptions
+from burnish.run.plan.output_dir import FINISHED_NAME
 from burnish.run.plan.plan import Plan
 from burnish.run.recovery.fingerprints import may_change, values_of, work_of
 from burnish.utils.files import check_folder_below_roots

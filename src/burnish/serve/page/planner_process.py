@@ -27,7 +27,7 @@ from burnish.data.sets.sources import load_datasets
 from burnish.data.stats import DataStats
 from burnish.explain.as_json import explained_parts, problems_of
 from burnish.loop.types import IMAGE, Answer, Example, Message
-from burnish.run.plan.checks import problems_in_files, record_needs
+from burnish.run.plan.files import problems_in_files, record_needs
 from burnish.run.plan.listing import component
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import plan

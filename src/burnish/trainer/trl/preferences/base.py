@@ -23,8 +23,9 @@ from burnish.loop.loop import TrainOutput
 from burnish.loop.meter import Totals
 from burnish.loop.protocols import Objective
 from burnish.loop.types import Batch, Loss, Row
-from burnish.losses.pairs import PAIR_COLUMNS, AnswersObjective
+from burnish.losses.pair_values import PAIR_COLUMNS
 from burnish.losses.reference import DisabledAdapter, InitialWeights, MovingReference, UnchangedModel
+from burnish.losses.responses import AnswersObjective
 from burnish.losses.reward import RewardObjective
 from burnish.parallel.single import set_seed
 from burnish.run.references import refuse_other_vocabulary

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 from burnish.config.errors import Problem, UserError, renamed
 from burnish.config.options import RawValue, build, option, raise_if, specs
 from burnish.losses.kto import KtoFields, KtoOptions
-from burnish.losses.pairs import PairChoices
 from burnish.losses.preference_losses import PAIR_LOSSES
 from burnish.losses.preference_options import (
     DpoFields,
@@ -25,6 +24,7 @@ from burnish.losses.preference_options import (
     check_reference,
     pair_notes,
 )
+from burnish.losses.responses import PairChoices
 from burnish.losses.reward import RewardOptions
 from burnish.trainer.arguments.training import for_argument_parser
 from burnish.trainer.arguments.trl import TrlArguments

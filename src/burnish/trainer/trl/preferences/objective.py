@@ -25,7 +25,6 @@ from burnish.kernels.probe import Capabilities, causal_lm
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Row
 from burnish.losses.base import Collate
-from burnish.losses.pairs import AnswersObjective
 from burnish.losses.preference_options import ReferenceOptions
 from burnish.losses.reference import (
     DisabledAdapter,
@@ -37,6 +36,7 @@ from burnish.losses.reference import (
     UnchangedModel,
     refuse_sharded_weights,
 )
+from burnish.losses.responses import AnswersObjective
 from burnish.models.dropout import switch_off_dropout
 from burnish.models.images.features import make_seeing
 from burnish.models.patches.capabilities import find_capabilities

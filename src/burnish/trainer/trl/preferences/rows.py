@@ -23,7 +23,7 @@ from burnish.data.rows.mismatched import Key, keys_of
 from burnish.data.rows.row_set import RowSet
 from burnish.data.sets.trl import IDS, Kind, trl_layout
 from burnish.loop.types import IGNORE_INDEX, Row
-from burnish.losses.pairs import PAIR_COLUMNS
+from burnish.losses.pair_values import PAIR_COLUMNS
 from burnish.trainer.data.loaders import is_datasets_set
 from burnish.trainer.trl.preferences.config import PreferenceConfig
 from burnish.trainer.trl.prepared import EncodeRecords, first_row, hashable_by_class, prepared, refuse_transform

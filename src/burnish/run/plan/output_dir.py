@@ -1,0 +1,85 @@
+"""The check of ``output_dir``: it is set and writable, and contains nothing that the run would overwrite."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from burnish.config.checks import check
+from burnish.config.errors import Problem
+from burnish.loop.state import STATE_NAME
+from burnish.report.console import RUN_LOG
+from burnish.report.jsonl import LOG_NAME
+from burnish.report.metadata import METADATA_NAMES
+from burnish.run.plan.checks import trains
+from burnish.run.plan.options import RunOptions
+from burnish.run.recovery.clearing import EARLIER_RUN, problems_of_sources
+from burnish.run.recovery.failure import TRACEBACK_NAME
+from burnish.utils.files import broken_link, is_endless, odd_kind
+
+FINISHED_NAME = ".finished.json"
+"""File that marks a finished run and stores its fingerprints, so that the same command recognizes it."""
+_CHECKPOINTS = "checkpoint-*"
+_BEFORE_A_CHECKPOINT = re.compile(
+    rf"\.lock|\.incomplete-.*|\..+\.incomplete|runs|{LOG_NAME}|{RUN_LOG}|{TRACEBACK_NAME}|{'|'.join(METADATA_NAMES)}"
+)
+"""Files of a run that ended before its first checkpoint. The same command starts over and overwrites them."""
+_ANOTHER = "Set another output_dir."
+
+
+@check
+def check_output_dir(options: RunOptions) -> list[Problem]:
+    """Check that ``output_dir`` is set and writable, and contains nothing that the run would overwrite."""
+    if not options.output_dir:
+        remedy = "Set it to the folder for checkpoints and logs, for example output_dir: saves/first"
+        return [_problem("output_dir is missing.", remedy)]
+    folder = Path(options.output_dir)
+    try:
+        return _check_folder(folder, options)
+    except OSError as error:  # for example, a name that is too long, or a link to itself
+        return [_problem(f'output_dir "{folder}" cannot be created: {error.strerror}.')]
+
+
+def _problem(what: str, remedy: str = _ANOTHER, why: str = "") -> Problem:
+    return Problem(what, why=why, remedy=remedy, option="output_dir")
+
+
+def _check_folder(folder: Path, options: RunOptions) -> list[Problem]:
+    if link := broken_link(folder):
+        what = f'output_dir "{folder}" cannot be created: "{link}" links to {os.readlink(link)}, which does not exist.'
+        return [_problem(what, "Remove the link, or set another output_dir.")]
+    if folder.exists() and not folder.is_dir():
+        return [_problem(f'Expected output_dir to be a folder. "{folder}" is a file.')]
+    model = Path(options.model_name_or_path or "")
+    if options.model_name_or_path and folder.is_dir() and model.is_dir() and folder.samefile(model):
+        return [_problem(f'output_dir "{folder}" is also model_name_or_path, and the base model would be overwritten.')]
+    if folder.is_dir() and (odd := [path for path in sorted(folder.iterdir()) if is_endless(path)]):
+        what = f'output_dir "{folder}" contains {odd_kind(odd[0])} instead of a file: {odd[0].name}.'
+        return [_problem(what, "Remove it, or set another output_dir.", why="Writing to it would block forever.")]
+    parent = nearest_existing(folder)
+    if not parent.is_dir():
+        return [_problem(f'output_dir "{folder}" cannot be created: "{parent}" is a file.', "")]
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return [_problem(f'output_dir "{folder}" is not writable: no permission in "{parent}".', "")]
+    if not folder.is_dir():
+        return []
+    return (problems_of_sources(options) if trains(options) else []) or _check_contents(folder, options)
+
+
+def _check_contents(folder: Path, options: RunOptions) -> list[Problem]:
+    inside = sorted(path.name for path in folder.iterdir() if not _BEFORE_A_CHECKPOINT.fullmatch(path.name))
+    if not inside or options.overwrite_output_dir or options.resume_from_checkpoint or not trains(options):
+        return []
+    has_checkpoints = any(folder.glob(_CHECKPOINTS))
+    if (has_checkpoints or FINISHED_NAME in inside) and options.resume != "never":
+        return []  # the run resumes or is finished; whether it is the same run is checked when the checkpoint is read
+    shown = ", ".join(inside[:3]) + (", ..." if len(inside) > 3 else "")
+    is_a_run = has_checkpoints or (folder / STATE_NAME).is_file() or EARLIER_RUN in inside
+    what = f'output_dir "{folder}" already contains {"an earlier run" if is_a_run else "other files"}: {shown}.'
+    return [_problem(what, "Set another output_dir, or set overwrite_output_dir: true to overwrite it.")]
+
+
+def nearest_existing(folder: Path) -> Path:
+    """Return the folder itself, or its nearest parent that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
