@@ -28,6 +28,8 @@ from image_material import MAX_PIXELS, PHOTOS
 from settings import IMAGES_OURS, image_settings
 from train_images import ROWS_PER_STEP
 
+from burnish.parallel.precision import has_fast_bfloat16
+
 
 def images(steps: Sequence[Round], starts: Sequence[Round], facts: Figures, num_photos: int) -> str:
     """Format rate and memory of training steps, and the time to the first step with many photos."""
@@ -36,11 +38,12 @@ def images(steps: Sequence[Round], starts: Sequence[Round], facts: Figures, num_
 
 def _describe(facts: Figures) -> str:
     """Return the description of the material."""
+    dtype = "bfloat16" if has_fast_bfloat16() else "float32"
     sizes = ", ".join(f"{PHOTOS.count(size)} of {size[0]}x{size[1]}" for size in dict.fromkeys(PHOTOS))
     return (
         f"A Qwen2.5-VL shape of {facts['weights'] / 1e6:.1f}M weights; {facts['rows']} rows with a JPEG each ({sizes} "
         f"in turn), resized to {MAX_PIXELS:,} pixels at most by the image processor, {ROWS_PER_STEP} rows per step; "
-        "LoRA on the language model, vision tower frozen, bfloat16, one thread for products. TRL and LLaMA-Factory use "
+        f"LoRA on the language model, vision tower frozen, {dtype}, one thread for products. TRL and LLaMA-Factory use "
         "torchvision for images, burnish Pillow. Each runs in a separate process; the first step is not counted."
     )
 

@@ -18,6 +18,8 @@ from typing import Any
 from gauge import GENERATION_OPTIONS, PREFERENCES
 from material import SEED, make_vocabulary
 
+from burnish.parallel.precision import has_fast_bfloat16
+
 BASE = "TRL, default"
 OURS = "burnish, bf16"
 OURS_FLOAT32 = "burnish, float32"
@@ -303,11 +305,13 @@ IMAGES_OURS = "burnish"
 
 
 def image_settings(is_start: bool) -> tuple[Setting, ...]:
-    """Return the settings for training on images. Each is a new process, because other libraries need torchvision here.
+    """Return the settings for training on images, in bfloat16 where the processor has instructions for it, otherwise
+    in float32. Each is a new process, because other libraries need torchvision here.
 
     Args:
         is_start: whether to measure the time to the first step, with default options.
     """
+    bf16 = f"bf16={has_fast_bfloat16()}"
     variants: list[tuple[str, str, tuple[str, ...]]] = [
         ("TRL", "trl", ()),
         ("LLaMA-Factory", "llamafactory", ()),
@@ -318,7 +322,7 @@ def image_settings(is_start: bool) -> tuple[Setting, ...]:
         variants.insert(1, ("TRL, gradient checkpointing", "trl", ("gradient_checkpointing=True",)))
         variants.append(("burnish, images not kept", "burnish", ("image_cache='none'",)))
     return tuple(
-        Setting(name, library, ("train_images.py", library, "MATERIAL", "OUTPUT", *options), True, is_start)
+        Setting(name, library, ("train_images.py", library, "MATERIAL", "OUTPUT", bf16, *options), True, is_start)
         for name, library, options in variants
     )
 

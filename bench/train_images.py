@@ -35,8 +35,9 @@ def trl(material: Path, overrides: dict[str, Any]) -> None:
          "images": [str(material / name) for name in record["images"]]}
         for record in json.loads((material / "photos.json").read_text())
     ]  # fmt: skip
-    model = AutoModelForImageTextToText.from_pretrained(material / "model", dtype="bfloat16")
     arguments = {"max_length": None, "bf16": True, "gradient_checkpointing": False, **overrides}
+    dtype = "bfloat16" if arguments["bf16"] else "float32"
+    model = AutoModelForImageTextToText.from_pretrained(material / "model", dtype=dtype)
     trainer = SFTTrainer(
         model, args=SFTConfig(**arguments), train_dataset=Dataset.from_list(rows).cast_column("images", List(Image())),
         processing_class=AutoProcessor.from_pretrained(material / "model"),

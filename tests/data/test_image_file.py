@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from burnish.config.errors import UserError
-from burnish.data.images.image_file import BadImage, load, read_header
+from burnish.data.images.image_file import BadImage, load, read_header, size_of_plain_jpeg
 
 
 def drawn(width: int = 6, height: int = 4, mode: str = "RGB") -> Image.Image:
@@ -34,6 +34,46 @@ def test_header_and_pixels_follow_exif(tmp_path, turn, kind):
     assert image.size == (header.width, header.height)
     if kind == "png" and turn == 6:  # a quarter turn to the right: the first row becomes the last column
         assert (numpy.asarray(image)[:, -1] == numpy.asarray(drawn())[0]).all()
+
+
+PLAIN_JPEGS = (
+    {},
+    {"progressive": True},
+    {"comment": b"a comment"},
+    {"icc_profile": b"profile" * 50},
+    {"dpi": (72, 72)},
+)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize("options", PLAIN_JPEGS, ids=str)
+def test_the_size_of_a_plain_jpeg_needs_no_decoder(tmp_path, mode, options):
+    path = saved(tmp_path, drawn(mode=mode), "p.jpg", **options)
+    assert size_of_plain_jpeg(str(path)) == (6, 4)
+
+
+def test_other_headers_than_those_of_plain_jpegs_are_left_to_pillow(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    others = [
+        saved(tmp_path, drawn(), "turned.jpg", exif=exif),
+        saved(tmp_path, drawn(), "described.jpg", xmp=b"<x:xmpmeta/>"),
+        saved(tmp_path, drawn(), "several.mpo", save_all=True, append_images=[drawn()]),
+        saved(tmp_path, drawn(), "p.png"),
+        saved(tmp_path, drawn(), "long.jpg", icc_profile=b"profile" * 5000),
+        tmp_path / "missing.jpg",
+    ]
+    assert [size_of_plain_jpeg(str(path)) for path in others] == [None] * len(others)
+    assert [read_header(path).width for path in others[:-1]] == [4, 6, 6, 6, 6]
+
+
+def test_a_jpeg_cut_off_anywhere_in_its_header_is_read_as_pillow_reads_it(tmp_path):
+    content, path = saved(tmp_path, drawn(), "p.jpg").read_bytes(), tmp_path / "cut.jpg"
+    for length in range(3, len(content), 7):
+        path.write_bytes(content[:length])
+        if size := size_of_plain_jpeg(str(path)):
+            with Image.open(path) as image:
+                assert image.size == size
 
 
 def test_transparent_pixels_become_white(tmp_path):

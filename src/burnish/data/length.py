@@ -18,16 +18,17 @@ REMEDY = "Split it into several records, for example by chapters or paragraphs."
 
 def num_characters(example: Example) -> int:
     """Return the total number of characters in the texts of an example."""
-    turns = (part for part in (example.messages, example.chosen, example.rejected, example.other) if part)
-    contents = map(texts_in, turns)
-    return _num_in([example.text, example.prompt, example.completion, example.system, example.tools, *contents])
+    texts = [example.text, example.prompt, example.completion, example.system, example.tools]
+    for part in (example.messages, example.chosen, example.rejected, example.other):
+        texts += texts_in(part) if part else ()
+    return sum(len(text) for text in texts if text)
 
 
 def texts_in(part: str | Iterable[Message]) -> list[str]:
     """Return a list with the text, or the texts of the text parts of messages."""
     if isinstance(part, str):
         return [part]
-    return [piece.value for message in part for piece in message.parts if piece.kind == "text"]
+    return [text for message in part for text in message.texts]
 
 
 def refuse_endless(examples: Iterable[Example]) -> None:

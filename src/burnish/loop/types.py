@@ -82,6 +82,13 @@ class Message:
         return (ContentPart("text", self.content),) if isinstance(self.content, str) else self.content
 
     @property
+    def texts(self) -> list[str]:
+        """The texts of the content, in order."""
+        if isinstance(self.content, str):
+            return [self.content]
+        return [part.value for part in self.content if part.kind == "text"]
+
+    @property
     def text(self) -> str:
         """The content as one text, with ``IMAGE`` for each image and ``VIDEO`` for each video.
 

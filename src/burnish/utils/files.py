@@ -38,11 +38,11 @@ def expanded(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
-def check_below_roots(path: Path) -> None:
+def check_below_roots(path: str | Path) -> None:
     """Raise UserError for a path that, with links resolved, is outside of the roots of the web page that started
     this process."""
     roots = [Path(root) for root in os.environ.get(ROOTS, "").split(os.pathsep) if root]
-    if roots and not is_below(path, roots):
+    if roots and not is_below(Path(path), roots):
         what = f'"{path}" is outside of {" or ".join(map(str, roots))}, the folders that the web UI may read.'
         raise UserError(what, remedy="Move the file there, or start burnish webui with another web_roots.")
 

@@ -52,7 +52,13 @@ class Segment:
 
     @property
     def is_trained(self) -> bool:
-        return any(label != IGNORE_INDEX for label in self.labels)
+        return self.labels != masked(len(self.labels))
+
+    def labelled(self, labels: Ids, weights: Sequence[float] | None) -> Segment:
+        """Return the segment with labels and loss weights."""
+        return Segment(
+            self.ids, self.content, self.message, self.begin, self.trailing, labels, weights, self.images
+        )  # faster than dataclasses.replace
 
     def only(self, kept: Sequence[int]) -> Segment:
         """Return the segment with only the tokens at these positions."""
@@ -172,11 +178,9 @@ def _labelled(
         # that the preceding response learns to stop (LLaMA-Factory's efficient_eos).
         labels[0], weight_of_end = ends.closing_id, before.weight if before else 1.0
     return (
-        replace(prompt, labels=labels, weights=_prompt_weights(prompt, response.message.weight, weight_of_end)),
-        replace(
-            response,
-            labels=_response_labels(response, is_last, options, ends),
-            weights=_response_weights(response, prompt.message.weight),
+        prompt.labelled(labels, _prompt_weights(prompt, response.message.weight, weight_of_end)),
+        response.labelled(
+            _response_labels(response, is_last, options, ends), _response_weights(response, prompt.message.weight)
         ),
     )
 

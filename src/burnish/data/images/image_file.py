@@ -21,6 +21,7 @@ from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
 from stat import S_ISREG
+from struct import unpack_from
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from burnish.config.errors import MissingExtraError, UserError
@@ -40,6 +41,13 @@ _AVERAGED, _BOX, _NEAREST = ("L", "LA", "RGB", "RGBA", "CMYK", "YCbCr"), 4, 0
 _ORIENTATION = 0x0112  # EXIF tag; values 5 to 8 swap width and height
 _TELLING = frozenset(("exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"))
 """Keys of ``image.info`` from which Pillow reads an orientation."""
+_READ_OF_JPEG = 4096
+_FRAMES = frozenset((0xC0, 0xC1, 0xC2))
+"""JPEG markers of a frame header that Pillow decodes: baseline, extended, progressive."""
+_SCAN = 0xDA
+"""JPEG marker of the pixels, at the end of the header."""
+_TABLES = frozenset((0xC4, 0xDB, 0xDD, 0xE0, 0xED, 0xEE, 0xFE))
+"""JPEG markers before it without influence on the size: tables, restart interval, JFIF, Photoshop, Adobe, comment."""
 _TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270",
           7: "TRANSVERSE", 8: "ROTATE_90"}  # fmt: skip
 
@@ -110,7 +118,9 @@ class ImageFile:
 
     def placed(self, begin: int, end: int) -> ImageFile:
         """Return the image with its position in a row, the tokens [begin, end)."""
-        return ImageFile(**{**vars(self), "begin": begin, "end": end})  # faster than dataclasses.replace
+        placed = object.__new__(ImageFile)  # five times as fast as dataclasses.replace
+        vars(placed).update(vars(self), begin=begin, end=end)
+        return placed
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> ImageFile:
@@ -143,9 +153,41 @@ def read_header(path: str | Path, **known: Any) -> ImageFile:
     status = os.stat(path)
     if not S_ISREG(status.st_mode) and (kind := odd_kind(Path(path))) != "a folder":
         raise BadImage(f"is {kind}, which is not read.")  # a pipe without a writer would block
+    of_file = {"num_bytes": status.st_size, "modified_ns": status.st_mtime_ns, **known}
+    check_pillow()  # which decodes the pixels later
+    if size := size_of_plain_jpeg(path):
+        check_size(*size)
+        return ImageFile(path, *size, **of_file)
     with _opened(path) as image:
-        of_file = {"num_bytes": status.st_size, "modified_ns": status.st_mtime_ns}
-        return _header(image, path, of_file | known)
+        return _header(image, path, of_file)
+
+
+def size_of_plain_jpeg(path: str) -> tuple[int, int] | None:
+    """Return (width, height) of a JPEG file without EXIF, XMP or further images in its header; None for any other file.
+
+    Pillow parses all tables of a header, which takes eight times as long: most of the time to read 100,000 of them.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            begin = file.read(_READ_OF_JPEG)
+    except OSError:
+        return None  # Pillow raises the same error, with the message for the user
+    if not begin.startswith(b"\xff\xd8\xff"):
+        return None
+    at, found = 2, None
+    while at + 4 <= len(begin) and begin[at] == 0xFF:
+        marker, end = begin[at + 1], at + 2 + int.from_bytes(begin[at + 2 : at + 4])
+        if end > len(begin):
+            break
+        if marker == _SCAN:
+            return found
+        if marker in _FRAMES and end - at >= 10:
+            bits, height, width, layers = unpack_from(">BHHB", begin, at + 4)
+            found = (width, height) if bits == 8 and layers in (1, 3, 4) else None
+        elif marker not in _TABLES and not (marker == 0xE2 and begin[at + 4 : end].startswith(b"ICC_PROFILE\0")):
+            break
+        at = end
+    return None
 
 
 def content_hash(image: ImageFile) -> str:
@@ -262,13 +304,20 @@ def orientation(image: Image) -> int:
     return found if isinstance(found, int) and 1 <= found <= 8 else 1
 
 
-def _opened(path: str | BytesIO) -> Image:
-    """Open a file or bytes as an image without decoding its pixels."""
+def check_pillow() -> None:
+    """Raise MissingExtraError if Pillow is not installed."""
     try:
-        from PIL import Image, UnidentifiedImageError
+        import PIL  # noqa: F401
     except ImportError:
         raise MissingExtraError("Pillow", "an image", "images") from None
+
+
+def _opened(path: str | BytesIO) -> Image:
+    """Open a file or bytes as an image without decoding its pixels."""
     import warnings
+
+    check_pillow()
+    from PIL import Image, UnidentifiedImageError
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # half of MOST_PIXELS

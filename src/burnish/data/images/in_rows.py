@@ -12,7 +12,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from burnish.data.images.family import Family
@@ -34,7 +34,7 @@ def images_in(example: Example) -> list[ImageFile]:
 
 def cleaned(example: Example) -> Example:
     """Return the example without the characters ``IMAGE`` and ``VIDEO`` in its texts."""
-    if not any(_RESERVED.search(p.value) for message in example.messages for p in message.parts if p.kind == "text"):
+    if not any(_RESERVED.search(text) for message in example.messages for text in message.texts):
         return example
     return replace(example, messages=tuple(map(_clean, example.messages)))
 
@@ -84,24 +84,19 @@ class Marks:
         self._kinds = {family.mark_id: "image", family.video_mark_id: "video"}
         self._around = frozenset(map(family.token_id, family.around))
 
-    def spans(self, ids: Sequence[int], images: Sequence[ImageFile]) -> list[tuple[int, Ids]]:
-        """Return the position of each mark in ``ids``, and the ids that replace it.
-
-        Raises:
-            BadImage: if marks and images differ in number or kind.
-        """
-        for image in images:
-            self.family.check(image)
-        places = self._places(ids)
-        if len(places) != len(images):
-            raise BadImage(f'the template writes "{self.family.mark}" {len(places)} times for {len(images)} images')
-        if [self._kinds[ids[place]] for place in places] != ["video" if one.frames else "image" for one in images]:
-            raise BadImage("the template writes images and videos in another order than the record")
-        return [(place, self._of(one, len(images))) for place, one in zip(places, images, strict=True)]
-
     def _places(self, ids: Sequence[int]) -> list[int]:
         marks = [mark for mark in self._kinds if mark >= 0 and mark in ids]
         return [place for place, token in enumerate(ids) if token in marks] if marks else []
+
+    def _check(self, kinds: Sequence[str], images: Sequence[ImageFile]) -> None:
+        """Raise BadImage if marks (of these kinds, in order) and images differ in number or kind, or if the model
+        refuses an image."""
+        for image in images:
+            self.family.check(image)
+        if len(kinds) != len(images):
+            raise BadImage(f'the template writes "{self.family.mark}" {len(kinds)} times for {len(images)} images')
+        if kinds != ["video" if one.frames else "image" for one in images]:
+            raise BadImage("the template writes images and videos in another order than the record")
 
     def _of(self, image: ImageFile, num_images: int) -> Ids:
         found = self.family.of(image, num_images)
@@ -109,15 +104,29 @@ class Marks:
         return found[len(self.family.text_ids(written)) :] if written else found
 
     def expanded(self, ids: Ids, images: Sequence[ImageFile], mask: Sequence[int] | None = None) -> Expanded:
-        """Replace the marks of a row. Args: mask: a value per token; that of a mark is repeated."""
-        return Expanded(ids, self.spans(ids, images), images, mask)
+        """Replace the marks of a row.
+
+        Args:
+            mask: a value per token; that of a mark is repeated.
+
+        Raises:
+            BadImage: if marks and images differ in number or kind, or if the model refuses an image.
+        """
+        places = self._places(ids)
+        self._check([self._kinds[ids[place]] for place in places], images)
+        return Expanded(ids, places, [self._of(one, len(images)) for one in images], images, mask)
 
     def turns(self, turns: Sequence[Turn], images: Sequence[ImageFile]) -> list[Turn]:
-        """Replace the marks in turns that have no labels yet."""
-        turns = self._with_front(turns, len(images))
-        marks = iter(self.spans([token for segment in chain(*turns) for token in segment.ids], images))
-        left = iter(images)
-        return [(self._segment(before, marks, left), self._segment(after, marks, left)) for before, after in turns]
+        """Replace the marks in turns that have no labels yet. Raises BadImage as ``expanded``."""
+        segments = list(chain(*self._with_front(turns, len(images))))
+        places = [self._places(segment.ids) for segment in segments]
+        self._check([self._kinds[one.ids[at]] for one, found in zip(segments, places, strict=True) for at in found],
+                    images)  # fmt: skip
+        left, made = iter(images), []
+        for segment, found in zip(segments, places, strict=True):
+            own = list(islice(left, len(found)))
+            made.append(self._segment(segment, found, own, len(images)) if own else segment)
+        return list(zip(made[::2], made[1::2], strict=True))
 
     def written(self, example: Example) -> Example:
         """Return the input of a template: without images if they precede its text, and with the text before each
@@ -152,12 +161,10 @@ class Marks:
 
         return [(replace(first, ids=marks + first.ids, begin=first.begin + len(marks), content=flags), answer), *others]
 
-    def _segment(self, segment: Segment, marks: Any, left: Any) -> Segment:
-        places = self._places(segment.ids)
-        if not places:
-            return segment
-        spans = [(place, next(marks)[1]) for place in places]
-        made = Expanded(segment.ids, spans, [next(left) for _ in places])
+    def _segment(
+        self, segment: Segment, places: Sequence[int], images: Sequence[ImageFile], num_images: int
+    ) -> Segment:
+        made = Expanded(segment.ids, places, [self._of(one, num_images) for one in images], images)
         return replace(
             segment, ids=made.ids, images=made.images, begin=made.moved(segment.begin),
             content=self._content(segment, made),
@@ -168,7 +175,7 @@ class Marks:
 
         def flags() -> list[bool]:
             old = list(segment.content())
-            for place, _ in made.spans:
+            for place in made.places:
                 for beside in (place - 1, place, place + 1):
                     if beside == place or (0 <= beside < len(old) and segment.ids[beside] in self._around):
                         old[beside] = False
@@ -178,7 +185,7 @@ class Marks:
 
     def without_placeholders(self, segment: Segment) -> Segment:
         """Return a labelled segment without placeholders in its labels."""
-        if not segment.images:
+        if not segment.images or not segment.is_trained:
             return segment
         labels = segment.labels[:]
         for place in chain.from_iterable(range(one.begin, one.end) for one in segment.images):
@@ -192,23 +199,23 @@ class Expanded:
 
     Args:
         ids: ids of the row with its marks.
-        spans: position of each mark and the ids that replace it.
+        places: position of each mark.
+        new: the ids that replace each mark.
         images: one image per mark.
         mask: a value per token of ``ids``.
     """
 
     def __init__(
-        self, ids: Ids, spans: Sequence[tuple[int, Ids]], images: Sequence[ImageFile],
+        self, ids: Ids, places: Sequence[int], new: Sequence[Ids], images: Sequence[ImageFile],
         mask: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        self.spans, self._places = spans, [place for place, _ in spans]
-        self._sizes = [len(new) for _, new in spans]
+        self.places, self._sizes = places, list(map(len, new))
         self.ids, done = array("i"), 0
         self.images: list[ImageFile] = []
-        for (place, new), image in zip(spans, images, strict=True):
+        for place, of_image, image in zip(places, new, images, strict=True):
             self.ids += ids[done:place]
-            self.images.append(image.placed(len(self.ids), len(self.ids) + len(new)))
-            self.ids += new
+            self.images.append(image.placed(len(self.ids), len(self.ids) + len(of_image)))
+            self.ids += of_image
             done = place + 1
         self.ids += ids[done:]
         self.mask = None if mask is None else self.repeated(mask)
@@ -217,7 +224,7 @@ class Expanded:
         """Expand a value per token with marks to a value per token; that of a mark applies to its entire image."""
         found: list[Any] = []
         done = 0
-        for place, size in zip(self._places, self._sizes, strict=True):
+        for place, size in zip(self.places, self._sizes, strict=True):
             found += values[done:place]
             found += [values[place]] * size
             done = place + 1
@@ -226,7 +233,7 @@ class Expanded:
 
     def moved(self, place: int) -> int:
         """Return the new position of a token of the row with marks."""
-        before = bisect_right(self._places, place - 1)
+        before = bisect_right(self.places, place - 1)
         return place + sum(self._sizes[:before]) - before
 
 
@@ -242,7 +249,7 @@ def without_expansion(ids: Sequence[int], images: Sequence[ImageFile], mark: int
 
 def shifted(images: Iterable[ImageFile], by: int) -> list[ImageFile]:
     """Return the images with their positions shifted by ``by`` tokens."""
-    return [one.placed(one.begin + by, one.end + by) for one in images]
+    return [one.placed(one.begin + by, one.end + by) for one in images] if by else list(images)
 
 
 def images_of_segments(segments: Iterable[Segment]) -> list[ImageFile]:

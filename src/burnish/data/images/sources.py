@@ -133,9 +133,9 @@ class Sight:
             raise BadImage(f"{place} is a path that contains a null byte.")
         path = os.path.expanduser(path)
         places = [os.path.join(folder, path) for folder in self.folders] or [path]
-        found = next(filter(os.path.exists, places), places[0])
+        found = next(filter(os.path.exists, places), places[0]) if len(places) > 1 else places[0]
         try:
-            check_below_roots(Path(found))
+            check_below_roots(found)
         except UserError as error:
             raise BadImage(f"{place}: {error}") from None
         return found

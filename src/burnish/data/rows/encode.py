@@ -33,6 +33,7 @@ from burnish.data.rows.store import MANIFEST, Rows, RowWriter, open_rows, read_r
 from burnish.data.sets.examples import content_hash
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Row
+from burnish.utils.collection import without_garbage_collection
 from burnish.utils.files import cache_home, check_folder_below_roots, named_where_full, open_lock
 from burnish.utils.work import work
 
@@ -209,7 +210,7 @@ def _encode_all(
     title: str | None,
 ) -> None:  # fmt: skip
     starts = range(0, len(examples), batch_size)
-    with work(title or _title(examples), len(examples), "records") as advance:
+    with without_garbage_collection(), work(title or _title(examples), len(examples), "records") as advance:
         for start, (rows, counted) in zip(starts, _batches(examples, encode, starts, num_workers), strict=True):
             stats.merge(counted)
             for origin, row in enumerate(rows, start=start):

@@ -120,9 +120,9 @@ def with_images(record: Record, example: Example) -> Example:
     columns = {"image": record.layout.images, "video": record.layout.videos}
     values = {kind: _column_values(record, column) for kind, column in columns.items()}
     has_parts = any(_parts(message) for message in _all(example))
+    texts = list(_texts(example))
     marks = {
-        kind: sum(text.count(mark) for text in _texts(example)) if values[kind] is not None else 0
-        for kind, mark in MARKS.items()
+        kind: sum(text.count(mark) for text in texts) if values[kind] is not None else 0 for kind, mark in MARKS.items()
     }
     if has_parts and any(marks.values()):
         kind = next(kind for kind, count in marks.items() if count)
@@ -185,12 +185,12 @@ def _all(example: Example) -> Iterator[Message]:
 
 def _parts(message: Message) -> list[ContentPart]:
     """Return the parts of a message that are images or videos."""
-    return [part for part in message.parts if part.kind in MARKS]
+    return [] if isinstance(message.content, str) else [part for part in message.content if part.kind in MARKS]
 
 
 def _texts(example: Example) -> Iterator[str]:
     for message in _all(example):
-        yield from (part.value for part in message.parts if part.kind == "text")
+        yield from message.texts
     yield from filter(None, (example.system, example.prompt))
 
 

@@ -33,6 +33,7 @@ from burnish.data.sets.preferences import unpaired, with_other_answers
 from burnish.data.sets.records import Layout, RecordNeeds
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example
+from burnish.utils.collection import without_garbage_collection
 from burnish.utils.files import check_below_roots
 
 __all__ = ["DataOptions", "DataSets", "check_data", "load_datasets"]
@@ -65,6 +66,7 @@ class DataSets:
         return self.train.content_hash
 
 
+@without_garbage_collection()
 def load_datasets(
     options: DataOptions, seed: int, stats: DataStats, may_stream: bool = False, searches_hubs: bool = True,
     needs: RecordNeeds | None = None, looks_back: bool = True,
