@@ -15,7 +15,7 @@ from typing import Any
 
 from burnish.data.images.family import FAMILIES, MOST_ASPECT, Family, repeated
 from burnish.data.images.image_file import BadImage, ImageFile
-from burnish.data.images.videos import PAIR, VideoSettings, patches_of_frames
+from burnish.data.images.videos import PAIR, VideoSettings, is_last_repeated, patches_of_frames
 from burnish.loop.types import Ids
 
 
@@ -134,7 +134,7 @@ class Qwen3(Stamped):
     video_written = "<|video_pad|>"
 
     def stamps(self, video: ImageFile) -> list[float]:
-        last = len(video.frames) - 1
+        last = len(video.frames) - 1 - is_last_repeated(video)
         return [(n / video.fps + min(n + 1, last) / video.fps) / 2 for n in range(0, last + 1, PAIR)]
 
     def opening(self, video: ImageFile) -> str:

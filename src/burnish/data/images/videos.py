@@ -60,6 +60,11 @@ def read_video(
     )  # fmt: skip
 
 
+def is_last_repeated(video: ImageFile) -> bool:
+    """Return whether ``read_video`` has repeated the last frame, which then has no time of its own."""
+    return video.frames[-1] == video.frames[-2]  # with their places in the record, which differ otherwise
+
+
 def _frames_in(sight: Sight, path: str, place: str) -> list[str]:
     found = Path(sight.file(path, place))
     if found.is_file():
