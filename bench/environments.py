@@ -71,12 +71,12 @@ def make(folder: Path, required: list[str]) -> None:
 
 
 def torchvision() -> Path:
-    """Install torchvision alone into a folder and return it, for the image processors of other libraries
+    """Install torchvision and Pillow alone into a folder and return it, for the image processors of other libraries
     (``load_torchvision.py``)."""
     folder = ROOT / ".bench" / "torchvision"
-    if not folder.exists():
+    if not (folder / "PIL").exists():  # TRL does not require it
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        subprocess.run([*pip, "--target", folder, "torchvision==0.28.0"], check=True)
+        subprocess.run([*pip, "--upgrade", "--target", folder, "torchvision==0.28.0", "pillow==11.3.0"], check=True)
     return folder
 
 

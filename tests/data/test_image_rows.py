@@ -94,7 +94,7 @@ def test_rows_match_llamafactory(case, folder):
     images = images_of(row)
     sizes = [list(found.given_sizes(image)[-1]) for image in images]
     assert sizes == case.get("sizes_given_to_the_processor", [])
-    assert [found.prepared(image).size for image in images] == [tuple(size) for size in sizes]
+    assert [found.resized(image).size for image in images] == [tuple(size) for size in sizes]
     held = [at for image in images for at in range(image.begin, image.end)]
     placeholders = [at for at, token in enumerate(row["input_ids"]) if token == found.placeholder_id]
     assert set(placeholders) <= set(held)
@@ -227,3 +227,18 @@ def test_explain_shows_an_image_at_its_position(folder):
         "p2_100x40.png 100x40 -> 112x28, 4 tokens]", "p3_30x70.png 30x70 -> 28x56, 2 tokens]",
     ]  # fmt: skip
     assert [token for _, _, ids in pieces for token in ids] == row["input_ids"]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
+@pytest.mark.parametrize("size", ["20x9", "64x48", "300x220", "40x410"])
+def test_an_image_resized_before_the_processor_has_the_pixels_of_its_own_resize(tmp_path, name, size):
+    found = family(name)
+    image_models().write_images(tmp_path, [f"p3_{size}.png"])
+    image = read_header(tmp_path / f"p3_{size}.png", min_pixels=1024)
+    tensors = [
+        found.processor(images=[pixels], return_tensors="np")
+        for pixels in (found.resized(image), found.prepared(image))
+    ]
+    assert found.prepared(image).size == found.processed(*found.given_sizes(image)[-1])
+    for key in ("pixel_values", "image_grid_thw"):
+        assert np.array_equal(tensors[0][key], tensors[1][key])
