@@ -118,9 +118,7 @@ class ImageFile:
 
     def placed(self, begin: int, end: int) -> ImageFile:
         """Return the image with its position in a row, the tokens [begin, end)."""
-        placed = object.__new__(ImageFile)  # five times as fast as dataclasses.replace
-        vars(placed).update(vars(self), begin=begin, end=end)
-        return placed
+        return ImageFile(**{**vars(self), "begin": begin, "end": end})  # faster than dataclasses.replace
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> ImageFile:
