@@ -4,11 +4,15 @@
 quickly and a script imports only what it uses.
 """
 
+from __future__ import annotations
+
 import sys
 from importlib import import_module
-from opcode import opmap
-from types import FrameType
-from typing import Any
+
+TYPE_CHECKING = False  # typing is not imported here: see utils/sigint.py
+if TYPE_CHECKING:
+    from types import FrameType
+    from typing import Any
 
 __version__ = "0.1.0"
 
@@ -64,6 +68,8 @@ def __getattr__(name: str) -> Any:
 
 def _is_import(frame: FrameType) -> bool:
     """Return whether ``frame`` is executing ``from burnish import name`` rather than an attribute access."""
+    from opcode import opmap
+
     return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
 
 

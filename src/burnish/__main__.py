@@ -1,8 +1,20 @@
-"""``python -m burnish`` is the same as the command ``burnish``."""
+"""The ``burnish`` process: the console script and ``python -m burnish``.
+
+Ctrl-C is handled before anything else is imported. Otherwise it would print a traceback from the middle of an import.
+"""
 
 import sys
 
-from burnish.cli import command
+from burnish.utils.sigint import stop_at_once
+
+
+def main() -> int:
+    """Run the command in ``sys.argv`` and return its exit status."""
+    stop_at_once()
+    from burnish.cli import command
+
+    return command()
+
 
 if __name__ == "__main__":
-    sys.exit(command())
+    sys.exit(main())

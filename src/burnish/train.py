@@ -2,7 +2,8 @@
 
 import sys
 
-from burnish.cli import command
+from burnish.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(command(["train", *sys.argv[1:]]))
+    sys.argv.insert(1, "train")
+    sys.exit(main())

@@ -124,6 +124,26 @@ def test_ctrl_c_before_first_step_prints_one_line(delay_s: float, command: str, 
     assert "Traceback" not in err or "burnish" not in err
 
 
+@pytest.mark.parametrize("start", ["burnish", "burnish.train"])
+def test_ctrl_c_during_the_first_imports_is_one_line(start: str) -> None:
+    """Ctrl-C at the first import after those without which there is no handler."""
+    program = (
+        "import os, runpy, signal, sys\n"
+        "first = ('burnish.__main__', 'burnish.train', 'burnish.utils', 'burnish.utils.sigint', '_signal',"
+        "    '__future__')\n"
+        "class AtImport:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if 'burnish' in sys.modules and name not in first:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        f"sys.argv = ['{start}', 'version']\n"
+        "import threading, importlib, pkgutil\n"
+        "sys.meta_path.insert(0, AtImport())\n"
+        f"runpy.run_module('{start}', run_name='__main__', alter_sys=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.strip(), done.stdout) == (130, "Stopped by Ctrl-C.", "")
+
+
 def test_ctrl_c_during_interpreter_exit_prints_nothing(user_folder: Path) -> None:
     program = (
         "import atexit, os, signal, sys\n"

@@ -5,9 +5,11 @@ import json
 import warnings
 from datetime import timedelta
 from pathlib import Path
-from typing import get_type_hints
+from types import SimpleNamespace
+from typing import Any, get_type_hints
 
 import pytest
+import torch
 import transformers
 from transformers import HfArgumentParser
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
@@ -356,3 +358,42 @@ def test_misspelled_argument_is_rejected_with_a_suggestion(given, meant, tmp_pat
     with pytest.raises(TypeError) as found:
         TrainingArguments(str(tmp_path), **{given: "no"})
     assert str(found.value) == said
+
+
+# --- arguments of another type ----------------------------------------------------------------------------------------
+
+CONFIGS = [name for name in burnish.__all__ if name.endswith(("Config", "Arguments"))]
+TRAINERS = [name for name in burnish.__all__ if name.endswith("Trainer")]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("output_dir", [4, True, b"out", ["out"], {"learning_rate": 1}], ids=str)
+def test_an_output_dir_of_another_type_is_refused_in_a_sentence(kind: str, output_dir: Any) -> None:
+    with pytest.raises(TypeError, match=r"`output_dir` must be a str or a path. Received: "):
+        getattr(burnish, kind)(output_dir)
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("model", [4, b"model", [], object()], ids=lambda model: type(model).__name__)
+def test_a_model_of_another_type_is_refused_in_a_sentence(kind: str, model: Any) -> None:
+    with pytest.raises(TypeError, match=r"`model` must be a .* Received: "):
+        getattr(burnish, kind)(model)
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("args", [4, "out", [], {"output_dir": "out"}], ids=lambda args: type(args).__name__)
+def test_args_of_another_type_are_refused_in_a_sentence(kind: str, args: Any) -> None:
+    model = torch.nn.Linear(2, 2)
+    model.config = SimpleNamespace(name_or_path="")
+    with pytest.raises(TypeError, match=r"`args` must be a [A-Za-z0-9]+. Received: "):
+        getattr(burnish, kind)(model, args=args)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("callbacks", 4), ("callbacks", [4]), ("callbacks", "log"), ("optimizers", 4), ("optimizers", [None]),
+     ("optimizer_cls_and_kwargs", 4), ("compute_metrics", 4), ("data_collator", 4)],
+)  # fmt: skip
+def test_other_arguments_of_another_type_are_refused_in_a_sentence(name: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r" (must|should) be a "):
+        burnish.Trainer(torch.nn.Linear(2, 2), burnish.TrainingArguments(str(tmp_path)), **{name: value})

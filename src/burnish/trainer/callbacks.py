@@ -90,6 +90,8 @@ class TrainerCallbackHandler(CallbackHandler):
     def add_callback(self, callback: Any) -> None:
         """Add a callback object, or an instance of a class. Warns if there already is one of the same class."""
         instance = callback() if isinstance(callback, type) else callback
+        if not any(hasattr(instance, event) for event in EVENTS):
+            raise TypeError(f"A callback must be a TrainerCallback. Received: {instance!r}.")
         if any(type(other) is type(instance) for other in self.callbacks):
             logger.warning(
                 f"You are adding a {type(instance)} to the callbacks of this Trainer, but there is already one. The "

@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
+from torch import nn
 from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
 from transformers.feature_extraction_sequence_utils import SequenceFeatureExtractor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -71,10 +72,27 @@ def own_arguments(args: object, kind: type[TrainingArguments] = TrainingArgument
         return kind(output_dir="tmp_trainer")
     if isinstance(args, kind):
         return args
-    values = {name: value for name, value in vars(args).items() if name in kind.__dataclass_fields__}
+    values = {name: value for name, value in fields_of(args, kind).items() if name in kind.__dataclass_fields__}
     if not isinstance(args, TrainingArguments):
         values["gradient_checkpointing"] = values["gradient_checkpointing_kwargs"] = None
     return kind(**values)
+
+
+def fields_of(args: object, kind: type[TrainingArguments]) -> dict[str, Any]:
+    """The values of an object with the fields of ``kind``, such as transformers' or TRL's own.
+
+    Raises:
+        TypeError: if it is something else.
+    """
+    if not hasattr(args, "output_dir") or isinstance(args, type):
+        raise TypeError(f"`args` must be a {kind.__name__}. Received: {shown(args)}.")
+    return vars(args)
+
+
+def shown(value: object) -> str:
+    """``4, of type int``; for a long value, only the type."""
+    text = repr(value)
+    return f"{text}, of type {type(value).__name__}" if len(text) <= 40 else f"an object of type {type(value).__name__}"
 
 
 def apply_accelerator_accumulation(args: TrainingArguments) -> None:
@@ -112,6 +130,9 @@ def check_model_argument(model: Any, model_init: Any) -> None:
         raise RuntimeError("`Trainer` requires either a `model` or `model_init` argument")
     if model is not None and model_init is not None:
         raise ValueError("`Trainer` requires either a `model` or `model_init` argument, but not both.")
+    if model is not None and not isinstance(model, nn.Module):
+        remedy = " Load it first, with AutoModelForCausalLM.from_pretrained." if isinstance(model, str) else ""
+        raise TypeError(f"`model` must be a torch.nn.Module. Received: {shown(model)}.{remedy}")
     if (size := getattr(model, "tp_size", None) or 1) > 1:
         raise ValueError(
             f"Tensor parallelism is not supported. The model was loaded with tp_plan or tp_size over {size} processes. "
@@ -119,7 +140,27 @@ def check_model_argument(model: Any, model_init: Any) -> None:
         )
 
 
+def optimizer_pair(optimizers: Any) -> tuple[Any, Any]:
+    """``optimizers``, which must be a pair (optimizer or None, learning rate scheduler or None)."""
+    if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
+        raise TypeError(f"`optimizers` must be a tuple (optimizer, lr_scheduler). Received: {shown(optimizers)}.")
+    return optimizers[0], optimizers[1]
+
+
+def callback_list(callbacks: Any) -> list[Any]:
+    """``callbacks``, which must be a list of callbacks or of their classes; None: empty."""
+    if callbacks is None:
+        return []
+    if not isinstance(callbacks, list | tuple):
+        raise TypeError(f"`callbacks` must be a list of callbacks. Received: {shown(callbacks)}.")
+    return list(callbacks)
+
+
 def check_optimizers(optimizers: tuple[Any, Any], optimizer_cls_and_kwargs: Any, model_init: Any) -> None:
+    pair = optimizer_cls_and_kwargs
+    if pair is not None and not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[1], dict)):
+        what = "`optimizer_cls_and_kwargs` must be a tuple (optimizer class, its arguments as a dict). Received: "
+        raise TypeError(f"{what}{shown(pair)}.")
     if optimizer_cls_and_kwargs is not None and optimizers[0] is not None:
         raise RuntimeError("Passing both `optimizers` and `optimizer_cls_and_kwargs` arguments is incompatible.")
     if model_init is not None and optimizers != (None, None):
@@ -135,6 +176,8 @@ def check_sets(args: TrainingArguments, train_dataset: Any, eval_dataset: Any, c
         names = ", ".join(train_dataset)
         what = f"train_dataset must be one dataset. Received: a {type(train_dataset).__name__} with the splits {names}."
         raise UserError(what, remedy=f'Pass one split: dataset["{next(iter(train_dataset))}"].')
+    if compute_metrics is not None and not callable(compute_metrics):
+        raise TypeError(f"`compute_metrics` must be a function. Received: {shown(compute_metrics)}.")
     by_batch = compute_metrics if args.batch_eval_metrics else None
     if by_batch is not None and "compute_result" not in inspect.signature(by_batch).parameters:
         raise ValueError(

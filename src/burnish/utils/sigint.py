@@ -1,51 +1,62 @@
 """Handle Ctrl-C while there is nothing to save: during imports, before anything is written, and at exit.
 
 Python raises KeyboardInterrupt at the current position. During an import or at exit, this prints a long foreign
-traceback or a misleading ImportError.
+traceback or a misleading ImportError. This file itself imports only what the interpreter has loaded already: until its
+handler is set, the traceback is printed.
 """
 
 from __future__ import annotations
 
 import os
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 
-INTERRUPTED = 128 + signal.SIGINT
+# The module ``signal`` imports enum, functools and collections first: 10 ms, a tenth of a second on a busy machine.
+from _signal import SIGINT, default_int_handler, getsignal, signal  # type: ignore[import-not-found]
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType
+
+INTERRUPTED = 128 + int(SIGINT)
 
 
-@contextmanager
-def stopping_at_once() -> Iterator[None]:
+def stop_at_once() -> None:
+    """Make Ctrl-C end the process with one line from now on, until ``interruptible`` is called."""
+    if _is_ours_to_take(getsignal(SIGINT)):
+        signal(SIGINT, _stop)
+
+
+class stopping_at_once:
     """Context in which Ctrl-C ends the process with one line, until ``interruptible`` is called. Restores the
     handler."""
-    before = signal.getsignal(signal.SIGINT)
-    if not _is_ours_to_take(before):
-        yield
-        return
-    signal.signal(signal.SIGINT, _stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+
+    def __enter__(self) -> None:
+        self.before = getsignal(SIGINT)
+        stop_at_once()
+
+    def __exit__(self, *error: object) -> None:
+        if _is_ours_to_take(self.before):
+            signal(SIGINT, self.before)
 
 
 def interruptible() -> None:
     """Make Ctrl-C raise KeyboardInterrupt from now on, because there is something to clean up."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is _stop:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if getsignal(SIGINT) is _stop and _is_ours_to_take(_stop):
+        signal(SIGINT, default_int_handler)
 
 
 def exit_quietly(status: int) -> None:
     """Make Ctrl-C end the process with ``status`` from now on: the work is done, and Python only has to shut down."""
-    if _is_ours_to_take(signal.getsignal(signal.SIGINT)):
-        signal.signal(signal.SIGINT, lambda number, frame: os._exit(status))
+    if _is_ours_to_take(getsignal(SIGINT)):
+        signal(SIGINT, lambda number, frame: os._exit(status))
 
 
 def _is_ours_to_take(handler: object) -> bool:
-    """Whether ``handler`` is Python's default. Custom handlers and ignored signals are kept."""
-    return threading.current_thread() is threading.main_thread() and handler is signal.default_int_handler
+    """Whether ``handler`` is Python's default or the one of this module. Custom handlers and ignored signals are
+    kept."""
+    import threading
+
+    is_known = handler is default_int_handler or handler is _stop
+    return is_known and threading.current_thread() is threading.main_thread()
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

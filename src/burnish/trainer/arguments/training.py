@@ -301,6 +301,9 @@ def _folder_of(output_dir: str | None) -> str:
     if output_dir is None:
         logger.info("No output_dir passed; using trainer_output.")
         return "trainer_output"
+    if not isinstance(output_dir, str | os.PathLike):
+        kind = type(output_dir).__name__
+        raise TypeError(f"`output_dir` must be a str or a path. Received: {output_dir!r}, of type {kind}.")
     return os.path.expanduser(output_dir)
 
 

@@ -90,14 +90,15 @@ class TrainerBase:
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self.optimizer, self.lr_scheduler = optimizers
+        self.optimizer, self.lr_scheduler = given.optimizer_pair(optimizers)
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self._validate_args()
         self._start_state()
 
         self.callback_handler = TrainerCallbackHandler(
-            [*default_callbacks(args), *(callbacks or [])], args, self.state, self.control, model=self.model,
-            processing_class=self.processing_class, optimizer=self.optimizer, lr_scheduler=self.lr_scheduler,
+            [*default_callbacks(args), *given.callback_list(callbacks)], args, self.state, self.control,
+            model=self.model, processing_class=self.processing_class, optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
         )  # fmt: skip
         self.add_callback(display_callback(args))
         if args.push_to_hub:

@@ -27,6 +27,7 @@ from burnish.adapters.peft import PeftAdapter, PeftOptions
 from burnish.models.source import refuse_no_place
 from burnish.parallel.precision import supported_dtype
 from burnish.trainer.arguments.trl import TrlArguments
+from burnish.trainer.constructor import fields_of, shown
 from burnish.trainer.inspection import is_peft_model
 from burnish.utils.json_files import read_object
 
@@ -37,14 +38,26 @@ Config = TypeVar("Config", bound=TrlArguments)
 
 
 def own_config(kind: type[Config], args: Any, model: Any) -> Config:
-    """burnish's config of this kind: as given, or converted from other arguments by their names."""
+    """burnish's config of this kind: as given, or converted from other arguments by their names.
+
+    Raises:
+        TypeError: if ``args`` are no arguments, or ``model`` is neither a model of transformers nor a name.
+    """
+    check_model(model)
     if isinstance(args, kind):
         return args
     if args is None:
         name = model if isinstance(model, str) else model_id(model)
         return kind(output_dir=f"{name.split('/')[-1]}-{kind.__name__.removesuffix('Config')}")
     known = kind.__dataclass_fields__
-    return kind(**{name: value for name, value in vars(args).items() if name in known and known[name].init})
+    return kind(**{name: value for name, value in fields_of(args, kind).items() if name in known and known[name].init})
+
+
+def check_model(model: Any) -> None:
+    """Raise TypeError unless ``model`` is a name, a folder, or a model with a config."""
+    if not isinstance(model, str) and not hasattr(model, "config"):
+        what = "`model` must be a model of transformers, its name or its folder. Received: "
+        raise TypeError(f"{what}{shown(model)}.")
 
 
 def model_id(model: Any) -> str:
