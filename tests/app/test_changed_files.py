@@ -1,6 +1,7 @@
 """A run is not resumed with other files: the content of every file or set that an option names is part of the
 fingerprint, or the option is declared harmless."""
 
+import importlib
 import json
 import re
 import shutil
@@ -17,9 +18,12 @@ from bad_inputs import change, make_folder, told, write
 from burnish import cli
 from burnish.checkpoint.comparison import MAY_CHANGE
 from burnish.config.options import specs
-from burnish.models.fingerprint import place_fingerprint
+from burnish.models.fingerprint import config_fingerprint, model_fingerprint, place_fingerprint
+from burnish.models.options import ModelOptions
+from burnish.optim.builtin import OPTIMIZERS
 from burnish.run.plan.options import GROUPS, MEMBER_GROUPS, RunOptions
-from burnish.run.recovery.fingerprints import HARMLESS, HARMLESS_GROUPS
+from burnish.run.recovery.fingerprints import HARMLESS, HARMLESS_GROUPS, plugin_code
+from burnish.utils.source_files import source_digest
 from pair_runs import pairs
 from small_run import make_model, records
 
@@ -148,6 +152,105 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def _other_config(folder: str, **changes: Any) -> Callable[[], None]:
+    return lambda: change(f"{folder}/config.json", **changes)
+
+
+def _other_token(name: str, **changes: Any) -> Callable[[], None]:
+    return lambda: change(f"{name}/tokenizer_config.json", **changes)
+
+
+def _one_number(file: str) -> Callable[[], None]:
+    """Change one number of a weight file in place."""
+
+    def harm() -> None:
+        raw = bytearray(Path(file).read_bytes())
+        raw[-3] ^= 1
+        Path(file).write_bytes(raw)
+
+    return harm
+
+
+def _other_value_head() -> None:
+    head = {"v_head.summary.weight": torch.full((1, 32), 2.0), "v_head.summary.bias": torch.zeros(1)}
+    save_file(head, "reward/value_head.safetensors")
+
+
+def _package(sign: str) -> Callable[[], None]:
+    """A package of rewards with an absolute and a relative import, outside of the working directory's top."""
+
+    def make() -> None:
+        for name, text in {
+            "__init__": "", "entry": "from scorers.inner import middle\nscore = middle.score\n",
+            "inner/__init__": "", "inner/middle": "from ..sign import SIGN\n"
+            "def score(completions, **kwargs):\n    return [SIGN * (len(str(c)) % 3) for c in completions]\n",
+            "sign": f"SIGN = {sign}\n",
+        }.items():  # fmt: skip
+            Path(f"scorers/{name}.py").parent.mkdir(parents=True, exist_ok=True)
+            Path(f"scorers/{name}.py").write_text(text, encoding="utf-8")
+
+    return make
+
+
+WITHIN = {
+    "one number of the weights": Place([], _one_number("model/model.safetensors"), "base_model"),
+    "one number of an adapter": Place(
+        [*LORA, "adapter_name_or_path=adapter"], _one_number("adapter/adapter_model.safetensors"), "adapters"
+    ),
+    "the model's config": Place([], _other_config("model", rms_norm_eps=0.1), "config"),
+    "the config of ref_model": Place(
+        [*DPO, "ref_model=reference"], _other_config("reference", rms_norm_eps=0.1), "ref_model"
+    ),
+    "the config of reward_model": Place(
+        [*DRAWN, "reward_model=reward"], _other_config("reward", rms_norm_eps=0.1), "reward_model"
+    ),
+    "the head of reward_model": Place([*DRAWN, "reward_model=reward"], _other_value_head, "reward_model"),
+    "the chat template of reward_model": Place(
+        [*DRAWN, "reward_model=reward"], lambda: write("reward/chat_template.jinja", TEMPLATE.encode()), "reward_model"
+    ),
+    "the tokenizer's EOS": Place(["template=mine.jinja"], _other_token("model", eos_token="<pad>"), "tokenizer"),
+    "the model's chat template": Place(
+        [], lambda: write("model/chat_template.jinja", TEMPLATE.replace("user:", "person:").encode()), "template",
+        before=lambda: write("model/chat_template.jinja", TEMPLATE.encode()),
+    ),
+    "a file that a reward function imports": Place(
+        [*DRAWN, "reward_funcs=[scorers.entry.score]"], _package("2.0"), "reward functions", before=_package("1.0")
+    ),
+    "the columns of dataset_info": Place(
+        [], lambda: change("data/dataset_info.json", rows={
+            "file_name": "rows.json", "columns": {"prompt": "output", "response": "instruction"}}), "data",
+    ),
+    "the tags of dataset_info": Place(
+        [], lambda: change("data/dataset_info.json", rows={"file_name": "rows.json", "num_samples": 11}), "data"
+    ),
+    "the last record of a streamed file": Place(["streaming=true"], lambda: _last_output("data/rows.json"), "data"),
+}  # fmt: skip
+
+
+def _last_output(name: str) -> None:
+    rows = json.loads(Path(name).read_text(encoding="utf-8"))
+    rows[-1]["output"] += " stone"
+    write(name, rows)
+
+
+@pytest.mark.parametrize("part", WITHIN)
+def test_a_run_is_not_resumed_with_a_part_changed_in_place(
+    part: str, stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(stage, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    place = WITHIN[part]
+    place.before()
+    words = ["train", "run.yaml", "plot_loss=false", *place.words]
+    assert cli.main([*words, "max_steps=2"]) == 0
+    place.harm()
+    told(capsys)
+    assert cli.main([*words, "max_steps=4"]) == 2
+    assert re.search(f"{place.named} (has changed|was )", told(capsys)[1])
+
+
 @pytest.mark.parametrize("option", PLACES)
 def test_run_with_changed_file_content_is_not_resumed(
     option: str, stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -198,3 +301,57 @@ def test_file_argument_of_reward_function_is_identified_by_content(tmp_path: Pat
     assert before[0]["mine.py:score"]["folder"] == folder
     file.write_text("stone", encoding="utf-8")
     assert place_fingerprint(value) != before
+
+
+def test_the_code_of_a_model_belongs_to_its_config(stage: Path, tmp_path: Path) -> None:
+    shutil.copytree(stage / "model", tmp_path / "model")
+    code = tmp_path / "model" / "parts" / "modeling_mine.py"
+    code.parent.mkdir()
+    code.write_text("SCALE = 1\n", encoding="utf-8")
+    trusted = ModelOptions(model_name_or_path=str(tmp_path / "model"), trust_remote_code=True)
+    plain = ModelOptions(model_name_or_path=str(tmp_path / "model"))
+    before = [(config_fingerprint(o), model_fingerprint(str(o.model_name_or_path), o, "")) for o in (trusted, plain)]
+    code.write_text("SCALE = 2\n", encoding="utf-8")
+    after = [(config_fingerprint(o), model_fingerprint(str(o.model_name_or_path), o, "")) for o in (trusted, plain)]
+    assert not set(before[0]) & set(after[0])
+    assert before[1] == after[1], "code that is not run changes nothing"
+
+
+def test_the_code_of_a_member_from_another_package_is_part_of_the_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "my_optimizers"
+    package.mkdir()
+    (package / "__init__.py").write_text("", encoding="utf-8")
+    (package / "rate.py").write_text("RATE = 1\n", encoding="utf-8")
+    (package / "mine.py").write_text(
+        "from burnish.optim.builtin import OPTIMIZERS\nfrom my_optimizers.rate import RATE\n"
+        "@OPTIMIZERS.register('mine_of_a_package')\ndef mine(groups, options): ...\n", encoding="utf-8",
+    )  # fmt: skip
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("my_optimizers.mine")
+    try:
+        options = RunOptions(model_name_or_path="model", optim="mine_of_a_package")
+        before = plugin_code(options)
+        assert list(before) == ["code of optim mine_of_a_package"]
+        (package / "rate.py").write_text("RATE = 2\n", encoding="utf-8")
+        assert plugin_code(options) != before
+        assert plugin_code(RunOptions(model_name_or_path="model")) == {}
+    finally:
+        del OPTIMIZERS._members["mine_of_a_package"]
+
+
+def test_files_of_other_installed_packages_are_not_read(tmp_path: Path) -> None:
+    installed = tmp_path / "site-packages"
+    for package in ("scores", "others"):
+        (installed / package).mkdir(parents=True)
+        (installed / package / "__init__.py").write_text("", encoding="utf-8")
+    (installed / "scores" / "score.py").write_text("import others.code, scores.sign, torch\n", encoding="utf-8")
+    (installed / "scores" / "sign.py").write_text("SIGN = 1\n", encoding="utf-8")
+    (installed / "others" / "code.py").write_text("SIGN = 1\n", encoding="utf-8")
+    before = source_digest(installed / "scores" / "score.py")
+    (installed / "others" / "code.py").write_text("SIGN = 2\n", encoding="utf-8")
+    assert source_digest(installed / "scores" / "score.py") == before
+    (installed / "scores" / "sign.py").write_text("SIGN = 2\n", encoding="utf-8")
+    assert source_digest(installed / "scores" / "score.py") != before
+    assert source_digest(installed / "scores" / "none.py") == ""

@@ -1,10 +1,12 @@
 """Runs with images, from a YAML file to a model that transformers loads."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from burnish.adapters.base import ADAPTERS
 from burnish.cli import main
@@ -170,6 +172,31 @@ def test_resumed_run_is_bitwise_equal(workplace):
     resumed = train(workplace, "resumed", max_steps=6, save_steps=3, save_strategy="steps",
                     resume_from_checkpoint=str(workplace / "resumed" / "checkpoint-3"), **options)  # fmt: skip
     assert same_weights(whole, resumed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"), [("the image processor", "image_processor"), ("the pixels of an image", "data")]
+)
+def test_a_run_is_not_resumed_with_other_pixels(workplace, tmp_path, capsys, changed, named):
+    for name in ("qwen2_5_vl", "data"):
+        shutil.copytree(workplace / name, tmp_path / name)
+    given = ["train", f"model_name_or_path={tmp_path / 'qwen2_5_vl'}", "template=qwen2_vl", "dataset=answers",
+             f"dataset_dir={tmp_path / 'data'}", f"output_dir={tmp_path / 'out'}", "finetuning_type=lora",
+             "use_cpu=true", "save_steps=1", "plot_loss=false"]  # fmt: skip
+    assert main([*given, "max_steps=1"]) == 0
+    image = tmp_path / "data" / golden()["records"]["one"]["images"][0]
+    with Image.open(image) as opened:
+        pixels = opened.convert("RGB")
+    if changed == "the image processor":
+        for name in ("preprocessor_config.json", "processor_config.json"):
+            file = tmp_path / "qwen2_5_vl" / name
+            file.write_text(file.read_text().replace("0.48145466", "0.5"))
+    else:
+        pixels.putpixel((0, 0), (1, 2, 3))
+        pixels.save(image)
+    capsys.readouterr()
+    assert main([*given, "max_steps=2"]) == 2
+    assert f"{named} has changed" in capsys.readouterr().err
 
 
 def test_saved_model_loads_in_transformers_with_processor_files(workplace, tmp_path):

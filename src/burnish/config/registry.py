@@ -30,7 +30,12 @@ class Member(Generic[T]):
     summary: str = ""
     when: Callable[[Any], bool] | None = None  # true for options that select this member without its name
     traits: Mapping[str, Any] = field(default_factory=dict)  # further properties that the family reads
-    is_ours: bool = True  # false if another package registered it
+    module: str = "burnish"  # name of the module that registered it
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether burnish registered it, rather than another package."""
+        return self.module.partition(".")[0] == "burnish"
 
 
 class Registry(Generic[T]):
@@ -52,14 +57,13 @@ class Registry(Generic[T]):
         """Decorator: add a member under one or more names. Raises ValueError if a name is taken, unless ``replace`` is
         true.
         """
-        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
-        is_ours = caller.partition(".")[0] == "burnish"
+        module = str(sys._getframe(1).f_globals.get("__name__", ""))
 
         def add(value: T) -> T:
             for name in names:
                 if name in self._members and not replace:
                     raise ValueError(f"{self.family} {name!r} is registered already: {self._members[name].value!r}")
-                self._members[name] = Member(name, value, options, _first_line(value), when, traits, is_ours)
+                self._members[name] = Member(name, value, options, _first_line(value), when, traits, module)
             return value
 
         return add

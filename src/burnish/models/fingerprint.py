@@ -1,6 +1,6 @@
 """Fingerprints of models, adapters and files: short hashes of their content, independent of their location.
 
-Only samples of a large file are read. A fine-tuned copy of a model differs in each of them.
+Of a file above ``WHOLE_BYTES``, only samples are read. A fine-tuned copy of a model differs in each of them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ from burnish.models.options import ModelOptions
 from burnish.models.source import local_folder
 from burnish.utils.json_files import read_object
 
+WHOLE_BYTES = 64 * 2**20
+"""Files up to this size are read as a whole, in some hundredths of a second."""
 SAMPLES = 64
-"""Number of positions per file that are read. A fine-tuned copy differs in each of them."""
+"""Number of positions that are read of a larger file."""
 _SAMPLE_BYTES = 4096
+_HEADS = ("value_head.safetensors", "value_head.bin")
+_TOKENIZER = ("tokenizer*", "*.jinja", "special_tokens_map.json", "vocab.*", "merges.txt")
 _PATTERNS = ("*.json", "*.safetensors")
 
 
@@ -33,11 +37,25 @@ def base_fingerprint(options: ModelOptions, seed: int) -> str:
 
 
 def weights_fingerprint(name: str, options: ModelOptions, option_name: str) -> str:
-    """A hash of the weight files of the model ``name``: sizes, headers, and evenly spaced samples of bytes."""
-    digest = hashlib.sha256()
-    for path in weight_files(local_folder(name, options, option_name, _PATTERNS)):
-        _add_samples(digest, path)
+    """A hash of the weight files of the model ``name``, and of the head of a reward model beside them."""
+    return _weights_digest(local_folder(name, options, option_name, _PATTERNS)).hexdigest()[:32]
+
+
+def model_fingerprint(name: str, options: ModelOptions, option_name: str, reads_text: bool = False) -> str:
+    """A hash of a second model, such as the reference: weights, config and code; of its tokenizer if ``reads_text``."""
+    folder = local_folder(name, options, option_name, _PATTERNS)
+    digest = _weights_digest(folder)
+    digest.update(_config_digest(folder, options.trust_remote_code).encode())
+    for path in sorted({path for pattern in _TOKENIZER if reads_text for path in folder.glob(pattern)}):
+        _add_content(digest, path)
     return digest.hexdigest()[:32]
+
+
+def _weights_digest(folder: Path) -> hashlib._Hash:
+    digest = hashlib.sha256()
+    for path in [*weight_files(folder), *(folder / name for name in _HEADS if (folder / name).is_file())]:
+        _add_content(digest, path)
+    return digest
 
 
 _SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "use_cache", "torch_dtype", "dtype")
@@ -45,11 +63,19 @@ _SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "use_
 
 
 def config_fingerprint(options: ModelOptions) -> str:
-    """A hash of ``config.json``, because the same weights with another config are another model."""
+    """A hash of ``config.json`` and of the model's own code, because the same weights with another config are another
+    model."""
     folder = local_folder(str(options.model_name_or_path), options, "model_name_or_path", _PATTERNS)
+    return _config_digest(folder, options.trust_remote_code)
+
+
+def _config_digest(folder: Path, runs_code: bool) -> str:
     raw = read_object(folder / "config.json")
     kept = {name: value for name, value in raw.items() if name not in _SAYS_NOTHING and value is not None}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:32]
+    digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
+    for path in sorted(folder.rglob("*.py")) if runs_code else ():
+        _add_content(digest, path)
+    return digest.hexdigest()[:32]
 
 
 def adapters_fingerprint(names: Sequence[str] | None, options: ModelOptions, option_name: str) -> str:
@@ -57,8 +83,9 @@ def adapters_fingerprint(names: Sequence[str] | None, options: ModelOptions, opt
     digest = hashlib.sha256()
     for name in names or ():
         folder = local_folder(name, options, option_name, ("adapter_*",))
-        for path in sorted([*folder.glob("adapter_*.json"), *folder.glob("adapter_*.safetensors")]):
-            _add_samples(digest, path)
+        heads = [folder / head for head in _HEADS if (folder / head).is_file()]
+        for path in sorted([*folder.glob("adapter_*.json"), *folder.glob("adapter_*.safetensors"), *heads]):
+            _add_content(digest, path)
     return digest.hexdigest()[:32] if names else ""
 
 
@@ -75,14 +102,18 @@ def place_fingerprint(value: Any) -> Any:
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if file.is_file():
-            _add_samples(digest, file)
+            _add_content(digest, file)
     return digest.hexdigest()[:32]
 
 
-def _add_samples(digest: Any, path: Path) -> None:
+def _add_content(digest: hashlib._Hash, path: Path) -> None:
     size = path.stat().st_size
     digest.update(f"{size}".encode())
     with path.open("rb") as file:
+        if size <= WHOLE_BYTES:
+            while piece := file.read(2**20):
+                digest.update(piece)
+            return
         for place in sorted({size * part // SAMPLES for part in range(SAMPLES)}):
             file.seek(place)
             digest.update(file.read(_SAMPLE_BYTES))

@@ -122,7 +122,7 @@ def _contents(sets: DataSets, template: Template, objective: StageObjective, opt
     data = f"{sets.fingerprint}, shuffled among {options.buffer_size}" if options.streaming else sets.fingerprint
     contents: dict[str, Any] = {
         "data": data, "template": template.form_fingerprint, "tokenizer": template.tokenizer_fingerprint,
-        **objective.contents,
+        "image_processor": template.image_fingerprint, **objective.contents,
     }  # fmt: skip
     if options.tokenized_path and not options.dataset:
         contents["data"] = str(place_fingerprint(options.tokenized_path))

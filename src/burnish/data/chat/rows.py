@@ -132,6 +132,11 @@ class Template(ConversationEncoder):
         return _hashed(self.form.identity())
 
     @property
+    def image_fingerprint(self) -> str:
+        """A hash that changes if the pixels of an image could change; "" for a text model."""
+        return "" if self.form.family is None else _hashed(self.form.family.identity)
+
+    @property
     def tokenizer_fingerprint(self) -> str:
         """A hash that changes if the token ids of a text could change."""
         return _hashed(self.form.encoder.identity)

@@ -7,13 +7,12 @@ call.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 from burnish.config.errors import Problem, UserError, did_you_mean, few, first_line
 from burnish.rollouts.rewards.builtin import FACTORIES, FUNCTIONS
+from burnish.utils.source_files import source_digest
 
 PASSED_BY_NAME = frozenset(
     {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
@@ -200,7 +200,8 @@ def _module_of_file(name: str, folders: Sequence[Path]) -> ModuleType:
         where = few([str(folder) for folder in dict.fromkeys(folders)])
         what = f"The file {name} of reward_funcs was not found in {where}.{did_you_mean(name, files)}"
         raise UserError(what, option="reward_funcs")
-    spec = importlib.util.spec_from_file_location(f"burnish_reward_{path.stem}_{_hash(str(path))[:8]}", path)
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    spec = importlib.util.spec_from_file_location(f"burnish_reward_{path.stem}_{digest}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -273,41 +274,6 @@ def _digest(function: Callable[..., Any]) -> str:
     """Return a hash of the entire file and its local imports: a function may call others in them."""
     try:
         file = inspect.getsourcefile(_code_of(function))
-        return _hash("".join(_sources(Path(file)))) if file else ""
-    except (OSError, TypeError, UnicodeDecodeError):
+        return source_digest(Path(file)) if file else ""
+    except (OSError, TypeError):
         return ""
-
-
-def _sources(file: Path) -> list[str]:
-    """Return the source code of a file, and of the files that it imports from its folder or the working directory.
-
-    Of an installed package, only the file itself is returned.
-    """
-    found: dict[Path, str] = {}
-    waiting = [file.resolve()]
-    while waiting:
-        path = waiting.pop()
-        if path not in found:
-            found[path] = path.read_text(encoding="utf-8")
-            waiting += [] if "site-packages" in path.parts else _imported(path, found[path])
-    return list(found.values())
-
-
-def _imported(path: Path, text: str) -> Iterator[Path]:
-    """Yield the local files that the code ``text`` in ``path`` imports."""
-    for node in ast.walk(ast.parse(text)):
-        folders = [path.parent, Path.cwd()]
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module or ''}.{name}".strip(".") for name in ("", *(alias.name for alias in node.names))]
-            folders = [path.parents[min(node.level, len(path.parents)) - 1]] if node.level else folders
-        else:
-            continue
-        places = [folder.joinpath(*name.split(".")) for folder in folders for name in names]
-        files = [file for place in places for file in (Path(f"{place}.py"), place / "__init__.py")]
-        yield from (file.resolve() for file in files if file.is_file())
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -10,26 +10,37 @@ are applied and reported. Any other change is an error.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import burnish
+from burnish.adapters.base import ADAPTERS
 from burnish.checkpoint.comparison import EVALUATION, MAY_CHANGE
 from burnish.config.options import specs
+from burnish.config.registry import Registry
+from burnish.data.chat.table import TEMPLATES
+from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
+from burnish.data.sets.formats import FORMATS
 from burnish.loop.schedule import FOLLOWS_METRIC, StepPlan
+from burnish.losses.base import OBJECTIVES
+from burnish.losses.reward import REWARD_HEADS
 from burnish.models.fingerprint import (
     adapters_fingerprint,
     base_fingerprint,
     config_fingerprint,
+    model_fingerprint,
     place_fingerprint,
-    weights_fingerprint,
 )
 from burnish.models.generate import GenerationOptions
+from burnish.optim.builtin import OPTIMIZERS
 from burnish.run.plan.checks import evaluates
 from burnish.run.plan.options import GROUPS, MEMBER_GROUPS, RunOptions
 from burnish.run.plan.plan import Plan
 from burnish.run.response_metrics import MetricOptions
+from burnish.utils.source_files import source_digest
 
 BY_CONTENT: dict[str, tuple[str, ...]] = {
     "base_model, config": ("model_name_or_path", "model_revision", "cache_dir"),
@@ -125,18 +136,42 @@ def fingerprints_of(plan: Plan, contents: Mapping[str, Any], steps: StepPlan) ->
     prints = values_of(options)
     prints |= {name: place_fingerprint(value) for name, value in prints.items() if known[name].names_place}
     if options.ref_model:
-        prints["ref_model"] = weights_fingerprint(options.ref_model, options, "ref_model")
+        prints["ref_model"] = model_fingerprint(options.ref_model, options, "ref_model")
     if options.reward_model and options.reward_model_type != "api":
-        prints["reward_model"] = weights_fingerprint(options.reward_model, options, "reward_model")
+        prints["reward_model"] = model_fingerprint(options.reward_model, options, "reward_model", reads_text=True)
         adapters = adapters_fingerprint(options.reward_model_adapters, options, "reward_model_adapters")
         prints["reward_model_adapters"] = adapters
-    return prints | {
-        **contents,
-        "base_model": base_fingerprint(options, options.seed),
-        "config": config_fingerprint(options),
-        "adapters": adapters_fingerprint(options.adapter_name_or_path, options, "adapter_name_or_path"),
-        "ref_model_adapters": adapters_fingerprint(options.ref_model_adapters, options, "ref_model_adapters"),
-        "rows_per_step": steps.rows_per_step,
-        "world_size": plan.world_size,
-        "versions": {"burnish": burnish.__version__, **{name: version(name) for name in LIBRARIES}},
+    return (
+        prints
+        | plugin_code(options)
+        | {
+            **contents,
+            "base_model": base_fingerprint(options, options.seed),
+            "config": config_fingerprint(options),
+            "adapters": adapters_fingerprint(options.adapter_name_or_path, options, "adapter_name_or_path"),
+            "ref_model_adapters": adapters_fingerprint(options.ref_model_adapters, options, "ref_model_adapters"),
+            "rows_per_step": steps.rows_per_step,
+            "world_size": plan.world_size,
+            "versions": {"burnish": burnish.__version__, **{name: version(name) for name in LIBRARIES}},
+        }
+    )
+
+
+def plugin_code(options: RunOptions) -> dict[str, str]:
+    """Return a hash of the code of each selected member that another package registered."""
+    families: dict[str, tuple[Registry[Any], str | None]] = {
+        "stage": (OBJECTIVES, options.stage), "finetuning_type": (ADAPTERS, options.finetuning_type),
+        "optim": (OPTIMIZERS, options.optim), "template": (TEMPLATES, options.template),
+        "tool_format": (TOOL_FORMATS, options.tool_format), "formatting": (FORMATS, options.formatting),
+        "reward_head": (REWARD_HEADS, options.reward_head),
+    }  # fmt: skip
+    chosen = {
+        option: registry.choose(name, options)
+        for option, (registry, name) in families.items()
+        if name is not None and name in registry
+    }
+    return {
+        f"code of {option} {member.name}": source_digest(Path(file))
+        for option, member in chosen.items()
+        if not member.is_ours and (file := getattr(sys.modules.get(member.module), "__file__", None))
     }

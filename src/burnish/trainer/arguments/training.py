@@ -297,14 +297,14 @@ class TrainingArguments(Setters, Fields, metaclass=AcceptsOldNames):
         return {k: v if type(v) in (bool, int, float, str, torch.Tensor) else str(v) for k, v in values.items()}
 
 
-def _folder_of(output_dir: str | None) -> str:
+def _folder_of(output_dir: object) -> str:
     if output_dir is None:
         logger.info("No output_dir passed; using trainer_output.")
         return "trainer_output"
     if not isinstance(output_dir, str | os.PathLike):
         kind = type(output_dir).__name__
         raise TypeError(f"`output_dir` must be a str or a path. Received: {output_dir!r}, of type {kind}.")
-    return os.path.expanduser(output_dir)
+    return os.fspath(os.path.expanduser(output_dir))
 
 
 _MAY_BE_JSON = (

@@ -1,0 +1,67 @@
+"""Hashes of source code: of a Python file, and of the local files that it imports."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def source_digest(file: Path) -> str:
+    """Return a hash of a Python file, and of the files that it imports from its folder, its package or the working
+    directory. 32 hexadecimal digits; "" if the file cannot be read.
+
+    Of an installed package, other files of the same package are included, but not those of other packages.
+    """
+    digest = hashlib.sha256()
+    try:
+        for raw in _sources(file.resolve()):
+            digest.update(raw)
+    except OSError:
+        return ""
+    return digest.hexdigest()[:32]
+
+
+def _sources(file: Path) -> Iterator[bytes]:
+    seen: set[Path] = set()
+    waiting = [file]
+    while waiting:
+        path = waiting.pop()
+        if path not in seen:
+            seen.add(path)
+            raw = path.read_bytes()
+            yield raw
+            waiting += _imported(path, raw)
+
+
+def _imported(path: Path, raw: bytes) -> Iterator[Path]:
+    """Yield the files of the same package, and the local files, that the code ``raw`` in ``path`` imports."""
+    try:
+        tree = ast.parse(raw)
+    except (SyntaxError, ValueError):  # it was not imported, or not as Python
+        return
+    root = _root(path)
+    is_installed = "site-packages" in path.parts
+    everywhere = [root] if is_installed else [path.parent, root, Path.cwd()]
+    for node in ast.walk(tree):
+        folders = everywhere
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module or ''}.{name}".strip(".") for name in ("", *(alias.name for alias in node.names))]
+            folders = [path.parents[min(node.level, len(path.parents)) - 1]] if node.level else folders
+        else:
+            continue
+        places = [folder.joinpath(*name.split(".")) for folder in folders for name in names]
+        files = [file.resolve() for place in places for file in (Path(f"{place}.py"), place / "__init__.py")]
+        package = root / path.relative_to(root).parts[0]
+        yield from (file for file in files if file.is_file() and not (is_installed and package not in file.parents))
+
+
+def _root(path: Path) -> Path:
+    """Return the folder that contains the top-level package of a file."""
+    folder = path.parent
+    while (folder / "__init__.py").is_file() and folder != folder.parent:
+        folder = folder.parent
+    return folder
