@@ -14,10 +14,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, TextIO, get_origin
 
+from burnish.config.bounds import SERVED_RENDERING_S
 from burnish.config.conversion import members
 from burnish.config.errors import UserError
 from burnish.config.options import OptionSpec, RawValue, specs
 from burnish.config.registry import Registry
+from burnish.data.chat.rendering import limit_rendering
 from burnish.data.reading.files import data_files, read_records
 from burnish.data.reading.json_files import shortened
 from burnish.data.sets.data_source import DataSource
@@ -39,13 +41,15 @@ _SHOWN = 3
 
 def planner(asked: TextIO | None = None, told: TextIO | None = None) -> int:
     """Handle requests until the input ends: ``{"id", "values", "rows", "seed"}`` in, parts with the same id out,
-    the last with ``"is_last": true``. Errors are returned as parts."""
+    the last with ``"is_last": true``. Errors are returned as parts. Questions wait for each other, so that a chat
+    template has no more time than in the API."""
     asked, told = asked or sys.stdin, told or sys.stdout
-    for line in asked:
-        question = json.loads(line)
-        for part in _parts(question):
-            told.write(json.dumps({"id": question["id"], **part}, ensure_ascii=False) + "\n")
-            told.flush()
+    with limit_rendering(SERVED_RENDERING_S):
+        for line in asked:
+            question = json.loads(line)
+            for part in _parts(question):
+                told.write(json.dumps({"id": question["id"], **part}, ensure_ascii=False) + "\n")
+                told.flush()
     return 0
 
 
