@@ -240,6 +240,20 @@ def test_json_schema_response_matches_the_schema(real: Real) -> None:
     assert refused.value.param == "response_format"
 
 
+@pytest.mark.parametrize("stop", ["{", '"', ":"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_that_cuts_a_constrained_response_short_is_no_end_of_it(
+    real: Real, stop: str, stream: bool
+) -> None:
+    schema = {"type": "object", "properties": {"word": {"enum": ["hot"]}}, "required": ["word"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    found = real.client.chat.completions.create(
+        model="demo", messages=ASKED, response_format=wanted, temperature=0, max_tokens=60, stop=stop, stream=stream
+    )
+    last = [part.choices[0] for part in found if part.choices][-1] if stream else found.choices[0]
+    assert last.finish_reason == "length"
+
+
 def test_tools_unsupported_by_the_template_are_rejected_by_name(real: Real) -> None:
     if real.loaded.form.tool_format:
         found = real.client.chat.completions.create(

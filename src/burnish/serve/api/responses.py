@@ -196,11 +196,13 @@ class Choice:
         if logprob is not None:
             self.delta.logprobs.append(logprob)
         has_ended = self.reader.take(token, self.delta)
-        if has_ended or (self.ends_with_first_call and self.delta.calls):
-            del self.delta.calls[1 if self.ends_with_first_call else len(self.delta.calls) :]
+        if self.ends_with_first_call and self.delta.calls:
+            del self.delta.calls[1:]
             self._finish("stop")
             return True
-        return False
+        if has_ended:  # a response that must follow a grammar is cut short: its JSON or its call is incomplete
+            self._finish("stop" if self.ask.grammar is None else "length")
+        return has_ended
 
     def _finish(self, reason: FinishReason) -> None:
         self._has_calls |= bool(self.delta.calls)
