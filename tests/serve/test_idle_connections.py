@@ -188,6 +188,23 @@ def test_requests_without_body_are_closed_for_new_ones(quick: int) -> None:
         one.close()
 
 
+@pytest.mark.parametrize("size", [1, 5])
+def test_a_body_in_chunks_of_a_few_bytes_is_not_read(quick: int, size: int) -> None:
+    (one,) = opened(quick, 1, b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+    chunks = b"%x\r\n%s\r\n" % (size, b" " * size) * 1_000_000
+    with pytest.raises((ConnectionResetError, BrokenPipeError)):
+        one.sendall(chunks)
+    assert status_of(quick) == 200
+
+
+def test_a_body_in_chunks_of_some_hundred_bytes_is_read(quick: int) -> None:
+    (one,) = opened(quick, 1, b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+    lines = b'  "a": 1,\r\n' * 20
+    one.sendall(b"%x\r\n%s\r\n" % (len(lines), lines) * 200 + b"0\r\n\r\n")
+    one.settimeout(5)
+    assert one.recv(4096).startswith(b"HTTP/1.1 200")
+
+
 def test_new_connection_is_rejected_if_all_are_active(quick: int) -> None:
     busy = opened(quick, 8, b"GET /slow HTTP/1.1\r\nHost: a\r\n\r\n")
     time.sleep(0.2)

@@ -3,7 +3,8 @@
 uvicorn closes a connection that is idle after a response, but not one that never completes its headers. Without limits,
 a client without a key can exhaust the file descriptors of the process. The headers of each request must arrive within
 ``HEAD_S``. When there are too many connections, the oldest one that waits for headers or for a body is closed; if all
-connections are in use, the new one is closed.
+connections are in use, the new one is closed. A body in chunks of a few bytes is not read, because parsing a chunk
+takes as long as parsing thousands of bytes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HEAD_S = 10.0
 MOST_CONNECTIONS = 512
 EVERY_S = 60.0
+PIECE_BYTES, LEAST_CHUNK_BYTES = 8192, 16
+"""Received bytes are parsed in pieces of this size, and a piece of a chunked body has larger chunks on average."""
 log, again = logging.getLogger("burnish.connections"), logging.getLogger("burnish.repeated")
 
 
@@ -78,9 +81,15 @@ class LimitedProtocol(H11Protocol):
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.transport.is_closing():
-            return
+        for start in range(0, len(data), PIECE_BYTES):
+            piece = data[start : start + PIECE_BYTES]
+            if self._is_of_tiny_chunks(piece):
+                log.warning("A request body in chunks of a few bytes was refused.")
+                self.drop()
+            else:
+                super().data_received(piece)
+            if self.transport.is_closing():
+                return
         is_answering = self.cycle is not None and not self.cycle.response_complete
         if is_answering and self.cycle.more_body:
             self._stop_timer()  # the time of a body is limited by http/bodies.py
@@ -88,6 +97,14 @@ class LimitedProtocol(H11Protocol):
             self._forget_head()
         elif self._head_timer is None:
             self._expect_head()
+
+    def _is_of_tiny_chunks(self, piece: bytes) -> bool:
+        """Whether a piece of a request's body consists of chunks that cost more than their content. Each chunk has two
+        line breaks."""
+        if len(piece) < PIECE_BYTES // 2 or self.cycle is None or not self.cycle.more_body:
+            return False
+        is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
+        return is_chunked and piece.count(b"\r\n") * LEAST_CHUNK_BYTES > 2 * len(piece)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
