@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 
 from burnish.cli import main
 from burnish.report.metadata import launched
+from burnish.serve.page.runs import runs as found_runs
+from burnish.serve.page.runs.runs import KnownRuns, find, read_run
 
 HUGE = "9" * 400
 ALIVE = {**launched([]), "time": 1.79e9}
@@ -179,3 +182,39 @@ def test_internal_error_in_one_folder_is_one_line(root: Path, monkeypatch: Any, 
     lines = [line for line in capfd.readouterr().out.splitlines() if "first" in line]
     assert any("unreadable" in line for line in lines)
     assert any("ZeroDivisionError" in line for line in lines)
+
+
+def test_a_run_that_has_ended_is_read_again_only_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("first", "second"):
+        made(log(GOOD_ROW), written(launch_json=ALIVE, outcome_json=DONE))(_folder(tmp_path / name))
+    active = _folder(tmp_path / "active")
+    made(log(GOOD_ROW), written(launch_json={**ALIVE, "host": "elsewhere"}))(active)
+    read: list[str] = []
+    monkeypatch.setattr(found_runs, "read_run", lambda folder: read.append(folder.name) or read_run(folder))
+    known: KnownRuns = {}
+    assert len(find([tmp_path], known)) == 3
+    read.clear()
+    assert len(find([tmp_path], known)) == 3
+    assert read == ["active"]
+    with (tmp_path / "second" / "trainer_log.jsonl").open("a", encoding="utf-8") as file:
+        file.write(GOOD_ROW.replace("3", "4") + "\n")
+    read.clear()
+    assert {run.name: run.step for run in find([tmp_path], known)} == {"first": 3, "second": 4, "active": 3}
+    assert read == ["active", "second"]
+    shutil.rmtree(tmp_path / "first")
+    assert len(find([tmp_path], known)) == len(known) == 2
+
+
+def test_a_token_as_the_name_of_a_column_is_masked(page: Any, root: Path) -> None:
+    token = "hf_" + "AbCdEfGhIjKlMnOpQrStUvWxYz012345"
+    log(json.dumps({"current_steps": 1, "loss": 1.0, token: 2.0}))(_folder(root / "named"))
+    status, _, text = page.send("GET", f"/api/runs/{page.id_of('named')}/series")
+    assert status == 200
+    assert token not in text
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir()
+    return path

@@ -101,8 +101,17 @@ def keep_secret(value: Any) -> None:
 
 def without_secrets(text: str) -> str:
     """Return ``text`` with all secrets replaced."""
+    return _without(text, _secrets())
+
+
+def _secrets() -> list[str]:
+    """Registered secrets and those in environment variables, the longest first."""
     named = {value for name, value in os.environ.items() if has_secret_name(name) and len(value) >= SHORTEST}
-    for secret in sorted(_known_secrets | named, key=len, reverse=True):
+    return sorted(_known_secrets | named, key=len, reverse=True)
+
+
+def _without(text: str, secrets: list[str]) -> str:
+    for secret in secrets:
         text = text.replace(secret, MASK)
     if "://" in text:
         text = _IN_ADDRESSES.sub(rf"\g<name>\g<parameter>\g<hook>{MASK}", text)
@@ -130,21 +139,36 @@ def _masked(match: re.Match[str]) -> str:
     return f"{match['word']}{match['between']}{MASK}"
 
 
-def _holds_secret(key: Any, value: Any) -> bool:
-    is_text = isinstance(value, str | list) and value != ""
-    return is_text and without_secrets(f"{key}: {json.dumps(value)}").endswith(f": {MASK}")
-
-
 def shown(value: Any) -> Any:
-    """A copy of a JSON value in which texts are masked, and values under a secret's name are replaced completely."""
+    """A copy of a JSON value in which texts are masked, keys included, and values under a secret's name are replaced
+    completely."""
+    return _shown(value, _secrets())
+
+
+def _shown(value: Any, secrets: list[str]) -> Any:
     if isinstance(value, str):
-        return without_secrets(value)
+        return _without(value, secrets)
     if isinstance(value, Mapping):
-        return {key: MASK if _holds_secret(key, item) else shown(item) for key, item in value.items()}
+        return {
+            _shown(key, secrets): MASK if _holds_secret(key, item, secrets) else _shown(item, secrets)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         are_numbers = {*map(type, value)} <= {int, float, type(None)}
-        return value if are_numbers else [shown(item) for item in value]
+        return value if are_numbers else [_shown(item, secrets) for item in value]
     return value
+
+
+def _holds_secret(key: Any, value: Any, secrets: list[str]) -> bool:
+    if not (isinstance(value, str | list) and value != "" and _may_name_secret(str(key))):
+        return False
+    return _without(f"{key}: {json.dumps(value)}", secrets).endswith(f": {MASK}")
+
+
+@lru_cache(4096)
+def _may_name_secret(key: str) -> bool:
+    """Whether a key contains a word after which a value is masked."""
+    return any(word in key.lower() for word in (*_WORDS, "bearer", "authorization", "cookie"))
 
 
 class SecretFormatter(logging.Formatter):

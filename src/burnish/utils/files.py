@@ -97,7 +97,7 @@ def regular_inside(path: Path) -> BinaryIO:
     """Open a file for reading like ``regular``. Also raises OSError for a link that leads out of the file's folder, so
     that a folder from outside cannot expose another file of this machine.
     """
-    if Path(os.path.realpath(path)).parent != Path(os.path.realpath(path.parent)):
+    if path.is_symlink() and Path(os.path.realpath(path)).parent != Path(os.path.realpath(path.parent)):
         raise OSError(errno.ELOOP, "it is a link that leads to another folder", str(path))
     return regular(path)
 

@@ -24,7 +24,7 @@ from burnish.serve.page.options import NamedModel, WebOptions
 from burnish.serve.page.places import Roots
 from burnish.serve.page.runs.labels import labels
 from burnish.serve.page.runs.listing import facts
-from burnish.serve.page.runs.runs import FoundRun, find, read_run
+from burnish.serve.page.runs.runs import FoundRun, KnownRuns, find, read_run
 
 FRESH_S = 1.5
 log = logging.getLogger("burnish.housekeeping")
@@ -43,6 +43,7 @@ class Site:
         self.machine = Machine()
         self._form: dict[str, Any] = {}
         self._found: list[FoundRun] = []
+        self._known: KnownRuns = {}
         self._found_s = -FRESH_S
         self._finding = asyncio.Lock()
 
@@ -61,7 +62,7 @@ class Site:
         """The runs inside the roots, cached for a short time."""
         async with self._finding:
             if time.monotonic() - self._found_s > fresh_s:
-                self._found = await asyncio.to_thread(find, self.places.roots)
+                self._found = await asyncio.to_thread(find, self.places.roots, self._known)
                 self._found_s = time.monotonic()
         return self._found
 

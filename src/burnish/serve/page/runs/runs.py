@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from burnish.config.errors import first_line
-from burnish.report.metadata import EVENTS, LAUNCH, OUTCOME, boot_id, process_fields, start_ticks
+from burnish.report.metadata import EVENTS, LAUNCH, OUTCOME, RUN_YAML, boot_id, process_fields, start_ticks
 from burnish.serve.page.runs.files import (
     LOG,
     STATE,
@@ -38,10 +38,21 @@ RunState: TypeAlias = Literal[
 ]  # fmt: skip
 RunKind: TypeAlias = Literal["train", "predict", "eval"]
 ALIVE: frozenset[str] = frozenset({"starting", "running", "saving", "evaluating", "stopping", "elsewhere"})
+SETTLED: frozenset[str] = frozenset({"stopped", "done", "failed", "died", "unreadable"})
+"""States that last until a file of the run changes."""
+_READ = (
+    "", LOG, STATE, LAUNCH, OUTCOME, EVENTS, RUN_YAML, "all_results.json", "train_results.json", "predict_results.json",
+    "eval_results.json",
+)  # fmt: skip
+"""The folder of a run, and the files from which it is read."""
 DEPTH, MOST_FOLDERS, LONGEST_S = 4, 5000, 2.0
 MOST_CHARACTERS = 4000
 _SILENT_AFTER = 10
 """A run on another machine counts as silent after this multiple of the usual time between two rows."""
+
+
+KnownRuns: TypeAlias = "dict[str, tuple[tuple[tuple[int, ...], ...], FoundRun]]"
+"""Real path of a folder -> marks of its files, and the run."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +102,39 @@ def id_of(folder: Path) -> str:
     return hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:12]
 
 
-def find(roots: Sequence[Path]) -> list[FoundRun]:
-    """The runs below the roots, the newest first."""
+def find(roots: Sequence[Path], known: KnownRuns | None = None) -> list[FoundRun]:
+    """The runs below the roots, the newest first.
+
+    Args:
+        roots: folders.
+        known: runs that an earlier call has read; it is updated. A run that has ended is read again only if one of its
+            files has changed.
+    """
     folders = {os.path.realpath(folder): folder for root in roots for folder in run_folders(root)}
-    return sorted(filter(None, map(read_run, folders.values())), key=lambda run: -run.changed)
+    known = {} if known is None else known
+    for gone in known.keys() - folders.keys():
+        del known[gone]
+    found = [_read_if_changed(place, folder, known) for place, folder in folders.items()]
+    return sorted(filter(None, found), key=lambda run: -run.changed)
+
+
+def _read_if_changed(place: str, folder: Path, known: KnownRuns) -> FoundRun | None:
+    marks, run = known.get(place, ((), None))
+    now = tuple(_mark(f"{place}/{name}") for name in _READ)
+    if run is None or run.state not in SETTLED or marks != now:
+        run = read_run(folder)
+        if run is not None:
+            known[place] = now, run
+    return run
+
+
+def _mark(path: str) -> tuple[int, ...]:
+    """Changes when a file is written or replaced, or when an entry of a folder is added or removed."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return ()
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def run_folders(root: Path) -> Iterator[Path]:
