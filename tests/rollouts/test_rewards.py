@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -230,6 +231,41 @@ def test_system_exit_in_a_function_is_reported_as_its_error(folder, monkeypatch)
             load_rewards([entry])
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python's, about a fork with threads
+def test_a_child_process_that_a_function_forks_does_not_continue_the_run(capfd):
+    main, codes = os.getpid(), []
+
+    def forked(leave):
+        if child := os.fork():
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            return [0.0, 1.0, 2.0]
+        return leave()
+
+    def returns(completions, **_):
+        return forked(lambda: [0.0] * len(completions))
+
+    def raises(completions, **_):
+        return forked(lambda: 1 / 0)
+
+    def leaves(completions, **_):
+        return forked(lambda: sys.exit(3))
+
+    async def returns_later(completions, **_):
+        return forked(lambda: [0.0] * len(completions))
+
+    for function in (returns, raises, leaves, returns_later):
+        try:
+            table = asked([function])
+        finally:
+            if os.getpid() != main:
+                os._exit(99)
+        assert table.values[:, 0].tolist() == [0, 1, 2]
+    assert codes == [1, 1, 3, 1]
+    error = capfd.readouterr().err
+    assert "returns forked a process that returned to the training" in error
+    assert "Call os._exit" in error
+
+
 def test_scores_can_be_a_generator():
     def yields(completions, **_):
         yield from (float(len(c)) for c in completions)
@@ -299,6 +335,18 @@ def test_extra_columns_and_metrics_are_kept():
     table = asked([told])
     assert table.extra == {"length": [2, 3, 1]}
     assert table.summary()["longest"] == 3
+
+
+@pytest.mark.parametrize(
+    "name", ["reward", "loss", "kl", "rewards/named/mean", "completions/mean_length", "time/generate", "step_time"]
+)
+def test_a_metric_with_a_name_of_the_log_is_refused(name):
+    def named(completions, log_metric, **_):
+        log_metric(name, 1.0)
+        return [0.0, 1.0, 2.0]
+
+    what = f'named called log_metric("{name}", ...), but the log has a value of this name.'
+    assert what in refused([named])
 
 
 def test_columns_named_like_arguments_are_not_passed():

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from burnish.config.errors import UserError, first_line
 from burnish.rollouts.rewards.functions import PASSED_BY_NAME, RewardFunction
+from burnish.utils.forks import ending_forked_processes
 
 log = logging.getLogger(__name__)
 _SEARCH_S = 10.0
@@ -43,6 +44,16 @@ _PATIENCE_S = 5.0
 """Seconds for a function to end after it was interrupted."""
 _SLACK_S = 0.5
 """Seconds for coroutines to end at their time limit before one that blocks the event loop is interrupted."""
+_OF_LOG = frozenset(
+    {
+        "loss", "reward", "reward_std", "frac_reward_zero_std", "frac_groups_dropped", "kl", "kl_coef", "entropy",
+        "entropy_coef", "policy_loss", "aux_loss", "cispo_clip_ratio", "vespo/phi_seq_mean", "grad_norm",
+        "learning_rate", "epoch", "step", "step_time", "num_tokens", "sampling/law_difference", "total_flos",
+        "tools/call_frequency", "tools/failure_frequency",
+    }
+)  # fmt: skip
+_GROUPS_OF_LOG = ("completions/", "clip_ratio/", "time/", "ppo/", "objective/", "pass@")
+"""Names of values of the log, which ``log_metric`` must not replace, and how further ones begin."""
 
 
 @dataclass
@@ -103,12 +114,23 @@ def compute_rewards(
             raise ValueError(f'log_extra("{column}") received {len(values)} values for {len(completions)} completions.')
         table.extra[column] = [_as_json(value) for value in values]
 
+    def log_metric_of(function: RewardFunction) -> Callable[[str, float], None]:
+        def log_metric(name: str, value: float) -> None:
+            if _is_of_log(name, table.names):
+                what = (
+                    f'{_shown_name(function)} called log_metric("{name}", ...), but the log has a value of this name.'
+                )
+                raise UserError(what, remedy="Choose another name.", option="reward_funcs")
+            table.metrics.setdefault(name, []).append(float(value))
+
+        return log_metric
+
     arguments = {
         **{name: values for name, values in columns.items() if name not in PASSED_BY_NAME},
         "prompts": list(prompts), "completions": list(completions), "completion_ids": [list(c) for c in completion_ids],
         **(given or {}),
         "log_extra": log_extra,
-        "log_metric": lambda name, value: table.metrics.setdefault(name, []).append(float(value)),
+        "log_metric": log_metric_of,
     }  # fmt: skip
     job = _Job(arguments, list(places) or [f"completion {at + 1}" for at in range(len(completions))], timeout_s, step)
     waiting = {}
@@ -155,8 +177,9 @@ class _Job:
             raise self._failed(function, error) from error
 
     def _scores(self, function: RewardFunction) -> Any:
-        scores = function.call(**self._taken(function))
-        return list(scores) if inspect.isgenerator(scores) else scores
+        with ending_forked_processes(_shown_name(function)):
+            scores = function.call(**self._taken(function))
+            return list(scores) if inspect.isgenerator(scores) else scores
 
     def called_together(self, functions: Sequence[RewardFunction]) -> list[Any]:
         """Return the results of the coroutines, in order."""
@@ -165,8 +188,9 @@ class _Job:
 
         async def one(function: RewardFunction) -> Any:
             try:
-                made: Awaitable[Any] = function.call(**self._taken(function))
-                return await made
+                with ending_forked_processes(_shown_name(function)):
+                    scores: Awaitable[Any] = function.call(**self._taken(function))
+                    return await scores
             except _TimeUp:  # it blocks the event loop
                 return TimeoutError()
             except SystemExit as error:  # which would end the event loop
@@ -218,7 +242,8 @@ class _Job:
     def _taken(self, function: RewardFunction) -> dict[str, Any]:
         """Return a copy of the arguments of a function, so that changes do not affect other functions or the log."""
         known = function.parameters
-        return {name: _copied(value) for name, value in self.arguments.items() if known is None or name in known}
+        arguments = {**self.arguments, "log_metric": self.arguments["log_metric"](function)}
+        return {name: _copied(value) for name, value in arguments.items() if known is None or name in known}
 
     def _failed(self, function: RewardFunction, error: BaseException) -> UserError:
         frames = traceback.extract_tb(error.__traceback__)
@@ -244,7 +269,10 @@ class _Job:
             one = {n: [v[at]] if isinstance(v, list) and len(v) == count else v for n, v in taken.items()}
             one |= dict.fromkeys(one.keys() & {"log_extra", "log_metric"}, _ignored)
             try:
-                with _time_limit(max(0.1, deadline - time.monotonic())):
+                with (
+                    _time_limit(max(0.1, deadline - time.monotonic())),
+                    ending_forked_processes(_shown_name(function)),
+                ):
                     function.call(**one)
             except _TimeUp:
                 break
@@ -262,6 +290,12 @@ class _Job:
         )
         remedy = "Give the function a time limit of its own, or raise reward_timeout_s."
         return UserError(what, remedy=remedy, option=("reward_timeout_s", "reward_funcs"))
+
+
+def _is_of_log(name: str, functions: Sequence[str]) -> bool:
+    """Whether the log of a run, or its evaluation, has a value of its own under this name."""
+    of_functions = {f"rewards/{function}/{kind}" for function in functions for kind in ("mean", "std", "none")}
+    return name in _OF_LOG | of_functions or name.startswith(_GROUPS_OF_LOG)
 
 
 def _copied(value: Any) -> Any:

@@ -25,6 +25,7 @@ from burnish.inference.replies.reply_forms import ReplyForm, form_of_jinja, open
 from burnish.inference.types import NoiseKey
 from burnish.rollouts.completions import Completion, CompletionLimits, CompletionSource
 from burnish.rollouts.rewards.functions import RewardFunction
+from burnish.utils.forks import ending_forked_processes
 
 Tool = Callable[..., Any]
 _LONGEST_RUN = 1 << 30
@@ -213,8 +214,9 @@ class ToolSource(CompletionSource):
         async def one(call: Mapping[str, Any]) -> Any:
             if call["name"] not in run.tools:
                 raise ValueError(f"Tool {call['name']} not found.")
-            result = run.tools[call["name"]](**call["arguments"])
-            return await result if inspect.isawaitable(result) else result
+            with ending_forked_processes(f"The tool {call['name']}"):
+                result = run.tools[call["name"]](**call["arguments"])
+                return await result if inspect.isawaitable(result) else result
 
         async def every() -> list[Any]:
             return await asyncio.gather(*map(one, calls), return_exceptions=True)
@@ -285,7 +287,8 @@ class Environments:
                 self.pools[name].append(self._made(name))
             environment = self.pools[name][place]
             self.of_completions.append(environment)
-            observed = environment.reset(**{"prompt": record["prompt"], **record["columns"]})
+            with ending_forked_processes(f"{type(environment).__name__}.reset"):
+                observed = environment.reset(**{"prompt": record["prompt"], **record["columns"]})
             tools = self.tools_of(environment)
             run.tools = {tool.__name__: tool for tool in tools}
             messages = [dict(message) for message in record["prompt"]]
@@ -319,7 +322,8 @@ class ScriptSource(CompletionSource):
     def complete(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[NoiseKey], limits: CompletionLimits
     ) -> list[Completion]:
-        output = dict(self.function([record["prompt"] for record in self.records], self.trainer))
+        with ending_forked_processes("rollout_func"):
+            output = dict(self.function([record["prompt"] for record in self.records], self.trainer))
         needed = ("prompt_ids", "completion_ids", "logprobs")
         if missing := [name for name in needed if name not in output]:
             raise ValueError(f"rollout_func must return keys {set(needed)}, missing {set(missing)}")
