@@ -95,3 +95,33 @@ def test_temperature_and_entropy_gradient_match_full_logits(chunks, rules, tempe
     found = torch.autograd.grad([ours.logps, ours.entropy], wanted, [upstream, upstream.flip(0)])
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("rules", [LogpRules(), LogpRules(2.0, True, True, True, temperature=0.7)])
+@pytest.mark.parametrize("is_as_expected", [True, False])
+@pytest.mark.parametrize("trains", ["all", "head"])
+def test_a_gradient_that_is_expected_is_computed_in_the_forward_pass(
+    chunks, monkeypatch, rules, is_as_expected, trains
+):
+    hidden, weight, bias, targets, upstream = material(dtype=torch.float32)
+    hidden.requires_grad_(trains != "head")
+    wanted = [tensor for tensor in (hidden, weight, bias) if tensor.requires_grad]
+    received = -3.0 * upstream if is_as_expected else upstream.flip(0)
+    plain_values = linear_token_logps(hidden, weight, targets, rules, bias)
+    plain_gradients = torch.autograd.grad(plain_values.logps, wanted, received)
+    values = linear_token_logps(hidden, weight, targets, rules, bias, upstream)
+    assert all(map(torch.equal, values, plain_values))
+    if is_as_expected:
+        monkeypatch.delattr(token_logps, "_chunks")  # the backward pass computes no logits
+    for one, other in zip(torch.autograd.grad(values.logps, wanted, received), plain_gradients, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_an_expected_gradient_of_zero_is_zero_or_recomputed():
+    hidden, weight, bias, targets, upstream = material(dtype=torch.float32)
+    for received in (torch.zeros(len(targets)), upstream):
+        values, plain_values = (
+            linear_token_logps(hidden, weight, targets, None, bias, known) for known in (0 * upstream, None)
+        )
+        found, expected = (torch.autograd.grad(each.logps, [weight], received)[0] for each in (values, plain_values))
+        assert torch.allclose(found, expected, atol=1e-5)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from golden_steps import Golden, Outcome, golden, make_models
+from golden_steps import Golden, Options, Outcome, golden, make_models
 
+from burnish.losses.rollouts.loss import RolloutLoss
 from two_processes import in_two_processes
 
 CASES = {case["name"]: case for case in golden()["cases"]}
@@ -84,3 +85,20 @@ def test_two_processes_match_exact_golden_numbers(models, tmp_path, step):
 
 def test_all_golden_cases_are_tested():
     assert len(CASES) == 92
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo", "vespo", "rloo"])
+def test_on_policy_the_gradient_of_the_loss_is_known_before_the_forward_pass(name, level):
+    kind = {"rl_loss_type": name} if name != "rloo" else {}
+    options = Options(**kind, importance_sampling_level=level, epsilon_high=0.3, max_completion_length=5, rl_beta=0.0)
+    loss, owner = RolloutLoss(options, leave_one_out=name == "rloo"), torch.tensor([0, 0, 0, 1, 1, 2])
+    mask, generator = torch.tensor([1.0, 1, 0, 1, 1, 1]), torch.Generator().manual_seed(0)
+    batch = {"owner": owner, "items": torch.ones(3), "advantages": torch.tensor([1.0, -2.0, 0.5]), "token_mask": mask,
+             "token_weights": loss.token_weights(mask, owner, 3)}  # fmt: skip
+    (prepared,) = loss.prepare_step([batch], None)
+    logps = (-torch.rand(6, generator=generator)).requires_grad_()
+    (expected,) = torch.autograd.grad(loss(logps, torch.zeros(6), batch).total, [logps])
+    assert torch.allclose(prepared["logp_gradients"], expected)
+    (off_policy,) = loss.prepare_step([{**batch, "old_logps": logps.detach() - 0.1}], None)
+    assert "logp_gradients" not in off_policy

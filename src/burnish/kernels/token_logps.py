@@ -7,7 +7,8 @@ own gradient. For example, a preference loss sums them over a sequence and deter
 states need a gradient (frozen head), it is computed in the forward pass here as well, one vector per token, and
 multiplied by the token's factor later: two matrix products in total. If the head is trained, its gradient is a sum in
 which each token has its own factor, so the chunks of logits are recomputed in the backward pass: four products instead
-of three, and no additional memory. ``plain_token_logps`` computes the same from given logits.
+of three, and no additional memory. If the caller knows these factors beforehand (``expected``), all gradients are
+computed in the forward pass with three products. ``plain_token_logps`` computes the same from given logits.
 """
 
 # N trained tokens, H hidden size, V vocabulary
@@ -71,8 +72,9 @@ class TokenLogps(NamedTuple):
 
 
 def linear_token_logps(
-    hidden: Tensor, weight: Tensor, targets: Tensor, rules: LogpRules | None = None, bias: Tensor | None = None
-) -> TokenLogps:
+    hidden: Tensor, weight: Tensor, targets: Tensor, rules: LogpRules | None = None, bias: Tensor | None = None,
+    expected: Tensor | None = None,
+) -> TokenLogps:  # fmt: skip
     """Compute the values of each token from hidden states.
 
     Args:
@@ -81,6 +83,8 @@ def linear_token_logps(
         targets: (N,) token ids.
         rules: which values are computed.
         bias: (V,) of the head.
+        expected: (N,) gradient of the loss with respect to ``logps`` up to a common factor, if it is known. If the
+            backward pass receives another one, the logits are recomputed. Only used on a CPU.
     """
     needs = tuple(
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
@@ -89,7 +93,9 @@ def linear_token_logps(
     if rules.temperature != 1.0:  # c tanh(z / c) / T is c' tanh(z' / c') with z' = z / T and c' = c / T
         hidden, bias = hidden / rules.temperature, None if bias is None else bias / rules.temperature
         rules = replace(rules, softcap=rules.softcap / rules.temperature if rules.softcap else None)
-    values = _LinearTokenLogps.apply(hidden, weight, bias, targets, rules, dtype, needs)  # type: ignore[no-untyped-call]
+    if hidden.device.type != "cpu" or rules.entropy_gradient or not (needs[1] or needs[2]):
+        expected = None  # on a GPU, the comparison in the backward pass would wait for the device
+    values = _LinearTokenLogps.apply(hidden, weight, bias, targets, rules, dtype, needs, expected)  # type: ignore[no-untyped-call]
     return TokenLogps(*values)
 
 
@@ -115,17 +121,22 @@ class _LinearTokenLogps(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rules: LogpRules,
-        dtype: torch.dtype, needs: tuple[bool, bool, bool],
+        dtype: torch.dtype, needs: tuple[bool, bool, bool], expected: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         is_recomputed = needs[1] or needs[2] or rules.entropy_gradient
         makes_gradient = needs[0] and not is_recomputed
         with torch.autocast(hidden.device.type, enabled=False):
             h, w, b = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
             slopes = torch.empty_like(hidden) if makes_gradient else None  # (N, H) gradient of each token's logp
+            gradients = None if expected is None else Gradients.zero(hidden, weight, bias, needs)
+            factors = None if expected is None else -expected.float()
             found = []
             for part, logits in _chunks(h, w, b):
                 sum_squared_probs = _sum_of_squares(logits, targets[part], rules)
-                losses, correct, entropy = token_values(logits, targets[part], None, rules.of_loss, makes_gradient)
+                losses, correct, entropy = token_values(
+                    logits, targets[part], None if factors is None else factors[part], rules.of_loss,
+                    makes_gradient or gradients is not None,
+                )  # fmt: skip
                 found.append(
                     (
                         -losses,
@@ -136,11 +147,14 @@ class _LinearTokenLogps(torch.autograd.Function):
                 )
                 if slopes is not None:
                     slopes[part] = torch.mm(logits, w).neg_()
+                if gradients is not None:
+                    gradients.add(part, logits, h[part], w, is_first=part.start == 0)
         if is_recomputed:
             ctx.save_for_backward(hidden, weight, targets, *(() if bias is None else (bias,)))
         else:
             ctx.save_for_backward(*(() if slopes is None else (slopes,)))
         ctx.rules, ctx.dtype, ctx.needs, ctx.is_recomputed = rules, dtype, needs, is_recomputed
+        ctx.expected, ctx.gradients = expected, gradients
         none = [hidden.new_zeros(0, dtype=torch.float32) for _ in TokenLogps._fields]
         values = tuple(map(torch.cat, zip(none, *found, strict=True)))
         ctx.mark_non_differentiable(values[1], values[3], *(() if rules.entropy_gradient else (values[2],)))
@@ -152,7 +166,11 @@ class _LinearTokenLogps(torch.autograd.Function):
         if not ctx.is_recomputed:
             slopes = ctx.saved_tensors[0] if ctx.saved_tensors else None
             of_hidden = None if slopes is None else slopes * upstream.unsqueeze(-1).to(slopes.dtype)
-            return of_hidden, None, None, None, None, None, None
+            return (of_hidden, *[None] * 7)
+        gradients, ctx.gradients = ctx.gradients, None
+        factor = None if gradients is None else _common_factor(upstream, ctx.expected)
+        if factor is not None:
+            return (*(None if each is None else each.mul_(factor) for each in gradients), *[None] * 5)
         hidden, weight, targets, *more = ctx.saved_tensors
         bias = more[0] if more else None
         with torch.autocast(hidden.device.type, enabled=False):
@@ -165,7 +183,20 @@ class _LinearTokenLogps(torch.autograd.Function):
                     rules = TokenLoss(softcap=ctx.rules.softcap)
                     token_values(logits, targets[part], -upstream[part].float(), rules, True)
                 gradients.add(part, logits, h[part], w, is_first=part.start == 0)
-        return (*gradients, None, None, None, None)
+        return (*gradients, *[None] * 5)
+
+
+_SAME = 1e-5
+"""Relative difference of two gradients that are the same but for rounding errors in float32."""
+
+
+def _common_factor(upstream: Tensor, expected: Tensor) -> float | None:
+    """Return f with ``upstream`` = f · ``expected``, both (N,); None if there is no such factor."""
+    received, known = upstream.double(), expected.double()
+    square = known.square().sum()
+    factor = float((received * known).sum() / square) if square > 0 else 0.0
+    is_same = bool(((received - factor * known).abs() <= _SAME * received.abs().max()).all()) if len(known) else True
+    return factor if is_same else None
 
 
 def _chunks(h: Tensor, w: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:

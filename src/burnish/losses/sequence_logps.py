@@ -145,7 +145,9 @@ class SequenceModel(nn.Module):
             hidden = hidden * head.scale
         # Read the weight here: ZeRO-3 may have released a tied weight after the embedding ran.
         weight = head.linear.weight if joined is None else joined
-        tokens = linear_token_logps(hidden, weight, targets, self._rules, head.linear.bias)
+        tokens = linear_token_logps(
+            hidden, weight, targets, self._rules, head.linear.bias, batch.get("logp_gradients")
+        )  # fmt: skip
         mean_row = batch.get("mean_row")
         means = torch.zeros_like(tokens.correct) if mean_row is None else hidden.detach().float() @ mean_row
         return tokens, means, values

@@ -31,7 +31,7 @@ from burnish.losses.rollouts.options import CLIPPED, RolloutLossOptions
 BATCH_KEYS = frozenset(
     {
         "advantages", "token_mask", "token_weights", "old_logps", "ref_logps", "sampler_logps", "entropy_mask",
-        "entropy_scale",
+        "entropy_scale", "logp_gradients",
     }
 )  # fmt: skip
 """Keys of a batch that the loss reads, besides ``owner`` and ``items``; they are not passed to the model.
@@ -46,6 +46,7 @@ BATCH_KEYS = frozenset(
 - ``sampler_logps``: (N,) in nats, under the sampling distribution, for the off-policy mask; default: ``old_logps``.
 - ``entropy_mask``: (N,) 1 for a token among those with the highest entropy; absent if all are.
 - ``entropy_scale``: () factor that turns the sum of entropies into a mean over the tokens of the step.
+- ``logp_gradients``: (N,) gradient of the loss with respect to the log-probabilities; absent if it depends on them.
 """
 _TOKENS_SHARE = ("dapo", "bnpo", "cispo", "vespo")
 _EACH_COMPLETION_IS_A_MEAN = ("grpo", "sapo")
@@ -108,8 +109,9 @@ class RolloutLoss:
     def prepare_step(
         self, batches: Sequence[Batch], parallel: Parallel, entropies: Sequence[Tensor] | None = None
     ) -> list[Batch]:
-        """Add ``entropy_mask`` and ``entropy_scale`` to each micro-batch if the loss needs them. Also ends the previous
-        step for an adaptive entropy coefficient. Collective if one of these is used.
+        """Add ``entropy_mask`` and ``entropy_scale`` to each micro-batch if the loss needs them, and
+        ``logp_gradients`` if they are known. Also ends the previous step for an adaptive entropy coefficient.
+        Collective if one of the first two is needed.
 
         Args:
             entropies: (N,) of each micro-batch, in nats, at the weights that sampled the completions. Needed if
@@ -127,7 +129,20 @@ class RolloutLoss:
             counts = [torch.stack([self.num_items(batch).float(), _bonus_mask(batch).sum()]) for batch in made]
             items, tokens = parallel.sum(torch.stack(counts).sum(0)).unbind()
             made = [{**batch, "entropy_scale": items / tokens.clamp(min=1)} for batch in made]
-        return made
+        return [self._with_logp_gradients(batch) for batch in made]
+
+    def _with_logp_gradients(self, batch: Batch) -> Batch:
+        """Add ``logp_gradients`` if the gradient of the loss does not depend on the log-probabilities.
+
+        Without ``old_logps`` the completions are those of the weights that train. Each ratio is 1, whatever the
+        log-probabilities are, so the gradient is known before the forward pass.
+        """
+        if self.beta or self.has_bonus or {"old_logps", "ref_logps", "sampler_logps"} & batch.keys():
+            return batch
+        with torch.enable_grad():
+            logps = torch.zeros_like(batch["token_mask"]).requires_grad_()
+            loss = self(logps, torch.zeros_like(logps), batch, is_training=False)
+            return {**batch, "logp_gradients": torch.autograd.grad(loss.total, logps)[0]}
 
     # --- the loss of a micro-batch ---
 
