@@ -100,9 +100,7 @@ def test_temperature_and_entropy_gradient_match_full_logits(chunks, rules, tempe
 @pytest.mark.parametrize("rules", [LogpRules(), LogpRules(2.0, True, True, True, temperature=0.7)])
 @pytest.mark.parametrize("is_as_expected", [True, False])
 @pytest.mark.parametrize("trains", ["all", "head"])
-def test_a_gradient_that_is_expected_is_computed_in_the_forward_pass(
-    chunks, monkeypatch, rules, is_as_expected, trains
-):
+def test_expected_gradient_is_computed_in_the_forward_pass(chunks, monkeypatch, rules, is_as_expected, trains):
     hidden, weight, bias, targets, upstream = material(dtype=torch.float32)
     hidden.requires_grad_(trains != "head")
     wanted = [tensor for tensor in (hidden, weight, bias) if tensor.requires_grad]
@@ -117,7 +115,7 @@ def test_a_gradient_that_is_expected_is_computed_in_the_forward_pass(
         assert torch.allclose(one, other, atol=1e-5)
 
 
-def test_an_expected_gradient_of_zero_is_zero_or_recomputed():
+def test_expected_gradient_of_zero_is_zero_or_recomputed():
     hidden, weight, bias, targets, upstream = material(dtype=torch.float32)
     for received in (torch.zeros(len(targets)), upstream):
         values, plain_values = (

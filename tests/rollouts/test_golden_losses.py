@@ -89,7 +89,7 @@ def test_all_golden_cases_are_tested():
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo", "vespo", "rloo"])
-def test_on_policy_the_gradient_of_the_loss_is_known_before_the_forward_pass(name, level):
+def test_on_policy_gradient_is_known_before_the_forward_pass(name, level):
     kind = {"rl_loss_type": name} if name != "rloo" else {}
     options = Options(**kind, importance_sampling_level=level, epsilon_high=0.3, max_completion_length=5, rl_beta=0.0)
     loss, owner = RolloutLoss(options, leave_one_out=name == "rloo"), torch.tensor([0, 0, 0, 1, 1, 2])

@@ -232,7 +232,7 @@ def test_system_exit_in_a_function_is_reported_as_its_error(folder, monkeypatch)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python's, about a fork with threads
-def test_a_child_process_that_a_function_forks_does_not_continue_the_run(capfd):
+def test_forked_processes_do_not_continue_the_run(capfd):
     main, codes = os.getpid(), []
 
     def forked(leave):
@@ -340,7 +340,7 @@ def test_extra_columns_and_metrics_are_kept():
 @pytest.mark.parametrize(
     "name", ["reward", "loss", "kl", "rewards/named/mean", "completions/mean_length", "time/generate", "step_time"]
 )
-def test_a_metric_with_a_name_of_the_log_is_refused(name):
+def test_log_metric_rejects_names_of_the_log(name):
     def named(completions, log_metric, **_):
         log_metric(name, 1.0)
         return [0.0, 1.0, 2.0]
