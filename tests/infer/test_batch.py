@@ -31,6 +31,6 @@ def test_failure_raises_instead_of_returning_an_empty_response(monkeypatch: pyte
     def short(first, rows):
         raise MemoryError
 
-    monkeypatch.setattr(loop.way, "run", short)
+    monkeypatch.setattr(loop.backend, "run", short)
     with pytest.raises(RuntimeError, match="Not enough memory for this step"):
         generate_all(loop, [GenerationRequest([5], 4)])

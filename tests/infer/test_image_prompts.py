@@ -52,7 +52,7 @@ def request_of(found, row, ids=None):
 def test_responses_match_transformers(found, monkeypatch, piece):
     monkeypatch.setattr("burnish.inference.scheduler.PIECE", piece)
     loop = Scheduler(found.model, SlotLimits(3, 512))
-    assert loop.way.name == "slots"
+    assert loop.backend.name == "slots"
     answers = generate_all(loop, [request_of(found, row) for row in found.prompts])
     assert [answer.ids for answer in answers] == [expected(found, row) for row in found.prompts]
 

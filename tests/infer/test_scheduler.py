@@ -26,7 +26,7 @@ def test_greedy_responses_match_generate(shape: str) -> None:
     made = answers(loop, [GenerationRequest(ids, 12) for ids in asked])
     assert [answer.ids for answer in made] == [alone(model, ids, 12) for ids in asked]
     assert {answer.reason for answer in made} == {"length"}
-    assert (loop.way.name != "slots") == (shape in ONE_AT_A_TIME) == bool(loop.note)
+    assert (loop.backend.name != "slots") == (shape in ONE_AT_A_TIME) == bool(loop.note)
 
 
 def test_model_that_asserts_without_cache_is_prefilled_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def test_model_that_asserts_without_cache_is_prefilled_each_step(monkeypatch: py
     expected = alone(model, prompts()[0], 6)
     monkeypatch.setattr(model, "forward", asserting)
     loop = loop_of(model)
-    assert loop.way.name == "whole text"
+    assert loop.backend.name == "whole text"
     assert "without" in loop.note
     (made,) = answers(loop, [GenerationRequest(prompts()[0], 6)])
     assert made.ids == expected
@@ -64,7 +64,7 @@ def test_responses_do_not_depend_on_chunks_neighbors_or_order(monkeypatch: pytes
     for number in (1, 3, 10):
         loop = loop_of(model, number)
         assert [answer.ids for answer in answers(loop, requests)] == usual
-        assert loop.way.name == "slots"
+        assert loop.backend.name == "slots"
     assert [answer.ids for answer in answers(loop_of(model, 4), requests[::-1])] == usual[::-1]
     exact = Scheduler(model, SlotLimits(4, 64, exact=True))
     assert [answer.ids for answer in answers(exact, requests)] == usual
@@ -169,7 +169,7 @@ def test_out_of_memory_fails_its_requests_and_reduces_slots(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop = loop_of(model_of("llama"), 4)
-    run, calls = loop.way.run, []
+    run, calls = loop.backend.run, []
 
     def short(first, rows):
         calls.append(len(rows))
@@ -177,7 +177,7 @@ def test_out_of_memory_fails_its_requests_and_reduces_slots(
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
         return run(first, rows)
 
-    monkeypatch.setattr(loop.way, "run", short)
+    monkeypatch.setattr(loop.backend, "run", short)
     failed = answers(loop, [GenerationRequest(ids, 6) for ids in prompts(4)])
     assert {answer.reason for answer in failed} == {"failed"}
     assert failed[0].error is not None

@@ -1,5 +1,6 @@
 """Two processes that learn from completions together: the run of one process, and errors of one rank end both."""
 
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -121,10 +122,27 @@ def test_generation_is_redistributed_when_resumed_on_other_number_of_ranks(tmp_p
         assert torch.allclose(weight, parted[name], rtol=0, atol=1e-6), name
 
 
-def test_sharded_weights_give_the_same_completions_and_update(tmp_path):
+THIRD = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        {"fsdp": "full_shard"},
+        pytest.param(
+            {"deepspeed": json.dumps(THIRD), "ddp_backend": "gloo"},
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+            ),
+        ),
+    ],
+    ids=["FSDP2", "ZeRO-3"],
+)
+def test_sharded_weights_give_the_same_completions_and_update(tmp_path, sharding):
     here = str(tmp_path)
     train(options(here, **ONE, max_steps=2, output_dir=f"{here}/one"))
-    in_two_processes(run_with, here, {**TWO, "max_steps": 2, "fsdp": "full_shard", "output_dir": f"{here}/two"})
+    sharded = {**TWO, **sharding, "max_steps": 2, "output_dir": f"{here}/two"}
+    in_two_processes(run_with, here, sharded, environment={"DS_ACCELERATOR": "cpu"})
     lines = [lines_of(tmp_path / name) for name in ("one", "two")]
     assert [line["completion"] for line in lines[0]] == [line["completion"] for line in lines[1]]
     whole, sharded = (weights_in(tmp_path / name) for name in ("one", "two"))

@@ -113,7 +113,7 @@ def test_kv_cache_is_freed_before_first_backward_pass(tmp_path, monkeypatch):
         sources.append(self)
 
     def watched(self, loss):
-        seen.append(sources[0].scheduler.way.cache_bytes)
+        seen.append(sources[0].scheduler.backend.cache_bytes)
         backward(self, loss)
 
     monkeypatch.setattr(SlotSource, "__init__", begun)

@@ -34,14 +34,14 @@ class Finished:
     error: Problem | None = None
     stop: int | None = None
 
-    def take(self, made: StepOutput, stop_ids: frozenset[int]) -> None:
-        self.ids += (token for token in made.ids if made.reason != "stop" or token not in stop_ids)
-        self.logprobs += made.logprobs
-        if made.filled is not None:
-            self.prompt_logprobs += made.filled.logprobs
-        self.reason, self.error = made.reason, made.error
-        if made.reason == "stop":
-            self.stop = made.ids[-1]
+    def take(self, output: StepOutput, stop_ids: frozenset[int]) -> None:
+        self.ids += (token for token in output.ids if output.reason != "stop" or token not in stop_ids)
+        self.logprobs += output.logprobs
+        if output.filled is not None:
+            self.prompt_logprobs += output.filled.logprobs
+        self.reason, self.error = output.reason, output.error
+        if output.reason == "stop":
+            self.stop = output.ids[-1]
 
 
 def generate_all(
@@ -64,11 +64,11 @@ def generate_all(
     waiting = sorted(range(len(requests)), key=lambda at: len(requests[at].ids) + requests[at].max_new_tokens)
 
     def callback_of(at: int) -> Callable[[StepOutput], None]:
-        def callback(made: StepOutput) -> None:
-            found[at].take(made, requests[at].stop_ids)
-            if made.reason == "failed":
-                raise RuntimeError(f"Generation failed for prompt {at + 1}: {made.error}")
-            if made.reason is not None and on_done is not None:
+        def callback(output: StepOutput) -> None:
+            found[at].take(output, requests[at].stop_ids)
+            if output.reason == "failed":
+                raise RuntimeError(f"Generation failed for prompt {at + 1}: {output.error}")
+            if output.reason is not None and on_done is not None:
                 on_done(at, found[at])
 
         return callback

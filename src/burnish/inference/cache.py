@@ -73,9 +73,9 @@ class SlotCache(Cache):
             self._layers[layer_idx] = tuple(x.new_zeros(self.slots, x.shape[1], self.capacity, x.shape[3]) for x in new)
         rows, row = place.rows, torch.arange(place.rows.start, place.rows.stop, device=key_states.device)[:, None]
         # Indexing with (B, 1) and (B, T) around a slice moves the indexed dimensions to the front: (B, T, H, D).
-        for kept, states in zip(self._layers[layer_idx], new, strict=True):
-            kept[row, :, place.positions] = states.transpose(1, 2).to(kept.dtype)
-        return tuple(kept[rows, :, : place.width] for kept in self._layers[layer_idx])
+        for stored, states in zip(self._layers[layer_idx], new, strict=True):
+            stored[row, :, place.positions] = states.transpose(1, 2).to(stored.dtype)
+        return tuple(stored[rows, :, : place.width] for stored in self._layers[layer_idx])
 
     def _placed(self) -> SlotPlaces:
         if self.place is None:
@@ -120,9 +120,9 @@ class SlotCache(Cache):
     def swap_rows(self, a: int, b: int, length: int) -> None:
         """Swap the first ``length`` positions of two slots."""
         for x in self._tensors() if a != b else ():
-            kept = x[a, :, :length].clone()
+            copy = x[a, :, :length].clone()
             x[a, :, :length] = x[b, :, :length]
-            x[b, :, :length] = kept
+            x[b, :, :length] = copy
 
     @property
     def nbytes(self) -> int:

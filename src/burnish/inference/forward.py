@@ -108,26 +108,26 @@ class OverSlots:
             (starts + torch.minimum(steps, lengths - 1)).to(self.device),
         )
         ids = torch.tensor([[*row.ids, *[0] * (longest - len(row.ids))] for row in rows], device=self.device)
-        kept = sorted({place for row in rows for place in row.wanted})
+        positions = sorted({place for row in rows for place in row.wanted})
         self.cache.place = SlotPlaces(first, places, width)
         with self.precision():
             inputs = {"position_ids": position_ids, **inputs_of_images(self.model, rows, position_ids)}
             logits: Tensor = self.model(
                 input_ids=ids, attention_mask=self._mask(places, width, rows), past_key_values=self.cache,
-                use_cache=True, **self._only(kept, longest), **inputs,
+                use_cache=True, **self._only(positions, longest), **inputs,
             ).logits  # fmt: skip
         if longest == 1 and all(len(row.wanted) == 1 for row in rows):
             return logits[:, 0]
-        columns = {place: column for column, place in enumerate(kept if self._keeps_some else range(longest))}
-        wanted = [(at, columns[place]) for at, row in enumerate(rows) for place in row.wanted]
-        at, column = torch.tensor(wanted, dtype=torch.long, device=self.device).reshape(-1, 2).T
+        columns = {place: column for column, place in enumerate(positions if self._keeps_some else range(longest))}
+        places_of_logits = [(at, columns[place]) for at, row in enumerate(rows) for place in row.wanted]
+        at, column = torch.tensor(places_of_logits, dtype=torch.long, device=self.device).reshape(-1, 2).T
         return logits[at, column]
 
-    def _only(self, kept: list[int], longest: int) -> dict[str, Any]:
+    def _only(self, positions: list[int], longest: int) -> dict[str, Any]:
         """Return arguments that restrict the output layer to the needed positions, or to one if none are needed."""
-        if not self._keeps_some or len(kept) == longest:
+        if not self._keeps_some or len(positions) == longest:
             return {}
-        return {"logits_to_keep": torch.tensor(kept or [0], device=self.device)}
+        return {"logits_to_keep": torch.tensor(positions or [0], device=self.device)}
 
     def _mask(self, places: Tensor, width: int, rows: Sequence[NewTokens]) -> Any:
         """Return the mask (B, 1, T, W) of positions visible to each new token; by layer type if there are several."""
@@ -210,24 +210,24 @@ class OwnCache(_OneRow):
 
     def __init__(self, model: nn.Module, precision: Precision = nullcontext) -> None:
         super().__init__(model, precision)
-        self._kept: dict[str, Any] = {}
+        self._cache: dict[str, Any] = {}
 
     def free(self) -> None:
-        self._kept = {}
+        self._cache = {}
 
     @torch.no_grad()
     def run(self, first: int, rows: Sequence[NewTokens]) -> Tensor:
         (row,) = rows
         if not row.start:
-            self._kept = {}
+            self._cache = {}
         position_ids = torch.arange(row.start, row.start + len(row.ids), device=self.device)[None]
         with self.precision():
             out = self.model(
-                input_ids=torch.tensor([list(row.ids)], device=self.device), use_cache=True, **self._kept,
+                input_ids=torch.tensor([list(row.ids)], device=self.device), use_cache=True, **self._cache,
                 **inputs_of_images(self.model, rows, position_ids),
             )  # fmt: skip
         names = [name for name in ("past_key_values", "cache_params") if getattr(out, name, None) is not None]
-        self._kept = {name: getattr(out, name) for name in names}
+        self._cache = {name: getattr(out, name) for name in names}
         logits: Tensor = out.logits[0, list(row.wanted)]
         return logits
 

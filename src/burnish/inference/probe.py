@@ -26,18 +26,18 @@ _COARSE = 3e-2
 
 def choose(model: nn.Module, slots: int, precision: Precision = nullcontext) -> tuple[Forward, str]:
     """Return the backend, and a note for the user ("" for batched slots)."""
-    backends: tuple[Callable[[], Forward], ...] = (
+    candidates: tuple[Callable[[], Forward], ...] = (
         lambda: OverSlots(model, len(_LENGTHS), precision=precision),
         lambda: OwnCache(model, precision),
     )
     name = type(causal_lm(model)).__name__
-    for backend in backends:
+    for create in candidates:
         try:
-            made = backend()
-            if agrees(model, made, precision):
-                made.resize(slots)
+            backend = create()
+            if agrees(model, backend, precision):
+                backend.resize(slots)
                 note = f"{name} uses a custom cache; batched generation is disabled."
-                return made, "" if made.batches else note
+                return backend, "" if backend.batches else note
         except REFUSALS as error:
             if is_out_of_memory(error):
                 raise

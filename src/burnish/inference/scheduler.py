@@ -76,8 +76,8 @@ class Scheduler:
         adapters: Sequence[str] = (), through: Through | None = None, deliver: Deliver | None = None,
     ) -> None:  # fmt: skip
         self.model, self.adapters = model, tuple(adapters)
-        self.way, self.note = choose(model, limits.slots, precision)
-        self.limits = limits if self.way.batches else SlotLimits(1, limits.context, limits.waiting, limits.exact)
+        self.backend, self.note = choose(model, limits.slots, precision)
+        self.limits = limits if self.backend.batches else SlotLimits(1, limits.context, limits.waiting, limits.exact)
         self._through = through or (lambda names: nullcontext())
         self._deliver = deliver or deliver_each
         self._slots = [Slot() for _ in range(self.limits.slots)]
@@ -88,7 +88,7 @@ class Scheduler:
         self._numbers = count(1)
         self._turn = 0
         self._lacks_memory = self._cancels_all = False
-        self._made: list[tuple[OutputCallback, StepOutput]] = []
+        self._outputs: list[tuple[OutputCallback, StepOutput]] = []
         self._pace = RecentSpeed()
         self._sums = {"prompt_tokens": 0, "cached_prompt_tokens": 0, "new_tokens": 0}
 
@@ -131,14 +131,14 @@ class Scheduler:
     def free(self) -> None:
         """Like ``forget``, but also release the cache memory. Later requests behave as with a new scheduler."""
         self.forget()
-        self.way.free()
+        self.backend.free()
         self._numbers, self._turn = count(1), 0
 
     def facts(self) -> EngineFacts:
         weights = {id(p): p.nbytes for p in self.model.parameters()}
-        memory = {"weights": sum(weights.values()), "cache": self.way.cache_bytes}
+        memory = {"weights": sum(weights.values()), "cache": self.backend.cache_bytes}
         return EngineFacts(
-            self.way.name, len(self._slots), self._answering + self._reading,
+            self.backend.name, len(self._slots), self._answering + self._reading,
             self.num_waiting, self.limits.context, self.adapters, memory,
             self._sums["prompt_tokens"], self._sums["cached_prompt_tokens"], self._sums["new_tokens"],
             self._pace.rate(),
@@ -160,11 +160,11 @@ class Scheduler:
             self._release_ended()
         if self._lacks_memory:
             self._give_memory_back()
-        made, self._made = self._made, []
-        if made:
-            self._pace.add(sum(len(each.ids) for _, each in made))
-            self._deliver(made)
-        return is_busy or bool(made)
+        outputs, self._outputs = self._outputs, []
+        if outputs:
+            self._pace.add(sum(len(each.ids) for _, each in outputs))
+            self._deliver(outputs)
+        return is_busy or bool(outputs)
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
@@ -200,7 +200,9 @@ class Scheduler:
         if job.request.prompt_logprobs_from is not None:
             most = min(most, job.request.prompt_logprobs_from - 1)
         busy = [
-            common_prefix(slot, job.request, most) if self.way.goes_back and slot.adapter == job.request.adapter else 0
+            common_prefix(slot, job.request, most)
+            if self.backend.goes_back and slot.adapter == job.request.adapter
+            else 0
             for slot in self._slots
         ]
         best, images = max(range(len(busy)), key=lambda at: (busy[at], at)), job.request.images
@@ -210,7 +212,7 @@ class Scheduler:
         others = (slot.job.request for slot in self._range(self._answering, self._reading) if slot.job)
         own = job.request
         alike = (common_prefix(other, own, len(own.ids)) for other in others if other.adapter == own.adapter)
-        return self.way.goes_back and max(alike, default=0) >= common + self.limits.worth_waiting
+        return self.backend.goes_back and max(alike, default=0) >= common + self.limits.worth_waiting
 
     def _take_slot(self, job: Job, source: int, common: int) -> None:
         """Assign a slot to a request: a free slot that consists mostly of the request's prefix is taken over.
@@ -219,7 +221,7 @@ class Scheduler:
         if source < first_free or common * 2 < len(self._slots[source].ids):
             target = min(range(first_free, len(self._slots)), key=lambda at: self._slots[at].used)
             if source != target:
-                self.way.copy_row(source, target, common)
+                self.backend.copy_row(source, target, common)
         else:
             target = source
         self._exchange(first_free, target)
@@ -231,7 +233,7 @@ class Scheduler:
         self._sums["cached_prompt_tokens"] += common
 
     def _exchange(self, a: int, b: int) -> None:
-        self.way.swap_rows(a, b, max(len(self._slots[a].ids), len(self._slots[b].ids)))
+        self.backend.swap_rows(a, b, max(len(self._slots[a].ids), len(self._slots[b].ids)))
         self._slots[a], self._slots[b] = self._slots[b], self._slots[a]
 
     def _release_ended(self) -> None:
@@ -260,7 +262,7 @@ class Scheduler:
         by_turns = (lambda slot: slot.active.handle.number) if self._turn % 2 else self._left_to_read
         lead = reading.index(min(reading, key=by_turns))
         number, longest = 1, len(self._rest(reading[lead]))
-        if self.way.batches and not self.limits.exact:
+        if self.backend.batches and not self.limits.exact:
             for slot in reading[lead + 1 :]:
                 longest = max(longest, len(self._rest(slot)))
                 if longest * (number + 1) > PIECE:
@@ -274,7 +276,7 @@ class Scheduler:
     def _rest(self, slot: Slot) -> list[int]:
         """Return the prompt tokens that are read next."""
         begin, request = len(slot.ids), slot.active.request
-        end = begin + (PIECE if self.way.splits else len(request.ids))
+        end = begin + (PIECE if self.backend.splits else len(request.ids))
         return request.ids[begin : end if request.images is None else request.images.whole_end(end)]
 
     def _read_chunk(self, first: int, number: int) -> None:
@@ -287,16 +289,16 @@ class Scheduler:
             scored = range(since, len(rest) - last)
             rows.append(NewTokens(rest, start, [*scored, *([len(rest) - 1] if last else [])], request.images))
         with self._through([slot.adapter for slot in slots]):
-            logits = self.way.run(first, rows)
+            logits = self.backend.run(first, rows)
         ends = [sum(len(row.wanted) for row in rows[: at + 1]) for at in range(len(rows))]
-        begun = []
+        finished = []
         for slot, row, end in zip(slots, rows, ends, strict=True):
             slot.ids += row.ids
             self._score_prompt(slot, row, logits[end - len(row.wanted) : end])
             if len(slot.ids) == len(slot.active.request.ids) and self._begin_answer(slot):
-                begun.append((slot, end - 1))
-        if begun:
-            self._draw([slot for slot, _ in begun], logits[[last for _, last in begun]])
+                finished.append((slot, end - 1))
+        if finished:
+            self._draw([slot for slot, _ in finished], logits[[last for _, last in finished]])
 
     def _score_prompt(self, slot: Slot, row: NewTokens, logits: Tensor) -> None:
         """Collect the log-probabilities of prompt tokens if requested: position p predicts token p + 1."""
@@ -312,7 +314,7 @@ class Scheduler:
     def _begin_answer(self, slot: Slot) -> bool:
         """After the prompt was read, move its slot to the running responses. Returns whether a token is to be drawn."""
         job = slot.active
-        self._made.append((job.callback, StepOutput(filled=Filled(job.cached, tuple(job.prompt_logprobs)))))
+        self._outputs.append((job.callback, StepOutput(filled=Filled(job.cached, tuple(job.prompt_logprobs)))))
         self._exchange(self._slots.index(slot), self._answering)
         self._answering += 1
         self._reading -= 1
@@ -325,7 +327,7 @@ class Scheduler:
         slots = self._range(first, number)
         rows = [NewTokens([slot.active.answer[-1]], len(slot.ids), [0], slot.active.request.images) for slot in slots]
         with self._through([slot.adapter for slot in slots]):
-            logits = self.way.run(first, rows)
+            logits = self.backend.run(first, rows)
         for slot, row in zip(slots, rows, strict=True):
             slot.ids += row.ids
         self._draw(slots, logits)
@@ -351,7 +353,7 @@ class Scheduler:
         reason: EndReason | None = "stop" if token in request.stop_ids else None
         if reason is None and len(job.answer) >= job.limit:
             reason = "length"
-        self._made.append((job.callback, StepOutput((token,), found.logprobs, found.draw_logprob, reason=reason)))
+        self._outputs.append((job.callback, StepOutput((token,), found.logprobs, found.draw_logprob, reason=reason)))
         job.is_over = reason is not None
 
     # --- ends and failures --------------------------------------------------------------------------------------------
@@ -371,10 +373,10 @@ class Scheduler:
     def _give_memory_back(self) -> None:
         """Reduce the number of slots and release the cache memory of the others."""
         self._lacks_memory = False
-        taken = self._answering + self._reading
-        fewer = max(1, taken, len(self._slots) - 1 if len(self._slots) < 4 else len(self._slots) * 3 // 4)
+        running = self._answering + self._reading
+        fewer = max(1, running, len(self._slots) - 1 if len(self._slots) < 4 else len(self._slots) * 3 // 4)
         self._slots = self._slots[:fewer]
-        self.way.resize(fewer)
+        self.backend.resize(fewer)
         self.note = f"Out of memory; reduced to {fewer} concurrent requests."
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -386,12 +388,12 @@ class Scheduler:
             self._end(job, "failed", problem)
         self._waiting.clear()
         self._release_ended()
-        made, self._made = self._made, []
-        self._deliver(made)
+        outputs, self._outputs = self._outputs, []
+        self._deliver(outputs)
 
     def _end(self, job: Job, reason: EndReason, error: Problem | None = None) -> None:
         if not job.is_over:
-            self._made.append((job.callback, StepOutput(reason=reason, error=error)))
+            self._outputs.append((job.callback, StepOutput(reason=reason, error=error)))
             job.is_over = True
 
     def _range(self, first: int, number: int) -> list[Slot]:

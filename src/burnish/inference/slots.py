@@ -136,7 +136,7 @@ def common_length(a: Sequence[int], b: Sequence[int], most: int) -> int:
     return next(at for at in range(most) if a[at] != b[at])
 
 
-def deliver_each(made: Sequence[tuple[OutputCallback, StepOutput]]) -> None:
+def deliver_each(outputs: Sequence[tuple[OutputCallback, StepOutput]]) -> None:
     """Call each callback with its result."""
-    for callback, each in made:
-        callback(each)
+    for callback, output in outputs:
+        callback(output)

@@ -185,15 +185,15 @@ def _sink(
     failed: list[Problem | None],
     advance: Callable[[int], None],
 ) -> Callable[[StepOutput], None]:
-    def callback(made: StepOutput) -> None:
-        ids.extend(made.ids)
-        if made.draw_logprob is not None:
-            logps.append(made.draw_logprob)
-        if made.reason in ("failed", "cancelled"):
-            failed.append(made.error)
-        if made.reason == "stop":
+    def callback(output: StepOutput) -> None:
+        ids.extend(output.ids)
+        if output.draw_logprob is not None:
+            logps.append(output.draw_logprob)
+        if output.reason in ("failed", "cancelled"):
+            failed.append(output.error)
+        if output.reason == "stop":
             on_stop()
-        if made.reason is not None:
+        if output.reason is not None:
             advance(1)
 
     return callback

@@ -124,11 +124,11 @@ class Generator:
         """
         seconds = {}
         start = time.perf_counter()
-        made = _on_all_ranks(parallel, lambda: self._completed(rows, count, key, is_eval))
+        samples = _on_all_ranks(parallel, lambda: self._completed(rows, count, key, is_eval))
         seconds["generate"], start = time.perf_counter() - start, time.perf_counter()
-        table = self._rewarded(rows, count, made, parallel, step)
+        table = self._rewarded(rows, count, samples, parallel, step)
         seconds["reward"] = time.perf_counter() - start
-        return made, table, seconds
+        return samples, table, seconds
 
     def _completed(self, rows: Sequence[Row], count: int, key: NoiseKey, is_eval: bool) -> list[Scored]:
         sampling = self.sampling(is_eval)
@@ -204,8 +204,8 @@ def _on_all_ranks(parallel: Parallel, work: Callable[[], T]) -> T:
     except Exception as error:  # user code may raise anything
         failure = error
     is_user_error = isinstance(failure, UserError)
-    said = str(failure) if is_user_error or failure is None else f"{type(failure).__name__}: {first_line(failure)}"
-    for each in parallel.gather_objects(said if failure is not None else None):
+    message = str(failure) if is_user_error or failure is None else f"{type(failure).__name__}: {first_line(failure)}"
+    for each in parallel.gather_objects(message if failure is not None else None):
         if each is not None:
             raise UserError(each, option="reward_funcs") from failure
     return results[0]

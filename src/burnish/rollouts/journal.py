@@ -55,10 +55,10 @@ class CompletionsCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.path is None or not state.is_world_process_zero:
             return
-        kept = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
-        kept = [line for line in kept if _step_of(line) <= state.global_step] if state.global_step else []
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
+        lines = [line for line in lines if _step_of(line) <= state.global_step] if state.global_step else []
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, "".join(f"{line}\n" for line in kept))
+        write_whole(self.path, "".join(f"{line}\n" for line in lines))
 
     def add(self, samples: Sequence[Scored], names: Sequence[str], step: int, generation: int) -> None:
         """Add a generation. Called on the main process."""
@@ -131,7 +131,7 @@ class RolloutNotesCallback(TrainerCallback):
 
     def __init__(self, options: RolloutOptions) -> None:
         self.options = options
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._alike = self._below = 0
         self._first: dict[str, float] = {}
 
@@ -142,8 +142,8 @@ class RolloutNotesCallback(TrainerCallback):
             if name in logs and not math.isnan(logs[name]):
                 self._first.setdefault(name, logs[name])
         for name, sentence in self._found(logs).items():
-            if sentence and name not in self._said:
-                self._said.add(name)
+            if sentence and name not in self._reported:
+                self._reported.add(name)
                 note(sentence)
 
     def _found(self, logs: Mapping[str, float]) -> dict[str, str]:

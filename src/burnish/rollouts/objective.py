@@ -69,6 +69,7 @@ from burnish.rollouts.samples import (
     step_batch_of,
     unpacked,
 )
+from burnish.rollouts.token_values import token_values
 
 MOST_DRAWN = 3
 """Maximum number of step batches of prompts per generation with ``drop_zero_variance_groups: refill``."""
@@ -264,8 +265,13 @@ class RolloutObjective(AnswersObjective):
         generation, drops = step // self.inner_steps, self.choices.drop_zero_variance_groups
         drawn = self._draw(module, step_batch, parallel, step)
         metrics = self.give_advantages(drawn.samples)
-        wanted, batches = len(drawn.samples), 1
-        while drops == "refill" and more is not None and batches < MOST_DRAWN and wanted > len(compared(drawn.samples)):
+        num_samples, batches = len(drawn.samples), 1
+        while (
+            drops == "refill"
+            and more is not None
+            and batches < MOST_DRAWN
+            and num_samples > len(compared(drawn.samples))
+        ):
             further = next(more, None)
             if further is None:
                 break
@@ -283,7 +289,7 @@ class RolloutObjective(AnswersObjective):
             used = compared(every)
             metrics["frac_groups_dropped"] = 1 - len(used) / max(len(every), 1)
         numbers = with_counts(metrics, every, names, self.count())
-        return self._step_batches(used[:wanted], numbers, step_batch, generation, parallel)
+        return self._step_batches(used[:num_samples], numbers, step_batch, generation, parallel)
 
     def _draw(self, module: nn.Module, step_batch: StepBatch, parallel: Parallel, step: int) -> _Drawn:
         """Generate the completions of a step batch of prompts on all ranks, with rewards and log-probabilities.
@@ -297,7 +303,7 @@ class RolloutObjective(AnswersObjective):
         seconds["logps"] = time.perf_counter() - start
         found = parallel.gather_objects((own, table.metrics))
         every = sorted((sample for samples, _ in found for sample in samples), key=lambda s: (s.row, s.number))
-        return _Drawn(every, [given for _, given in found], seconds)
+        return _Drawn(every, [logged for _, logged in found], seconds)
 
     def count(self, is_eval: bool = False) -> int:
         """Return the number of completions per prompt."""
@@ -356,10 +362,10 @@ class RolloutObjective(AnswersObjective):
             order = permutation(len(samples), (self.choices.seed, DEAL), self.number_of_deal(generation, number))
             size = self.choices.per_device_train_batch_size
             passes += partitioned(samples, order, self.steps_per_pass, size, parallel.rank, parallel.world_size)
-        made, columns = [], columns_of(samples)
+        step_batches, columns = [], columns_of(samples)
         for number, micro_batches in enumerate(passes):
-            made.append(step_batch_of(source, micro_batches, columns, metrics if number == 0 else {}))
-        return made
+            step_batches.append(step_batch_of(source, micro_batches, columns, metrics if number == 0 else {}))
+        return step_batches
 
     @property
     def redeal(self) -> Callable[[Sequence[StepBatch], int, int], StepBatch]:
@@ -376,52 +382,32 @@ class RolloutObjective(AnswersObjective):
 
     def _ask_models(self, module: nn.Module, samples: Sequence[Scored], parallel: Parallel) -> None:
         """Compute log-probabilities of the completions under policy and reference, if they are needed."""
+        size = self.choices.per_device_train_batch_size
         if self.needs_old_logps or self.token_loss.masks_entropy:
             with scoring(module, parallel):
-                for sample, (logps, entropies, *values) in self._asked(module, samples, parallel):
+                each = token_values(module, samples, self.collate_samples, size, parallel)
+                for sample, (logps, entropies, *values) in each:
                     sample.old_logps = logps if self.needs_old_logps else None
                     sample.entropies = entropies if self.token_loss.masks_entropy else None
                     sample.old_values = values[0] if values else None
         if self.needs_reference:
             assert self.reference is not None
             with self.reference.answering(module) as answering, parallel.other_modules(), scoring(answering, parallel):
-                for sample, (logps, *_) in self._asked(answering, samples, parallel):
+                each = token_values(answering, samples, self.collate_samples, size, parallel)
+                for sample, (logps, *_) in each:
                     sample.ref_logps = logps
-
-    def _asked(
-        self, module: nn.Module, samples: Sequence[Scored], parallel: Parallel
-    ) -> Iterator[tuple[Scored, list[list[float]]]]:
-        """Yield each completion with the log-probability, the entropy and, with a value head, the value of each of its
-        tokens. Collective if weights are sharded."""
-        size = self.choices.per_device_train_batch_size
-        passes = max(len(part) for part in parallel.gather_objects(range(0, len(samples), size)))
-        for at in range(passes):
-            part = samples[at * size : (at + 1) * size]
-            batch = parallel.to_device(collated(self.collate_samples, packed(part)))
-            values = module(batch)
-            number = sum(len(sample.ids) for sample in part)
-            given = [values.token_logps, values.token_entropy]
-            given += [] if values.token_values is None else [values.token_values]
-            found = torch.zeros(len(given), max(number, 1), device=values.token_logps.device)
-            found[:, batch["places"]] = torch.stack([each.float() for each in given])
-            columns = found.tolist()
-            begin = 0
-            for sample in part:
-                end = begin + len(sample.ids)
-                yield sample, [column[begin:end] for column in columns]
-                begin = end
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def prepare_step(self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> Sequence[Batch]:
         self.step_begins(module)
-        made = []
+        prepared = []
         for batch in batches:
             found = parallel.to_device(collated(self.collate_samples, batch["pack"]))
             weights = self.token_loss.token_weights(found["token_mask"], found["owner"], len(found["items"]))
-            made.append({**found, "token_weights": weights, "metrics": batch.get("metrics", {})})
-        entropies = [batch["entropies"] for batch in made] if self.token_loss.masks_entropy else None
-        return self.token_loss.prepare_step(made, parallel, entropies)
+            prepared.append({**found, "token_weights": weights, "metrics": batch.get("metrics", {})})
+        entropies = [batch["entropies"] for batch in prepared] if self.token_loss.masks_entropy else None
+        return self.token_loss.prepare_step(prepared, parallel, entropies)
 
     def num_items(self, batch: Batch) -> Tensor:
         return self.token_loss.num_items(batch)
@@ -439,14 +425,14 @@ class RolloutObjective(AnswersObjective):
             logps, entropy: (N,) of the policy, in nats. aux: () router loss, a mean over tokens.
         """
         loss = self.token_loss(logps, entropy, batch, is_training)
-        kept = {name: value for name, value in loss.sums.items() if is_training or "clip" not in name}
+        sums = {name: value for name, value in loss.sums.items() if is_training or "clip" not in name}
         metrics = as_metrics(batch["metrics"], loss.total.device) | law_difference(logps, batch)
         total = loss.total
         if aux is not None:
             weighted = aux * self.num_items(batch)
-            kept["aux_loss"] = weighted.detach()
+            sums["aux_loss"] = weighted.detach()
             total = total + self.aux_coefficient * weighted
-        return replace(loss, total=total, sums={**kept, **metrics})
+        return replace(loss, total=total, sums={**sums, **metrics})
 
     def report(self, values: dict[str, float]) -> dict[str, float]:
         """Return the values for the log, with the times of the steps since the last log."""
@@ -471,15 +457,15 @@ class RolloutObjective(AnswersObjective):
         self._ask_models(module, own, parallel)
         found = parallel.gather_objects((own, table.metrics))
         every = sorted((sample for samples, _ in found for sample in samples), key=lambda s: (s.row, s.number))
-        metrics = self.give_advantages(every, is_eval=True) | metrics_of([given for _, given in found])
+        metrics = self.give_advantages(every, is_eval=True) | metrics_of([logged for _, logged in found])
         metrics |= length_metrics(every) | pass_at_k(every, count)
         numbers = with_counts(metrics, every, table.names, count)
         size, columns = self.choices.per_device_train_batch_size, columns_of(every)
         steps = partitioned(every, range(len(every)), 1, size, parallel.rank, parallel.world_size)
         for number, part in enumerate(steps[0]):
             batch: Batch = {"pack": packed(part, columns), "metrics": numbers if number == 0 else {}}
-            for made in self.prepare_step(module, [batch], parallel):
-                yield batch["pack"], made
+            for prepared in self.prepare_step(module, [batch], parallel):
+                yield batch["pack"], prepared
 
 
 @OBJECTIVES.register("rloo", reads=(RolloutOptions, ReferenceOptions, GenerationOptions, "disable_dropout"))

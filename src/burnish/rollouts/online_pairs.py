@@ -153,8 +153,8 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
 
     def prepare_step(self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> Sequence[Batch]:
         collated = [parallel.to_device(self._collated_pairs(batch["pairs"])) for batch in batches]
-        made = PairObjective.prepare_step(self, module, collated, parallel)
-        return [{**each, "metrics": batch["metrics"]} for each, batch in zip(made, batches, strict=True)]
+        prepared = PairObjective.prepare_step(self, module, collated, parallel)
+        return [{**each, "metrics": batch["metrics"]} for each, batch in zip(prepared, batches, strict=True)]
 
     def _collated_pairs(self, pairs: Sequence[Row]) -> Batch:
         if pairs:
@@ -177,7 +177,7 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
         own, table, _ = self.generator(module, parallel).samples(rows, count, key, parallel, 0, is_eval=True)
         found = parallel.gather_objects((own, table.metrics))
         every = sorted((sample for samples, _ in found for sample in samples), key=lambda s: (s.row, s.number))
-        metrics = self.give_advantages(every, is_eval=True) | metrics_of([given for _, given in found])
+        metrics = self.give_advantages(every, is_eval=True) | metrics_of([logged for _, logged in found])
         numbers = with_counts(metrics | length_metrics(every), every, table.names, count)
         for batch in self._micro_batches(every, numbers, count, parallel):
             yield from self.prepare_step(module, [batch], parallel)

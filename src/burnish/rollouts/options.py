@@ -224,10 +224,10 @@ def _rewards(options: RolloutStageChoices) -> list[Problem]:
 
 def _count(options: RolloutStageChoices) -> list[Problem]:
     """For stages that do not compare all completions of a prompt."""
-    least, given = getattr(OBJECTIVES[options.stage], "least_generations", 1), options.num_generations
-    if given == 1 < least or given > 1 == least:
-        wanted = "1" if least == 1 else f"at least {least}"
-        what = f'"num_generations" must be {wanted} with stage: {options.stage}. Received: {given}.'
+    least, count = getattr(OBJECTIVES[options.stage], "least_generations", 1), options.num_generations
+    if count == 1 < least or count > 1 == least:
+        expected = "1" if least == 1 else f"at least {least}"
+        what = f'"num_generations" must be {expected} with stage: {options.stage}. Received: {count}.'
         return [Problem(what, option="num_generations")]
     return []
 
@@ -318,14 +318,14 @@ def _of_other_stages(options: RolloutStageChoices) -> list[Problem]:
 @notes
 def rollout_notes(options: RolloutStageChoices) -> list[str]:
     """Notes on options without effect, on what a preset sets, and on a learning rate of another stage."""
-    said = changed_options(options)
+    changed = changed_options(options)
     if not draws_completions(options.stage):
-        names = [name for name in RolloutOptions.__dataclass_fields__ if name in said]
+        names = [name for name in RolloutOptions.__dataclass_fields__ if name in changed]
         return [f'"{name}" has no effect: stage is {options.stage}.' for name in names]
     found: list[str] = [
         OptionText(f'"{{{name}}}" has no effect: {{}}.', why)
         for name, why in without_effect(options).items()
-        if name in said
+        if name in changed
     ]
     if options.rl_preset:
         values = ", ".join(f"{name}: {value}" for name, value in PRESETS[options.rl_preset].items())

@@ -176,20 +176,20 @@ class PpoObjective(RolloutObjective):
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def prepare_step(self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> Sequence[Batch]:
-        made = super().prepare_step(module, batches, parallel)
+        prepared = super().prepare_step(module, batches, parallel)
         threshold = self.choices.ppo_ratio_threshold
-        is_first = any(batch["metrics"] for batch in made)  # during a rollout: the ratio of each token is 1
+        is_first = any(batch["metrics"] for batch in prepared)  # during a rollout: the ratio of each token is 1
         if threshold is None or is_first or not module.training:
-            return made
+            return prepared
         sums = torch.zeros(2, device=parallel.device)
         with torch.no_grad(), evaluating(module), parallel.precision():
-            for batch in made:
+            for batch in prepared:
                 ratio = (module(_inputs(batch)).token_logps - batch["old_logps"]).exp()
                 sums += torch.stack([(ratio * batch["token_mask"]).sum(), batch["token_mask"].sum()])
         total, count = parallel.sum(sums).tolist()
         if total <= threshold * count:
-            return made
-        return [{**batch, "token_weights": torch.zeros_like(batch["token_weights"])} for batch in made]
+            return prepared
+        return [{**batch, "token_weights": torch.zeros_like(batch["token_weights"])} for batch in prepared]
 
     def num_items(self, batch: Batch) -> Tensor:
         """Return () the number of tokens of completions."""

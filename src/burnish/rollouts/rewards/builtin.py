@@ -194,13 +194,16 @@ class SoftOverlongPunishment:
 def exact_match_reward(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> Scores:
     """Return 1 if a completion equals ``answer``, ignoring surrounding white space, else 0."""
     each = zip(completions, answer, strict=True)
-    return [None if right is None else float(text_of(given).strip() == str(right).strip()) for given, right in each]
+    return [
+        None if right is None else float(text_of(completion).strip() == str(right).strip())
+        for completion, right in each
+    ]
 
 
 def contains_answer_reward(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> Scores:
     """Return 1 if a completion contains ``answer``, else 0."""
     each = zip(completions, answer, strict=True)
-    return [None if right is None else float(str(right).strip() in text_of(given)) for given, right in each]
+    return [None if right is None else float(str(right).strip() in text_of(completion)) for completion, right in each]
 
 
 class JsonSchemaReward:

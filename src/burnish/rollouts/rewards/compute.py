@@ -90,7 +90,8 @@ class RewardTable:
 def compute_rewards(
     functions: Sequence[RewardFunction], prompts: Sequence[Any], completions: Sequence[Any],
     completion_ids: Sequence[Sequence[int]], columns: Mapping[str, Sequence[Any]], *,
-    places: Sequence[str] = (), timeout_s: float = 120.0, step: int = 0, given: Mapping[str, Any] | None = None,
+    places: Sequence[str] = (), timeout_s: float = 120.0, step: int = 0,
+    extra_arguments: Mapping[str, Any] | None = None,
 ) -> RewardTable:  # fmt: skip
     """Call every function once on the C completions.
 
@@ -101,7 +102,7 @@ def compute_rewards(
         places: name of the record of each completion in error messages: ``record 12``.
         timeout_s: time limit of each function.
         step: step that the completions are for, in messages.
-        given: further arguments: ``trainer_state``, ``environments``.
+        extra_arguments: further arguments: ``trainer_state``, ``environments``.
 
     Raises:
         UserError: for the errors above, with the name and the place of the function.
@@ -128,7 +129,7 @@ def compute_rewards(
     arguments = {
         **{name: values for name, values in columns.items() if name not in PASSED_BY_NAME},
         "prompts": list(prompts), "completions": list(completions), "completion_ids": [list(c) for c in completion_ids],
-        **(given or {}),
+        **(extra_arguments or {}),
         "log_extra": log_extra,
         "log_metric": log_metric_of,
     }  # fmt: skip
@@ -178,7 +179,7 @@ class _Job:
 
     def _scores(self, function: RewardFunction) -> Any:
         with ending_forked_processes(_shown_name(function)):
-            scores = function.call(**self._taken(function))
+            scores = function.call(**self._arguments_of(function))
             return list(scores) if inspect.isgenerator(scores) else scores
 
     def called_together(self, functions: Sequence[RewardFunction]) -> list[Any]:
@@ -189,7 +190,7 @@ class _Job:
         async def one(function: RewardFunction) -> Any:
             try:
                 with ending_forked_processes(_shown_name(function)):
-                    scores: Awaitable[Any] = function.call(**self._taken(function))
+                    scores: Awaitable[Any] = function.call(**self._arguments_of(function))
                     return await scores
             except _TimeUp:  # it blocks the event loop
                 return TimeoutError()
@@ -239,7 +240,7 @@ class _Job:
             raise UserError(what, option="reward_funcs")
         return number
 
-    def _taken(self, function: RewardFunction) -> dict[str, Any]:
+    def _arguments_of(self, function: RewardFunction) -> dict[str, Any]:
         """Return a copy of the arguments of a function, so that changes do not affect other functions or the log."""
         known = function.parameters
         arguments = {**self.arguments, "log_metric": self.arguments["log_metric"](function)}
@@ -262,11 +263,11 @@ class _Job:
         if function.is_async or inspect.isgeneratorfunction(function.call):
             return ""
         deadline = time.monotonic() + min(_SEARCH_S, self.timeout_s)
-        taken, count = self._taken(function), len(self.places)
+        arguments, count = self._arguments_of(function), len(self.places)
         for at in range(count):
             if time.monotonic() > deadline:
                 break
-            one = {n: [v[at]] if isinstance(v, list) and len(v) == count else v for n, v in taken.items()}
+            one = {n: [v[at]] if isinstance(v, list) and len(v) == count else v for n, v in arguments.items()}
             one |= dict.fromkeys(one.keys() & {"log_extra", "log_metric"}, _ignored)
             try:
                 with (

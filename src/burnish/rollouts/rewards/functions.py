@@ -72,7 +72,7 @@ def load_rewards(
     Raises:
         UserError: with every entry that is unknown, cannot be imported, or lacks arguments.
     """
-    made: list[RewardFunction] = []
+    loaded: list[RewardFunction] = []
     problems: list[Problem] = []
     names: dict[str, int] = {}
     for at, entry in enumerate(functions or []):
@@ -83,12 +83,12 @@ def load_rewards(
             continue
         names[name] = names.get(name, 0) + 1
         name = name if names[name] == 1 else f"{name}_{names[name]}"
-        taken, required = _parameters(call)
+        parameters, required = _parameters(call)
         weight = weights[at] if weights is not None and at < len(weights) else 1.0
-        made.append(RewardFunction(name, call, weight, place, taken, required, digest))
+        loaded.append(RewardFunction(name, call, weight, place, parameters, required, digest))
     if problems:
         raise UserError(problems)
-    return made
+    return loaded
 
 
 def missing_columns(functions: Iterable[RewardFunction], columns: Iterable[str], source: str) -> list[Problem]:
@@ -129,8 +129,8 @@ def _with_arguments(
     name: str, arguments: dict[str, Any] | None, folders: Sequence[Path]
 ) -> tuple[Callable[..., Any], str, str, str]:
     if name in FACTORIES:
-        made = _called(FACTORIES[name], name, arguments or {})
-        return made, name_of(made), f"burnish.rewards.{name}", ""
+        call = _called(FACTORIES[name], name, arguments or {})
+        return call, name_of(call), f"burnish.rewards.{name}", ""
     function = _found(name, folders)
     shown = name.rpartition(":")[2] if ":" in name else name.rpartition(".")[2]
     if arguments is None:
@@ -153,10 +153,10 @@ def _called(factory: Callable[..., Any], name: str, arguments: dict[str, Any]) -
         known = list(signature.parameters)
         what = f'{name} has no argument "{unknown[0]}".{did_you_mean(unknown[0], known)}'
         raise UserError(what, remedy=f"Known: {', '.join(known)}.", option="reward_funcs")
-    made = factory(**arguments)
-    if not callable(made):
-        raise UserError(f"{name} returned no function. Received: {made!r}.", option="reward_funcs")
-    function: Callable[..., Any] = made
+    function = factory(**arguments)
+    if not callable(function):
+        raise UserError(f"{name} returned no function. Received: {function!r}.", option="reward_funcs")
+    function: Callable[..., Any] = function
     return function
 
 

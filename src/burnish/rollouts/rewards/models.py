@@ -121,7 +121,7 @@ class RewardServer:
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
         texts = [_plain_text(prompt) + _plain_text(answer) for prompt, answer in zip(prompts, completions, strict=True)]
-        answer = self._asked(json.dumps({"model": "model", "messages": texts}).encode())
+        answer = self._post(json.dumps({"model": "model", "messages": texts}).encode())
         scores = answer.get("scores") if isinstance(answer, dict) else None
         if not isinstance(scores, list) or len(scores) != len(texts):
             count = len(scores) if isinstance(scores, list) else "no"
@@ -131,7 +131,7 @@ class RewardServer:
             raise UserError(f"{what} Received: {count}.", option="reward_model")
         return [float(score) for score in scores]
 
-    def _asked(self, body: bytes) -> Any:
+    def _post(self, body: bytes) -> Any:
         if not self.url.startswith(("http://", "https://")):
             what = f"reward_model must be a URL that starts with http:// or https://. Received: {self.url}."
             raise UserError(what, option="reward_model")

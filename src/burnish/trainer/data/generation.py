@@ -81,7 +81,7 @@ def written(model: Any, batches: Sequence[Mapping[str, Any]], how: Writing, slot
     flat = [request for one in by_batch for request in one or ()]
     context = max(len(request.ids) + request.max_new_tokens for request in flat)
     loop = Scheduler(model, SlotLimits(slots, context))
-    if not loop.way.batches:
+    if not loop.backend.batches:
         return None
     answers = iter(generate_all(loop, flat))
     return [_laid_out(batch["input_ids"], [next(answers) for _ in batch["input_ids"]], how) for batch in batches]

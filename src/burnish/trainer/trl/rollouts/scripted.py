@@ -38,20 +38,20 @@ class RolloutBatch(dict[str, Any]):
 
     ready: Batch
     sizes: list[int]
-    made: dict[str, tuple[Tensor, int]]
+    original: dict[str, tuple[Tensor, int]]
 
     @classmethod
     def of(cls, values: Mapping[str, Any], ready: Batch, sizes: list[int]) -> RolloutBatch:
         batch = (cls if sizes else PaddingRolloutBatch)(values)
         batch.ready, batch.sizes = ready, sizes
-        batch.made = {name: (value, value._version) for name, value in tensors_in(values).items()}
+        batch.original = {name: (value, value._version) for name, value in tensors_in(values).items()}
         return batch
 
     def is_unchanged_in(self, values: Mapping[str, Any]) -> bool:
         """Whether the tensors of ``values`` are those that belong to ``ready``, without changes."""
         now = tensors_in(values)
-        return now.keys() == self.made.keys() and all(
-            now[name] is value and value._version == version for name, (value, version) in self.made.items()
+        return now.keys() == self.original.keys() and all(
+            now[name] is value and value._version == version for name, (value, version) in self.original.items()
         )
 
 
@@ -176,12 +176,12 @@ class ScriptedRollouts(Objective):
     # --- padded batches ---
 
     def prepare_step(self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> Sequence[Batch]:
-        made = self.objective.prepare_step(self.over(module), batches, parallel)
-        items = parallel.sum(torch.stack([self.objective.num_items(batch) for batch in made]).sum())
+        prepared = self.objective.prepare_step(self.over(module), batches, parallel)
+        items = parallel.sum(torch.stack([self.objective.num_items(batch) for batch in prepared]).sum())
         # Of a generation, as in TRL, where a loss divides it by the number of steps that it is trained on.
         items = items * self.objective.steps_per_pass
         found = []
-        for batch, ready in zip(batches, made, strict=True):
+        for batch, ready in zip(batches, prepared, strict=True):
             samples = unpacked(batch["pack"])
             values = padded_batch(samples, self.pad, self.objective.leaves_one_out)
             if not self.objective.leaves_one_out:
@@ -196,9 +196,9 @@ class ScriptedRollouts(Objective):
             values = padded_batch(samples, self.pad, self.objective.leaves_one_out)
             if not self.objective.leaves_one_out:
                 values["num_items_in_batch"] = self.objective.num_items(ready) * parallel.world_size
-            made = RolloutBatch.of(parallel.to_device(values), ready, [len(sample.ids) for sample in samples])
-            self._prepared = [made]
-            yield made
+            batch = RolloutBatch.of(parallel.to_device(values), ready, [len(sample.ids) for sample in samples])
+            self._prepared = [batch]
+            yield batch
 
     def ready(self, batch: Batch) -> Batch:
         """The objective's micro-batch of a padded one: the prepared one, or a new one if a script has changed it."""
@@ -208,18 +208,22 @@ class ScriptedRollouts(Objective):
         if same is not None:
             return same.ready
         known, sizes = ({}, None) if of_step is None else (of_step.ready, of_step.sizes)
-        made = self.parallel.to_device(collated(self.objective.collate_samples, packed(samples_of(batch, sizes))))
-        loss, owner, count = self.objective.token_loss, made["owner"], len(made["items"])
+        known_batch = self.parallel.to_device(
+            collated(self.objective.collate_samples, packed(samples_of(batch, sizes)))
+        )
+        loss, owner, count = self.objective.token_loss, known_batch["owner"], len(known_batch["items"])
         if "old_logps" in batch:  # of RLOO: sums over completions, of which the loss sees nothing but the sums
-            mask = made["token_mask"].float()
+            mask = known_batch["token_mask"].float()
             lengths = mask.new_zeros(count).index_add(0, owner, mask).clamp(min=1)
-            made["old_logps"] = (batch["old_logps"].to(mask) / lengths)[owner] * mask
-        made["token_weights"] = loss.token_weights(made["token_mask"], owner, count)
+            known_batch["old_logps"] = (batch["old_logps"].to(mask) / lengths)[owner] * mask
+        known_batch["token_weights"] = loss.token_weights(known_batch["token_mask"], owner, count)
         if loss.has_bonus:
-            made["entropy_scale"] = known.get("entropy_scale", loss.num_items(made) / made["token_mask"].sum())
+            known_batch["entropy_scale"] = known.get(
+                "entropy_scale", loss.num_items(known_batch) / known_batch["token_mask"].sum()
+            )
         if (mask := known.get("entropy_mask")) is not None and len(mask) == len(owner):
-            made["entropy_mask"] = mask
-        return {**made, "metrics": known.get("metrics", {})}
+            known_batch["entropy_mask"] = mask
+        return {**known_batch, "metrics": known.get("metrics", {})}
 
     def num_items(self, batch: Batch) -> Tensor:
         if isinstance(batch, RolloutBatch):
@@ -251,8 +255,8 @@ def token_values_of(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-probabilities and entropies (S, T) of the last ``num_kept`` tokens of padded rows, from all logits; () the
     router's loss, if ``router``."""
-    asked = {"output_router_logits": True} if router else {}
-    output = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **asked)
+    router_arguments = {"output_router_logits": True} if router else {}
+    output = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **router_arguments)
     logits, targets = output.logits[:, -num_kept - 1 : -1], input_ids[:, -num_kept:]
     values = plain_token_logps(logits.flatten(0, 1), targets.flatten(), replace(rules, softcap=None))
     shape = targets.shape

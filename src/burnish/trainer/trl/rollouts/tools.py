@@ -243,10 +243,10 @@ class Environments:
         self.is_named = isinstance(factories, Mapping)
         self.factories: dict[Any, Callable[[], Any]] = dict(factories) if self.is_named else {None: factories}
         self.shared = list(tools)
-        self.pools: dict[Any, list[Any]] = {name: [self._made(name)] for name in self.factories}
+        self.pools: dict[Any, list[Any]] = {name: [self._create(name)] for name in self.factories}
         self.of_completions: list[Any] = []
 
-    def _made(self, name: Any) -> Any:
+    def _create(self, name: Any) -> Any:
         environment = self.factories[name]()
         if not callable(getattr(environment, "reset", None)):
             raise ValueError(
@@ -284,7 +284,7 @@ class Environments:
                 raise UserError(f'There is no environment "{name}". Known: {", ".join(map(str, self.pools))}.')
             place = used[name] = used.get(name, -1) + 1
             if place == len(self.pools[name]):
-                self.pools[name].append(self._made(name))
+                self.pools[name].append(self._create(name))
             environment = self.pools[name][place]
             self.of_completions.append(environment)
             with ending_forked_processes(f"{type(environment).__name__}.reset"):

@@ -181,14 +181,14 @@ class RolloutTrainer(OverridableTrainer):
 
     def _rewarding(
         self, functions: Sequence[RewardFunction], prompts: Sequence[Any], completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]], columns: Mapping[str, Sequence[Any]], **told: Any,
+        completion_ids: Sequence[Sequence[int]], columns: Mapping[str, Sequence[Any]], **request: Any,
     ) -> RewardTable:  # fmt: skip
         """Return the rewards of this rank's completions, using the method that a script may override."""
         inputs = [
             {"prompt": prompt, **{name: values[at] for name, values in columns.items()}}
             for at, prompt in enumerate(prompts)
         ]
-        self._log_request, self._logged_extra, self._logged_metrics = told, {}, {}
+        self._log_request, self._logged_extra, self._logged_metrics = request, {}, {}
         values = self._calculate_rewards(
             inputs, list(prompts), list(completions), [list(ids) for ids in completion_ids]
         )
@@ -227,7 +227,7 @@ class RolloutTrainer(OverridableTrainer):
         columns = {name: [record.get(name) for record in inputs] for name in names}
         table = compute_rewards(
             self.objective.functions, prompts, completions, completion_ids_list, columns,
-            given={"trainer_state": self.state, **self._environments_given()}, **self._log_request,
+            extra_arguments={"trainer_state": self.state, **self._environments_given()}, **self._log_request,
         )  # fmt: skip
         self._logged_extra, self._logged_metrics = table.extra, table.metrics
         return table.values
