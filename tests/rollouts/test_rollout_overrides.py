@@ -71,6 +71,8 @@ def test_constant_loss_override_is_reported(kind, folder, tmp_path):
     _, logs, evaluated = run(folder, tmp_path, Mine, gradient_accumulation_steps=1)
     assert [log["loss"] for log in logs] == [42, 42]
     assert evaluated["eval_loss"] == 42
+    assert all({"reward", "rewards/variety/mean", "completions/mean_length"} <= log.keys() for log in logs)
+    assert {"eval_reward", "eval_completions/mean_length"} <= evaluated.keys()
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
@@ -170,3 +172,27 @@ def test_router_loss_is_trained_with_and_without_override(kind, folder, tmp_path
     (usual, mine) = found.values()
     assert mine == [pytest.approx(each, rel=1e-2) for each in usual]
     assert all(loss > 0.9 * aux > 0 for aux, loss in usual)
+
+
+@pytest.mark.parametrize("options", [{}, {"beta": 0.1}], ids=["plain", "kl"])
+def test_copy_of_trl_loss_method_equals_trainer_loss(options, folder, tmp_path):
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    mine = type("Mine", (GRPOTrainer,), {"_compute_loss": trl.GRPOTrainer._compute_loss})
+    (_, logs, evaluated), (_, others, others_evaluated) = (
+        run(folder, tmp_path / kind.__name__, kind, gradient_accumulation_steps=1, **options)
+        for kind in (mine, GRPOTrainer)
+    )
+    for log, other in zip(logs, others, strict=True):
+        assert [log[n] for n in ("loss", "grad_norm", "reward")] == pytest.approx(
+            [other[n] for n in ("loss", "grad_norm", "reward")], rel=1e-5, abs=1e-6
+        )
+    assert evaluated["eval_reward"] == pytest.approx(others_evaluated["eval_reward"])
+
+
+@pytest.mark.parametrize(("threshold", "expected"), [(0.0, 5), (0.5, 3), (1.0, 1)])
+def test_high_entropy_mask_selects_tokens_above_quantile(threshold, expected, folder, tmp_path):
+    trainer = trainer_of(folder, GRPOTrainer, output_dir=str(tmp_path))
+    entropies, mask = torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 9.0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    found = trainer.get_high_entropy_mask(entropies, mask, threshold)
+    assert (found.dtype, int(found.sum()), bool(found[1, 2])) == (torch.bool, expected, False)
+    assert not trainer.get_high_entropy_mask(entropies, mask * 0, threshold).any()

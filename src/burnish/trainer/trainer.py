@@ -319,7 +319,7 @@ class TrainerLoop(Loop):
         with explain_index_errors(trainer.model, batch):
             if not trainer.loss_is_scripted:
                 return super().microstep(batch, num_items, is_last)
-            trainer._step = StepInProgress(num_items)
+            trainer._step = StepInProgress(num_items, trainer._sums_of(batch))
             items = None if trainer._items(batch, num_items) is None else num_items
             with self.parallel.microbatch(self.model, last=is_last):
                 value = accepting(trainer.training_step, "num_items_in_batch")(

@@ -29,7 +29,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from burnish.config.errors import UserError
 from burnish.kernels.probe import Capabilities
 from burnish.loop.loop import set_optimizer_mode
-from burnish.loop.types import IGNORE_INDEX, Batch, Loss, Sum
+from burnish.loop.types import IGNORE_INDEX, Batch, Loss, Metric, Sum
 from burnish.trainer import inspection
 from burnish.trainer.data.in_step import tensors_by_name
 from burnish.trainer.data.prefix_sharing import has_plain_loss, probe_prefix_sharing, shared_prefixes_of
@@ -170,6 +170,10 @@ class LossMethods(TrainerBase):
     def _num_items(self, inputs: Batch) -> Tensor:
         """() number of items of a micro-batch."""
         return num_items_of(inputs, inspection.loss_shifts_labels(self.model), self._parallel.device)
+
+    def _sums_of(self, batch: Batch) -> dict[str, Metric]:
+        """Metrics that a micro-batch has whatever a script's loss is, as in ``Loss.sums``."""
+        return {}
 
     def _items(self, inputs: Batch, num_items: Tensor) -> Tensor | None:
         """() ``num_items_in_batch``: at least 1, so that a micro-batch without labels adds 0 rather than 0/0."""

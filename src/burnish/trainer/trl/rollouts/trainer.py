@@ -23,11 +23,13 @@ from burnish.data.batches.loader import num_tokens
 from burnish.kernels.token_logps import LogpRules
 from burnish.loop.meter import Totals
 from burnish.loop.protocols import Objective
-from burnish.loop.types import Batch, Loss
+from burnish.loop.types import Batch, Loss, Metric
 from burnish.losses.reference import InitialWeights, MovingReference
+from burnish.losses.rollouts.loss import linear_quantile
 from burnish.models.load import context_length
 from burnish.parallel.single import set_seed
 from burnish.rollouts.completions import SlotSource
+from burnish.rollouts.numbers import as_metrics
 from burnish.rollouts.objective import LeaveOneOutObjective, RolloutObjective
 from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import RewardFunction, load_rewards
@@ -44,7 +46,7 @@ from burnish.trainer.trl.preferences.scripted import OverridableTrainer
 from burnish.trainer.trl.rollouts.config import GRPOConfig, RLOOConfig, RolloutConfig
 from burnish.trainer.trl.rollouts.prompts import PromptRows, PromptTemplate, blank_prompts, end_tokens, prompt_rows
 from burnish.trainer.trl.rollouts.rewards import reward_list
-from burnish.trainer.trl.rollouts.scripted import ScriptedRollouts, token_values_of
+from burnish.trainer.trl.rollouts.scripted import RolloutBatch, ScriptedRollouts, token_values_of
 from burnish.trainer.trl.rollouts.tables import CompletionTablesCallback
 from burnish.trainer.trl.rollouts.tools import (
     Environments,
@@ -364,6 +366,11 @@ class RolloutTrainer(OverridableTrainer):
             return self.objective.num_items(inputs)
         return inputs["items"].sum() if "items" in inputs else self._scripted.num_items(inputs)
 
+    def _sums_of(self, batch: Batch) -> dict[str, Metric]:
+        """Rewards and lengths of a generation, with its first micro-batch."""
+        metrics = batch.ready["metrics"] if isinstance(batch, RolloutBatch) else {}
+        return as_metrics(metrics, self._parallel.device)
+
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -421,7 +428,7 @@ class RolloutTrainer(OverridableTrainer):
     def _loss_for_evaluation(self, module: nn.Module, batch: Batch) -> Loss:
         if not self._is_scripted:
             return self.objective.loss(module, batch)
-        self._step = StepInProgress()
+        self._step = StepInProgress(sums=self._sums_of(batch))
         value = self.prediction_step(module, batch, prediction_loss_only=True)[0]
         return Loss(value * self._num_items(batch), self._step.sums)
 
@@ -444,6 +451,28 @@ class GRPOTrainer(RolloutTrainer):
     off_policy_mask_threshold = argument(GRPOConfig, lambda args: args.off_policy_mask_threshold)
     scale_rewards = argument(GRPOConfig, lambda args: args.scale_rewards)
     top_entropy_quantile = argument(GRPOConfig, lambda args: args.top_entropy_quantile)
+    entropy_coef = argument(GRPOConfig, lambda args: args.entropy_coef)
+    use_adaptive_entropy = argument(GRPOConfig, lambda args: args.use_adaptive_entropy)
+    use_vllm = vllm_importance_sampling_correction = False
+    """Read by a script's copy of TRL's ``_compute_loss``: completions are always those of the trained model."""
+
+    @property
+    def _entropy_bonus_enabled(self) -> bool:
+        return self.objective.token_loss.has_bonus
+
+    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        """Return (S, T) bool, true for the tokens of ``mask`` (S, T) whose entropy is at least the quantile
+        ``threshold`` of all ranks' tokens. For a script's copy of TRL's ``_compute_loss``.
+
+        Args:
+            entropies: (S, T) in nats. threshold: in [0, 1].
+        """
+        own = entropies[mask.bool()].float()
+        every = self.accelerator.gather(self.accelerator.pad_across_processes(own, dim=0, pad_index=-1))
+        every = every[every >= 0]  # an entropy is never negative; padding is
+        least = linear_quantile(every, threshold) if len(every) else 0.0
+        is_high: Tensor = (entropies >= least) & mask.bool()
+        return is_high
 
     @property
     def loss_is_scaled_for_ga(self) -> bool:  # type: ignore[override]
