@@ -153,10 +153,10 @@ def _called(factory: Callable[..., Any], name: str, arguments: dict[str, Any]) -
         known = list(signature.parameters)
         what = f'{name} has no argument "{unknown[0]}".{did_you_mean(unknown[0], known)}'
         raise UserError(what, remedy=f"Known: {', '.join(known)}.", option="reward_funcs")
-    function = factory(**arguments)
-    if not callable(function):
-        raise UserError(f"{name} returned no function. Received: {function!r}.", option="reward_funcs")
-    function: Callable[..., Any] = function
+    result = factory(**arguments)
+    if not callable(result):
+        raise UserError(f"{name} returned no function. Received: {result!r}.", option="reward_funcs")
+    function: Callable[..., Any] = result
     return function
 
 
