@@ -40,7 +40,11 @@ def test_chinese_help_keeps_option_names_of_english_help(fields) -> None:
         assert named <= set(re.findall(r"[a-z0-9]+(?:_[a-z0-9]+)+", known[field["name"]]["help"])), field["name"]
 
 
-def test_english_fields_are_unchanged(fields) -> None:
-    assert in_language(fields, "en") == fields
-    rank = next(one for one in in_language(fields, "zh") if one["name"] == "lora_rank")
-    assert rank["help"] == "LoRA 的秩。"
+def test_english_help_is_unchanged_and_first_fields_have_labels_and_short_help(fields) -> None:
+    for field, one in zip(fields, in_language(fields, "en"), strict=True):
+        assert {**one, **field} == one
+    by_name = {language: {one["name"]: one for one in in_language(fields, language)} for language in ("en", "zh")}
+    assert set(option_words("en")["short"]) == set(option_words("zh")["short"]) <= set(option_words("en")["labels"])
+    assert set(option_words("en")["labels"]) <= set(by_name["en"])
+    assert (by_name["en"]["lora_rank"]["label"], by_name["zh"]["lora_rank"]["label"]) == ("LoRA rank", "LoRA 秩")
+    assert by_name["zh"]["lora_rank"]["help"] == "LoRA 的秩。"

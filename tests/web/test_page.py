@@ -126,12 +126,15 @@ def test_every_response_has_the_strict_csp_and_no_inline_script_or_style(page) -
         _, headers, text = page.send("GET", path)
         policy = headers["content-security-policy"]
         assert "default-src 'none'" in policy
+        assert "frame-ancestors 'none'" in policy
         assert "unsafe" not in policy
-        assert "require-trusted-types-for 'script'" in policy
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["cache-control"] == "no-store"
         if not headers["content-type"].startswith("text/html"):
             continue
+        assert "require-trusted-types-for 'script'" in policy
+        assert headers["cross-origin-opener-policy"] == "same-origin"
+        assert headers["referrer-policy"] == ("same-origin" if path == "/sign-in" else "no-referrer")
         found = _Attributes()
         found.feed(text)
         assert not [name for name, _ in found.all if name == "style" or name.startswith("on")], path

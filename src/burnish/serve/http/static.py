@@ -7,7 +7,7 @@ modules can import each other by name.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from starlette.requests import Request
@@ -20,11 +20,20 @@ _KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml",
 
 
 class MemoryFiles:
-    """The files of some folders, by name. Subfolders are not included."""
+    """The files of some folders, by name. Subfolders are not included.
 
-    def __init__(self, folders: Sequence[Path]) -> None:
+    Args:
+        folders: what is served.
+        joined: further names, each for several of the files in one, in this order. They compress better and need one
+            response.
+    """
+
+    def __init__(self, folders: Sequence[Path], joined: Mapping[str, Sequence[str]]) -> None:
         paths = [path for folder in folders for path in sorted(folder.iterdir()) if path.suffix in _KINDS]
         self.files = {path.name: (path.read_bytes(), _KINDS[path.suffix]) for path in paths}
+        for name, parts in joined.items():
+            assert name not in self.files, f"the name {name} is taken"
+            self.files[name] = (b"\n".join(self.files[part][0] for part in parts), _KINDS[Path(name).suffix])
         content = b"".join(hashlib.sha256(name.encode() + body).digest() for name, (body, _) in self.files.items())
         self.version = hashlib.sha256(content).hexdigest()[:12]
 

@@ -42,19 +42,36 @@ from burnish.serve.page.words import FOLDER as WORDS
 from burnish.serve.page.words import LANGUAGES, page_words, requested_language, translator
 
 HERE = Path(__file__).parent
+SHEETS: Mapping[str, tuple[str, ...]] = {
+    "common": ("tokens", "base", "frame", "parts", "layers"),
+    "chat": ("chat", "images", "answers"),
+    "compare": ("uPlot.min", "charts", "compare"),
+    "evaluate": ("jobs", "images"),
+    "export": ("jobs",),
+    "new": ("charts", "new", "picker", "images"),
+    "run": ("uPlot.min", "charts", "run", "images"),
+    "runs": ("runs",),
+    "settings": ("runs",),
+}
+"""The style sheets of every page, and those of some pages; each row is one response, ``sheets-NAME.css``."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
 HEADERS = {
-    "content-security-policy": POLICY,
+    "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
+"""Headers of every response that does not set its own."""
+DOCUMENT_HEADERS = {
+    "content-security-policy": POLICY,
+    "cross-origin-opener-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+}
+"""Headers of documents. They weigh more than most scripts, for which they mean nothing."""
 
 
 def application(site: Site, sessions: Sessions) -> ASGIApp:
@@ -75,7 +92,8 @@ class Pages:
 
     def __init__(self, site: Site, sessions: Sessions) -> None:
         self.site, self.sessions = site, sessions
-        self.static = MemoryFiles([HERE / "static", HERE / "bundled", WORDS])
+        joined = {f"sheets-{page}.css": [f"{sheet}.css" for sheet in sheets] for page, sheets in SHEETS.items()}
+        self.static = MemoryFiles([HERE / "static", HERE / "bundled", WORDS], joined)
         self.templates = Environment(
             loader=FileSystemLoader(HERE / "pages"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
             lstrip_blocks=True,
@@ -139,7 +157,7 @@ class Pages:
             warnings=[warning.text(language) for warning in warnings_of(run, columns)],
         )  # fmt: skip
         name = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in run.name)
-        headers = {"content-disposition": f'attachment; filename="{name}.html"'}
+        headers = {**DOCUMENT_HEADERS, "content-disposition": f'attachment; filename="{name}.html"'}
         return HTMLResponse(without_secrets(text).encode("utf-8", "replace"), headers=headers)
 
     async def new(self, request: Request) -> Response:
@@ -206,10 +224,10 @@ class Pages:
         text = self.templates.get_template(f"{name}.html").render(
             t=translator(language), language=language, languages=LANGUAGES, up=up, page=name,
             theme=theme if theme in ("dark", "light") else "", has_key=self.sessions.key is not None,
-            static=lambda file: up + self.static.address(file), **values,
+            static=lambda file: up + self.static.address(file), sheets=SHEETS.keys() & {"common", name}, **values,
         )  # fmt: skip
         # Without script the form is sent with the Origin "null" where there is to be no referrer at all.
-        headers = {"referrer-policy": "same-origin"} if name == "sign-in" else None
+        headers = {**DOCUMENT_HEADERS, **({"referrer-policy": "same-origin"} if name == "sign-in" else {})}
         return HTMLResponse(without_secrets(text).encode("utf-8", "replace"), status, headers)
 
 

@@ -29,6 +29,8 @@ from burnish.serve.page.words import in_language, option_words, requested_langua
 from burnish.utils.json_files import read_object
 
 MOST_PRESETS = 200
+SHOWN = ("name", "group", "control", "default", "choices", "unit", "help", "short", "label", "aliases", "ignored")
+"""What the page shows of an option. The planner tells more, which the checks of values need."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -60,9 +62,10 @@ class Form:
             for one in fields
             if (one["is_secret"] or (one["risky"] and not one["harmless"])) and one["name"] not in allowed
         }
+        shown = [{part: field[part] for part in SHOWN if part in field} for field in fields]
         boxes = {name: list(options) for name, options in BOXES.items()}
         return ShownJson(
-            {"groups": form["groups"], "titles": words["groups"], "fields": fields, "boxes": boxes, "risky": risky,
+            {"groups": form["groups"], "titles": words["groups"], "fields": shown, "boxes": boxes, "risky": risky,
              "depends": {name: [on, list(values)] for name, (on, values) in DEPENDS.items()}, "presets": PRESETS,
              "own_presets": await asyncio.to_thread(self._presets)}
         )  # fmt: skip

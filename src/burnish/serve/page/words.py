@@ -22,20 +22,22 @@ def page_words(language: str) -> Mapping[str, str]:
 
 @cache
 def option_words(language: str) -> Mapping[str, Mapping[str, Any]]:
-    """Labels and help of the options, titles of their groups, units and reasons; empty for the language of the code."""
-    file = FOLDER / f"options.{language}.json"
-    found: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return {part: found.get(part, {}) for part in ("groups", "units", "reasons", "options")}
+    """Words on the options: labels and the short help of the first fields; in a language other than English also help,
+    titles of groups, units and reasons."""
+    found: dict[str, dict[str, Any]] = json.loads((FOLDER / f"options.{language}.json").read_text(encoding="utf-8"))
+    return {part: found.get(part, {}) for part in ("groups", "units", "reasons", "options", "labels", "short")}
 
 
 def in_language(fields: Iterable[Mapping[str, Any]], language: str) -> list[dict[str, Any]]:
-    """Fields of a form with the translated label, help, unit and reasons."""
+    """Fields of a form with their label and short help, and with the translated help, unit and reasons."""
     words = option_words(language)
     parts = (("unit", words["units"]), ("ignored", words["reasons"]), ("risky", words["reasons"]))
+    single = (("label", words["labels"]), ("short", words["short"]))
     return [
         {
             **field,
             **words["options"].get(field["name"], {}),
+            **{part: known[field["name"]] for part, known in single if field["name"] in known},
             **{part: known.get(field[part], field[part]) for part, known in parts},
         }
         for field in fields

@@ -2,13 +2,13 @@
 // Fields of a form from the options' declarations: a label for people, the key beside it, a control by type.
 import { el } from "./dom.js";
 import { humanized } from "./format.js";
-import { language, maybe, t } from "./words.js";
+import { language, t } from "./words.js";
 
 /** @typedef {Record<string, any>} Field */
 const NEEDED = new Set(["model_name_or_path", "dataset", "output_dir"]);
 
 /** @param {Field} field */
-export const labelOf = (field) => maybe(`label_${field.name}`) ?? field.label ?? humanized(field.name);
+export const labelOf = (field) => field.label ?? humanized(field.name);
 /** A value as text of a control. @param {any} value */
 export function textOf(value) {
   if (value === undefined || value === null) return "";
@@ -26,12 +26,9 @@ function control(field, id, isOff) {
   if (field.control === "switch" || field.control === "choice") {
     const choices = field.control === "switch" ? ["true", "false"] : field.choices;
     const name = (/** @type {string} */ choice) =>
-      maybe(`choice_${field.name}_${choice}`) ??
-      (field.control === "switch" ? t(choice === "true" ? "on" : "off") : choice);
+      field.control === "switch" ? t(choice === "true" ? "on" : "off") : choice;
     const shown =
-      field.control === "switch" && typeof field.default === "boolean"
-        ? t(field.default ? "on" : "off")
-        : (maybe(`choice_${field.name}_${usual}`) ?? usual);
+      field.control === "switch" && typeof field.default === "boolean" ? t(field.default ? "on" : "off") : usual;
     return el(
       "select",
       common,
@@ -63,7 +60,7 @@ function control(field, id, isOff) {
 /** @param {Field} field @param {{risk?: string, browse?: () => void}} how */
 export function fieldOf(field, { risk, browse } = {}) {
   const id = `box-${field.name}`,
-    help = maybe(`help_${field.name}`);
+    help = field.short;
   const hint = risk
     ? t("not_from_page", { why: risk })
     : (help ?? `${field.help}${field.unit ? ` (${field.unit})` : ""}${field.ignored ? ` ${field.ignored}` : ""}`);

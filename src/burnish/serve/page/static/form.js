@@ -1,10 +1,9 @@
 // @ts-check
 // A new run: fields from the options' declarations, and what will happen, checked as it is changed.
+import { Columns } from "./columns.js";
 import { $, $$, confirmed, copy, el, say, tabs } from "./dom.js";
 import { fieldOf, textOf } from "./fields.js";
-import { Columns } from "./mapping.js";
 import { Failed, api, events, get, send, up } from "./net.js";
-import { dataItem, modelItem, pick } from "./picker.js";
 import { Examples, detailNodes, noteNodes, planLine, planNodes } from "./plan.js";
 import { presets } from "./presets.js";
 import { Topics } from "./topics.js";
@@ -26,27 +25,28 @@ let answer = {},
   /** @type {any[]} */
   problems = [],
   hasTried = false;
-const [found, lists] = await Promise.all([get("api/form"), Promise.all([get("api/models"), get("api/datasets")])]);
+const [found, ...lists] = await Promise.all([get("api/form"), get("api/models"), get("api/datasets")]);
 /** @type {Record<string, any>} */
 const declared = Object.fromEntries(found.fields.map((/** @type {any} */ field) => [field.name, field]));
 $("#loading").remove();
 
 // --- fields -----------------------------------------------------------------------------------------------------------
 
-/** @type {Record<string, () => void>} */
+const pick = async (/** @type {any} */ options) => (await import("./picker.js")).pick(options);
+/** @type {Record<string, () => Promise<void>>} */
 const BROWSE = {
   model_name_or_path: () =>
     pick({
       kind: "model",
-      items: lists[0].models.filter((/** @type {any} */ one) => one.kind === "model").map(modelItem),
-      chosen: (value) => change({ model_name_or_path: value.hub ? value.name : value }),
+      found: lists[0].models.filter((/** @type {any} */ one) => one.kind === "model"),
+      chosen: (/** @type {any} */ value) => change({ model_name_or_path: value.hub ? value.name : value }),
     }),
   dataset: () =>
     pick({
       kind: "dataset",
-      items: lists[1].datasets.map(dataItem),
+      found: lists[1].datasets,
       chosen: chooseData,
-      uploaded: async (file) => {
+      uploaded: async (/** @type {string} */ file) => {
         lists[1] = await get("api/datasets");
         change({ dataset: file });
       },

@@ -2,7 +2,7 @@
 // Which column of a file is which, where dataset_info.json has no entry of it.
 import { $, el, say } from "./dom.js";
 import { visible } from "./format.js";
-import { Failed, get, send } from "./net.js";
+import { Failed, send } from "./net.js";
 import { t } from "./words.js";
 
 /**
@@ -10,7 +10,7 @@ import { t } from "./words.js";
  * @param {string} file @param {any} found of api/datasets/columns @param {Map<string, any>} values
  * @param {(values: Record<string, any>) => void} tell @param {(kept: {name: string, folder: string}) => Promise<void>} kept
  */
-function mapping(file, { columns, formats, known, proposed }, values, tell, kept) {
+export function mapping(file, { columns, formats, known, proposed }, values, tell, kept) {
   const parts = el("div", { class: "grid" });
   /** @type {Record<string, string>} */
   const chosen = typeof values.get("columns") === "object" ? { ...values.get("columns") } : {};
@@ -106,29 +106,4 @@ function mapping(file, { columns, formats, known, proposed }, values, tell, kept
       ),
     ),
   );
-}
-
-/** The mapping below the field of the data set, for a file that has no entry. */
-export class Columns {
-  /** @param {(values: Record<string, any>) => void} change @param {() => Promise<void>} described */
-  constructor(change, described) {
-    this.change = change;
-    this.described = described;
-    this.file = "";
-  }
-  /** @param {Map<string, any>} values @param {any[]} datasets */
-  async ask(values, datasets) {
-    const file = String(values.get("dataset") ?? "").trim();
-    if (file === this.file) return;
-    this.file = file;
-    $("#columns")?.remove();
-    if (!/\.\w+$/.test(file) || datasets.some((one) => one.name === file && one.folder)) return;
-    const found = await get(`api/datasets/columns?file=${encodeURIComponent(file)}`).catch(() => null);
-    if (!found || file !== this.file) return;
-    const kept = async (/** @type {{name: string, folder: string}} */ one) => {
-      await this.described();
-      this.change({ dataset: one.name, dataset_dir: one.folder, formatting: "", columns: "" });
-    };
-    $("#essentials [data-option=dataset]").after(mapping(file, found, values, this.change, kept));
-  }
 }

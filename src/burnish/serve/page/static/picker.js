@@ -40,10 +40,11 @@ export function preview({ columns }) {
   );
 }
 /**
- * A dialog to choose from.
- * @param {{kind: "model" | "dataset", items: {name: string, detail: string, file?: string, value: any}[], chosen: (value: any) => void, uploaded?: (file: string) => void}} options
+ * A dialog to choose from what api/models or api/datasets found.
+ * @param {{kind: "model" | "dataset", found: any[], chosen: (value: any) => void, uploaded?: (file: string) => void}} options
  */
-export function pick({ kind, items, chosen, uploaded }) {
+export function pick({ kind, found, chosen, uploaded }) {
+  const items = found.map(kind === "model" ? modelItem : dataItem);
   const title = t(`pick_${kind}`),
     done = (/** @type {any} */ value) => {
       dialog.close();
@@ -212,13 +213,13 @@ function uploadPanel(done) {
   return el("div", { class: "stack" }, el("label", { for: "upload" }, t("upload_hint")), input, bar, said);
 }
 /** @param {any} one of api/models */
-export const modelItem = (one) => ({
+const modelItem = (one) => ({
   name: one.path,
   detail: [one.type, one.bytes ? bytes(one.bytes) : "", t(`kind_of_${one.kind}`)].filter(Boolean).join(" · "),
   value: one.path,
 });
 /** @param {any} one of api/datasets */
-export const dataItem = (one) => ({
+const dataItem = (one) => ({
   name: one.name,
   detail: [one.folder === "." ? "" : one.folder, one.bytes ? bytes(one.bytes) : ""].filter(Boolean).join(" · "),
   file: one.file,

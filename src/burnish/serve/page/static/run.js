@@ -6,7 +6,6 @@ import { across, csv, groups, joined, numbers, pairs, rates } from "./curves.js"
 import { $, $$, confirmed, download, el, say, tabs } from "./dom.js";
 import { bytes, duration, short } from "./format.js";
 import { Failed, api, follow, get, up } from "./net.js";
-import { showCompletions } from "./completions.js";
 import { LiveLog, eventLine, fillPanels, fillPredictions, panel } from "./panels.js";
 import { language, maybe, ready, t } from "./words.js";
 
@@ -182,7 +181,8 @@ function show(run) {
 
 tabs($$("[role=tab]"), (tab) => {
   if (tab.id === "tab-log") void log.fill();
-  else if (tab.id === "tab-completions") void showCompletions(panel("completions"), id);
+  else if (tab.id === "tab-completions")
+    void import("./completions.js").then((module) => module.showCompletions(panel("completions"), id));
   else void get(`api/runs/${id}`).then(fill);
   following?.again();
 });
