@@ -117,9 +117,9 @@ def test_form_to_trained_model_survives_a_killed_server(visitor, server) -> None
         page.click("#stop")
         wait_for(lambda: state(page) in ("stopped", "done"))
     if state(page) == "stopped":
-        page.click("#again")
+        page.click("#resume")
     wait_for(lambda: state(page) == "done", 240)
-    assert "step 60 of 60" in page.inner_text("#where")
+    assert "step 60 of 60" in page.inner_text("#progress-text")
     log = (server.root / "saves/first/trainer_log.jsonl").read_text().splitlines()
     steps = [json.loads(line)["current_steps"] for line in log if '"loss"' in line]
     assert steps == sorted(set(steps))

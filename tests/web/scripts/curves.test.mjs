@@ -2,7 +2,9 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 const at = (name) => new URL(`../../../src/burnish/serve/page/static/${name}`, import.meta.url);
-const { WHOLE, csv, groups, joined, pairs, rangeOf, rates, smoothed } = await import(at("curves.js"));
+const { WHOLE, csv, groups, concatenated, definedPoints, rangeOf, tokenRates, smoothed } = await import(
+  at("curves.js")
+);
 
 test("noise on a level curve takes a small part of the axis", () => {
   const [low, high] = rangeOf([2.0, 2.01, 1.99, 2.0]);
@@ -32,8 +34,8 @@ test("the rate is that of the interval, not of the whole run", () => {
     time: [10, 11, 12],
     tokens_per_s: [10, 50, 80],
   };
-  assert.deepEqual(rates(columns), [10, 100, 300]);
-  assert.deepEqual(rates({ step: [1], tokens_per_s: [7] }), [7]);
+  assert.deepEqual(tokenRates(columns), [10, 100, 300]);
+  assert.deepEqual(tokenRates({ step: [1], tokens_per_s: [7] }), [7]);
 });
 test("the time of an evaluation is no time of training", () => {
   const columns = {
@@ -44,18 +46,18 @@ test("the time of an evaluation is no time of training", () => {
     time: [0, 9, 10],
     tokens_per_s: [50, null, 20],
   };
-  assert.deepEqual(rates(columns), [50, null, 100]);
+  assert.deepEqual(tokenRates(columns), [50, null, 100]);
 });
 test("a smoothed curve begins at its first value and leaves out what is no number", () => {
   assert.deepEqual(smoothed([4, "NaN", 4], 0.9), [4, null, 4]);
 });
 test("pieces of a log are joined, with gaps where a column is new", () => {
-  assert.deepEqual(joined({ step: [1], loss: [2] }, { step: [2], kl: [3] }), {
+  assert.deepEqual(concatenated({ step: [1], loss: [2] }, { step: [2], kl: [3] }), {
     step: [1, 2],
     loss: [2, null],
     kl: [null, 3],
   });
-  assert.deepEqual(pairs([1, 2, 3], [5, null, 7]), { x: [1, 3], y: [5, 7] });
+  assert.deepEqual(definedPoints([1, 2, 3], [5, null, 7]), { x: [1, 3], y: [5, 7] });
   assert.equal(csv({ step: [1], loss: [null] }), "step,loss\n1,");
 });
 test("a run of rollouts shows its reward first, others their loss, and no column twice", () => {
@@ -80,9 +82,11 @@ test("a run of rollouts shows its reward first, others their loss, and no column
     "rewards/chosen": [1],
     "rewards/rejected": [0],
     "rewards/margins": [1],
+    "logps/chosen": [-1],
+    "logps/rejected": [-2],
   });
   assert.deepEqual(
     preferences.map((one) => one.name),
-    ["loss", "chosen_rejected", "margins"],
+    ["loss", "chosen_rejected", "margins", "logps"],
   );
 });

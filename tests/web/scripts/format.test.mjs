@@ -1,14 +1,20 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-const { ago, bytes, duration, given, humanized, plain, short, visible } = await import(
+const { ago, axisLabels, bytes, duration, optionsOf, humanized, plain, short, visible } = await import(
   new URL("../../../src/burnish/serve/page/static/format.js", import.meta.url)
 );
 
+test("labels of an axis have one notation", () => {
+  assert.deepEqual(axisLabels([0, 0.0005, 0.001]), ["0", "5e-4", "1e-3"]);
+  assert.deepEqual(axisLabels([0, 0.01, null]), ["0", "0.01", ""]);
+  assert.deepEqual(axisLabels([0, 1000, 2000]), ["0", "1K", "2K"]);
+});
 test("figures are as short as a person reads them", () => {
   assert.equal(short(0.00005), "5e-5");
   assert.equal(short(1.23456), "1.235");
-  assert.equal(short(123456), "123.5K");
+  assert.equal(short(123456), "123K");
+  assert.equal(short(2027), "2.03K");
   assert.equal(short(null), "–");
   assert.equal(short("NaN"), "NaN");
   assert.equal(bytes(5.9e9), "5.9 GB");
@@ -20,7 +26,7 @@ test("what cannot be seen is shown, and what a terminal would obey is left out",
   assert.equal(plain("10%\r\u001b[31m20%\u001b[0m"), "20%");
 });
 test("options are read from a run's YAML", () => {
-  assert.deepEqual(given('# by\nlearning_rate: 0.0001  # run.yaml\noutput_dir: "saves/a"\n'), {
+  assert.deepEqual(optionsOf('# by\nlearning_rate: 0.0001  # run.yaml\noutput_dir: "saves/a"\n'), {
     learning_rate: "0.0001",
     output_dir: "saves/a",
   });

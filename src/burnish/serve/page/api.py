@@ -121,7 +121,7 @@ class Api:
             **self.site.facts([run])[0],
             "outcome": run.outcome,
             "launch": {name: run.launch.get(name) for name in ("argv", "host", "user", "time", "burnish", "devices")},
-            "given": run_yaml_text(run.folder),
+            "yaml": run_yaml_text(run.folder),
             "checkpoints": checkpoints(run.folder),
             "events": tail_lines(run.folder / EVENTS)[-200:],
             "files": _files(run.folder),

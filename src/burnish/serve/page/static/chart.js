@@ -1,9 +1,9 @@
 // @ts-check
 // Curves: uPlot (bundled) with one cursor and one zoom through all, values at the cursor, PNG and CSV in a menu.
-import { WHOLE, csv, odd, rangeOf } from "./curves.js";
+import { WHOLE, csv, countNonFinite, rangeOf } from "./curves.js";
 import { $, download, el, menu } from "./dom.js";
-import { bytes, duration, short } from "./format.js";
-import { COLORS, linesOf, near, resolved } from "./lines.js";
+import { axisLabels, bytes, duration, short } from "./format.js";
+import { COLORS, linesOfCurve, valueNear, themeColor } from "./lines.js";
 import { language, t } from "./words.js";
 
 /** @typedef {{label: string, x: any[], y: any[], smoothing?: number, points?: boolean, color?: number}} Curve */
@@ -54,7 +54,7 @@ export class Chart {
   }
   /** All curves are laid over one sorted x. @param {Curve[]} curves @param {{log?: boolean, zero?: boolean, clip?: boolean, time?: boolean}} how */
   draw(curves, { log = false, zero = false, clip = false, time = false } = {}) {
-    const lines = curves.flatMap((curve, index) => linesOf(curve, curve.color ?? index));
+    const lines = curves.flatMap((curve, index) => linesOfCurve(curve, curve.color ?? index));
     const xs = [...new Set(lines.flatMap((line) => line.x))].filter((x) => x !== null).sort((a, b) => a - b);
     const at = new Map(xs.map((x, place) => [x, place]));
     const data = [
@@ -72,10 +72,10 @@ export class Chart {
     const kept = this.plot?.scales.x,
       zoomed = this.isZoomed && kept ? [kept.min, kept.max] : null;
     this.lines = lines;
-    this.missing = curves.reduce((sum, curve) => sum + odd(curve.y), 0);
+    this.missing = curves.reduce((sum, curve) => sum + countNonFinite(curve.y), 0);
     this.plot?.destroy();
-    const ink = resolved("dim"),
-      grid = { stroke: resolved("line"), width: 1 },
+    const ink = themeColor("muted"),
+      grid = { stroke: themeColor("border"), width: 1 },
       font = "11px Inter, system-ui, sans-serif";
     const range = rangeOf(data.slice(1).flat(), { zero, clip });
     this.shown = this.options.unit === "bytes" ? bytes : (/** @type {any} */ value) => short(value, language);
@@ -110,7 +110,9 @@ export class Chart {
             size: 54,
             font,
             values: (/** @type {any} */ _, /** @type {any[]} */ ticks) =>
-              ticks.map((tick) => (tick === null ? "" : this.shown?.(tick))),
+              this.options.unit === "bytes"
+                ? ticks.map((tick) => (tick === null ? "" : bytes(tick)))
+                : axisLabels(ticks, language),
           },
         ],
         series: [
@@ -158,7 +160,7 @@ export class Chart {
         line,
         place === null || place === undefined
           ? line.y.findLast((/** @type {any} */ v) => v !== null)
-          : near(plot.data[index + 1], place),
+          : valueNear(plot.data[index + 1], place),
       ])
       .filter(([line]) => line.label);
     this.key.replaceChildren(
@@ -166,7 +168,7 @@ export class Chart {
         el(
           "span",
           { class: "entry" },
-          el("span", { class: `swatch ink-c${line.color % COLORS}${line.dots.show && !line.width ? " dot" : ""}` }),
+          el("span", { class: `swatch color-c${line.color % COLORS}${line.dots.show && !line.width ? " dot" : ""}` }),
           line.label,
           " ",
           el("b", {}, value === undefined || value === null ? "–" : this.shown?.(value)),
@@ -190,9 +192,9 @@ export class Chart {
     const room = 40,
       whole = Object.assign(document.createElement("canvas"), { width: drawn.width, height: drawn.height + room });
     const pen = /** @type {CanvasRenderingContext2D} */ (whole.getContext("2d"));
-    pen.fillStyle = resolved("paper");
+    pen.fillStyle = themeColor("surface");
     pen.fillRect(0, 0, whole.width, whole.height);
-    pen.fillStyle = resolved("ink");
+    pen.fillStyle = themeColor("text");
     pen.font = "600 16px Inter, sans-serif";
     pen.fillText(this.title, 12, 26);
     pen.drawImage(drawn, 0, room);

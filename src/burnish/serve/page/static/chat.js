@@ -1,6 +1,6 @@
 // @ts-check
 // A conversation with one model, or with two side by side: one question, and each answer as it comes.
-import { $, $$, copy, download, say } from "./dom.js";
+import { $, $$, copy, download, notify } from "./dom.js";
 import { Engines } from "./engines.js";
 import { short, visible } from "./format.js";
 import { history } from "./history.js";
@@ -34,7 +34,7 @@ function settle() {
 const isNearEnd = () => scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 80;
 const toEnd = () => scroll.scrollTo(0, scroll.scrollHeight);
 function show() {
-  for (const side of [0, 1, "given"]) $(`.side[data-side="${side}"]`).replaceChildren();
+  for (const side of [0, 1, "reference"]) $(`.side[data-side="${side}"]`).replaceChildren();
   for (const turn of turns) showTurn(turn);
   settle();
   toEnd();
@@ -48,10 +48,10 @@ function showTurn(turn) {
     });
     for (const one of chain(turn.answers[side])) finish(turnNode("assistant", side, name(side)), one, side, turn);
   }
-  $('.side[data-side="given"]').hidden = !turns.some((one) => one.given);
-  if (!turn.given) return;
-  const node = turnNode("assistant", "given", t("reference_response"));
-  node.text.replaceChildren(...nodes(turn.given));
+  $('.side[data-side="reference"]').hidden = !turns.some((one) => one.reference);
+  if (!turn.reference) return;
+  const node = turnNode("assistant", "reference", t("reference_response"));
+  node.text.replaceChildren(...nodes(turn.reference));
   node.figures.textContent = visible(turn.place);
 }
 /** An answer that is whole, with what can be done with it. @param {any} node @param {any} one @param {number} side @param {any} turn */
@@ -70,7 +70,7 @@ async function answer(side, turn, seed) {
     last = chain(turn.answers[side]).at(-1),
     offered = tools(),
     stop = new AbortController();
-  const one = /** @type {any} */ ({ text: "", thought: "", calls: [], pieces: [] });
+  const one = /** @type {any} */ ({ text: "", reasoning: "", calls: [], pieces: [] });
   const node = turnNode("assistant", side, name(side));
   if (last) last.next = one;
   else turn.answers[side] = one;
@@ -90,7 +90,7 @@ async function answer(side, turn, seed) {
       ...(offered.length ? { tools: offered } : {}),
     };
     for await (const tokens of answers(engines.running[side].id, body, one, stop.signal)) {
-      if (!firstMs && (one.text || one.thought)) firstMs = performance.now() - began;
+      if (!firstMs && (one.text || one.reasoning)) firstMs = performance.now() - began;
       count = tokens;
       const follows = isNearEnd();
       fill(node, one);
@@ -107,13 +107,13 @@ async function answer(side, turn, seed) {
   }
   finish(node, one, side, turn);
 }
-/** A result was given: shown, and answered once no call of this side waits any more. @param {number} side @param {any} turn */
+/** A result was entered: shown, and answered once no call of this side waits any more. @param {number} side @param {any} turn */
 async function goOn(side, turn) {
   show();
   keep();
   if (waits(turn.answers[side])) return;
   if (!engines.isReady(side)) {
-    say(t("no_engine"));
+    notify(t("no_engine"));
     return;
   }
   await during([side], turn);
@@ -124,7 +124,7 @@ async function begin(turn) {
   show();
   const sides = [0, 1].filter((side) => engines.isReady(side));
   if (!sides.length) {
-    say(t("no_engine"));
+    notify(t("no_engine"));
     return;
   }
   await during(sides, turn);
@@ -138,7 +138,7 @@ async function during(sides, turn) {
     await Promise.all(sides.map((side) => answer(side, turn, seed)));
   } catch (failed) {
     if (!(failed instanceof SyntaxError)) throw failed;
-    say(t("tools_wrong"));
+    notify(t("tools_wrong"));
   }
   busy(false);
   settle();
@@ -170,12 +170,12 @@ async function open(id = `chat-${Date.now().toString(36)}`, isKept = false) {
   show();
   return kept;
 }
-$("#say").addEventListener("submit", (/** @type {Event} */ event) => {
+$("#composer").addEventListener("submit", (/** @type {Event} */ event) => {
   event.preventDefault();
   const text = $("#message").value;
   if ((!text.trim() && !attached.images.length) || $("#send").hidden) return;
   if (turns.some((turn) => turn.answers.some(waits))) {
-    say(t("call_waiting"));
+    notify(t("call_waiting"));
     $(".result-form textarea")?.focus();
     return;
   }
@@ -185,7 +185,7 @@ $("#say").addEventListener("submit", (/** @type {Event} */ event) => {
 $("#message").addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
-    $("#say").requestSubmit();
+    $("#composer").requestSubmit();
   }
 });
 $("#stop-response").addEventListener("click", () => answering.forEach((stop) => stop.abort()));
@@ -205,7 +205,7 @@ $("#unload").addEventListener("click", async () => {
 $("#held-out").addEventListener("click", async () => {
   const run = engines.chosen.map((value) => value?.split("/")[0]).find((value) => /^[0-9a-f]{12}$/.test(value ?? ""));
   if (!run) {
-    say(t("validation_needs_run"));
+    notify(t("validation_needs_run"));
     return;
   }
   busy(true);
@@ -219,7 +219,7 @@ $("#held-out").addEventListener("click", async () => {
       before: record.before,
       user: record.user,
       images: record.images,
-      given: record.answer,
+      reference: record.answer,
       place: t("validation_example", record),
       answers: [null, null],
       again: 0,
@@ -227,7 +227,7 @@ $("#held-out").addEventListener("click", async () => {
   } catch (failed) {
     busy(false);
     if (!(failed instanceof Failed)) throw failed;
-    say(failed.message);
+    notify(failed.message);
   }
 });
 $("#record").addEventListener("click", () => {

@@ -1,10 +1,10 @@
 // @ts-check
 // Several runs over each other: curves with a legend, figures, and the options in which they differ.
 import { Chart } from "./chart.js";
-import { across, groups, joined, pairs, rates } from "./curves.js";
+import { xValues, groups, concatenated, definedPoints, tokenRates } from "./curves.js";
 import { $, $$, el } from "./dom.js";
-import { given, short } from "./format.js";
-import { redrawn, titleOf } from "./lines.js";
+import { optionsOf, short } from "./format.js";
+import { onRedraw, titleOf } from "./lines.js";
 import { follow, get } from "./net.js";
 import { language, ready, t } from "./words.js";
 
@@ -19,7 +19,7 @@ const series = new Map(),
   facts = new Map();
 /** @type {Map<string, Chart>} */
 const charts = new Map();
-const swatch = (/** @type {number} */ place) => el("span", { class: `swatch ink-c${place}` });
+const swatch = (/** @type {number} */ place) => el("span", { class: `swatch color-c${place}` });
 const chip = (/** @type {any} */ run) =>
   el(
     "label",
@@ -44,7 +44,7 @@ async function load() {
   history.replaceState(null, "", chosen.length ? `?runs=${chosen.join(",")}` : location.pathname);
   for (const one of $$(".chip", box)) {
     const place = chosen.indexOf($("input", one).value);
-    $("span", one).className = place < 0 ? "" : `swatch ink-c${place}`;
+    $("span", one).className = place < 0 ? "" : `swatch color-c${place}`;
   }
   draw();
 }
@@ -55,7 +55,7 @@ function draw() {
   const kind = $("#x-axis").value,
     smoothing = Number($("#smoothing").value);
   /** @type {Map<string, any>} */
-  const all = new Map(chosen.map((id) => [id, { ...series.get(id), rate: rates(series.get(id)) }]));
+  const all = new Map(chosen.map((id) => [id, { ...series.get(id), rate: tokenRates(series.get(id)) }]));
   const merged = Object.assign({ step: [] }, ...[...all.values()]);
   const wanted = groups(merged).flatMap((group) => [
     ...group.columns.map((name) => ({ ...group, name: group.columns.length > 1 ? name : group.name, column: name })),
@@ -85,7 +85,7 @@ function draw() {
     const curves = chosen
       .map((id, place) => ({
         label: label(place),
-        ...pairs(across(all.get(id), kind), all.get(id)[one.column] ?? []),
+        ...definedPoints(xValues(all.get(id), kind), all.get(id)[one.column] ?? []),
         smoothing: one.smooth ? smoothing : 0,
         color: place,
       }))
@@ -138,7 +138,7 @@ function figures() {
 }
 /** All options that one of the runs sets: those that differ first and bold, the others and the defaults faint. */
 function options() {
-  const all = chosen.map((id) => given(facts.get(id).given ?? "")),
+  const all = chosen.map((id) => optionsOf(facts.get(id).yaml ?? "")),
     onlyDifferent = $("#only-different").checked;
   const names = [...new Set(all.flatMap((one) => Object.keys(one)))].map((name) => ({
     name,
@@ -200,14 +200,14 @@ box.addEventListener("change", () => {
 });
 for (const control of ["#smoothing", "#x-axis"]) $(control).addEventListener("input", draw);
 $("#only-different").addEventListener("input", options);
-redrawn(draw);
+onRedraw(draw);
 await load();
 const following = follow(
   () => `runs=${chosen.join(",") || "none"}`,
   [...facts.values()].map((one) => one.cursor).join(","),
   (name, data) => {
     if (name === "rows" && series.has(data.run)) {
-      series.set(data.run, joined(series.get(data.run), data.columns));
+      series.set(data.run, concatenated(series.get(data.run), data.columns));
       draw();
     } else if (name === "run" && facts.has(data.id)) {
       facts.set(data.id, { ...facts.get(data.id), ...data });

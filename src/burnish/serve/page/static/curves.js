@@ -9,7 +9,7 @@ export const numbers = (values) => values.map((value) => (typeof value === "numb
 /** Distances between the labels of an axis of steps or tokens: 1, 2, 5, 10, 20, ... */
 export const WHOLE = Array.from({ length: 13 }, (_, power) => [1, 2, 5].map((one) => one * 10 ** power)).flat();
 /** How many values are NaN or infinite; these travel as texts. @param {any[]} values */
-export const odd = (values) => values.filter((value) => typeof value === "string").length;
+export const countNonFinite = (values) => values.filter((value) => typeof value === "string").length;
 
 /**
  * An exponential mean that begins at the first value: Kingma & Ba 2015, section 3, for its correction of the start.
@@ -26,7 +26,7 @@ export function smoothed(values, weight) {
   });
 }
 /** What stands on the x axis: steps, tokens, or seconds since the first row. @param {Columns} columns @param {string} kind */
-export function across(columns, kind) {
+export function xValues(columns, kind) {
   if (kind === "tokens" && columns.tokens) return numbers(columns.tokens);
   if (kind === "time" && columns.time) return columns.time.map((time) => time - columns.time[0]);
   return columns.step;
@@ -53,7 +53,7 @@ export function rangeOf(values, { zero = false, clip = false } = {}) {
  * Tokens per second between two logs, without the time of an evaluation between them; the log's own figure counts from
  * the start. @param {Columns} columns
  */
-export function rates(columns) {
+export function tokenRates(columns) {
   const { tokens, time, tokens_per_s: mean = [] } = columns;
   if (!tokens || !time) return mean;
   let before = -1,
@@ -71,7 +71,7 @@ export function rates(columns) {
   });
 }
 /** Two pieces of one log behind each other. @param {Columns} columns @param {Columns} more @returns {Columns} */
-export function joined(columns, more) {
+export function concatenated(columns, more) {
   const before = columns.step.length,
     added = more.step.length,
     names = new Set([...Object.keys(columns), ...Object.keys(more)]);
@@ -83,7 +83,7 @@ export function joined(columns, more) {
   );
 }
 /** The rows of a column that say something. @param {any[]} x @param {any[]} values */
-export function pairs(x, values) {
+export function definedPoints(x, values) {
   const kept = values.map((_, place) => place).filter((place) => values[place] !== null && values[place] !== undefined);
   return { x: kept.map((place) => x[place]), y: kept.map((place) => values[place]) };
 }
@@ -108,7 +108,19 @@ const OWN = [
   "tokens",
   "rate",
 ];
-const METHODS = ["reward", "chosen_rejected", "margins", "accuracies", "functions", "lengths", "kl", "entropy"];
+const METHODS = [
+  "reward",
+  "chosen_rejected",
+  "margins",
+  "accuracies",
+  "functions",
+  "lengths",
+  "kl",
+  "entropy",
+  "logps",
+  "logits",
+  "mean_token_accuracy",
+];
 
 /**
  * The charts of a run, the important one first: the reward where a run has one, else the loss.
@@ -135,6 +147,9 @@ export function groups(columns) {
     { name: "lengths", columns: like(/^completions\/.*(mean_|max_|min_)?length$/), zero: true },
     { name: "kl", columns: like(/^kl$/), zero: true },
     { name: "entropy", columns: like(/^entropy$/), zero: true },
+    { name: "mean_token_accuracy", columns: like(/^mean_token_accuracy$/), smooth: true, zero: true },
+    { name: "logps", columns: like(/^logps\/(chosen|rejected)$/), smooth: true },
+    { name: "logits", columns: like(/^logits\/(chosen|rejected)$/), smooth: true },
   ];
   const shown = new Set([...OWN, ...methods.flatMap((group) => group.columns)]);
   const rest = Object.keys(columns)

@@ -36,8 +36,8 @@ export const $$ = (selector, within = document) => [...within.querySelectorAll(s
 /** @type {ReturnType<typeof setTimeout> | undefined} */
 let said;
 /** Say something once to whoever looks or listens. @param {string} text @param {[string, () => void]} [action] */
-export function say(text, action) {
-  const place = $("#said"),
+export function notify(text, action) {
+  const place = $("#toast"),
     button =
       action &&
       el(
@@ -67,7 +67,7 @@ export async function copy(text) {
     document.execCommand("copy");
     area.remove();
   }
-  say(t("copied"));
+  notify(t("copied"));
 }
 /** Offer a text or a picture as a file. @param {Blob} blob @param {string} name */
 export function download(blob, name) {
@@ -124,7 +124,7 @@ export function tabs(tabs, chosen) {
   return choose;
 }
 /** A question that stands in the page, answered by true or false. @param {string} text @param {string} yes */
-export function confirmed(text, yes) {
+export function askToConfirm(text, yes) {
   return new Promise((resolve) => {
     const dialog = el(
       "dialog",

@@ -23,7 +23,7 @@ export class Engines {
   async load(side, value) {
     this.chosen[side] = value || null;
     this.running[side] = null;
-    this.say(side, null);
+    this.showState(side, null);
     this.changed();
     if (!value) return;
     try {
@@ -31,7 +31,7 @@ export class Engines {
       this.running[side] = await send("POST", "api/engines", this.targets.get(value)?.body);
       await this.until(side, this.running[side], began);
     } catch (failed) {
-      this.say(side, el("p", { class: "problem" }, failed instanceof Failed ? failed.message : String(failed)));
+      this.showState(side, el("p", { class: "problem" }, failed instanceof Failed ? failed.message : String(failed)));
     }
     this.changed();
   }
@@ -41,7 +41,7 @@ export class Engines {
       const state = (await get("api/engines")).engines.find((/** @type {any} */ one) => one.id === engine.id);
       if (this.running[side] !== engine) return;
       if (!state || state.state === "ended") {
-        this.say(
+        this.showState(
           side,
           el(
             "div",
@@ -55,12 +55,12 @@ export class Engines {
       }
       if (state.state === "ready") {
         engine.state = "ready";
-        this.say(side, el("span", { class: "loaded" }, `${engine.name} ✓`));
+        this.showState(side, el("span", { class: "loaded" }, `${engine.name} ✓`));
         return;
       }
       const share = /^(\d+)%$/.exec(state.said),
         seconds = Math.floor((performance.now() - began) / 1000);
-      this.say(
+      this.showState(
         side,
         el(
           "div",
@@ -74,7 +74,7 @@ export class Engines {
     }
   }
   /** @param {number} side @param {any} node */
-  say(side, node) {
+  showState(side, node) {
     $(`#engine-states [data-side="${side}"]`).replaceChildren(...(node ? [node] : []));
   }
   async unload() {

@@ -67,8 +67,13 @@ export function fieldOf(field, { risk, browse } = {}) {
   const input = control(field, id, Boolean(risk));
   return el(
     "div",
-    { class: `field${browse ? " whole" : ""}`, "data-option": field.name },
-    el("div", { class: "name" }, el("label", { for: id }, labelOf(field)), el("code", {}, field.name)),
+    { class: `field${browse ? " full-width" : ""}`, "data-option": field.name },
+    el(
+      "div",
+      { class: "name" },
+      el("label", { for: id }, labelOf(field)),
+      el("code", { title: field.name }, field.name),
+    ),
     browse
       ? el("div", { class: "browse" }, input, el("button", { type: "button", onclick: browse }, t("browse")))
       : input,

@@ -1,7 +1,7 @@
 // @ts-check
 // A new run: fields from the options' declarations, and what will happen, checked as it is changed.
 import { Columns } from "./columns.js";
-import { $, $$, confirmed, copy, el, say, tabs } from "./dom.js";
+import { $, $$, askToConfirm, copy, el, notify, tabs } from "./dom.js";
 import { fieldOf, textOf } from "./fields.js";
 import { Failed, api, events, get, send, up } from "./net.js";
 import { Examples, detailNodes, noteNodes, planLine, planNodes } from "./plan.js";
@@ -130,14 +130,15 @@ function changed() {
   $("#plan").hidden = $("#plan-tabs").hidden = isEmpty();
   clearTimeout(timer);
   if (isEmpty()) {
-    $("#checked").textContent = "";
-    for (const item of $$("#plan-empty [data-needs]")) item.classList.toggle("done", values.has(item.dataset.needs));
+    $("#plan-status").textContent = "";
+    for (const item of $$("#plan-empty [data-requires]"))
+      item.classList.toggle("done", values.has(item.dataset.requires));
     return;
   }
-  $("#checked").textContent = t("checking");
+  $("#plan-status").textContent = t("checking");
   timer = setTimeout(check, 400);
 }
-const given = () => Object.fromEntries(values);
+const current = () => Object.fromEntries(values);
 // --- what will happen -------------------------------------------------------------------------------------------------
 
 async function check() {
@@ -146,7 +147,7 @@ async function check() {
   answer = {};
   problems = [];
   try {
-    const response = await api("POST", "api/check", { values: given(), seed: 0 }, mine.signal);
+    const response = await api("POST", "api/check", { values: current(), seed: 0 }, mine.signal);
     for await (const event of events(response)) {
       const part = JSON.parse(event.data);
       if (part.code === "superseded") return;
@@ -160,7 +161,7 @@ async function check() {
     problems = [{ option: failed.option, sentence: failed.message, remedy: "" }];
     show();
   }
-  $("#checked").textContent = problems.length ? t("problems_count", { count: problems.length }) : t("checked");
+  $("#plan-status").textContent = problems.length ? t("problems_count", { count: problems.length }) : t("checked");
   $("#start").disabled = $("#queue").disabled = problems.length > 0 || !answer.rows;
 }
 function show() {
@@ -200,10 +201,10 @@ tabs($$("#plan-tabs [role=tab]"), () => {});
 /** @param {string} when @param {string} folder */
 async function start(when, folder) {
   try {
-    const begun = await send("POST", "api/runs", { values: given(), when, folder });
+    const begun = await send("POST", "api/runs", { values: current(), when, folder });
     if (begun.id) location.href = `${up}runs/${begun.id}`;
     else {
-      say(t("queued"));
+      notify(t("queued"));
       setTimeout(() => location.assign(`${up}runs`), 800);
     }
   } catch (failed) {
@@ -215,13 +216,13 @@ async function start(when, folder) {
       $("[aria-invalid=true]")?.focus();
       return;
     }
-    const dialog = $("#taken");
-    $("#taken-text").textContent = t("taken", { folder: values.get("output_dir") });
+    const dialog = $("#folder-exists");
+    $("#folder-exists-text").textContent = t("taken", { folder: values.get("output_dir") });
     dialog.showModal();
     for (const button of $$("button", dialog))
       button.onclick = async () => {
         dialog.close();
-        if (button.value && (button.value !== "anew" || (await confirmed(t("start_over_sure"), t("start_over")))))
+        if (button.value && (button.value !== "anew" || (await askToConfirm(t("start_over_sure"), t("start_over")))))
           void start(when, button.value);
       };
   }
@@ -236,12 +237,11 @@ form.addEventListener("submit", (/** @type {Event} */ event) => {
 });
 $("#queue").addEventListener("click", () => start("queue", "new"));
 presets(found, change);
-const free = async (/** @type {string} */ folder) =>
-  (await get(`api/free?folder=${encodeURIComponent(folder)}`)).folder;
+const free = async (/** @type {string} */ path) => (await get(`api/free?folder=${encodeURIComponent(path)}`)).folder;
 const beginning = form.getAttribute("data-start"); // form.dataset is the field of that name
 if (beginning) {
   const run = await get(`api/runs/${beginning}`),
-    { values: read } = await send("POST", "api/yaml", { text: run.given });
+    { values: read } = await send("POST", "api/yaml", { text: run.yaml });
   for (const [name, value] of Object.entries(read)) set(name, value);
   set("output_dir", await free(values.get("output_dir") ?? run.folder));
   values.delete("overwrite_output_dir");

@@ -6,9 +6,17 @@ export const short = (value, language = "en") => {
   if (value === null || value === undefined) return "–";
   if (typeof value === "string") return value;
   const size = Math.abs(value);
-  if (size >= 1000) return Intl.NumberFormat(language, { notation: "compact", maximumFractionDigits: 1 }).format(value);
+  if (size >= 1000)
+    return Intl.NumberFormat(language, { notation: "compact", maximumSignificantDigits: 3 }).format(value);
   if (size > 0 && size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
   return String(Number(value.toPrecision(4)));
+};
+/** Labels of an axis, all in one notation. @param {(number | null)[]} ticks @param {string} [language] */
+export const axisLabels = (ticks, language = "en") => {
+  const isSmall = Math.max(...ticks.map((tick) => Math.abs(tick ?? 0))) < 0.01;
+  return ticks.map((tick) =>
+    tick === null ? "" : tick && isSmall ? tick.toExponential(2).replace(/\.?0+e/, "e") : short(tick, language),
+  );
 };
 /** @param {number} value */
 export const bytes = (value) => {
@@ -48,7 +56,7 @@ export function visible(text) {
 /** What a terminal's colors would be is left out, and what a carriage return has overwritten. @param {string} text */
 export const plain = (text) => visible(text.replace(/\u001b\[[0-9;?]*[A-Za-z]/g, "").replace(/[^\n]*\r(?!\n)/g, ""));
 /** The lines of a run's YAML as name -> value. @param {string} text @returns {Record<string, string>} */
-export const given = (text) =>
+export const optionsOf = (text) =>
   Object.fromEntries(
     text
       .split("\n")

@@ -1,6 +1,6 @@
 // @ts-check
 // Past conversations: listed, opened, removed with an undo.
-import { $, el, say } from "./dom.js";
+import { $, el, notify } from "./dom.js";
 import { ago } from "./format.js";
 import { Failed, get, send } from "./net.js";
 import { small } from "./turns.js";
@@ -12,7 +12,7 @@ const dialog = () => $("#history-dialog");
 function item(one, current, open) {
   const node = el(
     "li",
-    { class: "row past" },
+    { class: "row history-entry" },
     el(
       "button",
       {
@@ -42,12 +42,17 @@ async function remove(one, node) {
       node.hidden = false;
     };
     const restore = el("button", { type: "button", onclick: () => undo().then(() => line.remove()) }, t("undo"));
-    const line = el("li", { class: "row past" }, el("span", { class: "grow dim" }, t("chat_deleted")), restore);
+    const line = el(
+      "li",
+      { class: "row history-entry" },
+      el("span", { class: "grow muted" }, t("chat_deleted")),
+      restore,
+    );
     node.after(line);
     restore.focus();
   } catch (failed) {
     if (!(failed instanceof Failed)) throw failed;
-    say(failed.message);
+    notify(failed.message);
   }
 }
 /** The list behind the button. @param {() => string} current @param {(id: string) => void} open */

@@ -1,6 +1,6 @@
 // @ts-check
 // Images of the next message: picked, dropped or pasted, and shown small. They stay in the memory of this tab.
-import { $, el, icon, say } from "./dom.js";
+import { $, el, icon, notify } from "./dom.js";
 import { send, up } from "./net.js";
 import { t } from "./words.js";
 
@@ -102,8 +102,8 @@ export class Attached {
   /** @param {File[]} files */
   async add(files) {
     for (const file of files) {
-      if (!file.type.startsWith("image/")) say(t("not_an_image", { name: file.name }));
-      else if (file.size > MOST_BYTES) say(t("image_too_large", { name: file.name }));
+      if (!file.type.startsWith("image/")) notify(t("not_an_image", { name: file.name }));
+      else if (file.size > MOST_BYTES) notify(t("image_too_large", { name: file.name }));
       else await this.read(file);
     }
   }
@@ -112,7 +112,7 @@ export class Attached {
     const url = await dataUri(file),
       size = await sizeOf(url);
     if (!size) {
-      say(t("not_an_image", { name: file.name }));
+      notify(t("not_an_image", { name: file.name }));
       return;
     }
     /** @type {Attachment} */
@@ -125,7 +125,7 @@ export class Attached {
       const messages = [{ role: "user", content: contentOf("", [image]) }];
       image.tokens = (await send("POST", `api/chat/${engine}/tokens`, { messages })).images?.[0]?.tokens;
     } catch (failed) {
-      say(failed instanceof Error ? failed.message : String(failed));
+      notify(failed instanceof Error ? failed.message : String(failed));
     }
     this.show();
   }

@@ -8,8 +8,8 @@ import { language, t } from "./words.js";
 export const COLORS = 8;
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [4, 4], [12, 4], [6, 2, 2, 2], [3, 6]];
 /** The color that a token has in the theme of now. @param {string} name */
-export function resolved(name) {
-  const probe = el("span", { class: `ink-${name}` }); // light-dark() is resolved by a color, not by a variable
+export function themeColor(name) {
+  const probe = el("span", { class: `color-${name}` }); // light-dark() is resolved by a color, not by a variable
   document.body.append(probe);
   const { color } = getComputedStyle(probe);
   probe.remove();
@@ -26,14 +26,14 @@ const faint = (color, alpha) =>
         .join(", ")}, ${alpha})`,
   );
 /** The value at a place, or the last before it. @param {any[]} values @param {number} place */
-export function near(values, place) {
+export function valueNear(values, place) {
   for (let at = place; at >= Math.max(0, place - 50); at -= 1)
     if (values[at] !== null && values[at] !== undefined) return values[at];
   return null;
 }
 /** One or two lines of a curve: raw and smooth. @param {import("./chart.js").Curve} curve @param {number} color @returns {any[]} */
-export function linesOf(curve, color) {
-  const stroke = resolved(`c${color % COLORS}`),
+export function linesOfCurve(curve, color) {
+  const stroke = themeColor(`c${color % COLORS}`),
     dash = DASHES[(curve.color ?? 0) % DASHES.length],
     none = { show: false };
   const raw = { ...curve, color, y: numbers(curve.y), stroke, width: 1.75, dash, dots: none };
@@ -80,7 +80,7 @@ export function table(columns) {
   );
 }
 /** Draw again when the colors or the width change. @param {() => void} draw */
-export const redrawn = (draw) => {
+export const onRedraw = (draw) => {
   document.addEventListener("theme", draw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   let width = innerWidth;
@@ -99,7 +99,7 @@ export const nameOf = (name) =>
     ? t("tokens_per_s")
     : isNamed(name)
       ? t(name)
-      : name.replace(/^rewards\/|^completions\/|\/mean$/g, "");
+      : name.replace(/^(rewards|completions|logps|logits)\/|\/mean$/g, "");
 /**
  * Show the last reward in the first tile in place of the loss, where a run has rewards.
  * @param {import("./curves.js").Columns} columns @param {any} loss the last loss of the run
@@ -109,5 +109,5 @@ export function showReward(columns, loss) {
   if (reward === undefined) return;
   $("#tiles dt").textContent = t("reward");
   $("[data-is=loss]").textContent = short(reward, language);
-  $("[data-under=loss]").textContent = `${t("loss")} ${short(loss, language)}`;
+  $("[data-caption=loss]").textContent = `${t("loss")} ${short(loss, language)}`;
 }

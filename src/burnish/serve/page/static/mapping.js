@@ -1,6 +1,6 @@
 // @ts-check
 // Which column of a file is which, where dataset_info.json has no entry of it.
-import { $, el, say } from "./dom.js";
+import { $, el, notify } from "./dom.js";
 import { visible } from "./format.js";
 import { Failed, send } from "./net.js";
 import { t } from "./words.js";
@@ -77,15 +77,15 @@ export function mapping(file, { columns, formats, known, proposed }, values, tel
           columns: chosen,
         }),
       );
-      say(t("columns_kept", { name: name.value }));
+      notify(t("columns_kept", { name: name.value }));
     } catch (failed) {
-      if (failed instanceof Failed) say(failed.message);
+      if (failed instanceof Failed) notify(failed.message);
       else throw failed;
     }
   };
   return el(
     "details",
-    { id: "columns", class: "whole", open: !known },
+    { id: "columns", class: "full-width", open: !known },
     el("summary", {}, t("columns")),
     el(
       "p",

@@ -62,7 +62,7 @@ export async function* answers(engine, body, one, signal) {
     const part = chunk.choices[0];
     if (part) {
       one.text += part.delta.content ?? "";
-      one.thought += part.delta.reasoning_content ?? "";
+      one.reasoning += part.delta.reasoning_content ?? "";
       for (const call of part.delta.tool_calls ?? []) {
         if (call.function.name) one.calls.push({ id: call.id, name: call.function.name, arguments: "" });
         one.calls.at(-1).arguments += call.function.arguments ?? "";

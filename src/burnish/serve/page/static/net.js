@@ -1,14 +1,14 @@
 // @ts-check
 // Requests, and the connection that brings what is new.
-import { say } from "./dom.js";
-import { maybe, t } from "./words.js";
+import { notify } from "./dom.js";
+import { optionalText, t } from "./words.js";
 
 export const up = document.documentElement.dataset.up || "";
 
 export class Failed extends Error {
   /** @param {number} status @param {any} error */
   constructor(status, error) {
-    super(maybe(`error_${error?.code}`) ?? error?.message ?? t("error_status", { status }));
+    super(optionalText(`error_${error?.code}`) ?? error?.message ?? t("error_status", { status }));
     this.status = status;
     this.option = error?.option ?? "";
     this.code = error?.code ?? "";
@@ -20,14 +20,14 @@ export class Failed extends Error {
  */
 export async function api(method, path, body, signal) {
   const isBytes = body instanceof Blob;
-  const given =
+  const request =
     body === undefined
       ? {}
       : {
           body: isBytes ? body : JSON.stringify(body),
           headers: { "Content-Type": isBytes ? "application/octet-stream" : "application/json" },
         };
-  const response = await fetch(up + path, { method, credentials: "same-origin", signal, ...given });
+  const response = await fetch(up + path, { method, credentials: "same-origin", signal, ...request });
   if (response.status === 401)
     location.href = `${up}sign-in?to=${location.pathname.split("/").slice(-2).filter(Boolean).join("/")}`;
   if (!response.ok) throw new Failed(response.status, (await response.json().catch(() => ({}))).error);
@@ -80,13 +80,13 @@ export function follow(query, cursor, take) {
   const heard = () => {
     if (state.lost) {
       state.lost = false;
-      say(t("connection_restored"));
+      notify(t("connection_restored"));
     }
   };
   const failed = () => {
     if (!state.lost) {
       state.lost = true;
-      say(t("connection_lost"));
+      notify(t("connection_lost"));
     }
   };
   const path = (/** @type {string} */ kind) => `${up}api/${kind}?${query()}&after=${encodeURIComponent(state.cursor)}`;

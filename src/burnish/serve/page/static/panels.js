@@ -15,7 +15,7 @@ export function fillPanels(run) {
   const id = run.id;
   panel("events").replaceChildren(el("ul", { class: "timeline" }, run.events.map(eventLine).reverse()));
   panel("options").replaceChildren(
-    el("pre", {}, visible(run.given) || "–"),
+    el("pre", {}, visible(run.yaml) || "–"),
     el("p", { class: "hint" }, (run.launch.argv ?? []).join(" ")),
     el("p", { class: "hint" }, [run.launch.host, run.launch.user, run.launch.burnish].filter(Boolean).join(" · ")),
   );

@@ -50,7 +50,7 @@ export function pick({ kind, found, chosen, uploaded }) {
       dialog.close();
       chosen(value);
     };
-  const shown = el("div", { class: "peek" }, el("p", { class: "hint" }, t(`pick_${kind}_hint`)));
+  const shown = el("div", { class: "preview-pane" }, el("p", { class: "hint" }, t(`pick_${kind}_hint`)));
   const use = el("button", { type: "button", class: "main", disabled: true }, t("use_it"));
   /** @type {any} */ let selected = null;
   use.addEventListener("click", () => done(selected.value));

@@ -3,10 +3,10 @@
 import { $, el, svg } from "./dom.js";
 import { bytes, short, visible } from "./format.js";
 import { smallImage } from "./small_image.js";
-import { language, maybe, t } from "./words.js";
+import { language, optionalText, t } from "./words.js";
 
 /** @param {any} term */
-const termName = ({ name }) => maybe(`term_${name.replaceAll(" ", "_")}`) ?? name;
+const termName = ({ name }) => optionalText(`term_${name.replaceAll(" ", "_")}`) ?? name;
 /** @param {any} memory */
 function memoryBar(memory) {
   const share = memory.available ? memory.total / memory.available : 0,
@@ -31,7 +31,7 @@ function memoryBar(memory) {
     el(
       "div",
       { class: "row" },
-      el("span", { class: "dim grow" }, t("plan_memory")),
+      el("span", { class: "muted grow" }, t("plan_memory")),
       el(
         "span",
         {},
@@ -45,7 +45,7 @@ function memoryBar(memory) {
       "ul",
       { class: "terms" },
       parts.map((/** @type {any} */ term, /** @type {number} */ place) =>
-        el("li", {}, el("span", { class: `swatch ink-c${place % 8}` }), `${termName(term)} ${bytes(term.bytes)}`),
+        el("li", {}, el("span", { class: `swatch color-c${place % 8}` }), `${termName(term)} ${bytes(term.bytes)}`),
       ),
     ),
   );
@@ -56,7 +56,7 @@ export function planNodes(answer) {
     tiles = el("dl", { class: "tiles" });
   const add = (/** @type {string} */ name, /** @type {string} */ value, /** @type {any} */ under = "") =>
     tiles.append(
-      el("div", { class: "tile" }, el("dt", {}, t(name)), el("dd", {}, value), el("dd", { class: "under" }, under)),
+      el("div", { class: "tile" }, el("dt", {}, t(name)), el("dd", {}, value), el("dd", { class: "caption" }, under)),
     );
   add("plan_steps", String(steps.total), t("steps_text", { total: steps.total, per_epoch: steps.per_epoch }));
   if (steps.rows) add("plan_rows", short(steps.rows, language));

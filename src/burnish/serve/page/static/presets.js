@@ -1,6 +1,6 @@
 // @ts-check
 // Presets of a form, and YAML that is pasted into it.
-import { $, el, say } from "./dom.js";
+import { $, el, notify } from "./dom.js";
 import { Failed, send } from "./net.js";
 import { t } from "./words.js";
 
@@ -53,7 +53,7 @@ export function presets(found, take) {
       kept[name] = (await send("POST", "api/yaml", { text })).values;
       show(name);
       dialog.close();
-      say(t("preset_kept", { name }));
+      notify(t("preset_kept", { name }));
     } catch (failed) {
       if (failed instanceof Failed) $("#preset-problem").textContent = failed.message;
       else throw failed;

@@ -1,13 +1,13 @@
 // @ts-check
 // One run: tiles, curves, state, log, checkpoints; all from its files, live.
 import { Chart } from "./chart.js";
-import { nameOf, redrawn, showReward, table, titleOf } from "./lines.js";
-import { across, csv, groups, joined, numbers, pairs, rates } from "./curves.js";
-import { $, $$, confirmed, download, el, say, tabs } from "./dom.js";
+import { nameOf, onRedraw, showReward, table, titleOf } from "./lines.js";
+import { xValues, csv, groups, concatenated, numbers, definedPoints, tokenRates } from "./curves.js";
+import { $, $$, askToConfirm, download, el, notify, tabs } from "./dom.js";
 import { bytes, duration, short } from "./format.js";
 import { Failed, api, follow, get, up } from "./net.js";
 import { LiveLog, eventLine, fillPanels, fillPredictions, panel } from "./panels.js";
-import { language, maybe, ready, t } from "./words.js";
+import { language, optionalText, ready, t } from "./words.js";
 
 await ready;
 const id = $("#run").dataset.run,
@@ -35,8 +35,8 @@ function draw() {
   if (!isTraining || !columns.step.length) return;
   const kind = $("#x-axis").value,
     smoothing = Number($("#smoothing").value),
-    shown = /** @type {import("./curves.js").Columns} */ ({ ...columns, rate: rates(columns) });
-  const x = across(shown, kind),
+    shown = /** @type {import("./curves.js").Columns} */ ({ ...columns, rate: tokenRates(columns) });
+  const x = xValues(shown, kind),
     wanted = groups(shown);
   $$(".skeleton-card", $("#charts")).forEach((node) => node.remove());
   for (const [name, chart] of charts)
@@ -67,7 +67,7 @@ function draw() {
   for (const group of wanted) {
     const curves = group.columns.map((name, place) => ({
       label: nameOf(name),
-      ...pairs(x, shown[name]),
+      ...definedPoints(x, shown[name]),
       smoothing: group.smooth ? smoothing : 0,
       color: place,
     }));
@@ -75,7 +75,7 @@ function draw() {
       curves.push(
         /** @type {any} */ ({
           label: group.points === "eval_loss" ? t("eval_loss") : group.points,
-          ...pairs(x, shown[group.points]),
+          ...definedPoints(x, shown[group.points]),
           points: true,
           color: 1,
         }),
@@ -104,18 +104,18 @@ function summarize() {
       low: short(low[1]),
       at: low[0],
     });
-    $("[data-under=loss]").textContent = t("lowest_at", { low: short(low[1]), at: low[0] });
+    $("[data-caption=loss]").textContent = t("lowest_at", { low: short(low[1]), at: low[0] });
   }
   showReward(columns, facts.loss);
   const memory = numbers(columns.memory_bytes ?? []).filter((value) => value !== null),
-    rate = numbers(rates(columns)).filter((value) => value !== null);
+    rate = numbers(tokenRates(columns)).filter((value) => value !== null);
   if (memory.length) {
     $("[data-is=memory]").textContent = bytes(memory[memory.length - 1]);
-    $("[data-under=memory]").textContent = t("at_most", { value: bytes(Math.max(...memory)) });
+    $("[data-caption=memory]").textContent = t("at_most", { value: bytes(Math.max(...memory)) });
   }
   if (rate.length) {
     $("[data-is=tokens_per_s]").textContent = short(rate[rate.length - 1], language);
-    $("[data-under=tokens_per_s]").textContent = t("on_average", {
+    $("[data-caption=tokens_per_s]").textContent = t("on_average", {
       value: short(rate.reduce((sum, one) => sum + one, 0) / rate.length, language),
     });
   }
@@ -153,21 +153,21 @@ function show(run) {
     text = t(`state_${facts.state}`);
   if (state.textContent !== text) {
     state.textContent = text;
-    say(`${facts.title}: ${text}`);
+    notify(`${facts.title}: ${text}`);
   }
   state.className = `state ${facts.state}`;
   $("#progress-line").hidden = !facts.total;
-  $("#where").textContent =
+  $("#progress-text").textContent =
     t("step_of", { step: facts.step, total: facts.total }) +
     (facts.epoch === null ? "" : ` · ${t("epoch_is", { epoch: Number(facts.epoch).toFixed(2) })}`);
-  $("#left").textContent = alive && facts.left_s ? t("left_is", { time: duration(facts.left_s) }) : "";
+  $("#time-left").textContent = alive && facts.left_s ? t("left_is", { time: duration(facts.left_s) }) : "";
   Object.assign($("#progress"), { max: facts.total || 1, value: facts.step });
   $("#stage").hidden = !alive || facts.total > 0;
-  $("#stage").textContent = maybe(`stage_${stage}`) ?? t("stage_starting");
+  $("#stage").textContent = optionalText(`stage_${stage}`) ?? t("stage_starting");
   if (isTraining) {
     for (const name of ["loss", "eval_loss"]) $(`[data-is=${name}]`).textContent = short(facts[name], language);
     $("[data-is=checkpoint]").textContent = facts.checkpoint ?? "–";
-    $("[data-under=eval_loss]").textContent = facts.best ?? "";
+    $("[data-caption=eval_loss]").textContent = facts.best ?? "";
     showReward(columns, facts.loss);
   }
   if (!alive && !columns.step.length) for (const node of $$(".skeleton-card")) node.remove();
@@ -176,7 +176,7 @@ function show(run) {
   $("#sentence").className = `notice${["failed", "died"].includes(facts.state) ? " bad" : ""}`;
   $("#sentence").textContent = sentence;
   $("#stop").hidden = $("#stop-now").hidden = !alive;
-  $("#again").hidden = alive || facts.maker !== "burnish" || ["done", "unreadable", "elsewhere"].includes(facts.state);
+  $("#resume").hidden = alive || facts.maker !== "burnish" || ["done", "unreadable", "elsewhere"].includes(facts.state);
 }
 
 tabs($$("[role=tab]"), (tab) => {
@@ -190,21 +190,21 @@ tabs($$("[role=tab]"), (tab) => {
 // --- what a person does -----------------------------------------------------------------------------------------------
 
 /** @param {string} path @param {any} body @param {string} [text] */
-const told = async (path, body, text) => {
+const post = async (path, body, text) => {
   try {
     await api("POST", `api/runs/${id}/${path}`, body);
-    if (text) say(text);
+    if (text) notify(text);
   } catch (failed) {
-    if (failed instanceof Failed) say(failed.message);
+    if (failed instanceof Failed) notify(failed.message);
     else throw failed;
   }
 };
-$("#stop").addEventListener("click", () => told("stop", { how: "save" }, t("stopping")));
+$("#stop").addEventListener("click", () => post("stop", { how: "save" }, t("stopping")));
 $("#stop-now").addEventListener("click", async () => {
-  if (await confirmed(t("stop_now_sure", { checkpoint: facts.checkpoint ?? "–", step: facts.step }), t("stop_now")))
-    void told("stop", { how: "now" });
+  if (await askToConfirm(t("stop_now_sure", { checkpoint: facts.checkpoint ?? "–", step: facts.step }), t("stop_now")))
+    void post("stop", { how: "now" });
 });
-$("#again").addEventListener("click", () => told("continue", {}));
+$("#resume").addEventListener("click", () => post("continue", {}));
 $("#csv").addEventListener("click", () =>
   download(new Blob([csv(columns)], { type: "text/csv" }), `${facts.title}.csv`),
 );
@@ -214,7 +214,7 @@ if (isTraining) {
     $("#table").hidden = !event.target.checked;
     draw();
   });
-  redrawn(draw);
+  onRedraw(draw);
 }
 
 /** @param {any} run */
@@ -233,7 +233,7 @@ following = follow(
   cursor,
   (name, data) => {
     if (name === "rows") {
-      columns = joined(columns, data.columns);
+      columns = concatenated(columns, data.columns);
       later();
       if (data.columns.eval_loss) updateWarnings();
     } else if (name === "run") show(data);

@@ -1,6 +1,6 @@
 // @ts-check
 // The list of runs: searched, filtered, labelled, followed, chosen from.
-import { $, $$, el, menu, say } from "./dom.js";
+import { $, $$, el, menu, notify } from "./dom.js";
 import { ago, duration, short } from "./format.js";
 import { Failed, follow, send, up } from "./net.js";
 import { language, ready, t } from "./words.js";
@@ -30,7 +30,7 @@ function filter() {
       !isWanted || Boolean(state && group !== state) || Boolean(tag && !JSON.parse(row.dataset.tags).includes(tag));
   }
   const shown = rows().filter((row) => !row.hidden).length;
-  $("#counted").textContent = t("runs_counted", { shown, all: rows().length });
+  $("#shown-count").textContent = t("runs_counted", { shown, all: rows().length });
 }
 if (tagFilter) {
   const tags = [...new Set(rows().flatMap((row) => JSON.parse(row.dataset.tags)))].sort();
@@ -93,25 +93,25 @@ $("form", dialog).addEventListener("submit", (/** @type {Event} */ event) => {
 /** @param {any} row @param {string} name */
 async function remove(row, name) {
   if (ALIVE.includes(row.dataset.state)) {
-    say(t("delete_running"));
+    notify(t("delete_running"));
     return;
   }
   try {
     const { entry } = await send("DELETE", `api/runs/${row.dataset.run}`);
     row.hidden = true;
-    say(t("deleted", { name }), [
+    notify(t("deleted", { name }), [
       t("undo"),
       async () => {
         try {
           await send("POST", `api/trash/${entry}`, {});
           row.hidden = false;
         } catch (failed) {
-          say(String(failed));
+          notify(String(failed));
         }
       },
     ]);
   } catch (failed) {
-    if (failed instanceof Failed) say(failed.message);
+    if (failed instanceof Failed) notify(failed.message);
     else throw failed;
   }
 }

@@ -1,6 +1,6 @@
 // @ts-check
 // Signing out, and the trash.
-import { $, confirmed, el, say } from "./dom.js";
+import { $, askToConfirm, el, notify } from "./dom.js";
 import { bytes, visible } from "./format.js";
 import { Failed, get, send } from "./net.js";
 import { ready, t } from "./words.js";
@@ -20,7 +20,7 @@ async function showTrash() {
         await send("POST", `api/trash/${run.id}`, {});
         await showTrash();
       } catch (failed) {
-        if (failed instanceof Failed) say(failed.message);
+        if (failed instanceof Failed) notify(failed.message);
         else throw failed;
       }
     };
@@ -36,7 +36,7 @@ async function showTrash() {
   $("#empty-trash").hidden = !runs.length;
 }
 $("#empty-trash").addEventListener("click", async () => {
-  if (!(await confirmed(t("empty_trash_sure"), t("empty_trash")))) return;
+  if (!(await askToConfirm(t("empty_trash_sure"), t("empty_trash")))) return;
   await send("DELETE", "api/trash", {});
   await showTrash();
 });

@@ -11,7 +11,7 @@ async function enter(key) {
     await api("POST", "sign-in", { key });
     location.replace(form.elements.to.value || "runs");
   } catch (failed) {
-    $("#wrong").textContent = failed instanceof Error ? failed.message : String(failed);
+    $("#sign-in-error").textContent = failed instanceof Error ? failed.message : String(failed);
     $("#key").setAttribute("aria-invalid", "true");
     $("#key").focus();
   }
@@ -20,11 +20,11 @@ form.addEventListener("submit", (/** @type {Event} */ event) => {
   event.preventDefault();
   void enter($("#key").value);
 });
-function takeGiven() {
-  const given = new URLSearchParams(location.hash.slice(1)).get("key");
-  if (!given) return;
+function signInByLink() {
+  const key = new URLSearchParams(location.hash.slice(1)).get("key");
+  if (!key) return;
   history.replaceState(null, "", location.pathname + location.search);
-  void ready.then(() => enter(given));
+  void ready.then(() => enter(key));
 }
-addEventListener("hashchange", takeGiven);
-takeGiven();
+addEventListener("hashchange", signInByLink);
+signInByLink();

@@ -1,5 +1,5 @@
 // @ts-check
-// A conversation as nodes: questions and answers, thoughts, calls and their results, tokens.
+// A conversation as nodes: questions and answers, reasoning, calls and their results, tokens.
 import { $, copy, el, icon } from "./dom.js";
 import { visible } from "./format.js";
 import { thumbs } from "./images.js";
@@ -18,11 +18,11 @@ export const small = (name, label, onclick) =>
 /** @param {string} role @param {number | string} side @param {string} name */
 export function turnNode(role, side, name) {
   const text = el("div", { class: "text" }),
-    thought = el(
+    reasoning = el(
       "details",
-      { class: "thought", hidden: true },
+      { class: "reasoning", hidden: true },
       el("summary", {}, t("reasoning")),
-      el("div", { class: "thought-text" }),
+      el("div", { class: "reasoning-text" }),
     );
   const figures = el("div", { class: "figures" }),
     tools = el("div", { class: "turn-tools" });
@@ -30,12 +30,12 @@ export function turnNode(role, side, name) {
     "article",
     { class: `turn ${role}` },
     el("h2", {}, name),
-    thought,
+    reasoning,
     el("div", { class: "bubble" }, text),
-    el("div", { class: "row under" }, figures, tools),
+    el("div", { class: "row caption" }, figures, tools),
   );
   $(`.side[data-side="${side}"]`).append(node);
-  return { node, text, thought, figures, tools };
+  return { node, text, reasoning, figures, tools };
 }
 /** A call, with what it came back with, or a field for that. @param {any} call @param {any} one @param {(() => void) | undefined} told */
 function callNode(call, one, told) {
@@ -54,14 +54,14 @@ function callNode(call, one, told) {
   };
   return [shown, el("form", { class: "row result-form", onsubmit: give }, field, el("button", {}, t("submit_result")))];
 }
-/** @param {any} node of turnNode @param {any} one the answer @param {() => void} [told] after a result was given */
+/** @param {any} node of turnNode @param {any} one the answer @param {() => void} [told] after a result was entered */
 export function fill(node, one, told) {
   node.text.replaceChildren(...nodes(one.text));
-  if (!one.figures && !one.text && !one.thought)
+  if (!one.figures && !one.text && !one.reasoning)
     node.text.append(el("span", { class: "typing", role: "img", "aria-label": t("writing") }));
   for (const call of one.calls ?? []) node.text.append(...callNode(call, one, told));
-  node.thought.hidden = !one.thought;
-  $(".thought-text", node.thought).textContent = visible(one.thought ?? "");
+  node.reasoning.hidden = !one.reasoning;
+  $(".reasoning-text", node.reasoning).textContent = visible(one.reasoning ?? "");
   const tokens = one.pieces?.length
     ? el(
         "details",

@@ -19,4 +19,4 @@ export function t(key, values = {}) {
   );
 }
 /** A text that need not be there. @param {string} key */
-export const maybe = (key) => words[key];
+export const optionalText = (key) => words[key];
