@@ -3,6 +3,7 @@ one component and written by none. Read from the syntax trees, so nothing is imp
 
 import ast
 import gc
+import os
 import re
 import subprocess
 import sys
@@ -201,6 +202,19 @@ def test_importing_burnish_imports_no_library(statement: str) -> None:
     modules = loaded.split("LOADED ")[1].split()
     assert "burnish" in modules
     assert not [name for name in modules if name in HEAVY]
+
+
+@pytest.mark.run
+def test_a_plan_registers_the_checks_of_every_module() -> None:
+    """Registration happens on import, so a check in a module that the plan does not import would never be called."""
+    print_modules = "from burnish.run.plan.plan import CHECKS, NOTES\nfor one in CHECKS + NOTES: print(one.__module__)"
+    registered = subprocess.run(
+        [sys.executable, "-c", print_modules], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": str(SOURCE.parent)},
+    ).stdout.split()  # fmt: skip
+    files = [file for file in FILES if re.search(r"^@(check|notes)$", text_of(file), re.MULTILINE)]
+    declared = {".".join(file.relative_to(SOURCE.parent).with_suffix("").parts) for file in files}
+    assert declared - set(registered) == set()
 
 
 # --- options ----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """The order of rows: a function of (seed, epoch), resumed by two numbers, the same for every cut and every rank."""
 
+import multiprocessing
+import os
+import signal
 from itertools import chain, pairwise
 
 import pytest
@@ -160,6 +163,16 @@ def test_group_by_length_matches_transformers_order():
 @pytest.mark.run
 def test_workers_give_the_same_batches_as_the_main_process():
     assert steps_of_epoch(stream(dataloader_num_workers=1)) == steps_of_epoch(stream())
+
+
+@pytest.mark.run
+def test_workers_survive_signals_that_stop_a_run():
+    steps = stream(dataloader_num_workers=1).step_batches()
+    first = [next(steps).items]
+    for worker in multiprocessing.active_children():  # as a terminal or a scheduler sends them, to all processes
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(worker.pid, number)
+    assert first + [step.items for step in steps] == [step.items for step in stream().step_batches()]
 
 
 def test_worker_options_are_passed_to_workers(monkeypatch):

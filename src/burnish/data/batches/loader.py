@@ -12,6 +12,7 @@ whose examples all give no row (None) is blank too.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import tee
@@ -26,6 +27,13 @@ from burnish.data.options import DataOptions
 from burnish.loop.protocols import Loader
 from burnish.loop.types import IGNORE_INDEX, Batch, Row, StepBatch
 from burnish.utils.sequences import OnDemand
+
+
+def ignore_signals(worker: int) -> None:
+    """Ignore the signals that stop a run. A terminal or a scheduler sends them to all processes; a worker that ended at
+    once would be missing in the step that the main process still completes before its checkpoint."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @dataclass
@@ -321,6 +329,7 @@ class RowLoader(StepBatchLoader):
                 prefetch_factor=self.options.dataloader_prefetch_factor,
                 pin_memory=self.options.dataloader_pin_memory and torch.cuda.is_available(),
                 generator=torch.Generator(),  # a separate one, which leaves the global random state unchanged
+                worker_init_fn=ignore_signals,
             )
         )
 

@@ -307,7 +307,6 @@ def raise_if_locked(cache: Path) -> None:
 
     Raises:
         UserError: with the lock to remove.
-        UserError: with the lock to remove.
     """
     now = time.time()
     for lock in cache.glob("*/deepspeed_*/lock"):

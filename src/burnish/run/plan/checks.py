@@ -22,6 +22,7 @@ from burnish.loop.state import RATES
 from burnish.losses.base import OBJECTIVES
 from burnish.models.attention_choice import is_flash, requested_attention
 from burnish.optim.builtin import OPTIMIZERS, create_scheduler
+from burnish.parallel import checks as _parallel_checks  # noqa: F401  registers its checks and notes
 from burnish.parallel.deepspeed.settings import zero_stage
 from burnish.parallel.precision import autocast_dtype
 from burnish.parallel.selection import device_of, parallel_name
