@@ -24,7 +24,7 @@ from burnish.run.predictions.answers import answer_all, bare_model
 from burnish.run.predictions.predict import _scores, predict_all
 from burnish.run.predictions.questions import Question, questions_of
 from burnish.run.prepare import prepare
-from burnish.run.response_metrics import METRICS, check_metrics, scores
+from burnish.run.response_metrics import METRICS, check_metrics, metric_notes, scores
 from small_run import make_user
 
 pytestmark = pytest.mark.run
@@ -313,6 +313,14 @@ def test_missing_metric_library_is_reported_before_the_run(monkeypatch):
     assert "burnish[metrics]" in problem.remedy
     assert "exact_match" in problem.remedy
     assert not check_metrics(SimpleNamespace(**{**vars(options), "do_predict": False}))
+
+
+def test_default_metrics_are_computed_as_far_as_their_libraries_are_installed(monkeypatch):
+    monkeypatch.setattr("burnish.run.response_metrics.find_spec", lambda name: None)
+    options = RunOptions(predict_with_generate=True, do_predict=True)
+    assert not check_metrics(options)
+    assert metric_notes(options)[0].startswith("Not computed: bleu-4, rouge, which need nltk, jieba, rouge_chinese.")
+    assert scores(["a", "b"], ["a", "c"], options) == {"exact_match": 0.5}
 
 
 def test_unknown_metric_is_rejected_with_nearest_name(tmp_path):

@@ -1,6 +1,7 @@
 """Reward models as reward functions: a value head, a classifier, a server."""
 
 import json
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -41,6 +42,26 @@ def test_stage_rm_folder_and_classifier_score_the_last_token(models):
     expected = alone(classifier.model, classifier.tokenizer, classifier.model.score)
     assert classifier(PROMPTS, ANSWERS) == pytest.approx(expected, abs=1e-5)
     assert classifier.__name__ == "scorer"
+
+
+def test_adapter_of_stage_rm_is_a_reward_model_with_its_base(models, tmp_path):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base = str(models / "policy")
+    adapter = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), LoraConfig(init_lora_weights=False, target_modules="all-linear")
+    )
+    adapter.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path)
+    shutil.copy(models / "policy_vhead" / "value_head.safetensors", tmp_path)
+    scores = reward_model_of(str(tmp_path))(PROMPTS, ANSWERS)
+    assert scores == pytest.approx(reward_model_of(base, [str(tmp_path)])(PROMPTS, ANSWERS))
+    assert scores != pytest.approx(reward_model_of(str(models / "policy_vhead"))(PROMPTS, ANSWERS), abs=1e-3)
+    raw = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**raw, "base_model_name_or_path": None}))
+    with pytest.raises(UserError, match="does not name its base model"):
+        reward_model_of(str(tmp_path))
 
 
 def test_folder_without_head_is_not_a_reward_model(models):

@@ -69,6 +69,14 @@ def test_named_dataset_is_predicted(place: Path, tmp_path: Path) -> None:
     assert [line["label"] for line in lines(tmp_path / "out/generated_predictions.jsonl")] == ["red", "blue"]
 
 
+def test_dataset_of_the_command_line_is_predicted_whole(place: Path, tmp_path: Path) -> None:
+    """The training run held out three rows of its dataset; this dataset has no more than those."""
+    (tmp_path / "mine.json").write_text(json.dumps([{"instruction": "Say red", "output": "red"}] * 3))
+    words = ["dataset=mine.json", "max_new_tokens=2", "save_dir=whole"]
+    assert main(["predict", str(place / "writes"), *words]) == 0
+    assert len(lines(tmp_path / "whole/generated_predictions.jsonl")) == 3
+
+
 def test_training_config_selects_its_trained_model(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     given = (place / "writes/run.yaml").read_text()

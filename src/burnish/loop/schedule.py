@@ -169,7 +169,7 @@ def curve_notes(options: CurveOptions, max_steps: int) -> list[str]:
     name = "warmup_steps" if options.warmup_steps else "warmup_ratio"
     return [
         f"The learning rate never reaches its peak: {name} {options.warmup_steps or options.warmup_ratio:g}, "
-        f"rounded up, covers the whole run (max_steps {max_steps})."
+        f"rounded up, covers the whole run ({max_steps} step{'s' * (max_steps != 1)})."
     ]
 
 

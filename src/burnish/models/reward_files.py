@@ -173,6 +173,22 @@ def add_score_to_adapter(folder: Path, weights: Mapping[str, Tensor]) -> None:
     write_json(config, raw)
 
 
+def parts_of_reward_model(name: str, adapters: Sequence[str] = ()) -> tuple[str, list[str]]:
+    """The base model and the adapters of a reward model, which may be the folder of an adapter.
+
+    Raises:
+        UserError: if an adapter does not name its base model.
+    """
+    config = Path(name) / "adapter_config.json"
+    if not config.is_file() or (Path(name) / "config.json").is_file():
+        return name, [*adapters]
+    base = read_object(config).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        remedy = "Set reward_model to the base model, and reward_model_adapters to the adapter."
+        raise UserError("the adapter does not name its base model.", str(config), remedy=remedy, option="reward_model")
+    return base, [name, *adapters]
+
+
 def load_reward_model(
     name: str, adapters: Sequence[str] = (), quantization_bit: int | None = None
 ) -> tuple[Any, Any, dict[str, Tensor] | None]:
@@ -180,7 +196,7 @@ def load_reward_model(
     sequence classifier, which includes its score head.
 
     Args:
-        name: a folder, or a hub id of a sequence classifier.
+        name: a folder of a model or an adapter, or a hub id of a sequence classifier.
         adapters: folders of its adapters, in order.
         quantization_bit: 4 or 8 to quantize while loading.
 
@@ -189,13 +205,14 @@ def load_reward_model(
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
 
-    folders = [Path(folder) for folder in (name, *adapters)]
+    base, merged = parts_of_reward_model(name, adapters)
+    folders = [Path(folder) for folder in (base, *merged)]
     bits = {4: {"load_in_4bit": True}, 8: {"load_in_8bit": True}}.get(quantization_bit or 0)
     more: dict[str, Any] = {"dtype": torch.float32} if bits is None else {}
     if bits is not None:
         more["quantization_config"] = BitsAndBytesConfig(**bits)
     found = read_head([folder for folder in folders if folder.is_dir()])
-    if found is None and folders[0].is_dir():
+    if found is None and Path(name).is_dir():
         what = f'{name} has no {VALUE_HEAD} and no "score" weights: it is not a reward model.'
         raise UserError(what, remedy="Train one with stage: rm, or set a reward function.", option="reward_model")
     is_classifier = found is None or found[1].name not in (VALUE_HEAD, OLD_VALUE_HEAD)
@@ -203,11 +220,11 @@ def load_reward_model(
         raise UserError(f"{found[1]} is a reward head that is not a linear layer.", option="reward_model")
     with quiet():
         model = (
-            AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, **more)
+            AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, **more)
             if is_classifier
-            else AutoModelForCausalLM.from_pretrained(name, **more)
+            else AutoModelForCausalLM.from_pretrained(base, **more)
         )
-        for adapter in adapters:
+        for adapter in merged:
             model.load_adapter(adapter)
         tokenizer = AutoTokenizer.from_pretrained(name)
     return model, tokenizer, None if is_classifier or found is None else found[0]

@@ -91,7 +91,8 @@ class RolloutOptions(CompletionFields, RolloutLossOptions):
         "stop", "Whether a run may be resumed with other reward functions.", choices=("stop", "accept")
     )
     reward_model: str | None = option(
-        None, "Reward model: a model of stage: rm, a sequence classifier, or a URL with reward_model_type: api.",
+        None,
+        "Reward model: a model or adapter of stage: rm, a sequence classifier, or a URL with reward_model_type: api.",
         names_place=True,
     )  # fmt: skip
     reward_model_type: str = option(

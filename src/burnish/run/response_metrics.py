@@ -18,11 +18,10 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Protocol, TypeAlias
 
-from burnish.config.checks import check
+from burnish.config.checks import check, notes
 from burnish.config.errors import MissingExtraError, Problem
 from burnish.config.options import option
 from burnish.config.registry import Member, Registry
-from burnish.report.console import note
 
 AnswerMetric: TypeAlias = Callable[[Sequence[str], Sequence[str]], dict[str, float]]
 METRICS: Registry[AnswerMetric] = Registry("metric")
@@ -47,15 +46,18 @@ class MetricChoices(Protocol):
 
 @check
 def check_metrics(options: MetricChoices) -> list[Problem]:
-    """Return a problem for each library that a selected metric needs and that is not installed."""
-    if not (options.predict_with_generate and options.do_predict):
+    """Return a problem for each library that a metric needs and that is not installed. The default metrics are computed
+    as far as their libraries are installed."""
+    if not computes_metrics(options) or options.predict_metrics == MetricOptions().predict_metrics:
         return []
-    members = [METRICS.get(name) for name in options.predict_metrics if name in METRICS]
-    needed = {library: member.name for member in members for library in member.traits.get("libraries", ())}
+    needed = {
+        library: name
+        for name in options.predict_metrics if name in METRICS
+        for library in _missing_libraries(METRICS.get(name))
+    }  # fmt: skip
     problems = [
         problem
         for library, name in needed.items()
-        if not find_spec(library)
         for problem in MissingExtraError(library, f'The metric "{name}"', "metrics", option="predict_metrics").problems
     ]
     if problems:
@@ -65,17 +67,25 @@ def check_metrics(options: MetricChoices) -> list[Problem]:
     return problems
 
 
-def installed_metrics() -> list[str]:
-    """Return the default metrics whose libraries are installed, and print a note about the others."""
-    missing = {name: _missing_libraries(METRICS.get(name)) for name in MetricOptions().predict_metrics}
-    lacking = {name: libraries for name, libraries in missing.items() if libraries}
-    if lacking:
-        needed = ", ".join(dict.fromkeys(library for libraries in lacking.values() for library in libraries))
-        note(
-            f"Not computed: {', '.join(lacking)}, which need {needed}. Install them with: "
-            'pip install "burnish[metrics]"'
-        )
-    return [name for name in missing if name not in lacking]
+@notes
+def metric_notes(options: MetricChoices) -> list[str]:
+    """Return a note on the default metrics whose libraries are not installed."""
+    if not computes_metrics(options):
+        return []
+    lacking = {
+        name: missing
+        for name in options.predict_metrics if name in METRICS and (missing := _missing_libraries(METRICS.get(name)))
+    }  # fmt: skip
+    if not lacking:
+        return []
+    needed = ", ".join(dict.fromkeys(library for libraries in lacking.values() for library in libraries))
+    install = 'pip install "burnish[metrics]"'
+    return [f"Not computed: {', '.join(lacking)}, which need {needed}. Install them with: {install}"]
+
+
+def computes_metrics(options: MetricChoices) -> bool:
+    """Whether a run compares generated responses with references."""
+    return options.predict_with_generate and options.do_predict
 
 
 def _missing_libraries(member: Member[AnswerMetric]) -> list[str]:
@@ -83,10 +93,11 @@ def _missing_libraries(member: Member[AnswerMetric]) -> list[str]:
 
 
 def scores(predictions: Sequence[str], labels: Sequence[str], options: MetricChoices) -> dict[str, float]:
-    """Compute the metrics selected by the options."""
+    """Compute the metrics selected by the options whose libraries are installed."""
     results: dict[str, float] = {}
     for name in options.predict_metrics:
-        results |= METRICS[name](predictions, labels)
+        if not _missing_libraries(METRICS.get(name)):
+            results |= METRICS[name](predictions, labels)
     return results
 
 

@@ -70,6 +70,8 @@ def serving_of(words: Sequence[str], own: Sequence[str] = (), with_data: bool = 
     values = merge(file, flags, aliases())
     rest = {key: values.pop(key) for key in list(values) if key in own}
     if path and not _is_config(path):
+        if with_data and "dataset" in values and not values.keys() & {"eval_dataset", "val_size"}:
+            values["eval_dataset"] = values.pop("dataset")  # all of it: nothing is trained
         values = {**(data_of_run(path, values) if with_data else {}), **found_in(path, values), **values}
     elif trained := _trained_by(values):
         values = {**{k: v for k, v in values.items() if k not in _NAMES}, **found_in(trained, {})}

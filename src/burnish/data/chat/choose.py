@@ -248,8 +248,8 @@ def _check_control_tokens(spec: TemplateSpec, options: NamedTemplate, tokenizer:
         raise UserError(
             f'The tokenizer lacks control tokens of template "{spec.name}": {", ".join(missing)}.',
             why="Each of them would be split into several ordinary tokens.",
-            remedy="Use the template that the model was trained with, add the tokens with add_special_tokens, or set "
-            "missing_control_tokens: split.",
+            remedy="Use the template that the model was trained with (by default the tokenizer's own), add the tokens "
+            "with add_special_tokens, or set missing_control_tokens: split.",
             option="template",
         )
 

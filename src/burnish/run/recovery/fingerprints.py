@@ -35,6 +35,7 @@ from burnish.models.fingerprint import (
     place_fingerprint,
 )
 from burnish.models.generate import GenerationOptions
+from burnish.models.reward_files import parts_of_reward_model
 from burnish.optim.builtin import OPTIMIZERS
 from burnish.run.plan.checks import evaluates
 from burnish.run.plan.options import GROUPS, MEMBER_GROUPS, RunOptions
@@ -138,9 +139,9 @@ def fingerprints_of(plan: Plan, contents: Mapping[str, Any], steps: StepPlan) ->
     if options.ref_model:
         prints["ref_model"] = model_fingerprint(options.ref_model, options, "ref_model")
     if options.reward_model and options.reward_model_type != "api":
-        prints["reward_model"] = model_fingerprint(options.reward_model, options, "reward_model", reads_text=True)
-        adapters = adapters_fingerprint(options.reward_model_adapters, options, "reward_model_adapters")
-        prints["reward_model_adapters"] = adapters
+        base, adapters = parts_of_reward_model(options.reward_model, options.reward_model_adapters or ())
+        prints["reward_model"] = model_fingerprint(base, options, "reward_model", reads_text=True)
+        prints["reward_model_adapters"] = adapters_fingerprint(adapters, options, "reward_model_adapters")
     return (
         prints
         | plugin_code(options)

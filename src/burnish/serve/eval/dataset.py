@@ -20,7 +20,6 @@ from burnish.losses.base import OBJECTIVES
 from burnish.report.console import note
 from burnish.run.build import train_run
 from burnish.run.plan.plan import placing, plan
-from burnish.run.response_metrics import installed_metrics
 from burnish.serve.command_line import Serving, paths_of, servings_of
 from burnish.utils.files import expanded, named_where_full
 from burnish.utils.json_files import read_object
@@ -85,8 +84,6 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
             "do_predict": RawValue(generates or predicts, here),
             "output_dir": RawValue(str(folder), here), **_recorded(serving.options),
         }  # fmt: skip
-        if predicts and "predict_metrics" not in serving.provenance:
-            values["predict_metrics"] = RawValue(installed_metrics(), here)
         if not serving.options.adapter_name_or_path and serving.options.quantization_bit is None:
             values["finetuning_type"] = RawValue("full", here)  # otherwise a new adapter would be attached
         if not serving.options.val_size:
