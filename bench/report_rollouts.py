@@ -23,7 +23,7 @@ from figures import (
     successful_rounds,
     table,
 )
-from report_training import rate_of_products
+from report_training import burnish_setting, rate_of_products
 from settings import BASE, COMPLETIONS, GROUP, OURS, Setting
 
 
@@ -56,10 +56,12 @@ def share_of_limit(figures: Figures, facts: Figures, rate: float) -> tuple[float
 
 def lengths(rounds: Sequence[Round], settings: Sequence[Setting], facts: Figures) -> str:
     """Return the table of one distribution of lengths, and the comparison with the best setting of TRL."""
-    rates = rate_of_products()
+    rates, is_float32 = rate_of_products(settings[0].processor), burnish_setting(rounds) != OURS
 
     def share(index: int) -> Value:
-        return lambda figures: 100 * share_of_limit(figures, facts, rates["float32" not in figures["name"]])[index]
+        return lambda figures: (
+            100 * share_of_limit(figures, facts, rates[not is_float32 and "float32" not in figures["name"]])[index]
+        )
 
     for results in rounds:
         for name, figures in results.items():
@@ -89,31 +91,33 @@ def compare_with_best(rounds: Sequence[Round], settings: Sequence[Setting]) -> s
     names = [
         setting.name for setting in settings if setting.library == "trl" and successful_rounds(rounds, setting.name)
     ]
-    best = fastest(rounds, settings, "trl")
-    if not best or not successful_rounds(rounds, OURS):
+    best, ours = fastest(rounds, settings, "trl"), burnish_setting(rounds)
+    if not best or not successful_rounds(rounds, ours):
         return ""
     best_generation = max(names, key=lambda name: median_of(figures_of(rounds, name), generation_rate))
     return (
-        f"burnish relative to TRL's default: {ratios(rounds, OURS, BASE, speed)} times the rate of a step, "
-        f"{ratios(rounds, OURS, BASE, generation_rate)} times the rate of generation, "
-        f"{ratios(rounds, OURS, BASE, peak)} of the memory. Relative to the fastest setting of TRL "
-        f"({best.removeprefix('TRL, ')}): {ratios(rounds, OURS, best, speed)} times the rate of a step; relative to "
+        f"burnish relative to TRL's default: {ratios(rounds, ours, BASE, speed)} times the rate of a step, "
+        f"{ratios(rounds, ours, BASE, generation_rate)} times the rate of generation, "
+        f"{ratios(rounds, ours, BASE, peak)} of the memory. Relative to the fastest setting of TRL "
+        f"({best.removeprefix('TRL, ')}): {ratios(rounds, ours, best, speed)} times the rate of a step; relative to "
         f"the fastest one at generation ({best_generation.removeprefix('TRL, ')}): "
-        f"{ratios(rounds, OURS, best_generation, generation_rate)} "
+        f"{ratios(rounds, ours, best_generation, generation_rate)} "
         "times the rate of generation."
     )
 
 
 def rollouts(results: Sequence[tuple[str, Sequence[Round], Figures]], settings: Sequence[Setting]) -> str:
     """Format the section. Args: results: description, rounds and facts of each distribution of lengths."""
-    facts = results[0][2]
+    facts, is_float32 = results[0][2], burnish_setting(results[0][1]) != OURS
+    varied = "micro-batches" if is_float32 else "dtypes and micro-batches"
+    dtype = "but in float32, limited to AVX2 instructions like burnish" if is_float32 else "bf16"
     about = (
         f"GRPO of a {facts['family']} shape of {facts['weights'] / 1e6:.1f}M random weights; {COMPLETIONS} completions "
         f"per step, {GROUP} per prompt of {(facts['tokens'] - facts['labels']) / facts['rows']:.0f} tokens on average, "
         "full training, AdamW, no reference model, one thread; the reward takes no time. "
-        "TRL's GRPOTrainer runs with its defaults (bf16, gradient checkpointing, eight completions per "
-        "micro-batch), and with other dtypes and micro-batches. The limit is the arithmetic of the model, with each "
-        "prompt counted once, at the speed of square matrix products in the same dtype. Completions are "
+        f"TRL's GRPOTrainer runs with its defaults ({dtype}, gradient checkpointing, eight completions per "
+        f"micro-batch), and with other {varied}. The limit is the arithmetic of the model, with each prompt counted "
+        "once, at the speed of square matrix products in the same dtype. Completions are "
         "sampled, so their number of tokens differs between the lines if they end early; rates are per token."
     )
     parts = [f"With {name}:\n\n{lengths(rounds, settings, facts)}" for name, rounds, facts in results]

@@ -176,14 +176,14 @@ def other_shapes(part_run: PartRun) -> str:
     return report_training.other_shapes(results)
 
 
-def rollouts(part_run: PartRun) -> str:
+def rollouts(part_run: PartRun, is_float32: bool = False) -> str:
     """Benchmark GRPO with completions of a fixed length and of random lengths."""
     results = []
     for name, longest, ends in (("completions of 64 tokens", 64, None),
                                 ("completions that end at random, at most 128 tokens", 128, 70)):  # fmt: skip
-        material, settings = replace(part_run.material, ends=ends), grpo_settings(longest)
+        material, settings = replace(part_run.material, ends=ends), grpo_settings(longest, is_float32)
         results.append((name, part_run.run_settings(settings, material), read_facts(material_folder(material))))
-    return report_rollouts.rollouts(results, grpo_settings(0))
+    return report_rollouts.rollouts(results, grpo_settings(0, is_float32))
 
 
 def optimizations(part_run: PartRun) -> str:
@@ -276,6 +276,7 @@ PARTS = {
     "float32-lora": Part(partial(training_float32, "lora"), is_long=True),
     "float32-dpo": Part(partial(preference_training, "dpo", is_float32=True), FEWER_ROWS, is_long=True),
     "rollouts": Part(rollouts, Material(longest=512), is_long=True),
+    "float32-rollouts": Part(partial(rollouts, is_float32=True), Material(longest=512), is_long=True),
     "start": Part(simple_part(report_other.start, START)),
     "rows": Part(rows),
     "encoding": Part(simple_part(report_other.encoding, ENCODING)),

@@ -209,22 +209,32 @@ COMPLETIONS, GROUP = 32, 8
 """Completions per step and per prompt in GRPO."""
 
 
-def grpo_settings(longest: int) -> tuple[Setting, ...]:
+def grpo_settings(longest: int, is_float32: bool = False) -> tuple[Setting, ...]:
     """Return the GRPO settings with completions of at most ``longest`` tokens: TRL with its defaults, and with other
-    dtypes and micro-batch sizes."""
+    dtypes and micro-batch sizes.
+
+    Args:
+        is_float32: only settings in float32, limited to AVX2, as on a processor without bfloat16 products.
+    """
     data = {"stage": "grpo", "max_steps": 3, "learning_rate": 1e-6, "max_completion_length": longest,
             "num_generations": GROUP, "gradient_accumulation_steps": COMPLETIONS // ROWS_PER_STEP}  # fmt: skip
     lean, single = {"gradient_checkpointing": False}, {"per_device_train_batch_size": COMPLETIONS}
     single["gradient_accumulation_steps"] = 1
     ours = {**data, "reward_funcs": "[grpo.even_share]", "log_completions": False}
-    return (
+    settings = (
         training(BASE, "trl", **data),
         training("TRL, bf16, no checkpointing", "trl", **data, **lean),
         training("TRL, bf16, no checkpointing, one micro-batch", "trl", **data | lean | single),
+        training(OURS, "burnish", bf16=True, **ours),
+    )
+    if is_float32:
+        return in_float32(settings)
+    return (
+        *settings[:-1],
         training("TRL, bf16 weights, no checkpointing", "trl", **data, **lean, dtype="bfloat16"),
         training("TRL, float32, no checkpointing", "trl", **data, **lean, bf16=False),
-        training(OURS, "burnish", bf16=True, **ours),
-        training("burnish, float32", "burnish", **ours),
+        settings[-1],
+        training(OURS_FLOAT32, "burnish", **ours),
     )
 
 

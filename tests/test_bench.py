@@ -71,8 +71,8 @@ def test_later_rounds_run_only_settings_needed_for_ratios():
 def test_float32_settings_do_not_use_bfloat16():
     facts = {"longest": 1024, "longest_row": 500, "tokens": 4000, "rows": 24}
     for method in ("full", "lora"):
-        for originals in (settings.trainings(method, facts), settings.preference_settings("dpo", method)):
-            found = settings.in_float32(originals)
+        originals = (settings.trainings(method, facts), settings.preference_settings("dpo", method))
+        for found in (*map(settings.in_float32, originals), settings.grpo_settings(64, is_float32=True)):
             assert [s.name for s in found].count(settings.OURS_FLOAT32) == 1
             assert {s.processor for s in found} == {"avx2"}
             assert not [item for s in found for item in s.command if "bfloat16" in item or item.lower() == "bf16=true"]
