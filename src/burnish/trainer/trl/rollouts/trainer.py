@@ -444,6 +444,7 @@ class GRPOTrainer(RolloutTrainer):
     args: GRPOConfig
     config_class = GRPOConfig
     objective_class = RolloutObjective
+    _uncalled = RolloutTrainer._uncalled | {"get_high_entropy_mask"}
     tag = "grpo"
     epsilon_high = argument(GRPOConfig, lambda args: args.epsilon if args.epsilon_high is None else args.epsilon_high)
     importance_sampling_level = argument(GRPOConfig, lambda args: args.importance_sampling_level)
