@@ -59,7 +59,7 @@ class Case:
         return self.number
 
 
-def told(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+def read_output(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
     """(standard output, standard error), of which no part is a traceback and no problem longer than four lines."""
     shown = capsys.readouterr()
     assert "Traceback" not in shown.out + shown.err
@@ -70,8 +70,8 @@ def told(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
 
 SENTENCES = Path(__file__).parent / "golden" / "bad_inputs.json"
 WRITES = "BURNISH_WRITE_SENTENCES"
-"""With this variable in the environment ``said_exactly`` writes the table anew; read the difference before it is
-committed."""
+"""With this variable in the environment ``matches_stored_message`` rewrites the table; check the diff before the
+commit."""
 
 
 NAMES_MISSING = {"option A21": "wandb", "option A33": "bitsandbytes", "option A34": "deepspeed"}
@@ -86,7 +86,7 @@ OF_NEWER_PYTHON = {
 """What Python 3.13 says of a broken file, and what earlier ones say."""
 
 
-def said_exactly(name: str, err: str, folder: Path) -> bool:
+def matches_stored_message(name: str, err: str, folder: Path) -> bool:
     """Tell whether ``err`` is the whole answer to the bad input of that name, folders shown as points."""
     for place, shown in ((folder.resolve(), "."), (folder, "."), (Path(__file__).parents[1], "burnish")):
         err = err.replace(str(place), shown)

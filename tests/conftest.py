@@ -50,8 +50,8 @@ def _one_thread():
 def _signals_are_heard():
     """A suite that a shell started in the background ignores Ctrl-C, and under nohup the end of its terminal; so would
     every process that a test starts."""
-    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
-    for number, handler in usual.items():
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    for number, handler in defaults.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
 

@@ -9,6 +9,6 @@ def dense(layer):
     """(O, I) the weight in float32, as a copy; without biases."""
     if type(getattr(layer, "weight", None)).__name__ in ("Params4bit", "Int8Params"):
         return dequantize_module_weight(layer).float()
-    held = next(t for t in (*layer.parameters(), *layer.buffers()))
-    columns, bias = layer(torch.eye(layer.in_features, device=held.device)), getattr(layer, "bias", None)
+    stored = next(t for t in (*layer.parameters(), *layer.buffers()))
+    columns, bias = layer(torch.eye(layer.in_features, device=stored.device)), getattr(layer, "bias", None)
     return (columns if bias is None else columns - bias).float().t().contiguous()

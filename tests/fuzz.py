@@ -63,7 +63,7 @@ OPTIONS = st.dictionaries(
 )
 YAML = st.one_of(
     st.text("abc: -[]{}&*!|>'\"\n\t#<,1", max_size=80), BYTES.map(lambda raw: raw.decode("latin-1")),
-    OPTIONS.map(lambda found: "\n".join(f"{key}: {json.dumps(value)}" for key, value in found.items())),
+    OPTIONS.map(lambda result: "\n".join(f"{key}: {json.dumps(value)}" for key, value in result.items())),
 )  # fmt: skip
 JINJA = st.text("{}%# ()[]'\"|.*ab1=", max_size=60)
 CALL = st.one_of(keyed("name", "arguments"), st.lists(keyed("name", "arguments"), max_size=3)).map(json.dumps)
@@ -81,8 +81,8 @@ def _config(text: str) -> None:
     read_config(_written("run.yaml", text))
 
 
-def _options(found: dict[str, Any]) -> None:
-    plan({name: RawValue(value, "here") for name, value in found.items()})
+def _options(result: dict[str, Any]) -> None:
+    plan({name: RawValue(value, "here") for name, value in result.items()})
 
 
 def _records(raw: bytes, suffix: str) -> None:
@@ -199,14 +199,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--inputs", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    requested = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        each = ceil(asked.inputs / len(READERS))
+        each = ceil(requested.inputs / len(READERS))
         for name in READERS:
-            fuzz(name, each, asked.seed)
+            fuzz(name, each, requested.seed)
             print(f"{name}: {each:,} inputs", flush=True)
-    print(f"{each * len(READERS):,} inputs, seed {asked.seed}: each ended well or in a sentence of burnish's own.")
+    print(f"{each * len(READERS):,} inputs, seed {requested.seed}: each ended well or in a sentence of burnish's own.")
 
 
 if __name__ == "__main__":

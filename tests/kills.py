@@ -50,11 +50,11 @@ def kill_at(at: int, kind: str) -> None:
     def counted(module: Any, name: str, what: str) -> None:
         plain = getattr(module, name)
 
-        def call(*arguments: Any, **named: Any) -> Any:
+        def call(*arguments: Any, **kwargs: Any) -> Any:
             tick(what)
-            found = plain(*arguments, **named)
+            result = plain(*arguments, **kwargs)
             tick(what)
-            return found
+            return result
 
         setattr(module, name, call)
 
@@ -134,15 +134,15 @@ def run(folder: Path, words: list[str], at: int = 0, kind: str = "save", ranks: 
             for other in children:
                 os.kill(other, signal.SIGKILL)
     if code not in (0, -9):
-        said = (folder / "said.txt").read_text(encoding="utf-8")
-        raise AssertionError(f"{words} at {kind} {at}: status {code}\n{said}")
+        output = (folder / "said.txt").read_text(encoding="utf-8")
+        raise AssertionError(f"{words} at {kind} {at}: status {code}\n{output}")
     return code
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as result:
+        result.bind(("127.0.0.1", 0))
+        return int(result.getsockname()[1])
 
 
 def _attempt(folder: Path, words: list[str], at: int, kind: str) -> None:
@@ -151,9 +151,9 @@ def _attempt(folder: Path, words: list[str], at: int, kind: str) -> None:
     try:
         os.chdir(folder)
         os.environ["BURNISH_CACHE"] = str(folder / "cache")
-        said = os.open("said.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(said, 1)
-        os.dup2(said, 2)
+        output = os.open("said.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         from burnish.cli import main
 
@@ -182,7 +182,7 @@ def make_image_folder() -> None:
     """Fill the working directory: a model that sees, sets of answers and of pairs with an image or two each, and
     ``run.yaml``."""
     from bad_inputs import OPTIONS, write
-    from seeing import image_models
+    from vision_models import image_models
 
     model, processor = image_models().build("qwen2_5_vl")
     model.save_pretrained("model")
@@ -238,8 +238,8 @@ def campaign(model: Path, way: str, kills: int, draws: random.Random, root: Path
             if status == 0 or done >= kills:
                 break
         assert run(folder, words, ranks=ranks) == 0
-        found = end_of(folder)
-        wrong = [name for name in expected if found.get(name) != expected[name]]
+        result = end_of(folder)
+        wrong = [name for name in expected if result.get(name) != expected[name]]
         assert not wrong, f"{way}: {wrong} differ after kills"
         shutil.rmtree(folder)
 
@@ -250,23 +250,23 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--way", action="append", choices=WAYS, help="of training; may be repeated")
-    given = parser.parse_args()
+    options = parser.parse_args()
     import torch
 
     from small_run import make_model
 
     torch.set_num_threads(1)
-    draws, began, num_kills = random.Random(given.seed), time.monotonic(), 0
+    draws, began, num_kills = random.Random(options.seed), time.monotonic(), 0
     with tempfile.TemporaryDirectory() as place:
         model = make_model(Path(place) / "model")
-        number, ways = 0, [way for way in given.way or WAYS if way not in NEEDS or find_spec(NEEDS[way])]
-        while num_kills < given.kills and time.monotonic() - began < given.seconds:
+        number, ways = 0, [way for way in options.way or WAYS if way not in NEEDS or find_spec(NEEDS[way])]
+        while num_kills < options.kills and time.monotonic() - began < options.seconds:
             way = ways[number % len(ways)]
-            for line in campaign(model, way, min(5, given.kills - num_kills), draws, Path(place) / str(number)):
+            for line in campaign(model, way, min(5, options.kills - num_kills), draws, Path(place) / str(number)):
                 num_kills += ": killed" in line
                 print(line, flush=True)
             number += 1
-    print(f"{num_kills} kills, seed {given.seed}: every run ended in the bits of the run left alone.")
+    print(f"{num_kills} kills, seed {options.seed}: every run ended in the bits of the run left alone.")
 
 
 if __name__ == "__main__":

@@ -62,16 +62,16 @@ class Hub(BaseHTTPRequestHandler):
         kind, revision = (*rest, "revision", "main")[:2] if len(rest) > 1 else ("revision", "main")
         if self.refused(name, revision):
             return None
-        found = [
+        result = [
             {"type": "file", "path": str(path.relative_to(self.folders[name])), "size": path.stat().st_size,
              "oid": hashlib.sha1(path.read_bytes()).hexdigest()}
             for path in self.files(name)
         ]  # fmt: skip
         if kind == "tree":
-            return self.send(200, found)
+            return self.send(200, result)
         if kind == "paths-info":
             return self.send(200, [])
-        return self.send(200, {"id": name, "sha": COMMIT, "siblings": [{"rfilename": file["path"]} for file in found],
+        return self.send(200, {"id": name, "sha": COMMIT, "siblings": [{"rfilename": file["path"]} for file in result],
                                "private": False, "gated": False, "disabled": False, "tags": [], "downloads": 0,
                                "likes": 0})  # fmt: skip
 
@@ -90,12 +90,14 @@ class Hub(BaseHTTPRequestHandler):
                 "Branches": [{"Revision": "master", "CreatedAt": 0}], "Tags": []}}})  # fmt: skip
         if words[2:] == ["repo"]:
             return self.resolve(name, "main", query["FilePath"][0])
-        found = [
+        result = [
             {"Name": path.name, "Path": str(path.relative_to(self.folders[name])), "Type": "blob",
              "Size": path.stat().st_size, "Revision": COMMIT, "Sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
             for path in self.files(name)
         ]  # fmt: skip
-        data = {"Files": found, "TotalCount": len(found), "LatestCommitter": {}} if "repo" in words else {"Name": name}
+        data = (
+            {"Files": result, "TotalCount": len(result), "LatestCommitter": {}} if "repo" in words else {"Name": name}
+        )
         return self.send(200, {"Code": 200, "Success": True, "Data": data})
 
     def send(self, status, content=b"", error=""):

@@ -17,7 +17,7 @@ def pairs(count=12):
     ]  # fmt: skip
 
 
-def make_workplace(folder):
+def make_pair_workspace(folder):
     """A folder with two models and a set of pairs."""
     make_model(folder / "model")
     make_model(folder / "other", seed=1)
@@ -26,27 +26,27 @@ def make_workplace(folder):
     return folder
 
 
-def given(workplace, **changes):
+def run_options(workspace, **changes):
     made = {
-        "stage": "dpo", "model_name_or_path": "model", "dataset": str(workplace / "pairs.json"), "template": "chatml",
+        "stage": "dpo", "model_name_or_path": "model", "dataset": str(workspace / "pairs.json"), "template": "chatml",
         "finetuning_type": "full", "cutoff_len": 128, "learning_rate": 1e-3, "lr_scheduler_type": "constant",
         "max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 1,
         "save_strategy": "no", "plot_loss": False, "use_cpu": True, "report_to": "none",
-        "output_dir": str(workplace / "out"), "overwrite_output_dir": True, **changes,
+        "output_dir": str(workspace / "out"), "overwrite_output_dir": True, **changes,
     }  # fmt: skip
     for name in ("model_name_or_path", "ref_model"):
         if name in made:
-            made[name] = str(workplace / made[name])
+            made[name] = str(workspace / made[name])
     return {name: RawValue(value) for name, value in made.items()}
 
 
-def run_of(workplace, monkeypatch, **changes):
-    monkeypatch.setenv("BURNISH_CACHE", str(workplace / "cache"))
-    return train_run(plan(given(workplace, **changes)))
+def train_on_pairs(workspace, monkeypatch, **changes):
+    monkeypatch.setenv("BURNISH_CACHE", str(workspace / "cache"))
+    return train_run(plan(run_options(workspace, **changes)))
 
 
-def losses(workplace, monkeypatch, **changes):
-    run_of(workplace, monkeypatch, **changes)
-    folder = Path(changes.get("output_dir", workplace / "out"))
+def losses(workspace, monkeypatch, **changes):
+    train_on_pairs(workspace, monkeypatch, **changes)
+    folder = Path(changes.get("output_dir", workspace / "out"))
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     return [log["loss"] for log in history if "loss" in log]

@@ -64,7 +64,7 @@ def records(count: int = 24) -> list[dict[str, str]]:
     ]  # fmt: skip
 
 
-def make_user(folder: Path, count: int = 24, dropout: float = 0.0, **given) -> dict:
+def make_workspace(folder: Path, count: int = 24, dropout: float = 0.0, **options) -> dict:
     """The options of a run over files in ``folder``, as a user would write them."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model").exists():
@@ -74,10 +74,10 @@ def make_user(folder: Path, count: int = 24, dropout: float = 0.0, **given) -> d
         "model_name_or_path": str(folder / "model"), "dataset": str(folder / "data.json"), "stage": "sft",
         "finetuning_type": "full", "cutoff_len": 128, "output_dir": str(folder / "out"), "learning_rate": 1e-3,
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 2, "logging_steps": 2,
-        "lr_scheduler_type": "cosine", "use_cpu": True, "plot_loss": False, **given,
+        "lr_scheduler_type": "cosine", "use_cpu": True, "plot_loss": False, **options,
     }  # fmt: skip
 
 
-def as_words(given: dict) -> list[str]:
+def as_arguments(given: dict) -> list[str]:
     """The options as a command line."""
     return [word for name, value in given.items() for word in (f"--{name}", str(value))]

@@ -14,7 +14,7 @@ from burnish.data.chat.tools.tools import read_calls
 from burnish.data.chat.truncate import EncodingOptions
 from burnish.loop.types import Example, Message
 
-FEW_TEMPLATES = {
+FAST_TEMPLATES = {
     "alpaca",
     "chatml",
     "default",
@@ -69,8 +69,8 @@ CALL, CALLS_AT_ONCE = json.dumps(CALLS[0][0]), json.dumps(CALLS[1], ensure_ascii
 
 def _case(*messages, system="", tools=None):
     roles = ("user", "assistant") * len(messages)
-    said = [m if isinstance(m, tuple) else (roles[at], m) for at, m in enumerate(messages)]
-    return {"messages": said, "system": system, "tools": json.dumps(tools, ensure_ascii=False) if tools else ""}
+    message = [m if isinstance(m, tuple) else (roles[at], m) for at, m in enumerate(messages)]
+    return {"messages": message, "system": system, "tools": json.dumps(tools, ensure_ascii=False) if tools else ""}
 
 
 CONVERSATIONS = {
@@ -98,7 +98,7 @@ CONVERSATIONS = {
 }  # fmt: skip
 
 
-def _drawn(seed):
+def _random_case(seed):
     """A conversation that nobody thought of: odd texts, calls, observations and thoughts in any order."""
     draw = random.Random(seed)
     odd = [
@@ -129,11 +129,11 @@ def _drawn(seed):
         return "assistant", thought + text()
 
     turns = [(draw.choice(["user", "user", "observation"]), text()) for _ in range(draw.randint(2, 4))]
-    said = [message for question in turns for message in (question, answer())]
-    return _case(*said, system=draw.choice(["", text()]), tools=draw.choice([None, TOOLS[0], TOOLS[2]]))
+    messages = [message for question in turns for message in (question, answer())]
+    return _case(*messages, system=draw.choice(["", text()]), tools=draw.choice([None, TOOLS[0], TOOLS[2]]))
 
 
-DRAWN = {f"drawn {seed}": _drawn(seed) for seed in range(6)}
+RANDOM_CASES = {f"drawn {seed}": _random_case(seed) for seed in range(6)}
 OPTIONS = [
     {},
     {"mask_history": True},
@@ -165,12 +165,12 @@ def byte_tokenizer(*more, bos="<s>", eos="</s>"):
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token=eos)
 
 
-def template_options(**given):
+def template_options(**options):
     """Options as a component receives them: one flat object."""
-    return SimpleNamespace(**(vars(TemplateOptions()) | vars(EncodingOptions()) | given))
+    return SimpleNamespace(**(vars(TemplateOptions()) | vars(EncodingOptions()) | options))
 
 
-def chat_of(given, spec):
+def to_chat_messages(given, spec):
     """The messages as transformers' users write them."""
     chat = [{"role": "system", "content": given.system}] if given.system else []
     for message in given.messages:

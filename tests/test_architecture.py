@@ -132,29 +132,29 @@ def all_imports() -> list[tuple[Path, str, int]]:
 
 
 def test_packages_import_only_lower_layers() -> None:
-    found = []
+    result = []
     for file, module, line in all_imports():
         package, target = package_of(file), (module + ".").split(".")[1]
         is_of_a_floor = module.startswith("burnish.") and target in FLOOR_OF and package not in (None, target)
         if is_of_a_floor and FLOOR_OF[target] <= FLOOR_OF[package]:
             floors = f"{package} stands on floor {FLOOR_OF[package]}, {target} on floor {FLOOR_OF[target]}"
-            found.append(f"{name_of(file)}:{line} imports {module}: {floors}; imports point down")
-    assert not found, "\n".join(found)
+            result.append(f"{name_of(file)}:{line} imports {module}: {floors}; imports point down")
+    assert not result, "\n".join(result)
 
 
 def test_each_library_is_imported_only_by_its_files() -> None:
-    found = []
+    result = []
     for file, module, line in all_imports():
         doors = DOORS.get(module.split(".")[0])
         if doors and not any(name_of(file) == door or name_of(file).startswith(f"{door}/") for door in doors):
-            found.append(f"{name_of(file)}:{line} imports {module}; its door is {', '.join(sorted(doors))}")
-    assert not found, "\n".join(found)
+            result.append(f"{name_of(file)}:{line} imports {module}; its door is {', '.join(sorted(doors))}")
+    assert not result, "\n".join(result)
 
 
 def test_loop_and_its_dependencies_import_only_torch_and_standard_library() -> None:
     of_core = [(name_of(file), line, module) for file, module, line in all_imports() if package_of(file) in FOUNDATION]
     assert of_core
-    assert not [found for found in of_core if found[2].split(".")[0] not in FOUNDATION_MAY_IMPORT]
+    assert not [result for result in of_core if result[2].split(".")[0] not in FOUNDATION_MAY_IMPORT]
 
 
 def test_base_install_has_no_audio_image_web_or_hub_dependencies() -> None:
@@ -170,8 +170,8 @@ def test_every_extra_named_by_an_error_is_installable() -> None:
     for file in FILES:
         own = re.findall(r'^EXTRA = "(\w+)"', text_of(file), re.MULTILINE)
         calls = (node for node in nodes_of(tree_of(file)) if isinstance(node, ast.Call) and len(node.args) == 3)
-        given = [node.args[2] for node in calls if ast.unparse(node.func) == "MissingExtraError"]
-        named.update(own, (extra.value for extra in given if isinstance(extra, ast.Constant)))
+        options = [node.args[2] for node in calls if ast.unparse(node.func) == "MissingExtraError"]
+        named.update(own, (extra.value for extra in options if isinstance(extra, ast.Constant)))
     assert {"modelscope", "metrics", "optimizers", "quantization"} <= named
     assert named <= project["optional-dependencies"].keys()
 
@@ -258,12 +258,12 @@ def _readers(with_checks: bool) -> dict[str, set[str]]:
     from burnish.config.options import specs
     from burnish.run.plan.plan import RunOptions
 
-    found: dict[str, set[str]] = defaultdict(set)
+    result: dict[str, set[str]] = defaultdict(set)
     for file in FILES:
         for name, _ in option_reads(file, with_checks):
             if name in specs(RunOptions):
-                found[name].add(package_of(file) or "")
-    return found
+                result[name].add(package_of(file) or "")
+    return result
 
 
 def test_every_option_is_read_or_has_a_reason() -> None:
@@ -423,13 +423,13 @@ ELSEWHERE = {
 @cache
 def own_attributes() -> set[str]:
     """Names that burnish's own classes declare: fields, and what their methods set on ``self``."""
-    found = set()
+    result = set()
     for node in (node for file in FILES for node in nodes_of(tree_of(file))):
         if isinstance(node, ast.ClassDef):
             fields = (s.target for s in node.body if isinstance(s, ast.AnnAssign))
-            found |= {field.id for field in fields if isinstance(field, ast.Name)}
-            found |= {target.attr for target, _ in assignments(node) if getattr(target.value, "id", "") == "self"}
-    return found
+            result |= {field.id for field in fields if isinstance(field, ast.Name)}
+            result |= {target.attr for target, _ in assignments(node) if getattr(target.value, "id", "") == "self"}
+    return result
 
 
 def _root(node: ast.expr) -> str:
@@ -493,9 +493,9 @@ def _is_namespace(node: ast.expr) -> bool:
 
 def test_foreign_code_is_only_changed_through_the_patch_register() -> None:
     others = [file for file in FILES if name_of(file) not in ELSEWHERE.keys() | {"utils/patching.py"}]
-    found = {name_of(file): list(patches_past_the_door(tree_of(file))) for file in others}
-    found = {name: places for name, places in found.items() if places}
-    assert not found, f"{found}; use core.patching.patch(owner, name, value, why)"
+    result = {name_of(file): list(patches_past_the_door(tree_of(file))) for file in others}
+    result = {name: places for name, places in result.items() if places}
+    assert not result, f"{result}; use core.patching.patch(owner, name, value, why)"
 
 
 def test_exceptions_to_the_patch_register_still_exist() -> None:
@@ -522,8 +522,8 @@ def test_change_without_the_patch_register_is_detected(line: str) -> None:
 def test_components_do_not_accept_untyped_options() -> None:
     untyped = re.compile(r"\b_?options: (Any|object)\b")
     generic = {"config/options.py", "config/registry.py"}  # read by declared names alone
-    found = [name_of(f) for f in FILES if name_of(f) not in generic and untyped.search(text_of(f))]
-    assert not found
+    result = [name_of(f) for f in FILES if name_of(f) not in generic and untyped.search(text_of(f))]
+    assert not result
 
 
 def test_each_package_has_an_introductory_docstring() -> None:
@@ -536,11 +536,11 @@ def test_each_package_has_an_introductory_docstring() -> None:
 
 def _imports(file: Path, names: dict[str, Path]) -> set[str]:
     """The files that a file imports, inside its functions and for its types too."""
-    found: set[str] = set()
+    result: set[str] = set()
     for node in nodes_of(tree_of(file)):
         if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found & names.keys()
+            result |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return result & names.keys()
 
 
 def test_no_circular_imports() -> None:
@@ -561,8 +561,8 @@ def test_class_names_are_unique() -> None:
         for node in tree_of(file).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 files[node.name].append(name_of(file))
-    found = {name: places for name, places in files.items() if len(places) > 1}
-    assert found.keys() == SAME_CLASS_NAME, found
+    result = {name: places for name, places in files.items() if len(places) > 1}
+    assert result.keys() == SAME_CLASS_NAME, result
 
 
 def test_folders_have_at_most_15_files() -> None:
@@ -613,15 +613,15 @@ _OWN_FILES = {
 @pytest.mark.parametrize("stage", _OWN_FILES)
 def test_stage_names_occur_only_in_their_files(stage: str) -> None:
     """The rest of the package reads what an objective declares."""
-    found = {name_of(file) for file in FILES if f'"{stage}"' in text_of(file)}
-    assert found <= _OWN_FILES[stage]
+    result = {name_of(file) for file in FILES if f'"{stage}"' in text_of(file)}
+    assert result <= _OWN_FILES[stage]
 
 
 def documented_arguments(docstring: str) -> list[str]:
     """The names in the section ``Args:`` of a docstring."""
     section = re.search(r"Args:\n((?:    .*\n|\n)*)", docstring + "\n")
-    found = re.findall(r"^    (\*{0,2}\w+(?:, \w+)*):", section.group(1), re.MULTILINE) if section else []
-    return [name.strip(" *") for names in found for name in names.split(",")]
+    result = re.findall(r"^    (\*{0,2}\w+(?:, \w+)*):", section.group(1), re.MULTILINE) if section else []
+    return [name.strip(" *") for names in result for name in names.split(",")]
 
 
 def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:

@@ -46,7 +46,7 @@ def known(variable: str) -> frozenset[str]:
     generation = {*dir(GenerationConfig), *vars(GenerationConfig())}
     special = PreTrainedTokenizerFast.SPECIAL_TOKENS_ATTRIBUTES
     files = [root / "configuration_utils.py", *root.glob("models/*/configuration_*.py")]
-    found = {
+    result = {
         "tokenizer": lambda: {
             *dir(PreTrainedTokenizerFast), *special, *(f"{name}_id" for name in special),
             *declared_in(root / "tokenization_utils_base.py"),
@@ -57,7 +57,7 @@ def known(variable: str) -> frozenset[str]:
                           "peft_config", "active_adapter", "training"},
         "generation_config": lambda: generation,
     }  # fmt: skip
-    return frozenset(found[variable]() | OTHERS[variable])
+    return frozenset(result[variable]() | OTHERS[variable])
 
 
 def declared_in(file: Path) -> set[str]:
@@ -78,13 +78,13 @@ def uses(tree: ast.AST) -> Iterator[tuple[str, str, int]]:
 
 
 def misspelt(source: str) -> list[str]:
-    found = uses(ast.parse(source))
-    return [f"line {line}: {variable}.{name}" for variable, name, line in found if name not in known(variable)]
+    result = uses(ast.parse(source))
+    return [f"line {line}: {variable}.{name}" for variable, name, line in result if name not in known(variable)]
 
 
 def test_attributes_of_tokenizers_configs_and_models_exist():
-    found = {file.relative_to(SOURCE).as_posix(): misspelt(file.read_text("utf-8")) for file in SOURCE.rglob("*.py")}
-    assert not {file: names for file, names in found.items() if names}, "Correct the name, or add it to OTHERS."
+    result = {file.relative_to(SOURCE).as_posix(): misspelt(file.read_text("utf-8")) for file in SOURCE.rglob("*.py")}
+    assert not {file: names for file, names in result.items() if names}, "Correct the name, or add it to OTHERS."
 
 
 @pytest.mark.parametrize("source", [

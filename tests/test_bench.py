@@ -28,7 +28,7 @@ from burnish.models.patches.fused import ACTIVATION, ATTENTION, GATED, LINEAR, N
 from burnish.parallel import single as base
 from burnish.run import build
 from burnish.run.plan.plan import plan
-from small_run import make_user
+from small_run import make_workspace
 
 pytestmark = pytest.mark.run
 
@@ -72,12 +72,12 @@ def test_float32_settings_do_not_use_bfloat16():
     facts = {"longest": 1024, "longest_row": 500, "tokens": 4000, "rows": 24}
     for method in ("full", "lora"):
         originals = (settings.trainings(method, facts), settings.preference_settings("dpo", method))
-        for found in (*map(settings.in_float32, originals), settings.grpo_settings(64, is_float32=True)):
-            assert [s.name for s in found].count(settings.OURS_FLOAT32) == 1
-            assert {s.processor for s in found} == {"avx2"}
-            assert not [item for s in found for item in s.command if "bfloat16" in item or item.lower() == "bf16=true"]
+        for result in (*map(settings.in_float32, originals), settings.grpo_settings(64, is_float32=True)):
+            assert [s.name for s in result].count(settings.OURS_FLOAT32) == 1
+            assert {s.processor for s in result} == {"avx2"}
+            assert not [item for s in result for item in s.command if "bfloat16" in item or item.lower() == "bf16=true"]
             # TRL's configs use bfloat16 by default
-            assert all("bf16=False" in s.command for s in found if s.command[:2] == ("train_peer.py", "trl"))
+            assert all("bf16=False" in s.command for s in result if s.command[:2] == ("train_peer.py", "trl"))
 
 
 # --- parts and the document -------------------------------------------------------------------------------------------
@@ -85,9 +85,9 @@ def test_float32_settings_do_not_use_bfloat16():
 
 def test_every_part_has_a_section_and_is_listed_in_the_document():
     text = (ROOT / "docs" / "benchmarks.md").read_text()
-    found = re.findall(r"<!-- (\S+): made by make bench -->\n.*?<!-- end of (\S+) -->", text, re.DOTALL)
-    assert {begin for begin, _ in found} == {*run.PARTS, "times"}
-    assert all(begin == end for begin, end in found)
+    result = re.findall(r"<!-- (\S+): made by make bench -->\n.*?<!-- end of (\S+) -->", text, re.DOTALL)
+    assert {begin for begin, _ in result} == {*run.PARTS, "times"}
+    assert all(begin == end for begin, end in result)
     before = text[: text.index("## ")]
     assert all(f"`{name}`" in before or f'"{name} ' in before for name in run.PARTS)
 
@@ -230,7 +230,7 @@ def test_disabled_optimizations_change_no_loss(tmp_path, monkeypatch, disabled):
 def _loss(folder, overrides):
     """Return the mean loss of three steps in float32."""
     folder.mkdir()
-    options = make_user(folder, max_steps=3, template="qwen", **overrides)
+    options = make_workspace(folder, max_steps=3, template="qwen", **overrides)
     planned = plan({name: RawValue(value, "the command line") for name, value in options.items()})
     return build.train_run(planned).output.training_loss
 
@@ -242,9 +242,9 @@ def test_measurements_of_two_processes_are_combined():
     rank = {"labels": 10, "cpu_s": 2.0, "process_cpu_s": 3.0, "peak_bytes": 5, "steps_peak_bytes": 4, "ends_s": 0.5,
             "wall_s": 4.0, "waited_s": 1.0, "save_waits_s": [0.1], "loss": 7.0}  # fmt: skip
     other = {**rank, "labels": 20, "peak_bytes": 9, "waited_s": 0.0, "save_waits_s": [0.3]}
-    found = processes.combine([rank, other])
-    assert (found["labels"], found["cpu_s"], found["peak_bytes"], found["save_waits_s"]) == (30, 4.0, 9, [0.3])
-    assert found["waited_share"] == pytest.approx(1 / 8)
+    result = processes.combine([rank, other])
+    assert (result["labels"], result["cpu_s"], result["peak_bytes"], result["save_waits_s"]) == (30, 4.0, 9, [0.3])
+    assert result["waited_share"] == pytest.approx(1 / 8)
 
 
 def test_failed_process_stops_the_others_and_its_output_is_kept():

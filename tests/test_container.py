@@ -43,15 +43,15 @@ def test_dockerfile_has_known_instructions_and_uses_its_declarations(name: str) 
 
 @pytest.mark.parametrize("name", FILES)
 def test_image_is_pinned_slim_and_not_run_as_root(name: str) -> None:
-    found = instructions(name)
-    base = next(rest for word, rest in found if word == "ARG" and rest.startswith("BASE="))
+    result = instructions(name)
+    base = next(rest for word, rest in result if word == "ARG" and rest.startswith("BASE="))
     assert re.search(r":\d+\.\d+\.\d+-slim$|@sha256:", base)
-    assert all(rest.startswith("${BASE} AS") for word, rest in found if word == "FROM")
-    assert [rest for word, rest in found if word == "USER"][-1] not in {"root", "0"}
+    assert all(rest.startswith("${BASE} AS") for word, rest in result if word == "FROM")
+    assert [rest for word, rest in result if word == "USER"][-1] not in {"root", "0"}
     text = (ROOT / name).read_text()
     for never in ("latest", "| sh", "curl", "wget", "ADD ", "devel", "pip install -e", "apt-get"):
         assert never not in text, never
-    last = dict(found)
+    last = dict(result)
     for word in ("ENTRYPOINT", "CMD"):
         assert isinstance(json.loads(last[word]), list)
     assert json.loads(last["ENTRYPOINT"]) == ["burnish"]
@@ -104,9 +104,9 @@ def test_environment_variables_are_used() -> None:
     from burnish.serve.api.options import ENVIRONMENT as API
     from burnish.serve.page.options import ENVIRONMENT as WEB
 
-    given = dict(part.split("=", 1) for part in dict(instructions("docker/Dockerfile"))["ENV"].split())
+    options = dict(part.split("=", 1) for part in dict(instructions("docker/Dockerfile"))["ENV"].split())
     known = {*API, *WEB, "PATH", "PYTHONUNBUFFERED", "BURNISH_HOME", "BURNISH_CONTAINER"}
-    assert set(given) <= known
+    assert set(options) <= known
     compose = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())
     assert set(compose["services"]["webui"]["environment"]) <= {*known, "USE_MODELSCOPE_HUB", "HF_ENDPOINT", "HF_HOME"}
 

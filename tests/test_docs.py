@@ -29,12 +29,12 @@ def resolve(name):
     parts = name.split(".")
     for cut in range(len(parts), 0, -1):
         try:
-            found = importlib.import_module(".".join(parts[:cut]))
+            result = importlib.import_module(".".join(parts[:cut]))
         except ModuleNotFoundError:
             continue
         for part in parts[cut:]:
-            found = getattr(found, part)
-        return found
+            result = getattr(result, part)
+        return result
     raise ModuleNotFoundError(name)
 
 
@@ -114,8 +114,8 @@ PROGRAMS = {"burnish", "make", "pip", "python", ".", "torchrun"}
 
 def blocks(page, *languages):
     """(language, text) of the code blocks of a page."""
-    found = re.findall(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    return [(language, text) for language, text in found if not languages or language in languages]
+    result = re.findall(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [(language, text) for language, text in result if not languages or language in languages]
 
 
 def commands(page):
@@ -195,7 +195,7 @@ def test_readme_commands_run(tmp_path):
     folder = a_user(tmp_path)
     page = ROOT / "README.md"
     (folder / "run.yaml").write_text(blocks(page, "yaml")[0][1], encoding="utf-8")
-    asked = [words[1:] for words in commands(page) if words[0] == "burnish" and "run.yaml" in words]
+    requested = [words[1:] for words in commands(page) if words[0] == "burnish" and "run.yaml" in words]
     code = "import json, sys\nfrom burnish.cli import main\nfor words in json.load(sys.stdin): assert not main(words)\n"
     python = "\n".join(text for _, text in blocks(page, "python"))
     environment = {
@@ -204,7 +204,7 @@ def test_readme_commands_run(tmp_path):
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", code + python], cwd=folder, text=True, capture_output=True, env=environment,
-        input=json.dumps(asked),
+        input=json.dumps(requested),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     for made in ("saves/first/adapter_model.safetensors", "saves/second/adapter_model.safetensors",

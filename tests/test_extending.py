@@ -29,9 +29,9 @@ FAMILIES = {
 
 def blocks(page, language):
     """File name -> text, for the code blocks of a page that begin with a comment that names their file."""
-    found = re.findall(rf"```{language}\n# (\S+)\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    assert found
-    return dict(found)
+    result = re.findall(rf"```{language}\n# (\S+)\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert result
+    return dict(result)
 
 
 def install(folder):
@@ -112,7 +112,7 @@ REFUSED = {"change", "mistake", "no stars"}
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
+def command_outputs(tmp_path_factory):
     """(folder, what each command said)."""
     folder = tmp_path_factory.mktemp("plugin")
     install(folder)
@@ -126,10 +126,10 @@ def said(tmp_path_factory):
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     for name, text in blocks(PAGE, "yaml").items():
         (folder / name).write_text(text, encoding="utf-8")
-    found = run(folder, COMMANDS)
-    for name, (status, text) in found.items():
+    result = run(folder, COMMANDS)
+    for name, (status, text) in result.items():
         assert (status == 2) if name in REFUSED else not status, f"{name}: {text}"
-    return folder, {name: text for name, (_, text) in found.items()}
+    return folder, {name: text for name, (_, text) in result.items()}
 
 
 def test_web_ui_shows_a_member_of_every_family():
@@ -144,8 +144,8 @@ def test_web_ui_shows_a_member_of_every_family():
     assert {group for _, group in table} == FAMILIES
 
 
-def test_command_line_knows_options_of_a_member(said):
-    listed = said[1]["help"]
+def test_command_line_knows_options_of_a_member(command_outputs):
+    listed = command_outputs[1]["help"]
     for name in ("sign_decay", "norm_word", "early_weight", "csv_file"):
         assert f"--{name}" in listed
     text = " ".join(listed.split())
@@ -154,19 +154,19 @@ def test_command_line_knows_options_of_a_member(said):
         assert re.search(rf"one of [^;)]*\b{name}\b", text), name
 
 
-def test_explain_prints_options_of_a_member_and_their_source(said):
-    text = " ".join(said[1]["explain"].split())
+def test_explain_prints_options_of_a_member_and_their_source(command_outputs):
+    text = " ".join(command_outputs[1]["explain"].split())
     for part in ("sign_decay 0.8 (default 0.9) (run.yaml, line", "norm_word layernorm (default norm)",
                  "early_weight 3 (default 2)", "csv_file losses.csv (default log.csv)", "CsvTracker",
                  "norms. The norms are trained, the rest is frozen.", "template my_template"):  # fmt: skip
         assert part in text, f"{part}\n{text}"
     assert "question Name: red" in text
     assert "⟦red<|im_end|>" in text
-    assert "predict_metrics length" in " ".join(said[1]["metric"].split())
+    assert "predict_metrics length" in " ".join(command_outputs[1]["metric"].split())
 
 
-def test_trained_parameters_are_selected_by_the_adapter(said):
-    folder, _ = said
+def test_trained_parameters_are_selected_by_the_adapter(command_outputs):
+    folder, _ = command_outputs
     before, after = (load_file(folder / name / "model.safetensors") for name in ("model", "out"))
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {name for name in before if "layernorm" in name}
@@ -174,23 +174,23 @@ def test_trained_parameters_are_selected_by_the_adapter(said):
     assert farthest <= 16 * 1e-3 + 1e-6  # sixteen steps of at most the learning rate: sign descent
 
 
-def test_card_of_full_weights_loads_them_as_a_model(said):
-    card = (said[0] / "out" / "README.md").read_text()
+def test_card_of_full_weights_loads_them_as_a_model(command_outputs):
+    card = (command_outputs[0] / "out" / "README.md").read_text()
     assert "library_name: transformers" in card
     assert "AutoPeftModel" not in card
 
 
-def test_saved_tokenizer_renders_the_template_file(said):
+def test_saved_tokenizer_renders_the_template_file(command_outputs):
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(said[0] / "out")
+    tokenizer = AutoTokenizer.from_pretrained(command_outputs[0] / "out")
     chat = [{"role": "user", "content": "Hi"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert text == "<|im_start|>question\nHi<|im_end|>\n<|im_start|>reply\n"
 
 
-def test_checkpoint_restores_every_member(said):
-    folder, texts = said
+def test_checkpoint_restores_every_member(command_outputs):
+    folder, texts = command_outputs
     assert "step 6 of 16" in texts["continue"]
     whole, resumed = (load_file(folder / name / "model.safetensors") for name in ("out", "again"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
@@ -198,12 +198,12 @@ def test_checkpoint_restores_every_member(said):
     assert first[3:] == second  # the count of lines went on from the checkpoint, and the losses are the same
 
 
-def test_checkpoint_reports_changed_member_options(said):
-    assert "sign_decay was 0.8, is 0.5" in said[1]["change"]
+def test_checkpoint_reports_changed_member_options(command_outputs):
+    assert "sign_decay was 0.8, is 0.5" in command_outputs[1]["change"]
 
 
-def test_check_of_a_member_is_called_with_all_others(said):
-    problems = said[1]["mistake"]
+def test_check_of_a_member_is_called_with_all_others(command_outputs):
+    problems = command_outputs[1]["mistake"]
     assert "optim sign has no weight decay." in problems
     assert 'Did you mean "sign_decay"?' in problems
     assert '"early_weight" must be greater than 0' in problems
@@ -223,8 +223,8 @@ def test_failing_entry_point_is_named(tmp_path, monkeypatch):
     assert "No module named" in str(raised.value)
 
 
-def test_objective_reads_custom_records_through_rows_and_batches(said):
-    folder, texts = said
+def test_objective_reads_custom_records_through_rows_and_batches(command_outputs):
+    folder, texts = command_outputs
     explained = " ".join(texts["explain rated"].split())
     assert "stage rated" in explained
     assert "template acme" in explained
@@ -239,8 +239,8 @@ def test_objective_reads_custom_records_through_rows_and_batches(said):
 @pytest.mark.parametrize(
     ("run_name", "stem"), [("rated", "adapter_model"), ("reward", "adapter_model"), ("reward", "value_head")]
 )
-def test_run_with_package_members_resumes_bitwise_equal(said, run_name, stem):
-    folder, texts = said
+def test_run_with_package_members_resumes_bitwise_equal(command_outputs, run_name, stem):
+    folder, texts = command_outputs
     assert "step 3 of 6" in texts[f"continue {run_name}"]
     whole, again = (load_file(folder / name / f"{stem}.safetensors") for name in (run_name, f"{run_name} again"))
     assert whole.keys() == again.keys()
@@ -248,8 +248,8 @@ def test_run_with_package_members_resumes_bitwise_equal(said, run_name, stem):
     assert all(value.any() for name, value in whole.items() if "lora_B" in name)  # they begin as zeros
 
 
-def test_reward_head_of_a_package_is_explained_and_saved_under_its_name(said):
-    folder, texts = said
+def test_reward_head_of_a_package_is_explained_and_saved_under_its_name(command_outputs):
+    folder, texts = command_outputs
     assert "value_head.safetensors (mlp)" in " ".join(texts["score"].split())
     assert "reward_head mlp" in " ".join(texts["explain reward"].split())
     with safe_open(folder / "reward" / "value_head.safetensors", "pt") as file:

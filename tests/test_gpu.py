@@ -22,7 +22,7 @@ from burnish.models.patches.attention import PaddingFree, make_padding_free
 from burnish.models.patches.liger import apply_liger
 from burnish.run.build import train_run
 from burnish.run.plan.plan import plan
-from small_run import make_user
+from small_run import make_workspace
 from tiny_shapes import tiny
 
 if not torch.cuda.is_available():
@@ -59,14 +59,14 @@ def alone() -> Sequences:
 
 @pytest.mark.parametrize("scores", [Scores(), Scores(window=7), Scores(scale=0.5)], ids=["plain", "window", "scaled"])
 def test_varlen_kernel_matches_a_call_per_sequence(scores, monkeypatch):
-    found = []
+    result = []
     for kernel in (attention.kernel_for, lambda dtype, scores: None):
         monkeypatch.setattr(attention, "kernel_for", kernel)
         tensors = heads_of()
         mixed = flat_attention(*tensors, alone(), scores)
         upstream = torch.randn(mixed.shape, generator=torch.Generator().manual_seed(1)).to(mixed)
-        found.append([mixed, *torch.autograd.grad(mixed, tensors, upstream)])
-    assert all(near(fast, plain) for fast, plain in zip(*found, strict=True))
+        result.append([mixed, *torch.autograd.grad(mixed, tensors, upstream)])
+    assert all(near(fast, plain) for fast, plain in zip(*result, strict=True))
 
 
 def test_varlen_kernel_supports_preceding_keys(monkeypatch):
@@ -215,9 +215,9 @@ LIBRARIES = {"liger": ("liger_kernel",), "paged": ("bitsandbytes",), "4 bits": (
 def test_first_loss_of_each_configuration_matches_float32(way, tmp_path, monkeypatch):
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     losses = []
-    for name, given in {"float32": {"bf16": False}, way: {"bf16": True, **WAYS_OF_A_RUN[way]}}.items():
-        asked = make_user(tmp_path / name, **{"max_steps": 3, "logging_steps": 1, "use_cpu": False, **given})
-        train_run(plan({key: RawValue(value, "the test") for key, value in asked.items()}))
+    for name, overrides in {"float32": {"bf16": False}, way: {"bf16": True, **WAYS_OF_A_RUN[way]}}.items():
+        options = make_workspace(tmp_path / name, **{"max_steps": 3, "logging_steps": 1, "use_cpu": False, **overrides})
+        train_run(plan({key: RawValue(value, "the test") for key, value in options.items()}))
         state = json.loads((tmp_path / name / "out" / "trainer_state.json").read_text())
         losses.append(state["log_history"][0]["loss"])
     assert losses[1] == pytest.approx(losses[0], rel=0.02 if way != "4 bits" else 0.2)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from few import few_slow
 from kills import WAYS, campaign
+from representative import representative_slow
 
 pytestmark = pytest.mark.run
 
@@ -15,7 +15,7 @@ SEED = int(os.environ.get("BURNISH_SEED", "0"))
 
 
 @pytest.mark.parametrize(
-    "way", few_slow(["full", "completions, used twice", "lora with dropout", "two processes", "images"], 2)
+    "way", representative_slow(["full", "completions, used twice", "lora with dropout", "two processes", "images"], 2)
 )
 def test_killed_run_gives_bitwise_equal_weights(way: str, small_model: Path, tmp_path: Path) -> None:
     assert way in WAYS

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bad_inputs import told
+from bad_inputs import read_output
 from burnish import cli
 
 PAGE = Path(__file__).parents[1] / "docs" / "security.md"
@@ -23,8 +23,8 @@ def test_every_security_promise_names_an_existing_test() -> None:
 @pytest.mark.run
 def test_trust_remote_code_is_recorded_in_log_and_card(user_folder: Path) -> None:
     assert cli.main(["train", "run.yaml", "max_steps=1", "trust_remote_code=true"]) == 0
-    said = "trust_remote_code: Python code that comes with model may run with your permissions."
-    assert said in Path("out/run.log").read_text(encoding="utf-8")
+    message = "trust_remote_code: Python code that comes with model may run with your permissions."
+    assert message in Path("out/run.log").read_text(encoding="utf-8")
     assert "trust_remote_code: true" in Path("out/README.md").read_text(encoding="utf-8")
     assert cli.main(["train", "run.yaml", "max_steps=1", "output_dir=other"]) == 0
     assert "trust_remote_code" not in Path("other/run.log").read_text(encoding="utf-8")
@@ -41,7 +41,7 @@ def test_chat_template_cannot_leave_its_sandbox(
     text = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
     Path("escape.jinja").write_text(text + escape, encoding="utf-8")
     assert cli.main(["explain", "run.yaml", "template=escape.jinja"]) == 2
-    assert "root:" not in "".join(told(capsys))
+    assert "root:" not in "".join(read_output(capsys))
 
 
 def test_yaml_creates_no_python_objects(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,7 +53,7 @@ def test_yaml_creates_no_python_objects(user_folder: Path, capsys: pytest.Captur
     Path("run.yaml").write_text(run, encoding="utf-8")
     Path("mine.yaml").write_text("user: " + line.partition(": ")[2], encoding="utf-8")
     assert cli.main(["explain", "run.yaml", "template=mine.yaml"]) == 2
-    told(capsys)
+    read_output(capsys)
     assert not mark.exists()
 
 
@@ -65,4 +65,4 @@ def test_weight_index_cannot_reference_files_outside_its_folder(
     index = {"metadata": {}, "weight_map": {"model.norm.weight": name}}
     Path("model/model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     assert cli.main(["explain", "run.yaml"]) == 2
-    assert "it names a file outside of its folder" in told(capsys)[1]
+    assert "it names a file outside of its folder" in read_output(capsys)[1]

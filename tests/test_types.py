@@ -21,14 +21,14 @@ def test_flat_options_type_has_groups_of_the_runtime_class():
 
     def bases(file: str, name: str) -> set[str]:
         tree = ast.parse(Path(file).read_text(encoding="utf-8"))
-        (seen,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
-        return {base.id for base in seen.bases if not base.id.endswith("Choices")}  # those join groups
+        (recorded,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
+        return {base.id for base in recorded.bases if not base.id.endswith("Choices")}  # those join groups
 
     assert bases(fields.__file__, "Groups") == {group.__name__ for group in fields.Groups.__bases__}
     answering = bases(answers.__file__, "AnsweringOptions")
-    seen = bases(options.__file__, "RunOptions") - {"AnsweringOptions"} | answering
+    recorded = bases(options.__file__, "RunOptions") - {"AnsweringOptions"} | answering
     joined = {group.__name__ for group in (*options.GROUPS, *options.MEMBER_GROUPS)}
-    assert seen == {name for name in joined if not name.startswith("Dummy")}
+    assert recorded == {name for name in joined if not name.startswith("Dummy")}
 
 
 def options_read(tree: ast.AST) -> list[ast.Attribute]:
@@ -59,8 +59,8 @@ def test_each_misspelled_option_fails_the_type_check(tmp_path):
         file.write_text("".join(lines), encoding="utf-8")
     assert len(planted) > 1000
     checked = subprocess.run([sys.executable, "-m", "mypy"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    found = {(file, int(line)) for file, line in re.findall(r"^(src/\S+?):(\d+): error: ", checked.stdout, re.M)}
-    assert not sorted(planted - found)
+    result = {(file, int(line)) for file, line in re.findall(r"^(src/\S+?):(\d+): error: ", checked.stdout, re.M)}
+    assert not sorted(planted - result)
 
 
 @pytest.mark.slow

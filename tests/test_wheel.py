@@ -32,7 +32,7 @@ def test_wheel_runs_the_demo_from_an_empty_environment(tmp_path):
     run(python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel)
     where = run(python, "-c", "import burnish; print(burnish.__file__)")
     assert Path(where.strip()).is_relative_to(tmp_path / "env")
-    said = run(tmp_path / "env" / "bin" / "burnish", "demo")
-    before, after = map(float, re.findall(r"([\d.]+) before, ([\d.]+) after", said)[0])
+    message = run(tmp_path / "env" / "bin" / "burnish", "demo")
+    before, after = map(float, re.findall(r"([\d.]+) before, ([\d.]+) after", message)[0])
     assert after > 0.8 > before
     assert (tmp_path / "demo-run" / "model.safetensors").is_file()

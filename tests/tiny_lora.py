@@ -11,7 +11,7 @@ from burnish.models.patches.fused import ADAPTED
 from burnish.utils.patching import patch
 
 
-def adapted(base: nn.Module, *names: str, is_patched: bool = True, seed: int = 0, **settings) -> nn.Module:
+def add_lora_adapters(base: nn.Module, *names: str, is_patched: bool = True, seed: int = 0, **settings) -> nn.Module:
     """``base`` under adapters of these names ("one"), with factors that are not zero; the first of them is active."""
     holder = nn.ModuleDict({"layer": base})
     generator = torch.Generator().manual_seed(seed)
@@ -19,7 +19,7 @@ def adapted(base: nn.Module, *names: str, is_patched: bool = True, seed: int = 0
         config = LoraConfig(**{"r": 4, "lora_alpha": 4, "target_modules": ["layer"], **settings})
         inject_adapter_in_model(config, holder, name)
         layer = holder["layer"]
-        for factor in factors(layer, name):
+        for factor in lora_factors(layer, name):
             factor.data = torch.randn(factor.shape, generator=generator)
     layer.set_adapter([*names, "one"][:1])
     base.requires_grad_(False)
@@ -28,6 +28,6 @@ def adapted(base: nn.Module, *names: str, is_patched: bool = True, seed: int = 0
     return layer
 
 
-def factors(layer: nn.Module, name: str = "one") -> tuple[nn.Parameter, nn.Parameter]:
+def lora_factors(layer: nn.Module, name: str = "one") -> tuple[nn.Parameter, nn.Parameter]:
     """A (r, I) and B (O, r)."""
     return layer.lora_A[name].weight, layer.lora_B[name].weight

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from burnish.cli import main
-from small_run import as_words
+from small_run import as_arguments
 
 _LAUNCHER = """
 import importlib, json, os, sys
@@ -31,13 +31,13 @@ torch.multiprocessing.start_processes(run, nprocs={count}, start_method="fork")
 """
 
 
-def in_two_processes(function: Callable[..., None], *given: Any, environment: dict[str, str] | None = None) -> None:
+def in_two_processes(function: Callable[..., None], *args: Any, environment: dict[str, str] | None = None) -> None:
     """Call ``function`` in each of two processes, which learn their rank from the environment."""
-    in_processes(2, function, *given, environment=environment)
+    in_processes(2, function, *args, environment=environment)
 
 
 def in_processes(
-    count: int, function: Callable[..., None], *given: Any, environment: dict[str, str] | None = None
+    count: int, function: Callable[..., None], *args: Any, environment: dict[str, str] | None = None
 ) -> None:
     """Call ``function`` in each of ``count`` processes.
 
@@ -52,7 +52,7 @@ def in_processes(
     beside = Path(function.__code__.co_filename).parent
     script = _LAUNCHER.format(count=count, paths=[str(beside), str(here), str(here.parent / "src")])
     place = {**os.environ, **(environment or {}), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    called = json.dumps([function.__module__, function.__name__, given])
+    called = json.dumps([function.__module__, function.__name__, args])
     subprocess.run([sys.executable, "-c", script, called], env=place, check=True, timeout=300)
 
 
@@ -66,7 +66,7 @@ def train_with_one_and_two(folder: Path, options: dict[str, Any], kinds: dict[st
 
     def commands(count: str, **more: Any) -> list[list[str]]:
         outputs = {kind: {"output_dir": str(folder / count / kind)} for kind in kinds}
-        return [["train", *as_words({**options, **more, **kinds[kind], **outputs[kind]})] for kind in kinds]
+        return [["train", *as_arguments({**options, **more, **kinds[kind], **outputs[kind]})] for kind in kinds]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BURNISH_CACHE", str(folder / "cache of one"))

@@ -104,12 +104,12 @@ def problems(kind="freeze", folders=(), **options):
 
 
 def test_missing_modules_are_rejected_together():
-    found = problems(freeze_trainable_modules=["mpl", "mlp"], freeze_extra_modules=["lm_haed", "norm"])
-    assert len(found) == 2
-    assert 'freeze_trainable_modules "mpl"' in found[0]
-    assert 'Did you mean "mlp"?' in found[0]
-    assert 'freeze_extra_modules "lm_haed"' in found[1]
-    assert "embed_tokens, lm_head, norm" in found[1]
+    result = problems(freeze_trainable_modules=["mpl", "mlp"], freeze_extra_modules=["lm_haed", "norm"])
+    assert len(result) == 2
+    assert 'freeze_trainable_modules "mpl"' in result[0]
+    assert 'Did you mean "mlp"?' in result[0]
+    assert 'freeze_extra_modules "lm_haed"' in result[1]
+    assert "embed_tokens, lm_head, norm" in result[1]
 
 
 def test_zero_layers_are_rejected():
@@ -118,9 +118,9 @@ def test_zero_layers_are_rejected():
 
 @pytest.mark.parametrize("kind", ["full", "freeze"])
 def test_adapter_cannot_be_continued_with_full_training(kind, tmp_path):
-    (found,) = problems(kind, folders=[tmp_path])
-    assert f"finetuning_type {kind} trains the model itself" in found
-    assert str(tmp_path) in found
+    (result,) = problems(kind, folders=[tmp_path])
+    assert f"finetuning_type {kind} trains the model itself" in result
+    assert str(tmp_path) in result
 
 
 @pytest.mark.parametrize("kind", ["full", "freeze"])
@@ -180,20 +180,20 @@ def test_peft_method_trains_saves_and_resumes(method, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("options", "expected"),
     [
         ({"oft_block_size": 4}, (4, 0, 14)),
         ({"oft_block_size": 0, "oft_rank": 2, "oft_target": ["q_proj"], "module_dropout": 0.5}, (None, 2, 2)),
     ],
 )
-def test_oft_accepts_llamafactory_options(given, expected):
-    adapter = ADAPTERS["oft"](Options(finetuning_type="oft", **given), [])
+def test_oft_accepts_llamafactory_options(options, expected):
+    adapter = ADAPTERS["oft"](Options(finetuning_type="oft", **options), [])
     model = adapter.attach(tiny_model())
     (config,) = model.peft_config.values()
     size, rank, layers = expected
     assert size in (None, config.oft_block_size)
     assert config.r == rank or rank == 0
-    assert config.module_dropout == given.get("module_dropout", 0)
+    assert config.module_dropout == options.get("module_dropout", 0)
     assert sum(name.endswith("oft_R.default.weight") for name, _ in model.named_parameters()) == layers
 
 
@@ -231,8 +231,8 @@ def test_model_already_wrapped_by_peft_is_accepted():
     ],
 )
 def test_invalid_peft_config_is_rejected(config, expected):
-    (found,) = problems("peft", peft_config=config)
-    assert expected in found
+    (result,) = problems("peft", peft_config=config)
+    assert expected in result
 
 
 # --- what is said about parameters ----------------------------------------------------------------------------------
@@ -260,16 +260,16 @@ def test_prompt_tuning_matches_numpy_reference():
     base = tiny_model().eval()
     with torch.no_grad():
         expected = base(inputs_embeds=torch.from_numpy(joined), attention_mask=torch.from_numpy(mask)).logits
-    found = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
-    assert found.logits.shape[1] == ids.shape[1] + 3
-    torch.testing.assert_close(found.logits, expected)
+    result = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
+    assert result.logits.shape[1] == ids.shape[1] + 3
+    torch.testing.assert_close(result.logits, expected)
 
     scores = expected.double().numpy()[:, 2:-1]  # the last row of the prompt predicts the first token
     scores = scores - scores.max(-1, keepdims=True)
     logps = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
     learned = np.take_along_axis(logps, ids.numpy()[..., None], axis=-1)
-    assert found.loss.item() == pytest.approx(-learned.mean(), rel=1e-5)
+    assert result.loss.item() == pytest.approx(-learned.mean(), rel=1e-5)
 
-    found.loss.backward()
+    result.loss.backward()
     moving = [name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0]
     assert moving == ["prompt_encoder.default.embedding.weight"]

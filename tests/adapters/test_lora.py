@@ -28,7 +28,7 @@ from burnish.kernels.lora import lora_update
 from burnish.models.patches.fused import ADAPTED, patch_forwards
 from burnish.parallel.single import set_precision
 from burnish.utils.patching import patches_of
-from tiny_lora import adapted, factors
+from tiny_lora import add_lora_adapters, lora_factors
 from tiny_models import CONFIGS, tiny_model, token_ids
 
 pytestmark = pytest.mark.run
@@ -66,7 +66,7 @@ def of_peft(family="llama", model=None, **config):
     return peft.get_peft_model(tiny_model(family) if model is None else model, peft.LoraConfig(**base))
 
 
-def shaken(model, seed=1):
+def with_random_weights(model, seed=1):
     """Give what trains some values that are not zero, the same wherever names and shapes are."""
     generator = torch.Generator().manual_seed(seed)
     trained = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters() if p.requires_grad}
@@ -117,7 +117,7 @@ def test_logits_and_gradients_match_peft(family, kind):
     assert ADAPTED in {done.why for done in patches_of(model)}
     for each in (model, other):
         # In training mode, for dropout; GPT-2's own dropout would draw in between, in another order of layers.
-        shaken(each).train()
+        with_random_weights(each).train()
         for name, module in each.named_modules():
             if isinstance(module, nn.Dropout) and "lora_dropout" not in name:
                 module.p = 0.0
@@ -136,12 +136,12 @@ def test_new_adapter_is_identity_and_covers_all_linear_layers_but_head(family):
     _, model = attached(family)
     torch.testing.assert_close(logits(model), before, rtol=0, atol=0)
     model(token_ids(), labels=token_ids()).loss.backward()
-    found = gradients(model)
-    assert found
-    assert all(".lora_A." in name or ".lora_B." in name for name in found)
-    found = {path for path, m in model.named_modules() if hasattr(m, "base_layer")}
+    result = gradients(model)
+    assert result
+    assert all(".lora_A." in name or ".lora_B." in name for name in result)
+    result = {path for path, m in model.named_modules() if hasattr(m, "base_layer")}
     plain = {path: m for path, m in tiny_model(family).named_modules() if isinstance(m, nn.Linear | _conv1d())}
-    (left_out,) = plain.keys() - found
+    (left_out,) = plain.keys() - result
     assert model.get_submodule(left_out) is model.get_output_embeddings()
 
 
@@ -165,14 +165,14 @@ def product_case(x_dtype=torch.float32, factor_dtype=torch.float32):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_lora_product_and_gradients_match_formulas(dropout):
-    found = []
+    result = []
     for plain in (False, True):
         inputs = product_case()
         torch.manual_seed(5)
         out = lora_update(*inputs, 0.7, dropout, plain=plain)
         out.square().sum().backward()
-        found.append([out, *(tensor.grad for tensor in inputs)])
-    for ours, theirs in zip(*found, strict=True):
+        result.append([out, *(tensor.grad for tensor in inputs)])
+    for ours, theirs in zip(*result, strict=True):
         torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
@@ -222,21 +222,21 @@ def test_autocast_determines_dtype_of_lora_product():
 
 
 def test_training_under_autocast_gives_peft_gradients():
-    found = []
+    result = []
     ours = attached("llama", lora_alpha=8)[1]
     patch_forwards(ours)
     for model in (ours, of_peft("llama", lora_alpha=8)):
-        shaken(model).train()
+        with_random_weights(model).train()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             model(token_ids(), labels=token_ids()).loss.backward()
-        found.append(gradients(model))
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(gradient, found[1][name], rtol=0.1, atol=5e-3)  # bfloat16 sums in another order
+        result.append(gradients(model))
+    for name, gradient in result[0].items():
+        torch.testing.assert_close(gradient, result[1][name], rtol=0.1, atol=5e-3)  # bfloat16 sums in another order
 
 
 def test_dropout_uses_global_generator_only_in_training():
     _, model = attached(lora_dropout=0.5)
-    shaken(model)
+    with_random_weights(model)
     torch.manual_seed(1)
     before = torch.get_rng_state()
     evaluated = logits(model)
@@ -253,13 +253,13 @@ def test_dropout_uses_global_generator_only_in_training():
 
 
 def numbers(layer, name):
-    a, b = factors(layer, name)
+    a, b = lora_factors(layer, name)
     return a.detach().double().numpy(), b.detach().double().numpy(), layer.scaling[name]
 
 
 def numpy_case(*names, **settings):
     torch.manual_seed(0)
-    layer = adapted(nn.Linear(6, 5), *names, r=3, **settings)
+    layer = add_lora_adapters(nn.Linear(6, 5), *names, r=3, **settings)
     x = torch.randn(4, 6)
     w, bias = (p.detach().double().numpy() for p in layer.base_layer.parameters())
     return layer, x, x.double().numpy(), w, bias
@@ -309,8 +309,8 @@ def test_layer_gradients_match_formula():
     weights = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
     (layer(x) * weights).sum().backward()
     g = weights.double().numpy()
-    same(factors(layer)[0].grad, s * (g @ b).T @ xn)
-    same(factors(layer)[1].grad, s * g.T @ (xn @ a.T))
+    same(lora_factors(layer)[0].grad, s * (g @ b).T @ xn)
+    same(lora_factors(layer)[1].grad, s * g.T @ (xn @ a.T))
     same(x.grad, g @ (w + s * b @ a))
 
 
@@ -319,7 +319,7 @@ def test_quantized_base_keeps_its_matrix_product():
         def forward(self, x):
             return F.linear(x, self.weight.round(), self.bias)
 
-    layer, x = adapted(Quantized(6, 5), r=3), torch.randn(4, 6)
+    layer, x = add_lora_adapters(Quantized(6, 5), r=3), torch.randn(4, 6)
     before = layer.base_layer.weight.clone()
     a, b, scaling = numbers(layer, "one")
     w, xn = before.round().double().numpy(), x.double().numpy()
@@ -332,7 +332,7 @@ def test_quantized_base_keeps_its_matrix_product():
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_merged_model_has_the_same_logits_without_adapter(family, kind):
     _, model = attached(family, **KINDS[kind][0], lora_target=["all", "wte" if family == "gpt2" else "embed_tokens"])
-    apart = logits(shaken(model))
+    apart = logits(with_random_weights(model))
     merge_into_base(model)
     torch.testing.assert_close(logits(model), apart, **CLOSE)
     assert model.state_dict().keys() >= tiny_model(family).state_dict().keys()
@@ -351,7 +351,7 @@ def test_merged_model_has_the_same_logits_without_adapter(family, kind):
 def test_model_inside_reference_equals_initial_model(options):
     before = logits(tiny_model())
     adapter, model = attached(lora_target=["all"], **options)
-    trained = logits(shaken(model))
+    trained = logits(with_random_weights(model))
     trains = {name: p.requires_grad for name, p in model.named_parameters()}
     with adapter.reference(model):
         if "pissa_init" in options:  # its base is what the decomposition left, put together again
@@ -379,7 +379,7 @@ FILES = {
 @pytest.mark.parametrize("case", FILES)
 def test_peft_loads_saved_adapter_with_same_logits(case, tmp_path):
     adapter, model = attached("llama", **FILES[case])
-    shaken(model)
+    with_random_weights(model)
     adapter.save(model, str(tmp_path))
     other = peft.PeftModel.from_pretrained(tiny_model(), str(tmp_path))
     torch.testing.assert_close(logits(other), logits(model), **CLOSE)
@@ -389,7 +389,7 @@ def test_peft_loads_saved_adapter_with_same_logits(case, tmp_path):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_adapter_of_each_family_round_trips_through_peft(family, tmp_path):
     adapter, model = attached(family)
-    shaken(model)
+    with_random_weights(model)
     adapter.save(model, str(tmp_path / "ours"))
     other = peft.PeftModel.from_pretrained(tiny_model(family), str(tmp_path / "ours"))
     torch.testing.assert_close(logits(other), logits(model), **CLOSE)
@@ -411,7 +411,7 @@ THEIR_FILES = {
 
 @pytest.mark.parametrize("case", THEIR_FILES)
 def test_burnish_loads_peft_adapter_with_same_logits(case, tmp_path):
-    other = shaken(of_peft("gpt2", **{"fan_in_fan_out": True, **THEIR_FILES[case]}))
+    other = with_random_weights(of_peft("gpt2", **{"fan_in_fan_out": True, **THEIR_FILES[case]}))
     other.save_pretrained(tmp_path)
     adapter, model = attached("gpt2", folders=[tmp_path])
     torch.testing.assert_close(logits(model), logits(other), **CLOSE)
@@ -425,7 +425,7 @@ def test_burnish_loads_peft_adapter_with_same_logits(case, tmp_path):
 def test_pissa_adapter_is_saved_as_lora_of_original_base(options, tmp_path):
     adapter, model = attached(pissa_init=True, **options)
     torch.testing.assert_close(logits(model), logits(tiny_model()), **CLOSE)
-    shaken(model)
+    with_random_weights(model)
     adapter.save(model, str(tmp_path))
     assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 8  # twice the rank
     other = peft.PeftModel.from_pretrained(tiny_model(), str(tmp_path))
@@ -435,7 +435,7 @@ def test_pissa_adapter_is_saved_as_lora_of_original_base(options, tmp_path):
 @pytest.mark.parametrize("options", [{}, {"pissa_init": True, "use_rslora": True}])
 def test_adapter_checkpoint_is_loaded_by_peft(options, tmp_path):
     adapter, model = attached(**options)
-    shaken(model)
+    with_random_weights(model)
     save_file(adapter.state(model), tmp_path / f"{adapter.file_stem}.safetensors", {"format": "pt"})
     adapter.save_config(model, str(tmp_path))
     other = peft.PeftModel.from_pretrained(tiny_model(), str(tmp_path))
@@ -488,7 +488,7 @@ def test_saved_tensor_names_match_peft(tmp_path):
 
 def saved_adapter(folder, seed, family="llama", **options):
     adapter, model = attached(family, **options)
-    shaken(model, seed)
+    with_random_weights(model, seed)
     adapter.save(model, str(folder))
     return folder
 
@@ -514,7 +514,7 @@ def test_create_new_adapter_merges_all_and_adds_one(tmp_path):
 
 def test_merging_into_base_leaves_plain_model(tmp_path):
     _, model = attached(lora_target=["all"], additional_target=["lm_head"])
-    shaken(model)
+    with_random_weights(model)
     before = logits(model)
     plain = merge_into_base(model)
     torch.testing.assert_close(logits(plain), before, **CLOSE)
@@ -526,7 +526,7 @@ def test_merging_into_base_leaves_plain_model(tmp_path):
 @pytest.mark.parametrize("options", [{"additional_target": ["lm_head"]}, {"lora_target": ["embed_tokens"]}])
 def test_merging_separately_trained_tied_weights_unties_them(options, tmp_path):
     _, model = attached("qwen2", **options)
-    shaken(model)
+    with_random_weights(model)
     before = logits(model)
     merge_into_base(model)
     assert model.config.tie_word_embeddings is False
@@ -539,7 +539,7 @@ def test_tied_modules_to_save_stay_tied():
     copies = [m.modules_to_save["default"].weight for m in model.modules() if hasattr(m, "modules_to_save")]
     assert len(copies) == 2
     assert copies[0] is copies[1]
-    shaken(model)
+    with_random_weights(model)
     before = logits(model)
     merge_into_base(model)
     assert model.config.tie_word_embeddings is True
@@ -548,10 +548,10 @@ def test_tied_modules_to_save_stay_tied():
 
 def test_shared_weight_is_saved_under_both_names(tmp_path):
     adapter, model = attached("qwen2", additional_target=["embed_tokens", "lm_head"])
-    shaken(model)
+    with_random_weights(model)
     save_file(adapter.state(model), tmp_path / "adapter_model.safetensors")  # refuses names that share memory
-    held = load_file(tmp_path / "adapter_model.safetensors")
-    first, second = (weight for name, weight in held.items() if "lora_" not in name)
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    first, second = (weight for name, weight in stored.items() if "lora_" not in name)
     assert torch.equal(first, second)
     assert torch.equal(first, model.get_output_embeddings().modules_to_save["default"].weight)
 
@@ -618,10 +618,10 @@ def test_adapters_are_merged_and_continued_on_meta_model(tmp_path):
 def test_lora_plus_sets_learning_rate_of_b():
     _, model = attached(lora_target=["q_proj", "embed_tokens"])
     options = SimpleNamespace(loraplus_lr_ratio=16.0, loraplus_lr_embedding=1e-6, learning_rate=1e-4)
-    found = learning_rates(model, options)
-    assert {name.split(".lora_")[1].split(".")[0] for name in found} == {"B", "embedding_B"}
-    assert {value for name, value in found.items() if ".lora_B." in name} == {16 * 1e-4}
-    assert found["model.embed_tokens.lora_embedding_B.default"] == 1e-6
+    result = learning_rates(model, options)
+    assert {name.split(".lora_")[1].split(".")[0] for name in result} == {"B", "embedding_B"}
+    assert {value for name, value in result.items() if ".lora_B." in name} == {16 * 1e-4}
+    assert result["model.embed_tokens.lora_embedding_B.default"] == 1e-6
     assert learning_rates(model, SimpleNamespace(loraplus_lr_ratio=None)) == {}
 
 
@@ -662,7 +662,7 @@ def test_state_dict_round_trip_is_bitwise_equal(options):
 def test_pissa_state_restores_its_own_initialization():
     torch.manual_seed(1)
     adapter, model = attached(pissa_init=True, pissa_iter=1)
-    shaken(model)
+    with_random_weights(model)
     state = {name: tensor.clone() for name, tensor in adapter.state(model).items()}
     torch.manual_seed(2)  # the fast decomposition draws; another machine rounds otherwise
     other_adapter, other = attached(pissa_init=True, pissa_iter=1)
@@ -686,22 +686,22 @@ def problems(family="llama", folders=(), **options):
 
 
 def test_missing_target_is_rejected_with_existing_layers():
-    (found,) = problems("gpt2", lora_target=["Wqkv"])
-    assert '"Wqkv" matches no linear layer of GPT2LMHeadModel' in found
-    assert "c_attn, c_proj, c_fc" in found
+    (result,) = problems("gpt2", lora_target=["Wqkv"])
+    assert '"Wqkv" matches no linear layer of GPT2LMHeadModel' in result
+    assert "c_attn, c_proj, c_fc" in result
 
 
 def test_each_unmatched_target_is_named():
-    found = problems(lora_target=["q_proj", "Wqkv", "k_porj", "input_layernorm"])
-    assert len(found) == 3
-    assert "Wqkv" in found[0]
-    assert 'Did you mean "k_proj"?' in found[1]
-    assert "is a LlamaRMSNorm" in found[2]
+    result = problems(lora_target=["q_proj", "Wqkv", "k_porj", "input_layernorm"])
+    assert len(result) == 3
+    assert "Wqkv" in result[0]
+    assert 'Did you mean "k_proj"?' in result[1]
+    assert "is a LlamaRMSNorm" in result[2]
 
 
 def test_missing_additional_target_is_rejected():
-    (found,) = problems(additional_target=["lm_haed"])
-    assert 'Did you mean "lm_head"?' in found
+    (result,) = problems(additional_target=["lm_haed"])
+    assert 'Did you mean "lm_head"?' in result
 
 
 def test_attention_with_keyword_input_can_be_trained_fully():
@@ -711,8 +711,8 @@ def test_attention_with_keyword_input_can_be_trained_fully():
 
 
 def test_fully_trained_layer_gets_no_adapter():
-    (found,) = problems(lora_target=["q_proj"], additional_target=["self_attn"])
-    assert "already trains in full" in found
+    (result,) = problems(lora_target=["q_proj"], additional_target=["self_attn"])
+    assert "already trains in full" in result
 
 
 def test_pissa_rank_above_number_of_singular_values_is_rejected():
@@ -730,25 +730,25 @@ def test_adapter_of_wider_model_is_rejected(tmp_path):
     wide = tiny_model("llama", hidden_size=32)
     adapter, model = attached(model=wide)
     adapter.save(model, str(tmp_path))
-    (found,) = problems(folders=[tmp_path])
-    assert "does not fit this LlamaForCausalLM" in found
-    assert "x4 in the adapter, but" in found
-    assert found.count("\n") <= 2
+    (result,) = problems(folders=[tmp_path])
+    assert "does not fit this LlamaForCausalLM" in result
+    assert "x4 in the adapter, but" in result
+    assert result.count("\n") <= 2
 
 
 def test_adapter_for_other_layers_is_rejected(tmp_path):
     saved_adapter(tmp_path, 1, family="gpt2")
-    (found,) = problems(folders=[tmp_path])
-    assert "which LlamaForCausalLM does not have" in found
+    (result,) = problems(folders=[tmp_path])
+    assert "which LlamaForCausalLM does not have" in result
 
 
 def test_truncated_adapter_is_reported_with_its_size(tmp_path):
     weights = saved_adapter(tmp_path, 1) / "adapter_model.safetensors"
     size = weights.stat().st_size
     weights.write_bytes(weights.read_bytes()[: size // 2])
-    (found,) = problems(folders=[tmp_path])
-    assert f"{size:,} bytes, but the file has {size // 2:,}" in found
-    assert "adapter_model.safetensors" in found
+    (result,) = problems(folders=[tmp_path])
+    assert f"{size:,} bytes, but the file has {size // 2:,}" in result
+    assert "adapter_model.safetensors" in result
 
 
 @pytest.mark.parametrize(
@@ -763,15 +763,15 @@ def test_adapter_of_another_method_is_passed_to_peft(change, named, tmp_path):
     saved_adapter(tmp_path, 1)
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    (found,) = problems(folders=[tmp_path])
-    assert named in found
-    assert "finetuning_type: peft" in found
+    (result,) = problems(folders=[tmp_path])
+    assert named in result
+    assert "finetuning_type: peft" in result
 
 
 def test_full_model_given_as_adapter_is_rejected(tmp_path):
     tiny_model().save_pretrained(tmp_path)
-    (found,) = problems(folders=[tmp_path])
-    assert "a full model" in found
+    (result,) = problems(folders=[tmp_path])
+    assert "a full model" in result
 
 
 def test_corrupt_adapter_is_not_merged(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from burnish.cli import main
-from seeing import image_models
+from vision_models import image_models
 
 TAGS = {
     "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
@@ -27,7 +27,7 @@ def model(tmp_path_factory):
     return folder
 
 
-def given(model, folder, records, **options):
+def run_arguments(model, folder, records, **options):
     """The arguments of a run on the records."""
     entry = {
         "file_name": "v.json", "formatting": "sharegpt", "columns": {"messages": "messages", "images": "images"},
@@ -44,13 +44,13 @@ def given(model, folder, records, **options):
 
 def records(folder):
     """Four records with an image each."""
-    found = []
+    result = []
     for number in range(4):
         Image.new("RGB", (40, 30), (number * 40, 9, 9)).save(folder / f"{number}.png")
         question = {"role": "user", "content": "<image>What is it?"}
         answer = {"role": "assistant", "content": "A shape."}
-        found.append({"messages": [question, answer], "images": [f"{number}.png"]})
-    return found
+        result.append({"messages": [question, answer], "images": [f"{number}.png"]})
+    return result
 
 
 def remove(folder, made):
@@ -104,14 +104,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("change", "options", "said"), CASES, ids=[said[:40] for _, _, said in CASES])
-def test_bad_image_gives_its_error(model, tmp_path, monkeypatch, capsys, change, options, said):
+@pytest.mark.parametrize(("change", "options", "message"), CASES, ids=[message[:40] for _, _, message in CASES])
+def test_bad_image_gives_its_error(model, tmp_path, monkeypatch, capsys, change, options, message):
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     made = records(tmp_path)
     if change is not None:
         change(tmp_path, made)
-    assert main(given(model, tmp_path, made, **options)) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+    assert main(run_arguments(model, tmp_path, made, **options)) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("batch", [4, 1])
@@ -120,7 +120,7 @@ def test_row_with_damaged_image_is_dropped_on_request(model, tmp_path, monkeypat
     made = records(tmp_path)
     cut(tmp_path, made)
     options = {"on_bad_record": "drop", "max_steps": 4 // batch, "per_device_train_batch_size": batch}
-    assert main(given(model, tmp_path, made, **options)) == 0
+    assert main(run_arguments(model, tmp_path, made, **options)) == 0
     assert "Its example is excluded from the step (1 so far, on_bad_record: drop)." in " ".join(
         capsys.readouterr().err.split()
     )
@@ -128,7 +128,7 @@ def test_row_with_damaged_image_is_dropped_on_request(model, tmp_path, monkeypat
 
 def test_missing_pillow_is_reported(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
-    arguments = given(model, tmp_path, records(tmp_path))
+    arguments = run_arguments(model, tmp_path, records(tmp_path))
     monkeypatch.setitem(sys.modules, "PIL", None)
     assert main(arguments) == 2
     assert "needs the library 'Pillow'" in capsys.readouterr().err
@@ -140,10 +140,10 @@ def test_missing_image_processor_files_are_reported(model, tmp_path, monkeypatch
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     without = tmp_path / "without"
     shutil.copytree(model, without, ignore=shutil.ignore_patterns("*processor_config.json"))
-    assert main(given(without, tmp_path, records(tmp_path))) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "record 1: the images of the record cannot be used" in said
-    assert "this folder has no preprocessor_config.json" in said
+    assert main(run_arguments(without, tmp_path, records(tmp_path))) == 2
+    output = " ".join(capsys.readouterr().err.split())
+    assert "record 1: the images of the record cannot be used" in output
+    assert "this folder has no preprocessor_config.json" in output
 
 
 def test_incompatible_torchvision_is_reported(model, tmp_path):
@@ -158,8 +158,8 @@ def test_incompatible_torchvision_is_reported(model, tmp_path):
     (info / "RECORD").write_text("torchvision/__init__.py,,\n")
     path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(broken)])
     environment = {**os.environ, "PYTHONPATH": path, "BURNISH_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "burnish", *given(model, tmp_path, records(tmp_path))]
-    found = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert found.returncode == 2
-    assert "torchvision 0.28.0 is not compatible with torch" in found.stderr
-    assert "pip uninstall torchvision" in found.stderr
+    command = [sys.executable, "-m", "burnish", *run_arguments(model, tmp_path, records(tmp_path))]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert result.returncode == 2
+    assert "torchvision 0.28.0 is not compatible with torch" in result.stderr
+    assert "pip uninstall torchvision" in result.stderr

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from bad_inputs import ROWS, Case, change, cut_short, files, said_exactly, told, write
+from bad_inputs import ROWS, Case, change, cut_short, files, matches_stored_message, read_output, write
 from burnish import cli
 from burnish.data.sets import sources
 
@@ -119,11 +119,11 @@ def test_bad_input_is_rejected_before_anything_is_written(
     case.wrong()
     before = files(user_folder)
     assert cli.main([command, "run.yaml", *case.words]) == 2
-    out, err = told(capsys)
+    out, err = read_output(capsys)
     assert out == ""
     for words in case.said:
         assert words in err
-    assert said_exactly(f"input {case}", err, user_folder)
+    assert matches_stored_message(f"input {case}", err, user_folder)
     assert files(user_folder) == before
 
 
@@ -131,10 +131,10 @@ def test_hub_is_not_queried_for_data_if_model_cannot_be_loaded(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that cannot be reached is tried for a minute."""
-    monkeypatch.setitem(sources._REMOTE, "hf_hub", lambda *given: pytest.fail("the hub was asked"))
+    monkeypatch.setitem(sources._REMOTE, "hf_hub", lambda *args: pytest.fail("the hub was asked"))
     write("model/config.json", b"{")
     assert cli.main(["train", "run.yaml", "dataset=someone/set", "dataset_dir=ONLINE"]) == 2
-    assert "model/config.json, line 1" in told(capsys)[1]
+    assert "model/config.json, line 1" in read_output(capsys)[1]
 
 
 def test_non_numeric_weights_are_rejected_without_creating_a_folder(
@@ -143,7 +143,7 @@ def test_non_numeric_weights_are_rejected_without_creating_a_folder(
     """M53."""
     weights(with_nan)()
     assert cli.main(["train", "run.yaml"]) == 2
-    assert "model.layers.0.mlp.down_proj.weight" in told(capsys)[1]
+    assert "model.layers.0.mlp.down_proj.weight" in read_output(capsys)[1]
     assert not Path("out").exists()
 
 
@@ -179,7 +179,7 @@ SAID = [
     Case("B28", rows(ROWS[:1]), ["each epoch is one step"], ["per_device_train_batch_size=8"]),
     Case("B34", lambda: None, ["is listed 2 times"], ["dataset=rows,rows"]),
     Case("an unused image", rows([{**ROWS[0], "images": ["a.png"]}],
-                                   columns={"prompt": "instruction", "response": "output"}), ['"images" is ignored']),
+                                 columns={"prompt": "instruction", "response": "output"}), ['"images" is ignored']),
 ]  # fmt: skip
 
 
@@ -187,7 +187,7 @@ SAID = [
 def test_run_succeeds_with_a_warning(case: Case, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     case.wrong()
     assert cli.main(["explain", "run.yaml", *case.words]) == 0
-    out, _ = told(capsys)
+    out, _ = read_output(capsys)
     together = " ".join(out.split())
     for words in case.said:
         assert words in together

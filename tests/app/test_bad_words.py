@@ -80,5 +80,5 @@ if __name__ == "__main__":
     for words, (status, out, _) in told.items():
         if status != 2 or out:
             print(f"not refused: {words}")
-    text = json.dumps({words: found[2] for words, found in told.items()}, indent=1, ensure_ascii=False)
+    text = json.dumps({words: result[2] for words, result in told.items()}, indent=1, ensure_ascii=False)
     TABLE.write_text(text + "\n", encoding="utf-8")

@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 
 import burnish
-from bad_inputs import OPTIONS, change, files, told, write
+from bad_inputs import OPTIONS, change, files, read_output, write
 from burnish import cli
 from burnish.data.tokens.encoder import Encoder
-from few import few
+from representative import representative
 from template_cases import byte_tokenizer
 
 MODEL = str(Path(burnish.__file__).parent / "demo" / "model")
 RUN = "".join(f"{name}: {value}\n" for name, value in OPTIONS.items())
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str, command: str = "train") -> str:
+def run_error(capsys: pytest.CaptureFixture[str], *words: str, command: str = "train") -> str:
     capsys.readouterr()
     assert cli.main([command, "run.yaml", *words]) == 2
-    return told(capsys)[1]
+    return read_output(capsys)[1]
 
 
 DEEP = "[" * 3000 + "]" * 3000
@@ -36,7 +36,7 @@ MERGES = "b0: &b0 {x: 1}\n" + "".join(f"b{n}: &b{n}\n  <<: [{', '.join([f'*b{n -
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         pytest.param(f"{RUN}columns: {DEEP}\n", "nested too deeply", marks=pytest.mark.run),
         (RUN + LAUGHS, "expands to more than 100,000 values"),
@@ -45,24 +45,24 @@ MERGES = "b0: &b0 {x: 1}\n" + "".join(f"b{n}: &b{n}\n  <<: [{', '.join([f'*b{n -
     ids=["deep", "aliases", "merges"],
 )
 def test_excessive_yaml_aliases_are_rejected(
-    text: str, said: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
+    text: str, message: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("run.yaml").write_text(text, encoding="utf-8")
-    assert said in refused(capsys)
+    assert message in run_error(capsys)
 
 
 def test_deeply_nested_json_is_rejected(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.json").write_text('{"a": ' + DEEP * 40 + "}", encoding="utf-8")
     assert cli.main(["train", "run.json"]) == 2
-    assert "run.json" in told(capsys)[1]
+    assert "run.json" in read_output(capsys)[1]
 
 
-@pytest.mark.parametrize("text", few(["user: " + DEEP, LAUGHS], {LAUGHS}), ids=["deep", "aliases"])
+@pytest.mark.parametrize("text", representative(["user: " + DEEP, LAUGHS], {LAUGHS}), ids=["deep", "aliases"])
 def test_template_file_with_excessive_yaml_aliases_is_rejected(
     text: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("mine.yaml").write_text(text, encoding="utf-8")
-    assert "mine.yaml" in refused(capsys, "template=mine.yaml")
+    assert "mine.yaml" in run_error(capsys, "template=mine.yaml")
 
 
 LOOPS = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}" + "{% for a in range(99999) %}" * 3
@@ -74,7 +74,7 @@ def test_chat_template_with_nested_loops_is_stopped(
 ) -> None:
     Path("loops.jinja").write_text(LOOPS, encoding="utf-8")
     monkeypatch.setattr("burnish.data.chat.rendering._worker.limit_s", 0.5)
-    assert "the chat template took more than 0.5 s" in refused(capsys, "template=loops.jinja")
+    assert "the chat template took more than 0.5 s" in run_error(capsys, "template=loops.jinja")
 
 
 @pytest.mark.parametrize("term", ["'a' * 99999999999", "2 ** 99999999", "99999999999 * 'a'", "'a' * 9999999 * 9999999"])
@@ -86,7 +86,7 @@ def test_chat_template_that_exhausts_memory_is_stopped(
         "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}{% generation %}{% endgeneration %}{{ TERM }}"
     )
     Path("large.jinja").write_text(text.replace("TERM", term), encoding="utf-8")
-    err = refused(capsys, "template=large.jinja")
+    err = run_error(capsys, "template=large.jinja")
     assert "chat template" in err
     assert "per_device_train_batch_size" not in err
 
@@ -101,12 +101,12 @@ def test_terminal_chat_and_page_stop_looping_chat_template(
     text = LOOPS.replace("{% for a", "{% if 'loop' in messages[0]['content'] %}{% for a", 1) + "{% endif %}"
     Path("loops.jinja").write_text(text, encoding="utf-8")
     assert cli.main(["chat", MODEL, "template=loops.jinja", "--once", "loop"]) == 2
-    assert "the chat template took more than 0.5 s" in told(capsys)[1]
+    assert "the chat template took more than 0.5 s" in read_output(capsys)[1]
     Path("loops.jinja").write_text(LOOPS, encoding="utf-8")
     values = {"model_name_or_path": MODEL, "dataset": "rows", "output_dir": "out", "template": "loops.jinja"}
-    asked, answered = io.StringIO(json.dumps({"id": 1, "values": values}) + "\n"), io.StringIO()
+    requested, answered = io.StringIO(json.dumps({"id": 1, "values": values}) + "\n"), io.StringIO()
     monkeypatch.setattr("burnish.serve.page.planner_process.SERVED_RENDERING_S", 0.3)
-    planner(asked, answered)
+    planner(requested, answered)
     assert "the chat template took more than 0.3 s" in answered.getvalue()
 
 
@@ -123,9 +123,9 @@ def test_special_data_files_are_rejected(
     kind: str, name: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ODD[kind](Path(name))
-    assert "odd" in refused(capsys, f"dataset={name}")
+    assert "odd" in run_error(capsys, f"dataset={name}")
     change("data/dataset_info.json", odd={"file_name": Path(name).name})
-    assert "odd" in refused(capsys, "dataset=odd")
+    assert "odd" in run_error(capsys, "dataset=odd")
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a device", "itself", "nothing"])
@@ -149,7 +149,7 @@ def test_special_files_are_rejected(
         faulthandler.cancel_dump_traceback_later()
     is_link_out = name == "out/launch.json" and kind in ("itself", "nothing")  # it gives way to a file
     assert status == (0 if is_link_out else 2)
-    assert "Raised in" not in told(capsys)[1]
+    assert "Raised in" not in read_output(capsys)[1]
 
 
 # --- records without end ----------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_oversized_record_is_rejected_with_file_and_record(
     monkeypatch.setattr("burnish.data.length.LONGEST_RECORD", 600)
     rows = [{"instruction": "a" * 100, "output": "b " * size} for size in (250, 251, 20, 400)]
     write("data/rows.json", rows)
-    err = refused(capsys, *words)
+    err = run_error(capsys, *words)
     assert endless("data/rows.json, record 2", 602) in err
     assert words == ["streaming=true"] or endless("data/rows.json, record 4", 900) in err
     assert "record 1:" not in err
@@ -200,7 +200,7 @@ def test_record_size_limit_counts_all_texts(
     elif stage == "sft":
         info["columns"] = {"prompt": "instruction", "response": "output", "history": "history"}
     change("data/dataset_info.json", rows=info)
-    assert endless("data/rows.json, record 1", 602 if stage != "dpo" else 601) in refused(capsys, f"stage={stage}")
+    assert endless("data/rows.json, record 1", 602 if stage != "dpo" else 601) in run_error(capsys, f"stage={stage}")
 
 
 @pytest.mark.slow
@@ -211,9 +211,9 @@ def test_record_processing_time_is_linear_in_length() -> None:
     for text in ("a", "word ", "\u4e00", "\n"):
         times = []
         for size in (500_000, 2_000_000):
-            begun = time.process_time()
+            started = time.process_time()
             encoder.encode([text * (size // len(text))])
-            times.append(time.process_time() - begun)
+            times.append(time.process_time() - started)
         assert times[1] < 9 * times[0], (text, times)
 
 
@@ -226,7 +226,7 @@ def test_output_dir_that_is_a_dangling_link_is_rejected(
     target: str, output: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.symlink(target, "out")
-    err = refused(capsys, f"output_dir={output}")
+    err = run_error(capsys, f"output_dir={output}")
     assert f'output_dir "{output}" cannot be created' in err
     assert "links to" in err
 
@@ -250,12 +250,12 @@ def test_linked_checkpoints_are_read_and_only_links_are_removed(user_folder: Pat
 
 def test_nul_character_in_a_value_is_rejected(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("model_name_or_path", "dataset", "output_dir", "template"):
-        assert f'"{name}" must be' in refused(capsys, f"{name}=a\0b")
+        assert f'"{name}" must be' in run_error(capsys, f"{name}=a\0b")
 
 
 def test_non_text_value_is_rejected(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("model_name_or_path", "dataset", "output_dir", "template"):
-        assert f'"{name}" must be' in refused(capsys, f"{name}=a\udce6\udca8b")
+        assert f'"{name}" must be' in run_error(capsys, f"{name}=a\udce6\udca8b")
 
 
 @pytest.mark.run
@@ -277,17 +277,17 @@ def test_invalid_folder_or_repository_name_is_rejected(
 ) -> None:
     for command in (["explain", "run.yaml"], ["export", "export_dir=whole", "template=chatml"]):
         assert cli.main([*command, f"model_name_or_path={name}"]) == 2
-        assert name in told(capsys)[1]
+        assert name in read_output(capsys)[1]
     for folder in (name, "x" * 300):
         assert cli.main(["runs", f"./{folder}" if name[0] == "-" else folder]) == 2
-        assert "does not exist" in told(capsys)[1]
+        assert "does not exist" in read_output(capsys)[1]
 
 
 def test_csv_without_header_does_not_print_its_first_record(
     user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("data/rows.csv").write_text(f"{'red ' * 400},{'green ' * 400}\nblue,stone\n", encoding="utf-8")
-    err = refused(capsys, "dataset=data/rows.csv")
+    err = run_error(capsys, "dataset=data/rows.csv")
     assert len(err) < 900
 
 
@@ -296,7 +296,7 @@ def test_cutoff_len_is_suggested_only_for_truncated_examples(
 ) -> None:
     chat = [("human", "a"), ("gpt", "b"), ("human", "c")]
     write("data/rows.json", [{"conversations": [{"from": role, "value": text} for role, text in chat]}])
-    err = refused(capsys)
+    err = run_error(capsys)
     assert "No examples are left to train on" in err
     assert "cutoff_len" not in err
 
@@ -307,10 +307,10 @@ def test_dataset_without_usable_records_stops_run_by_name(
     good = [{"instruction": f"say {n}", "output": str(n)} for n in range(4)]
     write("data/good.json", good)
     write("data/empty.json", [{**record, "output": ""} for record in good])
-    given = ("dataset=data/good.json,data/empty.json", "on_empty_target=drop")
-    assert "empty: 0 of 4 examples are usable: dropped: all responses are empty." in refused(capsys, *given)
+    options = ("dataset=data/good.json,data/empty.json", "on_empty_target=drop")
+    assert "empty: 0 of 4 examples are usable: dropped: all responses are empty." in run_error(capsys, *options)
     write("data/empty.json", [*good[:1], {**good[1], "output": ""}])
-    assert cli.main(["explain", "run.yaml", *given]) == 0
+    assert cli.main(["explain", "run.yaml", *options]) == 0
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -318,7 +318,7 @@ def test_unwritable_tokenized_path_error_does_not_mention_the_cache(
     user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("kept").mkdir(mode=0o500)
-    err = refused(capsys, "tokenized_path=kept")
+    err = run_error(capsys, "tokenized_path=kept")
     assert "tokenized_path" in err
     assert "BURNISH_CACHE" not in err
 
@@ -326,7 +326,7 @@ def test_unwritable_tokenized_path_error_does_not_mention_the_cache(
 def test_tokenized_path_inside_a_file_does_not_mention_the_cache(
     user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    err = refused(capsys, "tokenized_path=run.yaml/rows")
+    err = run_error(capsys, "tokenized_path=run.yaml/rows")
     assert "BURNISH_CACHE" not in err
 
 
@@ -346,4 +346,4 @@ def test_plot_in_folder_with_chinese_name_gives_no_warning(user_folder: Path) ->
 def test_too_many_trainable_layers_are_reported(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["finetuning_type=freeze", "freeze_trainable_layers=100", "max_steps=1"]
     assert cli.main(["train", "run.yaml", *words]) == 0
-    assert "freeze_trainable_layers is 100, but the model has 2 layers: all are trained." in told(capsys)[0]
+    assert "freeze_trainable_layers is 100, but the model has 2 layers: all are trained." in read_output(capsys)[0]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bad_inputs import change, make_folder, told, write
+from bad_inputs import change, make_folder, read_output, write
 from burnish import cli
 from burnish.checkpoint.comparison import MAY_CHANGE
 from burnish.config.options import specs
@@ -246,9 +246,9 @@ def test_a_run_is_not_resumed_with_a_part_changed_in_place(
     words = ["train", "run.yaml", "plot_loss=false", *place.words]
     assert cli.main([*words, "max_steps=2"]) == 0
     place.harm()
-    told(capsys)
+    read_output(capsys)
     assert cli.main([*words, "max_steps=4"]) == 2
-    assert re.search(f"{place.named} (has changed|was )", told(capsys)[1])
+    assert re.search(f"{place.named} (has changed|was )", read_output(capsys)[1])
 
 
 @pytest.mark.parametrize("option", PLACES)
@@ -268,14 +268,14 @@ def test_run_with_changed_file_content_is_not_resumed(
     unharmed = tmp_path / "unharmed"
     shutil.copytree(tmp_path, unharmed, ignore=shutil.ignore_patterns("unharmed", "cache"))
     place.harm()
-    told(capsys)
+    read_output(capsys)
     before = sorted((path, path.stat().st_mtime_ns) for path in Path("out").rglob("*"))
     assert cli.main([*words, "max_steps=4"]) == 2
-    assert re.search(f"{place.named} (has changed|was )", told(capsys)[1])
+    assert re.search(f"{place.named} (has changed|was )", read_output(capsys)[1])
     assert sorted((path, path.stat().st_mtime_ns) for path in Path("out").rglob("*")) == before
     monkeypatch.chdir(unharmed)
     assert cli.main([*words, "max_steps=4"]) == 0
-    assert "Continuing from out/checkpoint-2" in told(capsys)[0]
+    assert "Continuing from out/checkpoint-2" in read_output(capsys)[0]
 
 
 def test_eval_dataset_may_change_if_it_does_not_affect_results(
@@ -286,11 +286,11 @@ def test_eval_dataset_may_change_if_it_does_not_affect_results(
     words = ["train", "run.yaml", "eval_dataset=held_out", "eval_strategy=steps", "eval_steps=2"]
     assert cli.main([*words, "max_steps=2"]) == 0
     other_rows("data/held_out.json")()
-    told(capsys)
+    read_output(capsys)
     assert cli.main([*words, "max_steps=2"]) == 2  # a finished run is not evaluated again
-    assert "eval_data has changed" in told(capsys)[1]
+    assert "eval_data has changed" in read_output(capsys)[1]
     assert cli.main([*words, "max_steps=4"]) == 0
-    assert "eval_data has changed since checkpoint-2." in told(capsys)[0]
+    assert "eval_data has changed since checkpoint-2." in read_output(capsys)[0]
 
 
 def test_file_argument_of_reward_function_is_identified_by_content(tmp_path: Path) -> None:

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from bad_inputs import change, told
+from bad_inputs import change, read_output
 from burnish import cli
 from burnish.checkpoint.comparison import MAY_CHANGE
 from burnish.config.options import specs
 from burnish.run.plan.options import GROUPS, MEMBER_GROUPS, RunOptions
 from burnish.run.recovery.fingerprints import BY_CONTENT, HARMLESS, HARMLESS_GROUPS, kept_options
-from every_key import SEEN
+from option_effects import OPTION_EFFECTS
 
 DECLARED = [name for names in HARMLESS.values() for name in names]
 OF_GROUPS = [name for g in (*GROUPS, *MEMBER_GROUPS) if g.__name__ in HARMLESS_GROUPS for name in specs(g)]
 NOT_OF_A_RESUME = {
     "overwrite_output_dir", "resume", "resume_from_checkpoint", "output_dir", "do_train", "do_eval", "do_predict",
-    *(name for name, row in SEEN.items() if row.beside.keys() & {"do_predict", "do_eval"}),
+    *(name for name, row in OPTION_EFFECTS.items() if row.beside.keys() & {"do_predict", "do_eval"}),
 }  # fmt: skip
 """They say whether the run goes on at all, or are seen in a run that does not train."""
 
@@ -73,10 +73,10 @@ def same_bits() -> bool:
     return Path("out/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
 
 
-def goes_on_alike_or_speaks(capsys: pytest.CaptureFixture[str], name: str, *words: str) -> None:
+def assert_resumes_equally_or_reports(capsys: pytest.CaptureFixture[str], name: str, *words: str) -> None:
     capsys.readouterr()
     status = cli.main(["train", "run.yaml", *words])
-    out, err = told(capsys)
+    out, err = read_output(capsys)
     assert status in (0, 2), err
     if status == 0 and "nothing to do" not in out and not same_bits():
         assert f"{name} was " in out or f"{name} has changed" in out, out
@@ -84,12 +84,12 @@ def goes_on_alike_or_speaks(capsys: pytest.CaptureFixture[str], name: str, *word
 
 
 def value_of(name: str) -> str:
-    value = SEEN[name].value
+    value = OPTION_EFFECTS[name].value
     return json.dumps(value) if isinstance(value, list | dict) else str(value)
 
 
-HARMLESS_SEEN = sorted(({*DECLARED, *OF_GROUPS} & SEEN.keys()) - NOT_OF_A_RESUME)
-OTHERS_SEEN = sorted(SEEN.keys() - {*DECLARED, *OF_GROUPS} - NOT_OF_A_RESUME)
+HARMLESS_SEEN = sorted(({*DECLARED, *OF_GROUPS} & OPTION_EFFECTS.keys()) - NOT_OF_A_RESUME)
+OTHERS_SEEN = sorted(OPTION_EFFECTS.keys() - {*DECLARED, *OF_GROUPS} - NOT_OF_A_RESUME)
 
 
 def draw(names: list[str], count: int) -> list[str]:
@@ -102,14 +102,16 @@ def draw(names: list[str], count: int) -> list[str]:
 def test_option_declared_harmless_does_not_change_results(
     name: str, half: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    goes_on_alike_or_speaks(capsys, name, f"{name}={value_of(name)}")
+    assert_resumes_equally_or_reports(capsys, name, f"{name}={value_of(name)}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*HARMLESS_SEEN, *OTHERS_SEEN])
 def test_changed_option_has_no_effect_or_is_reported(name: str, half: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    beside = [f"{key}={json.dumps(v) if isinstance(v, list | dict) else v}" for key, v in SEEN[name].beside.items()]
-    goes_on_alike_or_speaks(capsys, name, f"{name}={value_of(name)}", *beside)
+    beside = [
+        f"{key}={json.dumps(v) if isinstance(v, list | dict) else v}" for key, v in OPTION_EFFECTS[name].beside.items()
+    ]
+    assert_resumes_equally_or_reports(capsys, name, f"{name}={value_of(name)}", *beside)
 
 
 def other_numbers(name: str) -> None:
@@ -137,13 +139,13 @@ def test_option_that_changes_results_prevents_a_resume(
 ) -> None:
     harm()
     assert cli.main([command, "run.yaml", *words]) == 2
-    assert changed in told(capsys)[1]
+    assert changed in read_output(capsys)[1]
 
 
 @pytest.mark.run
 def test_changed_implementation_option_is_reported(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "run.yaml", "padding_free=false"]) == 0
-    assert "padding_free was true in checkpoint-2 and is false now." in told(capsys)[0]
+    assert "padding_free was true in checkpoint-2 and is false now." in read_output(capsys)[0]
 
 
 @pytest.mark.run
@@ -158,13 +160,13 @@ def test_different_initial_adapter_prevents_resume(half: Path, capsys: pytest.Ca
     lora = ["finetuning_type=lora", "max_steps=2"]
     for seed in (1, 2):
         assert cli.main(["train", "run.yaml", *lora, f"seed={seed}", f"output_dir=a{seed}"]) == 0
-    begun = ["train", "run.yaml", *lora, "output_dir=next"]
-    assert cli.main([*begun, "adapter_name_or_path=a1"]) == 0
+    started = ["train", "run.yaml", *lora, "output_dir=next"]
+    assert cli.main([*started, "adapter_name_or_path=a1"]) == 0
     shutil.copytree("a1", "moved")
-    assert cli.main([*begun, "adapter_name_or_path=moved"]) == 0
-    told(capsys)
-    assert cli.main([*begun, "adapter_name_or_path=a2"]) == 2
-    assert "adapters has changed" in told(capsys)[1]
+    assert cli.main([*started, "adapter_name_or_path=moved"]) == 0
+    read_output(capsys)
+    assert cli.main([*started, "adapter_name_or_path=a2"]) == 2
+    assert "adapters has changed" in read_output(capsys)[1]
 
 
 @pytest.mark.run
@@ -174,9 +176,9 @@ def test_model_only_checkpoints_are_not_resumed_as_complete(half: Path, capsys: 
     assert same_bits()
     assert not Path("out/checkpoint-4/optimizer.json").exists()
     shutil.rmtree("out/checkpoint-2")
-    told(capsys)
+    read_output(capsys)
     assert cli.main([*words, "max_steps=5"]) == 2
-    assert 'out/checkpoint-4: this checkpoint has no "optimizer"' in told(capsys)[1]
+    assert 'out/checkpoint-4: this checkpoint has no "optimizer"' in read_output(capsys)[1]
 
 
 # --- a finished run, and an unfinished one, of other hyperparameters --------------------------------------------------
@@ -203,7 +205,7 @@ def test_changed_hyperparameter_is_rejected_with_both_values_and_remedies(
     before = sorted((path, path.stat().st_mtime_ns) for path in Path("out").rglob("*"))
     for command in ("train", "explain"):
         assert cli.main([command, "run.yaml", change]) == 2
-        err = told(capsys)[1]
+        err = read_output(capsys)[1]
         assert f"{name} was " in err
         assert f", is {float(value):g}" in err or f", is {value}" in err
         assert "another output_dir" in err
@@ -221,7 +223,7 @@ def test_finished_run_rejects_options_it_would_not_apply(
     words: list[str], finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["train", "run.yaml", *words]) == 2
-    err = told(capsys)[1]
+    err = read_output(capsys)[1]
     assert words[0].split("=")[0] in err
     assert "overwrite_output_dir: true" in err
 
@@ -231,12 +233,12 @@ def test_finished_run_does_nothing_if_results_are_unchanged(
     words: str, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["train", "run.yaml", *words.split()]) == 0
-    assert "finished at step 4: there is nothing to do." in told(capsys)[0]
+    assert "finished at step 4: there is nothing to do." in read_output(capsys)[0]
     assert same_bits()
 
 
 @pytest.mark.run
 def test_finished_run_can_be_trained_further(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "run.yaml", "max_steps=5", "eval_strategy=steps", "eval_steps=5"]) == 0
-    assert "max_steps was 4 in checkpoint-4 and is 5 now." in told(capsys)[0]
+    assert "max_steps was 4 in checkpoint-4 and is 5 now." in read_output(capsys)[0]
     assert not same_bits()

@@ -57,9 +57,9 @@ def test_train_help_lists_every_option_with_default_and_help(capsys: pytest.Capt
 
 
 def test_train_help_can_be_searched() -> None:
-    found = list_options(RunOptions, "warmup")
-    assert "--warmup_steps" in found
-    assert "--seed" not in found
+    result = list_options(RunOptions, "warmup")
+    assert "--warmup_steps" in result
+    assert "--seed" not in result
     assert 'Did you mean "learning_rate"' in list_options(RunOptions, "learning_rats")
 
 
@@ -155,6 +155,6 @@ def test_exact_match_compares_letter_for_letter() -> None:
 
 def test_untrained_model_answers_nothing_correctly(tmp_path: Path) -> None:
     questions = demo_questions()[:8]
-    found = answers(BUNDLED / "model", questions, batch_size=3)
-    assert len(found) == 8
-    assert share_exact(questions, found) == 0.0
+    result = answers(BUNDLED / "model", questions, batch_size=3)
+    assert len(result) == 8
+    assert share_exact(questions, result) == 0.0

@@ -19,7 +19,7 @@ def values(given: dict[str, RawValue]) -> dict[str, object]:
     return {key: item.value for key, item in given.items()}
 
 
-def refusal(path: Path) -> str:
+def load_error(path: Path) -> str:
     with pytest.raises(UserError) as caught:
         read_config(path)
     message = str(caught.value)
@@ -83,27 +83,27 @@ def test_byte_order_mark_is_accepted(tmp_path: Path) -> None:
 
 def test_missing_file_suggests_nearest_name(tmp_path: Path) -> None:
     config(tmp_path, "stage: sft", "first_run.yaml")
-    message = refusal(tmp_path / "frist_run.yaml")
+    message = load_error(tmp_path / "frist_run.yaml")
     assert 'Did you mean "first_run.yaml"?' in message
     assert len(message.splitlines()) == 1
 
 
 def test_missing_file_without_similar_name_lists_existing_files(tmp_path: Path) -> None:
     config(tmp_path, "stage: sft", "other.yaml")
-    assert "contains other.yaml" in refusal(tmp_path / "zzzzzzzzzz.json")
-    assert "does not exist either" in refusal(tmp_path / "nowhere" / "run.yaml")
-    assert "is a folder" in refusal(tmp_path)
+    assert "contains other.yaml" in load_error(tmp_path / "zzzzzzzzzz.json")
+    assert "does not exist either" in load_error(tmp_path / "nowhere" / "run.yaml")
+    assert "is a folder" in load_error(tmp_path)
 
 
 def test_tab_is_reported_with_a_caret(tmp_path: Path) -> None:
-    lines = refusal(config(tmp_path, "stage: sft\n\tdo_train: true\n")).splitlines()
+    lines = load_error(config(tmp_path, "stage: sft\n\tdo_train: true\n")).splitlines()
     assert lines[0].startswith(f"{tmp_path}/run.yaml:2:1: ")
     assert "tab" in lines[0]
     assert lines[1].index("→") == lines[2].index("^")
 
 
 def test_syntax_error_is_reported_with_a_caret(tmp_path: Path) -> None:
-    lines = refusal(config(tmp_path, "stage: sft\nsystem: a: b\n")).splitlines()
+    lines = load_error(config(tmp_path, "stage: sft\nsystem: a: b\n")).splitlines()
     assert lines[0].startswith(f"{tmp_path}/run.yaml:2:10: ")
     assert lines[1][lines[2].index("^")] == ":"
 
@@ -118,29 +118,29 @@ def test_syntax_error_is_reported_with_a_caret(tmp_path: Path) -> None:
     ],
 )
 def test_yaml_error_is_reported_at_its_cause(tmp_path: Path, line: str, place: str, words: str) -> None:
-    message = refusal(config(tmp_path, f"seed: 1\n{line}\n"))
+    message = load_error(config(tmp_path, f"seed: 1\n{line}\n"))
     assert f"run.yaml:{place}: " in message
     assert words in message
     assert line in message
 
 
 def test_invalid_json_is_reported_with_a_caret(tmp_path: Path) -> None:
-    lines = refusal(config(tmp_path, '{"stage": "sft",\n "seed": 1,}\n', "run.json")).splitlines()
+    lines = load_error(config(tmp_path, '{"stage": "sft",\n "seed": 1,}\n', "run.json")).splitlines()
     assert ":2:" in lines[0]
     assert lines[2].strip() == "^"
 
 
 @pytest.mark.parametrize("text", ["", "# nothing but a comment\n", "---\n"])
 def test_empty_file_is_rejected(tmp_path: Path, text: str) -> None:
-    assert "empty" in refusal(config(tmp_path, text))
+    assert "empty" in load_error(config(tmp_path, text))
 
 
 def test_list_is_not_a_configuration(tmp_path: Path) -> None:
-    assert "a list" in refusal(config(tmp_path, "- stage\n- sft\n"))
+    assert "a list" in load_error(config(tmp_path, "- stage\n- sft\n"))
 
 
 def test_duplicate_key_is_rejected_with_both_lines(tmp_path: Path) -> None:
-    message = refusal(config(tmp_path, "seed: 1\nstage: sft\nseed: 2\nstage: pt\n"))
+    message = load_error(config(tmp_path, "seed: 1\nstage: sft\nseed: 2\nstage: pt\n"))
     assert 'line 3: duplicate key "seed". It is already set in' in message
     assert "line 1" in message
     assert 'duplicate key "stage"' in message
@@ -150,23 +150,23 @@ def test_duplicate_key_is_rejected_with_both_lines(tmp_path: Path) -> None:
 def test_duplicate_key_in_a_nested_value_is_rejected(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text('{"seed": 1,\n "lr_scheduler_kwargs": {"num_cycles": 1,\n "num_cycles": 2}}')
-    assert 'line 3: duplicate key "num_cycles". It is already set in' in refusal(path)
+    assert 'line 3: duplicate key "num_cycles". It is already set in' in load_error(path)
 
 
 def test_first_base_with_a_key_takes_precedence(tmp_path: Path) -> None:
     text = "a: &a {seed: 3, stage: pt}\nb: &b {seed: 4, template: qwen}\nstage: sft\n<<: [*a, *b]\n"
-    given = read_config(config(tmp_path, text))
-    assert {name: given[name].value for name in ("seed", "stage", "template")} == {
+    options = read_config(config(tmp_path, text))
+    assert {name: options[name].value for name in ("seed", "stage", "template")} == {
         "seed": "3", "stage": "sft", "template": "qwen",
     }  # fmt: skip
 
 
 def test_merge_keys_are_resolved_in_nested_values_and_bases(tmp_path: Path) -> None:
     text = "a: &a {min_lr: 1e-5, power: 2}\nb: &b {<<: *a, power: 3}\nlr_scheduler_kwargs:\n  <<: *b\n  lr_end: 0\n"
-    given = read_config(config(tmp_path, f"{text}<<: {{<<: {{seed: 4}}, stage: pt}}\n"))
-    assert given["lr_scheduler_kwargs"].value == {"lr_end": 0, "power": 3, "min_lr": 1e-5}
-    assert given["seed"].value == "4"
-    assert "<<" not in given
+    options = read_config(config(tmp_path, f"{text}<<: {{<<: {{seed: 4}}, stage: pt}}\n"))
+    assert options["lr_scheduler_kwargs"].value == {"lr_end": 0, "power": 3, "min_lr": 1e-5}
+    assert options["seed"].value == "4"
+    assert "<<" not in options
 
 
 @pytest.mark.parametrize(
@@ -178,13 +178,13 @@ def test_merge_keys_are_resolved_in_nested_values_and_bases(tmp_path: Path) -> N
     ],
 )
 def test_yaml_that_is_not_a_configuration_is_rejected(text: str, why: str, tmp_path: Path) -> None:
-    assert why in refusal(config(tmp_path, text))
+    assert why in load_error(config(tmp_path, text))
 
 
 def test_latin_1_bytes_are_reported_by_position(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(b"system: caf\xe9\n")
-    assert "byte 11 (0xe9) is not UTF-8" in refusal(path)
+    assert "byte 11 (0xe9) is not UTF-8" in load_error(path)
 
 
 def test_every_flag_syntax_is_parsed() -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from bad_inputs import make_folder, told
+from bad_inputs import make_folder, read_output
 from burnish import cli
 from burnish.cli import main
 from burnish.utils.files import remove
-from few import few_slow
-from small_run import as_words, make_user
+from representative import representative_slow
+from small_run import as_arguments, make_workspace
 
 pytestmark = pytest.mark.run
 
@@ -65,10 +65,10 @@ def here(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path
 
 
-def ends_well_or_says(words: list[str], capsys: pytest.CaptureFixture[str], name: str) -> int:
+def run_or_report_error(words: list[str], capsys: pytest.CaptureFixture[str], name: str) -> int:
     capsys.readouterr()
     status = cli.main(words)
-    out, err = told(capsys)
+    out, err = read_output(capsys)
     assert status in (0, 2), err
     assert status == 0 or Path(name).name in err or str(Path(name).parent) in err, err
     assert "Raised in" not in out + err
@@ -81,19 +81,19 @@ def test_damaged_model_file_is_rejected_or_harmless(
     name: str, kind: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage(name, kind)
-    status = ends_well_or_says(["explain", "run.yaml", "max_steps=1", "output_dir=new"], capsys, name)
+    status = run_or_report_error(["explain", "run.yaml", "max_steps=1", "output_dir=new"], capsys, name)
     assert status == 2 or kind in ("an empty object", "a long number")
 
 
-@pytest.mark.parametrize("kind", few_slow(["deep", "a list", "empty"], 1))
+@pytest.mark.parametrize("kind", representative_slow(["deep", "a list", "empty"], 1))
 @pytest.mark.parametrize("name", OF_A_RUN)
 def test_damaged_file_of_earlier_run_does_not_prevent_resume(
     name: str, kind: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A finished run is found finished, or is gone on from a checkpoint that is whole, to more steps as well."""
     damage(name, kind)
-    assert ends_well_or_says(["train", "run.yaml", "max_steps=4"], capsys, name) == 0
-    assert ends_well_or_says(["train", "run.yaml", "max_steps=5"], capsys, name) == 0
+    assert run_or_report_error(["train", "run.yaml", "max_steps=4"], capsys, name) == 0
+    assert run_or_report_error(["train", "run.yaml", "max_steps=5"], capsys, name) == 0
     json.loads(Path("out/all_results.json").read_text(encoding="utf-8"))
 
 
@@ -104,7 +104,7 @@ def test_damaged_adapter_file_is_rejected_or_harmless(
 ) -> None:
     damage(name, kind)
     words = ["train", "run.yaml", "max_steps=1", "output_dir=new", "finetuning_type=lora"]
-    assert ends_well_or_says([*words, "adapter_name_or_path=adapter"], capsys, name) == 2
+    assert run_or_report_error([*words, "adapter_name_or_path=adapter"], capsys, name) == 2
 
 
 @pytest.mark.parametrize("command", ["explain", "chat"])
@@ -113,7 +113,7 @@ def test_unknown_tokenizer_component_is_rejected(command: str, here: Path, capsy
     file = Path("model/tokenizer.json")
     file.write_text(file.read_text(encoding="utf-8").replace('"ByteLevel"', '"BytLevel"'), encoding="utf-8")
     words = {"explain": ["run.yaml", "output_dir=new"], "chat": ["model", "template=chatml", "--once", "Hello"]}
-    assert ends_well_or_says([command, *words[command]], capsys, "model") == 2
+    assert run_or_report_error([command, *words[command]], capsys, "model") == 2
 
 
 WRONG_VALUES: dict[str, list[dict[str, Any]]] = {
@@ -149,7 +149,7 @@ def test_value_of_another_type_is_rejected_or_harmless(
     Path(name).write_text(json.dumps({**raw, **values}), encoding="utf-8")
     words = ["explain", "run.yaml", "max_steps=1", "output_dir=new", "finetuning_type=lora"]
     is_adapter = name.startswith("adapter")
-    ends_well_or_says([*words, *(["adapter_name_or_path=adapter"] if is_adapter else [])], capsys, name)
+    run_or_report_error([*words, *(["adapter_name_or_path=adapter"] if is_adapter else [])], capsys, name)
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
@@ -176,23 +176,23 @@ def test_truncated_or_corrupted_table_is_rejected_or_read(
                 content[draws.randrange(len(content))] ^= 1 << draws.randrange(8)
         path.write_bytes(content)
         assert cli.main(words) in (0, 2)
-        told(capsys)
+        read_output(capsys)
     path.write_bytes(whole[: len(whole) // 2])
-    assert ends_well_or_says(words, capsys, str(path)) == 2
+    assert run_or_report_error(words, capsys, str(path)) == 2
 
 
 def test_adapter_with_nan_is_rejected_before_training(tmp_path, capsys):
-    given = make_user(tmp_path, max_steps=1, save_strategy="no", finetuning_type="lora")
-    assert main(["train", *as_words(given)]) == 0
+    options = make_workspace(tmp_path, max_steps=1, save_strategy="no", finetuning_type="lora")
+    assert main(["train", *as_arguments(options)]) == 0
     file = tmp_path / "out" / "adapter_model.safetensors"
     weights = load_file(file)
     name = next(iter(weights))
     weights[name][0, 0] = float("nan")
     save_file(weights, file, metadata={"format": "pt"})
     more = {"adapter_name_or_path": str(tmp_path / "out"), "output_dir": str(tmp_path / "two")}
-    assert main(["train", *as_words({**given, **more})]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert f"{tmp_path / 'out'}: 1 of the adapter's weights contain NaN or infinity: " in said
+    assert main(["train", *as_arguments({**options, **more})]) == 2
+    output = " ".join(capsys.readouterr().err.split())
+    assert f"{tmp_path / 'out'}: 1 of the adapter's weights contain NaN or infinity: " in output
     assert not list((tmp_path / "two").glob("*.safetensors"))
 
 
@@ -210,20 +210,20 @@ IN_THE_WAY: dict[str, Any] = {
 def test_obstacle_in_place_of_a_run_file_is_reported(
     name: str, kind: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = next((here / "cache" / "rows").glob("*/rows.arrow")) if name == "rows" else here / name
-    found.unlink(missing_ok=True)
-    IN_THE_WAY[kind](found)
+    result = next((here / "cache" / "rows").glob("*/rows.arrow")) if name == "rows" else here / name
+    result.unlink(missing_ok=True)
+    IN_THE_WAY[kind](result)
     faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
     try:
         status = cli.main(["train", "run.yaml", "max_steps=6"])
     finally:
         faulthandler.cancel_dump_traceback_later()
-    _, err = told(capsys)
+    _, err = read_output(capsys)
     assert "Raised in" not in err
     if status:
         is_odd = "instead of a file: " in err and "Writing to it would block forever." in err
         assert is_odd or ("cannot be written or read: " in err and "move it away, then run the same command" in err)
-        remove(found)
+        remove(result)
         assert cli.main(["train", "run.yaml", "max_steps=6"]) == 0
     else:
         assert "error: " not in err
@@ -247,4 +247,4 @@ def test_damaged_head_or_model_is_reported_on_export(
 ) -> None:
     Path(name).write_bytes(Path(name).read_bytes()[:-40] if raw is None else raw)
     assert cli.main(["export", "model_name_or_path=model", "export_dir=whole", "template=chatml"]) == 2
-    assert name in told(capsys)[1]
+    assert name in read_output(capsys)[1]

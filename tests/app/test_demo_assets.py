@@ -68,26 +68,26 @@ QUESTIONS = {
 OPPOSITE = r"(?:What is|Name) the opposite of (\w+)[?.] "
 
 
-def asked(row: dict[str, str]) -> tuple[str, object]:
+def solve(row: dict[str, str]) -> tuple[str, object]:
     """The right answer of a row, and the problem it is about."""
     text = f"{row['instruction']} {row['input']}"
-    if found := re.fullmatch(OPPOSITE, text):  # not to be computed; see the tests of opposites
-        return row["output"], frozenset((found[1], row["output"]))
+    if result := re.fullmatch(OPPOSITE, text):  # not to be computed; see the tests of opposites
+        return row["output"], frozenset((result[1], row["output"]))
     for pattern, (answer, problem) in QUESTIONS.items():
-        if found := re.fullmatch(pattern, text):
-            return answer(*found.groups()), problem(*found.groups())
+        if result := re.fullmatch(pattern, text):
+            return answer(*result.groups()), problem(*result.groups())
     raise ValueError(f"Expected one of the demo's questions. Received: {text!r}.")
 
 
 def opposites() -> list[tuple[str, str]]:
     """(word, answer) of every row that asks for an opposite."""
     texts = ((f"{row['instruction']} {row['input']}", row["output"]) for row in TRAIN + HELD_OUT)
-    return [(found[1], answer) for text, answer in texts if (found := re.fullmatch(OPPOSITE, text))]
+    return [(result[1], answer) for text, answer in texts if (result := re.fullmatch(OPPOSITE, text))]
 
 
 def test_every_answer_in_demo_data_is_correct():
     for row in TRAIN + HELD_OUT:
-        assert row["output"] == asked(row)[0], row
+        assert row["output"] == solve(row)[0], row
 
 
 def test_opposites_are_unique_and_symmetric():
@@ -108,14 +108,14 @@ def test_opposites_match_human_judgement(word, opposite):
 
 
 def test_held_out_problems_are_not_in_training_set():
-    assert not {asked(row)[1] for row in TRAIN} & {asked(row)[1] for row in HELD_OUT}
+    assert not {solve(row)[1] for row in TRAIN} & {solve(row)[1] for row in HELD_OUT}
 
 
 def test_held_out_words_are_not_in_training_set():
-    held_out = {problem for row in HELD_OUT if isinstance(problem := asked(row)[1], str)}
-    seen = {word for row in TRAIN for word in re.findall(r"\w+", f"{row['instruction']} {row['input']}")}
+    held_out = {problem for row in HELD_OUT if isinstance(problem := solve(row)[1], str)}
+    recorded = {word for row in TRAIN for word in re.findall(r"\w+", f"{row['instruction']} {row['input']}")}
     assert len(held_out) > 50
-    assert not held_out & seen
+    assert not held_out & recorded
 
 
 def test_chosen_answer_of_each_pair_is_correct_and_rejected_is_not():

@@ -25,7 +25,7 @@ def test_model_and_images_are_reproducible_from_a_seed(tmp_path, monkeypatch):
 def test_image_demo_learns(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert demo_picture(["num_train_epochs=1"]) == 0
-    found = re.search(r"held-out images: (\S+) before, (\S+) after", capsys.readouterr().out)
-    assert found is not None
-    assert float(found[1]) == 0.0
-    assert float(found[2]) > 0.15
+    result = re.search(r"held-out images: (\S+) before, (\S+) after", capsys.readouterr().out)
+    assert result is not None
+    assert float(result[1]) == 0.0
+    assert float(result[2]) > 0.15

@@ -1,8 +1,8 @@
-"""Every option of a run changes what it says it changes, or says that it has no effect; none is ignored in silence.
+"""Every option has its documented effect or reports that it has none; no option is silently ignored.
 
-The tables are in ``every_key.py``. A run goes only as far as the part needs that is looked at: rows, parts of the run,
-weights and files. An option in neither table fails a test, and so does the name of a test that is not there or does not
-speak of the option.
+The tables are in ``option_effects.py``. A run is only executed as far as the compared part requires: rows, parts of the
+run, weights and files. An option in neither table fails a test, and so does a named test that does not exist or does
+not mention the option.
 """
 
 import ast
@@ -23,8 +23,8 @@ from burnish.parallel.create import create_parallel
 from burnish.run import build
 from burnish.run.plan.plan import RunOptions, plan
 from burnish.run.prepare import prepare
-from data_sets import chat, qa, write
-from every_key import SEEN, SHOWN_BY
+from dataset_helpers import alpaca_record, openai_record, write
+from option_effects import OPTION_EFFECTS, TESTED_BY
 from small_run import WORDS, make_model
 
 pytestmark = pytest.mark.run
@@ -51,13 +51,13 @@ def sources_of(name: str) -> dict[str, str]:
 def test_every_option_is_in_one_table_and_no_effect_options_in_none():
     known = specs(RunOptions)
     read = {name for name, spec in known.items() if not spec.ignored}
-    assert SEEN.keys() | SHOWN_BY.keys() == read
-    assert not SEEN.keys() & SHOWN_BY.keys()
+    assert OPTION_EFFECTS.keys() | TESTED_BY.keys() == read
+    assert not OPTION_EFFECTS.keys() & TESTED_BY.keys()
 
 
-@pytest.mark.parametrize("name", SHOWN_BY)
+@pytest.mark.parametrize("name", TESTED_BY)
 def test_named_test_of_each_option_exists_and_mentions_it(name):
-    file, _, test = SHOWN_BY[name].partition(": ")
+    file, _, test = TESTED_BY[name].partition(": ")
     assert f"test_{test}" in sources_of(file)
     assert re.search(rf"\b{name}\b", sources_of(file)[f"test_{test}"])
 
@@ -74,23 +74,26 @@ TIMES = re.compile("runtime|per_second|flos|time")
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
+def workspace(tmp_path_factory):
     """A folder with two models and some small data sets."""
     folder = tmp_path_factory.mktemp("every_key")
     make_model(folder / "model")
     make_model(folder / "other", seed=1)
-    many, few = ([qa(n, " ".join([WORDS[n % 10]] * (1 + n % 5))) for n in numbers] for numbers in (range(24), range(6)))
+    many, few = (
+        [alpaca_record(n, " ".join([WORDS[n % 10]] * (1 + n % 5))) for n in numbers]
+        for numbers in (range(24), range(6))
+    )
     write(folder / "a.json", many)
     write(folder / "b.jsonl", few)
     for place, rows in (("data", many), ("elsewhere", few)):
         write(folder / place / "named.json", rows)
         write(folder / place / "dataset_info.json", {"named": {"file_name": "named.json"}})
     write(folder / "bad.json", [*few, {"instruction": 3, "input": "", "output": "x"}])
-    write(folder / "marked.json", [qa(n, "red <|more|>") for n in range(4)])
-    write(folder / "empty.json", [*few, {**qa(1), "output": ""}])
+    write(folder / "marked.json", [alpaca_record(n, "red <|more|>") for n in range(4)])
+    write(folder / "empty.json", [*few, {**alpaca_record(1), "output": ""}])
     write(folder / "texts.jsonl", [{"text": f"{WORDS[n]} " * 30} for n in range(10)])
     talk = [("user", "red"), ("assistant", "green"), ("user", "blue"), ("assistant", "stone")]
-    write(folder / "chats.json", [chat(*talk)] * 4)
+    write(folder / "chats.json", [openai_record(*talk)] * 4)
     renamed = [{"who": role[0], "what": words} for role, words in talk]
     write(folder / "renamed.json", [{"talk": renamed}] * 4)
     return folder
@@ -107,10 +110,10 @@ def known() -> dict[str, Outcome]:
 
 
 @pytest.fixture
-def outcome(workplace, known, tmp_path, monkeypatch, capfd):
+def outcome(workspace, known, tmp_path, monkeypatch, capfd):
     """Options over ``BASE`` -> the parts of that run, up to the one that is wanted."""
-    monkeypatch.chdir(workplace)
-    monkeypatch.setenv("BURNISH_CACHE", str(workplace / "cache"))
+    monkeypatch.chdir(workspace)
+    monkeypatch.setenv("BURNISH_CACHE", str(workspace / "cache"))
 
     def look(part: str, given: dict[str, Any]) -> Outcome:
         depth = next(d for d, parts in enumerate(PARTS) if part in parts)
@@ -141,8 +144,8 @@ def looked_at(given: dict[str, Any], depth: int, folder: Path, monkeypatch: pyte
         made = plan({name: RawValue(value, "here") for name, value in given.items()})
         if depth < 2:
             prepared = prepare(made)
-            found = of_rows(prepared)
-            return found if depth == 0 else found | of_parts(assembled(made, prepared), made.options, prepared)
+            result = of_rows(prepared)
+            return result if depth == 0 else result | of_parts(assembled(made, prepared), made.options, prepared)
         return of_a_whole_run(made, folder, monkeypatch)
     except UserError as error:
         return Outcome(refused=str(error))
@@ -192,8 +195,8 @@ def of_parts(run, options, prepared):
 def of_a_whole_run(made, folder, monkeypatch):
     kept = []
 
-    def keep(*given):
-        run = build_loop(*given)
+    def keep(*args):
+        run = build_loop(*args)
         kept.append((run, {n: t.clone() for n, t in run.parts["model"].state_dict().items()}))
         return run
 
@@ -216,9 +219,9 @@ def of_a_whole_run(made, folder, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("name", SEEN)
+@pytest.mark.parametrize("name", OPTION_EFFECTS)
 def test_option_has_its_documented_effect(outcome, name):
-    row = SEEN[name]
+    row = OPTION_EFFECTS[name]
     without, with_it = outcome(row.part, row.beside), outcome(row.part, {**row.beside, name: row.value})
     if row.part != "refused":
         assert (without.get("refused", ""), with_it.get("refused", "")) == ("", "")
@@ -226,15 +229,15 @@ def test_option_has_its_documented_effect(outcome, name):
 
 
 @pytest.mark.parametrize(
-    ("given", "dtype"), [({}, torch.float32), ({"infer_dtype": "bfloat16"}, torch.bfloat16)], ids=["auto", "named"]
+    ("options", "dtype"), [({}, torch.float32), ({"infer_dtype": "bfloat16"}, torch.bfloat16)], ids=["auto", "named"]
 )
-def test_exported_weights_have_requested_format(workplace, tmp_path, given, dtype):
+def test_exported_weights_have_requested_format(workspace, tmp_path, options, dtype):
     from safetensors.torch import load_file
 
-    words = [f"{key}={value}" for key, value in given.items()]
+    words = [f"{key}={value}" for key, value in options.items()]
     out = tmp_path / "whole"
     assert (
-        main(["export", f"model_name_or_path={workplace / 'model'}", "template=chatml", f"export_dir={out}", *words])
+        main(["export", f"model_name_or_path={workspace / 'model'}", "template=chatml", f"export_dir={out}", *words])
         == 0
     )
     assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {dtype}

@@ -70,10 +70,10 @@ def test_full_training_with_adam_uses_16_bytes_per_parameter() -> None:
 def test_adapter_memory_counts_trained_weights_only() -> None:
     shape = DecoderShape.of(tiny_config(2))
     terms = memory_terms(1000, 10, shape, Formats(2, 4, 2, 8), tokens=0)
-    found = {term.name: term.num_bytes for term in terms}
-    assert found == {"weights": 990 * 2 + 10 * 4, "cast weights": 20, "gradients": 40, "optimizer": 80}
+    result = {term.name: term.num_bytes for term in terms}
+    assert result == {"weights": 990 * 2 + 10 * 4, "cast weights": 20, "gradients": 40, "optimizer": 80}
     anew = memory_terms(1000, 10, shape, Formats(2, 4, 2, 8), tokens=0, copies=False)
-    assert {term.name for term in anew} == found.keys() - {"cast weights"}
+    assert {term.name for term in anew} == result.keys() - {"cast weights"}
 
 
 def test_checkpointing_keeps_one_layer_and_inputs_of_the_others() -> None:
@@ -90,7 +90,7 @@ def test_activation_estimates_of_offloading_and_selective_checkpointing() -> Non
     shape = DecoderShape.of(tiny_config(10))
     sizes = [{}, {"offload": True}, {"recompute": True}, {"recompute": True, "selective": True}]
     whole, away, inputs, products = (
-        memory_terms(0, 0, shape, Formats(4, 4, 4, 8), tokens=7, **given)[0].num_bytes for given in sizes
+        memory_terms(0, 0, shape, Formats(4, 4, 4, 8), tokens=7, **options)[0].num_bytes for options in sizes
     )
     assert away == whole // 10
     assert inputs < products < whole
@@ -188,7 +188,7 @@ def made(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
     return make
 
 
-def told(run: Plan) -> dict[str, str]:
+def explained_lines(run: Plan) -> dict[str, str]:
     """Label -> text of all sections; where two have a line of that label, the first one's."""
     from burnish.explain.explain import sections
     from burnish.run.prepare import prepare
@@ -198,7 +198,7 @@ def told(run: Plan) -> dict[str, str]:
 
 
 def test_planned_steps_match_the_training_loop(made: Any) -> None:
-    lines = told(made(num_train_epochs=2, save_steps=0.25, eval_strategy="epoch", val_size=10))
+    lines = explained_lines(made(num_train_epochs=2, save_steps=0.25, eval_strategy="epoch", val_size=10))
     assert lines["processes"] == "x 1 = effective batch size 8"
     assert lines["epoch"] == "80 examples / 8 = 10 steps"
     assert lines["total"] == "10 x 2 epochs = 20 steps"
@@ -222,14 +222,14 @@ def test_source_of_a_value_is_shown(made: Any, capsys: pytest.CaptureFixture[str
 
 
 def test_explain_writes_no_files(made: Any, tmp_path: Path) -> None:
-    told(made())
+    explained_lines(made())
     assert list(tmp_path.iterdir()) == []
 
 
 def test_planning_does_not_change_options(made: Any) -> None:
     run = made(eval_strategy="steps", val_size=0.1, packing=True, finetuning_type="lora")
     before = copy.deepcopy(vars(run.options))
-    told(run)
+    explained_lines(run)
     assert vars(run.options) == before
 
 
@@ -248,7 +248,7 @@ def test_sample_shows_row_and_its_labels(made: Any) -> None:
 
 
 def test_packs_are_described_by_fill_ratio(made: Any) -> None:
-    lines = told(made(packing=True, cutoff_len=64))
+    lines = explained_lines(made(packing=True, cutoff_len=64))
     packs = int(lines["training set"].split(" packs of ")[0])
     assert lines["training set"].endswith("packs of 90 examples")
     assert packs < 90
@@ -288,7 +288,7 @@ def test_explain_reads_no_weights(made: Any, monkeypatch: pytest.MonkeyPatch) ->
     from burnish.run.recovery import fingerprints
 
     monkeypatch.setattr(fingerprints, "base_fingerprint", lambda options: pytest.fail("weights on a hub are fetched"))
-    assert told(made())["starts"] == "at step 0"
+    assert explained_lines(made())["starts"] == "at step 0"
 
 
 def test_insufficient_disk_space_is_rejected_with_both_sizes(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +309,7 @@ def test_insufficient_disk_space_is_rejected_with_both_sizes(made: Any, monkeypa
 
 
 def test_dataset_smaller_than_a_step_gives_a_note(made: Any) -> None:
-    assert "each epoch is one step" in told(made(max_samples=3)).get("", "")
+    assert "each epoch is one step" in explained_lines(made(max_samples=3)).get("", "")
 
 
 def test_run_without_training_reports_no_training_memory(made: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -331,7 +331,7 @@ def test_evaluation_only_run_is_explained(made: Any, capsys: pytest.CaptureFixtu
     from burnish.explain.explain import explain
 
     run = made(eval_dataset="demo_heldout", dataset=None, do_eval=True, per_device_eval_batch_size=4, max_samples=30)
-    lines = told(run)
+    lines = explained_lines(run)
     assert lines["datasets"] == "demo_heldout"
     assert lines["batches"] == "8 batches of 4 examples"
     assert lines["evaluates"] == "the loss: eval_results.json"
@@ -344,24 +344,27 @@ def test_evaluation_only_run_is_explained(made: Any, capsys: pytest.CaptureFixtu
     assert "Example 16 of 30, measured tokens in" in text
     for word in ("on_step_end", "on_train_begin", "on_save", "trained tokens in", "Steps", "training set", "disk  "):
         assert word not in text
-    assert "18 examples (not used by this run)" in told(made(max_samples=20, val_size=2, do_eval=True))["training set"]
+    assert (
+        "18 examples (not used by this run)"
+        in explained_lines(made(max_samples=20, val_size=2, do_eval=True))["training set"]
+    )
 
 
 @pytest.mark.parametrize(
-    ("asked", "events"),
+    ("requested", "events"),
     [
         ("do_eval", "on_init_end on_log on_prediction_step on_evaluate"),
         ("do_predict", "on_init_end on_log on_prediction_step on_predict"),
         ("do_predict predict_with_generate", "on_init_end on_prediction_step on_predict"),
     ],
 )
-def test_explained_events_match_fired_events(made: Any, asked: str, events: str) -> None:
+def test_explained_events_match_fired_events(made: Any, requested: str, events: str) -> None:
     from burnish.loop.events import CallbackHandler
     from burnish.run.build import train_run
     from burnish.run.callbacks import events_of
 
-    given = {"eval_dataset": "demo_heldout", "dataset": None, "predict_metrics": "exact_match", "max_new_tokens": 2}
-    run = made(max_samples=8, use_cpu=True, **given, **dict.fromkeys(asked.split(), True))
+    options = {"eval_dataset": "demo_heldout", "dataset": None, "predict_metrics": "exact_match", "max_new_tokens": 2}
+    run = made(max_samples=8, use_cpu=True, **options, **dict.fromkeys(requested.split(), True))
     fired, fire = set(), CallbackHandler.fire
 
     def watched(handler: CallbackHandler, event: str, **details: Any) -> Any:
@@ -376,9 +379,9 @@ def test_explained_events_match_fired_events(made: Any, asked: str, events: str)
 
 def test_explain_reports_skipped_tokens_for_padding_free_packs(made: Any) -> None:
     """The same rule decides in ``build.py``: packs lie flat whatever ``padding_free`` says."""
-    assert "skipped tokens" in told(made(packing=True, padding_free=False, cutoff_len=256))
-    assert "skipped tokens" not in told(made(padding_free=False, needed_tokens_only=True))
-    assert "skipped tokens" not in told(made(neftune_noise_alpha=5.0))
+    assert "skipped tokens" in explained_lines(made(packing=True, padding_free=False, cutoff_len=256))
+    assert "skipped tokens" not in explained_lines(made(padding_free=False, needed_tokens_only=True))
+    assert "skipped tokens" not in explained_lines(made(neftune_noise_alpha=5.0))
 
 
 def test_unknown_system_memory_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,5 +391,5 @@ def test_unknown_system_memory_is_not_an_error(monkeypatch: pytest.MonkeyPatch) 
         raise FileNotFoundError(2, "No such file or directory", "/proc/meminfo")
 
     monkeypatch.setattr(psutil, "virtual_memory", unknown)
-    given = {"use_cpu": True, "output_dir": "o", "model_name_or_path": "m", "dataset": "d"}
-    assert available_memory(plan({name: RawValue(value) for name, value in given.items()}).options) == 0
+    options = {"use_cpu": True, "output_dir": "o", "model_name_or_path": "m", "dataset": "d"}
+    assert available_memory(plan({name: RawValue(value) for name, value in options.items()}).options) == 0

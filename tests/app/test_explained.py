@@ -23,7 +23,7 @@ from burnish.run.plan.plan import Plan, plan
 from burnish.run.plan.resources import formats_in, memory_of
 from burnish.run.prepare import Prepared, prepare
 from burnish.utils.patching import patches_in_words, patches_of
-from small_run import make_model, make_user
+from small_run import make_model, make_workspace
 
 pytestmark = pytest.mark.run
 
@@ -63,10 +63,13 @@ BADAM: dict[str, dict[str, Any]] = {
     "entries": {"badam_mode": "ratio", "badam_update_ratio": 0.25},
 }
 CASES = {
-    **{name: {**given, "optim": "adamw_torch"} for name, given in METHODS.items()},
-    **{f"full by {name}": given for name, given in OPTIMIZERS.items()},
+    **{name: {**overrides, "optim": "adamw_torch"} for name, overrides in METHODS.items()},
+    **{f"full by {name}": overrides for name, overrides in OPTIMIZERS.items()},
     **{f"lora by {name}": {**METHODS["lora"], **OPTIMIZERS[name]} for name in ("adafactor", "muon")},
-    **{f"badam, {name}": {"use_badam": True, "badam_switch_interval": 2, **given} for name, given in BADAM.items()},
+    **{
+        f"badam, {name}": {"use_badam": True, "badam_switch_interval": 2, **overrides}
+        for name, overrides in BADAM.items()
+    },
     "files in bfloat16": {"files": "bfloat16"},
     "badam, files in bfloat16": {"files": "bfloat16", "use_badam": True, "badam_switch_interval": 2},
 }
@@ -132,7 +135,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def planned(folder: Path, given: dict[str, Any], models: dict[str, Path]) -> tuple[Plan, Prepared, dict[str, str]]:
-    options = make_user(folder, **{
+    options = make_workspace(folder, **{
         "max_steps": 5, "save_strategy": "no", "learning_rate": 0.01, "lr_scheduler_type": "constant",
         "model_name_or_path": str(models[given.get("files", "float32")]),
         **{name: value for name, value in given.items() if name != "files"},
@@ -168,11 +171,11 @@ def claims_of_activations(made: Plan, prepared: Prepared, watch: Watch) -> None:
 )
 def test_run_matches_explain(name: str, models: dict[str, Path], tmp_path: Path, monkeypatch: Any) -> None:
     method, _, optimizer = name.partition(" by ")
-    given = CASES[name] if name in CASES else {**METHODS[method], **OPTIMIZERS[optimizer]}
-    if given.get("optim") in ("lion_32bit", "adamw_8bit"):
+    overrides = CASES[name] if name in CASES else {**METHODS[method], **OPTIMIZERS[optimizer]}
+    if overrides.get("optim") in ("lion_32bit", "adamw_8bit"):
         pytest.importorskip("bitsandbytes")
     try:
-        made, prepared, said = planned(tmp_path, given, models)
+        made, prepared, message = planned(tmp_path, overrides, models)
     except UserError as refused:
         if name in LARGE:
             pytest.skip(f"the two are refused together: {refused}")
@@ -183,7 +186,7 @@ def test_run_matches_explain(name: str, models: dict[str, Path], tmp_path: Path,
 
     trained = prepared.sizes.trained
     whole, entries = watch.moved
-    assert said["trained"].startswith(f"{trained:,} of {sum(p.numel() for p in model.parameters()):,}")
+    assert message["trained"].startswith(f"{trained:,} of {sum(p.numel() for p in model.parameters()):,}")
     if options.use_badam and options.badam_mode == "ratio":
         assert trained / 2 < entries <= trained
     elif options.optim == "sgd":  # its updates of some norms are less than half of their last bit
@@ -210,19 +213,19 @@ def test_run_matches_explain(name: str, models: dict[str, Path], tmp_path: Path,
     assert (not watch.patched) == ("without patches" in name)
 
     assert watch.rows == [4] * 5 or options.packing
-    assert "= effective batch size 4" in said["processes"] or options.packing
-    assert said["total"].startswith("5 steps")
+    assert "= effective batch size 4" in message["processes"] or options.packing
+    assert message["total"].startswith("5 steps")
     (file,) = (tmp_path / "out").glob("*model.safetensors")
     with safe_open(file, "pt") as saved:
         dtypes = {str(saved.get_tensor(key).dtype) for key in saved.keys()}  # noqa: SIM118
-    held, _ = formats_in(model)
-    if "formats" in said:
-        assert f", {str(held).removeprefix('torch.')} in memory" in said["formats"]
-        told = re.search(r"saved in (\w+)", said["formats"])
-        assert told is None or dtypes == {f"torch.{told[1]}"}
+    stored, _ = formats_in(model)
+    if "formats" in message:
+        assert f", {str(stored).removeprefix('torch.')} in memory" in message["formats"]
+        reported = re.search(r"saved in (\w+)", message["formats"])
+        assert reported is None or dtypes == {f"torch.{reported[1]}"}
     else:
-        assert str(held) == f"torch.{given.get('files', 'float32')}"
-        assert dtypes == {str(held)} or options.finetuning_type in ("lora", "oft")
+        assert str(stored) == f"torch.{overrides.get('files', 'float32')}"
+        assert dtypes == {str(stored)} or options.finetuning_type in ("lora", "oft")
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert f"{trained:,}" in card
 
@@ -231,26 +234,26 @@ def test_badam_blocks_are_shown_by_explain_and_during_the_run(
     models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     """The blocks that move, in their order, are those that were named; what is never trained does not move."""
-    given = {"use_badam": True, "badam_switch_interval": 2, "badam_switch_mode": "descending", "badam_verbose": 1}
-    made, _, said = planned(tmp_path, given, models)
-    assert said["blocks"].endswith(
+    options = {"use_badam": True, "badam_switch_interval": 2, "badam_switch_mode": "descending", "badam_verbose": 1}
+    made, _, message = planned(tmp_path, options, models)
+    assert message["blocks"].endswith(
         "model.layers.0 to model.layers.1, descending: 1, 0, ...; switched every 2 updates, 3 times"
     )
-    assert said["never trained"].startswith("20,512, outside the layers: model.embed_tokens.weight, ")
+    assert message["never trained"].startswith("20,512, outside the layers: model.embed_tokens.weight, ")
     watch, active = Watch(monkeypatch), []
     step = Loop.step
 
-    def seen(run: Any, group: Any) -> None:
+    def recorded(run: Any, group: Any) -> None:
         active.append({name for name, p in run.model.named_parameters() if p.requires_grad})
         step(run, group)
 
-    monkeypatch.setattr(Loop, "step", seen)
+    monkeypatch.setattr(Loop, "step", recorded)
     build.train_run(made)
     turns = [{re.match(r".*layers\.(\d)", name)[1] for name in names} for names in active]  # type: ignore[index]
     assert turns == [{"1"}, {"1"}, {"0"}, {"0"}, {"1"}]
     never = [name for name in watch.before if "layers" not in name]
     assert all(torch.equal(dict(watch.run.model.named_parameters())[name], watch.before[name]) for name in never)
-    told = re.sub(r"\s+", " ", capsys.readouterr().out)
-    assert f"Blocks: {said['blocks']}." in told
-    assert "15,488 of 36,000 parameters are trained" in told
+    output = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert f"Blocks: {message['blocks']}." in output
+    assert "15,488 of 36,000 parameters are trained" in output
     assert json.loads((tmp_path / "out" / "train_results.json").read_text())["train_loss"] > 0

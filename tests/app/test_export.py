@@ -18,7 +18,7 @@ from burnish.data.chat.table import table
 from burnish.export.export import _difference, export
 from burnish.export.modelfile import go_template
 from burnish.utils.files import only_writer
-from few import few_slow
+from representative import representative_slow
 from small_run import make_model
 from template_cases import byte_tokenizer
 
@@ -48,9 +48,9 @@ def made(tmp_path_factory):
     return root
 
 
-def run(made: Path, target: Path, **given) -> Path:
-    given = {"model_name_or_path": str(made / "model"), "export_dir": str(target), "template": "qwen", **given}
-    return export({name: RawValue(value, "the command line") for name, value in given.items()})
+def run(made: Path, target: Path, **options) -> Path:
+    options = {"model_name_or_path": str(made / "model"), "export_dir": str(target), "template": "qwen", **options}
+    return export({name: RawValue(value, "the command line") for name, value in options.items()})
 
 
 def logits(folder: Path) -> torch.Tensor:
@@ -168,7 +168,7 @@ def test_merge_into_quantized_base_is_rejected_with_remedy(made, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("options", "words"),
     [
         ({"export_legacy_format": "true"}, "export_legacy_format"),
         ({"export_dir": None}, "export_dir is missing"),
@@ -178,9 +178,9 @@ def test_merge_into_quantized_base_is_rejected_with_remedy(made, tmp_path):
         ({"export_quantization_bit": "6"}, "export_quantization_bit"),
     ],
 )
-def test_invalid_exports_are_rejected_before_anything_is_written(made, tmp_path, given, words):
+def test_invalid_exports_are_rejected_before_anything_is_written(made, tmp_path, options, words):
     with pytest.raises(UserError, match=words):
-        run(made, tmp_path / "out", **given)
+        run(made, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
 
@@ -238,7 +238,7 @@ cli.main({words!r})
 @pytest.mark.parametrize("overwrites", [False, True])
 @pytest.mark.parametrize(
     "place",
-    few_slow(
+    representative_slow(
         ["burnish.models.save.save_config", "burnish.utils.files.open_lock",
          "burnish.run.recovery.clearing.files_of_run", "burnish.export.export.modelfile",
          "burnish.export.export.compare_templates"],
@@ -278,8 +278,8 @@ def test_run_is_exported_by_its_path(made, tmp_path, capsys):
     assert torch.equal(trained, logits(full))
     assert not torch.equal(merged, logits(made / "model"))
     assert "<|im_start|>" in (tmp_path / "models" / "first" / "Modelfile").read_text()
-    told = ["export", f"adapter_name_or_path={first}", f"export_dir={tmp_path / 'models' / 'again'}"]
-    assert cli.main(told) == 0
+    reported = ["export", f"adapter_name_or_path={first}", f"export_dir={tmp_path / 'models' / 'again'}"]
+    assert cli.main(reported) == 0
     assert torch.equal(logits(tmp_path / "models" / "again"), merged)
     capsys.readouterr()
     assert cli.main(["export", str(first)]) == 2

@@ -17,7 +17,7 @@ from burnish.run.recovery import failure
 from burnish.run.recovery.failure import TRACEBACK_NAME, explain_failure
 from burnish.utils.activity import Activity, doing, interrupted_by
 from burnish.utils.files import error_number
-from small_run import as_words, make_user
+from small_run import as_arguments, make_workspace
 
 pytestmark = pytest.mark.run
 
@@ -31,7 +31,7 @@ def raised(action, *args):
     raise AssertionError("nothing failed")
 
 
-def told(capsys, error, output_dir=None, debug=False):
+def explained_failure(capsys, error, output_dir=None, debug=False):
     status = explain_failure(error, str(output_dir) if output_dir else None, debug)
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -52,14 +52,14 @@ def checkpoint(folder, step, is_whole=True):
 
 def test_all_user_errors_are_printed_and_nothing_is_written(tmp_path, capsys):
     error = UserError([Problem("One is wrong.", where="run.yaml, line 1", remedy="Mend it."), Problem("Two is wrong.")])
-    status, text = told(capsys, error, tmp_path)
+    status, text = explained_failure(capsys, error, tmp_path)
     assert status == 2
     assert text == "error: run.yaml, line 1: One is wrong.\n  Mend it.\nerror: Two is wrong.\n"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_debug_prints_traceback_of_user_error(tmp_path, capsys):
-    status, text = told(capsys, raised(_complain), tmp_path, debug=True)
+    status, text = explained_failure(capsys, raised(_complain), tmp_path, debug=True)
     assert status == 2
     assert "Traceback (most recent call last)" in text
     assert "error: It is wrong." in text
@@ -76,7 +76,7 @@ def test_user_error_is_found_as_cause_of_a_library_error(capsys):
         except UserError as error:
             raise RuntimeError("a worker failed") from error
 
-    assert told(capsys, raised(wrapped)) == (2, "error: It is wrong.\n")
+    assert explained_failure(capsys, raised(wrapped)) == (2, "error: It is wrong.\n")
 
 
 # --- the disk ---------------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def test_full_disk_is_reported_with_what_is_saved(tmp_path, capsys):
     checkpoint(tmp_path, 20)
     checkpoint(tmp_path, 100)
     checkpoint(tmp_path, 120, is_whole=False)
-    status, text = told(capsys, raised(_fill_the_disk), tmp_path)
+    status, text = explained_failure(capsys, raised(_fill_the_disk), tmp_path)
     assert status == 1
     assert "The disk is full" in text
     assert f"Safe: {tmp_path / 'checkpoint-100'}." in text
@@ -100,23 +100,23 @@ def test_full_disk_is_reported_with_what_is_saved(tmp_path, capsys):
 
 
 def test_full_disk_before_first_checkpoint_reports_that_none_exists(tmp_path, capsys):
-    _, text = told(capsys, raised(_fill_the_disk), tmp_path)
+    _, text = explained_failure(capsys, raised(_fill_the_disk), tmp_path)
     assert "No checkpoint was saved." in text
     assert "save_total_limit" not in text
 
 
 @pytest.mark.parametrize(
-    ("number", "said", "helps"),
+    ("number", "message", "helps"),
     [(errno.EMFILE, "This process cannot open more files: ", "ulimit -n"),
      (errno.EIO, "cannot be written or read: input/output error.", "The disk or its connection failed"),
      (errno.EEXIST, "cannot be written or read: file exists.", "move it away")],
 )  # fmt: skip
-def test_system_error_is_reported_with_a_remedy(number, said, helps, tmp_path, capsys):
+def test_system_error_is_reported_with_a_remedy(number, message, helps, tmp_path, capsys):
     checkpoint(tmp_path, 20)
     error = OSError(number, os.strerror(number), str(tmp_path / "model.safetensors"))
-    status, text = told(capsys, error, tmp_path)
+    status, text = explained_failure(capsys, error, tmp_path)
     assert status == 1
-    assert said in text
+    assert message in text
     assert f'"{tmp_path / "model.safetensors"}"' in text
     assert f"Safe: {tmp_path / 'checkpoint-20'}." in text
     assert helps in text
@@ -153,17 +153,17 @@ def test_full_disk_is_found_as_cause_of_a_library_error(capsys):
         except OSError as error:
             raise ValueError("An error occurred while generating the dataset") from error
 
-    assert "The disk is full" in told(capsys, raised(wrapped))[1]
+    assert "The disk is full" in explained_failure(capsys, raised(wrapped))[1]
 
 
 def test_unwritable_path_is_reported(tmp_path, capsys):
     error = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "model.safetensors"))
-    status, text = told(capsys, error, tmp_path)
+    status, text = explained_failure(capsys, error, tmp_path)
     assert status == 1
     assert f'"{tmp_path}/model.safetensors" cannot be written: permission denied.' in text
     assert "another output_dir" in text
     elsewhere = PermissionError(errno.EACCES, "Permission denied", "data/train.json")
-    assert '"data/train.json" cannot be opened' in told(capsys, elsewhere, tmp_path)[1]
+    assert '"data/train.json" cannot be opened' in explained_failure(capsys, elsewhere, tmp_path)[1]
 
 
 def test_error_number_is_read_from_os_and_rust_errors():
@@ -178,7 +178,7 @@ def test_error_number_is_read_from_os_and_rust_errors():
 def test_out_of_memory_reports_sizes_and_remedies(tmp_path, capsys):
     error = raised(torch.empty, 2**50)
     assert "DefaultCPUAllocator" in str(error)
-    status, text = told(capsys, error, tmp_path)
+    status, text = explained_failure(capsys, error, tmp_path)
     assert status == 1
     assert "4096.0 TiB requested" in text
     assert " free" in text
@@ -191,7 +191,7 @@ def test_accelerator_out_of_memory_is_reported_with_its_sizes(capsys):
         "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.00 GiB of which 3.50 GiB "
         "is free. Including non-PyTorch memory, this process has 135.00 GiB memory in use."
     )
-    _, text = told(capsys, error)
+    _, text = explained_failure(capsys, error)
     assert "20.0 GiB requested and 3.5 GiB free" in text
 
 
@@ -210,17 +210,17 @@ def test_accelerator_out_of_memory_is_reported_with_its_sizes(capsys):
     ],
 )
 def test_out_of_memory_names_its_activity_and_a_remedy(tmp_path, monkeypatch, capsys, place, by, helps):
-    def fails(*given, **named):
+    def fails(*args, **kwargs):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4398046511104 bytes.")
 
-    given = make_user(tmp_path, max_steps=1, save_strategy="no")
+    options = make_workspace(tmp_path, max_steps=1, save_strategy="no")
     monkeypatch.setattr(place, fails)
     monkeypatch.setattr("burnish.run.prepare.formats_of", lambda *_: Formats(4, 4, 4, 8))  # it takes a step, too
-    assert main(["train", *as_words(given)]) == 1
-    said = " ".join(capsys.readouterr().err.split())
-    assert f"Out of memory {by}" in said
-    assert "4.0 TiB requested" in said
-    assert helps in said
+    assert main(["train", *as_arguments(options)]) == 1
+    output = " ".join(capsys.readouterr().err.split())
+    assert f"Out of memory {by}" in output
+    assert "4.0 TiB requested" in output
+    assert helps in output
 
 
 @pytest.mark.parametrize("activity", Activity)
@@ -232,13 +232,13 @@ def test_out_of_memory_remedy_depends_on_activity_not_function_names(capsys, act
     error = raised(renamed)
     assert interrupted_by(error) == (activity, 6)
     when, helps = failure._ADVICE[activity]
-    text = " ".join(told(capsys, error)[1].split())
+    text = " ".join(explained_failure(capsys, error)[1].split())
     assert f"Out of memory {when} of 6 tokens" in text
     assert helps in text
 
 
 def test_python_memory_error_is_reported_as_out_of_memory(capsys):
-    status, text = told(capsys, raised(bytearray, 2**60))
+    status, text = explained_failure(capsys, raised(bytearray, 2**60))
     assert status == 1
     assert text.startswith("error: Out of memory")
 
@@ -248,7 +248,7 @@ def test_python_memory_error_is_reported_as_out_of_memory(capsys):
 
 def test_non_finite_loss_is_reported_with_last_checkpoint(tmp_path, capsys):
     checkpoint(tmp_path, 4)
-    status, text = told(capsys, NonFiniteError("The loss of step 7 is not finite."), tmp_path)
+    status, text = explained_failure(capsys, NonFiniteError("The loss of step 7 is not finite."), tmp_path)
     assert status == 1
     assert "The loss of step 7 is not finite." in text
     assert "checkpoint-4" in text
@@ -256,14 +256,14 @@ def test_non_finite_loss_is_reported_with_last_checkpoint(tmp_path, capsys):
 
 def test_ctrl_c_prints_one_line_and_sets_exit_status(tmp_path, capsys):
     checkpoint(tmp_path, 8)
-    status, text = told(capsys, KeyboardInterrupt(), tmp_path)
+    status, text = explained_failure(capsys, KeyboardInterrupt(), tmp_path)
     assert status == 130
     assert text == f"warning: Stopped by Ctrl-C. Safe: {tmp_path / 'checkpoint-8'}.\n"
 
 
 def test_ctrl_c_in_prediction_reports_saved_answers(tmp_path, capsys):
     (tmp_path / "generated_predictions.partial.jsonl").write_text("{}\n")
-    status, text = told(capsys, KeyboardInterrupt(), tmp_path)
+    status, text = explained_failure(capsys, KeyboardInterrupt(), tmp_path)
     assert status == 130
     assert (
         f"The responses so far are in {tmp_path / 'generated_predictions.partial.jsonl'}; run the same command" in text
@@ -275,7 +275,7 @@ def test_unexpected_error_prints_a_line_and_saves_a_traceback(tmp_path, capsys):
     def fault():
         raise KeyError("q_proj")
 
-    status, text = told(capsys, raised(fault), tmp_path)
+    status, text = explained_failure(capsys, raised(fault), tmp_path)
     assert status == 1
     assert text.startswith("error: KeyError: 'q_proj'.\n")
     assert f"The traceback is in {tmp_path / TRACEBACK_NAME}" in text
@@ -287,13 +287,13 @@ def test_unexpected_error_prints_a_line_and_saves_a_traceback(tmp_path, capsys):
 def test_internal_error_names_its_source_file(tmp_path, capsys):
     from burnish.config.options import union
 
-    text = told(capsys, raised(union, "Options", int), tmp_path)[1]
+    text = explained_failure(capsys, raised(union, "Options", int), tmp_path)[1]
     assert "Raised in burnish/config/options.py, line " in text
 
 
 def test_failure_does_not_create_output_folder(tmp_path, capsys):
     folder = tmp_path / "never-made"
-    _, text = told(capsys, ZeroDivisionError("by zero"), folder)
+    _, text = explained_failure(capsys, ZeroDivisionError("by zero"), folder)
     assert not folder.exists()
     place = text.split("The traceback is in ")[1].split(";")[0]
     assert "by zero" in Path(place).read_text()
@@ -305,7 +305,7 @@ def test_temporary_traceback_is_a_private_new_file(tmp_path, capsys, monkeypatch
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (tmp_path / f"burnish-{os.getpid()}-{TRACEBACK_NAME}").symlink_to(victim)
-    text = told(capsys, ZeroDivisionError("by zero"))[1]
+    text = explained_failure(capsys, ZeroDivisionError("by zero"))[1]
     place = Path(text.split("The traceback is in ")[1].split(";")[0])
     assert victim.read_text() == "mine"
     assert "by zero" in place.read_text()
@@ -319,7 +319,7 @@ def test_traceback_in_run_folder_replaces_a_link(tmp_path, capsys):
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / TRACEBACK_NAME).symlink_to(victim)
-    told(capsys, ZeroDivisionError("by zero"), folder)
+    explained_failure(capsys, ZeroDivisionError("by zero"), folder)
     assert victim.read_text() == "mine"
     assert "by zero" in (folder / TRACEBACK_NAME).read_text()
 
@@ -327,13 +327,13 @@ def test_traceback_in_run_folder_replaces_a_link(tmp_path, capsys):
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
 def test_missing_permission_writes_no_traceback(tmp_path, capsys, monkeypatch, number):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    text = told(capsys, OSError(number, os.strerror(number), str(tmp_path / "x")))[1]
+    text = explained_failure(capsys, OSError(number, os.strerror(number), str(tmp_path / "x")))[1]
     assert "traceback" not in text
     assert list(tmp_path.iterdir()) == []
 
 
 def test_debug_prints_traceback_and_writes_none(tmp_path, capsys):
-    status, text = told(capsys, raised(lambda: 1 / 0), tmp_path, debug=True)
+    status, text = explained_failure(capsys, raised(lambda: 1 / 0), tmp_path, debug=True)
     assert status == 1
     assert "Traceback (most recent call last)" in text
     assert list(tmp_path.iterdir()) == []

@@ -23,8 +23,8 @@ from burnish.config.errors import UserError
 from burnish.config.options import RawValue
 from burnish.export.export import export
 from burnish.utils.work import watch_with
+from recording import RecordingProgress
 from small_run import CHAT_TEMPLATE, WORDS, make_model
-from watching import Told
 
 gguf = pytest.importorskip("gguf")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -44,8 +44,8 @@ def model_in(folder: Path, kind: str) -> Path:
     return folder
 
 
-def exported(folder: Path, model: Path, **given) -> Path:
-    options = {"model_name_or_path": str(model), "export_dir": str(folder), "export_format": "gguf", **given}
+def exported(folder: Path, model: Path, **overrides) -> Path:
+    options = {"model_name_or_path": str(model), "export_dir": str(folder), "export_format": "gguf", **overrides}
     export({name: RawValue(value, "the command line") for name, value in options.items()})
     return next(folder.glob("*.gguf"), folder)
 
@@ -59,8 +59,8 @@ def test_transformers_reads_exported_gguf_back(tmp_path: Path, kind: str, gguf_t
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     ids = torch.tensor([[5, 9, 40, 41, 42, 200, 7]])
     with torch.no_grad():
-        expected, found = plain(ids).logits, back(ids).logits
-    assert float((expected - found).abs().max() / expected.abs().max()) < bound
+        expected, result = plain(ids).logits, back(ids).logits
+    assert float((expected - result).abs().max() / expected.abs().max()) < bound
 
 
 def test_gguf_file_contains_tokens_template_and_stop_tokens(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_gguf_file_contains_tokens_template_and_stop_tokens(tmp_path: Path) -> N
 
 
 def test_gguf_export_prints_its_file_and_reports_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    watch_with(told := Told())
+    watch_with(recorder := RecordingProgress())
     try:
         file = exported(tmp_path / "out", model_in(tmp_path / "model", "llama"))
     finally:
@@ -84,7 +84,7 @@ def test_gguf_export_prints_its_file_and_reports_progress(tmp_path: Path, capsys
     out = capsys.readouterr().out
     assert f"{file} (0 MB): tokens, chat template and stop token match the folder." in out
     assert f"llama-server -m {file}" in out
-    assert ("Writing the GGUF file", 21, "weights") in told.calls
+    assert ("Writing the GGUF file", 21, "weights") in recorder.calls
 
 
 def test_gguf_type_without_gguf_format_has_no_effect_and_is_reported(
@@ -189,10 +189,10 @@ def joined(text: str, fields: dict) -> list[int]:
     ids = {token: at for at, token in enumerate(tokens)}
     parts = list((" " * fields["tokenizer.ggml.add_space_prefix"].contents() + text).replace(" ", "▁"))
     while True:
-        found = [(-scores[ids[a + b]], at) for at, (a, b) in enumerate(pairwise(parts)) if a + b in ids]
-        if not found:
+        result = [(-scores[ids[a + b]], at) for at, (a, b) in enumerate(pairwise(parts)) if a + b in ids]
+        if not result:
             break
-        at = min(found)[1]
+        at = min(result)[1]
         parts[at : at + 2] = ["".join(parts[at : at + 2])]
     return [
         number
@@ -252,8 +252,8 @@ def test_each_sentencepiece_token_has_its_type(tmp_path: Path) -> None:
     file = exported(tmp_path / "out", sentencepiece_in(tmp_path / "model", pieces_of()))
     fields = gguf.GGUFReader(file).fields
     tokens, types = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type"))
-    found = {name: types[tokens.index(name)] for name in ("<unk>", "<s>", "<0x0A>", "<|im_end|>", "▁red")}
-    assert found == {"<unk>": 2, "<s>": 3, "<0x0A>": 6, "<|im_end|>": 3, "▁red": 1}
+    result = {name: types[tokens.index(name)] for name in ("<unk>", "<s>", "<0x0A>", "<|im_end|>", "▁red")}
+    assert result == {"<unk>": 2, "<s>": 3, "<0x0A>": 6, "<|im_end|>": 3, "▁red": 1}
     assert types[-1] == 5
     assert fields["tokenizer.ggml.unknown_token_id"].contents() == 0
 

@@ -15,7 +15,7 @@ from burnish.config.errors import UserError
 from burnish.models.options import ModelOptions
 from burnish.models.source import find_source
 from loopback_hub import COMMIT, TOKEN, hub
-from small_run import as_words, make_model, records
+from small_run import as_arguments, make_model, records
 
 pytestmark = pytest.mark.run
 
@@ -29,42 +29,43 @@ def repositories(tmp_path_factory):
     return {"private_model": folder / "model", "org_rows": folder / "rows"}
 
 
-def run(folder, environment, command="train", **given):
+def run(folder, environment, command="train", **overrides):
     """A run of one step over the hub's model and data set: exit status and what was printed."""
     options = {
         "model_name_or_path": "private/model", "dataset": "org/rows", "dataset_dir": "ONLINE", "cutoff_len": 128,
         "finetuning_type": "lora", "lora_rank": 2, "max_steps": 1, "per_device_train_batch_size": 2, "use_cpu": True,
-        "output_dir": folder / "out", "report_to": "none", "plot_loss": False, "overwrite_output_dir": True, **given,
+        "output_dir": folder / "out", "report_to": "none", "plot_loss": False,
+        "overwrite_output_dir": True, **overrides,
     }  # fmt: skip
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "MODELSCOPE", "USE_MODELSCOPE"))}
     environment = {**clean, "HF_HOME": str(folder / "cache"), "MODELSCOPE_CACHE": str(folder / "ms"),
                    "BURNISH_CACHE": str(folder / "rows"), "no_proxy": "127.0.0.1", **environment}  # fmt: skip
-    words = [sys.executable, "-m", "burnish", command, *as_words(options)]
+    words = [sys.executable, "-m", "burnish", command, *as_arguments(options)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.slow
 def test_private_model_and_dataset_are_downloaded_and_reused_offline(tmp_path, repositories):
-    with hub(**repositories) as (address, asked):
-        code, said = run(tmp_path, {"HF_ENDPOINT": address}, hf_hub_token=TOKEN, model_revision="v2")
-        assert code == 0, said
-        assert "GET /private/model/resolve/" in " ".join(asked)
-        assert "/datasets/org/rows/resolve/" in " ".join(asked)
+    with hub(**repositories) as (address, requested):
+        code, message = run(tmp_path, {"HF_ENDPOINT": address}, hf_hub_token=TOKEN, model_revision="v2")
+        assert code == 0, message
+        assert "GET /private/model/resolve/" in " ".join(requested)
+        assert "/datasets/org/rows/resolve/" in " ".join(requested)
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
-    code, said = run(tmp_path, {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "1"}, model_revision="v2")
-    assert code == 0, said
+    code, message = run(tmp_path, {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "1"}, model_revision="v2")
+    assert code == 0, message
 
 
-def find(address, monkeypatch, name, **given):
+def find(address, monkeypatch, name, **options):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("HF_ENDPOINT", address)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    return find_source(name, ModelOptions(model_name_or_path=name, **given))
+    return find_source(name, ModelOptions(model_name_or_path=name, **options))
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "words"),
+    ("name", "options", "words"),
     [
         ("private/model", {}, "set hf_hub_token to your token"),
         ("private/model", {"hf_hub_token": TOKEN, "model_revision": "v9"}, '"model_revision" v9'),
@@ -72,10 +73,10 @@ def find(address, monkeypatch, name, **given):
     ],
 )
 def test_failed_download_is_reported_with_its_reason(
-    tmp_path, monkeypatch, repositories, name, given, words
+    tmp_path, monkeypatch, repositories, name, options, words
 ):  # fmt: skip
     with hub(**repositories) as (address, _), pytest.raises(UserError, match=words):
-        find(address, monkeypatch, name, cache_dir=str(tmp_path), **given)
+        find(address, monkeypatch, name, cache_dir=str(tmp_path), **options)
 
 
 def test_cached_config_alone_does_not_count_as_cached_model(tmp_path, monkeypatch, repositories):
@@ -87,10 +88,10 @@ def test_cached_config_alone_does_not_count_as_cached_model(tmp_path, monkeypatc
     config, weights = (repositories["private_model"] / name for name in ("config.json", "model.safetensors"))
     with hub(**repositories) as (address, _):
         shutil.copy(config, snapshot)
-        given = {"hf_hub_token": TOKEN, "cache_dir": str(tmp_path)}
-        assert find(address, monkeypatch, "private/model", **given).folder is None
+        options = {"hf_hub_token": TOKEN, "cache_dir": str(tmp_path)}
+        assert find(address, monkeypatch, "private/model", **options).folder is None
         shutil.copy(weights, snapshot)
-        assert find(address, monkeypatch, "private/model", **given).folder == snapshot
+        assert find(address, monkeypatch, "private/model", **options).folder == snapshot
 
 
 # --- ModelScope -------------------------------------------------------------------------------------------------------
@@ -100,20 +101,20 @@ def test_cached_config_alone_does_not_count_as_cached_model(tmp_path, monkeypatc
 def test_modelscope_model_is_downloaded_and_then_cached(tmp_path, repositories):
     pytest.importorskip("modelscope")
     rows = repositories["org_rows"] / "train.jsonl"
-    given = {"dataset": rows, "dataset_dir": tmp_path}
-    with hub(**repositories) as (address, asked):
+    options = {"dataset": rows, "dataset_dir": tmp_path}
+    with hub(**repositories) as (address, requested):
         scope = {"USE_MODELSCOPE_HUB": "1", "MODELSCOPE_ENDPOINT": address, "MODELSCOPE_DOMAIN": address}
-        code, said = run(tmp_path, scope, "explain", ms_hub_token=TOKEN, **given)
-        assert code == 0, said
+        code, message = run(tmp_path, scope, "explain", ms_hub_token=TOKEN, **options)
+        assert code == 0, message
         assert not list((tmp_path / "ms").rglob("*.safetensors"))  # to say what will happen needs no weights
-        code, said = run(tmp_path, scope, ms_hub_token=TOKEN, **given)
-        assert code == 0, said
-        assert any("/api/v1/models/private/model" in path for path in asked)
-        code, said = run(tmp_path, scope, ms_hub_token=TOKEN, model_revision="v9", **given)
-        assert code == 2, said
-        assert "asked for: v9" in said
-    code, said = run(tmp_path, {**scope, "HF_HUB_OFFLINE": "1"}, ms_hub_token=TOKEN, **given)
-    assert code == 0, said
+        code, message = run(tmp_path, scope, ms_hub_token=TOKEN, **options)
+        assert code == 0, message
+        assert any("/api/v1/models/private/model" in path for path in requested)
+        code, message = run(tmp_path, scope, ms_hub_token=TOKEN, model_revision="v9", **options)
+        assert code == 2, message
+        assert "asked for: v9" in message
+    code, message = run(tmp_path, {**scope, "HF_HUB_OFFLINE": "1"}, ms_hub_token=TOKEN, **options)
+    assert code == 0, message
 
 
 def test_missing_modelscope_is_reported_with_its_extra(monkeypatch):

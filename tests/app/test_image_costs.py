@@ -2,11 +2,11 @@
 
 import pytest
 
-from app.test_runs_with_images import RECORDS, train, workplace  # noqa: F401 - a fixture
+from app.test_runs_with_images import RECORDS, train, workspace  # noqa: F401 - a fixture
 from burnish.cli import main
 from burnish.models.images import features
 from burnish.models.images.processor import ImageProcessor
-from seeing import golden
+from vision_models import golden
 
 LORA = {"finetuning_type": "lora", "max_steps": 1}
 
@@ -14,27 +14,27 @@ LORA = {"finetuning_type": "lora", "max_steps": 1}
 @pytest.fixture
 def towers(monkeypatch):
     """The patches of each call of a tower, and the images that were decoded."""
-    seen = {"patches": [], "decoded": 0}
+    recorded = {"patches": [], "decoded": 0}
     plain, tensors = features.image_features, ImageProcessor.tensors
 
     def counted(model, given):
-        seen["patches"].append(len(given["pixel_values"]))
+        recorded["patches"].append(len(given["pixel_values"]))
         return plain(model, given)
 
     def decoded(self, image):
-        seen["decoded"] += 1
+        recorded["decoded"] += 1
         return tensors(self, image)
 
     monkeypatch.setattr(features, "image_features", counted)
     monkeypatch.setattr(ImageProcessor, "tensors", decoded)
-    return seen
+    return recorded
 
 
 def image_names():
     return {name for record in RECORDS for name in golden()["records"][record]["images"]}
 
 
-def begun(towers):
+def initial_counts(towers):
     """What was seen before the training: the probe's own calls."""
     return len(towers["patches"]), towers["decoded"]
 
@@ -43,17 +43,17 @@ def begun(towers):
     ("stage", "dataset", "more"),
     [("sft", "answers", {}), ("dpo", "pairs", {}), ("kto", "verdicts", {"per_device_train_batch_size": 8})],
 )
-def test_vision_tower_runs_once_per_image_of_a_step(workplace, towers, monkeypatch, stage, dataset, more):  # noqa: F811
+def test_vision_tower_runs_once_per_image_of_a_step(workspace, towers, monkeypatch, stage, dataset, more):  # noqa: F811
     from burnish.loop.loop import Loop
 
     step, before = Loop.step, []
 
-    def counted(self, *arguments, **named):
-        before.append(begun(towers))
-        return step(self, *arguments, **named)
+    def counted(self, *arguments, **kwargs):
+        before.append(initial_counts(towers))
+        return step(self, *arguments, **kwargs)
 
     monkeypatch.setattr(Loop, "step", counted)
-    train(workplace, f"towers-{stage}", stage=stage, dataset=dataset, **LORA, **more)
+    train(workspace, f"towers-{stage}", stage=stage, dataset=dataset, **LORA, **more)
     calls, _ = before[0]
     # Both answers of a pair, the policy and the reference, and the other answers of KTO share what the tower made.
     assert len(towers["patches"]) - calls == 1
@@ -62,28 +62,28 @@ def test_vision_tower_runs_once_per_image_of_a_step(workplace, towers, monkeypat
     assert towers["patches"][-1] == sum(wide * high for wide, high in grids.values())
 
 
-def test_image_is_decoded_once_in_several_epochs(workplace, towers):  # noqa: F811
+def test_image_is_decoded_once_in_several_epochs(workspace, towers):  # noqa: F811
     options = {"finetuning_type": "lora", "per_device_train_batch_size": 1}
-    train(workplace, "epochs-1", max_steps=4, **options)
+    train(workspace, "epochs-1", max_steps=4, **options)
     once = towers["decoded"]
-    train(workplace, "epochs-3", max_steps=12, **options)
+    train(workspace, "epochs-3", max_steps=12, **options)
     assert towers["decoded"] == 2 * once
 
 
-def test_patch_limit_splits_micro_batches_without_changing_update(workplace, towers):  # noqa: F811
+def test_patch_limit_splits_micro_batches_without_changing_update(workspace, towers):  # noqa: F811
     options = {"finetuning_type": "lora", "max_steps": 1}
-    train(workplace, "uncut", max_tokens_per_batch=4000, **options)
+    train(workspace, "uncut", max_tokens_per_batch=4000, **options)
     whole = len(towers["patches"])
-    train(workplace, "by-patches", max_tokens_per_batch=130, **options)
+    train(workspace, "by-patches", max_tokens_per_batch=130, **options)
     assert len(towers["patches"]) - whole > whole
 
 
-def test_explain_estimates_memory_of_vision_tower(workplace, capsys):  # noqa: F811
-    given = {"model_name_or_path": workplace / "qwen2_5_vl", "template": "qwen2_vl", "dataset": "answers",
-             "dataset_dir": workplace / "data", "output_dir": workplace / "explained", "use_cpu": "true"}  # fmt: skip
+def test_explain_estimates_memory_of_vision_tower(workspace, capsys):  # noqa: F811
+    options = {"model_name_or_path": workspace / "qwen2_5_vl", "template": "qwen2_vl", "dataset": "answers",
+               "dataset_dir": workspace / "data", "output_dir": workspace / "explained", "use_cpu": "true"}  # fmt: skip
     totals = []
     for more in ({}, {"freeze_vision_tower": "false"}):
-        words = [f"{name}={value}" for name, value in {**given, **more}.items()]
+        words = [f"{name}={value}" for name, value in {**options, **more}.items()]
         assert main(["explain", *words]) == 0
         line = next(line for line in capsys.readouterr().out.splitlines() if "KiB of pixels" in line)
         assert "vision tower" in line

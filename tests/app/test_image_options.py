@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from test_runs_with_images import TEMPLATES as OF_RUNS
-from test_runs_with_images import workplace  # noqa: F401
+from test_runs_with_images import workspace  # noqa: F401
 
 from burnish.cli import main
 from burnish.config.errors import UserError
@@ -16,18 +16,18 @@ from burnish.models.images import ahead, on_disk
 from burnish.run.images import batches
 from burnish.run.plan.plan import plan
 from burnish.run.prepare import prepare
-from runs import history
-from seeing import image_models
+from run_outputs import history
+from vision_models import image_models
 
 TEMPLATES = OF_RUNS | {"qwen3_vl": "qwen3_vl"}
 
 
-def lengths(workplace, family="qwen2_5_vl", **changes):  # noqa: F811
+def lengths(workspace, family="qwen2_5_vl", **changes):  # noqa: F811
     """Tokens of each row; None for a record that gives none."""
     options = {
-        "model_name_or_path": str(workplace / family), "template": TEMPLATES[family], "stage": "sft",
-        "finetuning_type": "lora", "dataset_dir": str(workplace / "data"), "dataset": "answers", "cutoff_len": 512,
-        "output_dir": str(workplace / "unused"), "max_steps": 1, "use_cpu": True, "plot_loss": False,
+        "model_name_or_path": str(workspace / family), "template": TEMPLATES[family], "stage": "sft",
+        "finetuning_type": "lora", "dataset_dir": str(workspace / "data"), "dataset": "answers", "cutoff_len": 512,
+        "output_dir": str(workspace / "unused"), "max_steps": 1, "use_cpu": True, "plot_loss": False,
         "report_to": "none", **changes,
     }  # fmt: skip
     prepared = prepare(plan({name: RawValue(value, "test") for name, value in options.items()}))
@@ -37,121 +37,121 @@ def lengths(workplace, family="qwen2_5_vl", **changes):  # noqa: F811
 @pytest.mark.parametrize(
     ("name", "value", "is_longer"), [("image_max_pixels", 1600, False), ("image_min_pixels", 40000, True)]
 )
-def test_pixel_limits_change_number_of_image_tokens(workplace, name, value, is_longer):  # noqa: F811
-    usual, changed = lengths(workplace), lengths(workplace, **{name: value})
-    assert sum(changed) > sum(usual) if is_longer else sum(changed) < sum(usual)
+def test_pixel_limits_change_number_of_image_tokens(workspace, name, value, is_longer):  # noqa: F811
+    defaults, changed = lengths(workspace), lengths(workspace, **{name: value})
+    assert sum(changed) > sum(defaults) if is_longer else sum(changed) < sum(defaults)
 
 
 @pytest.fixture(scope="module")
-def films(workplace):  # noqa: F811
+def films(workspace):  # noqa: F811
     """A set with a video of three frames, and an image."""
     model, processor = image_models().build("qwen3_vl")
-    model.save_pretrained(workplace / "qwen3_vl")
-    image_models().save_processor(processor, workplace / "qwen3_vl")
-    image_models().write_images(workplace / "data" / "film", [f"p{number}_64x48.png" for number in range(3)])
-    image_models().write_images(workplace / "data", ["p9_48x72.png"])
+    model.save_pretrained(workspace / "qwen3_vl")
+    image_models().save_processor(processor, workspace / "qwen3_vl")
+    image_models().write_images(workspace / "data" / "film", [f"p{number}_64x48.png" for number in range(3)])
+    image_models().write_images(workspace / "data", ["p9_48x72.png"])
     turns = [{"from": "human", "value": "See:<video>and <image>."}, {"from": "gpt", "value": "A shape."}]
     record = {"conversations": turns, "videos": ["film"], "images": ["p9_48x72.png"]}
-    (workplace / "data" / "films.json").write_text(json.dumps([record] * 4))
-    return {"dataset": str(workplace / "data" / "films.json")}
+    (workspace / "data" / "films.json").write_text(json.dumps([record] * 4))
+    return {"dataset": str(workspace / "data" / "films.json")}
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("video_max_pixels", 1100), ("video_min_pixels", 60000), ("video_fps", 0.001)]
 )
-def test_video_options_change_rows(workplace, films, name, value):  # noqa: F811
-    assert lengths(workplace, "qwen3_vl", **films, **{name: value}) != lengths(workplace, "qwen3_vl", **films)
+def test_video_options_change_rows(workspace, films, name, value):  # noqa: F811
+    assert lengths(workspace, "qwen3_vl", **films, **{name: value}) != lengths(workspace, "qwen3_vl", **films)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_run_with_videos_trains_and_explains_them(workplace, films, family, capsys):  # noqa: F811
-    run = workplace / f"films_{family}.yaml"
+def test_run_with_videos_trains_and_explains_them(workspace, films, family, capsys):  # noqa: F811
+    run = workspace / f"films_{family}.yaml"
     lines = [
-        f"model_name_or_path: {workplace / family}", f"template: {TEMPLATES[family]}", "stage: sft",
-        "finetuning_type: lora", f"dataset: {films['dataset']}", f"output_dir: {workplace / 'films' / family}",
+        f"model_name_or_path: {workspace / family}", f"template: {TEMPLATES[family]}", "stage: sft",
+        "finetuning_type: lora", f"dataset: {films['dataset']}", f"output_dir: {workspace / 'films' / family}",
         "max_steps: 2", "logging_steps: 1", "report_to: none", "use_cpu: true", "per_device_train_batch_size: 2",
     ]  # fmt: skip
     run.write_text("\n".join(lines))
     assert main(["explain", str(run)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "p0_64x48.png and 3 more frames 64x48 -> " in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "p0_64x48.png and 3 more frames 64x48 -> " in output
     assert main(["train", str(run)]) == 0
-    assert all(0 < entry["loss"] < 20 for entry in history(workplace / "films" / family) if "loss" in entry)
+    assert all(0 < entry["loss"] < 20 for entry in history(workspace / "films" / family) if "loss" in entry)
 
 
-def test_model_without_video_support_rejects_them_by_record(workplace, films):  # noqa: F811
+def test_model_without_video_support_rejects_them_by_record(workspace, films):  # noqa: F811
     with pytest.raises(UserError, match=r"(?s)record 1.*contains video .videos.0.., but llava is trained"):
-        lengths(workplace, "llava", **films)
+        lengths(workspace, "llava", **films)
 
 
-def test_contradictory_pixel_limits_are_rejected(workplace):  # noqa: F811
+def test_contradictory_pixel_limits_are_rejected(workspace):  # noqa: F811
     with pytest.raises(UserError, match="is below image_min_pixels"):
-        lengths(workplace, image_max_pixels=100, image_min_pixels=200)
+        lengths(workspace, image_max_pixels=100, image_min_pixels=200)
 
 
-def test_long_record_loses_text_or_its_images_are_downscaled(workplace):  # noqa: F811
-    given = {"cutoff_len": 52, "image_min_pixels": 40000, "image_max_pixels": 90000}
-    assert lengths(workplace, image_fit="keep", **given)[0] == 52
-    assert lengths(workplace, image_fit="shrink", **given)[0] < 52
-    assert len(lengths(workplace, **{**given, "cutoff_len": 36})) < 4  # no image is cut, so rows are dropped
+def test_long_record_loses_text_or_its_images_are_downscaled(workspace):  # noqa: F811
+    options = {"cutoff_len": 52, "image_min_pixels": 40000, "image_max_pixels": 90000}
+    assert lengths(workspace, image_fit="keep", **options)[0] == 52
+    assert lengths(workspace, image_fit="shrink", **options)[0] < 52
+    assert len(lengths(workspace, **{**options, "cutoff_len": 36})) < 4  # no image is cut, so rows are dropped
 
 
-def test_images_are_searched_in_media_dir(workplace, tmp_path):  # noqa: F811
+def test_images_are_searched_in_media_dir(workspace, tmp_path):  # noqa: F811
     data = tmp_path / "data"
-    shutil.copytree(workplace / "data", data)
+    shutil.copytree(workspace / "data", data)
     (tmp_path / "images").mkdir()
     for file in [file for file in data.iterdir() if file.suffix != ".json"]:
         shutil.move(file, tmp_path / "images" / file.name)
     with pytest.raises(UserError, match="Set media_dir"):
-        lengths(workplace, dataset_dir=str(data))
-    assert lengths(workplace, dataset_dir=str(data), media_dir=str(tmp_path / "images")) == lengths(workplace)
+        lengths(workspace, dataset_dir=str(data))
+    assert lengths(workspace, dataset_dir=str(data), media_dir=str(tmp_path / "images")) == lengths(workspace)
 
 
-def test_internvl_tiles_can_be_disabled(workplace):  # noqa: F811
-    usual, one = (lengths(workplace, "internvl", crop_to_patches=crop) for crop in (True, False))
-    assert sum(one) < sum(usual)
+def test_internvl_tiles_can_be_disabled(workspace):  # noqa: F811
+    defaults, one = (lengths(workspace, "internvl", crop_to_patches=crop) for crop in (True, False))
+    assert sum(one) < sum(defaults)
 
 
-def test_gemma_crops_can_be_enabled(workplace):  # noqa: F811
+def test_gemma_crops_can_be_enabled(workspace):  # noqa: F811
     sizes = [
-        lengths(workplace, "gemma3", image_do_pan_and_scan=crops, image_min_pixels=589824) for crops in (False, True)
+        lengths(workspace, "gemma3", image_do_pan_and_scan=crops, image_min_pixels=589824) for crops in (False, True)
     ]
     assert sum(sizes[1]) > sum(sizes[0])
 
 
 @pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
-def test_missing_torchvision_backend_is_reported(workplace):  # noqa: F811
+def test_missing_torchvision_backend_is_reported(workspace):  # noqa: F811
     with pytest.raises(UserError, match="image_backend: torchvision needs the library 'torchvision'"):
-        lengths(workplace, image_backend="torchvision")
+        lengths(workspace, image_backend="torchvision")
 
 
-def test_image_cache_on_disk_is_shared_by_runs(workplace, monkeypatch, tmp_path):  # noqa: F811
+def test_image_cache_on_disk_is_shared_by_runs(workspace, monkeypatch, tmp_path):  # noqa: F811
     from test_runs_with_images import train
 
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path))
-    seen, tensors = [], batches._tensors
+    recorded, tensors = [], batches._tensors
 
     def counted(*arguments):
-        seen.append(arguments[-1].path)
+        recorded.append(arguments[-1].path)
         return tensors(*arguments)
 
     monkeypatch.setattr(batches, "_tensors", counted)
-    given = {"finetuning_type": "lora", "max_steps": 2}
-    runs = [train(workplace, "in-memory", **given)]
-    seen.clear()
-    runs.append(train(workplace, "on-disk", image_cache="disk", **given))
-    assert len(seen) == len(set(seen))
-    assert seen
-    seen.clear()
-    runs.append(train(workplace, "from-disk", image_cache="disk", **given))
-    assert not seen
+    options = {"finetuning_type": "lora", "max_steps": 2}
+    runs = [train(workspace, "in-memory", **options)]
+    recorded.clear()
+    runs.append(train(workspace, "on-disk", image_cache="disk", **options))
+    assert len(recorded) == len(set(recorded))
+    assert recorded
+    recorded.clear()
+    runs.append(train(workspace, "from-disk", image_cache="disk", **options))
+    assert not recorded
     losses = [[entry["loss"] for entry in history(run) if "loss" in entry] for run in runs]
     assert losses[0] == losses[1] == losses[2]
     (folder,) = (tmp_path / "preprocessed").iterdir()
     for file in folder.iterdir():
         file.write_bytes(file.read_bytes()[:-9])  # cut off
-    runs.append(train(workplace, "damaged", image_cache="disk", **given))
-    assert seen
+    runs.append(train(workspace, "damaged", image_cache="disk", **options))
+    assert recorded
     assert [entry["loss"] for entry in history(runs[-1]) if "loss" in entry] == losses[0]
 
 
@@ -167,18 +167,18 @@ def test_full_image_cache_on_disk_writes_no_more(tmp_path):
         assert all(torch.equal(again[name], tensor) for name, tensor in first[int(file.stem)].items())
 
 
-def test_image_memory_limit_is_respected(workplace, monkeypatch):  # noqa: F811
-    seen = []
+def test_image_memory_limit_is_respected(workspace, monkeypatch):  # noqa: F811
+    recorded = []
 
     class Recorded(ahead.PreparedAhead):
         def __init__(self, prepare, images, threads, ahead_bytes, kept_bytes):
-            seen.append((ahead_bytes, kept_bytes))
+            recorded.append((ahead_bytes, kept_bytes))
             super().__init__(prepare, images, threads, ahead_bytes, kept_bytes)
 
     monkeypatch.setattr(batches, "PreparedAhead", Recorded)
     from test_runs_with_images import train
 
-    train(workplace, "bounded", finetuning_type="lora", max_steps=1, image_ahead_mb=3, image_cache_mb=5)
-    train(workplace, "not-kept", finetuning_type="lora", max_steps=1, image_ahead_mb=3, image_cache="none")
-    assert (3 * 2**20, 5 * 2**20) in seen
-    assert (3 * 2**20, 0) in seen
+    train(workspace, "bounded", finetuning_type="lora", max_steps=1, image_ahead_mb=3, image_cache_mb=5)
+    train(workspace, "not-kept", finetuning_type="lora", max_steps=1, image_ahead_mb=3, image_cache="none")
+    assert (3 * 2**20, 5 * 2**20) in recorded
+    assert (3 * 2**20, 0) in recorded

@@ -5,9 +5,9 @@ import torch
 from test_runs_with_images import write_sets
 
 import burnish.run.build  # noqa: F401 - before two processes are forked, not in each of them
-from runs import weights_in
-from seeing import golden, image_models
+from run_outputs import weights_in
 from two_processes import train_with_one_and_two
+from vision_models import golden, image_models
 
 pytestmark = pytest.mark.run
 
@@ -29,21 +29,21 @@ def folder(tmp_path_factory):
     records = [golden()["records"][name] for name in ("one", "text", "two", "turns")]
     image_models().write_images(folder / "data", {name for record in records for name in record["images"]})
     write_sets(folder / "data", records)
-    given = {
+    options = {
         "model_name_or_path": str(folder / "model"), "template": "qwen2_vl", "stage": "sft", "dataset": "answers",
         "dataset_dir": str(folder / "data"), "cutoff_len": 512, "per_device_train_batch_size": 2, "max_steps": 4,
         "learning_rate": 1e-3, "lr_scheduler_type": "constant", "use_cpu": True, "save_strategy": "no",
         "plot_loss": False, "report_to": "none", "logging_steps": 1,
     }  # fmt: skip
-    train_with_one_and_two(folder, given, KINDS)
+    train_with_one_and_two(folder, options, KINDS)
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_processes_with_images_give_the_weights_of_one(folder, kind):
-    begun, one, two = (weights_in(path) for path in (folder / "model", folder / "one" / kind, folder / "two" / kind))
-    changed = {name for name in begun if not torch.equal(one[name], begun[name])}
+    started, one, two = (weights_in(path) for path in (folder / "model", folder / "one" / kind, folder / "two" / kind))
+    changed = {name for name in started if not torch.equal(one[name], started[name])}
     assert any("visual" in name for name in changed) == (kind == "trained tower")
     assert any("visual" not in name for name in changed)
     for name, weight in one.items():  # sums over ranks are added in another order

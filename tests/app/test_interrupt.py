@@ -9,7 +9,7 @@ import pytest
 from burnish.checkpoint.checkpoint import load
 from burnish.loop.events import TrainerCallback
 from burnish.run.recovery.interrupt import GOES_ON, SIGNALS, InterruptCallback
-from toy import make_run, same, weights, without_times
+from regression_run import make_run, same, weights, without_times
 
 pytestmark = pytest.mark.run
 
@@ -35,9 +35,9 @@ class Kill(TrainerCallback):
             self._send(state)
 
 
-def interrupted(folder, kill, **given):
+def interrupted(folder, kill, **options):
     interrupt = InterruptCallback()
-    run, _ = make_run(folder, [kill, interrupt], **given)
+    run, _ = make_run(folder, [kill, interrupt], **options)
     with interrupt:
         run.train()
     run.checkpoints.wait()
@@ -92,11 +92,11 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_interrupted_run_resumes_to_same_weights_and_log(tmp_path, variant):
-    step, given = VARIANTS[variant]
-    whole, _ = make_run(tmp_path / "whole", **given)
+    step, options = VARIANTS[variant]
+    whole, _ = make_run(tmp_path / "whole", **options)
     whole.train()
-    interrupted(tmp_path / "cut", Kill(step, signal.SIGTERM), **given)
-    second, _ = make_run(tmp_path / "cut", **given)
+    interrupted(tmp_path / "cut", Kill(step, signal.SIGTERM), **options)
+    second, _ = make_run(tmp_path / "cut", **options)
     load(tmp_path / "cut" / f"checkpoint-{step}", second.parts)
     second.train()
     assert same(weights(second), weights(whole))
@@ -158,22 +158,22 @@ def test_signal_ignored_by_parent_process_stays_ignored(tmp_path):
 
 def test_interrupt_in_another_thread_installs_no_handlers():
     before = signal.getsignal(signal.SIGTERM)
-    seen = []
+    recorded = []
 
     def work():
         with InterruptCallback():
-            seen.append(signal.getsignal(signal.SIGTERM))
+            recorded.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert seen == [before]
+    assert recorded == [before]
 
 
 def test_processes_stop_at_the_same_step(tmp_path):
     """This one has received nothing; another one has, at step 7."""
-    asked = iter(range(1, 100))
-    interrupt = InterruptCallback(agree=lambda mine: mine or next(asked) >= 7)
+    answers = iter(range(1, 100))
+    interrupt = InterruptCallback(agree=lambda mine: mine or next(answers) >= 7)
     run, _ = make_run(tmp_path, [interrupt], save_strategy="no")
     with interrupt:
         run.train()

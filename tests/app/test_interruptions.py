@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from bad_inputs import told
+from bad_inputs import read_output
 from burnish import cli
 from burnish.checkpoint import checkpoint
 from burnish.checkpoint.manifest import faults
 from burnish.loop.loop import Loop
-from few import few_slow
+from representative import representative_slow
 
 pytestmark = pytest.mark.run
 
@@ -38,7 +38,7 @@ def weights(folder: str) -> bytes:
 
 
 @pytest.mark.parametrize("background", ["true", "false"])
-@pytest.mark.parametrize("number", few_slow([errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS], 1))
+@pytest.mark.parametrize("number", representative_slow([errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS], 1))
 def test_failed_save_is_reported_once_and_retried(
     number: int, background: str, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,9 +51,9 @@ def test_failed_save_is_reported_once_and_retried(
         write_part(folder, *arguments)
 
     monkeypatch.setattr(checkpoint, "_write_part", fails)
-    told(capsys)
+    read_output(capsys)
     assert cli.main([*WORDS, f"save_in_background={background}"]) == 3
-    out, err = told(capsys)
+    out, err = read_output(capsys)
     assert err.count("could not be saved") == 1
     assert f"out/checkpoint-4 could not be saved: {os.strerror(number).lower()}. out/checkpoint-2 is complete." in err
     assert "out/checkpoint-8 was saved successfully." in out
@@ -76,7 +76,7 @@ def test_obstacle_in_place_of_deleted_folder_is_reported(
 ) -> None:
     at_step(5, lambda: (shutil.rmtree("out"), put()), monkeypatch)
     assert cli.main([*WORDS, "save_in_background=false"]) == 1
-    err = told(capsys)[1]
+    err = read_output(capsys)[1]
     assert 'error: "out" cannot be written or read: file exists.' in err
     assert "Raised in" not in err
 
@@ -107,7 +107,7 @@ def test_full_disk_does_not_end_training(user_folder: Path, capsys: pytest.Captu
 
             patch.setattr(Loop, "step", frees)
             assert cli.main(words) == 3
-        assert "no space left on device" in told(capsys)[1]
+        assert "no space left on device" in read_output(capsys)[1]
         whole = [path.name for path in sorted(Path("small/out").glob("checkpoint-*")) if not faults(path)]
         assert whole == ["checkpoint-2", "checkpoint-8"]
     finally:
@@ -134,7 +134,7 @@ def test_run_stops_with_a_checkpoint_at_its_time_limit(user_folder: Path, capfd:
     words = [*WORDS, "save_strategy=no"]
     assert cli.main([*words, "output_dir=alone"]) == 0
     assert cli.main([*words, "max_train_seconds=0.000001"]) == 124
-    assert "max_train_seconds 1e-06: stopping after this step" in told(capfd)[1]
+    assert "max_train_seconds 1e-06: stopping after this step" in read_output(capfd)[1]
     assert [path.name for path in Path("out").glob("checkpoint-*")] == ["checkpoint-1"]
     assert cli.main(words) == 0
     assert weights("out") == weights("alone")

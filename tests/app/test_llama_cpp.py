@@ -34,9 +34,9 @@ pytestmark = [
 ]
 
 
-def answered(file: Path, **asked) -> dict:
+def generate_with_llama_cpp(file: Path, **options) -> dict:
     done = subprocess.run(
-        [LLAMA, ROOT / "tests" / "llama_cpp_answers.py"], input=json.dumps({"file": str(file), "new": NEW, **asked}),
+        [LLAMA, ROOT / "tests" / "llama_cpp_answers.py"], input=json.dumps({"file": str(file), "new": NEW, **options}),
         text=True, capture_output=True, check=False, env={"PATH": os.environ["PATH"]},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -71,10 +71,10 @@ def exported(model: Path, kind: str) -> Path:
 
 def questions(tokenizer) -> list[str]:
     lines = (DEMO / "data" / "heldout.jsonl").read_text(encoding="utf-8").splitlines()[:: 200 // PROMPTS][:PROMPTS]
-    asked = [f"{row['instruction']}\n{row['input']}".strip() for row in map(json.loads, lines)]
+    loaded = [f"{row['instruction']}\n{row['input']}".strip() for row in map(json.loads, lines)]
     return [
         tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
-        for text in asked
+        for text in loaded
     ]
 
 
@@ -86,10 +86,10 @@ def greedy(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
     return [done.ids for done in generate_all(loop, asks)]
 
 
-def differ_at_ties_only(folder: Path, prompts, expected, found, bound: float) -> bool:
+def differ_at_ties_only(folder: Path, prompts, expected, result, bound: float) -> bool:
     """Whether each answer is the expected one, up to a place where the two likeliest logits are within ``bound``."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    for prompt, ours, theirs in zip(prompts, expected, found, strict=True):
+    for prompt, ours, theirs in zip(prompts, expected, result, strict=True):
         place = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
         if place is not None:
             with torch.no_grad():
@@ -106,15 +106,15 @@ def test_llama_cpp_generates_the_same_tokens(trained: Path) -> None:
     expected = greedy(trained, prompts)
     rows = [[*prompt, *made] for prompt, made in zip(prompts, expected, strict=True)]
     for kind, least in {"f32": 0.995, "f16": 0.995, "q8_0": 0.95, "q4_0": 0.7}.items():
-        found = answered(exported(trained, kind), texts=texts, prompts=prompts, rows=rows)
-        assert found["ids"] == prompts
+        result = generate_with_llama_cpp(exported(trained, kind), texts=texts, prompts=prompts, rows=rows)
+        assert result["ids"] == prompts
         if kind in ("f32", "f16"):  # where rounding decides between two tokens, the rest of an answer may differ
-            same = sum(a == b for a, b in zip(expected, found["greedy"], strict=True))
+            same = sum(a == b for a, b in zip(expected, result["greedy"], strict=True))
             assert same >= PROMPTS - 2
-            assert differ_at_ties_only(trained, prompts, expected, found["greedy"], 1e-3 if kind == "f32" else 2e-2)
+            assert differ_at_ties_only(trained, prompts, expected, result["greedy"], 1e-3 if kind == "f32" else 2e-2)
         same = [
             a == b
-            for prompt, row, ids in zip(prompts, rows, found["likeliest"], strict=True)
+            for prompt, row, ids in zip(prompts, rows, result["likeliest"], strict=True)
             for a, b in zip(row[len(prompt) :], ids[len(prompt) - 1 : -1], strict=True)
         ]
         assert sum(same) / len(same) >= least, (kind, sum(same) / len(same))
@@ -128,7 +128,7 @@ def test_k_quants_are_written_by_llama_cpp(trained: Path, monkeypatch) -> None:
     file = exported(trained, "q4_k_m")
     assert file.stat().st_size < 0.5 * next(trained.glob("*.safetensors")).stat().st_size
     ids = AutoTokenizer.from_pretrained(trained)("What is the opposite of hot?")["input_ids"]
-    assert answered(file, texts=[], prompts=[ids], rows=[])["greedy"]
+    assert generate_with_llama_cpp(file, texts=[], prompts=[ids], rows=[])["greedy"]
 
 
 def test_demo_model_loads_in_llama_cpp(tmp_path: Path) -> None:
@@ -137,4 +137,6 @@ def test_demo_model_loads_in_llama_cpp(tmp_path: Path) -> None:
     assert (file.parent / "Modelfile").read_text().startswith(f"FROM ./{file.name}\n")
     texts = [*questions(AutoTokenizer.from_pretrained(DEMO / "model")), "Any text, 東京 12345!!\n\n  (it's) Ġ"]
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "model")
-    assert answered(file, texts=texts, prompts=[], rows=[])["ids"] == [tokenizer(text)["input_ids"] for text in texts]
+    assert generate_with_llama_cpp(file, texts=texts, prompts=[], rows=[])["ids"] == [
+        tokenizer(text)["input_ids"] for text in texts
+    ]

@@ -41,7 +41,7 @@ LOG_ROW = {
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch):
+def workspace(tmp_path, monkeypatch):
     """The current folder: a model in bfloat16 whose end token is not the template's, and a thousand records."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
@@ -92,7 +92,7 @@ def left_behind(steps, checkpoints, evaluations):
 
 
 @pytest.mark.slow
-def test_walk_through_command_runs_unchanged(workplace):
+def test_walk_through_command_runs_unchanged(workspace):
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "burnish.train", *WALK_THROUGH.split()]
     assert subprocess.run(command, env=environment, check=False).returncode == 0
@@ -104,13 +104,13 @@ SMALLER = {"max_samples": "60", "save_steps": "10", "eval_steps": "10", "badam_s
 
 
 @pytest.mark.parametrize("written_as", ["command", "yaml", "json"])
-def test_walk_through_on_60_rows_runs_in_every_config_format(workplace, written_as):
-    given = {**as_mapping(WALK_THROUGH.split()), **SMALLER}
+def test_walk_through_on_60_rows_runs_in_every_config_format(workspace, written_as):
+    options = {**as_mapping(WALK_THROUGH.split()), **SMALLER}
     if written_as == "command":
-        words = [word for name, value in given.items() for word in (f"--{name}", value)]
+        words = [word for name, value in options.items() for word in (f"--{name}", value)]
     else:
         words = [f"run.{written_as}"]
-        Path(words[0]).write_text(yaml.safe_dump(given) if written_as == "yaml" else json.dumps(given))
+        Path(words[0]).write_text(yaml.safe_dump(options) if written_as == "yaml" else json.dumps(options))
     assert main(["train", *words]) == 0
     left_behind(12, [10, 12], [10, 12])
 
@@ -191,7 +191,7 @@ def written(text, name="run.yaml"):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_config_file_of_each_method_trains(workplace, kind):
+def test_config_file_of_each_method_trains(workspace, kind):
     text, weights = KINDS[kind]
     if "deepspeed" in text:
         pytest.importorskip("deepspeed")
@@ -203,21 +203,21 @@ def test_config_file_of_each_method_trains(workplace, kind):
 
 
 @pytest.mark.parametrize("more", ["", "double_quantization: false\n"])
-def test_config_file_with_4_bit_base_trains(workplace, more):
+def test_config_file_with_4_bit_base_trains(workspace, more):
     pytest.importorskip("bitsandbytes")
     text = SFT + LORA + f"quantization_bit: 4\nquantization_method: bnb\nbf16: true\n{more}"
     assert main(["train", written(text)]) == 0
     assert Path("saves/out/adapter_model.safetensors").is_file()
 
 
-def test_frozen_bfloat16_with_trained_float32_weights_stays_padding_free(workplace, capsys):
+def test_frozen_bfloat16_with_trained_float32_weights_stays_padding_free(workspace, capsys):
     assert main(["train", written(KINDS["freeze"][0])]) == 0
-    said = capsys.readouterr()
-    assert "batches are padded" not in said.out + said.err
-    assert "full logits" not in said.out + said.err
+    output = capsys.readouterr()
+    assert "batches are padded" not in output.out + output.err
+    assert "full logits" not in output.out + output.err
 
 
-def test_prediction_or_evaluation_config_does_not_train(workplace):
+def test_prediction_or_evaluation_config_does_not_train(workspace):
     assert main(["train", written(SFT + LORA + "bf16: true\n")]) == 0
     only = (
         "model_name_or_path: models/Qwen2-0.5B\nadapter_name_or_path: saves/out\nstage: sft\nfinetuning_type: lora\n"
@@ -245,7 +245,7 @@ def test_prediction_or_evaluation_config_does_not_train(workplace):
     assert json.loads(Path("saves/eval/all_results.json").read_text())["eval_loss"] > 0
 
 
-def test_prediction_metrics_match_llamafactory(workplace):
+def test_prediction_metrics_match_llamafactory(workspace):
     for library in ("nltk", "jieba", "rouge_chinese"):
         pytest.importorskip(library)
     text = "stage: sft\ndo_train: false\ndo_predict: true\npredict_with_generate: true\neval_dataset: alpaca_zh\n"
@@ -256,7 +256,7 @@ def test_prediction_metrics_match_llamafactory(workplace):
     }  # fmt: skip
 
 
-def test_adapter_merge_config_exports_full_model(workplace):
+def test_adapter_merge_config_exports_full_model(workspace):
     assert main(["train", written(SFT + LORA)]) == 0
     Path("merge.yaml").write_text(
         "### Note: DO NOT use quantized model or quantization_bit when merging lora adapters\n"
@@ -271,7 +271,7 @@ def test_adapter_merge_config_exports_full_model(workplace):
     }  # fmt: skip
 
 
-def test_tokenized_path_config_encodes_then_trains(workplace):
+def test_tokenized_path_config_encodes_then_trains(workspace):
     text = SFT + LORA + "tokenized_path: saves/dataset/sft\n"
     assert main(["train", written(text)]) == 0
     assert Path("saves/dataset/sft/train").is_dir()
@@ -300,13 +300,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_unsupported_option_is_rejected_with_an_alternative(workplace, capsys, name):
+def test_unsupported_option_is_rejected_with_an_alternative(workspace, capsys, name):
     Path("ds_lamb.json").write_text('{"optimizer": {"type": "Lamb"}}')
     text, remedy = REFUSED[name]
     assert main(["train", written(SFT + LORA + text) if "finetuning_type" not in text else written(SFT + text)]) == 2
-    said = capsys.readouterr().err
-    assert name in said
-    assert remedy in said
+    output = capsys.readouterr().err
+    assert name in output
+    assert remedy in output
     assert not Path("saves").exists()
 
 

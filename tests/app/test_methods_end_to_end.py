@@ -14,7 +14,7 @@ from burnish.cli import main
 from burnish.models.load import context_length
 from burnish.parallel import precision
 from burnish.run import build
-from small_run import as_words, make_user
+from small_run import as_arguments, make_workspace
 
 pytestmark = pytest.mark.run
 
@@ -25,7 +25,7 @@ IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
 def train(tmp_path, monkeypatch):
     """Trains under the options; gives the model as it is in memory at the end, and the folder."""
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
-    given = make_user(tmp_path, save_strategy="no", max_steps=2, learning_rate=1e-2)
+    overrides = make_workspace(tmp_path, save_strategy="no", max_steps=2, learning_rate=1e-2)
     models = []
 
     def fit(model, *more):
@@ -36,13 +36,13 @@ def train(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "fit_vocabulary", fit)
 
     def run(name="out", **options):
-        assert main(["train", *as_words({**given, "output_dir": str(tmp_path / name), **options})]) == 0
+        assert main(["train", *as_arguments({**overrides, "output_dir": str(tmp_path / name), **options})]) == 0
         return models[-1], tmp_path / name
 
     return run
 
 
-def begun(folder):
+def initial_model(folder):
     return AutoModelForCausalLM.from_pretrained(folder.parent / "model")
 
 
@@ -66,10 +66,10 @@ def test_rope_scaling_is_applied_to_trained_and_saved_model(train, kind):
     model, folder = train(rope_scaling=kind, cutoff_len=512)
     config = AutoConfig.from_pretrained(folder)
     assert (config.rope_parameters["rope_type"], config.max_position_embeddings) == (kind, 512)
-    plain = begun(folder).model.rotary_emb.inv_freq
-    found = model.model.rotary_emb.inv_freq
-    torch.testing.assert_close(found, ROPE[kind](config, plain))
-    assert not torch.allclose(found, plain)
+    plain = initial_model(folder).model.rotary_emb.inv_freq
+    result = model.model.rotary_emb.inv_freq
+    torch.testing.assert_close(result, ROPE[kind](config, plain))
+    assert not torch.allclose(result, plain)
     again = AutoModelForCausalLM.from_pretrained(folder)
     torch.testing.assert_close(again(IDS).logits, model.eval()(IDS).logits)
 
@@ -77,7 +77,7 @@ def test_rope_scaling_is_applied_to_trained_and_saved_model(train, kind):
 def test_dynamic_rope_scales_with_input_length(train):
     model, folder = train(rope_scaling="dynamic", cutoff_len=512)
     rope = model.model.rotary_emb
-    plain = begun(folder).model.rotary_emb.inv_freq
+    plain = initial_model(folder).model.rotary_emb.inv_freq
     torch.testing.assert_close(rope.inv_freq, plain)  # the rows were short
     rope(torch.zeros(1, 1, 8), torch.arange(512)[None])
     # base * (factor * length / context - (factor - 1)) ** (d / (d - 2)) with d = 8, as transformers has it
@@ -100,7 +100,7 @@ def of_the_rest(name):
 
 
 @pytest.mark.parametrize(
-    ("given", "norms", "rest"),
+    ("options", "norms", "rest"),
     [
         ({}, torch.float32, torch.float32),
         ({"pure_bf16": True}, torch.bfloat16, torch.bfloat16),
@@ -109,8 +109,8 @@ def of_the_rest(name):
     ],
     ids=str,
 )
-def test_weights_are_kept_in_requested_dtype(train, given, norms, rest):
-    model, folder = train(**given)
+def test_weights_are_kept_in_requested_dtype(train, options, norms, rest):
+    model, folder = train(**options)
     base = [name for name in dict(model.named_parameters()) if "lora_" not in name]
     assert formats(model, lambda name: name in base and of_norms(name)) == {norms}
     assert formats(model, lambda name: name in base and of_the_rest(name)) == {rest}
@@ -118,7 +118,7 @@ def test_weights_are_kept_in_requested_dtype(train, given, norms, rest):
 
 
 @pytest.mark.parametrize(
-    ("is_fast", "given", "frozen"),
+    ("is_fast", "options", "frozen"),
     [
         (True, {}, torch.bfloat16),
         (True, {"bf16": False}, torch.float32),
@@ -127,18 +127,18 @@ def test_weights_are_kept_in_requested_dtype(train, given, norms, rest):
     ],
     ids=str,
 )
-def test_compute_dtype_is_chosen_once(train, tmp_path, monkeypatch, capfd, is_fast, given, frozen):
+def test_compute_dtype_is_chosen_once(train, tmp_path, monkeypatch, capfd, is_fast, options, frozen):
     monkeypatch.setattr(precision, "cpu_instructions", lambda: "AVX512-BF16" if is_fast else "AVX2")
-    begun(tmp_path / "out").bfloat16().save_pretrained(tmp_path / "model")
-    model, _ = train(finetuning_type="lora", **given)
+    initial_model(tmp_path / "out").bfloat16().save_pretrained(tmp_path / "model")
+    model, _ = train(finetuning_type="lora", **options)
     assert formats(model, lambda name: "lora_" not in name) == {frozen}
-    said = str(frozen).removeprefix("torch.")
-    assert f"Compute dtype: {said}, on cpu ({'AVX512-BF16' if is_fast else 'AVX2'})" in capfd.readouterr().out
+    message = str(frozen).removeprefix("torch.")
+    assert f"Compute dtype: {message}, on cpu ({'AVX512-BF16' if is_fast else 'AVX2'})" in capfd.readouterr().out
 
 
 def test_float32_norms_contradict_pure_bfloat16(tmp_path, capsys):
-    given = make_user(tmp_path, pure_bf16=True, upcast_layernorm=True)
-    assert main(["explain", *as_words(given)]) == 2
+    options = make_workspace(tmp_path, pure_bf16=True, upcast_layernorm=True)
+    assert main(["explain", *as_arguments(options)]) == 2
     assert "Set bf16: true instead of pure_bf16" in "".join(capsys.readouterr())
 
 
@@ -154,39 +154,39 @@ TARGETS = {
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_lora_target_selects_layers_that_peft_finds(train, name):
-    given, layers, depth = TARGETS[name]
-    model, folder = train(finetuning_type="lora", lora_rank=2, additional_target="model.norm", **given)
-    held = load_file(folder / "adapter_model.safetensors")
-    a_factors = [key for key in held if key.endswith("lora_A.weight")]
+    options, layers, depth = TARGETS[name]
+    model, folder = train(finetuning_type="lora", lora_rank=2, additional_target="model.norm", **options)
+    stored = load_file(folder / "adapter_model.safetensors")
+    a_factors = [key for key in stored if key.endswith("lora_A.weight")]
     assert {key.split(".")[-3] for key in a_factors} == layers
     assert len(a_factors) == len(layers) * depth
-    assert [key for key in held if "lora_" not in key] == ["base_model.model.model.norm.weight"]
-    theirs = peft.PeftModel.from_pretrained(begun(folder), folder)
+    assert [key for key in stored if "lora_" not in key] == ["base_model.model.model.norm.weight"]
+    theirs = peft.PeftModel.from_pretrained(initial_model(folder), folder)
     torch.testing.assert_close(theirs(IDS).logits, model.eval()(IDS).logits, rtol=1e-4, atol=1e-5)
-    moved = held["base_model.model.model.norm.weight"] - begun(folder).model.norm.weight
+    moved = stored["base_model.model.model.norm.weight"] - initial_model(folder).model.norm.weight
     assert moved.abs().max() > 0
 
 
 @pytest.mark.parametrize("name", ["norm", "mlp"])
 def test_additional_target_trains_matching_modules_and_resumes(train, capsys, name):
     model, folder = train(finetuning_type="lora", lora_rank=2, lora_target="q_proj", additional_target=name)
-    plain = begun(folder)
+    plain = initial_model(folder)
     theirs = peft.get_peft_model(plain, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=[name]))
-    held = load_file(folder / "adapter_model.safetensors")
-    assert held.keys() == peft.get_peft_model_state_dict(theirs).keys()
-    whole = {key for key in held if "lora_" not in key}
+    stored = load_file(folder / "adapter_model.safetensors")
+    assert stored.keys() == peft.get_peft_model_state_dict(theirs).keys()
+    whole = {key for key in stored if "lora_" not in key}
     assert len(whole) == {"norm": 5, "mlp": 6}[name]
-    start = begun(folder).state_dict()
-    assert all(not torch.equal(held[key], start[key.removeprefix("base_model.model.")]) for key in whole)
-    said = {"norm": "input_layernorm", "mlp": "mlp"}[name]
-    assert f"Trained in full alongside the adapter: model.layers.0.{said}" in capsys.readouterr().out
-    loaded = peft.PeftModel.from_pretrained(begun(folder), folder)
+    start = initial_model(folder).state_dict()
+    assert all(not torch.equal(stored[key], start[key.removeprefix("base_model.model.")]) for key in whole)
+    message = {"norm": "input_layernorm", "mlp": "mlp"}[name]
+    assert f"Trained in full alongside the adapter: model.layers.0.{message}" in capsys.readouterr().out
+    loaded = peft.PeftModel.from_pretrained(initial_model(folder), folder)
     torch.testing.assert_close(loaded(IDS).logits, model.eval()(IDS).logits, rtol=1e-4, atol=1e-5)
 
     _, again = train("again", finetuning_type="lora", adapter_name_or_path=str(folder))
     further = load_file(again / "adapter_model.safetensors")
-    assert further.keys() == held.keys()
-    assert all(not torch.equal(further[key], held[key]) for key in whole)
+    assert further.keys() == stored.keys()
+    assert all(not torch.equal(further[key], stored[key]) for key in whole)
 
 
 def test_adapters_are_merged_in_order_as_in_peft(train):
@@ -194,19 +194,19 @@ def test_adapters_are_merged_in_order_as_in_peft(train):
     _, first = train("first", lora_rank=2, **lora)
     _, second = train("second", adapter_name_or_path=first, create_new_adapter=True, lora_rank=3, **lora)
     both = f"{first},{second}"
-    expected = begun(first)
+    expected = initial_model(first)
     for folder in (first, second):
         expected = peft.PeftModel.from_pretrained(expected, folder).merge_and_unload()
     wanted = {name: weight.clone() for name, weight in expected.state_dict().items()}
 
     model, third = train("third", adapter_name_or_path=both, create_new_adapter=True, lora_rank=4, **lora)
     assert {p.shape[0] for name, p in model.named_parameters() if ".lora_A." in name} == {4}
-    held = {name.replace(".base_layer", ""): p for name, p in model.named_parameters() if "lora_" not in name}
-    assert held.keys() <= wanted.keys()
-    for name, weight in held.items():
+    stored = {name.replace(".base_layer", ""): p for name, p in model.named_parameters() if "lora_" not in name}
+    assert stored.keys() <= wanted.keys()
+    for name, weight in stored.items():
         torch.testing.assert_close(weight, wanted[name], rtol=1e-4, atol=1e-6)
     assert not torch.allclose(wanted["model.layers.0.mlp.up_proj.weight"],
-                              begun(first).model.layers[0].mlp.up_proj.weight, atol=1e-4)  # fmt: skip
+                              initial_model(first).model.layers[0].mlp.up_proj.weight, atol=1e-4)  # fmt: skip
 
     _, is_resuming = train("goes on", adapter_name_or_path=both, **lora)
     assert json.loads((is_resuming / "adapter_config.json").read_text())["r"] == 3
@@ -218,7 +218,7 @@ def test_pissa_trains_largest_directions_and_is_saved_as_lora(train, tmp_path, i
     pissa = {"pissa_init": True, "pissa_iter": iterations, "pissa_convert": True, "lora_rank": 4}
     model, folder = train(finetuning_type="lora", learning_rate=1e-8, **pissa)
     layer = model.model.layers[0].mlp.up_proj
-    whole = begun(folder).model.layers[0].mlp.up_proj.weight
+    whole = initial_model(folder).model.layers[0].mlp.up_proj.weight
     left, values, right = torch.linalg.svd(whole)
     principal = (left[:, :4] * values[:4]) @ right[:4]  # Meng et al. 2024, eq. 2, https://arxiv.org/abs/2404.02948
     rest = whole - principal
@@ -226,7 +226,7 @@ def test_pissa_trains_largest_directions_and_is_saved_as_lora(train, tmp_path, i
         torch.testing.assert_close(layer.base_layer.weight, rest, rtol=0, atol=1e-5)
     assert rest.norm() * 0.999 < layer.base_layer.weight.norm() < rest.norm() * 1.02
     assert json.loads((folder / "adapter_config.json").read_text())["r"] == 8
-    theirs = peft.PeftModel.from_pretrained(begun(folder), folder)
+    theirs = peft.PeftModel.from_pretrained(initial_model(folder), folder)
     torch.testing.assert_close(theirs(IDS).logits, model.eval()(IDS).logits, rtol=1e-3, atol=1e-4)
 
 
@@ -244,8 +244,8 @@ FREEZE = {
 
 @pytest.mark.parametrize("name", FREEZE)
 def test_only_unfrozen_parameters_change(train, name):
-    given, moves = FREEZE[name]
-    _, folder = train(finetuning_type="freeze", **given)
-    before, after = begun(folder).state_dict(), AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    options, moves = FREEZE[name]
+    _, folder = train(finetuning_type="freeze", **options)
+    before, after = initial_model(folder).state_dict(), AutoModelForCausalLM.from_pretrained(folder).state_dict()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {name for name in before if moves(name)}

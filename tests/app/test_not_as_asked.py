@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bad_inputs import change, told, write
+from bad_inputs import change, read_output, write
 from burnish import cli
 
 WORDS = ["train", "run.yaml", "max_steps=1", "save_strategy=no"]
@@ -22,17 +22,17 @@ def save(tensors: dict[str, torch.Tensor]) -> None:
     save_file(tensors, "model/model.safetensors", {"format": "pt"})
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def run_error(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     capsys.readouterr()
     assert cli.main([*WORDS, *words]) == 2
     assert not Path("out").exists()
-    return told(capsys)[1]
+    return read_output(capsys)[1]
 
 
 def runs(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     capsys.readouterr()
     assert cli.main([*WORDS, *words]) == 0
-    return "".join(told(capsys))
+    return "".join(read_output(capsys))
 
 
 @pytest.mark.parametrize("named", [{"AutoTokenizer": ["own.OwnTokenizer", None]}, ["own.OwnTokenizer", None]], ids=str)
@@ -40,7 +40,7 @@ def test_tokenizer_with_custom_code_is_rejected(
     named: Any, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change("model/tokenizer_config.json", auto_map=named)
-    err = refused(capsys)
+    err = run_error(capsys)
     assert "its tokenizer requires running its own Python code (own.OwnTokenizer)" in err
     assert "trust_remote_code: true" in err
 
@@ -49,7 +49,9 @@ def test_custom_tokenizer_named_in_config_json_is_rejected(
     user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change("model/config.json", auto_map={"AutoTokenizer": ["own.OwnTokenizer", None]})
-    assert "model/config.json: its tokenizer requires running its own Python code (own.OwnTokenizer)" in refused(capsys)
+    assert "model/config.json: its tokenizer requires running its own Python code (own.OwnTokenizer)" in run_error(
+        capsys
+    )
 
 
 @pytest.mark.run
@@ -78,9 +80,9 @@ def test_every_placeholder_in_every_column_is_reported(
 ) -> None:
     write("data/rows.json", [record] * 4)
     write("data/dataset_info.json", {"rows": {"file_name": "rows.json", **described}})
-    said = runs(capsys)
+    output = runs(capsys)
     for mark in ("<image>", "<audio>"):
-        assert f"{mark} is trained as plain text" in said
+        assert f"{mark} is trained as plain text" in output
 
 
 @pytest.mark.run
@@ -91,7 +93,7 @@ def test_every_placeholder_in_every_column_is_reported(
 def test_json_in_a_text_file_is_rejected(content: str, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("data/rows.txt").write_text(content, encoding="utf-8")
     words = ["stage=pt", "dataset=data/rows.txt", "cutoff_len=32"]
-    err = refused(capsys, *words)
+    err = run_error(capsys, *words)
     assert "data/rows.txt: this .txt file contains JSON" in err
     assert f"Rename it to rows.{'json' if content.lstrip()[0] == '[' else 'jsonl'} to read" in err
     Path("data/rows.txt").write_text("red [green] {blue}\n{not json}\n", encoding="utf-8")
@@ -99,15 +101,15 @@ def test_json_in_a_text_file_is_rejected(content: str, user_folder: Path, capsys
 
 
 def call(name: Any, arguments: Any) -> list[dict[str, Any]]:
-    said = [("human", "Add."), ("function_call", json.dumps({"name": name, "arguments": arguments})),
-            ("observation", "4"), ("gpt", "Four.")]  # fmt: skip
-    return [{"conversations": [{"from": role, "value": text} for role, text in said],
+    message = [("human", "Add."), ("function_call", json.dumps({"name": name, "arguments": arguments})),
+               ("observation", "4"), ("gpt", "Four.")]  # fmt: skip
+    return [{"conversations": [{"from": role, "value": text} for role, text in message],
              "tools": json.dumps([{"name": "add", "description": "", "parameters": {}}])}]  # fmt: skip
 
 
 @pytest.mark.run
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "message"),
     [
         (call(7, {"a": 1}), "the name of a tool call is not a string"),
         (call("", {"a": 1}), "the name of a tool call is not a string"),
@@ -117,13 +119,13 @@ def call(name: Any, arguments: Any) -> list[dict[str, Any]]:
     ],
 )
 def test_invalid_tool_calls_are_reported(
-    rows: list[Any], said: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
+    rows: list[Any], message: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "tools": ""}
     write("data/rows.json", [good, *rows])
     write("data/dataset_info.json", {"rows": {"file_name": "rows.json", "formatting": "sharegpt",
                                               "columns": {"messages": "conversations", "tools": "tools"}}})  # fmt: skip
-    assert said in runs(capsys)
+    assert message in runs(capsys)
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.float8_e4m3fn], ids=str)
@@ -131,7 +133,7 @@ def test_weights_without_required_scales_are_rejected(
     kind: torch.dtype, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save({n: (t * 100).to(kind) if t.ndim > 1 else t for n, t in weights().items()})
-    assert "its config.json has no quantization_config" in refused(capsys)
+    assert "its config.json has no quantization_config" in run_error(capsys)
 
 
 @pytest.mark.run
@@ -140,7 +142,7 @@ def test_all_zero_weights_are_rejected(user_folder: Path, capsys: pytest.Capture
     save({n: torch.zeros_like(t) for n, t in before.items()})
     capsys.readouterr()
     assert cli.main(WORDS) == 2
-    assert "matrices contain only zeros" in told(capsys)[1]
+    assert "matrices contain only zeros" in read_output(capsys)[1]
     save({n: torch.zeros_like(t) if n.endswith("0.mlp.down_proj.weight") else t for n, t in before.items()})
     assert "1 of 16 matrices contain only zeros: model.layers.0.mlp.down_proj.weight." in runs(capsys)
 
@@ -151,7 +153,7 @@ def test_config_with_fewer_layers_than_weights_is_rejected(
 ) -> None:
     change("model/config.json", num_hidden_layers=1, layer_types=None)
     assert cli.main([command, "run.yaml"]) == 2
-    assert "the weights have layer 1 beyond the number of layers in config.json." in told(capsys)[1]
+    assert "the weights have layer 1 beyond the number of layers in config.json." in read_output(capsys)[1]
     assert not Path("out").exists()
 
 

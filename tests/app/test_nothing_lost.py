@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file
 
-from bad_inputs import cut_short, told, write
+from bad_inputs import cut_short, read_output, write
 from burnish import cli
 from burnish.config.options import specs
 from burnish.loop.loop import Loop
@@ -60,7 +60,7 @@ def test_run_does_not_overwrite_its_own_inputs(
         source = source.replace("=out", "=link")
     assert cli.main(["train", "run.yaml", *LORA, source, AGAIN]) == 2
     name, _, place = source.partition("=")
-    assert f'"{name}" {place} is inside output_dir "out", which the run would overwrite.' in told(capsys)[1]
+    assert f'"{name}" {place} is inside output_dir "out", which the run would overwrite.' in read_output(capsys)[1]
     assert contents() == before
 
 
@@ -76,7 +76,7 @@ def test_linked_dataset_inside_output_dir_is_not_overwritten(
     before = contents()
     for words in (["dataset=answers", "streaming=true"], ["dataset=data/answers.jsonl"]):
         assert cli.main(["train", "run.yaml", *LORA, AGAIN, *words]) == 2
-        assert '"dataset" data/answers.jsonl is inside output_dir "out"' in told(capsys)[1]
+        assert '"dataset" data/answers.jsonl is inside output_dir "out"' in read_output(capsys)[1]
     assert contents() == before
 
 
@@ -122,7 +122,7 @@ def test_run_does_not_remove_the_checkpoint_it_starts_from(
     before = trained("max_steps=4")
     words = ["train", "run.yaml", "model_name_or_path=out/checkpoint-4", AGAIN]
     assert cli.main(words) == 2
-    assert '"model_name_or_path" out/checkpoint-4 is inside output_dir "out"' in told(capsys)[1]
+    assert '"model_name_or_path" out/checkpoint-4 is inside output_dir "out"' in read_output(capsys)[1]
     assert contents() == before
     assert cli.main([*words, "output_dir=next", "max_steps=2"]) == 0
 
@@ -196,12 +196,12 @@ def test_missing_model_of_finished_run_is_rewritten_from_its_checkpoint(
         lambda: cut_short("out/adapter_model.safetensors"),
     ):
         harm()
-        told(capsys)
+        read_output(capsys)
         assert cli.main(["train", "run.yaml", *LORA]) == 0
-        assert "Continuing from out/checkpoint-4: step 4 of 4." in told(capsys)[0]
+        assert "Continuing from out/checkpoint-4: step 4 of 4." in read_output(capsys)[0]
         assert Path("out/adapter_model.safetensors").read_bytes() == before["out/adapter_model.safetensors"]
         assert cli.main(["train", "run.yaml", *LORA]) == 0
-        assert "there is nothing to do." in told(capsys)[0]
+        assert "there is nothing to do." in read_output(capsys)[0]
 
 
 def test_finished_run_without_model_and_checkpoints_is_reported(
@@ -210,9 +210,9 @@ def test_finished_run_without_model_and_checkpoints_is_reported(
     words = ["train", "run.yaml", "save_strategy=no"]
     assert cli.main(words) == 0
     Path("out/model.safetensors").unlink()
-    told(capsys)
+    read_output(capsys)
     assert cli.main(words) == 2
-    err = told(capsys)[1]
+    err = read_output(capsys)[1]
     assert "out: this run is finished, but its model.safetensors is missing." in err
     assert "overwrite_output_dir: true" in err
 
@@ -231,7 +231,7 @@ def test_failed_upload_after_export_reports_the_export_folder(
         monkeypatch.setattr("huggingface_hub.HfApi.create_repo", unanswered)
     words = ["model_name_or_path=model", "template=chatml", "export_dir=whole", "export_hub_model_id=me/model"]
     assert cli.main(["export", *words]) == 1
-    out, err = told(capsys)
+    out, err = read_output(capsys)
     assert "The model is in whole." in out
     assert "error: whole was written but could not be uploaded to me/model: " in err
     assert "hf upload me/model whole" in err
@@ -252,7 +252,7 @@ def test_full_disk_of_encoded_rows_is_reported_with_its_path(
         assert cli.main(["train", "run.yaml", "max_steps=1", *filter(None, [kept_in])]) == 1
     place = "rows" if kept_in else str(cache_home() / "rows")
     advice = "Set another tokenized_path." if kept_in else "Set the environment variable BURNISH_CACHE"
-    assert f'error: The disk of "{place}" is full.\n  Free some space. {advice}' in told(capsys)[1]
+    assert f'error: The disk of "{place}" is full.\n  Free some space. {advice}' in read_output(capsys)[1]
     assert not list(Path(place).glob(".*partial"))
     assert cli.main(["train", "run.yaml", "max_steps=1", *filter(None, [kept_in])]) == 0
 
@@ -266,7 +266,7 @@ def test_full_disk_during_export_is_reported_with_a_remedy(
         assert cli.main(words) == 1
     assert (
         'error: The disk of "whole" is full.\n  Free some disk space, or set export_dir to a folder on another'
-        in told(capsys)[1]
+        in read_output(capsys)[1]
     )
     assert cli.main(words) == 0
 
@@ -280,7 +280,7 @@ def test_full_disk_during_prediction_is_reported_with_a_remedy(
     with monkeypatch.context() as patched:
         patched.setattr(f"burnish.run.{writer}.save_metrics", full)
         assert cli.main(words) == 1
-    err = told(capsys)[1]
+    err = read_output(capsys)[1]
     assert 'error: The disk of "said" is full.\n  Free some space or set another save_dir, and run the' in err
     assert "save_total_limit" not in err
     assert cli.main(words) == 0
@@ -298,7 +298,7 @@ def test_full_disk_during_gguf_export_is_reported_and_leaves_no_partial_file(
     with monkeypatch.context() as patched:
         patched.setattr(gguf.GGUFWriter, "write_tensors_to_file", cut)
         assert cli.main(words) == 1
-    out, err = told(capsys)
+    out, err = read_output(capsys)
     assert (
         'error: The disk of "whole" is full.\n  Free some disk space, or set export_dir to a folder on another' in err
     )
@@ -343,7 +343,7 @@ def test_full_disk_during_a_report_loses_only_that_report(
         assert cli.main([*words, "plot_loss=true"]) == 1
     others = {one if one in REPORTS else one.removeprefix(".") for one in written}
     assert set(REPORTS) - others <= {".finished.json"}
-    err = told(capsys)[1]
+    err = read_output(capsys)[1]
     more = " or set save_total_limit: 1, then run the same command again to resume" if saves == "steps" else ""
     assert 'error: The disk is full: "out' in err.replace("a file in ", "")
     assert f'\n  The model in "out" is complete and fully trained.\n  Free some disk space{more}.\n' in err
@@ -373,4 +373,4 @@ def test_restarted_run_resumes_from_its_own_config_file(
     )
     capsys.readouterr()
     assert cli.main(["train", "out/run.yaml"]) == 0
-    assert "Continuing from out/checkpoint-4" in told(capsys)[0]
+    assert "Continuing from out/checkpoint-4" in read_output(capsys)[0]

@@ -17,26 +17,26 @@ from burnish.run.plan.unsupported import ABSENT, NO_EFFECT
 from small_run import WALK_THROUGH
 
 
-def given(tmp_path: Path, **values: object) -> dict[str, RawValue]:
+def raw_options(tmp_path: Path, **values: object) -> dict[str, RawValue]:
     """A run that is right, with ``values`` over it, line by line."""
     values = {"model_name_or_path": "m", "dataset": "d", "output_dir": str(tmp_path / "out"), **values}
     return {name: RawValue(value, f"run.yaml, line {line}") for line, (name, value) in enumerate(values.items(), 1)}
 
 
-def refused(tmp_path: Path, **values: object) -> list[str]:
+def plan_errors(tmp_path: Path, **values: object) -> list[str]:
     with pytest.raises(UserError) as caught:
-        plan(given(tmp_path, **values))
+        plan(raw_options(tmp_path, **values))
     return [str(problem) for problem in caught.value.problems]
 
 
 def test_value_is_parsed_as_declared_type_and_keeps_its_source(tmp_path: Path) -> None:
-    made = plan(given(tmp_path, learning_rate="1e-4", packing="no", save_strategy="no"))
+    made = plan(raw_options(tmp_path, learning_rate="1e-4", packing="no", save_strategy="no"))
     assert (made.options.learning_rate, made.options.packing, made.options.save_strategy) == (1e-4, False, "no")
     assert made.provenance["learning_rate"] == "run.yaml, line 4"
 
 
 def test_all_problems_are_reported_together(tmp_path: Path) -> None:
-    problems = refused(
+    problems = plan_errors(
         tmp_path, learning_rat="1e-4", num_train_epochs="three", per_device_train_batch_size="0",
         finetuning_type="loar", eval_strategy="steps", fp8="true",
     )  # fmt: skip
@@ -51,30 +51,31 @@ def test_all_problems_are_reported_together(tmp_path: Path) -> None:
 
 
 def test_problems_have_at_most_four_lines(tmp_path: Path) -> None:
-    for problem in refused(tmp_path, eval_strategy="steps", save_strategy="epoch", load_best_model_at_end="true"):
+    for problem in plan_errors(tmp_path, eval_strategy="steps", save_strategy="epoch", load_best_model_at_end="true"):
         assert len(problem.splitlines()) <= 4
 
 
 @pytest.mark.parametrize(
-    ("asked", "value"), [("flash_attn", "fa2"), ("attn_implementation", "kernels-community/flash-attn2")]
+    ("requested", "value"), [("flash_attn", "fa2"), ("attn_implementation", "kernels-community/flash-attn2")]
 )
-def test_flash_attention_is_rejected_on_cpu(asked: str, value: str, tmp_path: Path) -> None:
-    said = "\n".join(refused(tmp_path, **{asked: value}, use_cpu="true"))
-    assert f"{asked}: {value} requires a GPU" in said
+def test_flash_attention_is_rejected_on_cpu(requested: str, value: str, tmp_path: Path) -> None:
+    message = "\n".join(plan_errors(tmp_path, **{requested: value}, use_cpu="true"))
+    assert f"{requested}: {value} requires a GPU" in message
 
 
 def test_flash_attention_is_rejected_in_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(checks, "device_of", lambda options: torch.device("cuda"))
-    asked = plan(given(tmp_path)).options
+    overrides = plan(raw_options(tmp_path)).options
     float32, bf16 = (
-        dataclasses.replace(asked, flash_attn="fa2", finetuning_type="full", bf16=is_half) for is_half in (False, True)
+        dataclasses.replace(overrides, flash_attn="fa2", finetuning_type="full", bf16=is_half)
+        for is_half in (False, True)
     )
     assert "this run computes in float32" in str(checks.check_flash_attention(float32)[0])
     assert checks.check_flash_attention(bf16) == []
 
 
 def test_consequential_errors_are_not_reported(tmp_path: Path) -> None:
-    values = given(tmp_path)
+    values = raw_options(tmp_path)
     values["output_dri"] = values.pop("output_dir")
     with pytest.raises(UserError) as caught:
         plan(values)
@@ -84,14 +85,14 @@ def test_consequential_errors_are_not_reported(tmp_path: Path) -> None:
 
 
 def test_training_is_the_default(tmp_path: Path) -> None:
-    assert trains(plan(given(tmp_path)).options)
-    assert not trains(plan(given(tmp_path, do_predict="true", val_size="0.1")).options)
-    assert trains(plan(given(tmp_path, do_predict="true", val_size="0.1", do_train="true")).options)
-    assert "There is nothing to do" in refused(tmp_path, do_train="false")[0]
+    assert trains(plan(raw_options(tmp_path)).options)
+    assert not trains(plan(raw_options(tmp_path, do_predict="true", val_size="0.1")).options)
+    assert trains(plan(raw_options(tmp_path, do_predict="true", val_size="0.1", do_train="true")).options)
+    assert "There is nothing to do" in plan_errors(tmp_path, do_train="false")[0]
 
 
 def test_option_alias_is_accepted_and_mentioned(tmp_path: Path) -> None:
-    made = plan(given(tmp_path, evaluation_strategy="steps", val_size="0.1"))
+    made = plan(raw_options(tmp_path, evaluation_strategy="steps", val_size="0.1"))
     assert made.options.eval_strategy == "steps"
     assert made.provenance["eval_strategy"] == "run.yaml, line 4"
     assert any('"eval_strategy"' in note for note in made.notes)
@@ -100,34 +101,34 @@ def test_option_alias_is_accepted_and_mentioned(tmp_path: Path) -> None:
 def test_option_without_effect_gives_a_reason(tmp_path: Path) -> None:
     ignored = next(spec for spec in specs(RunOptions).values() if spec.ignored)
     value = not ignored.default if isinstance(ignored.default, bool) else "{}"
-    notes = plan(given(tmp_path, **{ignored.name: value})).notes
+    notes = plan(raw_options(tmp_path, **{ignored.name: value})).notes
     assert any(ignored.name in note and ignored.ignored.rstrip(".") in note for note in notes)
 
 
 def test_foreign_option_at_harmless_value_is_ignored(tmp_path: Path) -> None:
     made = plan(
-        given(tmp_path, push_to_hub="no", fp8="False", debug="", skip_memory_metrics="1", quantization_bit=None)
+        raw_options(tmp_path, push_to_hub="no", fp8="False", debug="", skip_memory_metrics="1", quantization_bit=None)
     )
     assert not made.notes
     assert "fp8" not in made.provenance
 
 
 def test_foreign_option_without_effect_is_mentioned(tmp_path: Path) -> None:
-    (note,) = plan(given(tmp_path, vllm_gpu_util="0.9")).notes
+    (note,) = plan(raw_options(tmp_path, vllm_gpu_util="0.9")).notes
     assert '"vllm_gpu_util" has no effect without infer_backend: vllm' in note
 
 
 def test_unused_eval_dataset_is_mentioned(tmp_path: Path) -> None:
-    (note,) = plan(given(tmp_path, val_size="0.1")).notes
+    (note,) = plan(raw_options(tmp_path, val_size="0.1")).notes
     assert note.startswith("val_size: 0.1 is set, but the run never evaluates.")
-    (note,) = plan(given(tmp_path, eval_dataset="e")).notes
+    (note,) = plan(raw_options(tmp_path, eval_dataset="e")).notes
     assert note.startswith("eval_dataset is set, but the run never evaluates.")
-    assert not plan(given(tmp_path, val_size="0.1", eval_strategy="epoch")).notes
-    assert not plan(given(tmp_path, val_size="0.1", do_predict="true")).notes
+    assert not plan(raw_options(tmp_path, val_size="0.1", eval_strategy="epoch")).notes
+    assert not plan(raw_options(tmp_path, val_size="0.1", do_predict="true")).notes
 
 
 def test_plan_is_immutable(tmp_path: Path) -> None:
-    made = plan(given(tmp_path))
+    made = plan(raw_options(tmp_path))
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.world_size = 2  # type: ignore[misc]
     with pytest.raises(TypeError):
@@ -135,10 +136,10 @@ def test_plan_is_immutable(tmp_path: Path) -> None:
 
 
 def test_derived_values_are_reported_with_their_source(tmp_path: Path) -> None:
-    made = plan(given(tmp_path, seed="7", logging_steps="500"))
-    told = {spec.name: (value, where) for spec, value, where in made.changed()}
-    assert told["seed"] == (7, "run.yaml, line 4")
-    assert "logging_steps" not in told
+    made = plan(raw_options(tmp_path, seed="7", logging_steps="500"))
+    changed = {spec.name: (value, where) for spec, value, where in made.changed()}
+    assert changed["seed"] == (7, "run.yaml, line 4")
+    assert "logging_steps" not in changed
 
 
 def test_declared_options_are_not_listed_as_absent() -> None:
@@ -154,8 +155,8 @@ def test_every_option_of_peer_libraries_is_known_or_rejected_by_name(golden_fold
 
 
 def test_checks_of_every_component_are_called() -> None:
-    asked = {check.__name__ for check in component_checks()}
-    assert {"check_flow", "check_parallel", "check_trackers", "check_output_dir"} <= asked
+    names = {check.__name__ for check in component_checks()}
+    assert {"check_flow", "check_parallel", "check_trackers", "check_output_dir"} <= names
 
 
 # --- output_dir -------------------------------------------------------------------------------------------------------
@@ -164,31 +165,31 @@ def test_checks_of_every_component_are_called() -> None:
 def test_folder_of_run_killed_during_its_first_write_is_reused(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / ".launch.json.incomplete").write_text("{")
-    assert plan(given(tmp_path)).options.resume == "auto"
+    assert plan(raw_options(tmp_path)).options.resume == "auto"
 
 
 def test_folder_with_other_files_is_rejected_without_overwrite(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("words")
-    (problem,) = refused(tmp_path)
+    (problem,) = plan_errors(tmp_path)
     assert "contains other files: thesis.tex" in problem
     assert "overwrite_output_dir" in problem
-    assert plan(given(tmp_path, overwrite_output_dir="true")).options.overwrite_output_dir
+    assert plan(raw_options(tmp_path, overwrite_output_dir="true")).options.overwrite_output_dir
 
 
 def test_folder_with_checkpoints_is_resumed_by_default(tmp_path: Path) -> None:
     (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
-    assert plan(given(tmp_path)).options.resume == "auto"
-    assert "an earlier run" in refused(tmp_path, resume="never")[0]
+    assert plan(raw_options(tmp_path)).options.resume == "auto"
+    assert "an earlier run" in plan_errors(tmp_path, resume="never")[0]
 
 
 def test_output_dir_that_is_a_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
-    assert "is a file" in refused(tmp_path)[0]
+    assert "is a file" in plan_errors(tmp_path)[0]
 
 
 def test_missing_output_dir_is_rejected(tmp_path: Path) -> None:
-    assert "output_dir is missing" in refused(tmp_path, output_dir=None)[0]
+    assert "output_dir is missing" in plan_errors(tmp_path, output_dir=None)[0]
 
 
 # --- options against each other ---------------------------------------------------------------------------------------
@@ -196,20 +197,20 @@ def test_missing_output_dir_is_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wish", [{"eval_strategy": "steps"}, {"do_eval": "true"}, {"eval_on_start": "true"}])
 def test_evaluation_without_dataset_names_both_remedies(tmp_path: Path, wish: dict[str, str]) -> None:
-    (problem,) = refused(tmp_path, **wish)
+    (problem,) = plan_errors(tmp_path, **wish)
     assert "eval_dataset" in problem
     assert "val_size" in problem
 
 
 def test_load_best_model_requires_evaluations_at_checkpoints(tmp_path: Path) -> None:
     best = {"load_best_model_at_end": "true", "val_size": "0.1"}
-    assert "eval_strategy is no" in refused(tmp_path, **best)[0]
-    assert "save_strategy: steps" in refused(tmp_path, **best, eval_strategy="steps", save_strategy="epoch")[0]
+    assert "eval_strategy is no" in plan_errors(tmp_path, **best)[0]
+    assert "save_strategy: steps" in plan_errors(tmp_path, **best, eval_strategy="steps", save_strategy="epoch")[0]
     steps = {"eval_strategy": "steps", "save_strategy": "steps"}
-    assert "multiple" in refused(tmp_path, **best, **steps, eval_steps="3", save_steps="10")[0]
-    assert "both ratios below 1" in refused(tmp_path, **best, **steps, eval_steps="0.1", save_steps="10")[0]
-    assert plan(given(tmp_path, **best, **steps, eval_steps="0.1", save_steps="0.3"))
-    assert plan(given(tmp_path, **best, **steps, eval_steps="5", save_steps="10"))
+    assert "multiple" in plan_errors(tmp_path, **best, **steps, eval_steps="3", save_steps="10")[0]
+    assert "both ratios below 1" in plan_errors(tmp_path, **best, **steps, eval_steps="0.1", save_steps="10")[0]
+    assert plan(raw_options(tmp_path, **best, **steps, eval_steps="0.1", save_steps="0.3"))
+    assert plan(raw_options(tmp_path, **best, **steps, eval_steps="5", save_steps="10"))
 
 
 # --- a command of another tool ----------------------------------------------------------------------------------------
@@ -239,18 +240,18 @@ def test_llamafactory_command_is_planned_unchanged(tmp_path: Path, monkeypatch: 
     ids=str,
 )  # fmt: skip
 def test_default_learning_rate_depends_on_stage(values: dict[str, str], rate: float, tmp_path: Path) -> None:
-    made = plan(given(tmp_path, **values))
+    made = plan(raw_options(tmp_path, **values))
     assert made.options.learning_rate == rate
     assert not [note for note in made.notes if note.startswith("learning_rate")]
 
 
 def test_learning_rate_of_five_gives_a_note(tmp_path: Path) -> None:
-    (note,) = [note for note in plan(given(tmp_path, learning_rate="5")).notes if "learning_rate 5" in note]
+    (note,) = [note for note in plan(raw_options(tmp_path, learning_rate="5")).notes if "learning_rate 5" in note]
     assert "Set learning_rate: 1e-5" in note
 
 
 def test_default_logging_steps_log_50_times_per_run(tmp_path: Path) -> None:
-    options = plan(given(tmp_path, val_size="0.1", eval_strategy="steps")).options
+    options = plan(raw_options(tmp_path, val_size="0.1", eval_strategy="steps")).options
     assert (options.logging_steps, options.logging_first_step, options.eval_steps) == (0.02, True, 500)
-    options = plan(given(tmp_path, logging_steps="7", val_size="0.1", eval_strategy="steps")).options
+    options = plan(raw_options(tmp_path, logging_steps="7", val_size="0.1", eval_strategy="steps")).options
     assert (options.logging_steps, options.logging_first_step, options.eval_steps) == (7, False, None)

@@ -25,7 +25,7 @@ from burnish.run.predictions.predict import _scores, predict_all
 from burnish.run.predictions.questions import Question, questions_of
 from burnish.run.prepare import prepare
 from burnish.run.response_metrics import METRICS, check_metrics, metric_notes, scores
-from small_run import make_user
+from small_run import make_workspace
 
 pytestmark = pytest.mark.run
 
@@ -35,13 +35,13 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
 
 
-def run_of(tmp_path, **given):
-    given = make_user(
+def run_of(tmp_path, **options):
+    options = make_workspace(
         tmp_path, val_size=6, do_predict=True, template="qwen", max_new_tokens=6,
         **{"do_sample": False, "do_train": False, "predict_metrics": "exact_match", "per_device_eval_batch_size": 4,
-           **given},
+           **options},
     )  # fmt: skip
-    made = plan({name: RawValue(value, "the command line") for name, value in given.items()})
+    made = plan({name: RawValue(value, "the command line") for name, value in options.items()})
     prepared = prepare(made)
     (tmp_path / "out").mkdir()
     return made, prepared, build_loop(made, prepared, create_parallel(made.options), None)
@@ -82,13 +82,13 @@ def test_several_responses_are_sampled_with_their_log_probabilities(tmp_path):
 
 def test_standard_error_of_several_responses_is_over_questions(tmp_path):
     options = RunOptions(predict_metrics=["exact_match"], samples=2)
-    found = _scores(["a", "b", "x", "b"], ["a", "b"], options)  # "a" is right once in two, "b" twice
-    assert found == {"exact_match": 0.75, "exact_match_standard_error": pytest.approx(0.25)}
+    result = _scores(["a", "b", "x", "b"], ["a", "b"], options)  # "a" is right once in two, "b" twice
+    assert result == {"exact_match": 0.75, "exact_match_standard_error": pytest.approx(0.25)}
 
 
-@pytest.mark.parametrize("given", [{"do_sample": False}, {"num_beams": 2}])
-def test_several_greedy_responses_are_rejected(given):
-    (problem,) = check_generation(RunOptions(samples=4, **given))
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 2}])
+def test_several_greedy_responses_are_rejected(options):
+    (problem,) = check_generation(RunOptions(samples=4, **options))
     assert '"samples" 4' in problem.what
 
 
@@ -222,27 +222,27 @@ def test_response_stays_within_context_length(tmp_path):
     assert {row["predict"] for row in lines(tmp_path / "out" / "generated_predictions.jsonl")} == {""}
 
 
-@pytest.mark.parametrize("given", [{"max_new_tokens": 0, "max_length": 36}, {"max_new_tokens": 30}])
-def test_response_length_depends_on_its_prompt_only(tmp_path, given):
+@pytest.mark.parametrize("overrides", [{"max_new_tokens": 0, "max_length": 36}, {"max_new_tokens": 30}])
+def test_response_length_depends_on_its_prompt_only(tmp_path, overrides):
     _, prepared, run = run_of(tmp_path)
     model = run.parts["model"].held.model.eval()
-    options = GenerationOptions(do_sample=False, **given)
+    options = GenerationOptions(do_sample=False, **overrides)
     config = generation_config(model, prepared.tokenizer, [319], options)
     prompts = [row["input_ids"][:length] for row, length in zip(prepared.eval_rows[""], (9, 17, 36), strict=False)]
     prompts[2] = (prompts[1] * 4)[:36]
     together = generate(model, prompts, config, context=40)
     assert together == [generate(model, [prompt], config, context=40)[0] for prompt in prompts]
-    most = [27, 19, 0] if "max_length" in given else [30, 23, 4]
+    most = [27, 19, 0] if "max_length" in overrides else [30, 23, 4]
     assert [len(answer) for answer in together] == most
 
 
 def test_options_reach_generation(tmp_path):
     _, prepared, run = run_of(tmp_path)
     model, tokenizer = run.parts["model"].held.model, prepared.tokenizer
-    given = GenerationOptions(
+    options = GenerationOptions(
         temperature=0.5, top_p=0.9, top_k=7, max_new_tokens=0, max_length=99, repetition_penalty=1.2
     )
-    config = generation_config(model, tokenizer, [2, 5], given)
+    config = generation_config(model, tokenizer, [2, 5], options)
     assert (config.temperature, config.top_p, config.top_k, config.do_sample) == (0.5, 0.9, 7, True)
     assert (config.max_new_tokens, config.max_length, config.repetition_penalty) == (None, 99, 1.2)
     assert config.eos_token_id == [2, 5]
@@ -300,9 +300,9 @@ def test_bleu_matches_library_on_characters():
 def test_rouge_counts_unigrams_bigrams_and_longest_sequences():
     pytest.importorskip("jieba")
     pytest.importorskip("rouge_chinese")
-    found = METRICS["rouge"](["red green blue", ""], ["red green stone", "x"])
+    result = METRICS["rouge"](["red green blue", ""], ["red green stone", "x"])
     # Of three words two are shared, of two pairs one, and the longest sequence has two; the second answer is empty.
-    assert found == pytest.approx({"rouge-1": 100 / 3, "rouge-2": 25, "rouge-l": 100 / 3}, abs=0.1)
+    assert result == pytest.approx({"rouge-1": 100 / 3, "rouge-2": 25, "rouge-l": 100 / 3}, abs=0.1)
 
 
 def test_missing_metric_library_is_reported_before_the_run(monkeypatch):
@@ -335,16 +335,16 @@ def test_generation_without_prompts_or_do_predict_is_reported():
 
 
 def test_max_length_is_not_interpreted_as_cutoff_len():
-    given = {"model_name_or_path": "m", "dataset": "d", "output_dir": "out", "max_length": 99}
-    made = plan({name: RawValue(value, "run.yaml") for name, value in given.items()})
+    options = {"model_name_or_path": "m", "dataset": "d", "output_dir": "out", "max_length": 99}
+    made = plan({name: RawValue(value, "run.yaml") for name, value in options.items()})
     assert (made.options.max_length, made.options.cutoff_len) == (99, 2048)
     assert "cutoff_len" in " ".join(made.notes)
 
 
 def test_presence_penalty_is_not_interpreted_as_repetition_penalty(tmp_path):
-    given = {**make_user(tmp_path), "presence_penalty": 0.5}
+    options = {**make_workspace(tmp_path), "presence_penalty": 0.5}
     with pytest.raises(UserError, match='"presence_penalty"'):
-        plan({name: RawValue(value, "the command line") for name, value in given.items()})
+        plan({name: RawValue(value, "the command line") for name, value in options.items()})
 
 
 @pytest.mark.parametrize(("name", "value"), [("infer_backend", "vllm"), ("infer_url", "http://127.0.0.1:8000")])

@@ -14,8 +14,8 @@ from burnish.data.rows.store import MANIFEST
 from burnish.data.stats import DataStats, dropped
 from burnish.loop.types import IGNORE_INDEX, Example, Message
 from burnish.utils.work import watch_with
-from data_sets import data_options
-from watching import Told
+from dataset_helpers import data_options
+from recording import RecordingProgress
 
 
 @pytest.fixture(autouse=True)
@@ -183,15 +183,15 @@ def test_rows_are_passed_to_another_process_by_folder_name():
 
 
 def test_tokenization_reports_progress_by_batch():
-    told = Told()
-    watch_with(told)
+    recorder = RecordingProgress()
+    watch_with(recorder)
     try:
         encode_rows(
             examples(25), Encoder(), DataStats(), fingerprint="f", options=data_options(preprocessing_batch_size=10)
         )
     finally:
         watch_with(None)
-    assert told.calls == [("Tokenizing", 25, "records"), 10, 10, 5, "end"]
+    assert recorder.calls == [("Tokenizing", 25, "records"), 10, 10, 5, "end"]
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -214,10 +214,10 @@ def test_several_processes_give_the_same_rows_and_counts(two_cores):
         return Encoder()(batch, stats)
 
     expected = list(prepared(stats=one, fingerprint="one"))
-    found = prepared(
+    result = prepared(
         encode=encode, stats=two, fingerprint="two", preprocessing_num_workers=16, preprocessing_batch_size=10
     )
-    assert list(found) == expected
+    assert list(result) == expected
     assert one.records == two.records
 
 
@@ -253,11 +253,11 @@ def test_one_of_several_processes_encodes_while_others_wait(two_cores):
     processes = [context.Process(target=_prepare_slowly, args=(queue,)) for _ in range(3)]
     for process in processes:
         process.start()
-    told = [queue.get(timeout=60) for _ in range(4)]
+    results = [queue.get(timeout=60) for _ in range(4)]
     for process in processes:
         process.join()
-    assert told.count("encoded") == 1
-    assert told.count(257) == 3
+    assert results.count("encoded") == 1
+    assert results.count(257) == 3
 
 
 # --- tokenized_path ---------------------------------------------------------------------------------------------------
@@ -317,13 +317,13 @@ def test_folder_of_another_library_is_rejected(name):
 
 
 def test_slow_record_is_named_while_it_is_encoded():
-    given = [Example(text="word " * size, source="data.json", number=size) for size in (3, 500_000, 2)]
-    told = Told()
-    watch_with(told)
+    options = [Example(text="word " * size, source="data.json", number=size) for size in (3, 500_000, 2)]
+    recorder = RecordingProgress()
+    watch_with(recorder)
     try:
-        for some in (given, given[:1]):
+        for some in (options, options[:1]):
             encode_rows(some, lambda batch, stats: [None] * len(batch), DataStats(), fingerprint="f")
     finally:
         watch_with(None)
-    begun = [call[0] for call in told.calls if isinstance(call, tuple)]
-    assert begun == ["Tokenizing (longest: data.json, record 500000, 2.5 million characters)", "Tokenizing"]
+    started = [call[0] for call in recorder.calls if isinstance(call, tuple)]
+    assert started == ["Tokenizing (longest: data.json, record 500000, 2.5 million characters)", "Tokenizing"]

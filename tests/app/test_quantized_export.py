@@ -87,22 +87,23 @@ def stand_in(in_its_process, monkeypatch):
         del sys.modules[name]
 
 
-def run(made: Path, target: Path, **given) -> Path:
-    given = {"model_name_or_path": str(made / "model"), "export_dir": str(target), "template": "chatml",
-             "export_quantization_bit": 4, "export_quantization_dataset": str(made / "rows.json"), **given}  # fmt: skip
-    return export({name: RawValue(value, "the command line") for name, value in given.items()})
+def run(made: Path, target: Path, **options) -> Path:
+    options = {"model_name_or_path": str(made / "model"), "export_dir": str(target), "template": "chatml",
+               "export_quantization_bit": 4, "export_quantization_dataset": str(made / "rows.json"),
+               **options}  # fmt: skip
+    return export({name: RawValue(value, "the command line") for name, value in options.items()})
 
 
 def test_template_rows_calibrate_and_others_measure_perplexity(made, tmp_path, stand_in, capsys):
     folder = run(made, tmp_path / "out", export_quantization_nsamples=20, export_quantization_maxlen=48)
-    told = json.loads((folder / "quantize_config.json").read_text())
-    assert len(told["rows"]) == 20
+    stored = json.loads((folder / "quantize_config.json").read_text())
+    assert len(stored["rows"]) == 20
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    texts = [tokenizer.decode(row["input_ids"]) for row in told["rows"]]
+    texts = [tokenizer.decode(row["input_ids"]) for row in stored["rows"]]
     assert all(text.startswith("<|im_start|>user\nRepeat") for text in texts)
-    assert max(len(row["input_ids"]) for row in told["rows"]) <= 48
-    assert told["config"] == {"bits": 4, "group_size": 64, "offload_to_disk": False, "act_group_aware": True}
-    assert told["device"] == "cpu"
+    assert max(len(row["input_ids"]) for row in stored["rows"]) <= 48
+    assert stored["config"] == {"bits": 4, "group_size": 64, "offload_to_disk": False, "act_group_aware": True}
+    assert stored["device"] == "cpu"
     assert "Perplexity on 4 other examples" in capsys.readouterr().out
 
 
@@ -124,9 +125,9 @@ def test_quantized_folder_is_complete_without_temporary_files(made, tmp_path, st
 def test_perplexity_uses_eval_dataset_if_given(made, tmp_path, stand_in, capsys):
     (tmp_path / "held.json").write_text(json.dumps(records(3)))
     run(made, tmp_path / "out", eval_dataset=str(tmp_path / "held.json"))
-    said = capsys.readouterr().out
-    assert "calibrated with 40 examples" in said
-    assert "Perplexity on 3 other examples" in said
+    output = capsys.readouterr().out
+    assert "calibrated with 40 examples" in output
+    assert "Perplexity on 3 other examples" in output
 
 
 def test_perplexity_is_exp_of_mean_loss_over_learned_tokens(made):
@@ -158,9 +159,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_invalid_quantized_export_is_rejected_before_reading_weights(made, tmp_path, stand_in, name):
-    given, words = REFUSED[name]
+    options, words = REFUSED[name]
     with pytest.raises(UserError, match=words):
-        run(made, tmp_path / "place" / "out", **given)
+        run(made, tmp_path / "place" / "out", **options)
     assert not (tmp_path / "place").exists()
 
 
@@ -200,8 +201,8 @@ def test_llamafactory_quantization_config_is_accepted(made, tmp_path, stand_in, 
         "export_quantization_dataset: c4_demo.jsonl\nexport_size: 5\nexport_device: cpu\nexport_legacy_format: false\n"
     )
     assert main(["export", "quantize.yaml"]) == 0
-    told = json.loads((tmp_path / "gptq" / "quantize_config.json").read_text())
-    assert AutoTokenizer.from_pretrained("model").decode(told["rows"][0]["input_ids"]).startswith("stone ")
+    stored = json.loads((tmp_path / "gptq" / "quantize_config.json").read_text())
+    assert AutoTokenizer.from_pretrained("model").decode(stored["rows"][0]["input_ids"]).startswith("stone ")
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
@@ -217,6 +218,6 @@ def test_4_bit_model_loads_in_transformers_with_similar_outputs(method, made, tm
     whole = AutoModelForCausalLM.from_pretrained(made / "model").eval()
     rows = [{"input_ids": list(range(20, 60)), "labels": list(range(20, 60))}]
     with torch.compiler.set_stance("force_eager"):  # a kernel would be compiled for one row
-        found = perplexity(model, rows)
-    assert found == pytest.approx(perplexity(whole, rows), rel=0.05)
-    assert found != perplexity(whole, rows)
+        result = perplexity(model, rows)
+    assert result == pytest.approx(perplexity(whole, rows), rel=0.05)
+    assert result != perplexity(whole, rows)

@@ -12,8 +12,8 @@ from burnish.adapters.base import ADAPTERS
 from burnish.cli import main
 from burnish.run.images.batches import RowCollator, check_processes
 from burnish.run.plan.options import RunOptions
-from runs import history, same_weights
-from seeing import golden, image_models
+from run_outputs import history, same_weights
+from vision_models import golden, image_models
 
 TEMPLATES = {"qwen2_5_vl": "qwen2_vl", "gemma3": "gemma3", "llava": "llava", "internvl": "intern_vl"}
 OTHERS = {"paligemma": "paligemma", "mistral3": None, "mllama": "mllama", "llava_onevision": None, "smolvlm": None}
@@ -22,7 +22,7 @@ RECORDS = ("one", "two", "turns", "text")
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
+def workspace(tmp_path_factory):
     """A folder with models, images and data sets of answers, pairs and verdicts."""
     folder = tmp_path_factory.mktemp("images")
     models = image_models()
@@ -58,20 +58,20 @@ def write_sets(folder, records):
     (folder / "dataset_info.json").write_text(json.dumps(entries))
 
 
-def train(workplace, out, family="qwen2_5_vl", **changes):
+def train(workspace, out, family="qwen2_5_vl", **changes):
     """A run; returns its folder."""
-    folder = workplace / out
+    folder = workspace / out
     options = {
-        "model_name_or_path": str(workplace / family), "template": {**TEMPLATES, **OTHERS}[family], "stage": "sft",
-        "finetuning_type": "full", "dataset_dir": str(workplace / "data"), "dataset": "answers", "cutoff_len": 512,
+        "model_name_or_path": str(workspace / family), "template": {**TEMPLATES, **OTHERS}[family], "stage": "sft",
+        "finetuning_type": "full", "dataset_dir": str(workspace / "data"), "dataset": "answers", "cutoff_len": 512,
         "output_dir": str(folder), "overwrite_output_dir": "resume_from_checkpoint" not in changes,
         "max_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-3,
         "logging_steps": 1, "use_cpu": True, "save_strategy": "no", "plot_loss": False, "lr_scheduler_type": "constant",
         **changes,
     }  # fmt: skip
     options = {name: value for name, value in options.items() if value is not None}
-    given = {name: str(value).lower() if isinstance(value, bool) else value for name, value in options.items()}
-    assert main(["train", *(f"{name}={value}" for name, value in given.items())]) == 0
+    overrides = {name: str(value).lower() if isinstance(value, bool) else value for name, value in options.items()}
+    assert main(["train", *(f"{name}={value}" for name, value in overrides.items())]) == 0
     return folder
 
 
@@ -80,43 +80,43 @@ def losses(folder):
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_first_loss_matches_transformers(workplace, family):
+def test_first_loss_matches_transformers(workspace, family):
     rows = [row for row in golden()["llamafactory"] if row["family"] == family and not row["options"]]
     chosen = [row for row in rows if row["record"] in RECORDS]
     expected = sum(row["loss"] * row["items"] for row in chosen) / sum(row["items"] for row in chosen)
-    found = losses(train(workplace, f"first-{family}", family, max_steps=1))
-    assert found == [pytest.approx(expected, abs=1e-4)]
+    result = losses(train(workspace, f"first-{family}", family, max_steps=1))
+    assert result == [pytest.approx(expected, abs=1e-4)]
 
 
 @pytest.mark.parametrize("family", [*TEMPLATES, "llava_onevision", "smolvlm", "paligemma"])
 @pytest.mark.parametrize("options", [{}, {"finetuning_type": "lora", "stage": "dpo", "dataset": "pairs"}], ids=str)
-def test_image_rows_are_padding_free_in_a_run(workplace, monkeypatch, capsys, family, options):
+def test_image_rows_are_padding_free_in_a_run(workspace, monkeypatch, capsys, family, options):
     shapes = []
 
-    def seen(self, rows, own=RowCollator.__call__):
+    def recorded(self, rows, own=RowCollator.__call__):
         batch = own(self, rows)
         shapes.append(tuple(batch["input_ids"].shape))
         return batch
 
-    monkeypatch.setattr(RowCollator, "__call__", seen)
-    train(workplace, "shapes", family, max_steps=1, **options)
+    monkeypatch.setattr(RowCollator, "__call__", recorded)
+    train(workspace, "shapes", family, max_steps=1, **options)
     assert [rows for rows, _ in shapes] == [1]
     assert "padded" not in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("family", OTHERS)
-def test_other_families_have_equal_losses_for_any_micro_batching(workplace, family):
+def test_other_families_have_equal_losses_for_any_micro_batching(workspace, family):
     one = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 4}
-    alone = losses(train(workplace, f"alone-{family}", family, **one))
+    alone = losses(train(workspace, f"alone-{family}", family, **one))
     assert alone[1] < alone[0]
     if family == "mllama":
         return
-    assert losses(train(workplace, f"flat-{family}", family)) == pytest.approx(alone, abs=2e-5)
+    assert losses(train(workspace, f"flat-{family}", family)) == pytest.approx(alone, abs=2e-5)
 
 
-def test_model_that_mixes_rows_uses_one_row_per_batch(workplace, capsys):
+def test_model_that_mixes_rows_uses_one_row_per_batch(workspace, capsys):
     with pytest.raises(AssertionError):
-        train(workplace, "mllama-4", "mllama")
+        train(workspace, "mllama-4", "mllama")
     assert "Set per_device_train_batch_size: 1." in capsys.readouterr().err
 
 
@@ -127,63 +127,63 @@ def test_model_that_mixes_rows_uses_one_row_per_batch(workplace, capsys):
       "gradient_accumulation_steps": 1, "cutoff_len": 1024}, {"image_cache": "none"}, {"dataloader_num_workers": 1}],
     ids=lambda cut: next(iter(cut)),
 )  # fmt: skip
-def test_update_does_not_depend_on_micro_batching(workplace, cut):
-    whole = losses(train(workplace, "whole", finetuning_type="lora"))
-    parts = losses(train(workplace, f"cut-{next(iter(cut))}", finetuning_type="lora", **cut))
+def test_update_does_not_depend_on_micro_batching(workspace, cut):
+    whole = losses(train(workspace, "whole", finetuning_type="lora"))
+    parts = losses(train(workspace, f"cut-{next(iter(cut))}", finetuning_type="lora", **cut))
     assert parts == pytest.approx(whole, abs=2e-5)
 
 
 @pytest.mark.parametrize("stage", ["dpo", "kto"])
-def test_initial_preference_loss_with_images_equals_reference(workplace, stage):
+def test_initial_preference_loss_with_images_equals_reference(workspace, stage):
     dataset = {"dpo": "pairs", "kto": "verdicts"}[stage]
     size = {"dpo": 4, "kto": 8}[stage]
     options = {"stage": stage, "dataset": dataset, "finetuning_type": "lora", "learning_rate": 1e-2}
-    flat = losses(train(workplace, f"{stage}-flat", per_device_train_batch_size=size, **options))
+    flat = losses(train(workspace, f"{stage}-flat", per_device_train_batch_size=size, **options))
     assert flat[0] == pytest.approx({"dpo": 0.6931, "kto": 0.5}[stage], abs=1e-3)
     assert flat[1] < flat[0]
     cut = train(
-        workplace, f"{stage}-cut", per_device_train_batch_size=2, gradient_accumulation_steps=size // 2,
+        workspace, f"{stage}-cut", per_device_train_batch_size=2, gradient_accumulation_steps=size // 2,
         padding_free=False, **options,
     )  # fmt: skip
     assert losses(cut) == pytest.approx(flat, abs=2e-5)
-    before = train(workplace, f"{stage}-before", per_device_train_batch_size=size, precompute_ref_log_probs=True,
+    before = train(workspace, f"{stage}-before", per_device_train_batch_size=size, precompute_ref_log_probs=True,
                    **options)  # fmt: skip
     assert losses(before) == pytest.approx(flat, abs=2e-5)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
-def test_reference_model_processes_images(workplace, family):
+def test_reference_model_processes_images(workspace, family):
     options = {"stage": "dpo", "dataset": "pairs", "finetuning_type": "lora", "learning_rate": 1e-2}
-    own = losses(train(workplace, f"own-{family}", family, **options))
-    second = losses(train(workplace, f"second-{family}", family, ref_model=workplace / family, **options))
+    own = losses(train(workspace, f"own-{family}", family, **options))
+    second = losses(train(workspace, f"second-{family}", family, ref_model=workspace / family, **options))
     assert second == pytest.approx(own, abs=1e-4)
 
 
-def test_resumed_run_is_bitwise_equal(workplace):
+def test_resumed_run_is_bitwise_equal(workspace):
     options = {"finetuning_type": "lora", "per_device_train_batch_size": 1, "lr_scheduler_type": "linear"}
-    whole = train(workplace, "whole-6", max_steps=6, **options)
-    train(workplace, "resumed", max_steps=6, save_steps=3, save_strategy="steps", **options)
-    newest = sorted((workplace / "resumed").glob("checkpoint-6"))
+    whole = train(workspace, "whole-6", max_steps=6, **options)
+    train(workspace, "resumed", max_steps=6, save_steps=3, save_strategy="steps", **options)
+    newest = sorted((workspace / "resumed").glob("checkpoint-6"))
     for path in newest[0].iterdir():
         path.unlink()
     newest[0].rmdir()
     for name in ("all_results.json", "adapter_model.safetensors"):
-        (workplace / "resumed" / name).unlink(missing_ok=True)
-    resumed = train(workplace, "resumed", max_steps=6, save_steps=3, save_strategy="steps",
-                    resume_from_checkpoint=str(workplace / "resumed" / "checkpoint-3"), **options)  # fmt: skip
+        (workspace / "resumed" / name).unlink(missing_ok=True)
+    resumed = train(workspace, "resumed", max_steps=6, save_steps=3, save_strategy="steps",
+                    resume_from_checkpoint=str(workspace / "resumed" / "checkpoint-3"), **options)  # fmt: skip
     assert same_weights(whole, resumed)
 
 
 @pytest.mark.parametrize(
     ("changed", "named"), [("the image processor", "image_processor"), ("the pixels of an image", "data")]
 )
-def test_a_run_is_not_resumed_with_other_pixels(workplace, tmp_path, capsys, changed, named):
+def test_a_run_is_not_resumed_with_other_pixels(workspace, tmp_path, capsys, changed, named):
     for name in ("qwen2_5_vl", "data"):
-        shutil.copytree(workplace / name, tmp_path / name)
-    given = ["train", f"model_name_or_path={tmp_path / 'qwen2_5_vl'}", "template=qwen2_vl", "dataset=answers",
+        shutil.copytree(workspace / name, tmp_path / name)
+    options = ["train", f"model_name_or_path={tmp_path / 'qwen2_5_vl'}", "template=qwen2_vl", "dataset=answers",
              f"dataset_dir={tmp_path / 'data'}", f"output_dir={tmp_path / 'out'}", "finetuning_type=lora",
              "use_cpu=true", "save_steps=1", "plot_loss=false"]  # fmt: skip
-    assert main([*given, "max_steps=1"]) == 0
+    assert main([*options, "max_steps=1"]) == 0
     image = tmp_path / "data" / golden()["records"]["one"]["images"][0]
     with Image.open(image) as opened:
         pixels = opened.convert("RGB")
@@ -195,36 +195,36 @@ def test_a_run_is_not_resumed_with_other_pixels(workplace, tmp_path, capsys, cha
         pixels.putpixel((0, 0), (1, 2, 3))
         pixels.save(image)
     capsys.readouterr()
-    assert main([*given, "max_steps=2"]) == 2
+    assert main([*options, "max_steps=2"]) == 2
     assert f"{named} has changed" in capsys.readouterr().err
 
 
-def test_saved_model_loads_in_transformers_with_processor_files(workplace, tmp_path):
+def test_saved_model_loads_in_transformers_with_processor_files(workspace, tmp_path):
     from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
-    adapter = train(workplace, "to-export", finetuning_type="lora", save_strategy="steps", save_steps=2)
+    adapter = train(workspace, "to-export", finetuning_type="lora", save_strategy="steps", save_steps=2)
     merged = tmp_path / "merged"
-    assert main(["export", f"model_name_or_path={workplace / 'qwen2_5_vl'}", f"adapter_name_or_path={adapter}",
+    assert main(["export", f"model_name_or_path={workspace / 'qwen2_5_vl'}", f"adapter_name_or_path={adapter}",
                  "template=qwen2_vl", f"export_dir={merged}"]) == 0  # fmt: skip
     model = AutoModelForImageTextToText.from_pretrained(merged)
     assert type(model).__name__ == "Qwen2_5_VLForConditionalGeneration"
     assert AutoImageProcessor.from_pretrained(merged, backend="pil").merge_size == 2
     for folder in (merged, adapter, adapter / "checkpoint-2"):
         for name in ("preprocessor_config.json", "processor_config.json"):
-            assert (folder / name).read_bytes() == (workplace / "qwen2_5_vl" / name).read_bytes()
+            assert (folder / name).read_bytes() == (workspace / "qwen2_5_vl" / name).read_bytes()
     before = image_models().build("qwen2_5_vl")[0]
     for (name, old), (_, new) in zip(before.named_parameters(), model.named_parameters(), strict=True):
         if "visual" in name:
             assert torch.equal(old, new)
 
 
-def test_gguf_export_of_vision_model_is_rejected(workplace, tmp_path, capsys):
-    given = [f"model_name_or_path={workplace / 'qwen2_5_vl'}", "template=qwen2_vl", "export_format=gguf"]
-    assert main(["export", *given, f"export_dir={tmp_path / 'out'}"]) == 2
+def test_gguf_export_of_vision_model_is_rejected(workspace, tmp_path, capsys):
+    options = [f"model_name_or_path={workspace / 'qwen2_5_vl'}", "template=qwen2_vl", "export_format=gguf"]
+    assert main(["export", *options, f"export_dir={tmp_path / 'out'}"]) == 2
     assert "mmproj" in capsys.readouterr().err
 
 
-def test_truncated_image_is_reported(workplace, tmp_path, capsys):
+def test_truncated_image_is_reported(workspace, tmp_path, capsys):
     data = tmp_path / "data"
     data.mkdir()
     record = golden()["records"]["one"]
@@ -232,7 +232,7 @@ def test_truncated_image_is_reported(workplace, tmp_path, capsys):
     path = data / record["images"][0]
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     write_sets(data, [record])
-    options = {"model_name_or_path": str(workplace / "qwen2_5_vl"), "template": "qwen2_vl", "dataset": "answers",
+    options = {"model_name_or_path": str(workspace / "qwen2_5_vl"), "template": "qwen2_vl", "dataset": "answers",
                "dataset_dir": str(data), "output_dir": str(tmp_path / "out"), "max_steps": 1}  # fmt: skip
     assert main(["train", *(f"{name}={value}" for name, value in options.items())]) == 2
     assert str(path.name) in capsys.readouterr().err
@@ -240,31 +240,31 @@ def test_truncated_image_is_reported(workplace, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "splits", "said"),
+    ("options", "splits", "message"),
     [({}, True, "sharded weights"), ({"freeze_vision_tower": False}, False, "ddp_find_unused_parameters"),
      ({"freeze_vision_tower": False, "ddp_find_unused_parameters": True}, False, ""), ({}, False, "")],
 )  # fmt: skip
-def test_processes_that_would_deadlock_are_rejected(options, splits, said):
+def test_processes_that_would_deadlock_are_rejected(options, splits, message):
     chosen = RunOptions(finetuning_type="full", **options)
     model = ADAPTERS["full"](chosen, []).attach(image_models().build("llava")[0])
-    found = check_processes(chosen, model, 2, splits)
-    assert said in str(found[0]) if said else not found
+    result = check_processes(chosen, model, 2, splits)
+    assert message in str(result[0]) if message else not result
     assert not check_processes(chosen, model, 1, splits)
 
 
-def test_prediction_and_evaluation_commands_read_images(workplace, tmp_path):
-    given = [str(workplace / "qwen2_5_vl"), "template=qwen2_vl", "eval_dataset=answers", "use_cpu=true",
-             f"dataset_dir={workplace / 'data'}", "cutoff_len=512"]  # fmt: skip
-    assert main(["predict", *given, "max_new_tokens=3", f"save_dir={tmp_path / 'predicted'}"]) == 0
+def test_prediction_and_evaluation_commands_read_images(workspace, tmp_path):
+    options = [str(workspace / "qwen2_5_vl"), "template=qwen2_vl", "eval_dataset=answers", "use_cpu=true",
+             f"dataset_dir={workspace / 'data'}", "cutoff_len=512"]  # fmt: skip
+    assert main(["predict", *options, "max_new_tokens=3", f"save_dir={tmp_path / 'predicted'}"]) == 0
     lines = (tmp_path / "predicted" / "generated_predictions.jsonl").read_text().splitlines()
     answers = [json.loads(line) for line in lines]
     for record, answer in zip(RECORDS, answers, strict=True):
         images = golden()["records"][record]["images"]
         assert [Path(path).name for path in answer.get("images", ())] == images
         assert answer["prompt"].count("<|image_pad|>") == len(images)
-    assert main(["eval", *given, f"save_dir={tmp_path / 'evaluated'}"]) == 0
+    assert main(["eval", *options, f"save_dir={tmp_path / 'evaluated'}"]) == 0
     rows = [row for row in golden()["llamafactory"] if row["family"] == "qwen2_5_vl" and not row["options"]]
     chosen = [row for row in rows if row["record"] in RECORDS]
     expected = sum(row["loss"] * row["items"] for row in chosen) / sum(row["items"] for row in chosen)
-    found = json.loads((tmp_path / "evaluated" / "eval_results.json").read_text())
-    assert found["eval_loss"] == pytest.approx(expected, abs=1e-4)
+    result = json.loads((tmp_path / "evaluated" / "eval_results.json").read_text())
+    assert result["eval_loss"] == pytest.approx(expected, abs=1e-4)

@@ -66,12 +66,12 @@ class Server:
             [sys.executable, "-m", "burnish", *words], env=environment(), stdout=self.output, stderr=self.output
         )
         until = time.monotonic() + 120
-        while not (found := re.search(r"https?://127\.0\.0\.1:(\d+)", self.said)) or self.send("GET", "/healthz") == 0:
+        while not (result := re.search(r"https?://127\.0\.0\.1:(\d+)", self.said)) or self.send("GET", "/healthz") == 0:
             assert self.child.poll() is None, self.said
             assert time.monotonic() < until, self.said
             time.sleep(0.05)
-            if found:
-                self.port = int(found[1])
+            if result:
+                self.port = int(result[1])
 
     port = 0
 
@@ -97,14 +97,14 @@ class Server:
 
     def words_of_processes(self) -> str:
         """The command lines of the server and of what it started."""
-        found = []
+        result = []
         for place in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
                 if self.child.pid in (int(place.name), parent):
-                    found.append((place / "cmdline").read_bytes().decode())
-        assert found
-        return "\n".join(found)
+                    result.append((place / "cmdline").read_bytes().decode())
+        assert result
+        return "\n".join(result)
 
     def end(self) -> None:
         self.child.send_signal(signal.SIGTERM)
@@ -118,14 +118,14 @@ def test_api_shows_no_secret(user_folder: Path) -> None:
         "api_port: 0\napi_model_name: model\napi_log: content\n"
     )
     server = Server("api", "api.yaml")
-    asked = {"model": "model", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    options = {"model": "model", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
     own, wrong = f"Bearer {OF_THE_SYSTEM}", f"Bearer {RUN_YAML}"
     until = time.monotonic() + 60
-    while server.send("POST", "/v1/chat/completions", asked, Authorization=own) == 503:
+    while server.send("POST", "/v1/chat/completions", options, Authorization=own) == 503:
         assert time.monotonic() < until
         time.sleep(0.1)
-    assert server.send("POST", "/v1/chat/completions", asked, Authorization=own) == 200
-    assert server.send("POST", "/v1/chat/completions", asked, Authorization=wrong) == 401
+    assert server.send("POST", "/v1/chat/completions", options, Authorization=own) == 200
+    assert server.send("POST", "/v1/chat/completions", options, Authorization=wrong) == 401
     for path in ("/v1/models", "/metrics", f"/v1/models?api_key={OF_THE_SYSTEM}", f"/{RUN_YAML}", "/readyz"):
         assert server.send("GET", path, Authorization=own) in (200, 404, 503)
         assert server.send("GET", path, Authorization=wrong) in (200, 401, 404)
@@ -237,10 +237,10 @@ def test_traceback_contains_no_secret(debug: list[str], user_folder: Path, monke
     assert_nowhere(done.stdout + done.stderr, user_folder)
 
 
-def assert_nowhere(said: str, folder: Path) -> None:
+def assert_nowhere(message: str, folder: Path) -> None:
     caches = [Path(os.environ["BURNISH_CACHE"])]
     for marker in (RUN_YAML, OF_THE_SYSTEM):
-        assert marker not in said
+        assert marker not in message
         for path in (path for place in (folder, *caches) for path in place.rglob("*") if path.is_file()):
             assert marker.encode() not in path.read_bytes(), path
     write("data/rows.json", ROWS)

@@ -17,9 +17,9 @@ from burnish.config.errors import NonFiniteError, UserError
 from burnish.data.batches.loader import RowLoader, order_of
 from burnish.loop.spikes import SpikeError, SpikeWatch
 from burnish.losses.lm import LmObjective
-from hf_toy import losses, make_trainer, points, same, weights
-from runs import same_weights
-from small_run import as_words, make_user, records
+from run_outputs import same_weights
+from small_run import as_arguments, make_workspace, records
+from trainer_run import losses, make_trainer, points, same, weights
 
 pytestmark = pytest.mark.run
 
@@ -29,25 +29,25 @@ ODD = 9  # the record, from 0, whose answer holds the only "~" of the set
 @pytest.fixture
 def user(tmp_path):
     """The options of a run, four rows to a step and two epochs of six steps."""
-    given = make_user(tmp_path, save_steps=2, logging_steps=1)
+    options = make_workspace(tmp_path, save_steps=2, logging_steps=1)
     rows = records(24)
     rows[ODD]["output"] = "~"
     (tmp_path / "data.json").write_text(json.dumps(rows))
-    return given
+    return options
 
 
 def spoil(monkeypatch, given, factor, only_once=False):
     """Multiply the loss of the odd row by ``factor``."""
     tokenizer = AutoTokenizer.from_pretrained(given["model_name_or_path"])
     (odd,) = tokenizer("~", add_special_tokens=False)["input_ids"]
-    plain, seen = LmObjective.loss, []
+    plain, recorded = LmObjective.loss, []
 
     def loss(self, module, batch):
-        found = plain(self, module, batch)
-        if not (batch["labels"] == odd).any() or (only_once and seen):
-            return found
-        seen.append(1)
-        return type(found)(found.total * factor, found.sums, found.outputs)
+        result = plain(self, module, batch)
+        if not (batch["labels"] == odd).any() or (only_once and recorded):
+            return result
+        recorded.append(1)
+        return type(result)(result.total * factor, result.sums, result.outputs)
 
     monkeypatch.setattr(LmObjective, "loss", loss)
 
@@ -59,7 +59,7 @@ def rows_of_odd_step(seed=42):
 
 
 def run(given):
-    return main(["train", *as_words(given)])
+    return main(["train", *as_arguments(given)])
 
 
 @pytest.mark.parametrize(
@@ -68,13 +68,13 @@ def run(given):
 def test_non_finite_step_names_its_records(user, monkeypatch, capsys, more):
     spoil(monkeypatch, user, float("nan"))
     assert run({**user, **more}) == 1
-    said = re.sub(r"\s+", " ", capsys.readouterr().err)
-    assert "is not finite (loss nan" in said
-    assert f"{user['dataset']}, record {ODD + 1}" in said.split("Examples: ")[1]
+    output = re.sub(r"\s+", " ", capsys.readouterr().err)
+    assert "is not finite (loss nan" in output
+    assert f"{user['dataset']}, record {ODD + 1}" in output.split("Examples: ")[1]
     if not more:
         rows, step = rows_of_odd_step()
-        assert f"The loss of step {step} is not finite" in said
-        assert all(f"record {row + 1}" in said for row in rows)
+        assert f"The loss of step {step} is not finite" in output
+        assert all(f"record {row + 1}" in output for row in rows)
 
 
 def test_rolled_back_run_equals_run_without_skipped_rows(user, tmp_path, monkeypatch, capsys):
@@ -83,16 +83,16 @@ def test_rolled_back_run_equals_run_without_skipped_rows(user, tmp_path, monkeyp
     with monkeypatch.context() as patch:
         spoil(patch, user, float("nan"))
         assert run({**user, "on_spike": "go_back"}) == 0
-    told = capsys.readouterr().err
-    assert f"Step {step} was not finite" in told
-    assert "Rolling back; the examples of this step are skipped from now on." in re.sub(r"\s+", " ", told)
+    reported = capsys.readouterr().err
+    assert f"Step {step} was not finite" in reported
+    assert "Rolling back; the examples of this step are skipped from now on." in re.sub(r"\s+", " ", reported)
     last = json.loads((tmp_path / "out" / "checkpoint-12" / "stream.json").read_text())
     assert last["left_out"] == sorted(rows)
 
     plain = RowLoader.__init__
 
-    def without_rows(self, *given, **named):
-        plain(self, *given, **named)
+    def without_rows(self, *args, **kwargs):
+        plain(self, *args, **kwargs)
         self.left_out = frozenset(rows)
 
     monkeypatch.setattr(RowLoader, "__init__", without_rows)
@@ -122,20 +122,20 @@ def test_rollback_requires_a_checkpoint(user, monkeypatch, capsys):
 
 
 def test_resumed_run_still_skips_excluded_rows(user, tmp_path, monkeypatch):
-    given = {**user, "on_spike": "go_back", "lr_scheduler_type": "constant"}
+    options = {**user, "on_spike": "go_back", "lr_scheduler_type": "constant"}
     spoil(monkeypatch, user, float("nan"))
-    assert run({**given, "max_steps": 12}) == 0
-    assert run({**given, "max_steps": 12, "output_dir": str(tmp_path / "two")}) == 0
-    assert run({**given, "max_steps": 8, "output_dir": str(tmp_path / "three")}) == 0
-    assert run({**given, "max_steps": 12, "output_dir": str(tmp_path / "three")}) == 0
+    assert run({**options, "max_steps": 12}) == 0
+    assert run({**options, "max_steps": 12, "output_dir": str(tmp_path / "two")}) == 0
+    assert run({**options, "max_steps": 8, "output_dir": str(tmp_path / "three")}) == 0
+    assert run({**options, "max_steps": 12, "output_dir": str(tmp_path / "three")}) == 0
     assert same_weights(tmp_path / "out", tmp_path / "two")
     assert same_weights(tmp_path / "out", tmp_path / "three")
 
 
 def test_rolled_back_script_equals_script_without_skipped_rows(tmp_path, library_log):
-    def trained(name, at, **given):
+    def trained(name, at, **options):
         trainer = make_trainer(
-            tmp_path / name, train=rows, save_strategy="steps", save_steps=2, num_train_epochs=3, **given
+            tmp_path / name, train=rows, save_strategy="steps", save_steps=2, num_train_epochs=3, **options
         )
         plain = trainer.get_train_dataloader
 
@@ -178,15 +178,15 @@ def engine_of(loss_scale):
 
 
 @pytest.mark.parametrize(
-    ("loss", "norm", "scaled", "said"),
+    ("loss", "norm", "scaled", "message"),
     [(1.0, inf, True, None), (nan, inf, True, "Step 7 was not finite"), (1.0, 90.0, True, "The gradient of step 7"),
      (1.0, inf, False, "Step 7 was not finite"), (1.0, 2.0, True, None)],
 )  # fmt: skip
-def test_loss_scale_reduction_is_not_a_spike_but_others_are(loss, norm, scaled, said):
+def test_loss_scale_reduction_is_not_a_spike_but_others_are(loss, norm, scaled, message):
     watch = SpikeWatch(ratio=50)
     watch.norms.extend([1.0] * 9)
     group = SimpleNamespace(items=[3])
-    with nullcontext() if said is None else pytest.raises(SpikeError, match=said):
+    with nullcontext() if message is None else pytest.raises(SpikeError, match=message):
         watch.check(engine_of(scaled), 7, group, torch.tensor(loss), torch.tensor(norm))
     assert len(watch.norms) == (10 if norm == 2.0 else 9)
 

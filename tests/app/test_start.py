@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from small_run import make_user
+from small_run import make_workspace
 
 pytestmark = pytest.mark.run
 
@@ -46,20 +46,20 @@ def loaded_by(folder: Path, options: dict[str, Any], watched: bool = False) -> d
         [sys.executable, "-c", AS_COMMAND, str(file), "watched" if watched else ""],
         capture_output=True, text=True, cwd=folder, env=environment, check=True,
     )  # fmt: skip
-    found: dict[str, Any] = json.loads(done.stdout.split("FOUND ")[1])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout.split("FOUND ")[1])
+    return result
 
 
 def test_full_training_imports_no_unused_library(tmp_path: Path) -> None:
-    found = loaded_by(tmp_path, make_user(tmp_path, max_steps=1, report_to="none"), watched=True)
-    assert found["status"] == 0
-    assert "transformers.models.llama.modeling_llama" in found["loaded"]
-    assert not NEVER_NEEDED & set(found["loaded"])
-    assert found["enabled"], "a training makes garbage, which is collected"
-    assert found["threshold"] == 100_000, "but seldom"
+    result = loaded_by(tmp_path, make_workspace(tmp_path, max_steps=1, report_to="none"), watched=True)
+    assert result["status"] == 0
+    assert "transformers.models.llama.modeling_llama" in result["loaded"]
+    assert not NEVER_NEEDED & set(result["loaded"])
+    assert result["enabled"], "a training makes garbage, which is collected"
+    assert result["threshold"] == 100_000, "but seldom"
 
 
 def test_misspelled_option_is_reported_before_importing_transformers(tmp_path: Path) -> None:
-    found = loaded_by(tmp_path, {**make_user(tmp_path), "learning_rat": 1})
-    assert found["status"] == 2
-    assert not {"transformers", "datasets"} & set(found["loaded"])
+    result = loaded_by(tmp_path, {**make_workspace(tmp_path), "learning_rat": 1})
+    assert result["status"] == 2
+    assert not {"transformers", "datasets"} & set(result["loaded"])

@@ -29,8 +29,8 @@ def rarely(*values: object) -> list[Any]:
 
 def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A line of bash with ``$B`` for burnish; its status is that of the first command of a pipe."""
-    given = {**os.environ, "B": " ".join(PROGRAM), "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=given, check=False)
+    options = {**os.environ, "B": " ".join(PROGRAM), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=options, check=False)
 
 
 @pytest.mark.slow
@@ -48,9 +48,9 @@ def test_training_continues_when_its_output_is_closed(where: str, user_folder: P
     assert done.returncode == 0, done.stdout + done.stderr
     assert Path("out/model.safetensors").is_file()
     assert "Exception ignored" not in done.stderr
-    said = Path("out/run.log").read_text(encoding="utf-8")
-    assert "Training for 8 steps" in said
-    assert "Trained 8 steps" in said
+    output = Path("out/run.log").read_text(encoding="utf-8")
+    assert "Training for 8 steps" in output
+    assert "Trained 8 steps" in output
 
 
 def test_training_continues_when_its_terminal_is_closed(user_folder: Path) -> None:
@@ -59,18 +59,19 @@ def test_training_continues_when_its_terminal_is_closed(user_folder: Path) -> No
     if child == 0:
         os.execve(sys.executable, [*TRAIN, "save_strategy=no", "logging_steps=1", "max_steps=150"],
                   {**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
-    seen = b""
-    while b"step   1/150" not in seen:
-        seen += os.read(terminal, 4096)
+    recorded = b""
+    while b"step   1/150" not in recorded:
+        recorded += os.read(terminal, 4096)
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert Path("out/model.safetensors").is_file()
     assert list(Path("out").glob("checkpoint-*"))
-    said = Path("out/run.log").read_text(encoding="utf-8")
+    output = Path("out/run.log").read_text(encoding="utf-8")
     assert (
-        f"The terminal was closed: saving a checkpoint after this step, then continuing. To stop: kill {child}" in said
+        f"The terminal was closed: saving a checkpoint after this step, then continuing. To stop: kill {child}"
+        in output
     )
-    assert "Trained 150 steps" in said
+    assert "Trained 150 steps" in output
 
 
 @pytest.mark.slow

@@ -15,19 +15,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish.cli import main
 from burnish.loop.meter import Meter
-from runs import KILLS_ITSELF_AFTER_STEP_FIVE, history, same_weights, weights_in
-from small_run import as_words, make_user
+from run_outputs import KILLS_ITSELF_AFTER_STEP_FIVE, history, same_weights, weights_in
+from small_run import as_arguments, make_workspace
 
 pytestmark = pytest.mark.run
 
 
 def run(given, command="train"):
-    return main([command, *as_words(given)])
+    return main([command, *as_arguments(given)])
 
 
 def test_full_run_saves_transformers_model_and_expected_files(tmp_path):
-    given = make_user(tmp_path, val_size=0.25, eval_strategy="steps", eval_steps=4, include_num_input_tokens_seen=True)
-    assert run({**given, "plot_loss": True}) == 0
+    options = make_workspace(
+        tmp_path, val_size=0.25, eval_strategy="steps", eval_steps=4, include_num_input_tokens_seen=True
+    )
+    assert run({**options, "plot_loss": True}) == 0
     out = tmp_path / "out"
     expected = {
         "model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -47,7 +49,7 @@ def test_full_run_saves_transformers_model_and_expected_files(tmp_path):
 def test_lora_run_saves_adapter_that_peft_loads(tmp_path):
     from peft import PeftModel
 
-    assert run(make_user(tmp_path, finetuning_type="lora", lora_rank=4, learning_rate=1e-2)) == 0
+    assert run(make_workspace(tmp_path, finetuning_type="lora", lora_rank=4, learning_rate=1e-2)) == 0
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     tokens = torch.tensor([[5, 6, 7, 8]])
     before = base(tokens).logits
@@ -56,14 +58,14 @@ def test_lora_run_saves_adapter_that_peft_loads(tmp_path):
 
 
 def test_plain_text_pretraining_runs(tmp_path):
-    given = make_user(tmp_path, stage="pt", cutoff_len=32)
+    options = make_workspace(tmp_path, stage="pt", cutoff_len=32)
     (tmp_path / "text.txt").write_text("red green blue stone river\n" * 60)
-    assert run({**given, "dataset": str(tmp_path / "text.txt")}) == 0
+    assert run({**options, "dataset": str(tmp_path / "text.txt")}) == 0
     assert history(tmp_path / "out")[-1]["train_loss"] > 0
 
 
 def test_model_can_be_trained_from_scratch(tmp_path):
-    assert run(make_user(tmp_path, train_from_scratch=True, seed=3)) == 0
+    assert run(make_workspace(tmp_path, train_from_scratch=True, seed=3)) == 0
     assert not same_weights(tmp_path / "out", tmp_path / "model")
 
 
@@ -80,15 +82,20 @@ RARELY = ("neftune", "badam")  # kills.py has them too
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=pytest.mark.slow) if m in RARELY else m for m in CUTS])
 def test_run_killed_mid_epoch_resumes_to_same_weights(tmp_path, method):
-    given = make_user(tmp_path, dropout=0.1, save_steps=4, logging_steps=1, num_train_epochs=2, **CUTS[method])
-    assert run({**given, "output_dir": str(tmp_path / "whole")}) == 0
+    options = make_workspace(tmp_path, dropout=0.1, save_steps=4, logging_steps=1, num_train_epochs=2, **CUTS[method])
+    assert run({**options, "output_dir": str(tmp_path / "whole")}) == 0
     child = subprocess.Popen(
-        [sys.executable, "-c", KILLS_ITSELF_AFTER_STEP_FIVE, *as_words({**given, "output_dir": str(tmp_path / "cut")})],
+        [
+            sys.executable,
+            "-c",
+            KILLS_ITSELF_AFTER_STEP_FIVE,
+            *as_arguments({**options, "output_dir": str(tmp_path / "cut")}),
+        ],
         stdout=subprocess.DEVNULL,
     )
     assert child.wait() == -signal.SIGKILL
     assert not (tmp_path / "cut" / "model.safetensors").exists()
-    assert run({**given, "output_dir": str(tmp_path / "cut")}) == 0
+    assert run({**options, "output_dir": str(tmp_path / "cut")}) == 0
     assert same_weights(tmp_path / "whole", tmp_path / "cut")
     assert history(tmp_path / "whole") == history(tmp_path / "cut")
     rows = [json.loads(line)["current_steps"] for line in (tmp_path / "cut" / "trainer_log.jsonl").open()]
@@ -96,11 +103,11 @@ def test_run_killed_mid_epoch_resumes_to_same_weights(tmp_path, method):
 
 
 def test_restarted_finished_run_does_nothing_and_reports_it(tmp_path, capsys):
-    given = make_user(tmp_path)
-    assert run(given) == 0
+    options = make_workspace(tmp_path)
+    assert run(options) == 0
     stamp = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
     capsys.readouterr()
-    assert run(given) == 0
+    assert run(options) == 0
     assert "nothing to do" in "".join(capsys.readouterr())
     assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == stamp
 
@@ -115,46 +122,48 @@ def test_restarted_finished_run_does_nothing_and_reports_it(tmp_path, capsys):
     ],
 )
 def test_different_run_in_same_folder_is_rejected_with_the_difference(tmp_path, capsys, change, words):
-    given = make_user(tmp_path, save_steps=4, max_steps=4)
-    assert run(given) == 0
+    options = make_workspace(tmp_path, save_steps=4, max_steps=4)
+    assert run(options) == 0
     (tmp_path / "out" / "train_results.json").unlink()
     capsys.readouterr()
-    assert run({**given, "max_steps": 6, **change}) == 2
-    said = " ".join("".join(capsys.readouterr()).split())
-    assert words in said
-    assert "resume_despite_changes" in said
+    assert run({**options, "max_steps": 6, **change}) == 2
+    output = " ".join("".join(capsys.readouterr()).split())
+    assert words in output
+    assert "resume_despite_changes" in output
 
 
 def test_changed_option_is_rejected_before_reading_data(tmp_path, capsys, monkeypatch):
-    given = make_user(tmp_path, save_steps=4, max_steps=4)
-    assert run(given) == 0
+    options = make_workspace(tmp_path, save_steps=4, max_steps=4)
+    assert run(options) == 0
     monkeypatch.setattr("burnish.run.prepare.load_data", lambda *_: pytest.fail("the data were read"))
     for steps in (4, 6):
-        assert run({**given, "max_steps": steps, "learning_rate": 5e-3}) == 2
+        assert run({**options, "max_steps": steps, "learning_rate": 5e-3}) == 2
         assert "learning_rate was 0.001, is 0.005" in " ".join("".join(capsys.readouterr()).split())
 
 
 def test_changed_data_under_same_name_is_rejected(tmp_path, capsys):
-    given = make_user(tmp_path, save_steps=4, max_steps=4)
-    assert run(given) == 0
+    options = make_workspace(tmp_path, save_steps=4, max_steps=4)
+    assert run(options) == 0
     (tmp_path / "data.json").write_text((tmp_path / "data.json").read_text().replace("stone", "stones"))
-    assert run({**given, "max_steps": 6}) == 2
+    assert run({**options, "max_steps": 6}) == 2
     assert "data has changed" in "".join(capsys.readouterr())
 
 
 def test_accepted_new_learning_rate_and_more_steps_are_applied_and_reported(tmp_path, capsys):
-    given = make_user(tmp_path, save_steps=4, max_steps=4, lr_scheduler_type="constant", logging_steps=1)
-    assert run(given) == 0
-    assert run({**given, "max_steps": 6, "learning_rate": 5e-3, "resume_despite_changes": True}) == 0
+    options = make_workspace(tmp_path, save_steps=4, max_steps=4, lr_scheduler_type="constant", logging_steps=1)
+    assert run(options) == 0
+    assert run({**options, "max_steps": 6, "learning_rate": 5e-3, "resume_despite_changes": True}) == 0
     assert "learning_rate was 0.001" in " ".join("".join(capsys.readouterr()).split())
     rates = [entry["learning_rate"] for entry in history(tmp_path / "out") if "learning_rate" in entry]
     assert rates == [1e-3] * 4 + [5e-3] * 2
 
 
 def test_signal_saves_checkpoint_and_same_command_resumes(tmp_path):
-    given = make_user(tmp_path, num_train_epochs=200, save_strategy="no", logging_steps=1000)
+    options = make_workspace(tmp_path, num_train_epochs=200, save_strategy="no", logging_steps=1000)
     child = subprocess.Popen(
-        [sys.executable, "-m", "burnish", "train", *as_words(given)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [sys.executable, "-m", "burnish", "train", *as_arguments(options)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     log = tmp_path / "out" / "trainer_log.jsonl"
     deadline = time.monotonic() + 60
@@ -167,13 +176,13 @@ def test_signal_saves_checkpoint_and_same_command_resumes(tmp_path):
 
 
 def test_dataset_without_learned_tokens_is_rejected_before_writing(tmp_path, capsys):
-    given = make_user(tmp_path)
+    options = make_workspace(tmp_path)
     empty = [{"instruction": "Add", "input": "", "output": ""}] * 5
     (tmp_path / "data.json").write_text(json.dumps(empty))
-    assert run(given) == 2
-    said = "".join(capsys.readouterr())
-    assert "5" in said
-    assert "Traceback" not in said
+    assert run(options) == 2
+    output = "".join(capsys.readouterr())
+    assert "5" in output
+    assert "Traceback" not in output
     assert not (tmp_path / "out").exists()
 
 
@@ -185,26 +194,26 @@ def test_dataset_without_learned_tokens_is_rejected_before_writing(tmp_path, cap
 )  # fmt: skip
 def test_step_does_not_depend_on_micro_batching_and_layout(tmp_path, cut, layout):
     size, accumulation = cut
-    given = make_user(
+    options = make_workspace(
         tmp_path, count=8, max_steps=1, max_grad_norm=0, optim="sgd", learning_rate=1.0, lr_scheduler_type="constant"
     )
-    plain = {**given, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "padding_free": False}
+    plain = {**options, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "padding_free": False}
     assert run({**plain, "output_dir": str(tmp_path / "plain")}) == 0
-    other = {**given, "per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation, **layout}
+    other = {**options, "per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation, **layout}
     assert run(other) == 0
     a, b = weights_in(tmp_path / "plain"), weights_in(tmp_path / "out")
     assert max((a[n] - b[n]).abs().max().item() for n in a) < 1e-6
 
 
 def test_token_budget_below_longest_row_is_rejected_with_its_length(tmp_path, capsys):
-    assert run(make_user(tmp_path, max_tokens_per_batch=8)) == 2
-    said = capsys.readouterr().err
-    assert '"max_tokens_per_batch" (8) is smaller than the longest row' in said
+    assert run(make_workspace(tmp_path, max_tokens_per_batch=8)) == 2
+    output = capsys.readouterr().err
+    assert '"max_tokens_per_batch" (8) is smaller than the longest row' in output
     assert not (tmp_path / "out").exists()
 
 
 def test_four_real_dataset_formats_train_together(tmp_path, golden_folder):
-    given = make_user(tmp_path)
+    options = make_workspace(tmp_path)
     info = {
         "en": {"file_name": "alpaca_en_demo.json"}, "zh": {"file_name": "alpaca_zh_demo.json"},
         "me": {"file_name": "identity.json"},
@@ -216,28 +225,28 @@ def test_four_real_dataset_formats_train_together(tmp_path, golden_folder):
     for entry in info.values():
         (folder / entry["file_name"]).symlink_to(golden_folder / "sets" / entry["file_name"])
     (folder / "dataset_info.json").write_text(json.dumps(info))
-    given |= {
+    options |= {
         "dataset_dir": str(folder),
         "dataset": "en,zh,me,tools",
         "max_samples": 8,
         "template": "qwen",
         "max_steps": 3,
     }
-    assert run(given) == 0
+    assert run(options) == 0
     assert history(tmp_path / "out")[-1]["train_loss"] > 0
 
 
 @pytest.mark.run
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [
         {}, {"max_steps": 10}, {"max_steps": 1}, {"num_train_epochs": 0.5}, {"dataloader_drop_last": True},
         {"max_steps": 3, "streaming": True}, {"packing": True, "max_steps": 7}, {"gradient_accumulation_steps": 1},
     ],
     ids=str,
 )  # fmt: skip
-def test_first_log_numbers_match_run_and_explain(given, tmp_path, capsys, monkeypatch):
-    made = make_user(tmp_path, count=22, save_strategy="no", logging_steps=1, **given)
+def test_first_log_numbers_match_run_and_explain(options, tmp_path, capsys, monkeypatch):
+    made = make_workspace(tmp_path, count=22, save_strategy="no", logging_steps=1, **options)
     rows_of_steps, add_rows = [], Meter.add_rows
     monkeypatch.setattr(
         Meter, "add_rows", lambda self, rows, tokens: rows_of_steps.append(int(rows)) or add_rows(self, rows, tokens)
@@ -259,8 +268,8 @@ def test_first_log_numbers_match_run_and_explain(given, tmp_path, capsys, monkey
     per_epoch = math.ceil(int(first[3]) / size)
     assert float(first[2]) == pytest.approx(state["max_steps"] / per_epoch, abs=0.006)
     assert float(first[2]) == pytest.approx(state["epoch"], abs=1 / per_epoch)  # the last step of an epoch is smaller
-    assert first[4] == ("pack" if given.get("packing") else "example")
-    assert given.get("packing") or int(first[3]) == 22
+    assert first[4] == ("pack" if options.get("packing") else "example")
+    assert options.get("packing") or int(first[3]) == 22
 
 
 @pytest.mark.run
@@ -268,7 +277,7 @@ def test_first_log_numbers_match_run_and_explain(given, tmp_path, capsys, monkey
     ("steps", "logged"), [(3, [1, 2, 3]), (60, [1, *range(2, 61, 2)]), (101, [1, *range(3, 100, 3), 101])]
 )
 def test_about_50_steps_including_first_and_last_are_logged(steps, logged, tmp_path):
-    given = make_user(tmp_path, count=4, max_steps=steps, save_strategy="no")
-    del given["logging_steps"]
-    assert run(given) == 0
+    options = make_workspace(tmp_path, count=4, max_steps=steps, save_strategy="no")
+    del options["logging_steps"]
+    assert run(options) == 0
     assert [entry["step"] for entry in history(tmp_path / "out") if "loss" in entry] == logged

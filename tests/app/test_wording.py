@@ -47,7 +47,7 @@ def replace_sentences(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Problem, "__init__", with_noise)
 
 
-def found(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[tuple[str, str]]]:
+def explain_problems(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[tuple[str, str]]]:
     """(exit status, option and place of each problem) of ``burnish explain --json`` with further words."""
     status = cli.main(["explain", "run.yaml", "--json", *shlex.split(words)])
     answer = json.loads(capsys.readouterr().out)
@@ -58,9 +58,9 @@ def found(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[tup
 def test_option_and_source_of_a_problem_do_not_depend_on_wording(
     words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = found(words, capsys)
+    before = explain_problems(words, capsys)
     replace_sentences(monkeypatch)
-    assert found(words, capsys) == before
+    assert explain_problems(words, capsys) == before
     status, problems = before
     assert status == 2
     assert problems
@@ -85,7 +85,7 @@ def test_checks_and_notes_are_found_independently_of_function_names(monkeypatch:
 
 def test_load_best_model_is_rejected_with_schedule_free_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
     best = "optim=schedule_free_adamw load_best_model_at_end=true eval_strategy=steps eval_steps=2 val_size=2"
-    _, problems = found(best, capsys)
+    _, problems = explain_problems(best, capsys)
     assert ("load_best_model_at_end", "the command line") in problems
 
 

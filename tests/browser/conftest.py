@@ -86,9 +86,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
     demo = Path(burnish.__file__).parent / "demo"
     shutil.copytree(demo / "model", root / "model")
     shutil.copytree(demo / "data", root / "data")
-    found = Server(root, tmp_path / "home").start()
-    yield found
-    found.end()
+    result = Server(root, tmp_path / "home").start()
+    yield result
+    result.end()
     _end_runs(root)
 
 
@@ -114,12 +114,12 @@ def visitor(chromium: Any, server: Server) -> Iterator[Any]:
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on(
         "console",
-        lambda said: errors.append(said.text) if said.type == "error" and not USUAL.search(said.text) else None,
+        lambda output: errors.append(output.text) if output.type == "error" and not USUAL.search(output.text) else None,
     )
     page.on(
         "request",
-        lambda asked: (
-            errors.append(asked.url) if not asked.url.startswith((server.address, "data:", "blob:")) else None
+        lambda requested: (
+            errors.append(requested.url) if not requested.url.startswith((server.address, "data:", "blob:")) else None
         ),
     )
     page.goto(server.link)

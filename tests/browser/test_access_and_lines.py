@@ -25,12 +25,12 @@ FORM = {
 @pytest.fixture
 def axe() -> str:
     """The script of axe-core, which only the tests load."""
-    found = find_spec("axe_playwright_python")
-    if found is None or not found.submodule_search_locations:
+    result = find_spec("axe_playwright_python")
+    if result is None or not result.submodule_search_locations:
         if os.environ.get("BURNISH_BROWSER") == "required":
             pytest.fail("axe-playwright-python is not installed")
         pytest.skip('axe-playwright-python is not installed: pip install -e ".[browser]"')
-    return (Path(found.submodule_search_locations[0]) / "axe.min.js").read_text(encoding="utf-8")
+    return (Path(result.submodule_search_locations[0]) / "axe.min.js").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def run(server) -> str:
 @pytest.mark.parametrize("language", ["en-US", "zh-CN"])
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_axe_finds_no_accessibility_violations(chromium, server, run, axe, theme, language) -> None:
-    found = {}
+    result = {}
     for width in (1280, 360):
         context = chromium.new_context(
             viewport={"width": width, "height": 800}, color_scheme=theme, locale=language,
@@ -66,14 +66,14 @@ def test_axe_finds_no_accessibility_violations(chromium, server, run, axe, theme
             page.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
             page.evaluate(axe)
             violations = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")["violations"]
-            found |= {(screen, width, one["id"]): one["nodes"][0]["html"][:200] for one in violations}
+            result |= {(screen, width, one["id"]): one["nodes"][0]["html"][:200] for one in violations}
         context.close()
-    assert found == {}
+    assert result == {}
 
 
 def test_rows_are_complete_over_slow_interrupted_connection(visitor, server, run) -> None:
     line = visitor.context.new_cdp_session(visitor)
-    usual = {"latency": 80, "downloadThroughput": 12_500, "uploadThroughput": 12_500}  # 100 kbit/s
+    defaults = {"latency": 80, "downloadThroughput": 12_500, "uploadThroughput": 12_500}  # 100 kbit/s
     visitor.goto(f"{server.address}/runs/{run}")
     visitor.locator(".chart canvas").first.wait_for()
     log = server.root / "saves/first/trainer_log.jsonl"
@@ -81,9 +81,9 @@ def test_rows_are_complete_over_slow_interrupted_connection(visitor, server, run
     for step in steps:
         with log.open("a") as file:
             file.write(json.dumps({"current_steps": step, "total_steps": 100, "loss": 1 + step / 1000}) + "\n")
-        line.send("Network.emulateNetworkConditions", {"offline": step % 10 == 0, **usual})
+        line.send("Network.emulateNetworkConditions", {"offline": step % 10 == 0, **defaults})
         time.sleep(0.5 if step % 10 == 0 else 0.2)
-    line.send("Network.emulateNetworkConditions", {"offline": False, **usual})
+    line.send("Network.emulateNetworkConditions", {"offline": False, **defaults})
     visitor.locator("#summary", has_text="over 100 steps").wait_for()
     visitor.check("#as-table")
 

@@ -90,9 +90,9 @@ def test_tool_call_waits_for_its_result_and_response_continues(visitor, heard) -
     assert [one["content"] for one in second["messages"][2:]] == ["one", "<b>two</b>"]
     assert [one["id"] for one in second["messages"][1]["tool_calls"]] == ["call_0", "call_1"]
     visitor.click(".chat-head .menu summary")
-    with visitor.expect_download() as found:
+    with visitor.expect_download() as result:
         visitor.click("#record")
-    record = json.loads(Path(found.value.path()).read_text(encoding="utf-8"))
+    record = json.loads(Path(result.value.path()).read_text(encoding="utf-8"))
     assert [one["role"] for one in record["messages"]] == ["user", "assistant", "tool", "tool", "assistant"]
 
 
@@ -119,13 +119,15 @@ def test_past_conversation_is_reopened_and_deleted_one_restored(visitor, heard) 
 def test_held_out_record_shows_its_answer_next_to_model_response(visitor, server, heard) -> None:
     visitor.click(".chat-head .menu summary")
     visitor.click("#held-out")
-    given = visitor.locator(".side[data-side=reference]")
-    given.get_by_text("validation example").wait_for()
+    options = visitor.locator(".side[data-side=reference]")
+    options.get_by_text("validation example").wait_for()
     visitor.get_by_text("It is three.").wait_for()
-    asked = heard[0]["messages"][-1]["content"]
+    requested = heard[0]["messages"][-1]["content"]
     records = [json.loads(line) for line in (server.root / "data/train.jsonl").read_text().splitlines()]
-    answers = [one["output"] for one in records if asked == "\n".join(filter(None, (one["instruction"], one["input"])))]
-    assert given.locator(".text").inner_text().strip() in {answer.strip() for answer in answers}
+    answers = [
+        one["output"] for one in records if requested == "\n".join(filter(None, (one["instruction"], one["input"])))
+    ]
+    assert options.locator(".text").inner_text().strip() in {answer.strip() for answer in answers}
 
 
 def test_webchat_opens_conversation_with_model_of_inference_file(chromium, tmp_path) -> None:

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from seeing import image_models
+from vision_models import image_models
 
 pytestmark = [pytest.mark.run, pytest.mark.slow]
 PASTE = """async ([name, encoded, kind]) => {
@@ -43,10 +43,10 @@ def load(chat, server):
 
 
 def test_images_are_picked_pasted_dropped_and_sent(chat, server):
-    asked = []
+    requests = []
 
     def answer(route):
-        asked.append(json.loads(route.request.post_data))
+        requests.append(json.loads(route.request.post_data))
         if route.request.url.endswith("/tokens"):
             body = {"count": 12, "images": [{"width": 64, "height": 48, "tokens": 4}]}
             route.fulfill(status=200, content_type="application/json", body=json.dumps(body))
@@ -81,7 +81,7 @@ def test_images_are_picked_pasted_dropped_and_sent(chat, server):
     assert chat.locator("#attached .thumb").count() == 0
     assert chat.locator('.side[data-side="0"] .turn.user .thumb img').count() == 2
 
-    parts = next(body for body in reversed(asked) if body.get("stream"))["messages"][-1]["content"]
+    parts = next(body for body in reversed(requests) if body.get("stream"))["messages"][-1]["content"]
     assert [part["type"] for part in parts] == ["image_url", "image_url", "text"]
     sent = base64.b64decode(parts[0]["image_url"]["url"].partition(",")[2])
     assert sent == (server.root / "files" / "p1_64x48.png").read_bytes()
@@ -108,16 +108,16 @@ def test_model_on_the_page_responds_to_an_image(chat, server):
       }
       return told;
     }"""
-    found = None
+    result = None
     for _ in range(240):
-        found = chat.evaluate(ask, [{"role": "user", "content": parts}])
-        if found and "" in found:
+        result = chat.evaluate(ask, [{"role": "user", "content": parts}])
+        if result and "" in result:
             break
-        assert not found or found.get("state") != "ended", found
+        assert not result or result.get("state") != "ended", result
         chat.wait_for_timeout(500)
-    assert found["/tokens"]["images"] == [{"width": 64, "height": 48, "tokens": 4}]
-    assert found[""]["usage"]["completion_tokens"] <= 3
-    assert found[""]["usage"]["prompt_tokens"] == found["/tokens"]["count"]
+    assert result["/tokens"]["images"] == [{"width": 64, "height": 48, "tokens": 4}]
+    assert result[""]["usage"]["completion_tokens"] <= 3
+    assert result[""]["usage"]["prompt_tokens"] == result["/tokens"]["count"]
 
 
 @pytest.fixture

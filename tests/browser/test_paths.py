@@ -123,10 +123,10 @@ def test_form_to_trained_model_survives_a_killed_server(visitor, server) -> None
     log = (server.root / "saves/first/trainer_log.jsonl").read_text().splitlines()
     steps = [json.loads(line)["current_steps"] for line in log if '"loss"' in line]
     assert steps == sorted(set(steps))
-    with page.expect_download() as found:
+    with page.expect_download() as result:
         page.locator(".chart .menu summary").first.click()
         page.locator(".chart button", has_text="PNG").first.click()
-    assert Path(found.value.path()).read_bytes().startswith(b"\x89PNG")
+    assert Path(result.value.path()).read_bytes().startswith(b"\x89PNG")
     image(page, "run")
     page.click("#theme")
     image(page, "run-dark" if page.evaluate("document.documentElement.dataset.theme") == "dark" else "run-light")
@@ -246,11 +246,11 @@ def test_page_fits_a_narrow_window_and_is_keyboard_navigable(visitor, server) ->
     visitor.goto(f"{server.address}/runs")
     visitor.keyboard.press("Tab")
     assert visitor.evaluate("document.activeElement.className") == "skip"
-    seen = set()
+    recorded = set()
     for _ in range(14):
         visitor.keyboard.press("Tab")
-        seen.add(visitor.evaluate("document.activeElement.textContent.trim()"))
-    assert {"New run", "Runs", "Compare", "Chat", "Evaluate", "Export"} <= seen
+        recorded.add(visitor.evaluate("document.activeElement.textContent.trim()"))
+    assert {"New run", "Runs", "Compare", "Chat", "Evaluate", "Export"} <= recorded
 
 
 def test_runs_and_metrics_are_readable_without_javascript(chromium, server) -> None:

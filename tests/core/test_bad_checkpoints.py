@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from bad_inputs import ROWS, Case, cut_short, files, make_folder, told, write
+from bad_inputs import ROWS, Case, cut_short, files, make_folder, read_output, write
 from burnish import cli
 from burnish.loop.loop import Loop
 
@@ -92,7 +92,7 @@ def test_run_resumes_from_intact_checkpoint_bitwise_equal(
 ) -> None:
     case.wrong()
     assert cli.main(["train", "run.yaml"]) == 0
-    out, _ = told(capsys)
+    out, _ = read_output(capsys)
     for words in case.said:
         assert words in out
     assert Path("out/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
@@ -134,7 +134,7 @@ def test_different_run_is_rejected_and_checkpoints_are_unchanged(
     case.wrong()
     before = files(Path("out"))
     assert cli.main([command, "run.yaml", *case.words]) == 2
-    _, err = told(capsys)
+    _, err = read_output(capsys)
     for words in case.said:
         assert words in err
     assert {name: stamp for name, stamp in files(Path("out")).items() if ".lock" not in name} == {
@@ -147,7 +147,7 @@ def test_optimizer_state_of_another_optimizer_is_rejected(
     words: list[str], again: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["train", "run.yaml", "resume_despite_changes=true", *words]) == 2
-    err = told(capsys)[1]
+    err = read_output(capsys)[1]
     assert f"{NEWEST}: this checkpoint contains the state of a different optimizer." in err
     assert Path(NEWEST).is_dir()
     assert cli.main(["train", "run.yaml", "resume_despite_changes=true", "optim=adamw_torch"]) == 0
@@ -157,11 +157,11 @@ def test_finished_run_is_not_mistaken_for_another(again: Path, capsys: pytest.Ca
     """R15, and the same folder with another seed."""
     assert cli.main(["train", "run.yaml"]) == 0
     before = Path("out/model.safetensors").stat().st_mtime_ns
-    told(capsys)
+    read_output(capsys)
     assert cli.main(["train", "run.yaml"]) == 0
-    assert "finished at step 8: there is nothing to do." in told(capsys)[0]
+    assert "finished at step 8: there is nothing to do." in read_output(capsys)[0]
     assert cli.main(["train", "run.yaml", "seed=1"]) == 2
-    assert "seed was 42, is 1" in told(capsys)[1]
+    assert "seed was 42, is 1" in read_output(capsys)[1]
     assert Path("out/model.safetensors").stat().st_mtime_ns == before
 
 
@@ -169,13 +169,13 @@ def test_finished_run_without_checkpoints_is_recognized(user_folder: Path, capsy
     words = ["train", "run.yaml", "save_strategy=no"]
     assert cli.main(words) == 0
     before = Path("out/model.safetensors").stat().st_mtime_ns
-    told(capsys)
+    read_output(capsys)
     assert cli.main(words) == 0
-    assert "finished at step 8: there is nothing to do." in told(capsys)[0]
+    assert "finished at step 8: there is nothing to do." in read_output(capsys)[0]
     assert cli.main([*words, "seed=1"]) == 2
-    assert "seed was 42, is 1" in told(capsys)[1]
+    assert "seed was 42, is 1" in read_output(capsys)[1]
     assert cli.main([*words, "max_steps=9"]) == 2
-    assert "ended after 8 steps and kept no checkpoint" in told(capsys)[1]
+    assert "ended after 8 steps and kept no checkpoint" in read_output(capsys)[1]
     assert Path("out/model.safetensors").stat().st_mtime_ns == before
     assert cli.main([*words, "seed=1", "overwrite_output_dir=true"]) == 0
     assert Path("out/model.safetensors").stat().st_mtime_ns > before
@@ -191,7 +191,7 @@ def test_model_that_cannot_be_saved_is_kept_as_checkpoint_and_retried(
     with monkeypatch.context() as patched:
         patched.setattr("burnish.run.finish.save_model", fails)
         assert cli.main(words) == 1
-    assert "Safe: out/checkpoint-8. Run the same command again to resume from it." in told(capsys)[1]
+    assert "Safe: out/checkpoint-8. Run the same command again to resume from it." in read_output(capsys)[1]
     assert not Path("out/model.safetensors").exists()
     assert cli.main(words) == 0
     assert Path("out/model.safetensors").is_file()
@@ -212,7 +212,7 @@ def test_partially_written_model_does_not_block_the_same_command(
         patched.setattr("burnish.models.save.save_config", is_full)  # once the weights are there
         patched.setattr("burnish.checkpoint.checkpoint._write_part", is_full)
         assert cli.main(words) == 1
-    assert "The disk is full" in told(capsys)[1]
+    assert "The disk is full" in read_output(capsys)[1]
     assert not list(Path("out").glob("*.safetensors")) + list(Path("out").glob("*config.json"))
     assert cli.main(words) == 0
 
@@ -220,16 +220,16 @@ def test_partially_written_model_does_not_block_the_same_command(
 def test_fewer_steps_than_trained_are_rejected(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R12d."""
     assert cli.main(["train", "run.yaml", "max_steps=3"]) == 2
-    assert "its run has already trained 4 steps, but max_steps is 3." in told(capsys)[1]
+    assert "its run has already trained 4 steps, but max_steps is 3." in read_output(capsys)[1]
     assert not Path("out/model.safetensors").exists()
 
 
 def test_changed_learning_rate_is_rejected_unless_requested(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R12."""
     assert cli.main(["train", "run.yaml", "learning_rate=5e-3"]) == 2
-    assert "learning_rate was 0.001, is 0.005" in told(capsys)[1]
+    assert "learning_rate was 0.001, is 0.005" in read_output(capsys)[1]
     assert cli.main(["train", "run.yaml", "learning_rate=5e-3", "resume_despite_changes=true"]) == 0
-    assert "learning_rate was 0.001 in checkpoint-4 and is 0.005 now." in told(capsys)[0]
+    assert "learning_rate was 0.001 in checkpoint-4 and is 0.005 now." in read_output(capsys)[0]
     rates = [entry["learning_rate"] for entry in history(Path("out")) if "learning_rate" in entry]
     assert rates[4] > 4 * rates[3] * 0.5
 
@@ -237,10 +237,10 @@ def test_changed_learning_rate_is_rejected_unless_requested(again: Path, capsys:
 def test_two_runs_cannot_share_a_folder(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """W2."""
     write("out/.lock", b"")
-    with Path("out/.lock").open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with Path("out/.lock").open() as stored:
+        fcntl.flock(stored, fcntl.LOCK_EX)
         assert cli.main(["train", "run.yaml"]) == 2
-    assert "another run is writing into this folder" in told(capsys)[1]
+    assert "another run is writing into this folder" in read_output(capsys)[1]
     assert os.listdir("out") == [".lock"]
 
 
@@ -268,7 +268,7 @@ def test_signal_saves_checkpoint_and_same_command_resumes(
         assert cli.main(["train", "run.yaml", "save_strategy=no"]) == 128 + number
     assert Path("out/checkpoint-3/manifest.json").exists()
     assert cli.main(["train", "run.yaml", "save_strategy=no"]) == 0
-    assert "Continuing from out/checkpoint-3" in told(capfd)[0]
+    assert "Continuing from out/checkpoint-3" in read_output(capfd)[0]
     assert logged_steps() == list(range(1, 9))
 
 
@@ -288,7 +288,7 @@ def test_failure_before_first_checkpoint_leaves_reusable_folder(
         if not first:
             at_step(1, failing, patch)
         assert cli.main(["train", "run.yaml", *first]) == 1
-    _, err = told(capsys)
+    _, err = read_output(capsys)
     assert words in err
     assert "No checkpoint was saved." in err or "Memory holds weights" in err
     assert "Traceback" in Path("out/traceback.txt").read_text(encoding="utf-8")

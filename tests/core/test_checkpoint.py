@@ -19,7 +19,7 @@ from burnish.checkpoint.manifest import faults, write_manifest
 from burnish.checkpoint.snapshot import join, split
 from burnish.config.errors import UserError
 from burnish.utils.files import only_writer
-from toy import StopAt, make_run, same, weights, without_times
+from regression_run import StopAt, make_run, same, weights, without_times
 
 pytestmark = pytest.mark.run
 
@@ -36,16 +36,16 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("stop_at", [1, 5, 11, 14])
 def test_resume_gives_same_weights_and_log(tmp_path, variant, stop_at):
-    given = {"save_strategy": "no", **VARIANTS[variant]}
-    whole, _ = make_run(tmp_path / "whole", **given)
+    options = {"save_strategy": "no", **VARIANTS[variant]}
+    whole, _ = make_run(tmp_path / "whole", **options)
     whole.train()
     if stop_at >= whole.state.max_steps:
         stop_at = 3
-    first, _ = make_run(tmp_path / "cut", [StopAt(stop_at)], **given)
+    first, _ = make_run(tmp_path / "cut", [StopAt(stop_at)], **options)
     first.train()
     assert not same(weights(first), weights(whole))
     torch.manual_seed(12345)
-    second, _ = make_run(tmp_path / "cut", **given)
+    second, _ = make_run(tmp_path / "cut", **options)
     torch.rand(17)
     load(tmp_path / "cut" / f"checkpoint-{stop_at}", second.parts)
     second.train()
@@ -87,8 +87,8 @@ def test_damaged_checkpoint_is_skipped_and_named(tmp_path, damage):
         victim.write_text("{")
     else:
         victim.unlink()
-    found, skipped = Checkpoints(tmp_path).newest()
-    assert found == tmp_path / "checkpoint-2"
+    result, skipped = Checkpoints(tmp_path).newest()
+    assert result == tmp_path / "checkpoint-2"
     assert "checkpoint-4" in skipped[0]
     assert victim.name in skipped[0]
     with pytest.raises(UserError, match="checkpoint-2"):
@@ -146,8 +146,8 @@ def test_foreign_callbacks_force_synchronous_weight_copies(tmp_path, monkeypatch
     assert "burnish-checkpoint" not in copying
 
 
-def trained(folder, **given):
-    run, options = make_run(folder, save_steps=1, max_steps=4, **given)
+def trained(folder, **overrides):
+    run, options = make_run(folder, save_steps=1, max_steps=4, **overrides)
     run.train()
     return run, options
 
@@ -172,8 +172,8 @@ def test_incompatible_change_is_an_error_and_allowed_change_a_note(tmp_path):
     before = {"data": "aa", "seed": 1, "learning_rate": 1e-3, "rows_per_step": 16, "max_steps": 8}
     (tmp_path / "checkpoint-1").mkdir()
     write_manifest(tmp_path / "checkpoint-1", 1, before)
-    said = compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, "max_steps": 9})
-    assert said == ["max_steps was 8 in checkpoint-1 and is 9 now."]
+    message = compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, "max_steps": 9})
+    assert message == ["max_steps was 8 in checkpoint-1 and is 9 now."]
     for name, value, words in (("seed", 2, "seed was 1, is 2"), ("learning_rate", 5e-3, "0.001, is 0.005")):
         with pytest.raises(UserError, match=words) as raised:
             compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, name: value})
@@ -187,8 +187,8 @@ def test_changed_library_versions_are_reported(tmp_path):
     before = {"burnish": "0.1.0", "torch": "2.13.0", "transformers": "5.17.0"}
     (tmp_path / "checkpoint-1").mkdir()
     write_manifest(tmp_path / "checkpoint-1", 1, {"versions": before})
-    (said,) = compare_with_checkpoint(tmp_path / "checkpoint-1", {"versions": {**before, "transformers": "5.23.0"}})
-    assert said == 'versions was {"transformers": "5.17.0"} in checkpoint-1 and is {"transformers": "5.23.0"} now.'
+    (message,) = compare_with_checkpoint(tmp_path / "checkpoint-1", {"versions": {**before, "transformers": "5.23.0"}})
+    assert message == 'versions was {"transformers": "5.17.0"} in checkpoint-1 and is {"transformers": "5.23.0"} now.'
 
 
 def test_two_runs_cannot_write_into_one_folder(tmp_path):
@@ -213,7 +213,7 @@ def test_finished_run_leaves_only_checkpoints(tmp_path):
 
 def test_process_killed_while_saving_keeps_previous_checkpoint(tmp_path):
     code = (
-        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2]); from toy import *\n"
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2]); from regression_run import *\n"
         "run, options = make_run(Path(sys.argv[1]), model=Regression(width=30000), save_steps=1, max_steps=100000)\n"
         "print('ready', flush=True); run.train()"
     )

@@ -17,7 +17,7 @@ from burnish.parallel.single import SingleProcess
 from burnish.run.build import build_loop
 from burnish.run.plan.plan import plan
 from burnish.run.prepare import prepare
-from small_run import make_user
+from small_run import make_workspace
 
 pytestmark = pytest.mark.run
 
@@ -38,20 +38,20 @@ class Valueless(SingleProcess):
 @pytest.fixture(autouse=True)
 def meta_as_gpu(monkeypatch):
     """torch knows of no autocast there; the model is all in bfloat16 instead."""
-    usual, is_enabled = torch.autocast, torch.is_autocast_enabled
+    defaults, is_enabled = torch.autocast, torch.is_autocast_enabled
 
-    class Autocast(usual):
+    class Autocast(defaults):
         def __new__(cls, device_type, *args, **kwargs):
-            return nullcontext() if device_type == "meta" else usual(device_type, *args, **kwargs)
+            return nullcontext() if device_type == "meta" else defaults(device_type, *args, **kwargs)
 
     monkeypatch.setattr(torch, "autocast", Autocast)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device="cuda": device != "meta" and is_enabled(device))
     monkeypatch.setattr(attention, "_WITH_KERNELS", {"meta"})
 
 
-def on_meta(folder, **given):
+def on_meta(folder, **overrides):
     """A run as a user asks for it, with everything that is on its device moved to one without values."""
-    options = make_user(folder, **{"pure_bf16": True, **given})
+    options = make_workspace(folder, **{"pure_bf16": True, **overrides})
     planned = plan({name: RawValue(value, "test") for name, value in options.items()})
     prepared = prepare(planned)
     run = build_loop(planned, prepared, SingleProcess(planned.options), None)
@@ -64,7 +64,7 @@ def on_meta(folder, **given):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [
         {},
         {"needed_tokens_only": True},
@@ -78,10 +78,10 @@ def on_meta(folder, **given):
         {"finetuning_type": "lora", "lora_target": "all", "use_dora": True},
         {"finetuning_type": "freeze", "freeze_trainable_layers": 1},
     ],
-    ids=lambda given: " ".join(given) or "full",
+    ids=lambda options: " ".join(options) or "full",
 )
-def test_step_does_not_synchronize_with_device(tmp_path, given):
-    run, _ = on_meta(tmp_path, **given)
+def test_step_does_not_synchronize_with_device(tmp_path, options):
+    run, _ = on_meta(tmp_path, **options)
     for group, _ in zip(run.loader.step_batches(), range(2), strict=False):
         run.step(group)
         assert all(weight.device.type == "meta" for weight in run.model.parameters())
@@ -97,11 +97,11 @@ def test_logging_synchronizes_with_device(tmp_path):
 
 def test_evaluation_does_not_synchronize_before_metrics(tmp_path, monkeypatch):
     run, _ = on_meta(tmp_path, val_size=0.25, eval_strategy="steps", eval_steps=1)
-    batches, seen = run.eval_sets[""], []
-    monkeypatch.setattr(run.callbacks, "fire", lambda event, **values: seen.append(event))
+    batches, recorded = run.eval_sets[""], []
+    monkeypatch.setattr(run.callbacks, "fire", lambda event, **values: recorded.append(event))
     with pytest.raises(RuntimeError, match="meta"):
         run.evaluate_set(batches, "eval")
-    assert seen == ["on_prediction_step"] * len(list(batches))
+    assert recorded == ["on_prediction_step"] * len(list(batches))
 
 
 def test_sequence_lengths_are_read_without_a_kernel(tmp_path, monkeypatch):

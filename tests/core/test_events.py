@@ -11,14 +11,14 @@ def handler(*callbacks):
 
 
 def test_event_passes_parts_of_the_run_by_keyword():
-    seen = {}
+    recorded = {}
 
     class Watch(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **kwargs):
-            seen.update(kwargs, logs=logs)
+            recorded.update(kwargs, logs=logs)
 
     handler(Watch()).fire("on_log", logs={"loss": 1})
-    assert seen == {"model": "the model", "logs": {"loss": 1}}
+    assert recorded == {"model": "the model", "logs": {"loss": 1}}
 
 
 def test_returned_control_replaces_current_one():

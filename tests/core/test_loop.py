@@ -7,7 +7,7 @@ import torch
 
 from burnish.config.errors import NonFiniteError
 from burnish.loop.events import TrainerCallback
-from toy import Regression, make_run, rows, same, weights
+from regression_run import Regression, make_run, rows, same, weights
 
 
 class Recorder(TrainerCallback):
@@ -188,10 +188,10 @@ def test_run_killed_before_epoch_end_event_fires_it_on_resume(tmp_path):
     def history(run):
         return [(e["step"], sorted(k for k in e if k.endswith("loss"))) for e in run.state.log_history]
 
-    given = {"eval_rows": 4, "eval_strategy": "epoch", "save_steps": 11, "save_strategy": "steps"}
-    whole, _ = make_run(tmp_path, **given)
+    options = {"eval_rows": 4, "eval_strategy": "epoch", "save_steps": 11, "save_strategy": "steps"}
+    whole, _ = make_run(tmp_path, **options)
     whole.train()
-    resumed, _ = make_run(tmp_path / "b", **given)
+    resumed, _ = make_run(tmp_path / "b", **options)
     load(tmp_path / "checkpoint-11", resumed.parts)
     resumed.train()
     assert same(weights(whole), weights(resumed))
@@ -210,15 +210,15 @@ def test_nan_in_first_evaluation_does_not_stay_the_best(tmp_path):
 def test_foreign_callback_finds_complete_checkpoint_in_on_save(tmp_path):
     from burnish.checkpoint.manifest import faults
 
-    found = []
+    result = []
 
     class Upload(TrainerCallback):
         def on_save(self, args, state, control, **kwargs):
-            found.append(faults(tmp_path / f"checkpoint-{state.global_step}"))
+            result.append(faults(tmp_path / f"checkpoint-{state.global_step}"))
 
     run, _ = make_run(tmp_path, [Upload()], model=Regression(width=20000), save_steps=2, max_steps=6)
     run.train()
-    assert found == [[], [], []]
+    assert result == [[], [], []]
 
 
 def test_unknown_metric_is_rejected_with_available_ones(tmp_path):

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from burnish.loop.protocols import Objective
 from burnish.loop.types import Loss
 from burnish.parallel.single import SingleProcess
-from toy import make_run
+from regression_run import make_run
 
 pytestmark = pytest.mark.run
 
@@ -56,9 +56,9 @@ class DeviceParallel(SingleProcess):
         return value
 
 
-def costs(tmp_path, monkeypatch, **given):
+def costs(tmp_path, monkeypatch, **overrides):
     """Reads and sums over ranks of twelve steps."""
-    run, options = make_run(tmp_path, max_steps=12, save_strategy="no", **given)
+    run, options = make_run(tmp_path, max_steps=12, save_strategy="no", **overrides)
     run.parallel = DeviceParallel(options)
     with Counted(monkeypatch) as counted:
         run.train()

@@ -32,9 +32,9 @@ class Shape:
 Both = union("Both", Rate, Shape)
 
 
-def made(**given):
+def made(**overrides):
     options, problems = build(
-        Both, {k: RawValue(v, f"run.yaml, line {i}") for i, (k, v) in enumerate(given.items(), 1)}
+        Both, {k: RawValue(v, f"run.yaml, line {i}") for i, (k, v) in enumerate(overrides.items(), 1)}
     )
     return options, [str(p) for p in problems]
 

@@ -26,7 +26,7 @@ from burnish.utils.patching import (
     record,
     restore,
 )
-from small_run import as_words, make_user
+from small_run import as_arguments, make_workspace
 
 FASTER = Reason("layer", "it is faster")
 
@@ -92,7 +92,7 @@ def test_nested_attribute_is_restored() -> None:
 
 def test_hook_is_called_until_it_is_removed() -> None:
     layers, heard = model(), []
-    with hooked(layers[0], "forward_pre", lambda module, given: heard.append(module), FASTER):
+    with hooked(layers[0], "forward_pre", lambda module, options: heard.append(module), FASTER):
         layers(torch.ones(1, 3))
         assert patch_summary(layers) == ["1 forward_pre hook: 1 layer"]
     layers(torch.ones(1, 3))
@@ -125,8 +125,8 @@ def test_module_patch_applies_to_every_model_of_the_process() -> None:
 
 def test_patches_are_counted_by_target_and_reason() -> None:
     norm, gated = Reason("norm", "one pass"), Reason("gated layer", "one pass")
-    said = patches_in_words([*[("forward", norm)] * 14, *[("forward", gated)] * 2, ("forward hook", norm)])
-    assert said == ["16 forwards: 14 norms, 2 gated layers", "1 forward hook: 1 norm"]
+    message = patches_in_words([*[("forward", norm)] * 14, *[("forward", gated)] * 2, ("forward hook", norm)])
+    assert message == ["16 forwards: 14 norms, 2 gated layers", "1 forward hook: 1 norm"]
 
 
 # --- of a run ---------------------------------------------------------------------------------------------------------
@@ -143,8 +143,8 @@ RUNS = {
 
 
 def planned(folder: Path, **options: object) -> Plan:
-    given = make_user(folder, **{"max_steps": 3, "save_strategy": "no", **options})
-    return plan({name: RawValue(value, "the command line") for name, value in given.items()})
+    overrides = make_workspace(folder, **{"max_steps": 3, "save_strategy": "no", **options})
+    return plan({name: RawValue(value, "the command line") for name, value in overrides.items()})
 
 
 @pytest.mark.run
@@ -153,28 +153,28 @@ def test_explain_lists_the_patches_of_the_run(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Patches that structure decides are counted beforehand; those that weights decide may come or not."""
-    words = as_words(make_user(tmp_path, max_steps=1, save_strategy="no", **RUNS[name]))
+    words = as_arguments(make_workspace(tmp_path, max_steps=1, save_strategy="no", **RUNS[name]))
     assert main(["explain", *words]) == 0
     explained = re.sub(r"\n {12,}", " ", capsys.readouterr().out.split("\n\n")[0])  # lines that were wrapped
     models: list[Any] = []
     monkeypatch.setattr(build, "counts_of", lambda model, sizes: models.append(model) or (0, 0))
     assert main(["train", *words]) == 0
-    said = patch_summary(models[-1])
+    message = patch_summary(models[-1])
     reasons = re.findall(r"patch +([a-z -]+?): (.*)", explained)
     tried = [kind for kind, why in reasons if "checked at start" in why]
-    counted = {kind: int(number) for number, kind in kinds_in("; ".join(said)) if kind not in tried}
+    counted = {kind: int(number) for number, kind in kinds_in("; ".join(message)) if kind not in tried}
     assert counted == {kind: int(number) for number, kind in kinds_in(explained)}
-    assert {kind for _, kind in kinds_in("; ".join(said))} <= counted.keys() | set(tried)
+    assert {kind for _, kind in kinds_in("; ".join(message))} <= counted.keys() | set(tried)
     assert bool(re.search(r"patched +none", explained)) == (not counted)
-    assert (name == "none") == (not said)
+    assert (name == "none") == (not message)
     assert "burnish's code" not in (tmp_path / "out" / "README.md").read_text()
     assert "atched" not in capsys.readouterr().out
 
 
 def kinds_in(text: str) -> list[tuple[str, str]]:
     """``[("2", "gated layer"), ...]``; what they stand in, forwards or hooks, is left out."""
-    found = re.findall(r"(?:[:,] )(\d+) ([a-z -]+?)s?(?=,|;|$|\n)", text)
-    return [(number, kind.strip()) for number, kind in found]
+    result = re.findall(r"(?:[:,] )(\d+) ([a-z -]+?)s?(?=,|;|$|\n)", text)
+    return [(number, kind.strip()) for number, kind in result]
 
 
 @pytest.mark.run
@@ -185,9 +185,9 @@ def test_losses_without_patches_are_equal_up_to_rounding(
     options: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
-    given = {"finetuning_type": "full", "template": "qwen", "learning_rate": 1e-3, **options}
-    usual, plain = (
-        train_run(planned(tmp_path / str(on), patches=on, **given)).output.training_loss for on in (True, False)
+    overrides = {"finetuning_type": "full", "template": "qwen", "learning_rate": 1e-3, **options}
+    defaults, plain = (
+        train_run(planned(tmp_path / str(on), patches=on, **overrides)).output.training_loss for on in (True, False)
     )
     # Float32 sums in another order; a bfloat16 product is rounded at one part in 256, and over three steps' updates.
-    assert usual == pytest.approx(plain, rel=2e-3 if "bf16" in options else 2e-6)
+    assert defaults == pytest.approx(plain, rel=2e-3 if "bf16" in options else 2e-6)

@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import nn
 
-import toy
+import regression_run
 from burnish.config.errors import UserError
 from burnish.data.batches.loader import RowLoader, StepPartition
 from burnish.loop.meter import Totals
 from burnish.loop.modes import evaluating
 from burnish.loop.types import ContentPart, Loss, Message, Sum
-from toy import Regression, RegressionObjective, make_run, same, weights
+from regression_run import Regression, RegressionObjective, make_run, same, weights
 
 
-def trained(folder, objective, **given):
-    run, _ = make_run(folder, objective=objective, **{"dropout": 0.0, **given})
+def trained(folder, objective, **options):
+    run, _ = make_run(folder, objective=objective, **{"dropout": 0.0, **options})
     output = run.train()
     return run, output
 
@@ -35,8 +35,8 @@ class Centred(RegressionObjective):
 
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(4, 1), (2, 2), (1, 4)])
 def test_step_mean_does_not_depend_on_micro_batching(tmp_path, batch_size, accumulation):
-    given = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation, "max_steps": 4}
-    run, _ = trained(tmp_path / "cut", Centred(), **given)
+    options = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation, "max_steps": 4}
+    run, _ = trained(tmp_path / "cut", Centred(), **options)
     whole, _ = trained(tmp_path / "whole", Centred(), per_device_train_batch_size=4, max_steps=4)
     other, _ = trained(tmp_path / "plain", RegressionObjective(), per_device_train_batch_size=4, max_steps=4)
     for name, weight in weights(whole).items():
@@ -81,12 +81,12 @@ def test_planned_steps_include_inner_steps(tmp_path):
 
 @pytest.mark.parametrize("step", [3, 4])
 def test_run_stopped_inside_a_rollout_continues_with_its_samples(tmp_path, step):
-    given = {"num_rows": 8, "num_train_epochs": 2, "dropout": 0.1, "save_strategy": "no"}
-    whole, _ = make_run(tmp_path / "whole", objective=Twice(), **given)
+    options = {"num_rows": 8, "num_train_epochs": 2, "dropout": 0.1, "save_strategy": "no"}
+    whole, _ = make_run(tmp_path / "whole", objective=Twice(), **options)
     whole.train()
-    stopped, _ = make_run(tmp_path / "cut", [toy.StopAt(step)], objective=Twice(), **given)
+    stopped, _ = make_run(tmp_path / "cut", [regression_run.StopAt(step)], objective=Twice(), **options)
     stopped.train()
-    again, _ = make_run(tmp_path / "cut", objective=Twice(), **given)
+    again, _ = make_run(tmp_path / "cut", objective=Twice(), **options)
     again.load(tmp_path / "cut" / f"checkpoint-{step}")
     assert len(list(again.rollout.remaining())) == step % 2
     again.train()
@@ -95,7 +95,7 @@ def test_run_stopped_inside_a_rollout_continues_with_its_samples(tmp_path, step)
 
 
 def test_rollout_cannot_resume_with_another_number_of_processes(tmp_path):
-    stopped, _ = make_run(tmp_path, [toy.StopAt(3)], objective=Twice(), num_rows=8)
+    stopped, _ = make_run(tmp_path, [regression_run.StopAt(3)], objective=Twice(), num_rows=8)
     stopped.train()
     again, _ = make_run(tmp_path, objective=Twice(), num_rows=8)
     again.rollout.world_size = 2
@@ -129,7 +129,7 @@ def test_metrics_use_their_own_counts_or_are_not_averaged(tmp_path):
     run, _ = make_run(tmp_path, dropout=0.0, eval_rows=7, per_device_eval_batch_size=3)
     run.objective = Counting()
     with evaluating(run.model):
-        rows = toy.rows(7, seed=9)
+        rows = regression_run.rows(7, seed=9)
         labels = torch.stack([label for _, label in rows])
         errors = run.model(torch.stack([inputs for inputs, _ in rows])) - labels
     metrics = run.evaluate_set(run.eval_sets[""], "eval")
@@ -158,7 +158,9 @@ def test_metric_without_counts_is_omitted(tmp_path):
 
 def test_pending_metrics_of_every_kind_survive_a_checkpoint(tmp_path):
     whole, _ = trained(tmp_path / "a", Counting(), logging_steps=4, max_steps=4)
-    cut, _ = make_run(tmp_path / "b", [toy.StopAt(2)], objective=Counting(), dropout=0.0, logging_steps=4, max_steps=4)
+    cut, _ = make_run(
+        tmp_path / "b", [regression_run.StopAt(2)], objective=Counting(), dropout=0.0, logging_steps=4, max_steps=4
+    )
     cut.train()
     from burnish.checkpoint.checkpoint import load
 
@@ -166,7 +168,7 @@ def test_pending_metrics_of_every_kind_survive_a_checkpoint(tmp_path):
     load(tmp_path / "b" / "checkpoint-2", again.parts)
     again.train()
     logs = [next(e for e in run.state.log_history if "loss" in e and e["step"] == 4) for run in (whole, again)]
-    assert toy.without_times(logs[:1]) == toy.without_times(logs[1:])
+    assert regression_run.without_times(logs[:1]) == regression_run.without_times(logs[1:])
 
 
 class WithHead(nn.Module):
@@ -188,7 +190,7 @@ def test_objective_module_is_trained_saved_and_loaded(tmp_path):
             return WithHead(model)
 
     torch.manual_seed(0)
-    run, _ = make_run(tmp_path, [toy.StopAt(3)], model=Headed().module(Regression(0.0)))
+    run, _ = make_run(tmp_path, [regression_run.StopAt(3)], model=Headed().module(Regression(0.0)))
     before = weights(run)
     run.train()
     assert not torch.equal(before["head.weight"], weights(run)["head.weight"])
@@ -215,8 +217,8 @@ class WithImages(RegressionObjective):
 
     def loss(self, model, batch):
         each = batch["patches"].split(batch["num_patches"].tolist())
-        seen = torch.stack([patches.mean(0) for patches in each])
-        return super().loss(model, {**batch, "input_ids": batch["input_ids"] + seen})
+        recorded = torch.stack([patches.mean(0) for patches in each])
+        return super().loss(model, {**batch, "input_ids": batch["input_ids"] + recorded})
 
 
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(4, 1), (2, 2), (1, 4)])
@@ -224,9 +226,9 @@ def test_row_may_hold_tensors_made_from_message_parts(tmp_path, batch_size, accu
     messages = [
         Message("user", (ContentPart("text", "How many?"), ContentPart("image", str(number)))) for number in range(22)
     ]
-    with_images = WithImages().encode(toy.rows(), messages)
+    with_images = WithImages().encode(regression_run.rows(), messages)
     summed = [(inputs + image.mean(0), label) for inputs, label, image in with_images]
-    found = []
+    result = []
     for items, objective, cut in (
         (with_images, WithImages(), (batch_size, accumulation)), (summed, RegressionObjective(), (4, 1))
     ):  # fmt: skip
@@ -234,9 +236,9 @@ def test_row_may_hold_tensors_made_from_message_parts(tmp_path, batch_size, accu
         run.objective = objective
         run.loader = RowLoader(items, objective.collate, StepPartition(*cut), seed=42, options=options)
         run.train()
-        found.append(weights(run))
-    for name, weight in found[1].items():
-        torch.testing.assert_close(found[0][name], weight)
+        result.append(weights(run))
+    for name, weight in result[1].items():
+        torch.testing.assert_close(result[0][name], weight)
 
 
 def test_non_text_content_parts_are_rejected_where_text_is_learned():

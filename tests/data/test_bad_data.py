@@ -10,9 +10,18 @@ from burnish.config.errors import UserError
 from burnish.data.rows.encode import encode_rows
 from burnish.data.sets.sources import load_datasets
 from burnish.data.stats import DataStats
-from data_sets import chat, data_options, load, qa, refusal, said, talk, write
+from dataset_helpers import (
+    alpaca_record,
+    data_options,
+    load,
+    load_error,
+    openai_record,
+    role_contents,
+    sharegpt_record,
+    write,
+)
 
-GOOD = [qa(number) for number in range(24)]
+GOOD = [alpaca_record(number) for number in range(24)]
 
 
 @pytest.fixture(autouse=True)
@@ -34,14 +43,14 @@ def info(**entries):
 
 def test_missing_file_is_reported_with_full_path_and_similar_names(tmp_path):
     data("train.json", GOOD)
-    message = refusal(dataset="data/trian.json")
+    message = load_error(dataset="data/trian.json")
     assert str(tmp_path / "data" / "trian.json") in message
     assert "The folder contains: train.json" in message
 
 
 def test_missing_file_of_an_entry_is_reported_with_the_entry(tmp_path):
     info(mine={"file_name": "nope.json"})
-    assert f'data/dataset_info.json, "mine": the file "{tmp_path}/data/nope.json" does not exist' in refusal(
+    assert f'data/dataset_info.json, "mine": the file "{tmp_path}/data/nope.json" does not exist' in load_error(
         dataset="mine"
     )
 
@@ -50,13 +59,13 @@ def test_missing_file_of_an_entry_is_reported_with_the_entry(tmp_path):
     ("name", "content"), [("a.json", "[]"), ("a.jsonl", ""), ("a.txt", ""), ("a.csv", "instruction,output\n")]
 )
 def test_file_without_records_is_rejected(name, content):
-    assert "contains no records" in refusal(dataset=data(name, content))
+    assert "contains no records" in load_error(dataset=data(name, content))
 
 
 def test_latin_1_is_reported_by_line_and_byte():
-    text = json.dumps([*GOOD, {**qa(1), "output": "Café"}], ensure_ascii=False, indent=1)
+    text = json.dumps([*GOOD, {**alpaca_record(1), "output": "Café"}], ensure_ascii=False, indent=1)
     raw = text.encode("latin-1")
-    message = refusal(dataset=data("a.json", raw))
+    message = load_error(dataset=data("a.json", raw))
     assert f"byte 0xe9 at offset {raw.index(0xE9)}" in message
     assert f"data/a.json, line {raw[: raw.index(0xE9)].count(10) + 1}:" in message
     assert '"é"' in message
@@ -65,13 +74,13 @@ def test_latin_1_is_reported_by_line_and_byte():
 
 @pytest.mark.parametrize("code", ["utf-16", "utf-32"])
 def test_other_encoding_is_reported_by_name(code):
-    message = refusal(dataset=data("a.json", json.dumps(GOOD).encode(code)))
+    message = load_error(dataset=data("a.json", json.dumps(GOOD).encode(code)))
     assert f"Received: {code.upper()}" in message
     assert f"iconv -f {code} " in message
 
 
 def test_compressed_file_is_not_reported_as_latin_1():
-    message = refusal(dataset=data("a.jsonl", gzip.compress(json.dumps(GOOD[0]).encode())))
+    message = load_error(dataset=data("a.jsonl", gzip.compress(json.dumps(GOOD[0]).encode())))
     assert "Received: a gzip archive" in message
     assert "gzip -dc" in message
 
@@ -88,7 +97,7 @@ def test_byte_order_mark_is_accepted(name):
 
 def test_truncated_json_lines_file_reports_its_last_line():
     text = "\n".join(map(json.dumps, GOOD))[:-20]
-    message = refusal(dataset=data("a.jsonl", text))
+    message = load_error(dataset=data("a.jsonl", text))
     assert "data/a.jsonl, line 24:" in message
     assert "copied completely" in message
 
@@ -96,7 +105,7 @@ def test_truncated_json_lines_file_reports_its_last_line():
 def test_all_invalid_lines_are_reported_together():
     lines = [json.dumps(record) for record in GOOD]
     lines[2], lines[9] = "{broken", lines[9] + ","
-    message = refusal(dataset=data("a.jsonl", "\n".join(lines)))
+    message = load_error(dataset=data("a.jsonl", "\n".join(lines)))
     assert "line 3:" in message
     assert "line 10:" in message
 
@@ -107,11 +116,11 @@ def test_all_invalid_lines_are_reported_together():
 def test_json_that_python_rejects_is_reported_by_line(value, why):
     record = f'{{"instruction": {value}, "output": "a"}}'
     for after in ("", f"\n{json.dumps(GOOD[0])}"):
-        message = refusal(dataset=data("a.jsonl", f"{json.dumps(GOOD[0])}\n{record}{after}"))
+        message = load_error(dataset=data("a.jsonl", f"{json.dumps(GOOD[0])}\n{record}{after}"))
         assert "data/a.jsonl, line 2:" in message
         assert why in message
         assert "copied completely" not in message
-    message = refusal(dataset=data("a.json", f"[{json.dumps(GOOD[0])},\n{record}]"))
+    message = load_error(dataset=data("a.json", f"[{json.dumps(GOOD[0])},\n{record}]"))
     assert why in message
     assert "1 record before this position can be read" in message
     large = data("b.json", f"[{json.dumps(GOOD[0])},\n{record}]")
@@ -133,27 +142,27 @@ def _all_of(read, *arguments):
 
 
 def test_truncated_json_list_reports_the_last_complete_record():
-    message = refusal(dataset=data("a.json", json.dumps(GOOD, indent=1)[:-20]))
+    message = load_error(dataset=data("a.json", json.dumps(GOOD, indent=1)[:-20]))
     assert "23 records before this position can be read" in message
     assert "line 120" in message
 
 
 @pytest.mark.parametrize("indent", [None, 1])
 def test_list_wrapped_in_an_object_reports_the_key(indent):
-    message = refusal(dataset=data("a.json", json.dumps({"version": 1, "data": GOOD}, indent=indent)))
+    message = load_error(dataset=data("a.json", json.dumps({"version": 1, "data": GOOD}, indent=indent)))
     assert 'an object with 24 records under the key "data"' in message
 
 
 def test_one_record_on_one_line_is_a_dataset():
-    assert len(load(dataset=data("a.json", json.dumps(chat(("user", "q"), ("assistant", "a"))))).train) == 1
+    assert len(load(dataset=data("a.json", json.dumps(openai_record(("user", "q"), ("assistant", "a"))))).train) == 1
 
 
 def test_non_object_records_are_rejected():
-    assert "record 2" in refusal(dataset=data("a.json", [qa(1), "text"]))
+    assert "record 2" in load_error(dataset=data("a.json", [alpaca_record(1), "text"]))
 
 
 def test_unknown_file_types_are_rejected_with_known_ones():
-    message = refusal(dataset=data("a.xlsx", b"x"))
+    message = load_error(dataset=data("a.xlsx", b"x"))
     assert '".xlsx"' in message
     assert ".json, .jsonl, .csv, .parquet, .arrow, .txt" in message
 
@@ -161,24 +170,24 @@ def test_unknown_file_types_are_rejected_with_known_ones():
 def test_loading_script_is_never_run():
     data("set/a.json", GOOD)
     data("set/script.py", b"raise SystemExit('it was run')")
-    assert "script.py" in refusal(dataset="data/set")
+    assert "script.py" in load_error(dataset="data/set")
     info(mine={"script_url": "set"})
-    assert "burnish does not run code" in refusal(dataset="mine")
+    assert "burnish does not run code" in load_error(dataset="mine")
 
 
 def test_folder_of_several_file_types_is_rejected():
     data("set/a.json", GOOD)
     data("set/b.csv", "instruction,output\nq,a\n")
-    assert ".csv (1), .json (1)" in refusal(dataset="data/set")
+    assert ".csv (1), .json (1)" in load_error(dataset="data/set")
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
 def test_file_with_wrong_extension_is_rejected(name):
-    assert f"data/{name}: invalid or incomplete" in refusal(dataset=data(name, b"not at all, not at all"))
+    assert f"data/{name}: invalid or incomplete" in load_error(dataset=data(name, b"not at all, not at all"))
 
 
 def test_csv_row_with_too_many_values_reports_its_line():
-    message = refusal(dataset=data("a.csv", 'instruction,output\n"two\nlines",a\nq,a,b\n'))
+    message = load_error(dataset=data("a.csv", 'instruction,output\n"two\nlines",a\nq,a,b\n'))
     assert "data/a.csv, line 4: the row has 3 values, but the header has 2 columns" in message
 
 
@@ -186,17 +195,19 @@ def test_csv_row_with_too_many_values_reports_its_line():
 
 
 def test_csv_header_with_duplicate_column_is_rejected():
-    assert 'line 1: duplicate column "output" in the header' in refusal(dataset=data("a.csv", "output,output\na,b\n"))
+    assert 'line 1: duplicate column "output" in the header' in load_error(
+        dataset=data("a.csv", "output,output\na,b\n")
+    )
 
 
 def test_invalid_dataset_info_is_reported_by_line_and_column():
     data("dataset_info.json", '{\n "a": {"file_name": "a.json",}\n}')
-    assert "data/dataset_info.json, line 2, column" in refusal(dataset="a")
+    assert "data/dataset_info.json, line 2, column" in load_error(dataset="a")
 
 
 def test_undefined_dataset_names_are_rejected_with_nearest_ones():
     info(alpaca_zh={"file_name": "a.json"}, identity={"file_name": "b.json"})
-    message = refusal(dataset="alpaca_hz,idntity")
+    message = load_error(dataset="alpaca_hz,idntity")
     assert '"alpaca_hz" is neither defined' in message
     assert 'Did you mean "alpaca_zh"?' in message
     assert 'Did you mean "identity"?' in message
@@ -204,19 +215,19 @@ def test_undefined_dataset_names_are_rejected_with_nearest_ones():
 
 def test_dataset_name_without_dataset_info_suggests_files():
     data("alpaca_zh_demo.json", GOOD)
-    assert 'Did you mean "alpaca_zh_demo.json"?' in refusal(dataset="alpaca_zh_dem")
+    assert 'Did you mean "alpaca_zh_demo.json"?' in load_error(dataset="alpaca_zh_dem")
 
 
 @pytest.mark.parametrize("file_name", ["../secret.json", "sub/../../secret.json", "/etc/hostname"])
 def test_file_outside_dataset_dir_is_rejected(tmp_path, file_name):
     write(tmp_path / "secret.json", GOOD)
     info(mine={"file_name": file_name})
-    assert 'must be inside "data"' in refusal(dataset="mine")
+    assert 'must be inside "data"' in load_error(dataset="mine")
 
 
 def test_misspelled_entry_keys_are_rejected_together():
     info(mine={"file_nam": "a.json", "columns": {"promt": "q"}, "tags": {"role": "from"}, "num_samples": 0})
-    message = refusal(dataset="mine")
+    message = load_error(dataset="mine")
     for part in ('"file_nam"', 'Did you mean "file_name"', 'Did you mean "prompt"', '"num_samples" must be'):
         assert part in message
 
@@ -237,26 +248,26 @@ def test_misspelled_entry_keys_are_rejected_together():
 def test_entry_values_of_wrong_type_are_reported(entry, sentence):
     data("a.json", GOOD)
     info(mine=entry)
-    message = refusal(dataset="mine")
+    message = load_error(dataset="mine")
     assert sentence in message
     assert 'data/dataset_info.json, "mine"' in message
 
 
 def test_dataset_info_that_is_not_an_object_is_shown():
     data("dataset_info.json", "null")
-    assert "Received: null" in refusal(dataset="mine")
+    assert "Received: null" in load_error(dataset="mine")
 
 
 def test_ranking_dataset_suggests_preference_stage():
     data("a.json", GOOD)
     info(mine={"file_name": "a.json", "ranking": True})
-    assert "stage: dpo" in refusal(dataset="mine")
+    assert "stage: dpo" in load_error(dataset="mine")
 
 
 def test_missing_column_is_rejected_with_existing_ones():
     data("a.json", GOOD)
     info(mine={"file_name": "a.json", "columns": {"prompt": "question", "response": "output"}})
-    message = refusal(dataset="mine")
+    message = load_error(dataset="mine")
     assert 'no column "question". Found: instruction, input, output.' in message
     assert '"columns": {"prompt": "instruction", "response": "output"}' in message
 
@@ -264,7 +275,7 @@ def test_missing_column_is_rejected_with_existing_ones():
 def test_columns_without_prompt_are_rejected():
     data("a.json", GOOD)
     info(mine={"file_name": "a.json", "columns": {"response": "output"}})
-    assert '"columns" must contain "prompt"' in refusal(dataset="mine")
+    assert '"columns" must contain "prompt"' in load_error(dataset="mine")
 
 
 def test_dataset_named_twice_is_mentioned():
@@ -276,8 +287,8 @@ def test_dataset_named_twice_is_mentioned():
 
 
 def test_all_invalid_datasets_are_reported_together():
-    bad = data("bad.json", [*GOOD[:2], qa(1, 5)])
-    message = refusal(dataset=["data/nope.json", bad], eval_dataset=data("empty.json", []))
+    bad = data("bad.json", [*GOOD[:2], alpaca_record(1, 5)])
+    message = load_error(dataset=["data/nope.json", bad], eval_dataset=data("empty.json", []))
     assert "nope.json" in message
     assert "contains no records" in message
 
@@ -286,28 +297,30 @@ def test_all_invalid_datasets_are_reported_together():
 
 
 def test_number_instead_of_text_is_reported_by_record_line_and_column():
-    message = refusal(dataset=data("a.json", [*GOOD[:7], qa(7, 5), *GOOD]))
+    message = load_error(dataset=data("a.json", [*GOOD[:7], alpaca_record(7, 5), *GOOD]))
     assert 'data/a.json, record 8 (line 37): "output" must be a string. Received: 5' in message
     assert "on_bad_record: drop" in message
 
 
 def test_record_line_number_counts_blank_lines():
-    lines = [json.dumps(GOOD[0]), "", json.dumps(qa(1, 5))]
-    assert "record 2 (line 3)" in refusal(dataset=data("a.jsonl", "\n".join(lines)))
+    lines = [json.dumps(GOOD[0]), "", json.dumps(alpaca_record(1, 5))]
+    assert "record 2 (line 3)" in load_error(dataset=data("a.jsonl", "\n".join(lines)))
 
 
 def test_null_answer_is_reported_by_its_location_in_the_record():
-    records = [talk(("human", "q"), ("gpt", "a")), talk(("human", "q"), ("gpt", None))]
-    assert 'record 2 (line 14): "conversations[1].value" must be a string' in refusal(dataset=data("a.json", records))
+    records = [sharegpt_record(("human", "q"), ("gpt", "a")), sharegpt_record(("human", "q"), ("gpt", None))]
+    assert 'record 2 (line 14): "conversations[1].value" must be a string' in load_error(
+        dataset=data("a.json", records)
+    )
 
 
 def test_missing_key_is_reported():
-    message = refusal(dataset=data("a.json", [*GOOD, {"instruction": "q", "input": ""}]))
+    message = load_error(dataset=data("a.json", [*GOOD, {"instruction": "q", "input": ""}]))
     assert 'record 25 (line 122): the column "output" is missing. Found: instruction, input.' in message
 
 
 def test_equal_problems_are_grouped_and_others_are_separate():
-    records = [*GOOD, qa(1, 5), qa(2, 6), {"instruction": "q", "input": ""}, qa(3, 7)]
+    records = [*GOOD, alpaca_record(1, 5), alpaca_record(2, 6), {"instruction": "q", "input": ""}, alpaca_record(3, 7)]
     with pytest.raises(UserError) as caught:
         load(dataset=data("a.json", records))
     first, second = map(str, caught.value.problems)
@@ -318,7 +331,7 @@ def test_equal_problems_are_grouped_and_others_are_separate():
 
 def test_bad_records_can_be_dropped_and_are_counted():
     stats = DataStats()
-    sets = load(stats=stats, dataset=data("a.json", [*GOOD, qa(1, 5)]), on_bad_record="drop")
+    sets = load(stats=stats, dataset=data("a.json", [*GOOD, alpaca_record(1, 5)]), on_bad_record="drop")
     assert len(sets.train) == 24
     assert stats.seen == 25
     (sentence,) = stats.sentences()
@@ -327,21 +340,23 @@ def test_bad_records_can_be_dropped_and_are_counted():
 
 
 def test_dropping_all_records_is_not_silent():
-    assert "record 1" in refusal(dataset=data("a.json", [qa(1, 5), qa(2, 6)]), on_bad_record="drop")
+    assert "record 1" in load_error(
+        dataset=data("a.json", [alpaca_record(1, 5), alpaca_record(2, 6)]), on_bad_record="drop"
+    )
 
 
 def test_unknown_role_is_rejected_with_known_ones():
-    message = refusal(dataset=data("a.json", [chat(("user", "q"), ("narrator", "a"))]))
+    message = load_error(dataset=data("a.json", [openai_record(("user", "q"), ("narrator", "a"))]))
     assert '"messages[1].role" must be one of user, assistant, tool' in message
     assert "narrator" in message
 
 
 def test_media_are_rejected_by_text_only_model():
-    path = data("a.json", [{**qa(1), "images": ["a.png"]}, {**qa(2), "images": []}])
-    assert '"images" is not empty, but burnish trains on text' in refusal(dataset=path)
+    path = data("a.json", [{**alpaca_record(1), "images": ["a.png"]}, {**alpaca_record(2), "images": []}])
+    assert '"images" is not empty, but burnish trains on text' in load_error(dataset=path)
     assert len(load(dataset=path, on_bad_record="drop").train) == 1
     parts = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": "a.png"}]
-    assert "image_url" in refusal(dataset=data("b.json", [chat(("user", parts), ("assistant", "a"))]))
+    assert "image_url" in load_error(dataset=data("b.json", [openai_record(("user", parts), ("assistant", "a"))]))
 
 
 @pytest.mark.parametrize("tools", ['"\\ud83d"', '[{"name": "\\ud83d"}]'])
@@ -349,11 +364,11 @@ def test_lone_surrogate_in_tools_is_rejected(tools):
     text = (
         f'[{{"conversations": [{{"from": "human", "value": "q"}}, {{"from": "gpt", "value": "a"}}], "tools": {tools}}}]'
     )
-    assert '"tools" is not valid Unicode' in refusal(dataset=data("a.json", text))
+    assert '"tools" is not valid Unicode' in load_error(dataset=data("a.json", text))
 
 
 def test_lone_surrogate_is_rejected_before_tokenization():
-    message = refusal(dataset=data("a.json", '[{"instruction": "a\\ud83d", "output": "b"}]'))
+    message = load_error(dataset=data("a.json", '[{"instruction": "a\\ud83d", "output": "b"}]'))
     assert "unpaired surrogate" in message
     message.encode()  # can be printed
 
@@ -364,25 +379,25 @@ def test_lone_surrogate_is_rejected_before_tokenization():
 @pytest.mark.parametrize("weight", ["NaN", "1e999", "-1", '"2"', "true", "9" * 400])
 def test_non_finite_weight_is_rejected(weight):
     text = '[{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": WEIGHT}]}]'
-    message = refusal(dataset=data("a.json", text.replace("WEIGHT", weight)))
+    message = load_error(dataset=data("a.json", text.replace("WEIGHT", weight)))
     assert 'record 1 (line 1): "messages[1].weight" must be a finite number of at least 0' in message
 
 
 def test_run_stops_if_all_answers_are_empty():
-    message = refusal(dataset=data("a.json", [qa(1, ""), qa(2, " \n")]))
+    message = load_error(dataset=data("a.json", [alpaca_record(1, ""), alpaca_record(2, " \n")]))
     assert "record 1" in message
     assert "the assistant turn is empty." in message
 
 
 def test_some_empty_answers_are_dropped_and_counted():
     stats = DataStats()
-    assert len(load(stats=stats, dataset=data("a.json", [*GOOD, qa(1, "")])).train) == 24
+    assert len(load(stats=stats, dataset=data("a.json", [*GOOD, alpaca_record(1, "")])).train) == 24
     assert stats.sentences() == ["dropped: all responses are empty: 1 of 25 examples (data/a.json: 25)"]
 
 
 def test_empty_answers_stop_the_run_or_are_kept_on_request():
-    path = data("a.json", [*GOOD, qa(1, "")])
-    message = refusal(dataset=path, on_empty_target="raise")
+    path = data("a.json", [*GOOD, alpaca_record(1, "")])
+    message = load_error(dataset=path, on_empty_target="raise")
     assert "record 25" in message
     assert "on_empty_target: drop" in message
     assert len(load(dataset=path, on_empty_target="keep").train) == 25
@@ -390,8 +405,8 @@ def test_empty_answers_stop_the_run_or_are_kept_on_request():
 
 def test_conversation_with_one_empty_answer_is_kept_and_counted():
     stats = DataStats()
-    path = data("a.json", [talk(("human", "a"), ("gpt", ""), ("human", "b"), ("gpt", "c"))])
-    assert said(load(stats=stats, dataset=path).train[0])[1] == ("assistant", "")
+    path = data("a.json", [sharegpt_record(("human", "a"), ("gpt", ""), ("human", "b"), ("gpt", "c"))])
+    assert role_contents(load(stats=stats, dataset=path).train[0])[1] == ("assistant", "")
     assert stats.count("kept: a response is empty") == 1
 
 
@@ -400,21 +415,21 @@ def test_conversation_with_one_empty_answer_is_kept_and_counted():
 
 def test_split_that_leaves_no_records_is_rejected():
     path = data("a.json", GOOD)
-    assert "holds out 24 of 24 rows" in refusal(dataset=path, val_size=0.9999)
-    assert "whole number of examples" in refusal(dataset=path, val_size=2.5)
-    assert "val_size and eval_dataset" in refusal(dataset=path, eval_dataset=path, val_size=0.1)
+    assert "holds out 24 of 24 rows" in load_error(dataset=path, val_size=0.9999)
+    assert "whole number of examples" in load_error(dataset=path, val_size=2.5)
+    assert "val_size and eval_dataset" in load_error(dataset=path, eval_dataset=path, val_size=0.1)
 
 
 def test_interleave_probs_must_match_number_of_datasets():
     path = data("a.json", GOOD)
-    assert "mix_strategy: concat" in refusal(dataset=[path, path], interleave_probs="0.5,0.5")
-    wrong = refusal(dataset=[path, path], interleave_probs="0.5,0.4,0.3", mix_strategy="interleave_under")
+    assert "mix_strategy: concat" in load_error(dataset=[path, path], interleave_probs="0.5,0.5")
+    wrong = load_error(dataset=[path, path], interleave_probs="0.5,0.4,0.3", mix_strategy="interleave_under")
     assert "Received: 3 for 2" in wrong
     assert "sum 1.2" in wrong
 
 
 def test_missing_dataset_option_is_reported():
-    assert '"dataset" is missing' in refusal()
+    assert '"dataset" is missing' in load_error()
 
 
 def test_unwritable_cache_is_reported(monkeypatch):
@@ -427,4 +442,6 @@ def test_unwritable_cache_is_reported(monkeypatch):
 
 def test_dataset_described_twice_is_rejected():
     write(Path("data/dataset_info.json"), '{"mine": {"file_name": "a.json"}, "mine": {"file_name": "b.json"}}')
-    assert 'data/dataset_info.json: the JSON cannot be read: it has the duplicate key "mine"' in refusal(dataset="mine")
+    assert 'data/dataset_info.json: the JSON cannot be read: it has the duplicate key "mine"' in load_error(
+        dataset="mine"
+    )

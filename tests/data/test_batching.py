@@ -179,7 +179,7 @@ def _split(ids, segments):
 
 
 @pytest.mark.parametrize(
-    ("given", "default", "expected"),
+    ("options", "default", "expected"),
     [
         ({}, None, False),
         ({}, "wrapped", True),
@@ -187,8 +187,8 @@ def _split(ids, segments):
         ({"neat_packing": True}, None, True),
     ],
 )
-def test_rows_are_packed_on_request_or_for_pretraining(given, default, expected):
-    assert packs_rows(Options(**given), default) is expected
+def test_rows_are_packed_on_request_or_for_pretraining(options, default, expected):
+    assert packs_rows(Options(**options), default) is expected
 
 
 def test_evaluation_packs_like_training_by_default():
@@ -204,7 +204,7 @@ def test_pretraining_splits_long_text_and_fine_tuning_keeps_rows_whole():
 
 
 @pytest.mark.parametrize(
-    ("given", "default", "expected"),
+    ("options", "default", "expected"),
     [
         ({}, "wrapped", True),
         ({}, None, False),
@@ -212,8 +212,8 @@ def test_pretraining_splits_long_text_and_fine_tuning_keeps_rows_whole():
         ({"packing_strategy": "bfd"}, "wrapped", False),
     ],
 )
-def test_rows_are_not_truncated_if_packing_splits_them(given, default, expected):
-    assert splits_rows(Options(**given), default) is expected
+def test_rows_are_not_truncated_if_packing_splits_them(options, default, expected):
+    assert splits_rows(Options(**options), default) is expected
 
 
 def test_contradictory_packing_options_are_named():

@@ -11,7 +11,7 @@ from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.chat.table import table
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
-from template_cases import CALL, WEATHER, byte_tokenizer, chat_of, template_options
+from template_cases import CALL, WEATHER, byte_tokenizer, template_options, to_chat_messages
 
 THOUGHT_ANSWER = "<think>\na\n</think>\n\nhello"
 TURNS = (
@@ -65,16 +65,16 @@ MARKED = (
 )
 
 
-def own(chat_template, tokenizer=None, **given):
+def own(chat_template, tokenizer=None, **options):
     tokenizer = tokenizer or byte_tokenizer("<|assistant|>", "[INST]", "[/INST]")
     tokenizer.chat_template = chat_template
-    template = load_template(template_options(**given), tokenizer)
+    template = load_template(template_options(**options), tokenizer)
     return template, tokenizer, fit_tokenizer(template, tokenizer)
 
 
-def encoded(template, *messages, **given):
+def encoded(template, *messages, **options):
     stats = DataStats()
-    row = template.encode([Example(messages, source="d.json", number=1, **given)], stats)[0]
+    row = template.encode([Example(messages, source="d.json", number=1, **options)], stats)[0]
     return row, [reason for reason, _ in stats]
 
 
@@ -107,7 +107,7 @@ def test_answers_are_located_with_their_end_tokens(chat_template, answers):
     assert learned(row, tokenizer) == answers
     tokenizer.chat_template = template.jinja()
     assert row["input_ids"] == tokenizer.apply_chat_template(
-        chat_of(Example(TURNS), table()["qwen"]), return_dict=False
+        to_chat_messages(Example(TURNS), table()["qwen"]), return_dict=False
     )
 
 
@@ -119,9 +119,9 @@ def test_answers_are_located_if_tools_move_to_last_question():
     assert call.startswith('[CALL][{"name": "get_weather"')
     assert call.endswith("</s>")
     assert (cold, bye) == (" cold</s>", " bye</s>")
-    given = Example((*CALLING, *TURNS[2:]))
+    options = Example((*CALLING, *TURNS[2:]))
     ids = tokenizer.apply_chat_template(
-        chat_of(given, table()["qwen"]), tools=[{"type": "function", "function": WEATHER}], return_dict=False
+        to_chat_messages(options, table()["qwen"]), tools=[{"type": "function", "function": WEATHER}], return_dict=False
     )
     assert row["input_ids"] == ids
 
@@ -133,10 +133,10 @@ def test_each_tool_result_is_a_message_with_its_call_id():
         "{% endfor %}"
     )
     calls = json.dumps([{"name": name, "arguments": {}} for name in ("f", "g")])
-    said = [Message("user", "q"), Message("function", calls), Message("observation", "one"),
-            Message("observation", "two"), Message("assistant", "a")]  # fmt: skip
+    message = [Message("user", "q"), Message("function", calls), Message("observation", "one"),
+               Message("observation", "two"), Message("assistant", "a")]  # fmt: skip
     template, tokenizer, _ = own(by_id)
-    text = tokenizer.decode(encoded(template, *said)[0]["input_ids"])
+    text = tokenizer.decode(encoded(template, *message)[0]["input_ids"])
     first, second = re.findall(r"\[(\w+) [fg]\]", text)
     assert first != second
     assert f"tool {first}one<|im_end|><|im_start|>tool {second}two<|im_end|>" in text
@@ -163,12 +163,12 @@ def test_control_tokens_of_user_are_rendered_as_text():
 
 def test_disabled_thinking_is_saved_in_template_and_empty_thought_is_not_learned():
     template, tokenizer, _ = own(FORGETS, enable_thinking=False)
-    said = (Message("user", "a"), Message("assistant", "b"))
-    row, _ = encoded(template, *said)
+    message = (Message("user", "a"), Message("assistant", "b"))
+    row, _ = encoded(template, *message)
     tokenizer.chat_template = template.jinja()
-    asked = {"conversation": [{"role": "user", "content": "a"}], "add_generation_prompt": True, "return_dict": False}
-    assert tokenizer.apply_chat_template(**asked) == template.prompt(Example(said))
-    assert tokenizer.decode(tokenizer.apply_chat_template(**asked, enable_thinking=True)).endswith("assistant\n")
+    options = {"conversation": [{"role": "user", "content": "a"}], "add_generation_prompt": True, "return_dict": False}
+    assert tokenizer.apply_chat_template(**options) == template.prompt(Example(message))
+    assert tokenizer.decode(tokenizer.apply_chat_template(**options, enable_thinking=True)).endswith("assistant\n")
     assert "<think>\n\n</think>\n\nb" in tokenizer.decode(row["input_ids"])
     assert learned(row, tokenizer) == ["b<|im_end|>\n"]
 
@@ -177,7 +177,7 @@ def test_default_system_message_is_saved_in_template():
     template, tokenizer, _ = own(CHATML, default_system='say "hi"\n')
     row, _ = encoded(template, *TURNS)
     tokenizer.chat_template = template.jinja()
-    ids = tokenizer.apply_chat_template(chat_of(Example(TURNS), table()["qwen"]), return_dict=False)
+    ids = tokenizer.apply_chat_template(to_chat_messages(Example(TURNS), table()["qwen"]), return_dict=False)
     assert row["input_ids"] == ids
     assert tokenizer.decode(ids).startswith('<|im_start|>system\nsay "hi"\n<|im_end|>')
     kept, _ = encoded(template, *TURNS, system="other")
@@ -188,7 +188,7 @@ def test_template_without_end_token_gets_eos_and_is_saved_with_it():
     template, tokenizer, _ = own(NO_END)
     row, _ = encoded(template, *TURNS)
     tokenizer.chat_template = template.jinja()
-    chat = chat_of(Example(TURNS), table()["qwen"])
+    chat = to_chat_messages(Example(TURNS), table()["qwen"])
     assert row["input_ids"] == tokenizer.apply_chat_template(chat, return_dict=False)
     prompt = tokenizer.apply_chat_template(chat[:-1], return_dict=False, add_generation_prompt=True)
     assert prompt == template.prompt(Example(TURNS))
@@ -265,9 +265,9 @@ def test_unusable_jinja_file_is_rejected_by_name_with_its_error(tmp_path, file, 
 def test_conversation_that_fails_to_render_is_counted_with_its_error():
     fails = CHATML.replace("m['content']", "(m['content'].split(' ')[0] if m['content'] != 'zero' else 1 / 0)")
     template, _, _ = own(fails)
-    row, said = encoded(template, Message("user", "zero"), Message("assistant", "a"))
+    row, message = encoded(template, Message("user", "zero"), Message("assistant", "a"))
     assert row is None
-    assert said == ["dropped: the chat template raised an error: division by zero"]
+    assert message == ["dropped: the chat template raised an error: division by zero"]
 
 
 def test_multiple_named_templates_are_kept():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bad_inputs import change, told
+from bad_inputs import change, read_output
 from burnish import cli
 from burnish.data.rows.store import BLOCKS, MANIFEST, read_rows_manifest
 
@@ -24,14 +24,14 @@ def flip(path: Path, place: int = -5) -> None:
 
 
 @pytest.fixture
-def kept(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def encoded_rows(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BURNISH_CACHE", "cache")
     assert cli.main([*WORDS, "output_dir=first"]) == 0
     assert cli.main([*WORDS, "tokenized_path=kept", "output_dir=second"]) == 0
 
 
 @pytest.mark.parametrize("name", [MANIFEST, "the index"])
-@pytest.mark.usefixtures("kept")
+@pytest.mark.usefixtures("encoded_rows")
 def test_cache_with_damaged_index_is_encoded_again(name: str) -> None:
     (folder,) = Path("cache/rows").glob("*/")
     path, place = (folder / MANIFEST, -5) if name == MANIFEST else (folder / BLOCKS, -40)
@@ -41,30 +41,32 @@ def test_cache_with_damaged_index_is_encoded_again(name: str) -> None:
     read_rows_manifest(folder)
 
 
-@pytest.mark.usefixtures("kept")
+@pytest.mark.usefixtures("encoded_rows")
 def test_damaged_cache_block_is_rejected_and_same_command_encodes_it_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (path,) = Path("cache/rows").glob(f"*/{BLOCKS}")
     block = read_rows_manifest(path.parent)["blocks"][0]
     flip(path, block["end"] - 20)
-    told(capsys)
+    read_output(capsys)
     assert cli.main([*WORDS, "output_dir=again"]) == 2
-    assert "Run the same command again to tokenize" in told(capsys)[1]
+    assert "Run the same command again to tokenize" in read_output(capsys)[1]
     assert cli.main([*WORDS, "output_dir=again"]) == 0
     assert weights("again") == weights("first")
 
 
-@pytest.mark.usefixtures("kept")
+@pytest.mark.usefixtures("encoded_rows")
 def test_damaged_rows_of_tokenized_path_are_rejected_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*WORDS, "tokenized_path=kept", "output_dir=again"]
     path = Path("kept/train", BLOCKS)
     for number, block in enumerate(read_rows_manifest(path.parent)["blocks"]):
         flip(path, block["end"] - 20)
-        told(capsys)
+        read_output(capsys)
         assert cli.main(words) == 2
-        assert f'kept/train: block {number} of "{BLOCKS}" of the tokenized dataset is corrupted' in told(capsys)[1]
+        assert (
+            f'kept/train: block {number} of "{BLOCKS}" of the tokenized dataset is corrupted' in read_output(capsys)[1]
+        )
         flip(path, block["end"] - 20)
     change("kept/train/rows.json", rows=7)
     assert cli.main(words) == 2
-    assert '"rows.json" of the tokenized dataset is corrupted' in told(capsys)[1]
+    assert '"rows.json" of the tokenized dataset is corrupted' in read_output(capsys)[1]

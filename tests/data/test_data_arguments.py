@@ -14,32 +14,32 @@ from burnish.config.options import RawValue
 from burnish.loop.types import IGNORE_INDEX
 from burnish.run.plan.plan import plan
 from burnish.run.prepare import prepare
-from data_sets import chat, qa, write
-from small_run import WORDS, as_words, make_model
+from dataset_helpers import alpaca_record, openai_record, write
+from small_run import WORDS, as_arguments, make_model
 
 pytestmark = pytest.mark.run
 
 
 def two_rounds(**said_of_the_first_answer):
     """A conversation; what is given stands beside its first answer."""
-    record = chat(("user", "red"), ("assistant", "green"), ("user", "blue"), ("assistant", "stone"))
+    record = openai_record(("user", "red"), ("assistant", "green"), ("user", "blue"), ("assistant", "stone"))
     record["messages"][1] |= said_of_the_first_answer
     return record
 
 
 @pytest.fixture
 def explained(tmp_path, monkeypatch, capsys):
-    """The words of ``explain`` on a run, as one line; and the workplace it is in."""
+    """The words of ``explain`` on a run, as one line; and the workspace it is in."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "300")
     make_model(Path("model"))
-    write(Path("data/a.json"), [qa(n, WORDS[n % 10]) for n in range(20)])
-    write(Path("data/b.jsonl"), [qa(n, WORDS[n % 10]) for n in range(100, 110)])
+    write(Path("data/a.json"), [alpaca_record(n, WORDS[n % 10]) for n in range(20)])
+    write(Path("data/b.jsonl"), [alpaca_record(n, WORDS[n % 10]) for n in range(100, 110)])
     entries = {"a": {"file_name": "a.json"}, "b": {"file_name": "b.jsonl"}, "c": {"file_name": "c.json"}}
     write(Path("data/dataset_info.json"), entries)
 
-    def explain(expected=0, **given):
+    def explain(expected=0, **options):
         command = {
             "model_name_or_path": "model",
             "dataset": "a",
@@ -47,7 +47,7 @@ def explained(tmp_path, monkeypatch, capsys):
             "cutoff_len": 64,
             "use_cpu": True,
         }
-        words = as_words({k: v for k, v in {**command, **given}.items() if v is not None})
+        words = as_arguments({k: v for k, v in {**command, **options}.items() if v is not None})
         assert main(["explain", *words]) == expected
         return " ".join("".join(capsys.readouterr()).split())
 
@@ -55,7 +55,7 @@ def explained(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "message"),
     [
         ({}, ["training set 20 examples"]),
         ({"max_samples": 7}, ["training set 7 examples"]),
@@ -78,18 +78,18 @@ def explained(tmp_path, monkeypatch, capsys):
     ],
     ids=str,
 )  # fmt: skip
-def test_data_option_selects_rows(explained, given, said):
-    if given.get("dataset") == "data":
+def test_data_option_selects_rows(explained, options, message):
+    if options.get("dataset") == "data":
         Path("many").mkdir()
-        write(Path("many/1.json"), [qa(1)])
-        write(Path("many/2.json"), [qa(2), qa(3)])
-        given, said = {"dataset": "many"}, ["training set 3 examples"]
-    text = explained(**given)
-    assert [sentence for sentence in said if sentence not in text] == []
+        write(Path("many/1.json"), [alpaca_record(1)])
+        write(Path("many/2.json"), [alpaca_record(2), alpaca_record(3)])
+        options, message = {"dataset": "many"}, ["training set 3 examples"]
+    text = explained(**options)
+    assert [sentence for sentence in message if sentence not in text] == []
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("options", "sentence"),
     [
         ({"eval_dataset": "b", "val_size": 0.1}, "val_size and eval_dataset cannot be combined"),
         ({"dataset": "a,b", "interleave_probs": "0.5,0.5"}, "mix_strategy: concat"),
@@ -100,31 +100,31 @@ def test_data_option_selects_rows(explained, given, said):
     ],
     ids=str,
 )
-def test_invalid_data_option_is_rejected(explained, given, sentence):
-    assert sentence in explained(expected=2, **given)
+def test_invalid_data_option_is_rejected(explained, options, sentence):
+    assert sentence in explained(expected=2, **options)
 
 
-def prepared(**given):
+def prepared(**options):
     """A run as it is known before its first step."""
     run = {"model_name_or_path": "model", "dataset": "a", "output_dir": "out", "cutoff_len": 64, "use_cpu": True}
-    return prepare(plan({name: RawValue(value) for name, value in {**run, **given}.items()}))
+    return prepare(plan({name: RawValue(value) for name, value in {**run, **options}.items()}))
 
 
-def first_row(**given):
+def first_row(**options):
     """The text of the first row."""
-    run = prepared(**given)
+    run = prepared(**options)
     return run.tokenizer.decode(run.rows[0]["input_ids"])
 
 
-def trained(explained, said_of_the_first_answer=None, **given):
+def trained(explained, said_of_the_first_answer=None, **options):
     """The words that are learned of a conversation in two rounds."""
     write(Path("data/c.json"), [two_rounds(**said_of_the_first_answer or {})])
-    run = prepared(**{"dataset": "c", "template": "chatml", **given})
+    run = prepared(**{"dataset": "c", "template": "chatml", **options})
     return run.tokenizer.decode([token for token in run.rows[0]["labels"] if token != IGNORE_INDEX])
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("options", "expected"),
     [
         ({}, "green<|im_end|>stone<|im_end|>"),
         ({"train_on_eos": "none"}, "greenstone"),
@@ -133,8 +133,8 @@ def trained(explained, said_of_the_first_answer=None, **given):
     ],
     ids=str,
 )
-def test_data_option_selects_learned_tokens(explained, given, expected):
-    assert trained(explained, **given).replace("\n", "") == expected
+def test_data_option_selects_learned_tokens(explained, options, expected):
+    assert trained(explained, **options).replace("\n", "") == expected
 
 
 def test_prompts_are_learned_on_request(explained):
@@ -145,7 +145,7 @@ def test_message_can_set_whether_it_is_learned(explained):
     assert trained(explained, {"train": False}).replace("\n", "") == "stone<|im_end|>"
 
 
-def weights_after(records, **given):
+def weights_after(records, **options):
     """The model's weights after one step over these records."""
     write(Path("data/c.json"), records)
     out = f"out {len(list(Path().glob('out *')))}"
@@ -154,7 +154,7 @@ def weights_after(records, **given):
         "max_steps": 1, "per_device_train_batch_size": 4, "finetuning_type": "full", "learning_rate": 1e-3,
         "optim": "sgd", "save_strategy": "no", "use_cpu": True, "plot_loss": False,
     }  # fmt: skip
-    assert main(["train", *as_words({**run, **given})]) == 0
+    assert main(["train", *as_arguments({**run, **options})]) == 0
     return load_file(f"{out}/model.safetensors")
 
 
@@ -172,7 +172,7 @@ def test_run_learns_messages_according_to_their_flags(explained):
 
 
 def test_answer_of_weight_two_counts_twice(explained):
-    first, second = (chat(("user", "red"), ("assistant", words)) for words in ("green", "stone river lamp"))
+    first, second = (openai_record(("user", "red"), ("assistant", words)) for words in ("green", "stone river lamp"))
     twice = weights_after([first, first, second])
     first["messages"][1]["weight"] = 2
     weighted = weights_after([first, second])
@@ -180,7 +180,7 @@ def test_answer_of_weight_two_counts_twice(explained):
     assert differ(weighted, weights_after([second])) > 1e-6
 
 
-LONG = {**qa(1), "output": "stone " * 100}
+LONG = {**alpaca_record(1), "output": "stone " * 100}
 
 
 @pytest.mark.parametrize(
@@ -195,19 +195,19 @@ LONG = {**qa(1), "output": "stone " * 100}
     ],
 )
 def test_long_row_is_truncated_dropped_or_rejected(explained, choice, expected):
-    write(Path("data/a.json"), [*(qa(n, WORDS[n % 10]) for n in range(20)), LONG])
+    write(Path("data/a.json"), [*(alpaca_record(n, WORDS[n % 10]) for n in range(20)), LONG])
     code, sentences = expected
-    said = explained(expected=code, on_too_long=choice)
-    assert [sentence for sentence in sentences if sentence not in said] == []
+    message = explained(expected=code, on_too_long=choice)
+    assert [sentence for sentence in sentences if sentence not in message] == []
 
 
 def test_default_system_message_is_used_if_record_has_none(explained):
     assert "<|im_start|>system\nYou count.<|im_end|>" in first_row(template="chatml", default_system="You count.")
-    write(Path("data/a.json"), [{**qa(1), "system": "You add."}])
+    write(Path("data/a.json"), [{**alpaca_record(1), "system": "You add."}])
     write(Path("data/dataset_info.json"), {"a": {"file_name": "a.json", "columns": {**ALPACA, "system": "system"}}})
-    said = first_row(template="chatml", default_system="You count.")
-    assert "You add." in said
-    assert "You count." not in said
+    message = first_row(template="chatml", default_system="You count.")
+    assert "You add." in message
+    assert "You count." not in message
 
 
 # --- dataset_info.json ------------------------------------------------------------------------------------------------
@@ -248,8 +248,8 @@ def test_dataset_info_key_selects_its_column(explained, name):
     entry, record, words = KEYS[name]
     write(Path("data/a.json"), [record])
     write(Path("data/dataset_info.json"), {"a": {"file_name": "a.json", **entry}})
-    said = first_row(template="qwen", cutoff_len=2048, rope_scaling="linear")
-    places = [said.find(word) for word in words]
+    message = first_row(template="qwen", cutoff_len=2048, rope_scaling="linear")
+    places = [message.find(word) for word in words]
     assert -1 not in places, [word for word, place in zip(words, places, strict=True) if place < 0]
     assert places == sorted(places)
 
@@ -263,7 +263,7 @@ def test_dataset_info_key_selects_its_column(explained, name):
     ],
 )  # fmt: skip
 def test_column_for_another_stage_is_rejected(explained, column, sentence):
-    write(Path("data/a.json"), [{**qa(1), "extra": "something"}])
+    write(Path("data/a.json"), [{**alpaca_record(1), "extra": "something"}])
     entry = {"file_name": "a.json", "columns": {**ALPACA, column: "extra"}}
     write(Path("data/dataset_info.json"), {"a": entry})
     assert sentence in explained(expected=2)
@@ -272,22 +272,22 @@ def test_column_for_another_stage_is_rejected(explained, column, sentence):
 @pytest.fixture
 def hubs(monkeypatch):
     """Requests to the clients of the hubs; every data set there holds eight records."""
-    asked = []
-    rows = datasets.Dataset.from_list([qa(n, WORDS[n]) for n in range(8)])
+    requests = []
+    rows = datasets.Dataset.from_list([alpaca_record(n, WORDS[n]) for n in range(8)])
 
     def load_dataset(path, name, data_dir, split, cache_dir, token):
-        asked.append(("hf", path, name, data_dir, split, token))
+        requests.append(("hf", path, name, data_dir, split, token))
         return rows
 
     class MsDataset:
         @staticmethod
         def load(path, subset_name, data_dir, split, cache_dir, token):
-            asked.append(("ms", path, subset_name, data_dir, split, token))
+            requests.append(("ms", path, subset_name, data_dir, split, token))
             return rows
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setitem(sys.modules, "modelscope", types.SimpleNamespace(MsDataset=MsDataset))
-    return asked
+    return requests
 
 
 @pytest.mark.parametrize(
@@ -308,10 +308,10 @@ def test_dataset_info_keys_are_passed_to_the_hub(explained, hubs, entry, expecte
 
 
 def test_online_names_are_hub_ids(explained, hubs, monkeypatch):
-    given = {"dataset": "x/y", "dataset_dir": "ONLINE", "hf_hub_token": "h", "ms_hub_token": "m"}
-    assert "training set 8 examples" in explained(**given)
+    options = {"dataset": "x/y", "dataset_dir": "ONLINE", "hf_hub_token": "h", "ms_hub_token": "m"}
+    assert "training set 8 examples" in explained(**options)
     monkeypatch.setenv("USE_MODELSCOPE_HUB", "1")
-    assert "training set 8 examples" in explained(**given)
+    assert "training set 8 examples" in explained(**options)
     assert hubs == [("hf", "x/y", None, None, "train", "h"), ("ms", "x/y", None, None, "train", "m")]
 
 
@@ -319,16 +319,22 @@ def test_hub_repository_with_dataset_info_is_read_with_token(explained, hubs, mo
     import huggingface_hub
 
     path = write(Path("fetched/dataset_info.json"), {"far": {"hf_hub_url": "x/y", "num_samples": 3}})
-    asked = []
+    requests = []
     monkeypatch.setattr(
-        huggingface_hub, "hf_hub_download", lambda repo, name, **more: asked.append((repo, more["token"])) or str(path)
+        huggingface_hub,
+        "hf_hub_download",
+        lambda repo, name, **more: requests.append((repo, more["token"])) or str(path),
     )
     assert "training set 3 examples" in explained(dataset="far", dataset_dir="REMOTE:x/info", hf_hub_token="h")
-    assert asked == [("x/info", "h")]
+    assert requests == [("x/info", "h")]
 
 
 def test_python_can_pass_dataset_descriptions(explained):
     assert (
-        len(prepared(dataset="d", dataset_dir={"d": {"records": [qa(n) for n in range(4)], "num_samples": 3}}).rows)
+        len(
+            prepared(
+                dataset="d", dataset_dir={"d": {"records": [alpaca_record(n) for n in range(4)], "num_samples": 3}}
+            ).rows
+        )
         == 3
     )

@@ -32,6 +32,6 @@ def test_located_texts_match_tokenizer_ids_and_offsets():
         positions = range(len(text) + 1)
         ((ids, borders),) = Encoder(made).located([text], [positions])
         assert list(ids) == plain["input_ids"] == list(Encoder(made).encode([text])[text])
-        for position, (ended, begun) in zip(positions, borders, strict=True):
+        for position, (ended, started) in zip(positions, borders, strict=True):
             assert ended == sum(end <= position for _, end in plain["offset_mapping"])
-            assert begun == sum(start < position for start, _ in plain["offset_mapping"])
+            assert started == sum(start < position for start, _ in plain["offset_mapping"])

@@ -10,13 +10,22 @@ from burnish.data.sets.records import Layout
 from burnish.data.sets.turns import OPENAI_TAGS
 from burnish.data.stats import DataStats
 from burnish.loop.types import Message
-from data_sets import chat, described, load, qa, refusal, said, talk, write
+from dataset_helpers import (
+    alpaca_record,
+    load,
+    load_error,
+    load_records,
+    openai_record,
+    role_contents,
+    sharegpt_record,
+    write,
+)
 
 ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "history": "history", "system": "system"}
 
 
 def only(record, **entry):
-    return described([record], **entry)[0]
+    return load_records([record], **entry)[0]
 
 
 # --- alpaca -----------------------------------------------------------------------------------------------------------
@@ -25,42 +34,47 @@ def only(record, **entry):
 def test_instruction_and_input_form_one_question():
     record = {"instruction": "Add.", "input": "3 + 4", "output": "7", "system": "Be exact.", "history": []}
     example = only(record, columns=ALPACA)
-    assert said(example) == [("user", "Add.\n3 + 4"), ("assistant", "7")]
+    assert role_contents(example) == [("user", "Add.\n3 + 4"), ("assistant", "7")]
     assert example.system == "Be exact."
 
 
 @pytest.mark.parametrize("empty", ["", None])
 def test_empty_input_adds_no_line(empty):
-    assert said(only({"instruction": "Add.", "input": empty, "output": "7"}))[0] == ("user", "Add.")
+    assert role_contents(only({"instruction": "Add.", "input": empty, "output": "7"}))[0] == ("user", "Add.")
 
 
 def test_history_precedes_as_turns():
     record = {"instruction": "c", "input": "", "output": "d", "history": [["a", "b"]], "system": ""}
-    assert said(only(record, columns=ALPACA)) == [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    assert role_contents(only(record, columns=ALPACA)) == [
+        ("user", "a"),
+        ("assistant", "b"),
+        ("user", "c"),
+        ("assistant", "d"),
+    ]
 
 
 def test_unmapped_column_is_not_read():
-    record = {**qa(1), "input": "unread", "history": [["a", "b"]], "system": "unread"}
+    record = {**alpaca_record(1), "input": "unread", "history": [["a", "b"]], "system": "unread"}
     example = only(record, columns={"prompt": "instruction", "response": "output"})
-    assert said(example) == [("user", "Is 1 a number?"), ("assistant", "yes")]
+    assert role_contents(example) == [("user", "Is 1 a number?"), ("assistant", "yes")]
     assert example.system is None
 
 
 def test_mapped_column_may_first_appear_in_a_late_record():
-    late = [qa(number) for number in range(30)] + [{**qa(30), "system": "s"}]
-    assert described(late, columns={**ALPACA, "history": None})[-1].system == "s"
-    message = refusal(dataset="set", dataset_dir={"set": {"records": late, "columns": ALPACA}})
+    late = [alpaca_record(number) for number in range(30)] + [{**alpaca_record(30), "system": "s"}]
+    assert load_records(late, columns={**ALPACA, "history": None})[-1].system == "s"
+    message = load_error(dataset="set", dataset_dir={"set": {"records": late, "columns": ALPACA}})
     assert 'no column "history"' in message
 
 
 def test_unmapped_system_column_is_mentioned():
-    sets = load(dataset="set", dataset_dir={"set": {"records": [{**qa(1), "system": "Be brief."}]}})
+    sets = load(dataset="set", dataset_dir={"set": {"records": [{**alpaca_record(1), "system": "Be brief."}]}})
     assert sets.train[0].system is None
     assert 'the column "system" is ignored' in "".join(sets.notes)
 
 
 def test_null_output_is_a_question_without_answer():
-    assert said(only({**qa(1), "output": None})) == [("user", "Is 1 a number?")]
+    assert role_contents(only({**alpaca_record(1), "output": None})) == [("user", "Is 1 a number?")]
 
 
 def test_prompt_column_alone_is_plain_text():
@@ -73,17 +87,17 @@ def test_prompt_column_alone_is_plain_text():
 
 def test_sharegpt_roles_are_converted():
     turns = [("human", "q"), ("function_call", "{}"), ("observation", "o"), ("gpt", "a")]
-    example = only(talk(*turns), formatting="sharegpt")
-    assert [role for role, _ in said(example)] == ["user", "function", "observation", "assistant"]
+    example = only(sharegpt_record(*turns), formatting="sharegpt")
+    assert [role for role, _ in role_contents(example)] == ["user", "function", "observation", "assistant"]
 
 
 def test_system_message_overrides_system_column():
     columns = {"messages": "conversations", "system": "system"}
-    record = talk(("system", "from the turn"), ("human", "q"), ("gpt", "a"))
+    record = sharegpt_record(("system", "from the turn"), ("human", "q"), ("gpt", "a"))
     example = only({**record, "system": "from the column"}, formatting="sharegpt", columns=columns)
     assert example.system == "from the turn"
-    assert said(example)[0] == ("user", "q")
-    without = {**talk(("human", "q"), ("gpt", "a")), "system": "from the column"}
+    assert role_contents(example)[0] == ("user", "q")
+    without = {**sharegpt_record(("human", "q"), ("gpt", "a")), "system": "from the column"}
     assert only(without, formatting="sharegpt", columns=columns).system == "from the column"
 
 
@@ -91,36 +105,39 @@ def test_tags_rename_keys_and_roles():
     tags = {"role_tag": "who", "content_tag": "what", "user_tag": "asker", "assistant_tag": "answerer"}
     record = {"talk": [{"who": "asker", "what": "q"}, {"who": "answerer", "what": "a"}]}
     example = only(record, formatting="sharegpt", columns={"messages": "talk"}, tags=tags)
-    assert said(example) == [("user", "q"), ("assistant", "a")]
+    assert role_contents(example) == [("user", "q"), ("assistant", "a")]
 
 
 def test_openai_files_are_read_as_sharegpt_with_tags():
     tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
     example = only(
-        chat(("system", "s"), ("user", "q"), ("assistant", "a")),
+        openai_record(("system", "s"), ("user", "q"), ("assistant", "a")),
         formatting="sharegpt", columns={"messages": "messages"}, tags=tags,
     )  # fmt: skip
-    assert (example.system, said(example)) == ("s", [("user", "q"), ("assistant", "a")])
+    assert (example.system, role_contents(example)) == ("s", [("user", "q"), ("assistant", "a")])
 
 
 @pytest.mark.parametrize("tools", [[{"name": "f"}], '[{"name": "f"}]'])
 def test_tools_are_json_text_for_any_file_type(tools):
-    record = {**talk(("human", "q"), ("gpt", "a")), "tools": tools}
+    record = {**sharegpt_record(("human", "q"), ("gpt", "a")), "tools": tools}
     example = only(record, formatting="sharegpt", columns={"messages": "conversations", "tools": "tools"})
     assert json.loads(example.tools) == [{"name": "f"}]
 
 
 def test_turns_out_of_order_are_left_to_the_template():
-    example = only(talk(("human", "a"), ("human", "b"), ("gpt", "c")), formatting="sharegpt")
-    assert [role for role, _ in said(example)] == ["user", "user", "assistant"]
+    example = only(sharegpt_record(("human", "a"), ("human", "b"), ("gpt", "c")), formatting="sharegpt")
+    assert [role for role, _ in role_contents(example)] == ["user", "user", "assistant"]
 
 
 # --- openai -----------------------------------------------------------------------------------------------------------
 
 
 def test_openai_system_message_is_unchanged():
-    plain, spoken = described(
-        [chat(("user", "q"), ("assistant", "a")), chat(("system", "s"), ("user", "q"), ("assistant", "a"))],
+    plain, spoken = load_records(
+        [
+            openai_record(("user", "q"), ("assistant", "a")),
+            openai_record(("system", "s"), ("user", "q"), ("assistant", "a")),
+        ],
         formatting="openai",
     )
     assert not plain.system
@@ -137,19 +154,19 @@ def call(name, arguments, **more):
 
 def test_tool_calls_become_json_with_parsed_arguments():
     record = {"messages": [{"role": "user", "content": "q"}, call("f", '{"x": "ü"}', content=None)]}
-    role, content = said(only(record, formatting="openai"))[1]
+    role, content = role_contents(only(record, formatting="openai"))[1]
     assert role == "function"
     assert content == '[{"name": "f", "arguments": {"x": "ü"}}]'
 
 
 def test_parallel_tool_results_stay_separate_for_the_template():
-    record = chat(("user", "q"), ("assistant", "x"), ("tool", "one"), ("tool", "two"), ("assistant", "a"))
+    record = openai_record(("user", "q"), ("assistant", "x"), ("tool", "one"), ("tool", "two"), ("assistant", "a"))
     record["messages"][1] = call("f", {})
-    assert said(only(record, formatting="openai"))[2:4] == [("observation", "one"), ("observation", "two")]
+    assert role_contents(only(record, formatting="openai"))[2:4] == [("observation", "one"), ("observation", "two")]
 
 
 def test_empty_tool_list_means_no_tools():
-    record = chat(("user", "q"), ("assistant", "a")) | {"tools": []}
+    record = openai_record(("user", "q"), ("assistant", "a")) | {"tools": []}
     columns = {"messages": "messages", "tools": "tools"}
     assert only(record, formatting="openai", columns=columns).tools == ""  # LLaMA-Factory: an empty system message
 
@@ -159,20 +176,22 @@ def test_thought_before_a_call_is_kept_and_other_text_is_counted():
     spoken = {"messages": [{"role": "user", "content": "q"}, call("f", {}, content="Let me see.")]}
     stats = DataStats()
     sets = load(stats=stats, dataset="set", dataset_dir={"set": {"records": [thought, spoken], "formatting": "openai"}})
-    assert said(sets.train[0])[1][1].startswith("<think>\nhm\n</think>\n\n[{")
-    assert said(sets.train[1])[1][1].startswith("[{")
+    assert role_contents(sets.train[0])[1][1].startswith("<think>\nhm\n</think>\n\n[{")
+    assert role_contents(sets.train[1])[1][1].startswith("[{")
     assert [places for reason, places in stats.records.items() if "text next to a tool call" in reason] == [
         [("set", 2)]
     ]
 
 
 def test_text_parts_are_joined():
-    record = chat(("user", [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]), ("assistant", "a"))
-    assert said(only(record, formatting="openai"))[0] == ("user", "Hello")
+    record = openai_record(
+        ("user", [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]), ("assistant", "a")
+    )
+    assert role_contents(only(record, formatting="openai"))[0] == ("user", "Hello")
 
 
 def test_message_can_set_its_learning_flag_and_weight():
-    record = chat(
+    record = openai_record(
         ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e"), ("assistant", "f")
     )
     record["messages"][1]["train"] = False
@@ -191,9 +210,9 @@ def test_prompt_and_completion_stay_text():
 
 
 def test_only_completion_of_two_message_lists_is_learned():
-    before = chat(("user", "a"), ("assistant", "b"), ("user", "c"))["messages"]
-    example = only({"prompt": before, "completion": chat(("assistant", "d"))["messages"]})
-    assert said(example)[-1] == ("assistant", "d")
+    before = openai_record(("user", "a"), ("assistant", "b"), ("user", "c"))["messages"]
+    example = only({"prompt": before, "completion": openai_record(("assistant", "d"))["messages"]})
+    assert role_contents(example)[-1] == ("assistant", "d")
     assert [message.train for message in example.messages] == [False, False, False, None]
 
 
@@ -208,14 +227,14 @@ def test_line_of_text_is_a_text_record(tmp_path):
 @pytest.mark.parametrize(
     ("record", "name"),
     [
-        (qa(1), "alpaca"),
-        (talk(("human", "q"), ("gpt", "a")), "sharegpt"),
-        (chat(("user", "q"), ("assistant", "a")), "openai"),
-        ({"conversations": chat(("user", "q"), ("assistant", "a"))["messages"]}, "openai"),
-        ({"messages": talk(("human", "q"), ("gpt", "a"))["conversations"]}, "sharegpt"),
+        (alpaca_record(1), "alpaca"),
+        (sharegpt_record(("human", "q"), ("gpt", "a")), "sharegpt"),
+        (openai_record(("user", "q"), ("assistant", "a")), "openai"),
+        ({"conversations": openai_record(("user", "q"), ("assistant", "a"))["messages"]}, "openai"),
+        ({"messages": sharegpt_record(("human", "q"), ("gpt", "a"))["conversations"]}, "sharegpt"),
         ({"prompt": "q", "completion": "a"}, "prompt_completion"),
         ({"text": "t", "url": "u"}, "text"),
-        ({**qa(1), "text": "rendered"}, "alpaca"),
+        ({**alpaca_record(1), "text": "rendered"}, "alpaca"),
     ],
 )
 def test_format_of_a_path_is_detected_and_reported(tmp_path, record, name):
@@ -226,7 +245,7 @@ def test_format_of_a_path_is_detected_and_reported(tmp_path, record, name):
 
 
 def test_detected_format_uses_optional_columns_and_names_unused_ones(tmp_path):
-    path = write(tmp_path / "a.json", [{**qa(1), "system": "s", "history": [["a", "b"]], "id": 7}])
+    path = write(tmp_path / "a.json", [{**alpaca_record(1), "system": "s", "history": [["a", "b"]], "id": 7}])
     sets = load(dataset=str(path))
     assert sets.train[0].system == "s"
     assert len(sets.train[0].messages) == 4
@@ -236,47 +255,50 @@ def test_detected_format_uses_optional_columns_and_names_unused_ones(tmp_path):
 @pytest.mark.parametrize("before", [1, 30])
 def test_optional_column_first_present_in_a_later_record_is_read(tmp_path, before):
     """Also behind the records that the format is recognized by."""
-    records = [qa(number) for number in range(before)]
-    path = write(tmp_path / "a.json", [*records, {**qa(1), "system": "s", "history": [["a", "b"]]}])
+    records = [alpaca_record(number) for number in range(before)]
+    path = write(tmp_path / "a.json", [*records, {**alpaca_record(1), "system": "s", "history": [["a", "b"]]}])
     train = load(dataset=str(path)).train
     assert [example.system for example in train] == [None] * before + ["s"]
     assert len(train[-1].messages) == 4
-    write(path, [*records, {**qa(1), "images": ["a.png"]}])
-    assert '"images" is not empty' in refusal(dataset=str(path))
+    write(path, [*records, {**alpaca_record(1), "images": ["a.png"]}])
+    assert '"images" is not empty' in load_error(dataset=str(path))
 
 
 def test_unknown_columns_are_rejected_with_a_working_suggestion(tmp_path):
     path = write(tmp_path / "a.json", [{"prompt_text": "q", "answer_text": "a"}])
-    message = refusal(dataset=str(path))
+    message = load_error(dataset=str(path))
     assert "Found: prompt_text, answer_text" in message
     proposal = message.split("columns: ")[-1]
     sets = load(dataset=str(path), formatting="alpaca", columns=proposal)
-    assert said(sets.train[0]) == [("user", "q"), ("assistant", "a")]
+    assert role_contents(sets.train[0]) == [("user", "q"), ("assistant", "a")]
 
 
 def test_ambiguous_format_is_rejected_until_one_is_chosen(tmp_path):
-    path = str(write(tmp_path / "a.json", [{**qa(1), **chat(("user", "q"), ("assistant", "a"))}]))
-    message = refusal(dataset=path)
+    path = str(write(tmp_path / "a.json", [{**alpaca_record(1), **openai_record(("user", "q"), ("assistant", "a"))}]))
+    message = load_error(dataset=path)
     assert "alpaca" in message
     assert "openai" in message
-    assert said(load(dataset=path, formatting="openai").train[0])[0] == ("user", "q")
+    assert role_contents(load(dataset=path, formatting="openai").train[0])[0] == ("user", "q")
 
 
 @pytest.mark.parametrize("more", [{"chosen": "a", "rejected": "b"}, {"label": True}])
 def test_preference_columns_suggest_preference_stage(tmp_path, more):
-    path = str(write(tmp_path / "a.json", [{**chat(("user", "q"), ("assistant", "a")), **more}]))
-    assert "stage: dpo" in refusal(dataset=path) or "stage: kto" in refusal(dataset=path)
+    path = str(write(tmp_path / "a.json", [{**openai_record(("user", "q"), ("assistant", "a")), **more}]))
+    assert "stage: dpo" in load_error(dataset=path) or "stage: kto" in load_error(dataset=path)
     assert len(load(dataset=path, formatting="openai").train) == 1
 
 
 def test_alternative_role_names_are_accepted_and_reported(tmp_path):
-    path = str(write(tmp_path / "a.json", [chat(("human", "q"), ("gpt", "a"))]))
+    path = str(write(tmp_path / "a.json", [openai_record(("human", "q"), ("gpt", "a"))]))
     sets = load(dataset=path)
-    assert said(sets.train[0]) == [("user", "q"), ("assistant", "a")]
+    assert role_contents(sets.train[0]) == [("user", "q"), ("assistant", "a")]
 
 
 def test_alternative_role_names_are_counted_by_record(tmp_path):
-    path = write(tmp_path / "a.json", [chat(("user", "q"), ("assistant", "a")), chat(("human", "q"), ("gpt", "a"))])
+    path = write(
+        tmp_path / "a.json",
+        [openai_record(("user", "q"), ("assistant", "a")), openai_record(("human", "q"), ("gpt", "a"))],
+    )
     stats = DataStats()
     load(dataset=str(path), stats=stats)
     assert f'kept: the role "gpt" is read as assistant: 1 of 2 examples ({path}: 2)' in stats.sentences()
@@ -288,13 +310,13 @@ def test_null_instruction_is_rejected_without_another_question(tmp_path, query):
     path = write(
         tmp_path / "a.json", [{"instruction": "q", "output": "a"}, {"instruction": None, "output": "a", **query}]
     )
-    assert '"instruction" is null, so the record has no prompt' in refusal(dataset=str(path))
-    assert "record 2 (line" in refusal(dataset=str(path))
+    assert '"instruction" is null, so the record has no prompt' in load_error(dataset=str(path))
+    assert "record 2 (line" in load_error(dataset=str(path))
 
 
 def test_input_alone_is_a_question(tmp_path):
     path = write(tmp_path / "a.json", [{"instruction": None, "input": "q", "output": "a"}])
-    assert said(load(dataset=str(path)).train[0]) == [("user", "q"), ("assistant", "a")]
+    assert role_contents(load(dataset=str(path)).train[0]) == [("user", "q"), ("assistant", "a")]
 
 
 def test_format_is_registered_as_one_function(monkeypatch, tmp_path):
@@ -308,8 +330,8 @@ def test_format_is_registered_as_one_function(monkeypatch, tmp_path):
         )
 
     path = str(write(tmp_path / "a.json", [{"riddle": "What has keys?", "solution": "A piano."}]))
-    assert said(load(dataset=path).train[0]) == [("user", "What has keys?"), ("assistant", "A piano.")]
-    assert "solution" in refusal(dataset=str(write(tmp_path / "b.json", [{"riddle": "?"}])), formatting="riddle")
+    assert role_contents(load(dataset=path).train[0]) == [("user", "What has keys?"), ("assistant", "A piano.")]
+    assert "solution" in load_error(dataset=str(write(tmp_path / "b.json", [{"riddle": "?"}])), formatting="riddle")
 
 
 def test_golden_conversations_match_llamafactory(golden_folder):

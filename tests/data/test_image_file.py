@@ -100,16 +100,16 @@ def test_animation_gives_its_first_frame(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"", "is empty"),
         (b"<!DOCTYPE html><html>", 'begins "<!DOCTYPE ht"'),
         (b"\x00\x01\x02\x03", "begins with the bytes 00 01 02 03"),
     ],
 )
-def test_non_image_file_is_rejected_by_its_first_bytes(tmp_path, content, said):
+def test_non_image_file_is_rejected_by_its_first_bytes(tmp_path, content, message):
     (tmp_path / "x.jpg").write_bytes(content)
-    with pytest.raises(BadImage, match=said):
+    with pytest.raises(BadImage, match=message):
         read_header(tmp_path / "x.jpg")
 
 

@@ -23,7 +23,7 @@ from burnish.models.images.collator import ImageCollator, ImageLayout
 from burnish.models.images.features import make_seeing, num_features
 from burnish.models.images.probe import keeps_images_apart
 from burnish.models.images.processor import ImageProcessor
-from seeing import WAYS, image_models
+from vision_models import COLLATE_FUNCTIONS, image_models
 
 NAMES = ["p4_48x48.png", "p5_200x40.png", "p6_40x130.png"]
 
@@ -42,7 +42,7 @@ def parts(*pieces: Any) -> tuple[ContentPart, ...]:
     return tuple(ContentPart("text" if isinstance(one, str) else "image", one) for one in pieces)
 
 
-def asked(folder, *pieces: str) -> Example:
+def image_example(folder, *pieces: str) -> Example:
     """A question with images where a piece names a file, and its answer."""
     content = [read_header(folder / one) if one in NAMES else one for one in pieces]
     raw = [{"type": "image"} if one in NAMES else {"type": "text", "text": one} for one in pieces]
@@ -61,12 +61,12 @@ def images(example: Example) -> list[Any]:
 
 def family(config: Any, composed: Any, is_given: bool = False, pan_and_scan: bool | None = None) -> Family:
     composed.tokenizer.chat_template = composed.chat_template
-    given = composed if is_given else None
+    options = composed if is_given else None
     settings = composed.golden_config
-    found = Checkpoint(
-        config, composed.image_processor, composed.tokenizer, settings, composed=given, pan_and_scan=pan_and_scan
+    result = Checkpoint(
+        config, composed.image_processor, composed.tokenizer, settings, composed=options, pan_and_scan=pan_and_scan
     )
-    return family_of(found)
+    return family_of(result)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -74,28 +74,28 @@ def family(config: Any, composed: Any, is_given: bool = False, pan_and_scan: boo
 def test_gemma_pan_and_scan_crops_match_its_processor(folder, name, text):
     model, composed = image_models().FAMILIES["gemma3"]()
     composed.image_processor.pan_and_scan_min_crop_size = 20
-    found = family(model.config, composed, pan_and_scan=True)
-    example = asked(folder, text, name, "Well?")
-    (row,) = PlainTemplate(PlainOptions(None, "keep_start"), found.tokenizer, found).encode([example], DataStats())
+    result = family(model.config, composed, pan_and_scan=True)
+    example = image_example(folder, text, name, "Well?")
+    (row,) = PlainTemplate(PlainOptions(None, "keep_start"), result.tokenizer, result).encode([example], DataStats())
     chat = composed.apply_chat_template([message.raw for message in example.messages], tokenize=False)
     made = composed(
         text=chat, images=images(example), add_special_tokens=False, return_tensors="pt", do_pan_and_scan=True,
         pan_and_scan_min_crop_size=20,
     )  # fmt: skip
     assert row["input_ids"] == made["input_ids"][0].tolist()
-    processor = ImageProcessor(composed.image_processor, ["pixel_values"], found.options)
+    processor = ImageProcessor(composed.image_processor, ["pixel_values"], result.options)
     (image,) = images_of(row)
-    assert torch.equal(processor.tensors(found.prepared(image))["pixel_values"], made["pixel_values"])
+    assert torch.equal(processor.tensors(result.prepared(image))["pixel_values"], made["pixel_values"])
     assert (len(made["pixel_values"]) > 1) == (name != NAMES[0])
 
 
 def test_paligemma_images_precede_text(folder):
     model, composed = image_models().FAMILIES["paligemma"]()
-    found = family(model.config, composed)
-    template = load_template(_options(template="paligemma"), found.tokenizer, family=found)
-    example = asked(folder, "What ", NAMES[0], "is ", NAMES[1], "this?")
+    result = family(model.config, composed)
+    template = load_template(_options(template="paligemma"), result.tokenizer, family=result)
+    example = image_example(folder, "What ", NAMES[0], "is ", NAMES[1], "this?")
     (row,) = template.encode([example], DataStats())
-    text = found.placeholder * 2 + "What is this?"
+    text = result.placeholder * 2 + "What is this?"
     made = composed(text=text, images=[images(example)], suffix="A shape.")
     assert row["input_ids"] == list(made["input_ids"][0])
     assert row["labels"] == list(made["labels"][0])
@@ -114,15 +114,15 @@ def _options(**values: Any) -> Any:
 
 def test_mllama_text_attends_to_preceding_images(folder):
     model, composed = image_models().build("mllama")
-    found = family(model.config, composed)
+    result = family(model.config, composed)
     layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, composed.image_processor)
     collate = ImageCollator(
-        WAYS["padded"], WAYS["padded"], layout, processor, images_of,
-        lambda image: processor.tensors(found.prepared(image)),
+        COLLATE_FUNCTIONS["padded"], COLLATE_FUNCTIONS["padded"], layout, processor, images_of,
+        lambda image: processor.tensors(result.prepared(image)),
     )  # fmt: skip
-    template = PlainTemplate(PlainOptions(None, "keep_start"), found.tokenizer, found)
+    template = PlainTemplate(PlainOptions(None, "keep_start"), result.tokenizer, result)
     for pieces in ([NAMES[0], "What?"], ["See ", NAMES[0], NAMES[1], " and ", NAMES[2], "?"]):
-        example = asked(folder, *pieces)
+        example = image_example(folder, *pieces)
         (row,) = template.encode([example], DataStats())
         chat = composed.apply_chat_template([message.raw for message in example.messages], tokenize=False)
         made = composed(text=chat, images=[images(example)], add_special_tokens=False, return_tensors="pt")
@@ -160,11 +160,11 @@ def idefics2() -> tuple[Any, Any]:
 
 def test_model_of_unknown_family_uses_its_processor(folder):
     model, composed = idefics2()
-    found = family(model.config, composed, is_given=True)
-    assert isinstance(found, AnyFamily)
-    assert "are those of transformers' Idefics2Processor" in found.note
-    example = asked(folder, "What is ", NAMES[0], " and ", NAMES[2], " now?")
-    (row,) = PlainTemplate(PlainOptions(None, "keep_start"), found.tokenizer, found).encode([example], DataStats())
+    result = family(model.config, composed, is_given=True)
+    assert isinstance(result, AnyFamily)
+    assert "are those of transformers' Idefics2Processor" in result.note
+    example = image_example(folder, "What is ", NAMES[0], " and ", NAMES[2], " now?")
+    (row,) = PlainTemplate(PlainOptions(None, "keep_start"), result.tokenizer, result).encode([example], DataStats())
     chat = composed.apply_chat_template([message.raw for message in example.messages], tokenize=False)
     made = composed(text=chat, images=[images(example)], add_special_tokens=False)
     assert row["input_ids"] == list(made["input_ids"][0])
@@ -172,7 +172,7 @@ def test_model_of_unknown_family_uses_its_processor(folder):
     layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, composed.image_processor)
     for way in ("flat", "padded"):
         collate = ImageCollator(
-            WAYS[way], WAYS[way], layout, processor, lambda row: row.get("images", []),
+            COLLATE_FUNCTIONS[way], COLLATE_FUNCTIONS[way], layout, processor, lambda row: row.get("images", []),
             lambda drawn: processor.tensors(drawn.image),
         )  # fmt: skip
         assert keeps_images_apart(model, collate)
@@ -204,26 +204,26 @@ def test_tiles_are_counted_without_torchvision(name):
     tiny = image_models().FAMILIES[name]
     vision = SimpleNamespace(patch_size=14)
     tokenizer = image_models().tokenizer_of(*tiny.words, *tiny.named.values(), eos=tiny.eos, **tiny.named)
-    found = family_of(
+    result = family_of(
         Checkpoint(SimpleNamespace(model_type=name, vision_config=vision), SimpleNamespace(**SETTINGS[name]), tokenizer)
     )
-    assert [(w, h, found.ids(w, h).count(found.placeholder_id)) for w, h, _ in TILES[name]] == TILES[name]
+    assert [(w, h, result.ids(w, h).count(result.placeholder_id)) for w, h, _ in TILES[name]] == TILES[name]
 
 
 @pytest.mark.parametrize("name", list(TILES))
 def test_rows_of_torchvision_models_match_their_processors(folder, name):
     pytest.importorskip("torchvision")
     model, composed = image_models().build(name)
-    found = family(model.config, composed)
+    result = family(model.config, composed)
     processor = ImageProcessor.of(model, composed.image_processor)
     for width, height, _ in TILES[name]:
         image = Image.new("RGB", (width, height), "blue")
-        made = composed(text=[found.mark], images=[image], add_special_tokens=False)
-        assert list(found.ids(width, height)) == list(made["input_ids"][0])
+        made = composed(text=[result.mark], images=[image], add_special_tokens=False)
+        assert list(result.ids(width, height)) == list(made["input_ids"][0])
         count = num_features(model, processor.tensors(image))
-        assert found.ids(width, height).count(found.placeholder_id) == count
-    example = asked(folder, "What is ", NAMES[0], " and ", NAMES[2], " now?")
-    (row,) = PlainTemplate(PlainOptions(None, "keep_start"), found.tokenizer, found).encode([example], DataStats())
+        assert result.ids(width, height).count(result.placeholder_id) == count
+    example = image_example(folder, "What is ", NAMES[0], " and ", NAMES[2], " now?")
+    (row,) = PlainTemplate(PlainOptions(None, "keep_start"), result.tokenizer, result).encode([example], DataStats())
     chat = composed.apply_chat_template([message.raw for message in example.messages], tokenize=False)
     made = composed(text=chat, images=[images(example)], add_special_tokens=False)
     assert row["input_ids"] == list(made["input_ids"][0])
@@ -233,25 +233,25 @@ def test_lfm2_image_with_too_many_patches_is_rejected():
     tiny = image_models().FAMILIES["lfm2_vl"]
     tokenizer = image_models().tokenizer_of(*tiny.words, eos=tiny.eos, **tiny.named)
     config = SimpleNamespace(model_type="lfm2_vl", vision_config=SimpleNamespace(patch_size=14))
-    found = family_of(Checkpoint(config, SimpleNamespace(**SETTINGS["lfm2_vl"]), tokenizer))
+    result = family_of(Checkpoint(config, SimpleNamespace(**SETTINGS["lfm2_vl"]), tokenizer))
     with pytest.raises(BadImage, match="is 1000x10, which gives 160 patches; the maximum of this model is 64"):
-        found.check(ImageFile("x.png", 1000, 10))
+        result.check(ImageFile("x.png", 1000, 10))
 
 
 @pytest.mark.parametrize("name", ["pixtral", "mistral3"])
 def test_pixtral_images_have_complete_placeholders(folder, name):
     model, composed = image_models().build(name)
-    found = family(model.config, composed)
-    processor = ImageProcessor.of(model, composed.image_processor, found.options)
+    result = family(model.config, composed)
+    processor = ImageProcessor.of(model, composed.image_processor, result.options)
     for image in map(read_header, map(folder.joinpath, NAMES)):
-        count = found.of(image).count(found.placeholder_id)
-        assert num_features(model, processor.tensors(found.prepared(image))) == count
+        count = result.of(image).count(result.placeholder_id)
+        assert num_features(model, processor.tensors(result.prepared(image))) == count
 
 
 def test_image_with_aspect_ratio_above_200_is_rejected_before_its_step(tmp_path):
     image_models().write_images(tmp_path, ["p7_804x4.png"])
     model, composed = image_models().FAMILIES["qwen2_5_vl"]()
-    found = family(model.config, composed)
+    result = family(model.config, composed)
     part = ContentPart("image", read_header(tmp_path / "p7_804x4.png"))
     raw = {"role": "user", "content": [{"type": "image"}]}
     answer = {"role": "assistant", "content": "A line."}
@@ -262,4 +262,4 @@ def test_image_with_aspect_ratio_above_200_is_rejected_before_its_step(tmp_path)
     with pytest.raises(
         UserError, match=r"v.json, record 7.*p7_804x4.png is 804x4; the maximum aspect ratio of this model is 200:1"
     ):
-        list(PlainTemplate(PlainOptions(None, "keep_start"), found.tokenizer, found).encode([example], DataStats()))
+        list(PlainTemplate(PlainOptions(None, "keep_start"), result.tokenizer, result).encode([example], DataStats()))

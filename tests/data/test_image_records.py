@@ -41,7 +41,7 @@ def read(values: dict[str, Any], folder: Path, kind: str = "answers", model_type
     return convert_records([(values, "v.json", 7)], layout, DataStats())[0]
 
 
-def seen(example: Example) -> list[Any]:
+def summarize(example: Example) -> list[Any]:
     """What the messages say, sizes for images."""
     return [
         [(one.value.width, one.value.height) if one.kind == "image" else one.value for one in message.parts]
@@ -91,17 +91,17 @@ def records(folder: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("form", ["alpaca", "sharegpt", "openai", "parts", "bytes", "file", "filled"])
 def test_all_record_formats_give_the_same_messages(folder, form):
-    assert seen(read(records(folder)[form], folder)) == [ASKED, ["Red."]]
+    assert summarize(read(records(folder)[form], folder)) == [ASKED, ["Red."]]
 
 
 def test_image_column_alone_precedes_first_user_message(folder):
     values = {"instruction": "What?", "output": "Red.", "images": "a.png"}
-    assert seen(read(values, folder)) == [[(8, 4), "What?"], ["Red."]]
+    assert summarize(read(values, folder)) == [[(8, 4), "What?"], ["Red."]]
 
 
 def test_placeholder_without_image_column_is_plain_text(folder):
     values = {"instruction": "What is <image>?", "output": "A tag."}
-    assert seen(read(values, folder)) == [["What is <image>?"], ["A tag."]]
+    assert summarize(read(values, folder)) == [["What is <image>?"], ["A tag."]]
 
 
 def test_images_of_pairs_and_kto_examples_are_in_the_prompt(folder):
@@ -110,11 +110,11 @@ def test_images_of_pairs_and_kto_examples_are_in_the_prompt(folder):
         "chosen": {"from": "gpt", "value": "Red."}, "rejected": {"from": "gpt", "value": "Blue."},
     }  # fmt: skip
     example = read(pair, folder, "pairs")
-    assert seen(example) == [ASKED]
+    assert summarize(example) == [ASKED]
     assert (example.chosen[0].text, example.rejected[0].text) == ("Red.", "Blue.")
     verdict = {"instruction": TEXT, "output": "Red.", "images": TWO, "kto_tag": True}
     columns = {"prompt": "instruction", "response": "output", "images": "images", "kto_tag": "kto_tag"}
-    assert seen(read(verdict, folder, "verdicts", columns=columns)) == [ASKED, ["Red."]]
+    assert summarize(read(verdict, folder, "verdicts", columns=columns)) == [ASKED, ["Red."]]
 
 
 def test_image_can_set_its_pixel_limits(folder):
@@ -135,19 +135,19 @@ def test_trl_records_are_read(folder):
     image = Image.open(folder / "a.png")
     user, answer = {"role": "user", "content": "What?"}, {"role": "assistant", "content": "Red."}
     plain = trl({"messages": [user, answer], "images": [image]})
-    assert seen(plain) == [[(8, 4), "What?"], ["Red."]]
+    assert summarize(plain) == [[(8, 4), "What?"], ["Red."]]
     assert plain.messages[0].raw["content"] == [{"type": "image"}, {"type": "text", "text": "What?"}]
     split = trl({"prompt": [user], "completion": [answer], "image": image})
-    assert seen(split) == [[(8, 4), "What?"], ["Red."]]
+    assert summarize(split) == [[(8, 4), "What?"], ["Red."]]
     pair = trl(
         {"prompt": [user], "chosen": [answer], "rejected": [{**answer, "content": "Blue."}], "images": [image]}, "pairs"
     )
-    assert seen(pair) == [[(8, 4), "What?"]]
+    assert summarize(pair) == [[(8, 4), "What?"]]
     part = {
         "role": "user",
         "content": [{"type": "image", "image": image, "text": None}, {"type": "text", "text": "What?"}],
     }
-    assert seen(trl({"messages": [part, answer]})) == [[(8, 4), "What?"], ["Red."]]
+    assert summarize(trl({"messages": [part, answer]})) == [[(8, 4), "What?"], ["Red."]]
 
 
 FILM: dict[str, Any] = {"instruction": "<video>What moves?", "output": "Red."}
@@ -158,7 +158,7 @@ def bad(**change: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         (bad(instruction="One <image>."), '2 images and 1 "<image>".'),
         (bad(images=["a.png"]), '1 image and 2 "<image>"'),
@@ -182,11 +182,11 @@ def bad(**change: Any) -> dict[str, Any]:
         (bad(system="See <image>"), "the system message contains an image"),
     ],
 )
-def test_bad_image_records_are_rejected_by_number(folder, values, said):
+def test_bad_image_records_are_rejected_by_number(folder, values, message):
     with pytest.raises(UserError) as refused:
         read(values, folder)
     assert "v.json, record 7" in str(refused.value)
-    assert said in " ".join(str(refused.value).split())
+    assert message in " ".join(str(refused.value).split())
 
 
 def films(folder: Path) -> dict[str, dict[str, Any]]:
@@ -215,10 +215,10 @@ def films(folder: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("form", ["alpaca", "folder", "sharegpt", "parts", "filled"])
 def test_all_video_formats_become_frames(folder, form):
-    (asked, _) = read(films(folder)[form], folder).messages
-    kinds = [part.kind for part in asked.parts]
+    (question, _) = read(films(folder)[form], folder).messages
+    kinds = [part.kind for part in question.parts]
     assert kinds == ["video", "text", "image", "text"]
-    video, image = asked.images
+    video, image = question.images
     assert [Path(frame.path).name for frame in video.frames] == ["1.png", "2.png", "10.png"]
     assert (video.width, video.height, image.width, image.frames) == (8, 4, 5, ())
     assert (video.fps, video.max_pixels) == ((4, 900) if form == "parts" else (2.0, None))
@@ -234,8 +234,8 @@ def test_frames_are_limited_and_paired_as_in_llamafactory(folder):
 
 def test_videos_without_placeholder_precede_first_user_message(folder):
     record = {"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Red."}]}
-    (asked, _) = read(record | {"videos": films(folder)["alpaca"]["videos"]}, folder).messages
-    assert [part.kind for part in asked.parts] == ["video", "text"]
+    (question, _) = read(record | {"videos": films(folder)["alpaca"]["videos"]}, folder).messages
+    assert [part.kind for part in question.parts] == ["video", "text"]
 
 
 @pytest.mark.parametrize("kind", [["image"], {"image": 1}, 3])

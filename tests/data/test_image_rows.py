@@ -23,7 +23,7 @@ from burnish.data.images.image_file import ImageFile, images_of, load, read_head
 from burnish.data.stats import DataStats
 from burnish.explain.explain import pieces_of
 from burnish.loop.types import IGNORE_INDEX, ContentPart, Example, Message
-from seeing import golden, image_models
+from vision_models import golden, image_models
 
 GOLDEN = golden()
 
@@ -62,24 +62,24 @@ def example(folder: Path, name: str, most: int | None = 589824, least: int | Non
     messages = []
     for message in record["messages"]:
         first, *others = message["content"].split("<image>")
-        found = [ContentPart("text", first)]
+        result = [ContentPart("text", first)]
         for other in others:
-            found += [ContentPart("image", next(left)), ContentPart("text", other)]
-        content = tuple(p for p in found if p.value != "")
+            result += [ContentPart("image", next(left)), ContentPart("text", other)]
+        content = tuple(p for p in result if p.value != "")
         shown = [{"type": "image"} if p.kind == "image" else {"type": "text", "text": p.value} for p in content]
-        given = {"role": message["role"], "content": shown if others else message["content"]} if raw else None
-        messages.append(Message(message["role"], content if others else message["content"], raw=given))
+        options = {"role": message["role"], "content": shown if others else message["content"]} if raw else None
+        messages.append(Message(message["role"], content if others else message["content"], raw=options))
     system = None if raw or messages[0].role != "system" else messages.pop(0).text
     return Example(messages=tuple(messages), system=system, source="v.json", number=7)
 
 
 def encoded(case: dict[str, Any], folder: Path, **more: Any) -> tuple[Any, Family, DataStats]:
-    found, options = family(case["family"]), dict(case["options"]) | more
+    result, options = family(case["family"]), dict(case["options"]) | more
     most, stats = options.pop("image_max_pixels", 589824), DataStats()
-    template = load_template(Options(template=case["template"], **options), found.tokenizer, family=found)
-    fit_tokenizer(template, found.tokenizer)
+    template = load_template(Options(template=case["template"], **options), result.tokenizer, family=result)
+    fit_tokenizer(template, result.tokenizer)
     (row,) = template.encode([example(folder, case["record"], most)], stats)
-    return row, found, stats
+    return row, result, stats
 
 
 def name_of(case: dict[str, Any]) -> str:
@@ -88,16 +88,16 @@ def name_of(case: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("case", [*GOLDEN["llamafactory"], *GOLDEN["upright_on_white"]], ids=name_of)
 def test_rows_match_llamafactory(case, folder):
-    row, found, _ = encoded(case, folder)
+    row, result, _ = encoded(case, folder)
     assert row["input_ids"] == case["input_ids"]
     assert row["labels"] == case["labels"]
     images = images_of(row)
-    sizes = [list(found.given_sizes(image)[-1]) for image in images]
+    sizes = [list(result.given_sizes(image)[-1]) for image in images]
     assert sizes == case.get("sizes_given_to_the_processor", [])
-    assert [found.resized(image).size for image in images] == [tuple(size) for size in sizes]
-    held = [at for image in images for at in range(image.begin, image.end)]
-    placeholders = [at for at, token in enumerate(row["input_ids"]) if token == found.placeholder_id]
-    assert set(placeholders) <= set(held)
+    assert [result.resized(image).size for image in images] == [tuple(size) for size in sizes]
+    stored = [at for image in images for at in range(image.begin, image.end)]
+    placeholders = [at for at, token in enumerate(row["input_ids"]) if token == result.placeholder_id]
+    assert set(placeholders) <= set(stored)
     assert len(placeholders) == case["image_tokens"]
 
 
@@ -105,59 +105,59 @@ def test_rows_match_llamafactory(case, folder):
     "case", [c for c in (*GOLDEN["llamafactory"], *GOLDEN["upright_on_white"]) if c["tensors"]], ids=name_of
 )
 def test_upright_pixels_on_white_match_llamafactory(case, folder):
-    row, found, _ = encoded(case, folder)
-    images = [found.prepared(image) for image in images_of(row)]
-    pixels = np.asarray(found.processor(images=images, return_tensors="np")["pixel_values"], np.float64).ravel()
+    row, result, _ = encoded(case, folder)
+    images = [result.prepared(image) for image in images_of(row)]
+    pixels = np.asarray(result.processor(images=images, return_tensors="np")["pixel_values"], np.float64).ravel()
     ramp = (7919 * np.arange(len(pixels)) % 1009) / 1009 - 0.5
     expected = case["tensors"]["pixel_values"]
-    given = [pixels.mean(), np.abs(pixels).mean(), (pixels * ramp).mean()]
-    assert given == pytest.approx([expected["mean"], expected["abs"], expected["ramp"]], abs=2e-6)
+    options = [pixels.mean(), np.abs(pixels).mean(), (pixels * ramp).mean()]
+    assert options == pytest.approx([expected["mean"], expected["abs"], expected["ramp"]], abs=2e-6)
 
 
 @pytest.mark.parametrize("case", GOLDEN["trl"], ids=name_of)
 def test_rows_match_trl_except_for_learned_placeholders(case, folder):
-    found = family(case["family"])
+    result = family(case["family"])
     options = PlainOptions(None, "keep_start", assistant_only=case["mode"] == "assistant")
-    template, asked = (
-        PlainTemplate(options, found.tokenizer, found),
+    template, question = (
+        PlainTemplate(options, result.tokenizer, result),
         example(folder, case["record"], None, None, raw=True),
     )
     if case["mode"] == "completion":
-        before = [replace(message, train=False) for message in asked.messages[:-1]]
-        asked = replace(asked, messages=(*before, asked.messages[-1]))
-    (row,) = template.encode([asked], DataStats())
+        before = [replace(message, train=False) for message in question.messages[:-1]]
+        question = replace(question, messages=(*before, question.messages[-1]))
+    (row,) = template.encode([question], DataStats())
     assert row["input_ids"] == case["input_ids"]
     pairs = zip(case["input_ids"], case["labels"], strict=True)
-    assert row["labels"] == [IGNORE_INDEX if token == found.placeholder_id else label for token, label in pairs]
+    assert row["labels"] == [IGNORE_INDEX if token == result.placeholder_id else label for token, label in pairs]
     assert case["mode"] != "all" or row["labels"] != case["labels"]
 
 
 @pytest.mark.parametrize("case", GOLDEN["counts"], ids=lambda case: case["family"])
 def test_placeholders_from_image_size_match_processor(case):
-    found = family(case["family"])
+    result = family(case["family"])
     for width, height, count in case["width_height_placeholders"]:
-        assert found.ids(width, height).count(found.placeholder_id) == count, (width, height)
+        assert result.ids(width, height).count(result.placeholder_id) == count, (width, height)
 
 
 def test_placeholders_are_never_learned(folder):
     for case in GOLDEN["not_to_match"]:
         if case["record"] in ("one", "in_answer"):
-            row, found, _ = encoded(case, folder)
+            row, result, _ = encoded(case, folder)
             assert row["input_ids"] == case["input_ids"]
             assert row["labels"] != case["labels"]
-            assert found.placeholder_id in case["labels"]
-            assert found.placeholder_id not in row["labels"]
+            assert result.placeholder_id in case["labels"]
+            assert result.placeholder_id not in row["labels"]
 
 
 def test_image_is_never_truncated(folder):
     for case in GOLDEN["not_to_match"]:
         if "cutoff_len" in (case.get("options") or {}):
-            row, found, stats = encoded(case, folder)
+            row, result, stats = encoded(case, folder)
             if row is None:
                 assert any("cut through an image" in reason for reason in stats.records)
                 continue
             whole = sum(image.end - image.begin for image in images_of(row))
-            assert row["input_ids"].count(found.placeholder_id) == whole
+            assert row["input_ids"].count(result.placeholder_id) == whole
 
 
 def test_text_is_truncated_before_an_image(folder):
@@ -170,25 +170,25 @@ def test_text_is_truncated_before_an_image(folder):
 
 
 def test_images_are_downscaled_until_their_row_fits(folder):
-    found = family("qwen2_5_vl", shrinks=True)
+    result = family("qwen2_5_vl", shrinks=True)
     options, stats = Options(template="qwen2_vl", cutoff_len=54), DataStats()
-    template = load_template(options, found.tokenizer, family=found)
+    template = load_template(options, result.tokenizer, family=result)
     (row,) = template.encode([example(folder, "large")], stats)
     (image,) = images_of(row)
     assert len(row["input_ids"]) <= 54
     assert image.max_pixels < 300 * 200
-    assert found.of(image).count(found.placeholder_id) == row["input_ids"].count(found.placeholder_id) > 0
+    assert result.of(image).count(result.placeholder_id) == row["input_ids"].count(result.placeholder_id) > 0
     assert any("images resized to fit" in reason for reason in stats.records)
 
 
 def test_control_token_in_a_text_is_text(folder):
-    found = family("qwen2_5_vl")
-    template = load_template(Options(template="qwen2_vl"), found.tokenizer, family=found)
+    result = family("qwen2_5_vl")
+    template = load_template(Options(template="qwen2_vl"), result.tokenizer, family=result)
     (row,) = template.encode([example(folder, "marks")], DataStats())
-    assert row["input_ids"].count(found.placeholder_id) == 4
-    plain = PlainTemplate(PlainOptions(None, "keep_start"), found.tokenizer, found)
+    assert row["input_ids"].count(result.placeholder_id) == 4
+    plain = PlainTemplate(PlainOptions(None, "keep_start"), result.tokenizer, result)
     (row,) = plain.encode([example(folder, "marks", raw=True)], DataStats())
-    assert row["input_ids"].count(found.placeholder_id) == sum(len(found.of(one)) for one in images_of(row))
+    assert row["input_ids"].count(result.placeholder_id) == sum(len(result.of(one)) for one in images_of(row))
 
 
 def test_template_of_another_family_is_rejected_naming_both_tokens():
@@ -197,13 +197,13 @@ def test_template_of_another_family_is_rejected_naming_both_tokens():
 
 
 def test_prompt_ends_where_the_response_begins(folder):
-    found = family("qwen2_5_vl")
-    template = load_template(Options(template="qwen2_vl"), found.tokenizer, family=found)
+    result = family("qwen2_5_vl")
+    template = load_template(Options(template="qwen2_vl"), result.tokenizer, family=result)
     (row,) = template.encode([example(folder, "two")], DataStats())
-    asked = template.prompt_row(example(folder, "two"))
+    requested = template.prompt_row(example(folder, "two"))
     first = next(at for at, label in enumerate(row["labels"]) if label != IGNORE_INDEX)
-    assert asked["input_ids"] == row["input_ids"][:first]
-    assert asked["images"] == row["images"]
+    assert requested["input_ids"] == row["input_ids"][:first]
+    assert requested["images"] == row["images"]
 
 
 def test_images_are_upright_and_on_white(folder):
@@ -220,8 +220,8 @@ def test_image_hash_depends_on_file_and_limits(folder):
 
 
 def test_explain_shows_an_image_at_its_position(folder):
-    row, found, _ = encoded({"family": "qwen2_5_vl", "template": "qwen2_vl", "record": "two", "options": {}}, folder)
-    pieces = pieces_of(row, found.tokenizer, found)
+    row, result, _ = encoded({"family": "qwen2_5_vl", "template": "qwen2_vl", "record": "two", "options": {}}, folder)
+    pieces = pieces_of(row, result.tokenizer, result)
     described = [text for text, _, _ in pieces if text.startswith("[image")]
     assert [text.split("/")[-1] for text in described] == [
         "p2_100x40.png 100x40 -> 112x28, 4 tokens]", "p3_30x70.png 30x70 -> 28x56, 2 tokens]",
@@ -232,13 +232,13 @@ def test_explain_shows_an_image_at_its_position(folder):
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
 @pytest.mark.parametrize("size", ["20x9", "64x48", "300x220", "40x410"])
 def test_an_image_resized_before_the_processor_has_the_pixels_of_its_own_resize(tmp_path, name, size):
-    found = family(name)
+    result = family(name)
     image_models().write_images(tmp_path, [f"p3_{size}.png"])
     image = read_header(tmp_path / f"p3_{size}.png", min_pixels=1024)
     tensors = [
-        found.processor(images=[pixels], return_tensors="np")
-        for pixels in (found.resized(image), found.prepared(image))
+        result.processor(images=[pixels], return_tensors="np")
+        for pixels in (result.resized(image), result.prepared(image))
     ]
-    assert found.prepared(image).size == found.processed(*found.given_sizes(image)[-1])
+    assert result.prepared(image).size == result.processed(*result.given_sizes(image)[-1])
     for key in ("pixel_values", "image_grid_thw"):
         assert np.array_equal(tensors[0][key], tensors[1][key])

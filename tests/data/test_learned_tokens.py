@@ -10,7 +10,7 @@ from burnish.data.batches.batching import pack, sequences_of
 from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.stats import DataStats
 from burnish.loop.types import IGNORE_INDEX, Example, Message
-from few import few
+from representative import representative
 from small_run import CHAT_TEMPLATE
 from template_cases import byte_tokenizer, template_options
 
@@ -26,10 +26,10 @@ def conversations(seed, count, has_flags=True):
     draw = random.Random(seed)
 
     def message(role):
-        said = draw.choice(["hi", "a longer one\nof two lines", "", " 日本 ", "x"]) + draw.choice(["", "!"])
+        messages = draw.choice(["hi", "a longer one\nof two lines", "", " 日本 ", "x"]) + draw.choice(["", "!"])
         if not has_flags:
-            return Message(role, said or "y")
-        return Message(role, said or "y", draw.choice([None, None, True, False]), draw.choice([1.0, 1.0, 0.5, 2.0]))
+            return Message(role, messages or "y")
+        return Message(role, messages or "y", draw.choice([None, None, True, False]), draw.choice([1.0, 1.0, 0.5, 2.0]))
 
     return [
         Example(
@@ -40,10 +40,10 @@ def conversations(seed, count, has_flags=True):
     ]  # fmt: skip
 
 
-def loaded(name, **given):
+def loaded(name, **options):
     tokenizer = byte_tokenizer(eos="<|im_end|>" if name == "own" else "</s>")
     tokenizer.chat_template = CHAT_TEMPLATE
-    template = load_template(template_options(template=None if name == "own" else name, **given), tokenizer)
+    template = load_template(template_options(template=None if name == "own" else name, **options), tokenizer)
     fit_tokenizer(template, tokenizer)
     return template, tokenizer
 
@@ -52,7 +52,7 @@ def reference(turns, name, tokenizer, which, mask_history=False, train_on_prompt
     """(label, weight) of each token."""
     end, eos = map(tokenizer.convert_tokens_to_ids, (END_WORDS.get(name, "</s>"), "</s>"))
     closing = name in CLOSED_BY_EOS
-    found, before = [], None
+    result, before = [], None
     for number, (prompt, response) in enumerate(turns):
         is_last = number == len(turns) - 1
         asks, answers = prompt.message.train, response.message.train
@@ -63,44 +63,44 @@ def reference(turns, name, tokenizer, which, mask_history=False, train_on_prompt
             is_trained = train_on_prompt if is_opening else asks
             if token == end and which != "turn":
                 is_trained = (is_trained if is_opening else True) if which == "all" else False
-            found.append((token if is_trained else IGNORE_INDEX, 1.0 if is_opening else prompt.message.weight))
+            result.append((token if is_trained else IGNORE_INDEX, 1.0 if is_opening else prompt.message.weight))
         if closing and which in ("turn", "all"):
             ended = not is_last if mask_history else number > 0
             if before is not None and before.train is not None:
                 ended = before.train or which == "all"
             if ended:
-                found[-len(prompt.ids)] = (eos, before.weight if before else 1.0)
+                result[-len(prompt.ids)] = (eos, before.weight if before else 1.0)
         ended_at = max((at for at, token in enumerate(response.ids) if token == end), default=len(response.ids))
         for at, token in enumerate(response.ids):
             is_trained = learns and not (at >= ended_at and (which == "none" or (which == "last" and not is_last)))
             is_trained = is_trained or (which == "all" and at == ended_at)
             is_trained = is_trained and at < len(response.ids) - response.trailing
-            found.append((token if is_trained else IGNORE_INDEX, response.message.weight))
+            result.append((token if is_trained else IGNORE_INDEX, response.message.weight))
         before = response.message
     if closing:
         is_trained = which == "all" or (which != "none" and before.train is not False)
-        found.append((eos if is_trained else IGNORE_INDEX, before.weight))
-    return found
+        result.append((eos if is_trained else IGNORE_INDEX, before.weight))
+    return result
 
 
-def check(name, seed, has_flags, **given):
-    template, tokenizer = loaded(name, **given)
+def check(name, seed, has_flags, **options):
+    template, tokenizer = loaded(name, **options)
     examples = conversations(seed, 12, has_flags)
     turns = template.form.turns(examples, DataStats())
-    for example, found, row in zip(examples, turns, template.encode(examples, DataStats()), strict=True):
-        which = given["train_on_eos"]
-        rules = {key: value for key, value in given.items() if key != "train_on_eos"}
-        expected = reference(found, name, tokenizer, which, **rules)
+    for example, result, row in zip(examples, turns, template.encode(examples, DataStats()), strict=True):
+        which = options["train_on_eos"]
+        rules = {key: value for key, value in options.items() if key != "train_on_eos"}
+        expected = reference(result, name, tokenizer, which, **rules)
         if all(label == IGNORE_INDEX for label, _ in expected):
             assert row is None, example
             continue
         weights = row.get("loss_weights") or [1.0] * len(row["labels"])
-        assert row["labels"] == [label for label, _ in expected], (example, given)
+        assert row["labels"] == [label for label, _ in expected], (example, options)
         learned = [weight for weight, label in zip(weights, row["labels"], strict=True) if label != IGNORE_INDEX]
-        assert learned == [weight for label, weight in expected if label != IGNORE_INDEX], (example, given)
+        assert learned == [weight for label, weight in expected if label != IGNORE_INDEX], (example, options)
 
 
-@pytest.mark.parametrize("name", few([*TEMPLATES, "own"], {"qwen", "llama3", "own"}))
+@pytest.mark.parametrize("name", representative([*TEMPLATES, "own"], {"qwen", "llama3", "own"}))
 @pytest.mark.parametrize("has_flags", [False, True], ids=["plain", "flags"])
 def test_learned_tokens_match_plain_reference(name, has_flags):
     for seed, (which, rule) in enumerate(product(ENDS, RANGES)):
@@ -115,7 +115,7 @@ def test_packed_rows_learn_the_same_tokens_as_single_rows(which, rule):
     rows = [row for row in template.encode(conversations(7, 40), DataStats()) if row is not None]
     capacity = max(len(row["input_ids"]) for row in rows) + 50
 
-    def said(some):
+    def message(some):
         ones = [1.0] * capacity
         return sorted(
             (r["input_ids"], r["labels"], list(r.get("loss_weights") or ones[: len(r["labels"])])) for r in some
@@ -123,7 +123,7 @@ def test_packed_rows_learn_the_same_tokens_as_single_rows(which, rule):
 
     packs = pack(rows, capacity)
     assert len(packs) < len(rows)
-    assert said(row for one in packs for row in sequences_of(one)) == said(rows)
+    assert message(row for one in packs for row in sequences_of(one)) == message(rows)
 
 
 def test_message_starting_with_a_stop_word_does_not_end_there():

@@ -65,21 +65,21 @@ def test_loader_resumes_from_its_state(stop_after):
     whole = stream()
     expected = steps_of_epoch(whole) + steps_of_epoch(whole)
     first = stream()
-    seen = []
-    while len(seen) < stop_after:
+    recorded = []
+    while len(recorded) < stop_after:
         for group in first.step_batches():
-            seen.append(items_of(group))
+            recorded.append(items_of(group))
             first.advance(group)
-            if len(seen) == stop_after:
+            if len(recorded) == stop_after:
                 break
         if first.is_used_up:
             first.end_epoch()
     second = stream()
     second.load_state_dict(first.state_dict())
     rest = steps_of_epoch(second)
-    if len(seen) + len(rest) < len(expected):
+    if len(recorded) + len(rest) < len(expected):
         rest += steps_of_epoch(second)
-    assert seen + rest == expected
+    assert recorded + rest == expected
 
 
 @pytest.mark.parametrize("done", [1, 50, 5000])
@@ -156,8 +156,8 @@ def test_group_by_length_matches_transformers_order():
 
     lengths = [(i * 37) % 101 for i in range(400)]
     theirs = get_length_grouped_indices(lengths, 4, generator=torch.Generator().manual_seed(7))
-    for asked in ({"train_sampling_strategy": "group_by_length"}, {"group_by_length": True}):
-        assert stream(400, lengths=lengths, **asked).order(0) == theirs
+    for requested in ({"train_sampling_strategy": "group_by_length"}, {"group_by_length": True}):
+        assert stream(400, lengths=lengths, **requested).order(0) == theirs
 
 
 @pytest.mark.run
@@ -176,18 +176,18 @@ def test_workers_survive_signals_that_stop_a_run():
 
 
 def test_worker_options_are_passed_to_workers(monkeypatch):
-    given = []
+    overrides = []
 
     def loader(items, batch_sampler, collate_fn, **settings):
-        given.append((settings["num_workers"], settings["prefetch_factor"], settings["pin_memory"]))
+        overrides.append((settings["num_workers"], settings["prefetch_factor"], settings["pin_memory"]))
         return [collate_fn(part) for part in batch_sampler]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.utils.data, "DataLoader", loader)
     for pinned in (True, False):
-        asked = {"dataloader_prefetch_factor": 3, "dataloader_pin_memory": pinned}
-        assert steps_of_epoch(stream(dataloader_num_workers=1, **asked)) == steps_of_epoch(stream())
-    assert given == [(1, 3, True), (1, 3, False)]
+        options = {"dataloader_prefetch_factor": 3, "dataloader_pin_memory": pinned}
+        assert steps_of_epoch(stream(dataloader_num_workers=1, **options)) == steps_of_epoch(stream())
+    assert overrides == [(1, 3, True), (1, 3, False)]
 
 
 def test_evaluation_iterates_in_order_and_repeatedly():
@@ -199,8 +199,8 @@ def test_evaluation_iterates_in_order_and_repeatedly():
 def test_evaluation_on_two_ranks_covers_every_item_once():
     ranks = [list(EvalBatches(range(5), collate, 2, world_size=2, rank=r)) for r in range(2)]
     assert [len(r) for r in ranks] == [2, 2]
-    seen = [i for r in ranks for b in r if b["labels"].max() >= 0 for i in b["input_ids"].flatten().tolist()]
-    assert sorted(seen) == list(range(5))
+    recorded = [i for r in ranks for b in r if b["labels"].max() >= 0 for i in b["input_ids"].flatten().tolist()]
+    assert sorted(recorded) == list(range(5))
 
 
 @pytest.mark.parametrize("pads", [False, True])
@@ -245,12 +245,12 @@ def steps_of_ranks(world_size, lengths, budget=None, items=21):
     for rank in range(world_size):
         cut = StepPartition(2, 2, world_size, rank, budget=budget)
         ranks.append(list(RowLoader(range(items), collate, cut, seed=7, lengths=lengths).step_batches()))
-    found = []
+    result = []
     for groups in zip(*ranks, strict=True):
         learned = [[batch for batch in group.batches if (batch["labels"] != -100).any()] for group in groups]
         shares = [[i for batch in own for i in batch["input_ids"].flatten().tolist()] for own in learned]
-        found.append((shares, {len(group.batches) for group in groups}))
-    return found
+        result.append((shares, {len(group.batches) for group in groups}))
+    return result
 
 
 @pytest.mark.parametrize("budget", [None, Budget(6, False), Budget(6, True)])

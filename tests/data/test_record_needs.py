@@ -12,11 +12,11 @@ from burnish.data.sets.sources import load_datasets
 from burnish.data.stats import DataStats
 
 
-def examples(folder, rows, needs, **given):
+def examples(folder, rows, needs, **overrides):
     file = folder / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    options = DataOptions(dataset=[str(file)], **given)
-    return list(load_datasets(options, 0, DataStats(), bool(given.get("streaming")), needs=needs).train)
+    options = DataOptions(dataset=[str(file)], **overrides)
+    return list(load_datasets(options, 0, DataStats(), bool(overrides.get("streaming")), needs=needs).train)
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,8 @@ def test_text_prompt_does_not_require_completion(tmp_path):
 def test_extra_columns_of_a_record_are_kept_with_its_example(tmp_path, streaming):
     rows = [{"instruction": "Hi", "output": "Ho", "solution": "42"}, {"instruction": "Hi", "output": "Ho"}]
     needs = RecordNeeds(columns=("solution",), stage="grpo")
-    found = examples(tmp_path, rows, needs, streaming=streaming)
-    assert [example.extra for example in found] == [{"solution": "42"}, {"solution": None}]
+    result = examples(tmp_path, rows, needs, streaming=streaming)
+    assert [example.extra for example in result] == [{"solution": "42"}, {"solution": None}]
     with pytest.raises(UserError, match=r'stage: grpo requires the column "solution".*Found: instruction'):
         examples(tmp_path, rows[1:], needs)
 

@@ -42,25 +42,27 @@ def test_endless_rendering_is_stopped_in_every_thread(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
     monkeypatch.setattr(rendering._worker, "limit_s", 0.3)
-    told: list[Exception] = []
+    command: list[Exception] = []
 
     def work() -> None:
         try:
             render(tokenizer, [Conversation(CHAT)], body)
         except UserError as error:
-            told.append(error)
+            command.append(error)
 
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert [str(error).partition(" to render ")[0] for error in told] == ["the chat template took more than 0.3 s"] * 2
+    assert [str(error).partition(" to render ")[0] for error in command] == [
+        "the chat template took more than 0.3 s"
+    ] * 2
     assert render(tokenizer, [Conversation(CHAT)], "{{ messages | length }}")[0].text == "2"
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         ("{{ 'a' * 99999999999 }}", "its memory limit"),
         (
@@ -72,19 +74,19 @@ def test_endless_rendering_is_stopped_in_every_thread(
         ("{{ a.b.c }}", "the chat template raised an error: 'a' is undefined"),
     ],
 )
-def test_rendering_error_belongs_to_its_conversation(tokenizer: Any, template: str, said: str) -> None:
-    (found,) = render(tokenizer, [Conversation(CHAT)], template)
-    assert said in str(found.error)
+def test_rendering_error_belongs_to_its_conversation(tokenizer: Any, template: str, message: str) -> None:
+    (result,) = render(tokenizer, [Conversation(CHAT)], template)
+    assert message in str(result.error)
 
 
 def test_texts_and_ids_match_transformers(tokenizer: Any) -> None:
     chats = [[{"role": "user", "content": f"{n} ä 你"}, {"role": "assistant", "content": "Ja."}] for n in range(3)]
-    asked = [Conversation(chat, parts=[WHOLE, PROMPT, (1, True)]) for chat in chats]
+    conversations = [Conversation(chat, parts=[WHOLE, PROMPT, (1, True)]) for chat in chats]
     wanted = []
     for chat in chats:
         for part, is_prompt in ((chat, False), (chat, True), (chat[:1], True)):
             wanted.append(tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=is_prompt))
-    assert [each.text for each in render(tokenizer, asked)] == wanted
+    assert [each.text for each in render(tokenizer, conversations)] == wanted
     ids = [tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in chats]
     assert chat_ids(tokenizer, [Conversation(chat) for chat in chats]) == ids
 

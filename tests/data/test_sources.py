@@ -13,8 +13,8 @@ from burnish.data.sets.examples import content_hash
 from burnish.data.sets.mixing import merged_order, sampled, split_rows
 from burnish.data.stats import DataStats
 from burnish.loop.types import ContentPart, Example, Message
-from data_sets import chat, load, qa, refusal, said, talk, write
-from few import few
+from dataset_helpers import alpaca_record, load, load_error, openai_record, role_contents, sharegpt_record, write
+from representative import representative
 
 datasets = pytest.importorskip("datasets")
 
@@ -31,7 +31,7 @@ def data(name, records):
 
 
 def numbered(start, stop):
-    return [qa(number, str(number)) for number in range(start, stop)]
+    return [alpaca_record(number, str(number)) for number in range(start, stop)]
 
 
 def answers(examples):
@@ -58,28 +58,28 @@ def test_every_file_type_gives_the_same_records():
     data("a.jsonl", records)
     data("lines.json", "\n\n".join(map(json.dumps, records)))
     data("a.csv", "instruction,input,output\n" + "".join(f"{r['instruction']},,{r['output']}\n" for r in records))
-    found = {
+    result = {
         name: load(dataset=f"data/{name}")
         for name in ("a.json", "a.jsonl", "lines.json", "a.csv", "a.parquet", "stream.arrow", "file.arrow")
     }
-    assert {sets.fingerprint for sets in found.values()} == {content_hash(found["a.json"].train)}
-    assert answers(found["a.parquet"].train) == [0, 1, 2]
+    assert {sets.fingerprint for sets in result.values()} == {content_hash(result["a.json"].train)}
+    assert answers(result["a.parquet"].train) == [0, 1, 2]
 
 
 def test_nested_messages_survive_parquet():
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
-    record = chat(("user", "q"), ("assistant", "a"))
+    record = openai_record(("user", "q"), ("assistant", "a"))
     record["messages"].append({"role": "user", "content": "again"})
     record["messages"].append(call)
     parquet.write_table(pyarrow.Table.from_pylist([record]), "data/a.parquet")
-    roles = [role for role, _ in said(load(dataset="data/a.parquet").train[0])]
+    roles = [role for role, _ in role_contents(load(dataset="data/a.parquet").train[0])]
     assert roles == ["user", "assistant", "user", "function"]
 
 
 def test_csv_keeps_text_unchanged():
     data("a.csv", 'instruction,output\n007,"1,5 and\nmore"\n')
-    assert said(load(dataset="data/a.csv").train[0]) == [("user", "007"), ("assistant", "1,5 and\nmore")]
+    assert role_contents(load(dataset="data/a.csv").train[0]) == [("user", "007"), ("assistant", "1,5 and\nmore")]
 
 
 def test_text_is_split_into_lines_as_in_datasets():
@@ -128,14 +128,14 @@ def test_dict_from_python_describes_datasets():
 @pytest.fixture
 def hub(monkeypatch):
     """Requests to the Hugging Face hub; every data set there holds three records."""
-    asked = []
+    requests = []
 
     def load_dataset(path, **more):
-        asked.append({"path": path, **more})
+        requests.append({"path": path, **more})
         return datasets.Dataset.from_list(numbered(0, 3))
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    return asked
+    return requests
 
 
 def test_entry_with_hub_url_is_loaded_through_datasets(hub):
@@ -164,12 +164,12 @@ def test_online_names_are_hub_ids(hub):
 
 
 def test_modelscope_is_used_if_environment_selects_it(hub, monkeypatch):
-    asked = []
+    requests = []
 
     class MsDataset:
         @staticmethod
         def load(name, **more):
-            asked.append({"name": name, **more})
+            requests.append({"name": name, **more})
             return MsDataset()
 
         def to_hf_dataset(self):
@@ -178,11 +178,11 @@ def test_modelscope_is_used_if_environment_selects_it(hub, monkeypatch):
     entry = {"hf_hub_url": "someone/set", "ms_hub_url": "other/set"}
     monkeypatch.setitem(sys.modules, "modelscope", types.SimpleNamespace(MsDataset=MsDataset))
     assert len(load(dataset="mine", dataset_dir={"mine": entry}).train) == 3
-    assert not asked
+    assert not requests
     monkeypatch.setenv("USE_MODELSCOPE_HUB", "1")
     assert len(load(dataset="mine", dataset_dir={"mine": entry}).train) == 2
-    assert asked == [{"name": "other/set", "subset_name": None, "data_dir": None, "split": "train", "cache_dir": None,
-                      "token": None}]  # fmt: skip
+    assert requests == [{"name": "other/set", "subset_name": None, "data_dir": None, "split": "train",
+                         "cache_dir": None, "token": None}]  # fmt: skip
 
 
 def test_missing_modelscope_names_its_extra(monkeypatch):
@@ -197,7 +197,7 @@ def test_hub_dataset_without_network_is_rejected(monkeypatch):
         raise ConnectionError(f"Couldn't reach '{path}' on the Hub (OfflineModeIsEnabled)")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    message = refusal(dataset="someone/set", dataset_dir="ONLINE")
+    message = load_error(dataset="someone/set", dataset_dir="ONLINE")
     assert 'cannot load the dataset "someone/set" from the Hugging Face Hub: Couldn\'t reach' in message
     assert "network" in message
 
@@ -206,19 +206,19 @@ def test_remote_repository_describes_datasets(hub, monkeypatch):
     import huggingface_hub
 
     path = write(Path("fetched/dataset_info.json"), {"mine": {"hf_hub_url": "someone/set"}})
-    asked = []
+    requests = []
     monkeypatch.setattr(
         huggingface_hub,
         "hf_hub_download",
-        lambda repo, name, repo_type, cache_dir, token: asked.append((repo, name, repo_type)) or str(path),
+        lambda repo, name, repo_type, cache_dir, token: requests.append((repo, name, repo_type)) or str(path),
     )
     assert len(load(dataset="mine", dataset_dir="REMOTE:someone/info").train) == 3
-    assert asked == [("someone/info", "dataset_info.json", "dataset")]
+    assert requests == [("someone/info", "dataset_info.json", "dataset")]
 
 
 def test_cloud_store_with_missing_library_is_rejected_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    message = refusal(dataset="mine", dataset_dir={"mine": {"cloud_file_name": "s3://bucket/a.jsonl"}})
+    message = load_error(dataset="mine", dataset_dir={"mine": {"cloud_file_name": "s3://bucket/a.jsonl"}})
     assert "needs the library 's3fs'" in message
     assert "pip install s3fs" in message
 
@@ -230,10 +230,10 @@ def test_cloud_store_file_is_read_and_its_errors_are_reported():
     store.pipe("/bucket/b.jsonl", b"{broken")
     sets = load(dataset="mine", dataset_dir={"mine": {"cloud_file_name": "memory://bucket/a.jsonl"}})
     assert answers(sets.train) == [0, 1, 2]
-    message = refusal(dataset="mine", dataset_dir={"mine": {"cloud_file_name": "memory://bucket/b.jsonl"}})
+    message = load_error(dataset="mine", dataset_dir={"mine": {"cloud_file_name": "memory://bucket/b.jsonl"}})
     assert "memory://bucket/b.jsonl" in message
     assert "line 1" in message
-    assert "cannot load" in refusal(dataset="x", dataset_dir={"x": {"cloud_file_name": "memory://bucket/no.jsonl"}})
+    assert "cannot load" in load_error(dataset="x", dataset_dir={"x": {"cloud_file_name": "memory://bucket/no.jsonl"}})
 
 
 # --- which rows -------------------------------------------------------------------------------------------------------
@@ -294,14 +294,14 @@ def each_once():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("probabilities", [None, [0.5, 0.3, 0.2], [0.1, 0.1, 0.8]])
-@pytest.mark.parametrize("lengths", few([[3, 4, 5], [5, 5, 1], [700, 40, 2000]], 2))
+@pytest.mark.parametrize("lengths", representative([[3, 4, 5], [5, 5, 1], [700, 40, 2000]], 2))
 def test_interleaved_datasets_match_order_of_datasets(strategy, probabilities, lengths):
     if strategy == "interleave_once" and not each_once():
         pytest.skip("needs a datasets that deals each row once")
     sets = [datasets.Dataset.from_dict({"row": [f"{i}.{row}" for row in range(n)]}) for i, n in enumerate(lengths)]
     expected = datasets.interleave_datasets(sets, probabilities, seed=11, stopping_strategy=STRATEGIES[strategy])
-    found = [f"{index}.{row}" for index, row in merged_order(lengths, strategy, probabilities, seed=11)]
-    assert found == list(expected["row"])
+    result = [f"{index}.{row}" for index, row in merged_order(lengths, strategy, probabilities, seed=11)]
+    assert result == list(expected["row"])
 
 
 def test_datasets_are_mixed_according_to_options():
@@ -344,11 +344,11 @@ def test_fingerprint_depends_on_content_and_order_but_not_file_name():
 
 @pytest.mark.parametrize(
     "change",
-    [{"system": "s"}, {"tools": "[]"}, {"conversations": talk(("human", "q"), ("gpt", "b"))["conversations"]},
+    [{"system": "s"}, {"tools": "[]"}, sharegpt_record(("human", "q"), ("gpt", "b")),
      {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "train": False}]}],
 )  # fmt: skip
 def test_fingerprint_depends_on_every_part_of_an_example(change):
-    record = {**talk(("human", "q"), ("gpt", "a")), "system": "", "tools": ""}
+    record = {**sharegpt_record(("human", "q"), ("gpt", "a")), "system": "", "tools": ""}
     before, after = (load(dataset=data("a.json", [one])).fingerprint for one in (record, {**record, **change}))
     assert before != after
 
@@ -399,8 +399,8 @@ def test_hash_of_examples_covers_every_part_of_a_message():
         return content_hash([Example(messages=(Message("user", content, **more),))])
 
     image = [(ContentPart("text", "look"), ContentPart("image", path)) for path in ("a.png", "b.png")]
-    found = {
+    result = {
         hashed("look"), hashed("parts"), *map(hashed, image), hashed((ContentPart("text", "look"),)),
         hashed("look", raw={"role": "user", "content": "look"}), hashed(str(image[0])),
     }  # fmt: skip
-    assert len(found) == 7
+    assert len(result) == 7

@@ -18,7 +18,7 @@ from burnish.data.sets.examples import ListedExamples
 from burnish.data.sets.sources import load_datasets
 from burnish.data.stats import DataStats, dropped
 from burnish.loop.types import IGNORE_INDEX, Example
-from data_sets import data_options, load, qa, write
+from dataset_helpers import alpaca_record, data_options, load, write
 
 LINES = [json.dumps({"text": f"line {number} é", "n": [number]}, ensure_ascii=False) for number in range(12)]
 FILES = {
@@ -105,21 +105,21 @@ def test_invalid_list_is_rejected_as_by_reading(tmp_path, text):
     assert indexed.value.problems == read.value.problems
 
 
-def streamed(**given):
-    return load_datasets(data_options(streaming=True, **given), 7, DataStats(), may_stream=True)
+def streamed(**options):
+    return load_datasets(data_options(streaming=True, **options), 7, DataStats(), may_stream=True)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [{}, {"max_samples": 3}, {"val_size": 2}, {"mix_strategy": "interleave_over"},
      {"mix_strategy": "interleave_under", "interleave_probs": [0.3, 0.7]}],
     ids=str,
 )  # fmt: skip
-def test_streamed_datasets_have_the_same_examples_as_loaded_ones(tmp_path, given):
-    a = write(tmp_path / "a.jsonl", [qa(number) for number in range(7)])
-    b = write(tmp_path / "b.json", [qa(number) for number in range(100, 104)])
+def test_streamed_datasets_have_the_same_examples_as_loaded_ones(tmp_path, options):
+    a = write(tmp_path / "a.jsonl", [alpaca_record(number) for number in range(7)])
+    b = write(tmp_path / "b.json", [alpaca_record(number) for number in range(100, 104)])
     info = {"a": {"file_name": str(a)}, "b": {"file_name": str(b), "num_samples": 6}}
-    named = {"dataset": ["a", "b"], "dataset_dir": info, **given}
+    named = {"dataset": ["a", "b"], "dataset_dir": info, **options}
     lazily, loaded = streamed(**named), load(seed=7, **named)
     assert list(lazily.train) == list(loaded.train)
     assert {name: list(some) for name, some in lazily.eval.items()} == {
@@ -129,7 +129,7 @@ def test_streamed_datasets_have_the_same_examples_as_loaded_ones(tmp_path, given
 
 
 def test_invalid_record_is_reported_when_it_is_read(tmp_path):
-    path = write(tmp_path / "a.jsonl", [qa(number, 5 if number == 30 else "yes") for number in range(40)])
+    path = write(tmp_path / "a.jsonl", [alpaca_record(number, 5 if number == 30 else "yes") for number in range(40)])
     train = streamed(dataset=str(path)).train
     assert len(train.make(range(30), DataStats())) == 30
     with pytest.raises(UserError, match=r'a.jsonl, record 31 \(line 31\): "output" must be a string'):

@@ -17,9 +17,9 @@ from burnish.data.batches.loader import order_of
 from burnish.data.rows.streamed import StreamedRows
 from burnish.data.sets import sources
 from burnish.run import prepare
-from data_sets import write
-from runs import KILLS_ITSELF_AFTER_STEP_FIVE, history, same_weights
-from small_run import as_words, make_user, records
+from dataset_helpers import write
+from run_outputs import KILLS_ITSELF_AFTER_STEP_FIVE, history, same_weights
+from small_run import as_arguments, make_workspace, records
 
 pytestmark = pytest.mark.run
 
@@ -27,13 +27,13 @@ pytestmark = pytest.mark.run
 @pytest.fixture
 def user(tmp_path, monkeypatch):
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
-    given = make_user(tmp_path, dropout=0.1, save_steps=4, logging_steps=1, plot_loss=False)
-    return {**given, "streaming": True, "max_steps": 10, "buffer_size": 8}
+    options = make_workspace(tmp_path, dropout=0.1, save_steps=4, logging_steps=1, plot_loss=False)
+    return {**options, "streaming": True, "max_steps": 10, "buffer_size": 8}
 
 
 def run(given, folder=None, **more):
     given = {**given, **more}
-    return main(["train", *as_words(given if folder is None else {**given, "output_dir": str(folder)})])
+    return main(["train", *as_arguments(given if folder is None else {**given, "output_dir": str(folder)})])
 
 
 def test_records_are_shuffled_within_the_buffer():
@@ -48,7 +48,7 @@ def test_records_are_shuffled_within_the_buffer():
 
 def test_killed_run_resumes_to_same_weights_without_cached_rows(tmp_path, user):
     assert run(user, tmp_path / "whole") == 0
-    words = as_words({**user, "output_dir": str(tmp_path / "cut")})
+    words = as_arguments({**user, "output_dir": str(tmp_path / "cut")})
     child = subprocess.Popen([sys.executable, "-c", KILLS_ITSELF_AFTER_STEP_FIVE, *words], stdout=subprocess.DEVNULL)
     assert child.wait() == -signal.SIGKILL
     assert run(user, tmp_path / "cut") == 0
@@ -95,8 +95,8 @@ def test_file_changed_during_training_is_reported_and_run_resumes_once_restored(
         with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
     before, some, calls = path.read_bytes(), StreamedRows.some, []
-    given = {**user, "dataset": str(path)}
-    assert run(given, tmp_path / "whole") == 0
+    options = {**user, "dataset": str(path)}
+    assert run(options, tmp_path / "whole") == 0
 
     def damages(self, examples):
         calls.append(examples)
@@ -106,25 +106,25 @@ def test_file_changed_during_training_is_reported_and_run_resumes_once_restored(
 
     with monkeypatch.context() as patch:
         patch.setattr(StreamedRows, "some", damages)
-        assert run(given, tmp_path / "cut") == 2
+        assert run(options, tmp_path / "cut") == 2
     message = " ".join("".join(capsys.readouterr()).split())
     how = f"it had {len(before):,} bytes and now has" if change == "truncated" else "its size is the same."
     assert f"{path}: the file was changed during training: {how}" in message
     assert "Restore the file as it was. The same command then continues" in message
     path.write_bytes(before)
-    assert run(given, tmp_path / "cut") == 0
+    assert run(options, tmp_path / "cut") == 0
     assert same_weights(tmp_path / "whole", tmp_path / "cut")
 
 
 def test_explain_states_that_remaining_rows_are_encoded_during_training(user, capsys):
-    assert main(["explain", *as_words(user)]) == 0
+    assert main(["explain", *as_arguments(user)]) == 0
     message = " ".join("".join(capsys.readouterr()).split())
     assert "24 examples" in message
     assert "the rest is encoded during training" in message
 
 
 def test_encode_ahead_has_no_effect_and_note_names_streaming(user, capsys):
-    assert main(["explain", *as_words({**user, "encode_ahead": True})]) == 0
+    assert main(["explain", *as_arguments({**user, "encode_ahead": True})]) == 0
     message = " ".join("".join(capsys.readouterr()).split())
     assert '"encode_ahead"' in message
     assert "Set streaming: true to tokenize it during training" in message
@@ -172,9 +172,9 @@ def test_hub_dataset_is_streamed_record_by_record(tmp_path, user, monkeypatch):
 def test_cloud_store_file_is_not_streamed_and_names_the_remedy(tmp_path, user, capsys):
     write(tmp_path / "dataset_info.json", {"far": {"cloud_file_name": "memory://bucket/a.jsonl"}})
     assert run(user, dataset="far", dataset_dir=str(tmp_path)) == 2
-    said = "".join(capsys.readouterr())
-    assert '"memory://bucket/a.jsonl" is in cloud storage' in said
-    assert "file_name" in said
+    output = "".join(capsys.readouterr())
+    assert '"memory://bucket/a.jsonl" is in cloud storage' in output
+    assert "file_name" in output
 
 
 def test_stream_without_learned_tokens_reports_the_reason(tmp_path, user, capsys):
@@ -184,7 +184,7 @@ def test_stream_without_learned_tokens_reports_the_reason(tmp_path, user, capsys
 
 
 def test_idle_workers_are_reported(user, capsys):
-    assert main(["explain", *as_words({**user, "dataloader_num_workers": 2})]) == 0
+    assert main(["explain", *as_arguments({**user, "dataloader_num_workers": 2})]) == 0
     assert '"dataloader_num_workers" has no effect' in " ".join("".join(capsys.readouterr()).split())
 
 
@@ -198,7 +198,7 @@ def test_pretraining_text_is_streamed_without_packing(tmp_path, user, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("options", "sentence"),
     [
         ({"max_steps": -1}, '"streaming" requires "max_steps"'),
         ({"val_size": 0.1}, 'Expected "val_size" to be a number of examples when streaming. Received: the ratio 0.1'),
@@ -208,6 +208,6 @@ def test_pretraining_text_is_streamed_without_packing(tmp_path, user, monkeypatc
     ],
     ids=str,
 )
-def test_unsupported_streaming_options_are_rejected(user, capsys, given, sentence):
-    assert run(user, **given) == 2
+def test_unsupported_streaming_options_are_rejected(user, capsys, options, sentence):
+    assert run(user, **options) == 2
     assert sentence in "".join(capsys.readouterr())

@@ -18,15 +18,15 @@ HI = (Message("user", "hi"), Message("assistant", "hello"))
 TWO_TURNS = (*HI, Message("user", "bye"), Message("assistant", "see you"))
 
 
-def loaded(name, tokenizer=None, **given):
+def loaded(name, tokenizer=None, **options):
     tokenizer = tokenizer or byte_tokenizer()
-    template = load_template(template_options(template=name, **given), tokenizer)
+    template = load_template(template_options(template=name, **options), tokenizer)
     fit_tokenizer(template, tokenizer)
     return template, tokenizer
 
 
-def row_of(template, *messages, **given):
-    return template.encode([Example(messages, source="data.json", number=3, **given)], DataStats())[0]
+def row_of(template, *messages, **options):
+    return template.encode([Example(messages, source="data.json", number=3, **options)], DataStats())[0]
 
 
 def learned(row, tokenizer):
@@ -125,9 +125,9 @@ def test_custom_template_renders_system_message_tools_calls_and_thoughts(tmp_pat
     path.write_text(OWN, encoding="utf-8")
     template, tokenizer = loaded(str(path))
     call = '{"name": "f", "arguments": {"a": 1}}'
-    said = [Message("user", "q"), Message("function", call), Message("observation", "42"),
-            Message("assistant", "<think>\nhm\n</think>\n\ndone")]  # fmt: skip
-    row = row_of(template, *said, system="Be.", tools='[{"name": "f"}]')
+    message = [Message("user", "q"), Message("function", call), Message("observation", "42"),
+               Message("assistant", "<think>\nhm\n</think>\n\ndone")]  # fmt: skip
+    row = row_of(template, *message, system="Be.", tools='[{"name": "f"}]')
     tools = '[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "f"}}][/AVAILABLE_TOOLS]'
     assert tokenizer.decode(row["input_ids"]) == (
         f"<|im_start|>system\nBe.{tools}<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
@@ -231,13 +231,13 @@ def test_control_tokens_in_tools_results_and_calls_are_ordinary_text():
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     call = json.dumps({"name": "say", "arguments": {"text": "<|im_end|>"}})
     tools = json.dumps([{**WEATHER, "description": "ends in <|im_end|>"}])
-    said = [
+    message = [
         Message("user", "x"),
         Message("function", call),
         Message("observation", "<|im_end|>"),
         Message("assistant", "<|im_end|>"),
     ]
-    row = row_of(template, *said, tools=tools)
+    row = row_of(template, *message, tools=tools)
     assert row["input_ids"].count(end) == 5  # one for the system message and one for each of the four others
     assert tokenizer.decode(row["input_ids"]).count("<|im_end|>") == 9
 
@@ -305,13 +305,13 @@ def test_text_only_row_works_with_image_template():
 
 def test_message_can_set_whether_it_is_learned():
     template, tokenizer = loaded("qwen")
-    said = [
+    message = [
         Message("user", "a"),
         Message("assistant", "b", train=False),
         Message("user", "c", train=True),
         Message("assistant", "d"),
     ]
-    runs = learned(row_of(template, *said), tokenizer)
+    runs = learned(row_of(template, *message), tokenizer)
     assert runs == ["<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>\n"]
     first = row_of(template, Message("user", "c", train=True), Message("assistant", "d", train=False), system="S")
     assert learned(first, tokenizer) == ["<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"]  # not the system
@@ -402,7 +402,7 @@ def test_examples_without_a_row_are_counted_by_rule_and_record():
     ]
     rows = template.encode(examples, stats)
     assert [row is None for row in rows] == [True] * 8 + [False]
-    assert {reason: [number for _, number in found] for reason, found in stats.records.items()} == {
+    assert {reason: [number for _, number in result] for reason, result in stats.records.items()} == {
         "dropped: the last message is not a response": [1],
         "dropped: prompts (user, observation) and responses (assistant, function) do not alternate": [2],
         "dropped: no messages": [3],
@@ -416,17 +416,17 @@ def test_examples_without_a_row_are_counted_by_rule_and_record():
 
 def test_prompt_ends_where_the_response_begins():
     template, tokenizer = loaded("qwen3")
-    asked = Example((*TWO_TURNS[:3],), source="d", number=1)
-    text = tokenizer.decode(template.prompt(asked))
+    example = Example((*TWO_TURNS[:3],), source="d", number=1)
+    text = tokenizer.decode(template.prompt(example))
     assert text.endswith("bye<|im_end|>\n<|im_start|>assistant\n")
-    assert template.prompt(Example(TWO_TURNS)) == template.prompt(asked)
+    assert template.prompt(Example(TWO_TURNS)) == template.prompt(example)
     row = row_of(template, *TWO_TURNS)
-    assert row["input_ids"][: len(template.prompt(asked))] == template.prompt(asked)
+    assert row["input_ids"][: len(template.prompt(example))] == template.prompt(example)
 
 
 def test_fingerprint_changes_with_everything_that_affects_rows():
     changes = [{}, {"mask_history": True}, {"cutoff_len": 9}, {"default_system": "x"}, {"tool_format": "glm4"}]
-    prints = {loaded("qwen", **given)[0].fingerprint for given in (*changes, {"train_on_eos": "last"})}
+    prints = {loaded("qwen", **options)[0].fingerprint for options in (*changes, {"train_on_eos": "last"})}
     prints.add(loaded("qwen3")[0].fingerprint)
     assert len(prints) == 7
     assert loaded("qwen")[0].fingerprint == loaded("qwen")[0].fingerprint

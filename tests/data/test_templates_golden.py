@@ -12,8 +12,8 @@ from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.chat.table import Token, table
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
-from few import few
-from template_cases import FEW_TEMPLATES, chat_of, template_options
+from representative import representative
+from template_cases import FAST_TEMPLATES, template_options, to_chat_messages
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -23,9 +23,9 @@ ROLES = {"human": "user", "gpt": "assistant", "function_call": "function", "obse
 EXEMPT: set[tuple[str, str]] = set()
 
 
-def options(name, **given):
+def options(name, **overrides):
     """As the golden rows need them: their tokenizer lacks some templates' control tokens, hence "split"."""
-    return template_options(template=name, missing_control_tokens="split", **given)
+    return template_options(template=name, missing_control_tokens="split", **overrides)
 
 
 def read_alpaca(record):
@@ -35,21 +35,21 @@ def read_alpaca(record):
 
 
 def read_sharegpt(record):
-    said, system = record["conversations"], record["system"]
-    if said[0]["from"] == "system":
-        system, said = said[0]["value"], said[1:]
-    return [(ROLES[turn["from"]], turn["value"]) for turn in said], system
+    message, system = record["conversations"], record["system"]
+    if message[0]["from"] == "system":
+        system, message = message[0]["value"], message[1:]
+    return [(ROLES[turn["from"]], turn["value"]) for turn in message], system
 
 
 @cache
 def examples():
-    found = {}
+    result = {}
     for case in json.loads((GOLDEN / "conversations.json").read_text(encoding="utf-8")):
         read = {"alpaca": read_alpaca, "sharegpt": read_sharegpt}[case["formatting"]]
         turns, system = read(case["record"])
         messages = tuple(Message(role, content) for role, content in turns)
-        found[case["case"]] = Example(messages, system, case["record"].get("tools", ""), source=case["case"], number=1)
-    return found
+        result[case["case"]] = Example(messages, system, case["record"].get("tools", ""), source=case["case"], number=1)
+    return result
 
 
 def special_tokens():
@@ -132,18 +132,20 @@ SPANNED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", few(table(), FEW_TEMPLATES))
+@pytest.mark.parametrize("name", representative(table(), FAST_TEMPLATES))
 def test_saved_chat_template_renders_golden_conversations(name):
     tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tokenizer")
     template = load_template(options(name), tokenizer)
     fit_tokenizer(template, tokenizer)
     tokenizer.chat_template = template.jinja()
     differs = False
-    for given in examples().values():
-        row = template.encode([given], DataStats())[0]
+    for overrides in examples().values():
+        row = template.encode([overrides], DataStats())[0]
         if row is not None:
-            tools = json.loads(given.tools) if given.tools else None
-            ids = tokenizer.apply_chat_template(chat_of(given, table()[name]), tools=tools, return_dict=False)
-            assert tokenizer.decode(ids) == tokenizer.decode(row["input_ids"]), given.source
+            tools = json.loads(overrides.tools) if overrides.tools else None
+            ids = tokenizer.apply_chat_template(
+                to_chat_messages(overrides, table()[name]), tools=tools, return_dict=False
+            )
+            assert tokenizer.decode(ids) == tokenizer.decode(row["input_ids"]), overrides.source
             differs = differs or ids != row["input_ids"]
     assert differs == (name in SPANNED)

@@ -9,15 +9,15 @@ from burnish.data.chat.table import table
 from burnish.data.chat.tools.tools import ToolError, function_schema
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
-from few import few
-from template_cases import CONVERSATIONS, FEW_TEMPLATES, byte_tokenizer, chat_of, example, template_options
+from representative import representative
+from template_cases import CONVERSATIONS, FAST_TEMPLATES, byte_tokenizer, example, template_options, to_chat_messages
 
 THINKING = [{}, {"mask_history": True}, {"enable_thinking": False}, {"enable_thinking": None, "mask_history": True}]
 
 
-def trained(name, tokenizer, **given):
+def trained(name, tokenizer, **options):
     """The template over the tokenizer, which is left as it would be saved."""
-    template = load_template(template_options(template=name, **given), tokenizer)
+    template = load_template(template_options(template=name, **options), tokenizer)
     fit_tokenizer(template, tokenizer)
     tokenizer.chat_template = template.jinja()
     return template
@@ -32,12 +32,12 @@ def cannot_be_written(label, spec):
     }.get(label, False)
 
 
-@pytest.mark.parametrize("name", few(table(), FEW_TEMPLATES))
+@pytest.mark.parametrize("name", representative(table(), FAST_TEMPLATES))
 def test_saved_chat_template_renders_trained_tokens(name):
     spec = table()[name]
     tokenizer = byte_tokenizer()
-    for given in THINKING if name in ("qwen3", "glm4_7", "gpt_oss", "gemma4") else THINKING[:1]:
-        template = trained(name, tokenizer, **given)
+    for options in THINKING if name in ("qwen3", "glm4_7", "gpt_oss", "gemma4") else THINKING[:1]:
+        template = trained(name, tokenizer, **options)
         for label, case in CONVERSATIONS.items():
             row = template.encode([example(case)], DataStats())[0]
             if row is None:
@@ -46,10 +46,10 @@ def test_saved_chat_template_renders_trained_tokens(name):
             tools = [function_schema(tool) for tool in json.loads(case["tools"])] if case["tools"] else None
             if spec.tool_list_format in ("phi4_mini", "seed_oss") and tools:
                 tools = json.loads(case["tools"])  # they repeat the list as it is, wrapped or bare
-            chat = chat_of(example(case), spec)
+            chat = to_chat_messages(example(case), spec)
             made = tokenizer.apply_chat_template(chat, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
             assert made["input_ids"] == row["input_ids"], label
-            if not spec.efficient_eos and not given.get("mask_history"):
+            if not spec.efficient_eos and not options.get("mask_history"):
                 # An efficient_eos row learns eos at a place that holds another token, which no mask can say.
                 assert [bool(m) for m in made["assistant_masks"]] == [i != -100 for i in row["labels"]], label
             prompt = tokenizer.apply_chat_template(
@@ -60,15 +60,15 @@ def test_saved_chat_template_renders_trained_tokens(name):
 
 def test_response_header_is_rendered_only_on_request():
     tokenizer = byte_tokenizer()
-    asked = [{"role": "user", "content": "hi"}]
+    requests = [{"role": "user", "content": "hi"}]
     for name, header in {
         "qwen": "<|im_start|>assistant\n",
         "alpaca": "\n\n### Response:\n",
         "default": "Assistant:",
     }.items():
         trained(name, tokenizer)
-        without = tokenizer.apply_chat_template(asked, tokenize=False)
-        assert tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True) == without + header
+        without = tokenizer.apply_chat_template(requests, tokenize=False)
+        assert tokenizer.apply_chat_template(requests, tokenize=False, add_generation_prompt=True) == without + header
 
 
 def test_results_of_several_tools_are_one_message():
@@ -91,12 +91,14 @@ def test_role_without_slots_is_rejected_by_name():
 def test_thinking_can_be_disabled_at_inference():
     tokenizer = byte_tokenizer()
     trained("qwen3", tokenizer)
-    asked = {"conversation": [{"role": "user", "content": "hi"}], "tokenize": False, "add_generation_prompt": True}
-    assert tokenizer.apply_chat_template(**asked).endswith("assistant\n")
-    assert tokenizer.apply_chat_template(**asked, enable_thinking=False).endswith("assistant\n<think>\n\n</think>\n\n")
+    options = {"conversation": [{"role": "user", "content": "hi"}], "tokenize": False, "add_generation_prompt": True}
+    assert tokenizer.apply_chat_template(**options).endswith("assistant\n")
+    assert tokenizer.apply_chat_template(**options, enable_thinking=False).endswith(
+        "assistant\n<think>\n\n</think>\n\n"
+    )
     trained("qwen3", tokenizer, enable_thinking=False)
-    assert tokenizer.apply_chat_template(**asked).endswith("assistant\n<think>\n\n</think>\n\n")
-    assert tokenizer.apply_chat_template(**asked, enable_thinking=True).endswith("assistant\n")
+    assert tokenizer.apply_chat_template(**options).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert tokenizer.apply_chat_template(**options, enable_thinking=True).endswith("assistant\n")
 
 
 def test_unsupported_parallel_calls_are_rejected_by_encoder_and_jinja_template():
@@ -111,7 +113,7 @@ def test_unsupported_parallel_calls_are_rejected_by_encoder_and_jinja_template()
     with pytest.raises(ToolError, match="several tool calls"):
         template.prompt(example(case))
     with pytest.raises(Exception, match="several tool calls"):
-        tokenizer.apply_chat_template(chat_of(example(case), table()["glm4"]), tokenize=False)
+        tokenizer.apply_chat_template(to_chat_messages(example(case), table()["glm4"]), tokenize=False)
 
 
 def test_text_in_parts_is_rendered_as_text():

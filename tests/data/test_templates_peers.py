@@ -14,14 +14,14 @@ from burnish.data.chat.tools.tool_calls import Call
 from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
-from few import few
+from representative import representative
 from template_cases import (
     CALLS,
     CONVERSATIONS,
-    DRAWN,
-    FEW_TEMPLATES,
+    FAST_TEMPLATES,
     GOLDEN,
     OPTIONS,
+    RANDOM_CASES,
     TOOLS,
     byte_tokenizer,
     example,
@@ -59,19 +59,19 @@ def test_table_contains_every_llamafactory_template():
     assert set(GOLDEN["rows"]) <= set(table())
 
 
-@pytest.mark.parametrize("name", few(GOLDEN["rows"], FEW_TEMPLATES))
+@pytest.mark.parametrize("name", representative(GOLDEN["rows"], FAST_TEMPLATES))
 def test_template_rows_match_llamafactory(name):
     golden = GOLDEN["rows"][name]
     tokenizer = byte_tokenizer()
     left_out = golden["without"].split(", ")
-    examples = [example(case, label) for label, case in (CONVERSATIONS | DRAWN).items() if label not in left_out]
+    examples = [example(case, label) for label, case in (CONVERSATIONS | RANDOM_CASES).items() if label not in left_out]
     assert len(examples) > 4
     fit_tokenizer(load_template(template_options(template=name), tokenizer), tokenizer)
-    for given, expected in zip(OPTIONS, golden["rows"].split(), strict=True):
-        if expected != "-" and (table()[name].reasoning or not {"enable_thinking", "preserve_thinking"} & set(given)):
-            template = load_template(template_options(template=name, truncation="llamafactory", **given), tokenizer)
+    for options, expected in zip(OPTIONS, golden["rows"].split(), strict=True):
+        if expected != "-" and (table()[name].reasoning or not {"enable_thinking", "preserve_thinking"} & set(options)):
+            template = load_template(template_options(template=name, truncation="llamafactory", **options), tokenizer)
             rows = [[row["input_ids"], row["labels"]] for row in template.encode(examples, DataStats()) if row]
-            assert sha256(json.dumps(rows).encode()).hexdigest()[:8] == expected, given
+            assert sha256(json.dumps(rows).encode()).hexdigest()[:8] == expected, options
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS.names())

@@ -93,8 +93,10 @@ def test_tool_format_can_be_overridden():
     tokenizer = byte_tokenizer()
     template = load_template(template_options(template="qwen", tool_format="mistral"), tokenizer)
     fit_tokenizer(template, tokenizer)
-    said = (Message("user", "x"), Message("function", CALL))
-    text = tokenizer.decode(template.encode([Example(said, tools=json.dumps([WEATHER]))], DataStats())[0]["input_ids"])
+    message = (Message("user", "x"), Message("function", CALL))
+    text = tokenizer.decode(
+        template.encode([Example(message, tools=json.dumps([WEATHER]))], DataStats())[0]["input_ids"]
+    )
     assert "[AVAILABLE_TOOLS] [" in text
     assert text.endswith(f"assistant\n[{CALL}]<|im_end|>")  # with plain slots, as LLaMA-Factory has it
     with pytest.raises(UserError, match="qwem"):
@@ -122,7 +124,7 @@ def test_parallel_tool_results_are_tagged_individually(name, written):
     tokenizer = byte_tokenizer("<tool_response>", "</tool_response>")  # special here; in a record they are text
     template = load_template(template_options(template=name), tokenizer)
     fit_tokenizer(template, tokenizer)
-    answers = [Message("observation", said) for said in ("one", "two")]
+    answers = [Message("observation", message) for message in ("one", "two")]
     call = Message("function", json.dumps(CALLS[0][0]))
     row = template.encode([Example((Message("user", "x"), call, *answers, Message("assistant", "y")))], DataStats())[0]
     assert written in tokenizer.decode(row["input_ids"])
@@ -131,7 +133,7 @@ def test_parallel_tool_results_are_tagged_individually(name, written):
     chat = [
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALLS[0][0]}]},
-        *({"role": "tool", "content": said} for said in ("one", "two")),
+        *({"role": "tool", "content": message} for message in ("one", "two")),
         {"role": "assistant", "content": "y"},
     ]
     tokenizer.chat_template = template.jinja()

@@ -17,16 +17,16 @@ HEADER, END = "<|im_start|>assistant\n", "<|im_end|>\n"
 LONG = (Message("user", "question " * 20), Message("assistant", "answer " * 20))
 
 
-def loaded(name="chatml", **given):
+def loaded(name="chatml", **options):
     tokenizer = byte_tokenizer()
-    template = load_template(template_options(template=name, **given), tokenizer)
+    template = load_template(template_options(template=name, **options), tokenizer)
     fit_tokenizer(template, tokenizer)
     return template, tokenizer
 
 
-def encoded(template, *messages, **given):
+def encoded(template, *messages, **options):
     stats = DataStats()
-    row = template.encode([Example(messages, source="d.json", number=7, **given)], stats)[0]
+    row = template.encode([Example(messages, source="d.json", number=7, **options)], stats)[0]
     return row, dict(stats.records)
 
 
@@ -59,7 +59,7 @@ def test_plain_texts_are_truncated_as_in_llamafactory_on_request(name):
 @pytest.mark.parametrize("cutoff", [60, 61, 97, 150, 300])
 def test_truncated_row_keeps_headers_and_end_tokens_and_fills_cutoff_len(cutoff):
     template, tokenizer = loaded(cutoff_len=cutoff)
-    row, said = encoded(template, *LONG)
+    row, message = encoded(template, *LONG)
     text = tokenizer.decode(row["input_ids"])
     assert len(row["input_ids"]) == cutoff
     question, answer = text.removeprefix("<|im_start|>user\n").removesuffix(END).split(END + HEADER)
@@ -68,7 +68,7 @@ def test_truncated_row_keeps_headers_and_end_tokens_and_fills_cutoff_len(cutoff)
     assert answer
     assert LONG[1].content.startswith(answer)
     assert tokenizer.decode([label for label in row["labels"] if label != -100]) == answer + END
-    assert said == {"truncated: messages shortened to cutoff_len": [("d.json", 7)]}
+    assert message == {"truncated: messages shortened to cutoff_len": [("d.json", 7)]}
 
 
 def test_question_and_answer_lengths_match_infer_seqlen():
@@ -82,10 +82,10 @@ def test_question_and_answer_lengths_match_infer_seqlen():
 
 def test_llamafactory_truncation_cuts_end_tokens_and_is_counted():
     template, tokenizer = loaded(cutoff_len=100, truncation="llamafactory")
-    row, said = encoded(template, *LONG)
+    row, message = encoded(template, *LONG)
     assert len(row["input_ids"]) == 100
     assert not tokenizer.decode(row["input_ids"]).endswith(END)
-    assert said == {
+    assert message == {
         "truncated: messages shortened to cutoff_len": [("d.json", 7)],
         "kept, without a trained end token": [("d.json", 7)],
     }
@@ -94,17 +94,17 @@ def test_llamafactory_truncation_cuts_end_tokens_and_is_counted():
 def test_turn_that_does_not_fit_is_dropped_with_all_following():
     template, tokenizer = loaded(cutoff_len=70)
     short = (Message("user", "hi"), Message("assistant", "hello"))
-    row, said = encoded(template, *short, *LONG, *short)
+    row, message = encoded(template, *short, *LONG, *short)
     assert tokenizer.decode(row["input_ids"]).startswith(
         f"<|im_start|>user\nhi{END}{HEADER}hello{END}<|im_start|>user\nq"
     )
-    assert said == {
+    assert message == {
         "truncated: turns beyond cutoff_len were removed": [("d.json", 7)],
         "truncated: messages shortened to cutoff_len": [("d.json", 7)],
     }
-    alone, said = encoded(loaded(cutoff_len=40)[0], *short, *LONG)
+    alone, message = encoded(loaded(cutoff_len=40)[0], *short, *LONG)
     assert tokenizer.decode(alone["input_ids"]) == f"<|im_start|>user\nhi{END}{HEADER}hello{END}"
-    assert said == {"truncated: turns beyond cutoff_len were removed": [("d.json", 7)]}
+    assert message == {"truncated: turns beyond cutoff_len were removed": [("d.json", 7)]}
 
 
 def test_last_turn_keeps_its_length_if_only_last_answer_is_learned():
@@ -118,15 +118,15 @@ def test_last_turn_keeps_its_length_if_only_last_answer_is_learned():
 @pytest.mark.parametrize("cutoff", [1, 5])
 def test_row_without_space_for_one_turn_is_dropped_and_counted(cutoff):
     for name in ("chatml", "glm4"):
-        row, said = encoded(loaded(name, cutoff_len=cutoff)[0], *LONG)
+        row, message = encoded(loaded(name, cutoff_len=cutoff)[0], *LONG)
         assert row is None
-        assert "dropped: no trainable tokens" in said
+        assert "dropped: no trainable tokens" in message
 
 
 def test_long_rows_can_be_dropped_or_raise():
-    row, said = encoded(loaded(cutoff_len=100, on_too_long="drop")[0], *LONG)
+    row, message = encoded(loaded(cutoff_len=100, on_too_long="drop")[0], *LONG)
     assert row is None
-    assert said == {"dropped: longer than cutoff_len": [("d.json", 7)]}
+    assert message == {"dropped: longer than cutoff_len": [("d.json", 7)]}
     template, _ = loaded(cutoff_len=100, on_too_long="raise")
     fits = Example((Message("user", "a"), Message("assistant", "b")), source="d.json", number=1)
     examples = [fits, *(Example(LONG, source="d.json", number=number) for number in (2, 3))]
@@ -155,15 +155,20 @@ def test_thought_is_shortened_before_its_answer():
 
 def test_tool_calls_and_tool_lists_are_never_truncated():
     tools = json.dumps([WEATHER])
-    said = (Message("user", "weather? " * 9), Message("function", CALL), Message("observation", "cold " * 99), LONG[1])
-    whole, _ = encoded(loaded("qwen")[0], *said, tools=tools)
+    message = (
+        Message("user", "weather? " * 9),
+        Message("function", CALL),
+        Message("observation", "cold " * 99),
+        LONG[1],
+    )
+    whole, _ = encoded(loaded("qwen")[0], *message, tools=tools)
     template, tokenizer = loaded("qwen", cutoff_len=len(whole["input_ids"]) - 300)
-    row, counted = encoded(template, *said, tools=tools)
+    row, counted = encoded(template, *message, tools=tools)
     text = tokenizer.decode(row["input_ids"])
     assert json.dumps({"type": "function", "function": WEATHER}) in text
     assert CALL in text
     assert "truncated: messages shortened to cutoff_len" in counted
-    tiny, counted = encoded(loaded("qwen", cutoff_len=300)[0], *said, tools=tools)
+    tiny, counted = encoded(loaded("qwen", cutoff_len=300)[0], *message, tools=tools)
     assert tiny is None  # the tools alone take more
     assert "truncated: turns beyond cutoff_len were removed" in counted
 

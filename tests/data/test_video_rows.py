@@ -13,7 +13,7 @@ from burnish.data.images.sources import Sight
 from burnish.data.images.videos import read_video
 from burnish.data.stats import DataStats
 from burnish.loop.types import ContentPart, Example, Message
-from seeing import GOLDEN, image_models
+from vision_models import GOLDEN, image_models
 
 CASES = json.loads((GOLDEN / "llamafactory_videos.json").read_text())
 
@@ -41,35 +41,35 @@ def example_of(case, folder):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['family']}-{case['case']}")
 def test_rows_with_videos_are_those_of_llamafactory(case, tmp_path):
-    found = family(case["family"])
-    template = load_template(Options(template=case["template"]), found.tokenizer, family=found)
-    fit_tokenizer(template, found.tokenizer)
+    result = family(case["family"])
+    template = load_template(Options(template=case["template"]), result.tokenizer, family=result)
+    fit_tokenizer(template, result.tokenizer)
     (row,) = template.encode([example_of(case, tmp_path)], DataStats())
     videos = [image for image in images_of(row) if image.frames]
-    assert [list(found.given_sizes(video)[-1]) for video in videos] == case["sizes"]
-    assert [list(found.video_grid(video)) for video in videos] == case["video_grid_thw"]
+    assert [list(result.given_sizes(video)[-1]) for video in videos] == case["sizes"]
+    assert [list(result.video_grid(video)) for video in videos] == case["video_grid_thw"]
     if "glm" in case["family"]:
-        assert without_times(found, row["input_ids"]) == without_times(found, case["input_ids"])
+        assert without_times(result, row["input_ids"]) == without_times(result, case["input_ids"])
         assert [token for token in row["labels"] if token >= 0] == [token for token in case["labels"] if token >= 0]
     else:
-        assert found.tokenizer.decode(row["input_ids"]) == found.tokenizer.decode(case["input_ids"])
+        assert result.tokenizer.decode(row["input_ids"]) == result.tokenizer.decode(case["input_ids"])
         assert row["input_ids"] == case["input_ids"]
         assert row["labels"] == case["labels"]
 
 
-def without_times(found, ids):
+def without_times(result, ids):
     """The text of a row without the time behind each frame: LLaMA-Factory writes 0 for all of them, since transformers
     5 no longer returns the times that it asks for, and it writes no "seconds" for GLM-4.6V."""
-    return re.sub(r"(?<=<\|end_of_image\|>)\d+(\.\d seconds)?", "", found.tokenizer.decode(ids))
+    return re.sub(r"(?<=<\|end_of_image\|>)\d+(\.\d seconds)?", "", result.tokenizer.decode(ids))
 
 
 def test_a_repeated_last_frame_has_the_time_of_the_last_frame(tmp_path):
-    found = family("qwen3_vl")
+    result = family("qwen3_vl")
     names = [f"p{number}_64x48.png" for number in range(5)]
     image_models().write_images(tmp_path, names)
     for sight in (limits_of(ImageOptions()), Sight()):  # frames are repeated with the limits of LLaMA-Factory alone
         for count, stamps in ((1, [0.0]), (2, [0.25]), (5, [0.25, 1.25, 2.0])):
             video = read_video(sight, [str(tmp_path / name) for name in names[:count]], "videos[0]")
-            assert found.stamps(video) == stamps
+            assert result.stamps(video) == stamps
     same = read_video(Sight(), [str(tmp_path / name) for name in (*names[:2], names[2], names[2])], "videos[0]")
-    assert found.stamps(same) == [0.25, 1.25]
+    assert result.stamps(same) == [0.25, 1.25]

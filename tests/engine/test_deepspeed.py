@@ -15,14 +15,14 @@ from burnish.parallel.selection import parallel_name
 from burnish.run.plan.plan import RunOptions
 
 
-def problems(**given):
+def problems(**options):
     return [
-        str(problem) for problem in check_parallel(RunOptions(use_cpu=True, **given)) if "library" not in str(problem)
+        str(problem) for problem in check_parallel(RunOptions(use_cpu=True, **options)) if "library" not in str(problem)
     ]
 
 
 def test_auto_values_are_filled_as_in_transformers():
-    asked = RunOptions(
+    options = RunOptions(
         use_cpu=True,
         deepspeed=named("zero3"),
         per_device_train_batch_size=3,
@@ -30,7 +30,7 @@ def test_auto_values_are_filled_as_in_transformers():
         max_grad_norm=0.5,
         bf16=True,
     )
-    settings = filled(asked, hidden_size=100, world_size=2)
+    settings = filled(options, hidden_size=100, world_size=2)
     assert settings["train_micro_batch_size_per_gpu"] == 3
     assert settings["gradient_clipping"] == 0.5
     assert settings["bf16"] == {"enabled": True}
@@ -54,13 +54,13 @@ def test_values_in_config_file_are_kept(tmp_path):
 
 @pytest.mark.parametrize("name", DEEPSPEED_NAMES)
 def test_zero_stages_are_selected_by_name(name):
-    asked = RunOptions(use_cpu=True, deepspeed=name)
+    options = RunOptions(use_cpu=True, deepspeed=name)
     assert not problems(deepspeed=name)
-    assert parallel_name(asked) == ("single" if name == "zero0" else "deepspeed")
-    zero = filled(asked, 64, 2, on_cpu=True)["zero_optimization"]
+    assert parallel_name(options) == ("single" if name == "zero0" else "deepspeed")
+    zero = filled(options, 64, 2, on_cpu=True)["zero_optimization"]
     assert zero["stage"] == int(name[4])
     assert ("offload_optimizer" in zero) is name.endswith("offload")
-    assert any("stage 0" in note for note in parallel_notes(asked)) is (name == "zero0")
+    assert any("stage 0" in note for note in parallel_notes(options)) is (name == "zero0")
 
 
 def test_settings_that_change_results_are_rejected(tmp_path):
@@ -86,12 +86,12 @@ def test_settings_that_change_results_are_rejected(tmp_path):
 
 
 def test_monitors_and_comments_are_dropped_and_monitors_reported():
-    given = {**named("zero2"), "_comment": "ours", "monitor_config": {"enabled": True}, "comms_config": {}}
-    asked = RunOptions(use_cpu=True, deepspeed=given)
-    assert not problems(deepspeed=given)
-    assert not {"_comment", "monitor_config", "comms_config"} & filled(asked, 64, 2).keys()
-    assert [note.split('"')[1] for note in parallel_notes(asked)] == ["comms_config", "monitor_config"]
-    assert '"tensor_parallel"' in problems(deepspeed={**given, "tensor_parallel": {"autotp_size": 2}})[0]
+    options = {**named("zero2"), "_comment": "ours", "monitor_config": {"enabled": True}, "comms_config": {}}
+    overrides = RunOptions(use_cpu=True, deepspeed=options)
+    assert not problems(deepspeed=options)
+    assert not {"_comment", "monitor_config", "comms_config"} & filled(overrides, 64, 2).keys()
+    assert [note.split('"')[1] for note in parallel_notes(overrides)] == ["comms_config", "monitor_config"]
+    assert '"tensor_parallel"' in problems(deepspeed={**options, "tensor_parallel": {"autotp_size": 2}})[0]
 
 
 def test_accelerate_settings_are_used(tmp_path, monkeypatch):

@@ -15,8 +15,8 @@ import time
 import pytest
 import torch
 
-from runs import weights_in
-from small_run import as_words, make_user
+from run_outputs import weights_in
+from small_run import as_arguments, make_workspace
 
 pytestmark = pytest.mark.distributed
 
@@ -58,7 +58,7 @@ KINDS = {"full": {}, "lora": LORA}
 
 
 def train(given, place, python=sys.executable, **more):
-    command = [python, "-m", "burnish", "train", *as_words({**given, **more, "output_dir": str(place)})]
+    command = [python, "-m", "burnish", "train", *as_arguments({**given, **more, "output_dir": str(place)})]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -68,13 +68,13 @@ def train(given, place, python=sys.executable, **more):
 def alone(tmp_path_factory):
     """Run in one process. Returns what it made, and its options for four."""
     folder = tmp_path_factory.mktemp("alone")
-    given = make_user(
+    overrides = make_workspace(
         folder, max_steps=4, save_steps=2, plot_loss=False, per_device_train_batch_size=4, gradient_accumulation_steps=2
     )
     os.environ["BURNISH_CACHE"] = str(folder / "cache")
     for kind, options in KINDS.items():
-        train({**given, **options}, folder / kind)
-    return folder, {**given, "per_device_train_batch_size": 1, "num_processes": 4}
+        train({**overrides, **options}, folder / kind)
+    return folder, {**overrides, "per_device_train_batch_size": 1, "num_processes": 4}
 
 
 def assert_same(ours, theirs):
@@ -115,9 +115,9 @@ def test_two_processes_of_accelerate_launch_give_weights_of_one(version, alone, 
             "machine_rank": 0, "mixed_precision": "no", "num_machines": 1, "num_processes": 2, "main_process_port": 0,
             "rdzv_backend": "static", "use_cpu": False}  # fmt: skip
     (tmp_path / "fsdp.yaml").write_text(json.dumps(file))
-    given = {**four, "per_device_train_batch_size": 2, "num_processes": "auto", "output_dir": str(tmp_path / "two")}
+    options = {**four, "per_device_train_batch_size": 2, "num_processes": "auto", "output_dir": str(tmp_path / "two")}
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "fsdp.yaml"),
-               "-m", "burnish.train", *as_words(given)]  # fmt: skip
+               "-m", "burnish.train", *as_arguments(options)]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "2 processes" in done.stdout
@@ -138,11 +138,11 @@ def test_adapter_over_4_bit_base_gives_weights_of_one_process(engine, alone, tmp
 def test_responses_of_ranks_with_unequal_prompts_match_one_process(engine, alone, tmp_path):
     folder, four = alone
     (tmp_path / "held.json").write_text(json.dumps(json.loads((folder / "data.json").read_text())[:5]))
-    asked = {**four, "eval_dataset": str(tmp_path / "held.json"), "do_predict": True, "predict_with_generate": True,
-             "max_new_tokens": 8, "do_sample": False, "per_device_eval_batch_size": 2, "max_steps": 2,
-             "predict_metrics": "exact_match"}  # fmt: skip
-    train({**asked, "num_processes": 1, "per_device_train_batch_size": 4}, tmp_path / "one")
-    train({**asked, **ENGINES[engine], "num_processes": 2, "per_device_train_batch_size": 2}, tmp_path / "two")
+    options = {**four, "eval_dataset": str(tmp_path / "held.json"), "do_predict": True, "predict_with_generate": True,
+               "max_new_tokens": 8, "do_sample": False, "per_device_eval_batch_size": 2, "max_steps": 2,
+               "predict_metrics": "exact_match"}  # fmt: skip
+    train({**options, "num_processes": 1, "per_device_train_batch_size": 4}, tmp_path / "one")
+    train({**options, **ENGINES[engine], "num_processes": 2, "per_device_train_batch_size": 2}, tmp_path / "two")
     ours, theirs = ((tmp_path / name / "generated_predictions.jsonl").read_text() for name in ("two", "one"))
     assert len(theirs.splitlines()) == 5
     assert ours == theirs
@@ -163,10 +163,12 @@ def test_run_resumes_from_zero3_with_fsdp_and_then_one_process(alone, tmp_path):
 @pytest.mark.parametrize("seconds", [0.0, 0.4, 0.9, 1.6])
 def test_killed_rank_leaves_only_complete_checkpoints_and_run_resumes(seconds, alone, tmp_path):
     folder, four = alone
-    given = {**four, "save_steps": 1, "num_processes": 2, "per_device_train_batch_size": 2, **ENGINES["fsdp"]}
-    given["output_dir"] = str(tmp_path / "out")
+    options = {**four, "save_steps": 1, "num_processes": 2, "per_device_train_batch_size": 2, **ENGINES["fsdp"]}
+    options["output_dir"] = str(tmp_path / "out")
     running = subprocess.Popen(
-        [sys.executable, "-m", "burnish", "train", *as_words(given)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "burnish", "train", *as_arguments(options)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     until = time.monotonic() + 120
     while not (tmp_path / "out").is_dir() and time.monotonic() < until:
@@ -178,5 +180,5 @@ def test_killed_rank_leaves_only_complete_checkpoints_and_run_resumes(seconds, a
     began = time.monotonic()
     running.communicate(timeout=60)
     assert time.monotonic() - began < 30
-    train({name: value for name, value in given.items() if name != "output_dir"}, tmp_path / "out")
+    train({name: value for name, value in options.items() if name != "output_dir"}, tmp_path / "out")
     assert_same(tmp_path / "out", folder / "full")

@@ -34,8 +34,8 @@ pytestmark = pytest.mark.run
 CPU = torch.device("cpu")
 
 
-def options(**given):
-    return ParallelOptions(**{"use_cpu": True, **given})
+def options(**overrides):
+    return ParallelOptions(**{"use_cpu": True, **overrides})
 
 
 def small_model():
@@ -85,12 +85,12 @@ def test_dtype_of_accelerate_launch_is_used_if_options_set_none(monkeypatch):
     from burnish.parallel.deepspeed.settings import filled, named
     from burnish.run.plan.options import RunOptions
 
-    cuda, asked = torch.device("cuda"), RunOptions(use_cpu=True, deepspeed=named("zero2"))
-    for told, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("no", None)):
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", told)
+    cuda, overrides = torch.device("cuda"), RunOptions(use_cpu=True, deepspeed=named("zero2"))
+    for reported, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("no", None)):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", reported)
         assert autocast_dtype(options(), cuda) == dtype
-        assert filled(asked, 64, 2)[told if dtype else "bf16"]["enabled"] is (dtype is not None)
-        assert TrainingArguments(use_cpu=True).mixed_precision == told
+        assert filled(overrides, 64, 2)[reported if dtype else "bf16"]["enabled"] is (dtype is not None)
+        assert TrainingArguments(use_cpu=True).mixed_precision == reported
         assert any("ACCELERATE_MIXED_PRECISION" in note for note in parallel_notes(options())) is (dtype is not None)
         assert mixed_precision(options(bf16=True)) == "bf16"
         assert mixed_precision(options(pure_bf16=True)) == "no"
@@ -102,10 +102,10 @@ def test_dtype_of_accelerate_launch_is_used_if_options_set_none(monkeypatch):
 def test_accelerate_launch_keeps_a_run_on_cpu(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    asked = ParallelOptions()
-    assert (device_of(asked).type, world_size(asked)) == ("cuda", 2)
+    options = ParallelOptions()
+    assert (device_of(options).type, world_size(options)) == ("cuda", 2)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    assert (device_of(asked).type, world_size(asked)) == ("cpu", 1)
+    assert (device_of(options).type, world_size(options)) == ("cpu", 1)
 
 
 def test_unsupported_accelerate_launch_settings_are_reported(monkeypatch):
@@ -113,10 +113,10 @@ def test_unsupported_accelerate_launch_settings_are_reported(monkeypatch):
                             ("FSDP_IGNORED_MODULES", "head"), ("FSDP_BACKWARD_PREFETCH", "BACKWARD_PRE"),
                             ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")):  # fmt: skip
         monkeypatch.setenv(variable, value)
-    found = " ".join(str(problem) for problem in check_parallel(options()))
-    assert "Megatron" in found
-    assert 'FSDP_IGNORED_MODULES is "head"' in found
-    assert "PREFETCH" not in found
+    result = " ".join(str(problem) for problem in check_parallel(options()))
+    assert "Megatron" in result
+    assert 'FSDP_IGNORED_MODULES is "head"' in result
+    assert "PREFETCH" not in result
     assert any("torch_compile_backend instead" in note for note in parallel_notes(options()))
 
 
@@ -234,17 +234,17 @@ def test_every_nth_layer_can_be_checkpointed():
     from tiny_models import tiny_model
 
     model = tiny_model()
-    asked = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}}
+    overrides = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}}
     if not hasattr(model, "activation_checkpointing_enable"):
         with pytest.raises(ValueError, match="need a later transformers"):
-            SingleProcess(options(**asked)).prepare(model, None)
+            SingleProcess(options(**overrides)).prepare(model, None)
         return
-    SingleProcess(options(**asked)).prepare(model, None)
+    SingleProcess(options(**overrides)).prepare(model, None)
     assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, False]
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("overrides", "words"),
     [
         ({"every_n_layer": 2}, 'Did you mean "every_n_layers"'),
         ({"every_n_layers": 0}, "Received: 0"),
@@ -252,16 +252,18 @@ def test_every_nth_layer_can_be_checkpointed():
         ({"selective": True, "use_reentrant": True}, "requires non-reentrant"),
     ],
 )
-def test_unknown_checkpointing_arguments_are_rejected(given, words):
-    (problem,) = check_parallel(options(gradient_checkpointing=True, gradient_checkpointing_kwargs=given))
+def test_unknown_checkpointing_arguments_are_rejected(overrides, words):
+    (problem,) = check_parallel(options(gradient_checkpointing=True, gradient_checkpointing_kwargs=overrides))
     assert words in str(problem)
 
 
 def test_checkpointing_arguments_without_checkpointing_are_reported():
     (note,) = parallel_notes(options(gradient_checkpointing_kwargs={"use_reentrant": False}))
     assert "no effect" in note
-    given = {"offload": True}
-    (note,) = parallel_notes(options(use_cpu=True, gradient_checkpointing=True, gradient_checkpointing_kwargs=given))
+    overrides = {"offload": True}
+    (note,) = parallel_notes(
+        options(use_cpu=True, gradient_checkpointing=True, gradient_checkpointing_kwargs=overrides)
+    )
     assert '"offload" has no effect on a CPU' in note
 
 
@@ -271,12 +273,12 @@ def test_compiled_model_takes_the_same_steps():
 
 
 def test_compile_uses_requested_backend_and_mode(monkeypatch):
-    asked = []
-    monkeypatch.setattr(base, "compile_layers", lambda model, **given: asked.append(given))
-    for given in ({}, {"torch_compile_backend": "eager", "torch_compile_mode": "reduce-overhead"}):
-        SingleProcess(options(torch_compile=True, **given)).prepare(small_model(), None)
-        assert len(parallel_notes(options(**given))) == len(given)
-    assert asked == [{"backend": "inductor", "mode": None}, {"backend": "eager", "mode": "reduce-overhead"}]
+    requests = []
+    monkeypatch.setattr(base, "compile_layers", lambda model, **overrides: requests.append(overrides))
+    for settings in ({}, {"torch_compile_backend": "eager", "torch_compile_mode": "reduce-overhead"}):
+        SingleProcess(options(torch_compile=True, **settings)).prepare(small_model(), None)
+        assert len(parallel_notes(options(**settings))) == len(settings)
+    assert requests == [{"backend": "inductor", "mode": None}, {"backend": "eager", "mode": "reduce-overhead"}]
 
 
 def test_ddp_options_are_passed_to_accelerate(monkeypatch):
@@ -286,13 +288,13 @@ def test_ddp_options_are_passed_to_accelerate(monkeypatch):
 
     made = []
     monkeypatch.setattr(accelerate, "Accelerator", lambda kwargs_handlers, **_: made.append(kwargs_handlers))
-    given = {"ddp_bucket_cap_mb": 7, "ddp_broadcast_buffers": False, "ddp_find_unused_parameters": True,
-             "ddp_static_graph": True, "ddp_timeout": 77, "ddp_backend": "gloo"}  # fmt: skip
-    for asked, expected in ((options(), (25, True, True, False)), (options(**given), (7, False, True, True))):
-        _accelerator(asked, is_on_cpu=True)
+    overrides = {"ddp_bucket_cap_mb": 7, "ddp_broadcast_buffers": False, "ddp_find_unused_parameters": True,
+                 "ddp_static_graph": True, "ddp_timeout": 77, "ddp_backend": "gloo"}  # fmt: skip
+    for requested, expected in ((options(), (25, True, True, False)), (options(**overrides), (7, False, True, True))):
+        _accelerator(requested, is_on_cpu=True)
         ddp, group = made.pop()
         assert (ddp.bucket_cap_mb, ddp.broadcast_buffers, ddp.find_unused_parameters, ddp.static_graph) == expected
-        assert (group.timeout.total_seconds(), group.backend) == (asked.ddp_timeout, asked.ddp_backend)
+        assert (group.timeout.total_seconds(), group.backend) == (requested.ddp_timeout, requested.ddp_backend)
 
 
 def test_identical_layers_are_compiled_once_and_keep_their_names():
@@ -418,13 +420,13 @@ def test_two_processes_take_the_steps_of_one(folder_of_two):
 
 def two_ranks_of_a_language_model(folder):
     from burnish.data.batches.loader import _blank
-    from steps import cut, fitted, rows
     from tiny_shapes import tiny
+    from training_step import fit_objective, rows, split_rows
 
     engine = create_parallel(options(ddp_backend="gloo"))
-    objective, module = fitted(model := tiny("qwen2"))
+    objective, module = fit_objective(model := tiny("qwen2"))
     wrapped, _ = engine.prepare(module, None)
-    mine = [objective.collate(part) for part in cut(rows(6), 2)[engine.rank :: 2]]
+    mine = [objective.collate(part) for part in split_rows(rows(6), 2)[engine.rank :: 2]]
     if len(mine) == 1:  # three micro-batches over two ranks: the second gets a blank one
         mine.append(_blank(mine[0]))
     weight = engine.sum(torch.stack([objective.num_items(batch) for batch in mine]).sum())
@@ -437,8 +439,8 @@ def two_ranks_of_a_language_model(folder):
 
 
 def test_two_processes_give_language_model_gradients_of_one(folder_of_two):
-    from steps import gradients, rows
     from tiny_shapes import tiny
+    from training_step import gradients, rows
 
     theirs = torch.load(folder_of_two / "gradients.pt")
     _, ours = gradients(tiny("qwen2"), [rows(6)])
@@ -448,8 +450,8 @@ def test_two_processes_give_language_model_gradients_of_one(folder_of_two):
 # --- what the options ask for -----------------------------------------------------------------------------------------
 
 
-def problems(**given):
-    return [str(problem) for problem in check_parallel(options(**given))]
+def problems(**overrides):
+    return [str(problem) for problem in check_parallel(options(**overrides))]
 
 
 def test_two_compute_dtypes_are_contradictory():
@@ -524,9 +526,9 @@ def test_float16_on_cpu_runs_as_bfloat16_if_supported_and_is_reported(instructio
 
 def test_frozen_weights_are_float32_if_bfloat16_is_emulated_or_disabled(instructions):
     half, gpu = torch.bfloat16, torch.device("cuda")
-    for capability, usual in (("AVX512", half), ("AVX2", torch.float32)):
+    for capability, defaults in (("AVX512", half), ("AVX2", torch.float32)):
         instructions(capability)
-        assert frozen_dtype(options(), CPU, half) == usual
+        assert frozen_dtype(options(), CPU, half) == defaults
         assert frozen_dtype(options(), CPU, torch.float16) == torch.float32
         assert frozen_dtype(options(), gpu, torch.float16) == torch.float16
         assert frozen_dtype(options(bf16=True), CPU, torch.float32) == half

@@ -35,9 +35,9 @@ def test_process_with_different_plan_is_rejected_with_the_difference():
     raise_unless_ranks_agree(plan, {"data": "abc"}, 5, Two())
     with pytest.raises(UserError, match="process 1 on elsewhere") as refused:
         raise_unless_ranks_agree(plan, {"data": "abc"}, 5, Two(seed=8, data="abd", torch="2.0"))
-    said = str(refused.value)
+    message = str(refused.value)
     for words in ("seed is 8 instead of 7", 'data is "abd" instead of "abc"', 'torch is "2.0"'):
-        assert words in said
+        assert words in message
 
 
 def test_differing_secret_is_not_shown():
@@ -60,13 +60,13 @@ waits_for_ever()
 def test_stalled_run_ends_with_stack_traces_of_its_processes(monkeypatch, capfd):
     monkeypatch.setattr(launching, "PROGRAM", ("-c", STANDS_STILL))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    given = {"num_processes": RawValue(2), "use_cpu": RawValue(True), "stall_timeout_s": RawValue("0.5")}
-    assert launch([], given) == 1
-    said = capfd.readouterr().err
-    assert "made no progress for longer than stall_timeout_s" in said
-    assert said.count("in waits_for_ever") == 2
-    assert "Process 0 of 2" in said
-    assert "Process 1 of 2" in said
+    options = {"num_processes": RawValue(2), "use_cpu": RawValue(True), "stall_timeout_s": RawValue("0.5")}
+    assert launch([], options) == 1
+    output = capfd.readouterr().err
+    assert "made no progress for longer than stall_timeout_s" in output
+    assert output.count("in waits_for_ever") == 2
+    assert "Process 0 of 2" in output
+    assert "Process 1 of 2" in output
 
 
 def test_finished_run_is_no_longer_watched():

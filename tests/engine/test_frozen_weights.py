@@ -16,15 +16,15 @@ def wrap(place):
     from burnish.parallel.ddp import DdpParallel
     from burnish.run.plan.plan import RunOptions
 
-    engine, found = DdpParallel(RunOptions(use_cpu=True, ddp_backend="gloo")), {}
+    engine, result = DdpParallel(RunOptions(use_cpu=True, ddp_backend="gloo")), {}
     for name, first in (("same", 1.0), ("apart", 1.0 + engine.rank)):
         model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
         model[0].weight.requires_grad_(False).fill_(first)
         model[1].weight.data.fill_(float(engine.rank))
         wrapped = engine.wrapped(model)
         weights = [weight.detach()[0, 0].item() for weight in wrapped.parameters()]
-        found[name] = [bool(wrapped.parameters_to_ignore), *weights]
-    Path(f"{place}.{engine.rank}").write_text(json.dumps(found))
+        result[name] = [bool(wrapped.parameters_to_ignore), *weights]
+    Path(f"{place}.{engine.rank}").write_text(json.dumps(result))
     distributed.destroy_process_group()
 
 
@@ -32,6 +32,6 @@ def wrap(place):
 def test_only_differing_frozen_weights_are_broadcast_from_rank_0(tmp_path):
     in_two_processes(wrap, str(tmp_path / "rank"))
     for rank in (0, 1):
-        found = json.loads((tmp_path / f"rank.{rank}").read_text())
-        assert found["same"] == [True, 1.0, 0.0]
-        assert found["apart"] == [False, 1.0, 0.0]
+        result = json.loads((tmp_path / f"rank.{rank}").read_text())
+        assert result["same"] == [True, 1.0, 0.0]
+        assert result["apart"] == [False, 1.0, 0.0]

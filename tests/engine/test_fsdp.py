@@ -13,8 +13,8 @@ from burnish.parallel.fsdp.parallel import follow
 from burnish.parallel.fsdp.settings import FsdpSettings, fsdp_notes, fsdp_settings
 from burnish.parallel.options import ParallelOptions
 from burnish.parallel.selection import parallel_name
-from runs import weights_in
-from small_run import as_words, make_user
+from run_outputs import weights_in
+from small_run import as_arguments, make_workspace
 from two_processes import in_two_processes
 
 pytestmark = pytest.mark.run
@@ -34,11 +34,11 @@ def run_all(commands):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
-    given = make_user(folder, max_steps=6, save_steps=3, plot_loss=False, val_size=0.2, eval_strategy="epoch")
+    given = make_workspace(folder, max_steps=6, save_steps=3, plot_loss=False, val_size=0.2, eval_strategy="epoch")
     two = {**given, "per_device_train_batch_size": 1, "ddp_backend": "gloo", "fsdp": "full_shard"}
 
     def words(given, place):
-        return ["train", *as_words({**given, "output_dir": str(folder / place)})]
+        return ["train", *as_arguments({**given, "output_dir": str(folder / place)})]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BURNISH_CACHE", str(folder / "cache"))
@@ -112,8 +112,8 @@ def test_damaged_shard_is_detected(folder, tmp_path):
 # --- what is asked for ------------------------------------------------------------------------------------------------
 
 
-def settings(**given):
-    return fsdp_settings(ParallelOptions(**given))
+def settings(**options):
+    return fsdp_settings(ParallelOptions(**options))
 
 
 def test_fsdp_keywords_of_all_versions_keep_their_meaning(tmp_path, monkeypatch):
@@ -146,8 +146,8 @@ def test_fsdp_keys_without_effect_are_reported_and_unknown_ones_rejected(tmp_pat
         "offload has no effect" in note for note in parallel_notes(ParallelOptions(use_cpu=True, fsdp="offload"))
     )
 
-    def problems(**given):
-        return [str(problem) for problem in check_parallel(ParallelOptions(use_cpu=True, **given))]
+    def problems(**options):
+        return [str(problem) for problem in check_parallel(ParallelOptions(use_cpu=True, **options))]
 
     assert not problems(fsdp=True, fsdp_config=old)
     assert 'Did you mean "full_shard"' in problems(fsdp="fullshard")[0]

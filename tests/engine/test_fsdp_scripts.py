@@ -13,10 +13,10 @@ from two_processes import in_two_processes
 pytestmark = pytest.mark.run
 
 
-def script(folder, **given):
+def script(folder, **options):
     """Train, save a checkpoint, evaluate, save the model."""
-    from steps import rows
     from tiny_shapes import tiny
+    from training_step import rows
 
     torch.manual_seed(0)
     data = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in rows(8)]
@@ -30,7 +30,7 @@ def script(folder, **given):
         logging_steps=1,
         learning_rate=0.01,
         report_to="none",
-        **given,
+        **options,
     )
     trainer = Trainer(tiny("llama"), args, data_collator=padded, train_dataset=data, eval_dataset=data[:5])
     trainer.train()

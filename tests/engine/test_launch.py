@@ -18,7 +18,7 @@ from burnish.parallel.options import ParallelOptions
 from burnish.parallel.process_counts import num_gpus, problems_of_machines, processes_here, world_size
 from burnish.run import launch as launching
 from burnish.run.launch import launch, with_resume
-from small_run import as_words, make_user
+from small_run import as_arguments, make_workspace
 
 pytestmark = pytest.mark.run
 
@@ -103,8 +103,8 @@ def test_every_process_gets_its_rank_and_unchanged_arguments(program, tmp_path):
     words = [f"{tmp_path}/a folder with 'quotes' ", 'and "others"', "$HOME *"]
     assert launch(words, TWO) == 0
     for rank in range(2):
-        place, said = json.loads(Path(words[0] + str(rank)).read_text())
-        assert said == words
+        place, message = json.loads(Path(words[0] + str(rank)).read_text())
+        assert message == words
         assert place == {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"
         }  # fmt: skip
@@ -137,22 +137,22 @@ def test_failed_process_stops_the_others_and_its_error_is_shown(program, capfd, 
     began = time.monotonic()
     assert launch([], TWO) == status
     assert time.monotonic() - began < 20
-    said = capfd.readouterr().err
+    output = capfd.readouterr().err
     for word in words:
-        assert word in said
-    assert said.count("error:") == 1
-    assert "Connection closed" not in said
+        assert word in output
+    assert output.count("error:") == 1
+    assert "Connection closed" not in output
 
 
 def test_failed_run_is_restarted_from_its_checkpoint_with_max_restarts(program, tmp_path, capfd):
     program(FAILS_ONCE)
-    given = {**TWO, "output_dir": RawValue(str(tmp_path / "out"))}
+    options = {**TWO, "output_dir": RawValue(str(tmp_path / "out"))}
     (tmp_path / "out" / "checkpoint-3").mkdir(parents=True)
     (tmp_path / "out" / "checkpoint-3" / "manifest.json").touch()
-    assert launch([str(tmp_path)], given) == 1
+    assert launch([str(tmp_path)], options) == 1
     for rank in range(2):
         (tmp_path / f"attempts{rank}").unlink()
-    assert launch([str(tmp_path), "overwrite_output_dir=true"], {**given, "max_restarts": RawValue("2")}) == 0
+    assert launch([str(tmp_path), "overwrite_output_dir=true"], {**options, "max_restarts": RawValue("2")}) == 0
     first, second = map(json.loads, (tmp_path / "attempts1").read_text().splitlines())
     assert first == ["overwrite_output_dir=true"]
     assert second == [*first, "--overwrite_output_dir", "false", "--resume_from_checkpoint", "true"]
@@ -179,9 +179,9 @@ def test_signal_is_sent_to_rank_0_and_stops_all_processes(program, tmp_path, cap
 
 def test_run_of_two_processes_prints_as_one_program(tmp_path):
     """The whole way, from its command line to its last file; then what is wrong is said once."""
-    given = make_user(tmp_path, max_steps=2, save_strategy="no", plot_loss=False, num_processes=2, evaluate="no")
-    given.pop("evaluate")
-    command = [sys.executable, "-m", "burnish", "train", *as_words(given)]
+    options = make_workspace(tmp_path, max_steps=2, save_strategy="no", plot_loss=False, num_processes=2, evaluate="no")
+    options.pop("evaluate")
+    command = [sys.executable, "-m", "burnish", "train", *as_arguments(options)]
     environment = {**os.environ, "BURNISH_CACHE": str(tmp_path / "cache")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
     assert done.returncode == 0, done.stderr
@@ -256,9 +256,9 @@ def test_incomplete_launcher_variables_are_rejected(command, variables, words, m
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    given = make_user(tmp_path)
+    options = make_workspace(tmp_path)
     capsys.readouterr()
-    assert main([command, *as_words(given)]) == 2
+    assert main([command, *as_arguments(options)]) == 2
     err = capsys.readouterr().err
     assert f"error: {words}\n" in err
     assert "burnish train or torchrun" in err or "whole number" in err

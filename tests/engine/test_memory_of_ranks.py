@@ -65,13 +65,13 @@ def test_process_uses_memory_predicted_by_explain(engine, kind, user, tmp_path):
     if engine.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
     count, options = ENGINES[engine]
-    given = {
+    overrides = {
         "model_name_or_path": user / "model", "dataset": user / "data.json", "template": "qwen", "use_cpu": "true",
         "output_dir": tmp_path / "out", "per_device_train_batch_size": 4, "max_steps": 3, "save_strategy": "no",
         "logging_steps": 3, "report_to": "none", "plot_loss": False, "finetuning_type": "full", **options,
     }  # fmt: skip
-    given |= LORA if kind == "lora" else {}
-    words = [f"{name}={value}" for name, value in given.items()]
+    overrides |= LORA if kind == "lora" else {}
+    words = [f"{name}={value}" for name, value in overrides.items()]
     in_processes(count, measure, words, str(tmp_path / "rank"), environment={"BURNISH_CACHE": str(tmp_path / "cache")})
     for rank in range(count):
         taken, foretold = json.loads((tmp_path / f"rank.{rank}").read_text())

@@ -37,13 +37,13 @@ def test_shards_of_any_number_of_ranks_are_read_fully_and_partially(tmp_path, wo
         mine = {name: pieces_of(t, rank, world_size) if t.dim() else t for name, t in tensors.items()}
         write_shard(tmp_path / shard_name("model", rank, world_size), mine, is_first=rank == 0)
     write_index(tmp_path, "model", world_size)
-    found = read_sharded(tmp_path, "model")
-    assert found.keys() == tensors.keys()
+    result = read_sharded(tmp_path, "model")
+    assert result.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name].whole(), tensor)
+        assert result[name].dtype == tensor.dtype
+        assert torch.equal(result[name].whole(), tensor)
     for begin in range(15):
-        assert torch.equal(found["a"].slice_of(begin, 15 - begin), tensors["a"].flatten()[begin:])
+        assert torch.equal(result["a"].slice_of(begin, 15 - begin), tensors["a"].flatten()[begin:])
 
 
 def test_shard_index_with_a_gap_is_rejected(tmp_path):
@@ -59,10 +59,10 @@ class Halves:
     def __init__(self, rank, value):
         self.rank, self.value = rank, torch.full((3,), float(value))
 
-    def state_dict(self, held):
+    def state_dict(self, stored):
         return {"weight": LocalShard(self.value, 3 * self.rank, (6,))}
 
-    def load_state_dict(self, held, state):
+    def load_state_dict(self, stored, state):
         self.value = state["weight"].slice_of(3 * self.rank, 3)
 
 
@@ -101,7 +101,7 @@ class Unwritable(torch.Tensor):
     def detach(self):
         return self
 
-    def to(self, *given):
+    def to(self, *args):
         return self
 
     def clone(self):

@@ -36,8 +36,8 @@ def test_each_zero_stage_shards_one_more_part():
 
 
 def test_zero_updates_float32_copies_of_weights_and_gradients():
-    found = parts(Sharing("deepspeed", 4, 2), BF16)
-    assert (found["weights"], found["gradients"], found["float32 copies"]) == (200, 50, 200)
+    result = parts(Sharing("deepspeed", 4, 2), BF16)
+    assert (result["weights"], result["gradients"], result["float32 copies"]) == (200, 50, 200)
     assert parts(Sharing("deepspeed", 4, 2))["float32 copies"] == 200
 
 
@@ -49,7 +49,7 @@ def test_zero_buckets_gradients_and_stage_3_keeps_reused_parameters():
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("options", "expected"),
     [
         ({}, Sharing("ddp", 8)),
         ({"fsdp": "full_shard"}, Sharing("fsdp", 8, 3)),
@@ -58,8 +58,8 @@ def test_zero_buckets_gradients_and_stage_3_keeps_reused_parameters():
         ({"deepspeed": "zero3_offload"}, Sharing("deepspeed", 8, 3, False, True, True, 10**9, None, True)),
     ],
 )
-def test_sharding_is_derived_from_options(given, expected):
-    assert sharing_of(RunOptions(use_cpu=True, **given), 8) == expected
+def test_sharding_is_derived_from_options(options, expected):
+    assert sharing_of(RunOptions(use_cpu=True, **options), 8) == expected
 
 
 def test_sharded_loading_and_saving_use_part_of_the_memory():

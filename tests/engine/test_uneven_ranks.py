@@ -13,7 +13,7 @@ from burnish import Trainer
 from burnish.parallel import selection
 from burnish.parallel.ddp import BUFFERS, syncing_arguments
 from burnish.parallel.options import ParallelOptions
-from hf_toy import Regression, make_trainer, points
+from trainer_run import Regression, make_trainer, points
 from two_processes import in_two_processes
 
 pytestmark = pytest.mark.run
@@ -44,13 +44,13 @@ class Standing(IterableDataset):
 
 def resumed(folder):
     """The weights of a run over a stream, of one that goes on from its second step, and what that one reads."""
-    given = {"per_device_train_batch_size": 3, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    found = {"read": 0}
+    options = {"per_device_train_batch_size": 3, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    result = {"read": 0}
     for name, resume in (("whole", None), ("rest", f"{folder}/checkpoint-2")):
-        trainer = make_trainer(folder, train=Standing(), learning_rate=0.1, ddp_backend="gloo", **given)
+        trainer = make_trainer(folder, train=Standing(), learning_rate=0.1, ddp_backend="gloo", **options)
         trainer.train(resume_from_checkpoint=resume)
-        found |= {name: [p.item() for p in trainer.model.parameters()], "read": trainer.train_dataset.read}
-    return found
+        result |= {name: [p.item() for p in trainer.model.parameters()], "read": trainer.train_dataset.read}
+    return result
 
 
 class Prepared(Trainer):
@@ -76,33 +76,33 @@ class BatchMeans:
 
 def measured(folder):
     """Evaluate sets of every size by the face; runs in one process and in each of two."""
-    found = {}
+    result = {}
     for number in (10, 11, 3, 1):
         trainer = make_trainer(
             folder, model=Regression(1.0, 2.0), per_device_eval_batch_size=2,
             trainer={"eval_dataset": points(number), "compute_metrics": whole_means},
         )  # fmt: skip
-        found[number] = trainer.evaluate()
-        found[f"predictions of {number}"] = trainer.predict(points(number)).predictions.tolist()
+        result[number] = trainer.evaluate()
+        result[f"predictions of {number}"] = trainer.predict(points(number)).predictions.tolist()
     trainer = make_trainer(
         folder, model=Regression(1.0, 2.0), per_device_eval_batch_size=2, batch_eval_metrics=True,
         trainer={"eval_dataset": Stream(), "compute_metrics": BatchMeans()},
     )  # fmt: skip
-    found["stream"] = trainer.evaluate()
+    result["stream"] = trainer.evaluate()
     return {
         name: {key: v for key, v in value.items() if "second" not in key and "runtime" not in key}
         if isinstance(value, dict) else value
-        for name, value in found.items()
+        for name, value in result.items()
     }  # fmt: skip
 
 
-def trained(folder, batch_size, **given):
+def trained(folder, batch_size, **options):
     """Weights after two epochs of ten rows: on two ranks the last step of an epoch has rows for one of them."""
     weights = {}
     for name, kind in (("own", Trainer), ("prepared", Prepared)):
         trainer = make_trainer(
             folder, kind, model=Classes(), train=Numbers(10), per_device_train_batch_size=batch_size, learning_rate=0.1,
-            logging_steps=1, **given,
+            logging_steps=1, **options,
         )  # fmt: skip
         trainer.train()
         rows = trainer.train_dataset.seen
@@ -144,50 +144,50 @@ def on_two(folder):
     import os
 
     rank = os.environ["RANK"]
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as message:
         warnings.simplefilter("always")
-        found = measured(f"{folder}/two") | {
+        result = measured(f"{folder}/two") | {
             "trained": trained(f"{folder}/two", 4, ddp_backend="gloo", evaluation_strategy="no"),
             "resumed": resumed(f"{folder}/streamed"),
         }
-    found["said"] = [str(warning.message) for warning in said if "evaluation_strategy" in str(warning.message)]
+    result["said"] = [str(warning.message) for warning in message if "evaluation_strategy" in str(warning.message)]
     with open(f"{folder}/rank{rank}.json", "w") as file:
-        json.dump(found, file)
+        json.dump(result, file)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def rank_results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("uneven")
     in_two_processes(on_two, str(folder))
     ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
     return json.loads(json.dumps(measured(folder / "one"))), *ranks
 
 
-def test_loader_state_of_rank_0_resumes_on_both_ranks(found):
+def test_loader_state_of_rank_0_resumes_on_both_ranks(rank_results):
     """Six rows to a step: at its end the first rank has read nine of twelve, so both read on from the tenth."""
-    for rank, to in zip(found[1:], (21, 24), strict=True):
+    for rank, to in zip(rank_results[1:], (21, 24), strict=True):
         assert rank["resumed"]["rest"] == rank["resumed"]["whole"]
         assert rank["resumed"]["read"] == to - 9
 
 
 @pytest.mark.parametrize("number", ["10", "11", "3", "1", "stream"])
-def test_evaluation_on_two_ranks_matches_one(found, number):
-    one, first, second = (ranks[number] for ranks in found)
+def test_evaluation_on_two_ranks_matches_one(rank_results, number):
+    one, first, second = (ranks[number] for ranks in rank_results)
     assert first == second
     assert first == pytest.approx(one, rel=1e-5)
     assert one["eval_rows"] == 11 if number == "stream" else one["eval_rows"] == int(number)
 
 
-def test_predictions_are_in_row_order_without_duplicates(found):
-    one, first, second = found
+def test_predictions_are_in_row_order_without_duplicates(rank_results):
+    one, first, second = rank_results
     for number in (10, 11, 3, 1):
         name = f"predictions of {number}"
         assert first[name] == second[name] == pytest.approx(one[name], rel=1e-6)
         assert len(first[name]) == number
 
 
-def test_rank_without_rows_adds_nothing_to_a_step(found, tmp_path):
-    _, first, second = found
+def test_rank_without_rows_adds_nothing_to_a_step(rank_results, tmp_path):
+    _, first, second = rank_results
     one = trained(tmp_path, 8)
     for two in (first["trained"], second["trained"]):
         torch.testing.assert_close(torch.tensor(two["own"][0]), torch.tensor(one["own"][0]), rtol=1e-5, atol=1e-6)
@@ -195,26 +195,26 @@ def test_rank_without_rows_adds_nothing_to_a_step(found, tmp_path):
     assert first["trained"]["prepared"] == second["trained"]["prepared"]
 
 
-def test_dataloader_prepared_by_a_script_is_sharded_over_ranks(found):
-    _, first, second = (ranks.get("trained") for ranks in found)
+def test_dataloader_prepared_by_a_script_is_sharded_over_ranks(rank_results):
+    _, first, second = (ranks.get("trained") for ranks in rank_results)
     for kind in ("own rows", "prepared rows"):
         assert sorted({*first[kind], *second[kind]}) == list(range(10))
     assert len(first["prepared rows"]) < 10 or len(second["prepared rows"]) < 10
 
 
-def test_notes_are_printed_by_rank_0_only(found):
-    _, first, second = found
+def test_notes_are_printed_by_rank_0_only(rank_results):
+    _, first, second = rank_results
     assert first["said"]
     assert not second["said"]
 
 
 def test_ddp_defaults_match_transformers_and_torch():
-    given = syncing_arguments(ParallelOptions())
-    assert given["find_unused_parameters"] is True
-    assert BUFFERS not in given
+    options = syncing_arguments(ParallelOptions())
+    assert options["find_unused_parameters"] is True
+    assert BUFFERS not in options
     assert syncing_arguments(ParallelOptions(gradient_checkpointing=True))["find_unused_parameters"] is False
-    asked = ParallelOptions(ddp_find_unused_parameters=False, ddp_broadcast_buffers=False, ddp_bucket_cap_mb=7)
-    assert syncing_arguments(asked) == {
+    overrides = ParallelOptions(ddp_find_unused_parameters=False, ddp_broadcast_buffers=False, ddp_bucket_cap_mb=7)
+    assert syncing_arguments(overrides) == {
         "find_unused_parameters": False, BUFFERS: False, "static_graph": False, "bucket_cap_mb": 7,
         "gradient_as_bucket_view": True,
     }  # fmt: skip

@@ -21,9 +21,9 @@ sys.path.insert(0, str(HERE.parent))
 sys.path.insert(0, str(HERE.parents[1] / "src"))
 
 from burnish.data.chat.table import Token, table
-from template_cases import CALLS, CONVERSATIONS, DRAWN, OPTIONS, TOOLS, byte_tokenizer
+from template_cases import CALLS, CONVERSATIONS, OPTIONS, RANDOM_CASES, TOOLS, byte_tokenizer
 
-CONVERSATIONS = CONVERSATIONS | DRAWN
+CONVERSATIONS = CONVERSATIONS | RANDOM_CASES
 
 
 class Media:

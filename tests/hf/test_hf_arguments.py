@@ -18,7 +18,7 @@ import burnish
 from burnish import SFTConfig, TrainingArguments
 from burnish.config.conversion import members
 from burnish.trainer.arguments.values import HELD_ELSEWHERE
-from hf_toy import arguments
+from trainer_run import arguments
 
 SPEC = Path(__file__).parents[1] / "golden" / "peer_arguments.json"
 
@@ -62,11 +62,11 @@ def test_every_field_of_installed_transformers_exists():
     ],
 )
 def test_deprecated_argument_name_works_with_one_warning(old, name, value):
-    with pytest.warns(FutureWarning) as said:
+    with pytest.warns(FutureWarning) as message:
         args = TrainingArguments("out", **old)
     assert getattr(args, name) == value
-    assert len(said) == 1
-    assert next(iter(old)) in str(said[0].message)
+    assert len(message) == 1
+    assert next(iter(old)) in str(message[0].message)
 
 
 def test_unknown_argument_name_is_rejected():
@@ -106,7 +106,7 @@ def test_dependent_arguments_are_derived():
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("options", "words"),
     [
         ({"bf16": True, "fp16": True}, "At most one of fp16 and bf16"),
         ({"warmup_steps": -1}, "Expected value warmup_steps >= 0"),
@@ -127,9 +127,9 @@ def test_dependent_arguments_are_derived():
         ({"parallelism_config": object()}, "parallelism_config"),
     ],
 )  # fmt: skip
-def test_contradictory_arguments_are_rejected_with_transformers_messages(given, words):
+def test_contradictory_arguments_are_rejected_with_transformers_messages(options, words):
     with pytest.raises(ValueError, match=words):
-        arguments("out", **given)
+        arguments("out", **options)
 
 
 @pytest.mark.parametrize(
@@ -175,15 +175,15 @@ def test_setters_and_subclasses_validate_like_the_constructor():
 
 
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [{"save_steps": -1}, {"save_total_limit": 0}, {"max_grad_norm": -1.0}, {"max_steps": -7}, {"learning_rate": 0.0},
      {"num_train_epochs": -1, "max_steps": 5}, {"num_train_epochs": 0}, {"eval_steps": 0},
      {"logging_strategy": "no", "logging_steps": 0}],
     ids=str,
 )  # fmt: skip
-def test_number_that_transformers_treats_as_none_is_accepted(given):
-    args = arguments("out", **given)
-    assert all(getattr(args, name) == value for name, value in given.items())
+def test_number_that_transformers_treats_as_none_is_accepted(options):
+    args = arguments("out", **options)
+    assert all(getattr(args, name) == value for name, value in options.items())
 
 
 def test_number_can_be_given_as_text():
@@ -199,15 +199,15 @@ def test_fractional_step_intervals_can_be_multiples_of_each_other():
 
 
 def test_arguments_without_effect_are_reported_once():
-    with pytest.warns(UserWarning, match="average_tokens_across_devices") as said:
+    with pytest.warns(UserWarning, match="average_tokens_across_devices") as message:
         arguments("out", average_tokens_across_devices=False)
-    assert len(said) == 1
+    assert len(message) == 1
 
 
 def test_accelerate_dispatch_settings_without_effect_are_reported():
-    with pytest.warns(UserWarning, match="even_batches, split_batches|split_batches, even_batches") as said:
+    with pytest.warns(UserWarning, match="even_batches, split_batches|split_batches, even_batches") as message:
         arguments("out", accelerator_config={"split_batches": True, "even_batches": False})
-    assert len(said) == 1
+    assert len(message) == 1
 
 
 def test_kubeflow_is_notified_of_a_run_on_its_platform(monkeypatch):
@@ -352,12 +352,14 @@ def test_invalid_choice_is_rejected(kind, name, tmp_path):
     kind(str(tmp_path), use_cpu=True, report_to="none", **{name: kind.declared[name].choices[0]})
 
 
-@pytest.mark.parametrize(("given", "meant"), [("evalution_strategy", ' Did you mean "eval_strategy"?'), ("xyzzy", "")])
-def test_misspelled_argument_is_rejected_with_a_suggestion(given, meant, tmp_path):
-    said = f"TrainingArguments.__init__() got an unexpected keyword argument '{given}'.{meant}"
-    with pytest.raises(TypeError) as found:
-        TrainingArguments(str(tmp_path), **{given: "no"})
-    assert str(found.value) == said
+@pytest.mark.parametrize(
+    ("options", "meant"), [("evalution_strategy", ' Did you mean "eval_strategy"?'), ("xyzzy", "")]
+)
+def test_misspelled_argument_is_rejected_with_a_suggestion(options, meant, tmp_path):
+    message = f"TrainingArguments.__init__() got an unexpected keyword argument '{options}'.{meant}"
+    with pytest.raises(TypeError) as result:
+        TrainingArguments(str(tmp_path), **{options: "no"})
+    assert str(result.value) == message
 
 
 # --- arguments of another type ----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from transformers import DefaultFlowCallback, EarlyStoppingCallback, PrinterCall
 import burnish
 from burnish import Trainer, TrainerControl
 from burnish.loop.events import EVENTS
-from hf_toy import Regression, arguments, make_trainer, originals, points, weights
+from trainer_run import Regression, arguments, make_trainer, points, transformers_arguments, weights
 
 pytestmark = pytest.mark.run
 
@@ -21,8 +21,8 @@ def recorder(base):
     def write(name):
         def event(self, args, state, control, **kwargs):
             flags = tuple(name for name, is_up in vars(control).items() if is_up and name.startswith("should"))
-            given = {key for key, value in kwargs.items() if value is not None}
-            self.seen.append((name, state.global_step, flags, tuple(sorted(given))))
+            options = {key for key, value in kwargs.items() if value is not None}
+            self.seen.append((name, state.global_step, flags, tuple(sorted(options))))
 
         return event
 
@@ -51,24 +51,24 @@ SCENES = {
 def test_events_and_their_arguments_match_transformers(tmp_path, scene, sets):
     if scene == "the best" and sets == "two sets":
         pytest.skip("eval_loss is the metric of neither set")
-    seen = []
+    recorded = []
     for trainer_class, make_arguments, base in (
         (Trainer, arguments, burnish.TrainerCallback),
-        (transformers.Trainer, originals, transformers.TrainerCallback),
+        (transformers.Trainer, transformers_arguments, transformers.TrainerCallback),
     ):
         callback = recorder(base)
-        given = {"per_device_train_batch_size": 4, "num_train_epochs": 2, "logging_steps": 1, "save_strategy": "no",
-                 "learning_rate": 0.1, **SCENES[scene]}  # fmt: skip
+        options = {"per_device_train_batch_size": 4, "num_train_epochs": 2, "logging_steps": 1, "save_strategy": "no",
+                   "learning_rate": 0.1, **SCENES[scene]}  # fmt: skip
         eval_set = points(5) if sets == "one set" else {"a": points(3), "b": points(4)}
         trainer = trainer_class(
-            Regression(), make_arguments(tmp_path / trainer_class.__module__, **given), train_dataset=points(),
+            Regression(), make_arguments(tmp_path / trainer_class.__module__, **options), train_dataset=points(),
             eval_dataset=eval_set, callbacks=[callback],
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         trainer.train()
         trainer.predict(points(3))
-        seen.append(callback.seen)
-    ours, theirs = seen
+        recorded.append(callback.seen)
+    ours, theirs = recorded
     assert [event[:2] for event in ours] == [event[:2] for event in theirs]
     assert [event[3] for event in ours] == [event[3] for event in theirs]
     assert [event[2] for event in ours] == [event[2] for event in theirs]
@@ -79,7 +79,9 @@ def test_burnish_callbacks_run_in_transformers_trainer(tmp_path):
         def on_step_end(self, args, state, control, model=None, **kwargs):
             control.should_training_stop = state.global_step == 2
 
-    trainer = transformers.Trainer(Regression(), originals(tmp_path), train_dataset=points(), callbacks=[Stop()])
+    trainer = transformers.Trainer(
+        Regression(), transformers_arguments(tmp_path), train_dataset=points(), callbacks=[Stop()]
+    )
     assert trainer.train().global_step == 2
 
 
@@ -126,10 +128,10 @@ def test_callbacks_are_added_and_removed_by_class_or_instance(tmp_path):
 
 
 def test_second_callback_of_same_class_gives_a_warning(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(transformers.trainer_callback.logger, "warning", said.append)
+    message = []
+    monkeypatch.setattr(transformers.trainer_callback.logger, "warning", message.append)
     make_trainer(tmp_path, trainer={"callbacks": [ProgressCallback, ProgressCallback()]})
-    assert "ProgressCallback" in said[0]
+    assert "ProgressCallback" in message[0]
 
 
 def test_control_returned_by_callback_replaces_the_current_one(tmp_path):
@@ -143,20 +145,20 @@ def test_control_returned_by_callback_replaces_the_current_one(tmp_path):
 
 
 def test_event_can_be_fired_by_a_script(tmp_path):
-    seen = []
+    recorded = []
 
     class Listener(burnish.TrainerCallback):
         def on_push_begin(self, args, state, control, **kwargs):
-            seen.append("push")
+            recorded.append("push")
 
         def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-            seen.append(metrics)
+            recorded.append(metrics)
 
     trainer = make_trainer(tmp_path, trainer={"callbacks": [Listener()]})
     handler = trainer.callback_handler
     handler.on_push_begin(trainer.args, trainer.state, trainer.control)
     handler.on_evaluate(trainer.args, trainer.state, trainer.control, {"a": 1})
-    assert seen == ["push", {"a": 1}]
+    assert recorded == ["push", {"a": 1}]
 
 
 def test_callback_receives_the_parts_of_the_run(tmp_path):

@@ -16,17 +16,17 @@ from transformers import EarlyStoppingCallback, PrinterCallback
 
 from burnish import Trainer, UserError
 from burnish.trainer.training import requested_checkpoint
-from hf_toy import (
+from trainer_run import (
     Regression,
     arguments,
     gpt2,
     losses,
     make_trainer,
-    originals,
     parity,
     points,
     same,
     text_rows,
+    transformers_arguments,
     weights,
 )  # fmt: skip
 
@@ -35,8 +35,8 @@ pytestmark = pytest.mark.run
 SAVED = {"save_strategy": "steps", "save_steps": 3, "max_steps": 9, "learning_rate": 1e-2}
 
 
-def trained(folder, resume=None, kind=Trainer, **given):
-    trainer = make_trainer(folder, kind, **{"model": gpt2(), "train": text_rows(), **SAVED, **given})
+def trained(folder, resume=None, kind=Trainer, **options):
+    trainer = make_trainer(folder, kind, **{"model": gpt2(), "train": text_rows(), **SAVED, **options})
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -201,7 +201,7 @@ def test_saved_model_is_loaded_by_from_pretrained(tmp_path):
 
 
 def test_tokenizer_of_the_collator_is_saved(tmp_path):
-    from hf_toy import tiny_tokenizer
+    from trainer_run import tiny_tokenizer
 
     tokenizer = tiny_tokenizer()
 
@@ -221,8 +221,8 @@ def test_tokenizer_of_the_collator_is_saved(tmp_path):
 # --- there and back ---------------------------------------------------------------------------------------------------
 
 
-def theirs(folder, resume=None, model=None, **given):
-    args = originals(folder, **{"per_device_train_batch_size": 4, "logging_steps": 1, **SAVED, **given})
+def theirs(folder, resume=None, model=None, **options):
+    args = transformers_arguments(folder, **{"per_device_train_batch_size": 4, "logging_steps": 1, **SAVED, **options})
     trainer = transformers.Trainer(gpt2() if model is None else model, args, train_dataset=text_rows())
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=resume)
@@ -335,32 +335,32 @@ def test_changed_intervals_and_more_steps_apply_after_resume(tmp_path):
 
 
 def test_ignore_data_skip_restarts_the_data(tmp_path):
-    seen = []
+    recorded = []
 
     class Watched(Trainer):
         def compute_loss(self, model, inputs, *args, **kwargs):
-            seen.append(float(inputs["x"][0]))
+            recorded.append(float(inputs["x"][0]))
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    def made(**given):
-        return make_trainer(tmp_path, Watched, num_train_epochs=1, save_strategy="steps", save_steps=3, **given)
+    def made(**options):
+        return make_trainer(tmp_path, Watched, num_train_epochs=1, save_strategy="steps", save_steps=3, **options)
 
     made().train()
-    first = seen.copy()
-    seen.clear()
+    first = recorded.copy()
+    recorded.clear()
     made(ignore_data_skip=True, max_steps=5).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert seen == first[:2]
+    assert recorded == first[:2]
 
 
 # --- best, rotation, state --------------------------------------------------------------------------------------------
 
 
-def judged(folder, **given):
+def judged(folder, **options):
     values = iter([3.0, 1.0, 2.0, 4.0])
     trainer = make_trainer(
         folder, max_steps=4, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
         metric_for_best_model="value", greater_is_better=False, load_best_model_at_end=True,
-        trainer={"eval_dataset": points(3), "compute_metrics": lambda prediction: {"value": next(values)}}, **given,
+        trainer={"eval_dataset": points(3), "compute_metrics": lambda prediction: {"value": next(values)}}, **options,
     )  # fmt: skip
     trainer.train()
     return trainer
@@ -405,10 +405,10 @@ def test_save_only_model_saves_only_the_model(tmp_path):
 
 
 def test_callback_states_are_restored_on_request(tmp_path):
-    def made(callbacks, **given):
+    def made(callbacks, **options):
         return make_trainer(
             tmp_path, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, max_steps=2,
-            load_best_model_at_end=True, trainer={"eval_dataset": points(3), "callbacks": callbacks}, **given,
+            load_best_model_at_end=True, trainer={"eval_dataset": points(3), "callbacks": callbacks}, **options,
         )  # fmt: skip
 
     made([EarlyStoppingCallback(5, 0.2)]).train()

@@ -7,7 +7,7 @@ import transformers
 from transformers import TrainerCallback
 
 from burnish import EvalPrediction, Trainer
-from hf_toy import Regression, gpt2, make_trainer, originals, points, text_rows
+from trainer_run import Regression, gpt2, make_trainer, points, text_rows, transformers_arguments
 
 pytestmark = pytest.mark.run
 
@@ -17,9 +17,9 @@ def accuracy(prediction: EvalPrediction):
     return {"near": float((np.abs(predictions - labels) < 1).mean())}
 
 
-def evaluated(folder, rows=7, eval_set=None, trainer=None, **given):
+def evaluated(folder, rows=7, eval_set=None, trainer=None, **options):
     made = make_trainer(folder, model=Regression(1.5, 2.5), per_device_eval_batch_size=3,
-                        trainer={"eval_dataset": eval_set or points(rows), **(trainer or {})}, **given)  # fmt: skip
+                        trainer={"eval_dataset": eval_set or points(rows), **(trainer or {})}, **options)  # fmt: skip
     return made, made.evaluate()
 
 
@@ -33,7 +33,7 @@ def test_loss_is_mean_over_dataset_and_metrics_have_their_prefix(tmp_path):
 
 def test_metrics_match_transformers(tmp_path):
     _, ours = evaluated(tmp_path, trainer={"compute_metrics": accuracy})
-    theirs = transformers.Trainer(Regression(1.5, 2.5), originals(tmp_path, per_device_eval_batch_size=3),
+    theirs = transformers.Trainer(Regression(1.5, 2.5), transformers_arguments(tmp_path, per_device_eval_batch_size=3),
                                   eval_dataset=points(7), compute_metrics=accuracy).evaluate()  # fmt: skip
     assert next(iter(ours)) == next(iter(theirs)) == "eval_loss"
     for name in ("eval_loss", "eval_near"):
@@ -41,24 +41,24 @@ def test_metrics_match_transformers(tmp_path):
 
 
 def test_language_model_loss_does_not_depend_on_batch_size(tmp_path):
-    found = [
+    result = [
         make_trainer(tmp_path, model=gpt2(), per_device_eval_batch_size=size).evaluate(text_rows(9))["eval_loss"]
         for size in (1, 2, 9)
     ]
-    assert found == pytest.approx([found[0]] * 3, rel=1e-5)
+    assert result == pytest.approx([result[0]] * 3, rel=1e-5)
 
 
 def test_epoch_is_0_until_first_step_has_ended(tmp_path):
-    seen = []
+    recorded = []
 
     class Watch(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            seen.append(state.epoch)
+            recorded.append(state.epoch)
 
     trainer = make_trainer(tmp_path, max_steps=2, trainer={"eval_dataset": points(5), "callbacks": [Watch]})
     assert trainer.evaluate()["epoch"] == trainer.state.epoch == 0
     trainer.train()
-    assert seen == [0, 1 / 6]
+    assert recorded == [0, 1 / 6]
 
 
 def test_named_eval_datasets_are_evaluated_one_by_one(tmp_path):
@@ -72,9 +72,9 @@ def test_evaluation_during_training_is_logged_and_used_for_best_model(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=4, eval_strategy="steps", eval_steps=2, metric_for_best_model="near",
                            trainer={"eval_dataset": points(5), "compute_metrics": accuracy})  # fmt: skip
     trainer.train()
-    found = [entry["eval_near"] for entry in trainer.state.log_history if "eval_near" in entry]
-    assert len(found) == 2
-    assert trainer.state.best_metric == max(found)
+    result = [entry["eval_near"] for entry in trainer.state.log_history if "eval_near" in entry]
+    assert len(result) == 2
+    assert trainer.state.best_metric == max(result)
 
 
 def test_unknown_metric_is_reported_with_available_ones(tmp_path):
@@ -85,17 +85,17 @@ def test_unknown_metric_is_reported_with_available_ones(tmp_path):
 
 
 def test_logits_can_be_preprocessed_before_gathering(tmp_path):
-    seen = []
+    recorded = []
 
     def compute(prediction):
-        seen.append(prediction.predictions.shape)
+        recorded.append(prediction.predictions.shape)
         return {}
 
     make_trainer(tmp_path, model=gpt2(), per_device_eval_batch_size=2, trainer={
         "eval_dataset": text_rows(5), "compute_metrics": compute,
         "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
     }).evaluate()  # fmt: skip
-    assert seen == [(5, 12)]
+    assert recorded == [(5, 12)]
 
 
 def test_rows_of_different_lengths_are_padded_with_ignore_index(tmp_path):
@@ -132,10 +132,10 @@ def test_metrics_can_be_computed_batch_by_batch(tmp_path):
 
 
 def test_metrics_can_include_inputs_and_losses(tmp_path):
-    seen = {}
+    recorded = {}
 
     def compute(prediction):
-        seen.update(inputs=prediction.inputs, losses=prediction.losses)
+        recorded.update(inputs=prediction.inputs, losses=prediction.losses)
         return {}
 
     class Named(Regression):
@@ -143,8 +143,8 @@ def test_metrics_can_include_inputs_and_losses(tmp_path):
 
     make_trainer(tmp_path, model=Named(), include_for_metrics=["inputs", "loss"],
                  trainer={"eval_dataset": points(5), "compute_metrics": compute}).evaluate()  # fmt: skip
-    assert seen["inputs"].tolist() == [float(row["x"]) for row in points(5)]
-    assert seen["losses"].shape == (5,)
+    assert recorded["inputs"].tolist() == [float(row["x"]) for row in points(5)]
+    assert recorded["losses"].shape == (5,)
 
 
 def test_predictions_include_labels_and_metrics_if_available(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from transformers import AutoModelForSequenceClassification
 
-from hf_toy import bert, classes, make_trainer
+from trainer_run import bert, classes, make_trainer
 
 pytestmark = pytest.mark.run
 
@@ -37,9 +37,9 @@ class Answers(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         hub.tokens.add(self.headers.get("Authorization"))
         if path == "repos/create":
-            asked = json.loads(body)
-            name = f"{asked['organization'] or 'me'}/{asked['name']}"
-            hub.made[name] = asked.get("visibility")
+            questions = json.loads(body)
+            name = f"{questions['organization'] or 'me'}/{questions['name']}"
+            hub.made[name] = questions.get("visibility")
             self.answer({"url": f"{hub.url}/{name}", "name": name})
         elif path == "validate-yaml":
             self.answer({"errors": [], "warnings": []})
@@ -81,9 +81,9 @@ def hub(monkeypatch):
     hub.server_close()
 
 
-def pushing(folder, **given):
-    usual = {"max_steps": 2, "push_to_hub": True, "hub_model_id": "us/tiny", "hub_token": "hf_secret"}
-    return make_trainer(folder, model=bert(), train=classes(), **{**usual, **given})
+def pushing(folder, **options):
+    defaults = {"max_steps": 2, "push_to_hub": True, "hub_model_id": "us/tiny", "hub_token": "hf_secret"}
+    return make_trainer(folder, model=bert(), train=classes(), **{**defaults, **options})
 
 
 def test_pushed_model_can_be_loaded_and_has_a_valid_card(hub, tmp_path):

@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 
 from burnish import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 from burnish.loop.types import IGNORE_INDEX
-from seeing import golden, image_models
+from vision_models import golden, image_models
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader, SequentialSampler
 import burnish
 from burnish import Trainer, UserError
 from burnish.trainer.constructor import PEER_METHODS, warn_about_unused_overrides
-from hf_toy import Regression, losses, make_trainer, points, same, weights
+from trainer_run import Regression, losses, make_trainer, points, same, weights
 
 pytestmark = pytest.mark.run
 
 
-def trained(folder, kind=Trainer, **given):
-    trainer = make_trainer(folder, kind, **given)
+def trained(folder, kind=Trainer, **options):
+    trainer = make_trainer(folder, kind, **options)
     trainer.train()
     return trainer
 
@@ -71,17 +71,21 @@ BATCHES = {
 
 @pytest.mark.parametrize("kind", BATCHES)
 def test_compute_loss_receives_batch_class_of_the_collator(kind, tmp_path):
-    seen = []
+    recorded = []
 
     class Own(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            seen.append(inputs)
-            found = inputs["pair"] if isinstance(inputs, dict) and "pair" in inputs else inputs
-            found = found[0] if isinstance(found, list) else found
-            assert getattr(found, "moves", 1) == 1
-            named = isinstance(found, Mapping)
+            recorded.append(inputs)
+            result = inputs["pair"] if isinstance(inputs, dict) and "pair" in inputs else inputs
+            result = result[0] if isinstance(result, list) else result
+            assert getattr(result, "moves", 1) == 1
+            named = isinstance(result, Mapping)
             x, labels = (
-                (found["x"], found["labels"]) if named else found if type(found) is tuple else (found.x, found.labels)
+                (result["x"], result["labels"])
+                if named
+                else result
+                if type(result) is tuple
+                else (result.x, result.labels)
             )
             return model(x, labels)["loss"]
 
@@ -89,10 +93,10 @@ def test_compute_loss_receives_batch_class_of_the_collator(kind, tmp_path):
         stacked = [torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in ("x", "labels")]
         return BATCHES[kind](*stacked)
 
-    given = {"remove_unused_columns": False, "max_steps": 2, "gradient_accumulation_steps": 2}
-    ours = make_trainer(tmp_path, Own, trainer={"data_collator": collate}, **given)
+    options = {"remove_unused_columns": False, "max_steps": 2, "gradient_accumulation_steps": 2}
+    ours = make_trainer(tmp_path, Own, trainer={"data_collator": collate}, **options)
     ours.train()
-    assert all(type(batch) is type(BATCHES[kind](torch.ones(1), torch.ones(1))) for batch in seen)
+    assert all(type(batch) is type(BATCHES[kind](torch.ones(1), torch.ones(1))) for batch in recorded)
     assert losses(ours) == pytest.approx(losses(trained(tmp_path, max_steps=2, gradient_accumulation_steps=2)))
 
 
@@ -118,24 +122,24 @@ def test_compute_loss_with_legacy_signature_works(tmp_path):
 
 
 def test_compute_loss_can_normalize_by_num_items_in_batch(tmp_path):
-    seen = []
+    recorded = []
 
     class Own(Trainer):
         loss_is_scaled_for_ga = True
 
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            seen.append(float(num_items_in_batch))
+            recorded.append(float(num_items_in_batch))
             error = model(inputs["x"])["logits"] - inputs["labels"]
             return error.square().sum() / num_items_in_batch
 
-    def made(kind, **given):
-        trainer = make_trainer(tmp_path, kind, per_device_train_batch_size=3, max_steps=4, optim="sgd", **given)
+    def made(kind, **options):
+        trainer = make_trainer(tmp_path, kind, per_device_train_batch_size=3, max_steps=4, optim="sgd", **options)
         trainer.model_accepts_loss_kwargs = kind is Own
         trainer.train()
         return losses(trainer)
 
     assert made(Own, gradient_accumulation_steps=2) == pytest.approx(made(Trainer, gradient_accumulation_steps=2))
-    assert seen == [6, 6] * 3 + [4, 4]  # the items of the whole step; 22 rows leave 4 for the last
+    assert recorded == [6, 6] * 3 + [4, 4]  # the items of the whole step; 22 rows leave 4 for the last
 
 
 def test_training_step_can_call_backward_itself(tmp_path):
@@ -162,44 +166,44 @@ def test_prediction_step_override_provides_predictions(tmp_path):
 
 
 def test_evaluation_loop_evaluate_and_predict_overrides_are_called(tmp_path):
-    seen = []
+    recorded = []
 
     class Watched(Trainer):
         def evaluation_loop(self, dataloader, description, *args, **kwargs):
-            seen.append(description)
+            recorded.append(description)
             return super().evaluation_loop(dataloader, description, *args, **kwargs)
 
         def evaluate(self, *args, **kwargs):
             metrics = super().evaluate(*args, **kwargs)
-            seen.append("evaluate")
+            recorded.append("evaluate")
             return {**metrics, "eval_own": self.state.global_step}
 
         def predict(self, *args, **kwargs):
-            seen.append("predict")
+            recorded.append("predict")
             return super().predict(*args, **kwargs)
 
     trainer = make_trainer(tmp_path, Watched, eval_strategy="steps", eval_steps=5, max_steps=5, save_strategy="best",
                            metric_for_best_model="own", trainer={"eval_dataset": points(4)})  # fmt: skip
     trainer.train()
-    assert seen == ["Evaluation", "evaluate"]
+    assert recorded == ["Evaluation", "evaluate"]
     assert trainer.state.best_metric == 5
     trainer.predict(points(3))
-    assert seen[2:] == ["predict", "Prediction"]
+    assert recorded[2:] == ["predict", "Prediction"]
 
 
 def test_get_train_dataloader_override_is_used_unchanged(tmp_path):
-    rows, seen = points(8), []
+    rows, recorded = points(8), []
 
     class Own(Trainer):
         def get_train_dataloader(self):
             return DataLoader(rows, batch_size=3, collate_fn=self.data_collator)
 
         def training_step(self, model, inputs, num_items_in_batch=None):
-            seen.extend(inputs["x"].tolist())
+            recorded.extend(inputs["x"].tolist())
             return super().training_step(model, inputs, num_items_in_batch)
 
     trainer = trained(tmp_path, Own, num_train_epochs=1)
-    assert seen == [float(row["x"]) for row in rows]
+    assert recorded == [float(row["x"]) for row in rows]
     assert trainer.state.global_step == 3
 
 
@@ -396,34 +400,39 @@ class Recorded(Trainer):
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_overrides_that_only_call_super_change_nothing(accumulation, tmp_path):
-    given = {"num_train_epochs": 2, "gradient_accumulation_steps": accumulation, "save_strategy": "epoch"}
-    own, usual = (trained(tmp_path / kind.__name__, kind, **given) for kind in (Recorded, Trainer))
+    options = {"num_train_epochs": 2, "gradient_accumulation_steps": accumulation, "save_strategy": "epoch"}
+    own, defaults = (trained(tmp_path / kind.__name__, kind, **options) for kind in (Recorded, Trainer))
     assert {*own.seen} == {name for name in vars(Recorded) if not name.startswith("__")} - {"_note"}
     assert own.seen.count("store_flos") == 3
-    assert losses(own) == pytest.approx(losses(usual), rel=1e-6)
-    assert all(torch.allclose(weight, weights(usual)[name], rtol=1e-6) for name, weight in weights(own).items())
+    assert losses(own) == pytest.approx(losses(defaults), rel=1e-6)
+    assert all(torch.allclose(weight, weights(defaults)[name], rtol=1e-6) for name, weight in weights(own).items())
 
 
 def test_get_batch_samples_of_trainer_does_not_change_language_model(tmp_path):
-    from hf_toy import gpt2, text_rows
+    from trainer_run import gpt2, text_rows
 
-    given = {"model": None, "train": text_rows(9), "num_train_epochs": 1, "gradient_accumulation_steps": 2,
-             "per_device_train_batch_size": 2, "learning_rate": 1e-3}  # fmt: skip
-    own, usual = (trained(tmp_path / k.__name__, k, **{**given, "model": gpt2()}) for k in (Recorded, Trainer))
-    assert losses(own) == pytest.approx(losses(usual), rel=1e-5)
+    options = {"model": None, "train": text_rows(9), "num_train_epochs": 1, "gradient_accumulation_steps": 2,
+               "per_device_train_batch_size": 2, "learning_rate": 1e-3}  # fmt: skip
+    own, defaults = (trained(tmp_path / k.__name__, k, **{**options, "model": gpt2()}) for k in (Recorded, Trainer))
+    assert losses(own) == pytest.approx(losses(defaults), rel=1e-5)
 
 
 def test_item_count_of_get_batch_samples_divides_the_loss(tmp_path):
-    from hf_toy import gpt2, text_rows
+    from trainer_run import gpt2, text_rows
 
     class Doubled(Trainer):
         def get_batch_samples(self, epoch_iterator, num_batches, device):
             samples, count = super().get_batch_samples(epoch_iterator, num_batches, device)
             return samples, 2 * count
 
-    given = {"train": text_rows(8), "max_steps": 1, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
-    own, usual = (trained(tmp_path / k.__name__, k, model=gpt2(), **given) for k in (Doubled, Trainer))
-    assert losses(own)[0] == pytest.approx(losses(usual)[0] / 2, rel=1e-5)
+    options = {
+        "train": text_rows(8),
+        "max_steps": 1,
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 2,
+    }
+    own, defaults = (trained(tmp_path / k.__name__, k, model=gpt2(), **options) for k in (Doubled, Trainer))
+    assert losses(own)[0] == pytest.approx(losses(defaults)[0] / 2, rel=1e-5)
 
 
 def test_batches_dropped_by_get_batch_samples_are_not_trained(tmp_path):

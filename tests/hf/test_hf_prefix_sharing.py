@@ -27,14 +27,14 @@ def rows(num=12):
     return [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in made]
 
 
-def trained(folder, kind, model, **given):
+def trained(folder, kind, model, **options):
     """The model after a training, its log, and how many tokens its embedding was asked for."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(make_model(folder / "model"))
     arguments = {
         "output_dir": str(folder / "out"), "per_device_train_batch_size": 4, "max_steps": 4, "report_to": "none",
-        "logging_steps": 1, "use_cpu": True, "save_strategy": "no", "seed": 5, "learning_rate": 1e-3, **given,
+        "logging_steps": 1, "use_cpu": True, "save_strategy": "no", "seed": 5, "learning_rate": 1e-3, **options,
     }  # fmt: skip
     if kind is Trainer:
         collator = DataCollatorForSeq2Seq(tokenizer)
@@ -45,11 +45,11 @@ def trained(folder, kind, model, **given):
         sets = [Dataset.from_list(some).remove_columns("attention_mask") for some in (rows(), rows()[:6])]
         trainer = SFTTrainer(model, SFTConfig(**{"gradient_checkpointing": False, "bf16": False, **arguments}),
                              train_dataset=sets[0], eval_dataset=sets[1], processing_class=tokenizer)  # fmt: skip
-    asked = []
+    requests = []
     embedding = trainer.model.get_input_embeddings()
-    embedding.register_forward_hook(lambda module, ids, output: asked.append(ids[0].numel()))
+    embedding.register_forward_hook(lambda module, ids, output: requests.append(ids[0].numel()))
     trainer.train()
-    return trainer, asked
+    return trainer, requests
 
 
 def llama(folder):
@@ -66,10 +66,10 @@ def adapted(folder):
 @pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
 @pytest.mark.parametrize("make", [llama, adapted])
 def test_padded_script_trains_to_same_weights_with_a_third_of_the_tokens(tmp_path, kind, make):
-    given = {"eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
-    needed, asked = trained(tmp_path, kind, make(tmp_path), **given)
-    padded, asked_of_padded = trained(tmp_path, kind, make(tmp_path), needed_tokens_only=False, **given)
-    assert max(asked[-2:]) < 0.5 * max(asked_of_padded[-2:])
+    options = {"eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
+    needed, requested = trained(tmp_path, kind, make(tmp_path), **options)
+    padded, asked_of_padded = trained(tmp_path, kind, make(tmp_path), needed_tokens_only=False, **options)
+    assert max(requested[-2:]) < 0.5 * max(asked_of_padded[-2:])
     for (name, ours), theirs in zip(needed.model.state_dict().items(), padded.model.state_dict().values(), strict=True):
         assert (ours - theirs).abs().max() < 1e-6, name
     for ours, theirs in zip(needed.state.log_history, padded.state.log_history, strict=True):
@@ -102,9 +102,9 @@ def test_saved_model_has_no_trace_of_prefix_sharing(tmp_path):
 
 def test_model_with_custom_loss_is_unchanged(tmp_path):
     model = OwnLoss.from_pretrained(make_model(tmp_path / "model"))
-    trainer, asked = trained(tmp_path, Trainer, model, max_steps=2, remove_unused_columns=False)
+    trainer, requested = trained(tmp_path, Trainer, model, max_steps=2, remove_unused_columns=False)
     assert trainer.model.config._attn_implementation == "sdpa"
-    assert all(count % 4 == 0 for count in asked)  # four rows of one width
+    assert all(count % 4 == 0 for count in requested)  # four rows of one width
 
 
 def test_model_of_another_trial_is_checked_again(tmp_path):
@@ -169,7 +169,7 @@ class OwnLoss(LlamaForCausalLM):
 
 def test_custom_loss_is_computed_by_the_model():
     plain, hooked, own = tiny("llama"), tiny("llama"), OwnLoss(tiny("llama").config)
-    hooked.register_forward_hook(lambda module, given, output: None)
+    hooked.register_forward_hook(lambda module, options, output: None)
     assert has_plain_loss(plain)
     assert not has_plain_loss(hooked)
     assert not has_plain_loss(own)

@@ -10,8 +10,8 @@ from transformers import GenerationConfig
 
 import burnish
 from burnish import EvalPrediction, Seq2SeqTrainer, Seq2SeqTrainingArguments, UserError
-from hf_toy import gpt2, parity
 from tiny_models import tiny_model
+from trainer_run import gpt2, parity
 
 pytestmark = pytest.mark.run
 
@@ -28,9 +28,9 @@ def collator(model):
 
     def collate(rows):
         ids, labels = padded(rows, "input_ids", PADDING), padded(rows, "labels", -100)
-        begun = model.prepare_decoder_input_ids_from_labels(labels)
+        started = model.prepare_decoder_input_ids_from_labels(labels)
         return {
-            "input_ids": ids, "attention_mask": (ids != PADDING).long(), "labels": labels, "decoder_input_ids": begun
+            "input_ids": ids, "attention_mask": (ids != PADDING).long(), "labels": labels, "decoder_input_ids": started
         }  # fmt: skip
 
     return collate
@@ -49,14 +49,14 @@ def pairs(number=7):
     ]  # fmt: skip
 
 
-def made(folder, library=burnish, trainer=None, **given):
+def made(folder, library=burnish, trainer=None, **options):
     """A trainer of burnish, or of transformers, on the same small T5."""
     torch.manual_seed(0)
     model = parity.t5()
-    usual = {"use_cpu": True, "disable_tqdm": True, "report_to": "none", "per_device_eval_batch_size": 3}
-    arguments = library.Seq2SeqTrainingArguments(str(folder), **{**usual, "predict_with_generate": True, **given})
-    usual = {"data_collator": collator(model), "processing_class": Tokenizer()}
-    return library.Seq2SeqTrainer(model, arguments, **{**usual, **(trainer or {})})
+    defaults = {"use_cpu": True, "disable_tqdm": True, "report_to": "none", "per_device_eval_batch_size": 3}
+    arguments = library.Seq2SeqTrainingArguments(str(folder), **{**defaults, "predict_with_generate": True, **options})
+    defaults = {"data_collator": collator(model), "processing_class": Tokenizer()}
+    return library.Seq2SeqTrainer(model, arguments, **{**defaults, **(trainer or {})})
 
 
 def shape_of_predictions(prediction: EvalPrediction):
@@ -75,12 +75,14 @@ def shape_of_predictions(prediction: EvalPrediction):
     ],
 )
 def test_predictions_and_metrics_match_transformers(tmp_path, arguments, call):
-    rows, found = pairs(), []
+    rows, results = pairs(), []
     for library in (burnish, transformers):
         trainer = made(tmp_path, library, **arguments)
-        found.append(trainer.predict(rows, **call))
-    ours, theirs = found
-    first = [result.predictions[0] if isinstance(result.predictions, tuple) else result.predictions for result in found]
+        results.append(trainer.predict(rows, **call))
+    ours, theirs = results
+    first = [
+        result.predictions[0] if isinstance(result.predictions, tuple) else result.predictions for result in results
+    ]
     np.testing.assert_allclose(first[0], first[1], atol=1e-5)
     np.testing.assert_array_equal(ours.label_ids, theirs.label_ids)
     assert ours.metrics.keys() | {"test_model_preparation_time"} == theirs.metrics.keys()
@@ -173,9 +175,9 @@ def decoder(folder, library=burnish, **call):
 
 def counted(forward, calls):
     @functools.wraps(forward)
-    def count(*args, **given):
+    def count(*args, **options):
         calls.append(1)
-        return forward(*args, **given)
+        return forward(*args, **options)
 
     return count
 

@@ -42,17 +42,17 @@ def llama(**config):
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **config}))
 
 
-def arguments(folder, **given):
-    usual = {"use_cpu": True, "bf16": False, "disable_tqdm": True, "per_device_train_batch_size": 2, "max_steps": 3,
-             "learning_rate": 1e-2, "save_strategy": "no", "logging_steps": 1,
-              "gradient_checkpointing": False}  # fmt: skip
-    return SFTConfig(str(folder), **{**usual, **given})
+def arguments(folder, **options):
+    defaults = {"use_cpu": True, "bf16": False, "disable_tqdm": True, "per_device_train_batch_size": 2, "max_steps": 3,
+                "learning_rate": 1e-2, "save_strategy": "no", "logging_steps": 1,
+                "gradient_checkpointing": False}  # fmt: skip
+    return SFTConfig(str(folder), **{**defaults, **options})
 
 
-def make(folder, rows, model=None, trainer=None, kind=SFTTrainer, **given):
+def make(folder, rows, model=None, trainer=None, kind=SFTTrainer, **options):
     rows = Dataset.from_list(rows) if isinstance(rows, list) else rows
     made = kind(
-        llama() if model is None else model, arguments(folder, **given), train_dataset=rows,
+        llama() if model is None else model, arguments(folder, **options), train_dataset=rows,
         **{"processing_class": tokenizer(), **(trainer or {})},
     )  # fmt: skip
     made.remove_callback(PrinterCallback)
@@ -111,8 +111,8 @@ def test_assistant_tokens_are_located_with_and_without_template_masks(tmp_path):
     assert plain.chat_template != marked.chat_template
     for one in (marked, plain):
         rows = make(tmp_path, CHATS, trainer={"processing_class": one}, assistant_only_loss=True).train_dataset
-        said = text_of(rows[1]["labels"]).replace("\n", "")
-        assert said == "a a <|im_end|>b b <|im_end|>"
+        message = text_of(rows[1]["labels"]).replace("\n", "")
+        assert message == "a a <|im_end|>b b <|im_end|>"
 
 
 def test_conversational_completion_is_learned_where_both_masks_allow(tmp_path):
@@ -168,7 +168,7 @@ def test_truncation_mode_keep_end_keeps_the_end(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("more", "given", "expected"),
+    ("more", "options", "expected"),
     [
         ({}, {}, [5, 6, 7]),
         ({"labels": [-100, 6, -100]}, {}, [-100, 6, -100]),
@@ -178,8 +178,8 @@ def test_truncation_mode_keep_end_keeps_the_end(tmp_path):
         ({"completion_mask": [0, 1, 1], "assistant_masks": [1, 1, 0]}, {"completion_only_loss": True}, [-100, 6, -100]),
     ],
 )
-def test_input_ids_are_kept_and_masks_become_labels(tmp_path, more, given, expected):
-    rows = make(tmp_path, [{"input_ids": [5, 6, 7], **more}], **given).train_dataset
+def test_input_ids_are_kept_and_masks_become_labels(tmp_path, more, options, expected):
+    rows = make(tmp_path, [{"input_ids": [5, 6, 7], **more}], **options).train_dataset
     assert rows[0]["input_ids"] == [5, 6, 7]
     assert rows[0]["labels"] == expected
 
@@ -194,18 +194,18 @@ def test_batched_formatting_func_is_accepted_with_a_warning(tmp_path, caplog):
     def older(batch):
         return [f"{batch['prompt'][i]}->{batch['completion'][i]}" for i in range(len(batch["prompt"]))]
 
-    given = {"completion_only_loss": False}
+    options = {"completion_only_loss": False}
     with caplog.at_level(logging.WARNING, logger="transformers"):
         logging.getLogger("transformers").addHandler(caplog.handler)
-        ours = make(tmp_path, PAIRS, trainer={"formatting_func": older}, **given).train_dataset
+        ours = make(tmp_path, PAIRS, trainer={"formatting_func": older}, **options).train_dataset
         logging.getLogger("transformers").removeHandler(caplog.handler)
     theirs = make(
-        tmp_path, PAIRS, trainer={"formatting_func": lambda row: f"{row['prompt']}->{row['completion']}"}, **given
+        tmp_path, PAIRS, trainer={"formatting_func": lambda row: f"{row['prompt']}->{row['completion']}"}, **options
     ).train_dataset
     assert ours["input_ids"] == theirs["input_ids"]
     assert "takes a batch and returns a list of texts is deprecated" in caplog.text
     with pytest.raises(UserError, match=r"must return the text of the example as a string\. Received: dict"):
-        make(tmp_path, PAIRS, trainer={"formatting_func": dict}, **given)
+        make(tmp_path, PAIRS, trainer={"formatting_func": dict}, **options)
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
@@ -224,7 +224,7 @@ def test_packs_contain_all_expected_tokens(tmp_path, strategy):
 def by_the_book(rows, model, steps, loss_of, batch_size=2, learning_rate=1e-2):
     """The same training in plain torch: rows one at a time, all logits, torch's own optimizer."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
-    found = []
+    result = []
     for step in range(steps):
         group = [rows[at] for at in range(step * batch_size, (step + 1) * batch_size)]
         count = sum(label != -100 for row in group for label in row["labels"][1:])
@@ -235,8 +235,8 @@ def by_the_book(rows, model, steps, loss_of, batch_size=2, learning_rate=1e-2):
             group_of_weights["lr"] = learning_rate * (1 - step / steps)
         optimizer.step()
         optimizer.zero_grad()
-        found.append((total / count).item())
-    return found
+        result.append((total / count).item())
+    return result
 
 
 def nll(model, ids, labels):
@@ -255,7 +255,7 @@ def smoothed(model, ids, labels):
 
 
 @pytest.mark.parametrize(
-    ("loss_of", "given"),
+    ("loss_of", "options"),
     [
         (nll, {}),
         (nll, {"gradient_checkpointing": True}),
@@ -267,8 +267,8 @@ def smoothed(model, ids, labels):
         (smoothed, {"label_smoothing_factor": 0.2}),
     ],
 )
-def test_training_matches_plain_arithmetic_on_rows(tmp_path, loss_of, given):
-    trainer = make(tmp_path, PAIRS, train_sampling_strategy="sequential", **given)
+def test_training_matches_plain_arithmetic_on_rows(tmp_path, loss_of, options):
+    trainer = make(tmp_path, PAIRS, train_sampling_strategy="sequential", **options)
     model = llama()
     expected = by_the_book(list(trainer.train_dataset), model, 3, loss_of)
     trainer.train()
@@ -280,8 +280,8 @@ def test_training_matches_plain_arithmetic_on_rows(tmp_path, loss_of, given):
 
 def test_packed_rows_do_not_attend_to_each_other(tmp_path):
     """One step on all rows: packed or not, the gradient is the same."""
-    given = {"per_device_train_batch_size": 8, "max_steps": 1, "max_length": 40}
-    packed, plain = make(tmp_path, TEXTS, packing=True, **given), make(tmp_path, TEXTS, **given)
+    options = {"per_device_train_batch_size": 8, "max_steps": 1, "max_length": 40}
+    packed, plain = make(tmp_path, TEXTS, packing=True, **options), make(tmp_path, TEXTS, **options)
     packed.train(), plain.train()
     assert logged(packed, "grad_norm") == pytest.approx(logged(plain, "grad_norm"), rel=1e-5)
     assert logged(packed, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-6)
@@ -300,12 +300,12 @@ def test_model_that_cannot_separate_packed_rows_gets_padding(tmp_path):
 
 
 def test_head_receives_no_positions_in_training(tmp_path):
-    trainer, seen = make(tmp_path, TEXTS), []
+    trainer, recorded = make(tmp_path, TEXTS), []
     head = trainer.model.lm_head
     plain = type(head).forward
-    head.forward = lambda hidden: (seen.append(hidden.shape[1]), plain(head, hidden))[1]
+    head.forward = lambda hidden: (recorded.append(hidden.shape[1]), plain(head, hidden))[1]
     trainer.train()
-    assert seen[-3:] == [0, 0, 0]
+    assert recorded[-3:] == [0, 0, 0]
 
 
 def test_accuracy_and_entropy_match_full_logits(tmp_path):
@@ -334,10 +334,10 @@ def test_run_ending_before_first_log_reports_metrics_in_summary(tmp_path):
 
 
 def test_token_count_continues_after_resume(tmp_path):
-    given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 3}
-    whole = make(tmp_path, TEXTS * 2, **given)
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 3}
+    whole = make(tmp_path, TEXTS * 2, **options)
     whole.train()
-    resumed = make(tmp_path, TEXTS * 2, **given)
+    resumed = make(tmp_path, TEXTS * 2, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert logged(resumed, "num_tokens") == logged(whole, "num_tokens")
     assert all(torch.equal(weights(whole)[name], value) for name, value in weights(resumed).items())
@@ -373,7 +373,7 @@ def test_compute_metrics_gets_logits_of_one_forward_pass(tmp_path):
         tmp_path, TEXTS, trainer={"eval_dataset": Dataset.from_list(TEXTS), "compute_metrics": metrics},
         per_device_eval_batch_size=6,
     )  # fmt: skip
-    trainer.model.register_forward_hook(lambda *given: calls.append(1))
+    trainer.model.register_forward_hook(lambda *args: calls.append(1))
     assert trainer.evaluate()["eval_shape"] == 326
     assert len(calls) == 1
 
@@ -390,22 +390,22 @@ def test_custom_loss_function_gets_outputs_labels_and_num_items(tmp_path):
         logits = outputs.logits.float()
         return F.cross_entropy(logits.flatten(0, 1), shifted.flatten(), reduction="sum") / num_items_in_batch
 
-    own, usual = make(tmp_path, TEXTS, trainer={"compute_loss_func": loss}), make(tmp_path, TEXTS)
-    own.train(), usual.train()
-    assert logged(own, "loss") == pytest.approx(logged(usual, "loss"), rel=1e-5)
-    assert logged(own, "entropy") == pytest.approx(logged(usual, "entropy"), rel=1e-5)
+    own, defaults = make(tmp_path, TEXTS, trainer={"compute_loss_func": loss}), make(tmp_path, TEXTS)
+    own.train(), defaults.train()
+    assert logged(own, "loss") == pytest.approx(logged(defaults, "loss"), rel=1e-5)
+    assert logged(own, "entropy") == pytest.approx(logged(defaults, "entropy"), rel=1e-5)
 
 
 def test_compute_loss_override_receives_collator_output(tmp_path):
-    seen = set()
+    recorded = set()
 
     class Own(SFTTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            seen.update(inputs)
+            recorded.update(inputs)
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     make(tmp_path, TEXTS, kind=Own).train()
-    assert seen == {"input_ids", "attention_mask", "labels"}
+    assert recorded == {"input_ids", "attention_mask", "labels"}
 
 
 def test_model_card_is_saved_with_the_model(tmp_path):
@@ -428,17 +428,17 @@ def test_model_card_describes_training_dataset_and_loading(tmp_path, monkeypatch
     card = Path("made/README.md").read_text(encoding="utf-8")
     assert "More information needed" not in card
     assert str(tmp_path) not in card
-    for said in (
+    for message in (
         "A LoRA adapter for `beginning`, by supervised fine-tuning on", "112 of 12,512 parameters were trained",
         "lora_alpha: 4", "- Training set: 4 rows of messages.", "- Evaluation set: 2 rows of messages.",
         "| train_loss | ", "| Training Loss | Epoch | Step | Validation Loss |",
     ):  # fmt: skip
-        assert said in card, said
+        assert message in card, message
     code = card.split("```python\n")[1].split("```")[0]
-    found = {}
+    result = {}
     monkeypatch.chdir("made")  # the base was named from another folder
-    exec(compile(code.split("\nmessages")[0], "card", "exec"), found)
-    assert type(found["model"]).__name__.startswith("PeftModel")
+    exec(compile(code.split("\nmessages")[0], "card", "exec"), result)
+    assert type(result["model"]).__name__.startswith("PeftModel")
 
 
 def test_streamed_dataset_trains(tmp_path):
@@ -458,9 +458,9 @@ def test_mixture_of_experts_uses_requested_balancing_weight(tmp_path):
             )
         )  # fmt: skip
 
-    given = {"max_steps": 1, "router_aux_loss_coef": 0.5}
+    options = {"max_steps": 1, "router_aux_loss_coef": 0.5}
     balanced, plain = (
-        make(tmp_path, TEXTS, model=mixture(), **{**given, **more}) for more in ({}, {"router_aux_loss_coef": 0.0})
+        make(tmp_path, TEXTS, model=mixture(), **{**options, **more}) for more in ({}, {"router_aux_loss_coef": 0.0})
     )
     balanced.train(), plain.train()
     aux = logged(balanced, "aux_loss")[0]
@@ -632,7 +632,7 @@ def test_plain_training_arguments_are_accepted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "given", "trainer", "kind", "words"),
+    ("rows", "options", "trainer", "kind", "words"),
     [
         (None, {}, {}, ValueError, "`train_dataset` is required"),
         ({"text": ["a"]}, {}, {}, TypeError, "must be a `Dataset` or `IterableDataset`, got `dict`"),
@@ -654,9 +654,9 @@ def test_plain_training_arguments_are_accepted(tmp_path):
         ([{"images": [], "text": "a"}], {}, {}, ValueError, "appears to be vision-related"),
     ],
 )
-def test_contradictory_sft_arguments_are_rejected(tmp_path, rows, given, trainer, kind, words):
+def test_contradictory_sft_arguments_are_rejected(tmp_path, rows, options, trainer, kind, words):
     with pytest.raises(kind, match=words):
-        make(tmp_path, rows, trainer=trainer, **given)
+        make(tmp_path, rows, trainer=trainer, **options)
 
 
 def test_adapter_is_rejected_if_repeated_or_on_the_head(tmp_path):
@@ -701,8 +701,8 @@ def test_stream_is_not_reread_on_resume(tmp_path):
 
     def trained(resume=None):
         stream = IterableDataset.from_generator(texts, gen_kwargs={"shards": list(range(20))})
-        given = {"max_steps": 9, "save_strategy": "steps", "save_steps": 8, "per_device_train_batch_size": 50}
-        trainer = make(tmp_path, stream, gradient_accumulation_steps=2, **given)
+        options = {"max_steps": 9, "save_strategy": "steps", "save_steps": 8, "per_device_train_batch_size": 50}
+        trainer = make(tmp_path, stream, gradient_accumulation_steps=2, **options)
         read.clear()
         trainer.train(resume_from_checkpoint=resume)
         return weights(trainer)
@@ -718,8 +718,8 @@ def test_stream_is_not_reread_on_resume(tmp_path):
 def test_packed_stream_resumes_bitwise_equal(tmp_path, strategy):
     def trained(resume=None):
         stream = IterableDataset.from_generator(lambda: iter(TEXTS * 8))
-        given = {"packing": True, "packing_strategy": strategy, "max_length": 16, "max_steps": 5}
-        trainer = make(tmp_path, stream, save_strategy="steps", save_steps=2, **given)
+        options = {"packing": True, "packing_strategy": strategy, "max_length": 16, "max_steps": 5}
+        trainer = make(tmp_path, stream, save_strategy="steps", save_steps=2, **options)
         trainer.train(resume_from_checkpoint=resume)
         return weights(trainer)
 
@@ -728,18 +728,18 @@ def test_packed_stream_resumes_bitwise_equal(tmp_path, strategy):
 
 
 def test_first_step_has_one_forward_pass_per_micro_batch(tmp_path):
-    seen = []
+    recorded = []
 
     class Mark(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            seen.append("step")
+            recorded.append("step")
 
     trainer = make(tmp_path, TEXTS, max_steps=2, trainer={"callbacks": [Mark]})
-    trainer.model.model.register_forward_hook(lambda *_: seen.append("forward"))
+    trainer.model.model.register_forward_hook(lambda *_: recorded.append("forward"))
     trainer.train()
-    first = seen.index("step")
-    assert "forward" in seen[:first]  # the questions to the model
-    assert seen[first:] == ["step", "forward"] * 2
+    first = recorded.index("step")
+    assert "forward" in recorded[:first]  # the questions to the model
+    assert recorded[first:] == ["step", "forward"] * 2
 
 
 def test_4_bit_base_trains_on_cpu(tmp_path):
@@ -747,8 +747,8 @@ def test_4_bit_base_trains_on_cpu(tmp_path):
     llama(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     four = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
-    given = {"peft_config": LoraConfig(r=2), "quantization_config": four, "eval_dataset": Dataset.from_list(TEXTS)}
-    trainer = make(tmp_path, TEXTS, model=str(tmp_path / "model"), trainer=given)
+    options = {"peft_config": LoraConfig(r=2), "quantization_config": four, "eval_dataset": Dataset.from_list(TEXTS)}
+    trainer = make(tmp_path, TEXTS, model=str(tmp_path / "model"), trainer=options)
     base = trainer.model.base_model.model.model.layers[0].self_attn.q_proj.base_layer
     before = base.weight.detach().clone()
     trainer.evaluate()
@@ -765,9 +765,9 @@ HI, YO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo
 
 
 def lenient():
-    found = tokenizer()
-    found.chat_template = CHATML
-    return {"processing_class": found}
+    result = tokenizer()
+    result.chat_template = CHATML
+    return {"processing_class": result}
 
 
 @pytest.fixture
@@ -786,7 +786,7 @@ def once(heard, text):
 
 
 @pytest.mark.parametrize(
-    ("chat", "said"),
+    ("chat", "message"),
     [
         ([HI, HI], "3 of 3 records of the train dataset kept: no assistant message"),
         (
@@ -798,9 +798,9 @@ def once(heard, text):
     ],
     ids=["no answer", "role", "system", "image"],
 )
-def test_suspicious_rows_are_reported_once(tmp_path, heard, chat, said):
+def test_suspicious_rows_are_reported_once(tmp_path, heard, chat, message):
     make(tmp_path, [{"messages": chat}] * 3, trainer=lenient())
-    assert once(heard, said)
+    assert once(heard, message)
     assert once(heard, "(records 1, 2, 3)")
 
 
@@ -823,16 +823,16 @@ def test_message_without_content_is_rejected_except_tool_calls(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "message"),
     [
         ({"learning_rate": 0.0}, "`learning_rate` is 0: weights will not change."),
         ({"num_train_epochs": 0, "max_steps": -1}, "`num_train_epochs` is 0: no training steps will run."),
         ({"max_grad_norm": -1.0}, "`max_grad_norm` is -1: gradients are not clipped. Use 0 to disable clipping."),
     ],
 )
-def test_suspicious_numbers_give_a_warning(tmp_path, given, said):
-    with pytest.warns(UserWarning, match=re.escape(said)):
-        arguments(tmp_path, **given)
+def test_suspicious_numbers_give_a_warning(tmp_path, options, message):
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        arguments(tmp_path, **options)
 
 
 def test_invalid_boolean_text_is_rejected_and_false_is_false(tmp_path):
@@ -910,22 +910,22 @@ def test_oversized_row_is_rejected_with_its_beginning(row, tmp_path, monkeypatch
     monkeypatch.setattr("burnish.data.length.LONGEST_RECORD", 40)
     with pytest.raises(
         ValueError, match=r"record 1: expected a record of at most 40 characters\. .* Split it .*\n  Record: {"
-    ) as told:
+    ) as reported:
         make(tmp_path, [row])
-    assert "Received: 4" in str(told.value)
+    assert "Received: 4" in str(reported.value)
 
 
 def test_encoded_rows_are_read_from_cache_unless_something_changed(tmp_path, monkeypatch):
     first = make(tmp_path, CHATS, max_length=8).train_dataset
 
-    def refuse(*given, **named):
+    def refuse(*args, **kwargs):
         raise AssertionError("encoded again")
 
     monkeypatch.setattr(PlainTemplate, "encode_flat", refuse)
     assert make(tmp_path, CHATS, max_length=8).train_dataset[:] == first[:]
-    for rows, given in ((CHATS, {"max_length": 9}), (CHATS[1:], {"max_length": 8})):
+    for rows, options in ((CHATS, {"max_length": 9}), (CHATS[1:], {"max_length": 8})):
         with pytest.raises(AssertionError, match="encoded again"):
-            make(tmp_path, rows, **given)
+            make(tmp_path, rows, **options)
 
 
 def test_padding_batch_counts_nothing(tmp_path):

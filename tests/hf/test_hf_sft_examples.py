@@ -56,7 +56,7 @@ def test_example_prompt_is_that_of_alpaca(folder):
 )
 def test_pretrained_encoder_classifies_sentiment_of_new_words(tmp_path):
     done = run_script("minilm_sentiment.py", folder=tmp_path)
-    said = re.search(r"([\d.]+) from the pretrained.* ([\d.]+) from random", done.stdout)
-    pretrained, random = map(float, said.groups())
+    output = re.search(r"([\d.]+) from the pretrained.* ([\d.]+) from random", done.stdout)
+    pretrained, random = map(float, output.groups())
     assert pretrained >= 0.8
     assert pretrained > random

@@ -6,7 +6,7 @@ import pytest
 import transformers
 from transformers import PrinterCallback
 
-from hf_toy import Regression, arguments, bert, classes, make_trainer, points
+from trainer_run import Regression, arguments, bert, classes, make_trainer, points
 
 pytestmark = pytest.mark.run
 
@@ -25,10 +25,10 @@ def _no_network(tmp_path, monkeypatch):
     )  # it listens to MLflow where it is installed, and asks its server
 
 
-def trained(folder, tracker, **given):
+def trained(folder, tracker, **options):
     trainer = make_trainer(
         folder, max_steps=4, report_to=tracker, run_name="a run", eval_strategy="steps", eval_steps=2,
-        trainer={"eval_dataset": points(4)}, **given,
+        trainer={"eval_dataset": points(4)}, **options,
     )  # fmt: skip
     trainer.train()
     return trainer

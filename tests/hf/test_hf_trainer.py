@@ -17,8 +17,8 @@ import burnish
 from burnish import Trainer, TrainingArguments, UserError
 from burnish.reexports import ABSENT, OWNER_OF
 from burnish.trainer import reporting
-from few import few_slow
-from hf_toy import (
+from representative import representative_slow
+from trainer_run import (
     Regression,
     arguments,
     bert,
@@ -26,13 +26,13 @@ from hf_toy import (
     gpt2,
     losses,
     make_trainer,
-    originals,
     parity,
     points,
     same,
     smooths_a_whole_step,
     text_rows,
     tiny_tokenizer,
+    transformers_arguments,
     weights,
 )  # fmt: skip
 
@@ -47,7 +47,7 @@ BY_NAME = {case.name: case for case in parity.CASES}
         "causal LM, no dropout", "causal LM, accumulation, ragged last group",
         pytest.param("causal LM, label smoothing", marks=smooths_a_whole_step),
         pytest.param("classification, label smoothing", marks=smooths_a_whole_step),
-        *few_slow(
+        *representative_slow(
             ["causal LM, evaluation in between", "LoRA through peft", "a plain nn.Module",
              "causal LM, compute_loss_func", "causal LM, rows without a length", "several labels",
              "token classification", "question answering", "sequence to sequence", "schedule polynomial",
@@ -60,16 +60,16 @@ def test_training_matches_transformers_up_to_rounding(name):
     comparing losses and norms, which docs/parity.md explains."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = parity.compare(BY_NAME[name], num_steps=12)
-    assert found.steps == 12
-    assert found.loss < 1e-5
-    assert found.grad_norm < 1e-4
-    assert found.learning_rate < 1e-12
+        result = parity.compare(BY_NAME[name], num_steps=12)
+    assert result.steps == 12
+    assert result.loss < 1e-5
+    assert result.grad_norm < 1e-4
+    assert result.learning_rate < 1e-12
 
 
 @pytest.mark.parametrize(("name", "words"), [("parity", ["--only", "LoRA"]), ("parity_sft", ["text"])])
 def test_parity_table_is_written_completely_or_not_at_all(name, words, monkeypatch):
-    script = importlib.import_module(name)  # hf_toy has made them importable
+    script = importlib.import_module(name)  # trainer_run has made them importable
     monkeypatch.setattr(script, "table", lambda *_: pytest.fail("a part of the table was made"))
     with pytest.raises(SystemExit) as refused:
         script.main([*words, "--write"])
@@ -92,8 +92,8 @@ def test_label_smoothing_with_accumulation_matches_one_large_batch():
     case = BY_NAME["causal LM, label smoothing"]
     large = {**case.arguments, "per_device_train_batch_size": 6, "gradient_accumulation_steps": 1}
     made = [
-        parity.train(with_model(replace(case, arguments=given)), Trainer, TrainingArguments, 6)[0]
-        for given in (case.arguments, large)
+        parity.train(with_model(replace(case, arguments=options)), Trainer, TrainingArguments, 6)[0]
+        for options in (case.arguments, large)
     ]
     cut, whole = ([entry["loss"] for entry in entries] for entries in made)
     assert cut == pytest.approx(whole, rel=1e-4)
@@ -210,7 +210,7 @@ def test_given_optimizers_are_used(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "words"),
+    ("options", "error", "words"),
     [
         ({}, RuntimeError, "either a `model` or `model_init`"),
         ({"model": Regression(), "model_init": Regression}, ValueError, "but not both"),
@@ -223,9 +223,9 @@ def test_given_optimizers_are_used(tmp_path):
         ({"model_init": lambda: None}, RuntimeError, "should not return None"),
     ],
 )  # fmt: skip
-def test_contradictory_trainer_arguments_are_rejected(tmp_path, given, error, words):
+def test_contradictory_trainer_arguments_are_rejected(tmp_path, options, error, words):
     with pytest.raises(error, match=words):
-        Trainer(args=arguments(tmp_path), train_dataset=points(), **given)
+        Trainer(args=arguments(tmp_path), train_dataset=points(), **options)
 
 
 def test_eval_strategy_requires_a_dataset_and_so_does_training(tmp_path):
@@ -289,8 +289,8 @@ def test_order_does_not_depend_on_global_generator_state(tmp_path):
 
 
 def test_data_seed_overrides_seed_for_the_order(tmp_path):
-    def order(**given):
-        trainer = make_trainer(tmp_path, **given)
+    def order(**options):
+        trainer = make_trainer(tmp_path, **options)
         return [float(x) for batch in trainer.get_train_dataloader() for x in batch["x"]]
 
     assert order(data_seed=7, seed=1) == order(data_seed=7, seed=2) != order(seed=1)
@@ -351,23 +351,23 @@ def test_padding_is_identified_by_token_id_without_a_mask(tmp_path):
     for row in rows:
         row["input_ids"][:8].clamp_(min=1)
         row["input_ids"][8:] = 0
-    given = {"model": gpt2(), "train": rows, "num_train_epochs": 1, "include_num_input_tokens_seen": "non_padding"}
+    options = {"model": gpt2(), "train": rows, "num_train_epochs": 1, "include_num_input_tokens_seen": "non_padding"}
     trainer = make_trainer(
-        tmp_path, trainer={"processing_class": Padding(), "data_collator": default_data_collator}, **given
+        tmp_path, trainer={"processing_class": Padding(), "data_collator": default_data_collator}, **options
     )
     trainer.train()
     assert trainer.state.num_input_tokens_seen == 8 * 8
 
 
 def test_all_tokens_are_counted_with_one_note_if_padding_is_unknown(tmp_path, monkeypatch):
-    said: list[str] = []
-    monkeypatch.setattr(transformers.logging.get_logger("transformers.trainer"), "warning", said.append)
+    message: list[str] = []
+    monkeypatch.setattr(transformers.logging.get_logger("transformers.trainer"), "warning", message.append)
     trainer = make_trainer(
         tmp_path, model=gpt2(), train=text_rows(8), num_train_epochs=1, include_num_input_tokens_seen="non_padding"
     )
     trainer.train()
     assert trainer.state.num_input_tokens_seen == 8 * 12
-    assert ["Could not determine method to count non-padding tokens" in sentence for sentence in said] == [True]
+    assert ["Could not determine method to count non-padding tokens" in sentence for sentence in message] == [True]
 
 
 @pytest.mark.slow
@@ -406,11 +406,11 @@ def test_model_split_over_devices_is_rejected(tmp_path):
 
 
 def test_accelerate_settings_are_readable_from_accelerator(tmp_path):
-    usual = make_trainer(tmp_path).accelerator
-    assert (usual.split_batches, usual.dispatch_batches, usual.even_batches) == (False, None, True)
+    defaults = make_trainer(tmp_path).accelerator
+    assert (defaults.split_batches, defaults.dispatch_batches, defaults.even_batches) == (False, None, True)
     with pytest.warns(UserWarning, match="has no effect"):
-        given = make_trainer(tmp_path, accelerator_config={"dispatch_batches": True, "use_seedable_sampler": False})
-    assert (given.accelerator.dispatch_batches, given.accelerator.use_seedable_sampler) == (True, False)
+        options = make_trainer(tmp_path, accelerator_config={"dispatch_batches": True, "use_seedable_sampler": False})
+    assert (options.accelerator.dispatch_batches, options.accelerator.use_seedable_sampler) == (True, False)
 
 
 def test_floating_point_operations_are_counted(tmp_path):
@@ -420,17 +420,17 @@ def test_floating_point_operations_are_counted(tmp_path):
 
 
 def test_non_finite_step_is_skipped_reported_and_not_logged(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(reporting.logger, "warning", said.append)
+    message = []
+    monkeypatch.setattr(reporting.logger, "warning", message.append)
     rows = points()
     rows[5] = {"x": torch.tensor(float("nan")), "labels": torch.tensor(0.0)}
     filtered = make_trainer(tmp_path, train=rows)
     filtered.train()
-    assert [words.split(":")[0] for words in said] == [
+    assert [words.split(":")[0] for words in message] == [
         f"1 of the last steps up to step {entry['step']} was not applied"
         for entry in filtered.state.log_history if "skipped_steps" in entry
     ]  # fmt: skip
-    assert len(said) == 2  # once in each epoch
+    assert len(message) == 2  # once in each epoch
     assert np.isfinite(losses(filtered)).all()
     assert all(torch.isfinite(w) for w in weights(filtered).values())
     shown = make_trainer(tmp_path, train=rows, logging_nan_inf_filter=False)
@@ -444,8 +444,8 @@ def test_out_of_memory_halves_micro_batches_and_keeps_the_step(tmp_path):
             if state.train_batch_size >= 16:
                 raise RuntimeError("CUDA out of memory.")
 
-    def made(callbacks, **given):
-        trainer = make_trainer(tmp_path, max_steps=4, trainer={"callbacks": callbacks}, train=points(64), **given)
+    def made(callbacks, **options):
+        trainer = make_trainer(tmp_path, max_steps=4, trainer={"callbacks": callbacks}, train=points(64), **options)
         trainer.train()
         return trainer
 
@@ -470,8 +470,8 @@ def test_embedding_noise_is_removed_after_training(tmp_path):
 
 
 def test_gradient_checkpointing_changes_only_memory(tmp_path):
-    def made(**given):
-        trainer = make_trainer(tmp_path, model=gpt2(), train=text_rows(8), max_steps=3, learning_rate=1e-2, **given)
+    def made(**options):
+        trainer = make_trainer(tmp_path, model=gpt2(), train=text_rows(8), max_steps=3, learning_rate=1e-2, **options)
         trainer.train()
         return losses(trainer)
 
@@ -646,11 +646,13 @@ def test_hyperparameter_search_finds_the_better_learning_rate(tmp_path):
     assert best.hyperparameters == {"learning_rate": 0.3}
 
 
-@pytest.mark.parametrize("given", [{}, {"max_steps": 7}, {"gradient_accumulation_steps": 4, "num_train_epochs": 1.5}])
-def test_initial_training_values_match_transformers(tmp_path, given):
-    ours = make_trainer(tmp_path, **given)
-    usual = {"per_device_train_batch_size": 4, "num_train_epochs": 2}
-    theirs = transformers.Trainer(Regression(), originals(tmp_path, **{**usual, **given}), train_dataset=points())
+@pytest.mark.parametrize("options", [{}, {"max_steps": 7}, {"gradient_accumulation_steps": 4, "num_train_epochs": 1.5}])
+def test_initial_training_values_match_transformers(tmp_path, options):
+    ours = make_trainer(tmp_path, **options)
+    defaults = {"per_device_train_batch_size": 4, "num_train_epochs": 2}
+    theirs = transformers.Trainer(
+        Regression(), transformers_arguments(tmp_path, **{**defaults, **options}), train_dataset=points()
+    )
     values = [
         trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader()) for trainer in (ours, theirs)
     ]
@@ -659,8 +661,8 @@ def test_initial_training_values_match_transformers(tmp_path, given):
 
 def test_hyperparameter_search_prunes_trials_and_separates_their_files(tmp_path):
     optuna = pytest.importorskip("optuna")
-    given = {"max_steps": 8, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 4}
-    trainer = Trainer(args=arguments(tmp_path, **given), train_dataset=points(), eval_dataset=points(8),
+    options = {"max_steps": 8, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 4}
+    trainer = Trainer(args=arguments(tmp_path, **options), train_dataset=points(), eval_dataset=points(8),
                       model_init=lambda trial: Regression())  # fmt: skip
     best = trainer.hyperparameter_search(
         lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [1e-6, 0.3])}, n_trials=4,

@@ -11,8 +11,8 @@ from burnish.data.batches.batching import collate_padded
 from burnish.run.plan.config_files import read_arguments
 from burnish.run.plan.plan import plan
 from burnish.run.prepare import prepare
-from hf_toy import smooths_a_whole_step
-from small_run import as_words, make_user
+from small_run import as_arguments, make_workspace
+from trainer_run import smooths_a_whole_step
 
 pytestmark = pytest.mark.run
 
@@ -57,13 +57,15 @@ def theirs(given, folder, rows):
     "case", [pytest.param(case, marks=smooths_a_whole_step) if "smoothing" in case else case for case in CASES]
 )
 def test_fifty_steps_match_transformers_up_to_rounding(tmp_path, case):
-    given = make_user(tmp_path, count=23, max_steps=50, logging_steps=1, save_strategy="no", lr_scheduler_type="linear")
-    given |= CASES[case]
-    _, flags = read_arguments(as_words(given))
+    options = make_workspace(
+        tmp_path, count=23, max_steps=50, logging_steps=1, save_strategy="no", lr_scheduler_type="linear"
+    )
+    options |= CASES[case]
+    _, flags = read_arguments(as_arguments(options))
     rows = [dict(row) for row in prepare(plan(flags)).rows]
-    assert main(["train", *as_words(given)]) == 0
+    assert main(["train", *as_arguments(options)]) == 0
     ours = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
-    history, model = theirs(given, tmp_path / "theirs", rows)
+    history, model = theirs(options, tmp_path / "theirs", rows)
     for a, b in zip(ours[:50], history[:50], strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=2e-6)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=2e-5)

@@ -13,7 +13,7 @@ from small_run import make_model, records
 pytestmark = pytest.mark.slow
 
 
-def trained(library: Any, model: Path, folder: Path, method: str, resume: bool = False, **given: Any) -> list[float]:
+def trained(library: Any, model: Path, folder: Path, method: str, resume: bool = False, **options: Any) -> list[float]:
     """The losses of nine steps, of which the first three are read back where the run is resumed."""
     from datasets import Dataset
     from peft import LoraConfig
@@ -25,7 +25,7 @@ def trained(library: Any, model: Path, folder: Path, method: str, resume: bool =
     ]
     arguments = library.SFTConfig(
         output_dir=str(folder), per_device_train_batch_size=2, max_steps=9, save_steps=3, logging_steps=1, use_cpu=True,
-        bf16=False, report_to="none", disable_tqdm=True, learning_rate=1e-3, **given,
+        bf16=False, report_to="none", disable_tqdm=True, learning_rate=1e-3, **options,
     )  # fmt: skip
     adapter = LoraConfig(r=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj"])
     torch.manual_seed(0)

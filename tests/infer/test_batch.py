@@ -1,17 +1,19 @@
 """Answers to many prompts: in order, whatever order they were made in."""
 
 import pytest
-from answering import alone, loop_of, model_of, prompts
+from generation_runs import generate_alone, make_scheduler, model_of, prompts
 
 from burnish.inference.batch import generate_all
 from burnish.inference.types import GenerationRequest
 
 
 def test_responses_are_in_the_order_of_the_requests() -> None:
-    model, asked, done = model_of("llama"), prompts(12), []
-    requests = [GenerationRequest(ids, 2 + at * 3 % 11) for at, ids in enumerate(asked)]
-    found = generate_all(loop_of(model, 3), requests, lambda at, _: done.append(at))
-    assert [each.ids for each in found] == [alone(model, request.ids, request.max_new_tokens) for request in requests]
+    model, requested, done = model_of("llama"), prompts(12), []
+    requests = [GenerationRequest(ids, 2 + at * 3 % 11) for at, ids in enumerate(requested)]
+    result = generate_all(make_scheduler(model, 3), requests, lambda at, _: done.append(at))
+    assert [each.ids for each in result] == [
+        generate_alone(model, request.ids, request.max_new_tokens) for request in requests
+    ]
     assert sorted(done) == list(range(12))
     assert done != sorted(done)
 
@@ -19,14 +21,14 @@ def test_responses_are_in_the_order_of_the_requests() -> None:
 def test_stop_token_is_not_part_of_the_response() -> None:
     model = model_of("llama")
     ids = prompts()[0]
-    whole = alone(model, ids, 12)
-    (found,) = generate_all(loop_of(model), [GenerationRequest(ids, 12, stop_ids=frozenset({whole[4]}))])
-    assert found.ids == whole[: whole.index(whole[4])]
-    assert found.reason == "stop"
+    whole = generate_alone(model, ids, 12)
+    (result,) = generate_all(make_scheduler(model), [GenerationRequest(ids, 12, stop_ids=frozenset({whole[4]}))])
+    assert result.ids == whole[: whole.index(whole[4])]
+    assert result.reason == "stop"
 
 
 def test_failure_raises_instead_of_returning_an_empty_response(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = loop_of(model_of("llama"))
+    loop = make_scheduler(model_of("llama"))
 
     def short(first, rows):
         raise MemoryError

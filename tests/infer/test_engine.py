@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from answering import Answer, alone, model_of, prompts
+from generation_runs import ResponseCollector, generate_alone, model_of, prompts
 
 from burnish.inference.engine import LocalEngine
 from burnish.inference.slots import SlotLimits
@@ -13,7 +13,7 @@ from burnish.inference.types import Closed, GenerationRequest
 pytestmark = pytest.mark.run
 
 
-class Waited(Answer):
+class Waited(ResponseCollector):
     """An answer that can be waited for."""
 
     def __init__(self) -> None:
@@ -39,16 +39,16 @@ def engine(model) -> Iterator[LocalEngine]:
 
 
 def test_requests_of_several_threads_get_their_own_responses(engine: LocalEngine, model) -> None:
-    asked = prompts(8)
-    found = [Waited() for _ in asked]
+    requested = prompts(8)
+    result = [Waited() for _ in requested]
     threads = [
         threading.Thread(target=engine.submit, args=(GenerationRequest(ids, 9), answer))
-        for ids, answer in zip(asked, found, strict=True)
+        for ids, answer in zip(requested, result, strict=True)
     ]
     for thread in threads:
         thread.start()
-    assert all(answer.ended.wait(20) for answer in found)
-    assert [answer.ids for answer in found] == [alone(model, ids, 9) for ids in asked]
+    assert all(answer.ended.wait(20) for answer in result)
+    assert [answer.ids for answer in result] == [generate_alone(model, ids, 9) for ids in requested]
 
 
 def test_tokens_of_one_step_are_delivered_together(model) -> None:
@@ -62,22 +62,22 @@ def test_tokens_of_one_step_are_delivered_together(model) -> None:
             ended.set()
 
     engine = LocalEngine(model, SlotLimits(4, 64), deliver=deliver)
-    found = [Waited() for _ in range(3)]
-    for answer in found:
+    result = [Waited() for _ in range(3)]
+    for answer in result:
         engine.submit(GenerationRequest([5, 6], 30), answer)
     ended.wait(20)
     engine.close()
-    assert len(sizes) < sum(len(answer.ids) for answer in found) / 2
+    assert len(sizes) < sum(len(answer.ids) for answer in result) / 2
 
 
 def test_closed_engine_cancels_running_requests_and_accepts_no_more(model) -> None:
     engine = LocalEngine(model, SlotLimits(1, 64))
-    found = [Waited(), Waited()]
-    for answer in found:
+    result = [Waited(), Waited()]
+    for answer in result:
         engine.submit(GenerationRequest([5], 60), answer)
     engine.close()
-    assert {answer.reason for answer in found} <= {"cancelled", "length"}
-    assert all(answer.reason for answer in found)
+    assert {answer.reason for answer in result} <= {"cancelled", "length"}
+    assert all(answer.reason for answer in result)
     assert not engine.facts().is_alive
     with pytest.raises(Closed):
         engine.submit(GenerationRequest([5], 3), Waited())
@@ -85,26 +85,26 @@ def test_closed_engine_cancels_running_requests_and_accepts_no_more(model) -> No
 
 def test_drained_engine_finishes_running_requests(model) -> None:
     engine = LocalEngine(model, SlotLimits(2, 64))
-    found = [Waited(), Waited(), Waited()]
-    for answer in found:
+    result = [Waited(), Waited(), Waited()]
+    for answer in result:
         engine.submit(GenerationRequest([5], 20), answer)
     engine.close(drain_s=20)
-    assert [answer.reason for answer in found] == ["length"] * 3
+    assert [answer.reason for answer in result] == ["length"] * 3
 
 
 def test_engine_error_ends_the_thread_and_all_requests(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> bool:
         raise AssertionError("broken")
 
-    found = Waited()
+    result = Waited()
     monkeypatch.setattr(engine.loop, "turn", broken)
     try:
-        engine.submit(GenerationRequest([5], 20), found)
+        engine.submit(GenerationRequest([5], 20), result)
     except Closed:
         pass
     else:
-        assert found.ended.wait(5)
-        assert found.reason == "failed"
+        assert result.ended.wait(5)
+        assert result.reason == "failed"
     engine._thread.join(5)
     assert not engine.facts().is_alive
     with pytest.raises(Closed, match="broken"):

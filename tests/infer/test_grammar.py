@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from answering import answers
+from generation_runs import generate_responses
 
 from burnish.config.errors import UserError
 from burnish.inference.loading import load_for_inference
@@ -47,7 +47,7 @@ def written(loaded, grammar_of, number: int = 4, most: int = 120) -> list[str]:
         )
         for seed in range(number)
     ]
-    return [read_whole(made.ids, loaded.form, loaded.tokenizer).content for made in answers(loop, requests)]
+    return [read_whole(made.ids, loaded.form, loaded.tokenizer).content for made in generate_responses(loop, requests)]
 
 
 def test_response_matches_its_schema(loaded, grammars: Grammars) -> None:
@@ -108,9 +108,9 @@ def test_response_with_failing_grammar_fails_or_matches(loaded, grammars: Gramma
             grammar=grammars.json_schema(schema))
         for seed in range(4)
     ]  # fmt: skip
-    found = answers(loop, requests)
-    assert schema is not LIMITLESS or "failed" in [made.reason for made in found]
-    for made in found:
+    result = generate_responses(loop, requests)
+    assert schema is not LIMITLESS or "failed" in [made.reason for made in result]
+    for made in result:
         if made.reason == "stop":
             text = read_whole(made.ids, loaded.form, loaded.tokenizer, stop_ids=stops).content
             assert json.loads(text) == schema.get("const", json.loads(text))

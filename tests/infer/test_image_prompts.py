@@ -8,18 +8,18 @@ from burnish.inference.scheduler import Scheduler
 from burnish.inference.slots import SlotLimits
 from burnish.inference.types import GenerationRequest
 from burnish.models.images.prompts import PromptImages
-from seeing import golden, rows_of, seeing
+from vision_models import golden, image_rows, load_image_model
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "internvl", "smolvlm"]
 NEW = 6
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def found(request):
-    made = seeing(request.param)
+def vision_model(request):
+    made = load_image_model(request.param)
     made.model.eval()
     step = next(step for step in golden()["steps"] if step["family"] == request.param)
-    rows = rows_of(made, step["rows"])
+    rows = image_rows(made, step["rows"])
     made.prompts = []
     for row in rows:
         learned = next(at for at, label in enumerate(row["labels"]) if label != -100)
@@ -28,56 +28,58 @@ def found(request):
     return made
 
 
-def expected(found, row):
+def expected(vision_model, row):
     """The greedy answer of transformers' own ``generate``."""
     ids = torch.tensor([row["input_ids"]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    is_image = (ids == found.layout.placeholder).long()
+    is_image = (ids == vision_model.layout.placeholder).long()
     if row["images"]:
-        inputs |= found.processor.joined([found.processor.tensors(image.image) for image in row["images"]])
+        inputs |= vision_model.processor.joined(
+            [vision_model.processor.tensors(image.image) for image in row["images"]]
+        )
     names = {"gemma3": "token_type_ids", "qwen2_5_vl": "mm_token_type_ids", "qwen3_vl": "mm_token_type_ids"}
-    if name := names.get(found.model.config.model_type):
+    if name := names.get(vision_model.model.config.model_type):
         inputs[name] = is_image
-    made = found.model.generate(**inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=None, use_cache=True)
+    made = vision_model.model.generate(**inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=None, use_cache=True)
     return made[0, ids.shape[1] :].tolist()
 
 
-def request_of(found, row, ids=None):
-    images = PromptImages.of(row, found.collator("padded")) if row["images"] else None
+def request_of(vision_model, row, ids=None):
+    images = PromptImages.of(row, vision_model.collator("padded")) if row["images"] else None
     hashes = None if images is None else images.content_hashes
     return GenerationRequest(ids or row["input_ids"], NEW, images=images, content_hashes=hashes)
 
 
 @pytest.mark.parametrize("piece", [512, 7])
-def test_responses_match_transformers(found, monkeypatch, piece):
+def test_responses_match_transformers(vision_model, monkeypatch, piece):
     monkeypatch.setattr("burnish.inference.scheduler.PIECE", piece)
-    loop = Scheduler(found.model, SlotLimits(3, 512))
+    loop = Scheduler(vision_model.model, SlotLimits(3, 512))
     assert loop.backend.name == "slots"
-    answers = generate_all(loop, [request_of(found, row) for row in found.prompts])
-    assert [answer.ids for answer in answers] == [expected(found, row) for row in found.prompts]
+    answers = generate_all(loop, [request_of(vision_model, row) for row in vision_model.prompts])
+    assert [answer.ids for answer in answers] == [expected(vision_model, row) for row in vision_model.prompts]
 
 
-def test_cached_prefix_is_not_reused_for_another_image(found):
-    row = next(row for row in found.prompts if len(row["images"]) == 1)
+def test_cached_prefix_is_not_reused_for_another_image(vision_model):
+    row = next(row for row in vision_model.prompts if len(row["images"]) == 1)
     count = row["images"][0].end - row["images"][0].begin
-    if found.model.config.model_type not in ("llava", "gemma3"):
+    if vision_model.model.config.model_type not in ("llava", "gemma3"):
         pytest.skip("images of another size have other ids")
     other = {**row, "images": [type(row["images"][0])("p9_50x60.png", row["images"][0].begin, row["images"][0].end)]}
-    loop = Scheduler(found.model, SlotLimits(1, 512))
-    first, second, again = (generate_all(loop, [request_of(found, one)])[0].ids for one in (row, other, row))
+    loop = Scheduler(vision_model.model, SlotLimits(1, 512))
+    first, second, again = (generate_all(loop, [request_of(vision_model, one)])[0].ids for one in (row, other, row))
     assert count > 1
-    assert [first, second] == [expected(found, row), expected(found, other)]
+    assert [first, second] == [expected(vision_model, row), expected(vision_model, other)]
     assert again == first
 
 
-def test_vision_tower_does_not_run_for_cached_images(found, monkeypatch):
-    row = next(row for row in found.prompts if row["images"])
-    loop = Scheduler(found.model, SlotLimits(2, 512))
-    (first,) = generate_all(loop, [request_of(found, row)])
+def test_vision_tower_does_not_run_for_cached_images(vision_model, monkeypatch):
+    row = next(row for row in vision_model.prompts if row["images"])
+    loop = Scheduler(vision_model.model, SlotLimits(2, 512))
+    (first,) = generate_all(loop, [request_of(vision_model, row)])
     longer = [*row["input_ids"], *first.ids, 5, 6]
     images = {"input_ids": longer, "images": row["images"]}
-    request = request_of(found, images)
+    request = request_of(vision_model, images)
     monkeypatch.setattr(PromptImages, "made", lambda *_: pytest.fail("the tower was asked"))
     (second,) = generate_all(loop, [request])
     monkeypatch.undo()
-    assert second.ids == expected(found, images)
+    assert second.ids == expected(vision_model, images)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from answering import Answer, alone, answers
+from generation_runs import ResponseCollector, generate_alone, generate_responses
 
 from burnish.adapters.lora import LoraAdapter, load_adapter
 from burnish.adapters.lora_model import merge_into_base
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two adapters of different ranks and layers, large enough to be heard."""
-    found = {}
+    result = {}
     for name, rank, target in (("first", 2, ["all"]), ("second", 4, ["q_proj", "down_proj"])):
         torch.manual_seed(rank)
         options = RunOptions(model_name_or_path=str(model), lora_rank=rank, lora_target=target)
@@ -44,9 +44,9 @@ def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 torch.nn.init.normal_(parameter, std=0.3)
-        found[name] = tmp_path_factory.mktemp(name)
-        adapter.save(adapted, str(found[name]))
-    return found
+        result[name] = tmp_path_factory.mktemp(name)
+        adapter.save(adapted, str(result[name]))
+    return result
 
 
 def test_model_folder_is_loaded_and_generates(model: Path) -> None:
@@ -82,18 +82,20 @@ def test_llamafactory_inference_config_is_accepted(model: Path, adapters: dict[s
 
 
 def test_parallel_adapters_respond_as_each_alone(model: Path, adapters: dict[str, Path]) -> None:
-    given = json.dumps({name: str(folder) for name, folder in adapters.items()})
-    loaded = load_for_inference(serving_of([str(model), f"served_adapters={given}", "infer_dtype=float32"]).options)
+    options = json.dumps({name: str(folder) for name, folder in adapters.items()})
+    loaded = load_for_inference(serving_of([str(model), f"served_adapters={options}", "infer_dtype=float32"]).options)
     loop = Scheduler(loaded.model, SlotLimits(6, 128), adapters=loaded.adapters, through=loaded.through)
     names = [BASE, "first", "second", "first", BASE, "second"]
     prompts = [[5 + at, 6, 7 + at, 8] for at in range(6)]
-    made = answers(loop, [GenerationRequest(ids, 8, adapter=name) for ids, name in zip(prompts, names, strict=True)])
+    made = generate_responses(
+        loop, [GenerationRequest(ids, 8, adapter=name) for ids, name in zip(prompts, names, strict=True)]
+    )
     for ids, name, answer in zip(prompts, names, made, strict=True):
         one = load_model(RunOptions(model_name_or_path=str(model)), dtype=torch.float32)
         if name != BASE:
             load_adapter(one, adapters[name])
             merge_into_base(one)
-        assert answer.ids == alone(one, ids, 8)
+        assert answer.ids == generate_alone(one, ids, 8)
     assert len({tuple(answer.ids) for answer in made}) > 2
 
 
@@ -101,7 +103,7 @@ def test_adapter_that_is_not_served_is_rejected(model: Path) -> None:
     loaded = load_for_inference(serving_of([str(model)]).options)
     loop = Scheduler(loaded.model, SlotLimits(1, 64))
     with pytest.raises(UserError, match='unknown adapter "poet"'):
-        loop.submit(GenerationRequest([5], 5, adapter="poet"), Answer())
+        loop.submit(GenerationRequest([5], 5, adapter="poet"), ResponseCollector())
 
 
 def test_adapter_of_another_base_is_rejected(adapters: dict[str, Path], tmp_path: Path) -> None:
@@ -118,9 +120,9 @@ def test_training_template_is_recorded_and_found(model: Path, tmp_path: Path) ->
     trained.model.save_pretrained(tmp_path)
     trained.tokenizer.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())[RECORDED]["template"] == "qwen"
-    found = load_for_inference(RunOptions(model_name_or_path=str(tmp_path), missing_control_tokens="split"))
-    assert found.template.name == "qwen"
-    assert found.template.prompt(QUESTION) == trained.template.prompt(QUESTION)
+    result = load_for_inference(RunOptions(model_name_or_path=str(tmp_path), missing_control_tokens="split"))
+    assert result.template.name == "qwen"
+    assert result.template.prompt(QUESTION) == trained.template.prompt(QUESTION)
 
 
 def test_template_different_from_recorded_one_is_reported(model: Path) -> None:

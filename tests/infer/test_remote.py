@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from answering import Answer
+from generation_runs import ResponseCollector
 
 from burnish.config.errors import UserError
 from burnish.inference.loading import engine_of as engine_for
@@ -89,8 +89,8 @@ def engine_of(stub: Stub, **more) -> RemoteEngine:
     return RemoteEngine(stub.url, tiny_tokenizer(), key="canary", **more)
 
 
-def run(engine: RemoteEngine, request: GenerationRequest) -> Answer:
-    answer = Answer()
+def run(engine: RemoteEngine, request: GenerationRequest) -> ResponseCollector:
+    answer = ResponseCollector()
     engine.submit(request, answer)
     until = time.monotonic() + 10
     while answer.reason is None and time.monotonic() < until:
@@ -146,7 +146,7 @@ def test_server_error_fails_only_its_request(stub: Stub) -> None:
 
 def test_requests_can_be_cancelled_and_time_out(stub: Stub) -> None:
     stub.pause_s, stub.chunks = 0.05, [{"token_ids": [5]}] * 100
-    engine, answer = engine_of(stub), Answer()
+    engine, answer = engine_of(stub), ResponseCollector()
     handle = engine.submit(GenerationRequest([3], 200), answer)
     time.sleep(0.2)
     engine.cancel(handle)
@@ -158,23 +158,23 @@ def test_requests_can_be_cancelled_and_time_out(stub: Stub) -> None:
 def test_too_many_requests_and_requests_to_a_closed_engine_are_rejected(stub: Stub) -> None:
     stub.pause_s = 0.1
     engine = engine_of(stub, slots=1, waiting=1)
-    found = [Answer(), Answer()]
-    engine.submit(GenerationRequest([3], 9), found[0])
+    result = [ResponseCollector(), ResponseCollector()]
+    engine.submit(GenerationRequest([3], 9), result[0])
     time.sleep(0.05)
-    engine.submit(GenerationRequest([3], 9), found[1])
+    engine.submit(GenerationRequest([3], 9), result[1])
     with pytest.raises(Full):
-        engine.submit(GenerationRequest([3], 9), Answer())
+        engine.submit(GenerationRequest([3], 9), ResponseCollector())
     engine.close(drain_s=5)
-    assert [answer.reason for answer in found] == ["length", "length"]
+    assert [answer.reason for answer in result] == ["length", "length"]
     with pytest.raises(Closed):
-        engine.submit(GenerationRequest([3], 9), Answer())
+        engine.submit(GenerationRequest([3], 9), ResponseCollector())
 
 
 def test_unsupported_remote_engine_features_are_rejected_by_name(stub: Stub) -> None:
     with pytest.raises(UserError, match="log-probabilities of the prompt"):
-        engine_of(stub).submit(GenerationRequest([3, 4], 1, prompt_logprobs_from=1), Answer())
+        engine_of(stub).submit(GenerationRequest([3, 4], 1, prompt_logprobs_from=1), ResponseCollector())
     with pytest.raises(UserError, match="unknown adapter"):
-        engine_of(stub).submit(GenerationRequest([3, 4], 1, adapter="poet"), Answer())
+        engine_of(stub).submit(GenerationRequest([3, 4], 1, adapter="poet"), ResponseCollector())
 
 
 def test_unreachable_server_is_reported() -> None:
@@ -241,8 +241,8 @@ def test_infer_url_serves_the_model(
     stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     monkeypatch.setenv("INFER_KEY", "canary")
-    given = RunOptions(model_name_or_path=str(make_model(tmp_path)), infer_url=stub.url)
-    loaded = load_for_inference(given)
+    options = RunOptions(model_name_or_path=str(make_model(tmp_path)), infer_url=stub.url)
+    loaded = load_for_inference(options)
     assert loaded.model is None
     engine = engine_for(loaded)
     assert run(engine, GenerationRequest([3, 4], 9)).ids == [5, 6, 7]

@@ -106,8 +106,8 @@ def test_stop_string_across_tokens_ends_the_text(tokenizer, text, stop, content,
 def test_thoughts_are_separated_from_content(tokenizer, text, in_thought, thought, content) -> None:
     ids = ids_of(tokenizer, text)
     for seed in range(6):
-        found = folded(Reply(ReplyForm(), tokenizer, in_thought=in_thought), ids, random.Random(seed))
-        assert (found.thought, found.content) == (thought, content)
+        result = folded(Reply(ReplyForm(), tokenizer, in_thought=in_thought), ids, random.Random(seed))
+        assert (result.thought, result.content) == (thought, content)
 
 
 def form_named(tool_format: str) -> ReplyForm:
@@ -125,9 +125,9 @@ def test_streamed_calls_match_the_complete_response(tokenizer, tool_format: str)
     before = "" if form.reader.only_at_start else "I will look.\n"
     for seed in range(5):
         ids = ids_of(tokenizer, before + text + "<|im_end|>")
-        found = folded(Reply(form, tokenizer, offered=OFFERED), ids, random.Random(seed))
-        assert found.calls == calls
-        assert found.content.strip() == before.strip()
+        result = folded(Reply(form, tokenizer, offered=OFFERED), ids, random.Random(seed))
+        assert result.calls == calls
+        assert result.content.strip() == before.strip()
 
 
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS.names())
@@ -137,15 +137,15 @@ def test_truncated_call_is_never_a_partial_call(tokenizer, tool_format: str) -> 
     calls = [Call("get_weather", {"city": "Rome"})]
     text = TOOL_FORMATS[tool_format].write(calls).strip()
     for end in range(len(text)):
-        found = read_whole(ids_of(tokenizer, text[:end]), form_named(tool_format), tokenizer, offered=OFFERED)
-        assert found.calls in ([], calls)
-        assert found.calls or found.content == text[:end]
+        result = read_whole(ids_of(tokenizer, text[:end]), form_named(tool_format), tokenizer, offered=OFFERED)
+        assert result.calls in ([], calls)
+        assert result.calls or result.content == text[:end]
 
 
 def test_call_of_a_function_not_offered_is_content(tokenizer) -> None:
     text = TOOL_FORMATS["qwen"].write([Call("rm", {"path": "/"})])
-    found = read_whole(ids_of(tokenizer, text), form_named("qwen"), tokenizer, offered=OFFERED)
-    assert (found.calls, found.content) == ([], text)
+    result = read_whole(ids_of(tokenizer, text), form_named("qwen"), tokenizer, offered=OFFERED)
+    assert (result.calls, result.content) == ([], text)
     assert read_whole(ids_of(tokenizer, text), form_named("qwen"), tokenizer).content == text
 
 
@@ -176,10 +176,14 @@ def test_randomly_chunked_streams_match_complete_responses(tokenizer) -> None:
     for seed in range(400):
         random_ = random.Random(seed)
         ids = ids_of(tokenizer, "".join(random_.choices(words, k=random_.randint(1, 12))))
-        told = {"offered": OFFERED, "stop": random_.choice([[], ["stop", "op"]]), "in_thought": random_.random() < 0.3}
-        whole = Reply(form_named("qwen"), tokenizer, **told)
+        extra = {
+            "offered": OFFERED,
+            "stop": random_.choice([[], ["stop", "op"]]),
+            "in_thought": random_.random() < 0.3,
+        }
+        whole = Reply(form_named("qwen"), tokenizer, **extra)
         expected = Whole().add([*whole.feed(ids), *whole.end()])
-        assert folded(Reply(form_named("qwen"), tokenizer, **told), ids, random_) == expected, tokenizer.decode(ids)
+        assert folded(Reply(form_named("qwen"), tokenizer, **extra), ids, random_) == expected, tokenizer.decode(ids)
 
 
 def test_prompt_ending_in_open_thought_is_detected(tokenizer) -> None:

@@ -41,8 +41,8 @@ def expected(sampling: Sampling) -> list[float]:
 
 def of_all(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """(V,) probabilities, 0 of what a draw never takes."""
-    found, (values,) = candidates(logits[None], [sampling])
-    tokens = torch.arange(len(logits)) if found is None else found[0]
+    result, (values,) = candidates(logits[None], [sampling])
+    tokens = torch.arange(len(logits)) if result is None else result[0]
     chances = values.softmax(-1)
     assert tokens[chances > 0].tolist() == sorted(tokens[chances > 0].tolist())
     return torch.zeros(len(logits)).index_add_(0, tokens, chances)
@@ -104,14 +104,14 @@ def test_penalties_match_plain_reference() -> None:
     sampling = Sampling(
         repetition_penalty=1.7, presence_penalty=0.4, frequency_penalty=0.3, bias={0: 0.5, 4: -0.25}
     )  # fmt: skip
-    found = adjusted_logits(LOGITS[None], [DrawSettings(sampling, prompt, answer)])[0].tolist()
+    result = adjusted_logits(LOGITS[None], [DrawSettings(sampling, prompt, answer)])[0].tolist()
     for token, logit in enumerate(LOGITS.tolist()):
         logit += {0: 0.5, 4: -0.25}.get(token, 0.0)
         if token in prompt or token in answer:
             logit = logit * 1.7 if logit < 0 else logit / 1.7
         if token in answer:
             logit -= 0.3 * answer.count(token) + 0.4
-        assert found[token] == pytest.approx(logit, abs=1e-6)
+        assert result[token] == pytest.approx(logit, abs=1e-6)
 
 
 def test_repetition_penalty_matches_transformers() -> None:
@@ -150,8 +150,8 @@ def test_philox_matches_known_random123_vectors() -> None:
     ]
     for counter, key, words in known:
         for make in (lambda x: np.array([x], np.uint64), lambda x: torch.tensor([x])):
-            found = philox(tuple(map(make, key)), tuple(map(make, counter)))
-            assert [int(word[0]) for word in found] == words
+            result = philox(tuple(map(make, key)), tuple(map(make, counter)))
+            assert [int(word[0]) for word in result] == words
 
 
 def test_sample_depends_only_on_key_and_position() -> None:
@@ -239,10 +239,10 @@ def test_permutation_is_complete_and_depends_on_generation() -> None:
 
 
 def test_log_probabilities_are_of_raw_logits() -> None:
-    (found,) = log_probabilities(LOGITS[None], torch.tensor([2]), top=2)
+    (result,) = log_probabilities(LOGITS[None], torch.tensor([2]), top=2)
     logps = LOGITS.log_softmax(-1)
-    assert found.logprob == pytest.approx(float(logps[2]))
-    assert found.top == ((0, pytest.approx(float(logps[0]))), (1, pytest.approx(float(logps[1]))))
+    assert result.logprob == pytest.approx(float(logps[2]))
+    assert result.top == ((0, pytest.approx(float(logps[0]))), (1, pytest.approx(float(logps[1]))))
 
 
 MIXED = [

@@ -59,9 +59,9 @@ def schema_of(calls: list[Call]) -> dict[str, dict]:
 
 def agree(calls: list[Call]) -> bool:
     """Tell whether no argument of one function is a text in one call and something else in another."""
-    seen: dict[tuple[str, str], bool] = {}
+    recorded: dict[tuple[str, str], bool] = {}
     return all(
-        seen.setdefault((call.name, key), isinstance(value, str)) == isinstance(value, str)
+        recorded.setdefault((call.name, key), isinstance(value, str)) == isinstance(value, str)
         for call in calls
         for key, value in call.arguments.items()
     )
@@ -85,9 +85,9 @@ def test_truncated_call_is_no_call_or_a_complete_earlier_one(tool_format: str) -
     calls = [Call("get_weather", {"city": "北京", "days": [1, {"a": "b"}]})]
     text = TOOL_FORMATS[tool_format].write(calls)
     for end in range(len(text)):
-        found = TOOL_FORMATS[tool_format].reader.read(text[:end], schema_of(calls))
+        result = TOOL_FORMATS[tool_format].reader.read(text[:end], schema_of(calls))
         is_unclosed = tool_format == "glm4_moe"  # nothing closes a call there, so one argument less is a call too
-        assert found in (None, calls) or is_unclosed, text[:end]
+        assert result in (None, calls) or is_unclosed, text[:end]
 
 
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS.names())

@@ -41,16 +41,16 @@ def trained(model, around=None):
 def kept_bytes(model):
     """Bytes that autograd holds after a forward pass, weights left out."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    seen = {}
+    recorded = {}
 
     def keep(tensor):
-        seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        recorded[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     model.train()
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         model(**batch())
-    return sum(size for place, size in seen.items() if place not in weights)
+    return sum(size for place, size in recorded.items() if place not in weights)
 
 
 SOME_LAYERS = pytest.mark.skipif(
@@ -66,9 +66,9 @@ def test_recomputation_gives_the_same_gradient(arguments):
     plain = trained(llama())
     model = llama()
     checkpoint_activations(model, arguments)
-    found = trained(model)
-    assert plain.keys() == found.keys()
-    assert all(torch.equal(plain[name], found[name]) for name in plain)
+    result = trained(model)
+    assert plain.keys() == result.keys()
+    assert all(torch.equal(plain[name], result[name]) for name in plain)
 
 
 def test_selective_checkpointing_saves_memory_without_recomputing_products():
@@ -101,8 +101,8 @@ def test_offloaded_activations_return_and_weights_stay():
     plain = trained(llama())
     model = llama()
     offloading = Counted(model, torch.device("cpu"), smallest=0)
-    found = trained(model, offloading.forward())
-    assert all(torch.equal(plain[name], found[name]) for name in plain)
+    result = trained(model, offloading.forward())
+    assert all(torch.equal(plain[name], result[name]) for name in plain)
     assert offloading.moved_bytes > 0
     small = Counted(model, torch.device("cpu"))
     trained(model, small.forward())
@@ -114,8 +114,8 @@ def test_checkpointing_with_offload_moves_only_layer_inputs():
     checkpoint_activations(model, None)
     some, all_of_them = (Counted(each, torch.device("cpu"), smallest=2 * 24 * 32 * 4) for each in (model, every))
     plain = trained(every, all_of_them.forward())
-    found = trained(model, some.forward())
-    assert all(torch.equal(plain[name], found[name]) for name in plain)
+    result = trained(model, some.forward())
+    assert all(torch.equal(plain[name], result[name]) for name in plain)
     assert 0 < some.moved_bytes < all_of_them.moved_bytes / 3
 
 
@@ -142,5 +142,5 @@ def test_flat_half_precision_sequences_are_recomputed(arguments):
 
     plain, model = flat_gradients(llama(512)), llama(512)
     checkpoint_activations(model, arguments)
-    found = flat_gradients(model)
-    assert all(torch.equal(plain[name], found[name]) for name in plain)
+    result = flat_gradients(model)
+    assert all(torch.equal(plain[name], result[name]) for name in plain)

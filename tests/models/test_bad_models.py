@@ -21,9 +21,9 @@ from burnish.models.tokens import load_tokenizer
 from tiny_models import saved_model, tiny_model
 
 
-def told(name, **given):
+def model_problems(name, **options):
     """The problems as they are printed, each within the four lines it may have."""
-    texts = [str(problem) for problem in check_model(ModelOptions(model_name_or_path=str(name), **given))]
+    texts = [str(problem) for problem in check_model(ModelOptions(model_name_or_path=str(name), **options))]
     assert all(len(text.splitlines()) <= 4 for text in texts)
     return texts
 
@@ -43,37 +43,37 @@ def test_missing_model_name_is_rejected(name):
 
 def test_missing_folder_is_rejected_in_one_line_with_nearest_name(tmp_path, monkeypatch):
     saved_model(tmp_path / "models" / "qwen-tiny")
-    (found,) = told(tmp_path / "models" / "qwen-tniy")
-    assert found.count("\n") == 0
-    assert "qwen-tniy" in found
-    assert f"Did you mean {tmp_path / 'models' / 'qwen-tiny'}?" in found
-    (found,) = told(tmp_path / "modles" / "qwen-tiny")
-    assert f"Did you mean {tmp_path / 'models' / 'qwen-tiny'}?" in found
+    (result,) = model_problems(tmp_path / "models" / "qwen-tniy")
+    assert result.count("\n") == 0
+    assert "qwen-tniy" in result
+    assert f"Did you mean {tmp_path / 'models' / 'qwen-tiny'}?" in result
+    (result,) = model_problems(tmp_path / "modles" / "qwen-tiny")
+    assert f"Did you mean {tmp_path / 'models' / 'qwen-tiny'}?" in result
     monkeypatch.chdir(tmp_path)  # looks like a hub id, but its parent is a folder here
-    (found,) = told("models/qwen-tniy")
-    assert "Did you mean models/qwen-tiny?" in found
+    (result,) = model_problems("models/qwen-tniy")
+    assert "Did you mean models/qwen-tiny?" in result
 
 
 def test_file_is_not_a_model(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
-    assert "is a file" in told(tmp_path / "model.safetensors")[0]
+    assert "is a file" in model_problems(tmp_path / "model.safetensors")[0]
 
 
 def test_uncached_hub_id_is_rejected_immediately_when_offline(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     begin = time.perf_counter()
-    (found,) = told("nobody/no-such-model", cache_dir=str(tmp_path))
+    (result,) = model_problems("nobody/no-such-model", cache_dir=str(tmp_path))
     assert time.perf_counter() - begin < 5
-    assert found.count("\n") == 1
-    assert "is not a local folder, is not in the hub's cache, and hub access is disabled" in found
+    assert result.count("\n") == 1
+    assert "is not a local folder, is not in the hub's cache, and hub access is disabled" in result
 
 
 def test_misspelled_folder_name_is_rejected_with_the_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo-run").mkdir()
-    assert 'is disabled (HF_HUB_OFFLINE). Did you mean "demo-run"?' in told("demo-rum", cache_dir="cache")[0]
-    assert "Did you mean" not in told("nowhere", cache_dir="cache")[0]
+    assert 'is disabled (HF_HUB_OFFLINE). Did you mean "demo-run"?' in model_problems("demo-rum", cache_dir="cache")[0]
+    assert "Did you mean" not in model_problems("nowhere", cache_dir="cache")[0]
 
 
 def test_unreachable_hub_is_reported_immediately(monkeypatch, tmp_path):
@@ -83,9 +83,9 @@ def test_unreachable_hub_is_reported_immediately(monkeypatch, tmp_path):
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}")
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         begin = time.perf_counter()
-        (found,) = told("nobody/no-such-model", cache_dir=str(tmp_path))
+        (result,) = model_problems("nobody/no-such-model", cache_dir=str(tmp_path))
     assert time.perf_counter() - begin < 5
-    assert "cannot be reached (" in found
+    assert "cannot be reached (" in result
 
 
 def test_unresponsive_hub_is_abandoned_after_time_limit(monkeypatch, tmp_path):
@@ -96,7 +96,7 @@ def test_unresponsive_hub_is_abandoned_after_time_limit(monkeypatch, tmp_path):
         silent.listen()
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setenv("no_proxy", "127.0.0.1")
-        assert "cannot be reached" in told("nobody/no-such-model", cache_dir=str(tmp_path))[0]
+        assert "cannot be reached" in model_problems("nobody/no-such-model", cache_dir=str(tmp_path))[0]
 
 
 def test_cached_model_is_found_when_offline(monkeypatch, tmp_path):
@@ -105,16 +105,16 @@ def test_cached_model_is_found_when_offline(monkeypatch, tmp_path):
     saved_model(snapshot)
     (tmp_path / "models--some--model" / "refs").mkdir()
     (tmp_path / "models--some--model" / "refs" / "main").write_text("abc")
-    asked = ModelOptions(model_name_or_path="some/model", cache_dir=str(tmp_path))
-    assert find_source("some/model", asked).folder == snapshot
-    assert check_model(asked) == []
-    assert load_model(asked).config.model_type == "llama"
+    options = ModelOptions(model_name_or_path="some/model", cache_dir=str(tmp_path))
+    assert find_source("some/model", options).folder == snapshot
+    assert check_model(options) == []
+    assert load_model(options).config.model_type == "llama"
 
 
 def test_every_missing_adapter_is_named(tmp_path):
-    asked = ModelOptions(adapter_name_or_path=[str(tmp_path / "one"), str(tmp_path), str(tmp_path / "two")])
+    options = ModelOptions(adapter_name_or_path=[str(tmp_path / "one"), str(tmp_path), str(tmp_path / "two")])
     with pytest.raises(UserError) as caught:
-        adapter_folders(asked)
+        adapter_folders(options)
     assert len(caught.value.problems) == 2
     assert 'adapter_name_or_path "' in str(caught.value)
 
@@ -125,47 +125,47 @@ def test_every_missing_adapter_is_named(tmp_path):
 def test_invalid_config_is_reported_with_line_and_column(tmp_path):
     path = saved_model(tmp_path) / "config.json"
     path.write_text('{\n  "model_type": "llama",\n  "hidden_size": 16,,\n}')
-    (found,) = told(tmp_path)
-    assert f"{path}, line 3, column 21: not valid JSON" in found
+    (result,) = model_problems(tmp_path)
+    assert f"{path}, line 3, column 21: not valid JSON" in result
 
 
 def test_invalid_tokenizer_file_is_reported(tmp_path):
     saved_model(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": ')
-    (found,) = told(tmp_path)
-    assert "tokenizer.json, line 1" in found
+    (result,) = model_problems(tmp_path)
+    assert "tokenizer.json, line 1" in result
 
 
 def test_folder_without_config_is_not_a_model(tmp_path):
     saved_model(tmp_path / "here")
-    (found,) = told(tmp_path)
-    assert "no config.json" in found
-    assert str(tmp_path / "here") in found
+    (result,) = model_problems(tmp_path)
+    assert "no config.json" in result
+    assert str(tmp_path / "here") in result
 
 
 def test_adapter_is_not_a_model_and_names_its_base(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
-    (found,) = told(tmp_path)
-    assert "this is an adapter, not a model" in found
-    assert "model_name_or_path to org/base" in found
+    (result,) = model_problems(tmp_path)
+    assert "this is an adapter, not a model" in result
+    assert "model_name_or_path to org/base" in result
 
 
 def test_unknown_architecture_is_rejected_with_nearest_one(tmp_path):
     change_json(saved_model(tmp_path) / "config.json", model_type="qwen22")
-    (found,) = told(tmp_path)
-    assert 'does not support model_type "qwen22". Did you mean "qwen2"?' in found
+    (result,) = model_problems(tmp_path)
+    assert 'does not support model_type "qwen22". Did you mean "qwen2"?' in result
 
 
 def test_model_without_generation_is_rejected(tmp_path):
     change_json(saved_model(tmp_path) / "config.json", model_type="vit")
-    assert 'of type "vit" is not a causal language model' in told(tmp_path)[0]
+    assert 'of type "vit" is not a causal language model' in model_problems(tmp_path)[0]
 
 
 def test_contradictory_config_is_rejected(tmp_path):
     change_json(saved_model(tmp_path) / "config.json", hidden_size="sixteen")
-    assert "\"hidden_size\" must be a whole number above 0. Received: 'sixteen'" in told(tmp_path)[0]
+    assert "\"hidden_size\" must be a whole number above 0. Received: 'sixteen'" in model_problems(tmp_path)[0]
     change_json(tmp_path / "config.json", hidden_size=16, num_attention_heads=0)
-    assert '"num_attention_heads" must be a whole number above 0' in told(tmp_path)[0]
+    assert '"num_attention_heads" must be a whole number above 0' in model_problems(tmp_path)[0]
 
 
 def test_model_code_is_not_run_without_trust_remote_code(tmp_path):
@@ -173,17 +173,17 @@ def test_model_code_is_not_run_without_trust_remote_code(tmp_path):
     code.write_text("raise SystemExit('this must not run')")
     auto_map = {"AutoConfig": "modeling_own.Config", "AutoModelForCausalLM": "modeling_own.Model"}
     change_json(saved_model(tmp_path) / "config.json", model_type="own", auto_map=auto_map)
-    (found,) = told(tmp_path)
-    assert "modeling_own.py" in found
-    assert "trust_remote_code: true" in found
-    assert told(tmp_path, trust_remote_code=True) == []
+    (result,) = model_problems(tmp_path)
+    assert "modeling_own.py" in result
+    assert "trust_remote_code: true" in result
+    assert model_problems(tmp_path, trust_remote_code=True) == []
 
 
 def test_code_of_a_known_model_is_not_run_and_is_reported(tmp_path):
     (tmp_path / "modeling_own.py").write_text("raise SystemExit('this must not run')")
     auto_map = {"AutoConfig": "modeling_own.Config", "AutoModelForCausalLM": "modeling_own.Model"}
     change_json(saved_model(tmp_path) / "config.json", auto_map=auto_map)
-    assert told(tmp_path) == []
+    assert model_problems(tmp_path) == []
     notes = []
     config = load_config(ModelOptions(model_name_or_path=str(tmp_path)), notes=notes)
     assert config.model_type == "llama"
@@ -204,12 +204,12 @@ def test_hub_kernel_in_model_config_is_rejected(tmp_path, key, kernel):
 @pytest.mark.parametrize(("flash_attn", "package"), [("fa2", "flash-attn"), ("fa3", "flash-attn-3")])
 def test_missing_attention_library_is_named(flash_attn, package, tmp_path):
     saved_model(tmp_path)
-    (found,) = told(tmp_path, flash_attn=flash_attn)
-    assert f"needs the library {package}" in found
+    (result,) = model_problems(tmp_path, flash_attn=flash_attn)
+    assert f"needs the library {package}" in result
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("options", "expected"),
     [
         (
             {"attn_implementation": "flash_atention_2"},
@@ -219,10 +219,10 @@ def test_missing_attention_library_is_named(flash_attn, package, tmp_path):
         ({"attn_implementation": "eager", "flash_attn": "sdpa"}, "only one of them can be set"),
     ],
 )
-def test_unavailable_attention_is_rejected_by_name(given, expected, tmp_path):
+def test_unavailable_attention_is_rejected_by_name(options, expected, tmp_path):
     saved_model(tmp_path)
-    (found,) = told(tmp_path, **given)
-    assert expected in found
+    (result,) = model_problems(tmp_path, **options)
+    assert expected in result
 
 
 @pytest.mark.parametrize(
@@ -246,34 +246,34 @@ def test_truncated_weight_file_is_reported_with_its_size(tmp_path):
     path = saved_model(tmp_path) / "model.safetensors"
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[: size // 2])
-    (found,) = told(tmp_path)
-    assert f"{path}: its header declares {size:,} bytes, but the file has {size // 2:,}" in found
+    (result,) = model_problems(tmp_path)
+    assert f"{path}: its header declares {size:,} bytes, but the file has {size // 2:,}" in result
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"\x10" + b"\0" * 7 + b"not json at all!", b"\xff" * 64])
 def test_non_safetensors_file_is_reported(content, tmp_path):
     path = saved_model(tmp_path) / "model.safetensors"
     path.write_bytes(content)
-    assert "not a safetensors file" in told(tmp_path)[0]
+    assert "not a safetensors file" in model_problems(tmp_path)[0]
 
 
 @pytest.mark.parametrize(
-    ("flipped", "said"),
+    ("flipped", "message"),
     [(b'"E32"', "unknown variant `E32`."), (b'"F64"', "invalid shape, data type, or offset")],
     ids=["no type", "another type"],
 )
-def test_invalid_safetensors_header_is_reported_by_file(flipped, said, tmp_path):
+def test_invalid_safetensors_header_is_reported_by_file(flipped, message, tmp_path):
     path = saved_model(tmp_path) / "model.safetensors"
     path.write_bytes(path.read_bytes().replace(b'"F32"', flipped, 1))
-    (found,) = told(tmp_path)
-    assert found.startswith(f"{path}: this is not a safetensors file")
-    assert said in found
+    (result,) = model_problems(tmp_path)
+    assert result.startswith(f"{path}: this is not a safetensors file")
+    assert message in result
 
 
 def test_file_truncated_within_header_is_reported(tmp_path):
     path = saved_model(tmp_path) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:100])
-    assert "but the file has 100" in told(tmp_path)[0]
+    assert "but the file has 100" in model_problems(tmp_path)[0]
 
 
 def without(folder, *parts):
@@ -283,25 +283,25 @@ def without(folder, *parts):
 
 def test_missing_tensors_are_fatal_and_some_are_named(tmp_path):
     without(saved_model(tmp_path), "layers.1.mlp")
-    (found,) = told(tmp_path)
-    assert "model.layers.1.mlp.down_proj.weight, model.layers.1.mlp.gate_proj.weight" in found
-    assert "LlamaForCausalLM" in found
-    assert "random" in found
+    (result,) = model_problems(tmp_path)
+    assert "model.layers.1.mlp.down_proj.weight, model.layers.1.mlp.gate_proj.weight" in result
+    assert "LlamaForCausalLM" in result
+    assert "random" in result
     with pytest.raises(UserError, match=r"layers\.1\.mlp"):
         load_model(ModelOptions(model_name_or_path=str(tmp_path)))
 
 
 def test_config_with_more_layers_than_weights_is_rejected(tmp_path):
     change_json(saved_model(tmp_path) / "config.json", num_hidden_layers=4)
-    (found,) = told(tmp_path)
-    assert "model.layers.2." in found
-    assert "and 15 more" in found
+    (result,) = model_problems(tmp_path)
+    assert "model.layers.2." in result
+    assert "and 15 more" in result
 
 
 def test_shape_mismatch_is_reported_with_both_shapes(tmp_path):
     change_json(saved_model(tmp_path) / "config.json", intermediate_size=32)
-    (found,) = told(tmp_path)
-    assert "model.layers.0.mlp.down_proj.weight is 16x24 in the weights but 16x32 in the config, and 5 more" in found
+    (result,) = model_problems(tmp_path)
+    assert "model.layers.0.mlp.down_proj.weight is 16x24 in the weights but 16x32 in the config, and 5 more" in result
     with pytest.raises(UserError, match="16x24 in the weights"):
         load_model(ModelOptions(model_name_or_path=str(tmp_path)))
 
@@ -309,11 +309,11 @@ def test_shape_mismatch_is_reported_with_both_shapes(tmp_path):
 def test_tied_weights_are_not_missing_but_absent_head_is(tmp_path):
     saved_model(tmp_path / "tied", "qwen2")
     assert "lm_head.weight" not in load_file(tmp_path / "tied" / "model.safetensors")
-    assert told(tmp_path / "tied") == []
+    assert model_problems(tmp_path / "tied") == []
     tiny_model("llama").model.save_pretrained(tmp_path / "headless")
-    (found,) = told(tmp_path / "headless")
-    assert "have no lm_head.weight" in found
-    assert "without an output head" in found
+    (result,) = model_problems(tmp_path / "headless")
+    assert "have no lm_head.weight" in result
+    assert "without an output head" in result
 
 
 def test_weights_without_base_model_prefix_are_accepted(tmp_path):
@@ -321,7 +321,7 @@ def test_weights_without_base_model_prefix_are_accepted(tmp_path):
     path = tmp_path / "model.safetensors"
     old = {k.removeprefix("transformer."): v for k, v in load_file(path).items()}
     save_file(old, path, {"format": "pt"})
-    assert told(tmp_path) == []
+    assert model_problems(tmp_path) == []
     torch.testing.assert_close(
         load_model(ModelOptions(model_name_or_path=str(tmp_path))).state_dict(), tiny_model("gpt2").state_dict()
     )
@@ -329,13 +329,13 @@ def test_weights_without_base_model_prefix_are_accepted(tmp_path):
 
 def test_missing_expert_is_detected_despite_fused_layout(tmp_path):
     without(saved_model(tmp_path, "mixtral"), "block_sparse_moe.experts.1.w1")
-    assert told(tmp_path)
+    assert model_problems(tmp_path)
 
 
 def test_missing_shard_is_named(tmp_path):
     tiny_model().save_pretrained(tmp_path, max_shard_size=20_000)
     next(tmp_path.glob("model-00002-*")).unlink()
-    assert "model-00002-of-" in told(tmp_path)[0]
+    assert "model-00002-of-" in model_problems(tmp_path)[0]
 
 
 def test_pickled_weights_are_rejected_without_opening(tmp_path):
@@ -349,9 +349,9 @@ def test_pickled_weights_are_rejected_without_opening(tmp_path):
     saved_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
-    (found,) = told(tmp_path)
-    assert "pytorch_model.bin" in found
-    assert "run arbitrary code" in found
+    (result,) = model_problems(tmp_path)
+    assert "pytorch_model.bin" in result
+    assert "run arbitrary code" in result
     with pytest.raises((UserError, OSError)):
         load_model(ModelOptions(model_name_or_path=str(tmp_path)))
     assert not (tmp_path / "trapped").exists()
@@ -360,13 +360,13 @@ def test_pickled_weights_are_rejected_without_opening(tmp_path):
 def test_folder_without_weights_can_be_trained_from_scratch(tmp_path):
     saved_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    (found,) = told(tmp_path)
-    assert "there are no weights" in found
-    assert "train_from_scratch: true" in found
+    (result,) = model_problems(tmp_path)
+    assert "there are no weights" in result
+    assert "train_from_scratch: true" in result
 
 
 def test_all_problems_are_reported_together(tmp_path):
     saved_model(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     (tmp_path / "model.safetensors").write_bytes(b"")
-    assert len(told(tmp_path, flash_attn="fa2")) == 3
+    assert len(model_problems(tmp_path, flash_attn="fa2")) == 3

@@ -69,8 +69,8 @@ def test_bfloat16_fused_ops_are_as_accurate_as_plain_ones() -> None:
     ]
     for ours, plain, inputs in pairs:
         truth = outcome(plain, *(value.double() for value in inputs))
-        for mine, usual, exact in zip(outcome(ours, *inputs), outcome(plain, *inputs), truth, strict=True):
-            assert distance(mine, exact) <= 1.5 * distance(usual, exact)
+        for mine, defaults, exact in zip(outcome(ours, *inputs), outcome(plain, *inputs), truth, strict=True):
+            assert distance(mine, exact) <= 1.5 * distance(defaults, exact)
 
 
 def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -107,9 +107,9 @@ def test_composed_activation_is_fused_and_more_accurate_in_bfloat16() -> None:
     torch.manual_seed(0)
     model, x = tiny_model("gpt2"), torch.randn(ROWS, WIDTH)
     activation = model.transformer.h[0].mlp.act
-    truth, usual = outcome(activation, x.bfloat16().double()), outcome(activation, x.bfloat16())
+    truth, defaults = outcome(activation, x.bfloat16().double()), outcome(activation, x.bfloat16())
     patch_forwards(model)
-    for mine, plain, exact in zip(outcome(activation, x.bfloat16()), usual, truth, strict=True):
+    for mine, plain, exact in zip(outcome(activation, x.bfloat16()), defaults, truth, strict=True):
         assert mine.dtype == torch.bfloat16
         assert distance(mine, exact) <= distance(plain, exact)
 

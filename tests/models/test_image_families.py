@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from burnish.loop.types import IGNORE_INDEX
 from burnish.models.images.probe import drawn_rows, keeps_images_apart, native, of_drawn
 from burnish.models.patches.capabilities import find_capabilities
-from seeing import seeing
+from vision_models import load_image_model
 
 FLAT = [
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava", "llava_next", "llava_onevision", "gemma3", "gemma4",
@@ -27,26 +27,26 @@ def family(request):
     """A model with four rows, and the loss and the gradients that transformers gives each of them alone."""
     if request.param in NEED_TORCHVISION:
         pytest.importorskip("torchvision")
-    found = seeing(request.param)
-    found.name, found.capabilities = request.param, find_capabilities(found.model, padding_free=True)
-    drawn = of_drawn(found.collator("padded"))
-    found.rows = [
+    result = load_image_model(request.param)
+    result.name, result.capabilities = request.param, find_capabilities(result.model, padding_free=True)
+    drawn = of_drawn(result.collator("padded"))
+    result.rows = [
         _learned(row)
-        for row in [*drawn_rows(found.model, drawn), *itertools.islice(drawn_rows(found.model, drawn), 1, 2)]
+        for row in [*drawn_rows(result.model, drawn), *itertools.islice(drawn_rows(result.model, drawn), 1, 2)]
     ]
-    found.collator_of_drawn = found.collator
-    found.collator = lambda way: of_drawn(found.collator_of_drawn(way))
-    found.model.requires_grad_(True).zero_grad()
+    result.collator_of_drawn = result.collator
+    result.collator = lambda way: of_drawn(result.collator_of_drawn(way))
+    result.model.requires_grad_(True).zero_grad()
     total = torch.zeros(())
-    for row in found.rows:
-        batch = native(found.model, drawn, row)
-        logits = found.model(**batch, use_cache=False).logits[0, :-1]
+    for row in result.rows:
+        batch = native(result.model, drawn, row)
+        logits = result.model(**batch, use_cache=False).logits[0, :-1]
         total = total + cross_entropy(logits, torch.tensor(row["labels"])[1:], reduction="sum")
-    count = sum(label != IGNORE_INDEX for row in found.rows for label in row["labels"][1:])
+    count = sum(label != IGNORE_INDEX for row in result.rows for label in row["labels"][1:])
     (total / count).backward()
-    found.loss = total.item() / count
-    found.gradients = {n: p.grad.clone() for n, p in found.model.named_parameters() if p.grad is not None}
-    return found
+    result.loss = total.item() / count
+    result.gradients = {n: p.grad.clone() for n, p in result.model.named_parameters() if p.grad is not None}
+    return result
 
 
 def _learned(row):

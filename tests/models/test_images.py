@@ -15,7 +15,7 @@ from burnish.models.images.collator import ImageCollator, grid_positions
 from burnish.models.images.probe import keeps_images_apart
 from burnish.models.patches.capabilities import find_capabilities
 from burnish.run.plan.options import RunOptions
-from seeing import golden, image_models, rows_of, seeing
+from vision_models import golden, image_models, image_rows, load_image_model
 
 STEPS = {step["family"]: step for step in golden()["steps"]}
 FIRST = list(STEPS)
@@ -40,29 +40,29 @@ def models():
 
     def of(family: str) -> SimpleNamespace:
         if family not in built:
-            found = built[family] = seeing(family)
-            found.capabilities = find_capabilities(
-                found.model, padding_free=True, prefix_sharing=True, head_of=found.model
+            result = built[family] = load_image_model(family)
+            result.capabilities = find_capabilities(
+                result.model, padding_free=True, prefix_sharing=True, head_of=result.model
             )
         return built[family]
 
     return of
 
 
-def objective_of(found: SimpleNamespace, way: str) -> SftObjective:
+def objective_of(result: SimpleNamespace, way: str) -> SftObjective:
     choices = SimpleNamespace(**{field.name: field.default for field in fields(LmOptions)})
     more = {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": None, "patches": True, "leave_out": None}
     vars(choices).update(more, device="cpu")
     objective = SftObjective(choices, None)
-    objective.fit(found.capabilities, found.collator(way))
+    objective.fit(result.capabilities, result.collator(way))
     return objective
 
 
-def loss_of(found: SimpleNamespace, way: str, rows: list) -> torch.Tensor:
+def loss_of(result: SimpleNamespace, way: str, rows: list) -> torch.Tensor:
     """The sum over the learned tokens of a micro-batch, over their number."""
-    objective = objective_of(found, way)
+    objective = objective_of(result, way)
     batch = objective.collate(rows)
-    return objective.loss(objective.module(found.model), batch).total / objective.num_items(batch)
+    return objective.loss(objective.module(result.model), batch).total / objective.num_items(batch)
 
 
 def part_of_golden(name: str) -> str:
@@ -75,14 +75,14 @@ def part_of_golden(name: str) -> str:
 @pytest.mark.parametrize("way", ["flat", "shared", "padded"])
 @pytest.mark.parametrize("family", FIRST)
 def test_step_has_loss_and_gradients_of_transformers(models, family, way):
-    found, step = models(family), STEPS[family]
-    rows = rows_of(found, step["rows"])
-    found.model.requires_grad_(True).zero_grad()
-    loss = loss_of(found, way, rows)
+    result, step = models(family), STEPS[family]
+    rows = image_rows(result, step["rows"])
+    result.model.requires_grad_(True).zero_grad()
+    loss = loss_of(result, way, rows)
     loss.backward()
     assert loss.item() == pytest.approx(step["loss"], abs=1e-5)
     norms: dict[str, float] = {}
-    for name, parameter in found.model.named_parameters():
+    for name, parameter in result.model.named_parameters():
         if parameter.grad is not None:
             norms[part_of_golden(name)] = norms.get(part_of_golden(name), 0) + float(parameter.grad.norm() ** 2)
     assert {part: norm**0.5 for part, norm in norms.items()} == pytest.approx(step["gradient_norms"], rel=1e-4)
@@ -91,12 +91,12 @@ def test_step_has_loss_and_gradients_of_transformers(models, family, way):
 @pytest.mark.parametrize("way", ["flat", "padded"])
 @pytest.mark.parametrize("family", FIRST)
 def test_row_has_same_loss_at_any_position(models, family, way):
-    found, step = models(family), STEPS[family]
-    rows = rows_of(found, step["rows"])
+    result, step = models(family), STEPS[family]
+    rows = image_rows(result, step["rows"])
     expected = [row["loss"] for row in step["rows"]]
     with torch.no_grad():
         for order in itertools.islice(itertools.permutations(range(4)), 0, 24, 6):
-            objective = objective_of(found, way)
+            objective = objective_of(result, way)
             batch = objective.collate([rows[number] for number in order])
             for place, number in enumerate(order):
                 labels = torch.full_like(batch["labels"], -100)
@@ -107,25 +107,27 @@ def test_row_has_same_loss_at_any_position(models, family, way):
                     own = slice(begin, begin + len(rows[number]["input_ids"]))
                     labels[:, own] = batch["labels"][:, own]
                 of_row = {**batch, "labels": labels}
-                loss = objective.loss(objective.module(found.model), of_row).total / objective.num_items(of_row)
+                loss = objective.loss(objective.module(result.model), of_row).total / objective.num_items(of_row)
                 assert loss.item() == pytest.approx(expected[number], abs=1e-5)
 
 
 @pytest.mark.parametrize("family", [*FIRST, *SECOND])
 def test_probe_detects_that_images_stay_separate(models, family):
-    found = models(family)
-    assert keeps_images_apart(found.model, found.collator("flat"))
-    assert keeps_images_apart(found.model, found.collator("padded"))
+    result = models(family)
+    assert keeps_images_apart(result.model, result.collator("flat"))
+    assert keeps_images_apart(result.model, result.collator("padded"))
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4"])
 def test_image_probe_detects_what_text_probe_misses(models, family):
-    found = models(family)
-    assert found.capabilities.is_padding_free
+    result = models(family)
+    assert result.capabilities.is_padding_free
     for way in ("flat", "padded"):
-        collator = found.collator(way)
-        causal = ImageCollator(collator.collate, collator.seeing, replace(found.layout, both_ways=""), *_rest(collator))
-        assert not keeps_images_apart(found.model, causal)
+        collator = result.collator(way)
+        causal = ImageCollator(
+            collator.collate, collator.seeing, replace(result.layout, both_ways=""), *_rest(collator)
+        )
+        assert not keeps_images_apart(result.model, causal)
 
 
 def _rest(collator: ImageCollator) -> tuple:
@@ -133,36 +135,36 @@ def _rest(collator: ImageCollator) -> tuple:
 
 
 def test_model_that_mixes_rows_is_padded(models):
-    found = models("qwen3_5")
-    assert not keeps_images_apart(found.model, found.collator("flat"))
-    assert keeps_images_apart(found.model, found.collator("padded"))
+    result = models("qwen3_5")
+    assert not keeps_images_apart(result.model, result.collator("flat"))
+    assert keeps_images_apart(result.model, result.collator("padded"))
 
 
 def test_image_of_several_rows_is_encoded_once(models):
-    found = models("qwen2_5_vl")
-    row = rows_of(found, STEPS["qwen2_5_vl"]["rows"])[0]
-    batch = found.collator("flat")([row, row])
+    result = models("qwen2_5_vl")
+    row = image_rows(result, STEPS["qwen2_5_vl"]["rows"])[0]
+    batch = result.collator("flat")([row, row])
     assert batch["pixel_values"].shape[0] == 16
     assert batch["image_features"].tolist()[0].count(1) == 2
     with torch.no_grad():
-        twice = loss_of(found, "flat", [row, row])
+        twice = loss_of(result, "flat", [row, row])
     assert twice.item() == pytest.approx(STEPS["qwen2_5_vl"]["rows"][0]["loss"], abs=1e-5)
 
 
 def test_text_batch_is_collated_as_without_images(models):
-    found = models("qwen2_5_vl")
+    result = models("qwen2_5_vl")
     rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}]
-    ours, theirs = found.collator("flat")(rows), found.collator("flat").collate(rows)
+    ours, theirs = result.collator("flat")(rows), result.collator("flat").collate(rows)
     assert ours.keys() == theirs.keys()
 
 
 @pytest.mark.parametrize("record", ["one", "two", "turns", "large"])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_positions_match_transformers(models, family, record):
-    found = models(family)
+    result = models(family)
     row = next(r for r in golden()["llamafactory"] if (r["family"], r["record"]) == (family, record))
     grids = row["tensors"]["image_grid_thw"]["values"]
-    places = [at for at, token in enumerate(row["input_ids"]) if token == found.layout.placeholder]
+    places = [at for at, token in enumerate(row["input_ids"]) if token == result.layout.placeholder]
     of_each = []
     for grid in grids:
         count = grid[1] * grid[2] // 4
@@ -194,8 +196,8 @@ def test_full_training_trains_unfrozen_parts(family, frozen, trained):
     model, _ = image_models().build(family)
     ADAPTERS["full"](RunOptions(finetuning_type="full", **frozen), []).attach(model)
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    found = {"projector" if "newline" in name or "merger" in name else part_of_golden(name) for name in names}
-    assert found == trained
+    result = {"projector" if "newline" in name or "merger" in name else part_of_golden(name) for name in names}
+    assert result == trained
 
 
 def test_lora_adapts_only_the_language_model():
@@ -214,29 +216,29 @@ def test_freeze_counts_layers_of_the_language_model():
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "said"),
+    ("family", "options", "message"),
     [
         ("llava", {"freeze_language_model": True}, "all frozen"),
         (None, {"freeze_vision_tower": False}, "without a vision tower"),
     ],
 )
-def test_invalid_part_selection_is_rejected(family, options, said):
+def test_invalid_part_selection_is_rejected(family, options, message):
     from tiny_models import tiny_model
 
     model = image_models().build(family)[0] if family else tiny_model("llama")
     for kind in ("full", "lora"):
         problems = ADAPTERS[kind](RunOptions(finetuning_type=kind, **options), []).check(model)
-        assert any(said in str(problem.what) for problem in problems)
+        assert any(message in str(problem.what) for problem in problems)
 
 
 def test_images_are_prepared_once_and_prefetched(models):
-    found = models("qwen2_5_vl")
-    rows = rows_of(found, STEPS["qwen2_5_vl"]["rows"])
-    seen: list[str] = []
+    result = models("qwen2_5_vl")
+    rows = image_rows(result, STEPS["qwen2_5_vl"]["rows"])
+    recorded: list[str] = []
 
     def prepare(image):
-        seen.append(image.identity)
-        return found.processor.tensors(image.image)
+        recorded.append(image.identity)
+        return result.processor.tensors(image.image)
 
     ahead = PreparedAhead(prepare, lambda row: row["images"], 2, ahead_bytes=1 << 20, kept_bytes=1 << 30)
     groups = ahead.rows(iter([rows[:2], rows[2:], rows[:2]]))
@@ -245,7 +247,7 @@ def test_images_are_prepared_once_and_prefetched(models):
         for row in group:
             for image in row["images"]:
                 ahead(image)
-    assert sorted(seen) == sorted({image.identity for row in rows for image in row["images"]})
+    assert sorted(recorded) == sorted({image.identity for row in rows for image in row["images"]})
 
 
 def _has_own_sizes(case: dict) -> bool:
@@ -262,7 +264,7 @@ GOLDEN_LOSSES = [case for door in ("llamafactory", "trl") for case in golden()[d
     "case", GOLDEN_LOSSES, ids=lambda c: f"{c['family']}-{c['record']}-{c.get('mode') or c.get('template')}"
 )
 def test_llamafactory_and_trl_rows_have_their_reference_loss(models, case):
-    found = models(case["family"])
+    result = models(case["family"])
     with torch.no_grad():
-        loss = loss_of(found, "flat", rows_of(found, [case]))
+        loss = loss_of(result, "flat", image_rows(result, [case]))
     assert loss.item() == pytest.approx(case["loss"], abs=2e-5)

@@ -20,7 +20,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def fake_liger(monkeypatch):
     """A library that knows Llama models, keeps what it was asked, and does to the model what ``asked["does"]`` says."""
     heard = {"does": lambda model: None}
 
@@ -43,12 +43,12 @@ def asked(monkeypatch):
     return heard
 
 
-def options(**given):
-    usual = {"enable_liger_kernel": None}
-    return SimpleNamespace(**{**usual, "liger_kernel_config": None, "use_cpu": True, **given})
+def options(**overrides):
+    defaults = {"enable_liger_kernel": None}
+    return SimpleNamespace(**{**defaults, "liger_kernel_config": None, "use_cpu": True, **overrides})
 
 
-@pytest.mark.usefixtures("asked")
+@pytest.mark.usefixtures("fake_liger")
 def test_liger_kernels_are_used_only_on_gpu():
     assert takes_liger(options(), GPU)
     assert not takes_liger(options(enable_liger_kernel=False), GPU)
@@ -57,38 +57,38 @@ def test_liger_kernels_are_used_only_on_gpu():
 
 def test_requesting_liger_on_cpu_or_without_library_is_rejected(monkeypatch):
     monkeypatch.setattr(liger, "find_spec", lambda name: None)
-    said = "\n".join(map(str, check_liger(options(enable_liger_kernel=True))))
-    assert '"enable_liger_kernel" is true, but its kernels run on a GPU only' in said
-    assert "liger-kernel, which is not installed" in said
+    message = "\n".join(map(str, check_liger(options(enable_liger_kernel=True))))
+    assert '"enable_liger_kernel" is true, but its kernels run on a GPU only' in message
+    assert "liger-kernel, which is not installed" in message
     assert check_liger(options()) == []
 
 
-def test_liger_losses_are_never_used(asked):
+def test_liger_losses_are_never_used(fake_liger):
     notes = apply_liger(tiny_model("llama"), {"rope": False, "fused_linear_cross_entropy": True})
-    assert asked["switches"] == {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
+    assert fake_liger["switches"] == {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
     assert "fused_linear_cross_entropy has no effect" in notes[0]
 
 
-@pytest.mark.usefixtures("asked")
+@pytest.mark.usefixtures("fake_liger")
 def test_unknown_liger_kernel_is_rejected_with_nearest_name():
     with pytest.raises(UserError, match=r'llama models have no "rmsnorm"\. Did you mean "rms_norm"'):
         apply_liger(tiny_model("llama"), {"rmsnorm": True})
 
 
-@pytest.mark.usefixtures("asked")
+@pytest.mark.usefixtures("fake_liger")
 def test_unsupported_model_is_rejected_if_requested_or_unchanged():
     with pytest.raises(UserError, match='no kernels for a model of type "gpt2"'):
         apply_liger(tiny_model("gpt2"), None)
     assert apply_liger(tiny_model("gpt2"), None, is_asked=False) == []
 
 
-def test_kernels_that_change_model_outputs_are_rejected(asked):
-    asked["does"] = lambda model: model.model.norm.weight.data.mul_(1.5)
+def test_kernels_that_change_model_outputs_are_rejected(fake_liger):
+    fake_liger["does"] = lambda model: model.model.norm.weight.data.mul_(1.5)
     with pytest.raises(UserError, match="change what this LlamaForCausalLM computes"):
         apply_liger(tiny_model("llama"), None)
 
 
-@pytest.mark.usefixtures("asked")
+@pytest.mark.usefixtures("fake_liger")
 def test_trainer_rejects_liger_on_cpu(tmp_path):
     rows = [{"input_ids": ids, "labels": ids} for ids in token_ids().tolist()]
     args = TrainingArguments(str(tmp_path), use_liger_kernel=True, use_cpu=True, report_to=[])

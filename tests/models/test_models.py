@@ -30,8 +30,8 @@ from burnish.utils.patching import patch_summary
 from tiny_models import CONFIGS, VOCABULARY, saved_model, tiny_model, tiny_tokenizer, token_ids
 
 
-def options(folder, **given):
-    return ModelOptions(model_name_or_path=str(folder), **given)
+def options(folder, **overrides):
+    return ModelOptions(model_name_or_path=str(folder), **overrides)
 
 
 def full(model):
@@ -93,12 +93,12 @@ def test_from_scratch_is_random_with_seed_and_reads_no_weights(tmp_path):
     saved_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     assert check_model(options(tmp_path, train_from_scratch=True)) == []
-    found = []
+    result = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        found.append(logits(load_model(options(tmp_path, train_from_scratch=True))))
-    assert torch.equal(found[0], found[1])
-    assert not torch.allclose(found[0], found[2])
+        result.append(logits(load_model(options(tmp_path, train_from_scratch=True))))
+    assert torch.equal(result[0], result[1])
+    assert not torch.allclose(result[0], result[2])
     torch.manual_seed(1)
     small = load_model(options(tmp_path, train_from_scratch=True), dtype=torch.bfloat16)
     torch.manual_seed(1)
@@ -170,14 +170,14 @@ def test_missing_end_token_is_found_in_vocabulary_and_reported(tmp_path):
 
 
 def test_new_tokens_get_rows_and_old_rows_are_unchanged(tmp_path):
-    asked = options(saved_model(tmp_path), add_special_tokens=["<think>"], add_tokens=["w60000"])
+    overrides = options(saved_model(tmp_path), add_special_tokens=["<think>"], add_tokens=["w60000"])
     notes = []
-    tokenizer = load_tokenizer(asked, notes)
+    tokenizer = load_tokenizer(overrides, notes)
     assert len(tokenizer) == VOCABULARY + 2
     assert tokenizer.encode("w5 <think> w60000") == [9, VOCABULARY + 1, VOCABULARY]
-    model = load_model(asked)
+    model = load_model(overrides)
     before = model.get_input_embeddings().weight.detach().clone()
-    fit_vocabulary(model, tokenizer, asked, notes)
+    fit_vocabulary(model, tokenizer, overrides, notes)
     after = model.get_input_embeddings().weight
     assert after.shape[0] == 2 * VOCABULARY  # the next multiple of 64
     assert torch.equal(after[:VOCABULARY], before)
@@ -208,14 +208,14 @@ def test_model_is_counted_without_weights(family):
 
 
 def test_rope_scaling_extends_context_to_longest_row(tmp_path):
-    asked = options(saved_model(tmp_path), rope_scaling="linear")
+    overrides = options(saved_model(tmp_path), rope_scaling="linear")
     notes = []
-    config = load_config(asked, max_length=100, notes=notes)
+    config = load_config(overrides, max_length=100, notes=notes)
     assert context_length(config) == 128
     assert "from 64 to 128 tokens (linear, factor 2)" in notes[0]
-    stretched = load_model(asked, config=config).model.rotary_emb.inv_freq
+    stretched = load_model(overrides, config=config).model.rotary_emb.inv_freq
     torch.testing.assert_close(stretched, load_model(options(tmp_path)).model.rotary_emb.inv_freq / 2)
-    assert "no effect" in _notes_of(asked, 50)[0]
+    assert "no effect" in _notes_of(overrides, 50)[0]
     saved_model(tmp_path / "gpt2", "gpt2")
     with pytest.raises(UserError, match="rope_scaling"):
         load_config(options(tmp_path / "gpt2", rope_scaling="yarn"), max_length=100)
@@ -272,7 +272,7 @@ def test_checkpointing_gives_the_same_gradients(kind, arguments):
     from burnish.config.options import union
 
     made = union("Options", FinetuningOptions, LoraOptions)(finetuning_type=kind, lora_dropout=0.3)
-    found = []
+    result = []
     for checkpointed in (False, True):
         torch.manual_seed(0)
         model = ADAPTERS[kind](made, []).attach(tiny_model()).train()
@@ -287,11 +287,11 @@ def test_checkpointing_gives_the_same_gradients(kind, arguments):
             assert all(layer.gradient_checkpointing for layer in model.model.layers)
         torch.manual_seed(1)
         model(token_ids(), labels=token_ids()).loss.backward()
-        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    assert found[0].keys() == found[1].keys()
-    assert found[0]
-    for name, gradient in found[0].items():
-        assert torch.equal(gradient, found[1][name]), name
+        result.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert result[0].keys() == result[1].keys()
+    assert result[0]
+    for name, gradient in result[0].items():
+        assert torch.equal(gradient, result[1][name]), name
 
 
 def test_full_training_updates_all_weights_in_float32_and_keeps_ties():
@@ -306,11 +306,11 @@ def test_full_training_updates_all_weights_in_float32_and_keeps_ties():
 
 
 def tensors_in(folder):
-    found = {}
+    result = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-    return found
+            result |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+    return result
 
 
 def test_model_is_saved_in_source_dtype_and_checkpoint_in_float32(tmp_path):
@@ -324,10 +324,10 @@ def test_model_is_saved_in_source_dtype_and_checkpoint_in_float32(tmp_path):
     assert "lm_head.weight" not in written  # tied: once
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert model.config.dtype == torch.bfloat16
-    held = ModelState(model, adapter).state_dict()
-    assert {tensor.dtype for tensor in held.values()} == {torch.float32}
-    assert len(held) == len(written)
-    assert torch.equal(held["model.norm.weight"], model.model.norm.weight)
+    stored = ModelState(model, adapter).state_dict()
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
+    assert len(stored) == len(written)
+    assert torch.equal(stored["model.norm.weight"], model.model.norm.weight)
     save_model(model, tiny_tokenizer(), tmp_path / "wide", dtype=torch.float32)
     assert torch.equal(tensors_in(tmp_path / "wide")["model.norm.weight"], model.model.norm.weight)
 

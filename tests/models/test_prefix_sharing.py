@@ -23,7 +23,7 @@ from burnish.models.patches.capabilities import find_capabilities
 from burnish.parallel.options import ParallelOptions
 from burnish.run.build import wants_prefix_sharing
 from burnish.utils.patching import PatchOptions
-from small_run import as_words, make_user
+from small_run import as_arguments, make_workspace
 from tiny_shapes import KEEPS_APART, tiny
 
 Options = union("Options", LmOptions, BatchingOptions, ParallelOptions, PatchOptions)
@@ -51,26 +51,26 @@ def rows_of_a_tree(seed=0, num=9):
 
 
 def test_common_prefix_of_two_rows_becomes_a_shared_segment():
-    found = segments([row([1, 2, 3, 4, 5], 4), row([1, 2, 3, 6, 7, 8], 5), row([9, 9], 1)], least_skipped=1)
-    pieces = {(segment.sequence, segment.begin, segment.end, len(segment.path)) for segment in found}
+    result = segments([row([1, 2, 3, 4, 5], 4), row([1, 2, 3, 6, 7, 8], 5), row([9, 9], 1)], least_skipped=1)
+    pieces = {(segment.sequence, segment.begin, segment.end, len(segment.path)) for segment in result}
     assert pieces == {(0, 0, 3, 0), (0, 3, 4, 1), (1, 3, 5, 1), (2, 0, 1, 0)}
-    assert all(parent < number for number, segment in enumerate(found) for parent in segment.path)
+    assert all(parent < number for number, segment in enumerate(result) for parent in segment.path)
 
 
 def test_segments_of_a_row_cover_it_up_to_last_learned_token():
     sequences = rows_of_a_tree()
-    found = segments(sequences, least_skipped=4)
-    assert max(len(segment.path) for segment in found) == 2  # one goes on from a prompt that goes on from another
-    ends = {segment.sequence: segment for segment in found if segment.is_last}
+    result = segments(sequences, least_skipped=4)
+    assert max(len(segment.path) for segment in result) == 2  # one goes on from a prompt that goes on from another
+    ends = {segment.sequence: segment for segment in result if segment.is_last}
     for number, sequence in enumerate(sequences):
-        pieces = [*(found[parent] for parent in ends[number].path), ends[number]]
-        said = [id for s in pieces for id in sequences[s.sequence]["input_ids"][s.begin : s.end]]
-        assert said == sequence["input_ids"][:-1]
+        pieces = [*(result[parent] for parent in ends[number].path), ends[number]]
+        message = [id for s in pieces for id in sequences[s.sequence]["input_ids"][s.begin : s.end]]
+        assert message == sequence["input_ids"][:-1]
 
 
 def test_shared_prefix_ends_before_position_predicting_a_learned_token():
-    found = segments([row([1, 2, 3, 4, 5], 3), row([1, 2, 3, 4, 6], 3)], least_skipped=1)
-    assert (found[0].begin, found[0].end) == (0, 2)  # token 2 predicts token 3, which is learned
+    result = segments([row([1, 2, 3, 4, 5], 3), row([1, 2, 3, 4, 6], 3)], least_skipped=1)
+    assert (result[0].begin, result[0].end) == (0, 2)  # token 2 predicts token 3, which is learned
     assert all(not segment.path for segment in segments([row([1, 2, 3], 0), row([1, 2, 3], 0)], least_skipped=1))
 
 
@@ -78,17 +78,17 @@ def test_equal_ids_of_different_images_are_not_shared():
     same = [row([1, 9, 9, 2, 3, 4, 5], 6) for _ in range(3)]
     hashes = [[0, 7, 7, 0, 0, 0, 0], [0, 8, 8, 0, 0, 0, 0], [0, 7, 7, 0, 0, 0, 0]]
     imaged = [{**each, "content_hashes": those} for each, those in zip(same, hashes, strict=True)]
-    found = segments([*imaged, same[0]], least_skipped=2)
-    shared = {(segment.begin, segment.end) for segment in found if not segment.is_last}
+    result = segments([*imaged, same[0]], least_skipped=2)
+    shared = {(segment.begin, segment.end) for segment in result if not segment.is_last}
     assert shared == {(0, 1), (1, 5)}  # all share the first id, the first and the third row the image too
-    assert {s.sequence for s in found if s.is_last and len(s.path) == 2} == {0, 2}
+    assert {s.sequence for s in result if s.is_last and len(s.path) == 2} == {0, 2}
 
 
 def test_tokens_after_last_learned_one_and_unlearned_rows_are_skipped():
     ends_early = {"input_ids": [1, 2, 3, 4, 5], "labels": [-100, 2, 3, -100, -100]}
     nothing = {"input_ids": [6, 7], "labels": [6, -100]}
-    found = segments([ends_early, nothing])
-    assert [(segment.sequence, segment.begin, segment.end) for segment in found] == [(0, 0, 2)]
+    result = segments([ends_early, nothing])
+    assert [(segment.sequence, segment.begin, segment.end) for segment in result] == [(0, 0, 2)]
 
 
 def test_label_of_last_token_is_stored_at_start_of_next_row():
@@ -231,12 +231,12 @@ def test_positions_depending_on_longest_row_need_all_tokens():
 
 
 def test_embedding_noise_and_loss_over_all_tokens_need_all_tokens():
-    for family, given in (
+    for family, overrides in (
         ("llama", {"neftune_noise_alpha": 5.0}),
         ("mixtral", {}),
         ("llama", {"needed_tokens_only": False}),
     ):
-        options, model = Options(**given), tiny(family)
+        options, model = Options(**overrides), tiny(family)
         make_padding_free(model)
         assert not wants_prefix_sharing(SftObjective(options, template=None), model, options, torch.device("cpu"))
     options = Options(router_aux_loss_coef=0.0)
@@ -259,11 +259,13 @@ def test_run_gives_the_same_weights(tmp_path, method):
     from safetensors.torch import load_file
 
     system = "You are a helpful assistant who knows the colors of stones and rivers, and answers in one word."
-    given = make_user(tmp_path, default_system=system, finetuning_type=method, include_num_input_tokens_seen=True)
+    options = make_workspace(
+        tmp_path, default_system=system, finetuning_type=method, include_num_input_tokens_seen=True
+    )
     made = {}
     for shares in (True, False):
         out = tmp_path / str(shares)
-        assert main(["train", *as_words({**given, "needed_tokens_only": shares, "output_dir": str(out)})]) == 0
+        assert main(["train", *as_arguments({**options, "needed_tokens_only": shares, "output_dir": str(out)})]) == 0
         name = "model.safetensors" if method == "full" else "adapter_model.safetensors"
         made[shares] = load_file(out / name), json.loads((out / "trainer_state.json").read_text())
     for name, weight in made[False][0].items():
@@ -272,10 +274,10 @@ def test_run_gives_the_same_weights(tmp_path, method):
 
 
 def test_explain_reports_skipped_tokens(tmp_path, capsys):
-    given = make_user(tmp_path, default_system="You are a helpful assistant who answers in one word.")
-    assert main(["explain", *as_words(given)]) == 0
+    options = make_workspace(tmp_path, default_system="You are a helpful assistant who answers in one word.")
+    assert main(["explain", *as_arguments(options)]) == 0
     assert "skipped tokens" in capsys.readouterr().out
     drawing = {"finetuning_type": "lora", "lora_dropout": 0.1}
     for other in ({"needed_tokens_only": False}, {"neftune_noise_alpha": 5}, drawing):
-        assert main(["explain", *as_words({**given, **other})]) == 0
+        assert main(["explain", *as_arguments({**options, **other})]) == 0
         assert "skipped tokens" not in capsys.readouterr().out

@@ -19,7 +19,7 @@ from burnish.cli import main
 from burnish.models.quantization.quantize import use_kernels_that_train
 from burnish.run import build
 from dense_weights import dense
-from small_run import as_words, make_user
+from small_run import as_arguments, make_workspace
 
 G = 16
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
@@ -70,27 +70,27 @@ def quantize(folder, method):
     return weights
 
 
-def ready(tmp_path, method, **given):
+def ready(tmp_path, method, **options):
     """The options of a run over a packed model, and the weights of its layers."""
-    given = make_user(
+    options = make_workspace(
         tmp_path, finetuning_type="lora", learning_rate=1e-2, plot_loss=False, max_steps=6, save_steps=4,
-        save_strategy="steps", **given,
+        save_strategy="steps", **options,
     )  # fmt: skip
-    return given, quantize(tmp_path / "model", method)
+    return options, quantize(tmp_path / "model", method)
 
 
 @pytest.fixture
 def models(monkeypatch):
     """Every model that a run trains, in order."""
-    found = []
+    result = []
     original = build.fit_vocabulary
 
     def kept(model, *more):
-        found.append(model)
+        result.append(model)
         return original(model, *more)
 
     monkeypatch.setattr(build, "fit_vocabulary", kept)
-    return found
+    return result
 
 
 def log_of(folder):
@@ -103,9 +103,9 @@ def test_prequantized_model_trains_resumes_generates_and_loads_in_peft(method, t
     if method == "gptq":
         pytest.importorskip("optimum")
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
-    given, weights = ready(tmp_path, method)
+    overrides, weights = ready(tmp_path, method)
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
-    assert main(["train", *as_words(given)]) == 0
+    assert main(["train", *as_arguments(overrides)]) == 0
     assert f"On a CPU, weights of {method} use the kernel" in capfd.readouterr().out
 
     losses = [entry["loss"] for entry in log_of(tmp_path / "out") if "loss" in entry]
@@ -115,18 +115,18 @@ def test_prequantized_model_trains_resumes_generates_and_loads_in_peft(method, t
     for layer, weight in weights.items():
         torch.testing.assert_close(dense(model.get_submodule(layer).base_layer), weight, rtol=1e-3, atol=1e-4)
 
-    again = {**given, "output_dir": str(tmp_path / "again"), "save_steps": 6,
+    again = {**overrides, "output_dir": str(tmp_path / "again"), "save_steps": 6,
              "resume_from_checkpoint": str(tmp_path / "out" / "checkpoint-4")}  # fmt: skip
-    assert main(["train", *as_words(again)]) == 0
+    assert main(["train", *as_arguments(again)]) == 0
     whole, resumed = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "again"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     assert any(bool(tensor.any()) for name, tensor in whole.items() if "lora_B" in name)
 
-    asked = {"do_train": False, "do_predict": True, "predict_with_generate": True, "predict_metrics": "exact_match",
-             "max_new_tokens": 3, "adapter_name_or_path": str(tmp_path / "out"), "output_dir": str(tmp_path / "said"),
-             "eval_dataset": given["dataset"], "max_samples": 4}  # fmt: skip
-    kept = {name: given[name] for name in ("model_name_or_path", "finetuning_type", "use_cpu", "cutoff_len")}
-    assert main(["train", *as_words({**kept, **asked})]) == 0
+    options = {"do_train": False, "do_predict": True, "predict_with_generate": True, "predict_metrics": "exact_match",
+               "max_new_tokens": 3, "adapter_name_or_path": str(tmp_path / "out"), "output_dir": str(tmp_path / "said"),
+               "eval_dataset": overrides["dataset"], "max_samples": 4}  # fmt: skip
+    kept = {name: overrides[name] for name in ("model_name_or_path", "finetuning_type", "use_cpu", "cutoff_len")}
+    assert main(["train", *as_arguments({**kept, **options})]) == 0
     assert len((tmp_path / "said" / "generated_predictions.jsonl").read_text().splitlines()) == 4
 
     peft = pytest.importorskip("peft")
@@ -143,9 +143,9 @@ def test_prequantized_model_trains_resumes_generates_and_loads_in_peft(method, t
 @pytest.mark.parametrize("method", DESCRIBED)
 def test_prequantized_model_without_library_suggests_installation(method, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("burnish.models.quantization.quantize.find_spec", lambda name: None)
-    given, _ = ready(tmp_path, method)
-    assert main(["train", *as_words(given)]) == 2
-    said = capfd.readouterr().err
-    assert f"its weights are quantized by {method}" in said
-    assert "pip install gptqmodel" in said
+    options, _ = ready(tmp_path, method)
+    assert main(["train", *as_arguments(options)]) == 2
+    output = capfd.readouterr().err
+    assert f"its weights are quantized by {method}" in output
+    assert "pip install gptqmodel" in output
     assert not (tmp_path / "out").exists()

@@ -23,9 +23,9 @@ from burnish.models.quantization import quantize
 from burnish.models.quantization.quantize import check_quantization, check_quantized_files, quantized_by
 from burnish.run.plan.plan import RunOptions
 from dense_weights import dense
-from small_run import as_words, make_model, make_user
-from tiny_lora import adapted as adapted_layer
-from tiny_lora import factors
+from small_run import as_arguments, make_model, make_workspace
+from tiny_lora import add_lora_adapters as adapted_layer
+from tiny_lora import lora_factors
 
 # Dettmers et al. 2023, appendix E: the quantiles of a normal distribution, both ends at one.
 NF4 = np.array([
@@ -53,8 +53,8 @@ def wide_model(folder):
     return folder
 
 
-def load(folder, **given):
-    return load_model(RunOptions(model_name_or_path=str(folder), finetuning_type="lora", **given))
+def load(folder, **options):
+    return load_model(RunOptions(model_name_or_path=str(folder), finetuning_type="lora", **options))
 
 
 def nf4(weight):
@@ -87,7 +87,7 @@ def product(lora, x, *names):
     weight, bias = dense(lora.base_layer).numpy(), lora.base_layer.bias.float().numpy()
     result = x.numpy() @ weight.T + bias
     for name in names:
-        a, b = (factor.detach().numpy() for factor in factors(lora, name))
+        a, b = (factor.detach().numpy() for factor in lora_factors(lora, name))
         result = result + lora.scaling[name] * (x.numpy() @ a.T @ b.T)
     return result
 
@@ -104,11 +104,11 @@ def test_4_bit_weights_are_nearest_of_16_values(bnb):
 def test_model_is_quantized_while_loading_except_head(bnb, tmp_path):
     folder = wide_model(tmp_path / "model")
     plain = load(folder).model.layers[0].mlp.up_proj.weight.detach().numpy()
-    for given, tolerance in (
+    for options, tolerance in (
         ({"quantization_bit": 4, "double_quantization": False}, 1e-6),
         ({"quantization_bit": 4}, 2e-3),  # the scales of the blocks have 8 bits
     ):
-        model = load(folder, **given)
+        model = load(folder, **options)
         layer = model.model.layers[0].mlp.up_proj
         assert type(layer).__name__ == "Linear4bit"
         assert_close(dense(layer), nf4(plain), tolerance)
@@ -125,7 +125,7 @@ def test_lora_over_4_bits_matches_formula_and_keeps_base(bnb):
     before = lora.base_layer.weight.data.clone()
     assert_close(lora(x), product(lora, x, "default"))
     lora(x).square().sum().backward()
-    a, b = factors(lora, "default")
+    a, b = lora_factors(lora, "default")
     assert a.grad.abs().sum() > 0
     assert b.grad.abs().sum() > 0
     with torch.no_grad():
@@ -136,13 +136,13 @@ def test_lora_over_4_bits_matches_formula_and_keeps_base(bnb):
 def test_lora_gradients_use_dequantized_weight(bnb):
     lora, x = adapted(bnb), torch.randn(6, 64, requires_grad=True)
     lora(x).square().sum().backward()
-    own = [x.grad.clone(), *(factor.grad.clone() for factor in factors(lora, "default"))]
+    own = [x.grad.clone(), *(factor.grad.clone() for factor in lora_factors(lora, "default"))]
     weight, bias = dense(lora.base_layer), lora.base_layer.bias
     leaf = x.detach().clone().requires_grad_()
-    a, b = (factor.detach().clone().requires_grad_() for factor in factors(lora, "default"))
+    a, b = (factor.detach().clone().requires_grad_() for factor in lora_factors(lora, "default"))
     (leaf @ weight.t() + bias + 2.0 * (leaf @ a.t() @ b.t())).square().sum().backward()
-    for found, expected in zip(own, (leaf.grad, a.grad, b.grad), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    for result, expected in zip(own, (leaf.grad, a.grad, b.grad), strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_disabled_adapter_gives_the_base_output(bnb):
@@ -161,15 +161,15 @@ def test_active_adapters_are_summed_and_missing_ones_skipped(bnb):
 def test_each_row_uses_its_adapter(bnb):
     lora, x = adapted(bnb, names=("one", "two")), torch.randn(3, 2, 64)
     with rows_through(nn.ModuleList([lora]), ["two", "__base__", "one"]):
-        found = lora(x)
+        result = lora(x)
     for row, names in zip(range(3), (("two",), (), ("one",)), strict=True):
-        assert_close(found[row], product(lora, x[row], *names))
+        assert_close(result[row], product(lora, x[row], *names))
 
 
 def test_factors_are_float32_and_output_has_input_dtype(bnb):
     lora = adapted(bnb, compute_dtype=torch.bfloat16)
     x = torch.randn(3, 64).bfloat16()
-    assert factors(lora, "default")[0].dtype == torch.float32
+    assert lora_factors(lora, "default")[0].dtype == torch.float32
     assert lora(x).dtype == torch.bfloat16
     assert_close(lora(x), product(lora, x.float(), "default"), 0.05)
 
@@ -178,7 +178,7 @@ def test_dora_over_4_bits_is_magnitude_times_direction(bnb):
     lora, x = adapted(bnb, use_dora=True), torch.randn(4, 64)
     with torch.no_grad():
         lora.lora_magnitude_vector["default"].weight.mul_(1.5)
-    a, b = (factor.detach().numpy() for factor in factors(lora, "default"))
+    a, b = (factor.detach().numpy() for factor in lora_factors(lora, "default"))
     weight = dense(lora.base_layer).numpy() + 2.0 * b @ a
     length = lora.lora_magnitude_vector["default"].weight.detach().numpy()
     direction = weight / np.linalg.norm(weight, axis=1, keepdims=True)
@@ -216,17 +216,17 @@ def test_qlora_trains_and_resumes_bitwise_equal(bnb, tmp_path, monkeypatch, bits
 
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     wide_model(tmp_path / "model")
-    given = make_user(
+    options = make_workspace(
         tmp_path, finetuning_type="lora", quantization_bit=bits, val_size=4, eval_strategy="steps", eval_steps=3,
         save_strategy="steps", save_steps=5, learning_rate=1e-2,
     )  # fmt: skip
-    assert main(["train", *as_words(given)]) == 0
+    assert main(["train", *as_arguments(options)]) == 0
     whole = load_file(tmp_path / "out" / "adapter_model.safetensors")
     log = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
     losses = [entry["loss"] for entry in log if "loss" in entry]
     assert losses[-1] < losses[0]
-    given |= {"output_dir": str(tmp_path / "again"), "resume_from_checkpoint": str(tmp_path / "out" / "checkpoint-5")}
-    assert main(["train", *as_words(given)]) == 0
+    options |= {"output_dir": str(tmp_path / "again"), "resume_from_checkpoint": str(tmp_path / "out" / "checkpoint-5")}
+    assert main(["train", *as_arguments(options)]) == 0
     resumed = load_file(tmp_path / "again" / "adapter_model.safetensors")
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
@@ -235,12 +235,12 @@ def test_qlora_trains_and_resumes_bitwise_equal(bnb, tmp_path, monkeypatch, bits
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def options(**given):
-    return RunOptions(**{"model_name_or_path": "m", "finetuning_type": "lora", **given})
+def options(**overrides):
+    return RunOptions(**{"model_name_or_path": "m", "finetuning_type": "lora", **overrides})
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("overrides", "words"),
     [
         ({"finetuning_type": "full"}, "finetuning_type: lora"),
         ({"finetuning_type": "freeze"}, "finetuning_type: lora"),
@@ -250,11 +250,11 @@ def options(**given):
         ({"adapter_name_or_path": ["a"], "create_new_adapter": True}, "burnish export"),
     ],
 )
-def test_unsupported_quantized_training_is_rejected_with_remedy(monkeypatch, given, words):
+def test_unsupported_quantized_training_is_rejected_with_remedy(monkeypatch, overrides, words):
     monkeypatch.setattr(quantize, "find_spec", lambda name: SimpleNamespace())
-    (problem,) = check_quantization(options(quantization_bit=4, **given))
+    (problem,) = check_quantization(options(quantization_bit=4, **overrides))
     assert words in str(problem)
-    assert not check_quantization(options(**given))
+    assert not check_quantization(options(**overrides))
 
 
 def test_missing_quantization_library_is_reported_with_its_extra(monkeypatch):
@@ -284,10 +284,10 @@ def test_prequantized_files_are_not_requantized_or_fully_trained(monkeypatch):
 def test_packed_weights_use_kernels_with_a_backward_pass(method, backend, device, expected):
     described = {"quant_method": method, "bits": 4, "backend": backend}
     wanted = {"gptq": "gptq_torch", "awq": "torch_awq"}[method] if expected == "plain" else expected
-    for given in (described.copy(), SimpleNamespace(**described)):
-        said = quantize.use_kernels_that_train(SimpleNamespace(quantization_config=given), device)
-        assert (given["backend"] if isinstance(given, dict) else given.backend) == wanted
-        assert (wanted in said) == (expected == "plain")
+    for options in (described.copy(), SimpleNamespace(**described)):
+        message = quantize.use_kernels_that_train(SimpleNamespace(quantization_config=options), device)
+        assert (options["backend"] if isinstance(options, dict) else options.backend) == wanted
+        assert (wanted in message) == (expected == "plain")
 
 
 def test_other_models_are_unchanged():

@@ -21,7 +21,7 @@ from burnish.models.images.features import make_seeing
 from burnish.models.images.processor import ImageProcessor
 from burnish.models.images.prompts import inputs_of_images
 from burnish.models.patches.capabilities import find_capabilities
-from seeing import GOLDEN, WAYS, image_models
+from vision_models import COLLATE_FUNCTIONS, GOLDEN, image_models
 
 GOLD = json.loads((GOLDEN / "videos.json").read_text())
 FAMILIES = list(dict.fromkeys(case["family"] for case in GOLD))
@@ -52,7 +52,12 @@ def _built(name, folder):
 
     def collator(way):
         return ImageCollator(
-            WAYS[way], WAYS[way], layout, processor, images_of, lambda image: processor.tensors(family.prepared(image))
+            COLLATE_FUNCTIONS[way],
+            COLLATE_FUNCTIONS[way],
+            layout,
+            processor,
+            images_of,
+            lambda image: processor.tensors(family.prepared(image)),
         )
 
     rows = {case: _row(family, gold, folder) for case, gold in cases.items()}
@@ -65,67 +70,69 @@ def _built(name, folder):
 def _row(family, gold, folder):
     names = gold["frames"]
     image_models().write_images(folder, [*names, *filter(None, [gold["image"]])])
-    given = [read_video(Sight(), [str(folder / one) for one in names], "videos[0]", fps=gold["fps"])]
+    options = [read_video(Sight(), [str(folder / one) for one in names], "videos[0]", fps=gold["fps"])]
     if gold["image"]:
-        given.insert(0, read_header(folder / gold["image"]))
+        options.insert(0, read_header(folder / gold["image"]))
     ids = array("i", family.tokenizer.encode(gold["text"], add_special_tokens=False))
-    made = Marks(family).expanded(ids, given)
+    made = Marks(family).expanded(ids, options)
     return {"input_ids": list(made.ids), "labels": list(made.ids), "images": images_column(made.images)}
 
 
 @pytest.mark.parametrize("case", ["even", "odd", "large", "both"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_video_rows_tensors_and_positions_match_transformers(models, name, case):
-    found, gold = models(name), models(name).cases[case]
-    row = found.rows[case]
+    result, gold = models(name), models(name).cases[case]
+    row = result.rows[case]
     assert row["input_ids"] == gold["input_ids"]
     video = images_of(row)[-1]
-    assert [list(found.family.video_grid(video))] == gold["video_grid_thw"]
-    patches, _ = found.family.prepared(video)
-    assert found.family.patches_of(video) == len(patches)
+    assert [list(result.family.video_grid(video))] == gold["video_grid_thw"]
+    patches, _ = result.family.prepared(video)
+    assert result.family.patches_of(video) == len(patches)
     assert float(patches.mean()) == pytest.approx(gold["mean"], abs=LEVEL)
     assert float(abs(patches).mean()) == pytest.approx(gold["abs"], abs=LEVEL)
     assert patches[-1, :8].tolist() == pytest.approx(gold["corner"], abs=LEVEL)
-    batch = found.collator("padded")([row])
+    batch = result.collator("padded")([row])
     assert batch["position_ids"][:, 0].tolist() == gold["position_ids"]
     if "loss" in gold:
         with torch.no_grad():
-            loss = loss_of(found, "padded", [row])
+            loss = loss_of(result, "padded", [row])
         assert loss.item() == pytest.approx(gold["loss"], abs=2e-3)  # of pixels that differ by a level
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_video_losses_and_gradients_match_single_rows(models, name):
-    found = models(name)
-    text = found.rows["even"]["input_ids"][-9:]
-    rows = [found.rows["even"], found.rows["both"], {"input_ids": text, "labels": text}, found.rows["odd"]]
+    result = models(name)
+    text = result.rows["even"]["input_ids"][-9:]
+    rows = [result.rows["even"], result.rows["both"], {"input_ids": text, "labels": text}, result.rows["odd"]]
     count = sum(len(row["input_ids"]) - 1 for row in rows)
-    found.model.requires_grad_(True).zero_grad()
-    alone = sum(loss_of(found, "padded", [row]) * (len(row["input_ids"]) - 1) for row in rows) / count
+    result.model.requires_grad_(True).zero_grad()
+    alone = sum(loss_of(result, "padded", [row]) * (len(row["input_ids"]) - 1) for row in rows) / count
     alone.backward()
-    expected = {name: p.grad.clone() for name, p in found.model.named_parameters() if p.grad is not None}
+    expected = {name: p.grad.clone() for name, p in result.model.named_parameters() if p.grad is not None}
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     for way in ("padded",) if name == "qwen3_5" else ("flat", "padded"):
         for order in islice(permutations(range(4)), 0, 24, 6):
-            found.model.zero_grad()
-            loss = loss_of(found, way, [rows[number] for number in order])
+            result.model.zero_grad()
+            loss = loss_of(result, way, [rows[number] for number in order])
             loss.backward()
             assert loss.item() == pytest.approx(alone.item(), abs=1e-5)
-            for path, parameter in found.model.named_parameters():
+            for path, parameter in result.model.named_parameters():
                 if path in expected:
                     assert float((parameter.grad - expected[path]).abs().max()) <= 1e-5 * largest, path
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompt_with_video_has_logits_of_its_row(models, name):
-    found, row = models(name), models(name).rows["both"]
-    reader = ImageReader(found.model, found.family, Sight())
-    given = SimpleNamespace(ids=row["input_ids"], start=0, images=reader.of(row)["images"])
+    result, row = models(name), models(name).rows["both"]
+    reader = ImageReader(result.model, result.family, Sight())
+    options = SimpleNamespace(ids=row["input_ids"], start=0, images=reader.of(row)["images"])
     ids = torch.tensor([row["input_ids"]])
-    told = torch.arange(ids.shape[1])[None]
-    batch = found.collator("padded")([row])
+    reported = torch.arange(ids.shape[1])[None]
+    batch = result.collator("padded")([row])
     batch.pop("labels"), batch.pop("num_tokens", None), batch.pop("content_hashes")
     with torch.no_grad():
-        expected = found.model(**batch, use_cache=False).logits
-        logits = found.model(input_ids=ids, **inputs_of_images(found.model, [given], told), use_cache=False).logits
+        expected = result.model(**batch, use_cache=False).logits
+        logits = result.model(
+            input_ids=ids, **inputs_of_images(result.model, [options], reported), use_cache=False
+        ).logits
     assert torch.allclose(logits, expected, atol=1e-5)

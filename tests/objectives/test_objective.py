@@ -12,9 +12,9 @@ from burnish.losses.base import OBJECTIVES
 from burnish.losses.lm import PretrainObjective, SftObjective
 from burnish.losses.logits import target_positions
 from burnish.losses.neftune import sequence_lengths
-from few import few
-from steps import Options, cut, fitted, gradients, rows
+from representative import representative
 from tiny_shapes import tiny
+from training_step import Options, fit_objective, gradients, rows, split_rows
 
 
 def reference(model, all_rows):
@@ -48,11 +48,11 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("size", [8, 2, 1], ids=["1 x 8", "4 x 2", "8 x 1"])
-@pytest.mark.parametrize("family", few(["llama", "qwen2"], 1))
+@pytest.mark.parametrize("family", representative(["llama", "qwen2"], 1))
 def test_step_does_not_depend_on_micro_batching_and_layout(family, size, layout):
     all_rows = rows()
     expected = reference(tiny(family), all_rows)
-    same(gradients(tiny(family), cut(all_rows, size), **layout), expected)
+    same(gradients(tiny(family), split_rows(all_rows, size), **layout), expected)
 
 
 @pytest.mark.parametrize("layout", ["flat", "padded"])
@@ -60,21 +60,21 @@ def test_packed_step_equals_step_of_its_rows(layout):
     all_rows = rows()
     packs = pack(all_rows, 40)
     assert 1 < len(packs) < len(all_rows)
-    same(gradients(tiny(), cut(packs, 2), **LAYOUTS[layout]), reference(tiny(), all_rows))
+    same(gradients(tiny(), split_rows(packs, 2), **LAYOUTS[layout]), reference(tiny(), all_rows))
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "mistral", "cohere", "bloom", "opt", "stablelm", "falcon"])
 def test_other_families_take_the_same_step(family):
     all_rows = rows(4)
-    same(gradients(tiny(family), cut(all_rows, 2)), reference(tiny(family), all_rows), 5e-6)
+    same(gradients(tiny(family), split_rows(all_rows, 2)), reference(tiny(family), all_rows), 5e-6)
 
 
 def test_token_weights_scale_loss_and_count_in_the_mean():
     all_rows = rows(weights=True)
-    flat = gradients(tiny(), cut(all_rows, 4))
-    same(flat, gradients(tiny(), cut(all_rows, 1), padding_free=False, fused_loss=False))
+    flat = gradients(tiny(), split_rows(all_rows, 4))
+    same(flat, gradients(tiny(), split_rows(all_rows, 1), padding_free=False, fused_loss=False))
     doubled = [{**row, "loss_weights": [2 * weight for weight in row["loss_weights"]]} for row in all_rows]
-    same(flat, gradients(tiny(), cut(doubled, 4)))
+    same(flat, gradients(tiny(), split_rows(doubled, 4)))
     silent = [{**row, "loss_weights": [0.0] * len(row["input_ids"])} for row in all_rows[:4]]
     same(gradients(tiny(), [silent, all_rows[4:]]), gradients(tiny(), [all_rows[4:]]))
 
@@ -83,13 +83,13 @@ def test_bfloat16_step_is_equal_up_to_rounding():
     all_rows = rows()
     exact = reference(tiny(), all_rows)
     with torch.autocast("cpu", torch.bfloat16):
-        rough, plain = gradients(tiny(), cut(all_rows, 4)), reference(tiny(), all_rows)
+        rough, plain = gradients(tiny(), split_rows(all_rows, 4)), reference(tiny(), all_rows)
     distance = [sum((one[1][n] - exact[1][n]).square().sum() for n in exact[1]) for one in (rough, plain)]
     assert distance[0] < 1.5 * distance[1]
 
 
 def test_batch_without_labels_gives_exact_zero_with_a_graph():
-    objective, module = fitted(model := tiny())
+    objective, module = fit_objective(model := tiny())
     blank = _blank(objective.collate(rows(2)))
     loss = objective.loss(module, blank)
     loss.total.backward()
@@ -99,18 +99,18 @@ def test_batch_without_labels_gives_exact_zero_with_a_graph():
 
 
 def test_batch_without_learned_tokens_gives_no_nan():
-    objective, module = fitted(tiny())
+    objective, module = fit_objective(tiny())
     untrained = {"input_ids": [5, 6, 7], "labels": [IGNORE_INDEX] * 3}
     assert objective.loss(module, objective.collate([untrained])).total == 0
 
 
 def test_training_computes_only_logits_of_one_chunk():
-    from largest import Largest
+    from largest_tensor import LargestTensor
 
-    objective, module = fitted(tiny(vocab_size=4001))
+    objective, module = fit_objective(tiny(vocab_size=4001))
     batch = objective.collate(rows())
     learned = len(batch["target_positions"])
-    with Largest() as largest:
+    with LargestTensor() as largest:
         objective.loss(module, batch).total.backward()
     assert largest.numel <= max(learned * 4001, 4001 * 32)
     assert learned < batch["input_ids"].numel() * 0.6
@@ -122,10 +122,10 @@ def test_training_computes_only_logits_of_one_chunk():
 def test_non_linear_head_computes_full_logits_and_is_reported():
     model = tiny()
     model.lm_head = torch.nn.Sequential(model.lm_head)
-    objective, _ = fitted(model)
+    objective, _ = fit_objective(model)
     assert "not a plain linear layer" in objective.notes[0]
     expected = reference(tiny(), all_rows := rows(4))
-    mine = gradients(model, cut(all_rows, 2))
+    mine = gradients(model, split_rows(all_rows, 2))
     same((mine[0], {name.replace("head.0", "head"): grad for name, grad in mine[1].items()}), expected)
 
 
@@ -149,7 +149,7 @@ def test_learned_prompt_does_not_shift_positions():
     all_rows = rows(4)
     whole = gradients(model := Prompted(tiny()), [all_rows])
     assert whole[1].keys() == {"prompt"}
-    same(whole, gradients(model, cut(all_rows, 1)))
+    same(whole, gradients(model, split_rows(all_rows, 1)))
     ids, labels = (torch.tensor([all_rows[0][name]]) for name in ("input_ids", "labels"))
     logits = model(ids, use_cache=False).logits[:, 3:]
     alone = model.model.loss_function(logits, labels, 97)
@@ -160,7 +160,7 @@ def test_impossible_fused_loss_request_is_rejected():
     model = tiny()
     model.lm_head = torch.nn.Sequential(model.lm_head)
     with pytest.raises(UserError, match="fused_loss"):
-        fitted(model, fused_loss=True)
+        fit_objective(model, fused_loss=True)
 
 
 def test_label_smoothing_matches_transformers():
@@ -176,14 +176,14 @@ def test_label_smoothing_matches_transformers():
 
 def test_accuracy_and_entropy_are_summed_on_request():
     for layout in LAYOUTS.values():
-        objective, module = fitted(tiny(), compute_accuracy=True, compute_entropy=True, **layout)
+        objective, module = fit_objective(tiny(), compute_accuracy=True, compute_entropy=True, **layout)
         batch = objective.collate(rows(4))
         sums, weight = objective.loss(module, batch).sums, objective.num_items(batch)
         assert set(sums) == {"accuracy", "entropy"}
         assert 0 <= sums["accuracy"] <= weight
         # Random weights know next to nothing: log 97 is 4.57.
         assert 4.5 < sums["entropy"] / weight < 4.58
-    assert fitted(tiny())[1](batch).sums == {}
+    assert fit_objective(tiny())[1](batch).sums == {}
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
@@ -204,16 +204,16 @@ def test_router_loss_is_added_as_in_transformers(family):
 
 def test_router_loss_is_rejected_without_a_router():
     with pytest.raises(UserError, match="router_aux_loss_coef"):
-        fitted(tiny(), router_aux_loss_coef=0.1)
+        fit_objective(tiny(), router_aux_loss_coef=0.1)
 
 
 def test_router_loss_without_gradient_is_rejected():
     """Reentrant checkpointing: the router's answers that reach the loss were made without a graph."""
     reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     with pytest.raises(UserError, match="auxiliary loss would have no gradient"):
-        fitted(tiny("mixtral"), **reentrant)
-    for given in (reentrant | {"router_aux_loss_coef": 0.0}, {"gradient_checkpointing": True}):
-        fitted(tiny("mixtral"), **given)
+        fit_objective(tiny("mixtral"), **reentrant)
+    for options in (reentrant | {"router_aux_loss_coef": 0.0}, {"gradient_checkpointing": True}):
+        fit_objective(tiny("mixtral"), **options)
 
 
 # --- noise ------------------------------------------------------------------------------------------------------------
@@ -221,17 +221,17 @@ def test_router_loss_without_gradient_is_rejected():
 
 def noise_of(module, batch):
     """Noise that is added to the embeddings of a batch."""
-    seen = []
+    recorded = []
     embedding = module.model.get_input_embeddings()
-    hook = embedding.register_forward_hook(lambda layer, inputs, output: seen.append((layer, inputs[0], output)))
+    hook = embedding.register_forward_hook(lambda layer, inputs, output: recorded.append((layer, inputs[0], output)))
     module(batch)
     hook.remove()
-    layer, ids, output = seen[0]
+    layer, ids, output = recorded[0]
     return output - torch.nn.functional.embedding(ids, layer.weight)
 
 
 def test_embedding_noise_is_training_only_and_scales_with_sequence_length():
-    objective, module = fitted(tiny(), neftune_noise_alpha=5.0)
+    objective, module = fit_objective(tiny(), neftune_noise_alpha=5.0)
     lengths = [4, 64]
     batch = objective.collate([{"input_ids": [3] * n, "labels": [3] * n} for n in lengths])
     noise = noise_of(module, batch)[0]
@@ -245,7 +245,7 @@ def test_embedding_noise_is_training_only_and_scales_with_sequence_length():
 def test_embedding_noise_matches_transformers_for_a_single_row():
     from transformers.integrations import activate_neftune
 
-    objective, module = fitted(tiny(), neftune_noise_alpha=5.0)
+    objective, module = fit_objective(tiny(), neftune_noise_alpha=5.0)
     batch = objective.collate([{"input_ids": list(range(3, 20)), "labels": list(range(3, 20))}])
     torch.manual_seed(1)
     ours = noise_of(module, batch)
@@ -258,7 +258,7 @@ def test_embedding_noise_matches_transformers_for_a_single_row():
 
 
 def test_row_length_excludes_padding():
-    objective, _ = fitted(tiny(), padding_free=False)
+    objective, _ = fit_objective(tiny(), padding_free=False)
     batch = objective.collate([{"input_ids": [3] * n, "labels": [3] * n} for n in (4, 64)])
     assert sequence_lengths(batch).flatten().tolist() == [4, 64]
 

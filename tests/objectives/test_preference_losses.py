@@ -36,10 +36,10 @@ NUMBERS = golden()
 
 
 def cases(*path):
-    found = NUMBERS
+    result = NUMBERS
     for name in path:
-        found = found[name] if found else []
-    return found or []
+        result = result[name] if result else []
+    return result or []
 
 
 def side(name, ld_alpha=None, reference_too=True):
@@ -66,32 +66,33 @@ def named(settings):
 
 @pytest.mark.parametrize("case", cases("trl", "dpo"), ids=lambda case: named(case["settings"]))
 def test_pair_losses_match_trl(case):
-    asked = case["settings"]
-    pairs = pairs_of(asked["ld_alpha"])
+    requested = case["settings"]
+    pairs = pairs_of(requested["ld_alpha"])
     shape = LossShape(
-        asked["beta"], asked["label_smoothing"], discopop_tau=asked["discopop_tau"],
-        divergence=asked["f_divergence_type"], divergence_alpha=asked["f_alpha_divergence_coef"],
+        requested["beta"], requested["label_smoothing"], discopop_tau=requested["discopop_tau"],
+        divergence=requested["f_divergence_type"], divergence_alpha=requested["f_alpha_divergence_coef"],
     )  # fmt: skip
-    weights = asked["loss_weights"] or [1.0] * len(asked["loss_type"])
+    weights = requested["loss_weights"] or [1.0] * len(requested["loss_type"])
     losses = sum(
-        weight * PAIR_LOSSES[name].of(pairs, shape) for weight, name in zip(weights, asked["loss_type"], strict=True)
+        weight * PAIR_LOSSES[name].of(pairs, shape)
+        for weight, name in zip(weights, requested["loss_type"], strict=True)
     )
-    if asked["use_weighting"]:
+    if requested["use_weighting"]:
         losses = losses * wpo_weights(pairs.chosen.mean + 0.3, pairs.rejected.mean + 0.3)
     assert losses.mean().item() == pytest.approx(case["loss"], rel=PRINTED)
 
 
 @pytest.mark.parametrize("case", cases("llamafactory", "dpo"), ids=lambda case: named(case["settings"]))
 def test_pair_losses_match_llamafactory(case):
-    asked = case["settings"]
+    requested = case["settings"]
     # It weighs the tokens beyond the shorter answer under the policy alone; burnish under both.
-    pairs = pairs_of(asked.get("ld_alpha"), reference_too=False)
-    shape = LossShape(asked["pref_beta"], asked["dpo_label_smoothing"], asked["simpo_gamma"])
-    losses = PAIR_LOSSES[asked["pref_loss"]].of(pairs, shape)
-    if weight := asked["pref_bco_weight"]:
+    pairs = pairs_of(requested.get("ld_alpha"), reference_too=False)
+    shape = LossShape(requested["pref_beta"], requested["dpo_label_smoothing"], requested["simpo_gamma"])
+    losses = PAIR_LOSSES[requested["pref_loss"]].of(pairs, shape)
+    if weight := requested["pref_bco_weight"]:
         rewards = shape.beta * torch.cat([pairs.chosen.ratio, pairs.rejected.ratio])
         losses = (losses + weight * bco(pairs, shape, rewards.mean())) / (1 + weight)
-    losses = losses - asked["pref_ftx"] * pairs.chosen.mean
+    losses = losses - requested["pref_ftx"] * pairs.chosen.mean
     assert losses.tolist() == pytest.approx(case["losses"], rel=PRINTED)
     assert losses.mean().item() == pytest.approx(case["loss"], rel=PRINTED)
 
@@ -105,9 +106,11 @@ def test_mislabelled_llamafactory_losses_differ(case):
 
 @pytest.mark.parametrize("case", cases("trl", "cpo"), ids=lambda case: named(case["settings"]))
 def test_losses_without_reference_match_trl(case):
-    asked = case["settings"]
-    name = {"sigmoid": "cpo", "hinge": "cpo_hinge", "ipo": "cpo_ipo", "simpo": "simpo"}[asked["loss_type"]]
-    shape = LossShape(asked["beta"], asked["label_smoothing"], asked["simpo_gamma"], alphapo=asked["alpha"])
+    requested = case["settings"]
+    name = {"sigmoid": "cpo", "hinge": "cpo_hinge", "ipo": "cpo_ipo", "simpo": "simpo"}[requested["loss_type"]]
+    shape = LossShape(
+        requested["beta"], requested["label_smoothing"], requested["simpo_gamma"], alphapo=requested["alpha"]
+    )
     assert PAIR_LOSSES[name].of(pairs_of(), shape).tolist() == pytest.approx(case["losses"], rel=PRINTED)
 
 
@@ -127,15 +130,15 @@ def test_kto_losses_match_trl_and_llamafactory(peer):
     means = tensor([sum(row["policy"]) / len(row["policy"]) for row in rows])
     is_desirable = tensor([row["tag"] for row in rows])
     for case in NUMBERS[peer]["kto"]:
-        asked = case["settings"]
+        requested = case["settings"]
         ours = ("pref_beta", "kto_chosen_weight", "kto_rejected_weight")
-        beta, *weights = (asked[name] for name in (ours if peer == "llamafactory" else list(asked)[1:]))
-        z = of_neighbours.mean().clamp(min=0) * (asked.get("loss_type") != "apo_zero_unpaired")
+        beta, *weights = (requested[name] for name in (ours if peer == "llamafactory" else list(requested)[1:]))
+        z = of_neighbours.mean().clamp(min=0) * (requested.get("loss_type") != "apo_zero_unpaired")
         assert z.item() == pytest.approx(case["metrics"]["kl"], rel=PRINTED)
         losses = kto(ratio, is_desirable, z, beta, tuple(weights))
         # LLaMA-Factory divides the chosen answers' likelihood by their number and multiplies by the records'.
-        ftx = -asked.get("pref_ftx", 0.0) * means[is_desirable].mean()
-        assert (losses.mean() + ftx).item() == pytest.approx(case["loss"], rel=PRINTED) or asked.get("pref_ftx")
+        ftx = -requested.get("pref_ftx", 0.0) * means[is_desirable].mean()
+        assert (losses.mean() + ftx).item() == pytest.approx(case["loss"], rel=PRINTED) or requested.get("pref_ftx")
 
 
 def random_pairs(count=6, seed=0):

@@ -33,13 +33,13 @@ def whole(query, key, value, scores, lengths=LENGTHS):
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     where = torch.arange(len(owner))
     distance = where[:, None] - where[None, :]
-    seen = (owner[:, None] == owner[None, :]) & (distance >= 0) & (distance < (scores.window or len(owner)))
+    recorded = (owner[:, None] == owner[None, :]) & (distance >= 0) & (distance < (scores.window or len(owner)))
     groups = query.shape[1] // key.shape[1]
     q, k, v = query.double(), key.double().repeat_interleave(groups, 1), value.double().repeat_interleave(groups, 1)
     made = torch.einsum("thd,shd->hts", q, k) * (scores.scale or q.shape[-1] ** -0.5)
     if scores.softcap:
         made = scores.softcap * torch.tanh(made / scores.softcap)
-    made = made.masked_fill(~seen, float("-inf"))
+    made = made.masked_fill(~recorded, float("-inf"))
     if scores.sinks is not None:
         made = torch.cat([made, scores.sinks.double()[:, None, None].expand(-1, len(owner), 1)], -1)
     return torch.einsum("hts,shd->thd", made.softmax(-1)[..., : len(owner)], v)
@@ -104,10 +104,10 @@ def test_dropout_zeroes_weights_and_keeps_the_mean():
 
 def test_masked_attention_accepts_both_mask_types():
     query, key, value = (whole_.transpose(0, 1) for whole_ in inputs())
-    seen = torch.rand(query.shape[1], query.shape[1]) > 0.3
-    seen.fill_diagonal_(True)
-    added = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))
-    by_truth = masked_attention(query, key, value, seen, Scores())
+    recorded = torch.rand(query.shape[1], query.shape[1]) > 0.3
+    recorded.fill_diagonal_(True)
+    added = torch.zeros(recorded.shape).masked_fill(~recorded, float("-inf"))
+    by_truth = masked_attention(query, key, value, recorded, Scores())
     assert torch.equal(by_truth, masked_attention(query, key, value, added, Scores()))
 
 
@@ -127,8 +127,8 @@ def test_kernel_is_selected_by_its_capabilities(monkeypatch):
 
 def test_flash_attention_is_fetched_if_torch_lacks_it_and_kernels_is_installed(monkeypatch):
     class Fetched:
-        def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, **given):
-            return q, given
+        def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, **overrides):
+            return q, overrides
 
     hub = SimpleNamespace(get_kernel=lambda name, version: Fetched)
     monkeypatch.setitem(sys.modules, "kernels", hub)
@@ -139,9 +139,9 @@ def test_flash_attention_is_fetched_if_torch_lacks_it_and_kernels_is_installed(m
         assert attention.kernel_for(torch.bfloat16, Scores()) is attention._torch_varlen
         capped = Scores(softcap=30.0, window=4)
         kernel = attention.kernel_for(torch.bfloat16, capped)
-        _, given = kernel(*inputs(), alone(), capped)
-        assert given["softcap"] == 30.0
-        assert given["window_size"] == (3, 0)
+        _, options = kernel(*inputs(), alone(), capped)
+        assert options["softcap"] == 30.0
+        assert options["window_size"] == (3, 0)
         hub.get_kernel = lambda name, version: (_ for _ in ()).throw(OSError("no network"))
         attention._flash_of_hub.cache_clear()
         with pytest.warns(UserWarning, match="no network.*a separate call per sequence"):
@@ -169,7 +169,7 @@ def test_torch_kernel_receives_equivalent_attention(monkeypatch, shares_keys, wi
 def test_compiled_layer_has_no_graph_break_at_torch_kernel(monkeypatch):
     """Graphs that break there, one more per layer, make a layer slower and say nothing."""
 
-    def stand_in(query, key, value, *where, enable_gqa=False, **given):
+    def stand_in(query, key, value, *where, enable_gqa=False, **options):
         return query * key.mean() + value.mean()
 
     monkeypatch.setattr(attention, "_WITH_KERNELS", {"cpu"})
@@ -251,17 +251,17 @@ def test_non_flat_batches_use_original_attention(family):
     batch["attention_mask"][0, :4] = 0
     before = logits(model, batch)
     make_padding_free(model)
-    seen = batch["attention_mask"].bool()
-    assert (logits(model, batch) - before)[seen].abs().max() < 1e-5 * before.abs().max()
+    recorded = batch["attention_mask"].bool()
+    assert (logits(model, batch) - before)[recorded].abs().max() < 1e-5 * before.abs().max()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_generation_is_unchanged(family):
     model = tiny(family).eval()
-    asked = {"input_ids": torch.tensor(rows(6, 6)), "max_new_tokens": 8, "do_sample": False}
-    before = model.generate(**asked)
+    options = {"input_ids": torch.tensor(rows(6, 6)), "max_new_tokens": 8, "do_sample": False}
+    before = model.generate(**options)
     make_padding_free(model)
-    assert torch.equal(model.generate(**asked), before)
+    assert torch.equal(model.generate(**options), before)
 
 
 def test_burnish_attention_is_not_saved_in_config(tmp_path):

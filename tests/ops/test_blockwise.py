@@ -22,9 +22,9 @@ def written_down(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Ten
 
 
 def outcome(function, query: Tensor, key: Tensor, value: Tensor, upstream: Tensor) -> list[Tensor]:
-    given = [x.detach().clone().requires_grad_() for x in (query, key, value)]
-    mixed = function(*given, SCALE)
-    return [mixed.detach(), *torch.autograd.grad(mixed, given, upstream)]
+    options = [x.detach().clone().requires_grad_() for x in (query, key, value)]
+    mixed = function(*options, SCALE)
+    return [mixed.detach(), *torch.autograd.grad(mixed, options, upstream)]
 
 
 @pytest.mark.parametrize("length", [1, 255, 256, 257, 700])
@@ -39,8 +39,8 @@ def test_bfloat16_gradients_are_as_accurate_as_plain_attention():
     tensors = inputs(600, torch.bfloat16)
     truth = outcome(written_down, *(x.double() for x in tensors))
     plain = outcome(written_down, *tensors)
-    for ours, usual, exact in zip(outcome(blockwise_attention, *tensors), plain, truth, strict=True):
-        assert (ours - exact).abs().mean() < 1.1 * (usual - exact).abs().mean()
+    for ours, defaults, exact in zip(outcome(blockwise_attention, *tensors), plain, truth, strict=True):
+        assert (ours - exact).abs().mean() < 1.1 * (defaults - exact).abs().mean()
 
 
 def test_no_tensor_of_score_size_is_saved():

@@ -15,11 +15,11 @@ from tiny_models import tiny_model
 
 def outcome(function, x, weight, bias):
     """The output under autocast, and the gradients of what has one."""
-    given = [None if value is None else value.detach().clone().requires_grad_() for value in (x, weight, bias)]
+    options = [None if value is None else value.detach().clone().requires_grad_() for value in (x, weight, bias)]
     with torch.autocast("cpu", torch.bfloat16):
-        projected = function(*given)
+        projected = function(*options)
     upstream = torch.randn(projected.shape, generator=torch.Generator().manual_seed(1)).to(projected.dtype)
-    wanted = [value for value in given if value is not None]
+    wanted = [value for value in options if value is not None]
     return [projected, *torch.autograd.grad(projected, wanted, upstream)]
 
 
@@ -91,10 +91,10 @@ def test_model_keeps_no_weight_copies_and_trains_equally(family):
             del module.forward
     patch_forwards(fused)
     of_weights = {tuple(sorted(weight.shape)) for weight in fused.parameters() if weight.ndim == 2}
-    (copied, usual), (kept, ours) = kept_of(plain, ids), kept_of(fused, ids)
+    (copied, defaults), (kept, ours) = kept_of(plain, ids), kept_of(fused, ids)
     assert any(tuple(sorted(shape)) in of_weights for shape in copied)
     assert not any(tuple(sorted(shape)) in of_weights for shape in kept)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, usual, strict=True))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, defaults, strict=True))
 
 
 def test_without_autocast_or_backward_torch_linear_is_used(monkeypatch):
@@ -116,8 +116,8 @@ def test_layer_that_resembles_gpt2_conv1d_runs_its_own_code():
         pass
 
     frozen = Frozen(6, 8).requires_grad_(False)
-    found = [len(patch_forwards(layer)) for layer in (Scaled(6, 8), frozen, Conv1D(6, 8), Conv1D(8, 8))]
-    assert found == [0, 0, 1, 1]
+    result = [len(patch_forwards(layer)) for layer in (Scaled(6, 8), frozen, Conv1D(6, 8), Conv1D(8, 8))]
+    assert result == [0, 0, 1, 1]
     layer, x = Conv1D(6, 8), torch.randn(5, 8)
     plain = layer(x)
     patch_forwards(layer)
@@ -141,8 +141,8 @@ def gradients_of_gated_layer(may_be_again, saved=None):
 
 def test_product_is_recomputed_bitwise_equal_and_not_saved():
     saved = []
-    found = gradients_of_gated_layer(True, saved)
-    assert all(map(torch.equal, found, gradients_of_gated_layer(False)))
+    result = gradients_of_gated_layer(True, saved)
+    assert all(map(torch.equal, result, gradients_of_gated_layer(False)))
     kept = {x.data_ptr() for x in saved}
     assert len(kept) == 3  # gate, up, weight
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from burnish.kernels import cross_entropy
 from burnish.kernels.cross_entropy import TokenLoss, linear_cross_entropy, plain_cross_entropy
-from largest import Largest
+from largest_tensor import LargestTensor
 
 N, H, V = 37, 12, 53
 
@@ -140,16 +140,16 @@ def test_gradients_are_computed_only_where_required(frozen):
 
 def test_full_logits_are_never_allocated():
     hidden, weight, _, targets, _ = inputs(n=400)
-    with Largest() as largest:
+    with LargestTensor() as largest:
         linear_cross_entropy(hidden, weight, targets, CASES["all"]).total.backward()
     assert largest.numel <= max(400 * H, V * H, 7 * V)
 
 
 def test_evaluation_computes_no_gradients():
     hidden, weight, _, targets, _ = inputs()
-    with torch.no_grad(), Largest() as without:
+    with torch.no_grad(), LargestTensor() as without:
         linear_cross_entropy(hidden, weight, targets)
-    with Largest() as with_gradients:
+    with LargestTensor() as with_gradients:
         linear_cross_entropy(hidden, weight, targets)
     assert without.calls < with_gradients.calls
 
@@ -195,16 +195,16 @@ def test_each_micro_batch_accumulates_its_gradient():
 
 @pytest.mark.parametrize(("n", "lengths"), [(0, []), (7, [7]), (8, [4, 4]), (23, [6, 6, 6, 5])])
 def test_tokens_are_split_evenly_into_fewest_chunks(n, lengths, monkeypatch):
-    found, logits = [], cross_entropy.logits_into
+    result, logits = [], cross_entropy.logits_into
 
     def noted(hidden, *rest):
-        found.append(len(hidden))
+        result.append(len(hidden))
         return logits(hidden, *rest)
 
     monkeypatch.setattr(cross_entropy, "logits_into", noted)
     hidden, weight, _, targets, _ = inputs(n)
     linear_cross_entropy(hidden, weight, targets)
-    assert found == lengths
+    assert result == lengths
 
 
 def test_large_vocabulary_chunks_are_efficient_on_cpu(monkeypatch):

@@ -102,9 +102,9 @@ interpreted = pytest.mark.skipif(
 def test_liger_loss_and_gradients_match_chunked_ones(weighted, smoothing):
     hidden, weight, targets = inputs()
     counts = torch.rand(len(targets)) if weighted else None
-    found = []
+    result = []
     for way in ("chunked", "liger"):
         total = head_loss(way, hidden, weight, targets, TokenLoss(smoothing), None, counts).total
-        found.append([total, *torch.autograd.grad(total * 0.3, [hidden, weight])])
-    for ours, theirs in zip(*found, strict=True):
+        result.append([total, *torch.autograd.grad(total * 0.3, [hidden, weight])])
+    for ours, theirs in zip(*result, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)

@@ -15,7 +15,7 @@ from burnish.kernels import lora
 from burnish.kernels.lora import Adapted, LoraForward, joint_projections, lora_linear, together
 from burnish.models.patches.fused import patch_forwards
 from burnish.utils.patching import standing
-from tiny_lora import adapted
+from tiny_lora import add_lora_adapters
 from tiny_models import tiny_model
 
 Options = union("Options", FinetuningOptions, LoraOptions)
@@ -109,7 +109,7 @@ def test_input_without_gradient_gets_none():
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def joint_counts(monkeypatch):
     """The number of layers that answered together, each time."""
     counts = []
 
@@ -123,26 +123,26 @@ def asked(monkeypatch):
 
 def layer(inputs: int = INPUTS, seed: int = 0, **settings) -> nn.Module:
     torch.manual_seed(seed)
-    return adapted(nn.Linear(inputs, 5), **settings)
+    return add_lora_adapters(nn.Linear(inputs, 5), **settings)
 
 
-def test_layer_called_with_another_tensor_or_again_runs_alone(asked):
+def test_layer_called_with_another_tensor_or_again_runs_alone(joint_counts):
     first, second, x, other = layer(), layer(seed=1), torch.randn(3, INPUTS), torch.randn(3, INPUTS)
     expected = [first(x), second(other), first(x)]
     with together(first, second):
-        found = [first(x), second(other), first(x)]
-    for ours, plain in zip(found, expected, strict=True):
+        result = [first(x), second(other), first(x)]
+    for ours, plain in zip(result, expected, strict=True):
         torch.testing.assert_close(ours, plain)
-    assert asked == [2]
+    assert joint_counts == [2]
 
 
-def test_layers_of_other_width_or_repeated_are_not_joined(asked):
+def test_layers_of_other_width_or_repeated_are_not_joined(joint_counts):
     first, second, x, wide = layer(), layer(seed=1), torch.randn(3, INPUTS), torch.randn(3, 2 * INPUTS)
     other = layer(inputs=2 * INPUTS)
     with together(first, other, second, second):
-        found = first(x), other(wide), second(x)
-    torch.testing.assert_close(found, (first(x), other(wide), second(x)))
-    assert asked == [2]
+        result = first(x), other(wide), second(x)
+    torch.testing.assert_close(result, (first(x), other(wide), second(x)))
+    assert joint_counts == [2]
 
 
 def test_aborted_forward_leaves_no_state():
@@ -162,8 +162,8 @@ def test_layer_hooks_are_called():
     second.register_forward_hook(lambda module, inputs, output: output + 1)
     with together(first, second):
         first(x)
-        found = second(x)
-    torch.testing.assert_close(found, second.forward(x) + 1)
+        result = second(x)
+    torch.testing.assert_close(result, second.forward(x) + 1)
 
 
 ALONE = {
@@ -175,21 +175,24 @@ ALONE = {
 
 
 @pytest.mark.parametrize("kind", ALONE)
-def test_layers_with_extra_operations_run_alone_and_the_others_jointly(kind, asked):
+def test_layers_with_extra_operations_run_alone_and_the_others_jointly(kind, joint_counts):
     odd, x = ALONE[kind](), torch.randn(3, INPUTS)
     first, second = layer(), layer(use_rslora=True)
     with together(first, odd, second):
         for each in (first, odd, second):
             torch.manual_seed(0)
-            found = each(x)
+            result = each(x)
             torch.manual_seed(0)
-            torch.testing.assert_close(found, each.__class__.forward(each, x))
-    assert asked == [2]
+            torch.testing.assert_close(result, each.__class__.forward(each, x))
+    assert joint_counts == [2]
 
 
 @pytest.mark.parametrize("state", ["disabled", "merged", "two adapters"])
-def test_disabled_and_switched_adapters_are_respected(state, asked):
-    made, x = [adapted(nn.Linear(INPUTS, 5), "one", "two", seed=seed) for seed in (0, 1)], torch.randn(3, 2, INPUTS)
+def test_disabled_and_switched_adapters_are_respected(state, joint_counts):
+    made, x = (
+        [add_lora_adapters(nn.Linear(INPUTS, 5), "one", "two", seed=seed) for seed in (0, 1)],
+        torch.randn(3, 2, INPUTS),
+    )
     for each in made:
         if state == "disabled":
             each.enable_adapters(False)
@@ -199,9 +202,9 @@ def test_disabled_and_switched_adapters_are_respected(state, asked):
             each.set_adapter(["one", "two"])
     expected = [each(x) for each in made]
     with together(*made):
-        found = [each(x) for each in made]
-    torch.testing.assert_close(found, expected)
-    assert asked == []
+        result = [each(x) for each in made]
+    torch.testing.assert_close(result, expected)
+    assert joint_counts == []
 
 
 # --- whole models -----------------------------------------------------------------------------------------------------
@@ -228,18 +231,20 @@ def attached(family, **options):
 
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "mistral"])
-def test_adapted_model_gradients_match_peft(family, is_checkpointed, asked):
+def test_adapted_model_gradients_match_peft(family, is_checkpointed, joint_counts):
     model = attached(family)
     patch_forwards(model)
     ours = gradients(model, is_checkpointed)
-    assert asked == ([3, 2] * 2 + [3, 2] * 2 if is_checkpointed else [3, 2] * 2)  # two layers; again when recomputed
+    assert joint_counts == (
+        [3, 2] * 2 + [3, 2] * 2 if is_checkpointed else [3, 2] * 2
+    )  # two layers; again when recomputed
     plain = gradients(attached(family))
     for name, expected in plain.items():
         torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=2e-6, msg=name)
 
 
-def test_query_and_value_projections_are_joined(asked):
+def test_query_and_value_projections_are_joined(joint_counts):
     model = attached("llama", lora_target=["q_proj", "v_proj"])
     patch_forwards(model)
     gradients(model)
-    assert asked == [2, 2]
+    assert joint_counts == [2, 2]

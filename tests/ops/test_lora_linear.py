@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from burnish.kernels import lora
 from burnish.kernels.lora import LoraForward, lora_linear
 from burnish.utils.patching import standing
-from tiny_lora import adapted, factors
+from tiny_lora import add_lora_adapters, lora_factors
 
 TOKENS, INPUTS, OUTPUTS, RANK = 7, 12, 10, 4
 # float32 sums in another order: a few units in the last place of gradients near 100
@@ -25,9 +25,9 @@ class Sizes(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         made = operation(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        options = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
         is_such = isinstance(made, torch.Tensor) and made.numel() == self.elements and "out" not in (kwargs or {})
-        if is_such and made.untyped_storage().data_ptr() not in given:
+        if is_such and made.untyped_storage().data_ptr() not in options:
             self.found.append(str(operation))
         return made
 
@@ -47,14 +47,14 @@ def written_out(x, weight, bias, a, b, scaling, dropout=0.0):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_fused_lora_linear_and_gradients_match_two_products(dropout, bias):
-    found = []
+    result = []
     for product in (lora_linear, written_out):
         x, weight, of_bias, a, b = case(bias=bias)
         torch.manual_seed(5)
         out = product(x, weight, of_bias, a, b, 0.7, dropout)
         out.square().sum().backward()
-        found.append([out, x.grad, a.grad, b.grad])
-    for ours, theirs in zip(*found, strict=True):
+        result.append([out, x.grad, a.grad, b.grad])
+    for ours, theirs in zip(*result, strict=True):
         torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
@@ -117,7 +117,7 @@ class Rounded(nn.Linear):  # stands for a layer with a product of its own
 
 def layer(base=None, *names, **settings):
     torch.manual_seed(0)
-    return adapted(nn.Linear(INPUTS, OUTPUTS) if base is None else base, *names, **settings)
+    return add_lora_adapters(nn.Linear(INPUTS, OUTPUTS) if base is None else base, *names, **settings)
 
 
 def is_one_product(made):
@@ -158,15 +158,15 @@ def test_other_layers_are_not_fused(kind):
 
 @pytest.mark.parametrize("settings", [*KINDS, {"lora_bias": True}, {"use_dora": True}])
 def test_layer_output_matches_peft(settings):
-    found = []
+    result = []
     for is_patched in (True, False):
         made = layer(is_patched=is_patched, **settings)
         x = torch.randn(1, TOKENS, INPUTS, generator=torch.Generator().manual_seed(1)).requires_grad_()
         torch.manual_seed(3)
         out = made(x)
         out.square().sum().backward()
-        found.append([out, x.grad, *(factor.grad for factor in factors(made))])
-    for ours, theirs in zip(*found, strict=True):
+        result.append([out, x.grad, *(factor.grad for factor in lora_factors(made))])
+    for ours, theirs in zip(*result, strict=True):
         torch.testing.assert_close(ours, theirs, **CLOSE)
 
 

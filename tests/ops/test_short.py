@@ -77,9 +77,9 @@ def test_sequence_is_not_affected_by_its_neighbors():
 def test_dropout_gradient_uses_the_remaining_weights():
     tensors = [x.double().detach().requires_grad_() for x in inputs([3, 5], heads=2, keys=1)]
 
-    def drawn_alike(*given):
+    def drawn_alike(*args):
         torch.manual_seed(9)
-        return together(given, [3, 5], dropout=0.4)
+        return together(args, [3, 5], dropout=0.4)
 
     assert torch.autograd.gradcheck(drawn_alike, tensors)
     assert not torch.equal(drawn_alike(*tensors), together(tensors, [3, 5]))
@@ -96,11 +96,11 @@ def test_sequences_of_equal_length_are_not_reordered():
 
 
 def test_only_short_16_bit_sequences_use_short_attention(monkeypatch):
-    seen = []
+    recorded = []
     whole = short_attention
-    monkeypatch.setattr("burnish.kernels.attention.short_attention", lambda *a: seen.append(a[3]) or whole(*a))
+    monkeypatch.setattr("burnish.kernels.attention.short_attention", lambda *a: recorded.append(a[3]) or whole(*a))
     lengths = [4, 9, 400, 7, 3]
     places = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
     for dtype in (torch.bfloat16, torch.float32):
         flat_attention(*inputs(lengths, dtype=dtype), Sequences.alone(places, 400), Scores())
-    assert seen == [alone((4, 9)), alone((7, 3))]
+    assert recorded == [alone((4, 9)), alone((7, 3))]

@@ -42,8 +42,8 @@ def gradients(is_tied: bool, padding_id: int | None, uses_head: bool = True) -> 
 @pytest.mark.parametrize("uses_head", [True, False])
 def test_gradient_of_both_uses_matches_autograd(padding_id: int | None, uses_head: bool) -> None:
     ours, plain = (gradients(is_tied, padding_id, uses_head) for is_tied in (True, False))
-    for mine, usual in zip(ours, plain, strict=True):
-        torch.testing.assert_close(mine, usual, atol=1e-6, rtol=1e-6)
+    for mine, defaults in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine, defaults, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -52,14 +52,14 @@ def test_model_gradients_match_plain_path_with_tied_or_untied_embedding(is_tied:
 
     model = tiny_model("qwen2", tie_word_embeddings=is_tied)
     ids = torch.randint(model.config.vocab_size, (1, 12), generator=torch.Generator().manual_seed(5))
-    found = []
+    result = []
     for head in (find_head(model), None):
         model.zero_grad()
         ModelWithLoss(model, head, False, LmOptions()).train()({"input_ids": ids, "labels": ids}).total.backward()
-        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-    assert found[0].keys() == found[1].keys() == dict(model.named_parameters()).keys()
-    for name, plain in found[1].items():
-        torch.testing.assert_close(found[0][name], plain, atol=1e-6, rtol=1e-5, msg=name)
+        result.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert result[0].keys() == result[1].keys() == dict(model.named_parameters()).keys()
+    for name, plain in result[1].items():
+        torch.testing.assert_close(result[0][name], plain, atol=1e-6, rtol=1e-5, msg=name)
     assert [done.why for done in patches_of(model)].count(TIED) == int(is_tied)
 
 

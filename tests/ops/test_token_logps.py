@@ -55,9 +55,9 @@ def test_token_logps_and_gradients_match_full_logits(chunks, rules, trains, has_
 
 def test_no_tokens_give_no_values_and_no_gradient():
     hidden, weight, _, targets, _ = material(tokens=0)
-    found = linear_token_logps(hidden, weight, targets)
-    found.logps.sum().backward()
-    assert [len(values) for values in found] == [0, 0, 0, 0]
+    result = linear_token_logps(hidden, weight, targets)
+    result.logps.sum().backward()
+    assert [len(values) for values in result] == [0, 0, 0, 0]
     assert not weight.grad.any()
 
 
@@ -92,8 +92,8 @@ def test_temperature_and_entropy_gradient_match_full_logits(chunks, rules, tempe
     theirs = plain(hidden, weight, targets, rules, bias)
     assert torch.allclose(ours.entropy.float(), theirs.entropy.float(), atol=5e-6)
     expected = torch.autograd.grad([theirs.logps, theirs.entropy], wanted, [upstream, upstream.flip(0)])
-    found = torch.autograd.grad([ours.logps, ours.entropy], wanted, [upstream, upstream.flip(0)])
-    for one, other in zip(found, expected, strict=True):
+    result = torch.autograd.grad([ours.logps, ours.entropy], wanted, [upstream, upstream.flip(0)])
+    for one, other in zip(result, expected, strict=True):
         assert torch.allclose(one, other, atol=1e-5)
 
 
@@ -121,5 +121,5 @@ def test_expected_gradient_of_zero_is_zero_or_recomputed():
         values, plain_values = (
             linear_token_logps(hidden, weight, targets, None, bias, known) for known in (0 * upstream, None)
         )
-        found, expected = (torch.autograd.grad(each.logps, [weight], received)[0] for each in (values, plain_values))
-        assert torch.allclose(found, expected, atol=1e-5)
+        result, expected = (torch.autograd.grad(each.logps, [weight], received)[0] for each in (values, plain_values))
+        assert torch.allclose(result, expected, atol=1e-5)

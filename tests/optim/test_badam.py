@@ -10,7 +10,7 @@ from burnish.checkpoint.checkpoint import load
 from burnish.config.errors import UserError
 from burnish.optim.badam import BadamOptions, blocks_of, check_badam
 from burnish.optim.builtin import OptimOptions, create_optimizer
-from toy import StopAt, make_run, same, weights
+from regression_run import StopAt, make_run, same, weights
 
 pytestmark = pytest.mark.run
 
@@ -34,13 +34,13 @@ class Layered(nn.Module):
         return self.head(hidden).squeeze(-1).float()
 
 
-def badam_options(**given):
+def badam_options(**options):
     merged = {**vars(OptimOptions(learning_rate=1e-2)), **vars(BadamOptions(use_badam=True)), "seed": 1}
-    return SimpleNamespace(**{**merged, **given})
+    return SimpleNamespace(**{**merged, **options})
 
 
-def optimizer_of(model, **given):
-    return create_optimizer(model.named_parameters(), model, badam_options(**given))
+def optimizer_of(model, **options):
+    return create_optimizer(model.named_parameters(), model, badam_options(**options))
 
 
 def updates(optimizer, model, count):
@@ -56,16 +56,16 @@ def updates(optimizer, model, count):
     return changed
 
 
-def layers_moved(**given):
+def layers_moved(**options):
     torch.manual_seed(0)
     model = Layered()
-    moved = updates(optimizer_of(model, **given), model, given.pop("count", 8))
+    moved = updates(optimizer_of(model, **options), model, options.pop("count", 8))
     assert all(len(names) == 1 for names in moved)
     return [int(next(iter(names)).split(".")[1]) for names in moved]
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("options", "expected"),
     [
         ({"badam_switch_mode": "ascending"}, [0, 0, 1, 1, 2, 2, 0, 0]),
         ({"badam_switch_mode": "descending"}, [2, 2, 1, 1, 0, 0, 2, 2]),
@@ -75,8 +75,8 @@ def layers_moved(**given):
         ({"badam_switch_interval": -1, "badam_start_block": 1}, [1] * 8),
     ],
 )
-def test_each_block_gets_its_interval_in_requested_order(given, expected):
-    assert layers_moved(**{"badam_switch_interval": 2, **given}) == expected
+def test_each_block_gets_its_interval_in_requested_order(options, expected):
+    assert layers_moved(**{"badam_switch_interval": 2, **options}) == expected
 
 
 def test_random_blocks_occur_once_per_pass_and_depend_only_on_the_seed():
@@ -176,15 +176,15 @@ def test_model_with_tied_embeddings_trains_its_layers(mode):
     assert moved == {f"layers.{number}" for number in range(NUM_LAYERS)}
 
 
-@pytest.mark.parametrize("given", [{}, {"badam_switch_mode": "random"}, {"badam_mode": "ratio"}])
+@pytest.mark.parametrize("settings", [{}, {"badam_switch_mode": "random"}, {"badam_mode": "ratio"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_run_stopped_inside_a_block_resumes_bitwise_equal(tmp_path, given, dtype):
+def test_run_stopped_inside_a_block_resumes_bitwise_equal(tmp_path, settings, dtype):
     def run(name, callbacks=()):
         torch.manual_seed(0)
-        made, options = make_run(tmp_path / name, callbacks, model=Layered(dtype), save_strategy="no", **asked)
+        made, options = make_run(tmp_path / name, callbacks, model=Layered(dtype), save_strategy="no", **overrides)
         return made, options
 
-    asked = {"use_badam": True, "badam_switch_interval": 4, **given}
+    overrides = {"use_badam": True, "badam_switch_interval": 4, **settings}
     whole, _ = run("whole")
     whole.train()
     first, _ = run("cut", [StopAt(6)])

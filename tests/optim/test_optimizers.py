@@ -32,11 +32,11 @@ MISSING = sorted({OPTIMIZERS.get(name).traits["library"] for name in {*OFFERED} 
 WIDTH = 64  # a matrix of 64 x 64 is the smallest that the 8-bit libraries quantize
 
 
-def options_for(name, **given):
+def options_for(name, **options):
     """The defaults of every group, as the flat options object has them."""
     extra = {"finetuning_type": "full", "seed": 1, "learning_rate": 1e-2}
     named = {} if name == "badam" else {"optim": name}
-    return RunOptions(**{**extra, **SWITCHES.get(name, {}), **named, **given})
+    return RunOptions(**{**extra, **SWITCHES.get(name, {}), **named, **options})
 
 
 SWITCHES = {
@@ -70,9 +70,9 @@ def forward(model, x):
 class Training:
     """A model, an optimizer and a falling learning rate, on batches that are a function of the step."""
 
-    def __init__(self, name, model=None, **given):
+    def __init__(self, name, model=None, **options):
         self.model = model or small_model()
-        self.optimizer = create_optimizer(self.model.named_parameters(), self.model, options_for(name, **given))
+        self.optimizer = create_optimizer(self.model.named_parameters(), self.model, options_for(name, **options))
         self.scheduler = LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
         self.steps = 0
         if hasattr(self.optimizer, "train"):
@@ -164,8 +164,8 @@ def test_each_adam_setting_is_used_or_reported_as_unused(name):
     """A setting moves the weights elsewhere, or a note says that it does not."""
     plain = Training(name).run(8).weights()
     for setting, value in (("adam_beta1", 0.5), ("adam_beta2", 0.6), ("adam_epsilon", 1.0)):
-        given = options_for(name, **{setting: value})
-        notes = " ".join(note for notes in component_notes() for note in notes(given))
+        options = options_for(name, **{setting: value})
+        notes = " ".join(note for notes in component_notes() for note in notes(options))
         other = Training(name, **{setting: value}).run(8).weights()
         is_read = any(not torch.equal(plain[key], value) for key, value in other.items())
         assert is_read != (f'"{setting}" has no effect' in notes), setting
@@ -254,12 +254,12 @@ def test_custom_learning_rate_becomes_a_separate_last_group():
     model = small_model()
     rates = {"layers.0.weight": 0.5, "layers.0.bias": 0.25}
     optimizer = create_optimizer(model.named_parameters(), model, options_for("adamw_torch", weight_decay=0.1), rates)
-    found = {
+    result = {
         name: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for name in group["param_names"]
     }
-    assert found["layers.0.weight"] == (0.5, 0.1)
-    assert found["layers.0.bias"] == (0.25, 0.0)
-    assert found["layers.2.weight"] == (1e-2, 0.1)
+    assert result["layers.0.weight"] == (0.5, 0.1)
+    assert result["layers.0.bias"] == (0.25, 0.0)
+    assert result["layers.2.weight"] == (1e-2, 0.1)
     assert optimizer.param_groups[0]["lr"] == 1e-2  # what a log shows
     scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
     optimizer.step()
@@ -313,8 +313,8 @@ def matches_galore(galore_torch, side, shape):
 
 def test_apollo_matches_its_reference_library():
     apollo_torch = pytest.importorskip("apollo_torch")
-    for given in itertools.product(["channel", "tensor"], [(6, 10), (10, 6)], [True, False]):
-        matches_apollo(apollo_torch, *given)
+    for options in itertools.product(["channel", "tensor"], [(6, 10), (10, 6)], [True, False]):
+        matches_apollo(apollo_torch, *options)
 
 
 def matches_apollo(apollo_torch, growth, shape, is_front):
@@ -339,8 +339,8 @@ def matches_apollo(apollo_torch, growth, shape, is_front):
 
 
 def test_optim_args_are_read_like_in_transformers():
-    given = options_for("galore_adamw", galore_rank=None, optim_args="rank=7, update_proj_gap=5, scale=0.3")
-    assert low_rank._galore_method(given)[1:4] == (7, 5, 0.3)
+    options = options_for("galore_adamw", galore_rank=None, optim_args="rank=7, update_proj_gap=5, scale=0.3")
+    assert low_rank._galore_method(options)[1:4] == (7, 5, 0.3)
     assert low_rank._galore_method(options_for("galore_adamw", galore_rank=None, galore_update_interval=200))[1:4] == (
         128, 200, 0.25,
     )  # fmt: skip
@@ -359,15 +359,15 @@ def test_llamafactory_switches_use_llamafactory_defaults():
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("options", "words"),
     [
         ({"use_galore": True, "finetuning_type": "lora"}, "finetuning_type: full"),
         ({"use_galore": True, "optim": "sgd"}, 'optim "sgd"'),
         ({"use_apollo": True, "optim": "adafactor"}, 'optim "adafactor"'),
     ],
 )
-def test_contradictory_low_rank_options_are_rejected(given, words):
-    problems = low_rank.check_low_rank(options_for("adamw_torch", **given))
+def test_contradictory_low_rank_options_are_rejected(options, words):
+    problems = low_rank.check_low_rank(options_for("adamw_torch", **options))
     assert words in " ".join(str(problem) for problem in problems)
 
 
@@ -397,8 +397,8 @@ def small_llama(**changes):
     )  # fmt: skip
 
 
-def mini_of(model, **given):
-    return create_optimizer(model.named_parameters(), model, options_for("adam_mini", **given))
+def mini_of(model, **options):
+    return create_optimizer(model.named_parameters(), model, options_for("adam_mini", **options))
 
 
 def gradients(model, step, scale=1.0):

@@ -45,11 +45,11 @@ PLAIN = {
 }  # fmt: skip
 
 
-def run(folder, monkeypatch, **given):
+def run(folder, monkeypatch, **options):
     """Logs of a run, and the norms of its weights afterwards."""
     monkeypatch.setattr("burnish.run.prepare.load_tokenizer", golden_tokenizer)
     monkeypatch.setenv("BURNISH_CACHE", str(folder / "cache"))
-    made = {**PLAIN, "dataset_dir": str(folder / "data"), "output_dir": str(folder / "out"), **given}
+    made = {**PLAIN, "dataset_dir": str(folder / "data"), "output_dir": str(folder / "out"), **options}
     made |= {"overwrite_output_dir": True}
     for left in ("adapter_model", "model", "value_head"):
         (folder / "out" / f"{left}.safetensors").unlink(missing_ok=True)

@@ -15,16 +15,16 @@ PLAIN = {
 }  # fmt: skip
 
 
-def said(role, text):
+def message_list(role, text):
     return [{"role": role, "content": text}]
 
 
 def pairs(count=12):
     return [
         {
-            "prompt": said("user", f"Repeat: {WORDS[i % 10]}"),
-            "chosen": said("assistant", " ".join([WORDS[i % 10]] * (1 + i % 4))),
-            "rejected": said("assistant", WORDS[(i + 3) % 10]),
+            "prompt": message_list("user", f"Repeat: {WORDS[i % 10]}"),
+            "chosen": message_list("assistant", " ".join([WORDS[i % 10]] * (1 + i % 4))),
+            "rejected": message_list("assistant", WORDS[(i + 3) % 10]),
         }
         for i in range(count)
     ]

@@ -4,14 +4,14 @@ import pytest
 import torch
 from script_runs import losses, make
 
-from pair_runs import make_workplace
+from pair_runs import make_pair_workspace
 
 pytestmark = pytest.mark.run
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return make_workplace(tmp_path_factory.mktemp("collators"))
+    return make_pair_workspace(tmp_path_factory.mktemp("collators"))
 
 
 def padded(sequences):

@@ -51,9 +51,9 @@ def rows(kind, count=8):
     return made
 
 
-def update(kind, cut, is_padding_free=True, needed=True, fused=True, **given):
+def update(kind, cut, is_padding_free=True, needed=True, fused=True, **overrides):
     """Loss and gradient of one step, as the loop takes it."""
-    options = Flat(**given, fused_loss="auto" if fused else False)
+    options = Flat(**overrides, fused_loss="auto" if fused else False)
     policy, reference = tiny_model(seed=0, max_position_embeddings=128), tiny_model(seed=1, max_position_embeddings=128)
     objective = {"pairs": PairObjective, "verdicts": KtoObjective, "scores": RewardObjective}[kind](
         options, template=None
@@ -100,15 +100,15 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_update_does_not_depend_on_micro_batching_or_layout(name):
-    kind, given = CASES[name]
-    loss, whole = update(kind, CUTS["8x1"], **given)
+    kind, options = CASES[name]
+    loss, whole = update(kind, CUTS["8x1"], **options)
     assert whole.norm() > 0
     ways = {cut: {"cut": CUTS[cut]} for cut in ("4x2", "1x8", "3+3+2")}
     ways["padded"] = {"cut": CUTS["4x2"], "is_padding_free": False}
     ways["flat"] = {"cut": CUTS["3+3+2"], "needed": False}
     ways["whole logits"] = {"cut": CUTS["4x2"], "fused": False}
     for way, how in ways.items():
-        other, gradients = update(kind, **how, **given)
+        other, gradients = update(kind, **how, **options)
         assert other == pytest.approx(loss, rel=1e-5, abs=1e-6), way
         assert (gradients - whole).norm() < SAME * whole.norm(), way
 
@@ -126,7 +126,7 @@ def test_token_log_probabilities_have_gradients_and_sum_to_sequence_ones(fused):
 
     weights = torch.linspace(-1, 1, len(values.token_logps))  # as advantages of single tokens would be
     (values.token_logps * weights).sum().backward()
-    found = {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
+    result = {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
     policy.zero_grad()
     logps = []
     for row in rows("pairs", 3):
@@ -138,7 +138,7 @@ def test_token_log_probabilities_have_gradients_and_sum_to_sequence_ones(fused):
     assert torch.allclose(plain, values.token_logps, atol=1e-5)
     (plain * weights).sum().backward()
     for name, parameter in policy.named_parameters():
-        assert torch.allclose(found[name], parameter.grad, atol=1e-4), name
+        assert torch.allclose(result[name], parameter.grad, atol=1e-4), name
 
 
 def test_each_sequence_of_a_row_has_a_title_for_explain():

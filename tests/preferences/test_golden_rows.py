@@ -14,8 +14,8 @@ from burnish.data.sets.sources import load_datasets
 from burnish.data.stats import DataStats
 from burnish.loop.types import IGNORE_INDEX
 from burnish.losses.base import OBJECTIVES
-from data_sets import data_options
-from few import few
+from dataset_helpers import data_options
+from representative import representative
 from template_cases import template_options
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -44,10 +44,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-def encoded(name, folder, template, stage, cutoff_len=1024, count=None, **given):
-    given = {"truncation": "llamafactory", "missing_control_tokens": "split", **given}
+def encoded(name, folder, template, stage, cutoff_len=1024, count=None, **overrides):
+    overrides = {"truncation": "llamafactory", "missing_control_tokens": "split", **overrides}
     tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tokenizer")
-    made = load_template(template_options(template=template, cutoff_len=cutoff_len, **given), tokenizer)
+    made = load_template(template_options(template=template, cutoff_len=cutoff_len, **overrides), tokenizer)
     fit_tokenizer(made, tokenizer)
     options = data_options(dataset=name, dataset_dir=str(folder), max_samples=count, on_bad_record="drop")
     examples = load_datasets(options, 0, DataStats(), needs=RecordNeeds(OBJECTIVES[stage].records, stage=stage)).train
@@ -68,7 +68,7 @@ def assert_same(row, side, expected):
 
 @pytest.mark.parametrize(
     "case",
-    few(golden().get("encoded", []), 10),
+    representative(golden().get("encoded", []), 10),
     ids=lambda case: f"{case['template']}-{case['data']}-{case['cutoff_len']}",
 )
 def test_rows_match_llamafactory(case, folder):

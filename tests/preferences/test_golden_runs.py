@@ -56,40 +56,40 @@ def assert_same(case, logs, norms, steps=5):
 @pytest.mark.parametrize("name", OF_LLAMAFACTORY)
 def test_five_steps_match_llamafactory(name, folder, monkeypatch):
     case = golden()["runs"]["llamafactory"][name]
-    given = {key: value for key, value in case["settings"].items() if key not in ("do_train", "disable_shuffling")}
-    if given.get("adapter_name_or_path"):
-        given["ref_model"] = "policy"  # there the reference of an adapter that is continued is the bare base
-    assert_same(case, *run(folder, monkeypatch, **given))
+    options = {key: value for key, value in case["settings"].items() if key not in ("do_train", "disable_shuffling")}
+    if options.get("adapter_name_or_path"):
+        options["ref_model"] = "policy"  # there the reference of an adapter that is continued is the bare base
+    assert_same(case, *run(folder, monkeypatch, **options))
 
 
 def test_first_step_baseline_matches_llamafactory(folder, monkeypatch):
     """Later ones move with each micro-batch there, and once per step here."""
     case = golden()["runs"]["llamafactory"]["dpo_bco"]
-    given = {key: value for key, value in case["settings"].items() if key not in ("do_train", "disable_shuffling")}
-    assert_same(case, *run(folder, monkeypatch, **given), steps=1)
+    options = {key: value for key, value in case["settings"].items() if key not in ("do_train", "disable_shuffling")}
+    assert_same(case, *run(folder, monkeypatch, **options), steps=1)
 
 
 @pytest.mark.parametrize("name", OF_TRL)
 def test_five_steps_match_trl(name, folder, monkeypatch):
     case = golden()["runs"]["trl"][name]
-    asked = case["settings"]
+    requested = case["settings"]
     names = {"loss_type": "pref_loss", "beta": "pref_beta", "loss_weights": "pref_loss_weights",
              "label_smoothing": "dpo_label_smoothing", "model": "model_name_or_path"}  # fmt: skip
     left_out = {"trainer", "rows", "adapter", "seed", "model_kwargs"}
-    given = {names.get(key, key): value for key, value in asked.items() if key not in left_out}
-    if asked.get("adapter"):
-        given |= {"adapter_name_or_path": asked["adapter"], "finetuning_type": "lora"}
+    options = {names.get(key, key): value for key, value in requested.items() if key not in left_out}
+    if requested.get("adapter"):
+        options |= {"adapter_name_or_path": requested["adapter"], "finetuning_type": "lora"}
     steps = 0 if name in PER_MICRO_BATCH else 5
-    assert_same(case, *run(folder, monkeypatch, stage="dpo", dataset="dpo_en_demo", **given), steps=steps)
+    assert_same(case, *run(folder, monkeypatch, stage="dpo", dataset="dpo_en_demo", **options), steps=steps)
 
 
 @pytest.mark.parametrize("name", ["reward", "reward_center"])
 def test_five_steps_of_a_classifier_match_trl(name, folder, monkeypatch):
     """Its least and greatest rewards are means over micro-batches there."""
     case = golden()["runs"]["trl"][name]
-    given = {"stage": "rm", "dataset": "dpo_en_demo", "model_name_or_path": "scorer"}
+    options = {"stage": "rm", "dataset": "dpo_en_demo", "model_name_or_path": "scorer"}
     centre = case["settings"].get("center_rewards_coefficient")
-    logs, norms = run(folder, monkeypatch, center_rewards_coefficient=centre, **given)
+    logs, norms = run(folder, monkeypatch, center_rewards_coefficient=centre, **options)
     for ours, theirs, loss in zip(logs, case["logs"], case["step_losses"], strict=True):
         assert ours["loss"] == pytest.approx(loss, rel=2e-4)
         assert [ours[name] for name in ("accuracy", "margin", "mean_reward")] == pytest.approx(

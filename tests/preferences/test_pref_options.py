@@ -8,15 +8,15 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from burnish.config.errors import UserError
 from burnish.run.plan.plan import plan
-from few import few_slow
-from pair_runs import given, losses, make_workplace, pairs, run_of
+from pair_runs import losses, make_pair_workspace, pairs, run_options, train_on_pairs
+from representative import representative_slow
 
 pytestmark = pytest.mark.run
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    return make_workplace(tmp_path_factory.mktemp("preferences"))
+def workspace(tmp_path_factory):
+    return make_pair_workspace(tmp_path_factory.mktemp("preferences"))
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +25,13 @@ def known_losses():
 
 
 @pytest.fixture
-def baseline(workplace, monkeypatch, known_losses):
+def baseline(workspace, monkeypatch, known_losses):
     """Return a function: options -> losses, which trains once for each set of options."""
 
     def losses_of(options):
         key = json.dumps(options)
         if key not in known_losses:
-            known_losses[key] = losses(workplace, monkeypatch, **options)
+            known_losses[key] = losses(workspace, monkeypatch, **options)
         return known_losses[key]
 
     return losses_of
@@ -54,9 +54,9 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("change", "beside"), CHANGES, ids=lambda value: next(iter(value), "alone"))
-def test_each_pair_option_changes_the_loss(workplace, monkeypatch, baseline, change, beside):
+def test_each_pair_option_changes_the_loss(workspace, monkeypatch, baseline, change, beside):
     before = baseline(beside)
-    after = losses(workplace, monkeypatch, **beside, **change)
+    after = losses(workspace, monkeypatch, **beside, **change)
     assert before != after
     assert all(value == value for value in after)
 
@@ -70,31 +70,31 @@ def test_each_pair_option_changes_the_loss(workplace, monkeypatch, baseline, cha
     ],
     ids=str,
 )  # fmt: skip
-def test_each_kto_and_reward_option_changes_the_loss(workplace, monkeypatch, baseline, stage, change):
+def test_each_kto_and_reward_option_changes_the_loss(workspace, monkeypatch, baseline, stage, change):
     swapped = {"model_name_or_path": "other", "ref_model": "model"}
     beside = {"stage": stage, "max_steps": 4, **(swapped if stage == "kto" else {})}
-    assert baseline(beside) != losses(workplace, monkeypatch, **beside, **change)
+    assert baseline(beside) != losses(workspace, monkeypatch, **beside, **change)
 
 
-@pytest.mark.parametrize(("asked", "file", "name"), [
+@pytest.mark.parametrize(("requested", "file", "name"), [
     (None, "value_head", "v_head.summary.weight"), ("score", "model", "score.weight"),
 ])  # fmt: skip
-def test_reward_head_selects_saved_format_of_reward_model(workplace, monkeypatch, asked, file, name):
-    losses(workplace, monkeypatch, stage="rm", reward_head=asked, output_dir=str(workplace / f"saved-{asked}"))
-    with safe_open(workplace / f"saved-{asked}" / f"{file}.safetensors", "pt") as tensors:
+def test_reward_head_selects_saved_format_of_reward_model(workspace, monkeypatch, requested, file, name):
+    losses(workspace, monkeypatch, stage="rm", reward_head=requested, output_dir=str(workspace / f"saved-{requested}"))
+    with safe_open(workspace / f"saved-{requested}" / f"{file}.safetensors", "pt") as tensors:
         assert name in tensors.keys()  # noqa: SIM118
 
 
-def test_reward_model_scores_dataset_and_reloads_in_burnish_and_transformers(workplace, monkeypatch):
+def test_reward_model_scores_dataset_and_reloads_in_burnish_and_transformers(workspace, monkeypatch):
     """By burnish, which evaluates what it has saved; and by transformers, as a sequence classifier."""
-    trained = workplace / "scorer"
+    trained = workspace / "scorer"
     data = {
-        "eval_dataset": str(workplace / "pairs.json"),
+        "eval_dataset": str(workspace / "pairs.json"),
         "stage": "rm",
         "per_device_eval_batch_size": 3,
         "do_train": True,
     }
-    losses(workplace, monkeypatch, **data, reward_head="score", do_predict=True, output_dir=str(trained))
+    losses(workspace, monkeypatch, **data, reward_head="score", do_predict=True, output_dir=str(trained))
     lines = [json.loads(line) for line in (trained / "generated_predictions.jsonl").read_text().splitlines()]
     assert [line["record"] for line in lines] == list(range(1, 13))
     classifier = AutoModelForSequenceClassification.from_pretrained(trained)
@@ -102,78 +102,82 @@ def test_reward_model_scores_dataset_and_reloads_in_burnish_and_transformers(wor
     tokenizer = AutoTokenizer.from_pretrained(trained)
     for line, pair in zip(lines[:4], pairs(), strict=False):
         for part in ("chosen", "rejected"):
-            said = f"<|im_start|>user\n{pair['instruction']}<|im_end|>\n<|im_start|>assistant\n{pair[part]}<|im_end|>\n"
-            scored = classifier(**tokenizer(said, return_tensors="pt", add_special_tokens=False)).logits.item()
+            message = (
+                f"<|im_start|>user\n{pair['instruction']}<|im_end|>\n<|im_start|>assistant\n{pair[part]}<|im_end|>\n"
+            )
+            scored = classifier(**tokenizer(message, return_tensors="pt", add_special_tokens=False)).logits.item()
             assert scored == pytest.approx(line[part], abs=1e-4)
     again = {**data, "do_train": False, "do_predict": True, "model_name_or_path": "scorer"}
-    run_of(workplace, monkeypatch, **again, output_dir=str(workplace / "again"))
-    read = [json.loads(line) for line in (workplace / "again" / "generated_predictions.jsonl").read_text().splitlines()]
+    train_on_pairs(workspace, monkeypatch, **again, output_dir=str(workspace / "again"))
+    read = [json.loads(line) for line in (workspace / "again" / "generated_predictions.jsonl").read_text().splitlines()]
     assert [line["chosen"] for line in read] == pytest.approx([line["chosen"] for line in lines], abs=1e-4)
 
 
-def test_model_without_reward_head_scores_nothing(workplace, monkeypatch):
-    given = {"stage": "rm", "do_predict": True, "do_train": False, "eval_dataset": str(workplace / "pairs.json")}
+def test_model_without_reward_head_scores_nothing(workspace, monkeypatch):
+    options = {"stage": "rm", "do_predict": True, "do_train": False, "eval_dataset": str(workspace / "pairs.json")}
     with pytest.raises(UserError, match="it is not a reward model"):
-        run_of(workplace, monkeypatch, **given, output_dir=str(workplace / "none"))
+        train_on_pairs(workspace, monkeypatch, **options, output_dir=str(workspace / "none"))
 
 
-def test_dropout_is_disabled_by_default(workplace, monkeypatch):
-    without = losses(workplace, monkeypatch, model_name_or_path="dropping")
+def test_dropout_is_disabled_by_default(workspace, monkeypatch):
+    without = losses(workspace, monkeypatch, model_name_or_path="dropping")
     assert without[0] == pytest.approx(0.693147, abs=1e-6)
-    assert losses(workplace, monkeypatch, model_name_or_path="dropping", disable_dropout=False) != without
+    assert losses(workspace, monkeypatch, model_name_or_path="dropping", disable_dropout=False) != without
 
 
-def test_reference_can_have_adapters_and_be_quantized(workplace, monkeypatch):
+def test_reference_can_have_adapters_and_be_quantized(workspace, monkeypatch):
     """The second model is loaded as a model of such options is."""
     from burnish.run import references
 
-    asked, load_model, load_adapter = [], references.load_model, references.load_adapter
-    make_adapter(workplace, monkeypatch)
-    plain = losses(workplace, monkeypatch, ref_model="model")
-    adapted = losses(workplace, monkeypatch, ref_model="model", ref_model_adapters=[str(workplace / "adapter")])
+    requested, load_model, load_adapter = [], references.load_model, references.load_adapter
+    make_adapter(workspace, monkeypatch)
+    plain = losses(workspace, monkeypatch, ref_model="model")
+    adapted = losses(workspace, monkeypatch, ref_model="model", ref_model_adapters=[str(workspace / "adapter")])
     assert plain != adapted
 
     def loaded(options, **arguments):
-        asked.append((options.model_name_or_path, options.quantization_bit))
+        requested.append((options.model_name_or_path, options.quantization_bit))
         raise UserError("seen")
 
     monkeypatch.setattr(references, "load_model", loaded)
     with pytest.raises(UserError, match="seen"):
-        losses(workplace, monkeypatch, ref_model="other", ref_model_quantization_bit=4)
-    assert asked == [(str(workplace / "other"), 4)]
+        losses(workspace, monkeypatch, ref_model="other", ref_model_quantization_bit=4)
+    assert requested == [(str(workspace / "other"), 4)]
     assert load_model is not loaded
     assert references.load_adapter is load_adapter
 
 
-def make_adapter(workplace, monkeypatch):
-    losses(workplace, monkeypatch, finetuning_type="lora", output_dir=str(workplace / "adapter"))
+def make_adapter(workspace, monkeypatch):
+    losses(workspace, monkeypatch, finetuning_type="lora", output_dir=str(workspace / "adapter"))
 
 
 @pytest.mark.parametrize(
     "changes",
-    few_slow([{}, {"finetuning_type": "lora"}, {"stage": "kto"}, {"ref_model": "other"}, {"pref_loss": "aot"}], 2),
-    ids=lambda given: "-".join(given) or "full",
+    representative_slow(
+        [{}, {"finetuning_type": "lora"}, {"stage": "kto"}, {"ref_model": "other"}, {"pref_loss": "aot"}], 2
+    ),
+    ids=lambda options: "-".join(options) or "full",
 )
-def test_precomputed_reference_gives_the_same_loss(workplace, monkeypatch, changes):
+def test_precomputed_reference_gives_the_same_loss(workspace, monkeypatch, changes):
     """And of the start no copy is kept."""
     from burnish.run import references
 
-    more = {**changes, "eval_dataset": str(workplace / "pairs.json"), "eval_strategy": "steps", "eval_steps": 3}
-    folder = workplace / "beforehand"
-    found = []
+    more = {**changes, "eval_dataset": str(workspace / "pairs.json"), "eval_strategy": "steps", "eval_steps": 3}
+    folder = workspace / "beforehand"
+    result = []
     for is_before in (False, True):
-        given = {**more, "precompute_ref_log_probs": is_before, "output_dir": str(folder)}
+        options = {**more, "precompute_ref_log_probs": is_before, "output_dir": str(folder)}
         if is_before:
             monkeypatch.setattr(references, "InitialWeights", None)
-        one = losses(workplace, monkeypatch, **given)
+        one = losses(workspace, monkeypatch, **options)
         history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-        found.append([*one, next(log["eval_loss"] for log in history if "eval_loss" in log)])
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
+        result.append([*one, next(log["eval_loss"] for log in history if "eval_loss" in log)])
+    assert result[1] == pytest.approx(result[0], rel=1e-5)
 
 
-def refusal(workplace, **changes):
+def plan_error(workspace, **changes):
     with pytest.raises(UserError) as caught:
-        plan(given(workplace, **changes))
+        plan(run_options(workspace, **changes))
     return str(caught.value)
 
 
@@ -200,8 +204,8 @@ def refusal(workplace, **changes):
     ],
     ids=lambda value: "-".join(map(str, value.values()))[:30] if isinstance(value, dict) else "",
 )
-def test_contradictory_preference_options_are_rejected_before_reading(workplace, changes, words):
-    message = refusal(workplace, **changes)
+def test_contradictory_preference_options_are_rejected_before_reading(workspace, changes, words):
+    message = plan_error(workspace, **changes)
     for word in words:
         assert word in message
 
@@ -218,5 +222,5 @@ def test_contradictory_preference_options_are_rejected_before_reading(workplace,
         ({}, "learning_rate 0.001 is high for preference optimization"),
     ],
 )
-def test_options_without_effect_or_with_unlikely_values_are_reported(workplace, changes, sentence):
-    assert any(note.startswith(sentence) for note in plan(given(workplace, **changes)).notes)
+def test_options_without_effect_or_with_unlikely_values_are_reported(workspace, changes, sentence):
+    assert any(note.startswith(sentence) for note in plan(run_options(workspace, **changes)).notes)

@@ -7,10 +7,10 @@ import pytest
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report.plots import plot_history, plot_margins
 from burnish.report.preferences import FALLING_CHOSEN, ChosenFallsCallback
-from pair_runs import make_workplace, run_of
+from pair_runs import make_pair_workspace, train_on_pairs
 
 
-def said(capsys, chosen, margins):
+def count_notes(capsys, chosen, margins):
     callback = ChosenFallsCallback()
     for one, other in zip(chosen, margins, strict=True):
         logs = {"rewards/chosen": one, "rewards/margins": other}
@@ -28,7 +28,7 @@ def said(capsys, chosen, margins):
     ],
 )
 def test_falling_rewards_of_chosen_responses_are_explained_once(capsys, chosen, margins, times):
-    assert said(capsys, chosen, margins) == times
+    assert count_notes(capsys, chosen, margins) == times
 
 
 def test_rewards_are_plotted(tmp_path):
@@ -56,16 +56,16 @@ def test_margin_distribution_is_plotted(tmp_path, margins):
 def test_reward_model_plots_the_margins_of_the_last_evaluated_dataset(tmp_path, monkeypatch):
     from burnish.run import finish
 
-    drawn, workplace = [], make_workplace(tmp_path)
+    drawn, workspace = [], make_pair_workspace(tmp_path)
     plot = finish.plot_margins
-    monkeypatch.setattr(finish, "plot_margins", lambda *given: drawn.append(given[0]) or plot(*given))
-    run_of(workplace, monkeypatch, stage="rm", plot_loss=True)
-    run_of(workplace, monkeypatch, stage="rm", val_size=4, eval_strategy="steps", eval_steps=1, do_predict=True,
+    monkeypatch.setattr(finish, "plot_margins", lambda *args: drawn.append(args[0]) or plot(*args))
+    train_on_pairs(workspace, monkeypatch, stage="rm", plot_loss=True)
+    train_on_pairs(workspace, monkeypatch, stage="rm", val_size=4, eval_strategy="steps", eval_steps=1, do_predict=True,
            do_train=True, plot_loss=True)  # fmt: skip
     assert [{name: len(margins) for name, margins in one.items()} for one in drawn] == [
         {"training": 12}, {"evaluation": 4}
     ]  # fmt: skip
-    scored = [json.loads(line) for line in (workplace / "out" / "generated_predictions.jsonl").read_text().splitlines()]
+    scored = [json.loads(line) for line in (workspace / "out" / "generated_predictions.jsonl").read_text().splitlines()]
     assert sorted(drawn[1]["evaluation"]) == pytest.approx(sorted(one["chosen"] - one["rejected"] for one in scored))
-    assert "![The margins of pairs](training_margins.png)" in (workplace / "out" / "README.md").read_text()
-    assert (workplace / "out" / "training_rewards.png").is_file()
+    assert "![The margins of pairs](training_margins.png)" in (workspace / "out" / "README.md").read_text()
+    assert (workspace / "out" / "training_rewards.png").is_file()

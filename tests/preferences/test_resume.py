@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pair_runs import losses, make_workplace
+from pair_runs import losses, make_pair_workspace
 
 pytestmark = pytest.mark.run
 
@@ -29,8 +29,8 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    return make_workplace(tmp_path_factory.mktemp("resume"))
+def workspace(tmp_path_factory):
+    return make_pair_workspace(tmp_path_factory.mktemp("resume"))
 
 
 def weights(folder):
@@ -44,18 +44,18 @@ RARELY = (
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in RARELY else n for n in RUNS])
-def test_stopped_run_resumes_to_the_same_weights(workplace, monkeypatch, name):
+def test_stopped_run_resumes_to_the_same_weights(workspace, monkeypatch, name):
     made = {**RUNS[name], "max_steps": 5, "save_strategy": "steps", "save_steps": 3}
     if "adapter_name_or_path" in made:
-        losses(workplace, monkeypatch, finetuning_type="lora", output_dir=str(workplace / "adapter"))
-        made["adapter_name_or_path"] = str(workplace / "adapter")
-    whole, parted = workplace / "whole", workplace / "parted"
-    expected = losses(workplace, monkeypatch, **made, output_dir=str(whole))
-    losses(workplace, monkeypatch, **made, output_dir=str(parted))
+        losses(workspace, monkeypatch, finetuning_type="lora", output_dir=str(workspace / "adapter"))
+        made["adapter_name_or_path"] = str(workspace / "adapter")
+    whole, parted = workspace / "whole", workspace / "parted"
+    expected = losses(workspace, monkeypatch, **made, output_dir=str(whole))
+    losses(workspace, monkeypatch, **made, output_dir=str(parted))
     for left in parted.iterdir():  # as a run that was killed behind its third step leaves it
         if left.name != "checkpoint-3":
             shutil.rmtree(left) if left.is_dir() else left.unlink()
-    again = losses(workplace, monkeypatch, **made, output_dir=str(parted), overwrite_output_dir=False)
+    again = losses(workspace, monkeypatch, **made, output_dir=str(parted), overwrite_output_dir=False)
     assert again == expected
     one, other = weights(whole), weights(parted)
     assert one.keys() == other.keys()

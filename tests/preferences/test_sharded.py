@@ -14,7 +14,7 @@ from burnish.config.errors import UserError
 from burnish.losses.sequence_logps import mean_row
 from burnish.parallel.options import ParallelOptions
 from burnish.parallel.single import SingleProcess
-from pair_runs import given, losses, make_workplace, run_of
+from pair_runs import losses, make_pair_workspace, run_options, train_on_pairs
 from two_processes import in_two_processes
 
 KINDS = {
@@ -37,8 +37,8 @@ ENGINES = [
 
 
 @pytest.fixture
-def workplace(tmp_path):
-    return make_workplace(tmp_path)
+def workspace(tmp_path):
+    return make_pair_workspace(tmp_path)
 
 
 def run(words):
@@ -47,18 +47,20 @@ def run(words):
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_run_sharded_over_two_processes_matches_one_and_resumes_alone(workplace, monkeypatch, name, engine):
-    one = losses(workplace, monkeypatch, **KINDS[name])
-    made = given(workplace, **KINDS[name], **engine, ddp_backend="gloo", per_device_train_batch_size=1,
-                 output_dir=str(workplace / "two"), save_strategy="steps", save_steps=2)  # fmt: skip
+def test_run_sharded_over_two_processes_matches_one_and_resumes_alone(workspace, monkeypatch, name, engine):
+    one = losses(workspace, monkeypatch, **KINDS[name])
+    made = run_options(workspace, **KINDS[name], **engine, ddp_backend="gloo", per_device_train_batch_size=1,
+                       output_dir=str(workspace / "two"), save_strategy="steps", save_steps=2)  # fmt: skip
     in_two_processes(run, ["train", *(f"{option}={value.value}" for option, value in made.items())],
                      environment={"DS_ACCELERATOR": "cpu"})  # fmt: skip
-    assert _losses(workplace / "two") == pytest.approx(one, rel=1e-5)
-    assert_same_files(workplace / "two", workplace / "out")
-    shutil.copytree(workplace / "two" / "checkpoint-2", workplace / "then one" / "checkpoint-2")
-    run_of(workplace, monkeypatch, **KINDS[name], output_dir=str(workplace / "then one"), overwrite_output_dir=False)
-    assert _losses(workplace / "then one") == pytest.approx(one, rel=1e-5)
-    assert_same_files(workplace / "then one", workplace / "out")
+    assert _losses(workspace / "two") == pytest.approx(one, rel=1e-5)
+    assert_same_files(workspace / "two", workspace / "out")
+    shutil.copytree(workspace / "two" / "checkpoint-2", workspace / "then one" / "checkpoint-2")
+    train_on_pairs(
+        workspace, monkeypatch, **KINDS[name], output_dir=str(workspace / "then one"), overwrite_output_dir=False
+    )
+    assert _losses(workspace / "then one") == pytest.approx(one, rel=1e-5)
+    assert_same_files(workspace / "then one", workspace / "out")
 
 
 def _losses(folder):
@@ -79,10 +81,10 @@ def assert_same_files(ours, theirs):
     ("change", "words"),
     [({"sync_ref_model": True}, "updates full weights"), ({"stage": "rm", "reward_head": "score"}, "one process")],
 )
-def test_options_that_need_full_weights_are_rejected_by_name(workplace, monkeypatch, change, words):
+def test_options_that_need_full_weights_are_rejected_by_name(workspace, monkeypatch, change, words):
     monkeypatch.setattr(SingleProcess, "splits_weights", True)
     with pytest.raises(UserError, match=words):
-        losses(workplace, monkeypatch, **change)
+        losses(workspace, monkeypatch, **change)
 
 
 def test_mean_row_without_head_is_none():

@@ -12,12 +12,12 @@ from two_processes import in_two_processes
 pytestmark = pytest.mark.run
 
 
-def script(folder, output, **given):
-    trainer = make("DPOTrainer", f"{folder}/model", output, **given)
-    found = losses(trainer)
+def script(folder, output, **options):
+    trainer = make("DPOTrainer", f"{folder}/model", output, **options)
+    result = losses(trainer)
     if trainer.is_world_process_zero():
         with open(f"{output}.json", "w") as file:
-            json.dump(found, file)
+            json.dump(result, file)
 
 
 def sharded(folder, output):

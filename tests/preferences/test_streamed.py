@@ -8,8 +8,8 @@ from burnish.config.errors import UserError
 from burnish.data.rows.mismatched import RowsWithMismatched
 from burnish.data.rows.row_set import ListedRows
 from burnish.run.plan.plan import plan
-from few import few_slow
-from pair_runs import given, losses, make_workplace, pairs
+from pair_runs import losses, make_pair_workspace, pairs, run_options
+from representative import representative_slow
 from small_run import WORDS
 
 pytestmark = pytest.mark.run
@@ -24,44 +24,44 @@ def verdicts(count=12):
 
 
 @pytest.fixture
-def workplace(tmp_path):
-    make_workplace(tmp_path)
+def workspace(tmp_path):
+    make_pair_workspace(tmp_path)
     (tmp_path / "verdicts.json").write_text(json.dumps(verdicts()))
     return tmp_path
 
 
-def of_verdicts(workplace, **more):
+def of_verdicts(workspace, **more):
     columns = {"prompt": "instruction", "response": "output", "kto_tag": "label"}
-    return {"stage": "kto", "dataset": str(workplace / "verdicts.json"), "train_sampling_strategy": "sequential",
+    return {"stage": "kto", "dataset": str(workspace / "verdicts.json"), "train_sampling_strategy": "sequential",
             "columns": json.dumps(columns), **more}  # fmt: skip
 
 
-def test_streamed_kto_examples_train_like_loaded_ones(workplace, monkeypatch):
-    held = losses(workplace, monkeypatch, **of_verdicts(workplace))
-    assert losses(workplace, monkeypatch, **of_verdicts(workplace, streaming=True, buffer_size=64)) == held
+def test_streamed_kto_examples_train_like_loaded_ones(workspace, monkeypatch):
+    stored = losses(workspace, monkeypatch, **of_verdicts(workspace))
+    assert losses(workspace, monkeypatch, **of_verdicts(workspace, streaming=True, buffer_size=64)) == stored
 
 
-def test_invalid_streamed_record_is_not_used_as_neighbor(workplace, monkeypatch):
+def test_invalid_streamed_record_is_not_used_as_neighbor(workspace, monkeypatch):
     records = verdicts()
     records[3]["label"] = "perhaps"
-    (workplace / "verdicts.json").write_text(json.dumps(records))
+    (workspace / "verdicts.json").write_text(json.dumps(records))
     bad = {"on_bad_record": "drop"}
-    held = losses(workplace, monkeypatch, **of_verdicts(workplace, **bad))
-    streamed = losses(workplace, monkeypatch, **of_verdicts(workplace, streaming=True, **bad))
-    assert streamed[0] == held[0]  # the later steps have other rows: the bad record has a place in the order
+    stored = losses(workspace, monkeypatch, **of_verdicts(workspace, **bad))
+    streamed = losses(workspace, monkeypatch, **of_verdicts(workspace, streaming=True, **bad))
+    assert streamed[0] == stored[0]  # the later steps have other rows: the bad record has a place in the order
 
 
 @pytest.mark.parametrize("stage", ["dpo", "rm", "kto"])
-def test_micro_batch_without_rows_is_blank(workplace, monkeypatch, stage):
+def test_micro_batch_without_rows_is_blank(workspace, monkeypatch, stage):
     records = pairs() if stage != "kto" else verdicts()
     for record in records[:2]:  # the whole first micro-batch of the first step
         record |= {"label": 3} if stage == "kto" else {"rejected": ""}
-    (workplace / "pairs.json").write_text(json.dumps(records))
+    (workspace / "pairs.json").write_text(json.dumps(records))
     more = {"streaming": True, "on_bad_record": "drop", "stage": stage, "train_sampling_strategy": "sequential",
-            "dataset": str(workplace / "pairs.json")}  # fmt: skip
+            "dataset": str(workspace / "pairs.json")}  # fmt: skip
     if stage == "kto":
-        more["columns"] = of_verdicts(workplace)["columns"]
-    assert len(losses(workplace, monkeypatch, **more)) == 3
+        more["columns"] = of_verdicts(workspace)["columns"]
+    assert len(losses(workspace, monkeypatch, **more)) == 3
 
 
 # --- other answers of the step ----------------------------------------------------------------------------------------
@@ -86,34 +86,34 @@ def test_each_row_of_a_step_uses_preceding_different_response():
 
 @pytest.mark.parametrize(
     "cut",
-    few_slow(
+    representative_slow(
         [{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}, {"streaming": True},
          {"padding_free": False}, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}], 2,
     ),
     ids=lambda cut: next(iter(cut)),
 )  # fmt: skip
-def test_step_mismatched_responses_do_not_depend_on_micro_batching(workplace, monkeypatch, cut):
-    asked = of_verdicts(workplace, model_name_or_path="other", ref_model="model", **GROUP)
-    whole = losses(workplace, monkeypatch, **asked)
-    assert losses(workplace, monkeypatch, **{**asked, **cut}) == pytest.approx(whole, rel=1e-5)
-    assert whole != losses(workplace, monkeypatch, **{**asked, "kl_pairing": "neighbour"})
+def test_step_mismatched_responses_do_not_depend_on_micro_batching(workspace, monkeypatch, cut):
+    options = of_verdicts(workspace, model_name_or_path="other", ref_model="model", **GROUP)
+    whole = losses(workspace, monkeypatch, **options)
+    assert losses(workspace, monkeypatch, **{**options, **cut}) == pytest.approx(whole, rel=1e-5)
+    assert whole != losses(workspace, monkeypatch, **{**options, "kl_pairing": "neighbour"})
 
 
-def test_evaluation_uses_neighbors_of_its_dataset(workplace, monkeypatch):
-    more = {"eval_dataset": str(workplace / "verdicts.json"), "eval_strategy": "steps", "eval_steps": 3}
-    assert losses(workplace, monkeypatch, **of_verdicts(workplace, **GROUP, **more))
+def test_evaluation_uses_neighbors_of_its_dataset(workspace, monkeypatch):
+    more = {"eval_dataset": str(workspace / "verdicts.json"), "eval_strategy": "steps", "eval_steps": 3}
+    assert losses(workspace, monkeypatch, **of_verdicts(workspace, **GROUP, **more))
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [({"precompute_ref_log_probs": True}, "kl_pairing"), ({"max_tokens_per_batch": 512}, "kl_pairing")],
 )
-def test_options_that_prevent_step_pairing_are_rejected(workplace, change, words):
+def test_options_that_prevent_step_pairing_are_rejected(workspace, change, words):
     with pytest.raises(UserError, match=words):
-        plan(given(workplace, **of_verdicts(workplace, **GROUP, **change)))
+        plan(run_options(workspace, **of_verdicts(workspace, **GROUP, **change)))
 
 
 @pytest.mark.parametrize("changes", [{"stage": "dpo"}, {"stage": "kto", "kto_loss": "apo_zero_unpaired"}], ids=str)
-def test_pairing_without_baseline_has_no_effect_and_is_reported(workplace, changes):
-    notes = plan(given(workplace, **GROUP, **changes)).notes
+def test_pairing_without_baseline_has_no_effect_and_is_reported(workspace, changes):
+    notes = plan(run_options(workspace, **GROUP, **changes)).notes
     assert any("kl_pairing" in note and "no effect" in note for note in notes)

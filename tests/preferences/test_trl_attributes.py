@@ -44,18 +44,18 @@ def mixture(folder, asks=False):
 @pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
 def test_mixture_of_experts_is_balanced_by_default(kind, folder, tmp_path):
     """The loss has the router's by the model's own weight, and the log has it without: that of the padded rows."""
-    model, found = mixture(folder), {}
+    model, result = mixture(folder), {}
     rows = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1}
-    for asked in (0.0, None):
-        trainer = make(kind, model, tmp_path, max_steps=1, router_aux_loss_coef=asked, **rows)
+    for requested in (0.0, None):
+        trainer = make(kind, model, tmp_path, max_steps=1, router_aux_loss_coef=requested, **rows)
         batch = trainer.data_collator([trainer.train_dataset[number] for number in range(12)])
-        found[asked] = losses(trainer)[0]
-        assert trainer.aux_loss_enabled == (asked is None)
-    given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        result[requested] = losses(trainer)[0]
+        assert trainer.aux_loss_enabled == (requested is None)
+    options = {name: batch[name] for name in ("input_ids", "attention_mask")}
     with torch.no_grad():
-        aux = read(model)(**given, output_router_logits=True).aux_loss.item()
+        aux = read(model)(**options, output_router_logits=True).aux_loss.item()
     assert trainer.state.log_history[0]["aux_loss"] == pytest.approx(aux, rel=1e-5)
-    assert found[None] - found[0.0] == pytest.approx(0.5 * aux, rel=1e-5)
+    assert result[None] - result[0.0] == pytest.approx(0.5 * aux, rel=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "is_balanced"), [("DPOTrainer", False), ("ORPOTrainer", True)])
@@ -96,9 +96,9 @@ def test_ref_model_has_initial_weights(folder, tmp_path):
     assert trainer.ref_model is trainer.ref_model
     ids = torch.tensor([trainer.train_dataset[0]["prompt_ids"]])
     with torch.no_grad():
-        said = [model(input_ids=ids).logits for model in (trainer.ref_model, read(folder / "model"), trainer.model)]
-    assert torch.allclose(said[0], said[1], atol=1e-6)
-    assert not torch.allclose(said[1], said[2], atol=1e-6)
+        output = [model(input_ids=ids).logits for model in (trainer.ref_model, read(folder / "model"), trainer.model)]
+    assert torch.allclose(output[0], output[1], atol=1e-6)
+    assert not torch.allclose(output[1], output[2], atol=1e-6)
     assert all(torch.equal(its[name], value) for name, value in start.items())
     assert not all(torch.equal(its[name], value) for name, value in weights(trainer).items())
     assert not any(parameter.requires_grad for parameter in its.values())
@@ -133,9 +133,9 @@ def test_new_dataset_is_compared_with_the_existing_reference(kind, folder, tmp_p
 def test_base_of_adapter_stays_the_reference_after_training(folder, tmp_path):
     from peft import LoraConfig
 
-    given = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="gaussian")}
+    options = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="gaussian")}
     made = [
-        make("DPOTrainer", folder / "model", tmp_path, given=dict(given), precompute_ref_log_probs=is_asked, seed=4)
+        make("DPOTrainer", folder / "model", tmp_path, given=dict(options), precompute_ref_log_probs=is_asked, seed=4)
         for is_asked in (True, False)
     ]
     for trainer in made:

@@ -14,7 +14,7 @@ from test_collators import KINDS
 from transformers import AutoModelForCausalLM
 
 import burnish
-from pair_runs import make_workplace
+from pair_runs import make_pair_workspace
 from two_processes import in_two_processes
 
 pytestmark = pytest.mark.run
@@ -35,7 +35,7 @@ PADDED = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return make_workplace(tmp_path_factory.mktemp("overrides"))
+    return make_pair_workspace(tmp_path_factory.mktemp("overrides"))
 
 
 def of(kind, bases, folder, output, given=None, **arguments):
@@ -57,9 +57,9 @@ class Noting:
 
 
 def noting(name, is_given_model=True):
-    def method(self, *given, **named):
-        self._note(name, *(given[:2] if is_given_model else ()))
-        return getattr(super(kind, self), name)(*given, **named)
+    def method(self, *args, **kwargs):
+        self._note(name, *(args[:2] if is_given_model else ()))
+        return getattr(super(kind, self), name)(*args, **kwargs)
 
     kind = type("Noting" + name, (Noting,), {name: method})
     return kind
@@ -68,20 +68,20 @@ def noting(name, is_given_model=True):
 def run(kind, bases, folder, output, **arguments):
     rows = as_set(verdicts(5) if kind == "KTOTrainer" else pairs(5))
     trainer = of(kind, bases, folder, output, {"eval_dataset": rows}, per_device_eval_batch_size=2, **arguments)
-    found = losses(trainer)
+    result = losses(trainer)
     kept = {name: v for name, v in trainer.evaluate().items() if "runtime" not in name and "per_second" not in name}
-    return trainer, found, kept
+    return trainer, result, kept
 
 
 @pytest.mark.parametrize("name", ["compute_loss", "training_step", "prediction_step"])
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_override_receives_trl_batch_and_model_and_changes_nothing(kind, name, folder, tmp_path):
-    mine, found, evaluated = run(kind, noting(name), folder, tmp_path / "mine")
-    _, usual, expected = run(kind, Usual, folder, tmp_path / "usual")
+    mine, result, evaluated = run(kind, noting(name), folder, tmp_path / "mine")
+    _, defaults, expected = run(kind, Usual, folder, tmp_path / "usual")
     model, names = mine.seen[name]
     assert model.config.vocab_size == model.get_input_embeddings().num_embeddings
     assert names == PADDED[kind]
-    assert found == pytest.approx(usual, rel=1e-5)
+    assert result == pytest.approx(defaults, rel=1e-5)
     assert evaluated == pytest.approx(expected, rel=1e-5)
 
 
@@ -110,10 +110,10 @@ BESIDE = {
     ],
 )
 def test_trl_method_override_is_called_and_changes_nothing(kind, name, takes_model, folder, tmp_path):
-    mine, found, evaluated = run(kind, noting(name, takes_model), folder, tmp_path / "mine")
-    _, usual, expected = run(kind, Usual, folder, tmp_path / "usual")
+    mine, result, evaluated = run(kind, noting(name, takes_model), folder, tmp_path / "mine")
+    _, defaults, expected = run(kind, Usual, folder, tmp_path / "usual")
     assert name in mine.seen
-    assert found == pytest.approx(usual, rel=1e-4)
+    assert result == pytest.approx(defaults, rel=1e-4)
     assert evaluated["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-4)
     if takes_model:
         assert mine.seen[name][1] == PADDED[kind]
@@ -121,10 +121,10 @@ def test_trl_method_override_is_called_and_changes_nothing(kind, name, takes_mod
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo", "simpo"])
 def test_cpo_losses_equal_those_of_its_method(loss_type, folder, tmp_path):
-    given = {"loss_type": loss_type, "label_smoothing": 0.1 if loss_type == "sigmoid" else 0.0}
-    _, found, _ = run("CPOTrainer", noting("cpo_loss", False), folder, tmp_path / "mine", **given)
-    _, usual, _ = run("CPOTrainer", Usual, folder, tmp_path / "usual", **given)
-    assert found == pytest.approx(usual, rel=1e-4)
+    options = {"loss_type": loss_type, "label_smoothing": 0.1 if loss_type == "sigmoid" else 0.0}
+    _, result, _ = run("CPOTrainer", noting("cpo_loss", False), folder, tmp_path / "mine", **options)
+    _, defaults, _ = run("CPOTrainer", Usual, folder, tmp_path / "usual", **options)
+    assert result == pytest.approx(defaults, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
@@ -145,10 +145,10 @@ def test_custom_loss_can_read_model_and_reference(folder, tmp_path):
     class Own:
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
-            asked = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+            requested = {name: inputs[name] for name in ("input_ids", "attention_mask")}
 
             def logps(one):
-                logits = one(**asked).logits[:, :-1].log_softmax(-1)
+                logits = one(**requested).logits[:, :-1].log_softmax(-1)
                 chosen = logits.gather(-1, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
                 return (chosen * (labels[:, 1:] != -100)).sum(-1)
 
@@ -158,22 +158,24 @@ def test_custom_loss_can_read_model_and_reference(folder, tmp_path):
             self._metrics["train"]["mine"].append(float(len(one)))
             return -torch.nn.functional.logsigmoid(self.beta * (one - other)).mean()
 
-    mine, usual = (of("DPOTrainer", bases, folder, tmp_path / bases.__name__) for bases in (Own, Usual))
-    assert losses(mine) == pytest.approx(losses(usual), rel=1e-4)
+    mine, defaults = (of("DPOTrainer", bases, folder, tmp_path / bases.__name__) for bases in (Own, Usual))
+    assert losses(mine) == pytest.approx(losses(defaults), rel=1e-4)
     assert mine.state.log_history[0]["mine"] == 2.0
 
 
 def test_batch_changed_by_a_script_is_trained(folder, tmp_path):
     class Swapped:
-        def compute_loss(self, model, inputs, *given, **named):
+        def compute_loss(self, model, inputs, *args, **kwargs):
             for name, value in inputs.items():
                 inputs[name] = torch.cat(value.chunk(2)[::-1])
-            return super().compute_loss(model, inputs, *given, **named)
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
-    given = {"learning_rate": 1e-2}
-    mine, usual = (of("DPOTrainer", bases, folder, tmp_path / bases.__name__, **given) for bases in (Swapped, Usual))
-    mine.train(), usual.train()
-    assert mine.state.log_history[1]["rewards/margins"] < 0 < usual.state.log_history[1]["rewards/margins"]
+    options = {"learning_rate": 1e-2}
+    mine, defaults = (
+        of("DPOTrainer", bases, folder, tmp_path / bases.__name__, **options) for bases in (Swapped, Usual)
+    )
+    mine.train(), defaults.train()
+    assert mine.state.log_history[1]["rewards/margins"] < 0 < defaults.state.log_history[1]["rewards/margins"]
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
@@ -182,17 +184,17 @@ def test_batch_replaced_in_prepare_inputs_is_trained(kind, folder, tmp_path):
         def _prepare_inputs(self, inputs):
             return {**super()._prepare_inputs(inputs)}
 
-    _, found, evaluated = run(kind, Same, folder, tmp_path / "mine")
-    _, usual, expected = run(kind, Usual, folder, tmp_path / "usual")
-    assert found == pytest.approx(usual, rel=1e-4)
+    _, result, evaluated = run(kind, Same, folder, tmp_path / "mine")
+    _, defaults, expected = run(kind, Usual, folder, tmp_path / "usual")
+    assert result == pytest.approx(defaults, rel=1e-4)
     assert evaluated == {name: pytest.approx(value, rel=1e-3, abs=1e-5) for name, value in expected.items()}
 
 
 def test_baseline_override_is_used_by_kto(folder, tmp_path):
     class Far:
         def _compute_kl_logps(self, model, batch):
-            found = super()._compute_kl_logps(model, batch)
-            return found + (0 if model is self.ref_model or getattr(self, "is_second", False) else 3.0)
+            result = super()._compute_kl_logps(model, batch)
+            return result + (0 if model is self.ref_model or getattr(self, "is_second", False) else 3.0)
 
     mine = of(
         "KTOTrainer", Far, folder, tmp_path, {"ref_model": AutoModelForCausalLM.from_pretrained(folder / "model")}
@@ -212,9 +214,9 @@ def test_reference_log_probabilities_of_a_script_are_used(kind, folder, tmp_path
     if kind == "DPOTrainer":
         assert first == pytest.approx(math.log1p(math.exp(-0.1 * 2.0)), rel=1e-4)
     else:
-        usual = of(kind, Usual, folder, tmp_path, precompute_ref_log_probs=True)
+        defaults = of(kind, Usual, folder, tmp_path, precompute_ref_log_probs=True)
         assert list(trainer.train_dataset["reference_kl_logps"]) == pytest.approx(
-            [value + 2.0 for value in usual.train_dataset["reference_kl_logps"]], rel=1e-5
+            [value + 2.0 for value in defaults.train_dataset["reference_kl_logps"]], rel=1e-5
         )
 
 
@@ -241,23 +243,23 @@ def test_rows_tokenized_by_a_script_are_predicted_unchanged(kind, folder, tmp_pa
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_custom_collator_works_with_an_override(kind, folder, tmp_path):
-    given = {"data_collator": KINDS[kind]}
-    mine, usual = (
-        of(kind, bases, folder, tmp_path / bases.__name__, given) for bases in (noting("compute_loss"), Usual)
+    options = {"data_collator": KINDS[kind]}
+    mine, defaults = (
+        of(kind, bases, folder, tmp_path / bases.__name__, options) for bases in (noting("compute_loss"), Usual)
     )
-    assert losses(mine) == pytest.approx(losses(usual), rel=1e-5)
+    assert losses(mine) == pytest.approx(losses(defaults), rel=1e-5)
 
 
 def test_adapter_and_precomputed_reference_work_with_an_override(folder, tmp_path):
-    found = []
+    result = []
     for bases in (noting("compute_loss"), Usual):
         lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
         for asks in (False, True):
             trainer = of("DPOTrainer", bases, folder, tmp_path, {"peft_config": lora}, precompute_ref_log_probs=asks)
-            found.append((losses(trainer), weights(trainer)))
-    for one, moved in found[1:]:
-        assert one == pytest.approx(found[0][0], rel=1e-5)
-        assert all(torch.allclose(value, found[0][1][name], atol=1e-6) for name, value in moved.items())
+            result.append((losses(trainer), weights(trainer)))
+    for one, moved in result[1:]:
+        assert one == pytest.approx(result[0][0], rel=1e-5)
+        assert all(torch.allclose(value, result[0][1][name], atol=1e-6) for name, value in moved.items())
 
 
 def of_processes(kind, model, output, name):
@@ -269,9 +271,9 @@ def of_processes(kind, model, output, name):
         kind, model, output, rows, {"eval_dataset": rows}, own, per_device_train_batch_size=4 // count, max_steps=2,
         per_device_eval_batch_size=2,
     )  # fmt: skip
-    found, evaluated = losses(trainer), trainer.evaluate()
+    result, evaluated = losses(trainer), trainer.evaluate()
     if trainer.is_world_process_zero():
-        Path(output, "found.json").write_text(json.dumps([*found, evaluated["eval_loss"]]))
+        Path(output, "found.json").write_text(json.dumps([*result, evaluated["eval_loss"]]))
 
 
 @pytest.mark.slow

@@ -12,18 +12,18 @@ from burnish.trainer.trl.preferences.rows import (
     unpaired_row,
     with_kl_answers,
 )
-from few import few
+from representative import representative
 
 disable_progress_bars()
 KINDS = {"DPOTrainer": (DPOConfig, "pairs"), "KTOTrainer": (KTOConfig, "verdicts"),
          "RewardTrainer": (RewardConfig, "scores")}  # fmt: skip
 
 
-def rows_of(records, trainer="DPOTrainer", max_length=1024, chat_template=None, **given):
+def rows_of(records, trainer="DPOTrainer", max_length=1024, chat_template=None, **options):
     config, kind = KINDS[trainer]
     made = tokenizer()
     made.chat_template = chat_template or golden()["rows"]["trl"]["chat_template"]
-    args = config("unused", use_cpu=True, max_length=max_length, **given)
+    args = config("unused", use_cpu=True, max_length=max_length, **options)
     template = template_of(args, made, kind)
     encode = template.encode_unpaired if kind == "verdicts" else template.encode_pairs
     return preference_rows(Dataset.from_list(records), "train", args, kind, encode, template)
@@ -54,7 +54,7 @@ def wholes(rows):
 
 
 @pytest.mark.parametrize(
-    "case", few(CASES, 6), ids=lambda case: f"{case['set']}-{case['trainer']}-{case['max_length']}"
+    "case", representative(CASES, 6), ids=lambda case: f"{case['set']}-{case['trainer']}-{case['max_length']}"
 )
 def test_rows_match_trl(case):
     expected, records = expected_of(case), golden()["rows"]["trl"]["records"][case["set"]]

@@ -26,15 +26,17 @@ def trainer_like(case, folder, output, **changes):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    asked = case["settings"]
-    arguments = {name: asked[name] for name in OWN if name in asked} | changes
-    model, given = asked["model"], {}
-    if asked.get("ref_model"):
-        given["ref_model"] = str(folder / "models" / asked["ref_model"])
-    if asked.get("adapter"):
+    requested = case["settings"]
+    arguments = {name: requested[name] for name in OWN if name in requested} | changes
+    model, options = requested["model"], {}
+    if requested.get("ref_model"):
+        options["ref_model"] = str(folder / "models" / requested["ref_model"])
+    if requested.get("adapter"):
         base = AutoModelForCausalLM.from_pretrained(folder / "models" / model)
-        model = PeftModel.from_pretrained(base, folder / "models" / asked["adapter"], is_trainable=True)
-    return trainer_of(asked["trainer"], folder, output, golden_set(asked["trainer"]), model, given, **arguments)
+        model = PeftModel.from_pretrained(base, folder / "models" / requested["adapter"], is_trainable=True)
+    return trainer_of(
+        requested["trainer"], folder, output, golden_set(requested["trainer"]), model, options, **arguments
+    )
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
-from script_runs import as_set, losses, make, pairs, said, verdicts, weights
+from script_runs import as_set, losses, make, message_list, pairs, verdicts, weights
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, HfArgumentParser
 
 import burnish
@@ -47,7 +47,7 @@ def read(path):
 def test_step_does_not_depend_on_micro_batches(kind, more, folder, tmp_path):
     """Eight rows at once, cut as 8x1, 4x2 and 3+3+2."""
     rows = verdicts(8) if kind == "KTOTrainer" else pairs(8)
-    found = []
+    result = []
     for size, count in ((1, 8), (2, 4), (3, 3)):
         trainer = make(
             kind, folder / "model", tmp_path, rows,
@@ -57,8 +57,8 @@ def test_step_does_not_depend_on_micro_batches(kind, more, folder, tmp_path):
         )  # fmt: skip
         before = torch.cat([w.flatten() for w in weights(trainer).values()])
         loss = losses(trainer)
-        found.append((loss, torch.cat([w.flatten() for w in weights(trainer).values()]) - before))
-    (loss, update), *others = found
+        result.append((loss, torch.cat([w.flatten() for w in weights(trainer).values()]) - before))
+    (loss, update), *others = result
     assert update.norm() > 0
     for other, moved in others:
         assert other == pytest.approx(loss, rel=1e-5)
@@ -109,11 +109,11 @@ def of_two_processes(kind, model, output, asks_beforehand):
         per_device_eval_batch_size=2, **more,
     )  # fmt: skip
     trainer.train()
-    found = trainer.evaluate()
+    result = trainer.evaluate()
     if trainer.is_world_process_zero():
-        found = {name: value for name, value in found.items() if "_per_second" not in name and "runtime" not in name}
+        result = {name: value for name, value in result.items() if "_per_second" not in name and "runtime" not in name}
         logged = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-        Path(output, "found.json").write_text(json.dumps({**found, "losses": logged}))
+        Path(output, "found.json").write_text(json.dumps({**result, "losses": logged}))
 
 
 @pytest.mark.slow
@@ -128,8 +128,8 @@ def of_two_processes(kind, model, output, asks_beforehand):
     ],
 )
 def test_two_processes_train_like_one(kind, asks_beforehand, folder, tmp_path):
-    for name, run in (("one", lambda *given: of_two_processes(*given)),
-                      ("two", lambda *given: in_two_processes(of_two_processes, *given))):  # fmt: skip
+    for name, run in (("one", lambda *args: of_two_processes(*args)),
+                      ("two", lambda *args: in_two_processes(of_two_processes, *args))):  # fmt: skip
         (tmp_path / name).mkdir()
         run(kind, str(folder / "model"), str(tmp_path / name), asks_beforehand)
     one, two = (json.loads((tmp_path / name / "found.json").read_text()) for name in ("one", "two"))
@@ -175,9 +175,9 @@ def test_given_model_is_its_own_reference(folder, tmp_path):
     assert losses(make("DPOTrainer", model, tmp_path))[0] == pytest.approx(math.log(2), abs=1e-6)
 
 
-@pytest.mark.parametrize("given", [{}, {"init_lora_weights": "pissa"}])
-def test_reference_of_new_adapter_is_the_base_model(given, folder, tmp_path):
-    adapter = LoraConfig(**LORA, **given)
+@pytest.mark.parametrize("options", [{}, {"init_lora_weights": "pissa"}])
+def test_reference_of_new_adapter_is_the_base_model(options, folder, tmp_path):
+    adapter = LoraConfig(**LORA, **options)
     trainer = make("DPOTrainer", folder / "model", tmp_path, given={"peft_config": adapter})
     first, *_, last = losses(trainer)
     assert first == pytest.approx(math.log(2), abs=1e-5)
@@ -190,8 +190,8 @@ def test_reference_of_continued_adapter_is_the_initial_adapter(folder, tmp_path)
     made.train()
     made.save_model(str(tmp_path / "adapter"))
     again = PeftModel.from_pretrained(read(folder / "model"), tmp_path / "adapter", is_trainable=True)
-    given = {"processing_class": AutoTokenizer.from_pretrained(folder / "model")}
-    assert losses(make("DPOTrainer", again, tmp_path, given=given))[0] == pytest.approx(math.log(2), abs=1e-6)
+    options = {"processing_class": AutoTokenizer.from_pretrained(folder / "model")}
+    assert losses(make("DPOTrainer", again, tmp_path, given=options))[0] == pytest.approx(math.log(2), abs=1e-6)
 
 
 def test_reference_can_be_a_model_or_name_but_not_the_policy(folder, tmp_path):
@@ -206,20 +206,20 @@ def test_reference_can_be_a_model_or_name_but_not_the_policy(folder, tmp_path):
 
 @pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [{}, {"peft_config": LoraConfig(**LORA)}, {"ref_model": "other"}],
     ids=["whole", "adapter", "second model"],
 )
-def test_precomputed_reference_gives_the_same_loss(kind, given, folder, tmp_path):
-    given = {**given, **({"ref_model": str(folder / "other")} if "ref_model" in given else {})}
-    rows, found = as_set(verdicts(6) if kind == "KTOTrainer" else pairs(6)), []
+def test_precomputed_reference_gives_the_same_loss(kind, options, folder, tmp_path):
+    options = {**options, **({"ref_model": str(folder / "other")} if "ref_model" in options else {})}
+    rows, result = as_set(verdicts(6) if kind == "KTOTrainer" else pairs(6)), []
     for is_before in (False, True):
-        trainer = make(kind, folder / "model", tmp_path, rows, {**given, "eval_dataset": rows}, max_steps=2,
+        trainer = make(kind, folder / "model", tmp_path, rows, {**options, "eval_dataset": rows}, max_steps=2,
                        precompute_ref_log_probs=is_before, precompute_ref_batch_size=4)  # fmt: skip
-        found.append([*losses(trainer), trainer.evaluate()["eval_loss"]])
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
-    if "peft_config" in given:
-        assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(found[0][-1], rel=1e-5)
+        result.append([*losses(trainer), trainer.evaluate()["eval_loss"]])
+    assert result[1] == pytest.approx(result[0], rel=1e-5)
+    if "peft_config" in options:
+        assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(result[0][-1], rel=1e-5)
         return
     with pytest.raises(UserError, match="Cannot compute reference log-probs"):
         trainer.evaluate(rows)
@@ -240,7 +240,7 @@ LOGGED = {
 
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_evaluation_has_trl_names_and_does_not_depend_on_batches(kind, folder, tmp_path):
-    rows, found = as_set(verdicts(7) if kind == "KTOTrainer" else pairs(7)), []
+    rows, result = as_set(verdicts(7) if kind == "KTOTrainer" else pairs(7)), []
     for size in (1, 3):
         trainer = make(
             kind, folder / "model", tmp_path, given={"eval_dataset": rows}, per_device_eval_batch_size=size,
@@ -251,9 +251,9 @@ def test_evaluation_has_trl_names_and_does_not_depend_on_batches(kind, folder, t
         evaluated = next(log for log in trainer.state.log_history if "eval_loss" in log)
         assert LOGGED[kind] | {"num_tokens", "grad_norm"} <= logged.keys()
         assert {f"eval_{name}" for name in (*LOGGED[kind], "num_tokens")} <= evaluated.keys()
-        found.append({name: value for name, value in evaluated.items() if "_per_second" not in name})
-    del found[0]["eval_runtime"], found[1]["eval_runtime"]
-    assert found[0] == pytest.approx(found[1], rel=1e-4, abs=1e-6)
+        result.append({name: value for name, value in evaluated.items() if "_per_second" not in name})
+    del result[0]["eval_runtime"], result[1]["eval_runtime"]
+    assert result[0] == pytest.approx(result[1], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer", "RewardTrainer"])
@@ -267,10 +267,10 @@ def test_custom_metrics_receive_rewards(kind, folder, tmp_path):
         return {"mean": float(rewards.mean())}
 
     trainer = make(kind, folder / "model", tmp_path, given={"eval_dataset": {"a": rows, "b": rows},
-                                                           "compute_metrics": metrics})  # fmt: skip
+                                                            "compute_metrics": metrics})  # fmt: skip
     trainer.train()
-    found = trainer.evaluate()
-    assert found["eval_a_mean"] == found["eval_b_mean"] != 0
+    result = trainer.evaluate()
+    assert result["eval_a_mean"] == result["eval_b_mean"] != 0
     assert trainer.predict(rows).predictions.shape[0] == 5
 
 
@@ -304,9 +304,9 @@ def test_deprecated_token_id_columns_are_trained_with_one_warning(folder, tmp_pa
 
 def test_classifier_with_several_labels_is_not_a_reward_model(folder, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=3)
-    given = {"processing_class": AutoTokenizer.from_pretrained(folder / "model")}
+    options = {"processing_class": AutoTokenizer.from_pretrained(folder / "model")}
     with pytest.raises(UserError, match=r"`num_labels=1`\. Received: LlamaForSequenceClassification with 3 labels"):
-        make("RewardTrainer", model, tmp_path, given=given)
+        make("RewardTrainer", model, tmp_path, given=options)
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ def decoded(trainer, name, place=0):
 
 
 def test_pair_formats_are_equivalent(folder, tmp_path):
-    question, yes, no = said("user", "Well?"), said("assistant", "yes"), said("assistant", "no")
+    question, yes, no = message_list("user", "Well?"), message_list("assistant", "yes"), message_list("assistant", "no")
     ways = [
         {"prompt": question, "chosen": yes, "rejected": no},
         {"chosen": question + yes, "rejected": question + no},
@@ -353,11 +353,11 @@ def test_streamed_dataset_trains(folder, tmp_path):
 
 def test_streamed_kto_examples_have_mismatched_responses_of_loaded_dataset(folder, tmp_path):
     loaded = as_set(verdicts(8))
-    found = [
+    result = [
         make("KTOTrainer", folder / "model", tmp_path / str(at), rows, {"ref_model": str(folder / "other")})
         for at, rows in enumerate((loaded, loaded.to_iterable_dataset()))
     ]
-    one, other = (losses(trainer) for trainer in found)
+    one, other = (losses(trainer) for trainer in result)
     assert one == other
     same = [{**row, "completion": [{"role": "assistant", "content": "red"}]} for row in verdicts(4)]
     streamed = as_set(same).to_iterable_dataset()
@@ -383,9 +383,9 @@ def bad(**changes):
     ("rows", "words"),
     [
         (bad(rejected=pairs()[2]["chosen"]), "train dataset, record 3: chosen and rejected are identical"),
-        (bad(rejected=said("assistant", " ")), 'record 3: "rejected" is empty'),
-        (bad(chosen=said("user", "red")), 'record 3: "chosen" must end with a message from "assistant"'),
-        (bad(chosen=said("assistant", "b" * 2000)), "record 3: expected a record of at most 1,000 characters"),
+        (bad(rejected=message_list("assistant", " ")), 'record 3: "rejected" is empty'),
+        (bad(chosen=message_list("user", "red")), 'record 3: "chosen" must end with a message from "assistant"'),
+        (bad(chosen=message_list("assistant", "b" * 2000)), "record 3: expected a record of at most 1,000 characters"),
         (bad(chosen=None), 'record 3: "chosen" must be text, a message or a list of messages'),
     ],
 )
@@ -429,16 +429,16 @@ CHANGES = [
 
 @pytest.mark.parametrize(("kind", "change"), CHANGES, ids=str)
 def test_each_argument_changes_the_loss(kind, change, folder, tmp_path):
-    given = {"ref_model": str(folder / "model")} if kind in ("DPOTrainer", "KTOTrainer") else {}
+    options = {"ref_model": str(folder / "model")} if kind in ("DPOTrainer", "KTOTrainer") else {}
     first, second = (
-        losses(make(kind, folder / "other", tmp_path, given=given, max_steps=1, **more)) for more in ({}, change)
+        losses(make(kind, folder / "other", tmp_path, given=options, max_steps=1, **more)) for more in ({}, change)
     )
     assert first != second
     assert math.isfinite(second[0])
 
 
 @pytest.mark.parametrize(
-    ("config", "given", "words"),
+    ("config", "options", "words"),
     [
         ("DPOConfig", {"loss_type": "kto_pair"}, "loss_type: kto_pair was removed; use a KTOTrainer"),
         ("DPOConfig", {"loss_type": "sigmiod"}, 'Did you mean "sigmoid"'),
@@ -461,9 +461,9 @@ def test_each_argument_changes_the_loss(kind, change, folder, tmp_path):
         ("DPOConfig", {"generate_during_eval": True}, "burnish predict"),
     ],
 )
-def test_meaningless_arguments_are_rejected_by_name(config, given, words, tmp_path):
+def test_meaningless_arguments_are_rejected_by_name(config, options, words, tmp_path):
     with pytest.raises(ValueError, match=words):
-        getattr(burnish, config)(str(tmp_path), use_cpu=True, **given)
+        getattr(burnish, config)(str(tmp_path), use_cpu=True, **options)
 
 
 def test_deprecated_constructor_arguments_point_to_the_config(folder, tmp_path):
@@ -514,8 +514,8 @@ def test_custom_loss_can_start_from_burnish_loss(folder, tmp_path):
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     arguments = burnish.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, max_steps=1, report_to="none")
-    given = {"processing_class": AutoTokenizer.from_pretrained(folder / "model"), "train_dataset": as_set(pairs())}
-    assert Halved(model, args=arguments, **given).train().training_loss == pytest.approx(math.log(2) / 2, abs=1e-6)
+    options = {"processing_class": AutoTokenizer.from_pretrained(folder / "model"), "train_dataset": as_set(pairs())}
+    assert Halved(model, args=arguments, **options).train().training_loss == pytest.approx(math.log(2) / 2, abs=1e-6)
 
 
 def test_script_of_documentation_page_trains(folder, tmp_path, monkeypatch):
@@ -554,14 +554,14 @@ def test_ref_model_can_be_synced_with_the_policy(folder, tmp_path):
     other = read(folder / "other")
     arguments = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
     trainer = make("DPOTrainer", folder / "model", tmp_path, given={"ref_model": other}, **arguments)
-    begun = {name: parameter.clone() for name, parameter in other.named_parameters()}
+    started = {name: parameter.clone() for name, parameter in other.named_parameters()}
     start = weights(trainer)
     trainer.train()
     fixed = losses(make("DPOTrainer", folder / "model", tmp_path, given={"ref_model": read(folder / "other")}))
     assert [log["loss"] for log in trainer.state.log_history if "loss" in log] != fixed
-    moved = sum(not torch.equal(begun[name], parameter) for name, parameter in trainer.ref_model.named_parameters())
-    assert moved == len(begun)
-    assert start.keys() == begun.keys()
+    moved = sum(not torch.equal(started[name], parameter) for name, parameter in trainer.ref_model.named_parameters())
+    assert moved == len(started)
+    assert start.keys() == started.keys()
     with pytest.raises(UserError, match="does not contain the trained weights"):
         make("DPOTrainer", folder / "model", tmp_path,
              given={"ref_model": other, "peft_config": LoraConfig(**LORA)}, **arguments)  # fmt: skip

@@ -24,7 +24,7 @@ SOURCE = str(Path(burnish.__file__).parents[1])
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch):
+def workspace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     make_model(Path("model"))
@@ -39,16 +39,16 @@ def workplace(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_journal_has_command_options_events_and_outcome(workplace, capsys):
+def test_journal_has_command_options_events_and_outcome(workspace, capsys):
     assert main(["train", "run.yaml", "learning_rate=1e-3", "hub_token=hf_canary_secret"]) == 0
     folder = Path("saves/first")
     launch, outcome = (json.loads((folder / name).read_text()) for name in ("launch.json", "outcome.json"))
     assert launch["pid"] == os.getpid()
     assert launch["start_ticks"] == start_ticks(os.getpid())
     assert (outcome["state"], outcome["exit_code"], outcome["step"]) == ("done", 0, 10)
-    given = (folder / "run.yaml").read_text()
-    assert "learning_rate: 0.001  # the command line" in given
-    assert 'dataset_dir: "data"  # run.yaml, line 3' in given
+    options = (folder / "run.yaml").read_text()
+    assert "learning_rate: 0.001  # the command line" in options
+    assert 'dataset_dir: "data"  # run.yaml, line 3' in options
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     assert [event["text"] for event in events if event["kind"] == "stage"] == ["loading", "training", "saving"]
     assert [event["text"] for event in events if event["kind"] == "checkpoint"] == [
@@ -73,14 +73,14 @@ def test_journal_has_command_options_events_and_outcome(workplace, capsys):
     assert json.loads(capsys.readouterr().out)["state"] == "done"
 
 
-def test_recorded_options_reproduce_the_run(workplace):
+def test_recorded_options_reproduce_the_run(workspace):
     assert main(["train", "run.yaml"]) == 0
     weights = Path("saves/first/adapter_model.safetensors").read_bytes()
     assert main(["train", "saves/first/run.yaml", "output_dir=saves/second"]) == 0
     assert Path("saves/second/adapter_model.safetensors").read_bytes() == weights
 
 
-def test_failed_run_records_reason_in_its_outcome(workplace, monkeypatch):
+def test_failed_run_records_reason_in_its_outcome(workspace, monkeypatch):
     monkeypatch.setattr("burnish.loop.loop.Loop.train", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
     assert main(["train", "run.yaml"]) == 1
     outcome = json.loads(Path("saves/first/outcome.json").read_text())
@@ -91,12 +91,12 @@ def test_failed_run_records_reason_in_its_outcome(workplace, monkeypatch):
     assert read_run(Path("saves/first")).state == "failed"
 
 
-def test_rejected_run_leaves_no_files(workplace):
+def test_rejected_run_leaves_no_files(workspace):
     assert main(["train", "run.yaml", "dataset=nowhere"]) == 2
     assert not Path("saves").exists()
 
 
-def test_error_is_reported_to_the_launching_process(workplace):
+def test_error_is_reported_to_the_launching_process(workspace):
     folder = Path("saves/first")
     folder.mkdir(parents=True)
     (folder / "launch.json").write_text(json.dumps(launched(["cpu"])))
@@ -106,7 +106,7 @@ def test_error_is_reported_to_the_launching_process(workplace):
 
 
 @pytest.mark.slow
-def test_stopped_killed_and_continued_runs_are_distinguished(workplace):
+def test_stopped_killed_and_continued_runs_are_distinguished(workspace):
     words = [sys.executable, "-m", "burnish", "train", "run.yaml", "num_train_epochs=400", "save_steps=1000"]
     environment = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
     folder = Path("saves/first")
@@ -136,7 +136,7 @@ def test_stopped_killed_and_continued_runs_are_distinguished(workplace):
     assert read_run(folder).state == "died"
 
 
-def test_foreign_process_with_same_pid_is_not_the_run(workplace):
+def test_foreign_process_with_same_pid_is_not_the_run(workspace):
     launch = launched(["cpu"])
     assert is_alive(launch)
     assert not is_alive({**launch, "start_ticks": launch["start_ticks"] + 1})
@@ -228,23 +228,23 @@ def test_values_are_written_as_yaml_reads_them():
     assert (read_back["b"], read_back["c"], read_back["d"], read_back["e"]) == ("x: y # z", [1, "é"], None, {"k": True})
 
 
-def test_json_explanation_matches_terminal_and_marks_learned_tokens(workplace, capsys):
+def test_json_explanation_matches_terminal_and_marks_learned_tokens(workspace, capsys):
     assert main(["explain", "run.yaml", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["steps"]["total"] == 10
-    assert len(found["steps"]["curve"]) == 64
-    assert {term["name"] for term in found["memory"]["terms"]} >= {"weights"}
-    assert [section["title"] for section in found["sections"]][:2] == ["Model", "Data"]
-    longest = next(row for row in found["rows"] if row["title"] == "longest")
+    result = json.loads(capsys.readouterr().out)
+    assert result["steps"]["total"] == 10
+    assert len(result["steps"]["curve"]) == 64
+    assert {term["name"] for term in result["memory"]["terms"]} >= {"weights"}
+    assert [section["title"] for section in result["sections"]][:2] == ["Model", "Data"]
+    longest = next(row for row in result["rows"] if row["title"] == "longest")
     assert any(piece[1] for piece in longest["pieces"])
     assert sum(len(piece[2]) for piece in longest["pieces"]) == longest["tokens"]
-    assert found["command"].startswith("burnish train model_name_or_path=model")
+    assert result["command"].startswith("burnish train model_name_or_path=model")
     assert main(["explain", "run.yaml", "--json", "dataset=nowhere", "lora_rank=x"]) == 2
     problems = json.loads(capsys.readouterr().out)["problems"]
     assert {problem["option"] for problem in problems} == {"dataset", "lora_rank"}
 
 
-def test_json_explanation_shows_both_responses_of_a_pair(workplace, capsys):
+def test_json_explanation_shows_both_responses_of_a_pair(workspace, capsys):
     pairs = [{"instruction": f"Say {n}", "chosen": f"{n} {n}", "rejected": "no"} for n in range(12)]
     Path("data/pairs.json").write_text(json.dumps(pairs))
     words = ["stage=dpo", "dataset=data/pairs.json", "output_dir=saves/pairs"]
@@ -256,19 +256,19 @@ def test_json_explanation_shows_both_responses_of_a_pair(workplace, capsys):
     assert all(sum(len(ids) for _, _, ids in row["pieces"]) == row["tokens"] for row in rows)
 
 
-def test_planner_responds_line_by_line_and_survives_errors(workplace):
+def test_planner_responds_line_by_line_and_survives_errors(workspace):
     from io import StringIO
 
     from burnish.serve.page.planner_process import planner
 
     values = {"model_name_or_path": "model", "dataset": ["words"], "dataset_dir": "data", "output_dir": "saves/x"}
-    asked = [
+    requests = [
         {"id": 1, "values": values}, {"id": 2, "values": {**values, "lora_rnak": 3}}, {"id": 3, "values": {}},
         {"id": 4, "values": values},
     ]  # fmt: skip
-    told = StringIO()
-    planner(StringIO("".join(json.dumps(one) + "\n" for one in asked)), told)
-    parts = [json.loads(line) for line in told.getvalue().splitlines()]
+    reported = StringIO()
+    planner(StringIO("".join(json.dumps(one) + "\n" for one in requests)), reported)
+    parts = [json.loads(line) for line in reported.getvalue().splitlines()]
     ids = [part["id"] for part in parts]
     assert ids == sorted(ids)
     assert [part["id"] for part in parts if part.get("is_last")] == [1, 2, 3, 4]

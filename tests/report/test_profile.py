@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from burnish.cli import main
-from small_run import as_words, make_user
+from small_run import as_arguments, make_workspace
 
 pytestmark = pytest.mark.run
 
@@ -17,13 +17,13 @@ PARTS = ("forward and loss", "backward", "norm and clip", "optimizer", "the rest
 
 
 def run(given, *words):
-    return main(["train", *as_words(given), *words])
+    return main(["train", *as_arguments(given), *words])
 
 
 def test_profiled_run_reports_step_times_and_saves_a_trace(tmp_path, capsys):
-    given = make_user(tmp_path, profile_steps=2)
-    assert run(given, "--profile") == 0
-    folder = Path(given["output_dir"]) / "profile"
+    options = make_workspace(tmp_path, profile_steps=2)
+    assert run(options, "--profile") == 0
+    folder = Path(options["output_dir"]) / "profile"
     table = (folder / "steps.txt").read_text()
     assert table in capsys.readouterr().out
     lines = {part: next(line for line in table.splitlines() if line.strip().startswith(part)) for part in PARTS}
@@ -40,16 +40,16 @@ def test_profiled_run_reports_step_times_and_saves_a_trace(tmp_path, capsys):
 
 
 def test_profiled_run_gives_same_weights_and_resumes_unprofiled(tmp_path):
-    plain, watched = (make_user(tmp_path / name, lr_scheduler_type="constant") for name in "ab")
+    plain, watched = (make_workspace(tmp_path / name, lr_scheduler_type="constant") for name in "ab")
     assert run(plain) == 0
     assert run(watched, "--profile", "--max_steps=7", "--save_steps=7") == 0
     assert run(watched, "--max_steps=12") == 0
-    ours, theirs = (load_file(Path(given["output_dir"]) / "model.safetensors") for given in (plain, watched))
+    ours, theirs = (load_file(Path(options["output_dir"]) / "model.safetensors") for options in (plain, watched))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_run_too_short_for_profiling_is_reported(tmp_path, capsys):
-    assert run(make_user(tmp_path), "--profile", "--max_steps=5") == 2
+    assert run(make_workspace(tmp_path), "--profile", "--max_steps=5") == 2
     assert "Set max_steps: 7 or more" in capsys.readouterr().err
-    assert run(make_user(tmp_path, count=8), "--profile") == 0
+    assert run(make_workspace(tmp_path, count=8), "--profile") == 0
     assert "Nothing was profiled: profiling needs 7 steps, and this run had 4." in capsys.readouterr().out

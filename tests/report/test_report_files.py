@@ -170,9 +170,9 @@ def test_speed_metrics_match_transformers(monkeypatch):
     from transformers.trainer_utils import speed_metrics as theirs
 
     monkeypatch.setattr("time.time", lambda: 110.0)
-    given = {"num_samples": 30, "num_steps": 7, "num_tokens": 12345}
-    assert speed_metrics("train", 100.0, **given) == theirs("train", 100.0, **given)
-    assert speed_metrics("eval", 110.0, **given) == {"eval_runtime": 0.0}
+    options = {"num_samples": 30, "num_steps": 7, "num_tokens": 12345}
+    assert speed_metrics("train", 100.0, **options) == theirs("train", 100.0, **options)
+    assert speed_metrics("eval", 110.0, **options) == {"eval_runtime": 0.0}
 
 
 def test_metrics_are_printed_in_aligned_lines():
@@ -299,8 +299,8 @@ def test_local_names_are_not_published_to_the_hub(tmp_path, monkeypatch):
 
 def test_base_of_local_model_is_read_from_its_card(tmp_path):
     write_card(tmp_path / "sft", facts())
-    found = header(card_text(facts(base_model=str(tmp_path / "sft"))))
-    assert (found["base_model"], found["base_model_relation"]) == ("Qwen/Qwen2-0.5B", "adapter")
+    result = header(card_text(facts(base_model=str(tmp_path / "sft"))))
+    assert (result["base_model"], result["base_model_relation"]) == ("Qwen/Qwen2-0.5B", "adapter")
     (tmp_path / "sft" / "README.md").write_text("---\nbase_model: [\n---\n")
     assert "base_model" not in header(card_text(facts(base_model=str(tmp_path / "sft"))))
 
@@ -372,9 +372,9 @@ def test_code_on_the_card_runs(tmp_path, monkeypatch, capsys, stage):
     code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
     monkeypatch.chdir(folder)
     exec(compile(code, "card", "exec"), {})
-    said = capsys.readouterr().out.split()
-    assert len(said) > 10
-    assert set(said) <= set(words)
+    output = capsys.readouterr().out.split()
+    assert len(output) > 10
+    assert set(output) <= set(words)
 
 
 # --- text that is no text ---------------------------------------------------------------------------------------------

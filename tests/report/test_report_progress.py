@@ -205,11 +205,16 @@ def test_thinning_keeps_first_and_last_and_spreads_the_rest():
 def live_line(step=523, max_steps=1200):
     clock = Clock()
     callback = ProgressCallback(pace=Pace(clock))
-    seen = callback.seen
-    seen.step, seen.max_steps = step, max_steps
-    seen.loss, seen.learning_rate, seen.tokens_per_second, seen.eval_loss = 0.43211, 1.8e-4, 12_345.0, 0.5123
+    recorded = callback.seen
+    recorded.step, recorded.max_steps = step, max_steps
+    recorded.loss, recorded.learning_rate, recorded.tokens_per_second, recorded.eval_loss = (
+        0.43211,
+        1.8e-4,
+        12_345.0,
+        0.5123,
+    )
     clock.now_s += step
-    return _LiveLine(seen, callback.pace)
+    return _LiveLine(recorded, callback.pace)
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 120, 200])

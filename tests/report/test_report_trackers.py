@@ -21,17 +21,17 @@ pytestmark = pytest.mark.run
 Options = union("Options", ReportOptions, CheckpointOptions, FlowOptions)
 
 
-def parsed(**given):
-    options, problems = build(Options, {name: RawValue(value) for name, value in given.items()})
+def parsed(**overrides):
+    options, problems = build(Options, {name: RawValue(value) for name, value in overrides.items()})
     assert not problems, problems
     return options
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"), [("none", []), ("", []), ("wandb, mlflow", ["wandb", "mlflow"]), (None, [])]
+    ("options", "wanted"), [("none", []), ("", []), ("wandb, mlflow", ["wandb", "mlflow"]), (None, [])]
 )
-def test_report_to_is_a_list_of_names(given, wanted):
-    assert wanted_trackers(parsed(report_to=given).report_to) == wanted
+def test_report_to_is_a_list_of_names(options, wanted):
+    assert wanted_trackers(parsed(report_to=options).report_to) == wanted
 
 
 def test_unknown_tracker_suggests_nearest_name():
@@ -90,9 +90,9 @@ def test_tracker_options_without_tracker_give_a_note():
     assert tracker_notes(parsed()) == []
 
 
-@pytest.mark.parametrize(("given", "counts"), [("no", False), ("true", True), ("all", True), (False, False)])
-def test_token_counts_are_logged_on_request(given, counts):
-    assert counts_tokens(parsed(include_num_input_tokens_seen=given)) is counts
+@pytest.mark.parametrize(("options", "counts"), [("no", False), ("true", True), ("all", True), (False, False)])
+def test_token_counts_are_logged_on_request(options, counts):
+    assert counts_tokens(parsed(include_num_input_tokens_seen=options)) is counts
 
 
 def test_tracker_receives_options_without_secrets():
@@ -173,7 +173,7 @@ def test_trackio_callback_of_transformers_runs_on_these_options(tmp_path, monkey
     fake = recorder.module("trackio")
     fake.__version__ = "1.0.0"
     fake.config = Config()
-    fake.init = lambda **given: setattr(recorder, "run", given)
+    fake.init = lambda **overrides: setattr(recorder, "run", overrides)
     fake.log = recorder.logged.append
     fake.finish = lambda: recorder.logged.append("finished")
     fake.context_vars = types.SimpleNamespace(current_space_id=types.SimpleNamespace(get=lambda: None))

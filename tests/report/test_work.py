@@ -8,18 +8,18 @@ from rich.console import Console
 from burnish.report import work as shown
 from burnish.report.work import WorkLine
 from burnish.utils.work import watch_with, watched, work
-from watching import Told
+from recording import RecordingProgress
 
 
 @pytest.fixture
-def told():
-    told = Told()
-    watch_with(told)
-    yield told
+def recorder():
+    recording = RecordingProgress()
+    watch_with(recording)
+    yield recording
     watch_with(None)
 
 
-def test_work_reports_its_start_and_end_even_on_failure(told):
+def test_work_reports_its_start_and_end_even_on_failure(recorder):
     def fail():
         with work("Loading") as advance:
             advance(1)
@@ -27,22 +27,22 @@ def test_work_reports_its_start_and_end_even_on_failure(told):
 
     with pytest.raises(ValueError, match="broken"):
         fail()
-    assert told.calls == [("Loading", None, "rows"), 1, "end"]
+    assert recorder.calls == [("Loading", None, "rows"), 1, "end"]
 
 
-def test_nested_work_reports_only_the_outermost(told):
+def test_nested_work_reports_only_the_outermost(recorder):
     with work("Exporting", 2, "files") as advance:
         with work("Loading") as inner:
             inner(5)
         advance(2)
-    assert told.calls == [("Exporting", 2, "files"), 2, "end"]
+    assert recorder.calls == [("Exporting", 2, "files"), 2, "end"]
 
 
-def test_items_are_counted_as_they_complete(told):
+def test_items_are_counted_as_they_complete(recorder):
     assert list(watched([7, 8], "Evaluating", "batches")) == [7, 8]
-    assert told.calls == [("Evaluating", 2, "batches"), 1, 1, "end"]
+    assert recorder.calls == [("Evaluating", 2, "batches"), 1, 1, "end"]
     assert list(watched(iter([7]), "Evaluating", "batches")) == [7]
-    assert told.calls[4] == ("Evaluating", None, "batches")
+    assert recorder.calls[4] == ("Evaluating", None, "batches")
 
 
 def line(done, total, seconds):

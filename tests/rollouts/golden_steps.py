@@ -139,10 +139,10 @@ class Golden:
             difference = (values.token_logps - reference.token_logps) * whole["token_mask"]
             penalties = self.options.rl_beta * torch.zeros(len(rows)).index_add(0, whole["owner"], difference)
         weights = self.options.reward_weights or [1.0, 1.0]
-        found = advantages(rewards, weights, groups, self.options, self.is_rloo, penalties)
-        self.outcome.advantages.append(found.values)
+        result = advantages(rewards, weights, groups, self.options, self.is_rloo, penalties)
+        self.outcome.advantages.append(result.values)
         return [
-            {**row, "advantage": found.values[at], **{name: column[at] for name, column in each.items()}}
+            {**row, "advantage": result.values[at], **{name: column[at] for name, column in each.items()}}
             for at, row in enumerate(rows)
         ]
 

@@ -4,7 +4,7 @@ import pytest
 
 from burnish.demo.command import demo, demo_plan, reward_lines
 from burnish.run.build import train_run
-from runs import history, same_weights
+from run_outputs import history, same_weights
 
 
 def test_grpo_demo_states_its_rewards():

@@ -20,8 +20,8 @@ def models(tmp_path_factory):
     return make_models(tmp_path_factory.mktemp("models"))
 
 
-def close(found, expected, scale=1.0):
-    return abs(found - expected) <= 1e-4 * max(abs(expected), scale)
+def close(result, expected, scale=1.0):
+    return abs(result - expected) <= 1e-4 * max(abs(expected), scale)
 
 
 def parameters():
@@ -40,16 +40,16 @@ def test_loss_matches_exact_golden_numbers_for_any_micro_batching(name, cut, mod
 def check(case, outcome):
     """Compare an outcome with the exact numbers of its case."""
     exact = case["exact"]
-    for found, expected in zip(outcome.advantages, exact["advantages"], strict=False):
+    for result, expected in zip(outcome.advantages, exact["advantages"], strict=False):
         assert torch.allclose(
-            torch.as_tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64), atol=1e-4
-        ), found
+            torch.as_tensor(result, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64), atol=1e-4
+        ), result
     for at, step in enumerate(exact["steps"]):
         assert close(outcome.losses[at], step["loss"], 0.1), (at, outcome.losses[at], step["loss"])
         assert close(outcome.norms[at], step["grad_norm"], 1e-3), (at, outcome.norms[at], step["grad_norm"])
         for weight, norm in step.get("grad_norms", {}).items():
-            found = next(n for known, n in outcome.norms_of[at].items() if known.endswith(weight))
-            assert close(found, norm, 1e-3), (at, weight, found, norm)
+            result = next(n for known, n in outcome.norms_of[at].items() if known.endswith(weight))
+            assert close(result, norm, 1e-3), (at, weight, result, norm)
         logged = outcome.logged[at]
         for theirs, ours in (("kl", "kl"), ("entropy", "entropy"), ("low", "clip_ratio/low_mean"),
                              ("high", "clip_ratio/high_mean")):  # fmt: skip

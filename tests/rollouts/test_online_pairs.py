@@ -7,12 +7,12 @@ from test_rollout_runs import train
 from test_rollout_runs import user as group_user
 
 from burnish.config.errors import UserError
-from runs import history, same_weights
+from run_outputs import history, same_weights
 
 FOREIGN = ("num_generations", "steps_per_generation", "num_iterations")
 
 
-def user(folder, **given):
+def user(folder, **options):
     made = {name: value for name, value in group_user(folder).items() if name not in FOREIGN}
     return {
         **made,
@@ -21,7 +21,7 @@ def user(folder, **given):
         "num_generations": 3,
         "learning_rate": 1e-3,
         "max_steps": 4,
-        **given,
+        **options,
     }
 
 
@@ -52,8 +52,8 @@ def test_resumed_run_gives_the_same_weights(whole, tmp_path):
 
 def test_evaluation_changes_nothing(whole, tmp_path):
     folder, _ = whole
-    given = {"val_size": 4, "eval_strategy": "steps", "num_generations_eval": 2, "save_steps": 4}
-    a, b = (train(user(folder, **given, eval_steps=steps, output_dir=str(tmp_path / str(steps)))) for steps in (1, 4))
+    options = {"val_size": 4, "eval_strategy": "steps", "num_generations_eval": 2, "save_steps": 4}
+    a, b = (train(user(folder, **options, eval_steps=steps, output_dir=str(tmp_path / str(steps)))) for steps in (1, 4))
     assert same_weights(a, b)
     assert all("eval_reward" in entry for entry in history(a) if "eval_runtime" in entry)
 
@@ -67,9 +67,9 @@ def test_prompts_with_equal_rewards_give_no_pair(whole, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"), [({"num_generations": 1}, "at least 2"), ({"reward_funcs": None}, "needs a reward")]
+    ("options", "words"), [({"num_generations": 1}, "at least 2"), ({"reward_funcs": None}, "needs a reward")]
 )
-def test_unsupported_options_are_rejected(whole, tmp_path, given, words):
+def test_unsupported_options_are_rejected(whole, tmp_path, options, words):
     folder, _ = whole
     with pytest.raises(UserError, match=words):
-        train(user(folder, **given, output_dir=str(tmp_path / "out")))
+        train(user(folder, **options, output_dir=str(tmp_path / "out")))

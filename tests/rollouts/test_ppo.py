@@ -14,11 +14,11 @@ CASES = json.loads((Path(__file__).parents[1] / "golden" / "rollouts.json").read
 
 
 def settings(case):
-    given = case["settings"]
+    options = case["settings"]
     names = {"kl_coef": "init_kl_coef", "batch_size": None}
     return SimpleNamespace(
         kl_coef=None,
-        **{f"ppo_{names.get(name, name)}": value for name, value in given.items() if names.get(name, name)},
+        **{f"ppo_{names.get(name, name)}": value for name, value in options.items() if names.get(name, name)},
     )
 
 
@@ -41,20 +41,20 @@ def estimated(case):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_rewards_returns_and_advantages_match_reference(case):
-    found = estimated(case)
+    result = estimated(case)
     for name in ("rewards", "returns", "advantages"):
-        torch.testing.assert_close(getattr(found, name), column(case, name), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(getattr(result, name), column(case, name), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("cuts", [[1], [1, 2, 3], [2]])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_losses_and_gradients_of_a_step_in_several_micro_batches(case, cuts):
-    found, options = estimated(case), settings(case)
+    result, options = estimated(case), settings(case)
     logps, values = column(case, "new").requires_grad_(), column(case, "new_values").requires_grad_()
     ones = torch.ones(len(logps), dtype=torch.float64)
     batch = {
         "token_mask": ones, "token_weights": ones, "old_logps": column(case, "old"),
-        "old_values": column(case, "values"), "token_advantages": found.advantages, "returns": found.returns,
+        "old_values": column(case, "values"), "token_advantages": result.advantages, "returns": result.returns,
     }  # fmt: skip
     ends = lengths_of(case).cumsum(0).tolist()
     borders = [0, *[ends[cut - 1] for cut in cuts], ends[-1]]
@@ -109,15 +109,15 @@ CHANGES = {
 def numbers(case, options):
     """Advantages, returns and the loss of a step, as one tensor."""
     scores = torch.tensor([row["score"] for row in case["sequences"]], dtype=torch.float64)
-    given = [column(case, name) for name in ("old", "ref", "values")]
-    found = estimates(*given, scores, lengths_of(case), 0.2, options)
-    ones = torch.ones(len(given[0]), dtype=torch.float64)
+    overrides = [column(case, name) for name in ("old", "ref", "values")]
+    result = estimates(*overrides, scores, lengths_of(case), 0.2, options)
+    ones = torch.ones(len(overrides[0]), dtype=torch.float64)
     batch = {
-        "token_mask": ones, "token_weights": ones, "old_logps": given[0], "old_values": given[2],
-        "token_advantages": found.advantages, "returns": found.returns,
+        "token_mask": ones, "token_weights": ones, "old_logps": overrides[0], "old_values": overrides[2],
+        "token_advantages": result.advantages, "returns": result.returns,
     }  # fmt: skip
     loss = ppo_loss(column(case, "new"), column(case, "new_values"), batch, options).total
-    return torch.cat([found.advantages, found.returns, loss.reshape(1)])
+    return torch.cat([result.advantages, result.returns, loss.reshape(1)])
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -131,8 +131,8 @@ def test_each_option_changes_training_data(name):
 def test_kl_coefficient_options_are_applied():
     base = {"kl_coef": None, "ppo_init_kl_coef": 0.2, "ppo_target": 6.0, "ppo_horizon": 10000}
 
-    def after(**given):
-        controller = KlController(SimpleNamespace(**{**base, **given}))
+    def after(**options):
+        controller = KlController(SimpleNamespace(**{**base, **options}))
         controller.update(7.0, 100)
         return controller.coefficient
 

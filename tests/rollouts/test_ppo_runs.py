@@ -9,17 +9,17 @@ from test_rollout_runs import train
 from test_rollout_runs import user as group_user
 
 from burnish.config.errors import UserError
-from runs import history, same_weights
+from run_outputs import history, same_weights
 
 FOREIGN = ("num_generations", "steps_per_generation", "num_iterations")
 
 
-def user(folder, **given):
+def user(folder, **options):
     """Options of a run that draws 16 completions of as many prompts and trains on them in 2 steps, twice; two
     rollouts."""
     made = {name: value for name, value in group_user(folder).items() if name not in FOREIGN}
     return {**made, "stage": "ppo", "ppo_buffer_size": 2, "ppo_epochs": 2, "learning_rate": 1e-3,
-            "max_steps": 2, **given}  # fmt: skip
+            "max_steps": 2, **options}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def whole(tmp_path_factory):
 def test_run_trains_policy_and_value_head_and_adapts_coefficient(whole):
     _, run = whole
     log = [entry for entry in history(run) if "loss" in entry]
-    given = user(whole[0])
-    steps = given["ppo_buffer_size"] * given["ppo_epochs"]  # of a rollout
+    options = user(whole[0])
+    steps = options["ppo_buffer_size"] * options["ppo_epochs"]  # of a rollout
     assert [("reward" in entry) for entry in log] == [step % steps == 0 for step in range(8)]
     assert {"ppo/policy_loss", "ppo/value_loss", "ppo/clipfrac", "ppo/entropy", "ppo/skipped"} <= log[1].keys()
     assert log[0]["objective/kl"] == pytest.approx(0, abs=1e-5)  # the policy is its reference still
@@ -58,8 +58,8 @@ def test_value_head_is_saved_next_to_the_model_and_reloaded(whole, tmp_path, cap
 
 def test_steps_count_rollouts_with_one_learning_rate_each(whole, tmp_path):
     folder, _ = whole
-    given = {"lr_scheduler_type": "linear", "save_strategy": "no", "output_dir": str(tmp_path / "out")}
-    log = [entry for entry in history(train(user(folder, **given))) if "loss" in entry]
+    options = {"lr_scheduler_type": "linear", "save_strategy": "no", "output_dir": str(tmp_path / "out")}
+    log = [entry for entry in history(train(user(folder, **options))) if "loss" in entry]
     assert [entry["learning_rate"] for entry in log] == pytest.approx([1e-3] * 4 + [5e-4] * 4)
 
 
@@ -77,18 +77,18 @@ def test_run_resumed_inside_a_rollout_gives_the_same_weights(whole, tmp_path, st
 
 def test_evaluation_changes_nothing(whole, tmp_path):
     folder, _ = whole
-    given = {"val_size": 4, "eval_strategy": "steps", "ppo_score_norm": True, "save_steps": 8}
-    a, b = (train(user(folder, **given, eval_steps=steps, output_dir=str(tmp_path / str(steps)))) for steps in (1, 8))
+    options = {"val_size": 4, "eval_strategy": "steps", "ppo_score_norm": True, "save_steps": 8}
+    a, b = (train(user(folder, **options, eval_steps=steps, output_dir=str(tmp_path / str(steps)))) for steps in (1, 8))
     assert same_weights(a, b)
     assert all("eval_reward" in entry for entry in history(a) if "eval_runtime" in entry)
 
 
 def test_update_does_not_depend_on_micro_batching(whole, tmp_path):
     folder, _ = whole
-    given = {"max_steps": 1, "save_steps": 1, "ppo_epochs": 1, "infer_exact": True}
+    options = {"max_steps": 1, "save_steps": 1, "ppo_epochs": 1, "infer_exact": True}
     cut = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
     a, b = (
-        train(user(folder, **given, **more, output_dir=str(tmp_path / str(at)))) for at, more in enumerate(({}, cut))
+        train(user(folder, **options, **more, output_dir=str(tmp_path / str(at)))) for at, more in enumerate(({}, cut))
     )
     norms = [next(e["grad_norm"] for e in history(each) if "grad_norm" in e) for each in (a, b)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
@@ -104,8 +104,8 @@ def test_step_beyond_ratio_threshold_has_no_loss(whole, tmp_path):
 
 def test_unfinished_completion_is_penalized(whole, tmp_path):
     folder, _ = whole
-    given = {"max_steps": 1, "save_steps": 1}
-    a, b = (train(user(folder, **given, missing_eos_penalty=penalty, output_dir=str(tmp_path / str(penalty))))
+    options = {"max_steps": 1, "save_steps": 1}
+    a, b = (train(user(folder, **options, missing_eos_penalty=penalty, output_dir=str(tmp_path / str(penalty))))
             for penalty in (None, 5.0))  # fmt: skip
     returns = [load_file(each / "checkpoint-1" / "rollout_0.safetensors") for each in (a, b)]
     lower = [name for name in returns[0] if not torch.equal(returns[0][name], returns[1][name])]
@@ -115,20 +115,20 @@ def test_unfinished_completion_is_penalized(whole, tmp_path):
 def test_options_of_other_losses_without_effect_are_reported(whole, tmp_path, capsys):
     folder, _ = whole
     train(user(folder, num_iterations=2, scale_rewards="batch", max_steps=1, output_dir=str(tmp_path / "out")))
-    told = capsys.readouterr()
+    output = capsys.readouterr()
     for name in ("num_iterations", "scale_rewards"):
-        assert f'"{name}" has no effect: stage is ppo.' in told.out + told.err
+        assert f'"{name}" has no effect: stage is ppo.' in output.out + output.err
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("options", "words"),
     [
         ({"num_generations": 4}, "num_generations"),
         ({"reward_funcs": None}, "stage: ppo needs a reward"),
         ({"train_on_prompt": True}, "train_on_prompt"),
     ],
 )
-def test_options_unsupported_by_ppo_are_rejected(whole, tmp_path, given, words):
+def test_options_unsupported_by_ppo_are_rejected(whole, tmp_path, options, words):
     folder, _ = whole
     with pytest.raises(UserError, match=words):
-        train(user(folder, **given, output_dir=str(tmp_path / "out")))
+        train(user(folder, **options, output_dir=str(tmp_path / "out")))

@@ -13,7 +13,7 @@ from test_rollout_runs import train, user
 
 from burnish.config.errors import UserError
 from burnish.rollouts.rewards.models import RewardModel, RewardServer, reward_model_of
-from runs import history
+from run_outputs import history
 
 PROMPTS, ANSWERS = ["What is it?", "And now, what is it then?", "Hm"], [" A stone.", " No.", " It is what it is."]
 
@@ -25,12 +25,12 @@ def models(tmp_path_factory):
 
 def alone(model, tokenizer, head):
     """The score of each text in a pass of its own."""
-    found = []
+    result = []
     for prompt, answer in zip(PROMPTS, ANSWERS, strict=True):
         ids = torch.tensor([tokenizer(prompt + answer, add_special_tokens=False)["input_ids"]])
         with torch.no_grad():
-            found.append(float(head(model.base_model(ids)[0][0, -1])))
-    return found
+            result.append(float(head(model.base_model(ids)[0][0, -1])))
+    return result
 
 
 def test_stage_rm_folder_and_classifier_score_the_last_token(models):

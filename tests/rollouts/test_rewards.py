@@ -47,21 +47,21 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def asked(functions, completions=("aa", "bbb", "c"), **more):
+def rewards_of(functions, completions=("aa", "bbb", "c"), **more):
     loaded = load_rewards(functions) if not hasattr(functions[0], "call") else functions
     columns = {"answer": ["aa", "bb", "c"], **more.pop("columns", {})}
     ids = [[ord(c) for c in completion] for completion in completions]
     return compute_rewards(loaded, ["q"] * len(completions), list(completions), ids, columns, **more)
 
 
-def refused(functions, **more):
+def reward_error(functions, **more):
     with pytest.raises(UserError) as error:
-        asked(functions, **more)
+        rewards_of(functions, **more)
     return str(error.value)
 
 
 def test_reward_entries_of_every_type_are_called_with_named_arguments():
-    table = asked(
+    table = rewards_of(
         ["my_rewards.py:exact", "my_rewards.py:strict", {"my_rewards.py:scaled": {"factor": 2}}, "exact_match_reward",
          {"my_rewards.py:powered": {"power": 2}}, {"soft_overlong_punishment": {"max_completion_len": 3,
          "soft_punish_cache": 2}}]
@@ -130,13 +130,13 @@ def test_missing_column_is_detected_before_running():
 
 
 def test_none_and_nan_are_no_score_and_are_counted():
-    table = asked([lambda completions, **_: [None, math.nan, 1.0]])
+    table = rewards_of([lambda completions, **_: [None, math.nan, 1.0]])
     assert table.values.isnan().tolist() == [[True], [True], [False]]
     assert table.summary() == {"rewards/<lambda>/mean": 1.0, "rewards/<lambda>/std": 0.0, "rewards/<lambda>/none": 2.0}
 
 
 def test_scores_can_be_a_tensor():
-    assert asked([lambda completions, **_: torch.tensor([1.0, 2.0, 3.0])]).values.flatten().tolist() == [1, 2, 3]
+    assert rewards_of([lambda completions, **_: torch.tensor([1.0, 2.0, 3.0])]).values.flatten().tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -152,13 +152,13 @@ def test_scores_can_be_a_tensor():
     ],
 )
 def test_invalid_scores_are_rejected(scores, words):
-    assert words in refused([lambda completions, **_: scores], step=5)
+    assert words in reward_error([lambda completions, **_: scores], step=5)
 
 
 def test_exception_is_reported_with_file_line_record_and_completion():
-    said = refused(["my_rewards.py:fails"], places=["record 4", "record 4", "record 5"], step=3)
-    assert said.startswith("my_rewards.py:fails, line 11: ZeroDivisionError")
-    assert 'Record 4, completion "bbb". Stopped at step 3.' in said
+    message = reward_error(["my_rewards.py:fails"], places=["record 4", "record 4", "record 5"], step=3)
+    assert message.startswith("my_rewards.py:fails, line 11: ZeroDivisionError")
+    assert 'Record 4, completion "bbb". Stopped at step 3.' in message
 
 
 def test_function_that_does_not_return_is_reported():
@@ -166,7 +166,9 @@ def test_function_that_does_not_return_is_reported():
         time.sleep(30)
 
     start = time.monotonic()
-    assert "stuck has not returned for 0.3 s (reward_timeout_s), on 3 completions" in refused([stuck], timeout_s=0.3)
+    assert "stuck has not returned for 0.3 s (reward_timeout_s), on 3 completions" in reward_error(
+        [stuck], timeout_s=0.3
+    )
     assert time.monotonic() - start < 5
 
 
@@ -178,7 +180,7 @@ def test_function_that_catches_all_exceptions_is_stopped():
         except Exception:
             return [0.0] * len(completions)
 
-    assert "stubborn has not returned" in refused([stubborn], timeout_s=0.3)
+    assert "stubborn has not returned" in reward_error([stubborn], timeout_s=0.3)
 
 
 def test_coroutines_run_concurrently_with_a_time_limit():
@@ -187,10 +189,10 @@ def test_coroutines_run_concurrently_with_a_time_limit():
         return [1.0] * len(completions)
 
     start = time.monotonic()
-    table = asked([slow] * 4)
+    table = rewards_of([slow] * 4)
     assert time.monotonic() - start < 6  # one after another they take 8 s
     assert table.values.sum() == 12
-    assert "slow has not returned" in refused([slow], timeout_s=0.05)
+    assert "slow has not returned" in reward_error([slow], timeout_s=0.05)
 
 
 def test_coroutine_that_blocks_the_event_loop_has_a_time_limit():
@@ -198,7 +200,7 @@ def test_coroutine_that_blocks_the_event_loop_has_a_time_limit():
         time.sleep(30)
 
     start = time.monotonic()
-    assert "blocks has not returned for 0.3 s" in refused([blocks], timeout_s=0.3)
+    assert "blocks has not returned for 0.3 s" in reward_error([blocks], timeout_s=0.3)
     assert time.monotonic() - start < 5
 
 
@@ -211,7 +213,7 @@ def test_uninterruptible_function_is_reported(monkeypatch, caplog):
         return [0.0] * len(completions)
 
     monkeypatch.setattr(compute, "_PATIENCE_S", 0.1)
-    asked([stubborn], timeout_s=0.1)
+    rewards_of([stubborn], timeout_s=0.1)
     assert "stubborn has not returned for 0.1 s and cannot be interrupted" in caplog.text
 
 
@@ -224,8 +226,8 @@ def test_system_exit_in_a_function_is_reported_as_its_error(folder, monkeypatch)
 
     monkeypatch.syspath_prepend(folder)
     (folder / "leaving.py").write_text("import sys\nsys.exit(4)\n")
-    assert "leaves, line" in refused([leaves])
-    assert "leaves_later, line" in refused([leaves_later])
+    assert "leaves, line" in reward_error([leaves])
+    assert "leaves_later, line" in reward_error([leaves_later])
     for entry in ("leaving.py:f", "leaving.f"):
         with pytest.raises(UserError, match="line 2 of reward_funcs cannot be imported: SystemExit: 4"):
             load_rewards([entry])
@@ -255,7 +257,7 @@ def test_forked_processes_do_not_continue_the_run(capfd):
 
     for function in (returns, raises, leaves, returns_later):
         try:
-            table = asked([function])
+            table = rewards_of([function])
         finally:
             if os.getpid() != main:
                 os._exit(99)
@@ -270,7 +272,7 @@ def test_scores_can_be_a_generator():
     def yields(completions, **_):
         yield from (float(len(c)) for c in completions)
 
-    assert asked([yields]).values.flatten().tolist() == [2, 3, 1]
+    assert rewards_of([yields]).values.flatten().tolist() == [2, 3, 1]
 
 
 def test_argument_mutations_are_not_visible_to_other_functions():
@@ -301,7 +303,7 @@ def test_global_settings_changed_by_a_function_are_restored(folder):
         os.chdir("/")
         return [0.0] * len(completions)
 
-    asked([changes])
+    rewards_of([changes])
     assert torch.is_grad_enabled()
     assert torch.get_default_dtype() == torch.float32
     assert Path.cwd() == folder
@@ -311,28 +313,28 @@ def test_global_settings_changed_by_a_function_are_restored(folder):
     ("value", "kept"), [(torch.tensor(1.5), 1.5), ({(1, 2): 3}, "{(1, 2): 3}"), (math.nan, "nan"), (1j, "1j")]
 )
 def test_extra_columns_must_be_serializable(value, kept):
-    def told(completions, log_extra, **_):
+    def reported(completions, log_extra, **_):
         log_extra("more", [value] * 3)
         return [0.0, 1.0, 2.0]
 
-    assert asked([told]).extra == {"more": [kept] * 3}
+    assert rewards_of([reported]).extra == {"more": [kept] * 3}
 
 
 def test_extra_columns_have_one_value_per_completion():
-    def told(completions, log_extra, **_):
+    def reported(completions, log_extra, **_):
         log_extra("more", [1])
         return [0.0, 1.0, 2.0]
 
-    assert 'log_extra("more") received 1 values for 3 completions' in refused([told])
+    assert 'log_extra("more") received 1 values for 3 completions' in reward_error([reported])
 
 
 def test_extra_columns_and_metrics_are_kept():
-    def told(completions, log_extra, log_metric, **_):
+    def reported(completions, log_extra, log_metric, **_):
         log_extra("length", [len(c) for c in completions])
         log_metric("longest", max(map(len, completions)))
         return [0.0, 1.0, 2.0]
 
-    table = asked([told])
+    table = rewards_of([reported])
     assert table.extra == {"length": [2, 3, 1]}
     assert table.summary()["longest"] == 3
 
@@ -346,7 +348,7 @@ def test_log_metric_rejects_names_of_the_log(name):
         return [0.0, 1.0, 2.0]
 
     what = f'named called log_metric("{name}", ...), but the log has a value of this name.'
-    assert what in refused([named])
+    assert what in reward_error([named])
 
 
 def test_columns_named_like_arguments_are_not_passed():
@@ -355,7 +357,7 @@ def test_columns_named_like_arguments_are_not_passed():
         assert columns.keys() == {"answer", "log_extra", "log_metric", "completion_ids"}
         return [0.0, 1.0, 2.0]
 
-    asked([sees], columns={"prompts": ["other"] * 3, "completions": ["other"] * 3})
+    rewards_of([sees], columns={"prompts": ["other"] * 3, "completions": ["other"] * 3})
 
 
 # --- the built-in ones ------------------------------------------------------------------------------------------------
@@ -369,8 +371,8 @@ def test_built_in_rewards_accept_texts_and_messages(wrap):
     assert public.exact_match_reward([wrap(" 42\n"), wrap("43")], answer=["42", 42]) == [1, 0]
     assert public.contains_answer_reward([wrap("it is 42."), wrap("43")], answer=["42", "42"]) == [1, 0]
     schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
-    given = ['{"a": 1}', '{"a": true}', '{"b": 1}', "no", "[1]"]
-    assert public.get_json_schema_reward(schema)([wrap(text) for text in given]) == [1, 0, 0, 0, 0]
+    options = ['{"a": 1}', '{"a": true}', '{"b": 1}', "no", "[1]"]
+    assert public.get_json_schema_reward(schema)([wrap(text) for text in options]) == [1, 0, 0, 0, 0]
 
 
 def test_length_rewards_match_their_formulas():
@@ -382,16 +384,16 @@ def test_length_rewards_match_their_formulas():
 
 
 def test_math_reward_requires_its_extra_or_matches_math_verify():
-    given = [r"so \boxed{\frac{1}{3}}", r"so \boxed{\frac{1}{2}}", "1/3 without anchor"]
+    options = [r"so \boxed{\frac{1}{3}}", r"so \boxed{\frac{1}{2}}", "1/3 without anchor"]
     try:
         import math_verify  # noqa: F401
     except ImportError:
         with pytest.raises(UserError, match=r"burnish\[rewards\]"):
-            public.accuracy_reward(given, [r"\frac{1}{3}"] * 3)
+            public.accuracy_reward(options, [r"\frac{1}{3}"] * 3)
         return
-    assert public.accuracy_reward(given, [r"\frac{1}{3}"] * 3) == [1, 0, 0]
+    assert public.accuracy_reward(options, [r"\frac{1}{3}"] * 3) == [1, 0, 0]
     assert public.accuracy_reward(["1"], ["no number"]) == [None]
-    assert public.reasoning_accuracy_reward([f"<think>{g}" for g in given], [r"\frac{1}{3}"] * 3) == [0, 0, 0]
+    assert public.reasoning_accuracy_reward([f"<think>{g}" for g in options], [r"\frac{1}{3}"] * 3) == [0, 0, 0]
     cosine = public.get_cosine_scaled_reward(100)
     ids = [[1] * 50, [1] * 50, [1] * 200]
-    assert cosine(given, [r"\frac{1}{3}"] * 3, ids) == pytest.approx([0.75, -0.75, -0.5])
+    assert cosine(options, [r"\frac{1}{3}"] * 3, ids) == pytest.approx([0.75, -0.75, -0.5])

@@ -51,15 +51,15 @@ OF_CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize(("given", "words"), BOTH + OF_YAML)
-def test_invalid_yaml_config_gives_its_error(tmp_path, given, words):
+@pytest.mark.parametrize(("options", "words"), BOTH + OF_YAML)
+def test_invalid_yaml_config_gives_its_error(tmp_path, options, words):
     with pytest.raises(UserError) as error:
-        planned(tmp_path, **given)
+        planned(tmp_path, **options)
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize(("kind", "given", "words"), [(GRPOConfig, *row) for row in BOTH] + OF_CONFIGS)
-def test_invalid_python_config_gives_its_error(tmp_path, kind, given, words):
+@pytest.mark.parametrize(("kind", "options", "words"), [(GRPOConfig, *row) for row in BOTH] + OF_CONFIGS)
+def test_invalid_python_config_gives_its_error(tmp_path, kind, options, words):
     with pytest.raises((UserError, ValueError)) as error:
-        kind(output_dir=str(tmp_path), use_cpu=True, report_to="none", **given)
+        kind(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)
     assert words in str(error.value).replace("`", '"')

@@ -10,7 +10,7 @@ from burnish.inference.sampling import DrawSettings, draw_logps
 from burnish.inference.types import NoiseKey, Sampling
 from burnish.rollouts.numbers import as_metrics, with_counts
 from burnish.rollouts.samples import Scored
-from runs import history, same_weights
+from run_outputs import history, same_weights
 
 OF_A_GENERATION = {
     "reward", "reward_std", "frac_reward_zero_std", "rewards/short/mean", "rewards/short/std", "rewards/short/none",
@@ -34,8 +34,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_log_has_every_metric(tmp_path, name):
-    given, names = CASES[name]
-    run = train(user(tmp_path, max_steps=1, save_strategy="no", **{**ENDS, **given}))
+    options, names = CASES[name]
+    run = train(user(tmp_path, max_steps=1, save_strategy="no", **{**ENDS, **options}))
     (entry,) = [entry for entry in history(run) if "loss" in entry]
     assert not (OF_A_GENERATION | OF_A_STEP | names) - entry.keys()
     assert entry["num_tokens"] > 0
@@ -44,13 +44,13 @@ def test_log_has_every_metric(tmp_path, name):
 
 def test_ppo_log_has_every_metric(tmp_path):
     more = {"ppo_epochs": 2, "num_generations": None, "steps_per_generation": None, "top_k": 50, "max_steps": 1}
-    given = user(tmp_path, stage="ppo", save_strategy="no", **{**ENDS, **more, "num_iterations": None})
-    run = train({name: value for name, value in given.items() if value is not None})
-    found = {name for entry in history(run) for name in entry}
+    options = user(tmp_path, stage="ppo", save_strategy="no", **{**ENDS, **more, "num_iterations": None})
+    run = train({name: value for name, value in options.items() if value is not None})
+    result = {name for entry in history(run) for name in entry}
     names = {"objective/kl", "kl_coef", "ppo/policy_loss", "ppo/value_loss", "ppo/clipfrac", "ppo/entropy",
              "ppo/skipped", "sampling/law_difference"}  # fmt: skip
     wanted = (OF_A_GENERATION | names | {"step_time", "num_tokens"}) - {"frac_reward_zero_std"}
-    assert not {name for name in wanted if "terminated" not in name} - found  # of 8 completions none may end
+    assert not {name for name in wanted if "terminated" not in name} - result  # of 8 completions none may end
 
 
 def scored(length: int, is_ended: bool, *rewards: float | None) -> Scored:
@@ -115,9 +115,9 @@ def test_refill_samples_more_prompts_until_the_step_is_full(tmp_path):
 
 
 def test_refill_samples_at_most_three_times_as_many_prompts(tmp_path):
-    given = refilling(tmp_path, max_steps=2, logging_steps=1)
+    options = refilling(tmp_path, max_steps=2, logging_steps=1)
     (tmp_path / "sometimes.py").write_text("def sometimes(prompts, **kwargs):\n    return [1.0] * len(prompts)\n")
-    run = train(given)
+    run = train(options)
     lines = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
     assert len(lines) == 3 * 16
     assert [entry["grad_norm"] for entry in history(run) if "loss" in entry] == [0.0, 0.0]

@@ -57,12 +57,12 @@ def test_each_loss_option_changes_the_loss(models, name):
     assert numbers(models, {**beside, name: value}) != numbers(models, beside)
 
 
-def planned(tmp_path, **given):
+def planned(tmp_path, **options):
     (tmp_path / "set.jsonl").write_text(json.dumps({"prompt": "a", "response": "b"}))
     made = {
         "stage": "grpo", "model_name_or_path": "model", "dataset": str(tmp_path / "set.jsonl"), "template": "chatml",
         "output_dir": str(tmp_path / "out"), "use_cpu": True, "reward_funcs": ["exact_match_reward"],
-        "per_device_train_batch_size": 8, **given,
+        "per_device_train_batch_size": 8, **options,
     }  # fmt: skip
     return plan({name: RawValue(value, "run.yaml, line 1") for name, value in made.items() if value is not None})
 
@@ -82,7 +82,7 @@ def test_stage_has_its_own_defaults(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("options", "words"),
     [
         ({"reward_funcs": None}, "stage: grpo needs a reward"),
         ({"num_generations": 1}, "num_generations must be at least 2"),
@@ -102,14 +102,14 @@ def test_stage_has_its_own_defaults(tmp_path):
         ({"generation_kwargs": {"top_k": 5}}, "Set temperature, top_p, top_k"),
     ],
 )
-def test_contradictory_rollout_options_are_rejected(tmp_path, given, words):
+def test_contradictory_rollout_options_are_rejected(tmp_path, options, words):
     with pytest.raises(UserError) as error:
-        planned(tmp_path, **given)
+        planned(tmp_path, **options)
     assert words in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("options", "words"),
     [
         ({"loss_type": "sapo", "delta": 1.5}, '"delta" has no effect: loss_type is sapo.'),
         ({"stage": "rloo", "loss_type": "grpo"}, '"loss_type" has no effect: stage is rloo.'),
@@ -118,8 +118,8 @@ def test_contradictory_rollout_options_are_rejected(tmp_path, given, words):
         ({"stage": "sft", "num_generations": 4}, '"num_generations" has no effect: stage is sft.'),
     ],
 )
-def test_options_with_unlikely_values_give_a_note(tmp_path, given, words):
-    assert any(words in note for note in planned(tmp_path, **given).notes)
+def test_options_with_unlikely_values_give_a_note(tmp_path, options, words):
+    assert any(words in note for note in planned(tmp_path, **options).notes)
 
 
 # --- options of a run -------------------------------------------------------------------------------------------------
@@ -148,11 +148,11 @@ def test_slow_reward_function_stops_the_run(folder):  # noqa: F811
 
 
 def test_completions_are_printed_and_saved_according_to_options(folder, tmp_path):  # noqa: F811
-    def printed(**given):
+    def printed(**options):
         out = tmp_path / str(len(list(tmp_path.iterdir())))
         with contextlib.redirect_stdout(io.StringIO()) as text:
             trainer_of(folder, rewards=variety, output_dir=str(out), max_steps=1, per_device_train_batch_size=8,
-                       **given).train()  # fmt: skip
+                       **options).train()  # fmt: skip
         return text.getvalue().count("completion: ") + text.getvalue().count("│"), (out / "completions.jsonl").is_file()
 
     (every, written), (two, _) = (
@@ -167,10 +167,10 @@ def test_completions_are_printed_and_saved_according_to_options(folder, tmp_path
 
 
 def test_reward_model_options_are_applied(monkeypatch):
-    asked = []
+    requests = []
 
     def load(name, adapters, bits):
-        asked.append((name, adapters, bits))
+        requests.append((name, adapters, bits))
         return SimpleNamespace(to=lambda device: SimpleNamespace(__name__=name))
 
     monkeypatch.setattr(rollouts, "reward_model_of", load)
@@ -180,6 +180,6 @@ def test_reward_model_options_are_applied(monkeypatch):
     )  # fmt: skip
     engine = SimpleNamespace(device="cpu")
     assert rollouts.reward_model_function(options, engine).weight == 0.5
-    assert asked == [("judge", ["a"], 4)]
+    assert requests == [("judge", ["a"], 4)]
     options.reward_model, options.reward_model_type = "http://127.0.0.1:1/score", "api"
     assert rollouts.reward_model_function(options, engine).call.url == "http://127.0.0.1:1/score"

@@ -26,18 +26,23 @@ def folder(tmp_path_factory):
 
 
 def noting(kind, name):
-    def method(self, model, inputs, *given, **named):
+    def method(self, model, inputs, *args, **kwargs):
         vars(self).setdefault("seen", []).append((model, inputs))
-        return getattr(super(mine, self), name)(model, inputs, *given, **named)
+        return getattr(super(mine, self), name)(model, inputs, *args, **kwargs)
 
     mine = type(f"Noting{name}", (kind,), {name: method})
     return mine
 
 
-def run(folder, output, kind, **given):
-    given = {"max_steps": 2, "gradient_accumulation_steps": 2, "num_generations": 2, **given}
+def run(folder, output, kind, **options):
+    options = {"max_steps": 2, "gradient_accumulation_steps": 2, "num_generations": 2, **options}
     trainer = trainer_of(
-        folder, kind, output_dir=str(output), trainer_args={"eval_dataset": prompts(2)}, num_generations_eval=2, **given
+        folder,
+        kind,
+        output_dir=str(output),
+        trainer_args={"eval_dataset": prompts(2)},
+        num_generations_eval=2,
+        **options,
     )
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
@@ -104,9 +109,9 @@ def test_loss_written_for_trl_equals_trainer_loss(loss_type, folder, tmp_path):
                 items = items * accumulation / self.args.steps_per_generation
             return (loss * counted).sum() / items
 
-    given = {"loss_type": loss_type, "beta": 0.1, "steps_per_generation": 4, "max_steps": 4}
-    _, logs, _ = run(folder, tmp_path / "mine", Mine, **given)
-    _, expected, _ = run(folder, tmp_path / "usual", GRPOTrainer, **given)
+    options = {"loss_type": loss_type, "beta": 0.1, "steps_per_generation": 4, "max_steps": 4}
+    _, logs, _ = run(folder, tmp_path / "mine", Mine, **options)
+    _, expected, _ = run(folder, tmp_path / "usual", GRPOTrainer, **options)
     assert [log["loss"] for log in logs] == pytest.approx([log["loss"] for log in expected], rel=1e-3, abs=1e-6)
     assert [log["grad_norm"] for log in logs] == pytest.approx([log["grad_norm"] for log in expected], rel=1e-3)
 
@@ -148,8 +153,8 @@ def test_old_log_probabilities_changed_by_a_script_are_used_in_ratio(shift, fold
 
 def test_token_values_of_a_script_are_trained(folder, tmp_path):
     class Mine(GRPOTrainer):
-        def _get_per_token_logps_and_entropies(self, *given, **named):
-            logps, entropies, *rest = super()._get_per_token_logps_and_entropies(*given, **named)
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            logps, entropies, *rest = super()._get_per_token_logps_and_entropies(*args, **kwargs)
             return logps * 2, entropies + 1, *rest
 
     _, logs, _ = run(folder, tmp_path / "mine", Mine)
@@ -165,13 +170,13 @@ def test_router_loss_is_trained_with_and_without_override(kind, folder, tmp_path
     config.vocab_size, config.router_aux_loss_coef = 320, 1.0
     MixtralForCausalLM(config).save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(folder / "model").save_pretrained(tmp_path / "model")
-    found = {}
+    result = {}
     for own in (kind, noting(kind, "_compute_loss")):
         _, logs, _ = run(folder, tmp_path / own.__name__, own, model=str(tmp_path / "model"), learning_rate=0.0)
-        found[own.__name__] = [(log["aux_loss"], log["loss"]) for log in logs]
-    (usual, mine) = found.values()
-    assert mine == [pytest.approx(each, rel=1e-2) for each in usual]
-    assert all(loss > 0.9 * aux > 0 for aux, loss in usual)
+        result[own.__name__] = [(log["aux_loss"], log["loss"]) for log in logs]
+    (defaults, mine) = result.values()
+    assert mine == [pytest.approx(each, rel=1e-2) for each in defaults]
+    assert all(loss > 0.9 * aux > 0 for aux, loss in defaults)
 
 
 @pytest.mark.parametrize("options", [{}, {"beta": 0.1}], ids=["plain", "kl"])
@@ -193,6 +198,6 @@ def test_copy_of_trl_loss_method_equals_trainer_loss(options, folder, tmp_path):
 def test_high_entropy_mask_selects_tokens_above_quantile(threshold, expected, folder, tmp_path):
     trainer = trainer_of(folder, GRPOTrainer, output_dir=str(tmp_path))
     entropies, mask = torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 9.0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
-    found = trainer.get_high_entropy_mask(entropies, mask, threshold)
-    assert (found.dtype, int(found.sum()), bool(found[1, 2])) == (torch.bool, expected, False)
+    result = trainer.get_high_entropy_mask(entropies, mask, threshold)
+    assert (result.dtype, int(result.sum()), bool(result[1, 2])) == (torch.bool, expected, False)
     assert not trainer.get_high_entropy_mask(entropies, mask * 0, threshold).any()

@@ -13,18 +13,18 @@ from test_rollout_runs import train, user
 
 from burnish.config.errors import UserError
 from burnish.rollouts.completions import SlotSource
-from runs import weights_in
+from run_outputs import weights_in
 from two_processes import in_two_processes
 
 pytestmark = pytest.mark.distributed
 
 
-def options(folder: str, **given):
+def options(folder: str, **overrides):
     """Four steps on two generations of 16 completions, whatever the number of processes. By SGD: Adam divides a
     gradient that is nearly 0 by its own size, so that the rounding of a sum in another order moves a weight by 1e-6."""
     more = {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 4,
             "save_strategy": "no", "beta": 0.04, "use_cpu": True, "scale_rewards": "batch",
-            "optim": "sgd", "learning_rate": 1.0, **given}  # fmt: skip
+            "optim": "sgd", "learning_rate": 1.0, **overrides}  # fmt: skip
     return user(Path(folder), **more)
 
 
@@ -32,11 +32,11 @@ def run(folder: str, output_dir: str) -> None:
     train(options(folder, output_dir=output_dir))
 
 
-def run_failing(folder: str, output_dir: str, said: str) -> None:
+def run_failing(folder: str, output_dir: str, message: str) -> None:
     try:
         train(options(folder, output_dir=output_dir, reward_funcs=[f"{folder}/fails.py:fails"]))
     except UserError as error:
-        (Path(said) / os.environ["RANK"]).write_text(str(error))
+        (Path(message) / os.environ["RANK"]).write_text(str(error))
 
 
 def lines_of(folder: Path) -> list[dict]:
@@ -44,8 +44,8 @@ def lines_of(folder: Path) -> list[dict]:
 
 
 def test_two_processes_sample_the_completions_and_update_of_one(tmp_path):
-    given = options(str(tmp_path), per_device_train_batch_size=8, output_dir=str(tmp_path / "one"))
-    train(given)
+    overrides = options(str(tmp_path), per_device_train_batch_size=8, output_dir=str(tmp_path / "one"))
+    train(overrides)
     in_two_processes(run, str(tmp_path), str(tmp_path / "two"))
     one, two = (lines_of(tmp_path / name) for name in ("one", "two"))
     assert [(line["record"], line["sample"], line["completion"]) for line in one] == [
@@ -70,11 +70,11 @@ def test_failing_reward_on_one_rank_stops_both_with_its_message(tmp_path):
     options(str(tmp_path))  # writes the model and the data
     (tmp_path / "fails.py").write_text(FAILS)
     in_two_processes(run_failing, str(tmp_path), str(tmp_path / "out"), str(tmp_path))
-    said = [(tmp_path / rank).read_text() for rank in "01"]
-    assert all("fails.py:fails, line 4: ZeroDivisionError" in each for each in said), said
+    message = [(tmp_path / rank).read_text() for rank in "01"]
+    assert all("fails.py:fails, line 4: ZeroDivisionError" in each for each in message), message
 
 
-def run_failing_source(folder: str, said: str) -> None:
+def run_failing_source(folder: str, message: str) -> None:
     def fails(self, prompts, keys, limits):
         if os.environ["RANK"] == "1":
             raise RuntimeError("no completions")
@@ -84,7 +84,7 @@ def run_failing_source(folder: str, said: str) -> None:
     try:
         train(options(folder, output_dir=f"{folder}/out"))
     except UserError as error:
-        (Path(said) / os.environ["RANK"]).write_text(str(error))
+        (Path(message) / os.environ["RANK"]).write_text(str(error))
 
 
 def test_failing_completion_source_on_one_rank_stops_both_with_its_message(tmp_path):
@@ -110,11 +110,11 @@ def test_generation_is_redistributed_when_resumed_on_other_number_of_ranks(tmp_p
              {**TWO, **saves, "output_dir": f"{here}/part", "max_steps": 2}]  # fmt: skip
     if first == 2:
         parts = [{**parts[1], "max_steps": 1}, {**parts[0], "max_steps": 2}]
-    for processes, given in zip((first, 3 - first), parts, strict=True):
+    for processes, overrides in zip((first, 3 - first), parts, strict=True):
         if processes == 1:
-            run_with(here, given)
+            run_with(here, overrides)
         else:
-            in_two_processes(run_with, here, given)
+            in_two_processes(run_with, here, overrides)
     lines = [lines_of(tmp_path / name) for name in ("whole", "part")]
     assert [line["completion"] for line in lines[0]] == [line["completion"] for line in lines[1]]
     whole, parted = (weights_in(tmp_path / name) for name in ("whole", "part"))
@@ -156,9 +156,9 @@ def run_ppo(folder: str, given: dict) -> None:
 
 def test_ppo_with_sharded_weights_updates_policy_and_value_head_equally(tmp_path):
     here = str(tmp_path)
-    given = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1, "use_cpu": True, "save_strategy": "no"}
-    train(ppo_user(tmp_path, **given, output_dir=f"{here}/one", gradient_accumulation_steps=2))
-    two = {**given, "gradient_accumulation_steps": 1, "fsdp": "full_shard", "output_dir": f"{here}/two"}
+    options = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1, "use_cpu": True, "save_strategy": "no"}
+    train(ppo_user(tmp_path, **options, output_dir=f"{here}/one", gradient_accumulation_steps=2))
+    two = {**options, "gradient_accumulation_steps": 1, "fsdp": "full_shard", "output_dir": f"{here}/two"}
     in_two_processes(run_ppo, here, two)
     lines = [lines_of(tmp_path / name) for name in ("one", "two")]
     assert [line["completion"] for line in lines[0]] == [line["completion"] for line in lines[1]]

@@ -20,8 +20,8 @@ from burnish.rollouts.completions import CompletionLimits, SlotSource
 from burnish.rollouts.journal import RolloutNotesCallback
 from burnish.run.build import train_run
 from burnish.run.plan.plan import plan
-from runs import history, same_weights
-from small_run import make_model, make_user
+from run_outputs import history, same_weights
+from small_run import make_model, make_workspace
 
 REWARDS = """
 def short(completions, answer, log_extra=None, **kwargs):
@@ -35,16 +35,16 @@ def often_none(completion_ids, **kwargs):
 """
 
 
-def user(folder, **given):
+def user(folder, **options):
     """Options of a run that draws 16 completions of 4 prompts and trains on them in 2 steps, twice."""
-    made = make_user(folder)
+    made = make_workspace(folder)
     (folder / "my_rewards.py").write_text(REWARDS)
     made.pop("num_train_epochs")
     return {
         **made, "stage": "grpo", "reward_funcs": [f"{folder}/my_rewards.py:short"], "num_generations": 4,
         "max_completion_length": 12, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
         "steps_per_generation": 4, "num_iterations": 2, "max_steps": 6, "logging_steps": 1, "save_strategy": "steps",
-        "save_steps": 1, "report_to": "none", "plot_loss": False, "lr_scheduler_type": "constant", **given,
+        "save_steps": 1, "report_to": "none", "plot_loss": False, "lr_scheduler_type": "constant", **options,
     }  # fmt: skip
 
 
@@ -95,31 +95,31 @@ def test_run_resumed_inside_a_generation_gives_the_same_weights(whole, tmp_path,
 
 def test_evaluation_changes_nothing_and_samples_the_same_each_time(whole, tmp_path):
     folder, _ = whole
-    given = {"val_size": 4, "eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2, "save_steps": 6}
-    a, b = (train({**user(folder), **given, **more, "output_dir": str(tmp_path / str(at)), "learning_rate": rate})
+    options = {"val_size": 4, "eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2, "save_steps": 6}
+    a, b = (train({**user(folder), **options, **more, "output_dir": str(tmp_path / str(at)), "learning_rate": rate})
             for at, (more, rate) in enumerate([({}, 1e-3), ({"eval_steps": 3}, 1e-3)]))  # fmt: skip
     assert same_weights(a, b)
-    still = train({**user(folder), **given, "output_dir": str(tmp_path / "still"), "learning_rate": 1e-30})
+    still = train({**user(folder), **options, "output_dir": str(tmp_path / "still"), "learning_rate": 1e-30})
     rewards = {e["eval_reward"] for e in history(still / "checkpoint-6") if "eval_reward" in e}
     assert len(rewards) == 1
 
 
 def test_kv_cache_is_freed_before_first_backward_pass(tmp_path, monkeypatch):
-    seen, sources = [], []
+    recorded, sources = [], []
     made, backward = SlotSource.__init__, SingleProcess.backward
 
-    def begun(self, *args, **kwargs):
+    def started(self, *args, **kwargs):
         made(self, *args, **kwargs)
         sources.append(self)
 
     def watched(self, loss):
-        seen.append(sources[0].scheduler.backend.cache_bytes)
+        recorded.append(sources[0].scheduler.backend.cache_bytes)
         backward(self, loss)
 
-    monkeypatch.setattr(SlotSource, "__init__", begun)
+    monkeypatch.setattr(SlotSource, "__init__", started)
     monkeypatch.setattr(SingleProcess, "backward", watched)
     train(user(tmp_path, max_steps=1, save_strategy="no"))
-    assert seen == [0, 0]
+    assert recorded == [0, 0]
     facts = sources[0].scheduler.facts()
     assert facts.cached_prompt_tokens > 0.5 * facts.prompt_tokens  # three of four prompts of a group are copies
 
@@ -175,14 +175,14 @@ def test_completions_are_saved_with_rewards_and_log_extra_columns(whole):
 
 
 def test_resume_with_changed_reward_is_rejected_unless_accepted(tmp_path):
-    given = user(tmp_path, max_steps=2)
-    train(given)
+    options = user(tmp_path, max_steps=2)
+    train(options)
     (tmp_path / "my_rewards.py").write_text(REWARDS.replace("/ 10", "/ 5"))
     with pytest.raises(UserError, match="reward functions"):
-        train({**given, "max_steps": 3})
-    train({**given, "max_steps": 3, "on_changed_reward": "accept"})
+        train({**options, "max_steps": 3})
+    train({**options, "max_steps": 3, "on_changed_reward": "accept"})
     with pytest.raises(UserError, match="temperature"):
-        train({**given, "max_steps": 4, "on_changed_reward": "accept", "temperature": 0.5})
+        train({**options, "max_steps": 4, "on_changed_reward": "accept", "temperature": 0.5})
 
 
 def test_notes_are_printed_once_with_their_values(capsys):
@@ -192,18 +192,18 @@ def test_notes_are_printed_once_with_their_values(capsys):
     for step in range(12):
         more = {"completions/clipped_ratio": 0.97, "kl": 12.0, "entropy": 0.1, "reward": 0.4} if step else {}
         notes.on_log(None, state, TrainerControl(), {**log, **more})
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     parts = [
         "near 0 by construction", "97% of the completions end at max_completion_length 64", "12.0 per token",
         "fallen from 2 to 0.1", "nothing was learned. Use", "grad_norm is 0", "below its first value 0.5",
     ]  # fmt: skip
     for part in parts:
-        assert said.count(part) == 1, part
+        assert output.count(part) == 1, part
 
 
 def test_explain_reports_completions_and_their_memory(tmp_path, capsys):
     explain(plan({name: RawValue(value, "test") for name, value in user(tmp_path, rl_preset="dapo").items()}))
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     parts = [
         "4 prompts per generation", "x 4 = 16 for 4 steps, each trained on 2 times", "at most 12 per completion",
         "short (my_rewards.py, line 2), weight 1", "dapo sets rl_loss_type: dapo, epsilon_high: 0.28",
@@ -211,7 +211,7 @@ def test_explain_reports_completions_and_their_memory(tmp_path, capsys):
         "= effective batch size 8",
     ]  # fmt: skip
     for part in parts:
-        assert part in said, part
+        assert part in output, part
 
 
 def test_step_with_all_groups_dropped_changes_no_weights(tmp_path, capsys):
@@ -229,11 +229,11 @@ def test_completion_that_never_fits_is_rejected(tmp_path):
 
 
 def test_invalid_data_is_rejected_before_loading_the_model(tmp_path):
-    given = user(tmp_path, reward_funcs=["accuracy_reward"])
+    options = user(tmp_path, reward_funcs=["accuracy_reward"])
     (tmp_path / "data.json").write_text(json.dumps([{"prompt": [{"role": "user", "content": "1 + 1?"}]}] * 8))
     with pytest.raises(ValueError, match='accuracy_reward requires the column "solution"'):
-        train(given)
+        train(options)
     answered = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
     (tmp_path / "data.json").write_text(json.dumps([{"prompt": answered}] * 8))
     with pytest.raises(ValueError, match="must end with a user message"):
-        train({**given, "reward_funcs": [f"{tmp_path}/my_rewards.py:often_none"]})
+        train({**options, "reward_funcs": [f"{tmp_path}/my_rewards.py:often_none"]})

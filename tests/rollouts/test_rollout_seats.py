@@ -27,9 +27,9 @@ def folder(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("seats") / "model")
 
 
-def adapted(folder, dtype=torch.float32, **given):
+def adapted(folder, dtype=torch.float32, **options):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    config = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", **given)
+    config = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", **options)
     model = get_peft_model(model, config).eval()
     torch.manual_seed(0)
     with torch.no_grad():
@@ -58,9 +58,9 @@ def test_merged_adapter_gives_same_logits_and_restores_weights(folder):
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 
-@pytest.mark.parametrize(("dtype", "given"), [(torch.bfloat16, {}), (torch.float32, {"use_dora": True})])
-def test_adapter_that_cannot_be_merged_exactly_is_applied(folder, dtype, given):
-    model = adapted(folder, dtype, **given)
+@pytest.mark.parametrize(("dtype", "options"), [(torch.bfloat16, {}), (torch.float32, {"use_dora": True})])
+def test_adapter_that_cannot_be_merged_exactly_is_applied(folder, dtype, options):
+    model = adapted(folder, dtype, **options)
     with merged(model):
         assert not model.get_base_model().model.layers[0].self_attn.q_proj.merged
 
@@ -87,10 +87,10 @@ def test_out_of_memory_retries_with_fewer_slots(folder, monkeypatch, capsys):
     assert source.complete(PROMPTS, KEYS, LIMITS) == whole
     assert source.scheduler.facts().slots == 6
     assert source.complete(PROMPTS, KEYS, LIMITS) == whole
-    said = " ".join(capsys.readouterr().out.split())
-    assert "Out of memory with 16 concurrent completions" in said
-    assert "starts over with 9." in said
-    assert said.count("Out of memory") == 3
+    output = " ".join(capsys.readouterr().out.split())
+    assert "Out of memory with 16 concurrent completions" in output
+    assert "starts over with 9." in output
+    assert output.count("Out of memory") == 3
 
 
 def test_insufficient_memory_for_one_completion_is_rejected(folder, monkeypatch):

@@ -11,15 +11,15 @@ from burnish.trainer.trl.rollouts.tables import CompletionTablesCallback
 
 def test_each_log_has_a_table_of_the_newest_generation(tmp_path, capsys):
     options = SimpleNamespace(num_completions_to_print=1, log_unique_prompts=False)
-    seen = CompletionTablesCallback(options, tmp_path)
+    recorded = CompletionTablesCallback(options, tmp_path)
     state = TrainerState(global_step=10, max_steps=10)
     samples = [Scored(0, at, "record 1", [1], [2, 3], [1, 1], True, "2 + 2?", str(at), [float(at == 4), None],
                       {"parsed": at}, at - 3.5) for at in (3, 4)]  # fmt: skip
-    seen.add(samples, ["exact", "other"], 10, 0)
-    seen.on_log(None, state, TrainerControl(), {"eval_loss": 0.0})
+    recorded.add(samples, ["exact", "other"], 10, 0)
+    recorded.on_log(None, state, TrainerControl(), {"eval_loss": 0.0})
     assert not (tmp_path / "completions").exists()
-    seen.on_log(None, state, TrainerControl(), {"loss": 0.0})
-    seen.on_log(None, state, TrainerControl(), {"loss": 0.0})  # no generation since
+    recorded.on_log(None, state, TrainerControl(), {"loss": 0.0})
+    recorded.on_log(None, state, TrainerControl(), {"loss": 0.0})  # no generation since
     (file,) = (tmp_path / "completions").iterdir()
     assert file.name == "completions_00010.parquet"
     assert parquet.read_table(file).to_pylist() == [

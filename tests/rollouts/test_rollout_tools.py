@@ -82,12 +82,12 @@ def one_prompt():
     return Dataset.from_list([{"prompt": [{"role": "user", "content": "3 + 4?"}], "answer": "7"}])
 
 
-def trained(folder, turns, tools=(add, slow), rewards=variety, **given):
+def trained(folder, turns, tools=(add, slow), rewards=variety, **options):
     """A trainer whose completions are written beforehand, after a step."""
     trainer = trainer_of(
-        folder, rewards=rewards, dataset=given.pop("dataset", one_prompt()), max_steps=1,
-        **{"max_completion_length": 400, **given},
-        trainer_args={"tools": list(tools), **given.pop("more", {})},
+        folder, rewards=rewards, dataset=options.pop("dataset", one_prompt()), max_steps=1,
+        **{"max_completion_length": 400, **options},
+        trainer_args={"tools": list(tools), **options.pop("more", {})},
     )  # fmt: skip
     source = trainer.objective.source
     source.inner = Scripted(trainer._tokenizer, turns)
@@ -96,10 +96,10 @@ def trained(folder, turns, tools=(add, slow), rewards=variety, **given):
 
 
 def test_tool_calls_are_executed_and_results_are_not_learned(folder):
-    seen = {}
+    recorded = {}
 
     def sees(completions, completion_ids, **_):
-        seen.update(completions=completions, ids=completion_ids)
+        recorded.update(completions=completions, ids=completion_ids)
         return [float(len(c)) for c in completions]
 
     turns = [
@@ -109,14 +109,14 @@ def test_tool_calls_are_executed_and_results_are_not_learned(folder):
         [call("slow", a=5), "5"],
     ]
     trainer, source = trained(folder, turns, rewards=sees)
-    first, second, third, fourth = seen["completions"]
+    first, second, third, fourth = recorded["completions"]
     assert [m["role"] for m in first] == ["assistant", "tool", "assistant"]
     assert first[0]["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}]
     assert (first[1]["content"], first[2]["content"]) == ("7", "It is 7.")
     assert second == [{"role": "assistant", "content": "No idea."}]
     assert third[1]["content"] == "{'error': 'Tool nothing not found.'}"
     assert fourth[1]["content"] == "5"
-    text = trainer._tokenizer.decode(seen["ids"][0])
+    text = trainer._tokenizer.decode(recorded["ids"][0])
     assert text.endswith("<tool_response>\n7\n</tool_response><|im_end|>\n<|im_start|>assistant\nIt is 7.<|im_end|>")
     log = trainer.state.log_history[0]
     assert log["tools/call_frequency"] == pytest.approx(3 / 4)
@@ -132,9 +132,9 @@ def test_mask_excludes_tool_results(folder):
     key = [replace(k, sample=0) for k in _keys(1)]
     prompt = trainer._prompts[0]["prompt_input_ids"]
     (made,) = source.complete([prompt], key, _limits(trainer))
-    told = [token for token, mask in zip(made.ids, made.mask, strict=True) if not mask]
-    assert trainer._tokenizer.decode(told).strip().startswith("<|im_start|>user\n<tool_response>\n2\n")
-    assert sum(made.mask) == len(made.ids) - len(told)
+    reported = [token for token, mask in zip(made.ids, made.mask, strict=True) if not mask]
+    assert trainer._tokenizer.decode(reported).strip().startswith("<|im_start|>user\n<tool_response>\n2\n")
+    assert sum(made.mask) == len(made.ids) - len(reported)
 
 
 def _keys(count):
@@ -238,8 +238,8 @@ def test_custom_rollout_function_can_generate_completions(folder):
         tokenizer = trainer.processing_class
         assert prompts[0] == prompts[3] != prompts[4:5]
         ids = [tokenizer(f"n {at}<|im_end|>", add_special_tokens=False)["input_ids"] for at in range(len(prompts))]
-        asked = [tokenizer(p, add_special_tokens=False)["input_ids"] for p in prompts]
-        return {"prompt_ids": asked, "completion_ids": ids, "logprobs": None, "place": list(range(len(prompts)))}
+        requested = [tokenizer(p, add_special_tokens=False)["input_ids"] for p in prompts]
+        return {"prompt_ids": requested, "completion_ids": ids, "logprobs": None, "place": list(range(len(prompts)))}
 
     def sees(completions, place, **_):
         assert completions == [f"n {at}" for at in place]

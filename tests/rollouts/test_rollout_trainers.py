@@ -12,7 +12,7 @@ from golden_steps import make_models
 from peft import LoraConfig
 
 from burnish import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, UserError
-from runs import same_weights
+from run_outputs import same_weights
 from small_run import WORDS, make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -39,13 +39,13 @@ def variety(completions, **_):
     return [len(set(str(completion))) / 10 for completion in completions]
 
 
-def trainer_of(folder, kind=GRPOTrainer, rewards=variety, dataset=None, model=None, trainer_args=None, **given):
+def trainer_of(folder, kind=GRPOTrainer, rewards=variety, dataset=None, model=None, trainer_args=None, **options):
     args = kind.config_class(
         **{
             "output_dir": str(folder / "out"), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 4,
             "num_generations": 4, "max_completion_length": 6, "max_steps": 2, "logging_steps": 1, "report_to": "none",
             "save_strategy": "no", "learning_rate": 1e-2, "gradient_checkpointing": False, "disable_tqdm": True,
-            **given,
+            **options,
         }
     )  # fmt: skip
     return kind(model or str(folder / "model"), rewards, args, dataset or prompts(), **(trainer_args or {}))
@@ -99,18 +99,18 @@ def test_subclass_can_compute_rewards(folder):
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 @pytest.mark.parametrize("name", ["_remove_unused_columns", "_generate"])
 def test_uncalled_override_is_named(folder, kind, name):
-    mine = type("Mine", (kind,), {name: lambda self, *given, **named: None})
+    mine = type("Mine", (kind,), {name: lambda self, *args, **kwargs: None})
     with pytest.warns(UserWarning, match=f"Mine overrides {name}, which burnish does not call"):
         trainer_of(folder, mine)
 
 
 def test_run_resumed_inside_a_generation_gives_the_same_weights(folder, tmp_path):
-    given = {"num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    options = {"num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
     whole, other = tmp_path / "whole", tmp_path / "other"
-    trainer_of(folder, output_dir=str(whole), **given).train()
+    trainer_of(folder, output_dir=str(whole), **options).train()
     other.mkdir()
     shutil.copytree(whole / "checkpoint-1", other / "checkpoint-1")
-    trainer_of(folder, output_dir=str(other), **given).train(resume_from_checkpoint=True)
+    trainer_of(folder, output_dir=str(other), **options).train(resume_from_checkpoint=True)
     assert same_weights(whole / "checkpoint-4", other / "checkpoint-4")
 
 
@@ -149,7 +149,7 @@ def test_path_is_loaded_as_reward_model_and_given_list_is_unchanged(folder, tmp_
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("options", "words"),
     [
         ({"use_vllm": True}, "use_vllm"), ({"num_generations": 1}, "num_generations must be at least 2"),
         ({"per_device_train_batch_size": 6}, "Nearest: 4, 8"), ({"loss_type": "dap"}, 'Did you mean "dapo"'),
@@ -158,9 +158,9 @@ def test_path_is_loaded_as_reward_model_and_given_list_is_unchanged(folder, tmp_
         ({"steps_per_generation": 2, "generation_batch_size": 12}, "set the same number"),
     ],
 )  # fmt: skip
-def test_contradictory_trainer_arguments_are_rejected(folder, given, words):
+def test_contradictory_trainer_arguments_are_rejected(folder, options, words):
     with pytest.raises(ValueError, match=words):
-        trainer_of(folder, **given)
+        trainer_of(folder, **options)
 
 
 def test_missing_requirements_are_reported_before_training(folder):
@@ -179,17 +179,17 @@ def test_missing_requirements_are_reported_before_training(folder):
 
 def test_beam_search_arguments_without_effect_are_reported(folder, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    given = {"do_sample": True, "top_k": 50, "length_penalty": -0.1, "num_beams": 1}
+    options = {"do_sample": True, "top_k": 50, "length_penalty": -0.1, "num_beams": 1}
     with caplog.at_level(logging.WARNING, logger="transformers"):
-        trainer = trainer_of(folder, generation_kwargs=given)
+        trainer = trainer_of(folder, generation_kwargs=options)
     assert '"generation_kwargs.length_penalty" has no effect: beam search is not use' in caplog.text
     assert trainer.objective.choices.top_k == 50
 
 
-@pytest.mark.parametrize("given", [object(), [None], [None] * 3])
-def test_each_reward_function_has_its_processing_class(folder, given):
+@pytest.mark.parametrize("options", [object(), [None], [None] * 3])
+def test_each_reward_function_has_its_processing_class(folder, options):
     with pytest.raises(ValueError, match=r"reward processing classes .* must match the number of reward functions"):
-        trainer_of(folder, rewards=[variety, variety], trainer_args={"reward_processing_classes": given})
+        trainer_of(folder, rewards=[variety, variety], trainer_args={"reward_processing_classes": options})
 
 
 def test_configs_have_trl_defaults():

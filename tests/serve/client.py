@@ -11,8 +11,8 @@ def send(running: Any, method: str, path: str, body: Any = None, headers: dict[s
     """Returns status, headers and the body's text."""
     connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=20)
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    given = {"Content-Type": "application/json"} if body is not None else {}
-    connection.request(method, path, data, {**given, **(headers or {})})
+    options = {"Content-Type": "application/json"} if body is not None else {}
+    connection.request(method, path, data, {**options, **(headers or {})})
     response = connection.getresponse()
     text = response.read().decode("utf-8")
     connection.close()
@@ -27,8 +27,8 @@ def post(running: Any, path: str, body: Any, **headers: str):
 
 def events(text: str) -> list[Any]:
     """The data of a stream's events; the last is "[DONE]"."""
-    found = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
-    return [one if one == "[DONE]" else json.loads(one) for one in found]
+    result = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+    return [one if one == "[DONE]" else json.loads(one) for one in result]
 
 
 CHAT = {"model": "first", "messages": [{"role": "user", "content": "hi"}]}

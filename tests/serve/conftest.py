@@ -12,8 +12,8 @@ collect_ignore_glob = [] if find_spec("starlette") and find_spec("uvicorn") else
 
 @pytest.fixture
 def serve() -> Iterator[object]:
-    """``running.start``: start a server; it ends with the test."""
-    from serve.running import starting
+    """``server_thread.start``: start a server; it ends with the test."""
+    from serve.server_thread import server_starter
 
-    with starting() as start:
+    with server_starter() as start:
         yield start

@@ -66,10 +66,10 @@ class ScriptedEngine:
 
     def cancel(self, handle: RequestHandle) -> None:
         with self._lock:
-            found = self._open.pop(handle.number, None)
-        if found is not None:
-            self.cancelled.append(found[0])
-            found[1](StepOutput(reason="cancelled"))
+            result = self._open.pop(handle.number, None)
+        if result is not None:
+            self.cancelled.append(result[0])
+            result[1](StepOutput(reason="cancelled"))
 
     def close(self, drain_s: float = 0.0) -> None:
         until = time.monotonic() + drain_s

@@ -69,10 +69,10 @@ def test_server_prints_its_address_responds_and_drains(tmp_path: Path) -> None:
     body = {"model": "model", "messages": [{"role": "user", "content": "opposite: hot"}], "max_tokens": 400}
     assert send(process, "GET", "/v1/models")[0] == 401
     answers: list[tuple[int, str]] = []
-    asked = {**body, "ignore_eos": True, "temperature": 0}
+    options = {**body, "ignore_eos": True, "temperature": 0}
 
     def ask() -> None:
-        status, _, text = send(process, "POST", "/v1/chat/completions", asked, headers)
+        status, _, text = send(process, "POST", "/v1/chat/completions", options, headers)
         answers.append((status, text))
 
     asking = threading.Thread(target=ask)
@@ -127,7 +127,7 @@ def test_unix_socket_replaces_a_port(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["no/such/model", "api_port=0"], "no/such/model"),
         ([MODEL, "api_port=0", "templte=qwen"], "templte"),
@@ -137,11 +137,11 @@ def test_unix_socket_replaces_a_port(tmp_path: Path) -> None:
         ([MODEL, "api_host=192.0.2.7", "api_port=0"], "192.0.2.7"),
     ],
 )
-def test_user_error_gives_one_sentence_and_status_2(words: list[str], said: str) -> None:
+def test_user_error_gives_one_sentence_and_status_2(words: list[str], message: str) -> None:
     process = Process(*words)
     assert process.child.wait(120) == 2
     time.sleep(0.1)
-    assert said in process.output
+    assert message in process.output
     assert "Traceback" not in process.output
 
 

@@ -16,7 +16,7 @@ from serve.client import CHAT, post, send
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
-def refusal(changes: dict, kind=ChatRequest) -> APIError:
+def request_error(changes: dict, kind=ChatRequest) -> APIError:
     with pytest.raises(APIError) as caught:
         read_request(kind, {**CHAT, **changes}, 8, False)
     return caught.value
@@ -76,15 +76,15 @@ def refusal(changes: dict, kind=ChatRequest) -> APIError:
     ],
 )  # fmt: skip
 def test_invalid_field_is_named(changes, code, param) -> None:
-    found = refusal(changes)
-    assert (found.status, found.code, found.param) == (400, code, param)
-    assert param in found.message
+    result = request_error(changes)
+    assert (result.status, result.code, result.param) == (400, code, param)
+    assert param in result.message
 
 
 def test_all_problems_of_a_body_are_in_one_message() -> None:
-    found = refusal({"temperature": 3, "n": 0, "stop": "", "messages": [{"role": "user", "content": 1}]})
+    result = request_error({"temperature": 3, "n": 0, "stop": "", "messages": [{"role": "user", "content": 1}]})
     for param in ("temperature", '"n"', '"stop"', "messages[0].content"):
-        assert param in found.message
+        assert param in result.message
 
 
 def test_text_completion_rejects_unsupported_fields() -> None:
@@ -94,13 +94,13 @@ def test_text_completion_rejects_unsupported_fields() -> None:
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"), ({"prompt": "a", "n": 3, "best_of": 2}, "best_of"),
         ({"prompt": ["a"] * 65}, "prompt"),
     ):  # fmt: skip
-        assert refusal({"messages": None, **changes}, CompletionRequest).param == param
+        assert request_error({"messages": None, **changes}, CompletionRequest).param == param
 
 
 def test_additional_openai_client_fields_are_accepted() -> None:
     body = {"user": "me", "metadata": {}, "store": False, "service_tier": "auto", "verbosity": "low", "n": None}
-    found = read_request(ChatRequest, {**CHAT, **body}, 8, is_strict=True)
-    assert found.ignored == ()
+    result = read_request(ChatRequest, {**CHAT, **body}, 8, is_strict=True)
+    assert result.ignored == ()
 
 
 @pytest.mark.parametrize(
@@ -164,19 +164,19 @@ def broken_text(draw: random.Random) -> bytes:
 @pytest.mark.parametrize("bodies", [150, pytest.param(3000, marks=pytest.mark.slow)])
 def test_invalid_bodies_are_never_server_errors(serve, bodies: int) -> None:
     running, draw = serve(), random.Random(17)
-    seen: dict[int, int] = {}
+    recorded: dict[int, int] = {}
     for turn in range(bodies):
         body = odd_body(draw) if turn % 3 else broken_text(draw)
         route = draw.choice(ROUTES)
         status, _, text = send(running, "POST", route, body)
-        seen[status] = seen.get(status, 0) + 1
+        recorded[status] = recorded.get(status, 0) + 1
         assert status < 500, (route, body, text)
         assert "Traceback" not in text
         if status >= 400:
             error = json.loads(text)["error"]
             assert error["message"].endswith((".", "!", "?")), error
             assert error["code"], error
-    assert seen[200] > bodies // 30
-    assert seen[400] > bodies // 3
+    assert recorded[200] > bodies // 30
+    assert recorded[400] > bodies // 3
     assert post(running, "/v1/chat/completions", CHAT)[0] == 200
     assert running.engine.num_open == 0

@@ -116,15 +116,15 @@ def test_engine_step_wakes_the_event_loop_once() -> None:
         def call_soon_threadsafe(self, call: Callable[[], None]) -> None:
             self.calls.append(call)
 
-    loop, found, beside = Loop(), [], []
+    loop, result, beside = Loop(), [], []
     outputs = OutputQueue(loop)
-    callbacks = [outputs.to(found.append) for _ in range(8)]
+    callbacks = [outputs.to(result.append) for _ in range(8)]
     outputs.deliver([(callback, StepOutput((number,))) for number, callback in enumerate([*callbacks, beside.append])])
-    assert (len(loop.calls), found, beside) == (1, [], [StepOutput((8,))])
+    assert (len(loop.calls), result, beside) == (1, [], [StepOutput((8,))])
     callbacks[0](StepOutput((9,)))
     assert len(loop.calls) == 1
     loop.calls.pop()()
-    assert [made.ids for made in found] == [(number,) for number in (*range(8), 9)]
+    assert [made.ids for made in result] == [(number,) for number in (*range(8), 9)]
     outputs.deliver([(callbacks[0], StepOutput((10,)))])
     assert len(loop.calls) == 1
 
@@ -251,9 +251,9 @@ def test_slow_client_blocks_nobody_and_gets_larger_deltas(serve) -> None:
 def test_engine_failure_is_an_error_object_or_last_stream_event(serve, code, status) -> None:
     running = serve()
     running.engine.error = Problem("There was none.", code=code)
-    found, body = post(running, "/v1/chat/completions", CHAT)
+    result, body = post(running, "/v1/chat/completions", CHAT)
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    assert (found, body["error"]["type"]) == (status, kind)
+    assert (result, body["error"]["type"]) == (status, kind)
     *_, last = events(send(running, "POST", "/v1/chat/completions", {**CHAT, "stream": True})[2])
     assert last["error"]["code"] == body["error"]["code"]
 
@@ -313,9 +313,9 @@ def test_several_prompts_have_choices_in_their_order(serve) -> None:
 
 def test_tokenize_and_detokenize_are_inverse(serve) -> None:
     running = serve()
-    _, found = post(running, "/tokenize", {"model": "first", "prompt": "hé"})
-    assert found == {"tokens": [104, 195, 169], "count": 3, "max_model_len": 512, "pieces": ["h", "Ã", "©"]}
-    assert post(running, "/detokenize", {"tokens": found["tokens"]})[1] == {"prompt": "hé"}
+    _, result = post(running, "/tokenize", {"model": "first", "prompt": "hé"})
+    assert result == {"tokens": [104, 195, 169], "count": 3, "max_model_len": 512, "pieces": ["h", "Ã", "©"]}
+    assert post(running, "/detokenize", {"tokens": result["tokens"]})[1] == {"prompt": "hé"}
     assert post(running, "/tokenize", {"messages": CHAT["messages"]})[1]["count"] == len("user:hi\n")
     assert post(running, "/detokenize", {"tokens": [257]})[0] == 400
 
@@ -350,14 +350,17 @@ def test_open_webui_requests_run_concurrently(serve) -> None:
     running = serve(engine=ScriptedEngine(lambda ask: [*b"<so>Hello", END], slots=4, pause_s=0.01))
     assert [one["id"] for one in json.loads(send(running, "GET", "/v1/models")[2])["data"]] == ["first"]
     streamed = open_stream(running, stream_options={"include_usage": True})
-    for asked in ("Write a title.", "Write tags as JSON."):
-        body = {**CHAT, "messages": [{"role": "user", "content": asked}], "stream": False, "max_completion_tokens": 50,
+    for prompt in ("Write a title.", "Write tags as JSON."):
+        body = {**CHAT, "messages": [{"role": "user", "content": prompt}], "stream": False, "max_completion_tokens": 50,
                 "metadata": {"chat_id": "1"}, "user": "me"}  # fmt: skip
         assert post(running, "/v1/chat/completions", body)[1]["choices"][0]["message"]["reasoning_content"] == "so"
     read_until(streamed, b"[DONE]")
     streamed.close()
-    told = [{"role": "assistant", "content": "Hello"}, {"role": "user", "content": "And?"}]  # the thought is left out
-    assert post(running, "/v1/chat/completions", {**CHAT, "messages": [*CHAT["messages"], *told]})[0] == 200
+    command = [
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "And?"},
+    ]  # the thought is left out
+    assert post(running, "/v1/chat/completions", {**CHAT, "messages": [*CHAT["messages"], *command]})[0] == 200
 
 
 def open_stream(running, receive_buffer: int = 0, **settings) -> socket.socket:
@@ -424,13 +427,13 @@ def test_transformers_client_finds_model_loaded(serve) -> None:
     ],
 )
 def test_oversized_prompt_is_rejected_before_tokenization(serve, monkeypatch, path, body, param) -> None:
-    running, seen = serve(), []
-    monkeypatch.setattr(FakeServed, "text_prompt", lambda self, prompt: seen.append(len(prompt)) or [1])
-    monkeypatch.setattr(FakeServed, "chat_prompt", lambda self, request: seen.append(9000) or [1])
+    running, recorded = serve(), []
+    monkeypatch.setattr(FakeServed, "text_prompt", lambda self, prompt: recorded.append(len(prompt)) or [1])
+    monkeypatch.setattr(FakeServed, "chat_prompt", lambda self, request: recorded.append(9000) or [1])
     status, answer = post(running, path, {"model": "first", **body})
     assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "context_length_exceeded", param)
     assert "at most 8,192" in answer["error"]["message"]
-    assert 9000 not in seen
+    assert 9000 not in recorded
 
 
 def test_prompt_log_probabilities_are_limited(serve) -> None:

@@ -43,7 +43,8 @@ def task_dir(tmp_path: Path) -> Path:
         "cmmlu/dev/law.csv": ",Question,A,B,C,D,Answer\n0,几?,1,2,3,4,C\n",
         "cmmlu/test/law.csv": ",Question,A,B,C,D,Answer\n0,几?,1,2,3,4,D\n",
         "own/test/x.jsonl": "\n".join(
-            json.dumps({"question": "Q?", "choices": ["yes", "no"], "answer": told}) for told in ("B", 0, "no", None)
+            json.dumps({"question": "Q?", "choices": ["yes", "no"], "answer": answer})
+            for answer in ("B", 0, "no", None)
         ),
     }  # fmt: skip
     for name, text in files.items():
@@ -52,13 +53,13 @@ def task_dir(tmp_path: Path) -> Path:
     return root
 
 
-def loop_over(model: Path, slots: int = 4, **given):
-    loaded = load_for_inference(RunOptions(model_name_or_path=str(model), **given))
+def loop_over(model: Path, slots: int = 4, **options):
+    loaded = load_for_inference(RunOptions(model_name_or_path=str(model), **options))
     return loaded, Scheduler(loaded.model, SlotLimits(slots, loaded.context))
 
 
-def tasks(task: str, task_dir: Path, **given):
-    return local_tasks(task, task_dir, given.pop("lang", "en"), given.pop("num_shots", 5), draws=False)
+def tasks(task: str, task_dir: Path, **options):
+    return local_tasks(task, task_dir, options.pop("lang", "en"), options.pop("num_shots", 5), draws=False)
 
 
 def test_files_of_each_type_become_harness_tasks(task_dir: Path) -> None:
@@ -98,10 +99,10 @@ def test_benchmark_prompt_and_choice_scoring_match_template(model: Path) -> None
     text = of_harness.apply_chat_template(turns)
     assert text == "<|im_start|>user\nAbout maths.\n\nQ?\nAnswer:<|im_end|>\n<|im_start|>assistant\n"
     ids, letters = of_harness._ids(text), [of_harness._ids(letter) for letter in "ABCD"]
-    found = of_harness.loglikelihood([request(text, letter) for letter in "ABCD"])
+    result = of_harness.loglikelihood([request(text, letter) for letter in "ABCD"])
     with torch.no_grad():
         logps = loaded.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
-    assert [score for score, _ in found] == pytest.approx([float(logps[ids[0]]) for ids in letters], abs=1e-4)
+    assert [score for score, _ in result] == pytest.approx([float(logps[ids[0]]) for ids in letters], abs=1e-4)
 
 
 def test_missing_harness_names_its_extra(
@@ -120,25 +121,25 @@ def test_eval_command_writes_its_files_and_continues(
     assert main(words) == 0
     out = tmp_path / "out"
     letters = json.loads((out / "results.json").read_text())
-    found = json.loads((out / "eval_results.json").read_text())
+    result = json.loads((out / "eval_results.json").read_text())
     assert {key: len(each) for key, each in letters.items()} == {"logic": 2, "maths": 6}
-    assert found["num_questions"] == 8
-    assert found["of"]["template"]
+    assert result["num_questions"] == 8
+    assert result["of"]["template"]
     assert "Average:" in (out / "results.log").read_text()
     lines = (out / "answers.jsonl").read_text().splitlines()
     (out / "answers.jsonl").write_text("\n".join(lines[:-1]) + '\n{"subject": "ma')  # cut while it was written
-    asked, run = [], command.run_tasks
+    requested, run = [], command.run_tasks
 
     def recorded(of, tasks, *rest):
-        asked.extend(task["task"] for task in tasks)
+        requested.extend(task["task"] for task in tasks)
         return run(of, tasks, *rest)
 
     monkeypatch.setattr(command, "run_tasks", recorded)
     assert main(words) == 0
-    assert asked == ["mmlu_maths"]
+    assert requested == ["mmlu_maths"]
     assert json.loads((out / "results.json").read_text()) == letters
     assert main([*words, "n_shot=0"]) == 0
-    assert asked == ["mmlu_maths", "mmlu_logic", "mmlu_maths"]  # other shots, other answers
+    assert requested == ["mmlu_maths", "mmlu_logic", "mmlu_maths"]  # other shots, other answers
     capsys.readouterr()
 
 
@@ -168,10 +169,10 @@ def test_no_accuracy_without_reference_answers() -> None:
 
 def test_averages_are_over_questions_and_categories() -> None:
     done = {"x": [Chosen("A", (), True)] * 3, "y": [Chosen("B", (), False)]}
-    found = accuracies([subject("x", "STEM"), subject("y")], done)
-    assert (found["accuracy"], found["macro_accuracy"]) == (75.0, 50.0)
-    assert found["accuracy_stderr"] == pytest.approx(100 * (0.75 * 0.25 / 3) ** 0.5, abs=1e-3)
-    assert {key: each["accuracy"] for key, each in found["categories"].items()} == {"STEM": 100.0, "Other": 0.0}
+    result = accuracies([subject("x", "STEM"), subject("y")], done)
+    assert (result["accuracy"], result["macro_accuracy"]) == (75.0, 50.0)
+    assert result["accuracy_stderr"] == pytest.approx(100 * (0.75 * 0.25 / 3) ** 0.5, abs=1e-3)
+    assert {key: each["accuracy"] for key, each in result["categories"].items()} == {"STEM": 100.0, "Other": 0.0}
     assert accuracy([True] * 4)["accuracy_stderr"] == 0.0
 
 
@@ -203,7 +204,7 @@ def test_full_model_is_evaluated_without_adapter(
 ) -> None:
     from burnish.adapters.lora import LoraAdapter
 
-    def attach(*given: object) -> None:
+    def attach(*args: object) -> None:
         raise AssertionError("an adapter is attached to a whole model")
 
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
@@ -227,12 +228,12 @@ def request(*args):
 def test_harness_receives_model_log_probabilities(model: Path) -> None:
     loaded, loop = loop_over(model)
     of_harness = EngineModel(loop, loaded.template, loaded.form, "m")
-    (found, greedy), (other, _) = of_harness.loglikelihood([request("red green ", "blue"), request("", "red")])
+    (result, greedy), (other, _) = of_harness.loglikelihood([request("red green ", "blue"), request("", "red")])
     ids, before = of_harness._ids("red green blue"), of_harness._ids("red green")
     with torch.no_grad():
         logps = loaded.model(torch.tensor([ids])).logits[0].log_softmax(-1)
     places = range(len(before) - 1, len(ids) - 1)
-    assert found == pytest.approx(sum(float(logps[at, ids[at + 1]]) for at in places), abs=1e-4)
+    assert result == pytest.approx(sum(float(logps[at, ids[at + 1]]) for at in places), abs=1e-4)
     assert greedy == all(int(logps[at].argmax()) == ids[at + 1] for at in places)
     assert other == pytest.approx(of_harness.loglikelihood_rolling([request("red")])[0], abs=1e-4)
 
@@ -273,10 +274,10 @@ def test_models_of_same_name_write_into_separate_folders(model: Path, tmp_path: 
     assert [one.name for one in servings_of(paths)] == ["a-checkpoint-4", "Qwen2.5-0.5B", "b-checkpoint-4"]
     with pytest.raises(UserError, match="is passed twice"):
         servings_of([paths[0], paths[0]])
-    asked: list[Path | None] = []
+    requests: list[Path | None] = []
     for serving in servings_of(paths):
-        asked.append(command._folder_of(serving, command.EvalOptions(save_dir="out"), True))
-    assert len({*asked}) == 3
+        requests.append(command._folder_of(serving, command.EvalOptions(save_dir="out"), True))
+    assert len({*requests}) == 3
 
 
 def test_every_option_of_eval_is_used() -> None:

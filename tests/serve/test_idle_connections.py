@@ -34,18 +34,18 @@ WORDS = {
 def started(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
     """A server as a process with few files, its port, and what it has printed."""
     shutil.copytree(Path(burnish.__file__).parent / "demo/model", tmp_path / "model")
-    said = tmp_path / "said.txt"
-    with said.open("wb") as output:
+    message = tmp_path / "said.txt"
+    with message.open("wb") as output:
         child = subprocess.Popen(
             [sys.executable, "-m", "burnish", *WORDS[request.param]], cwd=tmp_path, stdout=output, stderr=output,
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES)),
         )  # fmt: skip
     until = time.monotonic() + 60
-    while not (found := re.search(r"127\.0\.0\.1:(\d+)", said.read_text())):
-        assert child.poll() is None, said.read_text()
+    while not (result := re.search(r"127\.0\.0\.1:(\d+)", message.read_text())):
+        assert child.poll() is None, message.read_text()
         assert time.monotonic() < until
         time.sleep(0.05)
-    yield child, int(found[1]), said
+    yield child, int(result[1]), message
     child.kill()
     child.wait()
 
@@ -60,25 +60,25 @@ def status_of(port: int, path: str = "/healthz", host: str = "localhost") -> int
 
 
 def opened(port: int, number: int, text: bytes = b"") -> list[socket.socket]:
-    found = []
+    result = []
     for _ in range(number):
         one = socket.create_connection(("127.0.0.1", port), timeout=10)
         if text:
             one.sendall(text)
-        found.append(one)
-    return found
+        result.append(one)
+    return result
 
 
 @pytest.mark.run
 @pytest.mark.slow
 @pytest.mark.parametrize("started", sorted(WORDS), indirect=True)
 def test_idle_connections_above_file_limit_do_not_stop_server_or_fill_log(started) -> None:
-    child, port, said = started
+    child, port, message = started
     while status_of(port) != 200:
         time.sleep(0.1)
-    held = []
+    stored = []
     for text in (b"", b"GET / HTTP/1.1\r\nHost: localhost\r\nX-", b"POST / HTTP/1.1\r\nHost: localhost\r\n"):
-        held += opened(port, FILES + 40, text)
+        stored += opened(port, FILES + 40, text)
         for _ in range(3):
             began = time.monotonic()
             assert status_of(port) == 200
@@ -89,11 +89,11 @@ def test_idle_connections_above_file_limit_do_not_stop_server_or_fill_log(starte
             one.close()
     time.sleep(1.5)
     assert status_of(port) == 200
-    for one in held:
+    for one in stored:
         one.close()
     assert status_of(port) == 200
     assert child.poll() is None
-    assert said.stat().st_size < 20_000, said.read_text()[-3000:]
+    assert message.stat().st_size < 20_000, message.read_text()[-3000:]
 
 
 # --- within a process -------------------------------------------------------------------------------------------------
@@ -118,16 +118,16 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
     import threading
 
-    found, loop = socket.create_server(("127.0.0.1", 0)), asyncio.new_event_loop()
-    monkeypatch.setattr("burnish.serve.http.server._answer_signals", lambda told: tolds.append(told))
+    result, loop = socket.create_server(("127.0.0.1", 0)), asyncio.new_event_loop()
+    monkeypatch.setattr("burnish.serve.http.server._answer_signals", lambda reported: tolds.append(reported))
     tolds: list[asyncio.Future[int]] = []
 
     async def drained() -> None:
         return None
 
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, found, nothing, drained)))
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, result, nothing, drained)))
     thread.start()
-    yield found.getsockname()[1]
+    yield result.getsockname()[1]
     loop.call_soon_threadsafe(lambda: tolds[0].set_result(15))
     thread.join(10)
     assert not thread.is_alive()
@@ -177,14 +177,14 @@ def test_active_request_is_not_interrupted_and_idle_connections_are_closed(quick
 def test_requests_without_body_are_closed_for_new_ones(quick: int) -> None:
     head = b"POST /slow HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n"
     (busy,) = opened(quick, 1, head + b"{}")
-    held = opened(quick, 20, head + b"{")
+    stored = opened(quick, 20, head + b"{")
     assert status_of(quick) == 200
     busy.settimeout(5)
     assert busy.recv(4096).startswith(b"HTTP/1.1 200")
-    held[-1].sendall(b"}")
-    held[-1].settimeout(5)
-    assert held[-1].recv(4096).startswith(b"HTTP/1.1 200")
-    for one in held:
+    stored[-1].sendall(b"}")
+    stored[-1].settimeout(5)
+    assert stored[-1].recv(4096).startswith(b"HTTP/1.1 200")
+    for one in stored:
         one.close()
 
 

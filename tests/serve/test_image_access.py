@@ -31,12 +31,12 @@ def request_of(url):
     return read(ChatRequest, {"model": "m", "messages": [{"role": "user", "content": parts}]})
 
 
-def refused(access, url):
-    with pytest.raises(APIError) as found:
+def access_error(access, url):
+    with pytest.raises(APIError) as result:
         access.opened(request_of(url))
-    assert found.value.status == 400
-    assert found.value.param == "messages[0].content[1].image_url.url"
-    return found.value.message
+    assert result.value.status == 400
+    assert result.value.param == "messages[0].content[1].image_url.url"
+    return result.value.message
 
 
 # --- addresses --------------------------------------------------------------------------------------------------------
@@ -45,11 +45,11 @@ def refused(access, url):
 @contextmanager
 def web(answer):
     """A server on this machine. Args: answer: writes the response of a handler."""
-    asked = []
+    requests = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            asked.append((self.path, self.headers["Host"]))
+            requests.append((self.path, self.headers["Host"]))
             answer(self)
 
         def log_message(self, *_):
@@ -58,7 +58,9 @@ def web(answer):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
-        yield SimpleNamespace(port=server.server_port, asked=asked, url=f"http://{HOST}:{server.server_port}/a.png?b=1")
+        yield SimpleNamespace(
+            port=server.server_port, asked=requests, url=f"http://{HOST}:{server.server_port}/a.png?b=1"
+        )
     finally:
         server.shutdown()
         server.server_close()
@@ -98,9 +100,9 @@ def test_image_of_an_allowed_host_is_included(as_public):
 
 
 def test_image_urls_are_rejected_unless_a_host_is_allowed():
-    said = refused(ImageAccess(), "https://example.com/a.png")
-    assert "this server does not fetch URLs" in said
-    assert "allow_image_urls" in said
+    message = access_error(ImageAccess(), "https://example.com/a.png")
+    assert "this server does not fetch URLs" in message
+    assert "allow_image_urls" in message
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_other_hosts_and_misleading_urls_are_rejected(monkeypatch, url):
     monkeypatch.setattr(fetching, "getaddrinfo", lambda *_, **__: pytest.fail("a name was looked up"))
     with pytest.raises(NotFetchedError):
         fetched(url, {HOST}, 100, 1.0)
-    refused(ImageAccess([HOST]), url)
+    access_error(ImageAccess([HOST]), url)
 
 
 @pytest.mark.parametrize(
@@ -128,11 +130,11 @@ def test_other_hosts_and_misleading_urls_are_rejected(monkeypatch, url):
 )  # fmt: skip
 def test_private_addresses_are_never_connected_to(monkeypatch, address):
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    found = [(family, socket.SOCK_STREAM, 6, "", (address, 80))]
+    result = [(family, socket.SOCK_STREAM, 6, "", (address, 80))]
     public = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("93.184.215.14", 80))
     monkeypatch.setattr(fetching, "create_connection", lambda *_: pytest.fail("a connection was made"))
     assert not is_global(ipaddress.ip_address(address))
-    for addresses in (found, [public, *found]):  # also where a public one comes first
+    for addresses in (result, [public, *result]):  # also where a public one comes first
         monkeypatch.setattr(fetching, "getaddrinfo", lambda *_, given=addresses, **__: given)
         with pytest.raises(NotFetchedError, match="not public"):
             fetched(f"http://{HOST}/a.png", {HOST}, 100, 1.0)
@@ -172,7 +174,7 @@ def test_redirects_are_not_followed(as_public, status):
         handler.end_headers()
 
     with web(elsewhere) as server:
-        assert "redirects are not followed" in refused(ImageAccess([f"{HOST}:{server.port}"]), server.url)
+        assert "redirects are not followed" in access_error(ImageAccess([f"{HOST}:{server.port}"]), server.url)
         assert len(server.asked) == 1
 
 
@@ -194,7 +196,7 @@ def test_oversized_file_is_not_downloaded_completely(as_public, says_length):
 
     with web(endless) as server:
         access = ImageAccess([f"{HOST}:{server.port}"], most_bytes=300_000)
-        assert "larger than 300,000 bytes" in refused(access, server.url)
+        assert "larger than 300,000 bytes" in access_error(access, server.url)
     assert sum(sent) < 10**8
 
 
@@ -207,7 +209,7 @@ def test_compressed_body_is_rejected(as_public):
         handler.wfile.write(b"x")
 
     with web(compressed) as server:
-        assert "compressed" in refused(ImageAccess([f"{HOST}:{server.port}"]), server.url)
+        assert "compressed" in access_error(ImageAccess([f"{HOST}:{server.port}"]), server.url)
 
 
 @pytest.mark.parametrize("what", ["head", "body"])
@@ -240,12 +242,12 @@ def test_truncated_body_is_not_an_image(as_public):
         handler.wfile.write(b"x")
 
     with web(short) as server:
-        assert "could not be fetched" in refused(ImageAccess([f"{HOST}:{server.port}"]), server.url)
+        assert "could not be fetched" in access_error(ImageAccess([f"{HOST}:{server.port}"]), server.url)
 
 
 def test_http_error_status_is_reported(as_public):
     with web(lambda handler: handler.send_error(404)) as server:
-        assert "status 404" in refused(ImageAccess([f"{HOST}:{server.port}"]), server.url)
+        assert "status 404" in access_error(ImageAccess([f"{HOST}:{server.port}"]), server.url)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -265,9 +267,9 @@ def media(tmp_path):
 
 def test_image_files_are_rejected_unless_a_folder_is_allowed(media):
     for url in ("a.png", str(media / "a.png"), f"file://{media}/a.png"):
-        said = refused(ImageAccess(), url)
-        assert "files are not opened" in said
-        assert "media_root" in said
+        message = access_error(ImageAccess(), url)
+        assert "files are not opened" in message
+        assert "media_root" in message
 
 
 def test_files_below_media_root_are_opened(media):
@@ -286,45 +288,45 @@ def test_outside_and_missing_files_are_rejected_with_the_same_message(media, tmp
             f"file://{media}/../secret.png", f"file://{media}/%2e%2e/secret.png", f"{media}-old/a.png", "out.png",
             "folder/secret.png", "nothing.png", "/etc/passwd", "", ".", "inner", "a\0.png",
             "~/a.png", "/proc/self/environ", "x" * 5000]  # fmt: skip
-    said = {refused(ImageAccess(root=str(media)), url) for url in urls}
-    assert said == {'"messages[0].content[1].image_url.url" is not a file below media_root.'}
+    message = {access_error(ImageAccess(root=str(media)), url) for url in urls}
+    assert message == {'"messages[0].content[1].image_url.url" is not a file below media_root.'}
 
 
 def test_pipes_and_devices_are_not_read(media):
     os.mkfifo(media / "pipe.png")
-    assert "is not a file below" in refused(ImageAccess(root=str(media)), "pipe.png")
+    assert "is not a file below" in access_error(ImageAccess(root=str(media)), "pipe.png")
 
 
 def test_link_created_after_the_check_is_not_followed(media, tmp_path, monkeypatch):
     access, real = ImageAccess(root=str(media)), os.path.realpath
 
     def swapped(path, **strict):
-        found = real(path, **strict)
+        result = real(path, **strict)
         (media / "a.png").unlink()
         (media / "a.png").symlink_to(tmp_path / "secret.png")
-        return found
+        return result
 
     monkeypatch.setattr("burnish.serve.api.image_access.os.path.realpath", swapped)
-    assert "is not a file below" in refused(access, "a.png")
+    assert "is not a file below" in access_error(access, "a.png")
 
 
 def test_large_file_is_rejected_before_reading(media):
     with open(media / "large.png", "wb") as file:
         file.truncate(10**12)
-    assert "larger than 1,000 bytes" in refused(ImageAccess(root=str(media), most_bytes=1000), "large.png")
+    assert "larger than 1,000 bytes" in access_error(ImageAccess(root=str(media), most_bytes=1000), "large.png")
 
 
 @pytest.mark.parametrize(
     "url", ["ftp://images.test/a.png", "file://evil.test/a.png", "javascript://a", "gopher://x/", "jar:file://x"]
 )
 def test_other_url_schemes_are_rejected(media, url):
-    refused(ImageAccess([HOST], root=str(media)), url)
+    access_error(ImageAccess([HOST], root=str(media)), url)
 
 
 def test_data_uri_is_limited_in_bytes():
     access = ImageAccess(most_bytes=30)
     assert not access.needs(request_of("data:image/png;base64,AAAA"))
-    assert "the maximum size of an image is 30 bytes" in refused(access, "data:image/png;base64," + "A" * 400)
+    assert "the maximum size of an image is 30 bytes" in access_error(access, "data:image/png;base64," + "A" * 400)
 
 
 # --- options ----------------------------------------------------------------------------------------------------------

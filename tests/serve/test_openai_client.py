@@ -32,7 +32,7 @@ from burnish.serve.chat.backends import Request, ServerBackend
 from burnish.serve.command_line import serving_of
 from serve.client import post
 from serve.fakes import END
-from serve.running import serve_app, starting
+from serve.server_thread import serve_app, server_starter
 
 pytestmark = pytest.mark.run
 
@@ -72,9 +72,9 @@ def test_models_are_listed_under_all_their_names(real: Real) -> None:
 
 
 def test_complete_response_equals_stream_for_the_client(real: Real) -> None:
-    asked = {"model": "demo", "messages": ASKED, "temperature": 0, "max_tokens": 12, "logprobs": True}
-    whole = real.client.chat.completions.create(**asked)
-    stream = real.client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    options = {"model": "demo", "messages": ASKED, "temperature": 0, "max_tokens": 12, "logprobs": True}
+    whole = real.client.chat.completions.create(**options)
+    stream = real.client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
     chunks = list(stream)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
@@ -85,15 +85,15 @@ def test_complete_response_equals_stream_for_the_client(real: Real) -> None:
 
 
 def test_terminal_chat_with_server_matches_client(real: Real, monkeypatch) -> None:
-    url, asked = f"http://127.0.0.1:{real.port}/v1", {"temperature": 0, "max_new_tokens": 12}
+    url, requested = f"http://127.0.0.1:{real.port}/v1", {"temperature": 0, "max_new_tokens": 12}
     monkeypatch.setenv("OPENAI_API_KEY", "a-key-for-tests")
     backend = ServerBackend(url)
-    *pieces, end = backend.answer(Request(ASKED, asked))
+    *pieces, end = backend.answer(Request(ASKED, requested))
     whole = real.client.chat.completions.create(model="demo", messages=ASKED, temperature=0, max_tokens=12)
     assert "".join(piece.text for piece in pieces) == whole.choices[0].message.content
     assert (end.end.tokens, end.end.reason) == (whole.usage.completion_tokens, whole.choices[0].finish_reason)
     with pytest.raises(UserError, match='"messages" must have at least 1 entries'):
-        list(backend.answer(Request([], asked)))
+        list(backend.answer(Request([], requested)))
     monkeypatch.setenv("OPENAI_API_KEY", "another-key")
     with pytest.raises(UserError, match="HTTP 401: The API key is not valid"):
         ServerBackend(url)
@@ -106,19 +106,19 @@ def test_prompt_has_ids_of_training(real: Real) -> None:
         {"role": "assistant", "content": "cold"},
         {"role": "user", "content": "opposite: <|im_end|> big"},
     ]
-    _, found = post(real, "/tokenize", {"model": "demo", "messages": messages}, Authorization="Bearer a-key-for-tests")
+    _, result = post(real, "/tokenize", {"model": "demo", "messages": messages}, Authorization="Bearer a-key-for-tests")
     example = Example(
         tuple(Message(one["role"], one["content"]) for one in messages[1:]), system=messages[0]["content"]
     )
-    assert found["tokens"] == real.loaded.template.prompt(example)
+    assert result["tokens"] == real.loaded.template.prompt(example)
 
 
 def test_continued_response_continues_its_text(real: Real) -> None:
-    asked = {"model": "demo", "temperature": 0, "max_tokens": 6}
-    whole = real.client.chat.completions.create(messages=ASKED, **asked, extra_body={"return_token_ids": True})
+    options = {"model": "demo", "temperature": 0, "max_tokens": 6}
+    whole = real.client.chat.completions.create(messages=ASKED, **options, extra_body={"return_token_ids": True})
     first = real.loaded.tokenizer.decode(whole.choices[0].token_ids[:2])
     rest = real.client.chat.completions.create(
-        messages=[*ASKED, {"role": "assistant", "content": first}], **asked,
+        messages=[*ASKED, {"role": "assistant", "content": first}], **options,
         extra_body={"continue_final_message": True},
     )  # fmt: skip
     assert whole.choices[0].message.content.startswith(first)
@@ -126,8 +126,8 @@ def test_continued_response_continues_its_text(real: Real) -> None:
 
 
 def test_same_seed_gives_same_distinct_choices(real: Real) -> None:
-    asked = {"model": "demo", "messages": ASKED, "seed": 11, "n": 3, "temperature": 1.5, "max_tokens": 8}
-    first, second = (real.client.chat.completions.create(**asked) for _ in range(2))
+    options = {"model": "demo", "messages": ASKED, "seed": 11, "n": 3, "temperature": 1.5, "max_tokens": 8}
+    first, second = (real.client.chat.completions.create(**options) for _ in range(2))
     texts = [choice.message.content for choice in first.choices]
     assert texts == [choice.message.content for choice in second.choices]
     assert len(set(texts)) > 1
@@ -138,8 +138,8 @@ def test_echoed_prompt_log_probabilities_match_training_loss(real: Real) -> None
     import torch
 
     ids = real.loaded.tokenizer("opposite: hot\ncold")["input_ids"]
-    found = real.client.completions.create(model="demo", prompt=ids, echo=True, logprobs=1, max_tokens=1)
-    logps = found.choices[0].logprobs.token_logprobs
+    result = real.client.completions.create(model="demo", prompt=ids, echo=True, logprobs=1, max_tokens=1)
+    logps = result.choices[0].logprobs.token_logprobs
     with torch.no_grad():
         loss = real.loaded.model(torch.tensor([ids]), labels=torch.tensor([ids])).loss.float().item()
     measured = logps[1 : len(ids)]
@@ -178,15 +178,15 @@ def test_rejection_does_not_wait_for_the_rest_of_the_body(real: Real) -> None:
 
 
 def test_text_completion_has_openai_default_length(real: Real) -> None:
-    found = real.client.completions.create(model="demo", prompt="hot\n", extra_body={"ignore_eos": True})
-    assert (found.usage.completion_tokens, found.choices[0].finish_reason) == (16, "length")
+    result = real.client.completions.create(model="demo", prompt="hot\n", extra_body={"ignore_eos": True})
+    assert (result.usage.completion_tokens, result.choices[0].finish_reason) == (16, "length")
 
 
 def test_concurrent_requests_get_their_own_responses(real: Real) -> None:
     words = ["hot", "big", "up", "old", "day", "in", "fast", "good", "wet", "open"]
-    asked = {"model": "demo", "temperature": 0, "max_tokens": 8}
+    options = {"model": "demo", "temperature": 0, "max_tokens": 8}
     alone = [
-        real.client.chat.completions.create(messages=[{"role": "user", "content": f"opposite: {word}"}], **asked)
+        real.client.chat.completions.create(messages=[{"role": "user", "content": f"opposite: {word}"}], **options)
         for word in words
     ]
 
@@ -196,7 +196,7 @@ def test_concurrent_requests_get_their_own_responses(real: Real) -> None:
         async def one(word: str) -> str:
             text = ""
             stream = await client.chat.completions.create(
-                messages=[{"role": "user", "content": f"opposite: {word}"}], stream=True, **asked
+                messages=[{"role": "user", "content": f"opposite: {word}"}], stream=True, **options
             )
             async for chunk in stream:
                 text += chunk.choices[0].delta.content or ""
@@ -229,11 +229,11 @@ def test_json_schema_response_matches_the_schema(real: Real) -> None:
     schema = {"type": "object", "properties": {"word": {"enum": ["hot", "cold"]}}, "required": ["word"],
               "additionalProperties": False}  # fmt: skip
     wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
-    found = real.client.chat.completions.create(
+    result = real.client.chat.completions.create(
         model="demo", messages=ASKED, response_format=wanted, temperature=0, max_tokens=60
     )
-    assert json.loads(found.choices[0].message.content) in ({"word": "hot"}, {"word": "cold"})
-    assert found.choices[0].finish_reason == "stop"
+    assert json.loads(result.choices[0].message.content) in ({"word": "hot"}, {"word": "cold"})
+    assert result.choices[0].finish_reason == "stop"
     bad = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"not": {"type": "object"}}}}
     with pytest.raises(openai.BadRequestError) as refused:
         real.client.chat.completions.create(model="demo", messages=ASKED, response_format=bad)
@@ -247,30 +247,30 @@ def test_a_stop_string_that_cuts_a_constrained_response_short_is_no_end_of_it(
 ) -> None:
     schema = {"type": "object", "properties": {"word": {"enum": ["hot"]}}, "required": ["word"]}
     wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    found = real.client.chat.completions.create(
+    result = real.client.chat.completions.create(
         model="demo", messages=ASKED, response_format=wanted, temperature=0, max_tokens=60, stop=stop, stream=stream
     )
-    last = [part.choices[0] for part in found if part.choices][-1] if stream else found.choices[0]
+    last = [part.choices[0] for part in result if part.choices][-1] if stream else result.choices[0]
     assert last.finish_reason == "length"
 
 
 def test_tools_unsupported_by_the_template_are_rejected_by_name(real: Real) -> None:
     if real.loaded.form.tool_format:
-        found = real.client.chat.completions.create(
+        result = real.client.chat.completions.create(
             model="demo", messages=ASKED, tools=[TOOL], tool_choice="required", temperature=0, max_tokens=60
         )
-        call = found.choices[0].message.tool_calls[0]
-        assert (found.choices[0].finish_reason, call.function.name) == ("tool_calls", "opposite_of")
+        call = result.choices[0].message.tool_calls[0]
+        assert (result.choices[0].finish_reason, call.function.name) == ("tool_calls", "opposite_of")
         assert json.loads(call.function.arguments)["word"] in {"hot", "big"}
         return
     for choice in ("required", "auto"):
         with pytest.raises(openai.BadRequestError) as refused:
             real.client.chat.completions.create(model="demo", messages=ASKED, tools=[TOOL], tool_choice=choice)
         assert refused.value.param == "tools"
-    found = real.client.chat.completions.create(
+    result = real.client.chat.completions.create(
         model="demo", messages=ASKED, tools=[TOOL], tool_choice="none", max_tokens=1
     )
-    assert found.choices[0].finish_reason == "length"
+    assert result.choices[0].finish_reason == "length"
 
 
 def test_adapters_are_served_side_by_side_under_their_names(tmp_path) -> None:
@@ -295,9 +295,9 @@ def test_adapters_are_served_side_by_side_under_their_names(tmp_path) -> None:
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
     listed = {one.id: one.model_dump()["parent"] for one in client.models.list().data}
     assert listed == {"demo": None, "poet": "demo"}
-    asked = {"messages": ASKED, "temperature": 0, "max_tokens": 8, "logprobs": True}
+    options = {"messages": ASKED, "temperature": 0, "max_tokens": 8, "logprobs": True}
     logps = {
-        name: client.chat.completions.create(model=name, **asked).choices[0].logprobs.content[0].logprob
+        name: client.chat.completions.create(model=name, **options).choices[0].logprobs.content[0].logprob
         for name in ("demo", "poet", "demo:poet")
     }
     assert logps["poet"] == pytest.approx(logps["demo:poet"], abs=1e-3)
@@ -324,7 +324,7 @@ CALL = '[{"name": "mean_grade", "arguments": {"grades": "AC", "hours": 31}}]'
 def test_tool_calls_of_llamafactory_example_get_responses() -> None:
     # A call, the client's own message object back, a result without the id of its call, an answer.
     replies = iter([CALL, "3.5, well done"])
-    with starting() as start:
+    with server_starter() as start:
         running = start(lambda ask: [*next(replies).encode(), END], api_aliases=["test"])
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{running.port}/v1", api_key="0", max_retries=0)
         messages: list = [{"role": "user", "content": "My grades are A and C, of 3 hours and 1."}]
@@ -338,7 +338,7 @@ def test_tool_calls_of_llamafactory_example_get_responses() -> None:
 
 def test_images_of_llamafactory_example_are_rejected(real: Real) -> None:
     image = {"type": "image_url", "image_url": {"url": "https://example.org/boxes.png"}}
-    asked = [{"role": "user", "content": [{"type": "text", "text": "What is on it?"}, image]}]
+    requests = [{"role": "user", "content": [{"type": "text", "text": "What is on it?"}, image]}]
     with pytest.raises(openai.BadRequestError, match="is a URL, and this server does not fetch URLs") as refused:
-        real.client.chat.completions.create(model="demo", messages=asked)
+        real.client.chat.completions.create(model="demo", messages=requests)
     assert (refused.value.code, refused.value.param) == ("unsupported_content", "messages[0].content[1].image_url.url")

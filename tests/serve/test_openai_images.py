@@ -21,9 +21,9 @@ from burnish.serve.api.completions import CompletionService
 from burnish.serve.api.options import ApiOptions
 from burnish.serve.api.responses import OutputQueue
 from burnish.serve.api.served import ServedModel
-from seeing import image_models
 from serve.client import post
-from serve.running import serve_app
+from serve.server_thread import serve_app
+from vision_models import image_models
 
 pytestmark = pytest.mark.run
 NAMES = ("p1_64x48.png", "p2_48x64.png")
@@ -61,7 +61,7 @@ def data_uri(real, name):
     return f"data:image/png;base64,{base64.b64encode((real.folder / 'media' / name).read_bytes()).decode()}"
 
 
-def asked(real, url, **more):
+def create_completion(real, url, **more):
     return real.client.chat.completions.create(
         model="seeing", messages=messages_about(url), temperature=0, max_tokens=4, logprobs=True, **more
     )
@@ -72,38 +72,40 @@ def chances(answer):
 
 
 def test_image_is_accepted_as_data_uri_and_file_below_media_root(real):
-    by_name = {name: chances(asked(real, data_uri(real, name))) for name in NAMES}
+    by_name = {name: chances(create_completion(real, data_uri(real, name))) for name in NAMES}
     assert by_name[NAMES[0]] != pytest.approx(by_name[NAMES[1]], abs=1e-4)
     for name in NAMES:
         for url in (name, f"file://{real.folder}/media/{name}"):
-            assert chances(asked(real, url)) == pytest.approx(by_name[name], abs=1e-4)
-    assert asked(real, data_uri(real, NAMES[0])).usage.prompt_tokens > 4
+            assert chances(create_completion(real, url)) == pytest.approx(by_name[name], abs=1e-4)
+    assert create_completion(real, data_uri(real, NAMES[0])).usage.prompt_tokens > 4
 
 
 def test_streamed_image_response_equals_complete_one(real):
-    whole = asked(real, data_uri(real, NAMES[0])).choices[0].message.content
-    pieces = [chunk.choices[0].delta.content or "" for chunk in asked(real, data_uri(real, NAMES[0]), stream=True)]
+    whole = create_completion(real, data_uri(real, NAMES[0])).choices[0].message.content
+    pieces = [
+        chunk.choices[0].delta.content or "" for chunk in create_completion(real, data_uri(real, NAMES[0]), stream=True)
+    ]
     assert "".join(pieces) == whole
 
 
 @pytest.mark.parametrize("url", ["https://example.com/a.png", "../model/config.json", "file:///etc/passwd", "no.png"])
 def test_rejected_image_source_is_a_bad_request_with_its_location(real, url):
     with pytest.raises(openai.BadRequestError) as refused:
-        asked(real, url)
+        create_completion(real, url)
     assert refused.value.param == "messages[0].content[0].image_url.url"
 
 
 def test_non_image_file_is_a_bad_request(real):
     (real.folder / "media" / "note.txt").write_text("hello")
     with pytest.raises(openai.BadRequestError, match="is not an image"):
-        asked(real, "note.txt")
+        create_completion(real, "note.txt")
 
 
 def test_tokens_of_an_image_prompt_can_be_counted(real):
-    found = [
+    result = [
         post(real, "/tokenize", {"model": "seeing", "messages": messages_about(url)})[1]
         for url in (NAMES[0], data_uri(real, NAMES[0]))
     ]
-    assert found[0] == found[1]
-    assert found[0]["images"] == [{"width": 64, "height": 48, "tokens": 4}]
-    assert found[0]["count"] > 4
+    assert result[0] == result[1]
+    assert result[0]["images"] == [{"width": 64, "height": 48, "tokens": 4}]
+    assert result[0]["count"] > 4

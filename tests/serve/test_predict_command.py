@@ -24,7 +24,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(place)
         patch.setenv("BURNISH_CACHE", str(place / "cache"))
         (place / "data").symlink_to(DEMO / "data")
-        usual = [
+        defaults = [
             f"model_name_or_path={DEMO / 'model'}",
             "max_steps=1",
             "use_cpu=true",
@@ -32,9 +32,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "cutoff_len=64",
         ]
         words = ["dataset=demo_train", "val_size=3", "finetuning_type=full", "output_dir=writes"]
-        assert main(["train", *usual, *words]) == 0
+        assert main(["train", *defaults, *words]) == 0
         words = ["stage=rm", "dataset=demo_pairs", "val_size=4", "output_dir=scores", "save_steps=1"]
-        assert main(["train", *usual, *words]) == 0
+        assert main(["train", *defaults, *words]) == 0
     return place
 
 
@@ -45,20 +45,20 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_run_predicts_its_held_out_records_and_keeps_its_files(place: Path) -> None:
-    given = (place / "writes/run.yaml").read_text()
+    options = (place / "writes/run.yaml").read_text()
     assert main(["predict", str(place / "writes"), "max_new_tokens=3"]) == 0
-    found = lines(place / "writes/predictions/generated_predictions.jsonl")
-    assert [set(line) for line in found] == [{"prompt", "predict", "label"}] * 3
+    result = lines(place / "writes/predictions/generated_predictions.jsonl")
+    assert [set(line) for line in result] == [{"prompt", "predict", "label"}] * 3
     assert "predict_exact_match" in json.loads((place / "writes/predictions/predict_results.json").read_text())
-    assert (place / "writes/run.yaml").read_text() == given
+    assert (place / "writes/run.yaml").read_text() == options
 
 
 def test_reward_model_scores_its_held_out_pairs(place: Path) -> None:
     for folder in ("scores", "scores/checkpoint-1"):
         assert main(["predict", str(place / folder)]) == 0
-        found = lines(place / folder / "predictions/generated_predictions.jsonl")
-        assert [line["record"] for line in found] == [1, 2, 3, 4]
-        assert all(isinstance(line["chosen"], float) for line in found)
+        result = lines(place / folder / "predictions/generated_predictions.jsonl")
+        assert [line["record"] for line in result] == [1, 2, 3, 4]
+        assert all(isinstance(line["chosen"], float) for line in result)
 
 
 def test_named_dataset_is_predicted(place: Path, tmp_path: Path) -> None:
@@ -79,10 +79,10 @@ def test_dataset_of_the_command_line_is_predicted_whole(place: Path, tmp_path: P
 
 def test_training_config_selects_its_trained_model(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
-    given = (place / "writes/run.yaml").read_text()
-    (place / "run.yaml").write_text(given)
+    options = (place / "writes/run.yaml").read_text()
+    (place / "run.yaml").write_text(options)
     assert main(["predict", "run.yaml", "max_new_tokens=2", "seed=5"]) == 0
-    assert (place / "writes/run.yaml").read_text() == given
+    assert (place / "writes/run.yaml").read_text() == options
     assert len(lines(place / "writes/predictions/generated_predictions.jsonl")) == 3
 
 
@@ -117,5 +117,5 @@ def test_relative_dataset_path_of_a_run_is_found_from_another_folder(
     assert main(["train", *words, "do_train=true"]) == 0
     monkeypatch.chdir(tmp_path)
     assert main(["predict", str(place / "looked"), "max_new_tokens=2"]) == 0
-    found = lines(place / "looked/predictions/generated_predictions.jsonl")
-    assert [line["label"] for line in found] == ["red", "blue"]
+    result = lines(place / "looked/predictions/generated_predictions.jsonl")
+    assert [line["label"] for line in result] == ["red", "blue"]

@@ -16,7 +16,7 @@ from starlette.routing import Route, Router
 from burnish.serve.http.errors import page_error
 from burnish.serve.http.guards import Guard, Rules
 from burnish.serve.http.relay import Relay
-from serve.running import serve_app
+from serve.server_thread import serve_app
 
 
 class Engine:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from bad_inputs import told
+from bad_inputs import read_output
 from burnish import cli
 from burnish.inference.loading import engine_of, load_for_inference
 from burnish.serve.api.app import ServerState, application
@@ -20,9 +20,9 @@ from burnish.serve.api.options import ApiOptions
 from burnish.serve.api.responses import OutputQueue
 from burnish.serve.api.served import ServedModel
 from burnish.serve.command_line import serving_of
-from pair_runs import make_workplace, run_of
+from pair_runs import make_pair_workspace, train_on_pairs
 from serve.client import post
-from serve.running import Running, serve_app
+from serve.server_thread import RunningServer, serve_app
 
 pytestmark = pytest.mark.run
 
@@ -37,11 +37,11 @@ SHAPES = {
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_workplace(tmp_path_factory.mktemp("scores"))
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_pair_workspace(tmp_path_factory.mktemp("scores"))
     with pytest.MonkeyPatch.context() as patch:
         for name, more in SHAPES.items():
-            run_of(folder, patch, stage="rm", output_dir=str(folder / name), **more)
+            train_on_pairs(folder, patch, stage="rm", output_dir=str(folder / name), **more)
     return folder
 
 
@@ -56,7 +56,7 @@ def serving(folder: Path):
         "ready",
     )
     port, end = serve_app(application(ApiOptions(), state, None), loop)
-    return Running(port, state, engine), end
+    return RunningServer(port, state, engine), end
 
 
 def by_transformers(folder: Path, text: str) -> float:
@@ -73,13 +73,13 @@ def by_transformers(folder: Path, text: str) -> float:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_text_gets_the_score_of_its_last_token(name: str, workplace: Path, capsys: pytest.CaptureFixture) -> None:
-    whole = workplace / name
+def test_text_gets_the_score_of_its_last_token(name: str, workspace: Path, capsys: pytest.CaptureFixture) -> None:
+    whole = workspace / name
     if "lora" in name:
-        whole = workplace / f"{name} whole"
-        assert cli.main(["export", f"adapter_name_or_path={workplace / name}", f"export_dir={whole}",
-                         f"model_name_or_path={workplace / 'model'}", "template=chatml"]) == 0  # fmt: skip
-    running, end = serving(workplace / name)
+        whole = workspace / f"{name} whole"
+        assert cli.main(["export", f"adapter_name_or_path={workspace / name}", f"export_dir={whole}",
+                         f"model_name_or_path={workspace / 'model'}", "template=chatml"]) == 0  # fmt: skip
+    running, end = serving(workspace / name)
     try:
         status, body = post(running, "/v1/score/evaluation", {"model": "judge", "messages": TEXTS})
         assert (status, body["object"], body["model"]) == (200, "score.evaluation", "judge")
@@ -93,8 +93,8 @@ def test_text_gets_the_score_of_its_last_token(name: str, workplace: Path, capsy
         end()
 
 
-def test_unsupported_score_requests_are_rejected(workplace: Path) -> None:
-    running, end = serving(workplace / "value head")
+def test_unsupported_score_requests_are_rejected(workspace: Path) -> None:
+    running, end = serving(workspace / "value head")
     try:
         for body, status, code in (
             ({"messages": []}, 400, "invalid_value"),
@@ -107,27 +107,27 @@ def test_unsupported_score_requests_are_rejected(workplace: Path) -> None:
         ):
             answer = post(running, "/v1/score/evaluation", {"model": "judge", **body})
             assert (answer[0], answer[1]["error"]["code"]) == (status, code), (body, answer)
-        asked = {"model": "judge", "messages": TALK[:1]}
-        status, answer = post(running, "/v1/chat/completions", asked)
+        options = {"model": "judge", "messages": TALK[:1]}
+        status, answer = post(running, "/v1/chat/completions", options)
         assert (status, answer["error"]["code"]) == (405, "model_cannot_generate")
     finally:
         end()
 
 
 def test_chat_with_reward_model_is_rejected(
-    workplace: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    workspace: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capsys.readouterr()
     monkeypatch.setattr("sys.stdin", io.StringIO("red"))
-    assert cli.main(["chat", str(workplace / "value head")]) == 2
-    assert "returns scores and does not generate text" in told(capsys)[1]
+    assert cli.main(["chat", str(workspace / "value head")]) == 2
+    assert "returns scores and does not generate text" in read_output(capsys)[1]
 
 
-def test_adapter_with_score_head_can_be_trained_further(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = workplace / "lora with a score"
-    again = workplace / "further"
-    run_of(workplace, monkeypatch, stage="rm", output_dir=str(again), finetuning_type="lora", max_steps=1,
-           adapter_name_or_path=str(before), learning_rate=1e-8)  # fmt: skip
+def test_adapter_with_score_head_can_be_trained_further(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = workspace / "lora with a score"
+    again = workspace / "further"
+    train_on_pairs(workspace, monkeypatch, stage="rm", output_dir=str(again), finetuning_type="lora", max_steps=1,
+                   adapter_name_or_path=str(before), learning_rate=1e-8)  # fmt: skip
     old, new = (load_file(folder / "adapter_model.safetensors") for folder in (before, again))
     assert old.keys() == new.keys()
     assert "base_model.model.score.weight" in new

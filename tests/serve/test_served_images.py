@@ -19,11 +19,11 @@ from burnish.serve.chat.backends import LocalBackend, Request
 from burnish.serve.chat.console import Console
 from burnish.serve.chat.session import ChatSession
 from burnish.serve.http.errors import APIError
-from seeing import golden, image_models
+from vision_models import golden, image_models
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
+def workspace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("seeing")
     model, processor = image_models().build("qwen2_5_vl")
     model.save_pretrained(folder / "model")
@@ -33,49 +33,49 @@ def workplace(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def loaded(workplace):
+def loaded(workspace):
     return load_for_inference(
-        RunOptions(model_name_or_path=str(workplace / "model"), template="qwen2_vl", max_new_tokens=5, do_sample=False)
+        RunOptions(model_name_or_path=str(workspace / "model"), template="qwen2_vl", max_new_tokens=5, do_sample=False)
     )
 
 
-def uri(workplace, name="p1_64x48.png"):
-    content = (workplace / "images" / name).read_bytes()
+def uri(workspace, name="p1_64x48.png"):
+    content = (workspace / "images" / name).read_bytes()
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
-def asked(*parts):
+def chat_request(*parts):
     content = [
         {"type": "text", "text": p} if isinstance(p, str) else {"type": "image_url", "image_url": p} for p in parts
     ]
     return read(ChatRequest, {"model": "m", "messages": [{"role": "user", "content": content}]})
 
 
-def test_image_prompt_has_ids_of_training(workplace, loaded):
+def test_image_prompt_has_ids_of_training(workspace, loaded):
     golden_row = next(r for r in golden()["llamafactory"] if (r["family"], r["record"]) == ("qwen2_5_vl", "one"))
     learned = next(at for at, label in enumerate(golden_row["labels"]) if label != -100)
-    row = Prompter(loaded.template, loaded.images).row(asked({"url": uri(workplace)}, "What is it?"))
+    row = Prompter(loaded.template, loaded.images).row(chat_request({"url": uri(workspace)}, "What is it?"))
     assert row["input_ids"] == golden_row["input_ids"][:learned]
     assert len(row["images"]) == 1
 
 
 def test_literal_placeholder_is_text(loaded):
-    row = Prompter(loaded.template, loaded.images).row(asked("<|image_pad|> \ufdd1"))
+    row = Prompter(loaded.template, loaded.images).row(chat_request("<|image_pad|> \ufdd1"))
     assert loaded.images.family.placeholder_id not in row["input_ids"]
     assert "images" not in row
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [("https://example.com/a.png", "this server does not fetch URLs"), ("/etc/passwd", "files are not opened"),
      ("file:///etc/passwd", "files are not opened"), ("data:image/png;base64,####", "invalid base64"),
      (f"data:image/png;base64,{base64.b64encode(b'<html>').decode()}", "is not an image")],
 )  # fmt: skip
-def test_other_image_sources_are_rejected(loaded, url, said):
+def test_other_image_sources_are_rejected(loaded, url, message):
     with pytest.raises(APIError) as refused:
-        Prompter(loaded.template, loaded.images).row(asked({"url": url}, "What?"))
+        Prompter(loaded.template, loaded.images).row(chat_request({"url": url}, "What?"))
     assert refused.value.status == 400
-    assert said in refused.value.message
+    assert message in refused.value.message
     assert "messages[0].content[0].image_url.url" in refused.value.message
 
 
@@ -88,24 +88,24 @@ def part_of(part):
     return {"type": "image_url", "image_url": part} if isinstance(part, dict) else {"type": "text", "text": part}
 
 
-def test_adjacent_messages_of_one_role_keep_image_order(workplace, loaded):
-    images = [{"url": uri(workplace, name)} for name in ("p1_64x48.png", "p2_48x64.png", "p1_64x48.png")]
+def test_adjacent_messages_of_one_role_keep_image_order(workspace, loaded):
+    images = [{"url": uri(workspace, name)} for name in ("p1_64x48.png", "p2_48x64.png", "p1_64x48.png")]
     asks = messages_of(("user", "a", images[0]), ("user", images[1]), ("assistant", "b"), ("user", images[2], "c"))
     row = Prompter(loaded.template, loaded.images).row(asks)
     sizes = [(image["width"], image["height"]) for image in row["images"]]
     assert sizes == [(64, 48), (48, 64), (64, 48)]
 
 
-def test_image_in_system_message_is_rejected_and_not_dropped(workplace, loaded):
+def test_image_in_system_message_is_rejected_and_not_dropped(workspace, loaded):
     with pytest.raises(APIError, match="role user or tool"):
-        Prompter(loaded.template, loaded.images).row(messages_of(("system", {"url": uri(workplace)}), ("user", "a")))
+        Prompter(loaded.template, loaded.images).row(messages_of(("system", {"url": uri(workspace)}), ("user", "a")))
 
 
-def test_rejection_names_location_of_image_in_request(workplace, loaded):
+def test_rejection_names_location_of_image_in_request(workspace, loaded):
     bad = {"url": "data:image/png;base64,####"}
     with pytest.raises(APIError) as refused:
         Prompter(loaded.template, loaded.images).row(
-            messages_of(("system", "s"), ("user", "a", {"url": uri(workplace)}), ("user", "b", bad))
+            messages_of(("system", "s"), ("user", "a", {"url": uri(workspace)}), ("user", "b", bad))
         )
     assert refused.value.param == "messages[2].content[1].image_url.url"
 
@@ -122,36 +122,36 @@ def test_decompression_bombs_are_rejected_from_their_headers(loaded, monkeypatch
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda *_: pytest.fail("pixels were decoded"))
     prompter = Prompter(loaded.template, loaded.images)
     with pytest.raises(APIError, match="60000x60000 pixels; the maximum is 178,956,970"):
-        prompter.row(asked({"url": png_of(60000, 60000)}))
+        prompter.row(chat_request({"url": png_of(60000, 60000)}))
     with pytest.raises(APIError, match="200,000,000 pixels in total"):
-        prompter.row(asked(*[{"url": png_of(10000, 10000)}] * 2))
+        prompter.row(chat_request(*[{"url": png_of(10000, 10000)}] * 2))
 
 
 def test_truncated_image_is_rejected(loaded):
     with pytest.raises(APIError, match=r"truncated|damaged") as refused:
-        ServedModel(loaded, None, "m").chat_row(asked({"url": png_of(640, 480)}))
+        ServedModel(loaded, None, "m").chat_row(chat_request({"url": png_of(640, 480)}))
     assert refused.value.status == 400
 
 
-def test_request_images_are_not_cached_on_disk(workplace, loaded, tmp_path, monkeypatch):
+def test_request_images_are_not_cached_on_disk(workspace, loaded, tmp_path, monkeypatch):
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path))
-    _, fields = ServedModel(loaded, None, "m").chat_row(asked({"url": uri(workplace)}, "What?"))
+    _, fields = ServedModel(loaded, None, "m").chat_row(chat_request({"url": uri(workspace)}, "What?"))
     assert fields["images"]
     assert not list(tmp_path.rglob("*"))
 
 
-def test_text_model_rejects_images(workplace, loaded):
+def test_text_model_rejects_images(workspace, loaded):
     with pytest.raises(APIError, match="supports text only"):
-        Prompter(loaded.template).row(asked({"url": uri(workplace)}, "What?"))
+        Prompter(loaded.template).row(chat_request({"url": uri(workspace)}, "What?"))
 
 
-def test_chat_responds_to_images_and_distinguishes_them(workplace, loaded):
+def test_chat_responds_to_images_and_distinguishes_them(workspace, loaded):
     out = io.StringIO()
     engine = engine_of(loaded)
     session = ChatSession(LocalBackend(loaded, engine), Console(out=out))
     try:
         for name in ("p1_64x48.png", "p2_48x64.png"):
-            assert session.take(f"/image {workplace / 'images' / name}") == 0
+            assert session.take(f"/image {workspace / 'images' / name}") == 0
             assert session.take("What is it?") == 0
             session.take("/new")
         assert session.take("/image nothing.png") == 1
@@ -161,12 +161,12 @@ def test_chat_responds_to_images_and_distinguishes_them(workplace, loaded):
     assert "cannot be read" in out.getvalue()
 
 
-def test_same_text_with_another_image_gets_another_response(workplace, loaded):
+def test_same_text_with_another_image_gets_another_response(workspace, loaded):
     engine = engine_of(loaded)
     backend = LocalBackend(loaded, engine)
 
     def ids(name):
-        content = [{"type": "image_url", "image_url": {"url": uri(workplace, name)}}, {"type": "text", "text": "Say."}]
+        content = [{"type": "image_url", "image_url": {"url": uri(workspace, name)}}, {"type": "text", "text": "Say."}]
         *_, last = backend.answer(Request([{"role": "user", "content": content}], {"do_sample": False}))
         return last.end.chances
 
@@ -178,9 +178,9 @@ def test_same_text_with_another_image_gets_another_response(workplace, loaded):
     assert first == pytest.approx(again, rel=1e-4)
 
 
-def test_predictions_accept_records_with_images(workplace, tmp_path):
+def test_predictions_accept_records_with_images(workspace, tmp_path):
     records = [
-        {"messages": golden()["records"]["one"]["messages"], "images": [str(workplace / "images" / name)]}
+        {"messages": golden()["records"]["one"]["messages"], "images": [str(workspace / "images" / name)]}
         for name in ("p1_64x48.png", "p2_48x64.png")
     ]
     (tmp_path / "v.json").write_text(json.dumps(records))
@@ -188,11 +188,11 @@ def test_predictions_accept_records_with_images(workplace, tmp_path):
     entry = {"file_name": "v.json", "formatting": "sharegpt", "tags": tags,
              "columns": {"messages": "messages", "images": "images"}}  # fmt: skip
     (tmp_path / "dataset_info.json").write_text(json.dumps({"v": entry}))
-    given = {"model_name_or_path": workplace / "model", "template": "qwen2_vl", "dataset_dir": tmp_path,
-             "eval_dataset": "v", "do_predict": "true", "predict_with_generate": "true", "max_new_tokens": 4,
-             "predict_metrics": "exact_match",
-             "output_dir": tmp_path / "out", "use_cpu": "true", "stage": "sft", "finetuning_type": "full"}  # fmt: skip
-    assert main(["train", *(f"{name}={value}" for name, value in given.items())]) == 0
+    options = {"model_name_or_path": workspace / "model", "template": "qwen2_vl", "dataset_dir": tmp_path,
+               "eval_dataset": "v", "do_predict": "true", "predict_with_generate": "true", "max_new_tokens": 4,
+               "predict_metrics": "exact_match", "output_dir": tmp_path / "out", "use_cpu": "true", "stage": "sft",
+               "finetuning_type": "full"}  # fmt: skip
+    assert main(["train", *(f"{name}={value}" for name, value in options.items())]) == 0
     lines = (tmp_path / "out" / "generated_predictions.jsonl").read_text().splitlines()
     assert len(lines) == 2
     assert all(json.loads(line)["predict"] is not None for line in lines)

@@ -96,13 +96,13 @@ def test_foreign_origin_is_403_on_every_route_before_reading_the_body(serve, ori
 
 def test_origin_allowed_by_the_operator_is_accepted(serve) -> None:
     running = serve(api_origins=["https://chat.example.org"], key=KEY)
-    given = {"Origin": "https://chat.example.org"}
-    asked = {**given, "Access-Control-Request-Method": "POST"}
-    status, headers, _ = send(running, "OPTIONS", "/v1/chat/completions", headers=asked)
+    overrides = {"Origin": "https://chat.example.org"}
+    options = {**overrides, "Access-Control-Request-Method": "POST"}
+    status, headers, _ = send(running, "OPTIONS", "/v1/chat/completions", headers=options)
     assert (status, headers["access-control-allow-origin"]) == (204, "https://chat.example.org")
     assert "authorization" in headers["access-control-allow-headers"]
     assert "access-control-allow-credentials" not in headers
-    status, headers, _ = send(running, "GET", "/v1/models", headers=given)
+    status, headers, _ = send(running, "GET", "/v1/models", headers=overrides)
     assert (status, headers["access-control-allow-origin"]) == (401, "https://chat.example.org")
 
 
@@ -135,11 +135,11 @@ def test_too_many_headers_are_rejected(serve) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "is_kept"), [("abc-1.2_3", True), ("a b", False), ("x" * 65, False), ("é", False), ("a;b", False)]
+    ("options", "is_kept"), [("abc-1.2_3", True), ("a b", False), ("x" * 65, False), ("é", False), ("a;b", False)]
 )
-def test_harmless_client_request_id_is_kept(serve, given, is_kept) -> None:
-    _, headers, _ = send(serve(), "GET", "/healthz", headers={"X-Request-Id": given.encode("latin-1")})
-    assert (headers["x-request-id"] == given) == is_kept
+def test_harmless_client_request_id_is_kept(serve, options, is_kept) -> None:
+    _, headers, _ = send(serve(), "GET", "/healthz", headers={"X-Request-Id": options.encode("latin-1")})
+    assert (headers["x-request-id"] == options) == is_kept
     assert is_kept or headers["x-request-id"].startswith("req-")
 
 
@@ -170,11 +170,11 @@ def test_llamafactory_variables_are_read_without_an_option() -> None:
         "API_VERBOSE": "1",
         "API_HOST": "",
     }
-    found = from_environment({"api_port": RawValue("1")}, environment)
-    assert {name: given.value for name, given in found.items()} == {
+    result = from_environment({"api_port": RawValue("1")}, environment)
+    assert {name: options.value for name, options in result.items()} == {
         "api_key": "k" * 9, "api_root_path": "/x", "api_log": "content",
     }  # fmt: skip
-    assert found["api_key"].where == "environment variable API_KEY"
+    assert result["api_key"].where == "environment variable API_KEY"
 
 
 def test_key_on_the_command_line_is_rejected() -> None:
@@ -213,11 +213,11 @@ def test_unavailable_address_is_an_error() -> None:
 
 def test_unix_socket_is_accessible_only_to_its_owner(tmp_path: Path) -> None:
     path = str(tmp_path / "engine.sock")
-    found = listen_unix(path)
+    result = listen_unix(path)
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     with pytest.raises(UserError, match="Another process is listening"):
         listen_unix(path)
-    found.close()
+    result.close()
     listen_unix(path).close()  # what a killed process left behind is taken away
     os.unlink(path)
     Path(path).write_text("not a socket")

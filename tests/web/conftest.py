@@ -83,7 +83,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def page(root: Path, tmp_path: Path) -> Iterator[object]:
-    from web.running import begun
+    from web.page_thread import start_page
 
-    with begun(root, tmp_path / "home", KEY) as found:
-        yield found
+    with start_page(root, tmp_path / "home", KEY) as result:
+        yield result

@@ -18,10 +18,10 @@ RECORDS = [{"frage": "1+1", "antwort": "2", "n": 3}, {"frage": "Hot?", "antwort"
 def test_columns_are_returned_with_first_values_and_possible_roles(tmp_path) -> None:
     file = tmp_path / "own.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
-    found = columns_of_file(file)
-    assert found["columns"] == [["frage", ["1+1", "Hot?"]], ["antwort", ["2", "cold"]], ["n", ["3"]]]
-    assert (found["known"], found["proposed"]) == ("", {})
-    assert dict(found["formats"])["alpaca"][:3] == ["prompt", "query", "response"]
+    result = columns_of_file(file)
+    assert result["columns"] == [["frage", ["1+1", "Hot?"]], ["antwort", ["2", "cold"]], ["n", ["3"]]]
+    assert (result["known"], result["proposed"]) == ("", {})
+    assert dict(result["formats"])["alpaca"][:3] == ["prompt", "query", "response"]
     file.write_text('{"my_question": "a", "my_answer": "b"}\n')
     assert columns_of_file(file)["proposed"] == {"prompt": "my_question", "response": "my_answer"}
     file.write_text('{"instruction": "a", "output": "b"}\n')

@@ -15,8 +15,8 @@ def send(page, method: str, path: str, body: object = None) -> tuple[int, dict]:
 def test_conversations_are_listed_by_first_question_latest_first(page) -> None:
     for name, turns in (("chat-a", TURNS), ("chat-b", [{**TURNS[0], "user": "Hello"}]), ("chat-c", [])):
         assert send(page, "PUT", f"/api/chats/{name}", {"turns": turns, "targets": []})[0] == 200
-    _, found = send(page, "GET", "/api/chats")
-    assert [(one["id"], one["title"]) for one in found["chats"]] == [("chat-b", "Hello"), ("chat-a", "What is 2 + 2?")]
+    _, result = send(page, "GET", "/api/chats")
+    assert [(one["id"], one["title"]) for one in result["chats"]] == [("chat-b", "Hello"), ("chat-a", "What is 2 + 2?")]
 
 
 def test_conversation_is_deleted_and_restored(page) -> None:

@@ -25,13 +25,13 @@ VALUES = {
 def test_record_is_one_that_the_run_holds_out() -> None:
     from burnish.run.plan.options import RunOptions
 
-    found = held_out(VALUES, 3)
+    result = held_out(VALUES, 3)
     options = RunOptions(**{**VALUES, "val_size": 5.0, "max_samples": 50, "dataset": ["demo_train"]})
     sets = load_datasets(options, options.seed, DataStats())
     record = sets.eval[""][2]
-    assert (found["user"], found["answer"]) == tuple(message.content for message in record.messages)
-    assert (found["number"], found["of"], found["place"]) == (3, 5, record.place)
-    assert found["place"] not in {example.place for example in sets.train}
+    assert (result["user"], result["answer"]) == tuple(message.content for message in record.messages)
+    assert (result["number"], result["of"], result["place"]) == (3, 5, record.place)
+    assert result["place"] not in {example.place for example in sets.train}
     assert held_out(VALUES)["number"] in range(1, 6)
 
 
@@ -49,24 +49,24 @@ def test_conversation_with_calls_is_truncated_before_its_last_response() -> None
     turns = ("user", "1+1"), ("function", call), ("observation", "2"), ("observation", "noon"), ("assistant", "2."), (
         "user", "Sure?"), ("assistant", "Yes.")  # fmt: skip
     example = Example(messages=tuple(Message(*turn) for turn in turns), tools='[{"name": "add"}]', system="Be brief.")
-    found = question_of(example)
-    assert (found["user"], found["answer"], found["system"], found["tools"]) == (
+    result = question_of(example)
+    assert (result["user"], result["answer"], result["system"], result["tools"]) == (
         "Sure?", "Yes.", "Be brief.", [{"name": "add"}],
     )  # fmt: skip
-    assert [one["role"] for one in found["before"]] == ["user", "assistant", "tool", "tool", "assistant"]
-    calls = found["before"][1]["tool_calls"]
+    assert [one["role"] for one in result["before"]] == ["user", "assistant", "tool", "tool", "assistant"]
+    calls = result["before"][1]["tool_calls"]
     assert [one["function"]["arguments"] for one in calls] == ['{"a": 1}', "{}"]
-    assert [one["tool_call_id"] for one in found["before"][2:4]] == [one["id"] for one in calls]
+    assert [one["tool_call_id"] for one in result["before"][2:4]] == [one["id"] for one in calls]
     pair = Example(messages=(Message("user", "q"),), chosen="good", rejected="bad")
     assert question_of(pair)["answer"] == "good"
     assert question_of(Example(prompt="p", completion="c"))["answer"] == "c"
 
 
 def test_page_uses_run_options_and_stays_within_its_roots(page, root, monkeypatch) -> None:
-    asked = []
+    requests = []
 
     async def whole(question):
-        asked.append(question)
+        requests.append(question)
         return {"user": "q", "answer": "a"} if question["number"] else {"problems": [{"sentence": "No.", "remedy": ""}]}
 
     monkeypatch.setattr(page.site.planner, "whole", whole)
@@ -75,10 +75,10 @@ def test_page_uses_run_options_and_stays_within_its_roots(page, root, monkeypatc
     launch.write_text(json.dumps({**json.loads(launch.read_text()), "folder": str(root / "saves")}))
     run = page.id_of("first")
     assert page.get(f"/api/runs/{run}/held-out?number=2") == {"user": "q", "answer": "a"}
-    assert asked[0]["values"]["learning_rate"] == "0.0001"
-    assert asked[0]["values"]["dataset_dir"] == str(root / "saves" / "data")
+    assert requests[0]["values"]["learning_rate"] == "0.0001"
+    assert requests[0]["values"]["dataset_dir"] == str(root / "saves" / "data")
     assert page.send("GET", f"/api/runs/{run}/held-out")[0] == 422
     assert page.send("GET", f"/api/runs/{page.id_of('factory')}/held-out")[0] == 409
     (root / "saves/first/run.yaml").write_text("dataset: x\ndataset_dir: /etc\n")
     assert page.send("GET", f"/api/runs/{run}/held-out")[0] == 422
-    assert len(asked) == 2
+    assert len(requests) == 2

@@ -88,8 +88,8 @@ def test_files_outside_the_roots_and_non_images_are_not_shown(page, root, outsid
         assert headers["content-type"] == "application/json", trick
         assert "SECRET" not in text, trick
     assert shown(page, str(outside / "secret.png"))[2] == shown(page, str(outside / "secret.png"))[2]
-    told = {shown(page, str(outside / name))[2].replace(name, "") for name in ("secret.png", "none.png")}
-    assert len(told) == 1
+    reported = {shown(page, str(outside / name))[2].replace(name, "") for name in ("secret.png", "none.png")}
+    assert len(reported) == 1
 
 
 def test_image_requires_sign_in_and_same_site(page, root) -> None:
@@ -130,9 +130,9 @@ def test_question_with_images_lists_them_for_the_page(tmp_path) -> None:
     (tmp_path / "a.png").write_bytes(drawn((30, 20)))
     image = ContentPart("image", read_header(tmp_path / "a.png"))
     messages = (Message("user", (image, ContentPart("text", "What?"))), Message("assistant", "A square."))
-    found = question_of(Example(messages=messages))
+    result = question_of(Example(messages=messages))
     named = {"path": str(tmp_path / "a.png"), "name": "a.png", "width": 30, "height": 20}
-    assert (found["user"], found["answer"], found["images"]) == ("What?", "A square.", [named])
-    found = question_of(Example(messages=(*messages, Message("user", "Sure?"), Message("assistant", "Yes."))))
-    assert found["images"] == []
-    assert found["before"][0] == {"role": "user", "content": "What?", "images": [named]}
+    assert (result["user"], result["answer"], result["images"]) == ("What?", "A square.", [named])
+    result = question_of(Example(messages=(*messages, Message("user", "Sure?"), Message("assistant", "Yes."))))
+    assert result["images"] == []
+    assert result["before"][0] == {"role": "user", "content": "What?", "images": [named]}

@@ -37,9 +37,9 @@ def test_long_curves_are_downsampled_keeping_spikes_and_evaluations(page, root, 
     began = time.monotonic()
     status, _, text = page.send("GET", f"/api/runs/{run}/series?points=4000")
     took_s = time.monotonic() - began
-    found = json.loads(text)
-    columns = found["columns"]
-    assert (status, found["rows"]) == (200, steps + steps // 1000)
+    result = json.loads(text)
+    columns = result["columns"]
+    assert (status, result["rows"]) == (200, steps + steps // 1000)
     assert len(columns["step"]) <= 4500
     assert max(value for value in columns["loss"] if value is not None) == 99.0
     assert sum(value is not None for value in columns["eval_loss"]) == steps // 1000
@@ -86,12 +86,12 @@ _ODD = (
 
 @pytest.mark.parametrize("odd", _ODD, ids=lambda line: line[:60])
 def test_lines_of_unusual_format_are_parsed_as_json(tmp_path, odd) -> None:
-    usual = [_line(step, f"{step}.5") + "\n" for step in range(1, 5)]
+    defaults = [_line(step, f"{step}.5") + "\n" for step in range(1, 5)]
     for at in range(5):  # before, between and behind the usual ones; the last line shows which shape is usual
         log = tmp_path / f"{at}.jsonl"
-        log.write_text("".join([*usual[:at], odd + "\n", *usual[at:]]))
-        found, offset = log_columns.log_columns(log)
-        assert found == columns_of(rows_since(log, 0)[0])
+        log.write_text("".join([*defaults[:at], odd + "\n", *defaults[at:]]))
+        result, offset = log_columns.log_columns(log)
+        assert result == columns_of(rows_since(log, 0)[0])
         assert offset == log.stat().st_size
 
 

@@ -148,8 +148,8 @@ def test_every_view_of_a_damaged_run_works(page: Any, odd: dict[str, Path]) -> N
                      f"/api/poll?runs={run['id']}&log=1&after={run['id']}:0:0:0:"):  # fmt: skip
             status, _, text = page.send("GET", path)
             assert status == 200, (run["name"], path, text)
-            found = strict(text)
-        assert all(message["data"]["run"] == run["id"] for message in found["messages"] if message["event"] == "event")
+            result = strict(text)
+        assert all(message["data"]["run"] == run["id"] for message in result["messages"] if message["event"] == "event")
         for path in (f"/runs/{run['id']}", f"/api/runs/{run['id']}/report"):
             assert page.send("GET", path)[0] == 200, (run["name"], path)
 

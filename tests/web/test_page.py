@@ -29,7 +29,7 @@ from burnish.serve.page.runs.log_columns import columns_of
 from burnish.serve.page.runs.series import thinned
 from burnish.serve.page.words import language_of, page_words
 from web.conftest import KEY
-from web.running import begun
+from web.page_thread import start_page
 
 WEB = Path(burnish.__file__).parent / "serve" / "page"
 PAGES = ["/runs", "/new", "/compare", "/chat", "/evaluate", "/export", "/settings"]
@@ -135,10 +135,10 @@ def test_every_response_has_the_strict_csp_and_no_inline_script_or_style(page) -
         assert "require-trusted-types-for 'script'" in policy
         assert headers["cross-origin-opener-policy"] == "same-origin"
         assert headers["referrer-policy"] == ("same-origin" if path == "/sign-in" else "no-referrer")
-        found = _Attributes()
-        found.feed(text)
-        assert not [name for name, _ in found.all if name == "style" or name.startswith("on")], path
-        assert not [value for name, value in found.all if name in ("src", "href") and "//" in (value or "")], path
+        result = _Attributes()
+        result.feed(text)
+        assert not [name for name, _ in result.all if name == "style" or name.startswith("on")], path
+        assert not [value for name, value in result.all if name in ("src", "href") and "//" in (value or "")], path
         assert not re.search(r"<script(?![^>]*\bsrc=)|<style", text), path
 
 
@@ -238,11 +238,11 @@ def test_every_used_translation_exists_and_pages_contain_no_text() -> None:
 
 
 def test_series_keeps_every_spike_and_marks_non_numeric_values(page, root) -> None:
-    found = page.get(f"/api/runs/{page.id_of('first')}/series?points=16")
-    columns = found["columns"]
+    result = page.get(f"/api/runs/{page.id_of('first')}/series?points=16")
+    columns = result["columns"]
     assert max(value for value in columns["loss"] if value is not None) == pytest.approx(3 / 20 + 5)
     assert 0.5 in columns["eval_loss"]
-    assert found["rows"] == 41
+    assert result["rows"] == 41
     trl = page.get(f"/api/runs/{page.id_of('trl')}/series")["columns"]
     assert trl["loss"][2] == "NaN"
     assert trl["grad_norm"] == [0.3] * 5
@@ -275,7 +275,7 @@ def test_reconnecting_reader_receives_every_row_once(tmp_path) -> None:
     draw, folder = random.Random(11), tmp_path / "run"
     folder.mkdir()
     (folder / "launch.json").write_text(json.dumps(launched([])))
-    path, seen, written = folder / "trainer_log.jsonl", [], 0
+    path, recorded, written = folder / "trainer_log.jsonl", [], 0
     cursor, pending = "", b""
     with path.open("ab", buffering=0) as file:
         for _ in range(1000):
@@ -290,13 +290,13 @@ def test_reconnecting_reader_receives_every_row_once(tmp_path) -> None:
                 for name, data, behind in news("a" * 12, folder, place, log=False):
                     place = behind
                     if name == "rows":
-                        seen += data["columns"]["step"]
+                        recorded += data["columns"]["step"]
                 cursor = cursor_text({"a" * 12: place})
         file.write(pending)
     for name, data, _ in news("a" * 12, folder, read_cursor(cursor)["a" * 12], log=False):
         if name == "rows":
-            seen += data["columns"]["step"]
-    assert seen == list(range(1, written + 1))
+            recorded += data["columns"]["step"]
+    assert recorded == list(range(1, written + 1))
 
 
 def test_truncated_log_is_fetched_again(tmp_path) -> None:
@@ -404,15 +404,15 @@ def test_folder_with_a_run_is_not_overwritten_without_confirmation(page, root, m
 def test_signal_is_sent_only_to_the_verified_process_of_the_run(page, root) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     run = root / "saves/first/launch.json"
-    given = {**launched([], child.pid), "time": time.time()}
+    options = {**launched([], child.pid), "time": time.time()}
     (root / "saves/first/outcome.json").unlink()
     identity = page.id_of("first")
-    for wrong in ({"start_ticks": given["start_ticks"] + 1}, {"boot_id": "x"}, {"pid": 1}, {"pid": -1}):
-        run.write_text(json.dumps({**given, **wrong}))
+    for wrong in ({"start_ticks": options["start_ticks"] + 1}, {"boot_id": "x"}, {"pid": 1}, {"pid": -1}):
+        run.write_text(json.dumps({**options, **wrong}))
         status, _, _ = page.send("POST", f"/api/runs/{identity}/stop", {"how": "now"})
         assert status == 409
         assert child.poll() is None
-    run.write_text(json.dumps(given))
+    run.write_text(json.dumps(options))
     assert page.send("POST", f"/api/runs/{identity}/stop", {"how": "save"})[0] == 202
     assert child.wait(10) == -15
 
@@ -421,10 +421,10 @@ def test_queue_survives_the_page_and_continues(root, tmp_path, monkeypatch) -> N
     monkeypatch.setattr("burnish.serve.page.jobs.starting.start_burnish", lambda *_: _Ended())
     (root / "saves/first/launch.json").write_text(json.dumps({**launched([]), "time": 1.9e9}))
     values = {"model_name_or_path": "m", "dataset": "d", "output_dir": "saves/next"}
-    with begun(root, tmp_path / "home", KEY) as page:
+    with start_page(root, tmp_path / "home", KEY) as page:
         status, _, text = page.send("POST", "/api/runs", {"values": values, "when": "queue"})
         assert (status, json.loads(text)) == (202, {"queued": 1})
-    with begun(root, tmp_path / "home", KEY) as page:
+    with start_page(root, tmp_path / "home", KEY) as page:
         assert [one["number"] for one in page.get("/api/runs")["queue"]] == [1]
         starter = page.site.starter
         import asyncio
@@ -460,14 +460,14 @@ def test_yaml_text_is_parsed_like_a_file_with_line_numbers(page) -> None:
         200,
         {"lora_rank": "8", "dataset": ["a", "b"], "learning_rate": "1e-4"},
     )
-    for wrong, said in (
+    for wrong, message in (
         ("a: 1\nb: [1\n", "run.yaml"), ("a: 1\na: 2\n", "line 2"), ("a: &x [*x]\n", "run.yaml, line 1"),
         ("", "run.yaml"),
         ("!!python/object/apply:os.system ['touch PWNED']", "run.yaml"),
     ):  # fmt: skip
         _, _, text = page.send("POST", "/api/yaml", {"text": wrong})
         problems = json.loads(text)["problems"]
-        assert said in problems[0]
+        assert message in problems[0]
         assert str(page.site.home.folder) not in problems[0]
     assert page.send("POST", "/api/yaml", {"text": 3})[0] == 422
 
@@ -489,16 +489,16 @@ def test_presets_are_yaml_files_of_the_page(page) -> None:
 
 
 def test_export_accepts_only_known_formats(page, root, monkeypatch) -> None:
-    begun = []
+    started = []
     child = type("Child", (), {"pid": 1, "poll": lambda self: 0})
-    monkeypatch.setattr(page.site.starter, "started", lambda words, log: begun.append(words) or child())
+    monkeypatch.setattr(page.site.starter, "started", lambda words, log: started.append(words) or child())
     (root / "saves" / "whole").mkdir()
-    asked = {"path": str(root / "saves" / "whole"), "folder": str(root / "gguf")}
-    status, _, text = page.send("POST", "/api/exports", {**asked, "format": "gguf q8_0"})
+    options = {"path": str(root / "saves" / "whole"), "folder": str(root / "gguf")}
+    status, _, text = page.send("POST", "/api/exports", {**options, "format": "gguf q8_0"})
     assert status == 202, text
-    assert {"export_format=gguf", "export_gguf_type=q8_0"} < set(begun[0])
+    assert {"export_format=gguf", "export_gguf_type=q8_0"} < set(started[0])
     assert page.get(f"/api/jobs/{json.loads(text)['id']}")["state"] == "done"
-    assert page.send("POST", "/api/exports", {**asked, "format": "pickle"})[0] == 422
+    assert page.send("POST", "/api/exports", {**options, "format": "pickle"})[0] == 422
 
 
 @pytest.mark.run
@@ -563,11 +563,11 @@ def test_layout_names_existing_options() -> None:
 
 def test_bundled_files_match_their_hashes() -> None:
     bundled = WEB / "bundled"
-    said = dict(
+    message = dict(
         reversed(line.split()) for line in (bundled / "README.md").read_text().splitlines() if line.startswith("    ")
     )
-    assert set(said) == {"uPlot.iife.min.js", "uPlot.min.css", "inter-latin.woff2"}
-    for name, digest in said.items():
+    assert set(message) == {"uPlot.iife.min.js", "uPlot.min.css", "inter-latin.woff2"}
+    for name, digest in message.items():
         assert hashlib.sha256((bundled / name).read_bytes()).hexdigest() == digest
     assert "MIT" in (bundled / "uPlot.LICENSE").read_text()
     assert "SIL Open Font License" in (bundled / "inter.LICENSE").read_text()
@@ -588,12 +588,12 @@ def test_invalid_page_options_are_rejected(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("GRADIO_SERVER_PORT", "7999")
     assert read_options(["--page", "chat"])[0].web_port == 7999
     assert read_options(["--page", "chat"])[1] == "chat"
-    for words, said in (
+    for words, message in (
         (["web_key=0123456789abcdef"], "process list"), (["web_prot=1"], "web_port"),
         (["web_roots=[/no/where]"], "must contain existing folders"),
         (["web_no_key=true", "web_host=0.0.0.0"], "start processes"), (["--page", "admin"], "Unknown page"),
     ):  # fmt: skip
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             read_options(words)
     monkeypatch.setenv("GRADIO_SHARE", "true")
     with pytest.raises(UserError, match="tunnel"):

@@ -53,11 +53,11 @@ def test_upload_follows_no_link_out_of_the_roots(page, root, tmp_path) -> None:
 
 def test_hub_is_searched_on_request_and_reports_if_unreachable(page, monkeypatch) -> None:
     hub = pytest.importorskip("huggingface_hub")
-    found = [SimpleNamespace(id="org/model", downloads=5)]
-    monkeypatch.setattr(hub.HfApi, "list_models", lambda self, **asked: found if asked["search"] == "mod" else [])
+    result = [SimpleNamespace(id="org/model", downloads=5)]
+    monkeypatch.setattr(hub.HfApi, "list_models", lambda self, **options: result if options["search"] == "mod" else [])
     assert page.get("/api/hub?kind=model&q=mod")["found"] == [{"name": "org/model", "downloads": 5}]
 
-    def unreachable(self, **asked):
+    def unreachable(self, **options):
         raise OSError("no route")
 
     monkeypatch.setattr(hub.HfApi, "list_datasets", unreachable)

@@ -31,9 +31,9 @@ def test_evaluation_without_improvement_is_reported_with_the_steps_since_the_bes
 
 
 def test_values_that_are_not_finite_do_not_hide_other_warnings() -> None:
-    found = warnings_for(2.0, 1.2, float("nan"), 1.3, 1.4)
-    assert found["warning_eval_loss_rising"]["step"] == 20
-    assert found["warning_not_finite"] == {"count": 1, "step": 30}
+    result = warnings_for(2.0, 1.2, float("nan"), 1.3, 1.4)
+    assert result["warning_eval_loss_rising"]["step"] == 20
+    assert result["warning_not_finite"] == {"count": 1, "step": 30}
 
 
 def test_skipped_steps_a_learning_rate_of_zero_and_a_full_disk_are_reported() -> None:
@@ -47,8 +47,8 @@ def test_skipped_steps_a_learning_rate_of_zero_and_a_full_disk_are_reported() ->
 
 
 def test_skipped_examples_are_counted() -> None:
-    found = list(find_warnings(columns_of([]), rows={"seen": 1000, "dropped": 2}))
-    assert [one.text("en") for one in found] == [
+    result = list(find_warnings(columns_of([]), rows={"seen": 1000, "dropped": 2}))
+    assert [one.text("en") for one in result] == [
         "2 of 1000 examples were skipped. The log lists them with the reasons."
     ]
     assert list(find_warnings(columns_of([]), rows={"seen": 1000, "dropped": 0})) == []

@@ -35,9 +35,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
     root.mkdir()
     for name in ("model", "data"):
         shutil.copytree(demo / name, root / name)
-    found = Server(root, tmp_path / "home").start()
-    yield found
-    found.end()
+    result = Server(root, tmp_path / "home").start()
+    yield result
+    result.end()
     _end_runs(root)
 
 
@@ -68,7 +68,7 @@ def test_killing_the_page_at_random_times_does_not_affect_the_run(server, seed) 
     draw, folder = random.Random(seed), server.root / "saves" / "page"
     identity = ask(server, "POST", "/api/runs", {"values": VALUES})["id"]
     kills = 0
-    while (found := read_run(folder)) is not None and found.is_alive:
+    while (result := read_run(folder)) is not None and result.is_alive:
         time.sleep(draw.uniform(0.0, 1.5))
         port = int(server.address.rpartition(":")[2])
         server.kill()

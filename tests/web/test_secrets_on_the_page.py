@@ -67,7 +67,7 @@ def test_no_log_offset_reveals_part_of_a_token(page: Any, foreign: Path) -> None
 def test_presets_and_yaml_texts_are_returned_without_tokens(page: Any) -> None:
     assert page.send("PUT", "/api/presets/mine", {"text": YAML})[0] == 200
     assert "m" in page.get("/api/form")["own_presets"]["mine"].values()
-    asked = {
+    options = {
         "/api/form": page.send("GET", "/api/form")[2],
         "/api/yaml": page.send("POST", "/api/yaml", {"text": YAML})[2],
         "broken": page.send("POST", "/api/yaml", {"text": f"hf_hub_token: {WORD}: x\n"})[2],
@@ -76,6 +76,6 @@ def test_presets_and_yaml_texts_are_returned_without_tokens(page: Any) -> None:
         "value": page.send("POST", "/api/runs", {"values": {"output_dir": [TOKEN]}})[2],
         "wrong": page.send("POST", "/api/check", {"values": {"model_name_or_path": "m", TOKEN: TOKEN, "lr": TOKEN}})[2],
     }
-    for name, text in asked.items():
+    for name, text in options.items():
         assert TOKEN not in text, name
         assert WORD not in text, name

@@ -17,8 +17,8 @@ def test_run_can_have_name_tags_and_notes_without_changing_its_folder(page, root
     status, _, text = page.send("PUT", f"/api/runs/{run}/label", {"name": " Baseline ", "tags": ["7b", "lora"]})
     assert (status, json.loads(text)) == (200, {"name": "Baseline", "tags": ["7b", "lora"], "notes": ""})
     assert page.send("PUT", f"/api/runs/{run}/label", {"notes": "good <b>"})[0] == 200
-    found = page.get(f"/api/runs/{run}")
-    assert (found["title"], found["name"], found["tags"], found["notes"]) == (
+    result = page.get(f"/api/runs/{run}")
+    assert (result["title"], result["name"], result["tags"], result["notes"]) == (
         "Baseline",
         "first",
         ["7b", "lora"],
@@ -69,7 +69,7 @@ PREDICTS = "do_train: false\ndo_predict: true\n"
 
 
 def test_predictions_and_evaluations_are_listed_by_type(page, root) -> None:
-    for name, argv, given in (
+    for name, argv, options in (
         ("told", ["burnish", "predict", "saves/first"], ""),
         ("read", ["burnish", "train", "x.yaml"], PREDICTS),
         ("measured", ["burnish", "eval", "saves/first"], ""), ("begun", ["burnish", "train", "x.yaml"], "stage: sft\n"),
@@ -77,7 +77,7 @@ def test_predictions_and_evaluations_are_listed_by_type(page, root) -> None:
         folder = root / "saves" / name
         folder.mkdir()
         (folder / "launch.json").write_text(json.dumps({**launched([], argv=argv), "pid": 2**22 + 1}))
-        (folder / "run.yaml").write_text(given)
+        (folder / "run.yaml").write_text(options)
         (folder / "predict_results.json").write_text('{"predict_rouge-1": 41.2, "odd": "x"}')
     kinds = {run["name"]: run["kind"] for run in page.get("/api/runs")["runs"]}
     assert {name: kinds[name] for name in ("told", "read", "measured", "begun", "first")} == {
@@ -119,9 +119,9 @@ def test_completions_are_shown_by_step_and_record_newest_first(page, root) -> No
     ]  # fmt: skip
     rows.append({"step": 15, "record": 5, "sample": 0, "completion": "", "rewards": {"a": None}})
     (root / "saves/first/completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 15')
-    found = completions(root / "saves/first")
+    result = completions(root / "saves/first")
     records = [{"name": "5", "steps": [15]}, *({"name": name, "steps": [10, 5]} for name in "43")]
-    assert (found["steps"], found["records"], found["rows"]) == ([15, 10, 5], records, [])
+    assert (result["steps"], result["records"], result["rows"]) == ([15, 10, 5], records, [])
     shown = page.get(f"/api/runs/{page.id_of('first')}/completions?step=10&record=3")["rows"]
     assert [(one["completion"], one["sample"]) for one in shown] == [("10 3", 0), ("10 3", 1)]
     assert page.get(f"/api/runs/{page.id_of('trl')}/completions")["steps"] == []

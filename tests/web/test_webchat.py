@@ -36,16 +36,16 @@ def test_missing_model_is_an_error_message(capsys: pytest.CaptureFixture[str]) -
 def test_page_offers_the_named_model_and_starts_it_with_its_arguments(page) -> None:
     from burnish.serve.page.options import NamedModel
 
-    asked: list[tuple[list[str], Path]] = []
+    requests: list[tuple[list[str], Path]] = []
     site = page.site
     site.named = NamedModel("model", ("model", "--template", "qwen"), Path("/somewhere"))
     site.starter.started = lambda words, log, folder, reads_all: (
-        asked.append((words, folder)) or subprocess.Popen([sys.executable, "-c", ""])
+        requests.append((words, folder)) or subprocess.Popen([sys.executable, "-c", ""])
     )
     assert '"named":"model"' in page.send("GET", "/api/models")[2].replace(": ", ":")
     status, _, text = page.send("POST", "/api/engines", {"named": True})
     assert (status, '"name"' in text) == (202, True)
-    ((words, folder),) = asked
+    ((words, folder),) = requests
     assert (words[:4], folder) == (["api", "model", "--template", "qwen"], Path("/somewhere"))
     site.named = None
     assert page.send("POST", "/api/engines", {"named": True})[0] == 422

@@ -85,7 +85,7 @@ def test_tokenized_rows_outside_are_not_read_through_a_link(below, outside) -> N
     (below / "rows/train/rows.arrow").symlink_to(outside / "train")
     with pytest.raises(UserError, match="the folders that the web UI may read"):
         encode_rows(
-            [], lambda given: ([], DataStats()), DataStats(), fingerprint={},
+            [], lambda options: ([], DataStats()), DataStats(), fingerprint={},
             options=DataOptions(tokenized_path=str(below / "rows")),
         )  # fmt: skip
 
@@ -154,10 +154,10 @@ def test_dataset_info_reveals_nothing_about_an_outside_file(page, root, outside)
                "nul": "a\0b", "long": "x" * 5000}  # fmt: skip
     info = {name: {"file_name": file} for name, file in entries.items()}
     assert page.send("PUT", "/api/uploads/dataset_info.json?last=1", json.dumps(info).encode())[0] == 201
-    found = {one["name"]: one for one in page.get("/api/datasets")["datasets"]}
-    assert found["here"]["bytes"] == 14
-    assert all("bytes" not in found.get(name, {}) for name in ("far", "up", "nul", "long", "data/linked.jsonl"))
-    assert "private" not in json.dumps(found)
+    result = {one["name"]: one for one in page.get("/api/datasets")["datasets"]}
+    assert result["here"]["bytes"] == 14
+    assert all("bytes" not in result.get(name, {}) for name in ("far", "up", "nul", "long", "data/linked.jsonl"))
+    assert "private" not in json.dumps(result)
 
 
 def test_deeply_nested_dataset_info_hides_no_other_dataset(page, root) -> None:

@@ -30,11 +30,11 @@ class _Ended:
 
 
 @pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def started_commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The words of every process that the page starts."""
     words: list[list[str]] = []
     monkeypatch.setattr(
-        "burnish.serve.page.jobs.starting.start_burnish", lambda given, *_: words.append(given) or _Ended()
+        "burnish.serve.page.jobs.starting.start_burnish", lambda options, *_: words.append(options) or _Ended()
     )
     return words
 
@@ -51,18 +51,18 @@ def sent_run(root: Path, values: dict[str, Any], text: str = "") -> None:
 
 def answers(page: Any, root: Path, values: dict[str, Any]) -> dict[str, tuple[int, str, str]]:
     """Every route that takes the values of a run, or a run's folder -> status, code, option."""
-    given = {**USUAL, "output_dir": "saves/new", **values}
+    overrides = {**USUAL, "output_dir": "saves/new", **values}
     sent_run(root, {**USUAL, "output_dir": "sent", "val_size": 2, **values})
     run = page.id_of("sent")
-    asked = {
-        "begin": page.send("POST", "/api/runs", {"values": given}),
-        "queue": page.send("POST", "/api/runs", {"values": given, "when": "queue"}),
-        "another": page.send("POST", "/api/runs", {"values": given, "folder": "another"}),
-        "check": page.send("POST", "/api/check", {"values": given}),
+    options = {
+        "begin": page.send("POST", "/api/runs", {"values": overrides}),
+        "queue": page.send("POST", "/api/runs", {"values": overrides, "when": "queue"}),
+        "another": page.send("POST", "/api/runs", {"values": overrides, "folder": "another"}),
+        "check": page.send("POST", "/api/check", {"values": overrides}),
         "continue": page.send("POST", f"/api/runs/{run}/continue", {}),
         "held-out": page.send("GET", f"/api/runs/{run}/held-out"),
     }
-    errors = {name: (status, json.loads(text).get("error", {})) for name, (status, _, text) in asked.items()}
+    errors = {name: (status, json.loads(text).get("error", {})) for name, (status, _, text) in options.items()}
     return {name: (status, error.get("code"), error.get("option")) for name, (status, error) in errors.items()}
 
 
@@ -72,10 +72,10 @@ def risky_value(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", sorted(RISKY))
-def test_risky_option_is_rejected_on_every_route(page, root, begun, name) -> None:
+def test_risky_option_is_rejected_on_every_route(page, root, started_commands, name) -> None:
     for route, answer in answers(page, root, {name: risky_value(name)}).items():
         assert answer == (422, "not_allowed", name), route
-    assert begun == []
+    assert started_commands == []
 
 
 @pytest.mark.parametrize(
@@ -83,24 +83,24 @@ def test_risky_option_is_rejected_on_every_route(page, root, begun, name) -> Non
     ["trust_remote_code: yes", "trust_remote_code: ' TRUE '", "trust_remote_code: 1", "<<: {trust_remote_code: on}",
      "vllm_config: {trust-remote-code: true}", "report_to: [none, wandb]", "report_to: none, wandb"],
 )  # fmt: skip
-def test_risky_option_is_detected_in_every_spelling(page, root, begun, text) -> None:
+def test_risky_option_is_detected_in_every_spelling(page, root, started_commands, text) -> None:
     sent_run(root, {}, f"{text}\nmodel_name_or_path: m\noutput_dir: sent\n")
     status, _, answer = page.send("POST", f"/api/runs/{page.id_of('sent')}/continue", {})
     assert (status, json.loads(answer)["error"]["code"]) == (422, "not_allowed")
-    assert begun == []
+    assert started_commands == []
 
 
-def test_harmless_values_of_risky_options_and_all_defaults_are_accepted(page, root, begun) -> None:
+def test_harmless_values_of_risky_options_and_all_defaults_are_accepted(page, root, started_commands) -> None:
     harmless = {name: spec.harmless[0] for name, spec in RISKY.items() if spec.harmless}
     empty = {name: spec.default for name, spec in RISKY.items() if not spec.harmless}
     values = {**USUAL, "output_dir": "saves/new", **harmless, **empty, "report_to": "none"}
     status, _, text = page.send("POST", "/api/runs", {"values": values})
     assert status == 201, text
-    assert len(begun) == 1
+    assert len(started_commands) == 1
 
 
-def test_option_allowed_by_web_allow_is_accepted(root, tmp_path, begun) -> None:
-    from web.running import begun as page_of
+def test_option_allowed_by_web_allow_is_accepted(root, tmp_path, started_commands) -> None:
+    from web.page_thread import start_page as page_of
 
     with page_of(root, tmp_path / "home", "a-key-of-tests-0123456789", web_allow=["trust_remote_code"]) as page:
         sent_run(root, {**USUAL, "trust_remote_code": True, "output_dir": "sent"})
@@ -146,14 +146,14 @@ def test_every_route_that_can_start_a_job_is_tested(page) -> None:
     }  # fmt: skip
 
 
-def test_queue_written_by_others_is_checked_at_start(page, root, begun) -> None:
+def test_queue_written_by_others_is_checked_at_start(page, root, started_commands) -> None:
     values = {**USUAL, "output_dir": "saves/new", "trust_remote_code": "true"}
     page.site.home.write("queue.json", json.dumps([{"number": 1, "values": values, "folder": "new"}]))
     for name in ("factory", "trl"):
         (root / name).rename(root / f".{name}")  # else they count as running
     with pytest.raises(Exception, match="trust_remote_code"):
         page.run(page.site.starter.next_of_queue([]))
-    assert begun == []
+    assert started_commands == []
 
 
 # --- places -----------------------------------------------------------------------------------------------------------
@@ -162,19 +162,19 @@ def test_queue_written_by_others_is_checked_at_start(page, root, begun) -> None:
 def spellings(name: str, outside: Path) -> list[Any]:
     """Ways to write a place outside of the roots, or one inside and one outside."""
     kind = str(OPTIONS[name].type)
-    found: list[Any] = [str(outside), f"../{outside.name}", f"file://{outside}", "link/x.json", "~root/x"]
+    result: list[Any] = [str(outside), f"../{outside.name}", f"file://{outside}", "link/x.json", "~root/x"]
     if "list" in kind:
-        found += [f"rows.json,{outside}", f"rows.json , {outside}", f"[{outside}]", f'["rows.json", "{outside}"]',
-                  ["rows.json", str(outside)], [f"{outside}"], f"[rows.json, {outside}"]  # fmt: skip
+        result += [f"rows.json,{outside}", f"rows.json , {outside}", f"[{outside}]", f'["rows.json", "{outside}"]',
+                   ["rows.json", str(outside)], [f"{outside}"], f"[rows.json, {outside}"]  # fmt: skip
     if "dict" in kind:
-        found += [{"x": str(outside)}, f'{{"x": {{"file_name": "{outside}"}}}}', {"x": {"y": [str(outside)]}}]
+        result += [{"x": str(outside)}, f'{{"x": {{"file_name": "{outside}"}}}}', {"x": {"y": [str(outside)]}}]
     if name == "served_adapters":
-        found = [value for value in found if isinstance(value, dict) or str(value).startswith("{")]
-    return found
+        result = [value for value in result if isinstance(value, dict) or str(value).startswith("{")]
+    return result
 
 
 @pytest.mark.parametrize("name", sorted(PLACES))
-def test_no_path_spelling_leaves_the_roots(page, root, begun, name) -> None:
+def test_no_path_spelling_leaves_the_roots(page, root, started_commands, name) -> None:
     outside = root.parent / "secret.json"
     outside.write_text('[{"instruction": "q", "output": "SECRET"}]')
     (root / "rows.json").write_text('[{"instruction": "q", "output": "a"}]')
@@ -182,22 +182,22 @@ def test_no_path_spelling_leaves_the_roots(page, root, begun, name) -> None:
     names = (name, *OPTIONS[name].aliases)
     for key in names:
         for value in spellings(name, outside):
-            given = {**USUAL, "output_dir": "saves/new", key: value}
-            for path, body in (("/api/check", {"values": given}), ("/api/runs", {"values": given})):
+            options = {**USUAL, "output_dir": "saves/new", key: value}
+            for path, body in (("/api/check", {"values": options}), ("/api/runs", {"values": options})):
                 status, _, text = page.send("POST", path, body)
                 assert (status, json.loads(text)["error"]["option"]) == (422, name), (path, value, text)
                 assert "SECRET" not in text
-    assert begun == []
+    assert started_commands == []
 
 
-def test_comma_in_a_single_path_is_part_of_it(page, root, begun) -> None:
+def test_comma_in_a_single_path_is_part_of_it(page, root, started_commands) -> None:
     (root / "a,b").mkdir()
     values = {"model_name_or_path": "a,b", "dataset": "d", "output_dir": "saves/c,d"}
     assert page.send("POST", "/api/runs", {"values": values})[0] == 201
     assert (root / "saves/c,d/run.yaml").is_file()
 
 
-def test_relative_path_is_resolved_from_the_run_folder(page, root, begun) -> None:
+def test_relative_path_is_resolved_from_the_run_folder(page, root, started_commands) -> None:
     """A run.yaml that was started in a folder below the root, in which a link leads outside."""
     deep = root / "deep"
     deep.mkdir()
@@ -210,7 +210,7 @@ def test_relative_path_is_resolved_from_the_run_folder(page, root, begun) -> Non
     values = {"model_name_or_path": "m", "dataset": "link/x.json", "dataset_dir": "deep", "output_dir": "saves/y"}
     status, _, text = page.send("POST", "/api/runs", {"values": values})
     assert (status, json.loads(text)["error"]["option"]) == (422, "dataset")
-    assert begun == []
+    assert started_commands == []
 
 
 @pytest.mark.run

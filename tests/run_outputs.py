@@ -1,4 +1,4 @@
-"""Looking at what a run left behind, and a run that kills itself in the middle of an epoch."""
+"""Read the files of a run, and a script of a run that kills itself in the middle of an epoch."""
 
 import json
 from pathlib import Path
@@ -13,12 +13,12 @@ torch.set_num_threads(1)
 from burnish.loop.loop import Loop
 from burnish.cli import main
 step = Loop.step
-def killed(run, step_batch):
+def step_or_kill(run, step_batch):
     if run.state.global_step == 5:
         run.checkpoints.wait()
         os.kill(os.getpid(), signal.SIGKILL)
     step(run, step_batch)
-Loop.step = killed
+Loop.step = step_or_kill
 main(["train", *sys.argv[1:]])
 """
 

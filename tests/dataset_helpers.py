@@ -15,17 +15,17 @@ from burnish.data.stats import DataStats
 from burnish.loop.types import Example
 
 
-def qa(number: int, answer: Any = "yes") -> dict[str, Any]:
+def alpaca_record(number: int, answer: Any = "yes") -> dict[str, Any]:
     """An alpaca record."""
     return {"instruction": f"Is {number} a number?", "input": "", "output": answer}
 
 
-def talk(*turns: tuple[str, Any]) -> dict[str, Any]:
+def sharegpt_record(*turns: tuple[str, Any]) -> dict[str, Any]:
     """A sharegpt record."""
     return {"conversations": [{"from": role, "value": value} for role, value in turns]}
 
 
-def chat(*turns: tuple[str, Any]) -> dict[str, Any]:
+def openai_record(*turns: tuple[str, Any]) -> dict[str, Any]:
     """An OpenAI record."""
     return {"messages": [{"role": role, "content": value} for role, value in turns]}
 
@@ -44,32 +44,32 @@ def write(path: Path, records: Any) -> Path:
     return path
 
 
-def data_options(**given: Any) -> DataOptions:
-    options, problems = build(DataOptions, {name: RawValue(value) for name, value in given.items()})
+def data_options(**overrides: Any) -> DataOptions:
+    options, problems = build(DataOptions, {name: RawValue(value) for name, value in overrides.items()})
     assert not problems, problems
     return options
 
 
-def load(seed: int = 0, stats: DataStats | None = None, searches_hubs: bool = True, **given: Any) -> DataSets:
+def load(seed: int = 0, stats: DataStats | None = None, searches_hubs: bool = True, **options: Any) -> DataSets:
     return load_datasets(
-        data_options(**given), seed, stats if stats is not None else DataStats(), searches_hubs=searches_hubs
+        data_options(**options), seed, stats if stats is not None else DataStats(), searches_hubs=searches_hubs
     )
 
 
-def described(records: Sequence[Any], **entry: Any) -> list[Example]:
+def load_records(records: Sequence[Any], **entry: Any) -> list[Example]:
     """The examples of records that lie in memory, under an entry as dataset_info.json would hold it."""
     return list(load(dataset="set", dataset_dir={"set": {"records": list(records), **entry}}).train)
 
 
-def refusal(**given: Any) -> str:
+def load_error(**options: Any) -> str:
     """The message to the user."""
     with pytest.raises(UserError) as caught:
-        load(**given)
+        load(**options)
     for problem in caught.value.problems:
         assert len(str(problem).split("\n")) <= 4, f"more than four lines: {problem}"
     return str(caught.value)
 
 
-def said(example: Example) -> list[tuple[str, str]]:
+def role_contents(example: Example) -> list[tuple[str, str]]:
     """(role, content) of each message."""
     return [(message.role, message.content) for message in example.messages]

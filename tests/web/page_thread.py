@@ -17,7 +17,7 @@ from burnish.serve.page.home import Home
 from burnish.serve.page.options import WebOptions
 from burnish.serve.page.session import Sessions
 from burnish.serve.page.site import Site, _mark_of_source
-from serve.running import serve_app
+from serve.server_thread import serve_app
 
 
 @dataclass
@@ -35,12 +35,12 @@ class Page:
     def send(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], str]:
         """With the cookie and the Origin of a page of ours, unless ``headers`` says otherwise ("" leaves one out)."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        usual = {"Cookie": f"burnish={self.cookie}", "Origin": f"http://127.0.0.1:{self.port}"}
+        defaults = {"Cookie": f"burnish={self.cookie}", "Origin": f"http://127.0.0.1:{self.port}"}
         if body is not None:
-            usual["Content-Type"] = "application/json"
-        given = {name: value for name, value in {**usual, **headers}.items() if value}
+            defaults["Content-Type"] = "application/json"
+        options = {name: value for name, value in {**defaults, **headers}.items() if value}
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        connection.request(method, path, data, given)
+        connection.request(method, path, data, options)
         response = connection.getresponse()
         text = response.read().decode("utf-8", "replace")
         connection.close()
@@ -64,10 +64,10 @@ def described_options() -> str:
 
 
 @contextmanager
-def begun(root: Path, home: Path, key: str | None, **options: Any) -> Iterator[Page]:
-    given = WebOptions(web_roots=[str(root)], web_home=str(home), **options)
+def start_page(root: Path, home: Path, key: str | None, **options: Any) -> Iterator[Page]:
+    overrides = WebOptions(web_roots=[str(root)], web_home=str(home), **options)
     loop, sessions = asyncio.new_event_loop(), Sessions(key)
-    site = Site(given, Home(given.web_home))
+    site = Site(overrides, Home(overrides.web_home))
     site.home.write("form.json", described_options())
     port, end = serve_app(application(site, sessions), loop)
     yield Page(port, site, sessions, loop, sessions.made())

@@ -59,11 +59,11 @@ def prompts(number: int = 6, longest: int = 20, seed: int = 0) -> list[list[int]
     return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
 
 
-def loop_of(model, slots: int = 4, context: int = 64, **more) -> Scheduler:
+def make_scheduler(model, slots: int = 4, context: int = 64, **more) -> Scheduler:
     return Scheduler(model, SlotLimits(slots, context), **more)
 
 
-class Answer:
+class ResponseCollector:
     """A callback that puts together what was made."""
 
     def __init__(self) -> None:
@@ -82,17 +82,17 @@ class Answer:
         self.reason, self.error = made.reason, made.error
 
 
-def answers(loop: Scheduler, requests: Sequence[GenerationRequest]) -> list[Answer]:
+def generate_responses(loop: Scheduler, requests: Sequence[GenerationRequest]) -> list[ResponseCollector]:
     """All requests at once, run to their ends."""
-    found = [Answer() for _ in requests]
-    for request, answer in zip(requests, found, strict=True):
+    result = [ResponseCollector() for _ in requests]
+    for request, answer in zip(requests, result, strict=True):
         loop.submit(request, answer)
     while loop.turn():
         pass
-    return found
+    return result
 
 
-def alone(model, prompt: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int] = ()) -> list[int]:
+def generate_alone(model, prompt: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int] = ()) -> list[int]:
     """Answers of transformers' ``generate``, greedily."""
     stops = {"eos_token_id": list(stop_ids) or None, "pad_token_id": 0}
     with torch.no_grad():

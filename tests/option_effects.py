@@ -1,7 +1,7 @@
-"""Values that each option of a run is set to, and what then has to differ: the tables of ``test_every_key.py``.
+"""A value for each option of a run and what it has to change: the tables of ``test_every_key.py``.
 
-``SEEN`` has a row for each option that a tiny run can show: the value, the part of the run that has to differ from the
-run without it, and how. ``SHOWN_BY`` names the test of another file that shows the rest.
+``OPTION_EFFECTS`` has a row for each option that a tiny run can show: the value, the part of the run that has to differ
+from the run without it, and how. ``TESTED_BY`` names the test in another file that covers the rest.
 """
 
 import operator
@@ -29,23 +29,23 @@ class Row:
     beside: dict[str, Any] = field(default_factory=dict)
 
 
-def fewer(before, after):
+def has_fewer(before, after):
     return len(after) < len(before)
 
 
-def more(before, after):
+def has_more(before, after):
     return len(after) > len(before)
 
 
-def is_now(expected):
+def becomes(expected):
     return lambda before, after: after == expected != before
 
 
-def says(sentence):
+def prints(sentence):
     return lambda before, after: sentence in after and sentence not in before
 
 
-def is_gone(before, after):
+def becomes_empty(before, after):
     return bool(before) and not after
 
 
@@ -102,10 +102,10 @@ PREDICTED = {"do_train": False, "do_predict": True, "predict_with_generate": Tru
 EVERY_STEP = {"val_size": 4, "eval_strategy": "steps", "eval_steps": 1}
 BEST = {"metric_for_best_model": "eval_loss", **EVERY_STEP}
 
-SEEN: dict[str, Row] = {
+OPTION_EFFECTS: dict[str, Row] = {
     # what the run does
     "stage": Row("pt", "rows", beside={"dataset": "texts.jsonl"}),
-    "do_train": Row(False, "weights", is_gone, {"do_eval": True, **EVALUATED}),
+    "do_train": Row(False, "weights", becomes_empty, {"do_eval": True, **EVALUATED}),
     "do_eval": Row(True, "files", writes("eval_results.json"), EVALUATED),
     "do_predict": Row(
         True, "files", writes("predict_results.json"), EVALUATED
@@ -117,15 +117,15 @@ SEEN: dict[str, Row] = {
     "add_special_tokens": Row(["<|more|>"], "tokenizer", lambda before, after: "<|more|>" in after),
     "rope_scaling": Row("linear", "config", beside={"cutoff_len": 512}),
     "finetuning_type": Row("freeze", "moved", only_some_moved(["layers.0.", "layers.1."])),
-    "liger_kernel_config": Row({"rope": True}, "said", says("Liger's kernels are not used")),
-    "print_param_status": Row(True, "said", says("trainable: True")),
+    "liger_kernel_config": Row({"rope": True}, "said", prints("Liger's kernels are not used")),
+    "print_param_status": Row(True, "said", prints("trainable: True")),
     # the data
-    "dataset": Row("b.jsonl", "rows", fewer),
-    "dataset_dir": Row("elsewhere", "rows", fewer, {"dataset": "named"}),
+    "dataset": Row("b.jsonl", "rows", has_fewer),
+    "dataset_dir": Row("elsewhere", "rows", has_fewer, {"dataset": "named"}),
     "formatting": Row("sharegpt", "refused"),
     "columns": Row({"prompt": "output", "response": "instruction"}, "rows"),
     "tags": Row(
-        {"role_tag": "who", "content_tag": "what", "user_tag": "u", "assistant_tag": "a"}, "refused", is_gone,
+        {"role_tag": "who", "content_tag": "what", "user_tag": "u", "assistant_tag": "a"}, "refused", becomes_empty,
         {"dataset": "renamed.json", "formatting": "sharegpt", "columns": {"messages": "talk"}},
     ),
     "max_samples": Row(5, "rows", lambda before, after: after == before[:5]),
@@ -134,52 +134,52 @@ SEEN: dict[str, Row] = {
     "eval_on_each_dataset": Row(
         True, "evaluated", lambda before, after: after.keys() == {"a", "b"}, {"eval_dataset": "a.json,b.jsonl"}
     ),
-    "mix_strategy": Row("interleave_under", "rows", fewer, {"dataset": "a.json,b.jsonl"}),
+    "mix_strategy": Row("interleave_under", "rows", has_fewer, {"dataset": "a.json,b.jsonl"}),
     "interleave_probs": Row(
         [0.9, 0.1], "rows", beside={"dataset": "a.json,b.jsonl", "mix_strategy": "interleave_under"}
     ),
     "streaming": Row(True, "rows", lambda before, after: sorted(map(str, before)) == sorted(map(str, after))),
-    "on_bad_record": Row("drop", "refused", is_gone, {"dataset": "bad.json"}),
+    "on_bad_record": Row("drop", "refused", becomes_empty, {"dataset": "bad.json"}),
     "on_empty_target": Row("raise", "refused", lambda before, after: "empty" in after, {"dataset": "empty.json"}),
     # what is learned
-    "train_on_prompt": Row(True, "learned", more),
-    "mask_history": Row(True, "learned", fewer, {"dataset": "chats.json"}),
-    "train_on_eos": Row("none", "learned", fewer),
+    "train_on_prompt": Row(True, "learned", has_more),
+    "mask_history": Row(True, "learned", has_fewer, {"dataset": "chats.json"}),
+    "train_on_eos": Row("none", "learned", has_fewer),
     "template": Row("default", "rows"),
     "default_system": Row("seven", "rows", lambda before, after: len(after[0][0]) > len(before[0][0])),
     "enable_thinking": Row(False, "rows", beside={"template": "qwen3"}),
-    "missing_control_tokens": Row("split", "refused", is_gone, {"template": "llama3"}),
+    "missing_control_tokens": Row("split", "refused", becomes_empty, {"template": "llama3"}),
     "cutoff_len": Row(24, "rows", lambda before, after: max(len(ids) for ids, _ in after) <= 24),
     "truncation": Row("llamafactory", "rows", beside={"cutoff_len": 24}),
-    "on_too_long": Row("drop", "rows", fewer, {"cutoff_len": 28}),
+    "on_too_long": Row("drop", "rows", has_fewer, {"cutoff_len": 28}),
     # batches
     "padding_free": Row(False, "batch", lambda before, after: len(after["input_ids"]) == 2 * len(before["input_ids"])),
     "needed_tokens_only": Row(
         False, "batch", lambda before, after: len(after["input_ids"][0]) > len(before["input_ids"][0]),
         {"default_system": "You are a helpful assistant who answers in one word, or in two."},
     ),
-    "packing": Row(True, "rows", fewer),
-    "neat_packing": Row(True, "rows", fewer),
+    "packing": Row(True, "rows", has_fewer),
+    "neat_packing": Row(True, "rows", has_fewer),
     "packing_strategy": Row("wrapped", "rows", beside={"packing": True}),
     "eval_packing": Row(
         False, "evaluated", lambda before, after: len(after[""]) > len(before[""]), {"packing": True, **EVALUATED}
     ),
-    "drop_incomplete_block": Row(True, "rows", fewer, {"stage": "pt", "dataset": "texts.jsonl"}),
+    "drop_incomplete_block": Row(True, "rows", has_fewer, {"stage": "pt", "dataset": "texts.jsonl"}),
     "pad_to_multiple_of": Row(
         16, "batch", lambda before, after: len(after["input_ids"][0]) % 16 == 0, {"padding_free": False}
     ),
     "ignore_pad_token_for_loss": Row(False, "batch", beside={"padding_free": False}),
-    "train_sampling_strategy": Row("sequential", "order", is_now(list(range(12)))),
+    "train_sampling_strategy": Row("sequential", "order", becomes(list(range(12)))),
     "group_by_length": Row(True, "order"),
     "max_tokens_per_batch": Row(200, "cuts", lambda before, after: sum(before[0]) == sum(after[0]) and after != before),
-    "dataloader_prefetch_factor": Row(2, "said", says("dataloader_num_workers")),
+    "dataloader_prefetch_factor": Row(2, "said", prints("dataloader_num_workers")),
     # steps
     "per_device_train_batch_size": Row(3, "cuts", lambda before, after: after[0] == [3, 3]),
-    "per_device_eval_batch_size": Row(1, "eval batches", is_now([1, 1, 1, 1]), EVALUATED),
+    "per_device_eval_batch_size": Row(1, "eval batches", becomes([1, 1, 1, 1]), EVALUATED),
     "gradient_accumulation_steps": Row(3, "cuts", lambda before, after: after[0] == [2, 2, 2]),
-    "num_train_epochs": Row(5, "steps", is_now(30), {"max_steps": -1}),
-    "max_steps": Row(2, "steps", is_now(2)),
-    "dataloader_drop_last": Row(True, "steps", is_now(3), {"max_samples": 5, "max_steps": -1, "num_train_epochs": 3}),
+    "num_train_epochs": Row(5, "steps", becomes(30), {"max_steps": -1}),
+    "max_steps": Row(2, "steps", becomes(2)),
+    "dataloader_drop_last": Row(True, "steps", becomes(3), {"max_samples": 5, "max_steps": -1, "num_train_epochs": 3}),
     "lr_scheduler_type": Row("cosine", "rates"),
     "lr_scheduler_kwargs": Row({"min_lr": 5e-4}, "rates", beside={"lr_scheduler_type": "cosine_with_min_lr"}),
     "warmup_steps": Row(2, "rates", lambda before, after: after[:2] == [0.0, 5e-4]),
@@ -194,13 +194,13 @@ SEEN: dict[str, Row] = {
     "adam_epsilon": Row(1e-3, "optimizer", groups_have("eps", 1e-3)),
     "max_grad_norm": Row(1e-3, "weights", other_numbers, {"optim": "sgd"}),
     # when
-    "logging_strategy": Row("no", "log", fewer),
-    "logging_steps": Row(2, "log", fewer),
-    "logging_first_step": Row(True, "log", more, {"logging_steps": 2}),
-    "eval_strategy": Row("steps", "log", more, EVALUATED),
-    "eval_steps": Row(1, "log", more, {"eval_strategy": "steps", "logging_steps": 3, **EVALUATED}),
-    "eval_delay": Row(3, "log", fewer, EVERY_STEP),
-    "eval_on_start": Row(True, "log", more, EVERY_STEP),
+    "logging_strategy": Row("no", "log", has_fewer),
+    "logging_steps": Row(2, "log", has_fewer),
+    "logging_first_step": Row(True, "log", has_more, {"logging_steps": 2}),
+    "eval_strategy": Row("steps", "log", has_more, EVALUATED),
+    "eval_steps": Row(1, "log", has_more, {"eval_strategy": "steps", "logging_steps": 3, **EVALUATED}),
+    "eval_delay": Row(3, "log", has_fewer, EVERY_STEP),
+    "eval_on_start": Row(True, "log", has_more, EVERY_STEP),
     "save_strategy": Row("steps", "files", writes("checkpoint-3")),
     "save_steps": Row(2, "files", writes("checkpoint-2"), {"save_strategy": "steps"}),
     "save_total_limit": Row(
@@ -211,9 +211,9 @@ SEEN: dict[str, Row] = {
         True, "files", leaves_out("checkpoint-3/optimizer.safetensors"),
         {"save_strategy": "steps"},
     ),
-    "early_stopping_steps": Row(1, "log", fewer, {"early_stopping_threshold": 100.0, **BEST}),
-    "early_stopping_threshold": Row(100.0, "log", fewer, {"early_stopping_steps": 1, **BEST}),
-    "output_dir": Row("another", "files", is_gone),
+    "early_stopping_steps": Row(1, "log", has_fewer, {"early_stopping_threshold": 100.0, **BEST}),
+    "early_stopping_threshold": Row(100.0, "log", has_fewer, {"early_stopping_steps": 1, **BEST}),
+    "output_dir": Row("another", "files", becomes_empty),
     # answers
     "predict_with_generate": Row(
         True, "answers", lambda before, after: not before and len(after) == 2,
@@ -244,12 +244,12 @@ SEEN: dict[str, Row] = {
     "bf16": Row(True, "weights", other_numbers),
     "fp16": Row(True, "weights", other_numbers)
     if has_fast_bfloat16()
-    else Row(True, "said", says('"fp16" on a CPU runs in float32')),
-    "pure_bf16": Row(True, "dtypes", is_now({"torch.bfloat16"})),
-    "tf32": Row(True, "said", says('"tf32" has no effect on a CPU')),
+    else Row(True, "said", prints('"fp16" on a CPU runs in float32')),
+    "pure_bf16": Row(True, "dtypes", becomes({"torch.bfloat16"})),
+    "tf32": Row(True, "said", prints('"tf32" has no effect on a CPU')),
     "seed": Row(7, "order"),
     "data_seed": Row(7, "order"),
-    "full_determinism": Row(True, "determinism", is_now(True)),
+    "full_determinism": Row(True, "determinism", becomes(True)),
     # methods
     "lora_rank": Row(2, "shapes", beside=LORA),
     "lora_alpha": Row(64, "weights", other_numbers, LORA),
@@ -257,7 +257,7 @@ SEEN: dict[str, Row] = {
     "lora_target": Row(["q_proj"], "moved", only_some_moved(["q_proj"]), LORA),
     "additional_target": Row(["lm_head"], "moved", lambda before, after: set(after) > set(before), LORA),
     "use_rslora": Row(True, "weights", other_numbers, LORA),
-    "use_dora": Row(True, "shapes", more, LORA),
+    "use_dora": Row(True, "shapes", has_more, LORA),
     "pissa_init": Row(True, "weights", other_numbers, LORA),
     "pissa_iter": Row(-1, "weights", other_numbers, {**LORA, "pissa_init": True, "pissa_iter": 1}),
     "loraplus_lr_ratio": Row(
@@ -283,7 +283,7 @@ SEEN: dict[str, Row] = {
     "badam_switch_interval": Row(3, "moved", only_some_moved(["layers.0."]), BADAM),
     "badam_update_ratio": Row(0.5, "weights", other_numbers, {**BADAM, "badam_mode": "ratio"}),
     "badam_mask_mode": Row("scatter", "weights", other_numbers, {**BADAM, "badam_mode": "ratio"}),
-    "badam_verbose": Row(2, "said", says("BAdam"), BADAM),
+    "badam_verbose": Row(2, "said", prints("BAdam"), BADAM),
     "use_galore": Row(True, "weights", other_numbers, {"galore_rank": 4}),
     "galore_target": Row(["mlp"], "weights", other_numbers, GALORE),
     "galore_rank": Row(2, "weights", other_numbers, GALORE),
@@ -306,7 +306,7 @@ SEEN: dict[str, Row] = {
 
 # --- what other tests show --------------------------------------------------------------------------------------------
 
-SHOWN_BY: dict[str, str] = {
+TESTED_BY: dict[str, str] = {
     "crop_to_patches": "app/image_options: internvl_tiles_can_be_disabled",
     "image_do_pan_and_scan": "app/image_options: gemma_crops_can_be_enabled",
     "freeze_language_model": "models/images: invalid_part_selection_is_rejected",

@@ -21,7 +21,7 @@ HELLO = saying("hello")
 
 
 @dataclass
-class Running:
+class RunningServer:
     port: int
     state: ServerState
     engine: ScriptedEngine
@@ -46,21 +46,21 @@ class QuietServer(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def starting() -> Iterator[Callable[..., Running]]:
+def server_starter() -> Iterator[Callable[..., RunningServer]]:
     ends: list[Callable[[], None]] = []
 
-    def start(script=HELLO, key=None, is_ready=True, engine=None, **options) -> Running:
+    def start(script=HELLO, key=None, is_ready=True, engine=None, **options) -> RunningServer:
         engine = engine or ScriptedEngine(script)
-        given, loop, state = ApiOptions(**options), asyncio.new_event_loop(), ServerState()
+        overrides, loop, state = ApiOptions(**options), asyncio.new_event_loop(), ServerState()
         if is_ready:
             state.service = CompletionService(
-                FakeServed(engine), OutputQueue(loop), given.api_max_tokens, given.api_timeout, set()
+                FakeServed(engine), OutputQueue(loop), overrides.api_max_tokens, overrides.api_timeout, set()
             )
             state.models = [{"id": "first", "object": "model", "created": 1, "owned_by": "burnish"}]
             state.phase, state.share = "ready", 1.0
-        port, end = serve_app(application(given, state, key), loop)
+        port, end = serve_app(application(overrides, state, key), loop)
         ends.append(end)
-        return Running(port, state, engine)
+        return RunningServer(port, state, engine)
 
     yield start
     for end in ends:
@@ -69,14 +69,14 @@ def starting() -> Iterator[Callable[..., Running]]:
 
 def serve_app(app, loop: asyncio.AbstractEventLoop) -> tuple[int, Callable[[], None]]:
     """Serve an application in a thread. Returns the port, and what ends it."""
-    found = socket.create_server(("127.0.0.1", 0))
+    result = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False)
     server = QuietServer(config)
-    thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(sockets=[found]),), daemon=True)
+    thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(sockets=[result]),), daemon=True)
     thread.start()
 
     def end() -> None:
         server.should_exit = server.force_exit = True
         thread.join(10)
 
-    return found.getsockname()[1], end
+    return result.getsockname()[1], end

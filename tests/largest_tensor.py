@@ -4,7 +4,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Largest(TorchDispatchMode):
+class LargestTensor(TorchDispatchMode):
     """The largest tensor that any operation makes, in elements, and the number of operations."""
 
     def __init__(self):

@@ -42,16 +42,16 @@ def points(number=22, seed=3):
     return [{"x": value, "labels": 2 * value + 3} for value in x]
 
 
-def arguments(folder, **given):
-    usual = {"use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 4, "learning_rate": 0.1,
-             "save_strategy": "no", "logging_steps": 1, "num_train_epochs": 2}  # fmt: skip
-    return TrainingArguments(str(folder), **{**usual, **given})
+def arguments(folder, **options):
+    defaults = {"use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 4, "learning_rate": 0.1,
+                "save_strategy": "no", "logging_steps": 1, "num_train_epochs": 2}  # fmt: skip
+    return TrainingArguments(str(folder), **{**defaults, **options})
 
 
-def make_trainer(folder, kind=Trainer, model=None, train=None, trainer=None, **given):
+def make_trainer(folder, kind=Trainer, model=None, train=None, trainer=None, **options):
     """A trainer on the regression, quiet. ``trainer``: of its constructor; ``given``: of its arguments."""
     made = kind(
-        Regression() if model is None else model, arguments(folder, **given),
+        Regression() if model is None else model, arguments(folder, **options),
         train_dataset=points() if train is None else train, **(trainer or {}),
     )  # fmt: skip
     made.remove_callback(PrinterCallback)
@@ -70,10 +70,10 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def originals(folder, **given):
+def transformers_arguments(folder, **options):
     """transformers' own arguments, where a test needs them."""
-    usual = {"use_cpu": True, "disable_tqdm": True, "report_to": "none"}
-    return transformers.TrainingArguments(str(folder), **{**usual, **given})
+    defaults = {"use_cpu": True, "disable_tqdm": True, "report_to": "none"}
+    return transformers.TrainingArguments(str(folder), **{**defaults, **options})
 
 
 def tiny_tokenizer():

@@ -14,7 +14,11 @@ from burnish.models.images.features import make_seeing, num_features
 from burnish.models.images.processor import ImageProcessor
 
 GOLDEN = Path(__file__).parent / "golden"
-WAYS = {"flat": collate_padding_free, "shared": collate_prefix_sharing, "padded": partial(collate_padded, pad_id=0)}
+COLLATE_FUNCTIONS = {
+    "flat": collate_padding_free,
+    "shared": collate_prefix_sharing,
+    "padded": partial(collate_padded, pad_id=0),
+}
 
 
 @cache
@@ -47,14 +51,14 @@ class DrawnImage:
         return image_models().image(self.identity)
 
 
-def seeing(family: str) -> SimpleNamespace:
+def load_image_model(family: str) -> SimpleNamespace:
     """A model of a family that was told to see, its image processor and layout, and a function that makes collators."""
     model, composed = image_models().build(family)
     processor, layout = ImageProcessor.of(model, composed.image_processor), ImageLayout.of(model.config)
     make_seeing(model)
 
     def collator(way: str) -> ImageCollator:
-        of_text = WAYS["flat" if way == "shared" and layout.both_ways else way]
+        of_text = COLLATE_FUNCTIONS["flat" if way == "shared" and layout.both_ways else way]
         return ImageCollator(
             of_text, of_text, layout, processor, lambda row: row.get("images", []),
             lambda image: processor.tensors(image.image),
@@ -63,14 +67,14 @@ def seeing(family: str) -> SimpleNamespace:
     return SimpleNamespace(model=model, processor=processor, layout=layout, collator=collator, composed=composed)
 
 
-def rows_of(found: SimpleNamespace, rows: Any) -> list[dict[str, Any]]:
+def image_rows(result: SimpleNamespace, rows: Any) -> list[dict[str, Any]]:
     """Golden rows with their images where they stand."""
     made = []
     for row in rows:
-        places = [at for at, token in enumerate(row["input_ids"]) if token == found.layout.placeholder]
+        places = [at for at, token in enumerate(row["input_ids"]) if token == result.layout.placeholder]
         placed = []
         for name in golden()["records"][row["record"]]["images"]:
-            count = num_features(found.model, found.processor.tensors(DrawnImage(name).image))
+            count = num_features(result.model, result.processor.tensors(DrawnImage(name).image))
             placed.append(DrawnImage(name, places[0], places[count - 1] + 1))
             places = places[count:]
         assert not places, (row["record"], places)

@@ -1,7 +1,7 @@
-"""A watcher of work that writes down what it is told."""
+"""A progress watcher that records its calls."""
 
 
-class Told:
+class RecordingProgress:
     def __init__(self):
         self.calls = []
 

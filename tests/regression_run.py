@@ -20,7 +20,7 @@ from burnish.optim.badam import BadamOptions
 from burnish.optim.builtin import OptimOptions, create_optimizer, create_scheduler
 from burnish.parallel.single import ParallelOptions, SingleProcess
 
-ToyOptions = union(
+RegressionOptions = union(
     "ToyOptions", StepOptions, CurveOptions, FlowOptions, LoopOptions, CheckpointOptions, OptimOptions, LoaderOptions,
     ParallelOptions, BadamOptions, SpikeOptions,
 )  # fmt: skip
@@ -58,17 +58,25 @@ def rows(num=22, seed=3):
 
 
 def make_run(
-    folder: Path, callbacks=(), dropout=0.1, num_rows=22, eval_rows=0, model=None, parts=None, objective=None, **given
+    folder: Path,
+    callbacks=(),
+    dropout=0.1,
+    num_rows=22,
+    eval_rows=0,
+    model=None,
+    parts=None,
+    objective=None,
+    **overrides,
 ):
     """A loop and its options. ``given``: any option."""
-    given = {
+    overrides = {
         "per_device_train_batch_size": 2,
         "learning_rate": 1e-2,
         "logging_steps": 1,
         "num_train_epochs": 2,
-        **given,
+        **overrides,
     }
-    options = ToyOptions(**given)
+    options = RegressionOptions(**overrides)
     torch.manual_seed(options.seed)
     model = model or Regression(dropout)
     objective, engine = objective or RegressionObjective(), SingleProcess(options)

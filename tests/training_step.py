@@ -27,21 +27,21 @@ def rows(num=8, seed=0, weights=False):
     return made
 
 
-def cut(all_rows, size):
+def split_rows(all_rows, size):
     return [all_rows[start : start + size] for start in range(0, len(all_rows), size)]
 
 
-def fitted(model, **given):
-    options = Options(**given)
+def fit_objective(model, **overrides):
+    options = Options(**overrides)
     objective = SftObjective(options, template=None)
     is_padding_free = options.padding_free and make_padding_free(model).is_flat
     objective.notes = objective.fit(find_capabilities(model, head_of=model), collator(options, 0, is_padding_free))
     return objective, objective.module(model)
 
 
-def gradients(model, groups, **given):
+def gradients(model, groups, **options):
     """Loss and gradients of one step whose micro-batches are ``groups`` of rows."""
-    objective, module = fitted(model, **given)
+    objective, module = fit_objective(model, **options)
     batches = [objective.collate(group) for group in groups]
     weight = torch.stack([objective.num_items(batch) for batch in batches]).sum()
     model.zero_grad()

@@ -1,0 +1,25 @@
+"""Parameters of tests with many similar cases, of which quick runs take representatives."""
+
+from collections.abc import Container, Iterable
+from typing import Any
+
+import pytest
+
+
+def representative(cases: Iterable[Any], fast: Container[Any] | int, mark: str = "run") -> list[Any]:
+    """Return the parameters of a test; cases that are not representative get a mark.
+
+    Args:
+        cases: all cases.
+        fast: the representative cases, or the number of the first ones that are.
+        mark: ``run`` leaves the others out of ``make test-fast``, ``slow`` out of ``make test`` as well.
+    """
+    listed = list(cases)
+    is_fast = (lambda index: index < fast) if isinstance(fast, int) else (lambda index: listed[index] in fast)
+    other = getattr(pytest.mark, mark)
+    return [case if is_fast(index) else pytest.param(case, marks=other) for index, case in enumerate(listed)]
+
+
+def representative_slow(cases: Iterable[Any], fast: Container[Any] | int) -> list[Any]:
+    """``representative`` for long cases: the others are left to ``make test-slow``."""
+    return representative(cases, fast, "slow")
