@@ -33,8 +33,7 @@ def write_run(folder: Path, **changes: str | None) -> Path:
     """``run.yaml`` of a run that is right, with ``changes``; None takes a line out."""
     lines = {
         "model_name_or_path": str(MODEL), "stage": "sft", "finetuning_type": "full", "dataset_dir": "data",
-        "dataset": "answers", "cutoff_len": "128", "output_dir": "out", "plot_loss": "false", "max_steps": "3",
-        "report_to": "none",
+        "dataset": "answers", "cutoff_len": "128", "output_dir": "out", "max_steps": "3", "report_to": "none",
         "per_device_train_batch_size": "2", **changes,
     }  # fmt: skip
     path = folder / "run.yaml"
