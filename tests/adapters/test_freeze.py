@@ -225,7 +225,7 @@ def test_model_already_wrapped_by_peft_is_accepted():
     ("config", "expected"),
     [
         (None, "finetuning_type peft requires peft_config"),
-        ({"peft_type": "PROMT_TUNING"}, 'no peft_type "PROMT_TUNING". Did you mean "PROMPT_TUNING"?'),
+        ({"peft_type": "PROMT_TUNING"}, 'unknown peft_type "PROMT_TUNING". Did you mean "PROMPT_TUNING"?'),
         ({"peft_type": "IA3", "nonsense": 1}, "nonsense"),
         ("nowhere.json", "is neither a file"),
     ],

@@ -87,7 +87,7 @@ def name(value):
 CASES = [
     (remove, {}, 'record 3 (line 1): images[0] "2.png" was not found. Searched:'),
     (move, {}, "elsewhere/0.png has that name"),
-    (write(b""), {}, "is empty: a file of zero bytes"),
+    (write(b""), {}, "is empty (0 bytes)"),
     (write(b"<!DOCTYPE html>"), {}, 'record 3 (line 1): images[0] "2.png" is not an image (begins "<!DOCTYPE ht")'),
     (cut, {}, "2.png: the image is truncated"),
     (name(["0.png", "1.png"]), {}, '2 images and 1 "<image>"'),
@@ -98,9 +98,9 @@ CASES = [
     (None, {"image_max_pixels": 100, "image_min_pixels": 50}, "is smaller than one patch of this model (784)"),
     (None, {"image_max_pixels": 100}, "image_max_pixels (100) is below image_min_pixels (1024)"),
     (None, {"template": "gemma3"}, "template gemma3 uses the placeholder <image_soft_token>, but qwen2_5_vl uses"),
-    (None, {"lora_target": "qkv"}, "those of that name are in a part that is frozen"),
+    (None, {"lora_target": "qkv"}, "matches only frozen layers of"),
     (None, {"freeze_language_model": "true"}, "are all frozen: nothing is left to train"),
-    (None, {"cutoff_len": 8}, "cutoff_len would cut through an image"),
+    (None, {"cutoff_len": 8}, "truncation to cutoff_len would split an image"),
 ]
 
 

@@ -112,7 +112,7 @@ def test_unsupported_architecture_or_type_is_rejected_before_writing(tmp_path: P
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"merges": []}, "a BPE without merges, which llama.cpp does not load"),
+        ({"merges": []}, "the BPE tokenizer has no merges, and llama.cpp cannot load it"),
         ({"ignore_merges": True}, "ignore_merges"),
     ],
 )

@@ -105,14 +105,14 @@ def test_all_problems_are_reported_together_with_their_sources():
 def test_options_inside_a_mapping_are_named():
     _, (problem,) = made(training={"learning_rate": 1e-4})
     assert 'Unknown option "training" in run.yaml, line 1.' in problem
-    assert 'write "learning_rate" at the left margin' in problem
+    assert 'move "learning_rate" to the top level' in problem
 
 
 def test_alias_sets_option_and_two_names_of_one_option_are_rejected():
     options, problems = made(lr=0.5)
     assert (options.learning_rate, problems) == (0.5, [])
     _, problems = made(lr=0.5, learning_rate=0.4)
-    assert "two names of one option" in problems[0]
+    assert "names of the same option" in problems[0]
 
 
 def test_union_rejects_groups_that_declare_the_same_field():

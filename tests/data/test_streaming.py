@@ -108,9 +108,9 @@ def test_file_changed_during_training_is_reported_and_run_resumes_once_restored(
         patch.setattr(StreamedRows, "some", damages)
         assert run(options, tmp_path / "cut") == 2
     message = " ".join("".join(capsys.readouterr()).split())
-    how = f"it had {len(before):,} bytes and now has" if change == "truncated" else "its size is the same."
+    how = f"it had {len(before):,} bytes and now has" if change == "truncated" else "its size is unchanged."
     assert f"{path}: the file was changed during training: {how}" in message
-    assert "Restore the file as it was. The same command then continues" in message
+    assert "Restore the original file, and run the same command to resume" in message
     path.write_bytes(before)
     assert run(options, tmp_path / "cut") == 0
     assert same_weights(tmp_path / "whole", tmp_path / "cut")

@@ -90,7 +90,7 @@ def test_stage_has_its_own_defaults(tmp_path):
         ({"loss_type": "cispo"}, "epsilon_high: 5.0"),
         ({"loss_type": "dapoo"}, '"loss_type" must be one of'),
         ({"beta": -1}, '"beta" must be at least 0'),
-        ({"beta": 0.1, "rl_beta": 0.2}, "two names of one option"),
+        ({"beta": 0.1, "rl_beta": 0.2}, "names of the same option"),
         ({"entropy_coef_min": 2}, "is above entropy_coef_max 1"),
         ({"reward_weights": [1, 2]}, "Received: 2 for 1."),
         ({"sync_ref_model": True}, "beta is 0: there is no reference model"),

@@ -207,7 +207,7 @@ def test_explain_reports_completions_and_their_memory(tmp_path, capsys):
     parts = [
         "4 prompts per generation", "x 4 = 16 for 4 steps, each trained on 2 times", "at most 12 per completion",
         "short (my_rewards.py, line 2), weight 1", "dapo sets rl_loss_type: dapo, epsilon_high: 0.28",
-        "all tokens of the completions", "KV cache for 16 concurrent completions", "one pass of the policy",
+        "all tokens of the completions", "KV cache for 16 concurrent completions", "one forward pass of the policy",
         "= effective batch size 8",
     ]  # fmt: skip
     for part in parts:

@@ -77,7 +77,7 @@ class FinetuningOptions:
     freeze_multi_modal_projector: bool = option(True, "Freeze the projector between vision tower and language model.")
     freeze_language_model: bool = option(False, "Freeze the language model of a vision-language model.")
     train_mm_proj_only: bool = option(
-        False, "Train only the projector; freeze vision tower and language model (LLaMA-Factory's older name)."
+        False, "Train only the projector; freeze the vision tower and the language model (older LLaMA-Factory option)."
     )
     print_param_status: bool = option(False, "Print name, dtype, device and requires_grad of every parameter.")
 
@@ -186,11 +186,11 @@ def raise_unless_same_tensors(own: Mapping[str, Tensor], loaded: Mapping[str, Te
     """Raise one UserError if two states differ in names or shapes."""
     parts = [
         f"{verb} {few(names)}"
-        for verb, names in (("lack", sorted(own.keys() - loaded)), ("have in addition", sorted(loaded.keys() - own)))
+        for verb, names in (("lack", sorted(own.keys() - loaded)), ("contain unexpected", sorted(loaded.keys() - own)))
         if names
     ]
     other = [
-        f"{name} is {shape_in_words(loaded[name].shape)}, here {shape_in_words(own[name].shape)}"
+        f"{name}: {shape_in_words(loaded[name].shape)} instead of {shape_in_words(own[name].shape)}"
         for name in own.keys() & loaded.keys()
         if own[name].shape != loaded[name].shape
     ]

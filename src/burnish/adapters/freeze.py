@@ -34,11 +34,12 @@ class FreezeOptions:
         ["all"], "Modules to train in those layers, by name (self_attn, mlp, q_proj, ...). all: every module."
     )
     freeze_extra_modules: list[str] | None = option(
-        None, "Further modules to train outside the layers (lm_head, norm, embed_tokens, ...)."
+        None, "Additional modules to train outside the layers (lm_head, norm, embed_tokens, ...)."
     )
     use_llama_pro: bool = option(
         False,
-        "Train the last layer of each of freeze_trainable_layers groups of layers (the expanded blocks of LLaMA Pro).",
+        "Divide the layers into freeze_trainable_layers groups and train the last layer of each group "
+        "(the expanded blocks of LLaMA Pro).",
     )
 
 

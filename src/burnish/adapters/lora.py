@@ -59,7 +59,7 @@ class LoraOptions:
         ["all"], "Modules to apply LoRA to (names or a regular expression). all: every linear layer except the LM head."
     )
     additional_target: list[str] | None = option(
-        None, "Further modules to train and save in full next to the adapter, by the end of their names."
+        None, "Additional modules to train and save in full alongside the adapter, matched by the end of their names."
     )
     use_rslora: bool = option(False, "Scale the update by alpha / sqrt(rank) (rsLoRA).")
     use_dora: bool = option(False, "Use weight-decomposed LoRA (DoRA).")
@@ -69,7 +69,7 @@ class LoraOptions:
     )
     pissa_convert: bool = option(
         False, "Convert a PiSSA adapter to plain LoRA when saving.",
-        ignored="a PiSSA adapter is always saved as plain LoRA of twice the rank, which fits the original base model",
+        ignored="PiSSA adapters are always saved as plain LoRA of twice the rank, for use with the original base model",
     )  # fmt: skip
     create_new_adapter: bool = option(False, "Merge all adapters of adapter_name_or_path and train a new one.")
     loraplus_lr_ratio: float | None = option(
@@ -275,7 +275,7 @@ def _continued(model: nn.Module, folder: Path, config: Any) -> list[str]:
     ]
     base, own = getattr(getattr(model, "config", None), "name_or_path", None), config.base_model_name_or_path
     if own and base and Path(own).name != Path(base).name:
-        notes.append(f"That adapter was trained on {own}; the base model of this run is {base}.")
+        notes.append(f"The adapter was trained on {own}; the base model of this run is {base}.")
     return notes
 
 

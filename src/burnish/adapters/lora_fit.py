@@ -220,7 +220,9 @@ def _weights_header(folder: Path) -> dict[str, TensorInfo]:
         if is_pickle
         else f"the adapter has no {WEIGHTS_NAME}.",
         where=str(folder),
-        remedy="Save it again with a current peft, which writes safetensors." if is_pickle else "Copy it again.",
+        remedy="Save it again with a current peft, which writes safetensors."
+        if is_pickle
+        else "Copy the adapter again.",
     )
 
 
@@ -290,7 +292,7 @@ def _no_adapter(folder: Path) -> Problem:
         )
     what = "a full model" if (folder / "config.json").is_file() else "no adapter"
     return Problem(
-        f"this folder contains {what}: it has no {CONFIG_NAME}.",
+        f"the folder has no {CONFIG_NAME}: it contains {what}.",
         where=str(folder),
         remedy="Set model_name_or_path to a model, and adapter_name_or_path to an adapter.",
     )

@@ -270,7 +270,7 @@ def rows_through(model: nn.Module, adapters: Sequence[str]) -> Iterator[None]:
     modules = [module for _, module in adapter_modules(model)]
     known = {name for module in modules for name in adapters_in(module)} | {BASE}
     if set(adapters) - known:
-        raise UserError(f"There is no adapter {sorted(set(adapters) - known)}. Known: {', '.join(sorted(known))}.")
+        raise UserError(f"Unknown adapters {sorted(set(adapters) - known)}. Available: {', '.join(sorted(known))}.")
     rows = list(adapters)
     forwards = ((module, partial(type(module).forward, module, adapter_names=rows)) for module in modules)
     made = [patch(module, "forward", forward, ROWS) for module, forward in forwards]
@@ -405,9 +405,12 @@ def _no_target(model: nn.Module, name: str, linear: Sequence[str]) -> Problem:
     others = [path for path, _ in model.named_modules() if path and _ends(path, name)]
     what = f"matches no linear layer of {type(model).__name__}"
     if any(path in linear for path in others):
-        is_tower = "; those of that name are in a part that is frozen"
-        remedy = "Set freeze_vision_tower: false or freeze_multi_modal_projector: false to train them, or name others."
-        return Problem(f'lora_target "{name}" {what} that is trained{is_tower}.', remedy=remedy, option="lora_target")
+        remedy = "Set freeze_vision_tower: false or freeze_multi_modal_projector: false, or name other layers."
+        return Problem(
+            f'lora_target "{name}" matches only frozen layers of {type(model).__name__}.',
+            remedy=remedy,
+            option="lora_target",
+        )
     if others:
         what += f"; {others[0]} is a {type(model.get_submodule(others[0])).__name__}"
     guess = did_you_mean(name, short)

@@ -89,7 +89,7 @@ class PeftAdapter:
         wrapped: nn.Module = PeftModel.from_pretrained(model, folder, is_trainable=not is_prompt)
         if is_prompt:
             wrapped.prompt_encoder.requires_grad_(True)
-            self.notes.append(f"The prompt in {folder} is used as a table of embeddings.")
+            self.notes.append(f"The prompt in {folder} is used as an embedding table.")
         return wrapped
 
     def reference(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -125,12 +125,12 @@ class PeftAdapter:
         known = {str(getattr(kind, "value", kind)): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
         kind = str(raw.pop("peft_type", "")).upper()
         if kind not in known:
-            what = f'peft_config: there is no peft_type "{kind}".{did_you_mean(kind, known)}'
+            what = f'peft_config: unknown peft_type "{kind}".{did_you_mean(kind, known)}'
             raise UserError(what, remedy=f"Known: {', '.join(sorted(known))}.", option="peft_config")
         try:
             return known[kind](**{"task_type": "CAUSAL_LM", **raw})
         except (TypeError, ValueError) as error:
-            raise UserError(f"peft_config: {kind} rejects it: {error}.", option="peft_config") from error
+            raise UserError(f"peft_config is not valid for {kind}: {error}.", option="peft_config") from error
 
 
 @dataclass
@@ -156,7 +156,7 @@ def check_oft(options: OftChoices) -> list[Problem]:
     if options.finetuning_type != "oft" or (options.oft_rank == 0) != (options.oft_block_size == 0):
         return []
     what = (
-        '"oft_rank" and "oft_block_size" exclude each other: set one of them, and the other to 0. '
+        '"oft_rank" and "oft_block_size" are mutually exclusive: one of them must be 0. '
         f"Received: {options.oft_rank} and {options.oft_block_size}."
     )
     return [Problem(what, remedy="Remove oft_rank, or set oft_block_size: 0.", option=("oft_rank", "oft_block_size"))]

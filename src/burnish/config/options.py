@@ -171,7 +171,7 @@ def union(name: str, *groups: type, doc: str = "") -> type:
             if word in owner:
                 raise ValueError(
                     f"Option {word!r} is declared by {owner[word].__name__} and by {group.__name__}; "
-                    "one component must own it."
+                    "only one component may declare it."
                 )
             owner[word] = group
     made = type(
@@ -201,7 +201,7 @@ def build(group: type[Built], given: Mapping[str, RawValue]) -> tuple[Built, lis
             continue
         if name in first_place:
             other, place = first_place[name]
-            what = f'"{key}" and "{other}" are two names of one option; set only one of them.'
+            what = f'"{key}" and "{other}" are names of the same option; set only one of them.'
             problems.append(Problem(what, where=item.where or place, option=name))
             continue
         first_place[name] = (key, item.where)
@@ -217,7 +217,7 @@ def _unknown(key: str, item: RawValue, known: Sequence[str]) -> Problem:
     place = f" {'on' if item.where.endswith('line') else 'in'} {item.where}" if item.where else ""
     inside = [name for name in item.value if name in known] if isinstance(item.value, Mapping) else []
     if inside:
-        remedy = f'Options are not nested: write "{inside[0]}" at the left margin.'
+        remedy = f'Options are not nested: move "{inside[0]}" to the top level.'
         return Problem(f'Unknown option "{key}"{place}.', remedy=remedy)
     return Problem(f'Unknown option "{key}"{place}.{did_you_mean(key, known)}')
 

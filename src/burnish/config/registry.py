@@ -73,7 +73,7 @@ class Registry(Generic[T]):
         if name not in self:
             known = sorted(self.names())
             raise UserError(
-                f'There is no {self.family} "{name}".{did_you_mean(name, known)}', remedy=f"Known: {', '.join(known)}."
+                f'Unknown {self.family} "{name}".{did_you_mean(name, known)}', remedy=f"Known: {', '.join(known)}."
             )
         return self._members[name]
 
@@ -121,7 +121,7 @@ class Registry(Generic[T]):
                 raise UserError(
                     f"the entry point {point.name} = {point.value} cannot be loaded: {error}.",
                     where=package,
-                    remedy=f"Update or uninstall {package}: it adds to the group {point.group} of burnish.",
+                    remedy=f"Update or uninstall {package}, which declares this entry point of {point.group}.",
                 ) from error
 
 

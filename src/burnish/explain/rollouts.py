@@ -57,7 +57,7 @@ def _phases(plan: Plan, prepared: Prepared, objective: RolloutObjective) -> Iter
     yield Line("generate", text, plan.where("kept_seats"))
     asked = ["the policy"] * objective.needs_old_logps + ["the reference"] * objective.needs_reference
     without = "not needed: the weights do not change between generation and training"
-    yield Line("log-probs", f"one pass of {' and '.join(asked)} without gradient" if asked else without)
+    yield Line("log-probs", f"one forward pass of {' and '.join(asked)} without gradients" if asked else without)
     tokens = objective.rows_per_rank * options.num_generations * options.max_completion_length
     kept = shown_bytes(16 * tokens)
     where = "in each checkpoint inside a generation" if objective.inner_steps > 1 else "in memory"

@@ -211,7 +211,7 @@ def compare_templates(folder: Path, template: Template, options: RunOptions) -> 
     ):
         if list(trained) != list(exported):
             return [_difference(list(trained), list(exported), tokenizer)]
-    return [f"Chat template checked: a conversation of {len(row['input_ids'])} tokens has the token ids of training."]
+    return [f"Chat template checked: a conversation of {len(row['input_ids'])} tokens has the same ids as in training."]
 
 
 def _difference(trained: list[int], exported: list[int], tokenizer: Any) -> str:
@@ -226,11 +226,11 @@ def _difference(trained: list[int], exported: list[int], tokenizer: Any) -> str:
     around = [tokenizer.convert_ids_to_tokens(ids[max(0, place - 2) : place + 3]) for ids in (trained, exported)]
     if texts[0].replace(" ", "") != texts[1].replace(" ", ""):
         raise RuntimeError(
-            f"The exported chat template renders a different text than training did, from token {place} on: "
-            f"trained {around[0]}, exported {around[1]}."
+            f"The output of the exported chat template differs from the training text at token {place}: "
+            f"training {around[0]}, exported {around[1]}."
         )
     spaces = " except for spaces" if texts[0] != texts[1] else ""
     return (
-        f"The exported chat template renders the trained text{spaces}, but the tokens differ from token "
-        f"{place} on: trained {around[0]}, exported {around[1]}. This template has no separators between its parts."
+        f"The output of the exported chat template equals the training text{spaces}, but the tokens differ at token "
+        f"{place}: training {around[0]}, exported {around[1]}. This template has no separators between its parts."
     )

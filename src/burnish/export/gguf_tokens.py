@@ -63,7 +63,7 @@ def tokenizer_kind(words: dict[str, Any]) -> TokenizerKind:
         return TokenizerKind("llama", "default", _scores(words), _prefix(words))
     pre = _split_of(words)
     if not model.get("merges"):
-        raise UserError("the tokenizer is a BPE without merges, which llama.cpp does not load.",
+        raise UserError("the BPE tokenizer has no merges, and llama.cpp cannot load it.",
                         remedy="Export safetensors instead, or use a tokenizer with merges.")  # fmt: skip
     if model.get("ignore_merges") and pre not in _WHOLE_WORDS:
         raise _refusal("the tokenizer has ignore_merges, which llama.cpp applies to the pre-tokenizer of Llama 3 only.")

@@ -48,11 +48,11 @@ class LoaderOptions:
     )
     max_tokens_per_batch: int | None = option(
         None,
-        "Maximum number of tokens per micro-batch; a patch of an image counts as a token. Examples of a step are split "
-        "into as few micro-batches as possible; the gradient stays the same.", unit="tokens", ge=1,
+        "Maximum number of tokens per micro-batch; each image patch counts as one token. The examples of each step are "
+        "split into as few micro-batches as possible; the gradient does not change.", unit="tokens", ge=1,
     )  # fmt: skip
     dataloader_num_workers: int = option(
-        0, "Number of worker processes that collate batches ahead. 0: collate in the main process.", ge=0
+        0, "Number of worker processes that collate batches in advance. 0: collate in the main process.", ge=0
     )
     dataloader_prefetch_factor: int | None = option(None, "Number of batches that each worker prefetches.", ge=1)
     dataloader_pin_memory: bool = option(True, "Use pinned memory for transfers to a GPU.")

@@ -49,16 +49,16 @@ class TemplateOptions(LearnOptions):
         names_place=True,
     )
     default_system: str | None = option(
-        None, "System message for records without one, in place of the template's. Empty: no system message."
+        None, "System message for records without one, instead of the template's default. Empty: no system message."
     )
     tool_format: str | None = option(
-        None, "Format of tools and tool calls, in place of the template's.", choices=TOOL_FORMATS.names
+        None, "Format of tools and tool calls, instead of the template's.", choices=TOOL_FORMATS.names
     )
     enable_thinking: bool | None = option(
         True,
-        "For responses without reasoning in a reasoning template: train on an empty thought block (true); "
-        "put it in the prompt and remove all reasoning (false); put it in the prompt and keep reasoning "
-        "(null).",
+        "How a reasoning template handles responses without reasoning: train on an empty reasoning block (true); "
+        "put the block in the prompt and remove all reasoning (false); put it in the prompt and keep "
+        "reasoning (null).",
     )
     preserve_thinking: bool = option(
         False, "Keep the reasoning of earlier responses when only the last response is trained on."

@@ -28,7 +28,7 @@ NOTHING_TO_LEARN = dropped("no trainable tokens")
 TOO_LONG = dropped("longer than cutoff_len", is_length=True)
 SHORTENED = truncated("messages shortened to cutoff_len")
 LEFT_OUT = truncated("turns beyond cutoff_len were removed")
-IMAGES_TOO_LONG = dropped("its images alone are longer than cutoff_len; set a lower image_max_pixels", is_length=True)
+IMAGES_TOO_LONG = dropped("the images alone exceed cutoff_len; set a lower image_max_pixels", is_length=True)
 NO_TEXT = dropped("no text")
 NO_END = RecordReason("kept, without a trained end token", "kept")
 

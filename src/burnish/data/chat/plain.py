@@ -46,8 +46,8 @@ from burnish.loop.types import IGNORE_INDEX, Example, Ids, Message, Row
 from burnish.utils.sequences import shared_beginning
 
 PARTED = kept(
-    "tokenizing the prompt alone gives other tokens than the prompt with the response; training begins where they "
-    "differ"
+    "the tokens of the prompt alone differ from the beginning of the tokens with the response; training starts at "
+    "the first difference"
 )
 KL_IDS = "KL_completion_ids"
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -23,7 +23,9 @@ from burnish.utils.sequences import shared_beginning
 EQUAL_AFTER_CUT = dropped("chosen and rejected are identical after truncation to cutoff_len", is_length=True)
 NOTHING_LEFT = dropped("a response is empty after truncation to cutoff_len", is_length=True)
 TOO_LONG = dropped("longer than cutoff_len", is_length=True)
-IMAGE_CUT = dropped("cutoff_len would cut through an image; raise it, or set a lower image_max_pixels", is_length=True)
+IMAGE_CUT = dropped(
+    "truncation to cutoff_len would split an image; raise cutoff_len, or lower image_max_pixels", is_length=True
+)
 CUT = RecordReason("truncated to cutoff_len", "truncated", is_length=True)
 
 

@@ -183,7 +183,7 @@ class Template(ConversationEncoder):
             return None
 
     def _refuse_images(self, example: Example) -> None:
-        what, remedy = "the record contains images, but the model supports text only.", "Remove the column of images."
+        what, remedy = "the record contains images, but the model supports text only.", "Remove the image column."
         if self.images_refused is not None:
             (problem, *_) = self.images_refused.problems
             where = f"{problem.where}: " if problem.where else ""

@@ -191,7 +191,7 @@ def _slot(item: Any) -> str | Token:
         if isinstance(name, str):
             return Token(name, "named" if kind == "token" else "if_known")
     raise ValueError(
-        f'must be a string with no placeholder but "{CONTENT}", or one of "{{bos}}", "{{eos}}" and {{"token": ...}}. '
+        f'must be a string whose only placeholder is "{CONTENT}", or one of "{{bos}}", "{{eos}}" and {{"token": ...}}. '
         f"Received: {item!r}."
     )
 

@@ -268,7 +268,7 @@ def thumbnail(content: bytes, side: int) -> bytes:
             turn = orientation(opened)
             opened.draft("RGB", (side, side))  # a JPEG is decoded at a fraction of its size
             if opened.width * opened.height > MOST_PIXELS_SHOWN:
-                raise BadImage(f"has {opened.width}x{opened.height} pixels, too many to be shown.")
+                raise BadImage(f"has {opened.width}x{opened.height} pixels, too many to display.")
             opened.load()
             scale = min(1.0, side / max(opened.size))
             size = (max(1, round(opened.width * scale)), max(1, round(opened.height * scale)))
@@ -284,7 +284,7 @@ def cut_off(error: BaseException, num_bytes: int) -> str:
     if isinstance(error, BadImage):
         return str(error)
     if "truncated" in str(error):
-        return f"is truncated: the file ends after {num_bytes:,} bytes, before the last of its pixels."
+        return f"is truncated: the file ends after {num_bytes:,} bytes, before the last pixel."
     return f"is damaged and cannot be decoded ({error})."
 
 
@@ -362,7 +362,7 @@ def _no_image(path: str | BytesIO) -> str:
     with _bytes_of(path) as file:
         begin = file.read(12)
     if not begin:
-        return "is empty: a file of zero bytes."
+        return "is empty (0 bytes)."
     shown = begin.decode("utf-8", "replace")
     words = f'begins "{shown}"' if shown.isprintable() else f"begins with the bytes {begin[:8].hex(' ')}"
     return f"is not an image ({words})."

@@ -39,14 +39,16 @@ class ImageOptions:
         16 * 16, "Minimum number of pixels per video frame. Smaller frames are resized before the image processor.",
         ge=1, unit="pixels",
     )  # fmt: skip
-    video_fps: float = option(2.0, "Frames per second of videos, which are lists of frames.", gt=0)
+    video_fps: float = option(
+        2.0, "Frame rate (frames per second) of videos, which are given as lists of frames.", gt=0
+    )
     image_fit: Literal["keep", "shrink"] = option(
         "keep",
         "What to do with a record whose images do not fit into cutoff_len: keep the size of its images and drop the "
         "record (keep), or resize its images until they fit (shrink).",
     )
     image_backend: Literal["pil", "torchvision"] = option(
-        "pil", "Backend of the image processor. Results of the two differ by at most 1/255 per pixel."
+        "pil", "Backend of the image processor. Their results differ by at most 1/255 per pixel."
     )
     crop_to_patches: bool | None = option(
         None, "Split images into tiles (InternVL). Default: as in the image processor's config."

@@ -57,8 +57,8 @@ class AnyFamily(Family):
     def note(self) -> str:
         """Return a note for the user on how images are written."""
         return (
-            f"Model type {self.model_type} has no specific support for images: placeholders are those of transformers' "
-            f"{type(self.source.composed).__name__}, and padding-free batches are used if a check of the model passes."
+            f"Model type {self.model_type} has no dedicated image support: placeholders are created by transformers' "
+            f"{type(self.source.composed).__name__}, and batches are padding-free if the model passes a check."
         )
 
 

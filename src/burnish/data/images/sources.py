@@ -156,7 +156,7 @@ def kept(content: bytes) -> str:
 def _decoded(uri: str, place: str) -> bytes:
     head, _, body = uri.partition(",")
     if not head.startswith("data:") or not head.endswith(";base64"):
-        raise BadImage(f'{place}: the data URI must begin "data:image/...;base64,". Received: "{_short(head)}".')
+        raise BadImage(f'{place}: the data URI must begin with "data:image/...;base64,". Received: "{_short(head)}".')
     if broken := _NO_BASE64.search(body):
         raise BadImage(f"{place}: invalid base64 at character {broken.start() + 1:,}.")
     try:

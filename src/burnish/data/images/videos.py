@@ -70,7 +70,7 @@ def _frames_in(sight: Sight, path: str, place: str) -> list[str]:
     if found.is_file():
         raise BadImage(
             f'{place} "{path}" is a file; video files are not decoded. Extract its frames, for example with ffmpeg, '
-            'and give their list or their folder: "videos": [["frames/1.jpg", "frames/2.jpg"]].'
+            'and pass the frames as a list or a folder: "videos": [["frames/1.jpg", "frames/2.jpg"]].'
         )
     if not found.is_dir():
         raise BadImage(

@@ -130,11 +130,11 @@ class OpenFile:
             return
         if now[0] != self._seen[0] or self._digest() != self.content_hash:
             is_same = now[0] == self._seen[0]
-            how = "its size is the same" if is_same else f"it had {self._seen[0]:,} bytes and now has {now[0]:,}"
+            how = "its size is unchanged" if is_same else f"it had {self._seen[0]:,} bytes and now has {now[0]:,}"
             raise UserError(
                 f"the file was changed during training: {how}.",
                 where=str(self.path),
-                remedy="Restore the file as it was. The same command then continues from the last checkpoint.",
+                remedy="Restore the original file, and run the same command to resume from the last checkpoint.",
             )
         self._seen = now
 

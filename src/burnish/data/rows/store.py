@@ -156,7 +156,9 @@ def read_rows_manifest(folder: Path) -> dict[str, Any]:
         raise UserError(f"the tokenized dataset has no {MANIFEST}.", str(folder), remedy=_REMEDY)
     manifest = read_object(folder / MANIFEST, _REMEDY, [("layout", int)])
     if manifest["layout"] != LAYOUT:
-        raise UserError("the tokenized dataset was written by another version of burnish.", str(folder), remedy=_REMEDY)
+        raise UserError(
+            "the tokenized dataset was written by a different version of burnish.", str(folder), remedy=_REMEDY
+        )
     if manifest.get("sha256") != own_sha256(manifest):
         what = f'"{MANIFEST}" of the tokenized dataset is corrupted (checksum mismatch).'
         raise UserError(Problem(what, str(folder), remedy=_REMEDY))

@@ -34,7 +34,7 @@ KINDS = {
 _SOURCES = ("image", "image_url", "video", "video_url", "url", "path", "base64", "bytes")
 """Keys of a part that may hold its image or video."""
 ANIMATED = kept("an image has several frames; only the first is used")
-BEFORE = 'no "<image>" in the texts: images are put before the first user message'
+BEFORE = 'no "<image>" in the text: images are placed before the first user message'
 _AUDIO = ("audio", "input_audio", "audio_url")
 _MARK = re.compile("(<image>|<video>)")
 

@@ -111,7 +111,7 @@ def _role(layout: Layout, turn: Mapping[str, Any], place: str) -> RoleName:
             received=shortened(word),
         )
     if word not in layout.tags.values():
-        reason = kept(f'the role "{word}" is read as {layout.roles[word]}')
+        reason = kept(f'the role "{word}" is treated as {layout.roles[word]}')
         if reason not in layout.dropped_parts:
             layout.dropped_parts.append(reason)
     return layout.roles[word]

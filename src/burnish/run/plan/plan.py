@@ -112,7 +112,7 @@ def _renamed(values: Mapping[str, RawValue]) -> tuple[dict[str, RawValue], Mappi
             values, stage = {**values, "stage": replace(values["stage"], value=variant)}, variant
     names = OBJECTIVES[stage].option_names
     twice = [
-        Problem(f'"{key}" and "{names[key]}" are two names of one option; set only one of them.', item.where)
+        Problem(f'"{key}" and "{names[key]}" are names of the same option; set only one of them.', item.where)
         for key, item in values.items()
         if names.get(key) in values
     ]

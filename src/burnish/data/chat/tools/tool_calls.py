@@ -217,7 +217,7 @@ class _Gemma4:
         self._take("{")
         call = Call(name.strip(), self._object())
         if self.text[self.at :].strip():
-            raise ValueError("text behind a call")
+            raise ValueError("text after a tool call")
         return call
 
     def _object(self) -> dict[str, Any]:

@@ -423,6 +423,6 @@ _ROWS: Final[dict[str, ToolFormat]] = {
 }
 for _name, _row in _ROWS.items():
     TOOL_FORMATS.register(_name)(_row)
-TOOL_FORMATS.register("phi4_mini", refused="it formats only the list of tools; its template formats calls as default")(
-    replace(_DEFAULT, tools="<|tool|>{{ tools_json | default(tools | tojson) }}<|/tool|>", keeps_spelling=True)
-)
+TOOL_FORMATS.register(
+    "phi4_mini", refused="it formats only the list of tools; the template uses the default format for tool calls"
+)(replace(_DEFAULT, tools="<|tool|>{{ tools_json | default(tools | tojson) }}<|/tool|>", keeps_spelling=True))
