@@ -36,8 +36,8 @@ OWNERS: dict[str, tuple[str, ...]] = {
 OWNER_OF = {name: library for library, names in OWNERS.items() for name in names}
 
 _ONLINE = (
-    "burnish has no {name}. For responses that the model generates, use GRPOTrainer or RLOOTrainer, or `burnish train` "
-    "with stage: {stage}."
+    "burnish does not provide {name}. For responses that the model generates, use GRPOTrainer or RLOOTrainer, or "
+    "`burnish train` with stage: {stage}."
 )
 ABSENT = {
     **{
@@ -46,14 +46,14 @@ ABSENT = {
         for kind in ("Config", "Trainer")
     },
     "DataCollatorForCompletionOnlyLM": (
-        "{name} was removed from TRL, and burnish does not have it. With the columns `prompt` and `completion` the "
+        "{name} was removed from TRL and is not available in burnish. With the columns `prompt` and `completion` the "
         "loss is computed on the completion only; for `messages`, set SFTConfig(assistant_only_loss=True)."
     ),
     "ConstantLengthDataset": (
-        "{name} was removed from TRL, and burnish does not have it. Set SFTConfig(packing=True) to pack examples."
+        "{name} was removed from TRL and is not available in burnish. Set SFTConfig(packing=True) to pack examples."
     ),
     "setup_chat_format": (
-        "{name} was removed from TRL, and burnish does not have it. SFTConfig(chat_template_path=...) takes a chat "
+        "{name} was removed from TRL and is not available in burnish. SFTConfig(chat_template_path=...) takes a chat "
         "template from a file, or from another tokenizer with its tokens."
     ),
 }  # fmt: skip

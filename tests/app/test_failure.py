@@ -109,7 +109,7 @@ def test_full_disk_before_first_checkpoint_reports_that_none_exists(tmp_path, ca
     ("number", "message", "helps"),
     [(errno.EMFILE, "This process cannot open more files: ", "ulimit -n"),
      (errno.EIO, "cannot be written or read: input/output error.", "The disk or its connection failed"),
-     (errno.EEXIST, "cannot be written or read: file exists.", "move it away")],
+     (errno.EEXIST, "cannot be written or read: file exists.", "move it")],
 )  # fmt: skip
 def test_system_error_is_reported_with_a_remedy(number, message, helps, tmp_path, capsys):
     checkpoint(tmp_path, 20)

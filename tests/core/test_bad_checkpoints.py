@@ -290,7 +290,7 @@ def test_failure_before_first_checkpoint_leaves_reusable_folder(
         assert cli.main(["train", "run.yaml", *first]) == 1
     _, err = read_output(capsys)
     assert words in err
-    assert "No checkpoint was saved." in err or "Memory holds weights" in err
+    assert "No checkpoint was saved." in err or "Memory is used by weights" in err
     assert "Traceback" in Path("out/traceback.txt").read_text(encoding="utf-8")
     assert not Path("out/model.safetensors").exists()
     assert cli.main(["train", "run.yaml"]) == 0

@@ -55,7 +55,7 @@ def line(done, total, seconds):
 
 
 def test_progress_line_has_share_rate_and_remaining_time():
-    assert line(12_000, 100_000, 4.0).sentence() == "Encoding: 12,000 of 100,000 records, 3.00k a second, 0:29 left"
+    assert line(12_000, 100_000, 4.0).sentence() == "Encoding: 12,000 of 100,000 records, 3.00k per second, 0:29 left"
     assert line(0, None, 83.0).sentence() == "Encoding: 1:23 so far"
     assert line(0, 5, 2.0).sentence() == "Encoding: 0 of 5 records"
 

@@ -110,7 +110,7 @@ def test_changed_imported_file_changes_the_digest(folder, monkeypatch, line):
         ("my_reward.py:exact", 'Did you mean "my_rewards.py"?'),
         ("broken.py:any", "broken.py, line 2 of reward_funcs cannot be imported: ModuleNotFoundError"),
         ("acuracy_reward", 'Did you mean "accuracy_reward"?'),
-        ("no.such.place", 'There is no module "no"'),
+        ("no.such.place", 'Module "no" of the reward function no.such.place was not found'),
         ("soft_overlong_punishment", "soft_overlong_punishment needs max_completion_len and soft_punish_cache."),
         ("soft_overlong_punishment", "{soft_overlong_punishment: {max_completion_len: 512, soft_punish_cache: 128}}"),
         ({"cosine_scaled_reward": {"max_length": 3, "max_len": 3}}, 'Did you mean "max_len"?'),
@@ -144,11 +144,11 @@ def test_scores_can_be_a_tensor():
     [
         ([1.0], "<lambda> returned 1 reward for 3 completions."),
         (None, "must return a list with one reward for each completion. Received: nothing."),
-        ([1.0, math.inf, 0.0], "returned inf for completion 2; a completion without a score is None."),
+        ([1.0, math.inf, 0.0], "returned inf for completion 2; use None for a completion without a score."),
         ([1.0, "good", 0.0], "returned 'good' for completion 2"),
         ([None] * 3, "No completion of step 5 has a score"),
-        ([1.0, 10**400, 0.0], "for completion 2; a reward is a number or None."),
-        ([1.0, torch.ones(2), 0.0], "for completion 2; a reward is a number or None."),
+        ([1.0, 10**400, 0.0], "for completion 2; a reward must be a number or None."),
+        ([1.0, torch.ones(2), 0.0], "for completion 2; a reward must be a number or None."),
     ],
 )
 def test_invalid_scores_are_rejected(scores, words):

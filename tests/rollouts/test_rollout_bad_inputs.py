@@ -8,7 +8,7 @@ from burnish.config.errors import UserError
 
 BOTH = [
     ({"num_generations": 1}, "num_generations must be at least 2: completions of a prompt are compared. Received: 1."),
-    ({"temperature": 0}, "with temperature 0, all completions of a prompt are equal and nothing is learned."),
+    ({"temperature": 0}, "with temperature 0, all completions of a prompt are identical and nothing is learned."),
     ({"temperature": -1}, '"temperature" must be at least 0. Received: -1'),
     ({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2},
      "6 × 2 = 12 completions per generation are not a multiple of num_generations 8.\n  Nearest: 8, 16."),
@@ -46,7 +46,7 @@ OF_CONFIGS = [
     (GRPOConfig, {"ds3_gather_for_generation": False}, '"ds3_gather_for_generation" must be true'),
     (GRPOConfig, {"auto_find_batch_size": True}, "a generation must consist of whole groups of completions"),
     (GRPOConfig, {"generation_kwargs": {"top": 5}}, '"generation_kwargs" has no "top".'),
-    (RLOOConfig, {"reward_clip_range": [1.0, 0.0]}, "must be a lower and a higher bound"),
+    (RLOOConfig, {"reward_clip_range": [1.0, 0.0]}, "must be a lower and an upper bound"),
     (RLOOConfig, {"num_generations": 1}, "num_generations must be at least 2"),
 ]
 

@@ -98,7 +98,7 @@ def test_stage_has_its_own_defaults(tmp_path):
         ({"generation_batch_size": 16, "steps_per_generation": 2}, "set the same number"),
         ({"use_vllm": True}, "Completions are generated in the training process"),
         ({"infer_backend": "vllm"}, "Completions are generated in the training process"),
-        ({"reward_clip_range": [1.0]}, "must be a lower and a higher bound"),
+        ({"reward_clip_range": [1.0]}, "must be a lower and an upper bound"),
         ({"generation_kwargs": {"top_k": 5}}, "Set temperature, top_p, top_k"),
     ],
 )

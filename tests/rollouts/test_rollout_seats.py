@@ -89,7 +89,7 @@ def test_out_of_memory_retries_with_fewer_slots(folder, monkeypatch, capsys):
     assert source.complete(PROMPTS, KEYS, LIMITS) == whole
     output = " ".join(capsys.readouterr().out.split())
     assert "Out of memory with 16 concurrent completions" in output
-    assert "starts over with 9." in output
+    assert "restarts with 9." in output
     assert output.count("Out of memory") == 3
 
 

@@ -289,12 +289,12 @@ def test_outside_and_missing_files_are_rejected_with_the_same_message(media, tmp
             "folder/secret.png", "nothing.png", "/etc/passwd", "", ".", "inner", "a\0.png",
             "~/a.png", "/proc/self/environ", "x" * 5000]  # fmt: skip
     message = {access_error(ImageAccess(root=str(media)), url) for url in urls}
-    assert message == {'"messages[0].content[1].image_url.url" is not a file below media_root.'}
+    assert message == {'"messages[0].content[1].image_url.url" is not a file inside media_root.'}
 
 
 def test_pipes_and_devices_are_not_read(media):
     os.mkfifo(media / "pipe.png")
-    assert "is not a file below" in access_error(ImageAccess(root=str(media)), "pipe.png")
+    assert "is not a file inside" in access_error(ImageAccess(root=str(media)), "pipe.png")
 
 
 def test_link_created_after_the_check_is_not_followed(media, tmp_path, monkeypatch):
@@ -307,7 +307,7 @@ def test_link_created_after_the_check_is_not_followed(media, tmp_path, monkeypat
         return result
 
     monkeypatch.setattr("burnish.serve.api.image_access.os.path.realpath", swapped)
-    assert "is not a file below" in access_error(access, "a.png")
+    assert "is not a file inside" in access_error(access, "a.png")
 
 
 def test_large_file_is_rejected_before_reading(media):

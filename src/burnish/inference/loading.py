@@ -237,7 +237,7 @@ def _other_template(template: Template, own: Any, tokenizer: Any) -> list[str]:
     at = next((i for i, (a, b) in enumerate(zip(ours, found, strict=False)) if a != b), min(len(ours), len(found)))
     around = [tokenizer.convert_ids_to_tokens(ids[max(0, at - 2) : at + 3]) for ids in (ours, found)]
     return [
-        f'The prompts of template "{template.name}" differ from the model\'s own chat template, from token {at} on: '
+        f'The prompts of template "{template.name}" differ from the model\'s own chat template at token {at}: '
         f"{around[0]} ({template.name}), {around[1]} (the model's own)."
     ]
 
@@ -308,7 +308,7 @@ def _model(
         if len(adapters) > 1:
             what = f"several adapters cannot be merged into a quantized base model ({method})."
             raise UserError(
-                what, remedy="Merge all but the last first, with burnish export and without quantization_bit."
+                what, remedy="First merge all adapters except the last with burnish export, without quantization_bit."
             )
         for folder in adapters:
             load_adapter(model, folder)
@@ -372,7 +372,8 @@ def _served_folders(options: AnsweringOptions) -> dict[str, Path]:
         config = named[name] / "adapter_config.json"
         whole = read_json(config).get("modules_to_save") if config.is_file() else None
         if whole and len(options.served_adapters or ()) > 1:
-            what = f'the adapter "{name}" contains full modules ({", ".join(whole)}) and cannot be served with others.'
+            modules = ", ".join(whole)
+            what = f'the adapter "{name}" contains full modules ({modules}) and cannot be served with other adapters.'
             problems.append(Problem(what, remedy="Serve it alone, as adapter_name_or_path."))
     raise_if(problems)
     return named

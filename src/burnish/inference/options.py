@@ -53,7 +53,8 @@ class InferOptions:
         ge=2,
     )
     infer_exact: bool = option(
-        False, "Compute each response alone, so that the same seed gives the same tokens regardless of other requests."
+        False,
+        "Compute each response separately, so that the same seed gives the same tokens regardless of other requests.",
     )
     served_adapters: dict[str, str] | None = option(
         None, "Adapters served next to the base model, each under its own model name: {name: folder}.", names_place=True

@@ -375,7 +375,7 @@ class Loop:
         if self.options.on_non_finite == "skip" or self.parallel.scales_loss:
             return
         rows = self.examples_sentence(items)
-        raise NonFiniteError(f"{what}{rows} It was not applied. Lower learning_rate, or set on_non_finite: skip.")
+        raise NonFiniteError(f"{what}{rows} The step was not applied. Lower learning_rate, or set on_non_finite: skip.")
 
 
 def set_optimizer_mode(optimizer: Any, is_training: bool) -> None:

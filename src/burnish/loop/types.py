@@ -98,7 +98,7 @@ class Message:
         if isinstance(self.content, str):
             return self.content
         if others := sorted({part.kind for part in self.content} - {"text", *_MARKS}):
-            what = f"a message holds {', '.join(others)}; only text, images and videos are supported here."
+            what = f"a message contains {', '.join(others)}; only text, images and videos are supported here."
             raise UserError(what, remedy="Remove these parts, or write an objective that encodes them.")
         return "".join(_MARKS.get(part.kind) or part.value for part in self.content)
 

@@ -73,7 +73,7 @@ class PreferenceOptions:
         aliases=("beta", "dpo_beta", "orpo_beta"),
     )  # fmt: skip
     pref_ftx: float = option(
-        0.0, "Weight of an added supervised loss on the chosen responses (mean over tokens).", ge=0,
+        0.0, "Weight of an additional supervised loss on the chosen responses (mean over tokens).", ge=0,
         aliases=("dpo_ftx", "rpo_alpha"),
     )  # fmt: skip
     disable_dropout: bool = option(True, "Disable dropout in preference training, including LoRA dropout.")
@@ -110,15 +110,13 @@ class PairOptions(DpoFields):
         0.0, "Assumed fraction of pairs with swapped labels; for sigmoid, robust, exo_pair and aot.", ge=0,
         lt=0.5, aliases=("label_smoothing",),
     )  # fmt: skip
-    pref_bco_weight: float = option(0.0, "Weight of an added BCO loss.", ge=0)
+    pref_bco_weight: float = option(0.0, "Weight of an additional BCO loss.", ge=0)
     simpo_gamma: float = option(0.5, "Target reward margin of SimPO.", ge=0)
     cpo_alpha: float = option(
         0.0, "Weight of the supervised loss on chosen responses in CPO (mean over the tokens of the step).", ge=0
     )
     alphapo_alpha: float = option(0.0, "Alpha of AlphaPO, for losses without a reference model. 0: off.")
-    dpop_lambda: float = option(
-        50.0, "Weight of the penalty of DPOP on chosen responses that become less likely.", ge=0
-    )
+    dpop_lambda: float = option(50.0, "Weight of DPOP's penalty for chosen responses that become less likely.", ge=0)
 
 
 class PairLossChoices(PairOptions, PreferenceOptions):
@@ -280,9 +278,7 @@ def pair_notes(options: PairLossChoices, names: list[str]) -> list[str]:
             OptionText(f'{{pref_loss}}: {{}} needs no reference; "{{{name}}}" has no effect.', shown) for name in given
         ]
     if "simpo" in names and options.pref_beta < _PAPER_BETA:
-        notes.append(
-            OptionText("{pref_beta} {:g} makes SimPO's loss flat; the paper uses 2.0 to 2.5.", options.pref_beta)
-        )
+        notes.append(OptionText("{pref_beta} {:g} is too low for SimPO; the paper uses 2.0 to 2.5.", options.pref_beta))
     return notes
 
 

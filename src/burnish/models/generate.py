@@ -61,7 +61,7 @@ class GenerationOptions(SamplingFields):
     cache_implementation: str = option(
         "dynamic",
         "Key-value cache: growing (dynamic) or of fixed size (static). With static, the model is compiled "
-        "on a GPU, which takes a minute and pays off for many long responses.",
+        "on a GPU. Compilation takes about a minute and is worthwhile for many long responses.",
         choices=("dynamic", "static"),
     )  # fmt: skip
     skip_special_tokens: bool = option(True, "Remove special tokens from generated text.")

@@ -199,7 +199,7 @@ def raise_if_empty(model: nn.Module, name: str, notes: list[str]) -> None:
         raise UserError(
             f"{len(empty)} of the model's {len(matrices)} matrices contain only zeros: {few(empty)}.",
             where=name,
-            why="Training cannot start from them.",
+            why="Training cannot start from weights that are all zero.",
             remedy="Download the model again, or set train_from_scratch: true to start from random weights.",
         )
     if empty:
@@ -368,7 +368,7 @@ def weight_problems(where: str, model: nn.Module, found: Mapping[str, Any], need
                 why="They would be initialized randomly.",
                 remedy="Download the model again, check its config.json, or set train_from_scratch: true."
                 if not is_headless
-                else "Use the model that has its head (its class ends in ForCausalLM).",
+                else "Use the variant of the model with an output head (its class name ends in ForCausalLM).",
             )
         )
     if mismatched:

@@ -64,12 +64,12 @@ class ModelOptions:
     )  # fmt: skip
     resize_vocab: bool = option(False, "Resize the embedding if the tokenizer has more tokens than it has rows.")
     flash_attn: str = option(
-        "auto", "Attention implementation, by LLaMA-Factory's names. auto: the model's default.",
+        "auto", "Attention implementation, named as in LLaMA-Factory. auto: the model's default.",
         choices=("auto", "disabled", "sdpa", "fa2", "fa3"),
     )  # fmt: skip
     attn_implementation: str | None = option(
         None,
-        "Attention implementation, by transformers' names, or a kernel from the hub such as "
+        "Attention implementation, named as in transformers, or a kernel from the hub such as "
         "kernels-community/flash-attn2 (requires the library kernels).",
         risky="other names download and run a kernel from the hub",
         harmless=("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"),

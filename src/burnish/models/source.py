@@ -88,7 +88,9 @@ def refuse_no_place(name: str, option_name: str) -> None:
         return
     if path.exists():
         raise UserError(
-            f'{option_name} "{name}" is a file.', remedy="Set it to the folder that contains it.", option=option_name
+            f'{option_name} "{name}" is a file.',
+            remedy="Set it to the folder that contains the file.",
+            option=option_name,
         )
     # ``gpt2`` and ``org/model`` may be hub ids; ``./model`` and ``a/b/c`` are paths.
     if not _HUB_ID.match(name) or name.startswith(".") or not (uses_modelscope() or is_hub_id(name)):

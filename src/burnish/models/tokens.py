@@ -149,7 +149,7 @@ def _no_descriptions(config: Any, received: Any) -> Problem:
     return Problem(
         f"new_special_tokens_config must map each new token to a description. Received: {received}",
         where="" if isinstance(config, dict) else str(config),
-        remedy='For example: {"<think>": "the beginning of a line of thought"}.',
+        remedy='For example: {"<think>": "the start of the reasoning"}.',
         option="new_special_tokens_config",
     )
 
@@ -240,8 +240,8 @@ def _settle_end(tokenizer: PreTrainedTokenizerBase, notes: list[str]) -> None:
     vocabulary = tokenizer.get_vocab()
     known = next((token for token in END_TOKENS if token in vocabulary), None)
     tokenizer.add_special_tokens({"eos_token": known or END_TOKENS[0]})
-    how = "is in its vocabulary and ends" if known else "was added to it and ends"
-    notes.append(f"The tokenizer defines no EOS token; {tokenizer.eos_token} {how} a response.")
+    how = "from its vocabulary is used" if known else "was added"
+    notes.append(f"The tokenizer defines no EOS token; {tokenizer.eos_token} {how}.")
 
 
 def _refuse_own_code(folder: Path | None, options: ModelOptions) -> None:

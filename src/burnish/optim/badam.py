@@ -46,11 +46,12 @@ class BadamOptions:
     """BAdam."""
 
     use_badam: bool = option(
-        False, "Use BAdam: train one block of layers at a time with AdamW, in the memory of one block."
+        False,
+        "Use BAdam: train one block of layers at a time with AdamW, with gradients and states of that block only.",
     )
     badam_mode: str = option(
         "layer",
-        "What is trained at a time: one layer, or a fraction of every tensor (ratio).",
+        "What to train at a time: one layer, or a fraction of every tensor (ratio).",
         choices=("layer", "ratio"),
     )
     badam_start_block: int | None = option(None, "Index of the first block. Default: by badam_switch_mode.", ge=0)
@@ -58,9 +59,13 @@ class BadamOptions:
         "ascending", "Order of the blocks.", choices=("ascending", "descending", "random", "fixed")
     )
     badam_switch_interval: int = option(50, "Number of updates per block. -1: never switch.", unit="steps", ge=-1)
-    badam_update_ratio: float = option(0.05, "Fraction of the entries that ratio mode updates.", gt=0, le=1)
+    badam_update_ratio: float = option(
+        0.05, "Fraction of the entries of each tensor that are updated in ratio mode.", gt=0, le=1
+    )
     badam_mask_mode: str = option(
-        "adjacent", "Entries that ratio mode updates: adjacent, or scattered.", choices=("adjacent", "scatter")
+        "adjacent",
+        "Positions of the entries that are updated in ratio mode: adjacent, or scattered.",
+        choices=("adjacent", "scatter"),
     )
     badam_verbose: int = option(
         0, "What to log at each switch: nothing, the block, or its parameters.", choices=(0, 1, 2)

@@ -42,10 +42,10 @@ class OptimOptions:
     """Optimizer."""
 
     optim: str = option(
-        "adamw_torch_fused", "Optimizer, by transformers' names.", choices=OPTIMIZERS.names,
+        "adamw_torch_fused", "Optimizer, named as in transformers.", choices=OPTIMIZERS.names,
         refused=lambda: [member.name for member in OPTIMIZERS if "refused" in member.traits],
     )  # fmt: skip
-    optim_args: str | None = option(None, "Further arguments of the optimizer: comma-separated name=value pairs.")
+    optim_args: str | None = option(None, "Additional arguments of the optimizer: comma-separated name=value pairs.")
     learning_rate: float = option(5e-5, "Peak learning rate.", gt=0, lt=math.inf, aliases=("lr",))
     weight_decay: float = option(0.0, "Decoupled weight decay; not applied to biases and normalization weights.", ge=0)
     adam_beta1: float = option(0.9, "Decay rate of Adam's first moment.", ge=0, lt=1)
@@ -99,7 +99,7 @@ def left_out(name: str, options: OptimOptions) -> list[str]:
 
 
 def _no_effect(optimizer: str, unread: Iterable[str]) -> list[str]:
-    return [f'"{name}" has no effect: optimizer {optimizer} does not read it.' for name in unread]
+    return [f'"{name}" has no effect: optimizer {optimizer} does not use it.' for name in unread]
 
 
 def missing_library(name: str) -> list[Problem]:

@@ -21,7 +21,7 @@ from burnish.utils.patching import Reason, hook
 
 LIBRARY = "torchao"
 _KIND = "quantized as"
-_PLAIN = Reason("optimizer", "a checkpoint holds plain tensors of its moments")
+_PLAIN = Reason("optimizer", "its moments are saved in checkpoints as plain tensors")
 
 
 @OPTIMIZERS.register("adamw_torch_8bit", library=LIBRARY)

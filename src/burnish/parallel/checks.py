@@ -75,7 +75,7 @@ def _processes(options: ParallelChoices) -> Iterator[Problem]:
         )
     elif options.engine == "single" and options.num_processes not in (AUTO, 1):
         yield Problem(
-            f'"engine" is single, but "num_processes" {options.num_processes}.',
+            f'"engine" is single, but "num_processes" is {options.num_processes}.',
             remedy="Remove engine.",
             option=("engine", "num_processes"),
         )
@@ -114,7 +114,7 @@ def parallel_notes(options: ParallelChoices) -> list[str]:
         )
         notes.append(f'"fp16" on a CPU runs in {instead}.')
     if asked == "bf16" and device.type == "cpu" and not has_fast_bfloat16():
-        notes.append(f"{slow_products(torch.bfloat16)} Set bf16: false, unless memory is short.")
+        notes.append(f"{slow_products(torch.bfloat16)} Set bf16: false, unless memory is limited.")
     if options.gradient_checkpointing_kwargs and not options.gradient_checkpointing:
         notes.append('"gradient_checkpointing_kwargs" has no effect without "gradient_checkpointing".')
     if device.type == "cpu" and (options.gradient_checkpointing_kwargs or {}).get("offload"):

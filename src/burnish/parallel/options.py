@@ -29,13 +29,13 @@ class ParallelOptions:
     max_restarts: int = option(0, "Maximum number of restarts after a failure, from the latest checkpoint.", ge=0)
     stall_timeout_s: float | None = option(
         None,
-        "Stop a run in which no step and no evaluation batch finishes for this time, and print the stacks "
-        "of all processes.", unit="s", gt=0,
+        "Stop the run if no step or evaluation batch finishes within this time, and print the stacks of all "
+        "processes.", unit="s", gt=0,
     )  # fmt: skip
     use_cpu: bool = option(False, "Use the CPU even if a GPU is available.", aliases=("no_cuda",))
     bf16: bool | None = option(
-        None, "Mixed precision in bfloat16 (autocast), trained weights in float32; false: compute in float32. Default: "
-        "no autocast; frozen weights keep the dtype of their files where the device has fast products in it.",
+        None, "Mixed precision in bfloat16 (autocast), with trained weights in float32. false: compute in float32. "
+        "Default: no autocast; frozen weights keep the dtype of their files if the device computes fast in that dtype.",
     )  # fmt: skip
     fp16: bool = option(False, "Mixed precision training in float16 with dynamic loss scaling.")
     pure_bf16: bool = option(False, "Keep weights, gradients and optimizer state in bfloat16, without autocast.")

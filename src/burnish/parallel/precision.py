@@ -105,7 +105,7 @@ def compute_sentence(compute: torch.dtype, in_files: torch.dtype, device: torch.
     """
     sentence = f"Compute dtype: {name_of(compute)}, on {device_in_words(device)}"
     if compute == torch.float32 and compute != in_files and not has_products(in_files, device):
-        return f"{sentence}, which would emulate products in {name_of(in_files)}, the dtype of the files."
+        return f"{sentence}, because it emulates products in {name_of(in_files)}, the dtype of the files."
     return f"{sentence}."
 
 
@@ -114,7 +114,7 @@ def slow_products(dtype: torch.dtype) -> str:
     return f"This processor ({cpu_instructions()}) emulates {name_of(dtype)} products: {_COST}"
 
 
-_COST = "a training step was measured to take 5 to 11 times as long as in float32."
+_COST = "training steps took 5 to 11 times as long as in float32 in our measurements."
 
 
 def device_in_words(device: torch.device) -> str:

@@ -239,7 +239,7 @@ def given_yaml(
         if has_secret_name(name):
             lines.append(f"# {name} is a secret and is not saved.")
             continue
-        mark = "# only for the start of the run: " if name in left_out else ""
+        mark = "# used only to start the run: " if name in left_out else ""
         lines.append(f"{mark}{name}: {_yaml(value)}{f'  # {where}' if where else ''}")
     return "\n".join(lines) + "\n"
 

@@ -17,7 +17,7 @@ _IN_A_ROW = 3
 """Number of consecutive logs that must agree, because a single one is noise."""
 FALLING_CHOSEN = (
     "The rewards of chosen responses fall while the margin grows: both responses become less likely, the rejected "
-    "ones faster. If logps/chosen falls far, set pref_ftx: 0.1, pref_loss: dpop, or a lower learning_rate."
+    "ones faster. If logps/chosen falls sharply, set pref_ftx: 0.1, pref_loss: dpop, or a lower learning_rate."
 )
 
 

@@ -73,7 +73,7 @@ class WorkLine:
             return
         yield f"{self.done:,} of {self.total:,} {self.unit}"
         if self.done and elapsed_s > 0:
-            yield f"{short_number(self.done / elapsed_s)} a second"
+            yield f"{short_number(self.done / elapsed_s)} per second"
             yield f"{short_time((self.total - self.done) * elapsed_s / self.done)} left"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:

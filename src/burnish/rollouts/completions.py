@@ -169,8 +169,8 @@ class SlotSource(CompletionSource):
             what = "There is not enough memory for a single completion."
             raise UserError(what, remedy="Lower max_completion_length.", option="max_completion_length")
         note(
-            f"Out of memory with {num_slots} concurrent completions. The generation starts over with {fewer}. To "
-            f"reproduce this run exactly after a resume, set kept_seats: {fewer}."
+            f"Out of memory with {num_slots} concurrent completions. Generation restarts with {fewer}. To "
+            f"reproduce this run exactly after resuming it, set kept_seats: {fewer}."
         )
 
     def free(self) -> None:

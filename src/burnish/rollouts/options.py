@@ -48,7 +48,7 @@ class CompletionFields:
         512, "Maximum number of tokens of a completion.", ge=1, unit="tokens", aliases=("response_length",)
     )
     generation_batch_size: int | None = option(
-        None, "Number of completions per generation, over all processes. Default: those of one step.", ge=1
+        None, "Number of completions per generation, over all processes. Default: the number for one step.", ge=1
     )
     steps_per_generation: int | None = option(
         None, "Number of micro-batches per generation. Default: gradient_accumulation_steps.",
@@ -71,7 +71,7 @@ class CompletionFields:
     log_unique_prompts: bool = option(False, "Print one completion of each prompt only.")
     reward_weights: list[float] | None = option(None, "Weights of the reward functions. Default: 1 each.")
     reward_timeout_s: float = option(
-        120.0, "Time limit of a call of a reward function; the run stops if it is exceeded.", gt=0, unit="s"
+        120.0, "Time limit for each call of a reward function; the run stops if it is exceeded.", gt=0, unit="s"
     )
 
 
@@ -88,7 +88,7 @@ class RolloutOptions(CompletionFields, RolloutLossOptions):
         names_place=True, risky="it runs Python code",
     )  # fmt: skip
     on_changed_reward: str = option(
-        "stop", "Whether a run may be resumed with other reward functions.", choices=("stop", "accept")
+        "stop", "Whether a run may be resumed with different reward functions.", choices=("stop", "accept")
     )
     reward_model: str | None = option(
         None,
@@ -123,7 +123,8 @@ class RolloutOptions(CompletionFields, RolloutLossOptions):
     )
     drop_zero_variance_groups: bool | str = option(
         False, "What to do with groups whose rewards are all equal: keep them (false), drop them from the step (drop), "
-        "or replace them by further prompts, at most three times as many (refill).", choices=(False, "drop", "refill"),
+        "or replace them with additional prompts, at most three times as many (refill).",
+        choices=(False, "drop", "refill"),
     )  # fmt: skip
     # --- completions ---
     rl_preset: str | None = option(
@@ -279,7 +280,7 @@ def _nearest(number: int, factor: int) -> str:
 def check_loss(options: LossShapeChoices) -> list[Problem]:
     found = []
     if options.temperature == 0:
-        what = "with temperature 0, all completions of a prompt are equal and nothing is learned."
+        what = "with temperature 0, all completions of a prompt are identical and nothing is learned."
         found.append(Problem(what, remedy="Remove it; the default is 1.", option="temperature"))
     if options.stage != "rloo" and options.rl_loss_type == "cispo" and options.epsilon_high is None:
         what = OptionText("{rl_loss_type} cispo requires {epsilon_high}, the maximum probability ratio.")
@@ -294,7 +295,7 @@ def check_loss(options: LossShapeChoices) -> list[Problem]:
         found.append(Problem(what, remedy=remedy, option=("sync_ref_model", "rl_beta")))
     bounds = options.reward_clip_range
     if bounds is not None and (len(bounds) != 2 or bounds[0] >= bounds[1]):
-        what = f"reward_clip_range must be a lower and a higher bound. Received: {bounds}."
+        what = f"reward_clip_range must be a lower and an upper bound. Received: {bounds}."
         found.append(Problem(what, option="reward_clip_range"))
     return found
 
@@ -330,7 +331,7 @@ def rollout_notes(options: RolloutStageChoices) -> list[str]:
     ]
     if options.rl_preset:
         values = ", ".join(f"{name}: {value}" for name, value in PRESETS[options.rl_preset].items())
-        found.append(f"rl_preset {options.rl_preset} stands for {values}.")
+        found.append(f"rl_preset {options.rl_preset} sets {values}.")
     usual, most = ("1e-6 to 5e-6", 2e-5) if options.finetuning_type == "full" else ("1e-5 to 1e-4", 5e-4)
     if options.learning_rate >= most:
         found.append(

@@ -52,8 +52,8 @@ class DivergenceCallback(TrainerCallback):
         self._times = self._times + 1 if has_grown else 0
         if self._times == _IN_A_ROW and state.is_world_process_zero:
             warn(
-                f"The loss has grown from {self._first:.4g} to {loss:.4g} at step {state.global_step}: the training "
-                "diverges. Stop it, and lower learning_rate, or add warmup_steps."
+                f"The loss has grown from {self._first:.4g} to {loss:.4g} at step {state.global_step}: training is "
+                "diverging. Stop the run, and lower learning_rate or add warmup_steps."
             )
 
 

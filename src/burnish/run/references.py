@@ -159,9 +159,9 @@ def planned_reference(options: RunOptions, sizes: Sizes, formats: Formats) -> st
         size = shown_bytes(sizes.base * formats.compute)
         return f"{options.ref_model}, a second frozen model: about {size}, and {passes}"
     if is_base(options) and not options.sync_ref_model:
-        return f"the model without its adapter: no memory, and {passes}"
+        return f"the model without its adapter: no additional memory, and {passes}"
     if options.precompute_ref_log_probs:
-        return f"the initial weights, evaluated before the first step: no memory, and {passes}"
+        return f"the initial weights, evaluated before the first step: no additional memory, and {passes}"
     size = shown_bytes(sizes.trained * formats.trained)
     moves = f"; updated every {options.ref_model_sync_steps} steps" if options.sync_ref_model else ""
     return f"a copy of the initial trainable weights: {size}, and {passes}{moves}"

@@ -333,14 +333,14 @@ class ParallelAccelerator:
             torch.distributed.destroy_process_group()
 
 
-_PARTS = "A checkpoint is written and read by the run: see TrainerCallback.on_save."
+_PARTS = "The trainer saves and loads checkpoints itself: see TrainerCallback.on_save."
 _REFUSED = {
     "register_save_state_pre_hook": _PARTS,
     "register_load_state_pre_hook": _PARTS,
-    "lomo_backward": "burnish has no LOMO.",
+    "lomo_backward": "burnish does not support LOMO.",
     "profile": "Use torch.profiler.profile, or burnish train with profile: true.",
-    "maybe_context_parallel": "burnish has no context parallelism.",
-    "deepspeed_ulysses_dl_adapter": "burnish has no sequence parallelism.",
+    "maybe_context_parallel": "burnish does not support context parallelism.",
+    "deepspeed_ulysses_dl_adapter": "burnish does not support sequence parallelism.",
 }
 """Methods of accelerate's ``Accelerator`` that raise an error -> the remedy."""
 

@@ -87,7 +87,7 @@ def log_compute_dtype(model: nn.Module, autocast: torch.dtype | None, device: to
     logger.info(compute_sentence(compute, of_weights, device))
     if not has_products(compute, device):
         remedy = "Set bf16=False" if autocast else "Load the model with dtype=torch.float32"
-        logger.warning(f"{slow_products(compute)} {remedy}, unless memory is short.")
+        logger.warning(f"{slow_products(compute)} {remedy}, unless memory is limited.")
 
 
 def steps_of_loader(loader: Any, args: TrainingArguments, accumulation: int, inner_steps: int = 1) -> StepPlan:

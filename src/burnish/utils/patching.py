@@ -35,12 +35,12 @@ class PatchOptions:
 
     patches: bool = option(
         True,
-        "Replace forward passes of the model by optimized ones that were checked to give the same result. "
+        "Replace forward passes of the model with optimized ones that are checked to give the same result. "
         "false leaves the model unchanged, except for patches that other options need or that fix a "
         "library.",
     )  # fmt: skip
     leave_out: list[str] | None = option(
-        None, "Patches to disable, by the names that explain prints: norm, linear layer, ..."
+        None, "Patches to disable, by name as printed by burnish explain: norm, linear layer, ..."
     )
 
 

@@ -94,7 +94,9 @@ def _cut_off(path: Path, expected: int, size: int) -> Problem:
     return Problem(
         f"its header declares {expected:,} bytes, but the file has {size:,}.",
         where=str(path),
-        why="It was truncated while it was written or downloaded." if size < expected else "Something was added to it.",
+        why="It was truncated while it was written or downloaded."
+        if size < expected
+        else "It contains extra data at the end.",
         remedy="Download or copy it again.",
     )
 

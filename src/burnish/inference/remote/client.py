@@ -196,7 +196,7 @@ class RemoteEngine:
             )
         if len(request.ids) >= self.context:
             problems.append(
-                Problem(f"the prompt has {len(request.ids)} tokens; it must have less than {self.context}.")
+                Problem(f"the prompt has {len(request.ids)} tokens; it must have fewer than {self.context}.")
             )
         if request.adapter != BASE and request.adapter not in self.adapters:
             known = ", ".join((BASE, *self.adapters))

@@ -88,9 +88,7 @@ class Grammars:
                 else "because the format of the model's tool calls is unknown"
             )
             what = f"a tool call cannot be required {written}."
-            raise UserError(
-                what, remedy=f'Use tool_choice: "auto". Formats with a grammar: {known}.', option="tool_format"
-            )
+            raise UserError(what, remedy=f'Use tool_choice: "auto". Supported formats: {known}.', option="tool_format")
         each = {"anyOf": [_call_schema(name, schema, row.arguments) for name, schema in offered.items()]}
         one = f"{self._literal(row.opens)} call {self._literal(row.closes)}".strip()
         is_single = only_one or row.between is None

@@ -54,7 +54,7 @@ class GrpoLossFields:
         "sampling policy exceeds this value.", ge=0,
     )  # fmt: skip
     top_entropy_quantile: float = option(
-        1.0, "Fraction of the tokens, by descending entropy, that contribute to the policy loss.", gt=0, le=1
+        1.0, "Fraction of the tokens that contribute to the policy loss: those with the highest entropy.", gt=0, le=1
     )
     entropy_coef: float = option(0.0, "Coefficient of the entropy bonus.", ge=0)
     use_adaptive_entropy: bool = option(

@@ -65,7 +65,7 @@ class ImageProcessor:
             return cls(processor, CROSSED, options)
         if not hasattr(base, "get_image_features"):
             name = type(causal_lm(model)).__name__
-            what = f"{name} cannot be trained on images: it does not replace placeholder tokens by image features."
+            what = f"{name} cannot be trained on images: it does not replace placeholder tokens with image features."
             raise UserError(what, remedy="Use a model of another family.", option="model_name_or_path")
         return cls(processor, list(inspect.signature(base.get_image_features).parameters), options)
 

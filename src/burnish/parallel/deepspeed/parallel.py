@@ -330,8 +330,8 @@ def _library(device_type: str) -> Any:
 
     if not version("deepspeed").startswith(TESTED):
         logging.getLogger("burnish").warning(
-            f"DeepSpeed {version('deepspeed')} is installed. burnish was tested with {TESTED} and uses attributes "
-            "that may have changed since."
+            f"DeepSpeed {version('deepspeed')} is installed. burnish was tested with {TESTED}; internal "
+            "attributes that it uses may be different."
         )
     deepspeed.utils.logging.logger.setLevel("ERROR")
     return deepspeed

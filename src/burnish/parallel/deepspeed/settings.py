@@ -141,7 +141,7 @@ def deepspeed_problems(options: ParallelChoices) -> Iterator[Problem]:
     if isinstance(source, str) and source not in DEEPSPEED_NAMES and not Path(source).exists():
         yield Problem(
             f'"deepspeed": the file {Path(source).absolute()} does not exist.{did_you_mean(source, DEEPSPEED_NAMES)}',
-            remedy=f"Known by name: {', '.join(DEEPSPEED_NAMES)}. {json_beside(Path(source))}".rstrip(),
+            remedy=f"Built-in configs: {', '.join(DEEPSPEED_NAMES)}. {json_beside(Path(source))}".rstrip(),
             option="deepspeed",
         )
         return
@@ -171,7 +171,7 @@ def deepspeed_notes(options: ParallelChoices) -> Iterator[str]:
     if zero_stage(options) == 0:
         yield '"deepspeed": ZeRO stage 0 shards nothing, so torch\'s DDP is used instead.'
     for key in sorted(_OBSERVING & raw_settings(options).keys()):
-        yield f'"{key}" of the DeepSpeed config has no effect: burnish logs by itself (report_to).'
+        yield f'"{key}" of the DeepSpeed config has no effect: logging is configured with report_to.'
     yield from (
         f'"{key}" of the DeepSpeed config is "auto": {_OWN[key]}.' for key in _OWN if key in raw_settings(options)
     )
@@ -198,7 +198,7 @@ def _difference(where: str, key: str, value: Any, options: ParallelChoices) -> I
         yield Problem(
             f'"{key}" is {json.dumps(requested)}, but the option "{name}" is {json.dumps(option)}.',
             where,
-            remedy=f'Set {name}: {json.dumps(requested)}, or write "auto" into the file.',
+            remedy=f'Set {name}: {json.dumps(requested)}, or set it to "auto" in the file.',
             option=("deepspeed", name),
         )
 

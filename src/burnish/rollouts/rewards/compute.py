@@ -233,10 +233,10 @@ class _Job:
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several numbers
-            what = f"{name} returned {reprlib.repr(value)} for {self.places[at]}; a reward is a number or None."
+            what = f"{name} returned {reprlib.repr(value)} for {self.places[at]}; a reward must be a number or None."
             raise UserError(what, option="reward_funcs") from None
         if math.isinf(number):
-            what = f"{name} returned {number} for {self.places[at]}; a completion without a score is None."
+            what = f"{name} returned {number} for {self.places[at]}; use None for a completion without a score."
             raise UserError(what, option="reward_funcs")
         return number
 

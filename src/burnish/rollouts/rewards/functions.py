@@ -100,7 +100,7 @@ def missing_columns(functions: Iterable[RewardFunction], columns: Iterable[str],
         if missing := sorted(function.required - set(known)):
             near = next((name for name in known if name in ("answer", "solution", "response", "label")), None)
             remedy = f"Set columns: {{{missing[0]}: {near or '<name>'}}}."
-            there = ", ".join(known) or "no further columns"
+            there = ", ".join(known) or "no other columns"
             what = f'{function.name} requires the column "{missing[0]}". {source} has: {there}.'
             found.append(Problem(what, remedy=remedy, option="reward_funcs"))
     return found
@@ -176,14 +176,14 @@ def _found(name: str, folders: Sequence[Path]) -> Callable[..., Any]:
     module, _, attribute = name.rpartition(".")
     known = [*FUNCTIONS, *(each for each in FACTORIES if not each.startswith("get_"))]
     if not module:
-        what = f'There is no reward function "{name}".{did_you_mean(name, known)}'
+        what = f'Unknown reward function "{name}".{did_you_mean(name, known)}'
         remedy = f"Built-in: {', '.join(known)}. Your own: file.py:name, or package.module.name."
         raise UserError(what, remedy=remedy, option="reward_funcs")
     try:
         return _attribute(importlib.import_module(module), attribute, module)
     except ModuleNotFoundError as error:
         if error.name and (module == error.name or module.startswith(f"{error.name}.")):
-            what = f'There is no module "{error.name}" for the reward function {name}.'
+            what = f'Module "{error.name}" of the reward function {name} was not found.'
             remedy = "Write file.py:name for a function in a file, or install the package."
             raise UserError(what, remedy=remedy, option="reward_funcs") from None
         raise _not_imported(module, error) from error

@@ -53,14 +53,14 @@ def check_processes(options: RunOptions, model: Any, world_size: int, splits_wei
         return []
     if splits_weights:
         what = "images are not supported with sharded weights (DeepSpeed stage 3, FSDP)."
-        why = "A process whose micro-batch has no image would not call the vision tower, and the others would wait."
+        why = "A process without images in its micro-batch would not call the vision tower, and the others would hang."
         return [Problem(what, why=why, remedy="Use DDP, or DeepSpeed stage 1 or 2.")]
     parts = parts_of(model)
     trained = any(p.requires_grad and part_at(name, parts) != "language_model" for name, p in model.named_parameters())
     if not trained or options.ddp_find_unused_parameters:
         return []
     what = "the vision tower or the projector is trained by several processes."
-    why = "A process whose micro-batch has no image has no gradients for them, and the others would wait."
+    why = "A process without images in its micro-batch has no gradients for them, and the others would hang."
     return [Problem(what, why=why, remedy="Set ddp_find_unused_parameters: true.", option="ddp_find_unused_parameters")]
 
 

@@ -131,4 +131,4 @@ if TYPE_CHECKING:  # type checkers do not understand the union; a test compares 
         """Every option of a run, flat."""
 
 else:
-    RunOptions = union("RunOptions", *GROUPS, *MEMBER_GROUPS, doc="Every option of a run, flat.")
+    RunOptions = union("RunOptions", *GROUPS, *MEMBER_GROUPS, doc="All options of a run.")

@@ -132,7 +132,7 @@ _FULL = (
 )
 _IN_THE_WAY = (
     "{place} cannot be written or read: {reason}.",
-    f"Another file or folder has this path: move it away, then {_GO_ON}",
+    f"A different file or folder exists at this path: move it, then {_GO_ON}",
 )
 _NO_MORE_FILES = (
     "This process cannot open more files: {place}.",
@@ -204,7 +204,8 @@ def _out_of_memory(error: BaseException) -> Problem:
     by, helps = _wanted_by(error)
     return Problem(
         f"Out of memory{by}{': ' + figures if figures else ''}.",
-        why="Memory holds weights, gradients, optimizer states and activations, which grow with the tokens of a batch.",
+        why="Memory is used by weights, gradients, optimizer states and activations. Activations grow with the number "
+        "of tokens in a batch.",
         remedy=helps,
     )
 

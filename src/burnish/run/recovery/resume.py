@@ -146,7 +146,7 @@ def refuse_changes_after_the_end(options: RunOptions, done: Mapping[str, Any], n
         raise UserError(
             f"the folder contains a finished run with other options: {what}.",
             where=str(folder),
-            remedy=f"burnish eval {folder} and burnish predict {folder} use the trained model. To train again, name "
+            remedy=f"burnish eval {folder} and burnish predict {folder} use the trained model. To train again, set "
             "another output_dir, or set overwrite_output_dir: true.",
             option=tuple(changed),
         )

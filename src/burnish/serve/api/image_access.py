@@ -129,7 +129,7 @@ def read_below(root: Path, path: str, most_bytes: int, param: str) -> bytes:
     Raises:
         APIError: 400.
     """
-    refusal = _refusal("is not a file below media_root.", param)
+    refusal = _refusal("is not a file inside media_root.", param)
     try:
         real = Path(os.path.realpath(root / path, strict=True))
         inner = real.relative_to(root)

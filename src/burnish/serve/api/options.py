@@ -34,7 +34,7 @@ _HOST = re.compile(r"[a-z0-9-]+(\.[a-z0-9-]+)*(:[0-9]{1,5})?")
 class ApiOptions:
     """API server."""
 
-    api_host: str = option("127.0.0.1", "Address to listen on. Any address but localhost requires a key.")
+    api_host: str = option("127.0.0.1", "Address to listen on. Any address other than localhost requires a key.")
     api_port: int = option(8000, "Port to listen on. 0: any free port.", ge=0, le=65535)
     api_socket: str | None = option(
         None, "Unix socket to listen on instead of a port; accessible to its owner only.", names_place=True
@@ -45,7 +45,7 @@ class ApiOptions:
         "if the server is not on localhost.", is_secret=True,
     )  # fmt: skip
     api_model_name: str | None = option(None, "Model name in requests. Default: the name of its folder.")
-    api_aliases: list[str] = option([], "Further names of the model, such as gpt-3.5-turbo for older clients.")
+    api_aliases: list[str] = option([], "Additional names of the model, such as gpt-3.5-turbo for older clients.")
     api_origins: list[str] = option([], "Allowed origins of browser requests (CORS), such as https://chat.example.org.")
     api_hosts: list[str] = option([], "Allowed host names besides localhost and api_host.")
     api_root_path: str = option("", "Path prefix under which a proxy serves the API, such as /llm.")
@@ -61,7 +61,7 @@ class ApiOptions:
         names_place=True,
     )
     max_image_bytes: int = option(20_000_000, "Maximum size of an image in a request.", unit="bytes", ge=1)
-    api_max_waiting: int = option(64, "Maximum number of queued requests. Further requests get HTTP 429.", ge=0)
+    api_max_waiting: int = option(64, "Maximum number of queued requests. Additional requests receive HTTP 429.", ge=0)
     api_max_choices: int = option(8, "Maximum number of choices per request (n).", ge=1, le=128)
     api_max_tokens: int = option(
         4096, "Maximum number of generated tokens, and the default if a request sets none.", unit="tokens", ge=1
@@ -77,7 +77,7 @@ class ApiOptions:
         "Where the model's reasoning is returned: in reasoning_content (field), in the text (inline), or "
         "nowhere (drop).",
     )
-    api_strict: bool = option(False, "Reject requests with unknown fields instead of naming these fields in a header.")
+    api_strict: bool = option(False, "Reject requests with unknown fields instead of listing these fields in a header.")
     api_log: Literal["lines", "content"] = option(
         "lines", "Log a line per request without its content, or with it (content)."
     )

@@ -31,7 +31,9 @@ async def json_object(request: Request) -> dict[str, Any]:
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise APIError(415, "not_json", f'The body must be "Content-Type: application/json". Received: "{kind[:80]}".')
+        raise APIError(
+            415, "not_json", f'The header must be "Content-Type: application/json". Received: "{kind[:80]}".'
+        )
     body = await whole_body(request)
     if len(body) > IN_A_THREAD:
         return await asyncio.to_thread(parse_object, body)

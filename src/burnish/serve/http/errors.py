@@ -69,4 +69,4 @@ def to_shown_json(content: Any) -> bytes:
     return to_json(shown(content))
 
 
-INTERNAL = APIError(500, "internal_error", "Internal error. The server log has the details under the request id.")
+INTERNAL = APIError(500, "internal_error", "Internal error. See the server log for details of this request id.")

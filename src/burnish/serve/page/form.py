@@ -143,7 +143,7 @@ class Form:
         """The columns of a file of records below a root, with their first values."""
         path = self.site.places.within(request.query_params.get("file", ""), "dataset")
         if not path.is_file():
-            raise APIError(404, "no_file", "There is no such file.")
+            raise APIError(404, "no_file", "The file does not exist.")
         found = await self.site.planner.whole({"columns_of": str(path)})
         if found.get("problems"):
             raise APIError(422, "unreadable", found["problems"][0]["sentence"], param="dataset")
@@ -160,7 +160,7 @@ class Form:
                 422, "invalid_value", '"formatting" must be a known format, and "columns" an object of column names.'
             )
         if not path.is_file():
-            raise APIError(404, "no_file", "There is no such file.")
+            raise APIError(404, "no_file", "The file does not exist.")
         entry = {"file_name": path.name, "formatting": kind, **({"columns": columns} if columns else {})}
         await asyncio.to_thread(_add_entry, path.with_name(INFO_NAME), name, entry)
         return ShownJson({"name": name, "folder": self.site.places.shown(path.parent)}, 201)

@@ -23,7 +23,7 @@ class WebOptions:
     web_port: int = option(7860, "Port to listen on. 0: any free port.", ge=0, le=65535)
     web_key: str | None = option(
         None,
-        "Key required from visitors, also read from a file or from BURNISH_KEY. Default: generated once and"
+        "Key required to sign in, also read from a file or from BURNISH_KEY. Default: generated once and"
         " stored.", is_secret=True,
     )  # fmt: skip
     web_no_key: bool = option(False, "Disable authentication. Use only on localhost or inside a private container.")
@@ -31,7 +31,7 @@ class WebOptions:
         ["."], "Folders in which runs, models and datasets are found. Nothing outside is accessible.", names_place=True
     )
     web_hosts: list[str] = option([], "Allowed host names besides localhost and web_host.")
-    web_allow: list[str] = option([], "Risky options that the page may set.")
+    web_allow: list[str] = option([], "Risky options that can be set in the web UI.")
     web_root_path: str = option("", "Path prefix under which a proxy serves the page, such as /proxy/7860.")
     web_home: str | None = option(None, "Folder for the page's key, presets and conversations.", names_place=True)
     web_open: bool = option(False, "Open a browser.")

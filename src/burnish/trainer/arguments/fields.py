@@ -56,7 +56,7 @@ class Fields(ReportFields, Groups):
     declared: ClassVar[dict[str, Any]] = {}
 
     # --- defaults that differ from burnish's own, for scripts that only change their import
-    resume: str = option("never", "Whether train() resumes from output_dir on its own: auto, never or must.")
+    resume: str = option("never", "Whether train() automatically resumes from output_dir: auto, never or must.")
     resume_from_checkpoint: str | None = option(
         None, "Not used by the Trainer; a script may pass it to train(resume_from_checkpoint=...)."
     )
@@ -85,16 +85,16 @@ class Fields(ReportFields, Groups):
         None, "Arguments of the learning rate schedule, such as num_cycles or min_lr."
     )
     default_optim = "adamw_torch_fused"  # not a field; scripts read it from the class
-    optim: OptimizerNames | str = option(default_optim, "Optimizer, by transformers' names.")
+    optim: OptimizerNames | str = option(default_optim, "Optimizer, named as in transformers.")
     logging_strategy: IntervalStrategy | str = option("steps", "When to log.")
     eval_strategy: IntervalStrategy | str = option("no", "When to evaluate.")
     save_strategy: SaveStrategy | str = option("steps", "When to save checkpoints.")
     num_processes: str = option("auto", "Used by burnish train only; start scripts with torchrun or accelerate launch.")
     gradient_checkpointing: bool | None = option(  # type: ignore[assignment]
-        None, "Older name of activation_checkpointing."
+        None, "Deprecated name of activation_checkpointing."
     )
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = option(  # type: ignore[assignment]
-        None, "Older name of activation_checkpointing_kwargs."
+        None, "Deprecated name of activation_checkpointing_kwargs."
     )
     fsdp: str | None = None
     fsdp_config: dict[str, Any] | str | None = None
@@ -179,5 +179,5 @@ class Fields(ReportFields, Groups):
     do_eval: bool = option(False, 'Not used by the Trainer; for scripts. True if eval_strategy is not "no".')
     do_predict: bool = option(False, "Not used by the Trainer; for scripts.")
     overwrite_output_dir: bool = option(False, "Not used by the Trainer; for scripts.")
-    logging_dir: str | None = option(None, "Older name of the TensorBoard log folder.")
+    logging_dir: str | None = option(None, "Deprecated: TensorBoard log folder.")
     local_rank: int = option(-1, "Rank of this process on its node, set by the launcher.")

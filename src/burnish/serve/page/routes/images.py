@@ -74,4 +74,4 @@ def _read(root: Path, inner: str, most_bytes: int) -> bytes:
 
 
 def _no_image() -> APIError:
-    return APIError(404, "no_image", "There is no such image, or it cannot be shown.", param="path")
+    return APIError(404, "no_image", "The image does not exist or cannot be displayed.", param="path")

@@ -108,7 +108,7 @@ class Picking:
         name, offset = request.path_params["name"], whole_number(request.query_params.get("offset"), "offset", 0)
         if not _UPLOAD_NAME.fullmatch(name) or not name.endswith(_SUFFIXES):
             kinds = ", ".join(_SUFFIXES)
-            message = f"The name of a file must have only letters, digits, -, _ and ., and end in one of {kinds}."
+            message = f"A file name may contain only letters, digits, -, _ and ., and must end in one of {kinds}."
             raise APIError(422, "invalid_value", message, param="name")
         piece, is_last = await whole_body(request), request.query_params.get("last") == "1"
         target = self.site.places.within(f"{UPLOADS}/{name}", "name")

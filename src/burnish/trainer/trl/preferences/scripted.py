@@ -205,7 +205,8 @@ def get_batch_logps(
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
-            f"logits (S, T, V) and labels (S, T) must agree. Received: {tuple(logits.shape)}, {tuple(labels.shape)}."
+            f"logits (S, T, V) and labels (S, T) must have matching shapes. Received: {tuple(logits.shape)}, "
+            f"{tuple(labels.shape)}."
         )
     if not is_encoder_decoder:
         logits, labels = logits[:, :-1], labels[:, 1:]

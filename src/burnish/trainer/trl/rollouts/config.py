@@ -89,7 +89,7 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
     top_p: float = 1.0
     top_k: int = 0
     generation_kwargs: dict[str, Any] | str | None = option(
-        None, f"Further sampling options: {', '.join(_OF_SAMPLING)}."
+        None, f"Additional sampling options: {', '.join(_OF_SAMPLING)}."
     )
     chat_template_kwargs: dict[str, Any] | str | None = option(None, "Arguments of the chat template.")
     shuffle_dataset: bool | None = option(True, "Shuffle the prompts.")
@@ -107,7 +107,7 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
     num_completions_to_print: int | None = None
     drop_zero_variance_groups: str = option(
         "false", "What to do with groups whose rewards are all equal: keep them (false), drop them from the step "
-        "(drop), or replace them by further prompts, at most three times as many (refill).",
+        "(drop), or replace them with additional prompts, at most three times as many (refill).",
         choices=("false", "drop", "refill"),
     )  # fmt: skip
 
@@ -201,7 +201,7 @@ class GRPOConfig(GrpoLossFields, RolloutConfig):
         choices=("sum_then_normalize", "normalize_then_sum"),
     )  # fmt: skip
     scale_rewards: str = option(
-        "group", "Divide the advantages by the standard deviation of the rewards of a group or batch, or by nothing.",
+        "group", "Divide the advantages by the standard deviation of the rewards of a group or batch, or not (none).",
         choices=("group", "batch", "none"),
     )  # fmt: skip
 

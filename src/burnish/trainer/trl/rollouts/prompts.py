@@ -117,7 +117,7 @@ def blank_prompts(args: RolloutConfig, environments: Environments | None) -> Any
     if environments is None:
         raise ValueError("`train_dataset` is required")
     if args.max_steps <= 0:
-        raise ValueError("`max_steps` must be set where there is no `train_dataset`.")
+        raise ValueError("`max_steps` must be set if there is no `train_dataset`.")
     count = max(1, (args.generation_batch_size or 1) // args.num_generations)
     return [{"prompt": [{"role": "user", "content": ""}]}] * count
 

@@ -281,7 +281,7 @@ class Environments:
         for record, run in zip(records, runs, strict=True):
             name = record["columns"].get("environment") if self.is_named else None
             if name not in self.pools:
-                raise UserError(f'There is no environment "{name}". Known: {", ".join(map(str, self.pools))}.')
+                raise UserError(f'Unknown environment "{name}". Available: {", ".join(map(str, self.pools))}.')
             place = used[name] = used.get(name, -1) + 1
             if place == len(self.pools[name]):
                 self.pools[name].append(self._create(name))

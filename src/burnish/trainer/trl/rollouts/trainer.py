@@ -199,7 +199,7 @@ class RolloutTrainer(OverridableTrainer):
         values = values[first : first + count] if len(values) > count else values
         if values.shape != (count, len(functions)):
             expected = f"({count}, {len(functions)})"
-            what = f"_calculate_rewards must return a tensor {expected}, completions by functions."
+            what = f"_calculate_rewards must return a tensor of shape {expected} (completions, reward functions)."
             raise UserError(f"{what} Received: {tuple(values.shape)}.")
         metrics = {**self._logged_metrics, **self._tool_metrics(count)}
         return RewardTable(values, self.reward_func_names, self._logged_extra, metrics)
