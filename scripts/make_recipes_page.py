@@ -37,12 +37,12 @@ INTRODUCTION = """# Recipes
 
 <!-- Made by scripts/make_recipes_page.py from examples/recipes; a test holds it against them. -->
 
-Complete files to start from: replace the model, the dataset and `output_dir`, look at `burnish explain`, and train. A
-test runs each for some steps on the bundled model.
+Complete configuration files: replace the model, the dataset and `output_dir`, check the plan with `burnish explain`,
+and train. A test runs each file for a few steps on the bundled model.
 
-Memory of one GPU in GiB, estimated by the functions that `burnish explain` prints from, with rows of `cutoff_len`, for
-models of the shapes of Qwen2.5 0.5B and 7B and Llama 3 70B. **The estimates are not measured on a GPU.** More than one
-GPU has: [Scaling](scaling.md).
+The table shows the memory of one GPU in GiB, estimated as in `burnish explain`, for examples of `cutoff_len` tokens and
+models with the shapes of Qwen2.5 0.5B and 7B and Llama 3 70B. **The estimates were not checked on a GPU.** For several
+GPUs, see [Scaling](scaling.md).
 
 """
 

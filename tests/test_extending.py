@@ -149,7 +149,7 @@ def test_command_line_knows_options_of_a_member(command_outputs):
     for name in ("sign_decay", "norm_word", "early_weight", "csv_file"):
         assert f"--{name}" in listed
     text = " ".join(listed.split())
-    assert "Sign descent --sign_decay How much of the averaged gradient stays" in text
+    assert "Sign descent --sign_decay Decay rate of the gradient average" in text
     for name in ("sign", "norms", "early", "qa", "length"):
         assert re.search(rf"one of [^;)]*\b{name}\b", text), name
 
@@ -158,7 +158,8 @@ def test_explain_prints_options_of_a_member_and_their_source(command_outputs):
     text = " ".join(command_outputs[1]["explain"].split())
     for part in ("sign_decay 0.8 (default 0.9) (run.yaml, line", "norm_word layernorm (default norm)",
                  "early_weight 3 (default 2)", "csv_file losses.csv (default log.csv)", "CsvTracker",
-                 "norms. The norms are trained, the rest is frozen.", "template my_template"):  # fmt: skip
+                 "norms. Trains the normalization weights and freezes all others.",
+                 "template my_template"):  # fmt: skip
         assert part in text, f"{part}\n{text}"
     assert "question Name: red" in text
     assert "⟦red<|im_end|>" in text
