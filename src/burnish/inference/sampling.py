@@ -235,7 +235,7 @@ def token_logps(logits: Tensor, tokens: Tensor) -> Tensor:
 def log_probabilities(
     logits: Tensor, tokens: Tensor, top: int = 0, also: Sequence[Sequence[int]] = ()
 ) -> list[Logprob]:
-    """Return the log-probabilities of one token per row, and of further tokens, under the model's own logits.
+    """Return the log-probabilities of one token per row, and of additional tokens, under the model's own logits.
 
     They are computed on the device of the logits for all rows at once, and read from it once.
 

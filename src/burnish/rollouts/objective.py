@@ -137,7 +137,7 @@ class RolloutObjective(AnswersObjective):
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a rank per generation; each is used ``num_iterations`` times."""
+        """Number of micro-batches per rank and generation. Each is used ``num_iterations`` times."""
         options = self.choices
         if options.generation_batch_size is None:
             return options.steps_per_generation or options.gradient_accumulation_steps
@@ -155,7 +155,7 @@ class RolloutObjective(AnswersObjective):
 
     @property
     def rows_per_rank(self) -> int:
-        """Prompts of a rank in a step batch of the loader."""
+        """Number of prompts per rank in a step batch of the loader."""
         most = max(self.micro_batches, self.choices.gradient_accumulation_steps)
         return max(1, self.choices.per_device_train_batch_size * most // self.choices.num_generations)
 

@@ -1,4 +1,4 @@
-"""The options of stages that learn from the model's own completions, and what can be found wrong with them beforehand.
+"""Options of stages that train on the model's own completions, and their validation before data is read.
 
 Names and defaults are those of TRL 1.16's ``GRPOConfig`` and ``RLOOConfig``, and LLaMA-Factory's where it has the
 option. What a draw needs besides (``temperature``, ``top_p``, ``top_k``, ``repetition_penalty``) is declared with
@@ -33,13 +33,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "cispo": {"rl_loss_type": "cispo", "epsilon_high": 5.0},
 }  # fmt: skip
-"""The values of a preset, each of which an option overrides."""
+"""Values of each preset. An option that is set takes precedence."""
 
 
 @shared
 @dataclass
 class CompletionFields:
-    """Options of stages that draw completions, and of TRL's ``GRPOConfig`` and ``RLOOConfig``."""
+    """Options of stages that generate completions, and of TRL's ``GRPOConfig`` and ``RLOOConfig``."""
 
     num_generations_eval: int | None = option(
         None, "Number of completions per prompt in an evaluation. Default: num_generations.", ge=1
@@ -140,11 +140,11 @@ class PresetChoices(RolloutOptions):
 
 
 class DefaultsChoices(PresetChoices, CheckpointOptions, GenerationOptions, FlowOptions):
-    """The options that decide other defaults."""
+    """Options that determine the defaults of others."""
 
 
 def stage_defaults(options: PresetChoices) -> dict[str, Any]:
-    """Defaults of options that differ under ``stage: grpo`` or ``stage: rloo``, those of a preset included."""
+    """Defaults of options that differ under ``stage: grpo`` or ``stage: rloo``, including those of a preset."""
     found: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "rl_beta": 0.0}
     if options.stage == "rloo":
         found |= {"rl_beta": 0.05, "num_generations": 2}
@@ -152,7 +152,7 @@ def stage_defaults(options: PresetChoices) -> dict[str, Any]:
 
 
 class LossShapeChoices(RolloutOptions, GenerationOptions, ReferenceOptions):
-    """The options that say what a generation and its loss are."""
+    """Options that define a generation and its loss."""
 
     gradient_accumulation_steps: int
     per_device_train_batch_size: int
@@ -160,7 +160,7 @@ class LossShapeChoices(RolloutOptions, GenerationOptions, ReferenceOptions):
 
 
 class RolloutStageChoices(LossShapeChoices, FinetuningOptions, InferOptions):
-    """The options read here."""
+    """Options that this module reads."""
 
     learning_rate: float
     streaming: bool
@@ -184,18 +184,18 @@ _OF_GRPO = (
 
 
 def draws_completions(stage: str) -> bool:
-    """Tell whether a stage learns from the model's own completions, by the records that it declares."""
+    """Return whether a stage trains on the model's own completions, according to the records that it declares."""
     return stage in OBJECTIVES and OBJECTIVES[stage].records == "prompts"
 
 
 def compares_completions(stage: str) -> bool:
-    """Tell whether a stage compares completions of one prompt with each other."""
+    """Return whether a stage compares completions of the same prompt with each other."""
     return draws_completions(stage) and getattr(OBJECTIVES[stage], "compares_completions", False)
 
 
 @check
 def check_rollouts(options: RolloutStageChoices) -> list[Problem]:
-    """Find what can be found without data. Under other stages only a temperature that samples nothing."""
+    """Return problems that can be found without data. For other stages, only the temperature is checked."""
     if not compares_completions(options.stage) and options.temperature == 0:
         what, remedy = '"temperature" must be greater than 0. Received: 0.', "Set do_sample: false for greedy decoding."
         remedy = "Set a low temperature, such as 0.1." if draws_completions(options.stage) else remedy
@@ -342,7 +342,7 @@ def rollout_notes(options: RolloutStageChoices) -> list[str]:
 
 
 def without_effect(options: LossShapeChoices) -> Mapping[str, str]:
-    """Option -> the reason why it has no effect beside the others."""
+    """Option -> the reason why it has no effect with the other options."""
     if not compares_completions(options.stage):
         return dict.fromkeys((*_OF_GRPO, *_OF_RLOO, *_OF_GROUPS), f"stage is {options.stage}")
     if options.stage == "rloo":

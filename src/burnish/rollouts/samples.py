@@ -197,5 +197,5 @@ def groups_of(samples: Sequence[Scored], count: int) -> Tensor:
 
 
 def real_rows(batch: Batch) -> list[Row]:
-    """The rows of a micro-batch of the loader that are prompts: of a blank one none."""
+    """Return the rows of a loader micro-batch that are prompts: none for a padding micro-batch."""
     return [row for row, item in zip(batch["rows"], batch["items"].tolist(), strict=True) if item]

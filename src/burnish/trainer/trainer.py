@@ -59,14 +59,14 @@ class Trainer(EvaluationMethods, FileMethods):
         optimizer_cls_and_kwargs: the optimizer's class and arguments.
         preprocess_logits_for_metrics: (logits, labels) -> the logits to keep.
 
-    A subclass may override, and the run goes by it: ``compute_loss``, ``training_step``, ``prediction_step``,
-    ``evaluation_loop``, ``evaluate``, ``predict``, ``get_train_dataloader``, ``get_eval_dataloader``,
-    ``get_test_dataloader``, ``_get_train_sampler``, ``create_optimizer``, ``create_scheduler``,
-    ``create_optimizer_and_scheduler``, ``get_decay_parameter_names``, ``get_optimizer_cls_and_kwargs``, ``log``,
-    ``save_model``, ``_save``, ``_save_checkpoint``, ``_prepare_inputs``, ``floating_point_ops``, ``num_examples``,
-    ``compute_loss_context_manager``, ``autocast_smart_context_manager``, ``get_batch_samples``,
-    ``set_initial_training_values``, ``get_total_train_batch_size``, ``_get_learning_rate``, ``store_flos``,
-    ``create_accelerator_and_postprocess``, ``_validate_args``.
+    A subclass may override these methods, which the run calls: ``compute_loss``, ``training_step``,
+    ``prediction_step``, ``evaluation_loop``, ``evaluate``, ``predict``, ``get_train_dataloader``,
+    ``get_eval_dataloader``, ``get_test_dataloader``, ``_get_train_sampler``, ``create_optimizer``,
+    ``create_scheduler``, ``create_optimizer_and_scheduler``, ``get_decay_parameter_names``,
+    ``get_optimizer_cls_and_kwargs``, ``log``, ``save_model``, ``_save``, ``_save_checkpoint``, ``_prepare_inputs``,
+    ``floating_point_ops``, ``num_examples``, ``compute_loss_context_manager``, ``autocast_smart_context_manager``,
+    ``get_batch_samples``, ``set_initial_training_values``, ``get_total_train_batch_size``, ``_get_learning_rate``,
+    ``store_flos``, ``create_accelerator_and_postprocess``, ``_validate_args``.
     """
 
     def train(

@@ -130,19 +130,19 @@ class Family:
         return self.of_video(image) if image.frames else self.ids(*self.given_sizes(image)[-1])
 
     def of_video(self, video: ImageFile) -> Ids:
-        """The ids that replace the mark of a video."""
+        """Return the ids that replace the mark of a video."""
         raise NotImplementedError
 
     def opening(self, video: ImageFile) -> str:
-        """The text with which ``of_video`` begins. A named template writes it, as part of the text before."""
+        """Return the text at the start of ``of_video``. A named template outputs it with the preceding text."""
         return ""
 
     def seen(self, image: ImageFile) -> tuple[int, int]:
-        """Width and height of an image, or of the frames of a video, after the processor's own resize."""
+        """Return width and height of an image, or of the frames of a video, after the processor's own resize."""
         return self.processed(*self.given_sizes(image)[-1])
 
     def patches_of(self, image: ImageFile) -> int:
-        """Patches that the tower computes for an image, or for a video."""
+        """Return the number of patches that the vision tower computes for an image or a video."""
         return self.patches(*self.given_sizes(image)[-1])
 
     def processed(self, width: int, height: int) -> tuple[int, int]:
@@ -182,11 +182,11 @@ class Family:
         return sizes
 
     def prepared(self, image: ImageFile) -> Any:
-        """What ``ImageProcessor.tensors`` takes. Raises UserError for an image that cannot be decoded."""
+        """Return the input of ``ImageProcessor.tensors``. Raises UserError for an image that cannot be decoded."""
         return self.resized(image)
 
     def resized(self, image: ImageFile) -> Image:
-        """The pixels as the image processor is given them: RGB, resized by ``given_sizes`` (bicubic).
+        """Return the pixels that are passed to the image processor: RGB, resized by ``given_sizes`` (bicubic).
 
         Raises:
             UserError: for an image that cannot be decoded.

@@ -81,7 +81,7 @@ class Qwen(Family):
         return smart_size(width, height, unit, video.least, most, count)
 
     def video_grid(self, video: ImageFile) -> tuple[int, int, int]:
-        """(pairs of frames, rows, columns) of patches; the merge is not applied."""
+        """Return (pairs of frames, rows, columns) of patches before merging."""
         wide, high = self.seen(video)
         return ceil(len(video.frames) / PAIR), high // self.video.patch, wide // self.video.patch
 
@@ -120,12 +120,12 @@ class Qwen(Family):
 
 
 class Stamped(Qwen):
-    """Each pair of frames of a video is written with its time, and is like an image of its own for the model."""
+    """The time of each pair of frames of a video is in the text, and the model processes each pair as an image."""
 
     limits_all_frames = True
 
     def stamps(self, video: ImageFile) -> list[float]:
-        """The second of each pair of frames."""
+        """Return the time of each pair of frames, in seconds."""
         return [number / video.fps for number in range(0, len(video.frames), PAIR)]
 
     def pair(self, stamp: float, placeholders: Ids) -> Ids:
@@ -143,7 +143,7 @@ class Stamped(Qwen):
 
 @FAMILIES.register("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", words=("<|image_pad|>",))
 class Qwen3(Stamped):
-    """As Qwen2-VL; before each pair of frames of a video ``<1.5 seconds>``."""
+    """Like Qwen2-VL, with ``<1.5 seconds>`` before each pair of frames of a video."""
 
     video_written = "<|video_pad|>"
 
@@ -165,7 +165,7 @@ class Qwen3(Stamped):
 @FAMILIES.register("glm4v", "glm4v_moe", "glm_ocr", words=("<|image|>",))
 class Glm(Stamped):
     """``<|begin_of_image|>``, a placeholder per merged patch, ``<|end_of_image|>``; the same for each pair of frames of
-    a video, with its second behind."""
+    a video, followed by its time in seconds."""
 
     mark, written = "<|image|>", "<|begin_of_image|><|image|><|end_of_image|>"
     around = ("<|begin_of_image|>", "<|end_of_image|>")
@@ -191,7 +191,7 @@ class Glm(Stamped):
 
 @FAMILIES.register("glm46v", words=("<|image|>",))
 class Glm46(Glm):
-    """As GLM-4V, with other words for the seconds."""
+    """Like GLM-4V, with a different text for the times."""
 
     def _said(self, stamp: float) -> str:
         return f"{stamp:.1f} seconds"

@@ -57,7 +57,7 @@ class BadImage(ValueError):
 
 
 class NotTaken(BadImage):
-    """A video for a model that takes images only."""
+    """A video in a record for a model that supports images only."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def images_of(row: Mapping[str, Any], prefix: str = "") -> list[ImageFile]:
 
 
 def read_header(path: str | Path, **known: Any) -> ImageFile:
-    """Read the header of an image file without decoding it (0.1 ms). Args: known: further fields.
+    """Read the header of an image file without decoding it (0.1 ms). Args: known: additional fields.
 
     Raises:
         BadImage: if the file is not an image or too large.
@@ -189,7 +189,7 @@ def size_of_plain_jpeg(path: str) -> tuple[int, int] | None:
 
 
 def content_hash(image: ImageFile) -> str:
-    """A hash of what a model sees of an image: the content of its files, and its limits of pixels."""
+    """Return a hash of an image as the model sees it: the content of its files, and its pixel limits."""
     found = sha256(f"{image.min_pixels}|{image.max_pixels}|{image.width}x{image.height}".encode())
     for file in image.frames or (image,):
         content = file.content or Path(file.path).read_bytes()
@@ -198,7 +198,7 @@ def content_hash(image: ImageFile) -> str:
 
 
 def in_memory(content: bytes, **known: Any) -> ImageFile:
-    """Read the header of an image that is not stored as a file. Args: known: further fields. Raises: BadImage."""
+    """Read the header of an image that is not stored as a file. Args: known: additional fields. Raises: BadImage."""
     name = f"memory:{sha256(content).hexdigest()}"
     with _opened(BytesIO(content)) as image:
         return _header(image, name, {**known, "num_bytes": len(content), "content": content})

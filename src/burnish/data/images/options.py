@@ -112,6 +112,6 @@ def check_images(options: ImageOptions) -> list[Problem]:
 
 
 def limits_of(options: ImageOptions, folders: Sequence[Path] = ()) -> Sight:
-    """Images and videos within the limits of training. Args: folders: see ``Sight``; none for those of a request."""
+    """Return a ``Sight`` with the size limits of the options. Args: folders: see ``Sight``; none for requests."""
     of_videos = (options.video_min_pixels, options.video_max_pixels, options.video_fps)
     return Sight(folders, options.image_min_pixels, options.image_max_pixels, "", *of_videos)

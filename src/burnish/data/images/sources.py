@@ -40,13 +40,13 @@ class MissingImage(BadImage):
 
 @dataclass(frozen=True)
 class Sight:
-    """How the images of a data set are found, and what is done to their sizes.
+    """Finds the images of a dataset, and sets their size limits.
 
     Args:
-        folders: a relative path is looked for in these, in this order.
+        folders: folders that are searched for relative paths, in this order.
         min_pixels, max_pixels: see ``ImageFile``; ``video_...`` are those of videos.
-        video_fps: frames per second of a video whose record does not say.
-        model_type: of a model that reads text only, for the error; "" where images are read.
+        video_fps: frames per second of a video whose record does not set it.
+        model_type: model type of a text-only model, for the error; "" if images are supported.
     """
 
     folders: Sequence[Path] = ()
@@ -118,7 +118,7 @@ class Sight:
         raise BadImage(f"{place} must be a path, a data URI, bytes or a Pillow image. Received: {received}.")
 
     def file(self, path: str, place: str) -> str:
-        """The path of a file or folder that a record names. Raises BadImage where it may not be opened."""
+        """Return the path of a file or folder that a record names. Raises BadImage if it must not be opened."""
         scheme = urlsplit(path).scheme.lower() if "://" in path else ""
         if scheme == "file":
             path = unquote(urlsplit(path).path)

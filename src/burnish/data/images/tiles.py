@@ -282,7 +282,7 @@ class Idefics3(Family):
 
 @FAMILIES.register("llama4", words=("<|patch|>",))
 class Llama4(Family):
-    """Rows of tiles with a token behind each, and the image as a whole (processing_llama4.py)."""
+    """Rows of tiles, each followed by a token, and the full image (processing_llama4.py)."""
 
     mark, placeholder = "<|image|>", "<|patch|>"
 
@@ -338,7 +338,7 @@ class Llama4(Family):
 
 @FAMILIES.register("lfm2_vl", words=("<image>",))
 class Lfm2Vl(Family):
-    """Tiles in rows, each behind its row and column, and a thumbnail; or the image alone (processing_lfm2_vl.py,
+    """Rows of tiles, each preceded by its row and column, and a thumbnail; or only the image (processing_lfm2_vl.py,
     image_processing_lfm2_vl.py)."""
 
     @property

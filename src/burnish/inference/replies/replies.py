@@ -94,7 +94,7 @@ class Reply:
         self.has_stopped = False
 
     def feed(self, ids: Sequence[int]) -> list[ReplyPiece]:
-        """Parse further ids. Returns the pieces that are certain."""
+        """Parse the next ids. Returns the pieces that are certain."""
         if self.has_stopped:
             return []
         self._since += len(ids)

@@ -1,7 +1,7 @@
-"""The options of losses over completions that the model drew (stages grpo and rloo).
+"""Options of the losses of sampled completions (stages grpo and rloo).
 
-Names, defaults and ranges are those of TRL 1.16's ``GRPOConfig`` and ``RLOOConfig``. Two of its names mean another
-option under the stages of preference learning; ``OPTION_NAMES`` maps them for the stages that learn from completions.
+Names, defaults and ranges are those of TRL 1.16's ``GRPOConfig`` and ``RLOOConfig``. Two of its names belong to
+a different option of preference learning; ``OPTION_NAMES`` maps them for the stages that train on completions.
 """
 
 from __future__ import annotations

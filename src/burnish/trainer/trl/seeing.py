@@ -1,10 +1,10 @@
-"""Images under TRL's trainers: the family of a vision model, and batches of rows with images.
+"""Images in TRL's trainers: the family of a vision model, and batches of rows with images.
 
-In: a model, its processor or tokenizer, the first row of a set. Out: a ``Family``; None where the set holds no
-images. Refused: images for a model that reads text only.
+In: a model, its processor or tokenizer, the first row of a dataset. Out: a ``Family``; None for a dataset without
+images. Images for a text-only model are refused.
 
-The composed processor of transformers is not needed, only the image processor; it is read from the model's folder where
-the script gives a tokenizer.
+The composed processor of transformers is not needed, only the image processor. If the script passes a tokenizer, the
+image processor is read from the model's folder.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from burnish.models.options import ModelOptions
 from burnish.utils.json_files import read_object
 
 SIGHT = Sight()
-"""Images of a script: relative paths belong to the working folder, and the processor's limits are the only ones."""
+"""Images of a script: paths are relative to the working directory, and only the processor's limits apply."""
 NOT_LEARNED = "Image placeholders are masked in the loss (TRL trains on them)."
 
 
 def family_for(model: Any, processing_class: Any, tokenizer: Any, sample: Mapping[str, Any]) -> Family | None:
-    """The family of a model whose set holds images; None for a set of text.
+    """Return the family of a model whose dataset contains images; None for a text dataset.
 
     Raises:
-        ValueError: where the model reads text only.
+        ValueError: for a text-only model.
     """
     if not holds_images(sample):
         return None
@@ -74,7 +74,7 @@ def holds_images(sample: Mapping[str, Any]) -> bool:
 
 
 def with_encoded_images(dataset: Any) -> Any:
-    """The set with its images as bytes and paths: ``datasets`` would decode each of them when a row is read."""
+    """Return the dataset with undecoded images, because ``datasets`` would decode each image when a row is read."""
     columns = getattr(dataset, "features", None) or {}
     images = [name for name, kind in columns.items() if "Image(" in repr(kind)]
     for name in images:
@@ -94,12 +94,12 @@ def _undecoded(kind: Any) -> Any:
 
 
 class SeeingCollator:
-    """Collates rows of which some have images: padded, or flat where the model keeps rows with images apart.
+    """Collates rows of which some have images: padded, or padding-free if the model separates rows with images.
 
     Args:
-        text: collates rows of text alone.
+        text: collates rows without images.
         pad_id, multiple: of padded rows.
-        is_flat: flat batches are wanted.
+        is_flat: whether batches are padding-free.
     """
 
     def __init__(

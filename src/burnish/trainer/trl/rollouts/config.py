@@ -1,8 +1,8 @@
-"""``GRPOConfig`` and ``RLOOConfig``: the fields of TRL 1.16 by name, type and default, each a name of one of burnish's
-options (``rollouts/options.py``).
+"""``GRPOConfig`` and ``RLOOConfig``: the fields of TRL 1.16 with name, type and default, each mapped to an option of
+burnish (``rollouts/options.py``).
 
-Out: the config, and the options as the objective reads them. Refused, in the names that the script uses: what those
-refuse, and what belongs to engines that burnish does not use.
+Out: the config, and the options for the objective. Errors contain the names that the script uses. Options of engines
+that burnish does not use are refused.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _OF_VLLM = "completions are generated in the training process."
 _NO_PADDING = "completions are not padded."
 _OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _OF_BEAMS = ("length_penalty", "early_stopping")
-"""Arguments of beam search in transformers, without effect on samples."""
+"""Arguments of beam search in transformers, which have no effect on sampling."""
 _WHY_BEAMS = "beam search is not used"
 _USUAL = (("do_sample", True), ("num_beams", 1), ("use_cache", True))
 
 
 @dataclass
 class RolloutChoices(ObjectiveChoices, LossShapeChoices, Choices):
-    """The options that the objective reads, in burnish's words."""
+    """The options that the objective reads, under burnish's names."""
 
     stage: str = "grpo"
     seed: int = 42
@@ -138,7 +138,7 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
                 setattr(self, name, json.loads(value))
 
     def choices(self) -> RolloutChoices:
-        """The options that the objective reads. Raises UserError with all that is wrong with them."""
+        """The options that the objective reads. Raises UserError with all their problems."""
         known = specs(RolloutChoices)
         names = {one.name: OPTION_NAMES.get(one.name, one.name) for one in fields(self)}
         values = {name: _plain(getattr(self, word)) for word, name in names.items() if name in known}
@@ -166,7 +166,7 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
         return dict(kwargs)
 
     def notes(self) -> list[str]:
-        """Sentences on what has no effect beside the other arguments."""
+        """Notes on arguments that have no effect with the others."""
         choices, words = self.choices(), {name: word for word, name in OPTION_NAMES.items()}
         changed = {one.name for one in fields(self) if one.init and getattr(self, one.name) != one.default}
         reasons = ((words.get(name, name), why) for name, why in without_effect(choices).items())

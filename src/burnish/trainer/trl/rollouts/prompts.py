@@ -113,7 +113,7 @@ def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def blank_prompts(args: RolloutConfig, environments: Environments | None) -> Any:
-    """Empty prompts for environments that write the prompt themselves. Raises ValueError where there are none."""
+    """Empty prompts for environments that write the prompt themselves. Raises ValueError without environments."""
     if environments is None:
         raise ValueError("`train_dataset` is required")
     if args.max_steps <= 0:

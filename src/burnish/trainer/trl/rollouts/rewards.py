@@ -1,4 +1,4 @@
-"""Reward functions and models as a script passes them -> those of the objective."""
+"""Convert the reward functions and models of a script to those of the objective."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from burnish.rollouts.rewards.models import RewardModel, reward_model_of
 
 
 def reward_list(functions: Any, tokenizers: Any) -> list[Any]:
-    """Reward functions as a new list, models as functions. The given list stays as it is.
+    """Return a new list of reward functions, with models converted to functions. The given list is not changed.
 
     Args:
         functions: one or several: callables, sequence classifiers, paths or ids of reward models.
-        tokenizers: of the models, one for each function; by default what lies with the model.
+        tokenizers: tokenizers of the models, one per function. Default: those in the models' folders.
     """
     listed = [] if functions is None else list(functions) if isinstance(functions, list | tuple) else [functions]
     beside = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]

@@ -243,7 +243,7 @@ class ScriptedRollouts(Objective):
 
 
 def place_in_completion(ready: Batch) -> Tensor:
-    """(N,) the place of each token in its completion, from its place among all tokens of the micro-batch."""
+    """(N,) the index of each token in its completion, from its index among all tokens of the micro-batch."""
     owner, places = ready["owner"], ready["places"]
     firsts = torch.full((len(ready["items"]),), len(places) + 1, device=places.device, dtype=places.dtype)
     place: Tensor = places - firsts.scatter_reduce(0, owner, places, "amin")[owner]

@@ -310,7 +310,7 @@ def _reward_of(kind: Any) -> Callable[..., Any]:
 
 class ScriptSource(CompletionSource):
     """Completions of a rollout function: ``(prompts, trainer) -> {"prompt_ids": ..., "completion_ids": ..., "logprobs":
-    ...}``. Further keys become columns for the reward functions; ``env_mask`` is 1 for tokens of the model."""
+    ...}``. Additional keys become columns for the reward functions; ``env_mask`` is 1 for tokens of the model."""
 
     def __init__(self, function: Callable[..., Mapping[str, Any]], trainer: Any) -> None:
         self.function, self.trainer = function, trainer

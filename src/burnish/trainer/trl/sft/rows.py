@@ -190,7 +190,7 @@ class Pack:
     strategy: str
 
     def over(self, dataset: Any) -> Any:
-        """The packs of a dataset; those of a stream are made when they are read."""
+        """Return the packs of a dataset; those of a stream are created on access."""
         if not is_datasets_set(dataset):
             return dataset.map(self, batched=True, batch_size=self.BLOCK, remove_columns=[*_ROWS])
         datasets = sys.modules["datasets"]  # already imported by the code that created the dataset
