@@ -222,7 +222,7 @@ def test_obstacle_in_place_of_a_run_file_is_reported(
     assert "Raised in" not in err
     if status:
         is_odd = "instead of a file: " in err and "Writing to it would block forever." in err
-        assert is_odd or ("cannot be written or read: " in err and "move it away, then run the same command" in err)
+        assert is_odd or ("cannot be written or read: " in err and "move it, then run the same command" in err)
         remove(result)
         assert cli.main(["train", "run.yaml", "max_steps=6"]) == 0
     else:

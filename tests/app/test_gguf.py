@@ -245,7 +245,7 @@ def test_prepended_spaces_of_a_normalizer_are_reported(tmp_path: Path, capsys: p
     changed = {"normalizer": {"type": "Sequence", "normalizers": spaces}, "pre_tokenizer": None}
     file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
     exported(tmp_path / "out", model, export_format="safetensors", template="alpaca")
-    assert "renders the trained text except for spaces" in capsys.readouterr().out
+    assert "equals the training text except for spaces" in capsys.readouterr().out
 
 
 def test_each_sentencepiece_token_has_its_type(tmp_path: Path) -> None:

@@ -368,7 +368,7 @@ def test_restarted_run_resumes_from_its_own_config_file(
     with monkeypatch.context() as patch:
         patch.setattr(Loop, "step", take)
         assert cli.main(["train", "run.yaml", *words]) == 1
-    assert "# only for the start of the run: overwrite_output_dir: true" in Path("out/run.yaml").read_text(
+    assert "# used only to start the run: overwrite_output_dir: true" in Path("out/run.yaml").read_text(
         encoding="utf-8"
     )
     capsys.readouterr()

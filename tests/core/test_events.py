@@ -111,7 +111,7 @@ def test_registry_suggests_nearest_member():
 
     assert family["plain"] is vanilla
     assert family.get("vanilla").summary == "Tastes of little."
-    with pytest.raises(UserError, match='no flavour "vanila"') as raised:
+    with pytest.raises(UserError, match='Unknown flavour "vanila"') as raised:
         family.get("vanila")
     assert 'Did you mean "vanilla"?' in str(raised.value)
     with pytest.raises(ValueError, match="registered already"):

@@ -75,7 +75,7 @@ def test_launcher_requesting_other_parallelism_is_rejected_by_name(kind, monkeyp
                 "sequence": "PARALLELISM_CONFIG_SP_SIZE"}[kind]  # fmt: skip
     monkeypatch.setenv(variable, "2")
     (problem,) = check_parallel(options())
-    assert f"burnish has no {kind} parallelism" in str(problem)
+    assert f"burnish does not support {kind} parallelism" in str(problem)
     monkeypatch.setenv(variable, "1")
     assert check_parallel(options()) == []
 
