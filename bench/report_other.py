@@ -153,10 +153,10 @@ def processes(rounds: Sequence[Round]) -> str:
         },
     )
     return (
-        "Seven steps of the same rows, eight to a step, by one process or four by each of two (gloo, one thread each), "
+        "Seven steps of the same rows, eight per step, by one process or four by each of two (gloo, one thread each), "
         "then a checkpoint; the first step is not counted. The rate is of the labels and processor seconds of both "
         "processes, the memory of the larger one. "
-        "Waiting is the share of time that the training thread is blocked in collective operations. The "
+        "Waiting is the fraction of time that the training thread is blocked in collective operations. The "
         "checkpoint is on disk when the run can end: burnish hashes and flushes its files, the others leave "
         "that to the operating system; during a run, burnish writes in the background."
         f"\n\n{lines}"
@@ -172,7 +172,7 @@ def resume(rounds: Sequence[Round]) -> str:
     """Format the time to find the position in the data after few steps and after many."""
     columns = {f"after {step:,} steps, ms": median_cell(rounds, f"after_{step}_ms", ".0f") for step in STEPS}
     return (
-        "A million rows, eight to a step: processor milliseconds from the beginning of the resumed epoch to its next "
+        "A million rows, eight per step: processor milliseconds from the beginning of the resumed epoch to its next "
         "batch. "
         "transformers iterates over the indices of skipped batches, burnish starts at the position; both "
         "compute the order of the rows again."
@@ -266,7 +266,7 @@ def servers(rounds: Sequence[Round], alone: Figures) -> str:
         rounds,
         {
             "socket open, s": median_cell(rounds, "open_s", ".1f"),
-            "first answer, s": median_cell(rounds, "ready_s", ".1f"),
+            "first response, s": median_cell(rounds, "ready_s", ".1f"),
             "memory at that point, GB": median_cell(rounds, "loaded_bytes", unit=GB),
             "tokens / s of 8 streams": median_cell(rounds, "tokens_per_s", ".0f"),
             "tokens / processor s": median_cell(rounds, "tokens_per_cpu_s", ".0f"),

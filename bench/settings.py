@@ -201,7 +201,7 @@ def preference_settings(stage: str, method: str) -> tuple[Setting, ...]:
                  **factory),
         replace(script, library="burnish"),
         training(OURS, "burnish", **factory),
-        training("burnish, at most 2,048 tokens to a micro-batch", "burnish", max_tokens_per_batch=2048, **factory),
+        training("burnish, at most 2,048 tokens per micro-batch", "burnish", max_tokens_per_batch=2048, **factory),
     )  # fmt: skip
 
 
