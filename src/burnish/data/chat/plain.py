@@ -46,8 +46,7 @@ from burnish.loop.types import IGNORE_INDEX, Example, Ids, Message, Row
 from burnish.utils.sequences import shared_beginning
 
 PARTED = kept(
-    "the tokens of the prompt alone differ from the beginning of the tokens with the response; training starts at "
-    "the first difference"
+    "the prompt has different tokens if it is tokenized with the response; training starts at the first difference"
 )
 KL_IDS = "KL_completion_ids"
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -48,7 +48,7 @@ class ImageOptions:
         "record (keep), or resize its images until they fit (shrink).",
     )
     image_backend: Literal["pil", "torchvision"] = option(
-        "pil", "Backend of the image processor. Their results differ by at most 1/255 per pixel."
+        "pil", "Backend of the image processor. The results of both differ by at most 1/255 per pixel."
     )
     crop_to_patches: bool | None = option(
         None, "Split images into tiles (InternVL). Default: as in the image processor's config."
