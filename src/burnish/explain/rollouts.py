@@ -1,4 +1,4 @@
-"""The section of ``explain`` on completions: how many are drawn and when, what rewards them, and what they take."""
+"""The section of ``explain`` on completions: their number and timing, reward functions, memory and time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run gives an objective that learns from completions of the model: who writes them, and numbered rows."""
+"""Inputs of an objective that trains on completions of the model: the source of completions, and numbered rows."""
 
 from __future__ import annotations
 

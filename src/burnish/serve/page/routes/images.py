@@ -1,9 +1,9 @@
-"""API of images of data sets and predictions: small copies of files below the roots.
+"""API for the images of datasets and predictions: thumbnails of files inside the roots.
 
-In: the path of an image, as a row of a plan or of predictions names it. Out: a JPEG of at most ``SIDE`` pixels, or
-with ``whole=1`` the file itself, which a conversation sends to a model. Rejected with the same error, whether the file
-exists or not: what is outside of the roots, also through links, and what is not an image. Images that data sets hold
-as bytes are in the cache under the hash of their content, and are found there.
+In: the path of an image, as in a row of a plan or of predictions. Out: a JPEG of at most ``SIDE`` pixels, or with
+``whole=1`` the file itself, which a conversation sends to a model. Files outside of the roots, also through links, and
+files that are not images are rejected with the same error, whether they exist or not. Images that a dataset contains as
+bytes are in the cache, named by the hash of their content.
 """
 
 from __future__ import annotations
