@@ -248,7 +248,7 @@ def test_content_part_with_non_string_type_is_rejected(folder, kind):
 
 def test_pipe_is_rejected_without_opening(folder):
     os.mkfifo(folder / "c.png")
-    with pytest.raises(UserError, match=r'images.1. "c.png" is a named pipe, which is not read'):
+    with pytest.raises(UserError, match=r'images.1. "c.png" is a named pipe, which is not supported'):
         read(bad(images=["a.png", "c.png"]), folder)
 
 

@@ -62,7 +62,7 @@ class Registry(Generic[T]):
         def add(value: T) -> T:
             for name in names:
                 if name in self._members and not replace:
-                    raise ValueError(f"{self.family} {name!r} is registered already: {self._members[name].value!r}")
+                    raise ValueError(f"{self.family} {name!r} is already registered: {self._members[name].value!r}")
                 self._members[name] = Member(name, value, options, _first_line(value), when, traits, module)
             return value
 

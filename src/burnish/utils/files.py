@@ -98,7 +98,7 @@ def regular_inside(path: Path) -> BinaryIO:
     that a folder from outside cannot expose another file of this machine.
     """
     if path.is_symlink() and Path(os.path.realpath(path)).parent != Path(os.path.realpath(path.parent)):
-        raise OSError(errno.ELOOP, "it is a link that leads to another folder", str(path))
+        raise OSError(errno.ELOOP, "it is a link that points to another folder", str(path))
     return regular(path)
 
 

@@ -93,8 +93,8 @@ class Qwen(Family):
         return repeated(self.token_id(self.video_placeholder), count)
 
     def prepared(self, image: ImageFile) -> Any:
-        """Of an image the pixels after the processor's own resize, which the processor then leaves as they are; of a
-        video its patches, and the grids (frames, rows, columns) of them."""
+        """Return the pixels of an image after the processor's own resize, which the processor leaves unchanged, or the
+        patches of a video and their grids (frames, rows, columns)."""
         if not image.frames:
             return self._resized_for_processor(self.resized(image))
         least, most = image.min_pixels, image.max_pixels

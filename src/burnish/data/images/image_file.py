@@ -150,7 +150,7 @@ def read_header(path: str | Path, **known: Any) -> ImageFile:
     path = os.path.abspath(path)
     status = os.stat(path)
     if not S_ISREG(status.st_mode) and (kind := odd_kind(Path(path))) != "a folder":
-        raise BadImage(f"is {kind}, which is not read.")  # a pipe without a writer would block
+        raise BadImage(f"is {kind}, which is not supported.")  # a pipe without a writer would block
     of_file = {"num_bytes": status.st_size, "modified_ns": status.st_mtime_ns, **known}
     check_pillow()  # which decodes the pixels later
     if size := size_of_plain_jpeg(path):

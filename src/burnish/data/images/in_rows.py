@@ -94,9 +94,9 @@ class Marks:
         for image in images:
             self.family.check(image)
         if len(kinds) != len(images):
-            raise BadImage(f'the template writes "{self.family.mark}" {len(kinds)} times for {len(images)} images')
+            raise BadImage(f'the template outputs "{self.family.mark}" {len(kinds)} times for {len(images)} images')
         if kinds != ["video" if one.frames else "image" for one in images]:
-            raise BadImage("the template writes images and videos in another order than the record")
+            raise BadImage("the order of images and videos in the template's output differs from that in the record")
 
     def _of(self, image: ImageFile, num_images: int) -> Ids:
         found = self.family.of(image, num_images)
