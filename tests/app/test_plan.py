@@ -188,8 +188,9 @@ def test_output_dir_that_is_a_file_is_rejected(tmp_path: Path) -> None:
     assert "is a file" in plan_errors(tmp_path)[0]
 
 
-def test_missing_output_dir_is_rejected(tmp_path: Path) -> None:
-    assert "output_dir is missing" in plan_errors(tmp_path, output_dir=None)[0]
+@pytest.mark.parametrize("output_dir", [None, "", "  "])
+def test_missing_output_dir_is_rejected(tmp_path: Path, output_dir: str | None) -> None:
+    assert "output_dir is missing" in plan_errors(tmp_path, output_dir=output_dir)[0]
 
 
 # --- options against each other ---------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ _ANOTHER = "Set another output_dir."
 @check
 def check_output_dir(options: RunOptions) -> list[Problem]:
     """Check that ``output_dir`` is set and writable, and contains nothing that the run would overwrite."""
-    if not options.output_dir:
+    if options.output_dir is None or not options.output_dir.strip():
         remedy = "Set it to the folder for checkpoints and logs, for example output_dir: saves/first"
         return [_problem("output_dir is missing.", remedy)]
     folder = Path(options.output_dir)
