@@ -73,7 +73,7 @@ def _best(rounds: Sequence[Round]) -> str:
     lines = [
         table_line(
             [
-                "peer",
+                "library",
                 "fastest setting",
                 "rate of burnish relative to it",
                 "setting with the least memory",
