@@ -200,7 +200,7 @@ def test_checkpoint_restores_every_member(command_outputs):
 
 
 def test_checkpoint_reports_changed_member_options(command_outputs):
-    assert "sign_decay was 0.8, is 0.5" in command_outputs[1]["change"]
+    assert "sign_decay changed from 0.8 to 0.5" in command_outputs[1]["change"]
 
 
 def test_check_of_a_member_is_called_with_all_others(command_outputs):

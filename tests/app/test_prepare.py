@@ -284,7 +284,7 @@ def test_rows_encoded_with_other_settings_are_rejected_with_the_difference():
     with pytest.raises(UserError) as caught:
         prepared(count=99, fingerprint={**settings, "template": "llama3"}, tokenized_path="rows")
     message = str(caught.value)
-    assert 'template was "qwen", now "llama3"' in message
+    assert 'template changed from "qwen" to "llama3"' in message
     assert "data differs" in message
     assert "cutoff_len" not in message
     assert "overwrite_cache: true" in message

@@ -115,8 +115,8 @@ def test_restarted_finished_run_does_nothing_and_reports_it(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"seed": 7}, "seed was 42, is 7"),
-        ({"per_device_train_batch_size": 4}, "rows_per_step was 4, is 8"),
+        ({"seed": 7}, "seed changed from 42 to 7"),
+        ({"per_device_train_batch_size": 4}, "rows_per_step changed from 4 to 8"),
         ({"lr_scheduler_type": "linear"}, "lr_scheduler_type"),
         ({"finetuning_type": "lora"}, "finetuning_type"),
     ],
@@ -138,7 +138,7 @@ def test_changed_option_is_rejected_before_reading_data(tmp_path, capsys, monkey
     monkeypatch.setattr("burnish.run.prepare.load_data", lambda *_: pytest.fail("the data were read"))
     for steps in (4, 6):
         assert run({**options, "max_steps": steps, "learning_rate": 5e-3}) == 2
-        assert "learning_rate was 0.001, is 0.005" in " ".join("".join(capsys.readouterr()).split())
+        assert "learning_rate changed from 0.001 to 0.005" in " ".join("".join(capsys.readouterr()).split())
 
 
 def test_changed_data_under_same_name_is_rejected(tmp_path, capsys):

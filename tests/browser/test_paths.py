@@ -165,7 +165,7 @@ def test_invalid_field_shows_its_error_and_disables_start(visitor, server) -> No
     visitor.goto(f"{server.address}/new")
     fill(visitor, max_steps="many")
     field = visitor.locator("[data-option=max_steps]")
-    field.locator(".problem", has_text="must be a whole number").wait_for()
+    field.locator(".problem", has_text="must be an integer").wait_for()
     assert visitor.get_attribute("#box-max_steps", "aria-invalid") == "true"
     assert visitor.is_disabled("#start")
     visitor.fill("#box-max_steps", "3")

@@ -114,15 +114,15 @@ ANOTHER_RUN = [
          [f"resume_from_checkpoint={NEWEST}"]),
     Case("R1b", lambda: None, ["contains an earlier run", "checkpoint-2"], ["resume=never"]),
     Case("R9b", with_another_base, ["base_model has changed"]),
-    Case("R10", lambda: None, ["rows_per_step was 2, is 4"], ["per_device_train_batch_size=4"]),
-    Case("R10b", lambda: None, ["rows_per_step was 2, is 4"], ["gradient_accumulation_steps=2"]),
+    Case("R10", lambda: None, ["rows_per_step changed from 2 to 4"], ["per_device_train_batch_size=4"]),
+    Case("R10b", lambda: None, ["rows_per_step changed from 2 to 4"], ["gradient_accumulation_steps=2"]),
     Case("R11", lambda: write("data/rows.json", ROWS[::-1]), ["data has changed"]),
-    Case("R12b", lambda: None, ['lr_scheduler_type was "linear", is "cosine"'], ["lr_scheduler_type=cosine"]),
-    Case("R12c", lambda: None, ["seed was 42, is 1"], ["seed=1"]),
-    Case("R13", lambda: None, ['finetuning_type was "full", is "lora"'], ["finetuning_type=lora"]),
-    Case("another length", lambda: None, ["cutoff_len was 128, is 64"], ["cutoff_len=64"]),
+    Case("R12b", lambda: None, ['lr_scheduler_type changed from "linear" to "cosine"'], ["lr_scheduler_type=cosine"]),
+    Case("R12c", lambda: None, ["seed changed from 42 to 1"], ["seed=1"]),
+    Case("R13", lambda: None, ['finetuning_type changed from "full" to "lora"'], ["finetuning_type=lora"]),
+    Case("another length", lambda: None, ["cutoff_len changed from 128 to 64"], ["cutoff_len=64"]),
     Case("another template", lambda: None, ["template has changed"], ["template=chatml"]),
-    Case("all of the row", lambda: None, ["train_on_prompt was false, is true"], ["train_on_prompt=true"]),
+    Case("all of the row", lambda: None, ["train_on_prompt changed from false to true"], ["train_on_prompt=true"]),
 ]  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def test_finished_run_is_not_mistaken_for_another(again: Path, capsys: pytest.Ca
     assert cli.main(["train", "run.yaml"]) == 0
     assert "finished at step 8: there is nothing to do." in read_output(capsys)[0]
     assert cli.main(["train", "run.yaml", "seed=1"]) == 2
-    assert "seed was 42, is 1" in read_output(capsys)[1]
+    assert "seed changed from 42 to 1" in read_output(capsys)[1]
     assert Path("out/model.safetensors").stat().st_mtime_ns == before
 
 
@@ -173,7 +173,7 @@ def test_finished_run_without_checkpoints_is_recognized(user_folder: Path, capsy
     assert cli.main(words) == 0
     assert "finished at step 8: there is nothing to do." in read_output(capsys)[0]
     assert cli.main([*words, "seed=1"]) == 2
-    assert "seed was 42, is 1" in read_output(capsys)[1]
+    assert "seed changed from 42 to 1" in read_output(capsys)[1]
     assert cli.main([*words, "max_steps=9"]) == 2
     assert "ended after 8 steps and kept no checkpoint" in read_output(capsys)[1]
     assert Path("out/model.safetensors").stat().st_mtime_ns == before
@@ -220,14 +220,14 @@ def test_partially_written_model_does_not_block_the_same_command(
 def test_fewer_steps_than_trained_are_rejected(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R12d."""
     assert cli.main(["train", "run.yaml", "max_steps=3"]) == 2
-    assert "its run has already trained 4 steps, but max_steps is 3." in read_output(capsys)[1]
+    assert "its run has already been trained for 4 steps, but max_steps is 3." in read_output(capsys)[1]
     assert not Path("out/model.safetensors").exists()
 
 
 def test_changed_learning_rate_is_rejected_unless_requested(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R12."""
     assert cli.main(["train", "run.yaml", "learning_rate=5e-3"]) == 2
-    assert "learning_rate was 0.001, is 0.005" in read_output(capsys)[1]
+    assert "learning_rate changed from 0.001 to 0.005" in read_output(capsys)[1]
     assert cli.main(["train", "run.yaml", "learning_rate=5e-3", "resume_despite_changes=true"]) == 0
     assert "learning_rate was 0.001 in checkpoint-4 and is 0.005 now." in read_output(capsys)[0]
     rates = [entry["learning_rate"] for entry in history(Path("out")) if "learning_rate" in entry]

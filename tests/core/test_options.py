@@ -76,7 +76,7 @@ def test_value_is_parsed_as_its_declared_type(name, raw, value):
         ("learning_rate", "three", "must be a number"),
         ("learning_rate", -1, "greater than 0"),
         ("limit", 0, "at least 1 row."),
-        ("limit", 2.5, "a whole number"),
+        ("limit", 2.5, "an integer"),
         ("epochs", 0, "must be greater than 0 epochs and finite."),
         ("epochs", "inf", "and finite. Received: inf."),
         ("extra", "{a: 1}", 'must be a mapping, as JSON: {"name": value}.'),
@@ -84,7 +84,7 @@ def test_value_is_parsed_as_its_declared_type(name, raw, value):
         ("is_on", "perhaps", "true or false"),
         ("mode", "fats", 'Did you mean "fast"?'),
         ("curve", "cosin", 'Did you mean "cosine"?'),
-        ("learning_rate", None, "Received: nothing"),
+        ("learning_rate", None, "Received an empty value"),
         ("learning_rate", "nan", "must be a number"),
     ],
 )

@@ -85,7 +85,7 @@ def test_empty_template_matches_llamafactory_and_reports_missing_end_token():
     assert any("no end token" in note for note in fit_tokenizer(template, tokenizer))
     stats = DataStats()
     template.encode([Example(HI, source="d.json", number=4)], stats)
-    assert stats.records == {"kept, without a trained end token": [("d.json", 4)]}
+    assert stats.records == {"kept, but its end token does not contribute to the loss": [("d.json", 4)]}
 
 
 def test_custom_template_is_a_small_yaml_file(tmp_path):

@@ -138,7 +138,7 @@ def test_contradictory_arguments_are_rejected_with_transformers_messages(options
         ("per_device_train_batch_size", 0, "at least 1 row. Received: 0"),
         ("per_device_eval_batch_size", 0, "at least 1 row"),
         ("gradient_accumulation_steps", 0, "at least 1"),
-        ("gradient_accumulation_steps", 1.5, "a whole number. Received: 1.5"),
+        ("gradient_accumulation_steps", 1.5, "an integer. Received: 1.5"),
         ("learning_rate", -1e-3, "at least 0"),
         ("learning_rate", float("nan"), "a number"),
         ("learning_rate", "fast", "a number. Received: 'fast'"),

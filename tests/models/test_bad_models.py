@@ -163,9 +163,9 @@ def test_model_without_generation_is_rejected(tmp_path):
 
 def test_contradictory_config_is_rejected(tmp_path):
     change_json(saved_model(tmp_path) / "config.json", hidden_size="sixteen")
-    assert "\"hidden_size\" must be a whole number above 0. Received: 'sixteen'" in model_problems(tmp_path)[0]
+    assert "\"hidden_size\" must be a positive integer. Received: 'sixteen'" in model_problems(tmp_path)[0]
     change_json(tmp_path / "config.json", hidden_size=16, num_attention_heads=0)
-    assert '"num_attention_heads" must be a whole number above 0' in model_problems(tmp_path)[0]
+    assert '"num_attention_heads" must be a positive integer' in model_problems(tmp_path)[0]
 
 
 def test_model_code_is_not_run_without_trust_remote_code(tmp_path):

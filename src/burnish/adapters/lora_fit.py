@@ -132,7 +132,7 @@ def read_adapter_config(folder: Path) -> Any:
         raise UserError(f"peft rejects this adapter's config: {error}.", where=str(path)) from error
 
 
-_TEXT, _NUMBER, _COUNT, _FLAG = "text", "a number above 0", "a whole number above 0", "true or false"
+_TEXT, _NUMBER, _COUNT, _FLAG = "text", "a positive number", "a positive integer", "true or false"
 _KINDS = {
     "r": _COUNT, "lora_alpha": _NUMBER, "use_rslora": _FLAG, "use_dora": _FLAG, "lora_bias": _FLAG,
     "rank_pattern": _COUNT, "alpha_pattern": _NUMBER, "base_model_name_or_path": _TEXT, "target_modules": _TEXT,
@@ -203,7 +203,7 @@ def raise_unless_fitting(own: Mapping[str, Tensor], loaded: Mapping[str, Tensor]
     """Raise UserError if a checkpoint's adapter does not match the one of this run."""
     ranks = {_rank(own), _rank(loaded)}
     if None not in ranks and len(ranks) == 2 and own.keys() == loaded.keys():
-        what = f"the checkpoint's adapter has rank {_rank(loaded)}, and this run's has rank {_rank(own)}."
+        what = f"the adapter in the checkpoint has rank {_rank(loaded)}, but this run uses rank {_rank(own)}."
         raise UserError(
             what, remedy="Set lora_rank to that of the checkpoint, or start a new run in another output_dir."
         )

@@ -75,7 +75,8 @@ class CheckpointOptions:
         None, "Maximum number of checkpoints to keep. The oldest are deleted; the best is kept.", ge=1
     )
     save_only_model: bool = option(
-        False, "Save checkpoints without optimizer and random states. Training cannot be resumed from them."
+        False,
+        "Save only the model in checkpoints, without optimizer and RNG states. Training cannot be resumed from them.",
     )
     save_in_background: bool = option(
         True, "Continue training while a checkpoint is written. Needs memory for a copy of the state."

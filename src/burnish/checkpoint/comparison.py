@@ -92,7 +92,7 @@ def _apart(old: Any, new: Any) -> tuple[Any, Any]:
 
 def _difference(name: str, old: Any, new: Any) -> str:
     """Return ``seed was 42, is 7``. For a hash, only that it has changed."""
-    return f"{name} has changed" if _is_hash(old) else f"{name} was {_short(old)}, is {_short(new)}"
+    return f"{name} has changed" if _is_hash(old) else f"{name} changed from {_short(old)} to {_short(new)}"
 
 
 def _is_hash(value: Any) -> bool:

@@ -34,7 +34,7 @@ class ModelPart(Stateful, Protocol):
 
 
 def _plainly_missing(folder: Path, name: str, stem: str) -> Problem:
-    return Problem(f'this checkpoint has no "{name}" ({stem}), so the run cannot be continued from it.')
+    return Problem(f'this checkpoint has no "{name}" ({stem}), so training cannot be resumed from it.')
 
 
 @dataclass(frozen=True)

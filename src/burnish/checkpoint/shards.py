@@ -161,7 +161,10 @@ def read_sharded(folder: Path, stem: str) -> dict[str, ShardedTensor]:
         pieces = [(begin, files[name][key]) for name, begin, _ in entry["pieces"]]
         ends = [0, *(begin + elements.numel() for begin, elements in pieces)]
         if [begin for begin, _ in pieces] != ends[:-1] or ends[-1] != prod(entry["shape"]):
-            raise UserError(f"the shards of {key} do not form the full tensor.", where=str(folder / index_name(stem)))
+            raise UserError(
+                f"the shards of {key} do not add up to the full tensor: one is missing or they overlap.",
+                where=str(folder / index_name(stem)),
+            )
         found[key] = ShardedTensor(entry["shape"], pieces[0][1].dtype, pieces)
     return found
 

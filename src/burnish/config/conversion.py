@@ -18,7 +18,7 @@ from burnish.config.bounds import DEEPEST_NODE, MOST_NODES
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 _NONE = {"none", "null", "~", ""}
 _WORDS = {
-    float: "a number", int: "a whole number", bool: "true or false", str: "text", list: "a list", dict: "a mapping",
+    float: "a number", int: "an integer", bool: "true or false", str: "text", list: "a list", dict: "a mapping",
 }  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def as_type(annotation: Any, raw: Any) -> Any:
     if raw is None or (isinstance(raw, str) and raw.strip().lower() in _NONE and not can_be_text):
         if type(None) in types_allowed:
             return None
-        raise ValueError(f"must be {type_in_words(annotation)}. Received: nothing.")
+        raise ValueError(f"must be {type_in_words(annotation)}. Received an empty value.")
     if type(None) in types_allowed and isinstance(raw, str) and raw.strip().lower() in {"none", "null", "~"}:
         return None
     for member in sorted((m for m in types_allowed if m is not type(None)), key=_specificity):

@@ -150,8 +150,9 @@ class NonFiniteError(RuntimeError):
 def skipped_steps_message(num_steps: int, step: int) -> str:
     """The message about steps that were not applied, shared by all callers."""
     return (
-        f"{num_steps} of the last steps up to step {step} {'was' if num_steps == 1 else 'were'} not applied: the "
-        "loss or the gradient was not finite. Lower learning_rate, or check the data."
+        f"{num_steps} of the most recent optimizer steps (up to step {step}) "
+        f"{'was' if num_steps == 1 else 'were'} skipped: the loss or the gradient was NaN or infinite. Lower "
+        "learning_rate, or check the data."
     )
 
 

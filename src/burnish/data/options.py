@@ -103,7 +103,7 @@ def _check_val_size(options: DataOptions) -> list[Problem]:
     if options.val_size > 1 and options.val_size != int(options.val_size):
         return [
             Problem(
-                f"val_size must be a fraction below 1 or a whole number of examples. Received: {options.val_size}.",
+                f"val_size must be a fraction below 1 or an integer number of examples. Received: {options.val_size}.",
                 option="val_size",
             )
         ]

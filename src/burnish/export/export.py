@@ -232,5 +232,6 @@ def _difference(trained: list[int], exported: list[int], tokenizer: Any) -> str:
     spaces = " except for spaces" if texts[0] != texts[1] else ""
     return (
         f"The output of the exported chat template equals the training text{spaces}, but the tokens differ at token "
-        f"{place}: training {around[0]}, exported {around[1]}. This template has no separators between its parts."
+        f"{place}: training {around[0]}, exported {around[1]}. The template has no separators between its parts, so "
+        "tokens can merge across their boundaries."
     )

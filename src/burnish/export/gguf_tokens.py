@@ -139,7 +139,10 @@ def _steps(made: list[str]) -> dict[str, int]:
         if at > end:
             step, group = step + 1, token
         elif token != group and (set(token) != set(group) or len(set(token)) > 1):
-            raise _refusal(f'the merges of "{group}" and "{token}" are interleaved, which scores cannot express.')
+            raise _refusal(
+                f'the merges of "{group}" and "{token}" alternate in priority and cannot be represented by '
+                "per-token scores."
+            )
         steps.setdefault(token, step)
         end = max(end, last[token])
     return steps

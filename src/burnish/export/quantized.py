@@ -120,7 +120,7 @@ def quantize_into(folder: Path, source: Path, tokenizer: Any, using: Calibration
     worse = after / before - 1
     return [
         sentence,
-        *([f"Perplexity is {worse:.0%} worse. Use more bits or other calibration data."] * (worse > WORSE)),
+        *([f"Perplexity increased by {worse:.0%}. Use more bits or other calibration data."] * (worse > WORSE)),
     ]
 
 

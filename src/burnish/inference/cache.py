@@ -79,7 +79,7 @@ class SlotCache(Cache):
 
     def _placed(self) -> SlotPlaces:
         if self.place is None:
-            raise RuntimeError("No slots were set for this forward pass.")
+            raise RuntimeError("No cache slots were set for this forward pass.")
         return self.place
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

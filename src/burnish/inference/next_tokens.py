@@ -93,7 +93,7 @@ def _reported(rows: Sequence[int], jobs: Sequence[Job], logits: Tensor, tokens: 
 
 def grammar_problem(error: GrammarError) -> Problem:
     """Return the problem of a request whose grammar failed."""
-    return Problem(f"The response cannot follow its grammar: {error}", code="grammar_failed")
+    return Problem(f"The response cannot satisfy the grammar: {error}", code="grammar_failed")
 
 
 def failed_pass(error: BaseException) -> Problem:

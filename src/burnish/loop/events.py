@@ -59,7 +59,8 @@ def check_flow(options: FlowOptions) -> list[Problem]:
     """Report intervals that are neither a whole number of steps nor a fraction of all steps."""
     return [
         Problem(
-            f'"{name}" must be a whole number of steps, or below 1 for a fraction of all steps. Received: {value}.',
+            f'"{name}" must be an integer number of steps, or a number below 1 for a fraction of all steps. '
+            f"Received: {value}.",
             option=name,
         )
         for name in ("logging_steps", "eval_steps", "save_steps")

@@ -106,7 +106,9 @@ class Loop:
         self.meter = Meter(parallel.device, options.logging_nan_inf_filter)
         self.spikes = SpikeWatch(options.spike_ratio) if options.on_spike == "go_back" else None
         if self.spikes is not None and objective.inner_steps > 1:
-            what = '"on_spike" must be no for an objective that trains several steps on a rollout. Received: "go_back".'
+            what = (
+                '"on_spike": "go_back" is not supported by an objective that takes several optimizer steps per rollout.'
+            )
             raise UserError(what, remedy="Set on_non_finite: skip instead.")
         self.rollout = RolloutBuffer(parallel.rank, parallel.world_size, objective.redeal)
         self.flos_per_token, self.logs_tokens = flos_per_token, logs_tokens

@@ -128,10 +128,10 @@ class Metrics:
 
 
 def _tensor(metric: Metric) -> Tensor:
-    assert isinstance(metric, Tensor), "a metric must be a plain sum in all micro-batches or in none"
+    assert isinstance(metric, Tensor), "a metric must be reported as a plain sum in all micro-batches or in none"
     return metric
 
 
 def _sum(metric: Metric) -> Sum:
-    assert isinstance(metric, Sum), "a metric must have its own count in all micro-batches or in none"
+    assert isinstance(metric, Sum), "a metric must be reported with a count in all micro-batches or in none"
     return metric

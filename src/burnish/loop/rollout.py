@@ -71,8 +71,8 @@ class RolloutBuffer:
             self.load_state_dict(states[self.rank])
         elif self.redeal is None:
             raise UserError(
-                f"the checkpoint was saved inside a rollout by {len(states)} processes, and this run has "
-                f"{self.world_size}.",
+                f"the checkpoint was saved in the middle of a rollout by {len(states)} processes, but this "
+                f"run has {self.world_size}.",
                 remedy="Resume with the same number of processes, or from a checkpoint between two rollouts.",
             )
         else:

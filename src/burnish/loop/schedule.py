@@ -125,8 +125,8 @@ def plan_steps(
     steps_per_epoch = math.ceil(used / rows_per_step) * inner_steps
     if steps_per_epoch == 0:
         raise UserError(
-            f"No step would run: the {rows} rows of the training set do not fill a batch of {per_batch} rows, and "
-            "dataloader_drop_last is set.",
+            f"The training set has {rows} examples, fewer than one batch of {per_batch}, and "
+            "dataloader_drop_last is set: no training step would run.",
             remedy="Lower per_device_train_batch_size, or set dataloader_drop_last: false.",
             option="dataloader_drop_last",
         )

@@ -53,7 +53,7 @@ class LmOptions:
     )  # fmt: skip
     use_dft_loss: bool = option(False, "Multiply the loss of each token by its predicted probability (DFT).")
     use_eaft_loss: bool = option(
-        False, "Multiply the loss of each token by the entropy of the model's most likely candidates (EAFT)."
+        False, "Multiply the loss of each token by the entropy of the model's top-k predictions (EAFT)."
     )
     eaft_alpha: float = option(1.0, "Exponent of the entropy in EAFT.", ge=0)
     router_aux_loss_coef: float | None = option(

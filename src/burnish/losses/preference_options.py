@@ -228,7 +228,7 @@ def check_pairs(options: PairLossChoices) -> list[Problem]:
     if options.use_weighting and any(loss.sorts for loss in losses):
         problems.append(
             Problem(
-                OptionText('"{use_weighting}" weights single pairs, but aot compares across pairs.'),
+                OptionText('"{use_weighting}" weights individual pairs, but aot compares across pairs.'),
                 remedy="Keep one.",
                 option="use_weighting",
             )

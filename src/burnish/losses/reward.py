@@ -79,7 +79,10 @@ class RewardOptions:
     """Reward model training."""
 
     center_rewards_coefficient: float | None = option(
-        None, "Weight of the square of a pair's summed scores, which keeps their mean near 0.", ge=0
+        None,
+        "Coefficient of an auxiliary loss that centers the scores around 0: the squared sum of the two "
+        "scores of a pair.",
+        ge=0,
     )
     reward_head: str | None = option(
         None, "Type of the reward head: a linear layer in a separate file next to the language model (value_head), or "

@@ -70,7 +70,7 @@ def _wrong_numbers(raw: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each invalid number that transformers would not report."""
     for name, value in raw.items():
         if name in _COUNTS and not (type(value) is int and value > 0):
-            yield f'"{name}" must be a whole number above 0. Received: {value!r}.'
+            yield f'"{name}" must be a positive integer. Received: {value!r}.'
         if name.endswith(("dropout", "pdrop")) and isinstance(value, int | float) and not 0 <= value <= 1:
             yield f'"{name}" must be from 0 to 1. Received: {value!r}.'
 

@@ -63,7 +63,7 @@ def without_gguf(options: ExportOptions) -> list[str]:
 def export_notes(options: ExportOptions) -> list[str]:
     if options.export_dir is None:
         return without_gguf(options)
-    return ['"export_dir" has no effect on training: burnish export reads it.']
+    return ['"export_dir" has no effect on training: it is used by burnish export only.']
 
 
 class ExportChoices(ModelOptions, ExportOptions, CheckpointOptions):

@@ -30,7 +30,10 @@ class SamplingFields:
 
     temperature: float = option(0.95, "Sampling temperature.", ge=0)
     top_p: float = option(
-        0.7, "Sample from the smallest set of most likely tokens whose probabilities sum up to this value.", gt=0, le=1
+        0.7,
+        "Sample from the smallest set of most likely tokens whose probabilities add up to this value (top-p).",
+        gt=0,
+        le=1,
     )
     top_k: int = option(50, "Sample from the k most likely tokens. 0: no limit.", ge=0)
     repetition_penalty: float = option(1.0, "Repetition penalty. 1: no penalty.", gt=0)
@@ -101,7 +104,7 @@ def generation_notes(options: AnswerChoices) -> list[str]:
     if options.samples > 1 and not options.predict_with_generate:
         return ['"samples" has no effect without predict_with_generate.']
     if options.predict_with_generate and not options.do_predict:
-        return ['"predict_with_generate" has no effect without do_predict: an evaluation measures the loss.']
+        return ['"predict_with_generate" has no effect without do_predict: evaluation computes the loss only.']
     return []
 
 

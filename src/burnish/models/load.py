@@ -228,7 +228,7 @@ def raise_if_not_finite(model: nn.Module, name: str) -> None:
 def raise_if_adapter_not_finite(model: nn.Module, folders: Sequence[Path]) -> None:
     """Raise UserError if a weight of the adapters is NaN or infinite. The base model's weights were checked before."""
     found = [name for name, p in model.named_parameters() if p.requires_grad and not _is_finite(p)]
-    remedy = "It is damaged or diverged in training; use an earlier checkpoint."
+    remedy = "The file is damaged, or training diverged; use an earlier checkpoint."
     raise_if(_not_finite("adapter", found, ", ".join(map(str, folders)), remedy))
 
 

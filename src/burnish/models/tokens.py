@@ -175,7 +175,7 @@ def fit_vocabulary(
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=ROW_MULTIPLE)
         after = num_embeddings(model)
         if notes is not None:
-            notes.append(f"The embedding grew from {before:,} to {after:,} rows for {len(tokenizer):,} tokens.")
+            notes.append(f"The embedding was resized from {before:,} to {after:,} rows for {len(tokenizer):,} tokens.")
     if options.init_special_tokens != "noise_init":
         _begin_as_described(model, tokenizer, options)
 
@@ -231,7 +231,7 @@ def _add_new_tokens(tokenizer: PreTrainedTokenizerBase, options: ModelOptions, n
         added += tokenizer.add_tokens(special, special_tokens=True)
     tokenizer.new_tokens = named_tokens(options)  # data may contain them: data/tokens/encoder.py
     if added and not options.resize_vocab:
-        notes.append(f"{added} new tokens: the embedding grows for them (resize_vocab).")
+        notes.append(f"{added} new tokens were added: the embedding is resized (resize_vocab).")
 
 
 def _settle_end(tokenizer: PreTrainedTokenizerBase, notes: list[str]) -> None:

@@ -51,10 +51,12 @@ class BadamOptions:
     )
     badam_mode: str = option(
         "layer",
-        "What to train at a time: one layer, or a fraction of every tensor (ratio).",
+        "Unit that is trained at a time: one layer (layer), or a fraction of every tensor (ratio).",
         choices=("layer", "ratio"),
     )
-    badam_start_block: int | None = option(None, "Index of the first block. Default: by badam_switch_mode.", ge=0)
+    badam_start_block: int | None = option(
+        None, "Index of the first block. Default: determined by badam_switch_mode.", ge=0
+    )
     badam_switch_mode: str = option(
         "ascending", "Order of the blocks.", choices=("ascending", "descending", "random", "fixed")
     )

@@ -58,7 +58,9 @@ class LowRankOptions:
     )
     galore_target: list[str] = option(["all"], "Names of the layers to apply GaLore to. all: every linear layer.")
     galore_rank: int | None = option(None, "Rank of GaLore. Default: 16; 128 with optim: galore_*.", ge=1)
-    galore_update_interval: int = option(200, "Number of updates between new GaLore projections.", ge=1, unit="steps")
+    galore_update_interval: int = option(
+        200, "Number of steps between updates of the GaLore projection.", ge=1, unit="steps"
+    )
     galore_scale: float | None = option(
         None, "Scale of the GaLore update. Default: 2; 0.25 with optim: galore_*.", gt=0
     )
@@ -69,9 +71,11 @@ class LowRankOptions:
     use_apollo: bool = option(False, "Use APOLLO: scale gradients as low-rank AdamW would.")
     apollo_target: list[str] = option(["all"], "Names of the layers to apply APOLLO to. all: every linear layer.")
     apollo_rank: int | None = option(None, "Rank of APOLLO. Default: 16; 128 with optim: apollo_adamw.", ge=1)
-    apollo_update_interval: int = option(200, "Number of updates between new APOLLO projections.", ge=1, unit="steps")
+    apollo_update_interval: int = option(
+        200, "Number of steps between updates of the APOLLO projection.", ge=1, unit="steps"
+    )
     apollo_scale: float | None = option(
-        None, "Scale of the APOLLO update, applied as its square root. Default: 32; 1 with optim: apollo_adamw.", gt=0
+        None, "Scale of the APOLLO update; its square root is applied. Default: 32; 1 with optim: apollo_adamw.", gt=0
     )
     apollo_proj: str = option(
         "random", "APOLLO projection: random, or by the SVD of the gradient.", choices=("svd", "random")

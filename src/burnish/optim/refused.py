@@ -8,8 +8,8 @@ from burnish.config.errors import UserError
 from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions
 
 _IN_BACKWARD = (
-    "it updates each weight during the backward pass, before the gradient of the step is complete, "
-    "so gradients cannot be accumulated, clipped, or skipped if they are not finite"
+    "it updates each weight during the backward pass, so gradient accumulation, gradient clipping and skipping "
+    "of non-finite steps are not possible"
 )
 _NOT_THIS_DEVICE = "it requires a device that burnish does not support"
 _REFUSED = {

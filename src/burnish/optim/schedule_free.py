@@ -35,7 +35,7 @@ def check_schedule_free(options: BestAtEnd) -> list[Problem]:
         Problem(
             f'"load_best_model_at_end" cannot be combined with optim "{options.optim}".',
             why="Its checkpoints contain the weights used in training, not the average that is evaluated.",
-            remedy="Remove load_best_model_at_end: the run ends with the average.",
+            remedy="Remove load_best_model_at_end: the averaged weights are saved at the end of training.",
             option=("load_best_model_at_end", "optim"),
         )
     ]

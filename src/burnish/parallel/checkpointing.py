@@ -35,7 +35,7 @@ def checkpointing_problems(options: ParallelChoices) -> Iterator[Problem]:
     layers = kwargs.get("every_n_layers", 1)
     if type(layers) is not int or layers < 1:
         yield Problem(
-            f'"gradient_checkpointing_kwargs": "every_n_layers" must be a whole number above 0. Received: {layers!r}.',
+            f'"gradient_checkpointing_kwargs": "every_n_layers" must be a positive integer. Received: {layers!r}.',
             option="gradient_checkpointing_kwargs",
         )
     if kwargs.get("selective") and not options.gradient_checkpointing:

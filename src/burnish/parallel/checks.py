@@ -70,7 +70,7 @@ def _processes(options: ParallelChoices) -> Iterator[Problem]:
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     if isinstance(options.num_processes, str) and options.num_processes != AUTO:
         yield Problem(
-            f'"num_processes" must be auto or a whole number. Received: "{options.num_processes}".',
+            f'"num_processes" must be auto or an integer. Received: "{options.num_processes}".',
             option="num_processes",
         )
     elif options.engine == "single" and options.num_processes not in (AUTO, 1):
@@ -110,7 +110,7 @@ def parallel_notes(options: ParallelChoices) -> list[str]:
         instead = (
             "bfloat16"
             if has_fast_bfloat16()
-            else f"float32: {cpu_instructions()} does not support bfloat16 matrix products"
+            else f"float32: {cpu_instructions()} does not support bfloat16 matrix multiplication"
         )
         notes.append(f'"fp16" on a CPU runs in {instead}.')
     if asked == "bf16" and device.type == "cpu" and not has_fast_bfloat16():

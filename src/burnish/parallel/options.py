@@ -34,12 +34,12 @@ class ParallelOptions:
     )  # fmt: skip
     use_cpu: bool = option(False, "Use the CPU even if a GPU is available.", aliases=("no_cuda",))
     bf16: bool | None = option(
-        None, "Mixed precision in bfloat16 (autocast), with trained weights in float32. false: compute in float32. "
+        None, "Mixed precision in bfloat16 (autocast), with trainable weights in float32. false: compute in float32. "
         "Default: no autocast; frozen weights keep the dtype of their files if the device computes fast in that dtype.",
     )  # fmt: skip
     fp16: bool = option(False, "Mixed precision training in float16 with dynamic loss scaling.")
     pure_bf16: bool = option(False, "Keep weights, gradients and optimizer state in bfloat16, without autocast.")
-    tf32: bool | None = option(None, "Allow TF32 matrix products for float32 on Ampere and newer GPUs.")
+    tf32: bool | None = option(None, "Allow TF32 for float32 matrix multiplications on Ampere and newer GPUs.")
     bf16_full_eval: bool = option(False, "Evaluate with weights in bfloat16, for evaluations outside of training.")
     fp16_full_eval: bool = option(False, "Evaluate with weights in float16, for evaluations outside of training.")
     gradient_checkpointing: bool = option(
@@ -94,8 +94,8 @@ class ParallelOptions:
     )
     accelerator_config: dict[str, Any] | str | None = option(
         None, "Settings of accelerate, or a JSON file with them.",
-        ignored="burnish distributes examples to processes itself, which is all that these settings "
-        "control.", names_place=True,
+        ignored="these settings only control how examples are distributed to processes, which burnish does "
+        "itself.", names_place=True,
     )  # fmt: skip
     seed: int = option(
         42,

@@ -105,13 +105,13 @@ def compute_sentence(compute: torch.dtype, in_files: torch.dtype, device: torch.
     """
     sentence = f"Compute dtype: {name_of(compute)}, on {device_in_words(device)}"
     if compute == torch.float32 and compute != in_files and not has_products(in_files, device):
-        return f"{sentence}, because it emulates products in {name_of(in_files)}, the dtype of the files."
+        return f"{sentence}, because it emulates matrix multiplication in {name_of(in_files)}, the dtype of the files."
     return f"{sentence}."
 
 
 def slow_products(dtype: torch.dtype) -> str:
     """A warning for a CPU that emulates products in ``dtype``, with the measured cost."""
-    return f"This processor ({cpu_instructions()}) emulates {name_of(dtype)} products: {_COST}"
+    return f"This processor ({cpu_instructions()}) emulates {name_of(dtype)} matrix multiplication: {_COST}"
 
 
 _COST = "training steps took 5 to 11 times as long as in float32 in our measurements."

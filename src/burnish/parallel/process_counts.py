@@ -89,7 +89,7 @@ def launcher_problems() -> list[Problem]:
     values = {name: os.environ.get(name, "").strip() for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")}
     unread = [name for name, text in values.items() if text and count_in(text, -1) < 0]
     if unread:
-        return [Problem(f'{name} must be a whole number. Received: "{values[name]}".') for name in unread]
+        return [Problem(f'{name} must be an integer. Received: "{values[name]}".') for name in unread]
     size, rank = count_in(values["WORLD_SIZE"], 1), count_in(values["RANK"], 0)
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if size > 1 and not os.environ.get(name)]
     if not missing and size > rank:
@@ -111,13 +111,18 @@ def problems_of_machines() -> list[Problem]:
     values = {name: os.environ.get(name, "").strip() for name in ("NNODES", "NODE_RANK", "NPROC_PER_NODE")}
     unread = [name for name, text in values.items() if text and count_in(text, -1) < 0]
     if unread:
-        return [Problem(f'{name} must be a whole number. Received: "{values[name]}".') for name in unread]
+        return [Problem(f'{name} must be an integer. Received: "{values[name]}".') for name in unread]
     if num_machines() == 1:
         return []
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if name not in os.environ]
     if missing:
         what = f"NNODES is {num_machines()}, and not set: {', '.join(missing)}."
-        return [Problem(what, remedy="NODE_RANK numbers the machines from 0; MASTER_ADDR is the address of number 0.")]
+        return [
+            Problem(
+                what,
+                remedy="NODE_RANK is the index of the machine, starting at 0; MASTER_ADDR is the address of machine 0.",
+            )
+        ]
     if not 0 <= machine_rank() < num_machines():
         return [Problem(f"NODE_RANK is {machine_rank()}, and there are {num_machines()} machines, numbered from 0.")]
     return []

@@ -164,7 +164,7 @@ class SlotSource(CompletionSource):
         self.scheduler.free()
         fewer = self.scheduler.facts().slots
         if problem is None or problem.code != "out_of_memory":
-            raise UserError(f"A completion failed: {problem}")
+            raise UserError(f"Generating a completion failed: {problem}")
         if fewer == num_slots:
             what = "There is not enough memory for a single completion."
             raise UserError(what, remedy="Lower max_completion_length.", option="max_completion_length")

@@ -240,7 +240,11 @@ class Processes:
 
     def _unexplained_failure(self, rank: int, returncode: int) -> Problem:
         how = f"was ended by {signal.Signals(-returncode).name}" if returncode < 0 else f"ended with {returncode}"
-        killed = "The system may kill a process when memory runs out." if returncode == -signal.SIGKILL else ""
+        killed = (
+            "The process may have been killed because the system ran out of memory."
+            if returncode == -signal.SIGKILL
+            else ""
+        )
         log = self._log(rank)
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
         last = "\n".join(f"    {line}" for line in lines[-_LAST_LINES:])

@@ -41,7 +41,8 @@ def setup_reward_head(objective: StageObjective, options: RunOptions, parallel: 
         folder = (options.adapter_name_or_path or [options.model_name_or_path or ""])[-1]
         raise UserError(
             f'{folder} has no {VALUE_HEAD} and no "score" weights: it is not a reward model.',
-            remedy="If it was exported without its head, copy that file into its folder. Or train it with stage: rm.",
+            remedy="If it was exported without its head, copy the head's file into its folder, or train it with "
+            "stage: rm.",
         )
     if saved is None:
         _refuse_classifier(objective, options, parallel)

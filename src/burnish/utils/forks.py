@@ -32,8 +32,8 @@ def ending_forked_processes(name: str) -> Iterator[None]:
     if status is None and not isinstance(error, SystemExit):
         reason = f": {type(error).__name__}: {error}" if error is not None else "."
         print(
-            f"{name} forked a process that returned to the training{reason} That process is ended. "
-            "Call os._exit in it, or use the multiprocessing module.",
+            f"{name} forked a child process that continued to run the training code{reason} The child process "
+            "was terminated. Call os._exit in it, or use the multiprocessing module.",
             file=sys.stderr,
         )
         status = 1

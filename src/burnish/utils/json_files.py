@@ -57,7 +57,7 @@ def read_object(path: Path, remedy: str = FETCH_AGAIN, needs: Iterable[tuple[str
         if key not in found:
             raise UserError(f'"{key}" is missing.', where=str(path), remedy=remedy)
         if not isinstance(found[key], kind) or (kind is int and isinstance(found[key], bool)):
-            what = f'"{key}" must be {_KINDS.get(kind, "a whole number")}. Received: {json_in_words(found[key])}.'
+            what = f'"{key}" must be {_KINDS.get(kind, "an integer")}. Received: {json_in_words(found[key])}.'
             raise UserError(what, where=str(path), remedy=remedy)
     return found
 

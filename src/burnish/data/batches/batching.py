@@ -37,7 +37,7 @@ class BatchingOptions:
     padding_free: bool = option(True, "Concatenate the sequences of a micro-batch instead of padding them.")
     needed_tokens_only: bool | None = option(
         None,
-        "Share common prefixes and skip tokens that do not affect the loss. Default: on for CPUs with "
+        "Compute shared prefixes once and skip tokens that do not affect the loss. Default: on for CPUs with "
         "padding-free batches and no dropout.",
     )  # fmt: skip
     packing: bool | None = option(
@@ -55,7 +55,7 @@ class BatchingOptions:
         False, "Drop the last block of a text if it is not full, as LLaMA-Factory does."
     )
     pad_to_multiple_of: int | None = option(
-        None, "Pad sequence lengths to a multiple of this value, if sequences are padded.", unit="tokens", ge=1
+        None, "Pad sequences to a multiple of this value. No effect on padding-free batches.", unit="tokens", ge=1
     )
     ignore_pad_token_for_loss: bool = option(True, "Exclude padding tokens from the loss.")
 

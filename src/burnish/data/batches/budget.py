@@ -65,7 +65,7 @@ def check_budget(max_tokens: int | None, longest: int) -> list[Problem]:
     """Return a problem if the longest row or pack exceeds the budget, because rows are never split."""
     if max_tokens is None or longest <= max_tokens:
         return []
-    what = f'"max_tokens_per_batch" ({max_tokens:,}) is smaller than the longest row ({longest:,} tokens).'
+    what = f'"max_tokens_per_batch" ({max_tokens:,}) is smaller than the longest example ({longest:,} tokens).'
     return [
         Problem(
             what,

@@ -65,7 +65,7 @@ class TemplateOptions(LearnOptions):
     )
     missing_control_tokens: Literal["raise", "split"] = option(
         "raise",
-        "What to do if the tokenizer lacks control tokens of the template: stop with an error, or encode "
+        "What to do if the tokenizer lacks special tokens of the template: stop with an error, or encode "
         "them as plain text.",
     )
 
@@ -246,7 +246,7 @@ def _check_control_tokens(spec: TemplateSpec, options: NamedTemplate, tokenizer:
     missing = [token for token in spec.control_tokens if len(ids[token]) != 1]
     if missing and options.missing_control_tokens == "raise":
         raise UserError(
-            f'The tokenizer lacks control tokens of template "{spec.name}": {", ".join(missing)}.',
+            f'The tokenizer lacks special tokens of template "{spec.name}": {", ".join(missing)}.',
             why="Each of them would be split into several ordinary tokens.",
             remedy="Use the template that the model was trained with (by default the tokenizer's own), add the tokens "
             "with add_special_tokens, or set missing_control_tokens: split.",

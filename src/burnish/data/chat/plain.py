@@ -46,7 +46,8 @@ from burnish.loop.types import IGNORE_INDEX, Example, Ids, Message, Row
 from burnish.utils.sequences import shared_beginning
 
 PARTED = kept(
-    "the prompt has different tokens if it is tokenized with the response; training starts at the first difference"
+    "the prompt is tokenized differently when it is followed by the response; the loss starts at the first "
+    "token that differs"
 )
 KL_IDS = "KL_completion_ids"
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")

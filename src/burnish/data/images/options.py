@@ -24,20 +24,20 @@ class ImageOptions:
         aliases=("image_dir",), names_place=True,
     )  # fmt: skip
     image_max_pixels: int = option(
-        768 * 768, "Maximum number of pixels per image. Larger images are resized before the image processor.", ge=1,
-        unit="pixels",
+        768 * 768, "Maximum number of pixels per image. Larger images are scaled down before they are passed to the "
+        "image processor.", ge=1, unit="pixels",
     )  # fmt: skip
     image_min_pixels: int = option(
-        32 * 32, "Minimum number of pixels per image. Smaller images are resized before the image processor.", ge=1,
-        unit="pixels",
+        32 * 32, "Minimum number of pixels per image. Smaller images are scaled up before they are passed to the "
+        "image processor.", ge=1, unit="pixels",
     )  # fmt: skip
     video_max_pixels: int = option(
-        256 * 256, "Maximum number of pixels per video frame. Larger frames are resized before the image processor.",
-        ge=1, unit="pixels",
+        256 * 256, "Maximum number of pixels per video frame. Larger frames are scaled down before they are passed to "
+        "the image processor.", ge=1, unit="pixels",
     )  # fmt: skip
     video_min_pixels: int = option(
-        16 * 16, "Minimum number of pixels per video frame. Smaller frames are resized before the image processor.",
-        ge=1, unit="pixels",
+        16 * 16, "Minimum number of pixels per video frame. Smaller frames are scaled up before they are passed to the "
+        "image processor.", ge=1, unit="pixels",
     )  # fmt: skip
     video_fps: float = option(
         2.0, "Frame rate (frames per second) of videos, which are given as lists of frames.", gt=0
@@ -48,7 +48,7 @@ class ImageOptions:
         "record (keep), or resize its images until they fit (shrink).",
     )
     image_backend: Literal["pil", "torchvision"] = option(
-        "pil", "Backend of the image processor. The results of both differ by at most 1/255 per pixel."
+        "pil", "Backend of the image processor. The results of the two backends differ by at most 1/255 per pixel."
     )
     crop_to_patches: bool | None = option(
         None, "Split images into tiles (InternVL). Default: as in the image processor's config."

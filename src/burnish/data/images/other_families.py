@@ -57,8 +57,9 @@ class AnyFamily(Family):
     def note(self) -> str:
         """Return a note for the user on how images are written."""
         return (
-            f"Model type {self.model_type} has no dedicated image support: placeholders are created by transformers' "
-            f"{type(self.source.composed).__name__}, and batches are padding-free if the model passes a check."
+            f"Model type {self.model_type} has no dedicated image support: placeholders are created by "
+            f"transformers' {type(self.source.composed).__name__}, and padding-free batches are used only if the "
+            "model supports them."
         )
 
 

@@ -149,7 +149,7 @@ def _refuse_json(path: Path) -> None:
     if first and all(_begins_records(line) for line in first[: 1 if first[0].lstrip()[:1] == b"[" else 3]):
         name = path.with_suffix(".json" if first[0].lstrip()[:1] == b"[" else ".jsonl").name
         raise UserError(
-            "this .txt file contains JSON, which would be trained as plain text.",
+            "this .txt file contains JSON, which would be used as plain text.",
             where=str(path),
             remedy=f"Rename it to {name} to read its records.",
         )

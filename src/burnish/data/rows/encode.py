@@ -164,7 +164,7 @@ def _difference(key: str, before: Any, now: Any) -> str:
     values = [json.dumps(value, ensure_ascii=False) for value in (before, now)]
     if max(map(len, values)) > 60 or any(isinstance(v, str) and len(v) >= 32 for v in (before, now)):
         return f"{key} differs"
-    return f"{key} was {values[0]}, now {values[1]}"
+    return f"{key} changed from {values[0]} to {values[1]}"
 
 
 @contextmanager

@@ -158,7 +158,7 @@ def _entry_problems(entry: Info, where: str) -> Iterator[Problem]:
                 )
     number = entry.get("num_samples")
     if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
-        yield Problem(f'"num_samples" must be a whole number of at least 1. Received: {number!r}.', where)
+        yield Problem(f'"num_samples" must be a positive integer. Received: {number!r}.', where)
     for key in _TEXTS:
         value = entry.get(key)
         if (value == "" and key in _PLACES) or not isinstance(value, str | os.PathLike | None):
@@ -233,7 +233,8 @@ def _undefined(name: str, folder: Path | None, info: Info | None, where: str, op
         return Problem(what, remedy=known + hub, option=option_name)
     if folder is not None and not folder.is_dir():
         what = (
-            f'folder dataset_dir "{folder.absolute()}" does not exist, and "{name}" is not an existing file or folder.'
+            f'the folder "{folder.absolute()}" (dataset_dir) does not exist, and "{name}" is not an existing file '
+            "or folder."
         )
         return Problem(
             what,

@@ -34,7 +34,7 @@ Located: TypeAlias = tuple[Values, str, int]
 EMPTY = dropped("all responses are empty")
 EMPTY_KEPT = kept("a response is empty")
 MARKS = ("<image>", "<video>", "<audio>")
-MARKED = kept("{mark} is trained as plain text")
+MARKED = kept("{mark} is tokenized as plain text")
 
 
 def content_hash(examples: Sequence[Example]) -> str:

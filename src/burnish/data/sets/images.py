@@ -82,11 +82,11 @@ def _part(sight: Sight, part: Any, place: str) -> ContentPart:
     given: dict[str, Any] = {name: part[name] for name in ("min_pixels", "max_pixels") if part.get(name) is not None}
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise BadRecord(f'"{place}.{name}" must be a whole number of at least 1.', received=str(value))
+            raise BadRecord(f'"{place}.{name}" must be a positive integer.', received=str(value))
     if KINDS[kind] == "video" and part.get("fps") is not None:
         given["fps"] = part["fps"]
         if isinstance(given["fps"], bool) or not isinstance(given["fps"], int | float) or not 0 < given["fps"] < 1e6:
-            raise BadRecord(f'"{place}.fps" must be a number above 0.', received=str(given["fps"]))
+            raise BadRecord(f'"{place}.fps" must be a positive number.', received=str(given["fps"]))
     return ContentPart(KINDS[kind], _image(sight, KINDS[kind], source, place, given))
 
 

@@ -141,7 +141,7 @@ def missing_columns(layout: Layout, missing: Iterable[str], records: Sequence[Va
     others = [name for name in FORMATS.names() if name != layout.format and _has_required(name, records)]
     remedy = f'Set "columns": {json.dumps(proposal)}' if proposal else ""
     if others:
-        remedy = f'The records look like the format {others[0]}. Set "formatting": "{others[0]}".'
+        remedy = f'The records appear to be in the format {others[0]}. Set "formatting": "{others[0]}".'
     return Problem(
         f"the records have no column {_quoted(missing)}. Found: {listed(found)}.{guesses}",
         where=where,

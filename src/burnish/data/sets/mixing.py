@@ -86,7 +86,7 @@ def split_rows(num_rows: int, val_size: float, seed: int) -> tuple[list[int], li
 
     held_out = ceil(val_size * num_rows) if val_size < 1 else int(val_size)
     if held_out >= num_rows:
-        what = f"val_size {val_size:g} holds out {held_out} of {num_rows} rows and leaves none for training."
+        what = f"val_size {val_size:g} holds out {held_out} of {num_rows} examples and leaves none for training."
         raise UserError(
             what, remedy="Set a smaller fraction, such as 0.1, or a smaller number of examples.", option="val_size"
         )

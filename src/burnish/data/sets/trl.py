@@ -40,7 +40,7 @@ _LABELS = {"true": True, "false": False, "True": True, "False": False}
 _MESSAGES = ("messages", "conversations")
 ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "tool_response"}
 """Roles that published chat templates render. Templates may silently skip other roles."""
-NO_ASSISTANT = kept("no assistant message, so all messages are trained")
+NO_ASSISTANT = kept("no assistant message, so the loss is computed on all messages")
 UNKNOWN_ROLE = kept('the role "{role}" may not be supported by the chat template')
 LATE_SYSTEM = kept("a system message is not the first message")
 

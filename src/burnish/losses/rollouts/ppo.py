@@ -27,14 +27,14 @@ _LEAST_VARIANCE = 1e-8
 class PpoLossOptions:
     """Losses and rewards of proximal policy optimization."""
 
-    ppo_target: float = option(6.0, "Target KL divergence per completion of the adaptive coefficient.", gt=0)
-    ppo_horizon: int = option(
-        10000, "Number of completions over which the KL coefficient adapts.", ge=1, unit="completions"
+    ppo_target: float = option(6.0, "Target KL divergence (per completion) of the adaptive KL coefficient.", gt=0)
+    ppo_horizon: int = option(10000, "Horizon of the adaptive KL controller, in completions.", ge=1, unit="completions")
+    ppo_init_kl_coef: float = option(
+        0.2, "Initial KL coefficient; it is adapted during training to reach ppo_target.", ge=0
     )
-    ppo_init_kl_coef: float = option(0.2, "Initial coefficient of the KL penalty; it adapts to ppo_target.", ge=0)
     kl_coef: float | None = option(None, "Fixed coefficient of the KL penalty, instead of an adaptive one.", ge=0)
     ppo_whiten_rewards: bool = option(
-        False, "Normalize the variance of the per-token rewards of a rollout.", aliases=("whiten_rewards",)
+        False, "Scale the per-token rewards of a rollout to unit variance.", aliases=("whiten_rewards",)
     )
     ppo_gamma: float = option(1.0, "Discount factor (gamma).", gt=0, le=1, aliases=("gamma",))
     ppo_lam: float = option(0.95, "Lambda of generalized advantage estimation.", ge=0, le=1, aliases=("lam",))

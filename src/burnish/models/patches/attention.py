@@ -29,7 +29,9 @@ from burnish.utils.patching import Reason, hook, restore
 NAME = "burnish"
 """Name of this attention in transformers' configs while a model is in memory."""
 
-PADDING_FREE = Reason("model with padding-free attention", "each sequence attends to itself, without a mask")
+PADDING_FREE = Reason(
+    "model with padding-free attention", "attention is computed within each sequence only, without an attention mask"
+)
 _REPLACED = {"sdpa", "eager"}
 """Attention that burnish's may replace. Any other was selected explicitly."""
 
@@ -65,7 +67,9 @@ def make_padding_free(model: nn.Module, *, own_attention: bool = True) -> Paddin
         return PaddingFree(
             True, f"{type(inner).__name__} uses an attention mask; burnish's faster attention does not support it."
         )
-    return PaddingFree(False, f"{type(inner).__name__} mixes adjacent sequences, so batches are padded.")
+    return PaddingFree(
+        False, f"{type(inner).__name__} mixes information between adjacent sequences, so batches are padded."
+    )
 
 
 @cache

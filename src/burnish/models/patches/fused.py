@@ -37,7 +37,10 @@ GATED = Reason("gated layer", "gate and product are computed in one pass; their 
 ACTIVATION = Reason("activation", "computed in one operation instead of several")
 LINEAR = Reason("linear layer", "no bfloat16 copy of its weights is kept for the backward pass")
 ATTENTION = Reason("attention layer", "the adapters on queries, keys and values share their input")
-ADAPTED = Reason("adapted layer", "layer and update are computed in one product, and the input is saved once")
+ADAPTED = Reason(
+    "adapted layer",
+    "the base layer and the LoRA update are computed in one matrix multiplication, and the input is saved once",
+)
 
 Answer = tuple[Callable[[nn.Module], Callable[..., Any]], Reason] | None
 """A function that creates the forward pass of a module, and the reason for the patch. None if there is none."""

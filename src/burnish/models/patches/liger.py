@@ -127,7 +127,7 @@ def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_asked: b
     change = partial(_apply_liger_kernel_to_instance, model=inner, **switches)
     if not keeps_answers(inner, lambda: record(inner, change, LIGER)):
         raise UserError(
-            f"Liger's kernels change what this {type(inner).__name__} computes.",
+            f"Liger's kernels change the output of this {type(inner).__name__}.",
             why="The installed versions of liger-kernel and transformers are not compatible for this model.",
             remedy="Set enable_liger_kernel: false.",
         )

@@ -78,7 +78,7 @@ def without_bits(options: QuantizedExportOptions) -> list[str]:
 def quantized_export_notes(options: QuantizedExportOptions) -> list[str]:
     if options.export_quantization_bit is None:
         return without_bits(options)
-    return ['"export_quantization_bit" has no effect on training: burnish export reads it.']
+    return ['"export_quantization_bit" has no effect on training: it is used by burnish export only.']
 
 
 @dataclass(frozen=True)

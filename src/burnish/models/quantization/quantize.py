@@ -47,7 +47,7 @@ class QuantizationOptions:
     double_quantization: bool = option(True, "Quantize the quantization constants as well (4-bit only).")
     quantization_device_map: str | None = option(
         None, "Placement of the layers of a quantized model.",
-        ignored="a quantized model is loaded to the device that trains it",
+        ignored="a quantized model is loaded directly onto the device on which it is trained",
     )  # fmt: skip
 
 
@@ -218,13 +218,13 @@ def check_quantized_files(options: ModelOptions, config: Any) -> list[Problem]:
     if missing:
         problems.append(
             Problem(
-                f"its weights are quantized by {method}, which needs the library {' and '.join(missing)}.",
+                f"its weights are quantized with {method}, which requires the library {' and '.join(missing)}.",
                 where=where,
                 remedy=f"Install it with: pip install {' '.join(missing)}; or use the unquantized model.",
             )
         )
     if (trained := getattr(options, "finetuning_type", "lora")) in ("full", "freeze"):
-        what = f'its weights are quantized by {method} and cannot be trained; "finetuning_type" is {trained}.'
+        what = f'its weights are quantized with {method} and cannot be trained; "finetuning_type" is {trained}.'
         problems.append(
             Problem(
                 what,

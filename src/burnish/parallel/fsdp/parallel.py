@@ -270,7 +270,7 @@ def _mesh(settings: FsdpSettings, device_type: str, world_size: int) -> DeviceMe
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
     copies = copies or world_size // int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     if world_size % copies:
-        raise UserError(f"{world_size} processes cannot hold {copies} copies of a sharded model.")
+        raise UserError(f"{world_size} processes cannot be divided into {copies} replicas of a sharded model.")
     return init_device_mesh(device_type, (copies, world_size // copies), mesh_dim_names=("copy", "shard"))
 
 

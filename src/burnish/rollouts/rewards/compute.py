@@ -119,7 +119,8 @@ def compute_rewards(
         def log_metric(name: str, value: float) -> None:
             if _is_of_log(name, table.names):
                 what = (
-                    f'{_shown_name(function)} called log_metric("{name}", ...), but the log has a value of this name.'
+                    f'{_shown_name(function)} called log_metric("{name}", ...), but a metric with this name is '
+                    "already logged."
                 )
                 raise UserError(what, remedy="Choose another name.", option="reward_funcs")
             table.metrics.setdefault(name, []).append(float(value))
@@ -255,7 +256,7 @@ class _Job:
         text = kind if message == kind else f"{kind}: {message}"
         where = self._culprit(function)
         what = f"{_shown_name(function)}{at}: {text.removesuffix('.')}.{where} Stopped at step {self.step}."
-        return UserError(what, remedy="Return None for a completion that cannot be judged.", option="reward_funcs")
+        return UserError(what, remedy="Return None for a completion that cannot be scored.", option="reward_funcs")
 
     def _culprit(self, function: RewardFunction) -> str:
         """Return `` Record 12, completion "...".``: the first completion on which the function fails alone, if one is

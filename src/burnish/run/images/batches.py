@@ -107,17 +107,20 @@ def collator_of(
 
     if layout.crosses:
         images = seeing(is_flat=False)
-        note = f"{type(model).__name__} mixes examples with images within a batch, so each batch has one example."
+        note = (
+            f"{type(model).__name__} cannot separate examples with images that are in the same batch, so each "
+            "batch has one example."
+        )
         capabilities = replace(capabilities, is_padding_free=False, shares_prefixes=False, notes=(note,))
         return RowCollator(images, images.collate, prepared, left_out), capabilities
     may_be_flat = capabilities.is_padding_free or (bool(layout.both_ways) and options.padding_free)
     is_flat = may_be_flat and keeps_images_apart(model, seeing(is_flat=True))
     if not is_flat and not keeps_images_apart(model, seeing(is_flat=False)):
         name = type(model).__name__
-        what = f"{name} mixes examples with images within a batch, even if it is padded."
+        what = f"{name} cannot separate examples with images that are in the same batch, even if it is padded."
         raise UserError(what, remedy="Use a model of another family.", option="model_name_or_path")
     if is_flat != capabilities.is_padding_free:  # the masks for Gemma separate rows that its own attention would mix
-        note = f"{type(model).__name__} mixes adjacent examples with images, so batches are padded."
+        note = f"{type(model).__name__} cannot separate adjacent examples with images, so batches are padded."
         shares = capabilities.shares_prefixes and is_flat
         notes = () if is_flat else (note,)
         capabilities = replace(capabilities, is_padding_free=is_flat, shares_prefixes=shares, notes=notes)
@@ -128,7 +131,7 @@ def collator_of(
 def _check_single_rows(options: RunOptions, model: Any) -> list[Problem]:
     """Return problems of a model that needs one row per batch because rows with images influence each other."""
     name = type(model).__name__
-    what = f"{name} mixes examples with images within a batch, even if it is padded."
+    what = f"{name} cannot separate examples with images that are in the same batch, even if it is padded."
     problems = []
     if options.stage != "sft":
         why = f"A batch of stage {options.stage} has several rows for each example."

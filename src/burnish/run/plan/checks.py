@@ -133,7 +133,7 @@ def check_sharded(options: RunOptions) -> list[Problem]:
     if trains(options) and optimizer not in SHARDABLE:
         problems.append(
             Problem(
-                f'The optimizer {optimizer} needs whole weights, but "{engine}" shards them across processes.',
+                f'The optimizer {optimizer} needs unsharded weights, but "{engine}" shards them across processes.',
                 remedy=f"Set optim to one of {', '.join(SHARDABLE)}, or remove {engine} to use data parallelism.",
                 option=(engine, "optim"),
             )

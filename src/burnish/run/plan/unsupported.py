@@ -173,12 +173,15 @@ _no_effect(
 )
 _no_effect("tools are a feature of GRPOTrainer.", "max_tool_calling_iterations")
 _no_effect("images are not shown in logs.", "log_multimodal")
-_absent("Remove it. The data format and train_on_prompt determine which tokens are trained.", completion_only_loss=None)
+_absent(
+    "Remove it. The data format and train_on_prompt determine which tokens contribute to the loss.",
+    completion_only_loss=None,
+)
 _no_effect(
     "the dataset is tokenized and cached before training. Set streaming: true to tokenize it during training.",
     "encode_ahead",
 )
-_no_effect("texts are always tokenized whole; the token ids are the same.", "tokenize_by_word")
+_no_effect("each text is tokenized in one call; the token ids are the same.", "tokenize_by_word")
 _no_effect("the loss covers the responses only, unless train_on_prompt is set.", "assistant_only_loss label_names")
 _absent(
     "Remove it: the columns of the dataset determine whether there are images.", visual_inputs=False,
@@ -217,7 +220,10 @@ _absent("Set it in the model's tokenizer files.", eos_token=None, pad_token=None
 _absent("Set adapter_name_or_path to the folder.", adapter_folder=None)
 _absent("Set template to its path.", chat_template_path=None)
 _absent("Set truncation or on_too_long.", truncation_mode="keep_start")
-_absent("Remove it. Long rows are truncated in the prompt first, so the response is kept.", reserved_label_len=1)
+_absent(
+    "Remove it. If an example is too long, its prompt is truncated first, so the response is kept.",
+    reserved_label_len=1,
+)
 _absent('Set "split": "validation" for the dataset in dataset_info.json.', split="train")
 _absent(
     "Set its entries as options, such as model_revision, attn_implementation and trust_remote_code.",

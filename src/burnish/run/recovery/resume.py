@@ -142,7 +142,9 @@ def refuse_changes_after_the_end(options: RunOptions, done: Mapping[str, Any], n
     before, work = done.get("work", {}), work_of(options)
     changed = [name for name in work if name in before and before[name] != work[name]]
     if changed and not allows_changes:
-        what = "; ".join(f"{name} was {json.dumps(before[name])}, is {json.dumps(work[name])}" for name in changed)
+        what = "; ".join(
+            f"{name} changed from {json.dumps(before[name])} to {json.dumps(work[name])}" for name in changed
+        )
         raise UserError(
             f"the folder contains a finished run with other options: {what}.",
             where=str(folder),
@@ -154,7 +156,7 @@ def refuse_changes_after_the_end(options: RunOptions, done: Mapping[str, Any], n
 
 def _fewer_steps(folder: Path, last: int, steps: StepPlan) -> Problem:
     return Problem(
-        f"its run has already trained {counted(last, 'step')}, but max_steps is {steps.max_steps}.",
+        f"its run has already been trained for {counted(last, 'step')}, but max_steps is {steps.max_steps}.",
         where=str(folder),
         remedy="Choose another output_dir, or set overwrite_output_dir: true to start over.",
         option=("max_steps", "num_train_epochs"),
@@ -211,8 +213,8 @@ def accumulation_for(newest: Path | None, options: RunOptions, world_size: int) 
     across = options.per_device_train_batch_size * world_size
     if rows % across:
         raise UserError(
-            f"{newest.name} was saved with {rows} rows per step, but {world_size} processes of "
-            f"{options.per_device_train_batch_size} rows each cannot form such a step.",
+            f"{newest.name} was saved with {rows} rows per step, which {world_size} processes with "
+            f"{options.per_device_train_batch_size} rows each cannot produce.",
             remedy=f"Choose a number of processes and per_device_train_batch_size whose product divides {rows}.",
             option="per_device_train_batch_size",
         )

@@ -37,7 +37,7 @@ def roll_back(loop: Loop, spike: SpikeError, warn: Callable[[str], None]) -> Non
     items = list(spike.items)
     examples = loop.examples_sentence(items)
     if newest is None:
-        raise NonFiniteError(f"{spike}.{examples} There is no checkpoint to roll back to: save earlier (save_steps).")
+        raise NonFiniteError(f"{spike}.{examples} There is no checkpoint to roll back to. Reduce save_steps.")
     warn(f"{spike}.{examples} Rolling back; the examples of this step are skipped from now on.")
     loop.optimizer.zero_grad()
     loop.load(newest)

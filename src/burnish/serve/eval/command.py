@@ -44,12 +44,16 @@ class EvalOptions:
         "Task and split, such as mmlu_test, from local files; or lm_eval: and task names of lm-evaluation-harness.",
     )
     task_dir: str = option("evaluation", "Folder with the files of the tasks. Nothing is downloaded.", names_place=True)
-    lang: Literal["en", "zh"] = option("en", "Language of the prompts around the questions.")
+    lang: Literal["en", "zh"] = option("en", "Language of the prompt templates.")
     n_shot: int = option(5, "Number of few-shot examples.", ge=0)
     shots: Literal["first", "random"] = option(
-        "first", "Choice of few-shot examples: the first ones, or random by seed, subject and question."
+        "first",
+        "Selection of few-shot examples: the first N (first), or a random sample determined by seed, subject "
+        "and question.",
     )
-    batch_size: int | None = option(None, "Number of questions evaluated at once. Default: the number of slots.", ge=1)
+    batch_size: int | None = option(
+        None, "Number of questions evaluated at once. Default: the number of concurrent requests.", ge=1
+    )
     save_dir: str | None = option(None, "Folder for the results. Nothing is written without it.", names_place=True)
     limit: int | None = option(None, "Evaluate only the first N questions per subject, for a quick test.", ge=1)
 

@@ -84,7 +84,7 @@ class LimitedProtocol(H11Protocol):
         for start in range(0, len(data), PIECE_BYTES):
             piece = data[start : start + PIECE_BYTES]
             if self._is_of_tiny_chunks(piece):
-                log.warning("A request body in chunks of a few bytes was refused.")
+                log.warning("A request body sent in chunks of a few bytes was rejected.")
                 self.drop()
             else:
                 super().data_received(piece)

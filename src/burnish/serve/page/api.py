@@ -97,7 +97,9 @@ class Api:
         values, choice = body.get("values"), str(body.get("folder") or "new")
         if not isinstance(values, dict) or choice not in ("new", "continue", "anew", "another"):
             raise APIError(
-                422, "invalid_value", '"values" must be an object, and "folder" one of new, continue, anew, another.'
+                422,
+                "invalid_value",
+                '"values" must be an object, and "folder" must be one of new, continue, anew, another.',
             )
         devices = body.get("devices")
         if devices is not None and not (
@@ -238,7 +240,7 @@ class Api:
             raise APIError(
                 503,
                 "too_many_streams",
-                "Too many open event streams. Close some windows of the page.",
+                "Too many open event streams. Close some browser tabs.",
                 headers={"Retry-After": "5"},
             )
         self._num_streams += 1

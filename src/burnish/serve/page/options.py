@@ -33,7 +33,9 @@ class WebOptions:
     web_hosts: list[str] = option([], "Allowed host names besides localhost and web_host.")
     web_allow: list[str] = option([], "Risky options that can be set in the web UI.")
     web_root_path: str = option("", "Path prefix under which a proxy serves the page, such as /proxy/7860.")
-    web_home: str | None = option(None, "Folder for the page's key, presets and conversations.", names_place=True)
+    web_home: str | None = option(
+        None, "Folder for the key, presets and conversations of the web UI.", names_place=True
+    )
     web_open: bool = option(False, "Open a browser.")
 
 

@@ -56,10 +56,12 @@ class Sessions:
         """Raises APIError 403 for a wrong key, 429 after too many of them."""
         now = time.monotonic()
         if len(self._wrong) == MOST_WRONG and now - self._wrong[0] < 60:
-            raise APIError(429, "too_many", "Too many wrong keys. Wait one minute.", headers={"Retry-After": "60"})
+            raise APIError(
+                429, "too_many", "Too many failed sign-in attempts. Wait one minute.", headers={"Retry-After": "60"}
+            )
         if self.key is not None and not same_key(given, self.key):
             self._wrong.append(now)
-            raise APIError(403, "wrong_key", "The key is wrong.")
+            raise APIError(403, "wrong_key", "Invalid key.")
 
 
 def _sign_in(path: str, method: str) -> APIError:

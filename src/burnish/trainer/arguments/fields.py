@@ -70,8 +70,8 @@ class Fields(ReportFields, Groups):
     )
     needed_tokens_only: bool | None = option(
         None,
-        "Compute only the tokens of a micro-batch that affect its loss, without padding. Default: on for "
-        "CPUs if model, loss and batch allow it. False passes the padded batch to the model.",
+        "Skip padding and all tokens that do not affect the loss. Default: on for CPUs if model, loss and "
+        "batch allow it. False passes the padded batch to the model.",
     )  # fmt: skip
     save_hf_format: bool = option(
         False,

@@ -48,7 +48,8 @@ class TrlArguments(TrainingArguments, metaclass=_AcceptsOldNames):
     )
     gradient_checkpointing: bool = option(True, "Recompute activations in the backward pass to save memory.")
     bf16: bool | None = option(  # type: ignore[assignment]
-        None, "Mixed precision training in bfloat16. Default: on if the device has fast bfloat16 products."
+        None,
+        "Mixed precision training in bfloat16. Default: on if the device supports fast bfloat16 matrix multiplication.",
     )
 
     # --- the model
@@ -74,7 +75,7 @@ class TrlArguments(TrainingArguments, metaclass=_AcceptsOldNames):
     padding_free: bool = option(False, "Concatenate the sequences of a micro-batch instead of padding them.")
     pad_to_multiple_of: int | str | None = option(
         "auto",
-        "Pad sequence lengths to a multiple of this value. auto: pad no further than the longest sequence.",
+        "Pad sequences to a multiple of this value. auto: pad to the longest sequence of the batch.",
         unit="tokens",
         ge=1,
     )

@@ -94,7 +94,9 @@ class Commands:
         values = {option: str(given.get(part) or "") for part, option in names.items()}
         needed = "task" if kind == "task" else "eval_dataset"
         if not _NAME.fullmatch(values[needed]):
-            raise APIError(422, "missing", f'"{needed}" must name what to evaluate.', param=next(iter(names)))
+            raise APIError(
+                422, "missing", f'"{needed}" must be a task or a dataset to evaluate.', param=next(iter(names))
+            )
         words = ["predict" if kind == "predict" else "eval", str(path), f"save_dir={folder}"]
         words += [f"{option}={value}" for option, value in values.items() if value]
         return self._begin(StartedCommand("", kind, name, folder, _NONE), words)

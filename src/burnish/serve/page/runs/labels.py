@@ -47,7 +47,7 @@ def keep_label(home: Home, id: str, given: Mapping[str, Any]) -> Label:
     tags = given.get("tags", [])
     is_text = isinstance(tags, list) and all(isinstance(tag, str) and 0 < len(tag) <= LONGEST_TAG for tag in tags)
     if not is_text or len(tags) > MOST_TAGS:
-        message = f'"tags" must be a list of at most {MOST_TAGS} texts of at most {LONGEST_TAG} characters.'
+        message = f'"tags" must be a list of at most {MOST_TAGS} strings of at most {LONGEST_TAG} characters.'
         raise APIError(422, "invalid_value", message, param="tags")
     known = labels(home)
     new = _label({**known.get(id, {}), **{part: given[part] for part in ("name", "tags", "notes") if part in given}})

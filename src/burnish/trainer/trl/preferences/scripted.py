@@ -295,8 +295,8 @@ class OverridableTrainer(TrlTrainer):
 
     def _warn_of_overrides(self) -> None:
         logger.warning(
-            f"{type(self).__name__} overrides {', '.join(self._overridden)}, so batches are padded as in TRL and the "
-            "model itself is called. Steps take longer than without the override."
+            f"{type(self).__name__} overrides {', '.join(self._overridden)}, so batches are padded and the "
+            "model's forward method is called, as in TRL. Steps take longer than without the override."
         )
 
     def _over(self, model: nn.Module) -> nn.Module:

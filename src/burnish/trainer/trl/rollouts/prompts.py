@@ -99,7 +99,7 @@ def _example(record: Mapping[str, Any], source: str, number: int, variables: Map
     if isinstance(prompt, str):
         return Example(prompt=prompt, source=source, number=number, extra=extra)
     if not has_turns(prompt):
-        what = f'{source}, record {number}: "prompt" must be a text or a list of messages. Received: {prompt!r:.100}.'
+        what = f'{source}, record {number}: "prompt" must be a string or a list of messages. Received: {prompt!r:.100}.'
         raise UserError(what)
     messages = tuple(
         Message(_ROLES.get(one["role"], "user"), one.get("content") or "", raw=_without_none(one)) for one in prompt
