@@ -92,7 +92,7 @@ REFUSED = [
     Wrong("an unknown data set", ["answerz", "answers"], {"dataset": "answerz"}),
     Wrong("two formats", ["bf16", "fp16"], {"bf16": "true", "fp16": "true"}),
     Wrong("a mapping for a number", ["seed", "an integer"], {"seed": "{a: 1}"}),
-    Wrong("nothing for a number", ["seed", "nothing"], {"seed": "null"}),
+    Wrong("nothing for a number", ["seed", "an empty value"], {"seed": "null"}),
     Wrong("half an integer", ["max_steps", "2.5"], {"max_steps": "2.5"}),
     Wrong("a preference stage", ["dpo", "sft"], {"stage": "dpo"}),
     Wrong("another tool's quantization", ["fp8", "bf16"], {"fp8": "true"}),
