@@ -673,7 +673,7 @@ def test_pissa_state_restores_its_own_initialization():
 def test_checkpoint_of_another_rank_is_rejected():
     state = attached(lora_rank=2)[0].state(attached(lora_rank=2)[1])
     adapter, model = attached(lora_rank=4)
-    with pytest.raises(UserError, match="has rank 2, and this run's has rank 4") as caught:
+    with pytest.raises(UserError, match="has rank 2, but this run uses rank 4") as caught:
         adapter.load_state(model, state)
     assert len(caught.value.problems) == 1
 

@@ -263,7 +263,7 @@ def test_each_sentencepiece_token_has_its_type(tmp_path: Path) -> None:
     [
         (["re", "ed", "red"], [("r", "e"), ("e", "d"), ("re", "d")], 'no merge of "r" and "ed"'),
         (["re", "ed", "red", "ee"],
-         [("r", "e"), ("e", "d"), ("re", "d"), ("e", "e"), ("r", "ed")], '"red" and "ee" are interleaved'),
+         [("r", "e"), ("e", "d"), ("re", "d"), ("e", "e"), ("r", "ed")], '"red" and "ee" alternate in priority'),
     ],
 )  # fmt: skip
 def test_merges_without_equivalent_scores_are_rejected(tmp_path: Path, pieces, merges, what: str) -> None:

@@ -61,7 +61,7 @@ def test_image_placeholders_in_text_are_reported(
 ) -> None:
     rows = [{"instruction": f"{mark} What is it?", "output": "A stone."}, {"instruction": "a", "output": "b"}]
     write("data/rows.json", rows * 2)
-    assert f"{mark} is trained as plain text" in (out := runs(capsys))
+    assert f"{mark} is tokenized as plain text" in (out := runs(capsys))
     assert "2 of 4 examples (data/rows.json: 1, 3)" in out
 
 
@@ -82,7 +82,7 @@ def test_every_placeholder_in_every_column_is_reported(
     write("data/dataset_info.json", {"rows": {"file_name": "rows.json", **described}})
     output = runs(capsys)
     for mark in ("<image>", "<audio>"):
-        assert f"{mark} is trained as plain text" in output
+        assert f"{mark} is tokenized as plain text" in output
 
 
 @pytest.mark.run

@@ -208,7 +208,7 @@ def test_step_does_not_depend_on_micro_batching_and_layout(tmp_path, cut, layout
 def test_token_budget_below_longest_row_is_rejected_with_its_length(tmp_path, capsys):
     assert run(make_workspace(tmp_path, max_tokens_per_batch=8)) == 2
     output = capsys.readouterr().err
-    assert '"max_tokens_per_batch" (8) is smaller than the longest row' in output
+    assert '"max_tokens_per_batch" (8) is smaller than the longest example' in output
     assert not (tmp_path / "out").exists()
 
 

@@ -79,7 +79,7 @@ def test_sign_in_with_wrong_key_typed_key_and_expired_cookie(visitor, server) ->
     image(visitor, "sign-in")
     visitor.fill("#key", "wrong")
     visitor.click("button.main")
-    visitor.get_by_text("The key is wrong").wait_for()
+    visitor.get_by_text("Invalid key").wait_for()
     assert visitor.evaluate("document.activeElement.id") == "key"
     visitor.fill("#key", server.link.partition("key=")[2])
     visitor.keyboard.press("Enter")

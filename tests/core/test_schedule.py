@@ -37,7 +37,7 @@ def test_dataset_without_length_requires_max_steps():
 def test_drop_last_skips_rows_of_an_incomplete_batch():
     options = StepOptions(per_device_train_batch_size=4, num_train_epochs=1, dataloader_drop_last=True)
     assert plan_steps(options, rows=11).max_steps == 2
-    with pytest.raises(UserError, match="No step would run"):
+    with pytest.raises(UserError, match="no training step would run"):
         plan_steps(options, rows=3)
 
 

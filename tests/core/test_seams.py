@@ -99,12 +99,12 @@ def test_rollout_cannot_resume_with_another_number_of_processes(tmp_path):
     stopped.train()
     again, _ = make_run(tmp_path, objective=Twice(), num_rows=8)
     again.rollout.world_size = 2
-    with pytest.raises(UserError, match="saved inside a rollout by 1 processes"):
+    with pytest.raises(UserError, match="saved in the middle of a rollout by 1 processes"):
         again.load(tmp_path / "checkpoint-3")
 
 
 def test_rollout_cannot_roll_back_after_a_spike(tmp_path):
-    with pytest.raises(UserError, match='"on_spike" must be no'):
+    with pytest.raises(UserError, match='"on_spike": "go_back" is not supported'):
         make_run(tmp_path, objective=Twice(), on_spike="go_back")
 
 

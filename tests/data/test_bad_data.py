@@ -415,7 +415,7 @@ def test_conversation_with_one_empty_answer_is_kept_and_counted():
 
 def test_split_that_leaves_no_records_is_rejected():
     path = data("a.json", GOOD)
-    assert "holds out 24 of 24 rows" in load_error(dataset=path, val_size=0.9999)
+    assert "holds out 24 of 24 examples" in load_error(dataset=path, val_size=0.9999)
     assert "integer number of examples" in load_error(dataset=path, val_size=2.5)
     assert "val_size and eval_dataset" in load_error(dataset=path, eval_dataset=path, val_size=0.1)
 

@@ -521,7 +521,7 @@ def test_float16_on_cpu_runs_as_bfloat16_if_supported_and_is_reported(instructio
     assert autocast_dtype(options(fp16=True), CPU) is None
     assert "float32: AVX2 does not support bfloat16 matrix multiplication" in parallel_notes(options(fp16=True))[0]
     assert autocast_dtype(options(bf16=True), CPU) == torch.bfloat16
-    assert "(AVX2) emulates bfloat16 products" in parallel_notes(options(bf16=True))[0]
+    assert "(AVX2) emulates bfloat16 matrix multiplication" in parallel_notes(options(bf16=True))[0]
 
 
 def test_frozen_weights_are_float32_if_bfloat16_is_emulated_or_disabled(instructions):

@@ -49,7 +49,7 @@ def test_shards_of_any_number_of_ranks_are_read_fully_and_partially(tmp_path, wo
 def test_shard_index_with_a_gap_is_rejected(tmp_path):
     write_shard(tmp_path / shard_name("model", 0, 1), {"a": LocalShard(torch.ones(2), 1, (3,))}, is_first=True)
     write_index(tmp_path, "model", 1)
-    with pytest.raises(UserError, match="do not form"):
+    with pytest.raises(UserError, match="do not add up"):
         read_sharded(tmp_path, "model")
 
 

@@ -794,7 +794,7 @@ def once(heard, text):
             'the role "narrator" may not be supported by the chat template',
         ),
         ([HI, YO, {"role": "system", "content": "x"}, HI, YO], "a system message is not the first"),
-        ([{"role": "user", "content": "<image> What?"}, YO], "<image> is trained as plain text"),
+        ([{"role": "user", "content": "<image> What?"}, YO], "<image> is tokenized as plain text"),
     ],
     ids=["no answer", "role", "system", "image"],
 )

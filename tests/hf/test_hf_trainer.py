@@ -427,7 +427,7 @@ def test_non_finite_step_is_skipped_reported_and_not_logged(tmp_path, monkeypatc
     filtered = make_trainer(tmp_path, train=rows)
     filtered.train()
     assert [words.split(":")[0] for words in message] == [
-        f"1 of the last steps up to step {entry['step']} was not applied"
+        f"1 of the most recent optimizer steps (up to step {entry['step']}) was skipped"
         for entry in filtered.state.log_history if "skipped_steps" in entry
     ]  # fmt: skip
     assert len(message) == 2  # once in each epoch

@@ -84,7 +84,7 @@ def test_unsupported_model_is_rejected_if_requested_or_unchanged():
 
 def test_kernels_that_change_model_outputs_are_rejected(fake_liger):
     fake_liger["does"] = lambda model: model.model.norm.weight.data.mul_(1.5)
-    with pytest.raises(UserError, match="change what this LlamaForCausalLM computes"):
+    with pytest.raises(UserError, match="change the output of this LlamaForCausalLM"):
         apply_liger(tiny_model("llama"), None)
 
 

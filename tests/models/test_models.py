@@ -182,7 +182,7 @@ def test_new_tokens_get_rows_and_old_rows_are_unchanged(tmp_path):
     assert after.shape[0] == 2 * VOCABULARY  # the next multiple of 64
     assert torch.equal(after[:VOCABULARY], before)
     assert model.has_new_tokens
-    assert any("grew from 64 to 128" in note for note in notes)
+    assert any("resized from 64 to 128" in note for note in notes)
 
 
 def test_tokenizer_larger_than_embedding_is_rejected_unless_resizable(tmp_path):

@@ -146,6 +146,6 @@ def test_prequantized_model_without_library_suggests_installation(method, tmp_pa
     options, _ = ready(tmp_path, method)
     assert main(["train", *as_arguments(options)]) == 2
     output = capfd.readouterr().err
-    assert f"its weights are quantized by {method}" in output
+    assert f"its weights are quantized with {method}" in output
     assert "pip install gptqmodel" in output
     assert not (tmp_path / "out").exists()

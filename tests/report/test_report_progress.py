@@ -91,7 +91,7 @@ def test_skipped_steps_give_a_warning(capsys):
     progress, state = ProgressCallback(FACTS), TrainerState(max_steps=8, global_step=4)
     progress.on_train_begin(ReportOptions(), state, None)
     progress.on_log(None, state, None, logs={"loss": 1.0, "learning_rate": 0.1, "skipped_steps": 2})
-    assert "warning: 2 of the last steps up to step 4 were not applied" in capsys.readouterr().err
+    assert "warning: 2 of the most recent optimizer steps (up to step 4) were skipped" in capsys.readouterr().err
 
 
 def test_plain_line_has_step_loss_time_left_learning_rate_and_throughput(capsys):

@@ -264,7 +264,7 @@ def test_forked_processes_do_not_continue_the_run(capfd):
         assert table.values[:, 0].tolist() == [0, 1, 2]
     assert codes == [1, 1, 3, 1]
     error = capfd.readouterr().err
-    assert "returns forked a process that returned to the training" in error
+    assert "returns forked a child process that continued to run the training code" in error
     assert "Call os._exit" in error
 
 
@@ -347,7 +347,7 @@ def test_log_metric_rejects_names_of_the_log(name):
         log_metric(name, 1.0)
         return [0.0, 1.0, 2.0]
 
-    what = f'named called log_metric("{name}", ...), but the log has a value of this name.'
+    what = f'named called log_metric("{name}", ...), but a metric with this name is already logged.'
     assert what in reward_error([named])
 
 

@@ -83,7 +83,7 @@ def test_sign_in_by_script_and_form_sets_a_strict_cookie(page) -> None:
         assert headers["location"] == "runs"
     status, _, text = page.send("POST", "/sign-in", b"key=wrong", Cookie="", **kind)
     assert status == 403
-    assert "The key is wrong" in text
+    assert "Invalid key" in text
 
 
 def test_ten_wrong_keys_a_minute_block_sign_in_and_no_page_shows_the_key(page) -> None:
