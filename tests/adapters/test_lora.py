@@ -297,7 +297,7 @@ def test_each_row_of_a_mixed_batch_uses_its_adapter():
     for row, name in enumerate(names):
         torch.testing.assert_close(mixed[row], alone[name][row], **CLOSE)
     torch.testing.assert_close(layer(x), alone["two"], **CLOSE)
-    with pytest.raises(UserError, match="no adapter"), rows_through(holder, ["three"]):
+    with pytest.raises(UserError, match="Unknown adapters"), rows_through(holder, ["three"]):
         pass
 
 

@@ -116,9 +116,7 @@ def test_large_gradient_norm_is_a_spike(user, monkeypatch, capsys):
 def test_rollback_requires_a_checkpoint(user, monkeypatch, capsys):
     spoil(monkeypatch, user, float("inf"))
     assert run({**user, "on_spike": "go_back", "save_strategy": "no"}) == 1
-    assert "There is no checkpoint to roll back to. Reduce save_steps." in re.sub(
-        r"\s+", " ", capsys.readouterr().err
-    )
+    assert "There is no checkpoint to roll back to. Reduce save_steps." in re.sub(r"\s+", " ", capsys.readouterr().err)
 
 
 def test_resumed_run_still_skips_excluded_rows(user, tmp_path, monkeypatch):

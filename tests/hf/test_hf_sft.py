@@ -806,7 +806,7 @@ def test_suspicious_rows_are_reported_once(tmp_path, heard, chat, message):
 
 def test_placeholder_in_plain_text_is_reported_but_chats_are_not(tmp_path, heard):
     make(tmp_path, [{"text": "look <video> at"}] * 3)
-    assert once(heard, "<video> is trained as plain text")
+    assert once(heard, "<video> is tokenized as plain text")
     before = len(heard)
     make(tmp_path, CHATS)
     make(tmp_path, [{"prompt": [HI], "completion": [YO]}] * 2)

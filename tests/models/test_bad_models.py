@@ -205,7 +205,7 @@ def test_hub_kernel_in_model_config_is_rejected(tmp_path, key, kernel):
 def test_missing_attention_library_is_named(flash_attn, package, tmp_path):
     saved_model(tmp_path)
     (result,) = model_problems(tmp_path, flash_attn=flash_attn)
-    assert f"requires the library {package}" in result
+    assert f"needs the library {package}" in result
 
 
 @pytest.mark.parametrize(

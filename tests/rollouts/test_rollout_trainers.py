@@ -73,13 +73,13 @@ def test_reward_functions_receive_trl_arguments(folder):
         assert [len(each) for each in (prompts, completions, completion_ids, answer)] == [8] * 4
         assert completions[0][0]["role"] == "assistant"
         assert all(len(ids) <= 6 for ids in completion_ids)
-        log_metric("step", trainer_state.global_step)
+        log_metric("trainer_step", trainer_state.global_step)
         log_extra("asked", answer)
         return [0.1 * at for at in range(8)]
 
     trainer = trainer_of(folder, rewards=[sees, variety], dataset=chats(), gradient_accumulation_steps=2)
     trainer.train()
-    assert [log["step"] for log in trainer.state.log_history if "loss" in log] == [1, 2]
+    assert [log["trainer_step"] for log in trainer.state.log_history if "loss" in log] == [0, 1]
     assert trainer.reward_func_names == ["sees", "variety"]
 
 
