@@ -10,7 +10,7 @@ from typing import Any
 
 from burnish.data.batches.batching import collate_padded, collate_padding_free, collate_prefix_sharing
 from burnish.models.images.collator import ImageCollator, ImageLayout
-from burnish.models.images.features import make_seeing, num_features
+from burnish.models.images.features import num_features, patch_vision_model
 from burnish.models.images.processor import ImageProcessor
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -55,10 +55,10 @@ def load_image_model(family: str) -> SimpleNamespace:
     """A model of a family that was told to see, its image processor and layout, and a function that makes collators."""
     model, composed = image_models().build(family)
     processor, layout = ImageProcessor.of(model, composed.image_processor), ImageLayout.of(model.config)
-    make_seeing(model)
+    patch_vision_model(model)
 
     def collator(way: str) -> ImageCollator:
-        of_text = COLLATE_FUNCTIONS["flat" if way == "shared" and layout.both_ways else way]
+        of_text = COLLATE_FUNCTIONS["flat" if way == "shared" and layout.bidirectional else way]
         return ImageCollator(
             of_text, of_text, layout, processor, lambda row: row.get("images", []),
             lambda image: processor.tensors(image.image),

@@ -171,9 +171,9 @@ def test_image_memory_limit_is_respected(workspace, monkeypatch):  # noqa: F811
     recorded = []
 
     class Recorded(ahead.PreparedAhead):
-        def __init__(self, prepare, images, threads, ahead_bytes, kept_bytes):
-            recorded.append((ahead_bytes, kept_bytes))
-            super().__init__(prepare, images, threads, ahead_bytes, kept_bytes)
+        def __init__(self, prepare, images, threads, ahead_bytes, cache_bytes):
+            recorded.append((ahead_bytes, cache_bytes))
+            super().__init__(prepare, images, threads, ahead_bytes, cache_bytes)
 
     monkeypatch.setattr(batches, "PreparedAhead", Recorded)
     from test_runs_with_images import train

@@ -20,8 +20,8 @@ from burnish.data.images.other_families import AnyFamily
 from burnish.data.stats import DataStats
 from burnish.loop.types import ContentPart, Example, Message
 from burnish.models.images.collator import ImageCollator, ImageLayout
-from burnish.models.images.features import make_seeing, num_features
-from burnish.models.images.probe import keeps_images_apart
+from burnish.models.images.features import num_features, patch_vision_model
+from burnish.models.images.probe import isolates_images
 from burnish.models.images.processor import ImageProcessor
 from vision_models import COLLATE_FUNCTIONS, image_models
 
@@ -168,14 +168,14 @@ def test_model_of_unknown_family_uses_its_processor(folder):
     chat = composed.apply_chat_template([message.raw for message in example.messages], tokenize=False)
     made = composed(text=chat, images=[images(example)], add_special_tokens=False)
     assert row["input_ids"] == list(made["input_ids"][0])
-    make_seeing(model)
+    patch_vision_model(model)
     layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, composed.image_processor)
     for way in ("flat", "padded"):
         collate = ImageCollator(
             COLLATE_FUNCTIONS[way], COLLATE_FUNCTIONS[way], layout, processor, lambda row: row.get("images", []),
             lambda drawn: processor.tensors(drawn.image),
         )  # fmt: skip
-        assert keeps_images_apart(model, collate)
+        assert isolates_images(model, collate)
 
 
 def test_unknown_family_without_processor_is_rejected_with_supported_ones():

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from burnish.config.errors import UserError
-from burnish.data.images.sources import Sight
+from burnish.data.images.sources import MediaReader
 from burnish.data.images.videos import read_video
 from burnish.data.sets.data_source import DataSource
 from burnish.data.sets.formats import convert_records
@@ -36,7 +36,7 @@ def content(name: str, folder: Path) -> bytes:
 
 
 def read(values: dict[str, Any], folder: Path, kind: str = "answers", model_type: str = "", **more: Any) -> Example:
-    needs = RecordNeeds(kind, sight=Sight((folder,), 1024, 589824, model_type))
+    needs = RecordNeeds(kind, reader=MediaReader((folder,), 1024, 589824, model_type))
     layout = layout_of(DataSource("v", "records", [], "v.json", **more), [values], "v.json", needs)
     return convert_records([(values, "v.json", 7)], layout, DataStats())[0]
 
@@ -125,7 +125,7 @@ def test_image_can_set_its_pixel_limits(folder):
 
 
 def trl(values: dict[str, Any], kind: Any = "texts") -> Example:
-    layout = trl_layout(kind, values, sight=Sight())
+    layout = trl_layout(kind, values, reader=MediaReader())
     (example,) = examples_of([(values, "set", 7)], layout, DataStats(), "raise")
     assert example is not None
     return example
@@ -226,8 +226,8 @@ def test_all_video_formats_become_frames(folder, form):
 
 def test_frames_are_limited_and_paired_as_in_llamafactory(folder):
     films(folder)
-    sight = Sight((folder,), 1024, 589824, video_min_pixels=256, video_max_pixels=65536, video_fps=1.0)
-    video = read_video(sight, "f", "videos[0]")
+    reader = MediaReader((folder,), 1024, 589824, video_min_pixels=256, video_max_pixels=65536, video_fps=1.0)
+    video = read_video(reader, "f", "videos[0]")
     assert [Path(frame.path).name for frame in video.frames] == ["1.png", "2.png", "10.png", "10.png"]
     assert (video.min_pixels, video.max_pixels, video.fps) == (256, 65536, 1.0)
 
@@ -264,7 +264,7 @@ def test_text_model_rejects_images_by_its_name(folder):
 
 
 def test_identical_bytes_are_stored_once(folder):
-    sight, data = Sight(), io.BytesIO(content("a.png", folder)).getvalue()
-    first, second = (sight.image({"bytes": data, "path": "x/a.png"}, "images[0]") for _ in range(2))
+    reader, data = MediaReader(), io.BytesIO(content("a.png", folder)).getvalue()
+    first, second = (reader.image({"bytes": data, "path": "x/a.png"}, "images[0]") for _ in range(2))
     assert first == second
     assert Path(first.path).read_bytes() == data

@@ -9,7 +9,7 @@ from test_image_rows import Options, family
 from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.images.image_file import images_of
 from burnish.data.images.options import ImageOptions, limits_of
-from burnish.data.images.sources import Sight
+from burnish.data.images.sources import MediaReader
 from burnish.data.images.videos import read_video
 from burnish.data.stats import DataStats
 from burnish.loop.types import ContentPart, Example, Message
@@ -20,14 +20,14 @@ CASES = json.loads((GOLDEN / "llamafactory_videos.json").read_text())
 
 def example_of(case, folder):
     """The record of a case, with the limits of ``burnish train``."""
-    sight = limits_of(ImageOptions(**case["options"]))
+    reader = limits_of(ImageOptions(**case["options"]))
     image_models().write_images(folder, [*case["images"], *(name for video in case["frames"] for name in video)])
     media = {
         "image": iter(
-            sight.image(str(folder / name), f"images[{number}]") for number, name in enumerate(case["images"])
+            reader.image(str(folder / name), f"images[{number}]") for number, name in enumerate(case["images"])
         ),
         "video": iter(
-            read_video(sight, [str(folder / name) for name in names], f"videos[{number}]")
+            read_video(reader, [str(folder / name) for name in names], f"videos[{number}]")
             for number, names in enumerate(case["frames"])
         ),
     }
@@ -67,9 +67,12 @@ def test_a_repeated_last_frame_has_the_time_of_the_last_frame(tmp_path):
     result = family("qwen3_vl")
     names = [f"p{number}_64x48.png" for number in range(5)]
     image_models().write_images(tmp_path, names)
-    for sight in (limits_of(ImageOptions()), Sight()):  # frames are repeated with the limits of LLaMA-Factory alone
+    for reader in (
+        limits_of(ImageOptions()),
+        MediaReader(),
+    ):  # frames are repeated with the limits of LLaMA-Factory alone
         for count, stamps in ((1, [0.0]), (2, [0.25]), (5, [0.25, 1.25, 2.0])):
-            video = read_video(sight, [str(tmp_path / name) for name in names[:count]], "videos[0]")
+            video = read_video(reader, [str(tmp_path / name) for name in names[:count]], "videos[0]")
             assert result.stamps(video) == stamps
-    same = read_video(Sight(), [str(tmp_path / name) for name in (*names[:2], names[2], names[2])], "videos[0]")
+    same = read_video(MediaReader(), [str(tmp_path / name) for name in (*names[:2], names[2], names[2])], "videos[0]")
     assert result.stamps(same) == [0.25, 1.25]

@@ -12,7 +12,7 @@ from burnish.kernels.model_parts import parts_of, sees
 from burnish.losses.lm import LmOptions, SftObjective
 from burnish.models.images.ahead import PreparedAhead
 from burnish.models.images.collator import ImageCollator, grid_positions
-from burnish.models.images.probe import keeps_images_apart
+from burnish.models.images.probe import isolates_images
 from burnish.models.patches.capabilities import find_capabilities
 from burnish.run.plan.options import RunOptions
 from vision_models import golden, image_models, image_rows, load_image_model
@@ -114,8 +114,8 @@ def test_row_has_same_loss_at_any_position(models, family, way):
 @pytest.mark.parametrize("family", [*FIRST, *SECOND])
 def test_probe_detects_that_images_stay_separate(models, family):
     result = models(family)
-    assert keeps_images_apart(result.model, result.collator("flat"))
-    assert keeps_images_apart(result.model, result.collator("padded"))
+    assert isolates_images(result.model, result.collator("flat"))
+    assert isolates_images(result.model, result.collator("padded"))
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4"])
@@ -125,9 +125,9 @@ def test_image_probe_detects_what_text_probe_misses(models, family):
     for way in ("flat", "padded"):
         collator = result.collator(way)
         causal = ImageCollator(
-            collator.collate, collator.seeing, replace(result.layout, both_ways=""), *_rest(collator)
+            collator.collate, collator.seeing, replace(result.layout, bidirectional=""), *_rest(collator)
         )
-        assert not keeps_images_apart(result.model, causal)
+        assert not isolates_images(result.model, causal)
 
 
 def _rest(collator: ImageCollator) -> tuple:
@@ -136,8 +136,8 @@ def _rest(collator: ImageCollator) -> tuple:
 
 def test_model_that_mixes_rows_is_padded(models):
     result = models("qwen3_5")
-    assert not keeps_images_apart(result.model, result.collator("flat"))
-    assert keeps_images_apart(result.model, result.collator("padded"))
+    assert not isolates_images(result.model, result.collator("flat"))
+    assert isolates_images(result.model, result.collator("padded"))
 
 
 def test_image_of_several_rows_is_encoded_once(models):
@@ -240,7 +240,7 @@ def test_images_are_prepared_once_and_prefetched(models):
         recorded.append(image.identity)
         return result.processor.tensors(image.image)
 
-    ahead = PreparedAhead(prepare, lambda row: row["images"], 2, ahead_bytes=1 << 20, kept_bytes=1 << 30)
+    ahead = PreparedAhead(prepare, lambda row: row["images"], 2, ahead_bytes=1 << 20, cache_bytes=1 << 30)
     groups = ahead.rows(iter([rows[:2], rows[2:], rows[:2]]))
     assert next(groups) == rows[:2]
     for group in [rows[:2], rows[2:], rows[:2]]:

@@ -13,11 +13,11 @@ from burnish.data.images.families import family_of
 from burnish.data.images.family import Checkpoint
 from burnish.data.images.image_file import images_of, read_header
 from burnish.data.images.in_rows import Marks, images_column
-from burnish.data.images.sources import Sight
+from burnish.data.images.sources import MediaReader
 from burnish.data.images.videos import read_video
 from burnish.inference.images.reading import ImageReader
 from burnish.models.images.collator import ImageCollator, ImageLayout
-from burnish.models.images.features import make_seeing
+from burnish.models.images.features import patch_vision_model
 from burnish.models.images.processor import ImageProcessor
 from burnish.models.images.prompts import inputs_of_images
 from burnish.models.patches.capabilities import find_capabilities
@@ -47,7 +47,7 @@ def _built(name, folder):
     cases = {gold["case"]: gold for gold in GOLD if gold["family"] == name}
     settings = cases["even"]["settings"]
     family = family_of(Checkpoint(model.config, composed.image_processor, composed.tokenizer, video_settings=settings))
-    make_seeing(model)
+    patch_vision_model(model)
     layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, family.processor)
 
     def collator(way):
@@ -70,7 +70,7 @@ def _built(name, folder):
 def _row(family, gold, folder):
     names = gold["frames"]
     image_models().write_images(folder, [*names, *filter(None, [gold["image"]])])
-    options = [read_video(Sight(), [str(folder / one) for one in names], "videos[0]", fps=gold["fps"])]
+    options = [read_video(MediaReader(), [str(folder / one) for one in names], "videos[0]", fps=gold["fps"])]
     if gold["image"]:
         options.insert(0, read_header(folder / gold["image"]))
     ids = array("i", family.tokenizer.encode(gold["text"], add_special_tokens=False))
@@ -124,7 +124,7 @@ def test_video_losses_and_gradients_match_single_rows(models, name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompt_with_video_has_logits_of_its_row(models, name):
     result, row = models(name), models(name).rows["both"]
-    reader = ImageReader(result.model, result.family, Sight())
+    reader = ImageReader(result.model, result.family, MediaReader())
     options = SimpleNamespace(ids=row["input_ids"], start=0, images=reader.of(row)["images"])
     ids = torch.tensor([row["input_ids"]])
     reported = torch.arange(ids.shape[1])[None]

@@ -16,7 +16,7 @@ from burnish.checkpoint.checkpoint import Checkpoints
 from burnish.config.errors import UserError
 from burnish.data.chat.choose import load_template
 from burnish.data.images.image_file import BadImage
-from burnish.data.images.sources import Sight
+from burnish.data.images.sources import MediaReader
 from burnish.data.options import DataOptions
 from burnish.data.rows.encode import encode_rows
 from burnish.data.stats import DataStats
@@ -107,11 +107,11 @@ def test_record_cannot_name_an_image_outside(below, outside, spelling) -> None:
     Image.new("RGB", (4, 4)).save(outside / "a.png")
     (below / "link").symlink_to(outside)
     with pytest.raises(BadImage, match="web UI"):
-        Sight((below,)).image(spelling.format(outside / "a.png"), "images[0]")
+        MediaReader((below,)).image(spelling.format(outside / "a.png"), "images[0]")
     with pytest.raises(BadImage, match="web UI"):  # whether it is there is not told either
-        Sight((below,)).image(spelling.format(outside / "a.png").replace("a.png", "none.png"), "images[0]")
+        MediaReader((below,)).image(spelling.format(outside / "a.png").replace("a.png", "none.png"), "images[0]")
     with pytest.raises(BadImage, match="was not found"):
-        Sight((below,)).image("none.png", "images[0]")
+        MediaReader((below,)).image("none.png", "images[0]")
 
 
 def test_page_jobs_do_not_read_a_template_outside_the_roots(below, outside) -> None:

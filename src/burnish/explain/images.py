@@ -50,6 +50,6 @@ def image_in_words(image: ImageFile, number: int, family: Family | None) -> str:
     if image.frames:
         path += f" and {len(image.frames) - 1} more frames"
     if family is not None:
-        width, height = family.seen(image)
+        width, height = family.processed_size(image)
         size += f" -> {width}x{height}"
     return f"[{'video' if image.frames else 'image'} {number}: {path} {size}, {image.end - image.begin:,} tokens]"

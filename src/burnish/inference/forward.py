@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from burnish.inference.cache import SlotCache, SlotPlaces
 from burnish.kernels.probe import causal_lm
 from burnish.models.images.masks import masks_of
-from burnish.models.images.prompts import PromptImages, inputs_of_images, seen_blocks
+from burnish.models.images.prompts import PromptImages, bidirectional_blocks, inputs_of_images
 
 STEP = 256
 """Number of positions by which the cache grows."""
@@ -138,11 +138,11 @@ class OverSlots:
         if not kinds:
             window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
             kinds = {"sliding_attention" if window else "full_attention"}
-        both_ways = seen_blocks(rows, places, width)
-        in_full = all(row.images.sees_in_full for row in rows if row.images)
+        bidirectional = bidirectional_blocks(rows, places, width)
+        in_full = all(row.images.bidirectional_in_full_attention for row in rows if row.images)
         masks = {}
         for kind in kinds:
-            blocks = both_ways if in_full or kind != "full_attention" else None
+            blocks = bidirectional if in_full or kind != "full_attention" else None
             masks[kind] = self._formatted(seen(places, width, kind, config, blocks))
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
@@ -176,7 +176,7 @@ def seen(places: Tensor, width: int, kind: str, config: Any, blocks: Tensor | No
         width: W.
         kind: type of the layer: full attention, the last ``sliding_window`` positions, or the token's own chunk.
         config: config of the text model.
-        blocks: (B, 1, T, W), true where it may also attend to a later position (``models.images.prompts.seen_blocks``).
+        blocks: (B, 1, T, W), true where it may also attend to a later position (``bidirectional_blocks``).
     """
     at, there = places[:, None, :, None], torch.arange(width, device=places.device)
     sees = there <= at if blocks is None else (there <= at) | blocks

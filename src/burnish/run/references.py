@@ -37,7 +37,7 @@ from burnish.losses.reference import (
     refuse_sharded_weights,
 )
 from burnish.models.attention_choice import requested_attention
-from burnish.models.images.features import make_seeing
+from burnish.models.images.features import patch_vision_model
 from burnish.models.load import load_config, load_model
 from burnish.models.patches.attention import PADDING_FREE, make_padding_free
 from burnish.models.patches.fused import patch_forwards
@@ -185,7 +185,7 @@ def _second(
         merge_into_base(second)
     refuse_other_vocabulary(model, second)
     second.to(parallel.device)
-    make_seeing(second)
+    patch_vision_model(second)
     if not options.torch_compile:
         patch_forwards(second, options)
     if is_padding_free and not _reads_alike(model, second, options):

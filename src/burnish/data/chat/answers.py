@@ -149,7 +149,7 @@ class Renderer:
         found: list[Rendering] = []
         for template, group in groupby(conversations, lambda each: self._template(each.tools)):
             found += render(self.tokenizer, list(group), template)
-        if self.family is None or self.family.own == self.family.mark:
+        if self.family is None or self.family.chat_template_text == self.family.mark:
             return found
         return [marked(each, self.family) for each in found]
 

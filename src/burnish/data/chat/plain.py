@@ -215,7 +215,7 @@ class PlainTemplate(ConversationEncoder):
         is_masked = self.options.assistant_only
         conversations = [
             replace(
-                self._in_parts(_conversation(marks.written(one))),
+                self._in_parts(_conversation(marks.for_template(one))),
                 parts=[(size, True), WHOLE] if size else [WHOLE],
                 marks=is_masked,
             )

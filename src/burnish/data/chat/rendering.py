@@ -133,12 +133,12 @@ def in_parts(text: str) -> list[dict[str, str]]:
 def marked(found: Rendering, family: Family) -> Rendering:
     """Return a rendering with the text that the family's processor adds around the placeholder of each image."""
     pieces = found.text.split(family.mark)
-    added = len(family.own) - len(family.mark)
+    added = len(family.chat_template_text) - len(family.mark)
     places: list[int] = []
     for piece in pieces[:-1]:
         places.append((places[-1] + len(family.mark) if places else 0) + len(piece))
     spans = [(a + added * bisect_left(places, a), b + added * bisect_left(places, b)) for a, b in found.spans]
-    return replace(found, text=family.own.join(pieces), spans=spans)
+    return replace(found, text=family.chat_template_text.join(pieces), spans=spans)
 
 
 def chat_ids(tokenizer: Any, conversations: Sequence[Conversation]) -> list[list[int]]:

@@ -14,7 +14,7 @@ from burnish.data.chat.encoding import NO_TEXT, ConversationEncoder
 from burnish.data.chat.labels import EncodedConversation, Ends, Segment, TemplateChoices, Turn, label_turns, masked
 from burnish.data.chat.table import TemplateSpec
 from burnish.data.images.family import Family
-from burnish.data.images.image_file import BadImage, NotTaken
+from burnish.data.images.image_file import BadImage, UnsupportedMedia
 from burnish.data.images.in_rows import Marks, cleaned, images_column, images_in
 from burnish.data.stats import DataStats, dropped, kept
 from burnish.data.tokens.encoder import Encoder, shared_start
@@ -97,7 +97,7 @@ class Template(ConversationEncoder):
         if self.marks is None:
             return {"input_ids": self.form.prompt(example)}
         example = cleaned(example)
-        ids = array("i", self.form.prompt(self.marks.written(example)))
+        ids = array("i", self.form.prompt(self.marks.for_template(example)))
         messages = example.messages[: -1 if example.messages[-1:] and example.messages[-1].role in ANSWERING else None]
         images = images_in(replace(example, messages=messages))
         made = self.marks.expanded(self.marks.front(len(images)) + ids, images)
@@ -150,7 +150,7 @@ class Template(ConversationEncoder):
         ends = Ends(self.end_ids(), closing if self.spec and not last_only else None)
         trained_ids = frozenset() if self.options.train_on_eos == "none" else ends.token_ids
         examples = examples if self.marks is None else [cleaned(example) for example in examples]
-        written = examples if self.marks is None else [self.marks.written(example) for example in examples]
+        written = examples if self.marks is None else [self.marks.for_template(example) for example in examples]
         found = form.turns(written, stats) if examples else []
         for example, turns in zip(examples, found, strict=True):
             turns = turns and self._seen(example, turns, stats)
@@ -176,7 +176,7 @@ class Template(ConversationEncoder):
             if images and self.marks.family.source.shrinks:
                 return self._shrunk(example, turns, made, stats)
             return made
-        except NotTaken as error:
+        except UnsupportedMedia as error:
             raise UserError(f"The row cannot be encoded: {error}", where=example.place) from error
         except BadImage as error:
             stats.add(dropped(str(error)), example)

@@ -236,7 +236,7 @@ class SlotFormat:
         """
         if self.family is None or not (IMAGE in text or VIDEO in text):
             return (text,)
-        image, video = self.family.written, self.family.video_written
+        image, video = self.family.template_text, self.family.video_template_text
         pieces = re.split(f"([{IMAGE}{VIDEO}])", text)
         return tuple(piece if at % 2 == 0 else image if piece == IMAGE else next(openings) + video
                      for at, piece in enumerate(pieces))  # fmt: skip

@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError
 from burnish.config.registry import Registry
-from burnish.data.images.image_file import ImageFile, NotTaken, upright
+from burnish.data.images.image_file import ImageFile, UnsupportedMedia, upright
 from burnish.loop.types import Ids
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MOST_ASPECT = 200
+MAX_ASPECT_RATIO = 200
 """Largest aspect ratio that Qwen's and GLM's image processors accept."""
 
 
@@ -67,28 +67,29 @@ class Family:
         source: the checkpoint.
 
     ``mark`` is the control token for one image in the text of a template. ``placeholder`` is the token whose embedding
-    the model replaces by a feature of the image. ``written`` is the text of a named template for an image, and ``own``
-    the text that replaces the mark of a chat template; both contain the mark once. ``video_...`` are the same for a
-    video, or "" in families without videos; a tokenizer may lack their tokens.
+    the model replaces by a feature of the image. ``template_text`` is the text of a named template for an image, and
+    ``chat_template_text`` the text that replaces the mark of a chat template; both contain the mark once. ``video_...``
+    are the same for a video, or "" in families without videos; a tokenizer may lack their tokens.
     """
 
     mark = "<image>"
     placeholder = ""  # default: the mark
-    written = ""
-    own = ""
-    video_mark = video_placeholder = video_written = ""
+    template_text = ""
+    chat_template_text = ""
+    video_mark = video_placeholder = video_template_text = ""
     around: tuple[str, ...] = ()
     """Control tokens directly around the mark; truncation keeps them together with the image."""
     in_front = False
     """Whether images precede the text of the template, wherever the record has them."""
     squeezes = False
-    """Whether LLaMA-Factory also raises sides below 28 pixels and limits the aspect ratio to ``MOST_ASPECT``."""
+    """Whether LLaMA-Factory also raises sides below 28 pixels and limits the aspect ratio to ``MAX_ASPECT_RATIO``."""
 
     def __init__(self, source: Checkpoint) -> None:
         self.source, self.processor, self.tokenizer = source, source.processor, source.tokenizer
         self.model_type = str(source.config.model_type)
         self.placeholder = self.placeholder or self.mark
-        self.written, self.own = self.written or self.mark, self.own or self.mark
+        self.template_text = self.template_text or self.mark
+        self.chat_template_text = self.chat_template_text or self.mark
         self.mark_id, self.placeholder_id = self.token_id(self.mark), self.token_id(self.placeholder)
         vocabulary = source.tokenizer.get_vocab()
         self.video_mark_id = vocabulary.get(self.video_mark, -1)
@@ -114,10 +115,10 @@ class Family:
         """Return the ids that replace the mark of an image; width and height are those of the input of the image
         processor."""
         if (width, height) not in self._ids:
-            self._ids[width, height] = self._made(width, height)
+            self._ids[width, height] = self._ids_of_size(width, height)
         return self._ids[width, height]
 
-    def _made(self, width: int, height: int) -> Ids:
+    def _ids_of_size(self, width: int, height: int) -> Ids:
         raise NotImplementedError
 
     def before(self, image: ImageFile) -> str:
@@ -137,7 +138,7 @@ class Family:
         """Return the text at the start of ``of_video``. A named template outputs it with the preceding text."""
         return ""
 
-    def seen(self, image: ImageFile) -> tuple[int, int]:
+    def processed_size(self, image: ImageFile) -> tuple[int, int]:
         """Return width and height of an image, or of the frames of a video, after the processor's own resize."""
         return self.processed(*self.given_sizes(image)[-1])
 
@@ -175,9 +176,9 @@ class Family:
             if min(width, height) < 28:
                 width, height = max(width, 28), max(height, 28)
                 sizes.append((width, height))
-            if width / height > MOST_ASPECT:
+            if width / height > MAX_ASPECT_RATIO:
                 sizes.append((height * 180, height))
-            elif height / width > MOST_ASPECT:
+            elif height / width > MAX_ASPECT_RATIO:
                 sizes.append((width, width * 180))
         return sizes
 
@@ -225,7 +226,7 @@ class Family:
         """Raise BadImage for an image that the image processor refuses, and for a video that the model cannot take."""
         if image.frames and self.video_mark_id < 0:
             what = f"it contains video ({image.place}), but {self.model_type} is trained on images only."
-            raise NotTaken(f"{what} Use its frames as images.")
+            raise UnsupportedMedia(f"{what} Use its frames as images.")
 
 
 FAMILIES: Registry[type[Family]] = Registry("image family")

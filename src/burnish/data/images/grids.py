@@ -13,7 +13,7 @@ from functools import cached_property
 from math import ceil, floor, prod, sqrt
 from typing import TYPE_CHECKING, Any
 
-from burnish.data.images.family import FAMILIES, MOST_ASPECT, Family, repeated
+from burnish.data.images.family import FAMILIES, MAX_ASPECT_RATIO, Family, repeated
 from burnish.data.images.image_file import BadImage, ImageFile
 from burnish.data.images.videos import PAIR, VideoSettings, is_last_repeated, patches_of_frames
 from burnish.loop.types import Ids
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 class Qwen(Family):
     """``<|vision_start|>``, one placeholder per merged patch, ``<|vision_end|>``."""
 
-    mark, written = "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>"
+    mark, template_text = "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>"
     around, squeezes = ("<|vision_start|>", "<|vision_end|>"), True
     video_mark = video_placeholder = "<|video_pad|>"
-    video_written = "<|vision_start|><|video_pad|><|vision_end|>"
+    video_template_text = "<|vision_start|><|video_pad|><|vision_end|>"
     limits_all_frames = False
     """Whether the pixel limits apply to all frames of a video together, or to each frame."""
 
@@ -49,12 +49,12 @@ class Qwen(Family):
     def check(self, image: ImageFile) -> None:
         super().check(image)
         width, height = self.given_sizes(image)[-1]
-        if max(width, height) > MOST_ASPECT * min(width, height):
+        if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
             raise BadImage(
-                f"{image.path} is {width}x{height}; the maximum aspect ratio of this model is {MOST_ASPECT}:1."
+                f"{image.path} is {width}x{height}; the maximum aspect ratio of this model is {MAX_ASPECT_RATIO}:1."
             )
 
-    def _made(self, width: int, height: int) -> Ids:
+    def _ids_of_size(self, width: int, height: int) -> Ids:
         return repeated(self.placeholder_id, self.patches(width, height) // self.processor.merge_size**2)
 
     # --- videos -------------------------------------------------------------------------------------------------------
@@ -63,26 +63,26 @@ class Qwen(Family):
     def video(self) -> VideoSettings:
         return VideoSettings.of(self.processor, self.source.video_settings)
 
-    def seen(self, image: ImageFile) -> tuple[int, int]:
+    def processed_size(self, image: ImageFile) -> tuple[int, int]:
         width, height = self.given_sizes(image)[-1]
         if not image.frames:
             return self.processed(width, height)
         video, count = self.video, len(image.frames)
-        unit, most = video.patch * video.merge, video.most
+        unit, most = video.patch * video.merge, video.max_pixels
         if video.is_capped:
             cap = video.most_tokens * unit**2
             share = min(cap, most // count) if self.limits_all_frames else min(most, int(cap * 0.9) * PAIR // count)
-            most = max(share, int(video.least * 1.05)) * (count if self.limits_all_frames else 1)
+            most = max(share, int(video.min_pixels * 1.05)) * (count if self.limits_all_frames else 1)
         if not self.limits_all_frames:
-            return smart_size(width, height, unit, video.least, most)
+            return smart_size(width, height, unit, video.min_pixels, most)
         if min(width, height) < unit:
             scale = unit / min(width, height)
             width, height = int(width * scale), int(height * scale)
-        return smart_size(width, height, unit, video.least, most, count)
+        return smart_size(width, height, unit, video.min_pixels, most, count)
 
     def video_grid(self, video: ImageFile) -> tuple[int, int, int]:
         """Return (pairs of frames, rows, columns) of patches before merging."""
-        wide, high = self.seen(video)
+        wide, high = self.processed_size(video)
         return ceil(len(video.frames) / PAIR), high // self.video.patch, wide // self.video.patch
 
     def patches_of(self, image: ImageFile) -> int:
@@ -99,7 +99,7 @@ class Qwen(Family):
             return self._resized_for_processor(self.resized(image))
         least, most = image.min_pixels, image.max_pixels
         frames = [self.resized(replace(frame, min_pixels=least, max_pixels=most)) for frame in image.frames]
-        return patches_of_frames(frames, *self.seen(image), self.video), self._grids(*self.video_grid(image))
+        return patches_of_frames(frames, *self.processed_size(image), self.video), self._grids(*self.video_grid(image))
 
     def _resized_for_processor(self, pixels: Image) -> Image:
         """Resize as the image processor does, which would copy a large photo to an array and back: half of its time."""
@@ -145,20 +145,20 @@ class Stamped(Qwen):
 class Qwen3(Stamped):
     """Like Qwen2-VL, with ``<1.5 seconds>`` before each pair of frames of a video."""
 
-    video_written = "<|video_pad|>"
+    video_template_text = "<|video_pad|>"
 
     def stamps(self, video: ImageFile) -> list[float]:
         last = len(video.frames) - 1 - is_last_repeated(video)
         return [(n / video.fps + min(n + 1, last) / video.fps) / 2 for n in range(0, last + 1, PAIR)]
 
     def opening(self, video: ImageFile) -> str:
-        return self._said(self.stamps(video)[0])
+        return self._time_text(self.stamps(video)[0])
 
     def pair(self, stamp: float, placeholders: Ids) -> Ids:
         begin, end = (array("i", [self.token_id(word)]) for word in self.around)
-        return self.text_ids(self._said(stamp)) + begin + placeholders + end
+        return self.text_ids(self._time_text(stamp)) + begin + placeholders + end
 
-    def _said(self, stamp: float) -> str:
+    def _time_text(self, stamp: float) -> str:
         return f"<{stamp:.1f} seconds>"
 
 
@@ -167,16 +167,16 @@ class Glm(Stamped):
     """``<|begin_of_image|>``, a placeholder per merged patch, ``<|end_of_image|>``; the same for each pair of frames of
     a video, followed by its time in seconds."""
 
-    mark, written = "<|image|>", "<|begin_of_image|><|image|><|end_of_image|>"
+    mark, template_text = "<|image|>", "<|begin_of_image|><|image|><|end_of_image|>"
     around = ("<|begin_of_image|>", "<|end_of_image|>")
     video_mark, video_placeholder = "<|video|>", "<|image|>"
-    video_written = "<|begin_of_video|><|video|><|end_of_video|>"
+    video_template_text = "<|begin_of_video|><|video|><|end_of_video|>"
 
     def pair(self, stamp: float, placeholders: Ids) -> Ids:
         begin, end = (array("i", [self.token_id(word)]) for word in self.around)
-        return begin + placeholders + end + self.text_ids(self._said(stamp))
+        return begin + placeholders + end + self.text_ids(self._time_text(stamp))
 
-    def _said(self, stamp: float) -> str:
+    def _time_text(self, stamp: float) -> str:
         return str(int(stamp))
 
     def processed(self, width: int, height: int) -> tuple[int, int]:
@@ -193,7 +193,7 @@ class Glm(Stamped):
 class Glm46(Glm):
     """Like GLM-4V, with a different text for the times."""
 
-    def _said(self, stamp: float) -> str:
+    def _time_text(self, stamp: float) -> str:
         return f"{stamp:.1f} seconds"
 
 
@@ -244,7 +244,7 @@ class Pixtral(Family):
         wide, high = self.processed(width, height)
         return wide * high * self._merge**2 // self.unit**2
 
-    def _made(self, width: int, height: int) -> Ids:
+    def _ids_of_size(self, width: int, height: int) -> Ids:
         wide, high = self.processed(width, height)
         row = repeated(self.placeholder_id, wide // self.unit) + array("i", [self.token_id("[IMG_BREAK]")])
         return (row * (high // self.unit))[:-1] + array("i", [self.token_id("[IMG_END]")])

@@ -4,7 +4,7 @@
 that the tokens of a row are known without decoding. ``load`` returns the pixels. Bytes of a record and data URIs are
 stored as files (``sources.py``), so that a row holds a path instead of pixels.
 
-Files that are not images, images of more than ``MOST_PIXELS`` pixels, and files that have changed since their header
+Files that are not images, images of more than ``MAX_PIXELS`` pixels, and files that have changed since their header
 was read are rejected.
 
 Pixels are upright RGB. Transparent colors are composited on white; 16-bit gray is scaled by 1/257; the first frame or
@@ -30,18 +30,18 @@ from burnish.utils.files import odd_kind
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MOST_PIXELS = 178_956_970
+MAX_PIXELS = 178_956_970
 """Maximum number of pixels: the limit at which Pillow assumes a decompression bomb."""
-MOST_PIXELS_SHOWN = 50_000_000
+MAX_THUMBNAIL_PIXELS = 50_000_000
 """Maximum number of pixels of an image for ``thumbnail``: 200 MB while it is decoded."""
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "MPO", "TIFF", "PPM", "AVIF", "JPEG2000", "DIB", "ICO", "PCX", "QOI",
             "SGI", "TGA")  # fmt: skip
 """Supported formats. Pillow has more; its EPS reader starts another program, Ghostscript."""
 _AVERAGED, _BOX, _NEAREST = ("L", "LA", "RGB", "RGBA", "CMYK", "YCbCr"), 4, 0
 _ORIENTATION = 0x0112  # EXIF tag; values 5 to 8 swap width and height
-_TELLING = frozenset(("exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"))
+_ORIENTATION_KEYS = frozenset(("exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"))
 """Keys of ``image.info`` from which Pillow reads an orientation."""
-_READ_OF_JPEG = 4096
+_JPEG_HEADER_BYTES = 4096
 _FRAMES = frozenset((0xC0, 0xC1, 0xC2))
 """JPEG markers of a frame header that Pillow decodes: baseline, extended, progressive."""
 _SCAN = 0xDA
@@ -56,7 +56,7 @@ class BadImage(ValueError):
     """A file that cannot be used as an image; the message continues a sentence that begins with its name."""
 
 
-class NotTaken(BadImage):
+class UnsupportedMedia(BadImage):
     """A video in a record for a model that supports images only."""
 
 
@@ -167,7 +167,7 @@ def size_of_plain_jpeg(path: str) -> tuple[int, int] | None:
     """
     try:
         with open(path, "rb", buffering=0) as file:
-            begin = file.read(_READ_OF_JPEG)
+            begin = file.read(_JPEG_HEADER_BYTES)
     except OSError:
         return None  # Pillow raises the same error, with the message for the user
     if not begin.startswith(b"\xff\xd8\xff"):
@@ -216,8 +216,8 @@ def _header(image: Image, path: str, known: Mapping[str, Any]) -> ImageFile:
 
 def check_size(width: int, height: int) -> None:
     """Raise BadImage for an image that is too large or empty."""
-    if width * height > MOST_PIXELS:
-        raise BadImage(f"has {width}x{height} pixels; the maximum is {MOST_PIXELS:,}.")
+    if width * height > MAX_PIXELS:
+        raise BadImage(f"has {width}x{height} pixels; the maximum is {MAX_PIXELS:,}.")
     if not width * height:
         raise BadImage(f"has {width}x{height} pixels.")
 
@@ -267,7 +267,7 @@ def thumbnail(content: bytes, side: int) -> bytes:
         with _opened(BytesIO(content)) as opened:
             turn = orientation(opened)
             opened.draft("RGB", (side, side))  # a JPEG is decoded at a fraction of its size
-            if opened.width * opened.height > MOST_PIXELS_SHOWN:
+            if opened.width * opened.height > MAX_THUMBNAIL_PIXELS:
                 raise BadImage(f"has {opened.width}x{opened.height} pixels, too many to display.")
             opened.load()
             scale = min(1.0, side / max(opened.size))
@@ -296,7 +296,7 @@ def orientation(image: Image) -> int:
     """
     if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
         return 1
-    if not _TELLING.intersection(image.info):  # a third of the time of a header
+    if not _ORIENTATION_KEYS.intersection(image.info):  # a third of the time of a header
         return 1
     found = image.getexif().get(_ORIENTATION, 1)
     return found if isinstance(found, int) and 1 <= found <= 8 else 1
@@ -318,12 +318,12 @@ def _opened(path: str | BytesIO) -> Image:
     from PIL import Image, UnidentifiedImageError
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # half of MOST_PIXELS
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # half of MAX_PIXELS
         try:
             return Image.open(path, formats=_formats())
         except Image.DecompressionBombError:
             width, height = _size_of_large(path)
-            raise BadImage(f"has {width}x{height} pixels; the maximum is {MOST_PIXELS:,}.") from None
+            raise BadImage(f"has {width}x{height} pixels; the maximum is {MAX_PIXELS:,}.") from None
         except UnidentifiedImageError:
             raise BadImage(_no_image(path)) from None
         except (OSError, SyntaxError, ValueError) as error:

@@ -128,7 +128,7 @@ class Marks:
             made.append(self._segment(segment, found, own, len(images)) if own else segment)
         return list(zip(made[::2], made[1::2], strict=True))
 
-    def written(self, example: Example) -> Example:
+    def for_template(self, example: Example) -> Example:
         """Return the input of a template: without images if they precede its text, and with the text before each
         image."""
         if self.family.in_front:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from burnish.config.checks import check
 from burnish.config.errors import MissingExtraError, Problem, UserError
 from burnish.config.options import option
-from burnish.data.images.sources import Sight
+from burnish.data.images.sources import MediaReader
 
 
 @dataclass
@@ -111,7 +111,11 @@ def check_images(options: ImageOptions) -> list[Problem]:
     return found
 
 
-def limits_of(options: ImageOptions, folders: Sequence[Path] = ()) -> Sight:
-    """Return a ``Sight`` with the size limits of the options. Args: folders: see ``Sight``; none for requests."""
+def limits_of(options: ImageOptions, folders: Sequence[Path] = ()) -> MediaReader:
+    """Return a ``MediaReader`` with the size limits of the options.
+
+    Args:
+        folders: see ``MediaReader``; none for requests.
+    """
     of_videos = (options.video_min_pixels, options.video_max_pixels, options.video_fps)
-    return Sight(folders, options.image_min_pixels, options.image_max_pixels, "", *of_videos)
+    return MediaReader(folders, options.image_min_pixels, options.image_max_pixels, "", *of_videos)

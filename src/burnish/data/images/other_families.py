@@ -24,7 +24,7 @@ class Mllama(Family):
         per_tile = (int(vision.image_size) // int(vision.patch_size)) ** 2 + 1
         return int(self.processor.max_image_tiles) * per_tile
 
-    def _made(self, width: int, height: int) -> Ids:
+    def _ids_of_size(self, width: int, height: int) -> Ids:
         return array("i", [self.mark_id])
 
 
@@ -46,7 +46,7 @@ class AnyFamily(Family):
         self.mark = str(getattr(source.composed, "image_token", None) or self.placeholder)
         super().__init__(source)
 
-    def _made(self, width: int, height: int) -> Ids:
+    def _ids_of_size(self, width: int, height: int) -> Ids:
         from PIL import Image
 
         blank = Image.new("RGB", (width, height), "white")

@@ -39,7 +39,7 @@ class MissingImage(BadImage):
 
 
 @dataclass(frozen=True)
-class Sight:
+class MediaReader:
     """Finds the images of a dataset, and sets their size limits.
 
     Args:
@@ -68,10 +68,10 @@ class Sight:
         Raises:
             BadImage: with a sentence that begins with the place.
         """
-        path, shown, is_kept = self._path(value, place)
+        path, shown, is_stored = self._path(value, place)
         named = f"{place} {shown}".strip()
         try:
-            known = {"modified_ns": 0} if is_kept else {}  # its name says what is in it
+            known = {"modified_ns": 0} if is_stored else {}  # its name says what is in it
             least, most = min_pixels or self.min_pixels, max_pixels or self.max_pixels
             return read_header(path, place=place, min_pixels=least, max_pixels=most, **known)
         except BadImage as error:
@@ -84,7 +84,7 @@ class Sight:
         except UnicodeEncodeError:
             raise BadImage(f"{named} cannot be read: its path is not valid Unicode.") from None
 
-    def sent(self, uri: str, place: str, max_pixels: int | None = None) -> ImageFile:
+    def from_data_uri(self, uri: str, place: str, max_pixels: int | None = None) -> ImageFile:
         """Return the image of a data URI of a request, which is kept in memory only. Raises BadImage."""
         try:
             found = in_memory(_decoded(uri, place), place=place)
@@ -107,13 +107,13 @@ class Sight:
         if isinstance(value, Mapping):
             value = next((value[key] for key in ("bytes", "path") if value.get(key) is not None), value)
         if isinstance(value, bytes | bytearray):
-            return kept(bytes(value)), "", True
+            return stored(bytes(value)), "", True
         if isinstance(value, str) and value.startswith("data:"):
-            return kept(_decoded(value, place)), "", True
+            return stored(_decoded(value, place)), "", True
         if isinstance(value, str | os.PathLike):
             return self.file(os.fspath(value), place), f'"{_short(os.fspath(value))}"', False
         if callable(getattr(value, "save", None)) and hasattr(value, "getexif"):
-            return kept(_as_png(value)), "", True
+            return stored(_as_png(value)), "", True
         received = type(value).__name__ if value is not None else "null"
         raise BadImage(f"{place} must be a path, a data URI, bytes or a Pillow image. Received: {received}.")
 
@@ -141,7 +141,7 @@ class Sight:
         return found
 
 
-def kept(content: bytes) -> str:
+def stored(content: bytes) -> str:
     """Store content in the cache unless it exists, and return the path of the file."""
     name = sha256(content).hexdigest()
     path = cache_home() / "images" / name[:2] / name

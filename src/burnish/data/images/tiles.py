@@ -32,7 +32,7 @@ class Llava(Family):
         chosen = self.setting("vision_feature_select_strategy", config.vision_feature_select_strategy)
         return (int(side) // patch) ** 2 + added - int(chosen == "default")
 
-    def _made(self, width: int, height: int) -> Ids:
+    def _ids_of_size(self, width: int, height: int) -> Ids:
         return repeated(self.placeholder_id, self._per_tile)
 
 
@@ -48,7 +48,7 @@ class LlavaNext(Llava):
         pixels = int(size["shortest_edge"] if "shortest_edge" in size else size["height"])
         return pixels, pixels // int(self.setting("patch_size", self.source.config.vision_config.patch_size))
 
-    def _made(self, width: int, height: int) -> Ids:
+    def _ids_of_size(self, width: int, height: int) -> Ids:
         rows, columns = self._unpadded(width, height)
         return repeated(self.placeholder_id, rows * columns + rows + self._per_tile)
 
@@ -104,7 +104,7 @@ class LlavaOnevision(LlavaNext):
             return repeated(self.placeholder_id, self._per_tile + 1 - self._loss)
         return super().of(image)
 
-    def _made(self, width: int, height: int) -> Ids:
+    def _ids_of_size(self, width: int, height: int) -> Ids:
         rows, columns = self._unpadded(width, height)
         most = int(str(self.source.config.vision_aspect_ratio).removeprefix("anyres_max_"))
         ratio = sqrt(rows * columns / (most * self._tile[1] ** 2))
@@ -132,9 +132,9 @@ class Gemma3(Family):
     (processing_gemma3.py)."""
 
     mark, placeholder = "<start_of_image>", "<image_soft_token>"
-    written = own = "\n\n<start_of_image>\n\n"
+    template_text = chat_template_text = "\n\n<start_of_image>\n\n"
 
-    def _made(self, width: int, height: int) -> Ids:
+    def _ids_of_size(self, width: int, height: int) -> Ids:
         count = int(self.setting("image_seq_length", self.source.config.mm_tokens_per_image))
         one = f"{self.mark}{self.placeholder * count}<end_of_image>"
         crops = " ".join([f"\n\n{one}\n\n"] * self._num_crops(width, height)).removesuffix("\n\n")
@@ -199,7 +199,7 @@ class Gemma4(Family):
         wide, high = self.processed(width, height)
         return wide * high // int(self.processor.patch_size) ** 2
 
-    def _made(self, width: int, height: int) -> Ids:
+    def _ids_of_size(self, width: int, height: int) -> Ids:
         wide, high = self.processed(width, height)
         begin, end = (array("i", [self.token_id(word)]) for word in ("<|image>", "<image|>"))
         return begin + repeated(self.placeholder_id, wide * high // self._unit**2) + end
@@ -219,7 +219,7 @@ class InternVL(Family):
         patch = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
         return self._tiles(width, height) * (int(self.processor.size["height"]) // int(patch)) ** 2
 
-    def _made(self, width: int, height: int) -> Ids:
+    def _ids_of_size(self, width: int, height: int) -> Ids:
         count = int(self.setting("image_seq_length", self.source.config.image_seq_length))
         begin, end = (array("i", [self.token_id(word)]) for word in ("<img>", "</img>"))
         return begin + repeated(self.placeholder_id, count * self._tiles(width, height)) + end
@@ -232,7 +232,7 @@ class Aya(InternVL):
 
     mark, placeholder = "<image>", "<|IMG_PATCH|>"
 
-    def _made(self, width: int, height: int) -> Ids:
+    def _ids_of_size(self, width: int, height: int) -> Ids:
         config = self.source.config
         side = int(self.setting("img_size", config.vision_config.image_size))
         patch = int(self.setting("patch_size", config.vision_config.patch_size))
@@ -263,7 +263,7 @@ class Idefics3(Family):
         side = int(self.processor.max_image_size["longest_edge"])
         return (rows * columns + 1) * ceil(side / int(self.source.config.vision_config.patch_size)) ** 2
 
-    def _made(self, width: int, height: int) -> Ids:
+    def _ids_of_size(self, width: int, height: int) -> Ids:
         grid = self._grid(width, height)
         if grid not in self._ids_of_grids:
             config = self.source.config
@@ -326,7 +326,7 @@ class Llama4(Family):
         side, patch = int(self.processor.size["height"]), int(self.source.config.vision_config.patch_size)
         return (rows * columns + (rows * columns > 1)) * ((side // patch) ** 2 + 1)
 
-    def _made(self, width: int, height: int) -> Ids:
+    def _ids_of_size(self, width: int, height: int) -> Ids:
         rows, columns = self._grid(width, height)
         tile = repeated(self.placeholder_id, self._per_tile)
         words = ("<|image_start|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image_end|>")
@@ -409,7 +409,7 @@ class Lfm2Vl(Family):
         whole = wide * high // patch**2 if not tiles or self.processor.use_thumbnail else 0
         return tiles + whole
 
-    def _made(self, width: int, height: int) -> Ids:
+    def _ids_of_size(self, width: int, height: int) -> Ids:
         rows, columns = self._grid(width, height)
         unit, (wide, high) = self._unit, self._whole(width, height)
         factor, patch = int(self.processor.downsample_factor), int(self.processor.encoder_patch_size)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.data.images.image_file import BadImage, ImageFile
-from burnish.data.images.sources import Sight
+from burnish.data.images.sources import MediaReader
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,7 +26,7 @@ PAIR = 2
 
 
 def read_video(
-    sight: Sight, value: Any, place: str, fps: float | None = None, min_pixels: int | None = None,
+    reader: MediaReader, value: Any, place: str, fps: float | None = None, min_pixels: int | None = None,
     max_pixels: int | None = None,
 ) -> ImageFile:  # fmt: skip
     """Read the headers of the frames of a video.
@@ -40,23 +40,23 @@ def read_video(
         BadImage: with a message that begins with the place.
     """
     if isinstance(value, str | os.PathLike):
-        value = _frames_in(sight, os.fspath(value), place)
+        value = _frames_in(reader, os.fspath(value), place)
     if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray):
         raise BadImage(f"{place} must be a list of frames, or a folder of them. Received: {type(value).__name__}.")
     if not value:
         raise BadImage(f"{place} has no frames.")
-    of_frames = replace(sight, min_pixels=None, max_pixels=None)
+    of_frames = replace(reader, min_pixels=None, max_pixels=None)
     frames = [of_frames.image(frame, f"{place}[{number}]") for number, frame in enumerate(value)]
     first = frames[0]
     for frame in frames:
         if (frame.width, frame.height) != (first.width, first.height):
             sizes = f"{frame.width}x{frame.height}, but the first has {first.width}x{first.height}"
             raise BadImage(f"{frame.place} has {sizes}; all frames of a video must have the same size.")
-    if len(frames) == 1 or (sight.video_max_pixels and len(frames) % PAIR):  # as LLaMA-Factory does
+    if len(frames) == 1 or (reader.video_max_pixels and len(frames) % PAIR):  # as LLaMA-Factory does
         frames.append(frames[-1])
     return replace(
-        first, place=place, frames=tuple(frames), fps=fps or sight.video_fps,
-        min_pixels=min_pixels or sight.video_min_pixels, max_pixels=max_pixels or sight.video_max_pixels,
+        first, place=place, frames=tuple(frames), fps=fps or reader.video_fps,
+        min_pixels=min_pixels or reader.video_min_pixels, max_pixels=max_pixels or reader.video_max_pixels,
     )  # fmt: skip
 
 
@@ -65,8 +65,8 @@ def is_last_repeated(video: ImageFile) -> bool:
     return video.frames[-1] == video.frames[-2]  # with their places in the record, which differ otherwise
 
 
-def _frames_in(sight: Sight, path: str, place: str) -> list[str]:
-    found = Path(sight.file(path, place))
+def _frames_in(reader: MediaReader, path: str, place: str) -> list[str]:
+    found = Path(reader.file(path, place))
     if found.is_file():
         raise BadImage(
             f'{place} "{path}" is a file; video files are not decoded. Extract its frames, for example with ffmpeg, '
@@ -74,7 +74,7 @@ def _frames_in(sight: Sight, path: str, place: str) -> list[str]:
         )
     if not found.is_dir():
         raise BadImage(
-            f'{place} "{path}" was not found. Searched: {" and ".join(map(str, sight.folders)) or Path.cwd()}.'
+            f'{place} "{path}" was not found. Searched: {" and ".join(map(str, reader.folders)) or Path.cwd()}.'
         )
     names = [entry.name for entry in os.scandir(found) if entry.is_file() and not entry.name.startswith(".")]
     return [str(found / name) for name in sorted(names, key=_by_number)]
@@ -90,15 +90,15 @@ class VideoSettings:
     """The settings of a video processor.
 
     Args:
-        least, most: limits of the pixels of a frame, or of all frames, depending on the family.
+        min_pixels, max_pixels: limits of the pixels of a frame, or of all frames, depending on the family.
         is_capped, most_tokens: further limits (``cap_pixels_per_frame`` and ``max_video_tokens``).
         mean, std: (3,) mean and standard deviation of the colors, after scaling to [0, 1] by ``scale``.
     """
 
     patch: int
     merge: int
-    least: int
-    most: int
+    min_pixels: int
+    max_pixels: int
     is_capped: bool
     most_tokens: int
     scale: float

@@ -193,7 +193,7 @@ def converted(
         stats.seen += 1
         layout.awaited.difference_update(values)
         try:
-            if layout.sight is None or layout.sight.model_type:
+            if layout.reader is None or layout.reader.model_type:
                 record.refuse_media()
                 example = judged(record, read(record))
             else:

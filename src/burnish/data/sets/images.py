@@ -20,7 +20,7 @@ from typing import Any
 
 from burnish.data.images.image_file import BadImage
 from burnish.data.images.in_rows import with_parts
-from burnish.data.images.sources import MissingImage, Sight
+from burnish.data.images.sources import MediaReader, MissingImage
 from burnish.data.images.videos import read_video
 from burnish.data.sets.records import BadRecord, Layout, Record, as_text, listed
 from burnish.data.stats import kept
@@ -45,9 +45,9 @@ def content_of(layout: Layout, content: Any, place: str) -> Content:
     A part without its own image is a ``ContentPart`` whose value is None until ``with_images`` fills it.
     """
     kinds = {_type(part) for part in content} if isinstance(content, list) else set()
-    if layout.sight is None or layout.sight.model_type or not kinds & {*KINDS, *_AUDIO}:
+    if layout.reader is None or layout.reader.model_type or not kinds & {*KINDS, *_AUDIO}:
         return as_text(content, place)
-    return tuple(_part(layout.sight, part, f"{place}[{number}]") for number, part in enumerate(content))
+    return tuple(_part(layout.reader, part, f"{place}[{number}]") for number, part in enumerate(content))
 
 
 def raw_content(content: Any) -> Any:
@@ -66,7 +66,7 @@ def _type(part: Any) -> str:
     return found if isinstance(found, str) else ""
 
 
-def _part(sight: Sight, part: Any, place: str) -> ContentPart:
+def _part(reader: MediaReader, part: Any, place: str) -> ContentPart:
     kind = _type(part)
     if kind == "text":
         return ContentPart("text", as_text(part.get("text"), f"{place}.text"))
@@ -87,13 +87,13 @@ def _part(sight: Sight, part: Any, place: str) -> ContentPart:
         given["fps"] = part["fps"]
         if isinstance(given["fps"], bool) or not isinstance(given["fps"], int | float) or not 0 < given["fps"] < 1e6:
             raise BadRecord(f'"{place}.fps" must be a positive number.', received=str(given["fps"]))
-    return ContentPart(KINDS[kind], _image(sight, KINDS[kind], source, place, given))
+    return ContentPart(KINDS[kind], _image(reader, KINDS[kind], source, place, given))
 
 
-def _image(sight: Sight, kind: str, source: Any, place: str, given: Mapping[str, Any] | None = None) -> Any:
+def _image(reader: MediaReader, kind: str, source: Any, place: str, given: Mapping[str, Any] | None = None) -> Any:
     """Return the image or video that a record names."""
     try:
-        return (sight.image if kind == "image" else partial(read_video, sight))(source, place, **(given or {}))
+        return (reader.image if kind == "image" else partial(read_video, reader))(source, place, **(given or {}))
     except MissingImage as error:
         remedy = "Set media_dir to the folder of the images."
         if error.nearest is not None:
@@ -115,8 +115,8 @@ def refuse_audio(record: Record) -> None:
 
 def with_images(record: Record, example: Example) -> Example:
     """Return the example with the images and videos of its columns inserted into its messages."""
-    sight = record.layout.sight
-    assert sight is not None
+    reader = record.layout.reader
+    assert reader is not None
     columns = {"image": record.layout.images, "video": record.layout.videos}
     values = {kind: _column_values(record, column) for kind, column in columns.items()}
     has_parts = any(_parts(message) for message in _all(example))
@@ -136,7 +136,7 @@ def with_images(record: Record, example: Example) -> Example:
         )
     _refuse_places(example)
     found = {
-        kind: [_image(sight, kind, value, f"{columns[kind]}[{number}]") for number, value in enumerate(given or ())]
+        kind: [_image(reader, kind, value, f"{columns[kind]}[{number}]") for number, value in enumerate(given or ())]
         for kind, given in values.items()
     }
     places = {kind: _num_empty(example, kind) for kind in MARKS} if has_parts else marks

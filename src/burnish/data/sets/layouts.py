@@ -45,7 +45,7 @@ def layout_of(source: DataSource, records: Sequence[Values], where: str, needs: 
         what = f"stage: {needs.stage} requires the column {_quoted(missing)}. Found: {listed(found)}."
         raise UserError(what, where=where, option="stage")
     layout = _preferred(source, records, where, needs) if needs.compares else _plain(source, records, where, needs)
-    sees = needs.sight is not None and not needs.sight.model_type
+    sees = needs.reader is not None and not needs.reader.model_type
     unnamed = [column for column in found if column in MEDIA] if sees and source.columns is None else []
     media = tuple(c for c in dict.fromkeys((*layout.media, *unnamed)) if c not in needs.columns)
     images, videos = (
@@ -53,7 +53,7 @@ def layout_of(source: DataSource, records: Sequence[Values], where: str, needs: 
         for named, kind in ((layout.images, "image"), (layout.videos, "video"))
     )
     return replace(
-        layout, needs=needs, media=media, images=images, videos=videos, sight=needs.sight,
+        layout, needs=needs, media=media, images=images, videos=videos, reader=needs.reader,
         required=layout.required - _optional_in(needs),
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from burnish.data.images.sources import Sight
+from burnish.data.images.sources import MediaReader
 from burnish.data.reading.json_files import Values, parsed, shortened
 from burnish.data.stats import RecordReason
 from burnish.loop.types import Example, RoleName
@@ -61,13 +61,13 @@ class RecordNeeds:
             response is optional); or a custom kind: records of formats that are registered with ``holds=kind``.
         columns: further columns, stored in ``Example.extra``; ALL_COLUMNS for all columns of each record.
         stage: name of the stage, for error messages.
-        sight: how images are found, or the type of a text-only model; None refuses images.
+        reader: how images are found, or the type of a text-only model; None refuses images.
     """
 
     kind: str = "answers"
     columns: tuple[str, ...] = ()
     stage: str = "sft"
-    sight: Sight | None = None
+    reader: MediaReader | None = None
 
     @property
     def compares(self) -> bool:
@@ -89,7 +89,7 @@ class Layout:
         tags: role names and keys of conversations (LLaMA-Factory's keys).
         media: columns of images, videos and audio, which must be empty except for ``images`` and ``videos``.
         images, videos: column of images, and of videos, "" for none.
-        sight: how images are found; None if the model takes no images.
+        reader: how images are found; None if the model takes no images.
         awaited: optional columns named by the user that no record had so far.
         notes: notes on automatic choices, without duplicates, in order.
         dropped_parts: parts of the last record that were dropped; the caller counts and clears them.
@@ -106,7 +106,7 @@ class Layout:
     media: tuple[str, ...] = ()
     images: str = ""
     videos: str = ""
-    sight: Sight | None = None
+    reader: MediaReader | None = None
     awaited: set[str] = field(default_factory=set)
     notes: dict[str, None] = field(default_factory=dict)
     dropped_parts: list[RecordReason] = field(default_factory=list)
@@ -138,10 +138,10 @@ class Record:
         """Raise BadRecord if the record contains images, videos or audio that the model would not see."""
         for column in self.layout.media:
             if self.values.get(column):
-                sight, is_images = self.layout.sight, column == self.layout.images
+                reader, is_images = self.layout.reader, column == self.layout.images
                 raise BadRecord(
-                    f'the record contains images ("{column}"), but {sight.model_type} is a text-only model.'
-                    if is_images and sight is not None
+                    f'the record contains images ("{column}"), but {reader.model_type} is a text-only model.'
+                    if is_images and reader is not None
                     else f'the column "{column}" is not empty, but burnish trains on text only.',
                     "Choose a model with a vision tower. To train on the text only, remove the column from the file, "
                     'or leave "images" out of "columns".'

@@ -197,16 +197,16 @@ class _Loading:
 
     def _needs(self, source: DataSource) -> RecordNeeds:
         """Return the requirements for the records of a source, with the folders in which its images may be."""
-        sight = self.needs.sight
-        if sight is None:
+        reader = self.needs.reader
+        if reader is None:
             return self.needs
         beside = [path.parent for path in data_files(source.location)[:1]] if source.kind == "file" else []
         dataset_dir = self.options.dataset_dir
         local = (
             [Path(dataset_dir)] if isinstance(dataset_dir, str) and not dataset_dir.startswith((ONLINE, REMOTE)) else []
         )
-        folders = tuple(dict.fromkeys((*sight.folders, *beside, *local)))
-        return replace(self.needs, sight=replace(sight, folders=folders))
+        folders = tuple(dict.fromkeys((*reader.folders, *beside, *local)))
+        return replace(self.needs, reader=replace(reader, folders=folders))
 
     def _with_kto_labels(self, examples: list[Example], source: DataSource) -> list[Example]:
         """Return labelled responses: as given, or one desirable and one undesirable example per pair."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 from burnish.config.errors import UserError
-from burnish.data.images.sources import Sight
+from burnish.data.images.sources import MediaReader
 from burnish.data.length import endless
 from burnish.data.sets.examples import MARKED, Located, marks_in
 from burnish.data.sets.formats import Bad, bad_records, converted
@@ -45,14 +45,16 @@ UNKNOWN_ROLE = kept('the role "{role}" may not be supported by the chat template
 LATE_SYSTEM = kept("a system message is not the first message")
 
 
-def trl_layout(kind: Kind, sample: Mapping[str, Any], text_field: str = "text", sight: Sight | None = None) -> Layout:
+def trl_layout(
+    kind: Kind, sample: Mapping[str, Any], text_field: str = "text", reader: MediaReader | None = None
+) -> Layout:
     """Return the layout of a dataset, from the columns of its first record.
 
     Args:
         kind: kind of records that the trainer needs.
         sample: first record.
         text_field: column of plain text.
-        sight: how images are found, or None if the model takes none.
+        reader: how images are found, or None if the model takes none.
 
     Raises:
         ValueError: if required columns are missing.
@@ -74,11 +76,11 @@ def trl_layout(kind: Kind, sample: Mapping[str, Any], text_field: str = "text", 
         raise ValueError(f"Expected the columns {expected}. Received: {', '.join(sample)}.")
     optional = {part: part for part in ("prompt", "margin", "tools") if part in sample and part not in columns}
     images, videos = (
-        "" if sight is None else next((name for name in (f"{kind}s", kind) if name in sample), "")
+        "" if reader is None else next((name for name in (f"{kind}s", kind) if name in sample), "")
         for kind in ("image", "video")
     )
     return Layout(
-        named, columns | optional, frozenset(columns), OPENAI_TAGS, images=images, videos=videos, sight=sight,
+        named, columns | optional, frozenset(columns), OPENAI_TAGS, images=images, videos=videos, reader=reader,
         verdicts=_LABELS, verbatim=True,
     )  # fmt: skip
 

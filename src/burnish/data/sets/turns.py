@@ -80,7 +80,7 @@ def _verbatim(layout: Layout, turn: Mapping[str, Any], place: str) -> Message:
     content = raw.get("content")
     if content is None and not any(value for key, value in raw.items() if key not in ("role", "content")):
         raise BadRecord(f'"{place}.content" is null.')
-    if layout.sight is not None and isinstance(content, list):
+    if layout.reader is not None and isinstance(content, list):
         seen = content_of(layout, content, f"{place}.content")
         return Message(_spoken(raw), seen, raw={**raw, "content": raw_content(content)})
     parts = content if isinstance(content, list) else [{"text": content}]

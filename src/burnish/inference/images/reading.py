@@ -15,7 +15,7 @@ from torch import nn
 from burnish.data.batches.batching import collate_padded
 from burnish.data.images.family import Family
 from burnish.data.images.image_file import ImageFile, images_of
-from burnish.data.images.sources import Sight
+from burnish.data.images.sources import MediaReader
 from burnish.loop.types import Row
 from burnish.models.images.collator import ImageCollator, ImageLayout
 from burnish.models.images.processor import ImageProcessor
@@ -29,11 +29,11 @@ class ImageReader:
     """Reads the images of prompts.
 
     Args:
-        sight: finds images and limits their sizes.
+        reader: finds images and limits their sizes.
     """
 
-    def __init__(self, model: nn.Module, family: Family, sight: Sight) -> None:
-        self.family, self.sight = family, sight
+    def __init__(self, model: nn.Module, family: Family, reader: MediaReader) -> None:
+        self.family, self.reader = family, reader
         config: Any = model.config
         processor, pads = ImageProcessor.of(model, family.processor, family.options), partial(collate_padded, pad_id=0)
         self._collator = ImageCollator(
@@ -43,7 +43,7 @@ class ImageReader:
 
     def image(self, url: str, place: str, detail: str = "auto") -> ImageFile:
         """Return the image of a data URI. Raises BadImage."""
-        return self.sight.sent(url, place, LOW_PIXELS if detail == "low" else None)
+        return self.reader.from_data_uri(url, place, LOW_PIXELS if detail == "low" else None)
 
     def num_tokens(self, image: ImageFile) -> int:
         """Return the number of prompt tokens of an image."""

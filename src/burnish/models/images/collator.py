@@ -22,7 +22,7 @@ import torch
 from burnish.config.errors import UserError
 from burnish.loop.types import IGNORE_INDEX, Batch, Row
 from burnish.models.images.features import ImageFeatures
-from burnish.models.images.masks import SEES_BOTH_WAYS
+from burnish.models.images.masks import BIDIRECTIONAL
 from burnish.models.images.processor import ImageProcessor, Tensors
 
 ROPE_COLUMNS = ("rope_time", "rope_height", "rope_width")
@@ -57,7 +57,7 @@ class ImageLayout:
         has_grid_positions: whether placeholders have three rotary positions (Qwen and GLM).
         merge: number of patches per side that are merged to one placeholder in these families.
         positions_per_second: temporal positions per second of a video; None: one per pair of frames.
-        both_ways: tokens that attend to each other bidirectionally (``masks``); "" for none.
+        bidirectional: tokens that attend to each other bidirectionally (``masks``); "" for none.
         first_position: position of the first token.
         needs_row: whether the features of an image depend on other images of its row (LLaVA-OneVision).
         crosses: whether text attends to images by cross-attention, without placeholders (Mllama).
@@ -66,7 +66,7 @@ class ImageLayout:
     placeholder: int
     has_grid_positions: bool = False
     merge: int = 1
-    both_ways: str = ""
+    bidirectional: str = ""
     first_position: int = 0
     needs_row: bool = False
     crosses: bool = False
@@ -75,7 +75,7 @@ class ImageLayout:
     positions_per_second: float | None = None
 
     @property
-    def sees_in_full(self) -> bool:
+    def bidirectional_in_full_attention(self) -> bool:
         """Whether these tokens attend bidirectionally in full-attention layers too; in Gemma 4 only in sliding-window
         layers."""
         return not self.model_type.startswith("gemma4")
@@ -88,9 +88,9 @@ class ImageLayout:
         placeholder = next((getattr(config, n) for n in names if getattr(config, n, None) is not None), -1)
         rope = getattr(text, "rope_parameters", None) or {}
         merge = getattr(config.vision_config, "spatial_merge_size", 1)
-        both_ways = SEES_BOTH_WAYS.get(config.model_type, "")
+        bidirectional = BIDIRECTIONAL.get(config.model_type, "")
         return cls(
-            placeholder, "mrope_section" in rope, merge, both_ways, int(config.model_type == "paligemma"),
+            placeholder, "mrope_section" in rope, merge, bidirectional, int(config.model_type == "paligemma"),
             config.model_type == "llava_onevision", config.model_type == "mllama", config.model_type,
             getattr(config, "video_token_id", -1) if "mrope_section" in rope else -1,
             getattr(config.vision_config, "tokens_per_second", None),
@@ -118,7 +118,7 @@ class ImageCollator:
     @property
     def is_for_text(self) -> bool:
         """Whether batches without images are collated differently too."""
-        return self.layout.both_ways == "prefix"
+        return self.layout.bidirectional == "prefix"
 
     def __call__(self, rows: Sequence[Row]) -> Batch:
         placed = [self.images_of(row) for row in rows]
@@ -214,7 +214,7 @@ class ImageCollator:
                 intervals += [self._interval(one)] * len(of_image)
             axes = grid_positions(length, begins_of, grids, self.layout.merge, intervals)
             found |= dict(zip(ROPE_COLUMNS, axes, strict=True))
-        if self.layout.both_ways:
+        if self.layout.bidirectional:
             found |= {"attention_rows": [number] * length, "attention_blocks": self._blocks(number, row, features)}
         return found
 
@@ -227,7 +227,7 @@ class ImageCollator:
         """Return the block of each token, unique in the batch: one per run of placeholders, or one for everything
         before the response."""
         first = (number << 20) + 1
-        if self.layout.both_ways == "prefix":
+        if self.layout.bidirectional == "prefix":
             learned = next((at for at, label in enumerate(row["labels"]) if label != IGNORE_INDEX), len(row["labels"]))
             return [first] * learned + [0] * (len(row["labels"]) - learned)
         blocks: list[int] = []
@@ -242,7 +242,7 @@ class ImageCollator:
             batch["position_ids"] = grid if own is None else torch.cat([own.unsqueeze(0), grid])
         if self.layout.first_position and "position_ids" in batch:
             batch["position_ids"] = batch["position_ids"] + self.layout.first_position
-        if self.layout.both_ways:  # masks express what sequence lengths cannot
+        if self.layout.bidirectional:  # masks express what sequence lengths cannot
             mask = batch.pop("attention_mask", None)
             batch["num_tokens"] = batch["input_ids"].numel() if mask is None else int(mask.sum())
             for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):

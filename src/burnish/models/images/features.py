@@ -1,7 +1,7 @@
 """Image features at the positions of placeholders; the vision tower runs once per distinct image of a micro-batch.
 
-``make_seeing`` lets a vision model take two inputs besides the tensors of images: ``image_features``, for each token 0
-or 1 + the index of its feature among the features of all images, and ``images``, an ``ImageFeatures``.
+``patch_vision_model`` lets a vision model take two inputs besides the tensors of images: ``image_features``, for each
+token 0 or 1 + the index of its feature among the features of all images, and ``images``, an ``ImageFeatures``.
 
 The forward pass of transformers replaces the n-th placeholder of a batch by the n-th feature, so an image that occurs
 in several rows (both responses of a pair, several turns) would be computed several times. Here, features are computed
@@ -54,7 +54,7 @@ class ImageFeatures:
             other.kept = self.kept
 
 
-def make_seeing(model: nn.Module) -> list[Patch]:
+def patch_vision_model(model: nn.Module) -> list[Patch]:
     """Let ``model`` take the inputs above. Does nothing without a vision tower or if it was called before."""
     inner = causal_lm(model)
     is_told = any(done.why is SEEING for done in patches_of(model))
@@ -66,7 +66,7 @@ def make_seeing(model: nn.Module) -> list[Patch]:
 
 
 class Seeing:
-    """The hook of ``make_seeing``."""
+    """The hook of ``patch_vision_model``."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SEES_BOTH_WAYS = {"gemma3": "image", "gemma4": "image", "gemma4_unified": "image", "paligemma": "prefix"}
+BIDIRECTIONAL = {"gemma3": "image", "gemma4": "image", "gemma4_unified": "image", "paligemma": "prefix"}
 """Model type -> tokens with bidirectional attention: those of an image, or all before the response."""
 
 

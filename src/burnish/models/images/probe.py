@@ -29,7 +29,7 @@ _ROWS = ((9, "0", 5, "1", 4), (3, "2", 13), (11,))
 
 
 @dataclass(frozen=True)
-class Drawn:
+class RandomImage:
     """A random image in a row of the check."""
 
     identity: str
@@ -39,18 +39,18 @@ class Drawn:
     fps: float = 0.0
 
 
-def keeps_images_apart(model: nn.Module, collator: ImageCollator) -> bool:
+def isolates_images(model: nn.Module, collator: ImageCollator) -> bool:
     """Return whether rows with images have the same logits in a batch of ``collator`` as each row alone in the forward
     pass of transformers, which computes positions and masks itself. Also checks that other pixels in neighboring rows
     change nothing.
 
     Args:
-        model: vision model after ``features.make_seeing``.
+        model: vision model after ``features.patch_vision_model``.
     """
     collator = of_drawn(collator)
     try:
         with asking(model) as ask:
-            rows = list(drawn_rows(model, collator))
+            rows = list(random_rows(model, collator))
             expected = [ask(**_on(model, native(model, collator, row)))[0] for row in rows]
             for changed in (None, *(number for number, row in enumerate(rows) if row["images"])):
                 others = [_negated(row) if number == changed else row for number, row in enumerate(rows)]
@@ -70,7 +70,7 @@ def of_drawn(collator: ImageCollator) -> ImageCollator:
     )  # fmt: skip
 
 
-def drawn_rows(model: nn.Module, collator: ImageCollator) -> Iterator[Row]:
+def random_rows(model: nn.Module, collator: ImageCollator) -> Iterator[Row]:
     """Return rows of random text: with two images, with one near the beginning, and with none."""
     from PIL import Image
 
@@ -79,12 +79,12 @@ def drawn_rows(model: nn.Module, collator: ImageCollator) -> Iterator[Row]:
     for number, (width, height) in enumerate(_SIZES):
         pixels = torch.randint(256, (height, width, 3), generator=generator, dtype=torch.uint8)
         image = Image.fromarray(pixels.numpy())
-        images.append(Drawn(f"drawn {number}", image))
+        images.append(RandomImage(f"drawn {number}", image))
     words = _words(causal_lm(model))
     placeholder = collator.layout.placeholder
     for parts in _ROWS:
         ids: list[int] = []
-        placed: list[Drawn] = []
+        placed: list[RandomImage] = []
         num_images = sum(isinstance(part, str) for part in parts)
         for part in parts:
             if isinstance(part, str):
@@ -105,7 +105,7 @@ def _words(model: Any) -> list[int]:
     return sorted(set(range(model.get_input_embeddings().weight.shape[0])) - named)
 
 
-def _num_tokens(model: nn.Module, collator: ImageCollator, drawn: Drawn, num_images: int) -> int:
+def _num_tokens(model: nn.Module, collator: ImageCollator, drawn: RandomImage, num_images: int) -> int:
     """Return the number of placeholders of an image. Args: num_images: images in its row."""
     if collator.layout.crosses:
         return 1
@@ -124,7 +124,7 @@ def native(model: nn.Module, collator: ImageCollator, row: Row) -> Batch:
         batch |= collator.processor.joined([collator.processor.tensors(drawn.image) for drawn in row["images"]])
     if collator.layout.needs_row:
         batch["batch_num_images"] = torch.tensor([len(row["images"])])
-    if collator.layout.both_ways == "prefix":
+    if collator.layout.bidirectional == "prefix":
         batch["token_type_ids"] = (torch.tensor([row["labels"]]) != IGNORE_INDEX).long()
     else:
         taken = signature(causal_lm(model).forward).parameters

@@ -33,7 +33,7 @@ class PromptImages:
         tensors: of its images.
         grid: (3, T) rotary positions in time, height and width; None where the model has plain ones.
         blocks: of each token the block of tokens that see each other; empty for none.
-        sees_in_full: whether they do so in layers of full attention too.
+        bidirectional_in_full_attention: whether they do so in layers of full attention too.
         first_position: the position of the first token.
         video_placeholder: the token of features of videos, -1 for none or the same as of images.
     """
@@ -43,7 +43,7 @@ class PromptImages:
     tensors: dict[str, Tensor]
     grid: Tensor | None = None
     blocks: Sequence[int] = ()
-    sees_in_full: bool = True
+    bidirectional_in_full_attention: bool = True
     first_position: int = 0
     video_placeholder: int = -1
     _made: Any = field(default=None, repr=False)
@@ -61,8 +61,8 @@ class PromptImages:
         return cls(
             batch["image_features"][0].tolist(), hashes, {name: batch[name] for name in batch["images"].names},
             batch["position_ids"][:, 0] if layout.has_grid_positions else None,
-            batch["attention_blocks"][0].tolist() if layout.both_ways else (), layout.sees_in_full,
-            layout.first_position, layout.video_placeholder,
+            batch["attention_blocks"][0].tolist() if layout.bidirectional else (),
+            layout.bidirectional_in_full_attention, layout.first_position, layout.video_placeholder,
         )  # fmt: skip
 
     def made(self, model: Any) -> Any:
@@ -144,7 +144,7 @@ def inputs_of_images(model: Any, rows: Sequence[RowOfPrompt], told: Tensor) -> d
     return {**found, "position_ids": told + first} if first else found
 
 
-def seen_blocks(rows: Sequence[RowOfPrompt], places: Tensor, width: int) -> Tensor | None:
+def bidirectional_blocks(rows: Sequence[RowOfPrompt], places: Tensor, width: int) -> Tensor | None:
     """Return (B, 1, T, W), true if a new token and a position are in the same block; None if no row has blocks."""
     if not any(row.images is not None and row.images.blocks for row in rows):
         return None

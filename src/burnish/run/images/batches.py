@@ -24,9 +24,9 @@ from burnish.kernels.probe import Capabilities
 from burnish.loop.types import Batch, Row
 from burnish.models.images.ahead import PreparedAhead
 from burnish.models.images.collator import ImageCollator, ImageLayout, Prepare
-from burnish.models.images.features import make_seeing
+from burnish.models.images.features import patch_vision_model
 from burnish.models.images.on_disk import OnDisk
-from burnish.models.images.probe import keeps_images_apart
+from burnish.models.images.probe import isolates_images
 from burnish.models.images.processor import ImageProcessor, Tensors
 from burnish.run.images.left_out import LeftOut
 from burnish.run.plan.options import RunOptions
@@ -90,7 +90,7 @@ def collator_of(
     Raises:
         UserError: if rows with images influence each other even in padded batches.
     """
-    make_seeing(model)
+    patch_vision_model(model)
     layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, family.processor, family.options)
     if layout.crosses:
         raise_if(_check_single_rows(options, model))
@@ -102,7 +102,7 @@ def collator_of(
 
     def seeing(is_flat: bool, shares: bool = False) -> ImageCollator:
         text = collator(options, pad_id, is_flat, shares)
-        of_images = collate_padding_free if is_flat and layout.both_ways else text
+        of_images = collate_padding_free if is_flat and layout.bidirectional else text
         return ImageCollator(text, of_images, layout, processor, images_of, prepared)
 
     if layout.crosses:
@@ -113,9 +113,9 @@ def collator_of(
         )
         capabilities = replace(capabilities, is_padding_free=False, shares_prefixes=False, notes=(note,))
         return RowCollator(images, images.collate, prepared, left_out), capabilities
-    may_be_flat = capabilities.is_padding_free or (bool(layout.both_ways) and options.padding_free)
-    is_flat = may_be_flat and keeps_images_apart(model, seeing(is_flat=True))
-    if not is_flat and not keeps_images_apart(model, seeing(is_flat=False)):
+    may_be_flat = capabilities.is_padding_free or (bool(layout.bidirectional) and options.padding_free)
+    is_flat = may_be_flat and isolates_images(model, seeing(is_flat=True))
+    if not is_flat and not isolates_images(model, seeing(is_flat=False)):
         name = type(model).__name__
         what = f"{name} cannot separate examples with images that are in the same batch, even if it is padded."
         raise UserError(what, remedy="Use a model of another family.", option="model_name_or_path")

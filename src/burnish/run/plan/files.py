@@ -7,7 +7,7 @@ from pathlib import Path
 
 from burnish.config.errors import Problem, UserError
 from burnish.data.images.options import limits_of
-from burnish.data.images.sources import Sight
+from burnish.data.images.sources import MediaReader
 from burnish.data.sets.records import RecordNeeds
 from burnish.losses.base import OBJECTIVES
 from burnish.models.source import find_source
@@ -21,21 +21,24 @@ def record_needs(options: RunOptions) -> RecordNeeds:
     """Return the requirements of the run's objective for the records of its datasets."""
     objective = OBJECTIVES[options.stage]
     return RecordNeeds(
-        objective.records, tuple(objective.record_columns), options.stage, _sight(options, objective.reads_images)
+        objective.records,
+        tuple(objective.record_columns),
+        options.stage,
+        _media_reader(options, objective.reads_images),
     )
 
 
-def _sight(options: RunOptions, reads_images: bool) -> Sight | None:
+def _media_reader(options: RunOptions, reads_images: bool) -> MediaReader | None:
     """Return how images are found, or the type of a text-only model; None if the model's files are not readable."""
     if not reads_images:
-        return Sight(model_type=f"stage: {options.stage}")
+        return MediaReader(model_type=f"stage: {options.stage}")
     try:
         folder = find_source(options.model_name_or_path, options).folder
         config = {} if folder is None else read_object(folder / "config.json")
     except (UserError, OSError):  # reported by the check of the model
         return None
     if config and "vision_config" not in config:
-        return Sight(model_type=str(config.get("model_type", "the model")))
+        return MediaReader(model_type=str(config.get("model_type", "the model")))
     folders = [Path(options.media_dir)] if options.media_dir else []
     return limits_of(options, folders)
 

@@ -17,7 +17,7 @@ import torch
 from burnish.adapters.base import ModelState
 from burnish.config.errors import UserError
 from burnish.data.images.family import Family
-from burnish.data.images.sources import Sight
+from burnish.data.images.sources import MediaReader
 from burnish.inference.batch import Finished, generate_all
 from burnish.inference.images.reading import ImageReader
 from burnish.inference.scheduler import Scheduler
@@ -117,7 +117,7 @@ def _generate(
     slots = options.infer_seats or options.per_device_eval_batch_size
     limits = SlotLimits(slots, context_length(model.config) or LONGEST, exact=options.infer_exact)
     scheduler = Scheduler(model, limits, precision=parallel.precision)
-    reader = None if family is None else ImageReader(model, family, Sight())
+    reader = None if family is None else ImageReader(model, family, MediaReader())
 
     def with_images(number: int, request: GenerationRequest) -> GenerationRequest:
         if reader is None:

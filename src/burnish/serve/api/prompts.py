@@ -19,7 +19,7 @@ from burnish.data.chat.chat_template import JinjaFormat
 from burnish.data.chat.choose import load_template
 from burnish.data.chat.rows import Template
 from burnish.data.chat.table import TemplateSpec
-from burnish.data.images.image_file import MOST_PIXELS, BadImage, ImageFile
+from burnish.data.images.image_file import MAX_PIXELS, BadImage, ImageFile
 from burnish.data.stats import DataStats
 from burnish.inference.images.reading import ImageReader
 from burnish.loop.types import ContentPart, Example, Message, Row
@@ -136,8 +136,8 @@ class Prompter:
             raise APIError(400, "invalid_value", message, param="messages")
         found = {id(part): self._image(part.image_url, param) for part, param in places if part.image_url}
         pixels = sum(image.width * image.height for image in found.values())
-        if pixels > MOST_PIXELS:
-            message = f"The images of the request have {pixels:,} pixels in total; the maximum is {MOST_PIXELS:,}."
+        if pixels > MAX_PIXELS:
+            message = f"The images of the request have {pixels:,} pixels in total; the maximum is {MAX_PIXELS:,}."
             raise APIError(400, "invalid_value", message, param="messages")
         return found
 

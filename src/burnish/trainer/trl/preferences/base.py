@@ -52,9 +52,9 @@ from burnish.trainer.trl.preferences.scripted import (
     model_inputs_of,
 )
 from burnish.trainer.trl.prepared import first_row
-from burnish.trainer.trl.seeing import SeeingCollator, family_for
 from burnish.trainer.trl.sft.checks import check_sft_sets
 from burnish.trainer.trl.sft.setup import inner_tokenizer, load_named_model, own_config, ready_model
+from burnish.trainer.trl.vision import VisionCollator, family_for
 
 logger = logging.get_logger("transformers.trainer")
 
@@ -210,7 +210,7 @@ class PreferenceTrainer(OverridableTrainer):
             objective.head = Score(model)
         if self.family is not None:
             capabilities = replace(capabilities, is_padding_free=False, shares_prefixes=False)
-            collate = SeeingCollator(model, self.family, partial(collate_padded, pad_id=self._pad), self._pad)
+            collate = VisionCollator(model, self.family, partial(collate_padded, pad_id=self._pad), self._pad)
         for note in objective.fit(capabilities, collate):
             logger.warning(note)
         if isinstance(objective, AnswersObjective):

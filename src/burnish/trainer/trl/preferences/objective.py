@@ -38,7 +38,7 @@ from burnish.losses.reference import (
 )
 from burnish.losses.responses import AnswersObjective
 from burnish.models.dropout import switch_off_dropout
-from burnish.models.images.features import make_seeing
+from burnish.models.images.features import patch_vision_model
 from burnish.models.patches.capabilities import find_capabilities
 from burnish.run.reference_cache import fill
 from burnish.trainer.arguments.trl import TrlArguments
@@ -191,7 +191,7 @@ def reference_for(
         return None
     if ref_model is not None:
         switch_off_dropout(ref_model)
-        make_seeing(ref_model)
+        patch_vision_model(ref_model)
         second = SeparateModel(objective.module_of_reference(ref_model.to(parallel.device)))
         if not options.sync_ref_model:
             return second

@@ -27,7 +27,7 @@ from burnish.losses.pair_values import PAIR_COLUMNS
 from burnish.trainer.data.loaders import is_datasets_set
 from burnish.trainer.trl.preferences.config import PreferenceConfig
 from burnish.trainer.trl.prepared import EncodeRecords, first_row, hashable_by_class, prepared, refuse_transform
-from burnish.trainer.trl.seeing import SIGHT, with_encoded_images
+from burnish.trainer.trl.vision import SIGHT, with_encoded_images
 
 logger = logging.get_logger("transformers.trainer")
 
@@ -59,12 +59,12 @@ def preference_rows(
     """
     refuse_transform(dataset)
     dataset = dataset if template.family is None else with_encoded_images(dataset)
-    sample, sight = first_row(dataset), None if template.family is None else SIGHT
-    names = NAMES[kind] if sight is None else (*NAMES[kind], "images", *(["kl_images"] * (kind == "verdicts")))
+    sample, reader = first_row(dataset), None if template.family is None else SIGHT
+    names = NAMES[kind] if reader is None else (*NAMES[kind], "images", *(["kl_images"] * (kind == "verdicts")))
     splits = kind == "verdicts" and {"chosen", "rejected"} <= sample.keys() and not set(IDS[kind]) <= sample.keys()
     is_known = hashable_by_class(template.tokenizer)
     records = EncodeRecords(
-        trl_layout(kind, sample, sight=sight), encode, names, f"{kind} {template.fingerprint}" if is_known else None,
+        trl_layout(kind, sample, reader=reader), encode, names, f"{kind} {template.fingerprint}" if is_known else None,
         _COLUMNS_OF[kind], args.on_bad_record,
     )  # fmt: skip
     return prepared(dataset, name, records, args, splits_pairs=splits)

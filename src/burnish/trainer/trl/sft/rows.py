@@ -31,7 +31,7 @@ from burnish.trainer.trl.prepared import (
     prepared,
     refuse_transform,
 )
-from burnish.trainer.trl.seeing import NOT_LEARNED, SIGHT, with_encoded_images
+from burnish.trainer.trl.vision import NOT_LEARNED, SIGHT, with_encoded_images
 
 if TYPE_CHECKING:
     from burnish.trainer.trl.sft.config import SFTConfig

@@ -27,7 +27,6 @@ from burnish.trainer.inspection import has_virtual_tokens, is_peft_model
 from burnish.trainer.reporting import Count
 from burnish.trainer.trl.base import TrlTrainer
 from burnish.trainer.trl.prepared import column_names, first_row
-from burnish.trainer.trl.seeing import SeeingCollator, family_for
 from burnish.trainer.trl.sft.checks import (
     check_objective,
     check_sft_sets,
@@ -40,6 +39,7 @@ from burnish.trainer.trl.sft.config import SFTConfig
 from burnish.trainer.trl.sft.loss import flat_inputs, sums_without_logits
 from burnish.trainer.trl.sft.rows import Preparation
 from burnish.trainer.trl.sft.setup import attach_peft, finish_peft, inner_tokenizer, own_config, ready_model, set_pad
+from burnish.trainer.trl.vision import VisionCollator, family_for
 
 logger = logging.get_logger("transformers.trainer")
 
@@ -104,7 +104,7 @@ class SFTTrainer(TrlTrainer):
         if data_collator is None:
             data_collator = self._own_collator(model, processing_class, args)
             if self.family is not None:
-                data_collator = SeeingCollator(
+                data_collator = VisionCollator(
                     model, self.family, data_collator, data_collator.pad_token_id, data_collator.pad_to_multiple_of,
                     self.padding_free,
                 )  # fmt: skip

@@ -18,17 +18,17 @@ from burnish.data.batches.batching import collate_padded, collate_padding_free
 from burnish.data.images.families import family_of
 from burnish.data.images.family import Checkpoint, Family
 from burnish.data.images.image_file import images_of
-from burnish.data.images.sources import Sight
+from burnish.data.images.sources import MediaReader
 from burnish.data.sets.images import KINDS
 from burnish.loop.types import TOKEN_COLUMNS, Batch, Row
 from burnish.models.images.collator import ImageCollator, ImageLayout
-from burnish.models.images.features import make_seeing
-from burnish.models.images.probe import keeps_images_apart
+from burnish.models.images.features import patch_vision_model
+from burnish.models.images.probe import isolates_images
 from burnish.models.images.processor import ImageProcessor, load_image_processor, video_settings_in
 from burnish.models.options import ModelOptions
 from burnish.utils.json_files import read_object
 
-SIGHT = Sight()
+SIGHT = MediaReader()
 """Images of a script: paths are relative to the working directory, and only the processor's limits apply."""
 NOT_LEARNED = "Image placeholders are masked in the loss (TRL trains on them)."
 
@@ -93,7 +93,7 @@ def _undecoded(kind: Any) -> Any:
     return [_undecoded(kind[0])] if isinstance(kind, list) else kind
 
 
-class SeeingCollator:
+class VisionCollator:
     """Collates rows of which some have images: padded, or padding-free if the model separates rows with images.
 
     Args:
@@ -106,7 +106,7 @@ class SeeingCollator:
         self, model: Any, family: Family, text: Callable[[Sequence[Any]], Batch], pad_id: int,
         multiple: int | None = None, is_flat: bool = False,
     ) -> None:  # fmt: skip
-        make_seeing(model)
+        patch_vision_model(model)
         self.text, self.family = text, family
         layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, family.processor, family.options)
 
@@ -118,7 +118,7 @@ class SeeingCollator:
             )
 
         flat = collator(flat=True) if is_flat else None
-        self.images = flat if flat is not None and keeps_images_apart(model, flat) else collator(flat=False)
+        self.images = flat if flat is not None and isolates_images(model, flat) else collator(flat=False)
 
     def __call__(self, examples: Sequence[Any]) -> Batch:
         rows: list[Row] = [{**example} for example in examples]
