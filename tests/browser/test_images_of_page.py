@@ -26,8 +26,8 @@ PASTE = """async ([name, encoded, kind]) => {
 def chat(visitor, server):
     """The chat with a loaded model that sees, whose weights are random."""
     model, processor = image_models().build("qwen2_5_vl")
-    model.save_pretrained(server.root / "seeing")
-    image_models().save_processor(processor, server.root / "seeing")
+    model.save_pretrained(server.root / "vision")
+    image_models().save_processor(processor, server.root / "vision")
     image_models().write_images(server.root / "files", ["p1_64x48.png", "p2_48x64.png", "p3_80x60.png"])
     visitor.goto(f"{server.address}/chat")
     return visitor
@@ -38,7 +38,7 @@ def load(chat, server):
     chat.evaluate(
         """async (path) => fetch("api/engines", {method: "POST", headers: {"Content-Type": "application/json"},
         body: JSON.stringify({path})})""",
-        str(server.root / "seeing"),
+        str(server.root / "vision"),
     )
 
 
@@ -56,7 +56,7 @@ def test_images_are_picked_pasted_dropped_and_sent(chat, server):
             status=200, content_type="text/event-stream", body=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
         )
 
-    engine = {"id": "e" * 12, "name": "seeing", "state": "ready", "said": ""}
+    engine = {"id": "e" * 12, "name": "vision", "state": "ready", "said": ""}
     chat.route("**/api/engines", lambda route: route.fulfill(
         status=200, content_type="application/json",
         body=json.dumps(engine if route.request.method == "POST" else {"engines": [engine]}),
@@ -142,7 +142,7 @@ def is_drawn(image) -> bool:
 def test_plan_examples_show_their_images(photos, server):
     photos.goto(f"{server.address}/new")
     photos.wait_for_selector("#box-model_name_or_path", timeout=180_000)
-    for name, value in {"model_name_or_path": "seeing", "dataset": "photos.json", "output_dir": "saves/a"}.items():
+    for name, value in {"model_name_or_path": "vision", "dataset": "photos.json", "output_dir": "saves/a"}.items():
         photos.fill(f"#box-{name}", value)
     image = photos.locator("#sample .thumb img").first
     image.wait_for(timeout=120_000)
@@ -153,7 +153,7 @@ def test_plan_examples_show_their_images(photos, server):
 def test_predictions_show_images_of_their_prompts(photos, server):
     photos.goto(f"{server.address}/evaluate")
     photos.wait_for_selector("#job-form button.main:not([disabled])")
-    photos.select_option("#source", label="seeing")
+    photos.select_option("#source", label="vision")
     photos.select_option("#dataset", index=0)
     photos.click("#job-form button.main")
     image = photos.locator(".predictions .thumb img").first

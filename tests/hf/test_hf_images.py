@@ -18,7 +18,7 @@ from vision_models import golden, image_models
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model that sees as it lies in a folder, and the images of two records."""
-    folder = tmp_path_factory.mktemp("seeing")
+    folder = tmp_path_factory.mktemp("vision")
     model, composed = image_models().build("qwen2_5_vl")
     model.save_pretrained(folder / "model")
     image_models().save_processor(composed, folder / "model")

@@ -125,7 +125,7 @@ def test_image_probe_detects_what_text_probe_misses(models, family):
     for way in ("flat", "padded"):
         collator = result.collator(way)
         causal = ImageCollator(
-            collator.collate, collator.seeing, replace(result.layout, bidirectional=""), *_rest(collator)
+            collator.collate, collator.collate_images, replace(result.layout, bidirectional=""), *_rest(collator)
         )
         assert not isolates_images(result.model, causal)
 

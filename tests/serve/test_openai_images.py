@@ -31,7 +31,7 @@ NAMES = ("p1_64x48.png", "p2_48x64.png")
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("seeing")
+    folder = tmp_path_factory.mktemp("vision")
     model, processor = image_models().build("qwen2_5_vl")
     model.save_pretrained(folder / "model")
     image_models().save_processor(processor, folder / "model")
@@ -42,7 +42,7 @@ def real(tmp_path_factory):
     loop, state = asyncio.new_event_loop(), ServerState()
     outputs = OutputQueue(loop)
     engine = engine_of(loaded, 8, outputs.deliver)
-    served = ServedModel(loaded, engine, "seeing")
+    served = ServedModel(loaded, engine, "vision")
     state.service, state.models = CompletionService(served, outputs, 16, 60.0, set()), served.models()
     state.phase = "ready"
     port, end = serve_app(application(ApiOptions(media_root=str(folder / "media")), state, None), loop)
@@ -63,7 +63,7 @@ def data_uri(real, name):
 
 def create_completion(real, url, **more):
     return real.client.chat.completions.create(
-        model="seeing", messages=messages_about(url), temperature=0, max_tokens=4, logprobs=True, **more
+        model="vision", messages=messages_about(url), temperature=0, max_tokens=4, logprobs=True, **more
     )
 
 
@@ -103,7 +103,7 @@ def test_non_image_file_is_a_bad_request(real):
 
 def test_tokens_of_an_image_prompt_can_be_counted(real):
     result = [
-        post(real, "/tokenize", {"model": "seeing", "messages": messages_about(url)})[1]
+        post(real, "/tokenize", {"model": "vision", "messages": messages_about(url)})[1]
         for url in (NAMES[0], data_uri(real, NAMES[0]))
     ]
     assert result[0] == result[1]

@@ -24,7 +24,7 @@ from vision_models import golden, image_models
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("seeing")
+    folder = tmp_path_factory.mktemp("vision")
     model, processor = image_models().build("qwen2_5_vl")
     model.save_pretrained(folder / "model")
     image_models().save_processor(processor, folder / "model")

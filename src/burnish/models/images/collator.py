@@ -102,17 +102,17 @@ class ImageCollator:
 
     Args:
         collate: collator of text rows.
-        seeing: the same for rows with images; it passes columns of tokens through.
+        collate_images: the same for rows with images; it passes columns of tokens through.
         layout, processor: of the model.
         images_of: returns the images of a row.
         prepare: returns the tensors of an image.
     """
 
     def __init__(
-        self, collate: Collate, seeing: Collate, layout: ImageLayout, processor: ImageProcessor,
+        self, collate: Collate, collate_images: Collate, layout: ImageLayout, processor: ImageProcessor,
         images_of: ImagesOf, prepare: Prepare,
     ) -> None:  # fmt: skip
-        self.collate, self.seeing, self.layout, self.processor = collate, seeing, layout, processor
+        self.collate, self.collate_images, self.layout, self.processor = collate, collate_images, layout, processor
         self.images_of, self.prepare = images_of, prepare
 
     @property
@@ -133,7 +133,7 @@ class ImageCollator:
         for row, of_row in zip(rows, placed, strict=True):
             counts |= {self._key(image, of_row): len(self._places(row, image)) for image in of_row}
         begins = dict(zip(distinct, accumulate(counts.values(), initial=0), strict=False))
-        batch = self.seeing(
+        batch = self.collate_images(
             [
                 {**row, **self._columns(number, row, of_row, begins, tensors)}
                 for number, (row, of_row) in enumerate(zip(rows, placed, strict=True))
@@ -168,7 +168,7 @@ class ImageCollator:
         Source: transformers, models/mllama/processing_mllama.py (``get_cross_attention_token_mask``).
         """
         (row,), (images,) = rows, placed
-        batch = self.seeing([row])
+        batch = self.collate_images([row])
         made = self.processor.joined([self.prepare(image) for image in images])
         length, tiles = len(row["input_ids"]), made["aspect_ratio_mask"].sum(-1)[0].tolist()
         mask = torch.zeros(1, length, len(images), made["aspect_ratio_mask"].shape[-1], dtype=torch.long)

@@ -27,7 +27,7 @@ from burnish.loop.modes import evaluating
 from burnish.models.images.masks import masks_of
 from burnish.utils.patching import Patch, Reason, hook, patches_of
 
-SEEING = Reason("vision model", "each image of a micro-batch is encoded once")
+ENCODED_ONCE = Reason("vision model", "each image of a micro-batch is encoded once")
 
 
 @dataclass
@@ -57,15 +57,15 @@ class ImageFeatures:
 def patch_vision_model(model: nn.Module) -> list[Patch]:
     """Let ``model`` take the inputs above. Does nothing without a vision tower or if it was called before."""
     inner = causal_lm(model)
-    is_told = any(done.why is SEEING for done in patches_of(model))
-    if is_told or not sees(model) or not hasattr(inner.base_model, "get_image_features"):
+    is_patched = any(done.why is ENCODED_ONCE for done in patches_of(model))
+    if is_patched or not sees(model) or not hasattr(inner.base_model, "get_image_features"):
         return []
-    seeing = Seeing(inner)
+    image_hook = ImageFeaturesHook(inner)
     modules = dict.fromkeys((inner, inner.base_model))  # the loss may call either
-    return [hook(module, "forward_pre", seeing.prepared, SEEING, with_kwargs=True) for module in modules]
+    return [hook(module, "forward_pre", image_hook.prepared, ENCODED_ONCE, with_kwargs=True) for module in modules]
 
 
-class Seeing:
+class ImageFeaturesHook:
     """The hook of ``patch_vision_model``."""
 
     def __init__(self, model: Any) -> None:

@@ -65,8 +65,8 @@ def isolates_images(model: nn.Module, collator: ImageCollator) -> bool:
 def of_drawn(collator: ImageCollator) -> ImageCollator:
     """Return the collator for the rows of the check."""
     return ImageCollator(
-        collator.collate, collator.seeing, collator.layout, collator.processor, lambda row: row.get("images", []),
-        lambda image: collator.processor.tensors(image.image),
+        collator.collate, collator.collate_images, collator.layout, collator.processor,
+        lambda row: row.get("images", []), lambda image: collator.processor.tensors(image.image),
     )  # fmt: skip
 
 

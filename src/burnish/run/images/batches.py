@@ -100,13 +100,13 @@ def collator_of(
     left_out = _left_out(options, family, processor, tensors)
     prepared = _prepared(options, left_out or tensors)
 
-    def seeing(is_flat: bool, shares: bool = False) -> ImageCollator:
+    def image_collator(is_flat: bool, shares: bool = False) -> ImageCollator:
         text = collator(options, pad_id, is_flat, shares)
         of_images = collate_padding_free if is_flat and layout.bidirectional else text
         return ImageCollator(text, of_images, layout, processor, images_of, prepared)
 
     if layout.crosses:
-        images = seeing(is_flat=False)
+        images = image_collator(is_flat=False)
         note = (
             f"{type(model).__name__} cannot separate examples with images that are in the same batch, so each "
             "batch has one example."
@@ -114,8 +114,8 @@ def collator_of(
         capabilities = replace(capabilities, is_padding_free=False, shares_prefixes=False, notes=(note,))
         return RowCollator(images, images.collate, prepared, left_out), capabilities
     may_be_flat = capabilities.is_padding_free or (bool(layout.bidirectional) and options.padding_free)
-    is_flat = may_be_flat and isolates_images(model, seeing(is_flat=True))
-    if not is_flat and not isolates_images(model, seeing(is_flat=False)):
+    is_flat = may_be_flat and isolates_images(model, image_collator(is_flat=True))
+    if not is_flat and not isolates_images(model, image_collator(is_flat=False)):
         name = type(model).__name__
         what = f"{name} cannot separate examples with images that are in the same batch, even if it is padded."
         raise UserError(what, remedy="Use a model of another family.", option="model_name_or_path")
@@ -124,7 +124,7 @@ def collator_of(
         shares = capabilities.shares_prefixes and is_flat
         notes = () if is_flat else (note,)
         capabilities = replace(capabilities, is_padding_free=is_flat, shares_prefixes=shares, notes=notes)
-    images = seeing(is_flat, capabilities.shares_prefixes)
+    images = image_collator(is_flat, capabilities.shares_prefixes)
     return RowCollator(images, images.collate, prepared, left_out), capabilities
 
 
