@@ -171,7 +171,7 @@ SAID = [
     Case("B13b", rows([chat(("user", "a"), ("user", "c"), ("assistant", "x"))] * 4),
          ["consecutive user messages", "4 of 4 examples (data/rows.json: 1, 2, 3, 4)"]),
     Case("B14b", rows([chat(("human", "a"), ("gpt", "b"))] * 4),
-         ['"human" is read as user', '"gpt" is read as assistant']),
+         ['"human" is treated as user', '"gpt" is treated as assistant']),
     Case("B16b", rows([{**row, "output": row["output"] * (place % 2)} for place, row in enumerate(ROWS)]),
          ["responses are empty: 12 of 24 examples (data/rows.json: 1, 3, 5, 7, 9, ...)"]),
     Case("B23", rows([{"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]},

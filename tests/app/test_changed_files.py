@@ -248,7 +248,7 @@ def test_a_run_is_not_resumed_with_a_part_changed_in_place(
     place.harm()
     read_output(capsys)
     assert cli.main([*words, "max_steps=4"]) == 2
-    assert re.search(f"{place.named} (has changed|was )", read_output(capsys)[1])
+    assert re.search(f"{place.named} (has changed|changed from )", read_output(capsys)[1])
 
 
 @pytest.mark.parametrize("option", PLACES)
@@ -271,7 +271,7 @@ def test_run_with_changed_file_content_is_not_resumed(
     read_output(capsys)
     before = sorted((path, path.stat().st_mtime_ns) for path in Path("out").rglob("*"))
     assert cli.main([*words, "max_steps=4"]) == 2
-    assert re.search(f"{place.named} (has changed|was )", read_output(capsys)[1])
+    assert re.search(f"{place.named} (has changed|changed from )", read_output(capsys)[1])
     assert sorted((path, path.stat().st_mtime_ns) for path in Path("out").rglob("*")) == before
     monkeypatch.chdir(unharmed)
     assert cli.main([*words, "max_steps=4"]) == 0

@@ -297,7 +297,7 @@ def test_encoded_rows_are_usable_without_source_data():
     expected = list(prepared(tokenized_path="rows"))
     options = data_options(tokenized_path="rows")
     assert list(encode_rows((), Encoder(), DataStats(), fingerprint="f", options=options)) == expected
-    with pytest.raises(UserError, match="settings was"):
+    with pytest.raises(UserError, match="settings changed from"):
         encode_rows((), Encoder(), DataStats(), fingerprint="g", options=options)
 
 

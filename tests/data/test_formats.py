@@ -301,8 +301,8 @@ def test_alternative_role_names_are_counted_by_record(tmp_path):
     )
     stats = DataStats()
     load(dataset=str(path), stats=stats)
-    assert f'kept: the role "gpt" is read as assistant: 1 of 2 examples ({path}: 2)' in stats.sentences()
-    assert f'kept: the role "human" is read as user: 1 of 2 examples ({path}: 2)' in stats.sentences()
+    assert f'kept: the role "gpt" is treated as assistant: 1 of 2 examples ({path}: 2)' in stats.sentences()
+    assert f'kept: the role "human" is treated as user: 1 of 2 examples ({path}: 2)' in stats.sentences()
 
 
 @pytest.mark.parametrize("query", [{}, {"input": None}, {"input": ""}], ids=str)

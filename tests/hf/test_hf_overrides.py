@@ -31,7 +31,7 @@ def test_docstring_lists_the_tested_overrides():
     import inspect
 
     tests = inspect.getsource(inspect.getmodule(trained))
-    for name in Trainer.__doc__.split("the run goes by it:")[1].split("``")[1::2]:
+    for name in Trainer.__doc__.split("which the run calls:")[1].split("``")[1::2]:
         assert name in tests, name
 
 

@@ -7,6 +7,8 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from burnish.utils.collection import without_garbage_collection
+
 
 def source_digest(file: Path) -> str:
     """Return a hash of a Python file, and of the files that it imports from its folder, its package or the working
@@ -38,7 +40,8 @@ def _sources(file: Path) -> Iterator[bytes]:
 def _imported(path: Path, raw: bytes) -> Iterator[Path]:
     """Yield the files of the same package, and the local files, that the code ``raw`` in ``path`` imports."""
     try:
-        tree = ast.parse(raw)
+        with without_garbage_collection():  # Python below 3.11.8 may fail if it runs meanwhile (gh-106905)
+            tree = ast.parse(raw)
     except (SyntaxError, ValueError):  # it was not imported, or not as Python
         return
     root = _root(path)
