@@ -240,7 +240,7 @@ def test_images_are_prepared_once_and_prefetched(models):
         recorded.append(image.identity)
         return result.processor.tensors(image.image)
 
-    ahead = PreparedAhead(prepare, lambda row: row["images"], 2, ahead_bytes=1 << 20, cache_bytes=1 << 30)
+    ahead = PreparedAhead(prepare, lambda row: row["images"], 2, ahead_bytes=1 << 20, kept_bytes=1 << 30)
     groups = ahead.rows(iter([rows[:2], rows[2:], rows[:2]]))
     assert next(groups) == rows[:2]
     for group in [rows[:2], rows[2:], rows[:2]]:
