@@ -178,6 +178,7 @@ def test_requests_without_body_are_closed_for_new_ones(quick: int, monkeypatch: 
     monkeypatch.setattr(connections, "HEAD_S", 30.0)  # a busy machine may take half a second between two packets
     head = b"POST /slow HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n"
     (busy,) = opened(quick, 1, head + b"{}")
+    assert status_of(quick) == 200  # so the request before it has been read, and its connection is not idle
     stored = opened(quick, 20, head + b"{")
     assert status_of(quick) == 200
     busy.settimeout(5)
