@@ -233,14 +233,18 @@ def _last_output(name: str) -> None:
     write(name, rows)
 
 
-@pytest.mark.parametrize("part", WITHIN)
-def test_a_run_is_not_resumed_with_a_part_changed_in_place(
-    part: str, stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def own_stage(stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of ``stage`` as the working directory, with its own cache."""
     shutil.copytree(stage, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("own_stage")
+@pytest.mark.parametrize("part", WITHIN)
+def test_run_with_a_part_changed_in_place_is_not_resumed(part: str, capsys: pytest.CaptureFixture[str]) -> None:
     place = WITHIN[part]
     place.before()
     words = ["train", "run.yaml", "plot_loss=false", *place.words]
@@ -251,13 +255,11 @@ def test_a_run_is_not_resumed_with_a_part_changed_in_place(
     assert re.search(f"{place.named} (has changed|changed from )", read_output(capsys)[1])
 
 
+@pytest.mark.usefixtures("own_stage")
 @pytest.mark.parametrize("option", PLACES)
 def test_run_with_changed_file_content_is_not_resumed(
-    option: str, stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(stage, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     place = PLACES[option]
     place.before()
     words = ["train", "run.yaml", *place.words]

@@ -148,7 +148,7 @@ def optimizer_pair(optimizers: Any) -> tuple[Any, Any]:
 
 
 def callback_list(callbacks: Any) -> list[Any]:
-    """``callbacks``, which must be a list of callbacks or of their classes; None: empty."""
+    """Return ``callbacks``, a list of callbacks or of their classes. None: an empty list."""
     if callbacks is None:
         return []
     if not isinstance(callbacks, list | tuple):

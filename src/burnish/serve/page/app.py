@@ -65,7 +65,7 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-"""Headers of every response that does not set its own."""
+"""Default headers of a response."""
 DOCUMENT_HEADERS = {
     "content-security-policy": POLICY,
     "cross-origin-opener-policy": "same-origin",

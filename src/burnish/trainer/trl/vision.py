@@ -29,7 +29,7 @@ from burnish.models.options import ModelOptions
 from burnish.utils.json_files import read_object
 
 SIGHT = MediaReader()
-"""Images of a script: paths are relative to the working directory, and only the processor's limits apply."""
+"""Reader of the images of a script: paths relative to the working directory, and only the limits of the processor."""
 NOT_LEARNED = "Image placeholders are masked in the loss (TRL trains on them)."
 
 
