@@ -38,7 +38,7 @@ test-distributed: $(DEV)
 # Without test_cast_linear, which spends minutes in emulated bfloat16.
 test-avx2: $(DEV)
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(BIN)/python -m pytest -n 2 -m "not slow and not distributed" \
-	  tests/ops tests/optim tests/core/test_loop.py tests/engine/test_engines.py tests/app/test_every_key.py \
+	  tests/kernels tests/optim tests/loop/test_loop.py tests/parallel/test_backends.py tests/run/test_every_key.py \
 	  -k "not cast_linear and (not every_key or fp16 or bf16)"
 
 test-slow: $(DEV)
@@ -52,7 +52,7 @@ test-web: $(DEV)
 test-llama: $(DEV)
 	@test -x .venv-llama/bin/python || $(PYTHON) -m venv .venv-llama
 	@.venv-llama/bin/pip install --quiet -c constraints.txt cmake llama-cpp-python numpy
-	$(BIN)/python -m pytest -m slow tests/app/test_llama_cpp.py
+	$(BIN)/python -m pytest -m slow tests/export/test_llama_cpp.py
 
 test-kills: $(DEV)
 	$(BIN)/python tests/kills.py --kills $(or $(KILLS),300) --seed $(or $(SEED),0)

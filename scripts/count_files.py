@@ -171,7 +171,7 @@ def count(door: str) -> Walk:
     """Run one entry point in a temporary folder and return its walk."""
     import json
 
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests" / "helpers"))
     from small_run import make_model, records
 
     folder, walk, before = Path(tempfile.mkdtemp()), Walk(), Path.cwd()

@@ -16,10 +16,10 @@ import pack
 import processes
 import pytest
 import resume
-import run
 import settings
 import torch
 
+import run
 from burnish.config.options import RawValue
 from burnish.kernels import attention
 from burnish.kernels.cpu import buffer_pool

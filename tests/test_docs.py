@@ -104,7 +104,7 @@ def test_site_builds_with_all_links_checked(tmp_path):
 # --- code blocks ------------------------------------------------------------------------------------------------------
 
 EVERY_PAGE = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md")])
-RUN_BY = {"README.md": "test_docs.py", "migrating.md": "test_hf_examples.py", "extending.md": "test_extending.py",
+RUN_BY = {"README.md": "test_docs.py", "migrating.md": "test_trainer_examples.py", "extending.md": "test_extending.py",
           "preferences.md": "test_trl_trainers.py", "rollouts.md": "test_rollout_trainers.py"}  # fmt: skip
 """Page -> the test that runs its Python."""
 RUN_WHOLE = {"index.md", "data.md", "methods.md", "troubleshooting.md", "recipes.md"}

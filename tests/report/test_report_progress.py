@@ -263,7 +263,7 @@ def in_terminal(columns=80, fail=-1, **environment):
     main, child = pty.openpty()
     ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     here = Path(__file__).parent
-    paths = os.pathsep.join(map(str, [here.parents[1] / "src", here.parent]))
+    paths = os.pathsep.join(map(str, [here.parents[1] / "src", here.parent, here.parent / "helpers"]))
     kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES", "FORCE_COLOR")}
     process = subprocess.Popen(
         [sys.executable, "-c", CHILD.format(tests=str(here), fail=fail)],

@@ -1,8 +1,9 @@
-"""Words of a command line that are wrong, beside a run that is right: exact sentence, status 2, nothing written.
+"""Invalid command lines: the exact message, exit status 2, and no files written.
 
-The table is ``golden/bad_words.json``: words -> what is printed. ``python tests/app/test_bad_words.py`` makes it anew;
-read the difference before it is committed. With the tables of options, models and data (``test_bad_options.py``,
-``test_bad_inputs_end_to_end.py``; their sentences are in ``golden/bad_inputs.json``) there are over 250 bad inputs.
+The table ``golden/bad_words.json`` maps a command line to its output. Run ``python
+tests/config/test_bad_command_lines.py`` to regenerate it, and read the diff before committing. Together with
+``test_bad_options.py`` and ``test_bad_inputs_end_to_end.py``, whose messages are in ``golden/bad_inputs.json``, it
+covers more than 250 invalid inputs.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 from bad_inputs import SENTENCES, make_folder
 from burnish import cli

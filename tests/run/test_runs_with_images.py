@@ -12,67 +12,14 @@ from burnish.adapters.base import ADAPTERS
 from burnish.cli import main
 from burnish.run.images.batches import RowCollator, check_processes
 from burnish.run.plan.options import RunOptions
+from image_runs import OTHERS, RECORDS, TEMPLATES, make_workspace, train, write_sets
 from run_outputs import history, same_weights
 from vision_models import golden, image_models
-
-TEMPLATES = {"qwen2_5_vl": "qwen2_vl", "gemma3": "gemma3", "llava": "llava", "internvl": "intern_vl"}
-OTHERS = {"paligemma": "paligemma", "mistral3": None, "mllama": "mllama", "llava_onevision": None, "smolvlm": None}
-"""Families without golden rows of LLaMA-Factory, and the named templates that are for them."""
-RECORDS = ("one", "two", "turns", "text")
 
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory):
-    """A folder with models, images and data sets of answers, pairs and verdicts."""
-    folder = tmp_path_factory.mktemp("images")
-    models = image_models()
-    for family in (*TEMPLATES, *OTHERS):
-        model, processor = models.build(family)
-        model.save_pretrained(folder / family)
-        models.save_processor(processor, folder / family)
-    records = [golden()["records"][name] for name in RECORDS]
-    models.write_images(folder / "data", {name for record in records for name in record["images"]})
-    write_sets(folder / "data", records)
-    return folder
-
-
-def write_sets(folder, records):
-    answers = [{"messages": record["messages"], "images": record["images"]} for record in records]
-    pairs, verdicts = [], []
-    for record in answers:
-        *prompt, answer = record["messages"]
-        other = {"role": "assistant", "content": "Nothing of that kind."}
-        pairs.append({**record, "messages": prompt, "chosen": answer, "rejected": other})
-        verdicts += [{**record, "label": True}, {**record, "messages": [*prompt, other], "label": False}]
-    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
-            "system_tag": "system"}  # fmt: skip
-    columns = {"messages": "messages", "images": "images"}
-    entries = {
-        "answers": {"columns": columns},
-        "pairs": {"ranking": True, "columns": {**columns, "chosen": "chosen", "rejected": "rejected"}},
-        "verdicts": {"columns": {**columns, "kto_tag": "label"}},
-    }
-    for name, rows in (("answers", answers), ("pairs", pairs), ("verdicts", verdicts)):
-        (folder / f"{name}.json").write_text(json.dumps(rows))
-        entries[name] |= {"file_name": f"{name}.json", "formatting": "sharegpt", "tags": tags}
-    (folder / "dataset_info.json").write_text(json.dumps(entries))
-
-
-def train(workspace, out, family="qwen2_5_vl", **changes):
-    """A run; returns its folder."""
-    folder = workspace / out
-    options = {
-        "model_name_or_path": str(workspace / family), "template": {**TEMPLATES, **OTHERS}[family], "stage": "sft",
-        "finetuning_type": "full", "dataset_dir": str(workspace / "data"), "dataset": "answers", "cutoff_len": 512,
-        "output_dir": str(folder), "overwrite_output_dir": "resume_from_checkpoint" not in changes,
-        "max_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-3,
-        "logging_steps": 1, "use_cpu": True, "save_strategy": "no", "plot_loss": False, "lr_scheduler_type": "constant",
-        **changes,
-    }  # fmt: skip
-    options = {name: value for name, value in options.items() if value is not None}
-    overrides = {name: str(value).lower() if isinstance(value, bool) else value for name, value in options.items()}
-    assert main(["train", *(f"{name}={value}" for name, value in overrides.items())]) == 0
-    return folder
+    return make_workspace(tmp_path_factory.mktemp("images"))
 
 
 def losses(folder):

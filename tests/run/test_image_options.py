@@ -6,8 +6,6 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from test_runs_with_images import TEMPLATES as OF_RUNS
-from test_runs_with_images import workspace  # noqa: F401
 
 from burnish.cli import main
 from burnish.config.errors import UserError
@@ -16,13 +14,20 @@ from burnish.models.images import ahead, on_disk
 from burnish.run.images import batches
 from burnish.run.plan.plan import plan
 from burnish.run.prepare import prepare
+from image_runs import TEMPLATES as RUN_TEMPLATES
+from image_runs import make_workspace
 from run_outputs import history
 from vision_models import image_models
 
-TEMPLATES = OF_RUNS | {"qwen3_vl": "qwen3_vl"}
+TEMPLATES = RUN_TEMPLATES | {"qwen3_vl": "qwen3_vl"}
 
 
-def lengths(workspace, family="qwen2_5_vl", **changes):  # noqa: F811
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    return make_workspace(tmp_path_factory.mktemp("images"))
+
+
+def lengths(workspace, family="qwen2_5_vl", **changes):
     """Tokens of each row; None for a record that gives none."""
     options = {
         "model_name_or_path": str(workspace / family), "template": TEMPLATES[family], "stage": "sft",
@@ -37,13 +42,13 @@ def lengths(workspace, family="qwen2_5_vl", **changes):  # noqa: F811
 @pytest.mark.parametrize(
     ("name", "value", "is_longer"), [("image_max_pixels", 1600, False), ("image_min_pixels", 40000, True)]
 )
-def test_pixel_limits_change_number_of_image_tokens(workspace, name, value, is_longer):  # noqa: F811
+def test_pixel_limits_change_number_of_image_tokens(workspace, name, value, is_longer):
     defaults, changed = lengths(workspace), lengths(workspace, **{name: value})
     assert sum(changed) > sum(defaults) if is_longer else sum(changed) < sum(defaults)
 
 
 @pytest.fixture(scope="module")
-def films(workspace):  # noqa: F811
+def films(workspace):
     """A set with a video of three frames, and an image."""
     model, processor = image_models().build("qwen3_vl")
     model.save_pretrained(workspace / "qwen3_vl")
@@ -59,12 +64,12 @@ def films(workspace):  # noqa: F811
 @pytest.mark.parametrize(
     ("name", "value"), [("video_max_pixels", 1100), ("video_min_pixels", 60000), ("video_fps", 0.001)]
 )
-def test_video_options_change_rows(workspace, films, name, value):  # noqa: F811
+def test_video_options_change_rows(workspace, films, name, value):
     assert lengths(workspace, "qwen3_vl", **films, **{name: value}) != lengths(workspace, "qwen3_vl", **films)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_run_with_videos_trains_and_explains_them(workspace, films, family, capsys):  # noqa: F811
+def test_run_with_videos_trains_and_explains_them(workspace, films, family, capsys):
     run = workspace / f"films_{family}.yaml"
     lines = [
         f"model_name_or_path: {workspace / family}", f"template: {TEMPLATES[family]}", "stage: sft",
@@ -79,24 +84,24 @@ def test_run_with_videos_trains_and_explains_them(workspace, films, family, caps
     assert all(0 < entry["loss"] < 20 for entry in history(workspace / "films" / family) if "loss" in entry)
 
 
-def test_model_without_video_support_rejects_them_by_record(workspace, films):  # noqa: F811
+def test_model_without_video_support_rejects_them_by_record(workspace, films):
     with pytest.raises(UserError, match=r"(?s)record 1.*contains video .videos.0.., but llava is trained"):
         lengths(workspace, "llava", **films)
 
 
-def test_contradictory_pixel_limits_are_rejected(workspace):  # noqa: F811
+def test_contradictory_pixel_limits_are_rejected(workspace):
     with pytest.raises(UserError, match="is below image_min_pixels"):
         lengths(workspace, image_max_pixels=100, image_min_pixels=200)
 
 
-def test_long_record_loses_text_or_its_images_are_downscaled(workspace):  # noqa: F811
+def test_long_record_loses_text_or_its_images_are_downscaled(workspace):
     options = {"cutoff_len": 52, "image_min_pixels": 40000, "image_max_pixels": 90000}
     assert lengths(workspace, image_fit="keep", **options)[0] == 52
     assert lengths(workspace, image_fit="shrink", **options)[0] < 52
     assert len(lengths(workspace, **{**options, "cutoff_len": 36})) < 4  # no image is cut, so rows are dropped
 
 
-def test_images_are_searched_in_media_dir(workspace, tmp_path):  # noqa: F811
+def test_images_are_searched_in_media_dir(workspace, tmp_path):
     data = tmp_path / "data"
     shutil.copytree(workspace / "data", data)
     (tmp_path / "images").mkdir()
@@ -107,12 +112,12 @@ def test_images_are_searched_in_media_dir(workspace, tmp_path):  # noqa: F811
     assert lengths(workspace, dataset_dir=str(data), media_dir=str(tmp_path / "images")) == lengths(workspace)
 
 
-def test_internvl_tiles_can_be_disabled(workspace):  # noqa: F811
+def test_internvl_tiles_can_be_disabled(workspace):
     defaults, one = (lengths(workspace, "internvl", crop_to_patches=crop) for crop in (True, False))
     assert sum(one) < sum(defaults)
 
 
-def test_gemma_crops_can_be_enabled(workspace):  # noqa: F811
+def test_gemma_crops_can_be_enabled(workspace):
     sizes = [
         lengths(workspace, "gemma3", image_do_pan_and_scan=crops, image_min_pixels=589824) for crops in (False, True)
     ]
@@ -120,13 +125,13 @@ def test_gemma_crops_can_be_enabled(workspace):  # noqa: F811
 
 
 @pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
-def test_missing_torchvision_backend_is_reported(workspace):  # noqa: F811
+def test_missing_torchvision_backend_is_reported(workspace):
     with pytest.raises(UserError, match="image_backend: torchvision needs the library 'torchvision'"):
         lengths(workspace, image_backend="torchvision")
 
 
-def test_image_cache_on_disk_is_shared_by_runs(workspace, monkeypatch, tmp_path):  # noqa: F811
-    from test_runs_with_images import train
+def test_image_cache_on_disk_is_shared_by_runs(workspace, monkeypatch, tmp_path):
+    from image_runs import train
 
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path))
     recorded, tensors = [], batches._tensors
@@ -167,7 +172,7 @@ def test_full_image_cache_on_disk_writes_no_more(tmp_path):
         assert all(torch.equal(again[name], tensor) for name, tensor in first[int(file.stem)].items())
 
 
-def test_image_memory_limit_is_respected(workspace, monkeypatch):  # noqa: F811
+def test_image_memory_limit_is_respected(workspace, monkeypatch):
     recorded = []
 
     class Recorded(ahead.PreparedAhead):
@@ -176,7 +181,7 @@ def test_image_memory_limit_is_respected(workspace, monkeypatch):  # noqa: F811
             super().__init__(prepare, images, threads, ahead_bytes, cache_bytes)
 
     monkeypatch.setattr(batches, "PreparedAhead", Recorded)
-    from test_runs_with_images import train
+    from image_runs import train
 
     train(workspace, "bounded", finetuning_type="lora", max_steps=1, image_ahead_mb=3, image_cache_mb=5)
     train(workspace, "not-kept", finetuning_type="lora", max_steps=1, image_ahead_mb=3, image_cache="none")

@@ -2,13 +2,18 @@
 
 import pytest
 
-from app.test_runs_with_images import RECORDS, train, workspace  # noqa: F401 - a fixture
 from burnish.cli import main
 from burnish.models.images import features
 from burnish.models.images.processor import ImageProcessor
+from image_runs import RECORDS, make_workspace, train
 from vision_models import golden
 
 LORA = {"finetuning_type": "lora", "max_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    return make_workspace(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture
@@ -43,7 +48,7 @@ def initial_counts(towers):
     ("stage", "dataset", "more"),
     [("sft", "answers", {}), ("dpo", "pairs", {}), ("kto", "verdicts", {"per_device_train_batch_size": 8})],
 )
-def test_vision_tower_runs_once_per_image_of_a_step(workspace, towers, monkeypatch, stage, dataset, more):  # noqa: F811
+def test_vision_tower_runs_once_per_image_of_a_step(workspace, towers, monkeypatch, stage, dataset, more):
     from burnish.loop.loop import Loop
 
     step, before = Loop.step, []
@@ -62,7 +67,7 @@ def test_vision_tower_runs_once_per_image_of_a_step(workspace, towers, monkeypat
     assert towers["patches"][-1] == sum(wide * high for wide, high in grids.values())
 
 
-def test_image_is_decoded_once_in_several_epochs(workspace, towers):  # noqa: F811
+def test_image_is_decoded_once_in_several_epochs(workspace, towers):
     options = {"finetuning_type": "lora", "per_device_train_batch_size": 1}
     train(workspace, "epochs-1", max_steps=4, **options)
     once = towers["decoded"]
@@ -70,7 +75,7 @@ def test_image_is_decoded_once_in_several_epochs(workspace, towers):  # noqa: F8
     assert towers["decoded"] == 2 * once
 
 
-def test_patch_limit_splits_micro_batches_without_changing_update(workspace, towers):  # noqa: F811
+def test_patch_limit_splits_micro_batches_without_changing_update(workspace, towers):
     options = {"finetuning_type": "lora", "max_steps": 1}
     train(workspace, "uncut", max_tokens_per_batch=4000, **options)
     whole = len(towers["patches"])
@@ -78,7 +83,7 @@ def test_patch_limit_splits_micro_batches_without_changing_update(workspace, tow
     assert len(towers["patches"]) - whole > whole
 
 
-def test_explain_estimates_memory_of_vision_tower(workspace, capsys):  # noqa: F811
+def test_explain_estimates_memory_of_vision_tower(workspace, capsys):
     options = {"model_name_or_path": workspace / "qwen2_5_vl", "template": "qwen2_vl", "dataset": "answers",
                "dataset_dir": workspace / "data", "output_dir": workspace / "explained", "use_cpu": "true"}  # fmt: skip
     totals = []

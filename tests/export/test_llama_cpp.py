@@ -36,7 +36,8 @@ pytestmark = [
 
 def generate_with_llama_cpp(file: Path, **options) -> dict:
     done = subprocess.run(
-        [LLAMA, ROOT / "tests" / "llama_cpp_answers.py"], input=json.dumps({"file": str(file), "new": NEW, **options}),
+        [LLAMA, ROOT / "tests" / "helpers" / "llama_cpp_answers.py"],
+        input=json.dumps({"file": str(file), "new": NEW, **options}),
         text=True, capture_output=True, check=False, env={"PATH": os.environ["PATH"]},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

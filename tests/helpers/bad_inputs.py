@@ -68,7 +68,7 @@ def read_output(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
     return shown.out, shown.err
 
 
-SENTENCES = Path(__file__).parent / "golden" / "bad_inputs.json"
+SENTENCES = Path(__file__).parents[1] / "golden" / "bad_inputs.json"
 WRITES = "BURNISH_WRITE_SENTENCES"
 """With this variable in the environment ``matches_stored_message`` rewrites the table; check the diff before the
 commit."""
@@ -88,7 +88,7 @@ OF_NEWER_PYTHON = {
 
 def matches_stored_message(name: str, err: str, folder: Path) -> bool:
     """Tell whether ``err`` is the whole answer to the bad input of that name, folders shown as points."""
-    for place, shown in ((folder.resolve(), "."), (folder, "."), (Path(__file__).parents[1], "burnish")):
+    for place, shown in ((folder.resolve(), "."), (folder, "."), (Path(__file__).parents[2], "burnish")):
         err = err.replace(str(place), shown)
     for newer, older in OF_NEWER_PYTHON.items():
         err = err.replace(newer, older)

@@ -7,8 +7,8 @@ from typing import Any
 from zlib import crc32
 
 import pytest
+from test_bad_command_lines import SAID
 from test_bad_options import REFUSED
-from test_bad_words import SAID
 
 from bad_inputs import make_folder
 from burnish import cli

@@ -31,7 +31,7 @@ FAST_TEMPLATES = {
 """Templates that stand for the others in ``make test-fast``."""
 
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "templates.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "templates.json").read_text(encoding="utf-8"))
 """Rows that LLaMA-Factory makes of the cases below (golden/make_templates_golden.py)."""
 
 WEATHER = {

@@ -13,7 +13,7 @@ from burnish.models.images.collator import ImageCollator, ImageLayout
 from burnish.models.images.features import num_features, patch_vision_model
 from burnish.models.images.processor import ImageProcessor
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 COLLATE_FUNCTIONS = {
     "flat": collate_padding_free,
     "shared": collate_prefix_sharing,

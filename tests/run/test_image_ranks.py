@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from test_runs_with_images import write_sets
 
 import burnish.run.build  # noqa: F401 - before two processes are forked, not in each of them
+from image_runs import write_sets
 from run_outputs import weights_in
 from two_processes import train_with_one_and_two
 from vision_models import golden, image_models

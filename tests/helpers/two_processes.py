@@ -50,7 +50,9 @@ def in_processes(
         port = free.getsockname()[1]
     here = Path(__file__).parent
     beside = Path(function.__code__.co_filename).parent
-    script = _LAUNCHER.format(count=count, paths=[str(beside), str(here), str(here.parent / "src")])
+    script = _LAUNCHER.format(
+        count=count, paths=[str(beside), str(here), str(here.parent), str(here.parents[1] / "src")]
+    )
     place = {**os.environ, **(environment or {}), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     called = json.dumps([function.__module__, function.__name__, args])
     subprocess.run([sys.executable, "-c", script, called], env=place, check=True, timeout=300)

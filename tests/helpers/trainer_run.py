@@ -13,7 +13,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from burnish import Trainer, TrainingArguments
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import parity
 
 gpt2, text_rows, bert, classes = parity.lm, parity.text_rows, parity.classifier, parity.classes

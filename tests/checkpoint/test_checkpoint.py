@@ -219,7 +219,9 @@ def test_process_killed_while_saving_keeps_previous_checkpoint(tmp_path):
     )
     for delay_s in (0.15, 0.4):
         child = subprocess.Popen(
-            [sys.executable, "-c", code, tmp_path, Path(__file__).parents[1]], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", code, tmp_path, Path(__file__).parents[1] / "helpers"],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         child.stdout.readline()
         deadline = time.monotonic() + 20
