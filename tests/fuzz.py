@@ -1,4 +1,4 @@
-"""Inputs that nobody wrote, by hypothesis: each ends well or in a sentence of burnish's own, within a time.
+"""Random inputs from hypothesis: each is accepted or rejected with a message of burnish, within a time limit.
 
     python tests/fuzz.py --inputs 100000 --seed 0        # make fuzz
 

@@ -1,5 +1,5 @@
-"""A campaign of kills: a real process is killed at drawn instants, most of them inside a save or a rotation, and the
-same command goes on, until the run is done; its end is then held against the run that was left alone, bit by bit.
+"""Kill a real process at random instants, most of them inside a save or a rotation, rerun the same command until the
+run is complete, and compare the result bit by bit with an uninterrupted run.
 
     python tests/kills.py --kills 300 --seconds 600 --seed 0        # make test-kills
 

@@ -1,5 +1,6 @@
-"""The house: imports point down, each library has its door, nothing heavy is loaded to say hello, options are read by
-one component and written by none. Read from the syntax trees, so nothing is imported to be judged."""
+"""Architecture: import layers, one importing package per library, a light start, options read by one component and
+written by none. Checked on syntax trees, without imports.
+"""
 
 import ast
 import gc

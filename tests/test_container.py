@@ -1,4 +1,4 @@
-"""The container's files, read without a daemon: instructions, arguments, ports, users, and what is copied."""
+"""Dockerfiles, read without a daemon: instructions, arguments, ports, users, and copied files."""
 
 from __future__ import annotations
 

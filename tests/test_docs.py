@@ -1,4 +1,4 @@
-"""The documentation is true: names and links are there, commands are known, code runs, tables are fresh."""
+"""Documentation is accurate: names and links exist, commands are known, code runs, tables are up to date."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""Every file and command on the pages for users is run in order, and prints what stands below it.
+"""Files and commands of the user pages run in order, and print the output shown below them.
 
 A block with a title is a file; ``title="added to run.yaml"`` are keys that are added to that file and trained with; a
 library in parentheses is needed for it. Bash lines are run here; ``# exit status 2`` is expected where it is said. Each

@@ -1,5 +1,6 @@
-"""The extension promise: a member of each family, installed beside burnish as docs/extending.md shows it, is parsed,
-explained, trained with and found again in a checkpoint. The files are the blocks of that page."""
+"""Third-party extensions: a member of each family, installed as docs/extending.md shows, is parsed, explained, trained
+and resumed. The files are the code blocks of that page.
+"""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Tests that only a GPU can run: each fast path against the plain one, in bfloat16, and a run from end to end.
+"""Tests that need a GPU: each fast path compared with the plain one in bfloat16, and a complete run.
 
 The file is skipped without a GPU; tests of a library also without that library. Differences are held to a few units
 of bfloat16's rounding (2^-8) of the greatest value: two orders of summation differ by that much.

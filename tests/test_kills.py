@@ -1,4 +1,4 @@
-"""A dozen of the kills of ``make test-kills``, drawn anew for each seed."""
+"""A dozen of the kills of ``make test-kills``, with a new seed each."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Each file of examples/recipes trains the bundled model for two steps, and the page that shows them is fresh."""
+"""Each file of examples/recipes trains the bundled model for two steps, and the page that shows them is up to date."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The promises of docs/security.md that no other file of tests holds, and that each test it names is there."""
+"""Promises of docs/security.md that no other test covers, and the existence of each test it names."""
 
 import json
 import re

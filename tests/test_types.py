@@ -1,4 +1,4 @@
-"""A misspelt option is found by the type checker, wherever it stands."""
+"""The type checker finds misspelled options."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""The wheel, away from the checkout: what is packed is all that a newcomer needs."""
+"""The wheel outside the checkout: it contains all files that a new user needs."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Weights that move in freeze training, in full training, and with the methods of the peft library."""
+"""Trainable parameters in freeze and full training, and with PEFT's other adapter methods."""
 
 import numpy as np
 import pytest

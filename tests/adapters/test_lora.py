@@ -1,4 +1,4 @@
-"""LoRA in peft's modules, with burnish's forward pass: against peft's own, its files, and the formulas in numpy."""
+"""LoRA on PEFT's modules with burnish's forward pass, compared with PEFT's own, its files, and NumPy."""
 
 import json
 import math

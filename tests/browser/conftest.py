@@ -1,5 +1,6 @@
-"""Chromium of the system's packages, driven by Playwright; without either the tests are skipped aloud, and fail where
-``BURNISH_BROWSER=required`` says that they must run."""
+"""Chromium from the system's packages, driven by Playwright. Without either, the tests are skipped with a message, or
+fail if ``BURNISH_BROWSER=required``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page for everybody: what axe finds on each screen, and rows that arrive whole over a slow line that is cut."""
+"""Accessibility of the web UI: axe on each screen, keyboard use, and slow or interrupted connections."""
 
 from __future__ import annotations
 

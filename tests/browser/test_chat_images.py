@@ -1,4 +1,4 @@
-"""Images in the conversation of the page: picked, pasted and dropped, sent as data URIs, kept in the tab only."""
+"""Images in the web UI's chat: picked, pasted or dropped, sent as data URIs, kept in the tab only."""
 
 from __future__ import annotations
 

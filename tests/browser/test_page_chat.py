@@ -1,4 +1,4 @@
-"""The page's conversation with an engine whose answers are made up here: calls, their results, records held out."""
+"""The web UI's chat with a scripted engine: tool calls, their results, and held-out records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a first visit to each page transfers: at most 90 kB with headers, compressed, in either language."""
+"""Transfer size of the first visit to each page: at most 90 kB compressed, headers included, in either language."""
 
 from __future__ import annotations
 

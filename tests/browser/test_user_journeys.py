@@ -1,4 +1,4 @@
-"""The page as a person uses it: from the link to a trained model that answers, in a browser."""
+"""The web UI in a browser, from the link to a trained model that responds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Checkpoints that are damaged or another run's, folders that are in use, signals and failures, a row each, as they
-were tried on other tools: a run goes on from what is whole and ends in the same bits, or says why it does not."""
+"""Damaged or foreign checkpoints, folders in use, signals and failures, one row each: a run resumes from what is
+intact and ends in the same bits, or reports why it cannot.
+"""
 
 import fcntl
 import json

@@ -1,4 +1,4 @@
-"""A run that was stopped goes on as if it had not been; what is damaged is not a checkpoint."""
+"""An interrupted run resumes with bitwise equal results; damaged checkpoints are detected."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Tensors in pieces: written by any number of ranks, read by any other, all or nothing."""
+"""Sharded tensors: written by any number of ranks, read by any other number, completely or not at all."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""The command line as a person meets it: commands, help, what is said of a mistake, exit status."""
+"""The command line: commands, help, error messages, exit status."""
 
 import os
 import subprocess

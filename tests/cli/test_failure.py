@@ -1,4 +1,4 @@
-"""Failures of a command: a sentence and a status, never a traceback."""
+"""Failures of a command: a message and an exit status, never a traceback."""
 
 import errno
 import os

@@ -1,5 +1,6 @@
-"""A token is used where it is needed and shown nowhere: every command, with a marker in every secret, and then no file
-and no line that holds it."""
+"""Tokens are used where they are needed and never shown: each command runs with a marker in every secret, and no file
+and no line contains it.
+"""
 
 import contextlib
 import http.client

@@ -1,4 +1,4 @@
-"""The start of a command: what it loads and leaves out before it does what it was asked for."""
+"""Start of a command: which modules it imports before it does its work."""
 
 import json
 import os

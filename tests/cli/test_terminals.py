@@ -1,5 +1,6 @@
-"""A terminal that is narrow in letters, closed, full or gone: what is asked for is said or refused, and a training goes
-on, with everything it had to say in its log."""
+"""Terminals that are narrow, ASCII-only, closed, full or gone: messages are printed or the command is rejected, and
+training continues with a complete log.
+"""
 
 import os
 import pty

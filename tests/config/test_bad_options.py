@@ -1,5 +1,6 @@
-"""Options that are wrong, one row each, as they were tried on other tools: refused by name, in four lines at most, with
-status 2, without a traceback, before anything is written."""
+"""Invalid options, one row each: rejected by name, in at most four lines, with exit status 2, without a traceback,
+before anything is written.
+"""
 
 import json
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Values and where they came from: YAML, JSON and the command line, and what a person is told when one is malformed."""
+"""Option values and their sources: YAML, JSON and the command line, and the messages for malformed ones."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Words of the environment as numbers."""
+"""Parse environment variables as numbers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Options: declared once, converted, bounded, and refused together with the nearest right name."""
+"""Options are declared once, converted, range-checked, and rejected together with the closest valid name."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Tokens are known by their shape and by the name before them, before any option is read."""
+"""Tokens are recognized by their format and by the key before them, before any option is read."""
 
 from __future__ import annotations
 

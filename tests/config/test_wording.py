@@ -1,4 +1,4 @@
-"""Behavior does not depend on wording: every sentence and every name of a check may change."""
+"""Behavior does not depend on wording: every message and every name of a check may change."""
 
 import json
 import os

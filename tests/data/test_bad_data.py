@@ -1,4 +1,4 @@
-"""Messages on data that is wrong: the file, the record or line, what stands there, and what to do."""
+"""Messages about invalid data: the file, the record or line, the value found, and the remedy."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Rows -> micro-batches: nothing is lost, nothing is added, and nobody sees a neighbour."""
+"""From rows to micro-batches: no row is lost or added, and rows do not see each other."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The tokenizer's own chat template: the ids are apply_chat_template's, the mask is found by construction."""
+"""The tokenizer's own chat template: ids of apply_chat_template, and masks found by construction."""
 
 import json
 import re

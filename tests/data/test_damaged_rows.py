@@ -1,4 +1,4 @@
-"""Encoded rows on a disk, one bit of which has changed: they are not trained on."""
+"""Tokenized rows on disk with one flipped bit are not trained on."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""LLaMA-Factory's data arguments, from the command line to what is trained on: each changes the run as it says."""
+"""LLaMA-Factory's data arguments, from the command line to the rows: each has its documented effect."""
 
 import json
 import sys

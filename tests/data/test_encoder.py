@@ -1,4 +1,4 @@
-"""Texts -> ids by the tokenizer: whatever others set on it, and for texts that are located as well as encoded."""
+"""Tokenization of texts, independent of settings on the tokenizer, with and without offsets."""
 
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast

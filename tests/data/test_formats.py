@@ -1,4 +1,4 @@
-"""A record of each format becomes the example that it means."""
+"""Records of each format become the expected examples."""
 
 import json
 

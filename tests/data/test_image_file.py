@@ -1,4 +1,4 @@
-"""An image: its size from the header, and the pixels that a model sees."""
+"""Image files: the size from the header, and the pixels that the model receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows with images are those that transformers' composed processors make of the same text."""
+"""Rows with images equal those of transformers' processors for the same text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records with images, in every form that the peers read, become messages with an image at each place."""
+"""Records with images in every form that LLaMA-Factory and TRL read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows with images: those of LLaMA-Factory and of TRL, from the sizes in the headers of files.
+"""Rows with images equal those of LLaMA-Factory and TRL; sizes come from file headers.
 
 The numbers come from ``golden/images.json``.
 """

@@ -1,4 +1,6 @@
-"""The order of rows: a function of (seed, epoch), resumed by two numbers, the same for every cut and every rank."""
+"""Row order is a function of (seed, epoch), resumed by two numbers, and the same for any micro-batching and number of
+ranks.
+"""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""Data that would be read as something else than it is: refused, or counted in a sentence."""
+"""Data that would be read as something else is rejected or counted in a message."""
 
 import json
 from pathlib import Path

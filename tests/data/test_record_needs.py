@@ -1,4 +1,4 @@
-"""The kinds of records that a stage can ask for, and its further columns."""
+"""Record types that a stage can request, and its additional columns."""
 
 import json
 

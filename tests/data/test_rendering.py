@@ -1,4 +1,4 @@
-"""Chat templates are rendered by a process that ends itself: same text as transformers', bounded from every thread."""
+"""Chat templates are rendered in a worker process with a time limit, with the same text as transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoded rows in memory and on disk: columns of every kind come back as they were added."""
+"""Tokenized rows in memory and on disk: columns of every type are read back unchanged."""
 
 import pickle
 from array import array

@@ -1,4 +1,4 @@
-"""From the names in the options to examples: which files are read, which rows come in which order."""
+"""From dataset options to examples: which files are read, and the order of rows."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What happened to records, by kind: the kind is data, and no behaviour depends on the wording of a reason."""
+"""Counts of skipped and changed records by category; no behavior depends on the wording of a reason."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""Streamed records and rows: random access to files of each type, and examples and rows that are made when used."""
+"""Streamed records and rows: random access to files of each type, with examples and rows made on access."""
 
 import csv
 import io

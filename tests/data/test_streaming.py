@@ -1,4 +1,4 @@
-"""streaming: true. Records stay where they are, a row is encoded when it is wanted, a resumed run goes on exactly."""
+"""``streaming: true``: rows are tokenized on access, and a resumed run is exact."""
 
 import json
 import signal

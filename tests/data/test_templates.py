@@ -1,4 +1,4 @@
-"""Templates: which one is taken, what is learned of a row, what is refused, and what is counted."""
+"""Templates: which one is selected, which tokens are trained, what is rejected, and what is counted."""
 
 import json
 

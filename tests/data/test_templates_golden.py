@@ -1,4 +1,4 @@
-"""The rows that LLaMA-Factory makes of the same records, token for token (tests/golden)."""
+"""Rows equal those of LLaMA-Factory for the same records, token for token (tests/golden)."""
 
 import json
 from collections import defaultdict

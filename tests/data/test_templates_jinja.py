@@ -1,4 +1,4 @@
-"""A saved tokenizer renders what was trained: token for token, for every named template."""
+"""A saved tokenizer's chat template renders the training text, token for token, for every named template."""
 
 import json
 

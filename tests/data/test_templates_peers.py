@@ -1,5 +1,6 @@
-"""LLaMA-Factory's 124 named templates and 13 tool formats against its own (golden/make_templates_golden.py), and any
-other named template against a rendering that is written down (golden/own_templates.json: name -> text)."""
+"""LLaMA-Factory's 124 named templates and 13 tool formats compared with its output (golden/make_templates_golden.py),
+and other named templates compared with a stored rendering (golden/own_templates.json: name -> text).
+"""
 
 import json
 from hashlib import sha256

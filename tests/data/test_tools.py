@@ -1,4 +1,4 @@
-"""Tools and their calls: what is read from a record, what is refused, and that Jinja writes the same."""
+"""Tools and tool calls: parsing of records, rejected input, and equal output of the Jinja templates."""
 
 import json
 

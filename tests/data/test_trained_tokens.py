@@ -1,5 +1,6 @@
-"""Labels of learned tokens, held against a plain reference that goes token by token: for conversations drawn by a
-seed, under every ``train_on_eos``, ``mask_history`` and ``train_on_prompt``, with flags and weights of messages."""
+"""Labels compared with a plain token-by-token reference, for random conversations under every ``train_on_eos``,
+``mask_history`` and ``train_on_prompt``, with flags and weights of messages.
+"""
 
 import random
 from itertools import product

@@ -1,4 +1,4 @@
-"""Rows longer than cutoff_len: what they give up, what they keep, and that it is said."""
+"""Rows longer than cutoff_len: what is removed, what remains, and the message about it."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Rows with videos are those of LLaMA-Factory: ids, labels, grids and sizes of frames."""
+"""Rows with videos equal those of LLaMA-Factory: ids, labels, grids and frame sizes."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The model, tokenizer and data that burnish carries for its demo: they load, they are right, and they can be remade.
+"""The bundled model, tokenizer and data of the demo load, are correct, and can be regenerated.
 
 The answers are recomputed here from the text of each row alone, and the scripts run as a person would run them.
 """

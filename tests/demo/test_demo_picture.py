@@ -1,4 +1,4 @@
-"""The demo with images: the same model and images each time, and a run that learns from them."""
+"""The image demo: the same model and images each time, and a run that learns from them."""
 
 import re
 

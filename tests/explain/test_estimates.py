@@ -1,4 +1,4 @@
-"""``explain`` beside the run, over methods and optimizers: what is said before is measured while it happens."""
+"""Estimates of ``explain`` compared with measurements during the run, for each method and optimizer."""
 
 import json
 import re

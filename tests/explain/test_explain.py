@@ -1,4 +1,4 @@
-"""``burnish explain``: sizes that are right, rows that show what is trained, one layout for all of it."""
+"""``burnish explain``: correct sizes, rows with marked trained tokens, one layout for all."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""What images cost: patches in budgets and estimates, one run of the tower for each image of a step, one decoding."""
+"""Costs of images: patches in budgets and estimates, one vision-tower pass and one decoding per image of a step."""
 
 import pytest
 

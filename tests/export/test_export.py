@@ -1,4 +1,4 @@
-"""``burnish export``: one folder with everything in it, that renders what was trained and computes what was merged."""
+"""``burnish export``: a complete folder whose template and merged weights match training."""
 
 import json
 import signal

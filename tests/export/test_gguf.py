@@ -1,4 +1,4 @@
-"""GGUF files: transformers reads them back as the folder is; what cannot be written is refused by name."""
+"""GGUF files: transformers reads them back as exported; unsupported models are rejected by name."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""llama.cpp opens what is exported, reads its texts as the same ids, and answers with burnish's tokens.
+"""llama.cpp loads exported files, tokenizes equally, and generates burnish's tokens.
 
 ``make test-llama`` builds llama-cpp-python into ``.venv-llama``, an environment of its own, and runs this file.
 """

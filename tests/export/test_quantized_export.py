@@ -1,4 +1,4 @@
-"""``burnish export`` in few bits: what it is calibrated with, what lies in the folder, and what is refused before.
+"""Quantized ``burnish export``: calibration data, files in the folder, and checks before the work.
 
 Where gptqmodel is installed it quantizes a small model here, on the CPU, and the folder answers in transformers. A
 stand-in for it, a package of a few lines that copies the folder, shows the rest everywhere.

@@ -1,4 +1,4 @@
-"""Bad inputs as a user meets them: a working directory that is right, what is done to it, how the answer is read."""
+"""Bad inputs as a user meets them: a valid working directory, a change to it, and how the output is read."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Small data sets for tests: files written from records, and the options that read them."""
+"""Small datasets for tests: files written from records, and the options that read them."""
 
 import json
 from collections.abc import Sequence

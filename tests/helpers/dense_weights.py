@@ -1,4 +1,4 @@
-"""The weight of a quantized layer as numbers, for comparisons."""
+"""Dequantized weights of a layer, for comparisons."""
 
 import torch
 from peft.utils.integrations import dequantize_module_weight

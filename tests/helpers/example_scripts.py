@@ -1,4 +1,4 @@
-"""The scripts of ``examples/``, run as a person would run them."""
+"""Run the scripts of ``examples/`` as a user would."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The size of the tensors that operations make."""
+"""Measure the largest tensor that an operation allocates."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

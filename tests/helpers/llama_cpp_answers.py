@@ -1,4 +1,4 @@
-"""What llama.cpp makes of a GGUF file; run by the Python of an environment that has llama-cpp-python.
+"""Tokens and predictions of llama.cpp for a GGUF file; run by an environment that has llama-cpp-python.
 
 In (standard input): ``{"file": path, "texts": [str], "prompts": [[id]], "new": 16, "rows": [[id]]}``. Out: the ids of
 the texts, the greedy ids after each prompt, and the likeliest next id at each place of each row.

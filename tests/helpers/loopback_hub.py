@@ -1,4 +1,4 @@
-"""A hub on loopback: as much of the Hugging Face hub's and of ModelScope's interface as their clients ask for.
+"""A local hub with the parts of the Hugging Face Hub's and ModelScope's HTTP interface that their clients use.
 
 Repositories are folders. A name beginning with ``private/`` wants the token ``sesame``; the only revisions are the ones
 given.

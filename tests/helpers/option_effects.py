@@ -1,4 +1,4 @@
-"""A value for each option of a run and what it has to change: the tables of ``test_every_key.py``.
+"""A value for each option of a run and its expected effect: the tables of ``test_every_key.py``.
 
 ``OPTION_EFFECTS`` has a row for each option that a tiny run can show: the value, the part of the run that has to differ
 from the run without it, and how. ``TESTED_BY`` names the test in another file that covers the rest.

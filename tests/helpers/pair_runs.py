@@ -1,4 +1,4 @@
-"""Runs over a few pairs of answers with a model made in the test."""
+"""Training runs over a few preference pairs with a tiny model."""
 
 import json
 from pathlib import Path

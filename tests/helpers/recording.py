@@ -1,4 +1,4 @@
-"""A progress watcher that records its calls."""
+"""A progress callback that records its calls."""
 
 
 class RecordingProgress:

@@ -1,4 +1,4 @@
-"""A run small enough to reason about: a two-layer regression with dropout, on the real loop, stream and checkpoints."""
+"""A two-layer regression with dropout on the real loop, loader and checkpoints."""
 
 from dataclasses import dataclass
 from pathlib import Path

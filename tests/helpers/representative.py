@@ -1,4 +1,4 @@
-"""Parameters of tests with many similar cases, of which quick runs take representatives."""
+"""Parametrization of tests with many similar cases: quick runs take representatives."""
 
 from collections.abc import Container, Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Read the files of a run, and a script of a run that kills itself in the middle of an epoch."""
+"""Read the output files of a run, and a script that kills its run in mid-epoch."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A folder with a tiny model, its tokenizer and a small data set: what a user has before the first run."""
+"""A folder with a tiny model, its tokenizer and a small dataset."""
 
 import json
 from pathlib import Path

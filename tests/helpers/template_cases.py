@@ -1,4 +1,4 @@
-"""Conversations, tools and a tokenizer for the tests of templates; made in memory, the same on every machine."""
+"""Conversations, tools and a tokenizer for template tests, made in memory and equal on every machine."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""A layer under a LoRA adapter of peft's, with burnish's forward pass or without it."""
+"""A layer under a PEFT LoRA adapter, with or without burnish's forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causal language models small enough to be made in a test, one of each shape that burnish has to get along with."""
+"""Tiny causal language models, one per architecture family that burnish supports."""
 
 import torch
 from transformers import (

@@ -1,4 +1,4 @@
-"""Language models of two small layers, with random weights and without dropout, by family."""
+"""Two-layer language models by family, with random weights and without dropout."""
 
 import torch
 

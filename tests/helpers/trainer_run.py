@@ -1,4 +1,4 @@
-"""Models and rows small enough to reason about, and a burnish ``Trainer`` over them, for the tests of the face."""
+"""Small models and rows, and a burnish ``Trainer`` over them."""
 
 import sys
 from inspect import signature

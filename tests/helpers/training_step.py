@@ -1,4 +1,4 @@
-"""One step of a tiny language model: rows, a fitted objective, loss and gradients of a cut."""
+"""One training step of a tiny language model: rows, objective, loss and gradients for a micro-batching."""
 
 import random
 

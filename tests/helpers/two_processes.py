@@ -1,4 +1,4 @@
-"""A function of a test in two processes that share a gloo group, as a launcher would start them."""
+"""Run a test function in two processes that share a gloo group, as a launcher would start them."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Tiny models that see, and the rows of ``golden/images.json`` with their images, as the model's side takes them."""
+"""Tiny vision models, and the rows of ``golden/images.json`` with their images as model inputs."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Shared by the tests of answers: families of tiny models, and requests that are run to their end."""
+"""Tiny model families and generation requests that run to completion, shared by inference tests."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Answers to many prompts: in order, whatever order they were made in."""
+"""Batched generation returns responses in the order of the prompts."""
 
 import pytest
 from generation_runs import generate_alone, make_scheduler, model_of, prompts

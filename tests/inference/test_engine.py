@@ -1,4 +1,6 @@
-"""The engine's thread: requests from any thread, one delivery per turn, an end that everyone hears of."""
+"""The engine's thread: requests from any thread, one delivery per scheduler step, and a shutdown that ends all
+requests.
+"""
 
 import threading
 from collections.abc import Iterator

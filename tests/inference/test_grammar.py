@@ -1,4 +1,4 @@
-"""Grammars: a model of random weights, held to one, writes what it requests for."""
+"""Constrained generation: a model with random weights produces valid output."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Answers to prompts with images are those of transformers' ``generate``, read in pieces and beside others."""
+"""Generation for prompts with images equals transformers' ``generate``, with chunked prefill and in batches."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Loading to answer: folders of all kinds, the template that trained, adapters side by side."""
+"""Loading for inference: folders of all kinds, the template used in training, several adapters."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Engines of other processes, held to the words of the one in this process, over a stub with recorded replies."""
+"""Remote engines follow the protocol of the local engine, tested with recorded responses."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Replies: a stream that is folded is the whole, wherever it was cut; letters, stops, thoughts and calls."""
+"""Parsing of responses: streamed parts add up to the whole; characters, stop strings, reasoning and tool calls."""
 
 import json
 import random

@@ -1,4 +1,6 @@
-"""Sampling: the law of draws, penalties by a reference, draws that only their noise key and position decide."""
+"""Sampling: distribution of draws, penalties compared with a reference, draws that depend on noise key and position
+only.
+"""
 
 import math
 from collections import Counter

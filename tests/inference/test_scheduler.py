@@ -1,4 +1,4 @@
-"""Answers over slots: the ids of transformers' ``generate``, whatever else is answered at the same time."""
+"""Generation over slots: token ids of transformers' ``generate``, independent of concurrent requests."""
 
 import time
 

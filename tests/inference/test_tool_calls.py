@@ -1,4 +1,4 @@
-"""Tool calls are read back as they were written, whatever their arguments hold."""
+"""Tool calls are parsed back as written, for any arguments."""
 
 import json
 import random

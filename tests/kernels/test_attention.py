@@ -1,4 +1,4 @@
-"""Attention over sequences laid end to end: each gets what it would get alone."""
+"""Attention over concatenated sequences equals attention over each sequence alone."""
 
 import sys
 from types import SimpleNamespace

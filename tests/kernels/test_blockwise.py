@@ -1,4 +1,4 @@
-"""Attention a block of queries at a time: the formula, and no less exact than attention written down."""
+"""Blockwise attention over queries matches the formula, with no larger error than the plain implementation."""
 
 import pytest
 import torch

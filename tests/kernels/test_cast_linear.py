@@ -1,4 +1,4 @@
-"""A linear layer under autocast that keeps no copy of its weights: equal to the bit, and nothing of it is kept."""
+"""A linear layer under autocast that keeps no cast copy of its weights: bitwise equal."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The head and its loss in chunks: the numbers of the plain path, without the plain path's memory."""
+"""The output head and its loss in chunks: equal to the plain path, with less memory."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""The head's loss by name: what is refused and why, and, where a kernel can be run, the numbers of burnish's own way.
+"""Selectable kernels for the head's loss: rejected combinations, and results equal to burnish's own implementation.
 
 Triton's interpreter (TRITON_INTERPRET=1) runs the kernels on a CPU, as far as it goes; on a GPU see test_gpu.py.
 """

@@ -1,5 +1,4 @@
-"""Frozen layers that read one input, and their adapters, as one function: equal to each of them alone, and only where
-they are asked about one tensor."""
+"""Joint projection of frozen layers that share an input, with their adapters: equal to separate layers."""
 
 from __future__ import annotations
 

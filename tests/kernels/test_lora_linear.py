@@ -1,4 +1,4 @@
-"""A frozen dense layer and its adapter as one product, against the two written one after the other."""
+"""A frozen dense layer and its LoRA adapter as one function, compared with two separate ones."""
 
 import pytest
 import torch

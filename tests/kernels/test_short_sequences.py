@@ -1,4 +1,4 @@
-"""Attention of short sequences that share their products: each still gets what it would get alone."""
+"""Attention over short sequences in shared matrix products equals attention over each alone."""
 
 import random
 from functools import partial

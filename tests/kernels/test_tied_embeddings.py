@@ -1,4 +1,4 @@
-"""One gradient for a weight that is embedding and head: the sum that autograd would make of two."""
+"""One gradient for tied embedding and head weights: the sum that autograd computes."""
 
 from __future__ import annotations
 

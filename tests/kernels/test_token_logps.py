@@ -1,4 +1,4 @@
-"""Log-probabilities of single tokens from hidden states: the numbers and gradients that logits give which are there."""
+"""Per-token log-probabilities from hidden states: values and gradients equal those from logits."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A step on a device reads nothing from it and mixes nothing of it with the CPU.
+"""A training step on a device reads nothing back and does not mix device and CPU tensors.
 
 torch's meta device stands in for a GPU. It has shapes and no values, so what would make the CPU wait for a GPU fails
 here, and so does a product of tensors on two devices. The sums of a step are not looked at: other tests do that.

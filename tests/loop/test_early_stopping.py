@@ -1,4 +1,4 @@
-"""Early stopping against transformers' own callback, and what a run needs for it."""
+"""Early stopping compared with transformers' callback, and its required options."""
 
 import random
 from types import SimpleNamespace

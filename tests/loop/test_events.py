@@ -1,4 +1,4 @@
-"""Callbacks: ours run on the loop's terms, transformers' run unchanged."""
+"""Callbacks: burnish's own, and transformers' unchanged."""
 
 from burnish.config.registry import Registry
 from burnish.loop.events import CallbackHandler, FlowOptions, TrainerCallback, check_flow

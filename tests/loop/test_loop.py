@@ -1,4 +1,4 @@
-"""The loop: what a step means, the order of events, what is answered when."""
+"""The training loop: definition of a step, order of events, and handling of control flags."""
 
 import math
 

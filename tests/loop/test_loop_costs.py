@@ -1,4 +1,4 @@
-"""Costs of the loop beside model and optimizer, counted rather than timed."""
+"""Overhead of the loop in addition to model and optimizer, counted rather than timed."""
 
 import weakref
 

@@ -1,4 +1,4 @@
-"""Step arithmetic and curves, held against transformers' own."""
+"""Step arithmetic and learning-rate schedules compared with transformers'."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The share of time in which the thread that trains waits."""
+"""The share of time that the training thread waits."""
 
 import time
 

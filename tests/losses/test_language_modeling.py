@@ -1,4 +1,4 @@
-"""Next-token prediction: the same numbers however a step is cut, laid out and computed."""
+"""Next-token prediction: the same values for any micro-batching, layout and implementation."""
 
 import pytest
 import torch

@@ -1,5 +1,6 @@
-"""An objective may do more than a loss: look at a whole step, make groups of a group, count metrics by themselves,
-train modules of its own, take rows with images. Each through the loop."""
+"""Objectives beyond a loss: inspect a step, form groups, count metrics, train own modules, take images. Each runs
+through the loop.
+"""
 
 import dataclasses
 

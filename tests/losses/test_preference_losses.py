@@ -1,5 +1,4 @@
-"""The formulas of preference learning against the numbers that LLaMA-Factory and TRL give for them, and against
-themselves: what couples the pairs of a step, and where a formula has its edges."""
+"""Preference losses compared with LLaMA-Factory and TRL, coupling between the pairs of a step, and edge cases."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Models that are missing, damaged or not for burnish are refused: early, short, by name.
+"""Missing, damaged or unsupported models are rejected early, briefly and by name.
 
 ``check_model`` reads JSON files and headers only; each case here ends before a weight is read.
 """

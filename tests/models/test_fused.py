@@ -1,4 +1,6 @@
-"""The elementwise parts of a layer: equal to the formulas as written, found by structure, and only where they fit."""
+"""Fused elementwise parts of a layer: equal to the plain formulas, detected by structure, applied only where they
+match.
+"""
 
 from collections.abc import Callable
 from typing import Any

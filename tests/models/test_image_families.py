@@ -1,4 +1,4 @@
-"""Every family of vision models: rows with images are as alone in transformers, flat or padded, in any order."""
+"""Every vision model family: rows with images, flat or padded and in any order, equal transformers with one row."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Models that see: rows with images have the losses, gradients and tensors of transformers, laid out in any way."""
+"""Vision models: losses, gradients and tensors equal transformers' for any layout."""
 
 import itertools
 from dataclasses import fields, replace

@@ -1,4 +1,4 @@
-"""Liger's kernels: where they are taken, what is refused, and that its losses never are.
+"""Liger's kernels: where they are applied, what is rejected, and that its losses are never used.
 
 A stand-in for the library says what it was asked for; the library itself runs on a GPU, in test_gpu.py.
 """

@@ -1,4 +1,4 @@
-"""Loading a model and its tokenizer, counting it, saving it."""
+"""Loading, counting and saving a model and its tokenizer."""
 
 import json
 from types import SimpleNamespace

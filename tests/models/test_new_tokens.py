@@ -1,4 +1,4 @@
-"""Tokens that a run adds: from their description to rows that are trained, saved, exported and loaded by others."""
+"""Added tokens: from their description to trained rows that are saved, exported and loaded elsewhere."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The register of what is done to someone else's code: it is whole, it is undone as one, and what it says is true."""
+"""The registry of patches to third-party code is complete, reversible as a whole, and accurate."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""A beginning that rows share is computed once, what no loss depends on not at all, and the step is the same."""
+"""Shared prefixes are computed once and tokens without loss are skipped; the step is unchanged."""
 
 import json
 import random

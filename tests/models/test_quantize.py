@@ -1,4 +1,4 @@
-"""A base in few bits: its numbers are the method's, LoRA over it is the formula, and an evaluation leaves it alone.
+"""Quantized base models: values of the method, LoRA by its formula, and evaluation leaves them unchanged.
 
 What needs bitsandbytes is skipped where it is not installed; references are numpy's, written out.
 """

@@ -1,4 +1,4 @@
-"""Models whose files hold weights of 4 bits, GPTQ's and AWQ's: trained with LoRA on top, on a CPU, as they come.
+"""Models stored in 4 bits (GPTQ and AWQ) are trained with LoRA on a CPU.
 
 The files are packed here, from the formats as they are published: GPTQ's eight numbers along the inputs and its zero
 points less one, https://github.com/AutoGPTQ/AutoGPTQ (auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py, v0.7.1);

@@ -1,4 +1,4 @@
-"""Videos as lists of frames: rows, tensors, positions and losses are those of transformers' own processors."""
+"""Videos as lists of frames: rows, tensors, positions and losses equal transformers' processors."""
 
 import json
 from array import array

@@ -1,4 +1,4 @@
-"""BAdam: one block at a time, for exactly its interval, and a resume in the middle of a block."""
+"""BAdam: one block at a time for exactly its interval, and resume within a block."""
 
 from types import SimpleNamespace
 

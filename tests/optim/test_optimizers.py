@@ -1,6 +1,6 @@
-"""The contract of the family of optimizers: every member that can be had here moves weights, follows the schedule,
-decays weights, and goes on from the middle of a run with the same bits. Those whose library is missing are skipped by
-name. Then what single families promise."""
+"""Every available optimizer updates weights, follows the schedule, applies weight decay, and resumes in mid-run with
+equal bits. Those whose library is missing are skipped by name. Then come tests of single families.
+"""
 
 import itertools
 import json

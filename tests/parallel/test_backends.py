@@ -1,4 +1,4 @@
-"""A step does the same wherever it runs: engines, precision, processes, and what cannot be had."""
+"""A step is the same on every backend and precision; unavailable combinations are rejected."""
 
 import random
 import subprocess

@@ -1,4 +1,4 @@
-"""DeepSpeed's settings as transformers fills them. Runs under ZeRO are in ``test_distributed.py``."""
+"""DeepSpeed configuration as filled in by transformers. Runs under ZeRO are in ``test_distributed.py``."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Runs of four processes, from their command line to their last file: the weights of one process, whatever shards them.
+"""Complete runs of four processes end in the weights of one process, for every sharding.
 
 make test-distributed                          # DeepSpeed's where it is installed
 """

@@ -1,4 +1,4 @@
-"""The allocator of a training on a CPU keeps what a step frees for the next."""
+"""The CPU allocator reuses memory that a training step frees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frozen weights under DDP: sent between processes only where they differ."""
+"""Frozen weights under DDP are sent between processes only where they differ."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Sharded over two processes, a run is the run of one to rounding; its checkpoints are read by any number of them."""
+"""A run sharded over two processes equals one process up to rounding; any number of processes reads its checkpoints."""
 
 import json
 import shutil

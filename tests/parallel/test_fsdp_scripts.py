@@ -1,5 +1,4 @@
-"""A script with ``burnish.Trainer`` on two processes, under FSDP and where it is installed DeepSpeed: what one process
-makes."""
+"""A ``burnish.Trainer`` script on two processes under FSDP, and DeepSpeed if installed, equals one process."""
 
 import importlib.util
 import json

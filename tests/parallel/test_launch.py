@@ -1,4 +1,4 @@
-"""Several processes are one program to a person: started once, told once, ended once."""
+"""Several processes behave as one program: one start, one set of messages, one exit."""
 
 import json
 import os

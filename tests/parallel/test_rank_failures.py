@@ -1,4 +1,4 @@
-"""A fault in one of several processes is one fault of the run, found early and said once."""
+"""A failure in one of several processes ends the run early, with one message."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Estimates of ``explain`` for one of several processes, beside the peak of each process in real steps.
+"""Memory estimates of ``explain`` for one of several processes compared with the measured peak.
 
 A process's peak holds what no estimate counts: gloo's copies of what it sends, and holes that its allocator leaves. The
 model is as small as a test can afford, and these are up to a fifth of it.

@@ -1,4 +1,4 @@
-"""Forecasts for several devices, and the page that says them."""
+"""Throughput forecasts for several devices, and the page that shows them."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Ranks that do not have equally many rows: nothing hangs, and each row counts once."""
+"""Ranks with different numbers of rows: no deadlock, and each row counts once."""
 
 import json
 import warnings

@@ -1,4 +1,4 @@
-"""Runs of these tests keep nothing in the user's cache."""
+"""Keep the user's cache unchanged."""
 
 import pytest
 

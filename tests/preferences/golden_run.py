@@ -1,4 +1,4 @@
-"""The short runs of LLaMA-Factory and TRL as runs of burnish: their models, their records, their settings."""
+"""The short runs of LLaMA-Factory and TRL as runs of burnish: models, records and settings."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Scripts in the shape of TRL's, over a few records and a model made in the test."""
+"""Scripts in TRL's style over a few records and a tiny model."""
 
 from datasets import Dataset, disable_progress_bars
 from transformers import PrinterCallback

@@ -1,4 +1,4 @@
-"""A script's own collator: TRL's padded batch, from which burnish's own layout is made."""
+"""A script's own collator: TRL's padded batch, converted to burnish's layout."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A step of preferences is one step: the same update however its pairs are cut into micro-batches and laid out."""
+"""A preference step gives the same update for any micro-batching and layout."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The rows that LLaMA-Factory makes of pairs and verdicts, token for token (tests/golden/preference.json)."""
+"""Rows of pairs and KTO records equal LLaMA-Factory's, token for token (tests/golden/preference.json)."""
 
 import json
 import shutil

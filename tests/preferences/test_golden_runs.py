@@ -1,4 +1,4 @@
-"""Five steps as LLaMA-Factory and TRL take them: the same losses, logs and weights (tests/golden)."""
+"""Five steps equal LLaMA-Factory's and TRL's: losses, logs and weights (tests/golden)."""
 
 import pytest
 from golden_run import golden, make_material, run

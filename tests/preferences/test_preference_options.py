@@ -1,4 +1,4 @@
-"""The options of learning from preferences: what each changes, what is refused, and what is said about it."""
+"""Options of preference training: effects, rejected combinations, and messages."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Plots of rewards and margins in preference runs, and the note on falling rewards of chosen responses."""
+"""Plots of rewards and margins, and the warning about falling rewards of chosen responses."""
 
 import json
 

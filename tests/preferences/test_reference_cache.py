@@ -1,4 +1,4 @@
-"""The reference's numbers on disk: read by a second run, asked anew when anything that they depend on is another."""
+"""Cached reference log-probabilities: reused by a second run, recomputed when a dependency changes."""
 
 import json
 

@@ -1,5 +1,6 @@
-"""A run that was stopped goes on to the same weights, bit for bit, and logs the same numbers: with what a step of
-preferences remembers (a moving baseline, a reference that follows, a value head)."""
+"""An interrupted preference run resumes to bitwise equal weights and logs, including its running state (a moving
+baseline, a reference that follows, a value head).
+"""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Preferences where each process holds a part of the weights: the losses of one process, or a refusal by name."""
+"""Preference training with sharded weights: the losses of one process, or a clear rejection."""
 
 import importlib.util
 import json

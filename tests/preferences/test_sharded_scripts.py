@@ -1,4 +1,4 @@
-"""A script that learns from preferences where each process holds a part of every weight: the losses of one process."""
+"""Preference scripts with sharded weights: the losses of one process."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Preferences whose rows are encoded while the loop runs, and other answers that come from the step."""
+"""Preference data tokenized during the run, and mismatched responses from the same step."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Attributes of TRL's trainers that scripts ask for: a reference, a collator, a new set, the loss of a router."""
+"""Attributes of TRL's trainers that scripts use: reference model, collator, new datasets, router loss."""
 
 import pytest
 import torch

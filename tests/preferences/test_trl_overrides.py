@@ -1,5 +1,6 @@
-"""Methods of TRL's preference trainers that a script overrides: they are called with TRL's batch and the model itself,
-and an override that only calls the original changes nothing."""
+"""Overridden methods of TRL's preference trainers receive TRL's batch and the model itself; an override that only
+calls the original changes nothing.
+"""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The rows that TRL makes of preferences, token for token (tests/golden/preference.json)."""
+"""Rows of preference data equal TRL's, token for token (tests/golden/preference.json)."""
 
 import pytest
 from datasets import Dataset, disable_progress_bars

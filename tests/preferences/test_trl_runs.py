@@ -1,4 +1,4 @@
-"""Five steps as TRL takes them, by a script that differs in its import: the same losses, logs and weights."""
+"""Five steps of a TRL script with its import changed: the same losses, logs and weights."""
 
 import pytest
 from golden_run import golden, make_material

@@ -1,4 +1,4 @@
-"""The trainers of TRL that learn from preferences: references, evaluation, resume, cuts, records, what is refused."""
+"""TRL's preference trainers: references, evaluation, resume, micro-batching, records, and rejected arguments."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""TRL's short runs as scripts of burnish: their models, their records, their arguments."""
+"""TRL's short runs as scripts of burnish: models, records and arguments."""
 
 import transformers
 from datasets import Dataset, disable_progress_bars

@@ -1,4 +1,4 @@
-"""Files of a run for those who look at it from outside, and how its state is read from them."""
+"""Metadata files of a run, and the run state that is read from them."""
 
 import json
 import os

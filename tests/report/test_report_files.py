@@ -1,4 +1,4 @@
-"""Files that a run leaves: the log, the results, the plots, the card."""
+"""Output files of a run: log, results, plots, model card."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A run as a person sees it, in a terminal and elsewhere."""
+"""Progress output in a terminal and elsewhere."""
 
 import io
 import logging

@@ -1,4 +1,4 @@
-"""Trackers: names, missing libraries, and transformers' own callbacks on burnish's options."""
+"""Trackers: names, missing libraries, and transformers' callbacks with burnish's options."""
 
 import importlib.machinery
 import json

@@ -1,4 +1,4 @@
-"""Long work as a person sees it: nothing for a moment's work, a bar in a terminal, a line now and then elsewhere."""
+"""Progress of long operations: nothing for short ones, a bar in a terminal, occasional lines elsewhere."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""The golden cases of rollouts as steps over given completions: models, rows, passes without gradient, updates.
+"""The golden rollout cases as steps over given completions: models, rows, forward passes, updates.
 
 A step's rows can be cut into micro-batches in any way, and be spread over processes; the losses of every cut have to be
 the same.

@@ -1,4 +1,4 @@
-"""Losses, gradients and advantages of every golden case, however a step is cut into micro-batches."""
+"""Losses, gradients and advantages of every golden case for any micro-batching."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""PPO's arithmetic beside the golden cases, however the tokens are cut into micro-batches; its two running states."""
+"""PPO's formulas compared with golden cases for any micro-batching, and its two running states."""
 
 import json
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Runs of stage ppo over a tiny model: what they train and log, and that a stop inside a rollout changes nothing."""
+"""Runs of stage ppo over a tiny model: training, logs, and exact resume within a rollout."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""Reward functions: what an entry of reward_funcs names, what a function is given, and what is refused."""
+"""Reward functions: entries of reward_funcs, their arguments, and rejected results."""
 
 import asyncio
 import contextlib

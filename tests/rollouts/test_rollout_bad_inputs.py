@@ -1,4 +1,4 @@
-"""Bad options of rollouts, row by row, at both doors: what a YAML file says, and what a config of TRL's names says."""
+"""Invalid rollout options, row by row, in YAML and in TRL's configs."""
 
 import pytest
 from test_rollout_options import planned

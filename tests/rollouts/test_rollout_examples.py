@@ -1,4 +1,4 @@
-"""TRL's scripts for GRPO and RLOO run with burnish's trainers, with only their imports and paths changed."""
+"""TRL's GRPO and RLOO scripts run with only imports and paths changed."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""The numbers of a log: every name that is promised, with what it is divided by."""
+"""Logged metrics of rollouts: every documented name, and its denominator."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What each option of rollouts changes, and what contradicts what."""
+"""Effects of each rollout option, and conflicting combinations."""
 
 import contextlib
 import io

@@ -1,5 +1,6 @@
-"""Methods of ``GRPOTrainer`` and ``RLOOTrainer`` that a script overrides: they get TRL's padded batch and the model
-itself, and an override that only calls the original changes nothing."""
+"""Overridden methods of ``GRPOTrainer`` and ``RLOOTrainer`` receive TRL's padded batch and the model itself; an
+override that only calls the original changes nothing.
+"""
 
 import math
 

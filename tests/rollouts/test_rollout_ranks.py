@@ -1,4 +1,4 @@
-"""Two processes that learn from completions together: the run of one process, and errors of one rank end both."""
+"""Rollouts on two processes equal one process, and an error on one rank ends both."""
 
 import importlib.util
 import json

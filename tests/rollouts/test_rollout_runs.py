@@ -1,5 +1,4 @@
-"""Runs of stage grpo and rloo over a tiny model: what they log, keep and free, and that a stop inside a generation
-changes nothing."""
+"""Runs of stages grpo and rloo over a tiny model: logs, outputs, freed memory, and exact resume within a generation."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Completions side by side: how many, what happens without memory for them, and adapters that are merged meanwhile."""
+"""Concurrent completions: their number, insufficient memory, and temporarily merged adapters."""
 
 from contextlib import nullcontext
 from functools import partial

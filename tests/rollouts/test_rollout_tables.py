@@ -1,4 +1,4 @@
-"""Parquet files of completions, as TRL's trainers write them."""
+"""Parquet files of completions in the format of TRL's trainers."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Completions with tools and environments, and completions of a script's own function."""
+"""Completions with tools and environments, and completions from a user's own function."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""``GRPOTrainer`` and ``RLOOTrainer``: TRL's constructors, records, reward functions and names in the log."""
+"""``GRPOTrainer`` and ``RLOOTrainer``: TRL's constructors, records, reward functions and logged names."""
 
 import logging
 import re

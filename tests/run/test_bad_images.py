@@ -1,4 +1,4 @@
-"""Images that cannot be trained on: each is answered by a sentence before or at its step."""
+"""Images that cannot be trained on are reported with a message before or at their step."""
 
 import json
 import os

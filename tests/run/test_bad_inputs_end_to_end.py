@@ -1,7 +1,7 @@
-"""Bad models, data and folders as they were tried on other tools, a row each, from the command line to what a person
-reads: at most four lines for each problem, no traceback, nothing written before a refusal, and no result that nobody
-asked for. Bad options have a table of their own (``test_bad_options.py``), and so have checkpoints
-(``test_bad_checkpoints.py``)."""
+"""Bad models, data and folders, one row each, from the command line to the output: at most four lines per problem, no
+traceback, nothing written before a rejection, and no unrequested result. Bad options and bad checkpoints are in
+``test_bad_options.py`` and ``test_bad_checkpoints.py``.
+"""
 
 import json
 import pickle

@@ -1,5 +1,6 @@
-"""Inputs that would never end, or fill the memory: YAML of aliases, templates of loops, pipes and devices, links in a
-circle. Each is answered within seconds, by a sentence."""
+"""Inputs that would never end or exhaust memory (YAML aliases, looping templates, pipes and devices, circular links)
+are rejected within seconds, with a message.
+"""
 
 import faulthandler
 import io

@@ -1,5 +1,6 @@
-"""A run is not resumed with other files: the content of every file or set that an option names is part of the
-fingerprint, or the option is declared harmless."""
+"""Changed files prevent a resume: the content of every file or dataset that an option names is part of the
+fingerprint, or the option is declared harmless.
+"""
 
 import importlib
 import json

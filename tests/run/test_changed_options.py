@@ -1,5 +1,6 @@
-"""Between two halves of a run every option is changed, one at a time: the run ends in the same bits, or says what has
-changed, or refuses to go on."""
+"""Each option is changed between two halves of a run: the run ends in the same bits, reports the change, or is
+rejected.
+"""
 
 import json
 import os

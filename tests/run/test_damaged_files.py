@@ -1,4 +1,4 @@
-"""Every file that a run reads, damaged in every usual way: the run ends well or says what is wrong with which file."""
+"""Every file that a run reads, damaged in common ways: the run succeeds or names the damaged file."""
 
 import faulthandler
 import json

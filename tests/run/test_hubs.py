@@ -1,4 +1,4 @@
-"""Models and data sets from a hub, through the hubs' own clients, against one that the test starts on loopback.
+"""Models and datasets from hubs, through the hubs' own clients, with a local server.
 
 The clients read their address when they are imported, so a run is a process of its own.
 """

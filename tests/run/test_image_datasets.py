@@ -1,4 +1,4 @@
-"""LLaMA-Factory's sets with images in each of its forms: alpaca and sharegpt, with answers, rankings and verdicts."""
+"""LLaMA-Factory's image datasets in each format: alpaca and sharegpt, with responses, rankings and KTO labels."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What each option of images changes."""
+"""Effects of each image option."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Runs with images on two processes, of which one has batches without images, end in the weights of one process."""
+"""Image runs on two processes, one with batches without images, end in the weights of one process."""
 
 import pytest
 import torch

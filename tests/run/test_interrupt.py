@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a checkpoint, a clean end, and a run that goes on as if nothing had happened."""
+"""Ctrl-C and SIGTERM: a checkpoint, a clean exit, and an exact resume."""
 
 import os
 import signal

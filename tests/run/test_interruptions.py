@@ -1,4 +1,4 @@
-"""Obstacles between a run and its end: a disk that fills up, a folder that goes, a scheduler's notice, a clock."""
+"""Obstacles during a run: full disks, deleted folders, scheduler notices, clock changes."""
 
 import errno
 import os

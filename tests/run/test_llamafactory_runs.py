@@ -1,4 +1,4 @@
-"""Runs as users of LLaMA-Factory write them: a long command line, and the YAML files of its usual kinds."""
+"""Runs as LLaMA-Factory users write them: a long command line, and YAML files of common kinds."""
 
 import json
 import os

@@ -1,5 +1,4 @@
-"""Methods of training, asked for on the command line and looked at in the model: while it is trained, and as
-it was saved."""
+"""Training methods requested on the command line, checked in the model during training and as saved."""
 
 import json
 

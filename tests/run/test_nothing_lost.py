@@ -1,4 +1,4 @@
-"""Nothing is lost: what a run begins with, what an earlier run left, and what was trained and not yet written."""
+"""No data loss: initial files, results of earlier runs, and trained but unsaved weights."""
 
 import builtins
 import io

@@ -1,4 +1,4 @@
-"""Planning: decisions and refusals from the options alone."""
+"""Planning: decisions and rejections from the options alone."""
 
 import dataclasses
 import json

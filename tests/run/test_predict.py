@@ -1,4 +1,4 @@
-"""Predictions: the same answers in a batch as alone, in the order of the data, measured by name."""
+"""Predictions: equal in batches and alone, in dataset order, with named metrics."""
 
 import json
 from dataclasses import replace

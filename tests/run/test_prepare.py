@@ -1,4 +1,4 @@
-"""Examples become rows once; they are found again, with what was counted, and only by what they were made from."""
+"""Tokenized rows are cached: reused with their counts when, and only when, their inputs are unchanged."""
 
 import json
 import multiprocessing

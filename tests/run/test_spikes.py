@@ -1,4 +1,4 @@
-"""Steps that go wrong: the records that they learned from are named, and a run may go back and leave them out."""
+"""Loss spikes: the affected records are named, and a run can go back and skip them."""
 
 import json
 import re

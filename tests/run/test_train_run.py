@@ -1,4 +1,4 @@
-"""A run from files to files, through the command line."""
+"""Training runs through the command line, from input files to output files."""
 
 import json
 import math

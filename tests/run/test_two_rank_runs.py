@@ -1,4 +1,4 @@
-"""A run of two processes, from its command line to its last file: the weights of one, however its rows are made."""
+"""Complete runs of two processes end in the weights of one, for every kind of row."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A client that sends exactly what it is told to, by http.client."""
+"""A client that sends raw requests through http.client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers for tests; without the extra ``serve`` the tests of this folder are left out, and one of them says so."""
+"""Servers for tests; without the extra ``serve`` the tests of this folder are skipped with a message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model whose tokens are bytes and whose answers are written beforehand, behind an engine that keeps the protocol."""
+"""A byte-level model with scripted responses, behind an engine that follows the protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``burnish api`` as a process: its bind, its key, its lines, its end."""
+"""``burnish api`` as a process: bind address, key, output, shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies that are wrong: no 5xx, no traceback, all problems at once, each with its parameter."""
+"""Invalid request bodies: no 5xx, no traceback, all problems at once, each with its parameter."""
 
 from __future__ import annotations
 

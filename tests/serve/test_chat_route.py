@@ -1,4 +1,4 @@
-"""Chat completions over the wire: shapes, streams, folds, queue, cancelling, and bodies that are wrong."""
+"""The chat completions route: shapes, streams, queue, cancellation, and invalid bodies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``burnish chat``: what each typed line does, what a model cannot do to a terminal, one message from a pipe."""
+"""``burnish chat``: commands, escaping of terminal control characters, single messages from a pipe."""
 
 import io
 import json

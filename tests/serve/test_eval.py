@@ -1,4 +1,4 @@
-"""``burnish eval``: files of tasks, scores by hand, what is written, going on, tables, the harness's model."""
+"""``burnish eval``: task files, scores compared with manual computation, outputs, resume, tables, the harness model."""
 
 import json
 import shutil

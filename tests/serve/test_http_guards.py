@@ -1,4 +1,4 @@
-"""The guards that every server of burnish has: bind, Host, Origin, key, limits, sockets."""
+"""Checks that all servers share: bind address, Host, Origin, key, limits, sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Idle connections, unfinished heads and broken requests, before any key was shown: both servers go on answering."""
+"""Idle connections, incomplete headers and malformed requests before authentication: both servers keep responding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images that a request names by address or path: what is opened, and every trick that must not work."""
+"""Images that a request names by URL or path: which are read, and attacks that must fail."""
 
 from __future__ import annotations
 

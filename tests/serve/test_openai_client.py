@@ -1,4 +1,4 @@
-"""A real model behind the routes, asked by the openai client, sync and async: types, streams, log-probabilities."""
+"""A real model behind the routes, used by the openai client, sync and async: types, streams, log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The openai client asks a model that sees: data URIs, files below media_root, refusals."""
+"""The openai client with a vision model: data URIs, files below media_root, rejections."""
 
 from __future__ import annotations
 

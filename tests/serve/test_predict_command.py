@@ -1,4 +1,4 @@
-"""``burnish predict``: answers or scores for the held-out rows of a run, or for a set that is named."""
+"""``burnish predict``: responses or scores for the held-out rows of a run, or for a named dataset."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A relay passes on head, data and end of another server's response; a client that goes ends the work behind it."""
+"""The relay passes on headers, data, and end of another server's response; disconnecting cancels the work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward models over HTTP: the numbers that training gave, for texts and for conversations, and nothing else."""
+"""Reward models over HTTP: the scores of training, for texts and conversations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Says aloud that servers were not tested, where they could not be."""
+"""Report that servers were not tested if their extra is missing."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Images in a chat at a terminal, over the API, and in predictions."""
+"""Images in terminal chat, the API, and predictions."""
 
 import base64
 import io

@@ -1,4 +1,4 @@
-"""``burnish train`` beside transformers' Trainer: same model, rows, order and seed, fifty steps, float32."""
+"""``burnish train`` compared with transformers' Trainer: same model, rows, order and seed, fifty steps, float32."""
 
 import json
 

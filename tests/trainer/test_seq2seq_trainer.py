@@ -1,4 +1,4 @@
-"""Seq2SeqTrainer: evaluation and prediction on what the model writes, beside transformers' own."""
+"""Seq2SeqTrainer: evaluation and prediction with generation, compared with transformers."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The GPT-2 Alpaca demo: it runs as a person would run it, and does what its walk-through says."""
+"""The GPT-2 Alpaca example runs as documented."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""``SFTTrainer``: what becomes of the rows, what is learned of them, what is logged, and what is refused.
+"""``SFTTrainer``: rows, trained tokens, logs, and rejected arguments.
 
 The reference is plain arithmetic: a loop of a few lines over the same rows, with all logits and torch's own loss.
 TRL itself is compared with by ``scripts/parity_sft.py``, where it is installed.

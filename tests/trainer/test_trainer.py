@@ -1,4 +1,4 @@
-"""The Trainer: what it takes, what it refuses, what it trains, the order in which it reads, and its loss rule."""
+"""The Trainer: arguments, rejections, training, row order, and loss normalization."""
 
 import importlib
 import importlib.util

@@ -1,4 +1,4 @@
-"""TrainingArguments: transformers' fields, old names, what is refused in which words."""
+"""TrainingArguments: transformers' fields, old names, and messages for rejected values."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Callbacks: events, their order and what comes with them are transformers'; its own run here, burnish's there."""
+"""Callbacks: the events, order and arguments of transformers."""
 
 import warnings
 

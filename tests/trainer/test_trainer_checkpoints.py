@@ -1,4 +1,4 @@
-"""Checkpoints of the face: a resumed run is the run, transformers' checkpoints go on here and ours there."""
+"""Checkpoints of Trainer: exact resume, and exchange with transformers in both directions."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""evaluate() and predict(): losses, metrics, what is gathered, and in which form."""
+"""evaluate() and predict(): losses, metrics, and gathered outputs."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The demos that people know run as they are written, but for the import line and a local model folder."""
+"""Well-known examples run with only the import line and the model path changed."""
 
 import sys
 

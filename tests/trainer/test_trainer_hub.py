@@ -1,4 +1,4 @@
-"""Pushing: what a hub receives, seen from a small hub on this machine that speaks huggingface_hub's protocol."""
+"""Pushing to a hub, tested with a local server that implements huggingface_hub's protocol."""
 
 import base64
 import json

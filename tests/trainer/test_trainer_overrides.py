@@ -1,4 +1,4 @@
-"""A run goes by what a subclass overrides: each method that the docstring of ``Trainer`` lists."""
+"""Overridden methods: each method that the docstring of ``Trainer`` lists is called."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A script's padded batches: only the tokens that the loss depends on are computed, and the training is the same."""
+"""Padded batches of a script: only tokens that the loss depends on are computed, with equal results."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Trackers in earnest: transformers' callbacks and the libraries behind them, where those are installed; no network."""
+"""Trackers through transformers' callbacks and the installed libraries, without network."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A training of TRL's ``SFTTrainer`` that is stopped goes on here, and one of burnish's there, full and as LoRA."""
+"""TRL's ``SFTTrainer`` checkpoints resume in burnish and vice versa, full and LoRA."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""TRL's trainers with images: the rows and losses of TRL, without its composed processor."""
+"""TRL's trainers with images: rows and losses of TRL, without its composed processor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A page in a thread, over a folder with runs of several makers; without the extra ``web`` the folder is left out."""
+"""The web UI in a thread over a folder with runs of several tools; skipped without the extra ``web``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page in a thread, and a visitor of it who has signed in."""
+"""The web UI in a thread, and a signed-in client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Past conversations: listed with their first question, read, removed and kept again."""
+"""Past conversations: listed by their first question, read, deleted and restored."""
 
 from __future__ import annotations
 

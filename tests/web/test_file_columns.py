@@ -1,4 +1,4 @@
-"""Columns of a file that is not described: which is which."""
+"""Detection of the columns of an undescribed data file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A held-out record as a question for the page's conversation."""
+"""A held-out record as a question in the web UI's chat."""
 
 from __future__ import annotations
 

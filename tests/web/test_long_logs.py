@@ -1,4 +1,6 @@
-"""Runs of ten and a hundred thousand logged steps: little travels, nothing is lost, lists do not read them whole."""
+"""Runs with ten and a hundred thousand logged steps: small responses without loss, and lists that do not read them
+whole.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The use of the machine that the page's head shows."""
+"""Machine usage in the header of the web UI."""
 
 from __future__ import annotations
 

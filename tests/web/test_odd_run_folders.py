@@ -1,4 +1,4 @@
-"""One odd folder is one line that says so; the runs beside it stand, on the page and in ``burnish runs``."""
+"""An unreadable run folder is one line in lists, on the page and in ``burnish runs``; other runs are unaffected."""
 
 from __future__ import annotations
 

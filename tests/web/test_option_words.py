@@ -1,4 +1,4 @@
-"""The form in Chinese: every option has a label and a help text, and so has each title, unit and reason."""
+"""The form in Chinese: every option, title, unit and reason is translated."""
 
 from __future__ import annotations
 

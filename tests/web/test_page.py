@@ -1,4 +1,4 @@
-"""The page without a browser: who gets in, what it serves, what it reads, and what it refuses to do."""
+"""The web UI without a browser: authentication, responses, reads, and rejected requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images of data sets and predictions on the page: shown small below the roots, and nothing else through that way."""
+"""Images of datasets and predictions in the web UI: thumbnails for files below the roots only."""
 
 from __future__ import annotations
 

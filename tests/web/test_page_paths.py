@@ -1,5 +1,6 @@
-"""What lies below the roots and leads out of them: links, descriptions of data, adapters that name their base, images
-that a record names, tasks; and words of a visitor or of a folder that are no text."""
+"""Paths below the roots that lead outside: links, dataset descriptions, adapters that name their base, images of
+records, tasks; and malformed text in requests and folders.
+"""
 
 from __future__ import annotations
 

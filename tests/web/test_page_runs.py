@@ -1,4 +1,4 @@
-"""A run that the page started is the run of the command line, whatever happens to the page."""
+"""A run started from the web UI equals a run of the command line, whatever happens to the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens in what others wrote are shown on no page and in no download."""
+"""Tokens in foreign files appear on no page and in no download."""
 
 from __future__ import annotations
 

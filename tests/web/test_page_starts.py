@@ -1,4 +1,4 @@
-"""Options and paths that a visitor may not use, on every route that plans or starts something."""
+"""Options and paths that are forbidden to visitors, on every route that plans or starts a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pickers of the page find, and files that are uploaded."""
+"""Results of the pickers, and uploaded files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person does with runs afterwards: names, tags, notes, the trash; reports, completions, and kinds of runs."""
+"""Managing runs: names, tags, notes, trash, reports, completions, and types of runs."""
 
 from __future__ import annotations
 

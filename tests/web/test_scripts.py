@@ -1,4 +1,4 @@
-"""The unit tests of the page's modules, where node is present."""
+"""The unit tests of the web UI's JavaScript, if node is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``burnish webchat PATH``: the page, opened at a conversation with one model that the words name."""
+"""``burnish webchat PATH`` opens the web UI at a conversation with the named model."""
 
 from __future__ import annotations
 
