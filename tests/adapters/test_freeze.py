@@ -119,7 +119,7 @@ def test_zero_layers_are_rejected():
 @pytest.mark.parametrize("kind", ["full", "freeze"])
 def test_adapter_cannot_be_continued_with_full_training(kind, tmp_path):
     (result,) = problems(kind, folders=[tmp_path])
-    assert f"finetuning_type {kind} trains the model itself" in result
+    assert f"finetuning_type {kind} does not train adapters" in result
     assert str(tmp_path) in result
 
 

@@ -77,7 +77,7 @@ def test_value_is_parsed_as_its_declared_type(name, raw, value):
         ("learning_rate", -1, "greater than 0"),
         ("limit", 0, "at least 1 row."),
         ("limit", 2.5, "an integer"),
-        ("epochs", 0, "must be greater than 0 epochs and finite."),
+        ("epochs", 0, "must be greater than 0 and finite."),
         ("epochs", "inf", "and finite. Received: inf."),
         ("extra", "{a: 1}", 'must be a mapping, as JSON: {"name": value}.'),
         ("extra", '{"a": 1, "a": 2}', 'has the duplicate key "a"'),

@@ -11,7 +11,7 @@ BOTH = [
     ({"temperature": 0}, "with temperature 0, all completions of a prompt are identical and nothing is learned."),
     ({"temperature": -1}, '"temperature" must be at least 0. Received: -1'),
     ({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2},
-     "6 × 2 = 12 completions per generation are not a multiple of num_generations 8.\n  Nearest: 8, 16."),
+     "6 × 2 = 12 completions per generation batch are not a multiple of num_generations 8.\n  Nearest: 8, 16."),
     ({"loss_type": "cispo"}, "loss_type cispo requires epsilon_high, the maximum probability ratio."),
     ({"loss_type": "grop"}, 'Received: "grop". Did you mean "grpo"?'),
     ({"beta": -0.1}, '"beta" must be at least 0. Received: -0.1.'),
@@ -44,7 +44,7 @@ OF_YAML = [
 OF_CONFIGS = [
     (GRPOConfig, {"use_vllm": True}, "Remove use_vllm and vllm_*."),
     (GRPOConfig, {"ds3_gather_for_generation": False}, '"ds3_gather_for_generation" must be true'),
-    (GRPOConfig, {"auto_find_batch_size": True}, "a generation must consist of whole groups of completions"),
+    (GRPOConfig, {"auto_find_batch_size": True}, "a generation batch must consist of whole groups"),
     (GRPOConfig, {"generation_kwargs": {"top": 5}}, '"generation_kwargs" has no "top".'),
     (RLOOConfig, {"reward_clip_range": [1.0, 0.0]}, "must be a lower and an upper bound"),
     (RLOOConfig, {"num_generations": 1}, "num_generations must be at least 2"),

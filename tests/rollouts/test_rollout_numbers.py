@@ -23,7 +23,7 @@ OF_A_STEP = {"loss", "grad_norm", "learning_rate", "entropy", "num_tokens", "ste
 ENDS = {"mask_truncated_completions": False, "max_completion_length": 100, "num_iterations": 1}
 CASES = {
     "grpo": ({"beta": 0.1}, {"kl"} | CLIPS),
-    "filtered": ({"top_p": 0.9}, {"sampling/law_difference"} | CLIPS),
+    "filtered": ({"top_p": 0.9}, {"sampling/logp_difference"} | CLIPS),
     "bonus": ({"entropy_coef": 0.01}, {"policy_loss", "entropy_coef"} | CLIPS),
     "cispo": ({"loss_type": "cispo", "epsilon_high": 5.0}, {"cispo_clip_ratio"}),
     "vespo": ({"loss_type": "vespo"}, {"vespo/phi_seq_mean"}),
@@ -48,7 +48,7 @@ def test_ppo_log_has_every_metric(tmp_path):
     run = train({name: value for name, value in options.items() if value is not None})
     result = {name for entry in history(run) for name in entry}
     names = {"objective/kl", "kl_coef", "ppo/policy_loss", "ppo/value_loss", "ppo/clipfrac", "ppo/entropy",
-             "ppo/skipped", "sampling/law_difference"}  # fmt: skip
+             "ppo/skipped", "sampling/logp_difference"}  # fmt: skip
     wanted = (OF_A_GENERATION | names | {"step_time", "num_tokens"}) - {"frac_reward_zero_std"}
     assert not {name for name in wanted if "terminated" not in name} - result  # of 8 completions none may end
 

@@ -204,7 +204,7 @@ def test_explain_reports_completions_and_their_memory(tmp_path, capsys):
     explain(plan({name: RawValue(value, "test") for name, value in user(tmp_path, rl_preset="dapo").items()}))
     output = capsys.readouterr().out
     parts = [
-        "4 prompts per generation", "x 4 = 16 for 4 steps, each trained on 2 times", "at most 12 per completion",
+        "4 prompts per generation batch", "x 4 = 16 for 4 steps, each trained on 2 times", "at most 12 per completion",
         "short (my_rewards.py, line 2), weight 1", "dapo sets rl_loss_type: dapo, epsilon_high: 0.28",
         "all tokens of the completions", "KV cache for 16 concurrent completions", "one forward pass of the policy",
         "= effective batch size 8",

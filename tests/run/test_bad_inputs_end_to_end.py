@@ -105,7 +105,7 @@ REFUSED = [
     Case("C02, a name that no disk takes", lambda: None, ["output_dir", "too long"], [f"output_dir={'x' * 300}"]),
     Case("C02, the model itself", lambda: None, ["is also model_name_or_path", "would be overwritten"],
          ["output_dir=./model", "overwrite_output_dir=true"]),
-    Case("A13, without an end", lambda: None, ["num_train_epochs", "greater than 0 epochs and finite"],
+    Case("A13, without an end", lambda: None, ["num_train_epochs", "greater than 0 and finite"],
          ["num_train_epochs=inf", "max_steps=-1"]),
     Case("A24b", lambda: None, ["the command line", "never reach its peak", "warmup_steps"], ["warmup_steps=1000"]),
 ]  # fmt: skip

@@ -61,7 +61,9 @@ class FreezeAdapter(FullAdapter):
         if not layers:
             return [
                 *problems,
-                Problem("finetuning_type: freeze requires a model with a stack of layers.", option="finetuning_type"),
+                Problem(
+                    "finetuning_type: freeze requires a model with a list of decoder layers.", option="finetuning_type"
+                ),
             ]
         problems += self._check_count(len(layers))
         inside = {part for layer in layers for name, _ in layer.named_parameters() for part in name.split(".")[:-1]}

@@ -61,7 +61,7 @@ def whole_model_problems(folders: Sequence[Path], finetuning_type: str, model: n
     if folders:
         problems.append(
             Problem(
-                f"finetuning_type {finetuning_type} trains the model itself, but adapter_name_or_path is set "
+                f"finetuning_type {finetuning_type} does not train adapters, but adapter_name_or_path is set "
                 f"({', '.join(map(str, folders))}).",
                 remedy="Set finetuning_type: lora to train the adapter, or merge it first with burnish export.",
                 option=("finetuning_type", "adapter_name_or_path"),

@@ -59,7 +59,7 @@ class LoraOptions:
         ["all"], "Modules to apply LoRA to (names or a regular expression). all: every linear layer except the LM head."
     )
     additional_target: list[str] | None = option(
-        None, "Additional modules to train and save in full alongside the adapter, matched by the end of their names."
+        None, "Additional modules to train and save in full alongside the adapter, matched by name suffix."
     )
     use_rslora: bool = option(False, "Scale the update by alpha / sqrt(rank) (rsLoRA).")
     use_dora: bool = option(False, "Use weight-decomposed LoRA (DoRA).")

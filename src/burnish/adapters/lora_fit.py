@@ -204,9 +204,7 @@ def raise_unless_fitting(own: Mapping[str, Tensor], loaded: Mapping[str, Tensor]
     ranks = {_rank(own), _rank(loaded)}
     if None not in ranks and len(ranks) == 2 and own.keys() == loaded.keys():
         what = f"the adapter in the checkpoint has rank {_rank(loaded)}, but this run uses rank {_rank(own)}."
-        raise UserError(
-            what, remedy="Set lora_rank to that of the checkpoint, or start a new run in another output_dir."
-        )
+        raise UserError(what, remedy=f"Set lora_rank: {_rank(loaded)}, or start a new run in another output_dir.")
     raise_unless_same_tensors(own, loaded, "the adapter's weights")
 
 
@@ -216,7 +214,7 @@ def _weights_header(folder: Path) -> dict[str, TensorInfo]:
         return {name: info for name, info in read_header(path).items() if name != SCORE}
     is_pickle = (folder / "adapter_model.bin").is_file()
     raise UserError(
-        f"adapter_model.bin is a pickle, which can run code; burnish reads {WEIGHTS_NAME} only."
+        f"adapter_model.bin is a pickle file, which can run arbitrary code; burnish reads {WEIGHTS_NAME} only."
         if is_pickle
         else f"the adapter has no {WEIGHTS_NAME}.",
         where=str(folder),

@@ -89,7 +89,7 @@ class PeftAdapter:
         wrapped: nn.Module = PeftModel.from_pretrained(model, folder, is_trainable=not is_prompt)
         if is_prompt:
             wrapped.prompt_encoder.requires_grad_(True)
-            self.notes.append(f"The prompt in {folder} is used as an embedding table.")
+            self.notes.append(f"The prompt of {folder} is loaded as trainable embeddings.")
         return wrapped
 
     def reference(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -144,7 +144,7 @@ class OftOptions:
     oft_target: list[str] = option(
         ["all"], "Modules to apply OFT to, by name. all: every linear layer except the LM head."
     )
-    module_dropout: float = option(0.0, "Probability of skipping an OFT block in a step.", ge=0, lt=1)
+    module_dropout: float = option(0.0, "Dropout probability of the OFT blocks.", ge=0, lt=1)
 
 
 class OftChoices(FinetuningOptions, OftOptions):

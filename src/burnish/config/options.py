@@ -276,10 +276,19 @@ def check_bounds(spec: OptionSpec, value: float) -> None:
 
 
 def _bound_in_words(word: str, bound: float, unit: str) -> str:
-    """``at least 1 row``, ``greater than 0 epochs``"""
+    """``at least 1 row``, ``greater than 0``"""
     if not isfinite(bound):
         return "finite"
-    return f"{word} {bound} {unit.removesuffix('s') if bound == 1 and len(unit) > 1 else unit}".rstrip()
+    if not bound:
+        return f"{word} {bound}"
+    return f"{word} {bound} {unit_after(bound, unit)}".rstrip()
+
+
+def unit_after(number: float, unit: str) -> str:
+    """Return the unit as it is written after ``number``: ``row`` after 1, ``rows`` after other numbers."""
+    if number != 1 or len(unit) < 2:
+        return unit
+    return unit.removesuffix("es") if unit.endswith("ches") else unit.removesuffix("s")
 
 
 _BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {

@@ -40,8 +40,8 @@ class DataOptions:
     val_size: float = option(0.0, "Validation split: a fraction below 1, or a number of examples.", ge=0)
     mix_strategy: str = option(
         "concat",
-        "How datasets are mixed: concatenated, or interleaved until the first is exhausted (under), until "
-        "all are (over), or using each example once (once).",
+        "How datasets are combined: concat, or interleave_*: until the first is exhausted (under), until all are "
+        "exhausted (over), or without repeating examples (once).",
         choices=("concat", "interleave_under", "interleave_over", "interleave_once"),
     )  # fmt: skip
     interleave_probs: list[float] | None = option(None, "Sampling probability of each interleaved dataset.")

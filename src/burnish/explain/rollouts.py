@@ -28,9 +28,9 @@ def rollouts_section(plan: Plan, prepared: Prepared) -> Iterator[Section]:
     sampling = [f"temperature {options.temperature:g}"]
     sampling += [f"top_p {options.top_p:g}"] * (options.top_p < 1) + [f"top_k {options.top_k}"] * (options.top_k > 0)
     lines = [
-        Line("prompts", f"{counted(prompts, 'prompt')} per generation", plan.where("steps_per_generation")),
+        Line("prompts", f"{counted(prompts, 'prompt')} per generation batch", plan.where("steps_per_generation")),
         Line("completions", f"x {group} = {drawn:,} for {steps}{passes}", plan.where("num_generations")),
-        Line("tokens", f"at most {longest:,} per completion, {drawn * longest:,} per generation; {', '.join(sampling)}",
+        Line("tokens", f"at most {longest:,} per completion, {drawn * longest:,} in total; {', '.join(sampling)}",
              plan.where("max_completion_length")),
     ]  # fmt: skip
     for function in objective.functions:
@@ -60,5 +60,5 @@ def _phases(plan: Plan, prepared: Prepared, objective: RolloutObjective) -> Iter
     yield Line("log-probs", f"one forward pass of {' and '.join(asked)} without gradients" if asked else without)
     tokens = objective.rows_per_rank * options.num_generations * options.max_completion_length
     kept = shown_bytes(16 * tokens)
-    where = "in each checkpoint inside a generation" if objective.inner_steps > 1 else "in memory"
+    where = "in checkpoints saved between the steps of a generation batch" if objective.inner_steps > 1 else "in memory"
     yield Line("buffer", f"{kept} at most, {where}")

@@ -80,7 +80,7 @@ def write_gguf(folder: Path, target: Path, options: RunOptions) -> list[str]:
             first.unlink()
         compare_gguf(folder, target)
     size = target.stat().st_size / 1e6
-    return [f"{target} ({size:,.0f} MB): tokens, chat template and stop token match the folder."]
+    return [f"{target} ({size:,.0f} MB): tokens, chat template and stop token match those of the exported model."]
 
 
 def check_gguf(config: Any, options: RunOptions) -> list[Problem]:

@@ -347,5 +347,5 @@ def refused_by_curve(options: CurveOptions) -> Iterator[None]:
         yield
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:
         name = options.lr_scheduler_type
-        what = f'lr_scheduler_type "{name}" does not accept all of lr_scheduler_kwargs: {why_not(error)}'
+        what = f'invalid lr_scheduler_kwargs for lr_scheduler_type "{name}": {why_not(error)}'
         raise UserError(f"{what.rstrip('.')}.", option=("lr_scheduler_kwargs", "lr_scheduler_type")) from error

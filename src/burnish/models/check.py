@@ -147,7 +147,7 @@ def _wholly_integers(folder: Path, raw: dict[str, Any], tensors: dict[str, Tenso
             f"{len(matrices)} of its weights are integers or 8-bit floats ({matrices[0]}: "
             f"{tensors[matrices[0]].dtype}), but its config.json has no quantization_config.",
             where=str(folder),
-            why="Without it, their scales are unknown, and the weights would be loaded without scales.",
+            why="It describes how the weights are scaled; without it they would be loaded unscaled.",
             remedy="Download config.json again, or use the unquantized model.",
         )
     ]

@@ -134,7 +134,7 @@ def create_optimizer(
         return member.value(groups, options, model) if "reads_model" in member.traits else member.value(groups, options)
     except TypeError as error:
         raise UserError(
-            f'optim "{options.optim}" does not accept all of optim_args: {why_not(error)}.',
+            f'invalid optim_args for optim "{options.optim}": {why_not(error)}.',
             option=("optim_args", "optim"),
         ) from error
 

@@ -68,7 +68,9 @@ class LowRankOptions:
         "std", "Side of the GaLore projection: the shorter (std), the longer, right, left, or both.",
         choices=("std", "reverse_std", "right", "left", "full"),
     )  # fmt: skip
-    use_apollo: bool = option(False, "Use APOLLO: scale gradients as low-rank AdamW would.")
+    use_apollo: bool = option(
+        False, "Use APOLLO: SGD with gradients scaled as in AdamW, by factors computed in a low-rank space."
+    )
     apollo_target: list[str] = option(["all"], "Names of the layers to apply APOLLO to. all: every linear layer.")
     apollo_rank: int | None = option(None, "Rank of APOLLO. Default: 16; 128 with optim: apollo_adamw.", ge=1)
     apollo_update_interval: int = option(
@@ -155,7 +157,7 @@ OPTIMIZERS.register("galore_adamw_8bit", options=LowRankOptions, library="bitsan
 
 @OPTIMIZERS.register("apollo_adamw", options=LowRankOptions, **asked_by("use_apollo"))
 def apollo(groups: Groups, options: LowRankChoices) -> Optimizer:
-    """APOLLO: the gradient, scaled as low-rank AdamW would scale it."""
+    """APOLLO: the gradient, scaled by factors that AdamW gives in a low-rank space."""
     return LowRank(groups, options, _apollo_method(options))
 
 

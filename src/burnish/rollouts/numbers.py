@@ -63,7 +63,7 @@ def as_metrics(numbers: Mapping[str, Any], device: torch.device) -> dict[str, Me
     return found
 
 
-def law_difference(logps: Tensor, batch: Batch) -> dict[str, Metric]:
+def logp_difference(logps: Tensor, batch: Batch) -> dict[str, Metric]:
     """Return the mean log-probability of tokens under the sampling distribution minus that under the policy at the
     time.
 
@@ -73,7 +73,7 @@ def law_difference(logps: Tensor, batch: Batch) -> dict[str, Metric]:
     if "sampler_logps" not in batch:
         return {}
     mask, policy = batch["token_mask"], batch.get("old_logps", logps.detach())
-    return {"sampling/law_difference": Sum(((batch["sampler_logps"] - policy) * mask).sum(), mask.sum())}
+    return {"sampling/logp_difference": Sum(((batch["sampler_logps"] - policy) * mask).sum(), mask.sum())}
 
 
 def pass_at_k(samples: Sequence[Scored], count: int) -> dict[str, float]:

@@ -52,7 +52,7 @@ from burnish.rollouts.generation import (
     prompt_row,
     reward_metrics,
 )
-from burnish.rollouts.numbers import PASSES, Counted, PhaseTimes, as_metrics, law_difference, pass_at_k, with_counts
+from burnish.rollouts.numbers import PASSES, Counted, PhaseTimes, as_metrics, logp_difference, pass_at_k, with_counts
 from burnish.rollouts.options import DefaultsChoices, RolloutOptions, stage_defaults
 from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import RewardFunction, load_rewards, missing_columns
@@ -190,7 +190,7 @@ class RolloutObjective(AnswersObjective):
         names = ", ".join(f"{name} {value:g}" for name, value in filters.items())
         return [
             f"With {names}, the sampling distribution differs from the policy, so the gradient of the expected reward "
-            "is biased. The mean difference in log-probability is logged as sampling/law_difference."
+            "is biased. The mean difference in log-probability is logged as sampling/logp_difference."
         ]
 
     def sequence_title(self, row: Row, name: str) -> str:
@@ -426,7 +426,7 @@ class RolloutObjective(AnswersObjective):
         """
         loss = self.token_loss(logps, entropy, batch, is_training)
         sums = {name: value for name, value in loss.sums.items() if is_training or "clip" not in name}
-        metrics = as_metrics(batch["metrics"], loss.total.device) | law_difference(logps, batch)
+        metrics = as_metrics(batch["metrics"], loss.total.device) | logp_difference(logps, batch)
         total = loss.total
         if aux is not None:
             weighted = aux * self.num_items(batch)

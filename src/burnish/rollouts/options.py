@@ -48,13 +48,13 @@ class CompletionFields:
         512, "Maximum number of tokens of a completion.", ge=1, unit="tokens", aliases=("response_length",)
     )
     generation_batch_size: int | None = option(
-        None, "Number of completions per generation, over all processes. Default: the number for one step.", ge=1
+        None, "Number of completions per generation batch, over all processes. Default: the number for one step.", ge=1
     )
     steps_per_generation: int | None = option(
-        None, "Number of micro-batches per generation. Default: gradient_accumulation_steps.",
+        None, "Number of micro-batches per generation batch. Default: gradient_accumulation_steps.",
         ge=1, unit="micro-batches",
     )  # fmt: skip
-    num_iterations: int = option(1, "Number of training passes over the completions of a generation.", ge=1)
+    num_iterations: int = option(1, "Number of training passes over each generation batch.", ge=1)
     min_p: float | None = option(
         None, "Sample only tokens with at least this fraction of the probability of the most likely token.", ge=0, le=1
     )
@@ -63,11 +63,13 @@ class CompletionFields:
         False, "Exclude completions truncated at max_completion_length from the loss."
     )
     kept_seats: int | None = option(
-        None, "Number of completions generated concurrently. Default: all of a generation, limited to 64 on a CPU, to "
+        None, "Number of completions generated concurrently. Default: the generation batch, limited to 64 on a CPU, to "
         "256 on a GPU, and to a KV cache of a quarter of the memory.", ge=1,
     )  # fmt: skip
     log_completions: bool = option(True, "Print completions with their rewards, and write them to completions.jsonl.")
-    num_completions_to_print: int | None = option(2, "Number of completions to print. None: all of a generation.", ge=0)
+    num_completions_to_print: int | None = option(
+        2, "Number of completions to print. None: the whole generation batch.", ge=0
+    )
     log_unique_prompts: bool = option(False, "Print one completion of each prompt only.")
     reward_weights: list[float] | None = option(None, "Weights of the reward functions. Default: 1 each.")
     reward_timeout_s: float = option(
@@ -111,11 +113,11 @@ class RolloutOptions(CompletionFields, RolloutLossOptions):
         choices=("sum_then_normalize", "normalize_then_sum"),
     )  # fmt: skip
     scale_rewards: bool | str = option(
-        "group", "Divide the advantages by the standard deviation of the rewards of the group, or of all groups of a "
-        "generation (batch). true and false mean group and none.", choices=("group", "batch", "none", True, False),
+        "group", "Divide the advantages by the standard deviation of the rewards of the group (group) or of the whole "
+        "generation batch (batch). true: group; false: none.", choices=("group", "batch", "none", True, False),
     )  # fmt: skip
     normalize_advantages: bool = option(
-        False, "Normalize the advantages of a generation to mean 0 and standard deviation 1 (RLOO)."
+        False, "Normalize the advantages of a generation batch to mean 0 and standard deviation 1 (RLOO)."
     )
     reward_clip_range: list[float] | None = option(None, "Lower and upper bound of the reward of a completion (RLOO).")
     missing_eos_penalty: float | None = option(
@@ -257,14 +259,15 @@ def check_sizes(options: LossShapeChoices) -> list[Problem]:
     accumulated = options.gradient_accumulation_steps
     if accumulated % steps and (steps * options.num_iterations) % accumulated:
         what = (
-            f"A generation of {steps} micro-batches, trained on {options.num_iterations} times, does not fit into "
-            f"steps of gradient_accumulation_steps {accumulated}: one must be a multiple of the other."
+            f"A generation batch of {steps} micro-batches, trained on {options.num_iterations} times, does not fit "
+            f"into steps of gradient_accumulation_steps {accumulated}: one must be a multiple of the other."
         )
         found.append(Problem(what, option=("steps_per_generation", "gradient_accumulation_steps")))
     own = per_device * steps
     if group >= 2 and own % group:
         what = (
-            f"{per_device} × {steps} = {own} completions per generation are not a multiple of num_generations {group}."
+            f"{per_device} × {steps} = {own} completions per generation batch are not a multiple of num_generations "
+            f"{group}."
         )
         found.append(
             Problem(what, remedy=_nearest(own, group), option=("num_generations", "per_device_train_batch_size"))

@@ -33,7 +33,7 @@ from burnish.losses.reward import HeadState, ValueHead
 from burnish.losses.rollouts.ppo import KlController, PpoLossOptions, ScoreMoments, estimates, ppo_loss
 from burnish.models.generate import GenerationOptions
 from burnish.rollouts.generation import reward_metrics, weighted_rewards
-from burnish.rollouts.numbers import as_metrics, law_difference
+from burnish.rollouts.numbers import as_metrics, logp_difference
 from burnish.rollouts.objective import ObjectiveChoices, RolloutObjective
 from burnish.rollouts.options import DefaultsChoices, RolloutOptions
 from burnish.rollouts.samples import Scored
@@ -203,7 +203,7 @@ class PpoObjective(RolloutObjective):
         else:  # during an evaluation, which has no advantages
             loss = Loss(values.token_logps.sum() * 0)
         one, mask = torch.ones((), device=loss.total.device), batch["token_mask"]
-        metrics = as_metrics(batch["metrics"], loss.total.device) | law_difference(values.token_logps, batch)
+        metrics = as_metrics(batch["metrics"], loss.total.device) | logp_difference(values.token_logps, batch)
         metrics["ppo/entropy"] = Sum((values.token_entropy.detach() * mask).sum(), mask.sum())
         is_skipped = (batch["token_weights"] == 0).all() & mask.any()
         metrics["ppo/skipped"] = Sum(is_skipped.float(), one)

@@ -46,10 +46,10 @@ class Seq2SeqTrainingArguments(TrainingArguments):
         False, "Use generated sequences instead of logits in evaluation and prediction."
     )
     generation_max_length: int | None = option(
-        None, "Maximum length of generated sequences in evaluation. Default: that of the model's generation config."
+        None, "Maximum length of generated sequences in evaluation. Default: max_length of the generation config."
     )
     generation_num_beams: int | None = option(
-        None, "Number of beams in evaluation. Default: that of the model's generation config."
+        None, "Number of beams in evaluation. Default: num_beams of the generation config."
     )
     generation_config: str | Path | GenerationConfig | None = option(
         None, "Generation config: an object, a file or folder with one, or the name of a model that has one."

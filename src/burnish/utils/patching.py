@@ -35,9 +35,8 @@ class PatchOptions:
 
     patches: bool = option(
         True,
-        "Replace forward passes of the model with optimized ones that are checked to give the same result. "
-        "false leaves the model unchanged, except for patches that other options need or that fix a "
-        "library.",
+        "Replace modules of the model with optimized implementations that are verified to give the same result. "
+        "false: apply only the patches that other options need or that fix a bug of a library.",
     )  # fmt: skip
     leave_out: list[str] | None = option(
         None, "Patches to disable, by name as printed by burnish explain: norm, linear layer, ..."

@@ -47,6 +47,6 @@ def check_family(template: str, family: Family) -> None:
     if expected is not None and expected != family.placeholder:
         raise UserError(
             f"template {template} uses the placeholder {expected}, but {family.model_type} uses {family.placeholder}.",
-            remedy="Set template to the one of this model, or remove it to use the tokenizer's chat template.",
+            remedy="Set the template of this model, or remove the option to use the tokenizer's chat template.",
             option="template",
         )

@@ -225,8 +225,8 @@ class Family:
     def check(self, image: ImageFile) -> None:
         """Raise BadImage for an image that the image processor refuses, and for a video that the model cannot take."""
         if image.frames and self.video_mark_id < 0:
-            what = f"it contains video ({image.place}), but {self.model_type} is trained on images only."
-            raise UnsupportedMedia(f"{what} Use its frames as images.")
+            what = f"it contains a video ({image.place}), but {self.model_type} models can be trained on images only."
+            raise UnsupportedMedia(f"{what} Use the frames of the video as images.")
 
 
 FAMILIES: Registry[type[Family]] = Registry("image family")

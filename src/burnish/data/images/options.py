@@ -39,9 +39,7 @@ class ImageOptions:
         16 * 16, "Minimum number of pixels per video frame. Smaller frames are scaled up before they are passed to the "
         "image processor.", ge=1, unit="pixels",
     )  # fmt: skip
-    video_fps: float = option(
-        2.0, "Frame rate (frames per second) of videos, which are given as lists of frames.", gt=0
-    )
+    video_fps: float = option(2.0, "Frame rate of videos, in frames per second. A video is a list of frames.", gt=0)
     image_fit: Literal["keep", "shrink"] = option(
         "keep",
         "What to do with a record whose images do not fit into cutoff_len: keep the size of its images and drop the "

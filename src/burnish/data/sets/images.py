@@ -97,7 +97,7 @@ def _image(reader: MediaReader, kind: str, source: Any, place: str, given: Mappi
     except MissingImage as error:
         remedy = "Set media_dir to the folder of the images."
         if error.nearest is not None:
-            remedy = f"Set media_dir to the folder of the images; {error.nearest} has that name."
+            remedy = f"Set media_dir to the folder of the images. A file of this name exists: {error.nearest}"
         raise BadRecord(str(error), remedy, reason="an image was not found", kind="an image was not found") from None
     except BadImage as error:
         raise BadRecord(str(error), reason="an image cannot be read") from None

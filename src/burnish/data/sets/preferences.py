@@ -108,8 +108,10 @@ def _conversations(
         example, before = replace(example, system=before[0].text), before[1:]
     messages = example.messages if _ends(example.messages, before) else (*example.messages, *before)
     if not messages:
-        what = f'"{record.layout.columns["chosen"]}" must be a message, or a list with the prompt of "rejected".'
-        raise BadRecord(what)
+        raise BadRecord(
+            f'"{record.layout.columns["chosen"]}" must be a message, or a list of messages that starts with the same '
+            'prompt as "rejected".'
+        )
     return _checked(replace(example, messages=messages, prompt=None), chosen, rejected)
 
 

@@ -48,7 +48,7 @@ _OF_LOG = frozenset(
     {
         "loss", "reward", "reward_std", "frac_reward_zero_std", "frac_groups_dropped", "kl", "kl_coef", "entropy",
         "entropy_coef", "policy_loss", "aux_loss", "cispo_clip_ratio", "vespo/phi_seq_mean", "grad_norm",
-        "learning_rate", "epoch", "step", "step_time", "num_tokens", "sampling/law_difference", "total_flos",
+        "learning_rate", "epoch", "step", "step_time", "num_tokens", "sampling/logp_difference", "total_flos",
         "tools/call_frequency", "tools/failure_frequency",
     }
 )  # fmt: skip

@@ -75,7 +75,7 @@ class ApiOptions:
     api_reasoning: Literal["field", "inline", "drop"] = option(
         "field",
         "Where the model's reasoning is returned: in reasoning_content (field), in the text (inline), or "
-        "nowhere (drop).",
+        "not at all (drop).",
     )
     api_strict: bool = option(False, "Reject requests with unknown fields instead of listing these fields in a header.")
     api_log: Literal["lines", "content"] = option(

@@ -122,7 +122,7 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
             what = '"ds3_gather_for_generation" must be true: sharded weights would be gathered for each token.'
             raise UserError(what, remedy="Remove it.", option="ds3_gather_for_generation")
         if self.auto_find_batch_size:
-            what = '"auto_find_batch_size" is not supported: a generation must consist of whole groups of completions.'
+            what = '"auto_find_batch_size" is not supported: a generation batch must consist of whole groups.'
             raise UserError(what, remedy="Lower per_device_train_batch_size.", option="auto_find_batch_size")
         choices = self.choices()
         steps = choices.steps_per_generation or self.gradient_accumulation_steps
@@ -222,7 +222,7 @@ class RLOOConfig(RolloutConfig):
     beta: float = 0.05
     reward_clip_range: tuple[float, float] | None = option(None, "Lower and upper bound of the reward of a completion.")
     normalize_advantages: bool = option(
-        False, "Normalize the advantages of a generation to mean 0 and standard deviation 1."
+        False, "Normalize the advantages of a generation batch to mean 0 and standard deviation 1."
     )
 
 
