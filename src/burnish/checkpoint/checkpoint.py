@@ -233,7 +233,8 @@ class Checkpoints:
         return self._listeners is not None and bool(self._listeners.foreign_callbacks(event))
 
     def _taken(self, parts: Mapping[str, Part], leave_large: bool) -> dict[str, tuple[dict[str, Any], Any]]:
-        """Tensors and data that this rank writes, by stem. All ranks iterate over the parts in the same order."""
+        """Return the tensors and data that this rank writes, by file stem. All ranks iterate over the parts in the same
+        order."""
         taken = {}
         for part in parts.values():
             if part.on_each_rank or not (self.rank == 0 or part.is_sharded or part.is_collective):

@@ -82,7 +82,7 @@ def compare_fingerprints(
 
 
 def _apart(old: Any, new: Any) -> tuple[Any, Any]:
-    """The differing entries of two mappings. Both values if they are not mappings."""
+    """Return the entries that differ between two mappings, or both values if they are not mappings."""
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return old, new
     same = {name for name in old if name in new and old[name] == new[name]}

@@ -134,7 +134,7 @@ def _other_weights(folder: Path, name: str, stem: str) -> Problem:
 
 
 def _another_optimizer(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> Problem | None:
-    """Return a problem if ``given`` is the state of another optimizer.
+    """Return a problem if ``loaded`` is the state of another optimizer.
 
     That is the case if it lacks entries of ``own``, or if both have settings that the other lacks. If only one has
     additional settings, it comes from another version of torch.

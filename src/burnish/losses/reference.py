@@ -29,7 +29,7 @@ class Reference(Protocol):
         return
 
     def answering(self, module: nn.Module) -> AbstractContextManager[nn.Module]:
-        """Context that yields the module with the reference's values. ``module`` is the policy as prepared by the
+        """Context that yields a module computing the reference's values. ``module`` is the policy as prepared by the
         backend."""
         ...
 
@@ -167,7 +167,7 @@ class SeparateModel(Reference):
         self.held: dict[str, tuple[nn.Parameter, Tensor]] = {}
 
     def beside(self, policy: nn.Module) -> SeparateModel:
-        """The same reference with ``values`` for a ``MovingReference``.
+        """Return the same reference, with ``values`` for a ``MovingReference``.
 
         Raises:
             UserError: if the trained weights are not among its weights.

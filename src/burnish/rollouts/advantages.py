@@ -25,7 +25,7 @@ _SMALL = 1e-4
 
 @dataclass(frozen=True)
 class Advantages:
-    """Advantages of a generation.
+    """Advantages of a generation batch.
 
     Args:
         values: (C,) float64; 0 for a completion without a score.
@@ -46,7 +46,7 @@ def advantages(
     rewards: Tensor, weights: Sequence[float], groups: Tensor, options: RolloutOptions,
     leave_one_out: bool = False, penalties: Tensor | None = None,
 ) -> Advantages:  # fmt: skip
-    """Compute the advantages of a generation.
+    """Compute the advantages of a generation batch.
 
     Args:
         rewards: (C, K) float64, NaN if a function returned none.

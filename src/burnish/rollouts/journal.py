@@ -61,7 +61,7 @@ class CompletionsCallback(TrainerCallback):
         write_whole(self.path, "".join(f"{line}\n" for line in lines))
 
     def add(self, samples: Sequence[Scored], names: Sequence[str], step: int, generation: int) -> None:
-        """Add a generation. Called on the main process."""
+        """Add a generation batch. Called on the main process."""
         self.newest = lines_of(samples, names, step, generation)
         if self.path is not None:
             text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in self.newest)

@@ -1,8 +1,8 @@
 """Values of the log with their divisors, and the time of each phase.
 
-The values of a generation are converted to ``[total, count, reduction]``, so that a log over several generations shows
-the mean over all their completions, and the shortest and longest of all. They are plain data, because they are stored
-in checkpoints.
+The values of a generation batch are converted to ``[total, count, reduction]``, so that a log over several generations
+shows the mean over all their completions, and the shortest and longest of all. They are plain data, because they are
+stored in checkpoints.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Counted: TypeAlias = "list[float | str]"
 def with_counts(
     metrics: Mapping[str, float], samples: Sequence[Scored], names: Sequence[str], count: int
 ) -> dict[str, Counted]:
-    """Return the values of a generation with the number of completions or groups that each is computed from.
+    """Return the values of a generation batch, each with the number of completions or groups it is computed from.
 
     Args:
         names: names of the reward functions. count: completions per prompt.
@@ -56,7 +56,7 @@ def _counted(name: str, value: float, count: int) -> Counted:
 
 
 def as_metrics(numbers: Mapping[str, Any], device: torch.device) -> dict[str, Metric]:
-    """Convert values of a generation to metrics of a micro-batch."""
+    """Convert the values of a generation batch to metrics of a micro-batch."""
     found: dict[str, Metric] = {}
     for name, (total, count, reduction) in numbers.items():
         found[name] = Sum(torch.tensor(total, device=device), torch.tensor(count, device=device), reduction)
@@ -64,8 +64,8 @@ def as_metrics(numbers: Mapping[str, Any], device: torch.device) -> dict[str, Me
 
 
 def logp_difference(logps: Tensor, batch: Batch) -> dict[str, Metric]:
-    """Return the mean log-probability of tokens under the sampling distribution minus that under the policy at the
-    time.
+    """Return the mean difference between the log-probabilities of tokens under the sampling distribution and under the
+    policy that generated them.
 
     Args:
         logps: (N,) of the policy, in nats. batch: with ``sampler_logps`` (N,); otherwise nothing is returned.

@@ -1,11 +1,11 @@
 """``stage: grpo`` and ``stage: rloo``: training on completions that the model generates itself.
 
-Input: prompts, with columns for reward functions. A step batch of prompts becomes a generation: several completions of
-each prompt, with rewards and advantages (``rollout``). It is divided into one or several step batches of completions,
-which may be trained on several times. The loss is ``losses/rollouts`` over the entire step.
+Input: prompts, with columns for reward functions. A step batch of prompts becomes a generation batch: several
+completions of each prompt, with rewards and advantages (``rollout``). It is divided into one or several step batches of
+completions, which may be trained on several times. The loss is ``losses/rollouts`` over the entire step.
 
-A generation is stored in checkpoints until its last step batch has been used, so a run that is interrupted within it
-continues with the same completions.
+A generation batch is stored in checkpoints until its last step batch has been used, so a run that is interrupted within
+it continues with the same completions.
 """
 
 # C completions of a generation, S completions in a micro-batch, N tokens of completions in it
@@ -137,7 +137,7 @@ class RolloutObjective(AnswersObjective):
 
     @property
     def micro_batches(self) -> int:
-        """Number of micro-batches per rank and generation. Each is used ``num_iterations`` times."""
+        """Number of micro-batches per rank and generation batch. Each is used ``num_iterations`` times."""
         options = self.choices
         if options.generation_batch_size is None:
             return options.steps_per_generation or options.gradient_accumulation_steps
@@ -146,7 +146,7 @@ class RolloutObjective(AnswersObjective):
 
     @property
     def steps_per_pass(self) -> int:
-        """Number of steps that use all completions of a generation once."""
+        """Number of steps that use all completions of a generation batch once."""
         return max(1, self.micro_batches // self.choices.gradient_accumulation_steps)
 
     @property
@@ -322,7 +322,7 @@ class RolloutObjective(AnswersObjective):
         return Generator(self.choices, self.source, self.functions, self.tokenizer, stops, generating, self.rewarding)
 
     def give_advantages(self, samples: Sequence[Scored], is_eval: bool = False) -> dict[str, float]:
-        """Set the advantage of each completion of a generation. Returns values for the log."""
+        """Set the advantage of each completion of a generation batch. Returns values for the log."""
         groups = groups_of(samples, self.count(is_eval))
         weights = [function.weight for function in self.functions]
         values = torch.tensor([[float("nan") if r is None else r for r in s.rewards] for s in samples])
@@ -346,7 +346,8 @@ class RolloutObjective(AnswersObjective):
         return (self.choices.rl_beta or 0.0) * torch.tensor(sums, dtype=torch.float64)
 
     def number_of_deal(self, generation: int, number_of_pass: int) -> int:
-        """Return the number that determines the order of completions in a pass: the same for all passes, as in TRL."""
+        """Return the number from which the order of completions in a pass is derived: the same for all passes, as in
+        TRL."""
         return generation
 
     def _step_batches(

@@ -1,7 +1,7 @@
 """Options of stages that train on the model's own completions, and their validation before data is read.
 
 Names and defaults are those of TRL 1.16's ``GRPOConfig`` and ``RLOOConfig``, and LLaMA-Factory's where it has the
-option. What a draw needs besides (``temperature``, ``top_p``, ``top_k``, ``repetition_penalty``) is declared with
+option. The other sampling options (``temperature``, ``top_p``, ``top_k``, ``repetition_penalty``) are declared with
 generation, and the reference model with preference learning; ``stage_defaults`` has their defaults under these stages.
 """
 

@@ -1,7 +1,7 @@
 """Completions as samples: one ``Scored`` each, packed as tensors for the buffer and distributed over steps and ranks.
 
-A checkpoint within a generation stores packed samples: token ids, masks, advantages and log-probabilities, about 16
-bytes per token. Everything else that a micro-batch needs is derived from them.
+A checkpoint within a generation batch stores packed samples: token ids, masks, advantages and log-probabilities, about
+16 bytes per token. Everything else that a micro-batch needs is derived from them.
 """
 
 # S completions in a pack, N tokens of completions in it

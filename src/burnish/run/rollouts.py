@@ -1,4 +1,4 @@
-"""Inputs of an objective that trains on completions of the model: the source of completions, and numbered rows."""
+"""Inputs of objectives that train on the model's own completions: the completion source, and rows with their index."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from burnish.run.prepare import Prepared
 
 _LONGEST = 1 << 20
 _SHARE = 0.25
-"""Of a device's memory, for keys and values in float32."""
+"""Fraction of device memory for the KV cache, with keys and values in float32."""
 
 
 def setup_completions(objective: StageObjective, model: Any, parallel: Parallel, options: RunOptions) -> None:
-    """Give the objective its source of completions: the model that trains, unless it has one."""
+    """Set the completion source of the objective to the trained model, unless it already has one."""
     if not isinstance(objective, RolloutObjective) or objective.source is not None:
         return
     if options.reward_model is not None:
@@ -45,12 +45,13 @@ def setup_completions(objective: StageObjective, model: Any, parallel: Parallel,
 
 
 def merging(model: Any, parallel: Parallel) -> Callable[[], AbstractContextManager[None]]:
-    """The context in which a trained adapter is part of the weights; where ranks hold pieces, it is applied instead."""
+    """Return a context in which a trained adapter is merged into the weights, or, with sharded weights, applied
+    unmerged."""
     return nullcontext if parallel.splits_weights else partial(merged, model)
 
 
 def rollout_callbacks(objective: StageObjective, options: RunOptions) -> list[Any]:
-    """Callbacks of a run that learns from completions: their file, their table, and notes."""
+    """Return the callbacks of a run with rollouts: the completions file, printed completions, and notes."""
     if not isinstance(objective, RolloutObjective):
         return []
     callback = CompletionsCallback(options, output_folder(options) if options.log_completions else None)
@@ -59,17 +60,19 @@ def rollout_callbacks(objective: StageObjective, options: RunOptions) -> list[An
 
 
 def longest_of(options: RunOptions, config: Any) -> int:
-    """Tokens of the longest prompt with its completion, as far as the options and the model tell."""
+    """Return the maximum length of a prompt with its completion, as limited by the options and the model."""
     return min(context_length(config) or _LONGEST, options.cutoff_len + options.max_completion_length)
 
 
 def slots_of(objective: RolloutObjective, device: torch.device, config: Any, longest: int) -> int:
-    """Completions side by side: as the options say, else those of a generation up to a limit, as far as their keys and
-    values fit into a share of the device's memory. The share is of all memory, not of what is free: it decides how sums
-    round, so a resumed run needs the same number.
+    """Return the number of completions that are generated concurrently.
+
+    Default: the generation batch, up to ``SLOTS_CPU`` or ``SLOTS_GPU``, and up to a KV cache of ``_SHARE`` of the
+    device's total memory. The number affects rounding, so it must not depend on the free memory: a resumed run needs
+    the same number.
 
     Args:
-        longest: tokens of prompt and completion together.
+        longest: maximum length of prompt and completion together, in tokens.
     """
     choices = objective.choices
     if choices.kept_seats:
@@ -82,7 +85,7 @@ def slots_of(objective: RolloutObjective, device: torch.device, config: Any, lon
 
 
 def reward_model_function(options: RunOptions, parallel: Parallel) -> RewardFunction:
-    """The reward model of a run, as one more reward function behind the others."""
+    """Return the reward model of a run as a reward function; it comes after the other functions."""
     name, weights, place = options.reward_model or "", options.reward_weights, len(options.reward_funcs or [])
     call: Any = RewardServer(name)
     if options.reward_model_type != "api":
@@ -92,7 +95,7 @@ def reward_model_function(options: RunOptions, parallel: Parallel) -> RewardFunc
 
 
 def with_numbers(prepared: Prepared) -> Prepared:
-    """The rows with their numbers in the set, which random numbers depend on."""
+    """Return the rows with their index in the dataset, from which random numbers are derived."""
     if not isinstance(prepared.objective, RolloutObjective):
         return prepared
     rows: Any = NumberedRows(prepared.rows)

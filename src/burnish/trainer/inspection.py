@@ -62,7 +62,8 @@ def loss_shifts_labels(model: Any) -> bool:
 
 
 def defers_device_placement(model: Any, args: TrainingArguments) -> bool:
-    """Whether it is not moved when the Trainer is created: it is on several devices, or its dtype is changed first."""
+    """Whether the model is not moved when the Trainer is created: it is on several devices, or its dtype is changed
+    first."""
     is_split = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
     return bool(is_split or args.fp16_full_eval or args.bf16_full_eval)
 

@@ -16,10 +16,10 @@ from burnish.data.batches.batching import pack_best_fit
 
 @dataclass(frozen=True)
 class Budget:
-    """Tokens that a micro-batch may have, padding and patches of images included.
+    """Token budget of a micro-batch, including padding and image patches.
 
-    A patch counts as a token: a vision tower keeps about as much for one as a language model for a token. A row whose
-    patches alone exceed the budget has a micro-batch of its own.
+    A patch counts as one token, because the activations of both take about the same memory. A row whose patches alone
+    exceed the budget gets a micro-batch of its own.
 
     Args:
         max_tokens: the maximum.
@@ -36,7 +36,7 @@ class Budget:
         ``max_tokens``.
 
         Args:
-            patches: of the images of every item; None where there are none.
+            patches: image patches of each item; None if there are no images.
         """
         of_images = [0] * len(items) if patches is None else [patches[item] for item in items]
         of_rows = [lengths[item] for item in items]
@@ -48,7 +48,8 @@ class Budget:
         return [[items[place] for place in sorted(part)] for part in parts]
 
     def _side_by_side(self, lengths: Sequence[int], patches: Sequence[int]) -> list[list[int]]:
-        """Put rows of similar length together: from the longest on, as many as fit at the length of the first."""
+        """Group rows of similar length: beginning with the longest row, as many rows as fit when padded to its
+        length."""
         parts: list[list[int]] = []
         for place in sorted(range(len(lengths)), key=lambda place: lengths[place], reverse=True):
             for part in parts:

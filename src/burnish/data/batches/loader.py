@@ -30,8 +30,8 @@ from burnish.utils.sequences import OnDemand
 
 
 def ignore_signals(worker: int) -> None:
-    """Ignore the signals that stop a run. A terminal or a scheduler sends them to all processes; a worker that ended at
-    once would be missing in the step that the main process still completes before its checkpoint."""
+    """Ignore the signals that stop a run, in a data loader worker. Terminals and schedulers send them to all processes,
+    but the main process needs its workers to complete the current step before it saves a checkpoint."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -105,11 +105,11 @@ class StepPartition:
     def micro_batches(
         self, chosen: Sequence[int], lengths: Sequence[int] | None = None, patches: Sequence[int] | None = None
     ) -> list[Sequence[int]]:
-        """This rank's micro-batches of one step; empty ones where there are not enough items. Every rank has as many.
+        """Return this rank's micro-batches of one step; every rank has the same number. Missing items give empty ones.
 
         Args:
-            lengths: tokens of every item, for the budget, and so that no rank waits long for another.
-            patches: of the images of every item, for the budget.
+            lengths: tokens of each item, for the budget and for balancing the ranks.
+            patches: image patches of each item, for the budget.
         """
         if lengths is None or (self.world_size == 1 and self.budget is None):
             return self._in_turn(chosen)
@@ -254,10 +254,10 @@ class RowLoader(StepBatchLoader):
         seed: seed of the order.
         options: data loader options.
         lengths: tokens of each item, for "group_by_length" and for a budget.
-        patches: of the images of each item, for a budget.
+        patches: image patches of each item, for a budget.
         keys: all items of a step -> the key of each in ``items``, if a row depends on the others of its step.
         blank_row: the row of a blank micro-batch, with the columns that ``collate`` needs.
-        ahead: rows of micro-batches -> the same, of which it begins to prepare those that follow.
+        ahead: yields the rows of micro-batches unchanged, and prepares images of later ones in the background.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Patches of the images of rows, which a vision tower computes: for the budget of a micro-batch, and for its memory.
+"""Number of image patches per row, for the token budget of a micro-batch and the memory estimate.
 
 In: rows, and the family of the model. Out: numbers, from the sizes of the images alone.
 """
@@ -15,7 +15,7 @@ from burnish.loop.types import Row
 
 
 class KnownRows(Protocol):
-    """A set of rows (``rows.row_set.RowSet``)."""
+    """A dataset of rows (``rows.row_set.RowSet``)."""
 
     is_streamed: bool
 
@@ -25,14 +25,14 @@ class KnownRows(Protocol):
 
 
 def patches_of_rows(rows: KnownRows, family: Family | None) -> list[int] | None:
-    """Patches that the tower computes for each row; None where there are no images, or rows are not known before."""
+    """Return the number of patches per row; None for text rows, and for rows that are not known in advance."""
     if family is None or rows.is_streamed or not rows.has_images:
         return None
     return [0 if row is None else num_patches(row, family) for row in rows]
 
 
 def num_patches(row: Row, family: Family) -> int:
-    """Patches of the images of a row. An image that several of its sequences hold goes through the tower once."""
+    """Return the number of image patches of a row. An image shared by several of its sequences counts once."""
     images = {
         image.identity: image
         for sequence in sequences_of(row)

@@ -40,7 +40,7 @@ ANSWERING: Final = ("assistant", "function")
 class TemplateFormat(Protocol):
     """Formats conversations: with a named template (``slots.py``) or with Jinja (``chat_template.py``).
 
-    It writes one placeholder of ``family`` per image. ``writes_openings``: and ``family.opening`` before a video's.
+    It writes one placeholder of ``family`` per image and, with ``writes_openings``, ``family.opening`` before a video.
     """
 
     writes_openings: bool

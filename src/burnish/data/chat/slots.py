@@ -232,7 +232,7 @@ class SlotFormat:
         """Split a text of the record into parts, with the template's text for each image and video between them.
 
         Args:
-            openings: the text with which each video begins, of those that are left.
+            openings: opening texts of the remaining videos.
         """
         if self.family is None or not (IMAGE in text or VIDEO in text):
             return (text,)

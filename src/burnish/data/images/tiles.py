@@ -294,7 +294,7 @@ class Llama4(Family):
 
     @cached_property
     def _grids(self) -> list[tuple[int, int]]:
-        """The grids (rows, columns) of tiles, those of one aspect ratio together (``find_supported_resolutions``)."""
+        """Return the grids (rows, columns) of tiles, grouped by aspect ratio (``find_supported_resolutions``)."""
         by_ratio: dict[float, list[tuple[int, int]]] = {}
         for count in range(int(self.processor.max_patches), 0, -1):
             for rows in (n for n in range(1, count + 1) if count % n == 0):
@@ -302,8 +302,8 @@ class Llama4(Family):
         return [grid for grids in by_ratio.values() for grid in grids]
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of tiles: the least that an image need not be made smaller for, or else the largest that it
-        fits (``get_best_fit``, in float32 as there)."""
+        """Return rows and columns of tiles: the smallest grid that need not downscale the image, otherwise the grid
+        with the least downscaling (``get_best_fit``; computed in float32, as in transformers)."""
         import numpy
 
         side = int(self.processor.size["height"])
@@ -346,7 +346,7 @@ class Lfm2Vl(Family):
         return int(self.processor.encoder_patch_size * self.processor.downsample_factor)
 
     def _whole(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height of an image that is one tile, or of the thumbnail (``smart_resize``)."""
+        """Return width and height of a single-tile image, or of the thumbnail (``smart_resize``)."""
         unit, limits = self._unit, self.processor
         least, most = (int(count) * unit**2 for count in (limits.min_image_tokens, limits.max_image_tokens))
         wide, high = (max(unit, round(side / unit) * unit) for side in (width, height))
@@ -369,7 +369,7 @@ class Lfm2Vl(Family):
             )
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of tiles; (1, 1) for an image that is not cut."""
+        """Return rows and columns of tiles; (1, 1) for an image that is not split."""
         settings, unit = self.processor, self._unit
         least = int(settings.encoder_patch_size)
         wide, high = (max(least, round(side / unit) * unit) for side in (width, height))
@@ -386,7 +386,8 @@ class Lfm2Vl(Family):
 
     @cached_property
     def _ratios(self) -> list[tuple[int, int]]:
-        """(columns, rows) by their product; those of one product are in the order of a set, as in transformers."""
+        """Return (columns, rows), sorted by their product. Equal products have the order of a Python set, as in
+        transformers."""
         least, most = self.processor.min_tiles, self.processor.max_tiles
         found = {
             (wide, high)

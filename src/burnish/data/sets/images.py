@@ -207,7 +207,7 @@ def _filled(message: Message, left: Mapping[str, Iterator[Any]], values: Mapping
     """Return a message whose parts and placeholders are filled with the next images and videos of ``left``.
 
     Args:
-        values: of the columns; a placeholder is a word where there is none.
+        values: images and videos of the columns; without a column, placeholders are ordinary text.
     """
     if not isinstance(message.content, str):
         parts = [

@@ -1,7 +1,7 @@
-"""Call the reward functions of a run on the completions of a generation.
+"""Call the reward functions of a run on the completions of a generation batch.
 
 Functions get prompts, completions, ids and columns with one value per completion. The result is a ``RewardTable``. A
-wrong number of scores, an infinite score, an exception, a timeout, and a generation without any score are errors.
+wrong number of scores, an infinite score, an exception, a timeout, and a generation batch without any score are errors.
 
 Functions are called one after another in the calling thread, because some of them (math-verify) set time limits that
 only work in the main thread. Coroutines run concurrently.
@@ -58,7 +58,7 @@ _GROUPS_OF_LOG = ("completions/", "clip_ratio/", "time/", "ppo/", "objective/", 
 
 @dataclass
 class RewardTable:
-    """The rewards of a generation.
+    """The rewards of a generation batch.
 
     Args:
         values: (C, K) float64, NaN if a function returned no score.

@@ -1,1 +1,1 @@
-"""Images in a run: the family of its model and the collator of rows with images."""
+"""Images in a run: the collator of rows with images."""

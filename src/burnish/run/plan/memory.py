@@ -148,12 +148,12 @@ def dora_term(shape: DecoderShape, tokens: int, compute_bytes: int) -> Term:
 
 
 def tower_term(vision: object, patches: int, compute_bytes: int, is_trained: bool) -> Term:
-    """What the vision tower has in memory for the images of a micro-batch: their pixels, and activations.
+    """Return the memory of the vision tower for the images of a micro-batch: pixels and activations.
 
-    A frozen tower keeps nothing for a backward pass, so there is one layer at a time.
+    A frozen tower keeps no activations for a backward pass, so only those of one layer are in memory.
 
     Args:
-        vision: the configuration of the tower. patches: of the images of the micro-batch.
+        vision: config of the tower. patches: number of image patches of the micro-batch.
     """
     hidden = _size(vision, "embed_dim") or _size(vision, "hidden_size")  # Qwen2-VL's hidden size is that of the text
     wide = _size(vision, "intermediate_size") or round(getattr(vision, "mlp_ratio", 4) * hidden)

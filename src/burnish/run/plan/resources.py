@@ -273,7 +273,7 @@ def tokens_of_largest_batch(rows: Sequence[Any], options: RunOptions) -> int:
 
 
 def patches_of_largest_batch(patches: Sequence[int], options: RunOptions) -> int:
-    """Upper bound of the patches of a micro-batch. Args: patches: of each row."""
+    """Return an upper bound of the image patches of a micro-batch. Args: patches: image patches of each row."""
     largest = sorted(patches, reverse=True)[: rows_of_batch(options)]
     if options.max_tokens_per_batch is not None:
         return min(sum(patches), max(options.max_tokens_per_batch, max(patches, default=0)))

@@ -94,7 +94,7 @@ def _requests(questions: Sequence[Question], config: Any, options: RunOptions) -
 
 
 def _has_room(run: Loop, request: GenerationRequest) -> bool:
-    """Whether a response may have a token: its limit is positive and the prompt leaves room in the context."""
+    """Return whether a response may have at least one token, given its limit and the context length."""
     return request.max_new_tokens > 0 and len(request.ids) < (context_length(bare_model(run).config) or LONGEST)
 
 

@@ -46,7 +46,7 @@ def questions_of(examples: Sequence[Example], template: Template, stops: Sequenc
 
 
 def with_image_marks(question: Question, family: Family | None) -> Sequence[int]:
-    """The prompt with one mark for each image in place of all tokens that stand for it."""
+    """Return the prompt with one placeholder per image instead of all of its image tokens."""
     if family is None or not question.images:
         return question.prompt
     return without_expansion(question.prompt, images_of({"images": question.images}), family.mark_id)

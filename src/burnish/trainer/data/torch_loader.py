@@ -272,7 +272,7 @@ class TorchLoader(StepBatchLoader):
         return self._filled(rest)
 
     def _go_on(self) -> bool:
-        """Restore the state of the loader or its set. False if it has to be read from the beginning."""
+        """Restore the state of the loader or its dataset. Returns False if it has to be read from the beginning."""
         state, self.source_state = self.source_state, None
         if state is None or self.source is None:
             return False

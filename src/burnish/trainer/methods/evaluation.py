@@ -110,7 +110,7 @@ class EvaluationMethods(DataMethods):
         return gathered.output(dataloader, metric_key_prefix)
 
     def _read_ahead(self, dataloader: Any, only_loss: bool) -> Iterable[Any]:
-        """The batches of an  A subclass may process several of them ahead."""
+        """The batches of an evaluation. A subclass may process several of them at once."""
         yield from dataloader
 
     def prediction_step(

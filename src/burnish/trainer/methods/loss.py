@@ -172,7 +172,7 @@ class LossMethods(TrainerBase):
         return num_items_of(inputs, inspection.loss_shifts_labels(self.model), self._parallel.device)
 
     def _sums_of(self, batch: Batch) -> dict[str, Metric]:
-        """Metrics that a micro-batch has whatever a script's loss is, as in ``Loss.sums``."""
+        """Metrics of a micro-batch that do not depend on a script's loss, as in ``Loss.sums``."""
         return {}
 
     def _items(self, inputs: Batch, num_items: Tensor) -> Tensor | None:

@@ -41,7 +41,7 @@ class OptimizerMethods(TrainerBase):
         return self.optimizer
 
     def _chooses_itself(self) -> bool:
-        """Whether a subclass selects the optimizer or the parameters with weight decay."""
+        """Whether a subclass selects the optimizer, or the parameters with weight decay, itself."""
         names = ("get_optimizer_cls_and_kwargs", "get_decay_parameter_names")
         return any(getattr(type(self), name) is not getattr(OptimizerMethods, name) for name in names)
 

@@ -83,7 +83,7 @@ def with_encoded_images(dataset: Any) -> Any:
 
 
 def _undecoded(kind: Any) -> Any:
-    """A feature of ``datasets`` whose images stay as they are."""
+    """Return a feature of ``datasets`` whose images are not decoded."""
     if type(kind).__name__ == "Image":
         return type(kind)(decode=False)
     if isinstance(kind, Mapping):
@@ -130,6 +130,6 @@ class VisionCollator:
 
 
 def _plain(row: Row) -> Row:
-    """A row with lists, and without columns that a script keeps beside."""
+    """Return a row with lists, without the additional columns of a script."""
     lists = {name: list(row[name]) for name in ("input_ids", "labels", *TOKEN_COLUMNS) if name in row}
     return {**lists, "images": list(row.get("images") or ())}

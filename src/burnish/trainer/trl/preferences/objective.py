@@ -214,9 +214,8 @@ def _following(start: InitialWeights | SeparateModel, options: ReferenceOptions)
 
 
 def _begins_as_nothing(peft_config: Any) -> bool:
-    """Whether the model computes the same with and without the new adapter. Not with prompt learning, nor if the
-    adapter is initialized from the weights (PiSSA).
-    """
+    """Whether the model computes the same with and without the new adapter. False for prompt learning, and for adapters
+    initialized from the weights (PiSSA)."""
     return not peft_config.is_prompt_learning and getattr(peft_config, "init_lora_weights", True) in (True, "gaussian")
 
 

@@ -104,8 +104,7 @@ def _begin(labels: Sequence[int]) -> int:
 
 
 def with_kl_answers(rows: Any, name: str) -> Any:
-    """Add to each labelled response that of another record: the previous one with a different response, wrapping
-    around.
+    """Add a mismatched response to each labelled response: the previous record's with different text, wrapping around.
 
     Only depends on the dataset, not on batches or order (KTO's baseline). In a streamed dataset records are matched
     within blocks of ``WINDOW`` records.

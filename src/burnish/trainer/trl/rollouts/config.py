@@ -154,7 +154,7 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
         return built
 
     def _sampling(self) -> dict[str, Any]:
-        """What ``generation_kwargs`` says."""
+        """Return the sampling options of ``generation_kwargs``."""
         kwargs: Mapping[str, Any] = self.generation_kwargs or {}  # type: ignore[assignment]
         kwargs = {
             name: value for name, value in kwargs.items() if (name, value) not in _USUAL and name not in _OF_BEAMS
@@ -180,7 +180,7 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
 
 
 def _in_own_words(problem: Problem) -> Problem:
-    """With the names of fields in place of burnish's."""
+    """Replace burnish's option names in problems by the names of the config's fields."""
     names = {name: word for word, name in OPTION_NAMES.items()}
     return replace(problem, what=renamed(problem.what, names), remedy=renamed(problem.remedy, names))
 

@@ -326,8 +326,8 @@ class RolloutTrainer(OverridableTrainer):
 
     @property
     def _accumulation(self) -> int:
-        """Gradient accumulation of the loader: a step batch is one micro-batch of prompts, from which a generation is
-        made."""
+        """Gradient accumulation of the loader: a step batch is one micro-batch of prompts, from which a generation
+        batch is created."""
         return 1
 
     @property
@@ -343,7 +343,7 @@ class RolloutTrainer(OverridableTrainer):
         return batch
 
     def get_train_dataloader(self) -> Any:
-        """Return a loader of prompts, with as many per batch as a generation of this rank has."""
+        """Return a loader of prompts, with the prompts of one generation batch of this rank per batch."""
         return self._get_dataloader(
             self._prompts, "Training", self.objective.rows_per_rank, self._get_train_sampler, is_training=True
         )
@@ -367,7 +367,7 @@ class RolloutTrainer(OverridableTrainer):
         return inputs["items"].sum() if "items" in inputs else self._scripted.num_items(inputs)
 
     def _sums_of(self, batch: Batch) -> dict[str, Metric]:
-        """Rewards and lengths of a generation, with its first micro-batch."""
+        """Return rewards and lengths of a generation batch, with its first micro-batch."""
         metrics = batch.ready["metrics"] if isinstance(batch, RolloutBatch) else {}
         return as_metrics(metrics, self._parallel.device)
 
