@@ -29,10 +29,11 @@ from material import make_preference_datasets, read_facts
 from burnish.kernels.probe import causal_lm, find_head
 from burnish.models.patches.attention import NAME as BURNISH_ATTENTION
 from burnish.parallel.create import create_parallel
-from burnish.run import predict
 from burnish.run.build import build_loop
 from burnish.run.plan.config_files import merge, read_arguments
 from burnish.run.plan.plan import aliases, plan
+from burnish.run.predictions import predict
+from burnish.run.predictions.answers import bare_model
 from burnish.run.prepare import prepare
 
 
@@ -134,7 +135,7 @@ def run(material: Path, output: str, arguments: list[str]) -> None:
 def generate(gauge: Gauge, loop: Any, prepared: Any, planned: Any) -> None:
     """Generate responses and count their tokens; all have the same number of tokens."""
     num_tokens, answer_all = [0], predict.answer_all
-    predict.bare_model(loop).generation_config.min_new_tokens = planned.options.max_new_tokens
+    bare_model(loop).generation_config.min_new_tokens = planned.options.max_new_tokens
 
     def counted(*args: Any) -> list[list[int]]:
         answers = answer_all(*args)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -228,3 +229,27 @@ def test_features_missing_in_the_readme_are_rejected_by_name():
     for stage in missing:
         with pytest.raises(UserError, match=f'"stage": {stage}'):
             plan({"stage": RawValue(stage)})
+
+
+def missing_names(file: Path) -> list[str]:
+    """The names of burnish that a script imports, or reads from an imported module, although they do not exist."""
+    tree, missing, modules = ast.parse(file.read_text(encoding="utf-8")), [], {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "burnish":
+            module = importlib.import_module(node.module)
+            for name in node.names:
+                full = f"{node.module}.{name.name}"
+                if not hasattr(module, name.name) and importlib.util.find_spec(full) is None:
+                    missing.append(full)
+                elif isinstance(getattr(module, name.name, None), ModuleType):
+                    modules[name.asname or name.name] = getattr(module, name.name)
+    used = [(node.value.id, node.attr) for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]  # fmt: skip
+    return missing + [f"{name}.{attr}" for name, attr in used if name in modules and not hasattr(modules[name], attr)]
+
+
+@pytest.mark.parametrize("folder", ["bench", "scripts", "examples"])
+def test_scripts_use_existing_names_of_burnish(folder):
+    files = list((ROOT / folder).rglob("*.py"))
+    assert files
+    assert {file.name: names for file in files if (names := missing_names(file))} == {}
