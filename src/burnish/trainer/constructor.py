@@ -19,14 +19,12 @@ from transformers.feature_extraction_sequence_utils import SequenceFeatureExtrac
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import has_length
-from transformers.utils import logging
 
 from burnish.config.errors import UserError
 from burnish.trainer import notes
 from burnish.trainer.accelerator import ParallelAccelerator
 from burnish.trainer.arguments.training import TrainingArguments
-
-logger = logging.get_logger("transformers.trainer")  # so that the log level that a script sets applies here as well
+from burnish.trainer.notes import logger
 
 PEER_METHODS = Path(__file__).parent / "peer_methods.json"
 """Class -> methods that transformers' or TRL's class of that name calls on itself; created by

@@ -24,5 +24,6 @@ def _is_for_a_person(record: logging.LogRecord) -> bool:
     return is_main_process() or not record.pathname.startswith(_OURS)
 
 
-# A script may set the level of this logger for its own processes. burnish's warnings use it as well.
-transformers_logging.get_logger("transformers.trainer").addFilter(cast(Any, _is_for_a_person))
+logger = transformers_logging.get_logger("transformers.trainer")
+"""The log of the Trainer classes. It is transformers' own, so that the log level that a script sets applies here."""
+logger.addFilter(cast(Any, _is_for_a_person))

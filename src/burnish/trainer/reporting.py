@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import torch
 from transformers.trainer_pt_utils import find_batch_size
-from transformers.utils import logging
 
 from burnish.data.batches.loader import num_tokens
 from burnish.loop.schedule import StepPlan
 from burnish.loop.types import Batch
 from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.data.in_step import tensors_by_name
-
-logger = logging.get_logger("transformers.trainer")  # so that the log level that a script sets applies here as well
+from burnish.trainer.notes import logger
 
 
 class Count:

@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_utils import BestRun, HPSearchBackend, number_of_arguments
-from transformers.utils import logging
 
 from burnish.config.errors import MissingExtraError
+from burnish.trainer.notes import logger
 
 if TYPE_CHECKING:
     from burnish.trainer.arguments.training import TrainingArguments
-
-
-logger = logging.get_logger("transformers.trainer")  # so that the log level that a script sets applies here as well
 
 
 @dataclass

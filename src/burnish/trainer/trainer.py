@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers.trainer_utils import BestRun, default_compute_objective, default_hp_space_optuna
-from transformers.utils import logging
 
 from burnish.checkpoint import checkpoint
 from burnish.checkpoint.checkpoint import Checkpoints
@@ -37,8 +36,7 @@ from burnish.trainer.methods.base import StepInProgress
 from burnish.trainer.methods.evaluation import EvaluationMethods
 from burnish.trainer.methods.files import FileMethods, TrainerModel, keep_only
 from burnish.trainer.methods.loss import accepting, explain_index_errors, weighted_by_zero, without_gradient
-
-logger = logging.get_logger("transformers.trainer")  # so that the log level that a script sets applies here as well
+from burnish.trainer.notes import logger
 
 
 class Trainer(EvaluationMethods, FileMethods):

@@ -17,7 +17,6 @@ from torch import nn
 from transformers.debug_utils import DebugOption, DebugUnderflowOverflow
 from transformers.integrations import activate_neftune
 from transformers.trainer_utils import get_last_checkpoint
-from transformers.utils import logging
 
 from burnish.checkpoint import checkpoint
 from burnish.config.errors import UserError
@@ -37,11 +36,11 @@ from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.callbacks import TrainerCallbackHandler
 from burnish.trainer.data.torch_loader import num_batches, order_in
 from burnish.trainer.files.transformers_checkpoints import is_foreign
+from burnish.trainer.notes import logger
 from burnish.utils.files import only_writer
 from burnish.utils.patching import Reason, record, restore
 
 WATCHED = Reason("module", "its outputs are checked (debug)")
-logger = logging.get_logger("transformers.trainer")  # so that the log level that a script sets applies here as well
 
 
 @contextmanager

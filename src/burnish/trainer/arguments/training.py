@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,6 +27,7 @@ from transformers.debug_utils import DebugOption
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames, ParallelMode
+from transformers.training_args import TrainingArguments as Original
 from transformers.utils import logging
 
 from burnish.config.errors import did_you_mean
@@ -37,10 +38,9 @@ from burnish.parallel.accelerate_launch import mixed_precision
 from burnish.parallel.selection import device_of
 from burnish.parallel.single import check_parallel
 from burnish.trainer import notes
-from burnish.trainer.arguments.checks import check_arguments, warn_about_unused_arguments
+from burnish.trainer.arguments.checks import check_arguments, check_numbers, warn_about_unused_arguments
 from burnish.trainer.arguments.fields import Fields
 from burnish.trainer.arguments.old_names import FLAGS, current_names, value_by_old_name
-from burnish.trainer.arguments.setters import Setters
 from burnish.trainer.arguments.values import (
     accelerator_config_of,
     convert_numbers,
@@ -49,8 +49,7 @@ from burnish.trainer.arguments.values import (
     refuse_unknown_choices,
     trackers_of,
 )
-
-logger = logging.get_logger("transformers.trainer")  # so that the log level that a script sets applies here as well
+from burnish.trainer.notes import logger
 
 
 class AcceptsOldNames(type):
@@ -78,16 +77,29 @@ def _by_position(name: str, args: tuple[Any, ...]) -> dict[str, Any]:
     """Positional arguments after ``output_dir``, by their names in the order of transformers' class."""
     if len(args) < 2:
         return {}
-    from transformers import TrainingArguments as Original
-
     names = [field.name for field in dataclasses.fields(Original) if field.init]
     if len(args) > len(names):
         raise TypeError(f"{name}.__init__() takes at most {len(names)} positional arguments. Received: {len(args)}.")
     return dict(zip(names[1:], args[1:], strict=False))
 
 
+def _setter(name: str) -> Any:
+    """transformers' method of that name, which sets related arguments and returns the object. Numbers are checked."""
+    original = getattr(Original, name)
+
+    @wraps(original)
+    def set_values(self: TrainingArguments, *args: Any, **kwargs: Any) -> Any:
+        original(self, *args, **kwargs)
+        self.activation_checkpointing = self.gradient_checkpointing  # older versions only set the latter
+        self.eval_delay = self.eval_delay or 0  # None without an argument
+        check_numbers(self)
+        return self
+
+    return set_values
+
+
 @dataclass
-class TrainingArguments(Setters, Fields, metaclass=AcceptsOldNames):
+class TrainingArguments(Fields, metaclass=AcceptsOldNames):
     """The arguments of a ``Trainer``, as in transformers 5, and burnish's own.
 
     In addition to transformers: ``on_non_finite`` (what to do after a step with a non-finite loss or gradient),
@@ -171,6 +183,12 @@ class TrainingArguments(Setters, Fields, metaclass=AcceptsOldNames):
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")
         self.report_to = trackers_of(self.report_to)
+
+    set_training, set_evaluate, set_testing = map(_setter, ("set_training", "set_evaluate", "set_testing"))
+    set_save, set_logging, set_push_to_hub = map(_setter, ("set_save", "set_logging", "set_push_to_hub"))
+    set_optimizer, set_lr_scheduler, set_dataloader = map(
+        _setter, ("set_optimizer", "set_lr_scheduler", "set_dataloader")
+    )
 
     # --- derived values -----------------------------------------------------------------------------------------------
 

@@ -15,15 +15,13 @@ from typing import Any, cast
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from transformers.trainer_pt_utils import IterableDatasetShard
 from transformers.trainer_utils import RemoveColumnsCollator, has_length, seed_worker
-from transformers.utils import logging
 
 from burnish.data.batches.loader import StepPartition
 from burnish.loop.protocols import Parallel
 from burnish.loop.schedule import StepPlan
 from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.data.torch_loader import BatchesOfRank, EpochOrder, RowsOfRank, is_divided_by_rank
-
-logger = logging.get_logger("transformers.trainer")  # so that the log level that a script sets applies here as well
+from burnish.trainer.notes import logger
 
 
 class TrainerLoader(DataLoader[Any]):

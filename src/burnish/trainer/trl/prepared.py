@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers.utils import logging
-
 from burnish.config.errors import UserError
 from burnish.data.options import DataOptions
 from burnish.data.rows.arrow import arrow_table
@@ -25,8 +23,7 @@ from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Row
 from burnish.trainer.arguments.trl import TrlArguments
 from burnish.trainer.data.loaders import is_datasets_set
-
-logger = logging.get_logger("transformers.trainer")
+from burnish.trainer.notes import logger
 
 Columns = dict[str, list[Any]]
 AT_ONCE = 100

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from burnish.config.errors import UserError
 from burnish.data.batches.batching import collate_padded
@@ -32,6 +31,7 @@ from burnish.run.references import refuse_other_vocabulary
 from burnish.trainer import notes
 from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.inspection import is_peft_model
+from burnish.trainer.notes import logger
 from burnish.trainer.reporting import Count
 from burnish.trainer.trl.preferences.collator import REFERENCE, Padded, column_of, rows_of_padded
 from burnish.trainer.trl.preferences.config import PreferenceConfig, WithReference
@@ -55,8 +55,6 @@ from burnish.trainer.trl.prepared import first_row
 from burnish.trainer.trl.sft.checks import check_sft_sets
 from burnish.trainer.trl.sft.setup import inner_tokenizer, load_named_model, own_config, ready_model
 from burnish.trainer.trl.vision import VisionCollator, family_for
-
-logger = logging.get_logger("transformers.trainer")
 
 _SIDES: Mapping[Kind, tuple[str, ...]] = {"pairs": ("chosen", "rejected"), "verdicts": ("", "kl"), "scores": ()}
 """Responses of a row for which the reference is evaluated."""

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from burnish.adapters.peft import PeftAdapter, PeftOptions
 from burnish.config.errors import UserError
@@ -46,9 +45,8 @@ from burnish.trainer.data.in_step import in_step
 from burnish.trainer.data.loaders import is_datasets_set
 from burnish.trainer.data.prefix_sharing import may_be_padding_free
 from burnish.trainer.data.torch_loader import PaddingBatch
+from burnish.trainer.notes import logger
 from burnish.trainer.trl.preferences.rows import ObjectiveRows
-
-logger = logging.get_logger("transformers.trainer")
 
 
 def padding_batch(batch: Batch) -> PaddingBatch:

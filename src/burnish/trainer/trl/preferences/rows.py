@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from transformers.utils import logging
-
 from burnish.config.errors import UserError
 from burnish.data.chat.plain import KL_IDS, PlainOptions, PlainTemplate
 from burnish.data.images.family import Family
@@ -25,11 +23,10 @@ from burnish.data.sets.trl import IDS, Kind, trl_layout
 from burnish.loop.types import IGNORE_INDEX, Row
 from burnish.losses.pair_values import PAIR_COLUMNS
 from burnish.trainer.data.loaders import is_datasets_set
+from burnish.trainer.notes import logger
 from burnish.trainer.trl.preferences.config import PreferenceConfig
 from burnish.trainer.trl.prepared import EncodeRecords, first_row, hashable_by_class, prepared, refuse_transform
 from burnish.trainer.trl.vision import SIGHT, with_encoded_images
-
-logger = logging.get_logger("transformers.trainer")
 
 Columns = dict[str, list[Any]]
 NAMES: Mapping[Kind, tuple[str, ...]] = {

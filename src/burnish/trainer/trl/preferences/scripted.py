@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.utils import ModelOutput, logging
+from transformers.utils import ModelOutput
 
 from burnish.checkpoint.parts import Stateful
 from burnish.loop.protocols import Objective, Parallel
@@ -26,13 +26,12 @@ from burnish.loop.types import IGNORE_INDEX, Batch, Loss, Row
 from burnish.losses.sequence_logps import SequenceModel
 from burnish.models.dropout import switch_off_dropout
 from burnish.trainer.data.torch_loader import PaddingBatch
+from burnish.trainer.notes import logger
 from burnish.trainer.trl.base import TrlTrainer
 from burnish.trainer.trl.preferences.config import PreferenceConfig
 from burnish.trainer.trl.preferences.objective import padding_batch
 from burnish.trainer.trl.rollouts.config import RolloutConfig
 from burnish.trainer.trl.sft.setup import attach_peft, finish_peft, set_pad
-
-logger = logging.get_logger("transformers.trainer")
 
 
 @dataclass

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from burnish.config.errors import Problem, UserError
 from burnish.loop.types import IGNORE_INDEX, Row
@@ -19,6 +18,7 @@ from burnish.losses.reward import RewardObjective
 from burnish.models.reward_files import pad_of_classifier
 from burnish.trainer import notes
 from burnish.trainer.data.loaders import is_datasets_set
+from burnish.trainer.notes import logger
 from burnish.trainer.trl.base import argument
 from burnish.trainer.trl.preferences.base import PreferenceTrainer
 from burnish.trainer.trl.preferences.collator import REFERENCE
@@ -26,8 +26,6 @@ from burnish.trainer.trl.preferences.config import DPOConfig, KTOConfig, Prefere
 from burnish.trainer.trl.preferences.rows import UnpairedOfSteps, unpaired_row, with_kl_answers
 from burnish.trainer.trl.preferences.scripted import get_batch_logps
 from burnish.trainer.trl.prepared import column_names
-
-logger = logging.get_logger("transformers.trainer")
 
 
 class DPOTrainer(PreferenceTrainer):

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import Dataset
-from transformers.utils import logging
 
 from burnish.config.errors import UserError
 from burnish.data.chat.plain import PlainOptions, PlainTemplate
@@ -20,10 +19,9 @@ from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message, RoleName, Row
 from burnish.losses.base import StageObjective
 from burnish.trainer.data.loaders import is_datasets_set
+from burnish.trainer.notes import logger
 from burnish.trainer.trl.rollouts.config import RolloutConfig
 from burnish.trainer.trl.rollouts.tools import Environments
-
-logger = logging.get_logger("transformers.trainer")
 
 _ROLES: Mapping[str, RoleName] = {"assistant": "assistant", "tool": "observation", "system": "system"}
 

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers.trainer_utils import EvalLoopOutput
-from transformers.utils import logging
 
 from burnish.config.errors import UserError
 from burnish.data.batches.loader import num_tokens
@@ -39,6 +38,7 @@ from burnish.trainer.data.in_step import in_step
 from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.inspection import is_peft_model
 from burnish.trainer.methods.base import StepInProgress
+from burnish.trainer.notes import logger
 from burnish.trainer.reporting import Count
 from burnish.trainer.trl.base import TrlTrainer, argument
 from burnish.trainer.trl.preferences.objective import fitted, padding_batch, reference_for
@@ -59,7 +59,6 @@ from burnish.trainer.trl.rollouts.tools import (
 )
 from burnish.trainer.trl.sft.setup import inner_tokenizer, own_config, ready_model
 
-logger = logging.get_logger("transformers.trainer")
 _LONGEST = 1 << 20
 
 

@@ -6,15 +6,12 @@ import copy
 import sys
 from typing import Any
 
-from transformers.utils import logging
-
 from burnish.data.sets.trl import has_turns
 from burnish.trainer import notes
 from burnish.trainer.arguments.checks import check_numbers
 from burnish.trainer.data.loaders import is_datasets_set
+from burnish.trainer.notes import logger
 from burnish.trainer.trl.sft.config import SFTConfig
-
-logger = logging.get_logger("transformers.trainer")
 
 _OLD_ARGUMENTS = {
     "max_seq_length": "max_length", "dataset_text_field": "dataset_text_field", "packing": "packing",

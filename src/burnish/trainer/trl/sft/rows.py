@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from transformers.utils import logging
-
 from burnish.config.errors import UserError
 from burnish.data.batches.batching import pack
 from burnish.data.chat.plain import PlainOptions, PlainTemplate
@@ -23,6 +21,7 @@ from burnish.data.images.family import Family
 from burnish.data.sets.trl import trl_layout
 from burnish.loop.types import IGNORE_INDEX
 from burnish.trainer.data.loaders import is_datasets_set
+from burnish.trainer.notes import logger
 from burnish.trainer.trl.prepared import (
     EncodeRecords,
     column_names,
@@ -36,8 +35,6 @@ from burnish.trainer.trl.vision import NOT_LEARNED, SIGHT, with_encoded_images
 if TYPE_CHECKING:
     from burnish.trainer.trl.sft.config import SFTConfig
 
-
-logger = logging.get_logger("transformers.trainer")
 
 _ROWS = ("input_ids", "labels")
 _MASKS = ("completion_mask", "assistant_masks")

@@ -21,7 +21,6 @@ from transformers import (
 )
 from transformers.processing_utils import ProcessorMixin
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from burnish.adapters.peft import PeftAdapter, PeftOptions
 from burnish.models.source import refuse_no_place
@@ -29,10 +28,8 @@ from burnish.parallel.precision import supported_dtype
 from burnish.trainer.arguments.trl import TrlArguments
 from burnish.trainer.constructor import fields_of, shown
 from burnish.trainer.inspection import is_peft_model
+from burnish.trainer.notes import logger
 from burnish.utils.json_files import read_object
-
-logger = logging.get_logger("transformers.trainer")
-
 
 Config = TypeVar("Config", bound=TrlArguments)
 

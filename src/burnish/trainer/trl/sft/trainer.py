@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from burnish.kernels.cross_entropy import TokenLoss, TokenSums
 from burnish.kernels.probe import Capabilities, Head
@@ -24,6 +23,7 @@ from burnish.models.patches.attention import make_padding_free
 from burnish.parallel.single import set_seed
 from burnish.trainer.data.prefix_sharing import probe_prefix_sharing
 from burnish.trainer.inspection import has_virtual_tokens, is_peft_model
+from burnish.trainer.notes import logger
 from burnish.trainer.reporting import Count
 from burnish.trainer.trl.base import TrlTrainer
 from burnish.trainer.trl.prepared import column_names, first_row
@@ -40,8 +40,6 @@ from burnish.trainer.trl.sft.loss import flat_inputs, sums_without_logits
 from burnish.trainer.trl.sft.rows import Preparation
 from burnish.trainer.trl.sft.setup import attach_peft, finish_peft, inner_tokenizer, own_config, ready_model, set_pad
 from burnish.trainer.trl.vision import VisionCollator, family_for
-
-logger = logging.get_logger("transformers.trainer")
 
 
 class CountAlways(Count):
