@@ -65,7 +65,6 @@ def find_targets(
     """The paths of the layers that ``lora_target`` selects, and a problem for each name without a match.
 
     Args:
-        model: the model.
         targets: "all" for every linear layer except the head; suffixes of paths ("q_proj", "mlp.up_proj"); regular
             expressions for whole paths.
         left_out: paths of fully trained modules, which get no adapter.
@@ -145,7 +144,6 @@ def add_adapter(model: nn.Module, name: str, config: Any, targets: Sequence[str]
     float32 and then rounds them to the dtype of the layer.
 
     Args:
-        model: the model.
         name: name of the adapter.
         config: peft's ``LoraConfig``; its targets are ignored.
         targets: paths of the layers with low-rank factors.

@@ -105,7 +105,6 @@ def parts_of(
     Args:
         model: the weights.
         stem: their file name: "model" or "adapter_model".
-        optimizer: the optimizer.
         scheduler: the learning rate schedule.
         others: further parts. Each is saved under its name, except "state", which is saved as ``trainer_state``.
         save_only_model: save weights and state only. Such a checkpoint cannot be resumed.

@@ -78,7 +78,6 @@ class ShardedTensor:
 
     Args:
         shape: shape of the whole tensor.
-        dtype: its dtype.
         pieces: (begin, (count,) elements) in order; together they cover the tensor.
     """
 

@@ -23,7 +23,6 @@ class RecordReason(str):
     """A message about what happened to a record and why, such as "dropped: no text", with its kind as data.
 
     Args:
-        message: the message.
         kind: what happened to the record.
         is_length: whether a larger ``cutoff_len`` would keep more of the record.
     """

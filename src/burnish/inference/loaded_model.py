@@ -26,8 +26,6 @@ class LoadedModel:
         name: display name of the model: the last part of its path.
         options: inference options.
         model: the model; None if another process runs it.
-        tokenizer: the tokenizer.
-        template: the template.
         form: how responses are parsed.
         stop_ids: tokens that end a response.
         defaults: default sampling settings: those of the options, or of the model where the options have defaults.

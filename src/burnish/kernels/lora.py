@@ -232,7 +232,6 @@ def joint_projections(x: Tensor, layers: Sequence[Adapted]) -> tuple[Tensor, ...
 
     Args:
         x: (..., I) in the dtype of the weights.
-        layers: the layers.
     Returns:
         (..., O_k) of each layer k.
     """

@@ -45,7 +45,6 @@ def logits_at(
 
     Args:
         model: a causal language model.
-        inputs: its inputs.
         trained: (N,) positions in the flattened batch.
         makes_some: whether the model can compute the logits of selected positions only; used for batches of one row.
         needs_router: whether the output must contain the router's loss.

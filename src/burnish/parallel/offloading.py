@@ -24,7 +24,6 @@ class Offloading:
     are not moved; both are recognized by their shapes.
 
     Args:
-        model: the model.
         device: the model's device. On a CPU there is no benefit; it is supported for tests only.
         smallest: tensors below this number of bytes are not moved.
     """

@@ -79,7 +79,6 @@ class SingleProcess:
         """Convert trainable weights and move the model to the device, before the optimizer is created.
 
         Args:
-            model: the model.
             trained_in: dtype of trainable weights.
         """
         set_precision(model, trained_in)
@@ -208,7 +207,6 @@ def compile_layers(model: nn.Module, **arguments: Any) -> None:
     model without layers is compiled as a whole.
 
     Args:
-        model: the model.
         arguments: arguments of ``torch.compile``.
     """
     for module in layers_of(model) or [model]:

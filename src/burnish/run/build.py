@@ -199,7 +199,6 @@ def build_loop(
     """Build the loop at step 0.
 
     Args:
-        plan: the plan.
         prepared: output of ``prepare``.
         parallel: processes and devices of the run.
         checkpoint: checkpoint that the caller loads next; None for a new run.

@@ -38,8 +38,6 @@ def finish(run: Loop, plan: Plan, prepared: Prepared, output: TrainOutput | None
     """Write the model, the results and the plots to ``output_dir``, and return the metrics.
 
     Args:
-        run: the loop.
-        plan: the plan.
         prepared: output of ``prepare``.
         output: result of training; None if nothing was trained.
     """
@@ -130,7 +128,6 @@ class Reports:
     """Writes the reports of a run whose model is already saved. A report that fails does not prevent the others.
 
     Args:
-        run: the loop.
         is_of_model: false if nothing was trained. The reports are then the result, and a failure is raised at once.
     """
 

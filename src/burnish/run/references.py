@@ -58,7 +58,6 @@ def setup_reference(
     """Set the objective's reference model, if it needs one. Returns notes for the user.
 
     Args:
-        objective: the objective.
         model: the policy, before training.
         adapter: adapter of the policy.
         parallel: processes and devices of the run.

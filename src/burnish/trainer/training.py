@@ -51,7 +51,6 @@ def prepared_for_training(
     """Context with the changes of a model that apply during its training.
 
     Args:
-        model: the model.
         args: the arguments of the Trainer.
         accelerator: the Trainer's accelerator.
         processing_class: tokenizer or processor.

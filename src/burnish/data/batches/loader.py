@@ -86,7 +86,6 @@ class StepPartition:
         batch_size: items per micro-batch of one rank.
         accumulation: micro-batches per step.
         world_size: number of ranks.
-        rank: this rank.
         drop_last: drop the last items if they do not fill a micro-batch on every rank.
         budget: divides a rank's items of a step into micro-batches, instead of ``batch_size``.
     """

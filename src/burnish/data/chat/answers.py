@@ -167,7 +167,6 @@ class Renderer:
 
         Args:
             chat: the whole conversation.
-            tools: its tools.
             text: rendering of the whole conversation.
             place: index of the response in ``chat``.
             prompt: rendering up to the beginning of the response.

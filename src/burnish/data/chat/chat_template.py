@@ -36,7 +36,6 @@ class JinjaFormat:
     Args:
         chat_template: Jinja text, or several by name as some tokenizers have ("default", "tool_use").
         options: template options.
-        tokenizer: the tokenizer.
         name: name of the template in messages.
         family: model family of a vision model, otherwise None.
     """

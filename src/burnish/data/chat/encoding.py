@@ -51,7 +51,6 @@ class ConversationEncoder:
 
     Args:
         options: truncation and end tokens.
-        tokenizer: the tokenizer.
         cutoff_len: maximum length of a row, in tokens.
     """
 

@@ -228,7 +228,6 @@ def _prompt_weights(prompt: Segment, of_response: float, of_end: float | None) -
     """Return the loss weights of a prompt's tokens, or None if all are 1.
 
     Args:
-        prompt: the prompt.
         of_response: weight of the response.
         of_end: weight of the first token if it is trained as the end of the previous response, else None.
     """

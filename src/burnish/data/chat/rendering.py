@@ -80,7 +80,6 @@ def render(tokenizer: Any, conversations: Sequence[Conversation], template: str 
     """Return the texts of ``tokenizer.apply_chat_template``, for each part of each conversation in order.
 
     Args:
-        tokenizer: the tokenizer.
         conversations: inputs of the template.
         template: Jinja text. Default: the tokenizer's own template.
     Raises:
@@ -145,7 +144,6 @@ def chat_ids(tokenizer: Any, conversations: Sequence[Conversation]) -> list[list
     """Return the ids of ``tokenizer.apply_chat_template``.
 
     Args:
-        tokenizer: the tokenizer.
         conversations: inputs with one part each.
 
     Raises:

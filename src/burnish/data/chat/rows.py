@@ -71,7 +71,6 @@ class Template(ConversationEncoder):
         name: name in messages.
         form: formatting of conversations.
         options: ``TemplateOptions`` and ``EncodingOptions``.
-        tokenizer: the tokenizer.
         spec: the named template; None for a tokenizer's own chat template.
         cutoff_len: maximum row length, if different from the option: packing may need another length.
 

@@ -67,7 +67,6 @@ class SlotFormat:
     Args:
         spec: the template, with changes from the options.
         options: ``TemplateOptions`` and ``LearnOptions``.
-        tokenizer: the tokenizer.
         family: model family of a vision model, otherwise None.
     """
 

@@ -103,7 +103,6 @@ class TrlRecords(OnDemand[Located]):
     """The records of a dataset, read on access: (values, dataset name, number from 1).
 
     Args:
-        dataset: ``datasets.Dataset``.
         source: name of the dataset.
         splits_pairs: yield each pair twice: ``BLOCK`` pairs for their chosen responses, then the same pairs for their
             rejected responses.

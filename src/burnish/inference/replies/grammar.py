@@ -30,7 +30,6 @@ class Grammars:
     """Creates grammars for one tokenizer.
 
     Args:
-        tokenizer: the tokenizer.
         stop_ids: tokens that may end a complete response.
         vocabulary: V, the number of logits; larger than the tokenizer's vocabulary if the output layer is padded.
     Raises:
@@ -143,7 +142,6 @@ class Matched:
         matcher: llguidance's matcher.
         vocabulary: V.
         ends: stop tokens, which are not allowed before ``waits_for``.
-        tokenizer: the tokenizer.
         waits_for: text until which all other tokens are allowed.
     """
 

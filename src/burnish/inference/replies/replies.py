@@ -67,7 +67,6 @@ class Reply:
 
     Args:
         form: format of reasoning and tool calls.
-        tokenizer: the tokenizer.
         offered: offered functions, with the JSON schemas of their parameters; without any, nothing is parsed as a call.
         stop: strings that end the response and are not part of it.
         stop_ids: tokens that end the response and are never text.
@@ -141,7 +140,6 @@ class CharacterDecoder:
     The text of a token depends on the one before it, so a few tokens are decoded again.
 
     Args:
-        tokenizer: the tokenizer.
         marks: texts whose control tokens are kept when others are omitted.
         stop_ids: tokens that are never text.
         skips_special: omit control tokens.

@@ -81,7 +81,6 @@ def patch_forwards(
     """Replace all forward passes that can be replaced.
 
     Args:
-        model: the model.
         options: options that disable patches.
         device: the device on which the model will run, if it is not there yet.
     """

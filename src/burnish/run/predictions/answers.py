@@ -58,7 +58,6 @@ def answer_all(
     model's ``generation_config`` that it does not support use ``generate``.
 
     Args:
-        run: the loop.
         questions: prompts.
         config: generation config.
         options: options of the run.
@@ -105,7 +104,6 @@ def _generate(
     """Generate the missing responses with the inference engine, and add each to ``finished``.
 
     Args:
-        run: the loop.
         missing: the questions without a response.
         requests: the request of each question.
         questions: prompts, for their images.

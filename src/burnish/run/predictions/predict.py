@@ -41,7 +41,6 @@ def predict_all(run: Loop, prepared: Prepared, plan: Plan) -> dict[str, float]:
     Args:
         run: the loop, with the trained model.
         prepared: output of ``prepare``, for template and tokenizer.
-        plan: the plan.
     """
     options, folder = plan.options, Path(plan.options.output_dir or "")
     run.set_training_mode(False)

@@ -129,7 +129,6 @@ def fingerprints_of(plan: Plan, contents: Mapping[str, Any], steps: StepPlan) ->
     """Return the fingerprints of a run as JSON data; see ``checkpoint.comparison.MAY_CHANGE`` for allowed changes.
 
     Args:
-        plan: the plan.
         contents: hashes of training and evaluation data, template and tokenizer.
         steps: number of steps and rows per step.
     """

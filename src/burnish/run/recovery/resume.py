@@ -50,7 +50,6 @@ def start_of(plan: Plan, fingerprints: Callable[[], Mapping[str, Any]], steps: S
     """Determine where the run begins, from the options and ``output_dir``. Nothing is modified.
 
     Args:
-        plan: the plan.
         fingerprints: called if there is a run to compare with.
         steps: steps of the run.
     Raises:

@@ -13,7 +13,6 @@ def train_with_rollback(loop: Loop, warn: Callable[[str], None]) -> TrainOutput:
     """Train to the end. After a spike, continue from the newest checkpoint without the rows of the spike.
 
     Args:
-        loop: the loop.
         warn: called with a message for each spike.
     """
     for _ in range(MOST):

@@ -147,7 +147,6 @@ class PreparedRequest:
     """A request that is ready to be submitted to the engine.
 
     Args:
-        choices: its choices.
         num_prompt_tokens: tokens of all its prompts.
         whole: function from summed deltas and usage to the response body.
         events: function that returns the events of a stream.
@@ -170,7 +169,6 @@ def respond(
     """Submit a request to the engine and return its response.
 
     Args:
-        service: the service.
         prepared: the request.
         is_stream: stream the response.
         stats: filled in when the request ends.
@@ -291,8 +289,6 @@ def prepared_completion(
     """Prepare a text completion. Called in a thread.
 
     Args:
-        service: the service.
-        request: the request.
         prompts: ids of the request's prompts.
     Raises:
         APIError: for an unknown model, an invalid prompt, or too many log-probabilities.

@@ -36,7 +36,6 @@ class ServedModel:
 
     Args:
         loaded: the loaded model.
-        engine: its engine.
         name: model name in requests.
         aliases: further names of the model.
         reasoning: where reasoning is returned: "field", "inline" or "drop".

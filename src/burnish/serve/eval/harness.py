@@ -156,7 +156,6 @@ def run_tasks(
     """Return the harness's results for some tasks.
 
     Args:
-        model: the model.
         tasks: names or configurations.
         task_dir: folder of custom YAML tasks.
         num_shots: number of few-shot examples. Default: the task's.

@@ -43,7 +43,6 @@ class EventStream(StreamingResponse):
     """A response of server-sent events.
 
     Args:
-        events: the events.
         headers: further headers.
         alive_s: interval of keep-alive comments in seconds.
         over: called once at the end in every case; the ``finally`` of a generator that never started does not run.

@@ -67,7 +67,6 @@ def order_of_rows(
     """The order in which this rank reads a set. None if the set has no length.
 
     Args:
-        dataset: the set.
         strategy: "random", "sequential" or "group_by_length".
         batch_size: rows per micro-batch.
         accumulation: micro-batches per step.

@@ -59,7 +59,6 @@ def probe_prefix_sharing(model: nn.Module, is_wanted: bool, needs_head: bool = F
     """Probe whether micro-batches of ``model`` may be padding-free with unneeded tokens skipped, and find its head.
 
     Args:
-        model: the model.
         is_wanted: whether this is requested.
         needs_head: whether the head is needed in any case.
     """

@@ -37,7 +37,6 @@ def write_trainer_card(trainer: Any, folder: Path, values: Mapping[str, Any]) ->
     """Write ``README.md`` to ``folder``.
 
     Args:
-        trainer: the trainer.
         folder: the destination.
         values: arguments of ``create_model_card``: language, license, tags, model_name, finetuned_from, dataset, ...
     """

@@ -184,7 +184,6 @@ class Gathered:
             weight: () number of items of the batch.
             loss: () mean over its items, or None.
             logits: predictions.
-            labels: labels.
             inputs: the batch.
             kept_inputs: the part of the batch that ``include_for_metrics`` selects, on the device, or None.
             is_own: false if the batch is padding for this rank, which does not count.

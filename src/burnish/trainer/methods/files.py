@@ -120,7 +120,6 @@ class FileMethods(OptimizerMethods):
         """Save the model, write its card and upload ``output_dir``.
 
         Args:
-            commit_message: message of the commit.
             blocking: whether to wait for the upload.
             token: access token of the hub.
             revision: branch to push to.

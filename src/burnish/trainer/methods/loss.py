@@ -67,7 +67,6 @@ class LossMethods(TrainerBase):
         """Forward and backward of one micro-batch.
 
         Args:
-            model: the model.
             inputs: the micro-batch.
             num_items_in_batch: () number of items of the whole step, if the loss is a mean over labels.
 
@@ -105,7 +104,6 @@ class LossMethods(TrainerBase):
         """The mean loss of a micro-batch: the model's own, with label smoothing, or from ``compute_loss_func``.
 
         Args:
-            model: the model.
             inputs: the micro-batch.
             return_outputs: whether to return the model's outputs as well.
             num_items_in_batch: () number of labels of this micro-batch, by which models and functions divide their sum.

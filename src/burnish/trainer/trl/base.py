@@ -52,7 +52,6 @@ class TrlTrainer(Trainer):
         """Enable the loss of a router by default, as in TRL, independent of the model's config.
 
         Args:
-            model: the model.
             coefficient: weight of the loss; None: the model's own.
 
         Raises:

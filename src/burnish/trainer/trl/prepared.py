@@ -81,7 +81,6 @@ def prepared(
         dataset: the raw dataset.
         name: its name in messages.
         encode: encodes records.
-        args: the config.
         keep: columns of the dataset that are kept.
         splits_pairs: see ``TrlRecords``.
 

@@ -101,9 +101,7 @@ def fitted(
     inputs, separate adjacent sequences; else padded.
 
     Args:
-        model: the model.
         second: the reference, if it is a separate model.
-        args: the config.
         pad: id of the padding token.
         skips_tokens: whether tokens without influence on a loss are skipped, if possible.
         scores: whether the model is a sequence classifier.
@@ -178,7 +176,6 @@ def reference_for(
     """The reference: ``ref_model``, the model without its new adapter, or the weights at the start of training.
 
     Args:
-        objective: the objective.
         options: options of the reference.
         model: the policy.
         ref_model: a separate reference model, or None.
@@ -224,9 +221,7 @@ def with_numbers(
     """A dataset with the reference's log-probabilities of each row. Returned unchanged if it already has them.
 
     Args:
-        dataset: the dataset.
         rows_of: rows of the dataset -> rows of the objective.
-        objective: the objective.
         module: the objective's module of the policy.
         parallel: processes and devices of the run.
         size: batch size.

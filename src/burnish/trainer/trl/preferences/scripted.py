@@ -255,7 +255,6 @@ class OverridableTrainer(TrlTrainer):
         """The model with its adapter, dropout and padding as the arguments say; and the options of the objective.
 
         Args:
-            model: the model.
             args: its config, with ``choices()`` and ``notes()``.
             processing_class: tokenizer or processor.
             peft_config: config of a new adapter, or None.

@@ -28,8 +28,6 @@ def sums_without_logits(
     wrapper must run the forward pass, and a peft wrapper inserts virtual tokens.
 
     Args:
-        model: the model.
-        inputs: its inputs.
         targets: the target positions.
         width: width of the labels, which belong to the last positions; virtual tokens may precede them.
         head: the model's head.

@@ -68,7 +68,6 @@ def ready_model(
 
     Args:
         model: a model, or its name or folder.
-        args: the config.
         processing_class: tokenizer or processor; None: the model's.
         quantization_config: for a model given by name.
         scores: whether the model is a sequence classifier with one label rather than a language model.

@@ -214,7 +214,6 @@ class SFTTrainer(TrlTrainer):
         """The mean loss of a micro-batch over its trained tokens, for evaluations and scripts.
 
         Args:
-            model: the model.
             inputs: the micro-batch.
             return_outputs: whether to return the outputs, including logits.
             num_items_in_batch: () divisor of the sum. Default: number of trained tokens of the batch.
