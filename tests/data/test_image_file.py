@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
 import pytest
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
+from PIL.PngImagePlugin import PngInfo
 
 from burnish.config.errors import UserError
-from burnish.data.images.image_file import BadImage, load, read_header, size_of_plain_jpeg
+from burnish.data.images import image_file
+from burnish.data.images.headers import upright_size
+from burnish.data.images.image_file import BadImage, load, orientation, read_header
 
 
 def drawn(width: int = 6, height: int = 4, mode: str = "RGB") -> Image.Image:
@@ -36,44 +40,89 @@ def test_header_and_pixels_follow_exif(tmp_path, turn, kind):
         assert (numpy.asarray(image)[:, -1] == numpy.asarray(drawn())[0]).all()
 
 
+def exif_of(turn: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x010F] = "camera"
+    exif[0x0112] = turn
+    return exif
+
+
 PLAIN_JPEGS = (
     {},
     {"progressive": True},
     {"comment": b"a comment"},
     {"icc_profile": b"profile" * 50},
+    {"icc_profile": b"profile" * 5000},
     {"dpi": (72, 72)},
+    {"exif": exif_of(3), "xmp": b"<x:xmpmeta/>"},
 )
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 @pytest.mark.parametrize("options", PLAIN_JPEGS, ids=str)
-def test_the_size_of_a_plain_jpeg_needs_no_decoder(tmp_path, mode, options):
+def test_the_size_of_a_usual_jpeg_needs_no_decoder(tmp_path, mode, options):
     path = saved(tmp_path, drawn(mode=mode), "p.jpg", **options)
-    assert size_of_plain_jpeg(str(path)) == (6, 4)
+    assert upright_size(str(path)) == (6, 4)
 
 
-def test_other_headers_than_those_of_plain_jpegs_are_left_to_pillow(tmp_path):
-    exif = Image.Exif()
-    exif[0x0112] = 6
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
+def test_the_size_of_a_usual_png_needs_no_decoder(tmp_path, mode):
+    image = drawn().convert("I").convert(mode) if mode == "I;16" else drawn(mode=mode)
+    path = saved(tmp_path, image, "p.png", dpi=(72, 72), **({"transparency": 0} if mode == "P" else {}))
+    assert upright_size(str(path)) == (6, 4)
+
+
+def test_other_headers_are_left_to_pillow(tmp_path):
+    long = saved(tmp_path, drawn(), "long.jpg", icc_profile=b"profile" * 50_000)
+    text = PngInfo()
+    text.add_text("Title", "a title")
     others = [
-        saved(tmp_path, drawn(), "turned.jpg", exif=exif),
-        saved(tmp_path, drawn(), "described.jpg", xmp=b"<x:xmpmeta/>"),
+        saved(tmp_path, drawn(), "untagged.jpg", exif=Image.Exif()),
+        saved(tmp_path, drawn(), "described.jpg", xmp=b'<rdf tiff:Orientation="6"/>'),
+        saved(tmp_path, drawn(), "turned.png", exif=exif_of(6)),
         saved(tmp_path, drawn(), "several.mpo", save_all=True, append_images=[drawn()]),
-        saved(tmp_path, drawn(), "p.png"),
-        saved(tmp_path, drawn(), "long.jpg", icc_profile=b"profile" * 5000),
+        saved(tmp_path, drawn(), "several.png", save_all=True, append_images=[drawn(mode="L").convert("RGB")]),
+        saved(tmp_path, drawn(), "text.png", pnginfo=text),
+        saved(tmp_path, drawn(), "p.webp"),
         tmp_path / "missing.jpg",
     ]
-    assert [size_of_plain_jpeg(str(path)) for path in others] == [None] * len(others)
-    assert [read_header(path).width for path in others[:-1]] == [4, 6, 6, 6, 6]
+    others[0].write_bytes(_with_exif(others[0].read_bytes(), b"Exif\0\0MM\0*\0\0\0\x08\0\0\0\0\0\0"))
+    assert [upright_size(str(path)) for path in others] == [None] * len(others)
+    assert [read_header(path).width for path in [long, *others[:-1]]] == [6, 6, 4, 4, 6, 6, 6, 6]
 
 
-def test_a_jpeg_cut_off_anywhere_in_its_header_is_read_as_pillow_reads_it(tmp_path):
-    content, path = saved(tmp_path, drawn(), "p.jpg").read_bytes(), tmp_path / "cut.jpg"
-    for length in range(3, len(content), 7):
-        path.write_bytes(content[:length])
-        if size := size_of_plain_jpeg(str(path)):
-            with Image.open(path) as image:
-                assert image.size == size
+def _with_exif(jpeg: bytes, exif: bytes) -> bytes:
+    return jpeg[:2] + b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif + jpeg[2:]
+
+
+@pytest.mark.filterwarnings("ignore:Tag data larger", "ignore:Truncated File Read")
+@pytest.mark.parametrize("name", ["p.jpg", "turned.jpg", "p.png"])
+def test_a_file_with_a_damaged_header_is_read_as_pillow_reads_it(tmp_path, name):
+    options = {"exif": exif_of(6)} if "turned" in name else {}
+    content, path = saved(tmp_path, drawn(), name, **options).read_bytes(), tmp_path / f"damaged_{name}"
+    damaged = [content[:length] for length in range(3, len(content), 7)]
+    damaged += [content[:at] + b"\xa5" + content[at + 1 :] for at in range(3, len(content), 3)]
+    found = 0
+    for each in damaged:
+        path.write_bytes(each)
+        if size := upright_size(str(path)):
+            try:
+                with Image.open(path) as image:
+                    assert (image.size[::-1] if orientation(image) >= 5 else image.size) == size
+            except UnidentifiedImageError:  # damage of tables, which is detected when the pixels are decoded
+                continue
+            found += 1
+    assert found > 10
+
+
+def test_a_header_is_read_once_for_all_records_about_an_image(tmp_path, monkeypatch):
+    path = saved(tmp_path, drawn(), "p.jpg")
+    first = read_header(path, place="images[0]")
+    monkeypatch.setattr(image_file, "upright_size", lambda path: pytest.fail("was read again"))
+    assert read_header(path, place="images[1]") == replace(first, place="images[1]")
+    monkeypatch.undo()
+    saved(tmp_path, drawn(8, 4), "p.jpg")
+    assert read_header(path).width == 8
 
 
 def test_transparent_pixels_become_white(tmp_path):

@@ -60,6 +60,12 @@ class Segment:
             self.ids, self.content, self.message, self.begin, self.trailing, labels, weights, self.images
         )  # faster than dataclasses.replace
 
+    def with_images(
+        self, ids: Ids, content: Callable[[], Sequence[bool]], begin: int, images: Sequence[ImageFile]
+    ) -> Segment:
+        """Return the segment, which has no labels yet, with the tokens of its images."""
+        return Segment(ids, content, self.message, begin, self.trailing, images=images)
+
     def only(self, kept: Sequence[int]) -> Segment:
         """Return the segment with only the tokens at these positions."""
         weights = self.weights and [self.weights[i] for i in kept]

@@ -16,15 +16,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, lru_cache
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
 from stat import S_ISREG
-from struct import unpack_from
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from burnish.config.errors import MissingExtraError, UserError
+from burnish.data.images.headers import upright_size
 from burnish.utils.files import odd_kind
 
 if TYPE_CHECKING:
@@ -41,13 +41,6 @@ _AVERAGED, _BOX, _NEAREST = ("L", "LA", "RGB", "RGBA", "CMYK", "YCbCr"), 4, 0
 _ORIENTATION = 0x0112  # EXIF tag; values 5 to 8 swap width and height
 _ORIENTATION_KEYS = frozenset(("exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"))
 """Keys of ``image.info`` from which Pillow reads an orientation."""
-_JPEG_HEADER_BYTES = 4096
-_FRAMES = frozenset((0xC0, 0xC1, 0xC2))
-"""JPEG markers of a frame header that Pillow decodes: baseline, extended, progressive."""
-_SCAN = 0xDA
-"""JPEG marker of the pixels, at the end of the header."""
-_TABLES = frozenset((0xC4, 0xDB, 0xDD, 0xE0, 0xED, 0xEE, 0xFE))
-"""JPEG markers before it without influence on the size: tables, restart interval, JFIF, Photoshop, Adobe, comment."""
 _TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270",
           7: "TRANSVERSE", 8: "ROTATE_90"}  # fmt: skip
 
@@ -108,7 +101,8 @@ class ImageFile:
 
     def as_json(self) -> dict[str, Any]:
         """Return the image as it is stored in a row; ``from_json`` reads it."""
-        found = {name: getattr(self, name) for name in _OF_IMAGE}  # ten times as fast as asdict
+        own = vars(self)
+        found = {name: own[name] for name in _OF_IMAGE}  # ten times as fast as asdict
         if self.content:
             found["content"] = self.content
         if self.frames:
@@ -151,41 +145,23 @@ def read_header(path: str | Path, **known: Any) -> ImageFile:
     status = os.stat(path)
     if not S_ISREG(status.st_mode) and (kind := odd_kind(Path(path))) != "a folder":
         raise BadImage(f"is {kind}, which is not supported.")  # a pipe without a writer would block
-    of_file = {"num_bytes": status.st_size, "modified_ns": status.st_mtime_ns, **known}
-    check_pillow()  # which decodes the pixels later
-    if size := size_of_plain_jpeg(path):
-        check_size(*size)
-        return ImageFile(path, *size, **of_file)
-    with _opened(path) as image:
-        return _header(image, path, of_file)
+    width, height, is_animated = _measured(path, status.st_size, status.st_mtime_ns)
+    of_file = {"num_bytes": status.st_size, "modified_ns": status.st_mtime_ns, "is_animated": is_animated, **known}
+    return ImageFile(path, width, height, **of_file)
 
 
-def size_of_plain_jpeg(path: str) -> tuple[int, int] | None:
-    """Return (width, height) of a JPEG file without EXIF, XMP or further images in its header; None for any other file.
+@lru_cache(maxsize=1 << 16)
+def _measured(path: str, num_bytes: int, modified_ns: int) -> tuple[int, int, bool]:
+    """Return width, height and ``is_animated`` of a file of this size and modification time.
 
-    Pillow parses all tables of a header, which takes eight times as long: most of the time to read 100,000 of them.
+    Records about the same image share the result. Raises: BadImage, OSError.
     """
-    try:
-        with open(path, "rb", buffering=0) as file:
-            begin = file.read(_JPEG_HEADER_BYTES)
-    except OSError:
-        return None  # Pillow raises the same error, with the message for the user
-    if not begin.startswith(b"\xff\xd8\xff"):
-        return None
-    at, found = 2, None
-    while at + 4 <= len(begin) and begin[at] == 0xFF:
-        marker, end = begin[at + 1], at + 2 + int.from_bytes(begin[at + 2 : at + 4])
-        if end > len(begin):
-            break
-        if marker == _SCAN:
-            return found
-        if marker in _FRAMES and end - at >= 10:
-            bits, height, width, layers = unpack_from(">BHHB", begin, at + 4)
-            found = (width, height) if bits == 8 and layers in (1, 3, 4) else None
-        elif marker not in _TABLES and not (marker == 0xE2 and begin[at + 4 : end].startswith(b"ICC_PROFILE\0")):
-            break
-        at = end
-    return None
+    check_pillow()  # which decodes the pixels later
+    if size := upright_size(path):
+        check_size(*size)
+        return *size, False
+    with _opened(path) as image:
+        return _header(image)
 
 
 def content_hash(image: ImageFile) -> str:
@@ -201,17 +177,19 @@ def in_memory(content: bytes, **known: Any) -> ImageFile:
     """Read the header of an image that is not stored as a file. Args: known: additional fields. Raises: BadImage."""
     name = f"memory:{sha256(content).hexdigest()}"
     with _opened(BytesIO(content)) as image:
-        return _header(image, name, {**known, "num_bytes": len(content), "content": content})
+        width, height, is_animated = _header(image)
+    return ImageFile(name, width, height, is_animated=is_animated, num_bytes=len(content), content=content, **known)
 
 
-def _header(image: Image, path: str, known: Mapping[str, Any]) -> ImageFile:
+def _header(image: Image) -> tuple[int, int, bool]:
+    """Return width and height after the EXIF orientation, and whether there are several frames. Raises: BadImage."""
     width, height = image.size
     if orientation(image) >= 5:
         width, height = height, width
     # The second image of an MPO file of a phone is a preview or another exposure.
     is_animated = image.format != "MPO" and bool(getattr(image, "is_animated", False))
     check_size(width, height)
-    return ImageFile(path, width, height, is_animated=is_animated, **known)
+    return width, height, is_animated
 
 
 def check_size(width: int, height: int) -> None:

@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from burnish.data.images.image_file import BadImage
@@ -120,10 +121,10 @@ def with_images(record: Record, example: Example) -> Example:
     columns = {"image": record.layout.images, "video": record.layout.videos}
     values = {kind: _column_values(record, column) for kind, column in columns.items()}
     has_parts = any(_parts(message) for message in _all(example))
-    texts = list(_texts(example))
-    marks = {
-        kind: sum(text.count(mark) for text in texts) if values[kind] is not None else 0 for kind, mark in MARKS.items()
-    }
+    marks = dict.fromkeys(MARKS, 0)
+    if any(value is not None for value in values.values()):
+        texts = _texts(example)
+        marks = {k: sum(text.count(m) for text in texts) if values[k] is not None else 0 for k, m in MARKS.items()}
     if has_parts and any(marks.values()):
         kind = next(kind for kind, count in marks.items() if count)
         what = f'it contains parts of type "{kind}" and also {marks[kind]} "{MARKS[kind]}".'
@@ -176,11 +177,9 @@ def _column_values(record: Record, column: str) -> Sequence[Any] | None:
     return value if isinstance(value, list | tuple) else [value]
 
 
-def _all(example: Example) -> Iterator[Message]:
-    yield from example.messages
-    for answer in (example.chosen, example.rejected):
-        if isinstance(answer, tuple):
-            yield from answer
+def _all(example: Example) -> tuple[Message, ...]:
+    answers = (answer for answer in (example.chosen, example.rejected) if isinstance(answer, tuple))
+    return example.messages if example.chosen is None else (*example.messages, *chain.from_iterable(answers))
 
 
 def _parts(message: Message) -> list[ContentPart]:
@@ -188,15 +187,14 @@ def _parts(message: Message) -> list[ContentPart]:
     return [] if isinstance(message.content, str) else [part for part in message.content if part.kind in MARKS]
 
 
-def _texts(example: Example) -> Iterator[str]:
-    for message in _all(example):
-        yield from message.texts
-    yield from filter(None, (example.system, example.prompt))
+def _texts(example: Example) -> list[str]:
+    texts = [text for message in _all(example) for text in message.texts]
+    return [*texts, *filter(None, (example.system, example.prompt))]
 
 
 def _refuse_places(example: Example) -> None:
     """Raise BadRecord for images in responses of pairs and in system messages."""
-    answers = [m for answer in (example.chosen, example.rejected) if isinstance(answer, tuple) for m in answer]
+    answers = _all(example)[len(example.messages) :]
     if any(_parts(one) or _MARK.search(one.text) for one in answers):
         raise BadRecord("a response of the pair contains an image.", "Put the images into the prompt.")
     if example.system and _MARK.search(example.system):
@@ -216,15 +214,17 @@ def _filled(message: Message, left: Mapping[str, Iterator[Any]], values: Mapping
         ]
         if _parts(message) or not any(_MARK.search(part.value) for part in parts):
             return replace(message, content=tuple(parts))
-    kinds = {mark: kind for kind, mark in MARKS.items() if values[kind] is not None}
-    if not any(mark in message.text for mark in kinds):
+    text = message.text
+    kinds = {mark: kind for kind, mark in MARKS.items() if values[kind] is not None and mark in text}
+    if not kinds:
         return message
-    pieces = re.split(f"({'|'.join(kinds)})", message.text)
+    pieces = re.split(f"({'|'.join(kinds)})", text)
     parts = [
         ContentPart(kinds[piece], next(left[kinds[piece]])) if at % 2 else ContentPart("text", piece)
         for at, piece in enumerate(pieces)
+        if piece
     ]
-    return with_parts(message, [part for part in parts if part.value != ""])
+    return with_parts(message, parts)
 
 
 def _before_first_user(messages: Sequence[Message], found: Mapping[str, Sequence[Any]]) -> list[Message]:
