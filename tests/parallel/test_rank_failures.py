@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue
+from burnish.parallel.multi_process import _join
+from burnish.parallel.process_counts import free_port
 from burnish.run import launch as launching
 from burnish.run.agreement import raise_unless_ranks_agree
 from burnish.run.launch import launch
@@ -18,7 +21,7 @@ pytestmark = pytest.mark.run
 
 
 class Two:
-    """An engine that hears of the other process what a test says of it."""
+    """A backend of two processes; the test sets the values of the other one."""
 
     world_size = 2
 
@@ -76,3 +79,21 @@ def test_finished_run_is_no_longer_watched():
         [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": source}, capture_output=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("no-such-host.invalid", "The host name cannot be resolved"),
+        ("127.0.0.1", "Not all processes connected in time"),
+    ],
+)
+def test_unreachable_process_group_is_reported_with_its_address(address, why, monkeypatch):
+    port = str(free_port())
+    for name, value in {"MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError) as raised:
+        _join("gloo", timedelta(seconds=1))
+    (problem,) = raised.value.problems
+    assert f"{address}:{port} within 1 s (ddp_timeout)" in problem.what
+    assert problem.why.startswith(why)

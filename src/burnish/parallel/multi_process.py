@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -26,15 +27,45 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from burnish.checkpoint.parts import Part
+from burnish.config.errors import UserError, first_line
 from burnish.loop.types import IGNORE_INDEX
 from burnish.parallel.options import ParallelChoices
 from burnish.parallel.single import SingleProcess
+from burnish.utils.work import work
 
 CLOSING_S = 10.0
 """Maximum seconds that a process waits for closing its group when it ends."""
 
 _opened: list[Any] = []
 """Groups opened by backends of this process. Others belong to the script."""
+
+
+def _join(backend: str | None, timeout: timedelta) -> None:
+    """Open the process group of the launcher's environment variables, and wait for all of its processes.
+
+    Raises:
+        UserError: if the main process cannot be reached within ``timeout``.
+    """
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    size, rank = os.environ["WORLD_SIZE"], os.environ.get("RANK")
+    try:
+        with work(f"Connecting {size} processes at {address}:{port}", unit="processes"):
+            dist.init_process_group(backend, timeout=timeout)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        why = "The host name cannot be resolved" if not _resolves(address) else "Not all processes connected in time"
+        raise UserError(
+            f"Process {rank} of {size} could not join the others at {address}:{port} within "
+            f"{timeout.total_seconds():.0f} s (ddp_timeout).",
+            why=f"{why}: {first_line(error)}",
+            remedy="Check MASTER_ADDR and MASTER_PORT, and start all processes within ddp_timeout seconds.",
+        ) from error
+
+
+def _resolves(host: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
 
 
 class MultiProcess(SingleProcess):
@@ -61,7 +92,7 @@ class MultiProcess(SingleProcess):
         backend = self.options.ddp_backend or ("gloo" if self.device.type == "cpu" else None)
         timeout = timedelta(seconds=self.options.ddp_timeout)
         if "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            _join(backend, timeout)
         else:  # sharding with a single process
             alone = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, timeout=timeout, store=alone, rank=0, world_size=1)
