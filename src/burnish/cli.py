@@ -54,29 +54,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "RANK" in os.environ:
         # torch's C++ code logs harmless warnings, for example that a search for unused parameters found none.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    debug = _take_debug(words)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    debug = _take_debug(argv)
     try:
         with stopping_at_once():
-            return _run(words)
+            return _run(argv)
     except BaseException as error:  # the outermost frame: anything not explained here would print a traceback
-        return _explain(error, words, debug)
+        return _explain(error, argv, debug)
 
 
-def _run(words: Arguments) -> int:
-    if not words or words[0] in {"--help", "-h", "help"}:
+def _run(argv: Arguments) -> int:
+    if not argv or argv[0] in {"--help", "-h", "help"}:
         print_result(_help().rstrip())
         return 0
-    name = "version" if words[0] in {"--version", "-V"} else words[0]
+    name = "version" if argv[0] in {"--version", "-V"} else argv[0]
     if name == "_planner":
-        return _planner(words[1:])
+        return _planner(argv[1:])
     command = COMMANDS.get(name)
     if command is None:
         raise UserError(_unknown(name))
-    if "--help" in words or "-h" in words:
-        return _tell_of(name, words[1:])
+    if "--help" in argv or "-h" in argv:
+        return _print_command_help(name, argv[1:])
     watch_with(WorkLine())
-    return (_named(command.run) if isinstance(command.run, str) else command.run)(words[1:])
+    return (_named(command.run) if isinstance(command.run, str) else command.run)(argv[1:])
 
 
 def _named(place: str) -> Any:
@@ -85,32 +85,32 @@ def _named(place: str) -> Any:
     return getattr(import_module(f"burnish.{module}"), name)
 
 
-def _explain(error: BaseException, words: Arguments, debug: bool) -> int:
+def _explain(error: BaseException, argv: Arguments, debug: bool) -> int:
     if isinstance(error, SystemExit):
         raise error
     from burnish.run.recovery.failure import explain_failure
 
-    return explain_failure(error, _output_dir(words), debug)
+    return explain_failure(error, _output_dir(argv), debug)
 
 
-def _output_dir(words: Arguments) -> str | None:
+def _output_dir(argv: Arguments) -> str | None:
     """Return ``output_dir`` for writing a traceback, or None. The arguments may be invalid."""
     from burnish.run.plan.config_files import read_arguments
 
     try:
-        file, flags = read_arguments(words[1:])
+        file, flags = read_arguments(argv[1:])
     except (UserError, OSError, RecursionError, MemoryError):  # parsing the arguments may be the failure itself
         return None
-    given = {**file, **flags}.get("output_dir")
-    return str(given.value) if given is not None else None
+    output_dir = {**file, **flags}.get("output_dir")
+    return str(output_dir.value) if output_dir is not None else None
 
 
-def _take_debug(words: Arguments) -> bool:
+def _take_debug(argv: Arguments) -> bool:
     """Remove ``--debug`` without a value and return whether it was there. ``--debug value`` is an ordinary option."""
-    for position, word in enumerate(words):
-        following = words[position + 1 : position + 2]
+    for position, word in enumerate(argv):
+        following = argv[position + 1 : position + 2]
         if word == "--debug" and (not following or following[0].startswith("--") or "=" in following[0]):
-            del words[position]
+            del argv[position]
             return True
     return False
 
@@ -118,15 +118,15 @@ def _take_debug(words: Arguments) -> bool:
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
-def _train(words: Arguments) -> int:
+def _train(argv: Arguments) -> int:
     from burnish.run.launch import launch
     from burnish.run.plan.config_files import read_arguments
 
-    file, flags = read_arguments(words)
-    status = launch(words, {**file, **flags})
+    file, flags = read_arguments(argv)
+    status = launch(argv, {**file, **flags})
     if status is not None:
         return status
-    plan = _plan(words)
+    plan = _plan(argv)
     from burnish.run.build import train_run
     from burnish.run.plan.plan import placing
 
@@ -134,15 +134,15 @@ def _train(words: Arguments) -> int:
         return train_run(plan).exit_code or 0
 
 
-def _explain_run(words: Arguments) -> int:
-    if "--json" in words:
+def _explain_run(argv: Arguments) -> int:
+    if "--json" in argv:
         from burnish.explain.as_json import as_json
 
-        text, status = as_json(lambda: _plan([word for word in words if word != "--json"]))
+        text, status = as_json(lambda: _plan([word for word in argv if word != "--json"]))
         print_result(text)
         return status
-    shows_all = "--all" in words
-    plan = _plan([word for word in words if word != "--all"])
+    shows_all = "--all" in argv
+    plan = _plan([word for word in argv if word != "--all"])
     from burnish.explain.explain import explain
     from burnish.parallel.process_counts import world_size
     from burnish.run.plan.plan import placing
@@ -154,55 +154,55 @@ def _explain_run(words: Arguments) -> int:
     return 0
 
 
-def _export(words: Arguments) -> int:
+def _export(argv: Arguments) -> int:
     from burnish.export.export import export
     from burnish.run.plan.plan import placing, provenance_of
     from burnish.serve.command_line import export_values
 
     interruptible()  # an interrupted export removes its incomplete model
 
-    given = export_values(words)
-    with placing(provenance_of(given)):
-        export(given)
+    values = export_values(argv)
+    with placing(provenance_of(values)):
+        export(values)
     return 0
 
 
-def _planner(words: Arguments) -> int:
+def _planner(argv: Arguments) -> int:
     """Answer the web UI's questions about planned runs. The web UI starts this process."""
     from burnish.serve.page.planner_process import planner
 
     return planner()
 
 
-def _env(words: Arguments) -> int:
-    if words == ["--health"]:
+def _env(argv: Arguments) -> int:
+    if argv == ["--health"]:
         from burnish.explain.env import health
 
         return health()
-    _refuse_words("env", words)
+    _refuse_arguments("env", argv)
     from burnish.explain.env import environment
 
     print_result("\n".join(f"{name:<14}{value}" for name, value in environment().items()))
     return 0
 
 
-def _version(words: Arguments) -> int:
-    _refuse_words("version", words)
+def _version(argv: Arguments) -> int:
+    _refuse_arguments("version", argv)
     from burnish import __version__
 
     print_result(f"burnish {__version__}")
     return 0
 
 
-def _refuse_words(command: str, words: Arguments) -> None:
-    if words:
-        raise UserError(f"burnish {command} takes no options. Received: {' '.join(words)}.")
+def _refuse_arguments(command: str, argv: Arguments) -> None:
+    if argv:
+        raise UserError(f"burnish {command} takes no options. Received: {' '.join(argv)}.")
 
 
-def _plan(words: Arguments) -> Plan:
+def _plan(argv: Arguments) -> Plan:
     from burnish.run.plan.config_files import merge, read_arguments
 
-    file, flags = read_arguments(words)  # first, so that argument errors are reported before torch is loaded
+    file, flags = read_arguments(argv)  # first, so that argument errors are reported before torch is loaded
     from burnish.run.plan.files import problems_in_files
     from burnish.run.plan.plan import aliases, plan
     from burnish.run.recovery.resume import refuse_changed_options
@@ -340,15 +340,15 @@ def _purpose(command: str) -> str:
     return f"burnish {command}: {description.summary}\n\nusage: burnish {command} {description.usage}".rstrip()
 
 
-def _tell_of(command: str, words: Arguments) -> int:
-    """Print a command's help with all its options, or only the options that contain the first of ``words``."""
+def _print_command_help(command: str, argv: Arguments) -> int:
+    """Print a command's help with all its options, or only the options that contain the first of ``argv``."""
     print_result(_purpose(command))
     if groups := COMMANDS[command].options:
         from burnish.config.options import union
         from burnish.run.plan.config_files import CONFIG_SUFFIXES
         from burnish.run.plan.listing import list_options
 
-        wanted = [word for word in words if not (word.startswith("-") or "=" in word or word.endswith(CONFIG_SUFFIXES))]
+        wanted = [word for word in argv if not (word.startswith("-") or "=" in word or word.endswith(CONFIG_SUFFIXES))]
         options = _named(groups[0]) if len(groups) == 1 else union("Options", *map(_named, groups))
         listed = list_options(options, wanted[0] if wanted else "", COMMANDS[command].beginnings)
         print_result(f"\n{listed.rstrip()}")

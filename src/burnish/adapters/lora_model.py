@@ -237,15 +237,15 @@ def merged(model: nn.Module) -> Iterator[None]:
     """
     is_adapted = any(hasattr(module, "base_layer") for module in model.modules())
     layers = [module for _, module in adapter_modules(model) if hasattr(module, "base_layer")] if is_adapted else []
-    kept = [layer.base_layer.weight.data for layer in layers] if all(map(_merges_exactly, layers)) else []
+    originals = [layer.base_layer.weight.data for layer in layers] if all(map(_merges_exactly, layers)) else []
     try:
-        for layer, weight in zip(layers, kept, strict=False):
+        for layer, weight in zip(layers, originals, strict=False):
             (name,) = layer.active_adapters
             layer.base_layer.weight.data = weight + layer.get_delta_weight(name)
             layer.merged_adapters.append(name)
         yield
     finally:
-        for layer, weight in zip(layers, kept, strict=False):
+        for layer, weight in zip(layers, originals, strict=False):
             layer.base_layer.weight.data = weight
             layer.merged_adapters.clear()
 
@@ -369,9 +369,9 @@ def _file_name(path: str, name: str) -> str:
     at = next((i for i, (kind, whose) in enumerate(pairwise(parts)) if kind in _FACTORS and whose == name), None)
     if at is None:
         return ""
-    kept = parts[:at] if parts[at] == "modules_to_save" else parts[: at + 1]
+    prefix = parts[:at] if parts[at] == "modules_to_save" else parts[: at + 1]
     rest = [] if parts[at] == "lora_magnitude_vector" else parts[at + 2 :]
-    return FILE_PREFIX + ".".join([*kept, *rest])
+    return FILE_PREFIX + ".".join([*prefix, *rest])
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------

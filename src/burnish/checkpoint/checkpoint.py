@@ -180,9 +180,9 @@ class Checkpoints:
         target = self.path(step)
         parts = {name: part for name, part in parts.items() if part.is_saved}
         temporary = self._begin(target, parts)
-        copies_later = self._may_copy_later and not self._is_heard(None)
+        copies_later = self._may_copy_later and not self._has_listener(None)
         sharded = [part.stem for part in parts.values() if part.is_sharded]
-        taken = self._taken(parts, copies_later)
+        taken = self._snapshot_parts(parts, copies_later)
         if self.rank != 0 and not sharded:
             return target
         if copies_later:
@@ -196,7 +196,7 @@ class Checkpoints:
             self._writer.start()
         else:
             write()
-        if self._is_heard("on_save"):
+        if self._has_listener("on_save"):
             self.wait()
         return target
 
@@ -228,11 +228,11 @@ class Checkpoints:
             path = pending.temporary / shard_name(stem, self.rank, self.world_size)
             write_shard(path, pending.taken[stem][0], is_first=self.rank == 0)
 
-    def _is_heard(self, event: str | None) -> bool:
+    def _has_listener(self, event: str | None) -> bool:
         """Whether a callback from outside burnish acts on ``event`` (any event if None)."""
         return self._listeners is not None and bool(self._listeners.foreign_callbacks(event))
 
-    def _taken(self, parts: Mapping[str, Part], leave_large: bool) -> dict[str, tuple[dict[str, Any], Any]]:
+    def _snapshot_parts(self, parts: Mapping[str, Part], leave_large: bool) -> dict[str, tuple[dict[str, Any], Any]]:
         """Return the tensors and data that this rank writes, by file stem. All ranks iterate over the parts in the same
         order."""
         taken = {}
@@ -353,7 +353,7 @@ def load(folder: Path, parts: Mapping[str, Part], rank: int = 0) -> None:
     """
     wrong = faults(folder)
     if wrong:
-        raise UserError(f"{'; '.join(wrong)}.", where=str(folder), remedy=others_beside(folder))
+        raise UserError(f"{'; '.join(wrong)}.", where=str(folder), remedy=valid_checkpoints_beside(folder))
     for name, part in parts.items():
         stem = part.stem_of(rank)
         if part.reads_all_ranks:
@@ -378,7 +378,7 @@ def _states_of_ranks(folder: Path, part: Part) -> list[Any]:
 
 def _raise_if(problem: Problem | None, folder: Path) -> None:
     if problem is not None:
-        remedy = problem.remedy or others_beside(folder)
+        remedy = problem.remedy or valid_checkpoints_beside(folder)
         raise UserError(dataclasses.replace(problem, where=str(folder), remedy=remedy))
 
 
@@ -418,7 +418,7 @@ def _read_part(folder: Path, stem: str, by_shards: bool = False) -> Any:
     return join(tensors, json.loads((folder / f"{stem}.json").read_text(encoding="utf-8")))
 
 
-def others_beside(folder: Path) -> str:
+def valid_checkpoints_beside(folder: Path) -> str:
     """A remedy that lists the valid checkpoints next to ``folder``."""
     there = [path.name for path in Checkpoints(folder.parent).all() if path != folder and not faults(path)]
     return (

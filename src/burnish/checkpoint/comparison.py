@@ -63,7 +63,11 @@ def compare_fingerprints(
     may_change: Set[str] = MAY_CHANGE,
 ) -> list[str]:  # fmt: skip
     """Compare two sets of fingerprints. ``before`` belongs to a checkpoint or a finished run in ``folder``."""
-    changed = {name: _apart(before[name], now[name]) for name in now if name in before and before[name] != now[name]}
+    changed = {
+        name: _differing_entries(before[name], now[name])
+        for name in now
+        if name in before and before[name] != now[name]
+    }
     fatal = {name: pair for name, pair in changed.items() if name not in may_change}
     if fatal and not despite:
         raise UserError(
@@ -81,7 +85,7 @@ def compare_fingerprints(
     ]
 
 
-def _apart(old: Any, new: Any) -> tuple[Any, Any]:
+def _differing_entries(old: Any, new: Any) -> tuple[Any, Any]:
     """Return the entries that differ between two mappings, or both values if they are not mappings."""
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return old, new

@@ -119,8 +119,8 @@ def parts_of(
         },
         "rng": Part(RngState(), "rng_state", on_each_rank=True),
     }
-    kept = ("model", "state") if save_only_model else tuple(parts)
-    return {name: replace(part, is_saved=name in kept) for name, part in parts.items()}
+    saved = ("model", "state") if save_only_model else tuple(parts)
+    return {name: replace(part, is_saved=name in saved) for name, part in parts.items()}
 
 
 def _other_weights(folder: Path, name: str, stem: str) -> Problem:

@@ -180,7 +180,7 @@ def union(name: str, *groups: type, doc: str = "") -> type:
     return dataclass(made)
 
 
-def build(group: type[Built], given: Mapping[str, RawValue]) -> tuple[Built, list[Problem]]:
+def build(group: type[Built], raw_values: Mapping[str, RawValue]) -> tuple[Built, list[Problem]]:
     """Create an instance of ``group`` from raw values. Returns it, and all problems.
 
     For unknown names the most similar option is suggested; aliases are resolved; each value is converted to its
@@ -192,7 +192,7 @@ def build(group: type[Built], given: Mapping[str, RawValue]) -> tuple[Built, lis
     values: dict[str, Any] = {}
     first_place: dict[str, tuple[str, str]] = {}
     problems: list[Problem] = []
-    for key, item in given.items():
+    for key, item in raw_values.items():
         name = by_alias.get(key, key)
         if has_secret_name(key) or (name in known and known[name].is_secret):
             keep_secret(item.value)
@@ -254,11 +254,11 @@ def set_without(options: Any, switches: Mapping[str, str]) -> list[str]:
         options: the options of the run.
         switches: option -> the option that it depends on.
     """
-    given = changed_options(options)
+    changed = changed_options(options)
     return [
         f'"{name}" has no effect without "{switch}".'
         for name, switch in switches.items()
-        if name in given and switch not in given
+        if name in changed and switch not in changed
     ]
 
 
@@ -271,8 +271,8 @@ def check_bounds(spec: OptionSpec, value: float) -> None:
     """Check a number against the option's bounds. Raises ValueError with a clause if it is out of bounds."""
     limits = [(_BOUNDS[name], bound) for name, bound in spec.bounds.items() if bound is not None]
     if not all(holds(value, bound) for (holds, _), bound in limits):
-        words = " and ".join(_bound_in_words(word, bound, spec.unit) for (_, word), bound in limits)
-        raise ValueError(f"must be {words}. Received: {value}.")
+        clauses = " and ".join(_bound_in_words(word, bound, spec.unit) for (_, word), bound in limits)
+        raise ValueError(f"must be {clauses}. Received: {value}.")
 
 
 def _bound_in_words(word: str, bound: float, unit: str) -> str:

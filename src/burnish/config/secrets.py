@@ -129,10 +129,10 @@ def _without(text: str, secrets: list[str]) -> str:
 def _masked(match: re.Match[str]) -> str:
     """The name, with the value after it replaced if the name is a secret's."""
     before = re.search(r"[A-Za-z0-9_-]*$", match.string[max(0, match.start() - 40) : match.start()])
-    words = re.split("[_-]", before[0].lower().lstrip("-")) if before else []
-    is_plain = match["word"].lower() in ("token", "key") and len(words) < 2 and not _JOINED.intersection(words)
-    is_plain = is_plain and not (words == [""] and _RANDOM.fullmatch(match["value"]))
-    if not _OF_TEXT.isdisjoint(words[-2:-1]) or is_plain or _NOTHING.fullmatch(match["value"]):
+    parts = re.split("[_-]", before[0].lower().lstrip("-")) if before else []
+    is_plain = match["word"].lower() in ("token", "key") and len(parts) < 2 and not _JOINED.intersection(parts)
+    is_plain = is_plain and not (parts == [""] and _RANDOM.fullmatch(match["value"]))
+    if not _OF_TEXT.isdisjoint(parts[-2:-1]) or is_plain or _NOTHING.fullmatch(match["value"]):
         return match[0]
     if not re.search("[:=]", match["between"]) and not (before and before[0].startswith("--")):
         return match[0]  # "the hub_token of ..."

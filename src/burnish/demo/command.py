@@ -24,18 +24,18 @@ from burnish.run.plan.config_files import read_config, split_arguments
 from burnish.run.plan.plan import Plan, plan
 
 
-def demo(words: list[str]) -> int:
+def demo(argv: list[str]) -> int:
     """Train, generate responses before and after, and print them. Returns the exit status."""
     from burnish.checkpoint.checkpoint import output_folder
     from burnish.run.build import train_run
 
-    if words[:1] == ["picture"]:
-        return demo_picture(words[1:])
-    if words[:1] == ["grpo"]:
-        return grpo_demo(words[1:])
-    is_dpo = words[:1] == ["dpo"]
+    if argv[:1] == ["picture"]:
+        return demo_picture(argv[1:])
+    if argv[:1] == ["grpo"]:
+        return grpo_demo(argv[1:])
+    is_dpo = argv[:1] == ["dpo"]
     name = "demo_dpo.yaml" if is_dpo else "demo.yaml"
-    run = demo_plan(words[is_dpo:], name)
+    run = demo_plan(argv[is_dpo:], name)
     questions, pairs = demo_questions(), demo_questions("pairs_heldout") if is_dpo else []
     note(f"Generating responses to {len(questions)} held-out questions before training ...")
     before, knew = answers(BUNDLED / "model", questions), preferred(BUNDLED / "model", pairs)
@@ -57,19 +57,19 @@ FIRST_STEPS = 100
 responses to the same question differ in reward."""
 
 
-def grpo_demo(words: list[str]) -> int:
+def grpo_demo(argv: list[str]) -> int:
     """Run a short supervised fine-tuning, then GRPO, and print responses before and after. Returns the exit status."""
     from burnish.checkpoint.checkpoint import output_folder
     from burnish.run.build import train_run
 
     name = "demo_grpo.yaml"
-    folder = output_folder(demo_plan(words, name).options)
+    folder = output_folder(demo_plan(argv, name).options)
     start = folder.with_name(f"{folder.name}-sft")
     note(f"{FIRST_STEPS} steps of supervised fine-tuning, so that some responses are correct before GRPO ...")
     first = train_run(demo_plan([f"max_steps={FIRST_STEPS}", f"output_dir={start}", "plot_loss=false"]))
     if first.exit_code is not None:
         return first.exit_code
-    result = train_run(demo_plan(words, name, start))
+    result = train_run(demo_plan(argv, name, start))
     if result.exit_code is not None:
         return result.exit_code
     questions = demo_questions()
@@ -93,11 +93,11 @@ def reward_lines(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def demo_plan(words: list[str], name: str = "demo.yaml", model: Path = BUNDLED / "model") -> Plan:
-    """Return the plan of the bundled configuration, with paths of the installed package, overridden by ``words``."""
+def demo_plan(argv: list[str], name: str = "demo.yaml", model: Path = BUNDLED / "model") -> Plan:
+    """Return the plan of the bundled configuration, with paths of the installed package, overridden by ``argv``."""
     bundled = read_config(BUNDLED / name)
     places = {"model_name_or_path": model, "dataset_dir": BUNDLED / "data"}
-    config, flags = split_arguments(words)
+    config, flags = split_arguments(argv)
     if config is not None:
         what = f"burnish demo has a fixed configuration and does not accept a file. Received: {config}."
         raise UserError(what, remedy=f"Try: burnish train {config}")

@@ -31,12 +31,12 @@ _SHAPES = ("circle", "square", "triangle", "cross")
 _TRAINED, _HELD_OUT = 2400, 80
 
 
-def demo_picture(words: list[str]) -> int:
+def demo_picture(argv: list[str]) -> int:
     """Create model and images, train, print responses before and after. Returns the exit status."""
     from burnish.checkpoint.checkpoint import output_folder
     from burnish.run.build import train_run
 
-    run, base, data = image_plan(words)
+    run, base, data = image_plan(argv)
     folder = Path(output_folder(run.options))
     note(f"Creating a randomly initialized model, and drawing {_TRAINED + _HELD_OUT:,} images ...")
     make_model(base)
@@ -51,10 +51,10 @@ def demo_picture(words: list[str]) -> int:
     return 0 if share_exact(questions, after) > share_exact(questions, before) else 1
 
 
-def image_plan(words: list[str]) -> tuple[Plan, Path, Path]:
+def image_plan(argv: list[str]) -> tuple[Plan, Path, Path]:
     """Return the plan of the bundled configuration, and the folders of the initial model and of the data."""
     config = read_config(BUNDLED / "demo_picture.yaml")
-    _, flags = split_arguments(words)
+    _, flags = split_arguments(argv)
     root = Path(str({**config, **flags}["output_dir"].value))
     base, data = root.with_name(f"{root.name}-model"), root.with_name(f"{root.name}-data")
     places = {"model_name_or_path": base, "dataset_dir": data}

@@ -76,8 +76,8 @@ def problems_of(error: UserError) -> list[dict[str, str]]:
 
 def command_of(values: Mapping[str, Any]) -> str:
     """The same run as a shell command."""
-    words = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items()]
-    return " ".join(["burnish train", *map(shlex.quote, words)])
+    argv = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items()]
+    return " ".join(["burnish train", *map(shlex.quote, argv)])
 
 
 def _steps(chosen: Plan, prepared: Prepared) -> dict[str, Any]:

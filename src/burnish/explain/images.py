@@ -24,9 +24,9 @@ def image_lines(rows: Sequence[Row], prepared: Prepared) -> list[Line]:
     tokens, whole = sum(of_each), sum(len(row["input_ids"]) for row in map(_longest, rows))
     sizes = sorted((one.width * one.height, f"{one.width}x{one.height}") for one in found)
     typical = sizes[len(sizes) // 2][1]
-    given = [family.given_sizes(one) for one in found]
+    resize_steps = [family.given_sizes(one) for one in found]
     patches = [family.patches_of(one) for one in found]
-    resized = sum(len(steps) > 1 for steps in given)
+    resized = sum(len(steps) > 1 for steps in resize_steps)
     distinct = len({one.identity for one in found})
     per_step = sum(patches) / max(1, len(rows)) * (prepared.steps.rows_per_step or 1)
     return [

@@ -37,8 +37,8 @@ def rollouts_section(plan: Plan, prepared: Prepared) -> Iterator[Section]:
         place = f" ({function.place})" if function.place else ""
         lines.append(Line("reward", f"{function.name}{place}, weight {function.weight:g}", plan.where("reward_funcs")))
     if preset := PRESETS.get(options.rl_preset or ""):
-        kept = {name: value for name, value in preset.items() if getattr(options, name) == value}
-        text = ", ".join(f"{name}: {value}" for name, value in kept.items())
+        applied = {name: value for name, value in preset.items() if getattr(options, name) == value}
+        text = ", ".join(f"{name}: {value}" for name, value in applied.items())
         lines.append(Line("preset", f"{options.rl_preset} sets {text}", plan.where("rl_preset")))
     lines += [*_phases(plan, prepared, objective)]
     yield Section("Rollouts", lines)
@@ -55,10 +55,10 @@ def _phases(plan: Plan, prepared: Prepared, objective: RolloutObjective) -> Iter
         "backward pass"
     )
     yield Line("generate", text, plan.where("kept_seats"))
-    asked = ["the policy"] * objective.needs_old_logps + ["the reference"] * objective.needs_reference
+    models = ["the policy"] * objective.needs_old_logps + ["the reference"] * objective.needs_reference
     without = "not needed: the weights do not change between generation and training"
-    yield Line("log-probs", f"one forward pass of {' and '.join(asked)} without gradients" if asked else without)
+    yield Line("log-probs", f"one forward pass of {' and '.join(models)} without gradients" if models else without)
     tokens = objective.rows_per_rank * options.num_generations * options.max_completion_length
-    kept = shown_bytes(16 * tokens)
+    size = shown_bytes(16 * tokens)
     where = "in checkpoints saved between the steps of a generation batch" if objective.inner_steps > 1 else "in memory"
-    yield Line("buffer", f"{kept} at most, {where}")
+    yield Line("buffer", f"{size} at most, {where}")

@@ -151,11 +151,11 @@ def _run(command: list[str]) -> None:
 def _own(folder: Path, target: Path, kind: str) -> None:
     gguf = _library()
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    words = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    tokens = tokenizer_kind(words)
+    tokenizer_json = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    tokens = tokenizer_kind(tokenizer_json)
     writer = gguf.GGUFWriter(target, ARCHITECTURES[config["model_type"]])
     _add_shape(writer, config, folder.resolve().name, kind)
-    add_tokenizer(writer, folder, words, tokens, config["vocab_size"])
+    add_tokenizer(writer, folder, tokenizer_json, tokens, config["vocab_size"])
     paths = sorted(folder.glob("*.safetensors"))
     weights = [(path, name) for path in paths for name in read_header(path)]
     with work(WRITING, len(weights), "weights") as advance:

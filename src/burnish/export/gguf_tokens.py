@@ -52,16 +52,16 @@ class TokenizerKind:
     has_prefix: bool = False
 
 
-def tokenizer_kind(words: dict[str, Any]) -> TokenizerKind:
+def tokenizer_kind(tokenizer_json: dict[str, Any]) -> TokenizerKind:
     """The kind of a ``tokenizer.json``.
 
     Raises:
         UserError: for an unsupported tokenizer.
     """
-    model = words["model"]
+    model = tokenizer_json["model"]
     if model.get("type") == "BPE" and model.get("byte_fallback"):
-        return TokenizerKind("llama", "default", _scores(words), _prefix(words))
-    pre = _split_of(words)
+        return TokenizerKind("llama", "default", _scores(tokenizer_json), _prefix(tokenizer_json))
+    pre = _split_of(tokenizer_json)
     if not model.get("merges"):
         raise UserError("the BPE tokenizer has no merges, and llama.cpp cannot load it.",
                         remedy="Export safetensors instead, or use a tokenizer with merges.")  # fmt: skip
@@ -74,13 +74,13 @@ def _refusal(what: str) -> UserError:
     return UserError(what, remedy="Set llama_cpp to a checkout of llama.cpp to use its converter.")
 
 
-def _split_of(words: dict[str, Any]) -> str:
-    found = words.get("pre_tokenizer") or {}
+def _split_of(tokenizer_json: dict[str, Any]) -> str:
+    found = tokenizer_json.get("pre_tokenizer") or {}
     parts = found.get("pretokenizers", [found])
     patterns = [part["pattern"].get("Regex", "") for part in parts if part.get("type") == "Split"]
     is_bytes = any(part.get("type") == "ByteLevel" for part in parts)
     pattern = patterns[0] if patterns else ""
-    if words["model"].get("type") != "BPE" or not is_bytes or len(patterns) > 1 or pattern not in _SPLITS:
+    if tokenizer_json["model"].get("type") != "BPE" or not is_bytes or len(patterns) > 1 or pattern not in _SPLITS:
         raise _refusal("the tokenizer is not supported: it is neither a byte-level BPE with a known pre-tokenizer "
                        "nor a SentencePiece BPE with byte fallback.")  # fmt: skip
     return _SPLITS[pattern]
@@ -89,13 +89,13 @@ def _split_of(words: dict[str, Any]) -> str:
 # --- SentencePiece ----------------------------------------------------------------------------------------------------
 
 
-def _prefix(words: dict[str, Any]) -> bool:
+def _prefix(tokenizer_json: dict[str, Any]) -> bool:
     """Whether a space is inserted at the beginning of a text.
 
     Raises:
         UserError: if the tokenizer changes or splits the text other than by replacing spaces with ``▁``.
     """
-    normalizer, cut = words.get("normalizer") or {}, words.get("pre_tokenizer") or {}
+    normalizer, cut = tokenizer_json.get("normalizer") or {}, tokenizer_json.get("pre_tokenizer") or {}
     steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
     begins = {"type": "Prepend", "prepend": _SPACE}
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
@@ -105,15 +105,15 @@ def _prefix(words: dict[str, Any]) -> bool:
     raise _refusal("the tokenizer normalizes or splits text in a way that llama.cpp's SentencePiece does not support.")
 
 
-def _scores(words: dict[str, Any]) -> dict[str, float]:
+def _scores(tokenizer_json: dict[str, Any]) -> dict[str, float]:
     """Scores with which joining the best neighbours gives the same tokens as the merges: earlier merges have higher
     scores.
 
     A merge consists of two parts, while a score belongs to the resulting token. So all merges of a token must be
     adjacent, and each pair of tokens that forms a token must be a merge.
     """
-    model = words["model"]
-    added = {token["content"] for token in words.get("added_tokens", ())}
+    model = tokenizer_json["model"]
+    added = {token["content"] for token in tokenizer_json.get("added_tokens", ())}
     pieces = set(model["vocab"]) - added
     merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
     if missing := _BYTES - pieces:
@@ -151,7 +151,7 @@ def _steps(made: list[str]) -> dict[str, int]:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def add_tokenizer(writer: Any, folder: Path, words: dict[str, Any], kind: TokenizerKind, rows: int) -> None:
+def add_tokenizer(writer: Any, folder: Path, tokenizer_json: dict[str, Any], kind: TokenizerKind, rows: int) -> None:
     """Write the fields of a folder's tokenizer, with a token for each of the embedding's ``rows``."""
     from burnish.models.tokens import tokenizer_in
 
@@ -163,7 +163,7 @@ def add_tokenizer(writer: Any, folder: Path, words: dict[str, Any], kind: Tokeni
     writer.add_token_list(texts)
     writer.add_token_types(_types(tokenizer, tokens, kind, rows))
     if kind.scores is None:
-        merges = words["model"]["merges"]
+        merges = tokenizer_json["model"]["merges"]
         writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
     else:
         writer.add_token_scores([kind.scores.get(text, _ADDED_SCORE) for text in texts])

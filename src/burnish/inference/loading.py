@@ -93,7 +93,7 @@ def load_for_inference(
     raise_if(problems_of_adapters(options, config, tokenizer, [*adapters, *served.values()]))
     head = None if is_remote(options) else _reward_head(options, adapters, may_score)
     model = None if is_remote(options) else _model(options, config, tokenizer, adapters, notes, head is None)
-    through = _beside_each_other(model, served) if model is not None and served else None
+    through = _load_side_by_side(model, served) if model is not None and served else None
     for sentence in notes:
         (on_note or (lambda text: None))(sentence)
     last = str(adapters[-1] if adapters else options.model_name_or_path)
@@ -379,7 +379,7 @@ def _served_folders(options: AnsweringOptions) -> dict[str, Path]:
     return named
 
 
-def _beside_each_other(model: nn.Module, folders: Mapping[str, Path]) -> Through:
+def _load_side_by_side(model: nn.Module, folders: Mapping[str, Path]) -> Through:
     """Load adapters into the model. Returns the context in which each row uses its own adapter."""
     for name, folder in folders.items():
         load_adapter(model, folder, name)

@@ -156,10 +156,10 @@ class Scheduler:
             self._release_ended()
         if self._answering:
             for first, number in self._passes(0, self._answering):
-                self._step(first, number, self._make_tokens)
+                self._step(first, number, self._generate_tokens)
             self._release_ended()
         if self._lacks_memory:
-            self._give_memory_back()
+            self._reduce_slots()
         outputs, self._outputs = self._outputs, []
         if outputs:
             self._pace.add(sum(len(each.ids) for _, each in outputs))
@@ -322,7 +322,7 @@ class Scheduler:
             self._end(job, "length")
         return job.limit > 0
 
-    def _make_tokens(self, first: int, number: int) -> None:
+    def _generate_tokens(self, first: int, number: int) -> None:
         """Generate one more token for a range of slots: read the last token, draw the next one."""
         slots = self._range(first, number)
         rows = [NewTokens([slot.active.answer[-1]], len(slot.ids), [0], slot.active.request.images) for slot in slots]
@@ -370,7 +370,7 @@ class Scheduler:
                 slot.ids = []
             self._lacks_memory |= problem.code == "out_of_memory"
 
-    def _give_memory_back(self) -> None:
+    def _reduce_slots(self) -> None:
         """Reduce the number of slots and release the cache memory of the others."""
         self._lacks_memory = False
         running = self._answering + self._reading

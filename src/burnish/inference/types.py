@@ -49,13 +49,13 @@ class Sampling:
     bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
 
-    def changed(self, given: Mapping[str, Any]) -> Sampling:
+    def changed(self, settings: Mapping[str, Any]) -> Sampling:
         """Return these settings with some of them replaced.
 
         Args:
-            given: fields of this class, and ``do_sample``: false selects the most likely token, true samples.
+            settings: fields of this class, and ``do_sample``: false selects the most likely token, true samples.
         """
-        changes = dict(given)
+        changes = dict(settings)
         do_sample = changes.pop("do_sample", None)
         if do_sample is False:
             changes["temperature"] = 0.0
@@ -66,7 +66,7 @@ class Sampling:
 
 GREEDY = Sampling(temperature=0.0)
 
-CHAT, ROLLOUT, DEAL, EVALUATION = 0, 1, 2, 16
+CHAT, ROLLOUT, SHUFFLE, EVALUATION = 0, 1, 2, 16
 """Purposes of random numbers, which use separate streams: responses to requests, completions to train on, the order in
 which these are trained on, and completions of evaluation sets (one number per set, from this one on)."""
 
@@ -238,7 +238,7 @@ class EngineFacts:
     """State of an engine at one moment.
 
     Args:
-        way: "slots" (batched), "own cache" or "whole text" (one request at a time), or the name of a remote engine.
+        backend: "slots" (batched), "own cache" or "whole text" (one request at a time), or the name of a remote engine.
         slots: maximum number of concurrent requests.
         running: number of running requests.
         waiting: number of queued requests.
@@ -250,7 +250,7 @@ class EngineFacts:
         is_alive: false after its thread has ended.
     """
 
-    way: str
+    backend: str
     slots: int
     running: int
     waiting: int

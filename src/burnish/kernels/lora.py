@@ -265,8 +265,8 @@ class _Siblings(torch.autograd.Function):
         upstream = [rows(grad) for grad in grads]  # (N, O_k)
         grad_h = torch.cat([g @ b for g, b in zip(upstream, each_b, strict=True)], 1)  # (N, R)
         of_a = torch.split(grad_h.t() @ rows(x), ctx.ranks)
-        kept = zip(each_h, upstream, ctx.scalings, strict=True)
-        of_b = [(h.t() @ g).mul_(scaling).t() for h, g, scaling in kept]  # thin factor on the left, as in _of_factors
+        pairs = zip(each_h, upstream, ctx.scalings, strict=True)
+        of_b = [(h.t() @ g).mul_(scaling).t() for h, g, scaling in pairs]  # thin factor on the left, as in _of_factors
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = upstream[0] @ weights[0]

@@ -152,7 +152,7 @@ class CallbackHandler:
 
     def fire(self, event: str, **details: Any) -> TrainerControl:
         """Call ``event`` on every callback. ``details`` are ``logs`` for on_log and ``metrics`` for on_evaluate."""
-        for flag in _LOWERED_BY.get(event, ()):
+        for flag in _RESET_BY.get(event, ()):
             setattr(self.control, flag, False)
         for callback in self.callbacks:
             method = getattr(callback, event, None)
@@ -211,7 +211,7 @@ class CallbackHandler:
                     setattr(callback, attribute, value)
 
 
-_LOWERED_BY = {
+_RESET_BY = {
     "on_train_begin": ("should_training_stop",), "on_epoch_begin": ("should_epoch_stop",),
     "on_step_begin": ("should_save", "should_evaluate", "should_log"), "on_evaluate": ("should_evaluate",),
     "on_save": ("should_save",), "on_log": ("should_log",),

@@ -110,7 +110,7 @@ class Loop:
                 '"on_spike": "go_back" is not supported by an objective that takes several optimizer steps per rollout.'
             )
             raise UserError(what, remedy="Set on_non_finite: skip instead.")
-        self.rollout = RolloutBuffer(parallel.rank, parallel.world_size, objective.redeal)
+        self.rollout = RolloutBuffer(parallel.rank, parallel.world_size, objective.redistribute)
         self.flos_per_token, self.logs_tokens = flos_per_token, logs_tokens
         others: dict[str, Stateful | Part] = {"stream": loader, "state": self.state, **(other_parts or {})}
         others |= objective.parts

@@ -82,7 +82,7 @@ class Objective(Protocol):
         return [step_batch]
 
     @property
-    def redeal(self) -> Callable[[Sequence[StepBatch], int, int], StepBatch] | None:
+    def redistribute(self) -> Callable[[Sequence[StepBatch], int, int], StepBatch] | None:
         """Divides a step batch of ``rollout`` among another number of ranks (``RolloutBuffer``). None: not possible."""
         return None
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from burnish.config.errors import UserError
 from burnish.loop.types import StepBatch
 
-Redeal: TypeAlias = Callable[[Sequence[StepBatch], int, int], StepBatch]
+Redistribute: TypeAlias = Callable[[Sequence[StepBatch], int, int], StepBatch]
 """(the parts of a step batch of all ranks, rank, number of ranks) -> the part of this rank."""
 
 
@@ -25,8 +25,8 @@ class RolloutBuffer:
         world_size: number of ranks; each holds its own part of every step batch.
     """
 
-    def __init__(self, rank: int = 0, world_size: int = 1, redeal: Redeal | None = None) -> None:
-        self.rank, self.world_size, self.redeal = rank, world_size, redeal
+    def __init__(self, rank: int = 0, world_size: int = 1, redistribute: Redistribute | None = None) -> None:
+        self.rank, self.world_size, self.redistribute = rank, world_size, redistribute
         self.batches: list[StepBatch] = []
         self.position = 0  # number of used step batches
 
@@ -69,7 +69,7 @@ class RolloutBuffer:
             self.clear()
         elif len(states) == self.world_size:
             self.load_state_dict(states[self.rank])
-        elif self.redeal is None:
+        elif self.redistribute is None:
             raise UserError(
                 f"the checkpoint was saved in the middle of a rollout by {len(states)} processes, but this "
                 f"run has {self.world_size}.",
@@ -77,7 +77,7 @@ class RolloutBuffer:
             )
         else:
             steps = zip(*(_left(state) for state in states), strict=True)
-            self.batches, self.position = [self.redeal(parts, self.rank, self.world_size) for parts in steps], 0
+            self.batches, self.position = [self.redistribute(parts, self.rank, self.world_size) for parts in steps], 0
 
 
 def _left(state: Mapping[str, Any]) -> list[StepBatch]:

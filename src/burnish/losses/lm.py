@@ -316,8 +316,8 @@ def tied_embedding(model: Any, head: Head) -> TiedEmbedding | None:
 
 
 def is_reentrant(options: CheckpointingChoices) -> bool:
-    given = options.gradient_checkpointing_kwargs if options.gradient_checkpointing else None
-    return bool((given or {}).get("use_reentrant"))
+    settings = options.gradient_checkpointing_kwargs if options.gradient_checkpointing else None
+    return bool((settings or {}).get("use_reentrant"))
 
 
 ROUTER_WITHOUT_GRADIENT = Problem(
@@ -328,21 +328,21 @@ ROUTER_WITHOUT_GRADIENT = Problem(
 )
 
 
-def aux_coefficient(model: Any, given: float | None) -> float:
-    """The weight of the load-balancing loss of experts: ``given``, or the model config's value if the config enables
-    it.
+def aux_coefficient(model: Any, coefficient: float | None) -> float:
+    """The weight of the load-balancing loss of experts: ``coefficient``, or the model config's value if the config
+    enables it.
 
     Raises:
         UserError: if a weight is given but the model has no router.
     """
     config = model.config.get_text_config()
     own = getattr(config, "router_aux_loss_coef", None)
-    if given and own is None:
+    if coefficient and own is None:
         raise UserError(
             f'"router_aux_loss_coef" requires a mixture of experts, but {type(model).__name__} has none.',
             remedy="Remove it.",
             option="router_aux_loss_coef",
         )
-    if given is not None:
-        return given
+    if coefficient is not None:
+        return coefficient
     return float(own or 0.0) if getattr(config, "output_router_logits", False) else 0.0

@@ -258,7 +258,7 @@ def _options_of(member: Member[type[StageObjective]]) -> set[str]:
 
 
 def pair_notes(options: PairLossChoices, names: list[str]) -> list[str]:
-    losses, said = [PAIR_LOSSES[name] for name in names], changed_options(options)
+    losses, changed = [PAIR_LOSSES[name] for name in names], changed_options(options)
     shown = ", ".join(names)
     needs = {
         "simpo_gamma": "simpo" in names,
@@ -270,12 +270,13 @@ def pair_notes(options: PairLossChoices, names: list[str]) -> list[str]:
     notes: list[str] = [
         OptionText(f'"{{{name}}}" has no effect: {{pref_loss}} is {{}}.', shown)
         for name, read in needs.items()
-        if name in said and not read
+        if name in changed and not read
     ]
     if not any(loss.needs_reference for loss in losses) and not options.pref_bco_weight:
-        given = [name for name in specs(ReferenceOptions) if name in said]
+        set_options = [name for name in specs(ReferenceOptions) if name in changed]
         notes += [
-            OptionText(f'{{pref_loss}}: {{}} needs no reference; "{{{name}}}" has no effect.', shown) for name in given
+            OptionText(f'{{pref_loss}}: {{}} needs no reference; "{{{name}}}" has no effect.', shown)
+            for name in set_options
         ]
     if "simpo" in names and options.pref_beta < _PAPER_BETA:
         notes.append(OptionText("{pref_beta} {:g} is too low for SimPO; the paper uses 2.0 to 2.5.", options.pref_beta))

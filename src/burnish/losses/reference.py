@@ -96,8 +96,8 @@ class InitialWeights(Reference):
         run."""
         if self._model is None:
             own: dict[int, Any] = {id(p): p for p in model.parameters()}
-            kept = {id(p): nn.Parameter(value, requires_grad=False) for p, value in self.held.values()}
-            self._model = deepcopy(model, own | kept).eval()
+            reference = {id(p): nn.Parameter(value, requires_grad=False) for p, value in self.held.values()}
+            self._model = deepcopy(model, own | reference).eval()
         return self._model
 
     @contextmanager
@@ -148,9 +148,9 @@ class ShardedInitialWeights(Reference):
         self.parallel.drop_gathered(module)
         with torch.no_grad():
             for piece, other in self.held:
-                kept = piece.clone()
+                previous = piece.clone()
                 piece.copy_(other)
-                other.copy_(kept)
+                other.copy_(previous)
 
 
 class SeparateModel(Reference):

@@ -71,8 +71,8 @@ def config_fingerprint(options: ModelOptions) -> str:
 
 def _config_digest(folder: Path, runs_code: bool) -> str:
     raw = read_object(folder / "config.json")
-    kept = {name: value for name, value in raw.items() if name not in _SAYS_NOTHING and value is not None}
-    digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
+    relevant = {name: value for name, value in raw.items() if name not in _SAYS_NOTHING and value is not None}
+    digest = hashlib.sha256(json.dumps(relevant, sort_keys=True).encode())
     for path in sorted(folder.rglob("*.py")) if runs_code else ():
         _add_content(digest, path)
     return digest.hexdigest()[:32]

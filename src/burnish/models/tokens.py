@@ -211,11 +211,11 @@ def _begin_as_described(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
     new = {tokenizer.convert_tokens_to_ids(token) for token in named_tokens(options)}
     tables: tuple[Any, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
     weights = {id(table.weight): table.weight for table in tables if table is not None}
-    for token, words in described.items():
-        ids = [i for i in tokenizer.encode(words, add_special_tokens=False) if i not in new]
+    for token, description in described.items():
+        ids = [i for i in tokenizer.encode(description, add_special_tokens=False) if i not in new]
         if not ids:
             raise UserError(
-                _no_descriptions(options.new_special_tokens_config, f'"{token}": "{words}", all new tokens')
+                _no_descriptions(options.new_special_tokens_config, f'"{token}": "{description}", all new tokens')
             )
         for weight in weights.values():
             mean = weight[ids].float().mean(0)

@@ -130,5 +130,5 @@ class AdamMini(Optimizer):
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         for index, parameter in enumerate(parameters):
             if index in state["state"]:
-                kept = state["state"][index]["exp_avg_sq"]
-                self.state[parameter]["exp_avg_sq"] = kept.to(parameter.device, torch.float32, copy=True)
+                saved = state["state"][index]["exp_avg_sq"]
+                self.state[parameter]["exp_avg_sq"] = saved.to(parameter.device, torch.float32, copy=True)

@@ -163,38 +163,38 @@ def apollo(groups: Groups, options: LowRankChoices) -> Optimizer:
 
 def _galore_method(options: LowRankChoices) -> Method:
     """Settings of GaLore from LLaMA-Factory's options or, for ``optim: galore_*``, transformers' ``optim_args``."""
-    given, is_named = _read_arguments(options, GALORE_ARGUMENTS), not options.use_galore
+    arguments, is_named = _read_arguments(options, GALORE_ARGUMENTS), not options.use_galore
     return Method(
         targets=options.galore_target if options.optim_target_modules is None else options.optim_target_modules,
-        rank=given.get("rank", options.galore_rank or (128 if is_named else 16)),
-        interval=given.get("update_proj_gap", options.galore_update_interval),
-        scale=given.get("scale", options.galore_scale or (0.25 if is_named else 2.0)),
-        side=given.get("proj_type", options.galore_proj_type),
+        rank=arguments.get("rank", options.galore_rank or (128 if is_named else 16)),
+        interval=arguments.get("update_proj_gap", options.galore_update_interval),
+        scale=arguments.get("scale", options.galore_scale or (0.25 if is_named else 2.0)),
+        side=arguments.get("proj_type", options.galore_proj_type),
         directions="svd",
     )
 
 
 def _apollo_method(options: LowRankChoices) -> Method:
-    given, is_named = _read_arguments(options, APOLLO_ARGUMENTS), not options.use_apollo
+    arguments, is_named = _read_arguments(options, APOLLO_ARGUMENTS), not options.use_apollo
     return Method(
         targets=options.apollo_target if options.optim_target_modules is None else options.optim_target_modules,
-        rank=given.get("rank", options.apollo_rank or (128 if is_named else 16)),
-        interval=given.get("update_proj_gap", options.apollo_update_interval),
-        scale=given.get("scale", options.apollo_scale or (1.0 if is_named else 32.0)),
-        side=given.get("proj_type", options.apollo_proj_type),
-        directions=given.get("proj", options.apollo_proj),
-        growth=given.get("scale_type", options.apollo_scale_type),
+        rank=arguments.get("rank", options.apollo_rank or (128 if is_named else 16)),
+        interval=arguments.get("update_proj_gap", options.apollo_update_interval),
+        scale=arguments.get("scale", options.apollo_scale or (1.0 if is_named else 32.0)),
+        side=arguments.get("proj_type", options.apollo_proj_type),
+        directions=arguments.get("proj", options.apollo_proj),
+        growth=arguments.get("scale_type", options.apollo_scale_type),
         scale_front=options.apollo_scale_front,
     )
 
 
 def _read_arguments(options: OptimOptions, known: tuple[str, ...]) -> dict[str, Any]:
     """Read ``optim_args``. Raises TypeError for an unknown name, as other optimizers do."""
-    given = optim_arguments(options)
-    unknown = [name for name in given if name not in known]
+    arguments = optim_arguments(options)
+    unknown = [name for name in arguments if name not in known]
     if unknown:
         raise TypeError(f"unknown argument {unknown[0]}; known: {', '.join(known)}")
-    return given
+    return arguments
 
 
 class LowRank(Delegating):

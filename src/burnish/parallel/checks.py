@@ -105,15 +105,15 @@ def _processes(options: ParallelChoices) -> Iterator[Problem]:
 def parallel_notes(options: ParallelChoices) -> list[str]:
     """Notes on options without effect here, or with another effect than expected."""
     device, notes = device_of(options), []
-    asked = mixed_precision(options)
-    if asked == "fp16" and device.type == "cpu":
+    precision = mixed_precision(options)
+    if precision == "fp16" and device.type == "cpu":
         instead = (
             "bfloat16"
             if has_fast_bfloat16()
             else f"float32: {cpu_instructions()} does not support bfloat16 matrix multiplication"
         )
         notes.append(f'"fp16" on a CPU runs in {instead}.')
-    if asked == "bf16" and device.type == "cpu" and not has_fast_bfloat16():
+    if precision == "bf16" and device.type == "cpu" and not has_fast_bfloat16():
         notes.append(f"{slow_products(torch.bfloat16)} Set bf16: false, unless memory is limited.")
     if options.gradient_checkpointing_kwargs and not options.gradient_checkpointing:
         notes.append('"gradient_checkpointing_kwargs" has no effect without "gradient_checkpointing".')

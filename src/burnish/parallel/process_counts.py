@@ -34,15 +34,15 @@ def machine_rank() -> int:
     return _number("NODE_RANK", 0)
 
 
-def processes_here(asked: int | str, use_cpu: bool) -> int:
+def processes_here(requested: int | str, use_cpu: bool) -> int:
     """Number of processes on this machine: as requested, or one per visible GPU, and at least one.
 
     Args:
-        asked: ``num_processes``. For auto, NPROC_PER_NODE is read, as in other trainers.
+        requested: ``num_processes``. For auto, NPROC_PER_NODE is read, as in other trainers.
         use_cpu: whether GPUs are ignored.
     """
-    if asked != AUTO:
-        return int(asked)
+    if requested != AUTO:
+        return int(requested)
     return _number("NPROC_PER_NODE", 0) or (1 if use_cpu or is_kept_on_cpu() else max(1, num_gpus()))
 
 

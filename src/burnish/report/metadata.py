@@ -51,16 +51,16 @@ class RunMetadata(TrainerCallback):
         self._best: float | None = None
         self._ending: dict[str, Any] | None = None
 
-    def begin(self, given: str, devices: Iterable[str], rows: Mapping[str, int] = MappingProxyType({})) -> None:
+    def begin(self, run_yaml: str, devices: Iterable[str], rows: Mapping[str, int] = MappingProxyType({})) -> None:
         """Write the first files, before the model is loaded.
 
         Args:
-            given: content of ``run.yaml``.
+            run_yaml: content of ``run.yaml``.
             devices: devices that the run uses.
             rows: numbers of rows "seen" and "dropped".
         """
         (self.folder / OUTCOME).unlink(missing_ok=True)
-        self._write(RUN_YAML, given)
+        self._write(RUN_YAML, run_yaml)
         self._write(LAUNCH, json.dumps({**launched(devices), "rows": dict(rows)}, indent=1) + "\n")
         self.event("stage", "loading")
 

@@ -73,8 +73,8 @@ def short_time(seconds: float) -> str:
 
 def counted(number: float, noun: str, nouns: str = "") -> str:
     """Format a count: ``1 step``, ``1,200 steps``, ``0.5 epochs``. ``nouns`` is an irregular plural."""
-    words = noun if number == 1 else nouns or f"{noun}s"
-    return f"{number:,} {words}" if isinstance(number, int) else f"{number:g} {words}"
+    label = noun if number == 1 else nouns or f"{noun}s"
+    return f"{number:,} {label}" if isinstance(number, int) else f"{number:g} {label}"
 
 
 def short_number(value: float) -> str:

@@ -180,8 +180,8 @@ class PrinterCallback(TrainerCallback):
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_local_process_zero or not logs:
             return
-        words = (f"{k} {f'{v:.4g}' if isinstance(v, float) else v}" for k, v in logs.items() if k != "total_flos")
-        console.note(f"step {state.global_step}/{state.max_steps}{GAP}{GAP.join(words)}")
+        entries = (f"{k} {f'{v:.4g}' if isinstance(v, float) else v}" for k, v in logs.items() if k != "total_flos")
+        console.note(f"step {state.global_step}/{state.max_steps}{GAP}{GAP.join(entries)}")
 
 
 class Seen:
@@ -222,8 +222,8 @@ class Seen:
 
     def plain_line(self, pace: Pace) -> str:
         """Return ``step  50/1200  loss 1.2345  1:23 left  lr 2.0e-04  12.3k tok/s``, without the evaluation loss."""
-        words = (name + number + unit for name, number, unit in self.words(pace) if name != _EVAL)
-        return f"step {GAP.join(words)}"
+        entries = (name + number + unit for name, number, unit in self.words(pace) if name != _EVAL)
+        return f"step {GAP.join(entries)}"
 
 
 class Thinned:
@@ -287,9 +287,9 @@ def _eval_line(state: TrainerState, metrics: Mapping[str, Any]) -> str:
     shown = {n: v for n, v in metrics.items() if isinstance(v, int | float) and not n.endswith(RATES) and n != "epoch"}
     if any(name.endswith("_reward") for name in shown):  # metrics of completions: the log has many more
         shown = {name: value for name, value in shown.items() if name.endswith(_OF_COMPLETIONS) or "_pass@" in name}
-    words = (f"{name} {short_loss(value)}" for name, value in shown.items())
+    entries = (f"{name} {short_loss(value)}" for name, value in shown.items())
     where = [f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}"] if state.max_steps else []
-    return GAP.join([*where, *words])
+    return GAP.join([*where, *entries])
 
 
 def _closing(seen: Seen, state: TrainerState, pace: Pace) -> Iterator[str]:
@@ -298,13 +298,13 @@ def _closing(seen: Seen, state: TrainerState, pace: Pace) -> Iterator[str]:
     end = f"Trained {counted(state.global_step, 'step')}"
     if state.global_step < state.max_steps:
         end = f"Stopped after step {state.global_step:,} of {state.max_steps:,}"
-    words = [f"{end} in {short_time(summary.get('train_runtime', pace.elapsed_s))}"]
+    parts = [f"{end} in {short_time(summary.get('train_runtime', pace.elapsed_s))}"]
     if "train_loss" in summary:
-        words.append(f"mean loss {short_loss(summary['train_loss'])}")
+        parts.append(f"mean loss {short_loss(summary['train_loss'])}")
     if seen.loss is not None:
-        words.append(f"last {short_loss(seen.loss)}")
+        parts.append(f"last {short_loss(seen.loss)}")
     if tokens_per_second > 0:
-        words.append(f"{short_number(tokens_per_second)} tokens/s")
-    yield ", ".join(words)
+        parts.append(f"{short_number(tokens_per_second)} tokens/s")
+    yield ", ".join(parts)
     if state.best_metric is not None and state.best_global_step is not None:
         yield f"Best evaluation: {short_loss(state.best_metric)} at step {state.best_global_step:,}"

@@ -80,9 +80,9 @@ def speed_metrics(
 
 def format_metrics(split: str, metrics: Mapping[str, Any]) -> str:
     """Format metrics as aligned lines below a heading, sorted by name."""
-    words = {name: _word(name, value) for name, value in sorted(metrics.items())}
-    names, values = max(map(len, words), default=0), max(map(len, words.values()), default=0)
-    lines = [f"  {name:<{names}} = {word:>{values}}" for name, word in words.items()]
+    formatted = {name: _word(name, value) for name, value in sorted(metrics.items())}
+    names, values = max(map(len, formatted), default=0), max(map(len, formatted.values()), default=0)
+    lines = [f"  {name:<{names}} = {word:>{values}}" for name, word in formatted.items()]
     return "\n".join([f"***** {split} metrics *****", *lines])
 
 

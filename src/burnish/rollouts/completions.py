@@ -142,7 +142,7 @@ class SlotSource(CompletionSource):
         ended: set[int] = set()
         failed: list[Problem | None] = []
         with work("Generating", len(prompts), "completions") as advance:
-            for at in _one_of_each_first(prompts):
+            for at in _first_of_each_group(prompts):
                 request = GenerationRequest(
                     list(prompts[at]), limits.max_new_tokens, sampling=limits.sampling, stop_ids=limits.stop_ids,
                     draw_logprobs=limits.wants_logps, noise=keys[at],
@@ -199,7 +199,7 @@ def _sink(
     return callback
 
 
-def _one_of_each_first(prompts: Sequence[Sequence[int]]) -> list[int]:
+def _first_of_each_group(prompts: Sequence[Sequence[int]]) -> list[int]:
     """Return the indices of the prompts with the first of each group before all others, so that no slot waits for the
     prompt of another one."""
     is_new = [at == 0 or prompts[at] is not prompts[at - 1] for at in range(len(prompts))]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from burnish.checkpoint.parts import Part, Stateful
 from burnish.config.errors import UserError
-from burnish.inference.types import DEAL, EVALUATION, ROLLOUT, NoiseKey
+from burnish.inference.types import EVALUATION, ROLLOUT, SHUFFLE, NoiseKey
 from burnish.kernels.philox import permutation
 from burnish.kernels.probe import Capabilities, causal_lm, find_head, makes_some_logits
 from burnish.kernels.token_logps import LogpRules
@@ -264,7 +264,7 @@ class RolloutObjective(AnswersObjective):
     ) -> Sequence[StepBatch]:
         generation, drops = step // self.inner_steps, self.choices.drop_zero_variance_groups
         drawn = self._draw(module, step_batch, parallel, step)
-        metrics = self.give_advantages(drawn.samples)
+        metrics = self.set_advantages(drawn.samples)
         num_samples, batches = len(drawn.samples), 1
         while (
             drops == "refill"
@@ -276,7 +276,7 @@ class RolloutObjective(AnswersObjective):
             if further is None:
                 break
             drawn.add(self._draw(module, further, parallel, step))
-            metrics = self.give_advantages(drawn.samples)
+            metrics = self.set_advantages(drawn.samples)
             step_batch, batches = replace(further, items=[*step_batch.items, *further.items]), batches + 1
         every, names = drawn.samples, [function.name for function in self.functions]
         metrics |= metrics_of(drawn.tables) | length_metrics(every)
@@ -299,7 +299,7 @@ class RolloutObjective(AnswersObjective):
         generator = self.generator(module, parallel)
         own, table, seconds = generator.samples(rows, self.choices.num_generations, key, parallel, step + 1)
         start = time.perf_counter()
-        self._ask_models(module, own, parallel)
+        self._compute_logps(module, own, parallel)
         seconds["logps"] = time.perf_counter() - start
         found = parallel.gather_objects((own, table.metrics))
         every = sorted((sample for samples, _ in found for sample in samples), key=lambda s: (s.row, s.number))
@@ -321,7 +321,7 @@ class RolloutObjective(AnswersObjective):
         stops = frozenset(self.template.stop_token_ids())
         return Generator(self.choices, self.source, self.functions, self.tokenizer, stops, generating, self.rewarding)
 
-    def give_advantages(self, samples: Sequence[Scored], is_eval: bool = False) -> dict[str, float]:
+    def set_advantages(self, samples: Sequence[Scored], is_eval: bool = False) -> dict[str, float]:
         """Set the advantage of each completion of a generation batch. Returns values for the log."""
         groups = groups_of(samples, self.count(is_eval))
         weights = [function.weight for function in self.functions]
@@ -345,7 +345,7 @@ class RolloutObjective(AnswersObjective):
         ]
         return (self.choices.rl_beta or 0.0) * torch.tensor(sums, dtype=torch.float64)
 
-    def number_of_deal(self, generation: int, number_of_pass: int) -> int:
+    def shuffle_number(self, generation: int, number_of_pass: int) -> int:
         """Return the number from which the order of completions in a pass is derived: the same for all passes, as in
         TRL."""
         return generation
@@ -360,7 +360,7 @@ class RolloutObjective(AnswersObjective):
     ) -> list[StepBatch]:
         passes = []
         for number in range(self.inner_steps // self.steps_per_pass):
-            order = permutation(len(samples), (self.choices.seed, DEAL), self.number_of_deal(generation, number))
+            order = permutation(len(samples), (self.choices.seed, SHUFFLE), self.shuffle_number(generation, number))
             size = self.choices.per_device_train_batch_size
             passes += partitioned(samples, order, self.steps_per_pass, size, parallel.rank, parallel.world_size)
         step_batches, columns = [], columns_of(samples)
@@ -369,7 +369,7 @@ class RolloutObjective(AnswersObjective):
         return step_batches
 
     @property
-    def redeal(self) -> Callable[[Sequence[StepBatch], int, int], StepBatch]:
+    def redistribute(self) -> Callable[[Sequence[StepBatch], int, int], StepBatch]:
         return self._redealt
 
     def _redealt(self, parts: Sequence[StepBatch], rank: int, world_size: int) -> StepBatch:
@@ -381,7 +381,7 @@ class RolloutObjective(AnswersObjective):
 
     # --- passes without a gradient ------------------------------------------------------------------------------------
 
-    def _ask_models(self, module: nn.Module, samples: Sequence[Scored], parallel: Parallel) -> None:
+    def _compute_logps(self, module: nn.Module, samples: Sequence[Scored], parallel: Parallel) -> None:
         """Compute log-probabilities of the completions under policy and reference, if they are needed."""
         size = self.choices.per_device_train_batch_size
         if self.needs_old_logps or self.token_loss.masks_entropy:
@@ -455,10 +455,10 @@ class RolloutObjective(AnswersObjective):
         generator = self.generator(module, parallel)
         key = NoiseKey(self.choices.seed, EVALUATION)
         own, table, _ = generator.samples(rows, count, key, parallel, 0, is_eval=True)
-        self._ask_models(module, own, parallel)
+        self._compute_logps(module, own, parallel)
         found = parallel.gather_objects((own, table.metrics))
         every = sorted((sample for samples, _ in found for sample in samples), key=lambda s: (s.row, s.number))
-        metrics = self.give_advantages(every, is_eval=True) | metrics_of([logged for _, logged in found])
+        metrics = self.set_advantages(every, is_eval=True) | metrics_of([logged for _, logged in found])
         metrics |= length_metrics(every) | pass_at_k(every, count)
         numbers = with_counts(metrics, every, table.names, count)
         size, columns = self.choices.per_device_train_batch_size, columns_of(every)

@@ -94,10 +94,10 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
 
     # --- completions -> pairs -----------------------------------------------------------------------------------------
 
-    def _ask_models(self, module: nn.Module, samples: Sequence[Scored], parallel: Parallel) -> None:
+    def _compute_logps(self, module: nn.Module, samples: Sequence[Scored], parallel: Parallel) -> None:
         """Do nothing: ``prepare_step`` computes the log-probabilities of the reference."""
 
-    def give_advantages(self, samples: Sequence[Scored], is_eval: bool = False) -> dict[str, float]:
+    def set_advantages(self, samples: Sequence[Scored], is_eval: bool = False) -> dict[str, float]:
         scores = self._scores(samples)
         tied = sum(not pair for pair in self._pairs_of(samples, self.count(is_eval)))
         return {
@@ -177,7 +177,7 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
         own, table, _ = self.generator(module, parallel).samples(rows, count, key, parallel, 0, is_eval=True)
         found = parallel.gather_objects((own, table.metrics))
         every = sorted((sample for samples, _ in found for sample in samples), key=lambda s: (s.row, s.number))
-        metrics = self.give_advantages(every, is_eval=True) | metrics_of([logged for _, logged in found])
+        metrics = self.set_advantages(every, is_eval=True) | metrics_of([logged for _, logged in found])
         numbers = with_counts(metrics | length_metrics(every), every, table.names, count)
         for batch in self._micro_batches(every, numbers, count, parallel):
             yield from self.prepare_step(module, [batch], parallel)

@@ -134,7 +134,7 @@ class PpoObjective(RolloutObjective):
 
     # --- a rollout ----------------------------------------------------------------------------------------------------
 
-    def give_advantages(self, samples: Sequence[Scored], is_eval: bool = False) -> dict[str, float]:
+    def set_advantages(self, samples: Sequence[Scored], is_eval: bool = False) -> dict[str, float]:
         """Set the advantage and the return of each token of a rollout, and update the KL coefficient."""
         if is_eval:
             return {**self._score_metrics(weighted_rewards(samples, self.functions)), **self._function_metrics(samples)}
@@ -170,7 +170,7 @@ class PpoObjective(RolloutObjective):
             found -= self.choices.missing_eos_penalty * torch.tensor([not s.is_ended for s in samples]).double()
         return found
 
-    def number_of_deal(self, generation: int, number_of_pass: int) -> int:
+    def shuffle_number(self, generation: int, number_of_pass: int) -> int:
         return generation * self.choices.ppo_epochs + number_of_pass
 
     # --- a step -------------------------------------------------------------------------------------------------------

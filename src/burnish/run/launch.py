@@ -53,12 +53,12 @@ _LOOKS_EVERY_S = 0.05
 _LAST_LINES = 12
 
 
-def launch(words: Sequence[str], values: Mapping[str, RawValue]) -> int | None:
+def launch(argv: Sequence[str], values: Mapping[str, RawValue]) -> int | None:
     """Run ``burnish train *words`` in several processes on this machine, wait for them, and print failures.
 
     Args:
-        words: arguments of ``burnish train``.
-        values: option values parsed from ``words``.
+        argv: arguments of ``burnish train``.
+        values: option values parsed from ``argv``.
     Returns:
         Exit status of the run, or None if it should run in this process.
     Raises:
@@ -68,11 +68,11 @@ def launch(words: Sequence[str], values: Mapping[str, RawValue]) -> int | None:
     raise_if([*launcher_problems(), *problems_of_machines()])
     if not needs_launcher(request):
         return None
-    words, restarts = list(words), 0
+    argv, restarts = list(argv), 0
     num_processes = world_size(request) // num_machines()
     while True:
         with tempfile.TemporaryDirectory(prefix="burnish-") as folder:
-            ended = Processes(words, num_processes, Path(folder)).wait()
+            ended = Processes(argv, num_processes, Path(folder)).wait()
         if not ended.failures:
             return ended.status
         if not ended.may_succeed_again or restarts == request.max_restarts:
@@ -81,7 +81,7 @@ def launch(words: Sequence[str], values: Mapping[str, RawValue]) -> int | None:
             return ended.status
         restarts += 1
         console.warn(f"{ended.failures[-1]}\nRestarting (attempt {restarts} of {request.max_restarts}).")
-        words = with_resume(words, request.output_dir)
+        argv = with_resume(argv, request.output_dir)
 
 
 @dataclass
@@ -109,12 +109,12 @@ class LaunchRequest:
         )
 
 
-def with_resume(words: Sequence[str], output_dir: str | None) -> list[str]:
+def with_resume(argv: Sequence[str], output_dir: str | None) -> list[str]:
     """Return the arguments for a restart, which resumes from the newest checkpoint if there is one."""
     saved = Path(output_dir).glob("checkpoint-*/manifest.json") if output_dir else ()
     if not any(saved):
-        return list(words)
-    return [*words, "--overwrite_output_dir", "false", "--resume_from_checkpoint", "true"]
+        return list(argv)
+    return [*argv, "--overwrite_output_dir", "false", "--resume_from_checkpoint", "true"]
 
 
 @dataclass(frozen=True)
@@ -135,14 +135,14 @@ class ProcessesEnded:
 class Processes:
     """The processes of this machine."""
 
-    def __init__(self, words: Sequence[str], count: int, folder: Path) -> None:
+    def __init__(self, argv: Sequence[str], count: int, folder: Path) -> None:
         self.folder = folder
         self.received: int | None = None
         self.killed: list[subprocess.Popen[bytes]] = []
         self.world_size = count * num_machines()
         self.ranks = [machine_rank() * count + place for place in range(count)]
         common = self._environment(count)
-        self.running = [self._started(words, place, rank, common) for place, rank in enumerate(self.ranks)]
+        self.running = [self._started(argv, place, rank, common) for place, rank in enumerate(self.ranks)]
 
     def _environment(self, count: int) -> dict[str, str]:
         """Return the common environment. Unless OMP_NUM_THREADS is set, the cores are divided evenly."""
@@ -154,7 +154,7 @@ class Processes:
         return variables
 
     def _started(
-        self, words: Sequence[str], place: int, rank: int, common: Mapping[str, str]
+        self, argv: Sequence[str], place: int, rank: int, common: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
         environment = {
             **common, "RANK": str(rank), "LOCAL_RANK": str(place), console.FAILURE_FILE: str(self._failure_file(rank)),
@@ -162,7 +162,7 @@ class Processes:
         output: Any = None if place == 0 else self._log(rank).open("wb")
         try:
             return subprocess.Popen(  # noqa: S603 - this program, with its own arguments
-                [sys.executable, *PROGRAM, *words], env=environment, stdin=subprocess.DEVNULL,
+                [sys.executable, *PROGRAM, *argv], env=environment, stdin=subprocess.DEVNULL,
                 stdout=output, stderr=output,
                 process_group=0,  # so that the terminal sends Ctrl-C to this process only, which forwards it
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,

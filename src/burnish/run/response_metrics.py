@@ -131,9 +131,11 @@ def rouge(predictions: Sequence[str], labels: Sequence[str]) -> dict[str, float]
     scorer, names = Rouge(), ("rouge-1", "rouge-2", "rouge-l")
     rows: list[dict[str, dict[str, float]]] = []
     for prediction, label in zip(predictions, labels, strict=True):
-        words, reference = (" ".join(jieba.cut(text)) for text in (prediction, label))
-        is_empty = not words.split() or not reference.split()
-        rows.append({name: {"f": 0.0} for name in names} if is_empty else scorer.get_scores(words, reference)[0])
+        prediction_words, reference = (" ".join(jieba.cut(text)) for text in (prediction, label))
+        is_empty = not prediction_words.split() or not reference.split()
+        rows.append(
+            {name: {"f": 0.0} for name in names} if is_empty else scorer.get_scores(prediction_words, reference)[0]
+        )
     return {name: 100 * _mean([row[name]["f"] for row in rows]) for name in names}
 
 

@@ -55,17 +55,17 @@ class Serving:
     rest: Mapping[str, RawValue]
 
 
-def serving_of(words: Sequence[str], own: Sequence[str] = (), with_data: bool = False) -> Serving:
+def serving_of(argv: Sequence[str], own: Sequence[str] = (), with_data: bool = False) -> Serving:
     """Parse the arguments of a command.
 
     Args:
-        words: arguments.
+        argv: arguments.
         own: names of the command's own options, which are returned unparsed in ``rest``.
         with_data: also use the datasets of the run that made a folder, unless the arguments name others.
     Raises:
         UserError: with all problems of the options.
     """
-    path, others = path_of(words)
+    path, others = path_of(argv)
     file, flags = read_arguments([*([path] if path and _is_config(path) else []), *others])
     values = merge(file, flags, aliases())
     rest = {key: values.pop(key) for key in list(values) if key in own}
@@ -81,13 +81,13 @@ def serving_of(words: Sequence[str], own: Sequence[str] = (), with_data: bool = 
     return _checked(values, rest, name)
 
 
-def export_values(words: Sequence[str]) -> dict[str, RawValue]:
+def export_values(argv: Sequence[str]) -> dict[str, RawValue]:
     """Parse the arguments of ``burnish export``: PATH or a YAML file, and options.
 
     The base model of an adapter is read from the adapter, the template from ``run.yaml`` in the model's folder.
     """
-    path, others = path_of(words)
-    file, flags = read_arguments(words if not path or _is_config(path) else others)
+    path, others = path_of(argv)
+    file, flags = read_arguments(argv if not path or _is_config(path) else others)
     values = merge(file, flags, aliases())
     if path and not _is_config(path):
         of_run = {name: item for name, item in data_of_run(path, values).items() if name in specs(TemplateOptions)}
@@ -105,7 +105,7 @@ def _base_of_adapter(values: Mapping[str, RawValue]) -> dict[str, RawValue]:
     return {"model_name_or_path": found["model_name_or_path"]} if found else {}
 
 
-def servings_of(words: Sequence[str], own: Sequence[str] = (), with_data: bool = False) -> list[Serving]:
+def servings_of(argv: Sequence[str], own: Sequence[str] = (), with_data: bool = False) -> list[Serving]:
     """Return a ``Serving`` for each model among the leading arguments; without any, for the model in the options.
 
     Names are unique, since each model writes to a folder of its name: ``a/checkpoint-4`` and ``b/checkpoint-4`` are
@@ -114,7 +114,7 @@ def servings_of(words: Sequence[str], own: Sequence[str] = (), with_data: bool =
     Raises:
         UserError: as ``serving_of``, and if a model is named twice.
     """
-    paths, others = paths_of(words)
+    paths, others = paths_of(argv)
     found = [serving_of([*path, *others], own, with_data) for path in ([[path] for path in paths] or [[]])]
     folders = [expanded(path).absolute().parent for path in paths]
     parts = [(*folder.parts, one.name) for folder, one in zip(folders, found, strict=False)]
@@ -141,12 +141,12 @@ def _checked(values: Mapping[str, RawValue], rest: Mapping[str, RawValue], name:
     return Serving(options, name, tuple(infer_notes(options)), provenance_of(present), rest)
 
 
-def paths_of(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def paths_of(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split arguments into leading model paths (including YAML files) and options."""
     found: list[str] = []
-    for at, word in enumerate(words):
+    for at, word in enumerate(argv):
         if word.startswith("-") or "=" in word:
-            return found, list(words[at:])
+            return found, list(argv[at:])
         found.append(word)
     return found, []
 

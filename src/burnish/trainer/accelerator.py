@@ -39,7 +39,7 @@ class ParallelAccelerator:
         self._trainer_log, self._trainer_save = trainer_log, trainer_save
         self.mixed_precision = mixed_precision
         # A state dict type set by a script has no effect: save_model writes a full model, checkpoints are sharded.
-        plugin = SimpleNamespace(set_state_dict_type=lambda *given: None) if parallel.is_sharded else None
+        plugin = SimpleNamespace(set_state_dict_type=lambda *args: None) if parallel.is_sharded else None
         self.state = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=plugin, num_processes=parallel.world_size)
         self.parallelism_config = None
         self.project_dir: str | None = None
@@ -133,7 +133,7 @@ class ParallelAccelerator:
         if name not in _REFUSED:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
-        def refuse(*given: Any, **named: Any) -> None:
+        def refuse(*args: Any, **kwargs: Any) -> None:
             raise ValueError(f"accelerator.{name} is not supported. {_REFUSED[name]}")
 
         return refuse
@@ -154,7 +154,7 @@ class ParallelAccelerator:
         """Whether a model is distributed over several devices."""
         return any(len(getattr(module, "hf_device_map", None) or {}) > 1 for module in model.modules())
 
-    def join_uneven_inputs(self, *given: Any, **named: Any) -> AbstractContextManager[None]:
+    def join_uneven_inputs(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
         """Do nothing: all processes of a run have the same number of batches."""
         return nullcontext()
 

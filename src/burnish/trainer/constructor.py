@@ -114,10 +114,10 @@ def resolve_processing_class(tokenizer: Any, processing_class: Any) -> Any:
     return tokenizer if processing_class is None else processing_class
 
 
-def collator_for(given: Any, processing_class: Any) -> Callable[[list[Any]], Any]:
+def collator_for(data_collator: Any, processing_class: Any) -> Callable[[list[Any]], Any]:
     """The collator (rows -> batch): as given, or depending on the processing class."""
     pads = isinstance(processing_class, PreTrainedTokenizerBase | SequenceFeatureExtractor)
-    collator = given or (DataCollatorWithPadding(processing_class) if pads else default_data_collator)
+    collator = data_collator or (DataCollatorWithPadding(processing_class) if pads else default_data_collator)
     if not callable(collator):
         raise TypeError("The `data_collator` should be a simple callable (function, class with `__call__`).")
     return collator

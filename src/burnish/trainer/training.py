@@ -178,23 +178,23 @@ def warn_empty_dataset(state: TrainerState) -> None:
 # --- resume -----------------------------------------------------------------------------------------------------------
 
 
-def requested_checkpoint(asked: str | bool | None, folder: str, args: TrainingArguments) -> Path | None:
+def requested_checkpoint(requested: str | bool | None, folder: str, args: TrainingArguments) -> Path | None:
     """The requested checkpoint, or the latest valid one in ``folder``. None to start from scratch."""
-    is_resuming = asked is None and args.resume in ("auto", "must")
-    if asked is True or is_resuming:
+    is_resuming = requested is None and args.resume in ("auto", "must")
+    if requested is True or is_resuming:
         newest = get_last_checkpoint(folder) if Path(folder).is_dir() else None
         if newest is not None:
             return _newest_whole(Path(newest), args)
-        if asked is True:
+        if requested is True:
             raise ValueError(f"No valid checkpoint found in output directory ({args.output_dir})")
         if args.resume == "must":
             raise UserError(f'"resume" is must, but {folder} contains no checkpoint.')
         return None
-    if not asked:
+    if not requested:
         return None
-    if not Path(asked).is_dir():
-        raise ValueError(f"Can't find a valid checkpoint at {asked}")
-    return Path(asked)
+    if not Path(requested).is_dir():
+        raise ValueError(f"Can't find a valid checkpoint at {requested}")
+    return Path(requested)
 
 
 def _newest_whole(newest: Path, args: TrainingArguments) -> Path:

@@ -68,14 +68,14 @@ class ReadAheadChoices(LoaderOptions, DataOptions):
 @notes
 def loader_notes(options: ReadAheadChoices) -> list[str]:
     """Return notes on options that have no effect or are reduced."""
-    asked, cores = options.dataloader_num_workers, os.cpu_count() or 1
-    if options.dataloader_prefetch_factor is not None and not asked:
+    requested, cores = options.dataloader_num_workers, os.cpu_count() or 1
+    if options.dataloader_prefetch_factor is not None and not requested:
         return ['"dataloader_prefetch_factor" has no effect without dataloader_num_workers.']
-    if options.streaming and asked:
+    if options.streaming and requested:
         return ['"dataloader_num_workers" has no effect when streaming: the main process tokenizes and collates.']
-    if asked <= cores:
+    if requested <= cores:
         return []
-    return [f'"dataloader_num_workers" is reduced from {asked} to {cores}, the number of CPU cores.']
+    return [f'"dataloader_num_workers" is reduced from {requested} to {cores}, the number of CPU cores.']
 
 
 @dataclass(frozen=True)

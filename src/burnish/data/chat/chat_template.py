@@ -154,7 +154,7 @@ class JinjaFormat:
                         ids[first:begin],
                         partial(self._removable, rendered, range(before, place), first, begin),
                         question,
-                        self._asked_from(rendered, question, index, first, begin),
+                        self._prompt_start(rendered, question, index, first, begin),
                     ),
                     Segment(
                         ids[begin:last],
@@ -166,7 +166,7 @@ class JinjaFormat:
             )
         return turns
 
-    def _asked_from(self, rendered: Rendered, question: Message, index: int, first: int, begin: int) -> int:
+    def _prompt_start(self, rendered: Rendered, question: Message, index: int, first: int, begin: int) -> int:
         """Return the position in the prompt of a turn at which its last message begins, or 0 if it is not needed."""
         place = rendered.answers[index] - 1
         is_plain = question.train is None and question.weight == 1.0

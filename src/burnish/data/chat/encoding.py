@@ -211,13 +211,13 @@ class ConversationEncoder:
     def _truncated(self, example: Example, encoded: EncodedConversation, stats: DataStats) -> EncodedConversation:
         available, turns = self.cutoff_len - (encoded.closing is not None), encoded.turns
         last_first = self.encoding.mask_history
-        kept = fit_turns(turns, available, self.encoding.truncation, last_first)
-        if len(kept) < len(turns):
+        truncated = fit_turns(turns, available, self.encoding.truncation, last_first)
+        if len(truncated) < len(turns):
             stats.add(LEFT_OUT, example)
-        before = turns[len(turns) - len(kept) :] if last_first else turns[: len(kept)]
-        if any(len(now.ids) < len(was.ids) for now, was in zip(chain(*kept), chain(*before), strict=True)):
+        before = turns[len(turns) - len(truncated) :] if last_first else turns[: len(truncated)]
+        if any(len(now.ids) < len(was.ids) for now, was in zip(chain(*truncated), chain(*before), strict=True)):
             stats.add(SHORTENED, example)
-        return EncodedConversation(kept, encoded.closing if kept else None, encoded.ends)
+        return EncodedConversation(truncated, encoded.closing if truncated else None, encoded.ends)
 
     def _keeps(
         self, example: Example, images: Sequence[ImageFile], encoded: EncodedConversation, stats: DataStats

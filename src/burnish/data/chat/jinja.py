@@ -211,10 +211,10 @@ def _observation(slot: _Slot, between: str) -> str:
 
 def _answer(spec: TemplateSpec, options: TemplateChoices, tokenizer: Any) -> str:
     answer, function = _slot(spec.assistant, tokenizer), _slot(spec.function, tokenizer)
-    given, trained = _thoughts(spec, options)
+    prefix, trained = _thoughts(spec, options)
     return "".join(
         (
-            given,
+            prefix,
             "{%- generation -%}",
             trained,
             "{%- if message['tool_calls'] -%}{%- set calls = message['tool_calls'] -%}",

@@ -66,16 +66,16 @@ class Segment:
         """Return the segment, which has no labels yet, with the tokens of its images."""
         return Segment(ids, content, self.message, begin, self.trailing, images=images)
 
-    def only(self, kept: Sequence[int]) -> Segment:
+    def only(self, positions: Sequence[int]) -> Segment:
         """Return the segment with only the tokens at these positions."""
-        weights = self.weights and [self.weights[i] for i in kept]
-        ids, labels = (array("i", [values[i] for i in kept]) for values in (self.ids, self.labels))
-        return replace(self, ids=ids, labels=labels, weights=weights, images=_still_there(self.images, kept))
+        weights = self.weights and [self.weights[i] for i in positions]
+        ids, labels = (array("i", [values[i] for i in positions]) for values in (self.ids, self.labels))
+        return replace(self, ids=ids, labels=labels, weights=weights, images=_still_there(self.images, positions))
 
 
-def _still_there(images: Sequence[ImageFile], kept: Sequence[int]) -> list[ImageFile]:
-    """Return the images with their token spans after only the tokens at ``kept`` remain."""
-    spans = [(bisect_left(kept, one.begin), bisect_left(kept, one.end)) for one in images]
+def _still_there(images: Sequence[ImageFile], positions: Sequence[int]) -> list[ImageFile]:
+    """Return the images with their token spans after only the tokens at ``positions`` remain."""
+    spans = [(bisect_left(positions, one.begin), bisect_left(positions, one.end)) for one in images]
     return [replace(one, begin=begin, end=end) for one, (begin, end) in zip(images, spans, strict=True)]
 
 

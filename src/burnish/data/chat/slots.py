@@ -312,8 +312,8 @@ def _words(spec: TemplateSpec) -> list[str]:
 
     The most common ones are allowed in every template, since datasets are shared between models.
     """
-    words = (*spec.thought_words, *spec.tool_call_words, *TemplateSpec.thought_words, *TemplateSpec.tool_call_words)
-    return [variant for word in words for variant in (word, word.strip())]
+    markers = (*spec.thought_words, *spec.tool_call_words, *TemplateSpec.thought_words, *TemplateSpec.tool_call_words)
+    return [variant for word in markers for variant in (word, word.strip())]
 
 
 def _continue(parts: Parts, more: Parts) -> Parts:

@@ -217,10 +217,10 @@ def _words(value: Any) -> tuple[str, ...]:
 
 
 def _two_words(value: Any) -> tuple[str, ...]:
-    words = _words(value)
-    if len(words) != 2:
+    markers = _words(value)
+    if len(markers) != 2:
         raise ValueError(f"must be two strings, an opening and a closing marker. Received: {value!r}.")
-    return words
+    return markers
 
 
 def _flag(value: Any) -> bool:

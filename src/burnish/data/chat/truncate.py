@@ -78,14 +78,14 @@ def fit_turns(turns: Sequence[Turn], available: int, rule: str, last_first: bool
         rule: truncation rule.
         last_first: give the last turns priority, instead of the first.
     """
-    kept: list[Turn] = []
+    turns_kept: list[Turn] = []
     for prompt, response in reversed(turns) if last_first else turns:
         fitted = fit_segments(prompt, [response], available, rule) if available > 0 else None
         if fitted is None:
             break
-        kept.append((fitted[0], fitted[1]))
+        turns_kept.append((fitted[0], fitted[1]))
         available -= sum(len(segment.ids) for segment in fitted)
-    return kept[::-1] if last_first else kept
+    return turns_kept[::-1] if last_first else turns_kept
 
 
 def fit_segments(prompt: Segment, responses: Sequence[Segment], available: int, rule: str) -> list[Segment] | None:
@@ -162,7 +162,7 @@ def _kept(content: Sequence[bool], length: int) -> list[int]:
     """Return the positions kept in a segment of ``length``. The longest message is shortened first, from its end."""
     runs = _runs(content)
     level = _level([len(run) for run in runs], length - (len(content) - sum(content)))
-    removed = {place for run, kept in zip(runs, level, strict=True) for place in run[kept:]}
+    removed = {place for run, count in zip(runs, level, strict=True) for place in run[count:]}
     return [place for place in range(len(content)) if place not in removed]
 
 
@@ -179,10 +179,10 @@ def _runs(content: Sequence[bool]) -> list[list[int]]:
 
 def _level(lengths: Sequence[int], budget: int) -> list[int]:
     """Divide ``budget`` tokens between messages as evenly as their lengths allow: the longest are truncated first."""
-    kept = [0] * len(lengths)
+    limits = [0] * len(lengths)
     left = min(budget, sum(lengths))
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
     for done, index in enumerate(order):
-        kept[index] = min(lengths[index], left // (len(order) - done))
-        left -= kept[index]
-    return kept
+        limits[index] = min(lengths[index], left // (len(order) - done))
+        left -= limits[index]
+    return limits

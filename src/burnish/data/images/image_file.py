@@ -95,8 +95,8 @@ class ImageFile:
 
     def shrunk(self, factor: float) -> ImageFile:
         """Return the image with at most the fraction ``factor`` of its current pixels."""
-        given = min(self.width * self.height, self.max_pixels or self.width * self.height)
-        most = int(given * factor)
+        num_pixels = min(self.width * self.height, self.max_pixels or self.width * self.height)
+        most = int(num_pixels * factor)
         return replace(self, max_pixels=most, min_pixels=min(self.min_pixels or most, most))
 
     def as_json(self) -> dict[str, Any]:
@@ -342,8 +342,8 @@ def _no_image(path: str | BytesIO) -> str:
     if not begin:
         return "is empty (0 bytes)."
     shown = begin.decode("utf-8", "replace")
-    words = f'begins "{shown}"' if shown.isprintable() else f"begins with the bytes {begin[:8].hex(' ')}"
-    return f"is not an image ({words})."
+    beginning = f'begins "{shown}"' if shown.isprintable() else f"begins with the bytes {begin[:8].hex(' ')}"
+    return f"is not an image ({beginning})."
 
 
 def _without_alpha(image: Image) -> Image:

@@ -140,8 +140,8 @@ class Marks:
         """Return a message with the text of the family before each image."""
         parts: list[ContentPart] = []
         for part in message.parts:
-            said = self.family.before(part.value) if part.kind == "image" else ""
-            parts += [ContentPart("text", said), part] if said else [part]
+            prefix = self.family.before(part.value) if part.kind == "image" else ""
+            parts += [ContentPart("text", prefix), part] if prefix else [part]
         return with_parts(message, parts) if message.images else message
 
     def front(self, num_images: int) -> Ids:

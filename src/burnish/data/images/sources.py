@@ -33,8 +33,8 @@ _SHOWN = 60
 class MissingImage(BadImage):
     """A file that does not exist. Args: nearest: a file with the same name in a nearby folder, or None."""
 
-    def __init__(self, said: str, nearest: Path | None) -> None:
-        super().__init__(said)
+    def __init__(self, message: str, nearest: Path | None) -> None:
+        super().__init__(message)
         self.nearest = nearest
 
 
@@ -89,8 +89,8 @@ class MediaReader:
         try:
             found = in_memory(_decoded(uri, place), place=place)
         except BadImage as error:
-            said = str(error)
-            raise BadImage(said if said.startswith(place) else f"{place} {said}") from None
+            message = str(error)
+            raise BadImage(message if message.startswith(place) else f"{place} {message}") from None
         return replace(found, min_pixels=self.min_pixels, max_pixels=max_pixels or self.max_pixels)
 
     def _nearest(self, name: str) -> Path | None:

@@ -74,10 +74,10 @@ def _best(width: int, height: int, sizes: list[list[int]]) -> tuple[int, int]:
     best, most, least = (0, 0), 0, float("inf")
     for high, wide in sizes:
         scale = min(wide / width, high / height)
-        kept = min(int(width * scale) * int(height * scale), width * height)
-        wasted = wide * high - kept
-        if kept > most or (kept == most and wasted < least):
-            best, most, least = (high, wide), kept, wasted
+        num_pixels = min(int(width * scale) * int(height * scale), width * height)
+        wasted = wide * high - num_pixels
+        if num_pixels > most or (num_pixels == most and wasted < least):
+            best, most, least = (high, wide), num_pixels, wasted
     return best
 
 
@@ -147,8 +147,8 @@ class Gemma3(Family):
     def options(self) -> Mapping[str, Any]:
         """Return the options of pan and scan. Checkpoints have null; these are the defaults of the composed
         processor."""
-        asked = self.source.pan_and_scan
-        is_on = self.processor.do_pan_and_scan if asked is None else asked
+        is_enabled = self.source.pan_and_scan
+        is_on = self.processor.do_pan_and_scan if is_enabled is None else is_enabled
         return {
             "do_pan_and_scan": bool(is_on),
             "pan_and_scan_min_crop_size": self.processor.pan_and_scan_min_crop_size or 256,
@@ -239,8 +239,8 @@ class Aya(InternVL):
         per_tile = (side // (patch * int(self.setting("downsample_factor", config.downsample_factor)))) ** 2
         tiles = self._tiles(width, height)
         names = [f"TILE_{number}" for number in range(1, tiles)] + ["TILE_GLOBAL"]
-        words = "".join(name + self.placeholder * per_tile for name in names)
-        return self.text_ids(f"<|START_OF_IMG|>{words}<|END_OF_IMG|>")
+        text = "".join(name + self.placeholder * per_tile for name in names)
+        return self.text_ids(f"<|START_OF_IMG|>{text}<|END_OF_IMG|>")
 
 
 @FAMILIES.register("idefics3", "smolvlm", words=("<image>",))
@@ -329,8 +329,8 @@ class Llama4(Family):
     def _ids_of_size(self, width: int, height: int) -> Ids:
         rows, columns = self._grid(width, height)
         tile = repeated(self.placeholder_id, self._per_tile)
-        words = ("<|image_start|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image_end|>")
-        begin, beside, below, end = (array("i", [self.token_id(word)]) for word in words)
+        tokens = ("<|image_start|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image_end|>")
+        begin, beside, below, end = (array("i", [self.token_id(word)]) for word in tokens)
         row = (tile + beside) * (columns - 1) + tile + below
         tiles = row * rows if rows * columns > 1 else array("i")
         return begin + tiles + array("i", [self.mark_id]) + tile + end

@@ -29,7 +29,7 @@ from burnish.data.reading.json_files import (
 from burnish.utils.files import check_below_roots, odd_kind
 
 _CSV_FIELD = 2**31 - 1
-_PAPERS = (".", "LICENSE", "README", "dataset_info", "dataset_dict")
+_NOT_DATA = (".", "LICENSE", "README", "dataset_info", "dataset_dict")
 """Name prefixes of files in a dataset folder that contain no data."""
 
 
@@ -78,7 +78,7 @@ def _files_of(path: Path) -> list[Path]:
         return [_known(path)]
     if (path / "state.json").is_file() and any(path.glob("*.arrow")):  # written by datasets' save_to_disk
         return sorted(path.glob("*.arrow"))
-    inside = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith(_PAPERS))
+    inside = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith(_NOT_DATA))
     if not inside:
         folders = ", ".join(sorted(f.name for f in path.iterdir() if f.is_dir()))
         remedy = f"Use one of its subfolders: {folders}." if folders else f"Supported types: {_types()}."
@@ -97,7 +97,7 @@ def missing_file(path: Path, where: str = "") -> Problem:
     folder = path.absolute().parent
     if not folder.is_dir():
         return Problem(f'"{path.name}" does not exist: there is no folder "{folder}".', where=where)
-    names = sorted(file.name for file in folder.iterdir() if not file.name.startswith(_PAPERS))
+    names = sorted(file.name for file in folder.iterdir() if not file.name.startswith(_NOT_DATA))
     near = get_close_matches(path.name, names, n=3, cutoff=0.5) or names[:5]
     remedy = f"The folder contains: {', '.join(near)}." if near else "The folder is empty."
     return Problem(f'the file "{path.absolute()}" does not exist.', where=where, remedy=remedy)

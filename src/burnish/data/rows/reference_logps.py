@@ -49,10 +49,10 @@ class RowsWithReference(RowsOver):
         """Return column name -> the row's reference value; NaN for rows that were not evaluated."""
         return {name: of[index] for name, of in self.columns.items()}
 
-    def restore(self, kept: Sequence[Mapping[str, Any]]) -> None:
+    def restore(self, numbers: Sequence[Mapping[str, Any]]) -> None:
         """Restore the ``numbers`` of all rows from a saved list."""
-        for name in kept[0] if kept else ():
-            self.columns[name] = array("d", [one[name] for one in kept])
+        for name in numbers[0] if numbers else ():
+            self.columns[name] = array("d", [one[name] for one in numbers])
 
     def batches(self, objective: UsesReference, size: int) -> Iterator[Batch]:
         """Yield every batch that ``fill`` evaluates, on the CPU."""

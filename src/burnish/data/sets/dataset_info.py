@@ -143,11 +143,11 @@ def _entry_problems(entry: Info, where: str) -> Iterator[Problem]:
                 f'unknown key "{key}".{did_you_mean(key, _KEYS)}', where, remedy=f"Known: {', '.join(sorted(_KEYS))}."
             )
     for key, known in (("columns", _COLUMNS), ("tags", tuple(SHAREGPT_TAGS))):
-        given = entry.get(key)
-        if given is not None and not isinstance(given, Mapping):
-            yield Problem(f'"{key}" must be an object. Received: {given!r}.', where)
+        value = entry.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            yield Problem(f'"{key}" must be an object. Received: {value!r}.', where)
             continue
-        for part, word in (given or {}).items():
+        for part, word in (value or {}).items():
             if word is not None and not isinstance(word, str):
                 yield Problem(f'"{part}" in "{key}" must be a string. Received: {word!r}.', where)
             if part not in known:
@@ -169,19 +169,19 @@ def _entry_problems(entry: Info, where: str) -> Iterator[Problem]:
 
 def _place(entry: Info, where: str, folder: Path | None) -> tuple[SourceKind, Any]:
     """Return the location of the records. If an entry has several, LLaMA-Factory's precedence applies."""
-    given = {key: entry[key] for key in _PLACES if entry.get(key) is not None}
-    if "ms_hub_url" in given and (uses_modelscope() or "hf_hub_url" not in given):
-        return "ms_hub", given["ms_hub_url"]
-    if "hf_hub_url" in given:
-        return "hf_hub", given["hf_hub_url"]
-    if "script_url" in given:
-        raise UserError(loading_script(given["script_url"], where))
-    if "cloud_file_name" in given:
-        return "cloud", given["cloud_file_name"]
-    if "records" in given and folder is None:
-        return "records", given["records"]
-    if "file_name" in given:
-        return "file", _inside(folder, given["file_name"], where)
+    locations = {key: entry[key] for key in _PLACES if entry.get(key) is not None}
+    if "ms_hub_url" in locations and (uses_modelscope() or "hf_hub_url" not in locations):
+        return "ms_hub", locations["ms_hub_url"]
+    if "hf_hub_url" in locations:
+        return "hf_hub", locations["hf_hub_url"]
+    if "script_url" in locations:
+        raise UserError(loading_script(locations["script_url"], where))
+    if "cloud_file_name" in locations:
+        return "cloud", locations["cloud_file_name"]
+    if "records" in locations and folder is None:
+        return "records", locations["records"]
+    if "file_name" in locations:
+        return "file", _inside(folder, locations["file_name"], where)
     what = f"the entry does not specify a data file or repository. Found: {', '.join(entry) or 'nothing'}."
     raise UserError(what, where, remedy='Set "file_name", "hf_hub_url", "ms_hub_url" or "cloud_file_name".')
 

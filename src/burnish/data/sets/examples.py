@@ -19,7 +19,7 @@ from burnish.data.length import texts_in
 from burnish.data.reading.json_files import Values
 from burnish.data.reading.record_index import Table
 from burnish.data.sets.formats import Bad, bad_records, converted, place, same_in
-from burnish.data.sets.preferences import last_answer, said
+from burnish.data.sets.preferences import last_answer, response_text
 from burnish.data.sets.records import Layout
 from burnish.data.stats import DataStats, dropped, kept
 from burnish.loop.types import Example, Message
@@ -130,10 +130,10 @@ class ListedExamples(Examples):
 
     def answered(self, on_empty_target: str, stats: DataStats) -> ListedExamples:
         """Return the examples without those whose responses are all empty. Raises UserError if none is left."""
-        kept = [e for e in with_answers(self.examples, on_empty_target, stats) if e is not None]
-        if self.examples and not kept:
+        answered = [e for e in with_answers(self.examples, on_empty_target, stats) if e is not None]
+        if self.examples and not answered:
             raise UserError(empty_problem(self.examples, are_all=True))
-        return ListedExamples(kept)
+        return ListedExamples(answered)
 
     def places(self) -> Callable[[int], str]:
         sources = list(dict.fromkeys(example.source for example in self.examples))
@@ -233,7 +233,7 @@ class StreamedExamples(Examples):
                 (before,) = self._read([(index - back) % len(self)], DataStats())
             except UserError:  # a bad record raises when it is accessed itself
                 continue
-            if before is not None and said(last_answer(before)) != said(last_answer(example)):
+            if before is not None and response_text(last_answer(before)) != response_text(last_answer(example)):
                 return replace(example, other=last_answer(before))
         return example
 

@@ -27,7 +27,7 @@ from burnish.config.registry import Registry
 from burnish.data.reading.files import line_of
 from burnish.data.reading.json_files import Values, shortened
 from burnish.data.sets.images import refuse_audio, with_images
-from burnish.data.sets.preferences import judged
+from burnish.data.sets.preferences import with_preference
 from burnish.data.sets.records import ALL_COLUMNS, BadRecord, Layout, Record, as_text, as_turns
 from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, as_context, conversation, messages_of
 from burnish.data.stats import DataStats, dropped
@@ -195,10 +195,10 @@ def converted(
         try:
             if layout.reader is None or layout.reader.model_type:
                 record.refuse_media()
-                example = judged(record, read(record))
+                example = with_preference(record, read(record))
             else:
                 refuse_audio(record)
-                example = with_images(record, judged(record, read(record)))
+                example = with_images(record, with_preference(record, read(record)))
             if layout.needs.columns:
                 columns = values if ALL_COLUMNS in layout.needs.columns else layout.needs.columns
                 example = replace(example, extra={name: values.get(name) for name in columns})

@@ -80,21 +80,21 @@ def _part(reader: MediaReader, part: Any, place: str) -> ContentPart:
         source = source["url"]
     if source is None:
         return ContentPart(KINDS[kind], None)
-    given: dict[str, Any] = {name: part[name] for name in ("min_pixels", "max_pixels") if part.get(name) is not None}
-    for name, value in given.items():
+    limits: dict[str, Any] = {name: part[name] for name in ("min_pixels", "max_pixels") if part.get(name) is not None}
+    for name, value in limits.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise BadRecord(f'"{place}.{name}" must be a positive integer.', received=str(value))
     if KINDS[kind] == "video" and part.get("fps") is not None:
-        given["fps"] = part["fps"]
-        if isinstance(given["fps"], bool) or not isinstance(given["fps"], int | float) or not 0 < given["fps"] < 1e6:
-            raise BadRecord(f'"{place}.fps" must be a positive number.', received=str(given["fps"]))
-    return ContentPart(KINDS[kind], _image(reader, KINDS[kind], source, place, given))
+        limits["fps"] = part["fps"]
+        if isinstance(limits["fps"], bool) or not isinstance(limits["fps"], int | float) or not 0 < limits["fps"] < 1e6:
+            raise BadRecord(f'"{place}.fps" must be a positive number.', received=str(limits["fps"]))
+    return ContentPart(KINDS[kind], _image(reader, KINDS[kind], source, place, limits))
 
 
-def _image(reader: MediaReader, kind: str, source: Any, place: str, given: Mapping[str, Any] | None = None) -> Any:
+def _image(reader: MediaReader, kind: str, source: Any, place: str, limits: Mapping[str, Any] | None = None) -> Any:
     """Return the image or video that a record names."""
     try:
-        return (reader.image if kind == "image" else partial(read_video, reader))(source, place, **(given or {}))
+        return (reader.image if kind == "image" else partial(read_video, reader))(source, place, **(limits or {}))
     except MissingImage as error:
         remedy = "Set media_dir to the folder of the images."
         if error.nearest is not None:
@@ -137,8 +137,8 @@ def with_images(record: Record, example: Example) -> Example:
         )
     _refuse_places(example)
     found = {
-        kind: [_image(reader, kind, value, f"{columns[kind]}[{number}]") for number, value in enumerate(given or ())]
-        for kind, given in values.items()
+        kind: [_image(reader, kind, value, f"{columns[kind]}[{number}]") for number, value in enumerate(sources or ())]
+        for kind, sources in values.items()
     }
     places = {kind: _num_empty(example, kind) for kind in MARKS} if has_parts else marks
     for kind, of_kind in found.items():

@@ -84,12 +84,12 @@ def named_layout(
 ) -> Layout:
     """Return the layout of the format ``name``. With ``columns``, a part that they do not name has no column."""
     traits = FORMATS.get(name).traits
-    given = {part: column for part, column in (traits["columns"] if columns is None else columns).items() if column}
+    named = {part: column for part, column in (traits["columns"] if columns is None else columns).items() if column}
     spoken = {tag: word for tag, word in (tags or {}).items() if word}
-    parts = {part: column for part, column in given.items() if part not in MEDIA}
-    media = tuple(column for part, column in given.items() if part in MEDIA)
+    parts = {part: column for part, column in named.items() if part not in MEDIA}
+    media = tuple(column for part, column in named.items() if part in MEDIA)
     required = frozenset(parts.keys() - traits.get("optional", {}).keys())
-    images, videos = (given.get(f"{one}s") or given.get(one) or "" for one in ("image", "video"))
+    images, videos = (named.get(f"{one}s") or named.get(one) or "" for one in ("image", "video"))
     return Layout(name, parts, required, {**traits.get("tags", {}), **spoken}, media, images, videos)
 
 
@@ -308,8 +308,8 @@ def _no_preference(source: DataSource, needs: RecordNeeds, has_labels: bool) -> 
 
 def _labels_in_words(verdicts: Mapping[Any, bool]) -> str:
     """Describe the values of a KTO label, for example ``1 is true, 0 is false``."""
-    words = {value: next(word for word, meaning in verdicts.items() if meaning is value) for value in (True, False)}
-    return f"{json.dumps(words[True])} is true, {json.dumps(words[False])} is false"
+    names = {value: next(word for word, meaning in verdicts.items() if meaning is value) for value in (True, False)}
+    return f"{json.dumps(names[True])} is true, {json.dumps(names[False])} is false"
 
 
 def _unknown(where: str, records: Sequence[Values], is_described: bool) -> Problem:
@@ -339,8 +339,8 @@ _SYNONYMS = {
 def proposed_columns(found: Iterable[str]) -> dict[str, str]:
     """Guess the columns of prompt and response from their names; empty if there is no good guess."""
     left, proposal = list(found), {}
-    for part, words in _SYNONYMS.items():
-        column = next((c for word in words for c in left if word in c.lower()), None)
+    for part, synonyms in _SYNONYMS.items():
+        column = next((c for word in synonyms for c in left if word in c.lower()), None)
         if column is not None:
             proposal[part] = column
             left.remove(column)

@@ -24,7 +24,7 @@ _WORDS = {"true": True, "false": False}
 SAME = "chosen and rejected are identical."
 
 
-def judged(record: Record, example: Example) -> Example:
+def with_preference(record: Record, example: Example) -> Example:
     """Return ``example`` with the responses of a pair, or with a label, if the layout has columns for them."""
     columns = record.layout.columns
     if "chosen" in columns:
@@ -203,7 +203,9 @@ def with_other_answers(examples: Sequence[Example]) -> list[Example]:
     before: list[int] = []
     for place, answer in enumerate(answers):
         steps = range(1, len(answers))
-        found = next((place - back for back in steps if said(answers[place - back]) != said(answer)), place)
+        found = next(
+            (place - back for back in steps if response_text(answers[place - back]) != response_text(answer)), place
+        )
         before.append(found)
     return [replace(example, other=answers[found]) for example, found in zip(examples, before, strict=True)]
 
@@ -213,6 +215,6 @@ def last_answer(example: Example) -> Answer:
     return example.completion if example.completion is not None else example.messages[-1:]
 
 
-def said(answer: Answer) -> str:
+def response_text(answer: Answer) -> str:
     """Return the text of a response."""
     return answer if isinstance(answer, str) else answer[-1].text

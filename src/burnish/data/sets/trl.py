@@ -160,10 +160,10 @@ def examples_of(
         stats.seen += len(located)
         examples = [_of_ids(*one, layout, bad) for one in located]
     for at, (values, source, number) in enumerate(located):
-        example, said = examples[at], endless(values.values())
-        if said:
-            bad.append((Record(values, source, number, layout), BadRecord(said)))
-        if example is None or said:
+        example, problem = examples[at], endless(values.values())
+        if problem:
+            bad.append((Record(values, source, number, layout), BadRecord(problem)))
+        if example is None or problem:
             examples[at] = None
             continue
         if own := values.get("chat_template_kwargs"):

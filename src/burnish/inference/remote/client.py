@@ -216,14 +216,14 @@ def started_engine(loaded: LoadedModel, waiting: int | None = None) -> RemoteEng
         what = f"infer_backend: {options.infer_backend} cannot merge the adapters of adapter_name_or_path."
         remedy = "Merge them first with burnish export, or serve them with served_adapters."
         raise UserError(what, remedy=remedy, option=("infer_backend", "adapter_name_or_path"))
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "context": loaded.context, "waiting": waiting, "adapters": loaded.adapters,
         "slots": options.infer_seats or 64, "name": options.infer_url or options.infer_backend,
     }  # fmt: skip
     if options.infer_url is not None:
-        return RemoteEngine(options.infer_url, loaded.tokenizer, key=os.environ.get("INFER_KEY", ""), **given)
+        return RemoteEngine(options.infer_url, loaded.tokenizer, key=os.environ.get("INFER_KEY", ""), **settings)
     server = start_server(options, str(options.model_name_or_path), dict(options.served_adapters or {}))
-    return RemoteEngine(server.url, loaded.tokenizer, key=server.key, at_end=server.close, **given)
+    return RemoteEngine(server.url, loaded.tokenizer, key=server.key, at_end=server.close, **settings)
 
 
 class _TextReader:
@@ -249,9 +249,9 @@ class _TextReader:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _logprobs(given: Mapping[str, Any] | None, ids: list[int], request: GenerationRequest) -> tuple[Logprob, ...]:
+def _logprobs(returned: Mapping[str, Any] | None, ids: list[int], request: GenerationRequest) -> tuple[Logprob, ...]:
     """Return one log-probability per id, if the server returned as many."""
-    values = (given or {}).get("token_logprobs") or []
+    values = (returned or {}).get("token_logprobs") or []
     if request.top_logprobs is None or len(values) != len(ids):
         return ()
     return tuple(Logprob(token, float(value)) for token, value in zip(ids, values, strict=True))

@@ -86,23 +86,23 @@ def start_server(options: AnsweringOptions, folder: str, adapters: dict[str, str
 def arguments(options: AnsweringOptions, folder: str, adapters: dict[str, str], port: int) -> list[str]:
     """Return the command-line arguments of the server. The key is passed in the environment."""
     if options.infer_backend == "vllm":
-        words = [
+        argv = [
             "serve", folder, "--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(options.vllm_maxlen),
             "--gpu-memory-utilization", str(options.vllm_gpu_util),
         ]  # fmt: skip
-        words += ["--enforce-eager"] if options.vllm_enforce_eager else []
+        argv += ["--enforce-eager"] if options.vllm_enforce_eager else []
         if adapters:
-            words += ["--enable-lora", "--max-lora-rank", str(options.vllm_max_lora_rank), "--lora-modules"]
-            words += [f"{name}={path}" for name, path in adapters.items()]
-        return [*words, *_flags(options.vllm_config, "vllm_config")]
-    words = [
+            argv += ["--enable-lora", "--max-lora-rank", str(options.vllm_max_lora_rank), "--lora-modules"]
+            argv += [f"{name}={path}" for name, path in adapters.items()]
+        return [*argv, *_flags(options.vllm_config, "vllm_config")]
+    argv = [
         "-m", "sglang.launch_server", "--model-path", folder, "--host", "127.0.0.1", "--port", str(port),
         "--context-length", str(options.sglang_maxlen), "--mem-fraction-static", str(options.sglang_mem_fraction),
     ]  # fmt: skip
-    words += ["--tp-size", str(options.sglang_tp_size)] if options.sglang_tp_size > 0 else []
+    argv += ["--tp-size", str(options.sglang_tp_size)] if options.sglang_tp_size > 0 else []
     if adapters:
-        words += ["--lora-paths", *(f"{name}={path}" for name, path in adapters.items())]
-    return [*words, *_flags(options.sglang_config, "sglang_config")]
+        argv += ["--lora-paths", *(f"{name}={path}" for name, path in adapters.items())]
+    return [*argv, *_flags(options.sglang_config, "sglang_config")]
 
 
 def _flags(config: dict[str, Any] | str | None, name: str) -> Sequence[str]:
@@ -115,11 +115,11 @@ def _flags(config: dict[str, Any] | str | None, name: str) -> Sequence[str]:
         raise UserError(f'"{name}" is not valid JSON: {error}.') from error
     if taken := sorted({"host", "port", "api_key", "uds"} & {str(key).replace("-", "_") for key in values}):
         raise UserError(f'"{name}" must not set {", ".join(taken)}: burnish chooses {_MANAGED}.')
-    words: list[str] = []
+    argv: list[str] = []
     for key, value in values.items():
         flag = f"--{str(key).replace('_', '-')}"
-        words += [flag] if value is True else [] if value in (False, None) else [flag, _word(value)]
-    return words
+        argv += [flag] if value is True else [] if value in (False, None) else [flag, _word(value)]
+    return argv
 
 
 def _word(value: Any) -> str:

@@ -97,9 +97,9 @@ class Grammars:
 
     def _literal(self, text: str) -> str:
         """Return ``text`` in llguidance's notation, with control tokens as tokens, since text would not match them."""
-        words = sorted((word for word in self.tokenizer.get_added_vocab() if word in text), key=len, reverse=True)
-        parts = re.split("(" + "|".join(map(re.escape, words)) + ")", text) if words else [text]
-        ids = {word: self.tokenizer.convert_tokens_to_ids(word) for word in words}
+        tokens = sorted((word for word in self.tokenizer.get_added_vocab() if word in text), key=len, reverse=True)
+        parts = re.split("(" + "|".join(map(re.escape, tokens)) + ")", text) if tokens else [text]
+        ids = {word: self.tokenizer.convert_tokens_to_ids(word) for word in tokens}
         return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part)
 
     def _matched(self, grammar: str, waits_for: str) -> Matched:

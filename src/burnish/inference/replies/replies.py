@@ -148,8 +148,8 @@ class CharacterDecoder:
     def __init__(self, tokenizer: Any, marks: Sequence[str], stop_ids: Iterable[int], skips_special: bool) -> None:
         self.tokenizer = tokenizer
         left_out = set(tokenizer.all_special_ids) if skips_special else set()
-        kept = {i for i in left_out if any(tokenizer.convert_ids_to_tokens(i) in mark for mark in marks)}
-        self._left_out = (left_out - kept) | set(stop_ids)
+        visible = {i for i in left_out if any(tokenizer.convert_ids_to_tokens(i) in mark for mark in marks)}
+        self._left_out = (left_out - visible) | set(stop_ids)
         self._ids: list[int] = []  # the last ids that were returned, and those after them
         self._given = 0  # number of ids in ``_ids`` that were returned
 
@@ -204,10 +204,10 @@ class _Stops:
         return text
 
 
-def _may_begin(text: str, words: Iterable[str]) -> int:
-    """Return the number of characters at the end of ``text`` that may begin one of ``words``."""
+def _may_begin(text: str, markers: Iterable[str]) -> int:
+    """Return the number of characters at the end of ``text`` that may begin one of ``markers``."""
     longest = 0
-    for word in words:
+    for word in markers:
         for length in range(min(len(word) - 1, len(text)), longest, -1):
             if text.endswith(word[:length]):
                 longest = length

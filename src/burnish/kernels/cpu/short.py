@@ -203,7 +203,7 @@ class _Short(torch.autograd.Function):
         groups = query.shape[1] // key.shape[1]
         tokens, keys = buckets.tokens, buckets.keys
         mixed = tokens.empty(query, query.shape[1], value.shape[2])
-        kept: list[Tensor | None] = []
+        saved: list[Tensor | None] = []
         parts = (tokens.spread(query), keys.spread(key), keys.spread(value), tokens.cut(mixed), buckets.before)
         for q, k, v, into, before in zip(*parts, strict=True):
             length, width = q.shape[1], k.shape[1]
@@ -213,8 +213,8 @@ class _Short(torch.autograd.Function):
             weights = torch.softmax(scores, -1)
             used, is_used = torch.native_dropout(weights, dropout, True) if dropout else (weights, None)
             _fill(into, torch.bmm(used, v))
-            kept += [q, k, v, weights, used, is_used]
-        ctx.save_for_backward(*kept)
+            saved += [q, k, v, weights, used, is_used]
+        ctx.save_for_backward(*saved)
         ctx.buckets, ctx.scale, ctx.dropout = buckets, scale, dropout
         ctx.shapes = query.shape, key.shape, value.shape
         return tokens.gathered(mixed)
@@ -225,9 +225,9 @@ class _Short(torch.autograd.Function):
         layouts, shapes = (ctx.buckets.tokens, ctx.buckets.keys, ctx.buckets.keys), ctx.shapes
         groups = shapes[0][1] // shapes[1][1]
         grads = [layout.empty(grad, *shape[1:]) for layout, shape in zip(layouts, shapes, strict=True)]
-        kept = zip(*[iter(ctx.saved_tensors)] * 6, strict=True)  # six tensors per bucket
+        saved = zip(*[iter(ctx.saved_tensors)] * 6, strict=True)  # six tensors per bucket
         for (q, k, v, weights, used, is_used), upstream, of_query, of_key, of_value in zip(
-            kept, layouts[0].spread(grad), *map(BucketPlaces.cut, layouts, grads), strict=True
+            saved, layouts[0].spread(grad), *map(BucketPlaces.cut, layouts, grads), strict=True
         ):
             upstream = _stacked(upstream, groups)
             _fill(of_value, torch.bmm(used.transpose(1, 2), upstream))

@@ -126,8 +126,8 @@ def image_features(model: Any, tensors: Mapping[str, Tensor]) -> Any:
     parts = parts_of(model)
     weights = ((name, weight) for name, weight in model.named_parameters() if weight.is_floating_point())
     dtype = next(weight.dtype for name, weight in weights if part_at(name, parts) != "language_model")
-    given = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-    return model.base_model.get_image_features(**given, return_dict=True)
+    inputs = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+    return model.base_model.get_image_features(**inputs, return_dict=True)
 
 
 def num_features(model: nn.Module, tensors: Mapping[str, Tensor]) -> int:

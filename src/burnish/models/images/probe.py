@@ -80,7 +80,7 @@ def random_rows(model: nn.Module, collator: ImageCollator) -> Iterator[Row]:
         pixels = torch.randint(256, (height, width, 3), generator=generator, dtype=torch.uint8)
         image = Image.fromarray(pixels.numpy())
         images.append(RandomImage(f"drawn {number}", image))
-    words = _words(causal_lm(model))
+    vocabulary = _words(causal_lm(model))
     placeholder = collator.layout.placeholder
     for parts in _ROWS:
         ids: list[int] = []
@@ -93,8 +93,8 @@ def random_rows(model: nn.Module, collator: ImageCollator) -> Iterator[Row]:
                 placed.append(replace(one, begin=len(ids), end=len(ids) + count))
                 ids += [placeholder] * count
                 continue
-            drawn = torch.randint(len(words), (part,), generator=generator).tolist()
-            ids += [words[number] for number in drawn]
+            drawn = torch.randint(len(vocabulary), (part,), generator=generator).tolist()
+            ids += [vocabulary[number] for number in drawn]
         yield {"input_ids": ids, "labels": [IGNORE_INDEX] * (len(ids) - 1) + ids[-1:], "images": placed}
 
 

@@ -79,12 +79,12 @@ class PromptImages:
         """The offset between position and index of tokens after the prompt."""
         return 0 if self.grid is None else int(self.grid.max()) + 1 - len(self.features)
 
-    def positions(self, told: Tensor) -> Tensor:
-        """Return the rotary positions (3, T) of the tokens with the indices ``told`` (T,)."""
+    def positions(self, indices: Tensor) -> Tensor:
+        """Return the rotary positions (3, T) of the tokens with the indices ``indices`` (T,)."""
         assert self.grid is not None
-        places = told.clamp(max=len(self.features) - 1).cpu()
-        behind = (told + self.shift).expand(3, -1).cpu()
-        return torch.where(told.cpu() < len(self.features), self.grid[:, places], behind).to(told.device)
+        places = indices.clamp(max=len(self.features) - 1).cpu()
+        behind = (indices + self.shift).expand(3, -1).cpu()
+        return torch.where(indices.cpu() < len(self.features), self.grid[:, places], behind).to(indices.device)
 
     def whole_end(self, end: int) -> int:
         """Return the first index from ``end`` on that does not split a bidirectional block."""
@@ -110,16 +110,16 @@ class RowOfPrompt(Protocol):
     def images(self) -> PromptImages | None: ...
 
 
-def inputs_of_images(model: Any, rows: Sequence[RowOfPrompt], told: Tensor) -> dict[str, Any]:
+def inputs_of_images(model: Any, rows: Sequence[RowOfPrompt], indices: Tensor) -> dict[str, Any]:
     """Return the model inputs of a forward pass that depend on images; empty if no row has any.
 
     Args:
-        told: (B, T) index of each new token in its row.
+        indices: (B, T) index of each new token in its row.
     """
     if not any(row.images for row in rows):
         return {}
     found: dict[str, Any] = {}
-    places = torch.zeros(told.shape, dtype=torch.long)
+    places = torch.zeros(indices.shape, dtype=torch.long)
     made, count = [], 0
     is_video: list[bool] = []
     for number, row in enumerate(rows):
@@ -135,13 +135,13 @@ def inputs_of_images(model: Any, rows: Sequence[RowOfPrompt], told: Tensor) -> d
         chosen = places.flatten()
         found["mm_encoder_outputs"] = by_kind(joined_features(made), chosen[chosen > 0] - 1, torch.tensor(is_video))
     if any(row.images is not None and row.images.grid is not None for row in rows):
-        plain = told.expand(3, *told.shape).clone()
+        plain = indices.expand(3, *indices.shape).clone()
         for number, row in enumerate(rows):
             if row.images is not None:
-                plain[:, number] = row.images.positions(told[number])
+                plain[:, number] = row.images.positions(indices[number])
         found["position_ids"] = plain
     first = max(row.images.first_position for row in rows if row.images is not None)
-    return {**found, "position_ids": told + first} if first else found
+    return {**found, "position_ids": indices + first} if first else found
 
 
 def bidirectional_blocks(rows: Sequence[RowOfPrompt], places: Tensor, width: int) -> Tensor | None:

@@ -16,9 +16,9 @@ def broken_torchvision() -> Problem | None:
     try:
         import torchvision  # type: ignore[import-not-found, unused-ignore] # noqa: F401
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return Problem(
-            f"torchvision {_version('torchvision')} is not compatible with torch {_version('torch')} ({said}).",
+            f"torchvision {_version('torchvision')} is not compatible with torch {_version('torch')} ({message}).",
             why="While it is installed, transformers cannot load many models, including text models.",
             remedy="Run: pip uninstall torchvision. burnish does not need it.",
         )

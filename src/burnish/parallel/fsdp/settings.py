@@ -74,15 +74,15 @@ def uses_fsdp(options: ParallelOptions) -> bool:
 
 def fsdp_settings(options: ParallelOptions) -> FsdpSettings:
     """Parse the settings of options that were checked before."""
-    words, values = _words(options), _values(options)
-    strategy = _strategy(words, values)
+    flags, values = _words(options), _values(options)
+    strategy = _strategy(flags, values)
     layers = values.get("transformer_layer_cls_to_wrap", values.get("transformer_cls_to_wrap")) or ()
     layers = [name.strip() for name in layers.split(",")] if isinstance(layers, str) else layers
     reshards = values.get("reshard_after_forward", strategy not in ("shard_grad_op", "hybrid_shard_zero2"))
     copies, old = values.get("dp_replicate_size"), _OLD_RESHARD.get(str(reshards).upper())
     return FsdpSettings(
         reshards=is_true(reshards) if old is None else old,
-        offloads="offload" in words or is_true(values.get("offload_params", values.get("cpu_offload"))),
+        offloads="offload" in flags or is_true(values.get("offload_params", values.get("cpu_offload"))),
         layer_classes=tuple(layers),
         min_num_params=int(values.get("min_num_params") or 0) if not layers else 0,
         checkpoints=is_true(values.get("activation_checkpointing")),
@@ -138,10 +138,10 @@ def fsdp_notes(options: ParallelOptions) -> Iterator[str]:
         )
 
 
-def _strategy(words: set[str], values: Mapping[str, Any]) -> str:
+def _strategy(flags: set[str], values: Mapping[str, Any]) -> str:
     name = str(values.get("sharding_strategy", "")).lower()
     strategy = _STRATEGIES.get(name, name)
-    return strategy or next((word for word in sorted(words) if "shard" in word), "full_shard")
+    return strategy or next((word for word in sorted(flags) if "shard" in word), "full_shard")
 
 
 def _words(options: ParallelOptions) -> set[str]:

@@ -254,11 +254,11 @@ class _Job:
         message = first_line(error)
         kind = type(error).__name__
         text = kind if message == kind else f"{kind}: {message}"
-        where = self._culprit(function)
+        where = self._failing_completion(function)
         what = f"{_shown_name(function)}{at}: {text.removesuffix('.')}.{where} Stopped at step {self.step}."
         return UserError(what, remedy="Return None for a completion that cannot be scored.", option="reward_funcs")
 
-    def _culprit(self, function: RewardFunction) -> str:
+    def _failing_completion(self, function: RewardFunction) -> str:
         """Return `` Record 12, completion "...".``: the first completion on which the function fails alone, if one is
         found in time."""
         if function.is_async or inspect.isgeneratorfunction(function.call):

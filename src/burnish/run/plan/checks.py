@@ -87,9 +87,9 @@ def evaluation_notes(options: RunOptions) -> list[str]:
     """Return a note on an evaluation set that is never used."""
     if not trains(options) or evaluates(options) or options.do_predict or options.eval_on_start:
         return []
-    given = f"val_size: {options.val_size:g}" if options.val_size else "eval_dataset" if options.eval_dataset else ""
+    option = f"val_size: {options.val_size:g}" if options.val_size else "eval_dataset" if options.eval_dataset else ""
     remedy = "Set eval_strategy: steps or epoch, or do_eval: true."
-    return [f"{given} is set, but the run never evaluates. {remedy}"] if given else []
+    return [f"{option} is set, but the run never evaluates. {remedy}"] if option else []
 
 
 @check

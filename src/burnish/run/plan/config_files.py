@@ -53,10 +53,10 @@ def _with_home(values: dict[str, RawValue]) -> dict[str, RawValue]:
     }
 
 
-def path_of(words: Sequence[str]) -> tuple[str, list[str]]:
+def path_of(argv: Sequence[str]) -> tuple[str, list[str]]:
     """Return the first argument if it is not an option (otherwise ""), and the other arguments."""
-    is_path = bool(words) and not words[0].startswith("-") and "=" not in words[0]
-    return (words[0], list(words[1:])) if is_path else ("", list(words))
+    is_path = bool(argv) and not argv[0].startswith("-") and "=" not in argv[0]
+    return (argv[0], list(argv[1:])) if is_path else ("", list(argv))
 
 
 def from_variables(

@@ -65,9 +65,9 @@ def _facts(spec: OptionSpec) -> Iterator[str]:
         yield f"default {shown(spec.default)}{' ' + spec.unit if spec.unit else ''}"
     if spec.choices:
         yield f"one of {', '.join(map(str, spec.choices))}"
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    prefixes = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     bounds = [
-        f"{words[key]} {shown(bound)}" for key, bound in spec.bounds.items() if bound is not None and isfinite(bound)
+        f"{prefixes[key]} {shown(bound)}" for key, bound in spec.bounds.items() if bound is not None and isfinite(bound)
     ]
     if bounds:
         yield " and ".join(bounds)

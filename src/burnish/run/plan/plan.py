@@ -73,8 +73,8 @@ def plan(values: Mapping[str, RawValue], extra_checks: Sequence[Check] = ()) -> 
     """
     raise_if(launcher_problems())
     present, problems, foreign = take_absent(values, {**specs(RunOptions), **aliases()})
-    present, words, twice = _renamed(present)
-    words = {option: word for word, option in words.items()}
+    present, names_used, twice = _renamed(present)
+    names_used = {option: word for word, option in names_used.items()}
     options, wrong = build(RunOptions, present)
     provenance = provenance_of(present)
     options = replace(options, **dependent_defaults(options, provenance))
@@ -87,14 +87,14 @@ def plan(values: Mapping[str, RawValue], extra_checks: Sequence[Check] = ()) -> 
     problems += [*twice, *wrong, *run_checks(component_checks())]
     if problems:
         reported = (
-            replace(problem, what=renamed(problem.what, words), remedy=renamed(problem.remedy, words))
+            replace(problem, what=renamed(problem.what, names_used), remedy=renamed(problem.remedy, names_used))
             for problem in [*problems, *run_checks(extra_checks)]
         )
         raise UserError(dict.fromkeys(reported))
     return Plan(
         options=options,
         provenance=MappingProxyType(provenance),
-        notes=(*foreign, *(renamed(note, words) for note in _notes(present, options))),
+        notes=(*foreign, *(renamed(note, names_used) for note in _notes(present, options))),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
     )
 

@@ -199,8 +199,8 @@ _BYTES = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2
 
 def _out_of_memory(error: BaseException) -> Problem:
     needed, free = _requested(str(error)), _free(str(error))
-    words = [f"{_size(needed)} requested" if needed else "", f"{_size(free)} free" if free else ""]
-    figures = " and ".join(word for word in words if word)
+    sizes = [f"{_size(needed)} requested" if needed else "", f"{_size(free)} free" if free else ""]
+    figures = " and ".join(word for word in sizes if word)
     by, helps = _wanted_by(error)
     return Problem(
         f"Out of memory{by}{': ' + figures if figures else ''}.",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from burnish.checkpoint.checkpoint import Checkpoints, others_beside, output_folder
+from burnish.checkpoint.checkpoint import Checkpoints, output_folder, valid_checkpoints_beside
 from burnish.checkpoint.comparison import AFTER_THE_END, compare_fingerprints, compare_with_checkpoint
 from burnish.checkpoint.manifest import faults, read_manifest
 from burnish.config.errors import Problem, UserError
@@ -113,7 +113,11 @@ def check_checkpoint(requested: Path, checkpoints: Checkpoints) -> list[Problem]
             Problem(f'resume_from_checkpoint "{requested}" {what}.', remedy=remedy, option="resume_from_checkpoint")
         ]
     wrong = faults(requested)
-    return [Problem(f"{'; '.join(wrong[:3])}.", where=str(requested), remedy=others_beside(requested))] if wrong else []
+    return (
+        [Problem(f"{'; '.join(wrong[:3])}.", where=str(requested), remedy=valid_checkpoints_beside(requested))]
+        if wrong
+        else []
+    )
 
 
 def nothing_left_to_do(

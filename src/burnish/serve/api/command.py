@@ -44,14 +44,14 @@ _SWITCH_S = 0.001
 thread waits for the GIL. With eight streams, that wait is a third of the server's overhead."""
 
 
-def api(words: Sequence[str]) -> int:
+def api(argv: Sequence[str]) -> int:
     """Run ``burnish api``. Returns 128 + the signal that ended it.
 
     Raises:
         UserError: for invalid options, or if the socket or the model is not available.
     """
-    words = with_adapters(words)
-    options = read_options(words)
+    argv = with_adapters(argv)
+    options = read_options(argv)
     try:
         from burnish.serve.api.app import ServerState
         from burnish.serve.http.guards import new_key
@@ -70,7 +70,7 @@ def api(words: Sequence[str]) -> int:
     state = ServerState()
     sys.setswitchinterval(_SWITCH_S)
     try:
-        status = asyncio.run(_serve(words, options, state, key, found))
+        status = asyncio.run(_serve(argv, options, state, key, found))
     finally:
         if options.api_socket:
             os.unlink(options.api_socket)
@@ -80,18 +80,18 @@ def api(words: Sequence[str]) -> int:
     return status
 
 
-def read_options(words: Sequence[str]) -> ApiOptions:
+def read_options(argv: Sequence[str]) -> ApiOptions:
     """Parse the server's own options without importing the code for the model's options.
 
     Raises:
         UserError: with all problems.
     """
-    path, others = path_of(words)
-    file, flags = read_arguments(words if path.endswith(CONFIG_SUFFIXES) else others)
+    path, others = path_of(argv)
+    file, flags = read_arguments(argv if path.endswith(CONFIG_SUFFIXES) else others)
     merged = merge(file, flags, {})
-    given: Mapping[str, RawValue] = {name: item for name, item in merged.items() if name in OWN}
-    problems = [*problems_of_key(given, COMMAND_LINE), *_without_prefix(merged)]
-    options, wrong = build(ApiOptions, {**given, **from_environment(given)})
+    own_values: Mapping[str, RawValue] = {name: item for name, item in merged.items() if name in OWN}
+    problems = [*problems_of_key(own_values, COMMAND_LINE), *_without_prefix(merged)]
+    options, wrong = build(ApiOptions, {**own_values, **from_environment(own_values)})
     raise_if([*problems, *wrong, *check_api(options)])
     assert isinstance(options, ApiOptions)
     return options
@@ -105,7 +105,7 @@ def _without_prefix(merged: Mapping[str, RawValue]) -> Iterator[Problem]:
 
 
 async def _serve(
-    words: Sequence[str], options: ApiOptions, state: ServerState, key: str | None, found: socket.socket
+    argv: Sequence[str], options: ApiOptions, state: ServerState, key: str | None, found: socket.socket
 ) -> int:
     from burnish.data.chat.rendering import limit_rendering
     from burnish.serve.api.app import application
@@ -113,8 +113,8 @@ async def _serve(
 
     async def begin() -> None:
         loop = asyncio.get_running_loop()
-        say(f"Loading {path_of(words)[0] or 'the model'} ...", sys.stdout)
-        loaded, engine, outputs = await in_thread(lambda: load_served(words, options, state, loop))
+        say(f"Loading {path_of(argv)[0] or 'the model'} ...", sys.stdout)
+        loaded, engine, outputs = await in_thread(lambda: load_served(argv, options, state, loop))
         _open(loaded, engine, outputs, options, state)
         for line in opening_lines(loaded, engine, options, key, found):
             say(line, sys.stdout, blots=False)
@@ -149,7 +149,7 @@ async def in_thread(work: Callable[[], Any]) -> Any:
 
 
 def load_served(
-    words: Sequence[str], options: ApiOptions, state: ServerState, loop: asyncio.AbstractEventLoop
+    argv: Sequence[str], options: ApiOptions, state: ServerState, loop: asyncio.AbstractEventLoop
 ) -> tuple[LoadedModel, InferenceEngine, OutputQueue]:
     """Load the model and start its engine, which delivers to an output queue of ``loop``.
 
@@ -160,7 +160,7 @@ def load_served(
     from burnish.serve.command_line import serving_of
 
     state.share = 0.1
-    serving = serving_of(words, own=tuple(OWN))
+    serving = serving_of(argv, own=tuple(OWN))
     state.share = 0.3
     loaded = load_for_inference(serving.options, serving.name, may_score=True)
     for sentence in (*serving.notes, *loaded.notes):
@@ -206,7 +206,7 @@ def _versions(engine: InferenceEngine) -> dict[str, str]:
     from burnish import __version__
 
     libraries = {name: version(name) for name in ("torch", "transformers")}
-    return {"burnish": __version__, **libraries, "engine": engine.facts().way}
+    return {"burnish": __version__, **libraries, "engine": engine.facts().backend}
 
 
 def opening_lines(

@@ -366,11 +366,11 @@ def _best(folded: Sequence[Delta], best_of: int, n: int) -> list[int]:
     """
     if best_of == n:
         return list(range(len(folded)))
-    kept = []
+    best = []
     for begin in range(0, len(folded), best_of):
         group = range(begin, begin + best_of)
-        kept += sorted(group, key=lambda index: -_mean_logprob(folded[index]))[:n]
-    return kept
+        best += sorted(group, key=lambda index: -_mean_logprob(folded[index]))[:n]
+    return best
 
 
 def _mean_logprob(delta: Delta) -> float:

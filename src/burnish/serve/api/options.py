@@ -152,11 +152,11 @@ def needs_key(options: ApiOptions) -> bool:
     return options.api_socket is None and not is_loopback(options.api_host)
 
 
-def with_adapters(words: Sequence[str]) -> list[str]:
+def with_adapters(argv: Sequence[str]) -> list[str]:
     """Convert every ``--adapter name=folder`` to the single option ``served_adapters``."""
     left: list[str] = []
     named: dict[str, str] = {}
-    rest = iter(words)
+    rest = iter(argv)
     for word in rest:
         if word != "--adapter":
             left.append(word)

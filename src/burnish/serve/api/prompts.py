@@ -44,7 +44,7 @@ class Prompter:
 
     def __init__(self, template: Template, images: ImageReader | None = None) -> None:
         self.template, self.images = template, images
-        self._under = lru_cache(maxsize=32)(self._made_under)
+        self._under = lru_cache(maxsize=32)(self._with_variables)
 
     def ids(self, request: ChatRequest) -> list[int]:
         """Return the prompt ids of a request. Raises APIError: 400."""
@@ -104,12 +104,12 @@ class Prompter:
         images = self._images(request.messages)
         if self.template.spec is not None:
             messages = _joined(messages)
-        words = self.template.spec.tool_call_words if self.template.spec else TemplateSpec.tool_call_words
+        markers = self.template.spec.tool_call_words if self.template.spec else TemplateSpec.tool_call_words
         thoughts = self.template.spec.thought_words if self.template.spec else TemplateSpec.thought_words
         written = tuple(
-            replace(_message(message, words, thoughts), content=_content(message, images))
+            replace(_message(message, markers, thoughts), content=_content(message, images))
             if message.parts
-            else _message(message, words, thoughts)
+            else _message(message, markers, thoughts)
             for message in messages
         )
         return Example(written, system=system, tools=tools, source="the request", number=1)
@@ -141,12 +141,12 @@ class Prompter:
             raise APIError(400, "invalid_value", message, param="messages")
         return found
 
-    def _image(self, given: ImageUrl, param: str) -> ImageFile:
+    def _image(self, image_url: ImageUrl, param: str) -> ImageFile:
         assert self.images is not None
-        if not given.url.startswith("data:"):
-            raise closed(given.url, param)
+        if not image_url.url.startswith("data:"):
+            raise closed(image_url.url, param)
         try:
-            return self.images.image(given.url, param, given.detail)
+            return self.images.image(image_url.url, param, image_url.detail)
         except BadImage as error:
             raise APIError(400, "invalid_image", str(error), param=param) from None
 
@@ -160,18 +160,18 @@ class Prompter:
 
     def _arguments(self, request: ChatRequest) -> dict[str, Any]:
         """Return the request's template variables, after checking them."""
-        given = dict(request.chat_template_kwargs)
+        variables = dict(request.chat_template_kwargs)
         effort = request.reasoning_effort
         if effort is not None and (self.thinks or effort not in THOUGHTLESS):  # "none" is valid for every template
             if not self.thinks:
                 message = "The model's template does not support reasoning: remove reasoning_effort from the request."
                 raise APIError(400, "unsupported_parameter", message, param="reasoning_effort")
-            given.setdefault("enable_thinking", effort not in THOUGHTLESS)
+            variables.setdefault("enable_thinking", effort not in THOUGHTLESS)
             if "reasoning_effort" in self.reads:
-                given.setdefault("reasoning_effort", effort)
-        for name, value in given.items():
+                variables.setdefault("reasoning_effort", effort)
+        for name, value in variables.items():
             self._check(name, value)
-        return given
+        return variables
 
     def _check(self, name: str, value: Any) -> None:
         path = f"chat_template_kwargs.{name[:64]}"
@@ -204,16 +204,18 @@ class Prompter:
         assert isinstance(form, JinjaFormat)
         return _names_read("\0".join(form.templates.values()))
 
-    def _made_under(self, arguments: str) -> Template:
+    def _with_variables(self, arguments: str) -> Template:
         """Return the template with the given variables (JSON text)."""
         values: Mapping[str, Any] = json.loads(arguments)
         template = self.template
         if not values:
             return template
         if template.spec is not None:
-            asked: Any = template.options  # the options it was loaded with, a superset of ``TemplateChoices``
+            template_options: Any = (
+                template.options
+            )  # the options it was loaded with, a superset of ``TemplateChoices``
             return load_template(
-                replace(asked, **values), template.tokenizer, template.cutoff_len, template.form.family
+                replace(template_options, **values), template.tokenizer, template.cutoff_len, template.form.family
             )
         form = template.form
         assert isinstance(form, JinjaFormat)

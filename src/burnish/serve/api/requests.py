@@ -1,7 +1,7 @@
 """Request bodies of the API, with types and bounds.
 
 Nothing is tokenized, opened or fetched here. Fields without effect are accepted (``WITHOUT_EFFECT``) or rejected with
-an alternative (``REFUSED``). Unknown fields are named in a response header, or rejected in strict mode.
+an alternative (``UNSUPPORTED``). Unknown fields are named in a response header, or rejected in strict mode.
 
 Source of the fields: OpenAI's API reference, as typed in the openai package. Others are vLLM's and LLaMA-Factory's.
 """
@@ -33,7 +33,7 @@ WITHOUT_EFFECT = frozenset((
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "prompt_cache_options", "verbosity", "moderation",
 ))  # fmt: skip
-REFUSED = {
+UNSUPPORTED = {
     "functions": 'Use "tools".',
     "function_call": 'Use "tool_choice".',
     "audio": "burnish returns text only.",
@@ -132,7 +132,7 @@ class BaseRequest(Body):
 
     def problems(self, most_choices: int) -> Iterator[APIError]:
         """Yield problems that involve several fields."""
-        for name, remedy in REFUSED.items():
+        for name, remedy in UNSUPPORTED.items():
             if name in (self.model_extra or ()):
                 yield api_error("unsupported_parameter", name, f"is not supported. {remedy}")
         if self.n > most_choices:
@@ -334,7 +334,7 @@ def read_request(kind: type[AnyRequest], body: Mapping[str, Any], most_choices: 
     if is_strict:
         message = "is unknown, and this server rejects unknown fields (api_strict)."
         problems += [
-            api_error("unsupported_parameter", name, message) for name in request.ignored if name not in REFUSED
+            api_error("unsupported_parameter", name, message) for name in request.ignored if name not in UNSUPPORTED
         ]
     if problems:
         raise together(problems)

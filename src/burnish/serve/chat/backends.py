@@ -195,9 +195,9 @@ class LocalBackend:
     def _ask(self, row: Mapping[str, Any], request: Request) -> Any:
         from burnish.inference.types import BASE, GenerationRequest
 
-        given = dict(request.settings)
-        most = given.pop("max_new_tokens", self.loaded.max_new_tokens)
-        sampling = self.loaded.defaults.changed(given)
+        settings = dict(request.settings)
+        most = settings.pop("max_new_tokens", self.loaded.max_new_tokens)
+        sampling = self.loaded.defaults.changed(settings)
         images = {} if self.loaded.images is None else self.loaded.images.of(dict(row))
         return GenerationRequest(
             list(row["input_ids"]), most, adapter=request.adapter or BASE, sampling=sampling,

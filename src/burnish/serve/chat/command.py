@@ -28,7 +28,7 @@ NEEDED = ("pydantic",)
 
 
 @dataclass
-class _Words:
+class _ChatArguments:
     """Options of this command only."""
 
     others: list[str]
@@ -39,12 +39,12 @@ class _Words:
     keeps_history: bool = True
 
 
-def chat(words: Sequence[str]) -> int:
+def chat(argv: Sequence[str]) -> int:
     """Run ``burnish chat``. Returns 1 if a response failed."""
     for library in NEEDED:
         if find_spec(library) is None:
             raise MissingExtraError(library, "burnish chat", "serve")
-    own = _read(words)
+    own = _read(argv)
     once = own.once
     if once is None and not is_typed():
         once = sys.stdin.read().strip() if sys.stdin is not None else ""
@@ -63,24 +63,24 @@ def chat(words: Sequence[str]) -> int:
         backend.close()
 
 
-def _read(words: Sequence[str]) -> _Words:
-    found = _Words([])
-    rest = iter(with_adapters(words))
+def _read(argv: Sequence[str]) -> _ChatArguments:
+    found = _ChatArguments([])
+    rest = iter(with_adapters(argv))
     for word in rest:
         name, equals, value = word.partition("=")
         if name == "--no-history":
             found.keeps_history = False
         elif name in ("--url", "--model", "--system", "--once"):
-            given = value if equals else next(rest, None)
-            if given is None:
+            text = value if equals else next(rest, None)
+            if text is None:
                 raise UserError(f"{name} requires a value.")
-            setattr(found, name[2:], given)
+            setattr(found, name[2:], text)
         else:
             found.others.append(word)
     return found
 
 
-def _backend(own: _Words, is_quiet: bool) -> tuple[Backend, dict[str, Any], list[str]]:
+def _backend(own: _ChatArguments, is_quiet: bool) -> tuple[Backend, dict[str, Any], list[str]]:
     """Return the backend, the settings from the command line, and introductory lines."""
     if own.url:
         if own.others:
@@ -96,12 +96,12 @@ def _backend(own: _Words, is_quiet: bool) -> tuple[Backend, dict[str, Any], list
     with placing(serving.provenance):
         loaded = load_for_inference(serving.options, serving.name)
     engine = engine_of(loaded)
-    given = {name: getattr(serving.options, name) for name in SETTINGS if name in serving.provenance}
+    settings = {name: getattr(serving.options, name) for name in SETTINGS if name in serving.provenance}
     facts = engine.facts()
     template = f"template: {loaded.template.name}"
     adapters = f"; adapters: {', '.join(loaded.adapters)}" if loaded.adapters else ""
     weights = facts.memory_bytes.get("weights", 0) / 1e6
-    where = f"{weights:,.0f} MB of weights" if weights else f"engine {facts.way}"
+    where = f"{weights:,.0f} MB of weights" if weights else f"engine {facts.backend}"
     engine_note = getattr(engine, "note", "")
     lines = [
         f"{loaded.name}: {where}, {loaded.context:,} tokens of context{adapters}",
@@ -112,7 +112,7 @@ def _backend(own: _Words, is_quiet: bool) -> tuple[Backend, dict[str, Any], list
     if is_quiet:
         for note in loaded.template_notes:
             say(note, sys.stderr)
-    return LocalBackend(loaded, engine), given, lines
+    return LocalBackend(loaded, engine), settings, lines
 
 
 def _messages(system: str, text: str) -> list[dict[str, str]]:

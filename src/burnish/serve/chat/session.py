@@ -249,10 +249,10 @@ class ChatSession:
         return None
 
     def _show_settings(self) -> None:
-        given, defaults = self.settings, self.backend.defaults()
+        settings, defaults = self.settings, self.backend.defaults()
         for name in SETTINGS:
-            who = "the command line" if name in self._from_start else "you" if name in given else "the model"
-            value = given.get(name, defaults.get(name))
+            who = "the command line" if name in self._from_start else "you" if name in settings else "the model"
+            value = settings.get(name, defaults.get(name))
             self.console.say(
                 f"  {name:<20}{'not set' if value is None else value!s:<12} {who if value is not None else ''}"
             )

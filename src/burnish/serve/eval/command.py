@@ -63,13 +63,13 @@ class EvalOptions:
 OWN = tuple(field.name for field in fields(EvalOptions))
 
 
-def evaluate(words: Sequence[str]) -> int:
+def evaluate(argv: Sequence[str]) -> int:
     """Run ``burnish eval``.
 
     Raises:
         UserError: for errors in the user's input.
     """
-    servings = servings_of(words, OWN)
+    servings = servings_of(argv, OWN)
     options, wrong = build(EvalOptions, servings[0].rest)
     raise_if([*wrong, *_problems(options, servings[0])])
     from burnish.serve.eval.dataset import FREE_SOME_SPACE, evaluate_dataset
@@ -105,30 +105,30 @@ def _problems(options: EvalOptions, serving: Serving) -> list[Problem]:
 
 
 def _loaded(serving: Serving, options: EvalOptions) -> tuple[LoadedModel, Scheduler]:
-    given = serving.options
-    if given.template == "none":
-        given = replace(given, template="fewshot", missing_control_tokens="split")
-    loaded = load_for_inference(given, serving.name, note)
+    infer_options = serving.options
+    if infer_options.template == "none":
+        infer_options = replace(infer_options, template="fewshot", missing_control_tokens="split")
+    loaded = load_for_inference(infer_options, serving.name, note)
     if loaded.model is None:
         what = (
             "multiple-choice tasks need the engine in this process: a remote one returns no prompt log-probabilities."
         )
         raise UserError(what, remedy="Remove infer_backend and infer_url.")
-    slots = options.batch_size or slots_of(given, loaded.model, loaded.context)
-    limits = SlotLimits(slots, loaded.context, exact=given.infer_exact)
+    slots = options.batch_size or slots_of(infer_options, loaded.model, loaded.context)
+    limits = SlotLimits(slots, loaded.context, exact=infer_options.infer_exact)
     return loaded, Scheduler(loaded.model, limits, adapters=loaded.adapters, through=loaded.through)
 
 
 def _facts(loaded: LoadedModel, options: EvalOptions, subjects: Sequence[Subject]) -> dict[str, Any]:
     """Return everything that the responses depend on."""
-    given = loaded.options
+    infer_options = loaded.options
     settings = {
         name: value for name, value in asdict(options).items() if name not in ("save_dir", "task_dir", "batch_size")
     }
     return {
-        **settings, "model": base_fingerprint(given, given.seed),
-        "adapters": [str(folder) for folder in given.adapter_name_or_path or []],
-        "template": loaded.template.fingerprint, "seed": given.seed, "infer_dtype": given.infer_dtype,
+        **settings, "model": base_fingerprint(infer_options, infer_options.seed),
+        "adapters": [str(folder) for folder in infer_options.adapter_name_or_path or []],
+        "template": loaded.template.fingerprint, "seed": infer_options.seed, "infer_dtype": infer_options.infer_dtype,
         "context": loaded.context, "files": {subject.key: subject.fingerprint for subject in subjects},
     }  # fmt: skip
 

@@ -41,10 +41,10 @@ class PredictOptions:
     )
 
 
-def predict_sets(words: Sequence[str]) -> int:
+def predict_sets(argv: Sequence[str]) -> int:
     """Run ``burnish predict``: write responses to, or scores of, evaluation sets. Returns the exit status."""
-    paths, _ = paths_of(words)
-    servings = servings_of(words, [field.name for field in fields(PredictOptions)], with_data=True)
+    paths, _ = paths_of(argv)
+    servings = servings_of(argv, [field.name for field in fields(PredictOptions)], with_data=True)
     options, wrong = build(PredictOptions, servings[0].rest)
     raise_if(wrong)
     if any(not (serving.options.eval_dataset or serving.options.val_size) for serving in servings):

@@ -182,5 +182,5 @@ def run_tasks(
         num_fewshot=num_shots, limit=limit, apply_chat_template=is_chat, log_samples=model.is_benchmark,
         bootstrap_iters=0 if model.is_benchmark else 100_000, random_seed=model.seed, fewshot_random_seed=model.seed,
     )  # fmt: skip
-    kept = ("results", "versions", "n-shot", "n-samples", "samples")
-    return {name: found[name] for name in kept if name in found}
+    keys = ("results", "versions", "n-shot", "n-samples", "samples")
+    return {name: found[name] for name in keys if name in found}

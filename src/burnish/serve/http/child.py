@@ -27,7 +27,7 @@ def environment_of_child(roots: Iterable[Path]) -> dict[str, str]:
 
 
 def start_burnish(
-    words: Sequence[str], folder: Path, output: Path, environment: Mapping[str, str]
+    argv: Sequence[str], folder: Path, output: Path, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     """Start ``burnish *words`` in ``folder``, with its output appended to a file.
 
@@ -35,7 +35,7 @@ def start_burnish(
     """
     with appended(output) as file:
         return subprocess.Popen(  # noqa: S603  (a list of words, the first of which we chose)
-            [sys.executable, "-P", "-m", "burnish", *words], cwd=folder, env=environment,
+            [sys.executable, "-P", "-m", "burnish", *argv], cwd=folder, env=environment,
             stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, close_fds=True,
         )  # fmt: skip
 

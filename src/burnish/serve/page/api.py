@@ -83,11 +83,11 @@ class Api:
     # --- runs ---------------------------------------------------------------------------------------------------------
 
     async def runs(self, request: Request) -> Response:
-        asked, state = request.query_params.get("q", "").lower(), request.query_params.get("state", "")
+        query, state = request.query_params.get("q", "").lower(), request.query_params.get("state", "")
         found = [
             run
             for run in await self.site.found()
-            if (not state or run.state == state) and asked in f"{run.name} {run.folder}".lower()
+            if (not state or run.state == state) and query in f"{run.name} {run.folder}".lower()
         ]
         facts = {"runs": self.site.facts(found), "queue": self.site.starter.queued()}
         return await asyncio.to_thread(ShownJson, facts)  # seconds for thousands of runs
@@ -154,15 +154,15 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         """Rewarded completions of a step and a record. Without a step: the available steps and records."""
-        run, given = await self.site.run(request.path_params["id"]), request.query_params
-        step = whole_number(given["step"], "step", 0) if given.get("step") else None
-        return ShownJson(await asyncio.to_thread(completions, run.folder, step, given.get("record") or None))
+        run, query = await self.site.run(request.path_params["id"]), request.query_params
+        step = whole_number(query["step"], "step", 0) if query.get("step") else None
+        return ShownJson(await asyncio.to_thread(completions, run.folder, step, query.get("record") or None))
 
     async def predictions(self, request: Request) -> Response:
         """Some responses that a run has written, from ``offset`` on."""
-        run, given = await self.site.run(request.path_params["id"]), request.query_params
-        offset = whole_number(given.get("offset"), "offset", 0)
-        return ShownJson(await asyncio.to_thread(predictions, run.folder, given.get("file", ""), offset))
+        run, query = await self.site.run(request.path_params["id"]), request.query_params
+        offset = whole_number(query.get("offset"), "offset", 0)
+        return ShownJson(await asyncio.to_thread(predictions, run.folder, query.get("file", ""), offset))
 
     async def download(self, request: Request) -> Response:
         """Download one of the files that the run lists."""
@@ -265,13 +265,13 @@ class Api:
 
     async def _news(self, request: Request, cursor: str) -> tuple[list[tuple[str, Any]], str]:
         """New messages of the requested runs, or of all runs if none is requested."""
-        asked = [one for one in request.query_params.get("runs", "").split(",") if one]
-        found = {run.id: run for run in await self.site.found(60.0 if asked else _LISTS_EVERY_S)}
-        if any(one not in found for one in asked):
+        ids = [one for one in request.query_params.get("runs", "").split(",") if one]
+        found = {run.id: run for run in await self.site.found(60.0 if ids else _LISTS_EVERY_S)}
+        if any(one not in found for one in ids):
             found = {run.id: run for run in await self.site.found()}
-        wanted = [found[one] for one in asked if one in found] if asked else list(found.values())
+        wanted = [found[one] for one in ids if one in found] if ids else list(found.values())
         log = request.query_params.get("log") == "1"
-        return await asyncio.to_thread(_collected, wanted, cursor, log, bool(asked))
+        return await asyncio.to_thread(_collected, wanted, cursor, log, bool(ids))
 
 
 def _collected(wanted: list[FoundRun], cursor: str, log: bool, is_followed: bool) -> tuple[list[tuple[str, Any]], str]:

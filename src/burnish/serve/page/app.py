@@ -150,9 +150,9 @@ class Pages:
         run = await self.site.run(request.path_params["id"])
         columns, _ = await asyncio.to_thread(series, run.folder)
         language = requested_language(request)
-        words = page_words(language)
+        texts = page_words(language)
         text = self.templates.get_template("report.html").render(
-            t=translator(language), language=language, run=self.site.facts([run])[0], launch=run.launch, known=words,
+            t=translator(language), language=language, run=self.site.facts([run])[0], launch=run.launch, known=texts,
             curves=list(curves(columns)), options=table(run_yaml_text(run.folder)),
             warnings=[warning.text(language) for warning in warnings_of(run, columns)],
         )  # fmt: skip

@@ -22,22 +22,22 @@ from burnish.serve.page.options import ENVIRONMENT, NamedModel, WebOptions, chec
 _OWN = tuple(field.name for field in fields(WebOptions))
 
 
-def webui(words: Sequence[str]) -> int:
+def webui(argv: Sequence[str]) -> int:
     """The command.
 
     Raises:
         UserError: for invalid options, or a port or folder that cannot be used.
     """
-    return _serve(*read_options(words))
+    return _serve(*read_options(argv))
 
 
-def webchat(words: Sequence[str]) -> int:
+def webchat(argv: Sequence[str]) -> int:
     """The web UI, opened at a chat with one model, like LLaMA-Factory's command of the same name.
 
     Raises:
         UserError: as ``webui``, and if no model is given.
     """
-    options, named = read_named(words)
+    options, named = read_named(argv)
     return _serve(options, "chat", named)
 
 
@@ -74,39 +74,39 @@ def _serve(options: WebOptions, page: str, named: NamedModel | None = None) -> i
     return asyncio.run(serve(application(site, Sessions(key)), found, site.look_after, drain))
 
 
-def read_options(words: Sequence[str]) -> tuple[WebOptions, str]:
+def read_options(argv: Sequence[str]) -> tuple[WebOptions, str]:
     """The options, and the page to open first.
 
     Raises:
         UserError: with all problems.
     """
     left, page = [], "runs"
-    rest = iter(words)
+    rest = iter(argv)
     for word in rest:
         if word == "--page":
             page = next(rest, "")
         else:
             left.append(word)
     file, flags = read_arguments(left)
-    given = merge(file, flags, {})
+    values = merge(file, flags, {})
     problems = [
         Problem(f'burnish webui has no option "{name}".{did_you_mean(name, _OWN)}', where=item.where)
-        for name, item in given.items()
+        for name, item in values.items()
         if name not in _OWN
     ]
-    options = _built({name: item for name, item in given.items() if name in _OWN}, problems)
+    options = _built({name: item for name, item in values.items() if name in _OWN}, problems)
     if page not in ("runs", "new", "chat", "export", "compare"):
         raise UserError(f'Unknown page "{page}".', remedy="Choose one of: runs, new, chat, export, compare.")
     return options, page
 
 
-def read_named(words: Sequence[str]) -> tuple[WebOptions, NamedModel]:
+def read_named(argv: Sequence[str]) -> tuple[WebOptions, NamedModel]:
     """The options of the web UI, and the model given by the other arguments, as for ``burnish api`` and ``chat``.
 
     Raises:
         UserError: with all invalid options, or if no model is given.
     """
-    path, rest = path_of(words)
+    path, rest = path_of(argv)
     _, flags = split_arguments(rest)
     options = _built({name: item for name, item in flags.items() if name in _OWN}, [])
     others = {name: item.value for name, item in flags.items() if name not in _OWN}
@@ -122,9 +122,9 @@ def _as_words(value: object) -> list[str]:
     return [str(one) for one in value] if isinstance(value, list) else [str(value)]
 
 
-def _built(given: Mapping[str, RawValue], problems: Sequence[Problem]) -> WebOptions:
-    options, wrong = build(WebOptions, {**given, **from_variables(ENVIRONMENT, given, os.environ)})
-    raise_if([*problems, *wrong, *check_web(options, given, COMMAND_LINE)])
+def _built(values: Mapping[str, RawValue], problems: Sequence[Problem]) -> WebOptions:
+    options, wrong = build(WebOptions, {**values, **from_variables(ENVIRONMENT, values, os.environ)})
+    raise_if([*problems, *wrong, *check_web(options, values, COMMAND_LINE)])
     assert isinstance(options, WebOptions)
     return options
 

@@ -55,8 +55,8 @@ class Form:
         """All options, their layout, the presets, and the options that cannot be set from the web UI."""
         form, language = await self.site.form(), requested_language(request)
         fields = in_language(form["fields"], language)
-        words, allowed = option_words(language), self.site.starter.allow
-        secret = words["reasons"].get("it is a secret", "it is a secret")
+        texts, allowed = option_words(language), self.site.starter.allow
+        secret = texts["reasons"].get("it is a secret", "it is a secret")
         risky = {
             one["name"]: one["risky"] or secret
             for one in fields
@@ -65,7 +65,7 @@ class Form:
         shown = [{part: field[part] for part in SHOWN if part in field} for field in fields]
         boxes = {name: list(options) for name, options in BOXES.items()}
         return ShownJson(
-            {"groups": form["groups"], "titles": words["groups"], "fields": shown, "boxes": boxes, "risky": risky,
+            {"groups": form["groups"], "titles": texts["groups"], "fields": shown, "boxes": boxes, "risky": risky,
              "depends": {name: [on, list(values)] for name, (on, values) in DEPENDS.items()}, "presets": PRESETS,
              "own_presets": await asyncio.to_thread(self._presets)}
         )  # fmt: skip
@@ -133,11 +133,11 @@ class Form:
             file = Path(folder) / "run.yaml"
             file.write_text(text, encoding="utf-8", errors="replace")
             try:
-                given, _ = read_arguments([str(file)])
+                values, _ = read_arguments([str(file)])
             except UserError as error:
                 places = [str(problem).replace(f"{folder}/", "") for problem in error.problems]
                 return {"values": {}, "problems": places}
-        return {"values": {name: item.value for name, item in given.items()}, "problems": []}
+        return {"values": {name: item.value for name, item in values.items()}, "problems": []}
 
     async def columns(self, request: Request) -> Response:
         """The columns of a file of records below a root, with their first values."""
@@ -190,9 +190,9 @@ def safe_id(request: Request) -> str:
     return name
 
 
-def whole_number(given: Any, name: str, usual: int) -> int:
+def whole_number(value: Any, name: str, usual: int) -> int:
     """Parse a non-negative integer parameter; ``usual`` is the default. Raises APIError 422."""
-    text = str(usual if given in (None, "") else given)
+    text = str(usual if value in (None, "") else value)
     if not (text.isascii() and text.isdigit() and len(text) < 16):
         raise APIError(422, "invalid_value", f'"{name}" must be a non-negative integer.', param=name)
     return int(text)

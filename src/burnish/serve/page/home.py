@@ -22,9 +22,9 @@ class Home:
         UserError: if another server uses it.
     """
 
-    def __init__(self, given: str | None = None) -> None:
+    def __init__(self, web_home: str | None = None) -> None:
         state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-        base = given or os.environ.get("BURNISH_HOME") or f"{state}/burnish"
+        base = web_home or os.environ.get("BURNISH_HOME") or f"{state}/burnish"
         self.folder = expanded(base) / "web"
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.chmod(self.folder, 0o700)

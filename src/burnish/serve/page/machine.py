@@ -43,8 +43,8 @@ class Machine:
         if self.smi is None:
             return []
         try:
-            words = [self.smi, *_GPU_WORDS]
-            ended = subprocess.run(words, capture_output=True, text=True, timeout=_SLOWEST_S, check=True)  # noqa: S603
+            command = [self.smi, *_GPU_WORDS]
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=_SLOWEST_S, check=True)  # noqa: S603
         except (OSError, subprocess.SubprocessError):
             return []
         return [gpu for line in ended.stdout.splitlines() if (gpu := gpu_of(line)) is not None]

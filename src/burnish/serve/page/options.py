@@ -44,19 +44,19 @@ class NamedModel:
     """The model given to ``burnish webchat``, in addition to those found inside the roots.
 
     Args:
-        words: command-line arguments of ``burnish api``.
+        argv: command-line arguments of ``burnish api``.
         folder: working directory for relative paths.
     """
 
     name: str
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     folder: Path
 
 
-def check_web(options: WebOptions, given: Mapping[str, RawValue], command_line: str) -> list[Problem]:
+def check_web(options: WebOptions, values: Mapping[str, RawValue], command_line: str) -> list[Problem]:
     """Problems with the options of the web UI."""
     problems = []
-    if "web_key" in given and given["web_key"].where == command_line:
+    if "web_key" in values and values["web_key"].where == command_line:
         what = '"web_key" on the command line is visible to all users in the process list.'
         problems.append(Problem(what, remedy="Set it in the environment: BURNISH_KEY=... burnish webui"))
     if options.web_key is not None and len(options.web_key) < LEAST_KEY:

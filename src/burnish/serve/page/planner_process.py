@@ -39,17 +39,17 @@ _SHOWN = 3
 """Number of values that are shown for a column."""
 
 
-def planner(asked: TextIO | None = None, told: TextIO | None = None) -> int:
+def planner(requests: TextIO | None = None, responses: TextIO | None = None) -> int:
     """Handle requests until the input ends: ``{"id", "values", "rows", "seed"}`` in, parts with the same id out,
     the last with ``"is_last": true``. Errors are returned as parts. Questions wait for each other, so that a chat
     template has no more time than in the API."""
-    asked, told = asked or sys.stdin, told or sys.stdout
+    requests, responses = requests or sys.stdin, responses or sys.stdout
     with limit_rendering(SERVED_RENDERING_S):
-        for line in asked:
+        for line in requests:
             question = json.loads(line)
             for part in _parts(question):
-                told.write(json.dumps({"id": question["id"], **part}, ensure_ascii=False) + "\n")
-                told.flush()
+                responses.write(json.dumps({"id": question["id"], **part}, ensure_ascii=False) + "\n")
+                responses.flush()
     return 0
 
 
@@ -64,8 +64,8 @@ def _parts(question: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if question.get("held_out"):
             yield {**held_out(question["values"], question.get("number")), "is_last": True}
             return
-        given = {name: RawValue(value, "") for name, value in question["values"].items()}
-        chosen = plan(given, extra_checks=[problems_in_files])
+        values = {name: RawValue(value, "") for name, value in question["values"].items()}
+        chosen = plan(values, extra_checks=[problems_in_files])
         yield from explained_parts(chosen, question.get("rows", 5), question.get("seed", 0))
         yield {"is_last": True}
     except UserError as error:
@@ -201,10 +201,10 @@ def question_of(record: Example) -> dict[str, Any]:
         before, user, behind = (), record.prompt, ()
     else:
         raise UserError(f"{record.place}: the example is plain text without a prompt.")
-    given = record.chosen if record.chosen is not None else record.completion if behind == () else behind
+    response = record.chosen if record.chosen is not None else record.completion if behind == () else behind
     return {
         "system": record.system or "", "tools": json.loads(record.tools) if record.tools else [],
-        "before": list(_in_chat_roles(before)), "user": user, "answer": _text(given), "images": images,
+        "before": list(_in_chat_roles(before)), "user": user, "answer": _text(response), "images": images,
     }  # fmt: skip
 
 

@@ -52,14 +52,14 @@ class Sessions:
     def _proof(self, ends: str) -> str:
         return hmac.new((self.key or "").encode(), f"session {ends}".encode(), hashlib.sha256).hexdigest()
 
-    def check_key(self, given: str) -> None:
+    def check_key(self, key: str) -> None:
         """Raises APIError 403 for a wrong key, 429 after too many of them."""
         now = time.monotonic()
         if len(self._wrong) == MOST_WRONG and now - self._wrong[0] < 60:
             raise APIError(
                 429, "too_many", "Too many failed sign-in attempts. Wait one minute.", headers={"Retry-After": "60"}
             )
-        if self.key is not None and not same_key(given, self.key):
+        if self.key is not None and not same_key(key, self.key):
             self._wrong.append(now)
             raise APIError(403, "wrong_key", "Invalid key.")
 

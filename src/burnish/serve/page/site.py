@@ -51,11 +51,11 @@ class Site:
         """The planner's description of all options; kept as long as the files that declare them are the same."""
         if not self._form:
             mark = await asyncio.to_thread(_mark_of_source)
-            kept = self.home.read("form.json")
-            if not isinstance(kept, dict) or kept.get("mark") != mark:
-                kept = {"mark": mark, **await self.planner.whole({"form": True})}
-                self.home.write("form.json", json.dumps(kept))
-            self._form = kept
+            cached = self.home.read("form.json")
+            if not isinstance(cached, dict) or cached.get("mark") != mark:
+                cached = {"mark": mark, **await self.planner.whole({"form": True})}
+                self.home.write("form.json", json.dumps(cached))
+            self._form = cached
         return self._form
 
     async def found(self, fresh_s: float = FRESH_S) -> list[FoundRun]:

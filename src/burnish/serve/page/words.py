@@ -30,13 +30,13 @@ def option_words(language: str) -> Mapping[str, Mapping[str, Any]]:
 
 def in_language(fields: Iterable[Mapping[str, Any]], language: str) -> list[dict[str, Any]]:
     """Fields of a form with their label and short help, and with the translated help, unit and reasons."""
-    words = option_words(language)
-    parts = (("unit", words["units"]), ("ignored", words["reasons"]), ("risky", words["reasons"]))
-    single = (("label", words["labels"]), ("short", words["short"]))
+    texts = option_words(language)
+    parts = (("unit", texts["units"]), ("ignored", texts["reasons"]), ("risky", texts["reasons"]))
+    single = (("label", texts["labels"]), ("short", texts["short"]))
     return [
         {
             **field,
-            **words["options"].get(field["name"], {}),
+            **texts["options"].get(field["name"], {}),
             **{part: known[field["name"]] for part, known in single if field["name"] in known},
             **{part: known.get(field[part], field[part]) for part, known in parts},
         }
@@ -46,10 +46,10 @@ def in_language(fields: Iterable[Mapping[str, Any]], language: str) -> list[dict
 
 def translator(language: str) -> Callable[..., str]:
     """``t("step_of", step=3, total=10)``"""
-    words = page_words(language)
+    texts = page_words(language)
 
     def t(key: str, **values: object) -> str:
-        text = words[key]
+        text = texts[key]
         for name, value in values.items():
             text = text.replace("{" + name + "}", str(value))
         return text

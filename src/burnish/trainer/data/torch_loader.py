@@ -259,7 +259,7 @@ class TorchLoader(StepBatchLoader):
         now = torch.get_rng_state()
         if self.generator_at_start is not None:
             torch.set_rng_state(self.generator_at_start)
-        is_resuming = self._go_on()
+        is_resuming = self._restore_state()
         rest = self._in_step(iter(self.loader))
         if order is None and not is_resuming:
             notes.warn(
@@ -271,7 +271,7 @@ class TorchLoader(StepBatchLoader):
         torch.set_rng_state(now)
         return self._filled(rest)
 
-    def _go_on(self) -> bool:
+    def _restore_state(self) -> bool:
         """Restore the state of the loader or its dataset. Returns False if it has to be read from the beginning."""
         state, self.source_state = self.source_state, None
         if state is None or self.source is None:

@@ -32,7 +32,7 @@ class OptimizerMethods(TrainerBase):
         if self.optimizer is not None:
             return self.optimizer
         model = self.model if model is None else model
-        if self.optimizer_cls_and_kwargs is None and not self._chooses_itself():
+        if self.optimizer_cls_and_kwargs is None and not self._is_overridden():
             self.optimizer = create_optimizer(model.named_parameters(), model, plain_options(self.args))
             return self.optimizer
         kind, arguments = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model)
@@ -40,7 +40,7 @@ class OptimizerMethods(TrainerBase):
         self.optimizer = optimizer_of(kind, arguments, model, groups)
         return self.optimizer
 
-    def _chooses_itself(self) -> bool:
+    def _is_overridden(self) -> bool:
         """Whether a subclass selects the optimizer, or the parameters with weight decay, itself."""
         names = ("get_optimizer_cls_and_kwargs", "get_decay_parameter_names")
         return any(getattr(type(self), name) is not getattr(OptimizerMethods, name) for name in names)

@@ -77,8 +77,8 @@ def function_schema(tool: Tool) -> Tool:
     return tool if tool.get("type") == "function" else {"type": "function", "function": tool}
 
 
-def _between(words: Sequence[str]) -> re.Pattern[str]:
-    opens, closes = map(re.escape, words)
+def _between(markers: Sequence[str]) -> re.Pattern[str]:
+    opens, closes = map(re.escape, markers)
     return re.compile(f"{opens}(.*?){closes}", re.DOTALL)
 
 

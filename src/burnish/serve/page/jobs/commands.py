@@ -69,17 +69,17 @@ class Commands:
             raise APIError(422, "invalid_value", f'"format" must be one of {", ".join(FORMATS)}.', param="format")
         _check_empty(folder)
         adapter = path / "adapter_config.json"
-        words = ["export", str(path), f"export_dir={folder}", *FORMATS[form]]
+        argv = ["export", str(path), f"export_dir={folder}", *FORMATS[form]]
         base = str(object_in(adapter).get("base_model_name_or_path")) if adapter.is_file() else ""
         expected = _weights(self.site.places.first / base if base else path) * _SHARE.get(form, 1.0)
-        return self._begin(StartedCommand("", "export", name, folder, _NONE, int(expected)), words)
+        return self._begin(StartedCommand("", "export", name, folder, _NONE, int(expected)), argv)
 
-    def evaluate(self, path: Path, name: str, folder: Path, kind: str, given: Mapping[str, Any]) -> str:
+    def evaluate(self, path: Path, name: str, folder: Path, kind: str, inputs: Mapping[str, Any]) -> str:
         """Start an evaluation: ``predict`` writes responses to a dataset, ``loss`` computes its loss, ``task`` runs a
         benchmark. Returns its id.
 
         Args:
-            given: ``dataset`` and ``dataset_dir``, or ``task`` and ``task_dir``; checked already.
+            inputs: ``dataset`` and ``dataset_dir``, or ``task`` and ``task_dir``; checked already.
         Raises:
             APIError: 409 if the folder is not empty, 422 for a missing or invalid part.
         """
@@ -91,19 +91,19 @@ class Commands:
             if kind == "task"
             else {"dataset": "eval_dataset", "dataset_dir": "dataset_dir"}
         )
-        values = {option: str(given.get(part) or "") for part, option in names.items()}
+        values = {option: str(inputs.get(part) or "") for part, option in names.items()}
         needed = "task" if kind == "task" else "eval_dataset"
         if not _NAME.fullmatch(values[needed]):
             raise APIError(
                 422, "missing", f'"{needed}" must be a task or a dataset to evaluate.', param=next(iter(names))
             )
-        words = ["predict" if kind == "predict" else "eval", str(path), f"save_dir={folder}"]
-        words += [f"{option}={value}" for option, value in values.items() if value]
-        return self._begin(StartedCommand("", kind, name, folder, _NONE), words)
+        argv = ["predict" if kind == "predict" else "eval", str(path), f"save_dir={folder}"]
+        argv += [f"{option}={value}" for option, value in values.items() if value]
+        return self._begin(StartedCommand("", kind, name, folder, _NONE), argv)
 
-    def _begin(self, job: StartedCommand, words: Sequence[str]) -> str:
+    def _begin(self, job: StartedCommand, argv: Sequence[str]) -> str:
         job.id = f"{job.kind}-{int(time.time() * 1000):x}"
-        job.child = self.site.starter.started(list(words), self._log(job.id))
+        job.child = self.site.starter.started(list(argv), self._log(job.id))
         self._jobs[job.id] = job
         return job.id
 

@@ -58,7 +58,7 @@ class Engines:
         return self._begin(named, reads_all=True)
 
     def _begin(self, named: NamedModel, reads_all: bool) -> RunningEngine:
-        identity = hashlib.sha256(os.fsencode("\0".join(named.words))).hexdigest()[:12]
+        identity = hashlib.sha256(os.fsencode("\0".join(named.argv))).hexdigest()[:12]
         if identity in self._all and self._all[identity].child.poll() is None:
             return self._all[identity]
         alive = [one for one in self._all.values() if one.child.poll() is None]
@@ -66,8 +66,8 @@ class Engines:
             raise APIError(409, "too_many_engines", f"{MOST_ENGINES} models are already loaded. Unload one first.")
         socket, log = self.home.folder / f"engine-{identity}.sock", self.home.folder / f"engine-{identity}.log"
         log.unlink(missing_ok=True)
-        words = ["api", *named.words, f"--api_socket={socket}", f"--api_model_name={identity}", "--api_max_tokens=2048"]
-        child = self.starter.started(words, log, named.folder, reads_all)
+        argv = ["api", *named.argv, f"--api_socket={socket}", f"--api_model_name={identity}", "--api_max_tokens=2048"]
+        child = self.starter.started(argv, log, named.folder, reads_all)
         self._all[identity] = RunningEngine(identity, named.name, socket, child, log)
         return self._all[identity]
 

@@ -78,14 +78,14 @@ class Starter:
         Raises:
             APIError: 409 if the folder is in use, or is not empty and the choice is ``new``.
         """
-        given = await self.checked(values)
-        folder = self.folder_of(given)
+        values = await self.checked(values)
+        folder = self.folder_of(values)
         self._check_folder(folder, folder_choice)
-        given["overwrite_output_dir"] = folder_choice == "anew"
-        if not given["overwrite_output_dir"]:
-            del given["overwrite_output_dir"]
+        values["overwrite_output_dir"] = folder_choice == "anew"
+        if not values["overwrite_output_dir"]:
+            del values["overwrite_output_dir"]
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / RUN_YAML, given_yaml(given, {}))
+        write_whole(folder / RUN_YAML, given_yaml(values, {}))
         self._launch(folder, devices)
         return folder
 
@@ -109,7 +109,7 @@ class Starter:
         """
         if run.is_alive:
             raise APIError(409, "running", "The run is already running.")
-        await self.checked(self._given_of(run), self._place_of(run.folder))
+        await self.checked(self._values_of(run), self._place_of(run.folder))
         self._launch(run.folder, None)
 
     async def values_of(self, run: FoundRun) -> dict[str, Any]:
@@ -118,26 +118,26 @@ class Starter:
         Raises:
             APIError: 409 if it has no file, 422 if the file names paths that the web UI may not access.
         """
-        values, place = self._given_of(run), self._place_of(run.folder)
+        values, place = self._values_of(run), self._place_of(run.folder)
         return await self.checked(values | (data_seen_from(place, values) if place != self.places.first else {}))
 
-    def _given_of(self, run: FoundRun) -> dict[str, Any]:
+    def _values_of(self, run: FoundRun) -> dict[str, Any]:
         """The values in a run's ``run.yaml``."""
         if not run_yaml_text(run.folder):
             raise APIError(409, "no_file", f"The run has no {RUN_YAML}, so its options are unknown.")
         try:
-            given, _ = read_arguments([str(run.folder / RUN_YAML)])
+            values, _ = read_arguments([str(run.folder / RUN_YAML)])
         except UserError as error:
             raise APIError(422, "invalid_value", str(error)) from error
-        return {name: item.value for name, item in given.items()}
+        return {name: item.value for name, item in values.items()}
 
     def _launch(self, folder: Path, devices: list[int] | None) -> None:
         (folder / OUTCOME).unlink(missing_ok=True)
         chosen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
-        words = ["train", str(folder / RUN_YAML)]
-        child = start_burnish(words, self._place_of(folder), folder / CONSOLE, self._environment() | chosen)
+        argv = ["train", str(folder / RUN_YAML)]
+        child = start_burnish(argv, self._place_of(folder), folder / CONSOLE, self._environment() | chosen)
         self._children.append(child)
-        launch = launched([], child.pid, ["burnish", *words])
+        launch = launched([], child.pid, ["burnish", *argv])
         write_whole(folder / LAUNCH, json.dumps(launch, indent=1) + "\n")
 
     def _place_of(self, folder: Path) -> Path:
@@ -148,7 +148,7 @@ class Starter:
         return self.places.first
 
     def started(
-        self, words: list[str], output: Path, folder: Path | None = None, reads_all: bool = False
+        self, argv: list[str], output: Path, folder: Path | None = None, reads_all: bool = False
     ) -> subprocess.Popen[bytes]:  # fmt: skip
         """Start another command, such as an export or an engine, in a folder or in the first root.
 
@@ -156,7 +156,7 @@ class Starter:
             reads_all: the owner of the page chose its arguments, so it may read outside of the roots.
         """
         environment = environment_of_child(() if reads_all else self.places.roots)
-        child = start_burnish(words, folder or self.places.first, output, environment)
+        child = start_burnish(argv, folder or self.places.first, output, environment)
         self._children.append(child)
         return child
 
@@ -192,11 +192,11 @@ class Starter:
 
     async def enqueue(self, values: Mapping[str, Any], folder_choice: str, devices: list[int] | None) -> int:
         """Start a run when all runs of this server have ended."""
-        given = await self.checked(values)
-        self._check_folder(self.folder_of(given), folder_choice)
+        values = await self.checked(values)
+        self._check_folder(self.folder_of(values), folder_choice)
         queue = self.queued()
         number = max((int(one["number"]) for one in queue), default=0) + 1
-        one = {"number": number, "values": given, "folder": folder_choice, "devices": devices, "time": time.time()}
+        one = {"number": number, "values": values, "folder": folder_choice, "devices": devices, "time": time.time()}
         self.home.write(QUEUE, json.dumps([*queue, one]))
         return number
 

@@ -56,9 +56,9 @@ class Images:
 
     def _content(self, path: str, most_bytes: int) -> bytes:
         """The content of a file below a root, which is opened without following links."""
-        kept = cache_home() / "images"
-        if path.startswith(f"{kept}/") and _KEPT.fullmatch(path.removeprefix(f"{kept}/")):
-            return _read(kept.resolve(), path.removeprefix(f"{kept}/"), most_bytes)
+        cache = cache_home() / "images"
+        if path.startswith(f"{cache}/") and _KEPT.fullmatch(path.removeprefix(f"{cache}/")):
+            return _read(cache.resolve(), path.removeprefix(f"{cache}/"), most_bytes)
         allowed = self.site.places.within(path, "path") if path else None
         root = next((one for one in self.site.places.roots if allowed and allowed.is_relative_to(one)), None)
         if root is None or allowed is None:

@@ -97,10 +97,10 @@ class Picking:
 
     async def hub(self, request: Request) -> Response:
         """Models or datasets of the Hugging Face Hub whose name matches, the most downloaded first."""
-        asked, kind = request.query_params.get("q", "").strip()[:100], request.query_params.get("kind", "model")
-        if not asked:
+        query, kind = request.query_params.get("q", "").strip()[:100], request.query_params.get("kind", "model")
+        if not query:
             raise APIError(422, "missing", '"q" must be the text to search for.', param="q")
-        return ShownJson({"found": await asyncio.to_thread(search_hub, asked, kind)})
+        return ShownJson({"found": await asyncio.to_thread(search_hub, query, kind)})
 
     async def upload(self, request: Request) -> Response:
         """Receive a chunk of a data file at ``offset``. ``last=1`` marks the last chunk, after which the file gets
@@ -124,7 +124,7 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def search_hub(asked: str, kind: str) -> list[dict[str, Any]]:
+def search_hub(query: str, kind: str) -> list[dict[str, Any]]:
     """Search the hub.
 
     Raises:
@@ -135,7 +135,7 @@ def search_hub(asked: str, kind: str) -> list[dict[str, Any]]:
     hub = HfApi()
     list_all: Any = hub.list_datasets if kind == "dataset" else hub.list_models
     try:
-        found = list(list_all(search=asked, sort="downloads", limit=20))
+        found = list(list_all(search=query, sort="downloads", limit=20))
     except Exception as error:  # requests, httpx and the hub's own errors, by version
         message = (
             f"The Hugging Face Hub cannot be reached: {str(error).splitlines()[0][:200] if str(error) else error!r}"

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from burnish.serve.http.bodies import json_object
 from burnish.serve.http.json_response import ShownJson
-from burnish.serve.page.runs.labels import keep_label
+from burnish.serve.page.runs.labels import save_label
 from burnish.serve.page.runs.runs import id_of
 from burnish.serve.page.runs.trash import delete, deleted, empty, restore
 from burnish.serve.page.site import Answer, Site
@@ -32,7 +32,7 @@ class Shelf:
 
     async def label(self, request: Request) -> Response:
         run = await self.site.run(request.path_params["id"])
-        return ShownJson(keep_label(self.site.home, run.id, await json_object(request)))
+        return ShownJson(save_label(self.site.home, run.id, await json_object(request)))
 
     async def delete(self, request: Request) -> Response:
         run = await self.site.run(request.path_params["id"])

@@ -35,22 +35,22 @@ def _label(one: Mapping[str, Any]) -> Label:
     }
 
 
-def keep_label(home: Home, id: str, given: Mapping[str, Any]) -> Label:
+def save_label(home: Home, id: str, fields: Mapping[str, Any]) -> Label:
     """Update some fields of a label.
 
     Raises:
         APIError: 422 with the name of the field.
     """
     for part, most in LONGEST.items():
-        if not isinstance(given.get(part, ""), str) or len(given.get(part, "")) > most:
+        if not isinstance(fields.get(part, ""), str) or len(fields.get(part, "")) > most:
             raise APIError(422, "invalid_value", f'"{part}" must be a string of at most {most} characters.', param=part)
-    tags = given.get("tags", [])
+    tags = fields.get("tags", [])
     is_text = isinstance(tags, list) and all(isinstance(tag, str) and 0 < len(tag) <= LONGEST_TAG for tag in tags)
     if not is_text or len(tags) > MOST_TAGS:
         message = f'"tags" must be a list of at most {MOST_TAGS} strings of at most {LONGEST_TAG} characters.'
         raise APIError(422, "invalid_value", message, param="tags")
     known = labels(home)
-    new = _label({**known.get(id, {}), **{part: given[part] for part in ("name", "tags", "notes") if part in given}})
+    new = _label({**known.get(id, {}), **{part: fields[part] for part in ("name", "tags", "notes") if part in fields}})
     new["name"] = new["name"].strip()
     known[id] = new
     home.write(FILE, json.dumps({key: one for key, one in known.items() if any(one.values())}, ensure_ascii=False))

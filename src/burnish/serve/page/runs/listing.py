@@ -19,10 +19,10 @@ from burnish.utils.files import expanded
 _HEAD = ("name", "state", "step", "loss", "eval", "tokens/s", "left", "started", "folder")
 
 
-def runs(words: Sequence[str]) -> int:
+def runs(argv: Sequence[str]) -> int:
     """The command: a table, or with ``--json`` a JSON object per line."""
-    as_json = "--json" in words
-    folders = [word for word in words if word != "--json"]
+    as_json = "--json" in argv
+    folders = [word for word in argv if word != "--json"]
     if options := [word for word in folders if word.startswith("-") or "=" in word]:
         raise UserError(f"burnish runs accepts only folders and --json. Received: {options[0]}.")
     roots = [expanded(folder) for folder in folders or ["."]]

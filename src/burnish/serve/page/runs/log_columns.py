@@ -69,10 +69,10 @@ def _rows_of(data: bytes) -> list[dict[str, Any]]:
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> Columns:
     """Rows as columns of equal length, with null for missing values; rows without metrics are omitted."""
-    kept = [row for row in rows if "loss" in row or "eval_loss" in row]
+    selected = [row for row in rows if "loss" in row or "eval_loss" in row]
     found: Columns = {}
-    for column, keys in {**_KEYS, **_metrics(kept)}.items():
-        values = _column(kept, keys)
+    for column, keys in {**_KEYS, **_metrics(selected)}.items():
+        values = _column(selected, keys)
         if column == "step" or any(value is not None for value in values):
             found[column] = values
     return found

@@ -59,9 +59,9 @@ def _curve(name: str, pairs: Sequence[tuple[float, float]]) -> ReportCurve:
     return ReportCurve(name, points, y_marks, x_marks)
 
 
-def table(given: str) -> list[tuple[str, Any]]:
+def table(text: str) -> list[tuple[str, Any]]:
     """The options of a ``run.yaml`` as pairs."""
-    lines = (line.partition(": ") for line in given.splitlines() if not line.startswith(("#", " ", "-")))
+    lines = (line.partition(": ") for line in text.splitlines() if not line.startswith(("#", " ", "-")))
     return [(name, _plain(value.partition("  # ")[0])) for name, colon, value in lines if colon]
 
 

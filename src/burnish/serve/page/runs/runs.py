@@ -272,10 +272,10 @@ def _kind(folder: Path, launch: Mapping[str, Any]) -> RunKind:
     word = launch.get("argv", [])[1:2]
     if word in (["predict"], ["eval"]):
         return "predict" if word == ["predict"] else "eval"
-    given = run_yaml_text(folder) if launch else ""
-    if "do_train: false" not in given:
+    run_yaml = run_yaml_text(folder) if launch else ""
+    if "do_train: false" not in run_yaml:
         return "train"
-    return "predict" if "do_predict: true" in given else "eval"
+    return "predict" if "do_predict: true" in run_yaml else "eval"
 
 
 def _metrics(folder: Path, kind: RunKind) -> dict[str, float]:

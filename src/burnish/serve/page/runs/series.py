@@ -37,19 +37,19 @@ def thinned(columns: Columns, points: int) -> Columns:
     count = len(columns["step"])
     if count <= points:
         return columns
-    kept: set[int] = {index for index, value in enumerate(columns.get("eval_loss", ())) if value is not None}
+    indices: set[int] = {index for index, value in enumerate(columns.get("eval_loss", ())) if value is not None}
     buckets = max(1, points // 4)
     for bucket in range(buckets):
         begin, end = bucket * count // buckets, (bucket + 1) * count // buckets
         if begin == end:
             continue
-        kept |= {begin, end - 1}
+        indices |= {begin, end - 1}
         for name in ("loss", "grad_norm"):
             numbers = [(v, i) for i in range(begin, end) if isinstance(v := _at(columns, name, i), int | float)]
             odd = [i for i in range(begin, end) if isinstance(_at(columns, name, i), str)]
-            kept |= {min(numbers)[1], max(numbers)[1]} if numbers else set()
-            kept.update(odd[:1])
-    return {name: [values[index] for index in sorted(kept)] for name, values in columns.items()}
+            indices |= {min(numbers)[1], max(numbers)[1]} if numbers else set()
+            indices.update(odd[:1])
+    return {name: [values[index] for index in sorted(indices)] for name, values in columns.items()}
 
 
 def _at(columns: Columns, name: str, index: int) -> Any:

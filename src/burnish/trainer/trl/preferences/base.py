@@ -152,7 +152,7 @@ class PreferenceTrainer(OverridableTrainer):
         self._totals = Totals()
         self._inspect(args)
         if self._precomputes_reference:
-            self._ask_beforehand()
+            self._precompute_reference()
 
     def _take_old_names(self, processing_class: Any, old: dict[str, Any]) -> Any:
         name, config = type(self).__name__, self.config_class.__name__
@@ -262,7 +262,7 @@ class PreferenceTrainer(OverridableTrainer):
         """TRL's name of ``args.precompute_ref_log_probs``."""
         return self._precomputes_reference
 
-    def _ask_beforehand(self) -> None:
+    def _precompute_reference(self) -> None:
         """Precompute the reference's log-probabilities of every row, and free a reference that takes memory."""
         evals = self.eval_dataset
         self.train_dataset = self._completed(self.train_dataset, "train")
@@ -279,10 +279,10 @@ class PreferenceTrainer(OverridableTrainer):
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """A dataset with the reference's log-probabilities of each row. Raises the errors of ``with_numbers``."""
-        compute = partial(self._answers_of_script, batch_size) if self._overrides("compute_ref_log_probs") else None
+        compute = partial(self._logps_of_script, batch_size) if self._overrides("compute_ref_log_probs") else None
         return with_numbers(dataset, self._rows_of, self.objective, self._made, self._parallel, batch_size, compute)
 
-    def _answers_of_script(self, batch_size: int, dataset: Any) -> dict[str, list[float]]:
+    def _logps_of_script(self, batch_size: int, dataset: Any) -> dict[str, list[float]]:
         """The columns of a dataset computed by a script's ``compute_ref_log_probs``. Every process computes all
         rows."""
         model, columns = self.ref_model or self.model, [column_of(side) for side in _SIDES[self.kind]]

@@ -190,7 +190,7 @@ class RewardConfig(PreferenceConfig):
 
 
 def _without(names: Mapping[str, str], *fields: str) -> dict[str, str]:
-    return {name: said for name, said in names.items() if name not in fields}
+    return {name: label for name, label in names.items() if name not in fields}
 
 
 @dataclass

@@ -192,7 +192,7 @@ def reference_for(
             return second
         refuse_sharded_weights(parallel)
         return _following(second.beside(model), options)
-    if peft_config is not None and _begins_as_nothing(peft_config) and not options.sync_ref_model:
+    if peft_config is not None and _starts_as_identity(peft_config) and not options.sync_ref_model:
         adapter = PeftAdapter(PeftOptions())
         adapter.attach(model)
         return DisabledAdapter(adapter, model)
@@ -208,7 +208,7 @@ def _following(start: InitialWeights | SeparateModel, options: ReferenceOptions)
     return MovingReference(start, options.ref_model_sync_steps, options.ref_model_mixup_alpha)
 
 
-def _begins_as_nothing(peft_config: Any) -> bool:
+def _starts_as_identity(peft_config: Any) -> bool:
     """Whether the model computes the same with and without the new adapter. False for prompt learning, and for adapters
     initialized from the weights (PiSSA)."""
     return not peft_config.is_prompt_learning and getattr(peft_config, "init_lora_weights", True) in (True, "gaussian")

@@ -150,7 +150,7 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
         set_here = {n: v for n, v in values.items() if v is not None or type(None) in members(known[n].type)}
         built, problems = build(RolloutChoices, {name: RawValue(value) for name, value in set_here.items()})
         built.stage = self.stage
-        raise_if(map(_in_own_words, [*problems, *check_sizes(built), *check_loss(built)]))
+        raise_if(map(_with_field_names, [*problems, *check_sizes(built), *check_loss(built)]))
         return built
 
     def _sampling(self) -> dict[str, Any]:
@@ -167,9 +167,9 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
 
     def notes(self) -> list[str]:
         """Notes on arguments that have no effect with the others."""
-        choices, words = self.choices(), {name: word for word, name in OPTION_NAMES.items()}
+        choices, field_names = self.choices(), {name: word for word, name in OPTION_NAMES.items()}
         changed = {one.name for one in fields(self) if one.init and getattr(self, one.name) != one.default}
-        reasons = ((words.get(name, name), why) for name, why in without_effect(choices).items())
+        reasons = ((field_names.get(name, name), why) for name, why in without_effect(choices).items())
         of_beams = [
             (f"generation_kwargs.{name}", _WHY_BEAMS) for name in self.generation_kwargs or () if name in _OF_BEAMS
         ]
@@ -179,7 +179,7 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
         ]
 
 
-def _in_own_words(problem: Problem) -> Problem:
+def _with_field_names(problem: Problem) -> Problem:
     """Replace burnish's option names in problems by the names of the config's fields."""
     names = {name: word for word, name in OPTION_NAMES.items()}
     return replace(problem, what=renamed(problem.what, names), remedy=renamed(problem.remedy, names))

@@ -158,8 +158,8 @@ class ScriptedRollouts(Objective):
         return self.objective.rows_per_rank
 
     @property
-    def redeal(self) -> Callable[[Sequence[StepBatch], int, int], StepBatch]:
-        return self.objective.redeal
+    def redistribute(self) -> Callable[[Sequence[StepBatch], int, int], StepBatch]:
+        return self.objective.redistribute
 
     def setup(self, module: nn.Module) -> None:
         self.objective.setup(self.over(module))
