@@ -1,5 +1,5 @@
 // @ts-check
-// Curves: uPlot (bundled) with one cursor and one zoom through all, values at the cursor, PNG and CSV in a menu.
+// Charts based on the bundled uPlot: shared cursor and zoom, values at the cursor, PNG and CSV export in a menu.
 import { WHOLE, csv, countNonFinite, rangeOf } from "./curves.js";
 import { $, download, el, menu } from "./dom.js";
 import { axisLabels, bytes, duration, short } from "./format.js";
@@ -8,7 +8,7 @@ import { language, t } from "./words.js";
 
 /** @typedef {{label: string, x: any[], y: any[], smoothing?: number, points?: boolean, color?: number}} Curve */
 const Plot = () => /** @type {any} */ (globalThis).uPlot;
-/** Charts that share a cursor share the zoom too. @type {Map<string, Set<Chart>>} */
+/** Charts by cursor group; a group shares its cursor and zoom. @type {Map<string, Set<Chart>>} */
 const siblings = new Map();
 
 export class Chart {
@@ -52,7 +52,7 @@ export class Chart {
     this.plot?.destroy();
     this.node.remove();
   }
-  /** All curves are laid over one sorted x. @param {Curve[]} curves @param {{log?: boolean, zero?: boolean, clip?: boolean, time?: boolean}} how */
+  /** Merge all curves onto one sorted x axis. @param {Curve[]} curves @param {{log?: boolean, zero?: boolean, clip?: boolean, time?: boolean}} how */
   draw(curves, { log = false, zero = false, clip = false, time = false } = {}) {
     const lines = curves.flatMap((curve, index) => linesOfCurve(curve, curve.color ?? index));
     const xs = [...new Set(lines.flatMap((line) => line.x))].filter((x) => x !== null).sort((a, b) => a - b);
@@ -69,8 +69,8 @@ export class Chart {
         return found;
       }),
     ];
-    const kept = this.plot?.scales.x,
-      zoomed = this.isZoomed && kept ? [kept.min, kept.max] : null;
+    const xScale = this.plot?.scales.x,
+      zoomed = this.isZoomed && xScale ? [xScale.min, xScale.max] : null;
     this.lines = lines;
     this.missing = curves.reduce((sum, curve) => sum + countNonFinite(curve.y), 0);
     this.plot?.destroy();
@@ -141,7 +141,7 @@ export class Chart {
     if (plot.select.width > 4)
       this.zoom(plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x"));
   }
-  /** Zoom all charts that share the cursor; null shows all. @param {number | null} min @param {number | null} max */
+  /** Zoom all charts of the cursor group; null resets the zoom. @param {number | null} min @param {number | null} max */
   zoom(min, max) {
     for (const chart of siblings.get(this.options.sync) ?? []) {
       const xs = chart.plot?.data[0];
@@ -150,7 +150,7 @@ export class Chart {
       chart.plot.setScale("x", { min: min ?? xs[0], max: max ?? xs.at(-1) });
     }
   }
-  /** The legend: what the curves are, with their values at the cursor, or the last ones. */
+  /** Update the legend: names of the curves, with their values at the cursor or their last values. */
   read() {
     const plot = this.plot,
       place = plot?.cursor.idx;
@@ -185,7 +185,7 @@ export class Chart {
       ),
     );
   }
-  /** The chart as a picture, on the page's own background. */
+  /** Return the chart as an image on the page's background color. */
   save() {
     const drawn = this.plot?.root.querySelector("canvas");
     if (!drawn) return;

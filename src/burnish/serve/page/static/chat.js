@@ -1,5 +1,5 @@
 // @ts-check
-// A conversation with one model, or with two side by side: one question, and each answer as it comes.
+// A conversation with one model, or with two side by side; responses are streamed.
 import { $, $$, copy, download, notify } from "./dom.js";
 import { Engines } from "./engines.js";
 import { short, visible } from "./format.js";
@@ -9,7 +9,7 @@ import { nodes } from "./md.js";
 import { answers, chain, conversation, toolsOf } from "./messages.js";
 import { Failed, get, send } from "./net.js";
 import { choices, findTargets } from "./targets.js";
-import { asked, fill, small, turnNode, waits } from "./turns.js";
+import { fill, promptNode, small, turnNode, waits } from "./turns.js";
 import { ready, t } from "./words.js";
 await ready;
 const targets = await findTargets();
@@ -42,7 +42,7 @@ function show() {
 /** @param {any} turn */
 function showTurn(turn) {
   for (const side of [0, 1]) {
-    asked(turn, side, (text) => {
+    promptNode(turn, side, (text) => {
       turns = turns.slice(0, turns.indexOf(turn));
       begin({ user: text, images: turn.images, answers: [null, null], again: 0 });
     });
@@ -54,7 +54,7 @@ function showTurn(turn) {
   node.text.replaceChildren(...nodes(turn.reference));
   node.figures.textContent = visible(turn.place);
 }
-/** An answer that is whole, with what can be done with it. @param {any} node @param {any} one @param {number} side @param {any} turn */
+/** Show a complete response with its actions. @param {any} node @param {any} one @param {number} side @param {any} turn */
 function finish(node, one, side, turn) {
   fill(node, one, () => goOn(side, turn));
   node.tools.replaceChildren(
@@ -107,7 +107,7 @@ async function answer(side, turn, seed) {
   }
   finish(node, one, side, turn);
 }
-/** A result was entered: shown, and answered once no call of this side waits any more. @param {number} side @param {any} turn */
+/** Show an entered tool result, and request the next response once no call of this side is waiting. @param {number} side @param {any} turn */
 async function goOn(side, turn) {
   show();
   keep();
@@ -146,9 +146,9 @@ async function during(sides, turn) {
 }
 function keep() {
   const [system, tools] = [$("#system").value, $("#tools").value];
-  const kept = { system, tools, turns: withoutPixels(turns), targets: engines.chosen };
+  const saved = { system, tools, turns: withoutPixels(turns), targets: engines.chosen };
   sessionStorage.setItem("chat", chat);
-  void send("PUT", `api/chats/${chat}`, kept).catch(() => {});
+  void send("PUT", `api/chats/${chat}`, saved).catch(() => {});
 }
 function busy(/** @type {boolean} */ is) {
   $("#stop-response").hidden = !is;
@@ -159,16 +159,16 @@ function retry() {
   const turn = turns.pop();
   if (turn) void begin({ ...turn, answers: [null, null], again: turn.again + 1 });
 }
-/** Go on with a conversation, or with a new one. @param {string} id */
+/** Open a saved conversation, or start a new one. @param {string} id */
 async function open(id = `chat-${Date.now().toString(36)}`, isKept = false) {
   for (const stop of answering) stop.abort();
-  const kept = isKept ? await get(`api/chats/${id}`).catch(() => null) : null;
+  const saved = isKept ? await get(`api/chats/${id}`).catch(() => null) : null;
   chat = id;
-  sessionStorage.setItem("chat", kept ? chat : "");
-  turns = kept?.turns ?? [];
-  if (kept) for (const name of ["system", "tools"]) $(`#${name}`).value = kept[name] ?? "";
+  sessionStorage.setItem("chat", saved ? chat : "");
+  turns = saved?.turns ?? [];
+  if (saved) for (const name of ["system", "tools"]) $(`#${name}`).value = saved[name] ?? "";
   show();
-  return kept;
+  return saved;
 }
 $("#composer").addEventListener("submit", (/** @type {Event} */ event) => {
   event.preventDefault();
@@ -234,10 +234,10 @@ $("#record").addEventListener("click", () => {
   const offered = $("#tools").value.trim() ? { tools: tools() } : {};
   download(new Blob([`${JSON.stringify({ messages: messagesOf(0), ...offered })}\n`]), "records.jsonl");
 });
-const kept = await open(chat || undefined, Boolean(chat)),
+const saved = await open(chat || undefined, Boolean(chat)),
   wanted = $("#engines").dataset.target;
 const named = targets.has("named") ? "named" : "";
-const first = wanted ? [wanted, ""] : [kept?.targets?.[0] || named, kept?.targets?.[1] || ""];
+const first = wanted ? [wanted, ""] : [saved?.targets?.[0] || named, saved?.targets?.[1] || ""];
 for (const select of $$("select[data-side]")) {
   const side = Number(select.dataset.side),
     value = targets.has(first[side]) ? first[side] : "";

@@ -1,9 +1,9 @@
 // @ts-check
-// The columns of a data set that is a file without an entry in dataset_info.json: asked for when such a file is chosen.
+// Column mapping for a selected data file that has no entry in dataset_info.json.
 import { $ } from "./dom.js";
 import { get } from "./net.js";
 
-/** The mapping below the field of the data set, for a file that has no entry. */
+/** Shows the column mapping below the dataset field. */
 export class Columns {
   /** @param {(values: Record<string, any>) => void} change @param {() => Promise<void>} described */
   constructor(change, described) {
@@ -21,10 +21,10 @@ export class Columns {
     const found = await get(`api/datasets/columns?file=${encodeURIComponent(file)}`).catch(() => null);
     const { mapping } = await import("./mapping.js");
     if (!found || file !== this.file) return;
-    const kept = async (/** @type {{name: string, folder: string}} */ one) => {
+    const onSaved = async (/** @type {{name: string, folder: string}} */ one) => {
       await this.described();
       this.change({ dataset: one.name, dataset_dir: one.folder, formatting: "", columns: "" });
     };
-    $("#essentials [data-option=dataset]").after(mapping(file, found, values, this.change, kept));
+    $("#essentials [data-option=dataset]").after(mapping(file, found, values, this.change, onSaved));
   }
 }

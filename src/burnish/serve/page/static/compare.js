@@ -1,5 +1,5 @@
 // @ts-check
-// Several runs over each other: curves with a legend, figures, and the options in which they differ.
+// Comparison of several runs: charts with a legend, metrics, and differing options.
 import { Chart } from "./chart.js";
 import { xValues, groups, concatenated, definedPoints, tokenRates } from "./curves.js";
 import { $, $$, el } from "./dom.js";
@@ -136,7 +136,7 @@ function figures() {
     ),
   );
 }
-/** All options that one of the runs sets: those that differ first and bold, the others and the defaults faint. */
+/** Table of all options that any of the runs sets: differing ones first and bold, equal ones and defaults dimmed. */
 function options() {
   const all = chosen.map((id) => optionsOf(facts.get(id).yaml ?? "")),
     onlyDifferent = $("#only-different").checked;

@@ -1,5 +1,5 @@
 // @ts-check
-// What a run of rollouts wrote and how it was rewarded: by step and record, two steps of one prompt side by side.
+// Completions of a run with their rewards, by step and record; two steps of a prompt can be compared.
 import { el } from "./dom.js";
 import { short, visible } from "./format.js";
 import { get } from "./net.js";
@@ -53,7 +53,7 @@ export async function showCompletions(place, id) {
         values.map((value) => el("option", { value, selected: value === chosen }, value)),
       ),
     );
-  // Each prompt is in few steps: a record that was there twice comes first, with its last and its first step.
+  // Most prompts occur in few steps: select a record that occurs twice, with its last and first step.
   /** @type {{name: string, steps: number[]}[]} */
   const records = found.records;
   const names = records.map((one) => one.name);

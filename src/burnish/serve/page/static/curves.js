@@ -1,18 +1,18 @@
 // @ts-check
-// The arithmetic of charts: smoothing, ranges, rates, groups of columns. Nothing here touches the page.
+// Calculations for charts: smoothing, axis ranges, rates, groups of columns. Does not access the DOM.
 
 /** @typedef {Record<string, any[]>} Columns */
 /** @typedef {{name: string, columns: string[], points?: string, smooth?: boolean, zero?: boolean, unit?: string}} Group */
 
 /** @param {any[]} values @returns {(number | null)[]} */
 export const numbers = (values) => values.map((value) => (typeof value === "number" ? value : null));
-/** Distances between the labels of an axis of steps or tokens: 1, 2, 5, 10, 20, ... */
+/** Allowed distances between tick labels of steps or tokens: 1, 2, 5, 10, 20, ... */
 export const WHOLE = Array.from({ length: 13 }, (_, power) => [1, 2, 5].map((one) => one * 10 ** power)).flat();
-/** How many values are NaN or infinite; these travel as texts. @param {any[]} values */
+/** Number of NaN or infinite values, which JSON transmits as strings. @param {any[]} values */
 export const countNonFinite = (values) => values.filter((value) => typeof value === "string").length;
 
 /**
- * An exponential mean that begins at the first value: Kingma & Ba 2015, section 3, for its correction of the start.
+ * Exponential moving average with bias correction (Kingma & Ba 2015, section 3).
  * @param {any[]} values @param {number} weight
  */
 export function smoothed(values, weight) {
@@ -25,15 +25,15 @@ export function smoothed(values, weight) {
     return mean / mass;
   });
 }
-/** What stands on the x axis: steps, tokens, or seconds since the first row. @param {Columns} columns @param {string} kind */
+/** Values of the x axis: steps, tokens, or seconds since the first row. @param {Columns} columns @param {string} kind */
 export function xValues(columns, kind) {
   if (kind === "tokens" && columns.tokens) return numbers(columns.tokens);
   if (kind === "time" && columns.time) return columns.time.map((time) => time - columns.time[0]);
   return columns.step;
 }
 /**
- * The range of a y axis. It spans at least a quarter of the size of the values, so that noise on a level curve stays
- * small; and it begins at zero where a quantity does.
+ * Range of a y axis. It spans at least a quarter of the magnitude of the values, so that noise on a flat curve stays
+ * small. With `zero` it starts at 0.
  * @param {(number | null)[]} values @param {{zero?: boolean, clip?: boolean}} options @returns {[number, number]}
  */
 export function rangeOf(values, { zero = false, clip = false } = {}) {
@@ -50,7 +50,7 @@ export function rangeOf(values, { zero = false, clip = false } = {}) {
   return [zero && low === 0 ? 0 : low - room, high + room];
 }
 /**
- * Tokens per second between two logs, without the time of an evaluation between them; the log's own figure counts from
+ * Tokens per second between two logs, excluding evaluations; the logged value is the mean since
  * the start. @param {Columns} columns
  */
 export function tokenRates(columns) {
@@ -70,7 +70,7 @@ export function tokenRates(columns) {
     return seconds > 0 && count > 0 ? count / seconds : (mean[place] ?? null);
   });
 }
-/** Two pieces of one log behind each other. @param {Columns} columns @param {Columns} more @returns {Columns} */
+/** Concatenate two parts of a log. @param {Columns} columns @param {Columns} more @returns {Columns} */
 export function concatenated(columns, more) {
   const before = columns.step.length,
     added = more.step.length,
@@ -82,10 +82,12 @@ export function concatenated(columns, more) {
     ]),
   );
 }
-/** The rows of a column that say something. @param {any[]} x @param {any[]} values */
+/** Drop the rows without a value. @param {any[]} x @param {any[]} values */
 export function definedPoints(x, values) {
-  const kept = values.map((_, place) => place).filter((place) => values[place] !== null && values[place] !== undefined);
-  return { x: kept.map((place) => x[place]), y: kept.map((place) => values[place]) };
+  const indices = values
+    .map((_, place) => place)
+    .filter((place) => values[place] !== null && values[place] !== undefined);
+  return { x: indices.map((place) => x[place]), y: indices.map((place) => values[place]) };
 }
 /** @param {Columns} columns */
 export const csv = (columns) => {
@@ -123,7 +125,7 @@ const METHODS = [
 ];
 
 /**
- * The charts of a run, the important one first: the reward where a run has one, else the loss.
+ * Charts of a run, the main one first: the reward if the run has one, otherwise the loss.
  * @param {Columns} columns @returns {Group[]}
  */
 export function groups(columns) {
@@ -174,5 +176,5 @@ export function groups(columns) {
     if (group.columns.length === 1 && has(`eval_${group.columns[0]}`)) group.points = `eval_${group.columns[0]}`;
   return all.filter((group) => !all.some((other) => other !== group && other.points === group.name));
 }
-/** Whether a name of a chart has a text of its own. @param {string} name */
+/** Whether a chart name has a translation. @param {string} name */
 export const isNamed = (name) => METHODS.includes(name) || OWN.includes(name);

@@ -1,11 +1,11 @@
 // @ts-check
-// Nodes. Nothing here makes HTML of text: nodes are built, and text is text.
+// DOM helpers. Nodes are created directly; text is never parsed as HTML.
 import { t } from "./words.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 
 /**
- * A node: tag, attributes (on… are listeners), children that are nodes or text.
+ * Create an element from its tag, attributes (on… are event listeners) and children (nodes or text).
  * @param {string} tag @param {Record<string, any>} attributes @param {any[]} children @returns {any}
  */
 export function el(tag, attributes = {}, ...children) {
@@ -18,7 +18,7 @@ export function el(tag, attributes = {}, ...children) {
   node.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
   return node;
 }
-/** A node of SVG. @param {string} tag @param {Record<string, any>} attributes @param {any[]} children */
+/** Create an SVG element. @param {string} tag @param {Record<string, any>} attributes @param {any[]} children */
 export function svg(tag, attributes = {}, ...children) {
   const node = document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, String(value));
@@ -35,7 +35,7 @@ export const $$ = (selector, within = document) => [...within.querySelectorAll(s
 
 /** @type {ReturnType<typeof setTimeout> | undefined} */
 let said;
-/** Say something once to whoever looks or listens. @param {string} text @param {[string, () => void]} [action] */
+/** Show a notification, which screen readers announce. @param {string} text @param {[string, () => void]} [action] */
 export function notify(text, action) {
   const place = $("#toast"),
     button =
@@ -55,7 +55,7 @@ export function notify(text, action) {
   clearTimeout(said);
   said = setTimeout(() => place.replaceChildren(), action ? 12000 : 5000);
 }
-/** Copy, also where the page is not served over https. @param {string} text */
+/** Copy text to the clipboard, also without https. @param {string} text */
 export async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -69,13 +69,13 @@ export async function copy(text) {
   }
   notify(t("copied"));
 }
-/** Offer a text or a picture as a file. @param {Blob} blob @param {string} name */
+/** Download a text or an image as a file. @param {Blob} blob @param {string} name */
 export function download(blob, name) {
   const link = el("a", { href: URL.createObjectURL(blob), download: name });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }
-/** A menu behind three dots. @param {string} label @param {any[]} items */
+/** Create a menu button with three dots. @param {string} label @param {any[]} items */
 export function menu(label, items) {
   const node = el(
     "details",
@@ -98,7 +98,7 @@ document.addEventListener("keydown", (event) => {
     $("summary", open).focus();
   }
 });
-/** Tabs by arrow keys. @param {any[]} tabs @param {(tab: any) => void} chosen */
+/** Let arrow keys switch between tabs. @param {any[]} tabs @param {(tab: any) => void} chosen */
 export function tabs(tabs, chosen) {
   /** @param {any} tab */
   const choose = (tab) => {
@@ -123,7 +123,7 @@ export function tabs(tabs, chosen) {
   }
   return choose;
 }
-/** A question that stands in the page, answered by true or false. @param {string} text @param {string} yes */
+/** Show a confirmation dialog; resolves to true or false. @param {string} text @param {string} yes */
 export function askToConfirm(text, yes) {
   return new Promise((resolve) => {
     const dialog = el(

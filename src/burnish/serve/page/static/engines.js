@@ -1,5 +1,5 @@
 // @ts-check
-// The models that answer: loaded, with the time it takes and how far it is, and unloaded.
+// Loaded models: load with progress, and unload.
 import { $, el } from "./dom.js";
 import { visible } from "./format.js";
 import { Failed, get, pause, send } from "./net.js";

@@ -1,5 +1,5 @@
 // @ts-check
-// Fields of a form from the options' declarations: a label for people, the key beside it, a control by type.
+// Form fields created from option declarations: label, option name, and a control for its type.
 import { el } from "./dom.js";
 import { humanized } from "./format.js";
 import { language, t } from "./words.js";
@@ -9,7 +9,7 @@ const NEEDED = new Set(["model_name_or_path", "dataset", "output_dir"]);
 
 /** @param {Field} field */
 export const labelOf = (field) => field.label ?? humanized(field.name);
-/** A value as text of a control. @param {any} value */
+/** Format a value for a control. @param {any} value */
 export function textOf(value) {
   if (value === undefined || value === null) return "";
   if (Array.isArray(value) && value.every((item) => typeof item === "string")) return value.join(", ");
@@ -81,7 +81,7 @@ export function fieldOf(field, { risk, browse } = {}) {
     el("p", { class: "problem", id: `${id}-problem`, lang: language === "en" ? null : "en" }),
   );
 }
-/** Whether a search finds a field: all its words, in label, key, help or aliases. @param {Field} field @param {string} text */
+/** Whether a field matches a search: all words occur in its label, name, help or aliases. @param {Field} field @param {string} text */
 export function isFound(field, text) {
   const whole = [field.name, field.name.replaceAll("_", " "), labelOf(field), field.help, ...field.aliases]
     .join(" ")

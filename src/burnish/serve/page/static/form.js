@@ -1,5 +1,5 @@
 // @ts-check
-// A new run: fields from the options' declarations, and what will happen, checked as it is changed.
+// The form for a new run, and its plan, which is updated after each change.
 import { Columns } from "./columns.js";
 import { $, $$, askToConfirm, copy, el, notify, tabs } from "./dom.js";
 import { fieldOf, textOf } from "./fields.js";
@@ -14,7 +14,7 @@ const form = $("#form"),
   examples = new Examples();
 /** @type {Map<string, any>} */
 const values = new Map();
-/** Fields that a person has changed: only these show what is wrong with them before the first try to start. @type {Set<string>} */
+/** Fields that the user has changed. Before the first attempt to start, errors are shown for these only. @type {Set<string>} */
 const touched = new Set();
 /** @type {any} */
 let answer = {},
@@ -101,7 +101,7 @@ function change(more) {
   for (const [name, value] of Object.entries(more)) set(name, value);
   changed();
 }
-/** Dependent options are shown where the one that they belong to has one of the values that they are for. */
+/** Show dependent options only if the option that they depend on has a matching value. */
 function settle() {
   for (const [name, [on, wanted]] of Object.entries(/** @type {Record<string, any>} */ (found.depends))) {
     const current = String(values.get(on) ?? declared[on]?.default ?? "");
@@ -139,7 +139,7 @@ function changed() {
   timer = setTimeout(check, 400);
 }
 const current = () => Object.fromEntries(values);
-// --- what will happen -------------------------------------------------------------------------------------------------
+// --- plan -------------------------------------------------------------------------------------------------------------
 
 async function check() {
   checking?.abort();

@@ -1,5 +1,5 @@
 // @ts-check
-// Figures and texts as a person reads them. Nothing here touches the page, so that tests can run it without one.
+// Formatting of numbers and text. Does not access the DOM, so that tests can run it without a browser.
 
 /** @param {any} value @param {string} [language] */
 export const short = (value, language = "en") => {
@@ -11,7 +11,7 @@ export const short = (value, language = "en") => {
   if (size > 0 && size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
   return String(Number(value.toPrecision(4)));
 };
-/** Labels of an axis, all in one notation. @param {(number | null)[]} ticks @param {string} [language] */
+/** Format tick labels of an axis in a common notation. @param {(number | null)[]} ticks @param {string} [language] */
 export const axisLabels = (ticks, language = "en") => {
   const isSmall = Math.max(...ticks.map((tick) => Math.abs(tick ?? 0))) < 0.01;
   return ticks.map((tick) =>
@@ -46,16 +46,16 @@ export function ago(seconds, language = "en", now = Date.now() / 1000) {
   if (passed < 86400) return format.format(-Math.floor(passed / 3600), "hour");
   return format.format(-Math.floor(passed / 86400), "day");
 }
-/** Text with what cannot be seen, or would turn the line around, made visible. @param {string} text */
+/** Make invisible and bidirectional control characters visible. @param {string} text */
 export function visible(text) {
   return text.replace(
     /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g,
     (letter) => `⟨U+${(letter.codePointAt(0) ?? 0).toString(16).padStart(4, "0").toUpperCase()}⟩`,
   );
 }
-/** What a terminal's colors would be is left out, and what a carriage return has overwritten. @param {string} text */
+/** Remove terminal color codes, and text overwritten after a carriage return. @param {string} text */
 export const plain = (text) => visible(text.replace(/\u001b\[[0-9;?]*[A-Za-z]/g, "").replace(/[^\n]*\r(?!\n)/g, ""));
-/** The lines of a run's YAML as name -> value. @param {string} text @returns {Record<string, string>} */
+/** Parse the top-level lines of a run's YAML to name -> value. @param {string} text @returns {Record<string, string>} */
 export const optionsOf = (text) =>
   Object.fromEntries(
     text

@@ -1,5 +1,5 @@
 // @ts-check
-// Code in colors: comments, texts, numbers and keywords of the languages that answers use. Nothing here touches the page.
+// Syntax highlighting: comments, strings, numbers and keywords of common languages. Does not access the DOM.
 
 const WORDS = new Set(
   "and as assert async await bool boolean break case catch class const continue def default del do done echo elif else enum except export extends false False fi finally float fn for from func function global if impl import in int interface is lambda let match mod mut new nil None nonlocal not null or package pass pub raise return select self static string struct super switch then this throw true True try type undefined use var void when where while with yield SELECT FROM WHERE INSERT UPDATE JOIN".split(
@@ -23,7 +23,7 @@ const HASH = new Set([
 const PLAIN = new Set(["text", "txt", "plain", "markdown", "md"]);
 
 /**
- * The pieces of a code, in order, with what each is: "comment", "text", "number", "word" or "" for anything else.
+ * Split code into tokens in order, each with its type: "comment", "text", "number", "word", or "" for anything else.
  * @param {string} code @param {string} kind the language that the fence names @returns {[string, string][]}
  */
 export function pieces(code, kind) {

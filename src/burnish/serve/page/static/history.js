@@ -1,5 +1,5 @@
 // @ts-check
-// Past conversations: listed, opened, removed with an undo.
+// Saved conversations: list, open, delete with undo.
 import { $, el, notify } from "./dom.js";
 import { ago } from "./format.js";
 import { Failed, get, send } from "./net.js";
@@ -55,7 +55,7 @@ async function remove(one, node) {
     notify(failed.message);
   }
 }
-/** The list behind the button. @param {() => string} current @param {(id: string) => void} open */
+/** Show the list of conversations when the button is clicked. @param {() => string} current @param {(id: string) => void} open */
 export function history(current, open) {
   $("#history").addEventListener("click", async () => {
     const { chats } = await get("api/chats");

@@ -1,5 +1,5 @@
 // @ts-check
-// Images of the next message: picked, dropped or pasted, and shown small. They stay in the memory of this tab.
+// Images attached to the next message: selected, dropped or pasted. They are kept in this tab only.
 import { $, el, icon, notify } from "./dom.js";
 import { send, up } from "./net.js";
 import { t } from "./words.js";
@@ -7,13 +7,13 @@ import { t } from "./words.js";
 const MOST_BYTES = 20_000_000;
 /** @typedef {{url?: string, name: string, width: number, height: number, tokens?: number}} Attachment */
 
-/** What an image is called under it. @param {Attachment} image */
+/** Return the caption of an image. @param {Attachment} image */
 const caption = (image) =>
   image.tokens === undefined
     ? `${image.name} ${image.width}x${image.height}`
     : t("image_of_tokens", { name: image.name, width: image.width, height: image.height, tokens: image.tokens });
 
-/** Images, small. @param {Attachment[]} images @param {(image: Attachment) => void} [remove] */
+/** Create thumbnails. @param {Attachment[]} images @param {(image: Attachment) => void} [remove] */
 export const thumbs = (images, remove) =>
   images.map((image) =>
     el(
@@ -44,7 +44,7 @@ export const contentOf = (text, images = []) => {
     ...(text ? [{ type: "text", text }] : []),
   ];
 };
-/** Turns without the pixels of their images, as they are kept on the server. @param {any[]} turns @returns {any[]} */
+/** Return turns without image data, as they are saved on the server. @param {any[]} turns @returns {any[]} */
 export const withoutPixels = (turns) =>
   turns.map((turn) => ({
     ...turn,
@@ -53,7 +53,7 @@ export const withoutPixels = (turns) =>
       ? { images: turn.images.map((/** @type {Attachment} */ one) => ({ ...one, url: undefined })) }
       : {}),
   }));
-/** Images of a message with their pixels, of those that the server shows. @param {any[]} images */
+/** Load the image data of a message's images that the server provides. @param {any[]} images */
 const fetched = (images) =>
   Promise.all(
     images.map(async ({ path, ...image }) => {
@@ -64,13 +64,13 @@ const fetched = (images) =>
     }),
   );
 
-/** A record with the pixels of its images and of those in the messages before it. @param {any} record */
+/** Load the image data of a record, including its earlier messages. @param {any} record */
 export const withImages = async (record) => {
   for (const one of [record, ...record.before]) one.images = one.images?.length ? await fetched(one.images) : undefined;
   return record;
 };
 
-/** The images that the next message will have. */
+/** The images attached to the next message. */
 export class Attached {
   /** @type {Attachment[]} */
   images = [];
@@ -137,7 +137,7 @@ export class Attached {
     $("#attached").replaceChildren(...thumbs(this.images, remove));
     $("#attached").hidden = !this.images.length;
   }
-  /** The images, which then are no longer attached. */
+  /** Return and detach the images. */
   take() {
     const taken = this.images;
     this.images = [];
@@ -153,7 +153,7 @@ const dataUri = (file) =>
     reader.onerror = () => reject(reader.error);
     reader.readAsDataURL(file);
   });
-/** Width and height as the browser shows it; null for what it cannot read. @param {string} url */
+/** Width and height as displayed by the browser; null if it cannot decode the image. @param {string} url */
 const sizeOf = (url) =>
   new Promise((resolve) => {
     const image = new Image();

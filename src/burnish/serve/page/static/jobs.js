@@ -1,5 +1,5 @@
 // @ts-check
-// Exports, predictions and evaluations: a form, and what became of those that were started.
+// Exports, predictions and evaluations: forms, and started jobs with their state.
 import { $, copy, el } from "./dom.js";
 import { bytes, duration, plain, short } from "./format.js";
 import { Failed, get, pause, send } from "./net.js";

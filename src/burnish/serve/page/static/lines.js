@@ -1,5 +1,5 @@
 // @ts-check
-// What a chart is drawn with: the colors of the theme, lines of a curve, and a table of the same numbers.
+// Drawing helpers of charts: theme colors, lines of a curve, and a table of the same values.
 import { isNamed, numbers, smoothed } from "./curves.js";
 import { $, el } from "./dom.js";
 import { bytes, short } from "./format.js";
@@ -7,7 +7,7 @@ import { language, t } from "./words.js";
 
 export const COLORS = 8;
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [4, 4], [12, 4], [6, 2, 2, 2], [3, 6]];
-/** The color that a token has in the theme of now. @param {string} name */
+/** Return the value of a color variable in the current theme. @param {string} name */
 export function themeColor(name) {
   const probe = el("span", { class: `color-${name}` }); // light-dark() is resolved by a color, not by a variable
   document.body.append(probe);
@@ -25,13 +25,13 @@ const faint = (color, alpha) =>
         .slice(0, 3)
         .join(", ")}, ${alpha})`,
   );
-/** The value at a place, or the last before it. @param {any[]} values @param {number} place */
+/** Return the value at an index, or the last one before it. @param {any[]} values @param {number} place */
 export function valueNear(values, place) {
   for (let at = place; at >= Math.max(0, place - 50); at -= 1)
     if (values[at] !== null && values[at] !== undefined) return values[at];
   return null;
 }
-/** One or two lines of a curve: raw and smooth. @param {import("./chart.js").Curve} curve @param {number} color @returns {any[]} */
+/** Return the lines of a curve: raw and, with smoothing, smoothed. @param {import("./chart.js").Curve} curve @param {number} color @returns {any[]} */
 export function linesOfCurve(curve, color) {
   const stroke = themeColor(`c${color % COLORS}`),
     dash = DASHES[(curve.color ?? 0) % DASHES.length],
@@ -45,7 +45,7 @@ export function linesOfCurve(curve, color) {
     ];
   return [{ ...raw, dots: { show: curve.y.length < 3, size: 6 } }];
 }
-/** Columns as a table that reads without a picture: at most some hundred rows. @param {any} columns */
+/** Table of the chart's values for screen readers, limited to a few hundred rows. @param {any} columns */
 export function table(columns) {
   const names = Object.keys(columns),
     step = Math.max(1, Math.ceil(columns.step.length / 300));
@@ -79,7 +79,7 @@ export function table(columns) {
     ),
   );
 }
-/** Draw again when the colors or the width change. @param {() => void} draw */
+/** Redraw when the theme or the width changes. @param {() => void} draw */
 export const onRedraw = (draw) => {
   document.addEventListener("theme", draw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
@@ -91,9 +91,9 @@ export const onRedraw = (draw) => {
     }
   });
 };
-/** What a chart is called. @param {string} name */
+/** Return the title of a chart. @param {string} name */
 export const titleOf = (name) => (name === "rate" ? t("tokens_per_s") : isNamed(name) ? t(name) : name);
-/** What a column is called in a legend. @param {string} name */
+/** Return the name of a column in a legend. @param {string} name */
 export const nameOf = (name) =>
   name === "rate"
     ? t("tokens_per_s")
@@ -101,7 +101,7 @@ export const nameOf = (name) =>
       ? t(name)
       : name.replace(/^(rewards|completions|logps|logits)\/|\/mean$/g, "");
 /**
- * Show the last reward in the first tile in place of the loss, where a run has rewards.
+ * Show the last reward instead of the loss in the first tile if the run has rewards.
  * @param {import("./curves.js").Columns} columns @param {any} loss the last loss of the run
  */
 export function showReward(columns, loss) {

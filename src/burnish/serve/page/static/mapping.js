@@ -1,16 +1,16 @@
 // @ts-check
-// Which column of a file is which, where dataset_info.json has no entry of it.
+// Column mapping for a data file without an entry in dataset_info.json.
 import { $, el, notify } from "./dom.js";
 import { visible } from "./format.js";
 import { Failed, send } from "./net.js";
 import { t } from "./words.js";
 
 /**
- * Selects for the format and for the column of each of its parts; what is chosen are the options formatting and columns.
+ * Create selects for the format and the columns of its parts; they set the options formatting and columns.
  * @param {string} file @param {any} found of api/datasets/columns @param {Map<string, any>} values
- * @param {(values: Record<string, any>) => void} tell @param {(kept: {name: string, folder: string}) => Promise<void>} kept
+ * @param {(values: Record<string, any>) => void} tell @param {(entry: {name: string, folder: string}) => Promise<void>} onSaved
  */
-export function mapping(file, { columns, formats, known, proposed }, values, tell, kept) {
+export function mapping(file, { columns, formats, known, proposed }, values, tell, onSaved) {
   const parts = el("div", { class: "grid" });
   /** @type {Record<string, string>} */
   const chosen = typeof values.get("columns") === "object" ? { ...values.get("columns") } : {};
@@ -70,7 +70,7 @@ export function mapping(file, { columns, formats, known, proposed }, values, tel
   });
   const keep = async () => {
     try {
-      await kept(
+      await onSaved(
         await send("PUT", `api/datasets/${encodeURIComponent(name.value)}`, {
           file,
           formatting: format.value || known,

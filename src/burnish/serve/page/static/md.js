@@ -1,11 +1,11 @@
 // @ts-check
-// The little of Markdown that answers use, as nodes: fences, inline code, bold, headings, lists, tables. Text stays text.
+// Renders a subset of Markdown as DOM nodes: code blocks, inline code, bold, headings, lists, tables. No HTML.
 import { copy, el, icon } from "./dom.js";
 import { visible } from "./format.js";
 import { pieces } from "./highlight.js";
 import { t } from "./words.js";
 
-/** Nodes of a line: `code`, **bold** and *italic*. @param {string} text */
+/** Render a line with `code`, **bold** and *italic*. @param {string} text */
 function inline(text) {
   return text.split(/(`[^`\n]+`|\*\*[^*\n]+\*\*|\*[^*\s][^*\n]*\*)/).map((part) => {
     if (part.length > 2 && part.startsWith("`") && part.endsWith("`"))
@@ -89,7 +89,7 @@ function blockNode(block) {
   if (lines.length > 1 && /\|/.test(lines[0]) && /^[\s|:-]+$/.test(lines[1])) return table(lines);
   return el("p", {}, inline(block));
 }
-/** Nodes of a whole text. @param {string} text */
+/** Render a text. @param {string} text */
 export function nodes(text) {
   const parts = text.split(/^```([^\n`]*)\n?/m); // text, language, code, "", text, ...
   const found = [];

@@ -1,9 +1,9 @@
 // @ts-check
-// A conversation as messages of a chat request, and the answer to it as it comes.
+// Converts a conversation to the messages of a chat request, and streams the response.
 import { contentOf } from "./images.js";
 import { Failed, api, events } from "./net.js";
 
-/** An answer, and those that followed the results of its calls. @param {any} one @returns {any[]} */
+/** Return a response and those that follow its tool results. @param {any} one @returns {any[]} */
 export const chain = (one) => (one ? [one, ...chain(one.next)] : []);
 
 /** @param {any} answer */
@@ -23,7 +23,7 @@ const said = ({ text, calls = [] }) => [
   },
   ...calls.map((/** @type {any} */ call) => ({ role: "tool", tool_call_id: call.id, content: call.result ?? "" })),
 ];
-/** The messages of one side. @param {string} system @param {any[]} turns @param {number} side */
+/** Return the messages of one side of the conversation. @param {string} system @param {any[]} turns @param {number} side */
 export const conversation = (system, turns, side) => [
   ...(system ? [{ role: "system", content: system }] : []),
   ...turns.flatMap((turn) => [
@@ -36,14 +36,14 @@ export const conversation = (system, turns, side) => [
       .flatMap(said),
   ]),
 ];
-/** The tools as they were typed: their declarations, or a list of functions alone. @param {string} text */
+/** Parse the entered tools: tool declarations, or a list of functions. @param {string} text */
 export function toolsOf(text) {
   const listed = text.trim() ? JSON.parse(text) : [];
   if (!Array.isArray(listed)) throw new SyntaxError();
   return listed.map((tool) => (tool.function ? tool : { type: "function", function: tool }));
 }
 /**
- * Ask an engine, and fill the answer as it comes; yields the tokens of it, 0 as long as they are not known.
+ * Request a response and append to it while it is streamed. Yields its number of tokens; 0 while unknown.
  * @param {string} engine @param {any} body @param {any} one @param {AbortSignal} signal
  */
 export async function* answers(engine, body, one, signal) {

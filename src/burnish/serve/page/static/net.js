@@ -1,5 +1,5 @@
 // @ts-check
-// Requests, and the connection that brings what is new.
+// HTTP requests, and the event stream with updates.
 import { notify } from "./dom.js";
 import { optionalText, t } from "./words.js";
 
@@ -15,7 +15,7 @@ export class Failed extends Error {
   }
 }
 /**
- * A request with JSON, or with bytes; what is refused is thrown as Failed.
+ * Send a request with a JSON or binary body. Throws Failed for an error response.
  * @param {string} method @param {string} path @param {any} [body] @param {AbortSignal} [signal]
  */
 export async function api(method, path, body, signal) {
@@ -38,7 +38,7 @@ export const get = async (path) => (await api("GET", path)).json();
 /** @param {string} method @param {string} path @param {any} [body] */
 export const send = async (method, path, body) => (await api(method, path, body)).json();
 
-/** The events of a response, one by one, as {name, data}. @param {Response} response */
+/** Yield the server-sent events of a response as {name, data}. @param {Response} response */
 export async function* events(response) {
   const reader = /** @type {ReadableStream} */ (response.body).pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
@@ -66,18 +66,18 @@ export const pause = (ms) =>
   });
 
 /**
- * Follow what is new. A browser gives an origin few connections, so at most one window streams: the visible one that
- * holds a lock. All others that are visible ask every two seconds with the same cursor; hidden ones ask nothing.
+ * Receive updates. Browsers limit connections per origin, so only one window opens a stream: the visible window that
+ * holds a lock. Other visible windows poll every two seconds with the same cursor; hidden windows do not poll.
  * @param {() => string} query @param {string} cursor @param {(name: string, data: any) => void} take
  */
 export function follow(query, cursor, take) {
   /** @type {AbortController | null} */
   let stopped = null;
   const state = { cursor, lost: false };
-  const told = (/** @type {string} */ name, /** @type {any} */ data) => {
+  const deliver = (/** @type {string} */ name, /** @type {any} */ data) => {
     if (name !== "hello") take(name, data);
   };
-  const heard = () => {
+  const connected = () => {
     if (state.lost) {
       state.lost = false;
       notify(t("connection_restored"));
@@ -96,8 +96,8 @@ export function follow(query, cursor, take) {
     while (!signal.aborted) {
       try {
         const found = await (await fetch(path("poll"), { signal })).json();
-        heard();
-        for (const { event, data } of found.messages) told(event, data);
+        connected();
+        for (const { event, data } of found.messages) deliver(event, data);
         state.cursor = found.cursor;
       } catch {
         if (!signal.aborted) failed();
@@ -114,9 +114,9 @@ export function follow(query, cursor, take) {
         const response = await fetch(path("stream"), { signal: AbortSignal.any([signal, quiet.signal]) });
         for await (const event of events(response)) {
           clearTimeout(timer);
-          heard();
+          connected();
           if (event.id) state.cursor = event.id;
-          told(event.name, JSON.parse(event.data));
+          deliver(event.name, JSON.parse(event.data));
         }
       } catch {
         clearTimeout(timer);

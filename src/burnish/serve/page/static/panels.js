@@ -1,5 +1,5 @@
 // @ts-check
-// What stands below the curves of a run: its log, events, options, checkpoints and files.
+// Tabs below the charts of a run: log, events, options, checkpoints and files.
 import { $, el } from "./dom.js";
 import { bytes, clock, plain, visible } from "./format.js";
 import { get, up } from "./net.js";
@@ -49,13 +49,13 @@ export function fillPanels(run) {
     );
 }
 
-/** The responses that a run has written, if it has any. @param {string} id */
+/** Show the predictions of a run, if any. @param {string} id */
 export async function fillPredictions(id) {
   const place = panel("predictions");
   if (place) await (await import("./predictions.js")).showPredictions(place, id);
 }
 
-/** The console of a run, which is followed to its end as long as a reader is there. */
+/** The log of a run; scrolls with new lines while the user is at its end. */
 export class LiveLog {
   /** @param {any} place @param {string} id */
   constructor(place, id) {

@@ -1,5 +1,5 @@
 // @ts-check
-// Choosing a model or data: what is found here, the hub's search, an upload, and the first rows before choosing.
+// Pickers for models and datasets: local files, hub search, upload, and a preview of the first rows.
 import { $, el, icon, tabs } from "./dom.js";
 import { bytes, short, visible } from "./format.js";
 import { Failed, api, get } from "./net.js";
@@ -40,7 +40,7 @@ export function preview({ columns }) {
   );
 }
 /**
- * A dialog to choose from what api/models or api/datasets found.
+ * Create a dialog to select one of the results of api/models or api/datasets.
  * @param {{kind: "model" | "dataset", found: any[], chosen: (value: any) => void, uploaded?: (file: string) => void}} options
  */
 export function pick({ kind, found, chosen, uploaded }) {
@@ -154,7 +154,7 @@ export function pick({ kind, found, chosen, uploaded }) {
 }
 /** @param {string} kind @param {(item: any) => any} row */
 function hubPanel(kind, row) {
-  const asked = el("input", {
+  const searchInput = el("input", {
       type: "search",
       placeholder: kind === "model" ? "Qwen2.5-0.5B" : "alpaca",
       "aria-label": t("search_hub"),
@@ -164,7 +164,7 @@ function hubPanel(kind, row) {
     event.preventDefault();
     found.replaceChildren(el("span", { class: "skeleton chart" }));
     try {
-      const answer = await get(`api/hub?kind=${kind}&q=${encodeURIComponent(asked.value)}`);
+      const answer = await get(`api/hub?kind=${kind}&q=${encodeURIComponent(searchInput.value)}`);
       const items = answer.found.map((/** @type {any} */ one) =>
         row({
           name: one.name,
@@ -180,7 +180,7 @@ function hubPanel(kind, row) {
   return el(
     "form",
     { class: "stack", onsubmit: search },
-    el("div", { class: "browse" }, asked, el("button", {}, t("search"))),
+    el("div", { class: "browse" }, searchInput, el("button", {}, t("search"))),
     el("p", { class: "hint" }, t("hub_hint")),
     found,
   );

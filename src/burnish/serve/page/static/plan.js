@@ -1,5 +1,5 @@
 // @ts-check
-// What a run will do, as facts, a bar of memory, notes, and examples with their trained tokens.
+// The plan of a run: facts, a memory bar, notes, and examples with highlighted trained tokens.
 import { $, el, svg } from "./dom.js";
 import { bytes, short, visible } from "./format.js";
 import { smallImage } from "./small_image.js";
@@ -81,7 +81,7 @@ export function planNodes(answer) {
   }
   return [tiles, ...(memory ? [memoryBar(memory)] : [])];
 }
-/** The plan in a line, for windows in which it lies below the form. @param {any} answer */
+/** One-line summary of the plan, for narrow windows. @param {any} answer */
 export function planLine({ steps, memory, problems = [] }) {
   if (problems.length) return t("problems_count", { count: problems.length });
   if (!steps) return t("plan");
@@ -117,7 +117,7 @@ export function detailNodes(answer) {
     ),
   ]);
 }
-/** Examples, one at a time. */
+/** Shows one example at a time. */
 export class Examples {
   constructor() {
     this.place = 0;

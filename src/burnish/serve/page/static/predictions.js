@@ -1,12 +1,12 @@
 // @ts-check
-// Responses that a run has written, beside the references and the images of their prompts.
+// Predictions of a run, with reference responses and the images of the prompts.
 import { el } from "./dom.js";
 import { short, visible } from "./format.js";
 import { get } from "./net.js";
 import { smallImage } from "./small_image.js";
 import { language, t } from "./words.js";
 
-/** A token that stands for an image, many times over, becomes one with its number. @param {string} text */
+/** Shorten repeated image tokens to one with a count. @param {string} text */
 const shortened = (text) =>
   text.replace(/(<[^<>\s]{1,40}>|\[IMG\])\1{3,}/g, (all, token) => `${token} × ${all.length / token.length} `);
 

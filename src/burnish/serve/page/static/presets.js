@@ -1,5 +1,5 @@
 // @ts-check
-// Presets of a form, and YAML that is pasted into it.
+// Presets of the form, and pasted YAML.
 import { $, el, notify } from "./dom.js";
 import { Failed, send } from "./net.js";
 import { t } from "./words.js";
@@ -9,7 +9,7 @@ const KEPT_ASIDE = /^(output_dir|overwrite_output_dir|resume_from_checkpoint):/;
 /** @param {any} found of api/form @param {(values: Record<string, any>) => void} take */
 export function presets(found, take) {
   const own = new Set(Object.keys(found.own_presets)),
-    kept = { ...found.presets, ...found.own_presets };
+    allPresets = { ...found.presets, ...found.own_presets };
   /** @param {string} chosen */
   function show(chosen) {
     const listed = (/** @type {string[]} */ names, /** @type {string} */ label) =>
@@ -32,7 +32,7 @@ export function presets(found, take) {
   show("");
   $("#preset").addEventListener("change", (/** @type {any} */ { target }) => {
     $("#drop-preset").hidden = !own.has(target.value);
-    take(kept[target.value] ?? {});
+    take(allPresets[target.value] ?? {});
   });
   const dialog = $("#preset-dialog");
   $("#save-preset").addEventListener("click", () => {
@@ -50,7 +50,7 @@ export function presets(found, take) {
     try {
       await send("PUT", `api/presets/${encodeURIComponent(name)}`, { text });
       own.add(name);
-      kept[name] = (await send("POST", "api/yaml", { text })).values;
+      allPresets[name] = (await send("POST", "api/yaml", { text })).values;
       show(name);
       dialog.close();
       notify(t("preset_kept", { name }));

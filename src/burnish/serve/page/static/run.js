@@ -1,5 +1,5 @@
 // @ts-check
-// One run: tiles, curves, state, log, checkpoints; all from its files, live.
+// One run: tiles, charts, state, log and checkpoints, updated live from its files.
 import { Chart } from "./chart.js";
 import { nameOf, onRedraw, showReward, table, titleOf } from "./lines.js";
 import { xValues, csv, groups, concatenated, numbers, definedPoints, tokenRates } from "./curves.js";
@@ -22,7 +22,7 @@ let facts = {};
 /** @type {any} */
 let timer = null;
 /** @type {any} */
-let asked = null;
+let warningsTimer = null;
 /** @type {any} */
 let following = null;
 let stage = "";
@@ -135,10 +135,10 @@ function showWarnings(warnings) {
   $("#warnings").hidden = !warnings.length;
   $("#warnings").replaceChildren(...warnings.map(({ key, values }) => el("li", {}, t(key, values))));
 }
-/** What is said of the whole run is computed where its files are; asked again when something came that may change it. */
+/** Reload the warnings, which the server computes over the whole run, after new data. */
 const updateWarnings = () => {
-  asked ??= setTimeout(async () => {
-    asked = null;
+  warningsTimer ??= setTimeout(async () => {
+    warningsTimer = null;
     showWarnings((await get(`api/runs/${id}/series?points=16`)).warnings);
   }, 1000);
 };
@@ -187,7 +187,7 @@ tabs($$("[role=tab]"), (tab) => {
   following?.again();
 });
 
-// --- what a person does -----------------------------------------------------------------------------------------------
+// --- actions ----------------------------------------------------------------------------------------------------------
 
 /** @param {string} path @param {any} body @param {string} [text] */
 const post = async (path, body, text) => {

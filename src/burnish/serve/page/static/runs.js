@@ -1,5 +1,5 @@
 // @ts-check
-// The list of runs: searched, filtered, labelled, followed, chosen from.
+// The list of runs: search, filters, labels, live updates, selection.
 import { $, $$, el, menu, notify } from "./dom.js";
 import { ago, duration, short } from "./format.js";
 import { Failed, follow, send, up } from "./net.js";
@@ -130,7 +130,7 @@ for (const place of $$("[data-menu]")) {
   );
 }
 
-// --- what is new ------------------------------------------------------------------------------------------------------
+// --- updates ----------------------------------------------------------------------------------------------------------
 
 follow(
   () => "list=1",

@@ -1,5 +1,5 @@
 // @ts-check
-// Signing out, and the trash.
+// Sign-out and trash.
 import { $, askToConfirm, el, notify } from "./dom.js";
 import { bytes, visible } from "./format.js";
 import { Failed, get, send } from "./net.js";

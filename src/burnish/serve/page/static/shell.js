@@ -1,5 +1,5 @@
 // @ts-check
-// What stands on every screen: theme, language, and the use of the machine.
+// Elements of every page: theme, language, machine usage.
 import { $, el } from "./dom.js";
 import { bytes } from "./format.js";
 import { up } from "./net.js";

@@ -1,5 +1,5 @@
 // @ts-check
-// The key may stand behind the # of a link, which no server and no log ever sees.
+// Read the key from the fragment of the URL, which is not sent to servers or written to logs.
 import { $ } from "./dom.js";
 import { api } from "./net.js";
 import { ready } from "./words.js";

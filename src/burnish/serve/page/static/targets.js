@@ -1,5 +1,5 @@
 // @ts-check
-// The models that can be asked, evaluated or exported: runs, their checkpoints, and folders.
+// Models for chat, evaluation and export: runs, their checkpoints, and model folders.
 import { el } from "./dom.js";
 import { get } from "./net.js";
 import { t } from "./words.js";
@@ -46,7 +46,7 @@ export async function findTargets(withModels = true) {
         });
   return found;
 }
-/** Options of a select in their groups. @param {Map<string, Target>} targets @param {string} chosen @param {string} [none] */
+/** Create the grouped options of a select. @param {Map<string, Target>} targets @param {string} chosen @param {string} [none] */
 export function choices(targets, chosen, none) {
   const groups = [...new Set([...targets.values()].map((one) => one.group))];
   return [

@@ -1,5 +1,5 @@
 // @ts-check
-// The options beside the essentials: folded by topic, made when they are wanted, and searched.
+// Additional options: collapsed by topic, created on demand, searchable.
 import { $, $$, el } from "./dom.js";
 import { isFound } from "./fields.js";
 import { t } from "./words.js";
@@ -57,7 +57,7 @@ export class Topics {
     }
     $("#no-option").hidden = !text || this.nodes.some((node) => !node.hidden);
   }
-  /** Say how many options of a topic are set. @param {Map<string, any>} values */
+  /** Show how many options of a topic are set. @param {Map<string, any>} values */
   count(values) {
     for (const node of this.nodes) {
       const count = node.names.filter((/** @type {string} */ name) => values.has(name)).length;

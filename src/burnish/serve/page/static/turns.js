@@ -1,5 +1,5 @@
 // @ts-check
-// A conversation as nodes: questions and answers, reasoning, calls and their results, tokens.
+// Renders a conversation: messages, reasoning, tool calls and their results, tokens.
 import { $, copy, el, icon } from "./dom.js";
 import { visible } from "./format.js";
 import { thumbs } from "./images.js";
@@ -11,7 +11,7 @@ import { t } from "./words.js";
 export const waits = (one) =>
   chain(one).some((part) => part.figures && part.calls?.some((/** @type {any} */ call) => call.result === undefined));
 
-/** A button of one picture. @param {string} name @param {string} label @param {() => void} onclick */
+/** Create an icon button. @param {string} name @param {string} label @param {() => void} onclick */
 export const small = (name, label, onclick) =>
   el("button", { type: "button", class: "quiet square", "aria-label": label, title: label, onclick }, icon(name));
 
@@ -37,11 +37,11 @@ export function turnNode(role, side, name) {
   $(`.side[data-side="${side}"]`).append(node);
   return { node, text, reasoning, figures, tools };
 }
-/** A call, with what it came back with, or a field for that. @param {any} call @param {any} one @param {(() => void) | undefined} told */
-function callNode(call, one, told) {
+/** Render a tool call with its result, or with a field to enter one. @param {any} call @param {any} one @param {(() => void) | undefined} onResult */
+function callNode(call, one, onResult) {
   const shown = el("pre", { class: "call" }, visible(`${call.name}(${call.arguments})`));
   if (call.result !== undefined) return [shown, el("pre", { class: "result" }, visible(call.result))];
-  if (!one.figures || !told) return [shown]; // it is still being written
+  if (!one.figures || !onResult) return [shown]; // it is still being written
   const field = el("textarea", {
     rows: 2,
     "aria-label": t("result_of", { name: call.name }),
@@ -50,16 +50,16 @@ function callNode(call, one, told) {
   const give = (/** @type {Event} */ event) => {
     event.preventDefault();
     call.result = field.value;
-    told();
+    onResult();
   };
   return [shown, el("form", { class: "row result-form", onsubmit: give }, field, el("button", {}, t("submit_result")))];
 }
-/** @param {any} node of turnNode @param {any} one the answer @param {() => void} [told] after a result was entered */
-export function fill(node, one, told) {
+/** @param {any} node of turnNode @param {any} one the answer @param {() => void} [onResult] after a result was entered */
+export function fill(node, one, onResult) {
   node.text.replaceChildren(...nodes(one.text));
   if (!one.figures && !one.text && !one.reasoning)
     node.text.append(el("span", { class: "typing", role: "img", "aria-label": t("writing") }));
-  for (const call of one.calls ?? []) node.text.append(...callNode(call, one, told));
+  for (const call of one.calls ?? []) node.text.append(...callNode(call, one, onResult));
   node.reasoning.hidden = !one.reasoning;
   $(".reasoning-text", node.reasoning).textContent = visible(one.reasoning ?? "");
   const tokens = one.pieces?.length
@@ -74,8 +74,8 @@ export function fill(node, one, told) {
     : null;
   node.figures.replaceChildren(...(one.figures ? [el("span", {}, one.figures)] : []), ...(tokens ? [tokens] : []));
 }
-/** The question of a turn, and what stood before it in its record. @param {any} turn @param {number} side @param {((text: string) => void) | undefined} edited */
-export function asked(turn, side, edited) {
+/** Render the prompt of a turn, and the earlier messages of its record. @param {any} turn @param {number} side @param {((text: string) => void) | undefined} edited */
+export function promptNode(turn, side, edited) {
   for (const { role, content, images, tool_calls: calls } of turn.before ?? [])
     turnNode(role, side, role).text.replaceChildren(
       ...thumbs(images ?? []),

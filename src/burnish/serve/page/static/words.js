@@ -1,5 +1,5 @@
 // @ts-check
-// The texts of the page in the reader's language.
+// Texts of the page in the selected language.
 
 const root = document.documentElement;
 export const language = root.lang;
@@ -11,12 +11,12 @@ export const ready = fetch(root.dataset.words ?? "")
     words = found;
   });
 
-/** A text of the page, its {names} filled in. @param {string} key @param {Record<string, any>} values */
+/** Return a text of the page with its {placeholders} filled in. @param {string} key @param {Record<string, any>} values */
 export function t(key, values = {}) {
   return Object.entries(values).reduce(
     (text, [name, value]) => text.replaceAll(`{${name}}`, String(value)),
     words[key] ?? key,
   );
 }
-/** A text that need not be there. @param {string} key */
+/** Return a text of the page, or undefined if the key does not exist. @param {string} key */
 export const optionalText = (key) => words[key];
