@@ -147,6 +147,17 @@ def trainable_summary(model: nn.Module) -> tuple[int, int]:
     return sum(n for n, trains in sizes if trains), sum(n for n, _ in sizes)
 
 
+def parameters_without_embeddings(model: nn.Module) -> int:
+    """Number of parameters N: forward and backward take 6 N floating-point operations per token. An output layer that
+    shares the embedding's weight counts as an embedding.
+
+    Source: Kaplan et al. 2020, section 2.1 and appendix B, https://arxiv.org/abs/2001.08361: 2 N per token for the
+    forward pass, twice as much for the backward pass, without the attention products.
+    """
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return sum(_size(parameter) for parameter in model.parameters() if id(parameter) not in embeddings)
+
+
 def _size(parameter: nn.Parameter) -> int:
     """Number of elements of a parameter. bitsandbytes packs two 4-bit numbers into a byte."""
     per_element = 2 * parameter.element_size() if type(parameter).__name__ == "Params4bit" else 1

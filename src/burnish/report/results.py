@@ -1,10 +1,8 @@
 """Result files of a run, and the metrics in them.
 
 The files are ``train_results.json``, ``eval_results.json``, ``all_results.json`` and ``trainer_state.json``. Names of
-files and keys are those of transformers (``Trainer.save_metrics``, ``speed_metrics``, ``floating_point_ops``).
+files and keys are those of transformers (``Trainer.save_metrics``, ``speed_metrics``).
 """
-
-# N parameters without embeddings, D tokens
 
 from __future__ import annotations
 
@@ -21,8 +19,6 @@ from burnish.report.pace import clock_time
 from burnish.utils.json_files import read_object
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from burnish.loop.state import TrainerState
 
 ALL_RESULTS = "all_results.json"
@@ -84,30 +80,6 @@ def format_metrics(split: str, metrics: Mapping[str, Any]) -> str:
     names, values = max(map(len, formatted), default=0), max(map(len, formatted.values()), default=0)
     lines = [f"  {name:<{names}} = {word:>{values}}" for name, word in formatted.items()]
     return "\n".join([f"***** {split} metrics *****", *lines])
-
-
-def floating_point_ops(model: nn.Module, num_tokens: int) -> int:
-    """Return the floating-point operations of forward and backward pass over ``num_tokens``: 6 N D.
-
-    Source: Kaplan et al. 2020, section 2.1 and appendix B, https://arxiv.org/abs/2001.08361: 2 N per token for the
-    forward pass, twice as much for the backward pass, without the attention products.
-    """
-    return 6 * num_tokens * parameters_without_embeddings(model)
-
-
-def parameters_without_embeddings(model: nn.Module) -> int:
-    """Return N. An output layer that shares the embedding's weight counts as an embedding."""
-    from torch import nn
-
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    return sum(_numel(parameter) for parameter in model.parameters() if id(parameter) not in embeddings)
-
-
-def _numel(parameter: nn.Parameter) -> int:
-    # bitsandbytes packs two 4-bit weights into each byte.
-    packed = 2 * parameter.element_size() if type(parameter).__name__ == "Params4bit" else 1
-    # ZeRO-3 replaces a sharded weight by an empty tensor.
-    return int(getattr(parameter, "ds_numel", parameter.numel()) * packed)
 
 
 def _word(name: str, value: Any) -> str:

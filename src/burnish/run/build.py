@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 
-from burnish.adapters.base import ADAPTERS, ModelAdapter, ModelState, parameter_lines
+from burnish.adapters.base import ADAPTERS, ModelAdapter, ModelState, parameter_lines, parameters_without_embeddings
 from burnish.adapters.lora import learning_rates
 from burnish.checkpoint.checkpoint import Checkpoints, output_folder
 from burnish.config.options import raise_if
@@ -56,7 +56,6 @@ from burnish.report.metadata import METADATA_NAMES, OF_ONE_START, RUN_YAML, RunM
 from burnish.report.options import counts_tokens
 from burnish.report.profile import watch
 from burnish.report.progress import RunFacts
-from burnish.report.results import parameters_without_embeddings
 from burnish.run.agreement import raise_unless_ranks_agree
 from burnish.run.callbacks import callbacks_of
 from burnish.run.finish import finish
