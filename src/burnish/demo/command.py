@@ -14,14 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from burnish.config.errors import UserError
-from burnish.config.options import RawValue
 from burnish.demo.images import demo_picture
-from burnish.demo.report import BUNDLED, DemoQuestion, report
+from burnish.demo.report import BUNDLED, DemoQuestion, demo_plan, report
 from burnish.models.quiet import quiet
 from burnish.report.console import note
-from burnish.run.plan.config_files import read_config, split_arguments
-from burnish.run.plan.plan import Plan, plan
 
 
 def demo(argv: list[str]) -> int:
@@ -91,17 +87,6 @@ def reward_lines(folder: Path) -> str:
         if values:
             lines.append(f"{title:<28}{bars}  {values[0]:.2f} before, {values[-1]:.2f} after")
     return "\n".join(lines)
-
-
-def demo_plan(argv: list[str], name: str = "demo.yaml", model: Path = BUNDLED / "model") -> Plan:
-    """Return the plan of the bundled configuration, with paths of the installed package, overridden by ``argv``."""
-    bundled = read_config(BUNDLED / name)
-    places = {"model_name_or_path": model, "dataset_dir": BUNDLED / "data"}
-    config, flags = split_arguments(argv)
-    if config is not None:
-        what = f"burnish demo has a fixed configuration and does not accept a file. Received: {config}."
-        raise UserError(what, remedy=f"Try: burnish train {config}")
-    return plan({**bundled, **{name: RawValue(str(path), "burnish demo") for name, path in places.items()}, **flags})
 
 
 def demo_questions(name: str = "heldout") -> list[DemoQuestion]:

@@ -16,13 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from burnish.config.options import RawValue
 from burnish.data.images.image_file import load, read_header
-from burnish.demo.report import BUNDLED, DemoQuestion, report, share_exact
+from burnish.demo.report import BUNDLED, DemoQuestion, demo_plan, report, share_exact
 from burnish.models.quiet import quiet
 from burnish.report.console import note
-from burnish.run.plan.config_files import read_config, split_arguments
-from burnish.run.plan.plan import Plan, plan
 
 ASKED = "What is in the image?"
 SIDE, PATCH = 56, 14  # pixels
@@ -36,8 +33,9 @@ def demo_picture(argv: list[str]) -> int:
     from burnish.checkpoint.checkpoint import output_folder
     from burnish.run.build import train_run
 
-    run, base, data = image_plan(argv)
-    folder = Path(output_folder(run.options))
+    folder = output_folder(demo_plan(argv, "demo_picture.yaml").options)
+    base, data = folder.with_name(f"{folder.name}-model"), folder.with_name(f"{folder.name}-data")
+    run = demo_plan(argv, "demo_picture.yaml", base, data)
     note(f"Creating a randomly initialized model, and drawing {_TRAINED + _HELD_OUT:,} images ...")
     make_model(base)
     questions = draw_set(data)
@@ -49,17 +47,6 @@ def demo_picture(argv: list[str]) -> int:
     after = seen_answers(folder, base, data, questions)
     note(report(questions, before, after, "image"))
     return 0 if share_exact(questions, after) > share_exact(questions, before) else 1
-
-
-def image_plan(argv: list[str]) -> tuple[Plan, Path, Path]:
-    """Return the plan of the bundled configuration, and the folders of the initial model and of the data."""
-    config = read_config(BUNDLED / "demo_picture.yaml")
-    _, flags = split_arguments(argv)
-    root = Path(str({**config, **flags}["output_dir"].value))
-    base, data = root.with_name(f"{root.name}-model"), root.with_name(f"{root.name}-data")
-    places = {"model_name_or_path": base, "dataset_dir": data}
-    named = {name: RawValue(str(path), "burnish demo") for name, path in places.items()}
-    return plan({**config, **named, **flags}), base, data
 
 
 # --- images ---------------------------------------------------------------------------------------------------------

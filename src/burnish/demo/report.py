@@ -1,13 +1,31 @@
-"""Output of the demos: held-out questions with the responses before and after training."""
+"""What the demos share: the bundled configuration, and a table of held-out questions with their responses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from burnish.config.errors import UserError
+from burnish.config.options import RawValue
+from burnish.run.plan.config_files import read_config, split_arguments
+from burnish.run.plan.plan import Plan, plan
+
 BUNDLED = Path(__file__).parent
 SHOWN = 6
 """Number of held-out questions printed with their responses."""
+
+
+def demo_plan(
+    argv: list[str], name: str = "demo.yaml", model: Path = BUNDLED / "model", data: Path = BUNDLED / "data"
+) -> Plan:
+    """Return the plan of a bundled configuration, with these folders of model and data, overridden by ``argv``."""
+    places = {"model_name_or_path": model, "dataset_dir": data}
+    config, flags = split_arguments(argv)
+    if config is not None:
+        what = f"burnish demo has a fixed configuration and does not accept a file. Received: {config}."
+        raise UserError(what, remedy=f"Try: burnish train {config}")
+    named = {name: RawValue(str(path), "burnish demo") for name, path in places.items()}
+    return plan({**read_config(BUNDLED / name), **named, **flags})
 
 
 @dataclass(frozen=True)
