@@ -13,10 +13,9 @@ from burnish.config.errors import UserError
 from burnish.data.chat.choose import TemplateOptions, load_template
 from burnish.data.chat.plain import PlainOptions, PlainTemplate
 from burnish.data.chat.truncate import EncodingOptions
-from burnish.data.images.families import family_of
+from burnish.data.images.families import AnyFamily, family_of
 from burnish.data.images.family import Checkpoint, Family
 from burnish.data.images.image_file import BadImage, ImageFile, images_of, read_header
-from burnish.data.images.other_families import AnyFamily
 from burnish.data.stats import DataStats
 from burnish.loop.types import ContentPart, Example, Message
 from burnish.models.images.collator import ImageCollator, ImageLayout

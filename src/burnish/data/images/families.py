@@ -1,23 +1,65 @@
-"""Select the image family of a checkpoint."""
+"""Select the image family of a checkpoint; the fallback for models without one calls their composed processor."""
 
 from __future__ import annotations
 
+from array import array
+
 from burnish.config.errors import UserError
-from burnish.data.images import grids, other_families, tiles  # noqa: F401 - their families register themselves
+from burnish.data.images import grids, tiles  # noqa: F401 - their families register themselves
 from burnish.data.images.family import FAMILIES, Checkpoint, Family
-from burnish.data.images.other_families import any_family
+from burnish.loop.types import Ids
 
 
 def family_of(source: Checkpoint) -> Family:
     """Return the image family of a checkpoint.
 
     Raises:
-        UserError: if no family is registered for the model type and the composed processor cannot be loaded.
+        UserError: if no family is registered for the model type, and it has no image token or its composed processor
+            cannot be loaded.
     """
     name = family_name(source.config)
     if name not in FAMILIES:
-        return any_family(source, sorted(FAMILIES.names()))
+        if source.composed is None:
+            what = f"Models of type {source.config.model_type} cannot be trained on images: their processor cannot be "
+            remedy = f"Model types that do not need one: {', '.join(sorted(FAMILIES.names()))}."
+            raise UserError(f"{what}loaded.", remedy=remedy)
+        return AnyFamily(source)
     return FAMILIES[name](source)
+
+
+class AnyFamily(Family):
+    """A model without a registered family: the composed processor is called with a blank image, once per image size.
+
+    Args:
+        source: checkpoint with ``composed``.
+    """
+
+    def __init__(self, source: Checkpoint) -> None:
+        config, tokenizer = source.config, source.tokenizer
+        names = ("image_token_id", "image_token_index")
+        found = next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
+        if found is None:
+            what = f"the config of {config.model_type} has no image_token_id (the image placeholder)."
+            raise UserError(what, remedy="Use a model of another family.", option="model_name_or_path")
+        self.placeholder = str(tokenizer.convert_ids_to_tokens(int(found)))
+        self.mark = str(getattr(source.composed, "image_token", None) or self.placeholder)
+        super().__init__(source)
+
+    def _ids_of_size(self, width: int, height: int) -> Ids:
+        from PIL import Image
+
+        blank = Image.new("RGB", (width, height), "white")
+        made = self.source.composed(images=[blank], text=[self.mark], add_special_tokens=False)
+        return array("i", list(made["input_ids"][0]))
+
+    @property
+    def note(self) -> str:
+        """Return a note for the user on how images are written."""
+        return (
+            f"Model type {self.model_type} has no dedicated image support: placeholders are created by "
+            f"transformers' {type(self.source.composed).__name__}, and padding-free batches are used only if the "
+            "model supports them."
+        )
 
 
 def family_name(config: object) -> str:

@@ -426,3 +426,18 @@ class Lfm2Vl(Family):
         else:
             text = whole
         return self.text_ids(f"<|image_start|>{text}<|image_end|>")
+
+
+@FAMILIES.register("mllama", words=("<|image|>",))
+class Mllama(Family):
+    """One ``<|image|>`` per image; the text after it attends to the image."""
+
+    mark = "<|image|>"
+
+    def patches(self, width: int, height: int) -> int:
+        vision = self.source.config.vision_config
+        per_tile = (int(vision.image_size) // int(vision.patch_size)) ** 2 + 1
+        return int(self.processor.max_image_tiles) * per_tile
+
+    def _ids_of_size(self, width: int, height: int) -> Ids:
+        return array("i", [self.mark_id])

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.data.images.families import family_name, family_of
+from burnish.data.images.families import AnyFamily, family_name, family_of
 from burnish.data.images.family import FAMILIES, Checkpoint, Family
 from burnish.data.images.options import ImageOptions, apply_image_options, backend_of, shrinks_images
-from burnish.data.images.other_families import AnyFamily
 from burnish.models.images.processor import load_composed_processor, load_image_processor, video_settings_in
 from burnish.models.options import ModelOptions
 from burnish.models.source import find_source
