@@ -28,17 +28,12 @@ _PATTERNS = ("*.json", "*.safetensors")
 
 def base_fingerprint(options: ModelOptions, seed: int) -> str:
     """A hash of the base model's weights. For a model that is trained from scratch, of its config and ``seed``."""
-    if not options.train_from_scratch:
-        return weights_fingerprint(str(options.model_name_or_path), options, "model_name_or_path")
     folder = local_folder(str(options.model_name_or_path), options, "model_name_or_path", _PATTERNS)
+    if not options.train_from_scratch:
+        return _weights_digest(folder).hexdigest()[:32]
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     digest.update(f"seed {seed}".encode())
     return digest.hexdigest()[:32]
-
-
-def weights_fingerprint(name: str, options: ModelOptions, option_name: str) -> str:
-    """A hash of the weight files of the model ``name``, and of the head of a reward model beside them."""
-    return _weights_digest(local_folder(name, options, option_name, _PATTERNS)).hexdigest()[:32]
 
 
 def model_fingerprint(name: str, options: ModelOptions, option_name: str, reads_text: bool = False) -> str:
@@ -52,6 +47,7 @@ def model_fingerprint(name: str, options: ModelOptions, option_name: str, reads_
 
 
 def _weights_digest(folder: Path) -> hashlib._Hash:
+    """The hash of the weight files, and of the head of a reward model beside them."""
     digest = hashlib.sha256()
     for path in [*weight_files(folder), *(folder / name for name in _HEADS if (folder / name).is_file())]:
         _add_content(digest, path)

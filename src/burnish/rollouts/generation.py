@@ -34,11 +34,7 @@ _ANSWERING = ("assistant", "function")
 T = TypeVar("T")
 
 
-class FilterChoices(RolloutOptions, GenerationOptions):
-    """The options that filter the sampling distribution."""
-
-
-class GenerationChoices(FilterChoices):
+class GenerationChoices(RolloutOptions, GenerationOptions):
     """The options of generation."""
 
     seed: int
@@ -49,7 +45,7 @@ _NEUTRAL: dict[str, tuple[float | None, ...]] = {
 }  # fmt: skip
 
 
-def filters_of(options: FilterChoices) -> dict[str, float]:
+def filters_of(options: GenerationChoices) -> dict[str, float]:
     """Return the options, with their values, that make the sampling distribution differ from the policy."""
     return {name: getattr(options, name) for name, neutral in _NEUTRAL.items() if getattr(options, name) not in neutral}
 

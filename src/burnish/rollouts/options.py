@@ -135,17 +135,13 @@ class RolloutOptions(CompletionFields, RolloutLossOptions):
     num_generations: int = option(8, "Number of completions per prompt. Default with stage: rloo: 2.", ge=1)
 
 
-class PresetChoices(RolloutOptions):
-    """The options that defaults depend on."""
+class DefaultsChoices(RolloutOptions, CheckpointOptions, GenerationOptions, FlowOptions):
+    """Options that determine the defaults of others."""
 
     stage: str
 
 
-class DefaultsChoices(PresetChoices, CheckpointOptions, GenerationOptions, FlowOptions):
-    """Options that determine the defaults of others."""
-
-
-def stage_defaults(options: PresetChoices) -> dict[str, Any]:
+def stage_defaults(options: DefaultsChoices) -> dict[str, Any]:
     """Defaults of options that differ under ``stage: grpo`` or ``stage: rloo``, including those of a preset."""
     found: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "rl_beta": 0.0}
     if options.stage == "rloo":

@@ -12,8 +12,9 @@ import torch
 
 from burnish.adapters.lora_model import merged
 from burnish.checkpoint.checkpoint import output_folder
-from burnish.data.rows.numbered import NumberedRows
+from burnish.data.rows.row_set import RowsOver
 from burnish.loop.protocols import Parallel
+from burnish.loop.types import Row
 from burnish.losses.base import StageObjective
 from burnish.models.load import context_length
 from burnish.parallel.memory import total_memory
@@ -29,6 +30,14 @@ from burnish.run.prepare import Prepared
 _LONGEST = 1 << 20
 _SHARE = 0.25
 """Fraction of device memory for the KV cache, with keys and values in float32."""
+
+
+class NumberedRows(RowsOver):
+    """Rows with an additional column ``row``: their index in the dataset."""
+
+    def made(self, index: int) -> Row | None:
+        row: Any = self.rows[index]
+        return None if row is None else {**row, "row": index}
 
 
 def setup_completions(objective: StageObjective, model: Any, parallel: Parallel, options: RunOptions) -> None:

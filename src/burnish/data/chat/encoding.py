@@ -14,11 +14,11 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 from burnish.data.chat.labels import EncodedConversation, Segment, Turn, concatenated, masked
 from burnish.data.chat.preferences import IMAGE_CUT, pair_rows, unpaired_rows, with_answer, with_other
-from burnish.data.chat.truncate import fit_turns, refuse_long
+from burnish.data.chat.truncate import EncodingChoices, fit_turns, refuse_long
 from burnish.data.images.image_file import ImageFile
 from burnish.data.images.in_rows import images_column, images_of_segments
 from burnish.data.stats import DataStats, RecordReason, dropped, truncated
@@ -31,19 +31,6 @@ LEFT_OUT = truncated("turns beyond cutoff_len were removed")
 IMAGES_TOO_LONG = dropped("the images alone exceed cutoff_len; set a lower image_max_pixels", is_length=True)
 NO_TEXT = dropped("no text")
 NO_END = RecordReason("kept, but its end token does not contribute to the loss", "kept")
-
-
-class EncodingChoices(Protocol):
-    """Options that affect rows, whichever class encodes them."""
-
-    @property
-    def truncation(self) -> str: ...
-    @property
-    def on_too_long(self) -> str: ...
-    @property
-    def mask_history(self) -> bool: ...
-    @property
-    def train_on_eos(self) -> str: ...
 
 
 class ConversationEncoder:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from burnish.data.chat.labels import Segment, Turn, concatenated, masked
-from burnish.data.chat.truncate import fit_segments, refuse_long
+from burnish.data.chat.truncate import EncodingChoices, fit_segments, refuse_long
 from burnish.data.images.in_rows import images_column
 from burnish.data.stats import DataStats, RecordReason, dropped
 from burnish.loop.types import Example, Row
@@ -27,15 +27,6 @@ IMAGE_CUT = dropped(
     "truncation to cutoff_len would split an image; raise cutoff_len, or lower image_max_pixels", is_length=True
 )
 CUT = RecordReason("truncated to cutoff_len", "truncated", is_length=True)
-
-
-class TruncationChoices(Protocol):
-    """Options that rows of preferences depend on."""
-
-    @property
-    def truncation(self) -> str: ...
-    @property
-    def on_too_long(self) -> str: ...
 
 
 def with_answer(example: Example, side: str) -> Example:
@@ -58,7 +49,7 @@ def with_other(example: Example) -> Example:
 
 def pair_rows(
     examples: Sequence[Example], chosen: Sequence[Turn | None], rejected: Sequence[Turn | None],
-    options: TruncationChoices, available: int, stats: DataStats,
+    options: EncodingChoices, available: int, stats: DataStats,
 ) -> list[Row | None]:  # fmt: skip
     """Return a row per pair, None for dropped pairs (counted in ``stats``).
 
@@ -84,7 +75,7 @@ def pair_rows(
 
 def unpaired_rows(
     examples: Sequence[Example], own: Sequence[Turn | None], others: Sequence[Turn | None],
-    options: TruncationChoices, available: int, stats: DataStats,
+    options: EncodingChoices, available: int, stats: DataStats,
 ) -> list[Row | None]:  # fmt: skip
     """Return a row per labelled response, with the mismatched response if the example has one."""
     _refuse_long(examples, own, options, available)
@@ -121,7 +112,7 @@ def _lengthened(prompt: Segment, response: Segment, at: int) -> Segment:
 
 
 def _refuse_long(
-    examples: Sequence[Example], encoded: Sequence[Sequence[Segment] | None], options: TruncationChoices, available: int
+    examples: Sequence[Example], encoded: Sequence[Sequence[Segment] | None], options: EncodingChoices, available: int
 ) -> None:
     if options.on_too_long == "raise":
         refuse_long(examples, (0 if one is None else _length(one) for one in encoded), available)
@@ -134,7 +125,7 @@ def _length(encoded: Sequence[Segment]) -> int:
 
 
 def _fitted(
-    example: Example, encoded: Sequence[Segment], options: TruncationChoices, available: int, stats: DataStats
+    example: Example, encoded: Sequence[Segment], options: EncodingChoices, available: int, stats: DataStats
 ) -> list[Segment] | None:
     """Return a prompt and its responses truncated to ``room`` tokens, or None if dropped (counted in ``stats``)."""
     fitted: list[Segment] | None = list(encoded)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from burnish.config.errors import Problem
 from burnish.config.options import option, raise_if
@@ -38,6 +38,19 @@ class EncodingOptions:
     on_too_long: Literal["truncate", "drop", "raise"] = option(
         "truncate", "What to do with an example longer than cutoff_len: truncate it, drop it, or stop with an error."
     )
+
+
+class EncodingChoices(Protocol):
+    """Options that affect rows, whichever class encodes them."""
+
+    @property
+    def truncation(self) -> str: ...
+    @property
+    def on_too_long(self) -> str: ...
+    @property
+    def mask_history(self) -> bool: ...
+    @property
+    def train_on_eos(self) -> str: ...
 
 
 def refuse_long(examples: Iterable[Example], lengths: Iterable[int], cutoff_len: int) -> None:

@@ -81,9 +81,7 @@ class Fields(ReportFields, Groups):
     # --- types that differ
     bf16: bool = option(False, "Mixed precision training in bfloat16 (autocast).")
     lr_scheduler_type: SchedulerType | str = option("linear", "Learning rate schedule.")
-    lr_scheduler_kwargs: dict | str | None = option(  # type: ignore[type-arg, assignment]
-        None, "Arguments of the learning rate schedule, such as num_cycles or min_lr."
-    )
+    lr_scheduler_kwargs: dict | str | None = None  # type: ignore[type-arg, assignment]
     default_optim = "adamw_torch_fused"  # not a field; scripts read it from the class
     optim: OptimizerNames | str = option(default_optim, "Optimizer, named as in transformers.")
     logging_strategy: IntervalStrategy | str = option("steps", "When to log.")
@@ -106,9 +104,7 @@ class Fields(ReportFields, Groups):
     num_train_epochs: float = option(3.0, "Number of training epochs.", unit="epochs", ge=0, lt=math.inf)
 
     # --- fields that only TrainingArguments has
-    optim_target_modules: None | str | list[str] = option(
-        None, "Layers for optim: galore_* and apollo_*: names, a regular expression, or all-linear."
-    )
+    optim_target_modules: None | str | list[str] = None
     average_tokens_across_devices: bool = option(True, "Average the loss over the tokens of all processes.")
     label_smoothing_factor: float = option(0.0, "Label smoothing factor.", ge=0, le=1)
     activation_checkpointing: bool | None = option(None, "Recompute activations in the backward pass to save memory.")

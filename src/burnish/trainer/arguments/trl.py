@@ -43,9 +43,7 @@ class TrlArguments(TrainingArguments, metaclass=_AcceptsOldNames):
     """Fields of all TRL configs in addition to ``TrainingArguments``."""
 
     # --- defaults that differ from those of TrainingArguments
-    logging_steps: float = option(
-        10, "Number of steps between logs. Below 1: a fraction of all steps.", unit="steps", gt=0
-    )
+    logging_steps: float = 10
     gradient_checkpointing: bool = option(True, "Recompute activations in the backward pass to save memory.")
     bf16: bool | None = option(  # type: ignore[assignment]
         None,

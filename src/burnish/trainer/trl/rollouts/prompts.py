@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import Dataset
-
 from burnish.config.errors import UserError
 from burnish.data.chat.plain import PlainOptions, PlainTemplate
 from burnish.data.sets.trl import has_turns
@@ -38,17 +36,8 @@ class PromptTemplate(PlainTemplate):
         return self.stops
 
 
-class PromptRows(Dataset[Row]):
-    """The rows of a dataset. Args: rows: each with ``row``, its number in the dataset."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Row:
-        return self.rows[index]
+class PromptRows(list[Row]):
+    """The rows of a dataset, each with ``row``, its number in the dataset."""
 
 
 def prompt_rows(

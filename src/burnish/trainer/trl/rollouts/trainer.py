@@ -149,7 +149,7 @@ class RolloutTrainer(OverridableTrainer):
         self._prompts = self._rows_of(train_dataset, "train")
         self._fit(peft_config)
         if rollout_func is None:  # it may add columns
-            for note in self.objective.inspect(self._prompts.rows, self.objective.rows_per_rank):
+            for note in self.objective.inspect(self._prompts, self.objective.rows_per_rank):
                 logger.warning(note)
 
     # --- rewards ------------------------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ class SFTConfig(TrlArguments):
     dataset_kwargs: dict[str, Any] | str | None = option(
         None, "skip_prepare_dataset: the dataset is already tokenized."
     )
-    max_length: int | None = option(1024, "Maximum sequence length in tokens.", unit="tokens", ge=1)
     shuffle_dataset: bool = option(False, "Shuffle the dataset once during preparation.")
     packing: bool = option(False, "Pack several examples into sequences of max_length tokens.")
     packing_strategy: str = option(
