@@ -232,7 +232,7 @@ class PreferenceTrainer(OverridableTrainer):
     @cached_property
     def _scripted(self) -> Scripted:
         self._warn_of_overrides()
-        return Scripted(self.objective, partial(rows_of_padded, kind=self.kind), self._over, self._parallel)
+        return Scripted(partial(rows_of_padded, kind=self.kind), self.objective, self._over, self._parallel)
 
     def _loss_of_padded(self, model: nn.Module, inputs: Any, return_outputs: bool) -> Any:
         """``compute_loss`` for a padded batch."""

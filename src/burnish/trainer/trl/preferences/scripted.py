@@ -67,22 +67,17 @@ def tensors_in(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     return ((name, value) for name, value in values.items() if isinstance(value, Tensor))
 
 
-class Scripted(Objective):
-    """An objective over padded batches and the bare model.
+class PaddedObjective(Objective):
+    """Base class: an objective over padded batches and the bare model.
 
     Args:
         objective: the trainer's objective.
-        rows_of: padded batch -> the objective's rows.
         over: model -> the objective's module around it.
         parallel: backend of the trainer.
     """
 
-    def __init__(
-        self, objective: Any, rows_of: Callable[[Mapping[str, Any]], list[Row]],
-        over: Callable[[nn.Module], nn.Module], parallel: Parallel,
-    ) -> None:  # fmt: skip
-        self.objective, self.rows_of, self.over, self.parallel = objective, rows_of, over, parallel
-        self._prepared: Sequence[ScriptedBatch] = ()  # micro-batches of the step; of an evaluation the last two
+    def __init__(self, objective: Any, over: Callable[[nn.Module], nn.Module], parallel: Parallel) -> None:
+        self.objective, self.over, self.parallel = objective, over, parallel
 
     @property
     def parts(self) -> Mapping[str, Stateful]:
@@ -91,6 +86,19 @@ class Scripted(Objective):
 
     def setup(self, module: nn.Module) -> None:
         self.objective.setup(self.over(module))
+
+    def report(self, values: dict[str, float]) -> dict[str, float]:
+        reported: dict[str, float] = self.objective.report(values)
+        return reported
+
+
+class Scripted(PaddedObjective):
+    """An objective of preferences. Args: rows_of: padded batch -> the objective's rows."""
+
+    def __init__(self, rows_of: Callable[[Mapping[str, Any]], list[Row]], *parts: Any) -> None:
+        super().__init__(*parts)
+        self.rows_of = rows_of
+        self._prepared: Sequence[ScriptedBatch] = ()  # micro-batches of the step; of an evaluation the last two
 
     def collated(self, batch: Mapping[str, Any]) -> Batch:
         """The objective's micro-batch of a padded one, without values that depend on the whole step."""
@@ -136,10 +144,6 @@ class Scripted(Objective):
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
         return self.loss_of(module, batch, self.ready(module, batch))
-
-    def report(self, values: dict[str, float]) -> dict[str, float]:
-        reported: dict[str, float] = self.objective.report(values)
-        return reported
 
 
 @dataclass

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from burnish.checkpoint.parts import Part, Stateful
 from burnish.kernels.token_logps import LogpRules, plain_token_logps
-from burnish.loop.protocols import Objective, Parallel
+from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Loss, StepBatch
 from burnish.rollouts.objective import RolloutObjective
 from burnish.rollouts.samples import Scored, collated, packed, unpacked
 from burnish.trainer.data.torch_loader import PaddingBatch
+from burnish.trainer.trl.preferences.scripted import PaddedObjective, ScriptedBatch
 
 _NUMBERS = {
     "old_logps": "old_per_token_logps", "ref_logps": "ref_per_token_logps", "sampler_logps": "sampling_per_token_logps",
@@ -32,35 +32,20 @@ _NUMBERS = {
 """Values per token of a sample -> TRL's key of a padded batch."""
 
 
-class RolloutBatch(dict[str, Any]):
-    """TRL's padded batch. ``ready`` is the same micro-batch in the form of the objective, ``sizes`` the number of
-    tokens of each completion."""
+class RolloutBatch(ScriptedBatch):
+    """TRL's padded batch. ``sizes`` is the number of tokens of each completion."""
 
-    ready: Batch
     sizes: list[int]
-    original: dict[str, tuple[Tensor, int]]
 
     @classmethod
     def of(cls, values: Mapping[str, Any], ready: Batch, sizes: list[int]) -> RolloutBatch:
-        batch = (cls if sizes else PaddingRolloutBatch)(values)
-        batch.ready, batch.sizes = ready, sizes
-        batch.original = {name: (value, value._version) for name, value in tensors_in(values).items()}
+        batch = (cls if sizes else PaddingRolloutBatch)(values, ready)
+        batch.sizes = sizes
         return batch
-
-    def is_unchanged_in(self, values: Mapping[str, Any]) -> bool:
-        """Whether the tensors of ``values`` are those that belong to ``ready``, without changes."""
-        now = tensors_in(values)
-        return now.keys() == self.original.keys() and all(
-            now[name] is value and value._version == version for name, (value, version) in self.original.items()
-        )
 
 
 class PaddingRolloutBatch(RolloutBatch, PaddingBatch):
     """A batch without completions, for a rank that has no more of them: one padded row with the weight 0."""
-
-
-def tensors_in(values: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def padded_batch(samples: Sequence[Scored], pad: int, sums_old_logps: bool) -> dict[str, Tensor]:
@@ -122,32 +107,27 @@ def samples_of(batch: Mapping[str, Any], sizes: Sequence[int] | None) -> list[Sc
     return samples
 
 
-class ScriptedRollouts(Objective):
-    """An objective over padded batches and the bare model.
+class ScriptedRollouts(PaddedObjective):
+    """An objective of rollouts.
 
     Args:
-        objective: the trainer's objective.
-        over: model -> the objective's module around it.
         pad: id of the padding token.
-        parallel: backend of the trainer.
         token_values: (model, padded batch) -> (S, T) log-probabilities and entropies, and () the router's loss or
             None, of a script. None: the objective's module computes them.
     """
+
+    objective: RolloutObjective
 
     def __init__(
         self, objective: RolloutObjective, over: Callable[[nn.Module], nn.Module], pad: int, parallel: Parallel,
         token_values: Callable[[nn.Module, Mapping[str, Any]], tuple[Tensor, Tensor | None, Tensor | None]] | None,
     ) -> None:  # fmt: skip
-        self.objective, self.over, self.pad = objective, over, pad
-        self.parallel, self.token_values = parallel, token_values
+        super().__init__(objective, over, parallel)
+        self.pad, self.token_values = pad, token_values
         objective.keeps_old_logps = objective.leaves_one_out
         self._prepared: list[RolloutBatch] = []  # of the step's micro-batches, those whose loss was not computed yet
 
     # --- as without an override ---
-
-    @property
-    def parts(self) -> Mapping[str, Stateful | Part]:
-        return self.objective.parts
 
     @property
     def inner_steps(self) -> int:
@@ -161,17 +141,11 @@ class ScriptedRollouts(Objective):
     def redistribute(self) -> Callable[[Sequence[StepBatch], int, int], StepBatch]:
         return self.objective.redistribute
 
-    def setup(self, module: nn.Module) -> None:
-        self.objective.setup(self.over(module))
-
     def rollout(
         self, module: nn.Module, step_batch: StepBatch, parallel: Parallel, step: int,
         more: Iterator[StepBatch] | None = None,
     ) -> Sequence[StepBatch]:  # fmt: skip
         return self.objective.rollout(self.over(module), step_batch, parallel, step, more)
-
-    def report(self, values: dict[str, float]) -> dict[str, float]:
-        return self.objective.report(values)
 
     # --- padded batches ---
 
@@ -180,25 +154,22 @@ class ScriptedRollouts(Objective):
         items = parallel.sum(torch.stack([self.objective.num_items(batch) for batch in prepared]).sum())
         # Of a generation, as in TRL, where a loss divides it by the number of steps that it is trained on.
         items = items * self.objective.steps_per_pass
-        found = []
-        for batch, ready in zip(batches, prepared, strict=True):
-            samples = unpacked(batch["pack"])
-            values = padded_batch(samples, self.pad, self.objective.leaves_one_out)
-            if not self.objective.leaves_one_out:
-                values["num_items_in_batch"] = items
-            found.append(RolloutBatch.of(parallel.to_device(values), ready, [len(sample.ids) for sample in samples]))
+        found = [self._padded(batch["pack"], ready, items) for batch, ready in zip(batches, prepared, strict=True)]
         self._prepared = [*found]
         return found
 
     def iter_eval(self, module: nn.Module, batches: Iterable[Batch], parallel: Parallel) -> Iterator[Batch]:
         for pack, ready in self.objective.iter_packs(self.over(module), batches, parallel):
-            samples = unpacked(pack)
-            values = padded_batch(samples, self.pad, self.objective.leaves_one_out)
-            if not self.objective.leaves_one_out:
-                values["num_items_in_batch"] = self.objective.num_items(ready) * parallel.world_size
-            batch = RolloutBatch.of(parallel.to_device(values), ready, [len(sample.ids) for sample in samples])
+            batch = self._padded(pack, ready, self.objective.num_items(ready) * parallel.world_size)
             self._prepared = [batch]
             yield batch
+
+    def _padded(self, pack: Any, ready: Batch, items: Tensor) -> RolloutBatch:
+        samples = unpacked(pack)
+        values = padded_batch(samples, self.pad, self.objective.leaves_one_out)
+        if not self.objective.leaves_one_out:
+            values["num_items_in_batch"] = items
+        return RolloutBatch.of(self.parallel.to_device(values), ready, [len(sample.ids) for sample in samples])
 
     def ready(self, batch: Batch) -> Batch:
         """The objective's micro-batch of a padded one: the prepared one, or a new one if a script has changed it."""
