@@ -42,20 +42,10 @@ from burnish.trainer.notes import logger
 class Trainer(EvaluationMethods, FileMethods):
     """Train and evaluate a model: any ``nn.Module`` that returns a loss.
 
-    Args:
-        model: the model; or pass ``model_init``.
-        args: ``TrainingArguments``, burnish's or transformers'.
-        data_collator: rows -> batch. Default: depends on the processing class.
-        train_dataset, eval_dataset: ``datasets.Dataset``, torch ``Dataset`` or ``IterableDataset`` (with
-            ``max_steps``), lists of rows; ``eval_dataset`` may be a dict of them.
-        processing_class: tokenizer or processor, saved with the model; ``tokenizer=`` is its earlier name.
-        model_init: creates a new model for every ``train()``; may take a trial.
-        compute_loss_func: (outputs, labels, num_items_in_batch=) -> loss.
-        compute_metrics: ``EvalPrediction`` -> metrics.
-        callbacks: in addition to the default ones; transformers' and burnish's.
-        optimizers: (optimizer, scheduler) instead of those that the arguments select.
-        optimizer_cls_and_kwargs: the optimizer's class and arguments.
-        preprocess_logits_for_metrics: (logits, labels) -> the logits to keep.
+    The arguments are those of transformers' ``Trainer``
+    (https://huggingface.co/docs/transformers/main_classes/trainer). In addition, ``args`` may be burnish's or
+    transformers' ``TrainingArguments``, a dataset may be a list of rows, ``callbacks`` may be those of either library,
+    and ``tokenizer=`` is accepted as the earlier name of ``processing_class``.
 
     A subclass may override these methods, which the run calls: ``compute_loss``, ``training_step``,
     ``prediction_step``, ``evaluation_loop``, ``evaluate``, ``predict``, ``get_train_dataloader``,
@@ -243,18 +233,7 @@ class Trainer(EvaluationMethods, FileMethods):
         direction: str | list[str] = "minimize", backend: Any = None, hp_name: Callable[[Any], str] | None = None,
         **kwargs: Any,
     ) -> BestRun | list[BestRun]:  # fmt: skip
-        """The best of ``n_trials`` runs.
-
-        Args:
-            hp_space: trial -> values of arguments. Default: learning rate, epochs, seed and batch size.
-            compute_objective: metrics of an evaluation -> value to minimize or maximize. Default: the sum of the
-                metrics, or the loss if there are none.
-            n_trials: number of trials.
-            direction: "minimize" or "maximize", or one for each of several objectives.
-            backend: "optuna".
-            hp_name: trial -> name of the run.
-            kwargs: arguments of ``optuna.create_study`` and, as timeout, n_jobs and gc_after_trial, of ``optimize``.
-        """
+        """The best of ``n_trials`` runs. Arguments as in transformers' ``Trainer``; ``backend`` must be "optuna"."""
         self.hp_search_backend = search.check_backend(backend, self.model_init)
         self._search = search.Search(
             hp_space or default_hp_space_optuna, compute_objective or default_compute_objective, hp_name

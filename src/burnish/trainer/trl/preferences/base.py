@@ -73,19 +73,16 @@ class CountPreferences(Count):
 
 
 class PreferenceTrainer(OverridableTrainer):
-    """Base class of the preference trainers.
+    """Base class of the preference trainers. The arguments are those of TRL's (https://huggingface.co/docs/trl), except
+    for:
 
     Args:
-        model: the model, a peft model, or a name or folder.
         ref_model: a separate reference model or its name. Default: the model at the start of training, either without
             its new adapter or as a copy of the trained weights.
         args: the config of this trainer, or ``TrainingArguments`` and defaults for the rest.
         data_collator: creates TRL's padded batch from rows; its padding is removed again (``collator.py``).
-        train_dataset, eval_dataset: ``datasets.Dataset`` or ``IterableDataset``; the latter may be a dict of them.
-        processing_class: the tokenizer. Default: the model's.
         compute_metrics: gets the rewards of pairs (P, 2), chosen first, with labels 0; for KTO the rewards (P,) with
             their labels.
-        peft_config: a config of the peft library. The adapter is trained and the model frozen.
 
     A subclass that overrides a method of TRL with a batch or the model as argument (``compute_loss``,
     ``prediction_step``, ``_compute_loss``, ``get_batch_loss_metrics``, ...) gets TRL's padded batch and the bare model

@@ -70,19 +70,10 @@ class CountPrompts(Count):
 
 
 class RolloutTrainer(OverridableTrainer):
-    """Base class of the rollout trainers.
+    """Base class of the rollout trainers. The arguments are those of TRL's (https://huggingface.co/docs/trl/grpo_trainer),
+    except for:
 
     Args:
-        model: the model, a peft model, or the name or folder of one.
-        reward_funcs: a function, a sequence classifier, the path or id of a reward model, or a list of these. A
-            function is called with ``prompts``, ``completions``, ``completion_ids``, the columns of the records, and
-            ``trainer_state``, ``log_extra``, ``log_metric``.
-        args: the config of this trainer.
-        train_dataset, eval_dataset: ``datasets.Dataset`` with a column ``prompt``; the latter may be a dict of them.
-        processing_class: the tokenizer; by default that in the folder of the model.
-        reward_processing_classes: tokenizers of reward models, one for each of ``reward_funcs``; None for functions.
-        peft_config: a config of the peft library; the adapter is trained and the model is frozen.
-        tools: functions that the model may call, with type hints and docstrings; their results are not trained.
         rollout_func: generates the completions, see ``ScriptSource``.
         environment_factory: creates an object for each completion, or several such callables by the name in the column
             ``environment``: its public methods are tools, ``reset(**record)`` starts it, ``get_reward()`` is a reward.

@@ -54,18 +54,11 @@ class CountAlways(Count):
 
 
 class SFTTrainer(TrlTrainer):
-    """Fine-tune a causal language model on examples.
+    """Fine-tune a causal language model on examples. The arguments are those of TRL's ``SFTTrainer``
+    (https://huggingface.co/docs/trl/sft_trainer), except for:
 
     Args:
-        model: the model, a peft model, or a name or folder.
         args: ``SFTConfig``, or ``TrainingArguments`` and defaults for the rest.
-        data_collator: rows -> batch. Default: ``DataCollatorForLanguageModeling``.
-        train_dataset, eval_dataset: ``datasets.Dataset`` or ``IterableDataset`` with ``text``, ``messages``,
-            ``conversations``, ``prompt`` and ``completion``, or ``input_ids``; ``eval_dataset`` may be a dict of them.
-        processing_class: the tokenizer, or a processor with one. Default: the model's.
-        quantization_config: for a model given by name.
-        peft_config: a config of the peft library. The adapter is trained and the model frozen.
-        formatting_func: row -> text.
         old: arguments of earlier versions, each accepted with a warning: ``tokenizer``, ``max_seq_length``,
             ``dataset_text_field``, ``packing``, ...
 
