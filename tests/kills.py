@@ -112,7 +112,7 @@ NEEDS = {"moments in 8 bits": "bitsandbytes"}
 """Way -> the library without which it is left out."""
 
 
-def run(folder: Path, words: list[str], at: int = 0, kind: str = "save", ranks: int = 1) -> int:
+def run(folder: Path, argv: list[str], at: int = 0, kind: str = "save", ranks: int = 1) -> int:
     """One attempt in ``folder``, in processes that are forked from this one, which has loaded the libraries. Returns
     the exit status, -9 where one of them was killed, by itself; the others are then killed with it."""
     port, children = free_port(), {}
@@ -123,7 +123,7 @@ def run(folder: Path, words: list[str], at: int = 0, kind: str = "save", ranks: 
                 where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
                 os.environ.update({name: str(value) for name, value in where.items()})
                 os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-            _attempt(folder, words, at if rank == 0 else 0, kind)
+            _attempt(folder, argv, at if rank == 0 else 0, kind)
         children[child] = rank
     code = 0
     while children:
@@ -135,7 +135,7 @@ def run(folder: Path, words: list[str], at: int = 0, kind: str = "save", ranks: 
                 os.kill(other, signal.SIGKILL)
     if code not in (0, -9):
         output = (folder / "said.txt").read_text(encoding="utf-8")
-        raise AssertionError(f"{words} at {kind} {at}: status {code}\n{output}")
+        raise AssertionError(f"{argv} at {kind} {at}: status {code}\n{output}")
     return code
 
 
@@ -145,7 +145,7 @@ def free_port() -> int:
         return int(result.getsockname()[1])
 
 
-def _attempt(folder: Path, words: list[str], at: int, kind: str) -> None:
+def _attempt(folder: Path, argv: list[str], at: int, kind: str) -> None:
     """The forked process: it never returns."""
     status = 70
     try:
@@ -159,7 +159,7 @@ def _attempt(folder: Path, words: list[str], at: int, kind: str) -> None:
 
         if at:
             kill_at(at, kind)
-        status = main(["train", "run.yaml", *words])
+        status = main(["train", "run.yaml", *argv])
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
@@ -222,9 +222,9 @@ def campaign(model: Path, way: str, kills: int, draws: random.Random, root: Path
             os.chdir(before)
         return folder
 
-    words, ranks = [*WAYS[way], "plot_loss=false"], RANKS.get(way, 1)
+    argv, ranks = [*WAYS[way], "plot_loss=false"], RANKS.get(way, 1)
     alone = fresh("alone")
-    assert run(alone, words, ranks=ranks) == 0
+    assert run(alone, argv, ranks=ranks) == 0
     expected, done = end_of(alone), 0
     while done < kills:
         folder = fresh(f"killed-{done}")
@@ -232,12 +232,12 @@ def campaign(model: Path, way: str, kills: int, draws: random.Random, root: Path
             kinds = KINDS.get(way, _USUAL)
             kind = draws.choice([*kinds] if way in KINDS else ["save", "save", "save", "step"])
             at = draws.randrange(1, kinds[kind])
-            status = run(folder, words, at, kind, ranks)
+            status = run(folder, argv, at, kind, ranks)
             done += status == -9
             yield f"{way}: {'killed' if status else 'ended'} in {kind} {at}, attempt {attempt + 1}"
             if status == 0 or done >= kills:
                 break
-        assert run(folder, words, ranks=ranks) == 0
+        assert run(folder, argv, ranks=ranks) == 0
         result = end_of(folder)
         wrong = [name for name in expected if result.get(name) != expected[name]]
         assert not wrong, f"{way}: {wrong} differ after kills"

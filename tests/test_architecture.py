@@ -233,8 +233,10 @@ def _is_options(node: ast.expr) -> bool:
 
 def _without_checks(tree: ast.Module) -> ast.Module:
     """A check or a remark may look at any option, to hold others against it; that is not what the option is for."""
-    kept = [n for n in tree.body if not (isinstance(n, ast.FunctionDef) and re.match(r"_?check_|\w+_notes$", n.name))]
-    return ast.Module(kept, type_ignores=[])
+    statements = [
+        n for n in tree.body if not (isinstance(n, ast.FunctionDef) and re.match(r"_?check_|\w+_notes$", n.name))
+    ]
+    return ast.Module(statements, type_ignores=[])
 
 
 def option_reads(file: Path, with_checks: bool) -> Iterator[tuple[str, int]]:

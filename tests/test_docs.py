@@ -161,16 +161,16 @@ def test_every_documented_command_exists(page, tmp_path, monkeypatch):
     for _, text in blocks(page, "yaml"):
         (tmp_path / text.split("\n")[0].removeprefix("#").split(":")[0].strip()).write_text(text, encoding="utf-8")
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    for program, *words in commands(page):
+    for program, *argv in commands(page):
         assert program in PROGRAMS, f"{page.name}: {program}"
         if program == "make":
-            assert words[0] in targets
-        if program == "python" and words[0].startswith("scripts/"):
-            assert (ROOT / words[0]).is_file()
-        if program == "burnish" and not words[0].startswith("-"):
-            assert words[0] in COMMANDS, f"{page.name}: burnish {words[0]}"
-            if "run.yaml" in words and (tmp_path / "run.yaml").exists() and page.name != "extending.md":
-                plan(merge(*read_arguments(words[1:]), aliases()))
+            assert argv[0] in targets
+        if program == "python" and argv[0].startswith("scripts/"):
+            assert (ROOT / argv[0]).is_file()
+        if program == "burnish" and not argv[0].startswith("-"):
+            assert argv[0] in COMMANDS, f"{page.name}: burnish {argv[0]}"
+            if "run.yaml" in argv and (tmp_path / "run.yaml").exists() and page.name != "extending.md":
+                plan(merge(*read_arguments(argv[1:]), aliases()))
 
 
 def test_every_documented_configuration_can_be_planned(tmp_path):
@@ -196,7 +196,7 @@ def test_readme_commands_run(tmp_path):
     folder = a_user(tmp_path)
     page = ROOT / "README.md"
     (folder / "run.yaml").write_text(blocks(page, "yaml")[0][1], encoding="utf-8")
-    requested = [words[1:] for words in commands(page) if words[0] == "burnish" and "run.yaml" in words]
+    requested = [argv[1:] for argv in commands(page) if argv[0] == "burnish" and "run.yaml" in argv]
     code = "import json, sys\nfrom burnish.cli import main\nfor words in json.load(sys.stdin): assert not main(words)\n"
     python = "\n".join(text for _, text in blocks(page, "python"))
     environment = {

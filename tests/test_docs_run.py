@@ -45,10 +45,10 @@ def test_page_commands_run(page: str, tmp_path: Path, monkeypatch, capsys) -> No
             Path(title).write_text(text, encoding="utf-8")
         elif language == "bash":
             for line in text.splitlines():
-                program, *words = shlex.split(line, comments=True) or [""]
-                if program == "burnish" and words[0] not in ("api", "webui", "demo"):
+                program, *argv = shlex.split(line, comments=True) or [""]
+                if program == "burnish" and argv[0] not in ("api", "webui", "demo"):
                     capsys.readouterr()
-                    assert cli.main(words) == (2 if "# exit status 2" in line else 0), line
+                    assert cli.main(argv) == (2 if "# exit status 2" in line else 0), line
                     printed = "".join(capsys.readouterr())
         elif language == "text":
             for line in text.splitlines():

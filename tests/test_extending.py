@@ -109,7 +109,7 @@ COMMANDS = {
     "mistake": ["explain", "run.yaml", "weight_decay=0.1", "sign_decai=1", "early_weight=0"],
 }
 """Everything at once: options listed, the run explained, trained, continued from its middle, and three mistakes."""
-REFUSED = {"change", "mistake", "no stars"}
+REJECTED = {"change", "mistake", "no stars"}
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def command_outputs(tmp_path_factory):
         (folder / name).write_text(text, encoding="utf-8")
     result = run(folder, COMMANDS)
     for name, (status, text) in result.items():
-        assert (status == 2) if name in REFUSED else not status, f"{name}: {text}"
+        assert (status == 2) if name in REJECTED else not status, f"{name}: {text}"
     return folder, {name: text for name, (_, text) in result.items()}
 
 

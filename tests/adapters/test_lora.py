@@ -182,7 +182,7 @@ def test_lora_product_passes_gradcheck():
 
 
 def test_lora_product_saves_input_once_without_dropout_copy():
-    kept = {}
+    saved = {}
     for plain in (False, True):
         sizes = []
         result, x, a, b = product_case()
@@ -194,10 +194,10 @@ def test_lora_product_saves_input_once_without_dropout_copy():
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             lora_update(result, x, a, b, 0.7, 0.5, plain=plain)
-        kept[plain] = sum(sizes)
+        saved[plain] = sum(sizes)
     x_elements, h_bytes = 2 * 3 * 8, 2 * 3 * 4 * 4
-    assert kept[False] == x_elements + h_bytes  # a byte of mask per element, and x Aᵀ
-    assert kept[True] > kept[False] + 4 * x_elements  # a dropped copy beside them
+    assert saved[False] == x_elements + h_bytes  # a byte of mask per element, and x Aᵀ
+    assert saved[True] > saved[False] + 4 * x_elements  # a dropped copy beside them
 
 
 def test_float32_factors_over_bfloat16_base_multiply_in_float32():

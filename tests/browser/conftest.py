@@ -61,8 +61,8 @@ class Server:
             **os.environ, "PYTHONPATH": str(Path(burnish.__file__).parents[1]), "BURNISH_HOME": str(self.home),
             "BURNISH_CACHE": str(self.home / "cache"), "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        words = [sys.executable, "-m", "burnish", "webui", f"web_port={port}"]
-        self.child = subprocess.Popen(words, cwd=self.root, env=environment, stdout=subprocess.PIPE, text=True)
+        argv = [sys.executable, "-m", "burnish", "webui", f"web_port={port}"]
+        self.child = subprocess.Popen(argv, cwd=self.root, env=environment, stdout=subprocess.PIPE, text=True)
         assert self.child.stdout is not None
         self.link = self.child.stdout.readline().split()[1]
         return self

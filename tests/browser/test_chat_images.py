@@ -85,9 +85,9 @@ def test_images_are_picked_pasted_dropped_and_sent(chat, server):
     assert [part["type"] for part in parts] == ["image_url", "image_url", "text"]
     sent = base64.b64decode(parts[0]["image_url"]["url"].partition(",")[2])
     assert sent == (server.root / "files" / "p1_64x48.png").read_bytes()
-    kept = "".join(path.read_text() for path in (server.home).rglob("chats/*.json"))
-    assert "What is it?" in kept
-    assert "base64" not in kept
+    stored = "".join(path.read_text() for path in (server.home).rglob("chats/*.json"))
+    assert "What is it?" in stored
+    assert "base64" not in stored
     chat.reload()
     chat.locator(".turn.user .thumb", has_text="not saved").first.wait_for()
 

@@ -31,7 +31,7 @@ def call(number: int, arguments: str) -> tuple[dict[str, object], ...]:
 
 
 @pytest.fixture
-def heard(visitor, server):
+def requests(visitor, server):
     """The requests to the engine. It calls ``add`` twice where tools are offered, and answers what came back."""
     from web.conftest import make_runs
 
@@ -60,13 +60,13 @@ def heard(visitor, server):
     return requests
 
 
-def test_tool_call_waits_for_its_result_and_response_continues(visitor, heard) -> None:
+def test_tool_call_waits_for_its_result_and_response_continues(visitor, requests) -> None:
     visitor.get_by_text("Generation settings", exact=True).click()
     visitor.fill("#tools", "{")
     visitor.fill("#message", "1 + 2?")
     visitor.click("#send")
     visitor.get_by_text("The tools must be a JSON list").wait_for()
-    assert heard == []
+    assert requests == []
     visitor.click("#new-chat")
     visitor.fill("#tools", json.dumps(TOOLS))
     visitor.fill("#message", "1 + 2?")
@@ -84,7 +84,7 @@ def test_tool_call_waits_for_its_result_and_response_continues(visitor, heard) -
     visitor.locator(".result-form textarea").fill("<b>two</b>")
     visitor.locator(".result-form button").click()
     visitor.get_by_text("It is three.").wait_for()
-    first, second = heard
+    first, second = requests
     assert first["tools"] == second["tools"] == [{"type": "function", "function": TOOLS[0]}]
     assert [one["role"] for one in second["messages"]] == ["user", "assistant", "tool", "tool"]
     assert [one["content"] for one in second["messages"][2:]] == ["one", "<b>two</b>"]
@@ -96,7 +96,7 @@ def test_tool_call_waits_for_its_result_and_response_continues(visitor, heard) -
     assert [one["role"] for one in record["messages"]] == ["user", "assistant", "tool", "tool", "assistant"]
 
 
-def test_past_conversation_is_reopened_and_deleted_one_restored(visitor, heard) -> None:
+def test_past_conversation_is_reopened_and_deleted_one_restored(visitor, requests) -> None:
     for question in ("First question", "Second question"):
         visitor.click("#new-chat")
         visitor.fill("#message", question)
@@ -113,16 +113,16 @@ def test_past_conversation_is_reopened_and_deleted_one_restored(visitor, heard) 
     visitor.fill("#message", "And then?")
     visitor.click("#send")
     visitor.locator('.side[data-side="0"] .turn.user', has_text="And then?").wait_for()
-    assert [one["content"] for one in heard[-1]["messages"]] == ["First question", "It is three.", "And then?"]
+    assert [one["content"] for one in requests[-1]["messages"]] == ["First question", "It is three.", "And then?"]
 
 
-def test_held_out_record_shows_its_answer_next_to_model_response(visitor, server, heard) -> None:
+def test_held_out_record_shows_its_answer_next_to_model_response(visitor, server, requests) -> None:
     visitor.click(".chat-head .menu summary")
     visitor.click("#held-out")
     options = visitor.locator(".side[data-side=reference]")
     options.get_by_text("validation example").wait_for()
     visitor.get_by_text("It is three.").wait_for()
-    requested = heard[0]["messages"][-1]["content"]
+    requested = requests[0]["messages"][-1]["content"]
     records = [json.loads(line) for line in (server.root / "data/train.jsonl").read_text().splitlines()]
     answers = [
         one["output"] for one in records if requested == "\n".join(filter(None, (one["instruction"], one["input"])))

@@ -94,8 +94,8 @@ def test_run_resumes_from_intact_checkpoint_bitwise_equal(
     case.wrong()
     assert cli.main(["train", "run.yaml"]) == 0
     out, _ = read_output(capsys)
-    for words in case.said:
-        assert words in out
+    for message in case.expected:
+        assert message in out
     assert Path("out/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
     assert history(Path("out")) == history(Path("whole"))
     assert logged_steps() == list(range(1, 9))
@@ -134,20 +134,20 @@ def test_different_run_is_rejected_and_checkpoints_are_unchanged(
 ) -> None:
     case.wrong()
     before = files(Path("out"))
-    assert cli.main([command, "run.yaml", *case.words]) == 2
+    assert cli.main([command, "run.yaml", *case.argv]) == 2
     _, err = read_output(capsys)
-    for words in case.said:
-        assert words in err
+    for message in case.expected:
+        assert message in err
     assert {name: stamp for name, stamp in files(Path("out")).items() if ".lock" not in name} == {
         name: stamp for name, stamp in before.items() if ".lock" not in name
     }
 
 
-@pytest.mark.parametrize("words", [["optim=sgd"], ["use_badam=true"], ["optim=adafactor"]], ids=str)
+@pytest.mark.parametrize("argv", [["optim=sgd"], ["use_badam=true"], ["optim=adafactor"]], ids=str)
 def test_optimizer_state_of_another_optimizer_is_rejected(
-    words: list[str], again: Path, capsys: pytest.CaptureFixture[str]
+    argv: list[str], again: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["train", "run.yaml", "resume_despite_changes=true", *words]) == 2
+    assert cli.main(["train", "run.yaml", "resume_despite_changes=true", *argv]) == 2
     err = read_output(capsys)[1]
     assert f"{NEWEST}: this checkpoint contains the state of a different optimizer." in err
     assert Path(NEWEST).is_dir()
@@ -167,18 +167,18 @@ def test_finished_run_is_not_mistaken_for_another(again: Path, capsys: pytest.Ca
 
 
 def test_finished_run_without_checkpoints_is_recognized(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", "run.yaml", "save_strategy=no"]
-    assert cli.main(words) == 0
+    argv = ["train", "run.yaml", "save_strategy=no"]
+    assert cli.main(argv) == 0
     before = Path("out/model.safetensors").stat().st_mtime_ns
     read_output(capsys)
-    assert cli.main(words) == 0
+    assert cli.main(argv) == 0
     assert "finished at step 8: there is nothing to do." in read_output(capsys)[0]
-    assert cli.main([*words, "seed=1"]) == 2
+    assert cli.main([*argv, "seed=1"]) == 2
     assert "seed changed from 42 to 1" in read_output(capsys)[1]
-    assert cli.main([*words, "max_steps=9"]) == 2
+    assert cli.main([*argv, "max_steps=9"]) == 2
     assert "ended after 8 steps and kept no checkpoint" in read_output(capsys)[1]
     assert Path("out/model.safetensors").stat().st_mtime_ns == before
-    assert cli.main([*words, "seed=1", "overwrite_output_dir=true"]) == 0
+    assert cli.main([*argv, "seed=1", "overwrite_output_dir=true"]) == 0
     assert Path("out/model.safetensors").stat().st_mtime_ns > before
 
 
@@ -188,13 +188,13 @@ def test_model_that_cannot_be_saved_is_kept_as_checkpoint_and_retried(
     def fails(*args: Any, **kwargs: Any) -> None:
         raise ValueError("the format of the model is not known")
 
-    words = ["train", "run.yaml", "save_strategy=no"]
+    argv = ["train", "run.yaml", "save_strategy=no"]
     with monkeypatch.context() as patched:
         patched.setattr("burnish.run.finish.save_model", fails)
-        assert cli.main(words) == 1
+        assert cli.main(argv) == 1
     assert "Safe: out/checkpoint-8. Run the same command again to resume from it." in read_output(capsys)[1]
     assert not Path("out/model.safetensors").exists()
-    assert cli.main(words) == 0
+    assert cli.main(argv) == 0
     assert Path("out/model.safetensors").is_file()
     (trained,) = [entry["train_loss"] for entry in history(Path("out")) if "train_loss" in entry][-1:]
     assert trained > 0
@@ -208,14 +208,14 @@ def test_partially_written_model_does_not_block_the_same_command(
     def is_full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    words = ["train", "run.yaml", "save_strategy=no"]
+    argv = ["train", "run.yaml", "save_strategy=no"]
     with monkeypatch.context() as patched:
         patched.setattr("burnish.models.save.save_config", is_full)  # once the weights are there
         patched.setattr("burnish.checkpoint.checkpoint._write_part", is_full)
-        assert cli.main(words) == 1
+        assert cli.main(argv) == 1
     assert "The disk is full" in read_output(capsys)[1]
     assert not list(Path("out").glob("*.safetensors")) + list(Path("out").glob("*config.json"))
-    assert cli.main(words) == 0
+    assert cli.main(argv) == 0
 
 
 def test_fewer_steps_than_trained_are_rejected(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -278,19 +278,19 @@ def failing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "words"),
+    ("first", "argv"),
     [(["learning_rate=1e30"], "loss of step 2 is not finite"), ([], "Out of memory")],
     ids=["X1", "X2"],
 )
 def test_failure_before_first_checkpoint_leaves_reusable_folder(
-    first: list[str], words: str, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    first: list[str], argv: str, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         if not first:
             at_step(1, failing, patch)
         assert cli.main(["train", "run.yaml", *first]) == 1
     _, err = read_output(capsys)
-    assert words in err
+    assert argv in err
     assert "No checkpoint was saved." in err or "Memory is used by weights" in err
     assert "Traceback" in Path("out/traceback.txt").read_text(encoding="utf-8")
     assert not Path("out/model.safetensors").exists()

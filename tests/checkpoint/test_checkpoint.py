@@ -174,8 +174,11 @@ def test_incompatible_change_is_an_error_and_allowed_change_a_note(tmp_path):
     write_manifest(tmp_path / "checkpoint-1", 1, before)
     message = compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, "max_steps": 9})
     assert message == ["max_steps was 8 in checkpoint-1 and is 9 now."]
-    for name, value, words in (("seed", 2, "seed changed from 1 to 2"), ("learning_rate", 5e-3, "from 0.001 to 0.005")):
-        with pytest.raises(UserError, match=words) as raised:
+    for name, value, expected in (
+        ("seed", 2, "seed changed from 1 to 2"),
+        ("learning_rate", 5e-3, "from 0.001 to 0.005"),
+    ):
+        with pytest.raises(UserError, match=expected) as raised:
             compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, name: value})
         assert raised.value.problems[0].options == (name,)
         for way_out in ("another output_dir", "overwrite_output_dir: true", "resume_despite_changes"):

@@ -19,23 +19,23 @@ pytestmark = pytest.mark.run
 SOURCE = Path(__file__).parents[2] / "src"
 
 
-def burnish(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+def burnish(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     """Exit status, standard output and standard error of a command, in this process."""
-    status = cli.main(list(words))
+    status = cli.main(list(argv))
     shown = capsys.readouterr()
     return status, shown.out, shown.err
 
 
-def shell(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def shell(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, cwd=cwd, env=environment, check=False
+        [sys.executable, *argv], capture_output=True, text=True, cwd=cwd, env=environment, check=False
     )
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
-def test_help_lists_commands(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
-    status, out, _ = burnish(capsys, *words)
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
+def test_help_lists_commands(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    status, out, _ = burnish(capsys, *argv)
     assert status == 0
     for command in ("train", "explain", "demo", "env", "run.yaml", "key=value"):
         assert command in out
@@ -77,16 +77,16 @@ def test_help_after_arguments_shows_all_options(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("argv", "why"),
     [(["env", "--foo"], "burnish env takes no options. Received: --foo."), (["version", "x"], "takes no options"),
      (["demo", "run.yaml"], "has a fixed configuration")],
 )  # fmt: skip
 def test_unused_arguments_of_a_command_are_rejected(
-    capsys: pytest.CaptureFixture[str], words: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], argv: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text("seed: 1\n")
-    status, out, err = burnish(capsys, *words)
+    status, out, err = burnish(capsys, *argv)
     assert (status, out) == (2, "")
     assert why in err
 
@@ -127,9 +127,9 @@ def test_debug_prints_traceback_and_is_not_a_run_option(capsys: pytest.CaptureFi
 
 @pytest.mark.slow
 def test_both_train_entry_points_print_the_same(tmp_path: Path) -> None:
-    words = ["--stage", "stf", "--output_dir", "out"]
-    spelled = shell("-m", "burnish.train", *words, cwd=tmp_path)
-    command = shell("-m", "burnish", "train", *words, cwd=tmp_path)
+    argv = ["--stage", "stf", "--output_dir", "out"]
+    spelled = shell("-m", "burnish.train", *argv, cwd=tmp_path)
+    command = shell("-m", "burnish", "train", *argv, cwd=tmp_path)
     assert spelled.returncode == command.returncode == 2
     assert spelled.stderr == command.stderr
     assert "stf" in command.stderr

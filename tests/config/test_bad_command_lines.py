@@ -25,15 +25,15 @@ from small_run import make_model
 
 pytestmark = pytest.mark.run
 TABLE = Path(__file__).parents[1] / "golden" / "bad_words.json"
-SAID = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.is_file() else {}
+EXPECTED = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.is_file() else {}
 
 
-def answer(words: str) -> tuple[int, str, str]:
+def answer(argv: str) -> tuple[int, str, str]:
     """(status, standard output, standard error) of ``burnish explain run.yaml`` with further words; the folder in which
     it runs is shown as a point."""
     out, error = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
-        status = cli.main(["explain", "run.yaml", *shlex.split(words)])
+        status = cli.main(["explain", "run.yaml", *shlex.split(argv)])
     return status, out.getvalue(), error.getvalue().replace(os.getcwd(), ".")
 
 
@@ -52,23 +52,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> None:
         yield
 
 
-@pytest.mark.parametrize("words", SAID)
-def test_wrong_arguments_give_their_error(words: str) -> None:
+@pytest.mark.parametrize("argv", EXPECTED)
+def test_wrong_arguments_give_their_error(argv: str) -> None:
     before = files()
-    assert answer(words) == (2, "", SAID[words])
-    assert len(SAID[words].splitlines()) <= 8  # two problems at most, of four lines
+    assert answer(argv) == (2, "", EXPECTED[argv])
+    assert len(EXPECTED[argv].splitlines()) <= 8  # two problems at most, of four lines
     assert files() == before
 
 
 def test_at_least_250_bad_inputs_are_tested() -> None:
     """Each with its exact sentence, and of each the status and that nothing is written: in this file, and in
     ``test_bad_options.py`` and ``test_bad_inputs_end_to_end.py``."""
-    from test_bad_inputs_end_to_end import REFUSED as INPUTS
-    from test_bad_options import REFUSED
+    from test_bad_inputs_end_to_end import REJECTED as INPUTS
+    from test_bad_options import REJECTED
 
     others = json.loads(SENTENCES.read_text(encoding="utf-8"))
-    assert others.keys() == {f"input {case}" for case in INPUTS} | {f"option {wrong}" for wrong in REFUSED}
-    assert len(SAID) + len(others) >= 250
+    assert others.keys() == {f"input {case}" for case in INPUTS} | {f"option {wrong}" for wrong in REJECTED}
+    assert len(EXPECTED) + len(others) >= 250
 
 
 if __name__ == "__main__":
@@ -77,9 +77,9 @@ if __name__ == "__main__":
         Path(place, "user").mkdir()
         os.chdir(Path(place, "user"))
         make_folder(make_model(Path(place, "model")))
-        told = {words: answer(words) for words in SAID}
-    for words, (status, out, _) in told.items():
+        results = {argv: answer(argv) for argv in EXPECTED}
+    for argv, (status, out, _) in results.items():
         if status != 2 or out:
-            print(f"not refused: {words}")
-    text = json.dumps({words: result[2] for words, result in told.items()}, indent=1, ensure_ascii=False)
+            print(f"not refused: {argv}")
+    text = json.dumps({argv: result[2] for argv, result in results.items()}, indent=1, ensure_ascii=False)
     TABLE.write_text(text + "\n", encoding="utf-8")

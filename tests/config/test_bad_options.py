@@ -44,18 +44,18 @@ def write_run(folder: Path, **changes: str | None) -> Path:
 
 @dataclass(frozen=True)
 class Wrong:
-    """One bad input: its number, the lines of ``run.yaml`` that are wrong, and what must be said."""
+    """One bad input: its number, the lines of ``run.yaml`` that are wrong, and the expected messages."""
 
     number: str
-    said: list[str]
+    expected: list[str]
     changes: dict[str, str | None] = field(default_factory=dict)
-    words: list[str] = field(default_factory=list)  # further words of the command line
+    argv: list[str] = field(default_factory=list)  # additional command-line arguments
 
     def __str__(self) -> str:
         return self.number
 
 
-REFUSED = [
+REJECTED = [
     Wrong("A04", ['"learning_rat"', "run.yaml, line 11", 'Did you mean "learning_rate"?'], {"learning_rat": "1e-4"}),
     Wrong("A07", ["run.yaml, line 11", "num_train_epochs", "a number", "three"], {"num_train_epochs": "three"}),
     Wrong("A08", ["learning_rate", "greater than 0", "-0.001"], {"learning_rate": "-0.001"}),
@@ -79,8 +79,8 @@ REFUSED = [
     Wrong("A31", ["load_best_model_at_end", "eval_strategy"], {"load_best_model_at_end": "true"}),
     Wrong("A33", ["quantization_bit", "lora"], {"quantization_bit": "4"}),
     Wrong("A34", ["deepspeed", "zero.json", "does not exist"], {"deepspeed": "zero.json"}),
-    Wrong("A37", ['"learning_rat"', "command line", '"learning_rate"'], words=["learning_rat=1e-3"]),
-    Wrong("A37, a prefix is no name", ['"learn"', "command line"], words=["--learn", "1e-3"]),
+    Wrong("A37", ['"learning_rat"', "command line", '"learning_rate"'], argv=["learning_rat=1e-3"]),
+    Wrong("A37, a prefix is no name", ['"learn"', "command line"], argv=["--learn", "1e-3"]),
     Wrong("A39, stage", ["stf", "sft"], {"stage": "stf"}),
     Wrong("A39, method", ["loar", "lora"], {"finetuning_type": "loar"}),
     Wrong("A41", ["max_samples", "at least 1"], {"max_samples": "0"}),
@@ -118,15 +118,15 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("command", ["train", "explain"])
-@pytest.mark.parametrize("wrong", REFUSED, ids=str)
+@pytest.mark.parametrize("wrong", REJECTED, ids=str)
 def test_wrong_option_is_rejected(wrong: Wrong, command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(folder, **wrong.changes)
     before = sorted(path for path in folder.rglob("*"))
-    assert cli.main([command, "run.yaml", *wrong.words]) == 2
+    assert cli.main([command, "run.yaml", *wrong.argv]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
-    for words in wrong.said:
-        assert words in shown.err
+    for message in wrong.expected:
+        assert message in shown.err
     assert matches_stored_message(f"option {wrong}", shown.err, folder)
     assert len(shown.err.splitlines()) <= 4
     assert "Traceback" not in shown.err
@@ -188,8 +188,8 @@ def test_both_override_syntaxes_are_accepted(folder: Path) -> None:
     from burnish.run.plan.config_files import merge, read_arguments
 
     write_run(folder)
-    for words in (["--learning_rate", "5.0"], ["learning_rate=5.0"]):
-        made = plan(merge(*read_arguments(["run.yaml", *words]), {}))
+    for argv in (["--learning_rate", "5.0"], ["learning_rate=5.0"]):
+        made = plan(merge(*read_arguments(["run.yaml", *argv]), {}))
         assert made.options.learning_rate == 5.0
         assert made.provenance["learning_rate"] == "the command line"
 

@@ -15,8 +15,8 @@ def config(tmp_path: Path, text: str, name: str = "run.yaml") -> Path:
     return path
 
 
-def values(given: dict[str, RawValue]) -> dict[str, object]:
-    return {key: item.value for key, item in given.items()}
+def values(raw_values: dict[str, RawValue]) -> dict[str, object]:
+    return {key: item.value for key, item in raw_values.items()}
 
 
 def load_error(path: Path) -> str:
@@ -109,7 +109,7 @@ def test_syntax_error_is_reported_with_a_caret(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "place", "words"),
+    ("line", "place", "expected"),
     [
         ("learning_rate 1e-4", "2:1", 'expected ": " between the key and its value'),
         ("learning_rate:1e-4", "2:1", 'expected ": " between the key and its value'),
@@ -117,10 +117,10 @@ def test_syntax_error_is_reported_with_a_caret(tmp_path: Path) -> None:
         ("lora_target: [q_proj", "2:1", "expected ',' or ']'"),
     ],
 )
-def test_yaml_error_is_reported_at_its_cause(tmp_path: Path, line: str, place: str, words: str) -> None:
+def test_yaml_error_is_reported_at_its_cause(tmp_path: Path, line: str, place: str, expected: str) -> None:
     message = load_error(config(tmp_path, f"seed: 1\n{line}\n"))
     assert f"run.yaml:{place}: " in message
-    assert words in message
+    assert expected in message
     assert line in message
 
 
@@ -188,8 +188,8 @@ def test_latin_1_bytes_are_reported_by_position(tmp_path: Path) -> None:
 
 
 def test_every_flag_syntax_is_parsed() -> None:
-    words = "run.yaml seed=1 --learning_rate 1e-4 --packing --stage=sft --lora-rank 8 --max_steps -1"
-    path, flags = split_arguments(words.split())
+    argv = "run.yaml seed=1 --learning_rate 1e-4 --packing --stage=sft --lora-rank 8 --max_steps -1"
+    path, flags = split_arguments(argv.split())
     assert path == Path("run.yaml")
     assert values(flags) == {
         "seed": "1",

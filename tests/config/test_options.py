@@ -71,7 +71,7 @@ def test_value_is_parsed_as_its_declared_type(name, raw, value):
 
 
 @pytest.mark.parametrize(
-    ("name", "raw", "words"),
+    ("name", "raw", "message"),
     [
         ("learning_rate", "three", "must be a number"),
         ("learning_rate", -1, "greater than 0"),
@@ -88,11 +88,11 @@ def test_value_is_parsed_as_its_declared_type(name, raw, value):
         ("learning_rate", "nan", "must be a number"),
     ],
 )
-def test_wrong_value_is_rejected_with_expected_type(name, raw, words):
+def test_wrong_value_is_rejected_with_expected_type(name, raw, message):
     _, problems = made(**{name: raw})
     assert len(problems) == 1
     assert problems[0].startswith(f'run.yaml, line 1: "{name}" ')
-    assert words in problems[0]
+    assert message in problems[0]
 
 
 def test_all_problems_are_reported_together_with_their_sources():

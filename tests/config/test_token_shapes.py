@@ -151,11 +151,11 @@ def test_file_error_shows_no_token(text: str, tmp_path: Path, capfd: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    "words", [[TOKEN], ["run.yaml", TOKEN], [f"--{TOKEN}", "1"], [f"{TOKEN}=1"], ["--lora_rank", TOKEN]]
+    "argv", [[TOKEN], ["run.yaml", TOKEN], [f"--{TOKEN}", "1"], [f"{TOKEN}=1"], ["--lora_rank", TOKEN]]
 )
-def test_command_line_error_shows_no_token(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_command_line_error_shows_no_token(argv: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     for command in ("train", "export", "runs", "webui", TOKEN):
-        assert main([command, *words]) == 2
+        assert main([command, *argv]) == 2
         out, err = capfd.readouterr()
         assert TOKEN not in out + err
 

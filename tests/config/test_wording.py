@@ -8,7 +8,7 @@ from zlib import crc32
 
 import pytest
 from test_bad_command_lines import SAID
-from test_bad_options import REFUSED
+from test_bad_options import REJECTED
 
 from bad_inputs import make_folder
 from burnish import cli
@@ -18,7 +18,7 @@ from small_run import make_model
 
 pytestmark = pytest.mark.run
 CASES = [
-    *(shlex.join([*(f"{k}={v or ''}" for k, v in wrong.changes.items()), *wrong.words]) for wrong in REFUSED),
+    *(shlex.join([*(f"{k}={v or ''}" for k, v in wrong.changes.items()), *wrong.argv]) for wrong in REJECTED),
     *SAID,
 ]
 
@@ -47,24 +47,24 @@ def replace_sentences(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Problem, "__init__", with_noise)
 
 
-def explain_problems(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[tuple[str, str]]]:
+def explain_problems(argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[tuple[str, str]]]:
     """(exit status, option and place of each problem) of ``burnish explain --json`` with further words."""
-    status = cli.main(["explain", "run.yaml", "--json", *shlex.split(words)])
+    status = cli.main(["explain", "run.yaml", "--json", *shlex.split(argv)])
     answer = json.loads(capsys.readouterr().out)
     return status, [(one["option"], one["where"].replace(os.getcwd(), "")) for one in answer["problems"]]
 
 
-@pytest.mark.parametrize("words", CASES)
+@pytest.mark.parametrize("argv", CASES)
 def test_option_and_source_of_a_problem_do_not_depend_on_wording(
-    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    argv: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = explain_problems(words, capsys)
+    before = explain_problems(argv, capsys)
     replace_sentences(monkeypatch)
-    assert explain_problems(words, capsys) == before
+    assert explain_problems(argv, capsys) == before
     status, problems = before
     assert status == 2
     assert problems
-    print(words, before) if not problems[0][0] else None
+    print(argv, before) if not problems[0][0] else None
 
 
 def test_user_error_keeps_its_option() -> None:

@@ -57,16 +57,16 @@ def test_damaged_cache_block_is_rejected_and_same_command_encodes_it_again(
 
 @pytest.mark.usefixtures("encoded_rows")
 def test_damaged_rows_of_tokenized_path_are_rejected_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*WORDS, "tokenized_path=kept", "output_dir=again"]
+    argv = [*WORDS, "tokenized_path=kept", "output_dir=again"]
     path = Path("kept/train", BLOCKS)
     for number, block in enumerate(read_rows_manifest(path.parent)["blocks"]):
         flip(path, block["end"] - 20)
         read_output(capsys)
-        assert cli.main(words) == 2
+        assert cli.main(argv) == 2
         assert (
             f'kept/train: block {number} of "{BLOCKS}" of the tokenized dataset is corrupted' in read_output(capsys)[1]
         )
         flip(path, block["end"] - 20)
     change("kept/train/rows.json", rows=7)
-    assert cli.main(words) == 2
+    assert cli.main(argv) == 2
     assert '"rows.json" of the tokenized dataset is corrupted' in read_output(capsys)[1]

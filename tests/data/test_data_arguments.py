@@ -47,8 +47,8 @@ def explained(tmp_path, monkeypatch, capsys):
             "cutoff_len": 64,
             "use_cpu": True,
         }
-        words = as_arguments({k: v for k, v in {**command, **options}.items() if v is not None})
-        assert main(["explain", *words]) == expected
+        argv = as_arguments({k: v for k, v in {**command, **options}.items() if v is not None})
+        assert main(["explain", *argv]) == expected
         return " ".join("".join(capsys.readouterr()).split())
 
     return explain

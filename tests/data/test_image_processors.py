@@ -169,9 +169,9 @@ def test_model_of_unknown_family_uses_its_processor(folder):
     assert row["input_ids"] == list(made["input_ids"][0])
     patch_vision_model(model)
     layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, composed.image_processor)
-    for way in ("flat", "padded"):
+    for kind in ("flat", "padded"):
         collate = ImageCollator(
-            COLLATE_FUNCTIONS[way], COLLATE_FUNCTIONS[way], layout, processor, lambda row: row.get("images", []),
+            COLLATE_FUNCTIONS[kind], COLLATE_FUNCTIONS[kind], layout, processor, lambda row: row.get("images", []),
             lambda drawn: processor.tensors(drawn.image),
         )  # fmt: skip
         assert isolates_images(model, collate)

@@ -22,16 +22,16 @@ def save(tensors: dict[str, torch.Tensor]) -> None:
     save_file(tensors, "model/model.safetensors", {"format": "pt"})
 
 
-def run_error(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def run_error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     capsys.readouterr()
-    assert cli.main([*WORDS, *words]) == 2
+    assert cli.main([*WORDS, *argv]) == 2
     assert not Path("out").exists()
     return read_output(capsys)[1]
 
 
-def runs(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def runs(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     capsys.readouterr()
-    assert cli.main([*WORDS, *words]) == 0
+    assert cli.main([*WORDS, *argv]) == 0
     return "".join(read_output(capsys))
 
 
@@ -92,12 +92,12 @@ def test_every_placeholder_in_every_column_is_reported(
 )  # fmt: skip
 def test_json_in_a_text_file_is_rejected(content: str, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("data/rows.txt").write_text(content, encoding="utf-8")
-    words = ["stage=pt", "dataset=data/rows.txt", "cutoff_len=32"]
-    err = run_error(capsys, *words)
+    argv = ["stage=pt", "dataset=data/rows.txt", "cutoff_len=32"]
+    err = run_error(capsys, *argv)
     assert "data/rows.txt: this .txt file contains JSON" in err
     assert f"Rename it to rows.{'json' if content.lstrip()[0] == '[' else 'jsonl'} to read" in err
     Path("data/rows.txt").write_text("red [green] {blue}\n{not json}\n", encoding="utf-8")
-    assert "its lines are JSON" not in runs(capsys, *words, "output_dir=other")
+    assert "its lines are JSON" not in runs(capsys, *argv, "output_dir=other")
 
 
 def call(name: Any, arguments: Any) -> list[dict[str, Any]]:

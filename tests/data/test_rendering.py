@@ -95,12 +95,12 @@ def test_assistant_masks_match_transformers(tokenizer: Any) -> None:
     marked = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}" \
         "{% endgeneration %}{% else %}{{ m.content }}{% endif %} {% endfor %}"  # fmt: skip
     chat = [{"role": role, "content": f"{role} says 你好 {n}"} for n in range(3) for role in ("user", "assistant")]
-    kept, tokenizer.chat_template = tokenizer.chat_template, marked
+    original, tokenizer.chat_template = tokenizer.chat_template, marked
     try:
         wanted = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
         assert marked_ids(tokenizer, Conversation(chat)) == (wanted["input_ids"], wanted["assistant_masks"])
     finally:
-        tokenizer.chat_template = kept
+        tokenizer.chat_template = original
 
 
 @pytest.mark.run
@@ -128,12 +128,12 @@ def test_forked_process_gets_its_own_worker_and_stale_responses_are_dropped(
 
     process = rendering._worker._process
     assert process is not None
-    process.stdout, kept = Interrupted(process.stdout), process.stdout  # type: ignore[assignment]
+    process.stdout, original = Interrupted(process.stdout), process.stdout  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         text("d")
     assert process.wait(10) != 0
     assert text("e") == "e"
-    assert kept is not None
+    assert original is not None
 
 
 def test_worker_ends_with_its_parent(tmp_path: Path) -> None:

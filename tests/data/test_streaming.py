@@ -31,9 +31,9 @@ def user(tmp_path, monkeypatch):
     return {**options, "streaming": True, "max_steps": 10, "buffer_size": 8}
 
 
-def run(given, folder=None, **more):
-    given = {**given, **more}
-    return main(["train", *as_arguments(given if folder is None else {**given, "output_dir": str(folder)})])
+def run(options, folder=None, **more):
+    options = {**options, **more}
+    return main(["train", *as_arguments(options if folder is None else {**options, "output_dir": str(folder)})])
 
 
 def test_records_are_shuffled_within_the_buffer():
@@ -48,8 +48,8 @@ def test_records_are_shuffled_within_the_buffer():
 
 def test_killed_run_resumes_to_same_weights_without_cached_rows(tmp_path, user):
     assert run(user, tmp_path / "whole") == 0
-    words = as_arguments({**user, "output_dir": str(tmp_path / "cut")})
-    child = subprocess.Popen([sys.executable, "-c", KILLS_ITSELF_AFTER_STEP_FIVE, *words], stdout=subprocess.DEVNULL)
+    argv = as_arguments({**user, "output_dir": str(tmp_path / "cut")})
+    child = subprocess.Popen([sys.executable, "-c", KILLS_ITSELF_AFTER_STEP_FIVE, *argv], stdout=subprocess.DEVNULL)
     assert child.wait() == -signal.SIGKILL
     assert run(user, tmp_path / "cut") == 0
     assert same_weights(tmp_path / "whole", tmp_path / "cut")

@@ -76,8 +76,8 @@ def test_question_and_answer_lengths_match_infer_seqlen():
     whole, _ = encoded(loaded()[0], *LONG)
     source, target = whole["labels"].count(-100), len(whole["labels"]) - whole["labels"].count(-100)
     row, _ = encoded(template, *LONG)
-    kept = row["labels"].count(-100)
-    assert (kept, len(row["labels"]) - kept) == infer_seqlen(source, target, 200)
+    prompt_length = row["labels"].count(-100)
+    assert (prompt_length, len(row["labels"]) - prompt_length) == infer_seqlen(source, target, 200)
 
 
 def test_llamafactory_truncation_cuts_end_tokens_and_is_counted():

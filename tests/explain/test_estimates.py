@@ -105,16 +105,16 @@ class Watch:
         def kept_in_forward(engine: Any) -> Iterator[None]:
             """Bytes of all that autograd keeps between the forward and the backward pass, but for the weights."""
             own = {p.untyped_storage().data_ptr() for p in self.run.model.parameters()}
-            kept: dict[int, torch.Tensor] = {}
+            saved: dict[int, torch.Tensor] = {}
 
             def keep(tensor: torch.Tensor) -> torch.Tensor:
                 if (place := tensor.untyped_storage().data_ptr()) not in own:
-                    kept[place] = tensor
+                    saved[place] = tensor
                 return tensor
 
             with precision(engine), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 yield
-            self.activations.append(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()))
+            self.activations.append(sum(tensor.untyped_storage().nbytes() for tensor in saved.values()))
 
         patch.setattr(SingleProcess, "precision", kept_in_forward)
         patch.setattr(Loop, "step", counted)
@@ -134,11 +134,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_model(tmp_path_factory.mktemp(name) / "model", dtype=name) for name in ("float32", "bfloat16")}
 
 
-def planned(folder: Path, given: dict[str, Any], models: dict[str, Path]) -> tuple[Plan, Prepared, dict[str, str]]:
+def planned(
+    folder: Path, run_options: dict[str, Any], models: dict[str, Path]
+) -> tuple[Plan, Prepared, dict[str, str]]:
     options = make_workspace(folder, **{
         "max_steps": 5, "save_strategy": "no", "learning_rate": 0.01, "lr_scheduler_type": "constant",
-        "model_name_or_path": str(models[given.get("files", "float32")]),
-        **{name: value for name, value in given.items() if name != "files"},
+        "model_name_or_path": str(models[run_options.get("files", "float32")]),
+        **{name: value for name, value in run_options.items() if name != "files"},
     })  # fmt: skip
     made = plan({name: RawValue(value, "the command line") for name, value in options.items()})
     prepared = prepare(made)
@@ -153,17 +155,17 @@ def claims_of_activations(made: Plan, prepared: Prepared, watch: Watch) -> None:
     """The terms of the forward pass are what autograd kept in a step, to a quarter: tensors of a size that does not
     depend on the tokens (gradients of the head, which are made with the loss) count much in a model this small."""
     options = made.options
-    for tokens, kept in zip(watch.tokens, watch.activations, strict=True):
+    for tokens, saved in zip(watch.tokens, watch.activations, strict=True):
         terms = memory_of(options, prepared.config, prepared.sizes, prepared.formats, tokens)
         expected = sum(t.num_bytes for t in terms if t.name in ("activations", "logits", "DoRA", "cast weights"))
         if options.finetuning_type == "oft":
             assert "excludes activations of the oft method" in next(t.reason for t in terms if t.name == "activations")
-            assert kept > 0.6 * expected
+            assert saved > 0.6 * expected
             continue
-        assert kept < 1.25 * expected
+        assert saved < 1.25 * expected
         # Layers below the first that trains keep nothing, and what is computed again is kept for a moment only.
         is_at_most = options.finetuning_type == "freeze" or options.use_badam or options.gradient_checkpointing
-        assert is_at_most or kept > 0.45 * expected
+        assert is_at_most or saved > 0.45 * expected
 
 
 @pytest.mark.parametrize(
@@ -199,9 +201,9 @@ def test_run_matches_explain(name: str, models: dict[str, Path], tmp_path: Path,
     }
     assert terms["weights"] == sum(p.nbytes for p in model.parameters())
     assert terms["gradients"] == watch.gradients
-    kept, _ = split(watch.run.optimizer.state_dict(), copy=False)
+    state, _ = split(watch.run.optimizer.state_dict(), copy=False)
     weights = {p.data_ptr() for p in model.parameters()}
-    states = sum(t.nbytes for t in kept.values() if t.numel() > 1 and t.data_ptr() not in weights)
+    states = sum(t.nbytes for t in state.values() if t.numel() > 1 and t.data_ptr() not in weights)
     states += sum(places.nbytes for _, places, _ in getattr(watch.run.optimizer, "_parts", ()))
     assert terms.get("optimizer", 0) == pytest.approx(states, rel=0.1)
 

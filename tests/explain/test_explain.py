@@ -28,16 +28,16 @@ def tiny_config(layers: int) -> Any:
 def saved_bytes(model: torch.nn.Module, tokens: int) -> int:
     """Bytes that autograd keeps after the forward pass of the layers, parameters left out."""
     own = {p.data_ptr() for p in model.parameters()} | {b.data_ptr() for b in model.buffers()}
-    kept: dict[int, torch.Tensor] = {}
+    saved: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.data_ptr() not in own:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
+            saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
-        return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+        return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -22,9 +22,9 @@ def towers(monkeypatch):
     recorded = {"patches": [], "decoded": 0}
     plain, tensors = features.image_features, ImageProcessor.tensors
 
-    def counted(model, given):
-        recorded["patches"].append(len(given["pixel_values"]))
-        return plain(model, given)
+    def counted(model, inputs):
+        recorded["patches"].append(len(inputs["pixel_values"]))
+        return plain(model, inputs)
 
     def decoded(self, image):
         recorded["decoded"] += 1
@@ -88,8 +88,8 @@ def test_explain_estimates_memory_of_vision_tower(workspace, capsys):
                "dataset_dir": workspace / "data", "output_dir": workspace / "explained", "use_cpu": "true"}  # fmt: skip
     totals = []
     for more in ({}, {"freeze_vision_tower": "false"}):
-        words = [f"{name}={value}" for name, value in {**options, **more}.items()]
-        assert main(["explain", *words]) == 0
+        argv = [f"{name}={value}" for name, value in {**options, **more}.items()]
+        assert main(["explain", *argv]) == 0
         line = next(line for line in capsys.readouterr().out.splitlines() if "KiB of pixels" in line)
         assert "vision tower" in line
         totals.append(line)

@@ -168,7 +168,7 @@ def test_merge_into_quantized_base_is_rejected_with_remedy(made, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"export_legacy_format": "true"}, "export_legacy_format"),
         ({"export_dir": None}, "export_dir is missing"),
@@ -178,8 +178,8 @@ def test_merge_into_quantized_base_is_rejected_with_remedy(made, tmp_path):
         ({"export_quantization_bit": "6"}, "export_quantization_bit"),
     ],
 )
-def test_invalid_exports_are_rejected_before_anything_is_written(made, tmp_path, options, words):
-    with pytest.raises(UserError, match=words):
+def test_invalid_exports_are_rejected_before_anything_is_written(made, tmp_path, options, message):
+    with pytest.raises(UserError, match=message):
         run(made, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
@@ -247,19 +247,19 @@ cli.main({words!r})
 )  # fmt: skip
 def test_killed_export_is_completed_by_the_same_command(made, tmp_path, place, overwrites):
     module, name = place.rsplit(".", 1)
-    words = ["export", "--model_name_or_path", str(made / "model"), "--adapter_name_or_path", str(made / "one"),
+    argv = ["export", "--model_name_or_path", str(made / "model"), "--adapter_name_or_path", str(made / "one"),
              "--template", "qwen"]  # fmt: skip
-    assert cli.main([*words, "--export_dir", str(tmp_path / "whole")]) == 0
+    assert cli.main([*argv, "--export_dir", str(tmp_path / "whole")]) == 0
     out = tmp_path / "out"
-    words += ["--export_dir", str(out)]
+    argv += ["--export_dir", str(out)]
     if overwrites:
-        assert cli.main(words) == 0
-        words += ["--overwrite_output_dir", "true"]
-    code = KILL.format(module=module, name=name, words=words)
+        assert cli.main(argv) == 0
+        argv += ["--overwrite_output_dir", "true"]
+    code = KILL.format(module=module, name=name, words=argv)
     killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert (out / ".lock").exists()
-    assert cli.main(words) == 0
+    assert cli.main(argv) == 0
     assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in (tmp_path / "whole").iterdir())
     assert (out / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
 
@@ -267,11 +267,11 @@ def test_killed_export_is_completed_by_the_same_command(made, tmp_path, place, o
 def test_run_is_exported_by_its_path(made, tmp_path, capsys):
     """An adapter brings its base, and its ``run.yaml`` the template."""
     (tmp_path / "data.json").write_text(json.dumps([{"instruction": "Say red", "output": "red"}] * 4))
-    words = ["--model_name_or_path", str(made / "model"), "--dataset", str(tmp_path / "data.json"), "--use_cpu", "true",
+    argv = ["--model_name_or_path", str(made / "model"), "--dataset", str(tmp_path / "data.json"), "--use_cpu", "true",
              "--template", "qwen", "--max_steps", "1", "--save_strategy", "no", "--plot_loss", "false"]  # fmt: skip
     first, full = tmp_path / "first", tmp_path / "full"
-    assert cli.main(["train", *words, "--output_dir", str(first), "--finetuning_type", "lora"]) == 0
-    assert cli.main(["train", *words, "--output_dir", str(full), "--finetuning_type", "full"]) == 0
+    assert cli.main(["train", *argv, "--output_dir", str(first), "--finetuning_type", "lora"]) == 0
+    assert cli.main(["train", *argv, "--output_dir", str(full), "--finetuning_type", "full"]) == 0
     for name in (first, full):
         assert cli.main(["export", str(name), f"export_dir={tmp_path / 'models' / name.name}"]) == 0
     merged, trained = logits(tmp_path / "models" / "first"), logits(tmp_path / "models" / "full")

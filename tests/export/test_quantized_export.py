@@ -144,7 +144,7 @@ def test_library_failure_is_reported_and_leaves_no_folder(made, tmp_path, in_its
     assert list((tmp_path / "place").iterdir()) == []
 
 
-REFUSED = {
+REJECTED = {
     "awq of 8 bits": (
         {"export_quantization_method": "awq", "export_quantization_bit": 8},
         "export_quantization_bit: 4",
@@ -157,10 +157,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REJECTED)
 def test_invalid_quantized_export_is_rejected_before_reading_weights(made, tmp_path, stand_in, name):
-    options, words = REFUSED[name]
-    with pytest.raises(UserError, match=words):
+    options, message = REJECTED[name]
+    with pytest.raises(UserError, match=message):
         run(made, tmp_path / "place" / "out", **options)
     assert not (tmp_path / "place").exists()
 

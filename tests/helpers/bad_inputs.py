@@ -48,12 +48,12 @@ def cut_short(name: str, num_bytes: int = 100) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the table: its number, what is wrong, and what must be said about it."""
+    """A row of the table: its number, what is wrong, and the expected messages."""
 
     number: str
     wrong: Callable[[], None]
-    said: list[str]
-    words: list[str] = field(default_factory=list)  # further words of the command line
+    expected: list[str]
+    argv: list[str] = field(default_factory=list)  # additional command-line arguments
 
     def __str__(self) -> str:
         return self.number

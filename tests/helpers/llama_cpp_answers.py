@@ -10,8 +10,8 @@ import sys
 import numpy
 from llama_cpp import Llama
 
-asked = json.load(sys.stdin)
-model = Llama(asked["file"], n_ctx=256, logits_all=True, type_k=0, type_v=0, n_threads=1, verbose=False)
+request = json.load(sys.stdin)
+model = Llama(request["file"], n_ctx=256, logits_all=True, type_k=0, type_v=0, n_threads=1, verbose=False)
 
 
 def likeliest(ids):
@@ -22,15 +22,15 @@ def likeliest(ids):
 
 def greedy(ids):
     made = likeliest(ids)[-1:]
-    while len(made) < asked["new"]:
+    while len(made) < request["new"]:
         model.eval(made[-1:])
         made.append(int(numpy.asarray(model.scores[model.n_tokens - 1]).argmax()))
     return made
 
 
 answers = {
-    "ids": [model.tokenize(text.encode(), add_bos=False, special=True) for text in asked["texts"]],
-    "greedy": [greedy(prompt) for prompt in asked["prompts"]],
-    "likeliest": [likeliest(row) for row in asked["rows"]],
+    "ids": [model.tokenize(text.encode(), add_bos=False, special=True) for text in request["texts"]],
+    "greedy": [greedy(prompt) for prompt in request["prompts"]],
+    "likeliest": [likeliest(row) for row in request["rows"]],
 }
 json.dump(answers, sys.stdout)

@@ -78,6 +78,6 @@ def make_workspace(folder: Path, count: int = 24, dropout: float = 0.0, **option
     }  # fmt: skip
 
 
-def as_arguments(given: dict) -> list[str]:
+def as_arguments(options: dict) -> list[str]:
     """The options as a command line."""
-    return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]

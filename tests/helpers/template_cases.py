@@ -170,10 +170,10 @@ def template_options(**options):
     return SimpleNamespace(**(vars(TemplateOptions()) | vars(EncodingOptions()) | options))
 
 
-def to_chat_messages(given, spec):
+def to_chat_messages(turns, spec):
     """The messages as transformers' users write them."""
-    chat = [{"role": "system", "content": given.system}] if given.system else []
-    for message in given.messages:
+    chat = [{"role": "system", "content": turns.system}] if turns.system else []
+    for message in turns.messages:
         if message.role == "function":
             before, calls = read_calls(message.content, spec.thought_words, spec.tool_call_words)
             called = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls]

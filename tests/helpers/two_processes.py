@@ -79,5 +79,5 @@ def train_with_one_and_two(folder: Path, options: dict[str, Any], kinds: dict[st
 
 
 def run_commands(commands: list[list[str]]) -> None:
-    for words in commands:
-        assert main(words) == 0
+    for argv in commands:
+        assert main(argv) == 0

@@ -57,8 +57,8 @@ def load_image_model(family: str) -> SimpleNamespace:
     processor, layout = ImageProcessor.of(model, composed.image_processor), ImageLayout.of(model.config)
     patch_vision_model(model)
 
-    def collator(way: str) -> ImageCollator:
-        of_text = COLLATE_FUNCTIONS["flat" if way == "shared" and layout.bidirectional else way]
+    def collator(collation: str) -> ImageCollator:
+        of_text = COLLATE_FUNCTIONS["flat" if collation == "shared" and layout.bidirectional else collation]
         return ImageCollator(
             of_text, of_text, layout, processor, lambda row: row.get("images", []),
             lambda image: processor.tensors(image.image),

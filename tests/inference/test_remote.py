@@ -187,8 +187,8 @@ def test_llamafactory_options_become_server_flags() -> None:
         infer_backend="vllm", vllm_maxlen=99, vllm_gpu_util=0.5, vllm_enforce_eager=True, vllm_max_lora_rank=16,
         vllm_config={"max_num_seqs": 8},
     )  # fmt: skip
-    words = " ".join(arguments(options, "model", {"a": "folder"}, 1234))
-    assert words == (
+    argv = " ".join(arguments(options, "model", {"a": "folder"}, 1234))
+    assert argv == (
         "serve model --host 127.0.0.1 --port 1234 --max-model-len 99 --gpu-memory-utilization 0.5 --enforce-eager "
         "--enable-lora --max-lora-rank 16 --lora-modules a=folder --max-num-seqs 8"
     )
@@ -199,8 +199,8 @@ def test_llamafactory_options_become_server_flags() -> None:
         sglang_tp_size=2,
         sglang_config='{"x_y": true}',
     )
-    words = " ".join(arguments(options, "model", {}, 1))
-    assert words.endswith("--context-length 9 --mem-fraction-static 0.4 --tp-size 2 --x-y")
+    argv = " ".join(arguments(options, "model", {}, 1))
+    assert argv.endswith("--context-length 9 --mem-fraction-static 0.4 --tp-size 2 --x-y")
     with pytest.raises(UserError, match="must not set host"):
         arguments(InferOptions(infer_backend="vllm", vllm_config={"host": "0.0.0.0"}), "m", {}, 1)
 

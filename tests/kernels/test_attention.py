@@ -295,14 +295,14 @@ def test_head_of_a_model_is_found(family):
 
 
 def test_head_with_additional_operations_is_detected():
-    capped, adapted, heard = tiny("gemma2"), tiny(), tiny()
+    capped, adapted, hooked = tiny("gemma2"), tiny(), tiny()
     capped.config.final_logit_softcapping = None
     capped.forward = lambda *args, own=capped.forward, **kwargs: _capped(own(*args, **kwargs))
     assert find_head(capped) is None
     adapted.lm_head = torch.nn.Sequential(adapted.lm_head)
     assert find_head(adapted) is None
-    heard.lm_head.register_forward_hook(lambda *_: None)
-    assert find_head(heard) is None
+    hooked.lm_head.register_forward_hook(lambda *_: None)
+    assert find_head(hooked) is None
 
 
 def _capped(output):

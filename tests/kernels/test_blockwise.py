@@ -44,8 +44,8 @@ def test_bfloat16_gradients_are_as_accurate_as_plain_attention():
 
 
 def test_no_tensor_of_score_size_is_saved():
-    kept: list[int] = []
+    sizes: list[int] = []
     tensors = inputs(512, torch.bfloat16)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
         blockwise_attention(*(x.requires_grad_() for x in tensors[:3]), SCALE)
-    assert sum(kept) == sum(x.numel() for x in tensors[:3])
+    assert sum(sizes) == sum(x.numel() for x in tensors[:3])

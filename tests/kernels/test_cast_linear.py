@@ -57,13 +57,13 @@ def test_transposed_weights_equal_autocast_bitwise(shape, dtype):
 
 def test_frozen_weights_get_no_gradient_and_save_nothing_for_it():
     x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(6, 8)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda value: kept.append(value) or value, lambda value: value):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: saved.append(value) or value, lambda value: value):
         projected = cast_linear(x, weight, None, torch.bfloat16)
     projected.sum().backward()
     assert x.grad is not None
     assert weight.grad is None
-    assert [value is weight or value.data_ptr() == weight.data_ptr() for value in kept] == [True]
+    assert [value is weight or value.data_ptr() == weight.data_ptr() for value in saved] == [True]
 
 
 def kept_of(model, ids):

@@ -35,7 +35,7 @@ def _installed(monkeypatch):
 
 @pytest.mark.usefixtures("_installed")
 @pytest.mark.parametrize(
-    ("way", "device", "rules", "bias", "reason"),
+    ("backend", "device", "rules", "bias", "reason"),
     [
         ("liger", CPU, TokenLoss(), False, "on a GPU only"),
         ("liger", GPU, TokenLoss(accuracy=True), False, "without accuracy"),
@@ -45,8 +45,8 @@ def _installed(monkeypatch):
         ("cut_cross_entropy", GPU, TokenLoss(), True, "does not support the bias"),
     ],
 )
-def test_unsupported_kernel_reports_a_reason(way, device, rules, bias, reason):
-    assert reason in head_obstacle(way, device, rules, bias)
+def test_unsupported_kernel_reports_a_reason(backend, device, rules, bias, reason):
+    assert reason in head_obstacle(backend, device, rules, bias)
 
 
 @pytest.mark.usefixtures("_installed")
@@ -83,8 +83,8 @@ def test_ignored_target_counts_nothing_and_has_no_gradient():
 
 
 def test_no_backend_holds_more_than_full_logits():
-    for way in BACKENDS:
-        assert logits_bytes(way, 5, 32, 97, GPU) <= 4 * 5 * 97
+    for backend in BACKENDS:
+        assert logits_bytes(backend, 5, 32, 97, GPU) <= 4 * 5 * 97
     chunk = logits_bytes("chunked", 10**6, 896, 151_936, GPU)
     assert logits_bytes("chunked", 10**6, 896, 151_936, CPU) < chunk < 4 * 10**6 * 151_936
     assert logits_bytes("cut_cross_entropy", 10**6, 896, 151_936, GPU) == 0
@@ -103,8 +103,8 @@ def test_liger_loss_and_gradients_match_chunked_ones(weighted, smoothing):
     hidden, weight, targets = inputs()
     counts = torch.rand(len(targets)) if weighted else None
     result = []
-    for way in ("chunked", "liger"):
-        total = head_loss(way, hidden, weight, targets, TokenLoss(smoothing), None, counts).total
+    for backend in ("chunked", "liger"):
+        total = head_loss(backend, hidden, weight, targets, TokenLoss(smoothing), None, counts).total
         result.append([total, *torch.autograd.grad(total * 0.3, [hidden, weight])])
     for ours, theirs in zip(*result, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)

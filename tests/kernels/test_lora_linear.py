@@ -67,16 +67,16 @@ def test_fused_lora_linear_passes_gradcheck():
 def test_fused_lora_linear_saves_only_input_and_low_rank_tensors():
     x, weight, bias, a, b = case()
     shared = {tensor.untyped_storage().data_ptr() for tensor in (x, weight)}
-    kept = []
+    saved = []
 
     def pack(tensor):
         if tensor.untyped_storage().data_ptr() not in shared:
-            kept.append(tuple(tensor.shape))
+            saved.append(tuple(tensor.shape))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         lora_linear(x, weight, bias, a, b, 0.7)
-    assert sorted(kept) == sorted([(TOKENS, RANK), (RANK, INPUTS), (OUTPUTS, RANK)])
+    assert sorted(saved) == sorted([(TOKENS, RANK), (RANK, INPUTS), (OUTPUTS, RANK)])
 
 
 def test_no_second_output_or_input_gradient_is_allocated():

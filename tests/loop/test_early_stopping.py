@@ -63,9 +63,9 @@ def test_patience_counter_survives_a_checkpoint():
     first = EarlyStoppingCallback(3)
     evaluations_until_stop(first, [1.0, 2.0, 2.0], arguments())
     assert first.early_stopping_patience_counter == 2
-    kept = CallbackHandler([first], None, TrainerState(), TrainerControl()).state_dict()
+    saved = CallbackHandler([first], None, TrainerState(), TrainerControl()).state_dict()
     second = EarlyStoppingCallback(3)
-    CallbackHandler([second], None, TrainerState(), TrainerControl()).load_state_dict(kept)
+    CallbackHandler([second], None, TrainerState(), TrainerControl()).load_state_dict(saved)
     assert second.early_stopping_patience_counter == 2
 
 

@@ -163,12 +163,12 @@ def test_similar_module_is_not_replaced() -> None:
 def test_hooks_on_fused_module_are_called() -> None:
     model = tiny_model("llama")
     patch_forwards(model)
-    heard: list[nn.Module] = []
+    called: list[nn.Module] = []
     for layer in model.model.layers:
         for module in (layer.mlp, layer.mlp.gate_proj, layer.input_layernorm):
-            module.register_forward_hook(lambda module, *_: heard.append(module))
+            module.register_forward_hook(lambda module, *_: called.append(module))
     model(input_ids=torch.arange(3, 9).view(1, 6))
-    assert len(heard) == 6
+    assert len(called) == 6
 
 
 def test_small_inference_batches_use_original_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def family(request):
         for row in [*random_rows(result.model, drawn), *itertools.islice(random_rows(result.model, drawn), 1, 2)]
     ]
     result.collator_of_drawn = result.collator
-    result.collator = lambda way: of_drawn(result.collator_of_drawn(way))
+    result.collator = lambda collation: of_drawn(result.collator_of_drawn(collation))
     result.model.requires_grad_(True).zero_grad()
     total = torch.zeros(())
     for row in result.rows:
@@ -57,13 +57,13 @@ def _learned(row):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("way", ["flat", "padded"])
-def test_losses_and_gradients_match_single_rows(family, way, order):
-    if way == "flat" and family.name in PADDED:
+@pytest.mark.parametrize("collation", ["flat", "padded"])
+def test_losses_and_gradients_match_single_rows(family, collation, order):
+    if collation == "flat" and family.name in PADDED:
         assert not isolates_images(family.model, family.collator("flat"))
         return
     family.model.zero_grad()
-    loss = loss_of(family, way, [family.rows[number] for number in order])
+    loss = loss_of(family, collation, [family.rows[number] for number in order])
     loss.backward()
     assert loss.item() == pytest.approx(family.loss, abs=1e-5)
     largest = max(float(gradient.abs().max()) for gradient in family.gradients.values())

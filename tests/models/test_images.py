@@ -49,18 +49,18 @@ def models():
     return of
 
 
-def objective_of(result: SimpleNamespace, way: str) -> SftObjective:
+def objective_of(result: SimpleNamespace, collation: str) -> SftObjective:
     choices = SimpleNamespace(**{field.name: field.default for field in fields(LmOptions)})
     more = {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": None, "patches": True, "leave_out": None}
     vars(choices).update(more, device="cpu")
     objective = SftObjective(choices, None)
-    objective.fit(result.capabilities, result.collator(way))
+    objective.fit(result.capabilities, result.collator(collation))
     return objective
 
 
-def loss_of(result: SimpleNamespace, way: str, rows: list) -> torch.Tensor:
+def loss_of(result: SimpleNamespace, collation: str, rows: list) -> torch.Tensor:
     """The sum over the learned tokens of a micro-batch, over their number."""
-    objective = objective_of(result, way)
+    objective = objective_of(result, collation)
     batch = objective.collate(rows)
     return objective.loss(objective.module(result.model), batch).total / objective.num_items(batch)
 
@@ -72,13 +72,13 @@ def part_of_golden(name: str) -> str:
     return "vision" if any(word in name for word in ("vision", "visual", "image_newline")) else "language"
 
 
-@pytest.mark.parametrize("way", ["flat", "shared", "padded"])
+@pytest.mark.parametrize("collation", ["flat", "shared", "padded"])
 @pytest.mark.parametrize("family", FIRST)
-def test_step_has_loss_and_gradients_of_transformers(models, family, way):
+def test_step_has_loss_and_gradients_of_transformers(models, family, collation):
     result, step = models(family), STEPS[family]
     rows = image_rows(result, step["rows"])
     result.model.requires_grad_(True).zero_grad()
-    loss = loss_of(result, way, rows)
+    loss = loss_of(result, collation, rows)
     loss.backward()
     assert loss.item() == pytest.approx(step["loss"], abs=1e-5)
     norms: dict[str, float] = {}
@@ -88,19 +88,19 @@ def test_step_has_loss_and_gradients_of_transformers(models, family, way):
     assert {part: norm**0.5 for part, norm in norms.items()} == pytest.approx(step["gradient_norms"], rel=1e-4)
 
 
-@pytest.mark.parametrize("way", ["flat", "padded"])
+@pytest.mark.parametrize("collation", ["flat", "padded"])
 @pytest.mark.parametrize("family", FIRST)
-def test_row_has_same_loss_at_any_position(models, family, way):
+def test_row_has_same_loss_at_any_position(models, family, collation):
     result, step = models(family), STEPS[family]
     rows = image_rows(result, step["rows"])
     expected = [row["loss"] for row in step["rows"]]
     with torch.no_grad():
         for order in itertools.islice(itertools.permutations(range(4)), 0, 24, 6):
-            objective = objective_of(result, way)
+            objective = objective_of(result, collation)
             batch = objective.collate([rows[number] for number in order])
             for place, number in enumerate(order):
                 labels = torch.full_like(batch["labels"], -100)
-                if way == "padded":
+                if collation == "padded":
                     labels[place] = batch["labels"][place]
                 else:
                     begin = sum(len(rows[n]["input_ids"]) for n in order[:place])
@@ -122,8 +122,8 @@ def test_probe_detects_that_images_stay_separate(models, family):
 def test_image_probe_detects_what_text_probe_misses(models, family):
     result = models(family)
     assert result.capabilities.is_padding_free
-    for way in ("flat", "padded"):
-        collator = result.collator(way)
+    for collation in ("flat", "padded"):
+        collator = result.collator(collation)
         causal = ImageCollator(
             collator.collate, collator.collate_images, replace(result.layout, bidirectional=""), *_rest(collator)
         )

@@ -22,14 +22,14 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 @pytest.fixture
 def fake_liger(monkeypatch):
     """A library that knows Llama models, keeps what it was asked, and does to the model what ``asked["does"]`` says."""
-    heard = {"does": lambda model: None}
+    applied = {"does": lambda model: None}
 
     def llama(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=True, model=None):
         pass
 
     def apply(model, **switches):
-        heard["switches"] = switches
-        heard["does"](model)
+        applied["switches"] = switches
+        applied["does"](model)
 
     library, parts, patches = (
         ModuleType(name)
@@ -40,7 +40,7 @@ def fake_liger(monkeypatch):
     for module in (library, parts, patches):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(liger, "find_spec", lambda name: name)
-    return heard
+    return applied
 
 
 def options(**overrides):

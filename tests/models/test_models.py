@@ -228,9 +228,9 @@ def test_row_beyond_context_length_is_rejected():
     assert check_context(CONFIGS["bloom"](), 20_000) == []
 
 
-def _notes_of(asked, max_length):
+def _notes_of(cutoff_len, max_length):
     notes = []
-    load_config(asked, max_length=max_length, notes=notes)
+    load_config(cutoff_len, max_length=max_length, notes=notes)
     return notes
 
 

@@ -80,15 +80,15 @@ def test_embedding_with_spare_rows_is_trained(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [("nowhere.yaml", "nowhere.yaml"), (["<a>"], "a description"), ({"<a>": ""}, "a description"), ({"<a>": 3}, "3")],
     ids=str,
 )
-def test_file_without_token_descriptions_is_rejected(model, tmp_path, config, words):
+def test_file_without_token_descriptions_is_rejected(model, tmp_path, config, message):
     path = tmp_path / "tokens.json"
     path.write_text(json.dumps(config))
     options = config if isinstance(config, str) else str(path)
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         load_tokenizer(ModelOptions(model_name_or_path=str(model), new_special_tokens_config=options))
 
 

@@ -91,12 +91,12 @@ def test_nested_attribute_is_restored() -> None:
 
 
 def test_hook_is_called_until_it_is_removed() -> None:
-    layers, heard = model(), []
-    with hooked(layers[0], "forward_pre", lambda module, options: heard.append(module), FASTER):
+    layers, calls = model(), []
+    with hooked(layers[0], "forward_pre", lambda module, options: calls.append(module), FASTER):
         layers(torch.ones(1, 3))
         assert patch_summary(layers) == ["1 forward_pre hook: 1 layer"]
     layers(torch.ones(1, 3))
-    assert heard == [layers[0]]
+    assert calls == [layers[0]]
 
 
 def test_changes_by_another_library_are_recorded_and_undone() -> None:
@@ -153,12 +153,12 @@ def test_explain_lists_the_patches_of_the_run(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Patches that structure decides are counted beforehand; those that weights decide may come or not."""
-    words = as_arguments(make_workspace(tmp_path, max_steps=1, save_strategy="no", **RUNS[name]))
-    assert main(["explain", *words]) == 0
+    argv = as_arguments(make_workspace(tmp_path, max_steps=1, save_strategy="no", **RUNS[name]))
+    assert main(["explain", *argv]) == 0
     explained = re.sub(r"\n {12,}", " ", capsys.readouterr().out.split("\n\n")[0])  # lines that were wrapped
     models: list[Any] = []
     monkeypatch.setattr(build, "counts_of", lambda model, sizes: models.append(model) or (0, 0))
-    assert main(["train", *words]) == 0
+    assert main(["train", *argv]) == 0
     message = patch_summary(models[-1])
     reasons = re.findall(r"patch +([a-z -]+?): (.*)", explained)
     tried = [kind for kind, why in reasons if "checked at start" in why]

@@ -240,7 +240,7 @@ def options(**overrides):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "message"),
     [
         ({"finetuning_type": "full"}, "finetuning_type: lora"),
         ({"finetuning_type": "freeze"}, "finetuning_type: lora"),
@@ -250,10 +250,10 @@ def options(**overrides):
         ({"adapter_name_or_path": ["a"], "create_new_adapter": True}, "burnish export"),
     ],
 )
-def test_unsupported_quantized_training_is_rejected_with_remedy(monkeypatch, overrides, words):
+def test_unsupported_quantized_training_is_rejected_with_remedy(monkeypatch, overrides, message):
     monkeypatch.setattr(quantize, "find_spec", lambda name: SimpleNamespace())
     (problem,) = check_quantization(options(quantization_bit=4, **overrides))
-    assert words in str(problem)
+    assert message in str(problem)
     assert not check_quantization(options(**overrides))
 
 

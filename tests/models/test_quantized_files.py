@@ -85,11 +85,11 @@ def models(monkeypatch):
     result = []
     original = build.fit_vocabulary
 
-    def kept(model, *more):
+    def common(model, *more):
         result.append(model)
         return original(model, *more)
 
-    monkeypatch.setattr(build, "fit_vocabulary", kept)
+    monkeypatch.setattr(build, "fit_vocabulary", common)
     return result
 
 
@@ -125,8 +125,8 @@ def test_prequantized_model_trains_resumes_generates_and_loads_in_peft(method, t
     options = {"do_train": False, "do_predict": True, "predict_with_generate": True, "predict_metrics": "exact_match",
                "max_new_tokens": 3, "adapter_name_or_path": str(tmp_path / "out"), "output_dir": str(tmp_path / "said"),
                "eval_dataset": overrides["dataset"], "max_samples": 4}  # fmt: skip
-    kept = {name: overrides[name] for name in ("model_name_or_path", "finetuning_type", "use_cpu", "cutoff_len")}
-    assert main(["train", *as_arguments({**kept, **options})]) == 0
+    common = {name: overrides[name] for name in ("model_name_or_path", "finetuning_type", "use_cpu", "cutoff_len")}
+    assert main(["train", *as_arguments({**common, **options})]) == 0
     assert len((tmp_path / "said" / "generated_predictions.jsonl").read_text().splitlines()) == 4
 
     peft = pytest.importorskip("peft")

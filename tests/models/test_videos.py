@@ -50,10 +50,10 @@ def _built(name, folder):
     patch_vision_model(model)
     layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, family.processor)
 
-    def collator(way):
+    def collator(collation):
         return ImageCollator(
-            COLLATE_FUNCTIONS[way],
-            COLLATE_FUNCTIONS[way],
+            COLLATE_FUNCTIONS[collation],
+            COLLATE_FUNCTIONS[collation],
             layout,
             processor,
             images_of,
@@ -110,10 +110,10 @@ def test_video_losses_and_gradients_match_single_rows(models, name):
     alone.backward()
     expected = {name: p.grad.clone() for name, p in result.model.named_parameters() if p.grad is not None}
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
-    for way in ("padded",) if name == "qwen3_5" else ("flat", "padded"):
+    for collation in ("padded",) if name == "qwen3_5" else ("flat", "padded"):
         for order in islice(permutations(range(4)), 0, 24, 6):
             result.model.zero_grad()
-            loss = loss_of(result, way, [rows[number] for number in order])
+            loss = loss_of(result, collation, [rows[number] for number in order])
             loss.backward()
             assert loss.item() == pytest.approx(alone.item(), abs=1e-5)
             for path, parameter in result.model.named_parameters():

@@ -359,16 +359,16 @@ def test_llamafactory_switches_use_llamafactory_defaults():
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"use_galore": True, "finetuning_type": "lora"}, "finetuning_type: full"),
         ({"use_galore": True, "optim": "sgd"}, 'optim "sgd"'),
         ({"use_apollo": True, "optim": "adafactor"}, 'optim "adafactor"'),
     ],
 )
-def test_contradictory_low_rank_options_are_rejected(options, words):
+def test_contradictory_low_rank_options_are_rejected(options, message):
     problems = low_rank.check_low_rank(options_for("adamw_torch", **options))
-    assert words in " ".join(str(problem) for problem in problems)
+    assert message in " ".join(str(problem) for problem in problems)
 
 
 def test_target_without_matching_matrix_is_rejected():
@@ -449,18 +449,18 @@ def test_adam_mini_matches_its_reference_library():
 
 
 def test_adam_mini_keeps_half_the_state_of_adamw():
-    kept = {}
+    state_sizes = {}
     for name in ("adam_mini", "adamw_torch"):
         model = small_llama()
         gradients(model, 0)
         optimizer = create_optimizer(model.named_parameters(), model, options_for(name))
         optimizer.step()
-        kept[name] = sum(t.nbytes for t in split(optimizer.state_dict())[0].values() if t.numel() > 1)
+        state_sizes[name] = sum(t.nbytes for t in split(optimizer.state_dict())[0].values() if t.numel() > 1)
     weights = sum(p.nbytes for p in small_llama().parameters())
-    assert kept["adamw_torch"] == 2 * weights
+    assert state_sizes["adamw_torch"] == 2 * weights
     # A number for each token, neuron and head, and two for each bias, the last of which are few in a model of size.
     few = 2 * 20 + 2 * 24 + 16 + 8 + 16 + 4 + 2 + (16 + 8 + 8 + 16)
-    assert kept["adam_mini"] == weights + 4 * few
+    assert state_sizes["adam_mini"] == weights + 4 * few
 
 
 def test_second_moments_stay_float32_across_bfloat16_checkpoint():

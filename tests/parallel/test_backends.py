@@ -244,7 +244,7 @@ def test_every_nth_layer_can_be_checkpointed():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "message"),
     [
         ({"every_n_layer": 2}, 'Did you mean "every_n_layers"'),
         ({"every_n_layers": 0}, "Received: 0"),
@@ -252,9 +252,9 @@ def test_every_nth_layer_can_be_checkpointed():
         ({"selective": True, "use_reentrant": True}, "requires non-reentrant"),
     ],
 )
-def test_unknown_checkpointing_arguments_are_rejected(overrides, words):
+def test_unknown_checkpointing_arguments_are_rejected(overrides, message):
     (problem,) = check_parallel(options(gradient_checkpointing=True, gradient_checkpointing_kwargs=overrides))
-    assert words in str(problem)
+    assert message in str(problem)
 
 
 def test_checkpointing_arguments_without_checkpointing_are_reported():
@@ -343,7 +343,7 @@ def test_seed_initializes_every_generator():
 
 @pytest.mark.parametrize("status", [0, 1, 130])
 def test_process_group_of_a_command_is_closed_but_that_of_a_script_is_not(status, monkeypatch):
-    monkeypatch.setattr(cli, "main", lambda words: create_parallel(options(fsdp=["full_shard"])) and status)
+    monkeypatch.setattr(cli, "main", lambda argv: create_parallel(options(fsdp=["full_shard"])) and status)
     monkeypatch.setattr(cli.gc, "freeze", lambda: None)
     monkeypatch.setattr(cli, "exit_quietly", lambda status: None)
     assert cli.command([]) == status

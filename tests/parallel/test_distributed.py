@@ -57,8 +57,8 @@ ENGINES = {
 KINDS = {"full": {}, "lora": LORA}
 
 
-def train(given, place, python=sys.executable, **more):
-    command = [python, "-m", "burnish", "train", *as_arguments({**given, **more, "output_dir": str(place)})]
+def train(options, place, python=sys.executable, **more):
+    command = [python, "-m", "burnish", "train", *as_arguments({**options, **more, "output_dir": str(place)})]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout

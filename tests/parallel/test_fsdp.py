@@ -27,33 +27,33 @@ KINDS = {
 
 
 def run_all(commands):
-    for words in commands:
-        assert main(words) == 0
+    for argv in commands:
+        assert main(argv) == 0
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
-    given = make_workspace(folder, max_steps=6, save_steps=3, plot_loss=False, val_size=0.2, eval_strategy="epoch")
-    two = {**given, "per_device_train_batch_size": 1, "ddp_backend": "gloo", "fsdp": "full_shard"}
+    workspace = make_workspace(folder, max_steps=6, save_steps=3, plot_loss=False, val_size=0.2, eval_strategy="epoch")
+    two = {**workspace, "per_device_train_batch_size": 1, "ddp_backend": "gloo", "fsdp": "full_shard"}
 
-    def words(given, place):
-        return ["train", *as_arguments({**given, "output_dir": str(folder / place)})]
+    def argv(workspace, place):
+        return ["train", *as_arguments({**workspace, "output_dir": str(folder / place)})]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BURNISH_CACHE", str(folder / "cache"))
-        run_all([words({**given, **options}, f"one/{kind}") for kind, options in KINDS.items()])
+        run_all([argv({**workspace, **options}, f"one/{kind}") for kind, options in KINDS.items()])
         keep_first_half(folder / "one/full", folder / "one then two")
         in_two_processes(
             run_all,
             [
-                *(words({**two, **options}, f"two/{kind}") for kind, options in KINDS.items()),
-                words(two, "one then two"),
+                *(argv({**two, **options}, f"two/{kind}") for kind, options in KINDS.items()),
+                argv(two, "one then two"),
             ],
         )  # fmt: skip
         for kind in ("full", "lora"):
             keep_first_half(folder / "two" / kind, folder / f"two then one {kind}")
-            run_all([words({**given, **KINDS[kind]}, f"two then one {kind}")])
+            run_all([argv({**workspace, **KINDS[kind]}, f"two then one {kind}")])
     return folder
 
 

@@ -100,11 +100,11 @@ def test_single_process_runs_without_launching(program, monkeypatch):
 
 def test_every_process_gets_its_rank_and_unchanged_arguments(program, tmp_path):
     program(TELLS)
-    words = [f"{tmp_path}/a folder with 'quotes' ", 'and "others"', "$HOME *"]
-    assert launch(words, TWO) == 0
+    argv = [f"{tmp_path}/a folder with 'quotes' ", 'and "others"', "$HOME *"]
+    assert launch(argv, TWO) == 0
     for rank in range(2):
-        place, message = json.loads(Path(words[0] + str(rank)).read_text())
-        assert message == words
+        place, message = json.loads(Path(argv[0] + str(rank)).read_text())
+        assert message == argv
         assert place == {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"
         }  # fmt: skip
@@ -124,7 +124,7 @@ def test_ranks_continue_across_machines(program, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("script", "status", "words"),
+    ("script", "status", "message"),
     [
         (SECOND_FAILS, 7, ["Process 1 of 2 on", "ended with 7", "no such device"]),
         (SECOND_IS_KILLED, 137, ["Process 1 of 2 on", "was ended by SIGKILL", "memory"]),
@@ -132,13 +132,13 @@ def test_ranks_continue_across_machines(program, tmp_path, monkeypatch):
     ],
     ids=["fails", "is killed", "explains"],
 )
-def test_failed_process_stops_the_others_and_its_error_is_shown(program, capfd, script, status, words):
+def test_failed_process_stops_the_others_and_its_error_is_shown(program, capfd, script, status, message):
     program(script)
     began = time.monotonic()
     assert launch([], TWO) == status
     assert time.monotonic() - began < 20
     output = capfd.readouterr().err
-    for word in words:
+    for word in message:
         assert word in output
     assert output.count("error:") == 1
     assert "Connection closed" not in output
@@ -231,7 +231,7 @@ def test_num_processes_is_a_number_or_auto():
 
 
 @pytest.mark.parametrize(
-    ("variables", "words"),
+    ("variables", "message"),
     [
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, and not set: RANK, MASTER_ADDR, MASTER_PORT."),
         ({"WORLD_SIZE": "two"}, 'WORLD_SIZE must be an integer. Received: "two".'),
@@ -251,7 +251,7 @@ def test_num_processes_is_a_number_or_auto():
     ],
 )
 @pytest.mark.parametrize("command", ["train", "explain"])
-def test_incomplete_launcher_variables_are_rejected(command, variables, words, monkeypatch, capsys, tmp_path):
+def test_incomplete_launcher_variables_are_rejected(command, variables, message, monkeypatch, capsys, tmp_path):
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -260,6 +260,6 @@ def test_incomplete_launcher_variables_are_rejected(command, variables, words, m
     capsys.readouterr()
     assert main([command, *as_arguments(options)]) == 2
     err = capsys.readouterr().err
-    assert f"error: {words}\n" in err
+    assert f"error: {message}\n" in err
     assert "burnish train or torchrun" in err or "an integer" in err
     assert not (tmp_path / "out").exists()

@@ -39,8 +39,8 @@ def test_process_with_different_plan_is_rejected_with_the_difference():
     with pytest.raises(UserError, match="process 1 on elsewhere") as refused:
         raise_unless_ranks_agree(plan, {"data": "abc"}, 5, Two(seed=8, data="abd", torch="2.0"))
     message = str(refused.value)
-    for words in ("seed is 8 instead of 7", 'data is "abd" instead of "abc"', 'torch is "2.0"'):
-        assert words in message
+    for expected in ("seed is 8 instead of 7", 'data is "abd" instead of "abc"', 'torch is "2.0"'):
+        assert expected in message
 
 
 def test_differing_secret_is_not_shown():

@@ -31,7 +31,7 @@ def resident(which):
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(which))
 
 
-def measure(words, place):
+def measure(argv, place):
     """Train, and write this rank's peak above what it held before the model, beside what was foretold."""
     from burnish.explain.explain import memory_terms_of
     from burnish.parallel.create import create_parallel
@@ -40,7 +40,7 @@ def measure(words, place):
     from burnish.run.plan.plan import aliases, plan
     from burnish.run.prepare import prepare
 
-    planned = plan(merge(*read_arguments(words), aliases()))
+    planned = plan(merge(*read_arguments(argv), aliases()))
     prepared, engine = prepare(planned), create_parallel(planned.options)
     before = resident("VmRSS")
     made = build_loop(planned, prepared, engine, None)
@@ -71,8 +71,8 @@ def test_process_uses_memory_predicted_by_explain(engine, kind, user, tmp_path):
         "logging_steps": 3, "report_to": "none", "plot_loss": False, "finetuning_type": "full", **options,
     }  # fmt: skip
     overrides |= LORA if kind == "lora" else {}
-    words = [f"{name}={value}" for name, value in overrides.items()]
-    in_processes(count, measure, words, str(tmp_path / "rank"), environment={"BURNISH_CACHE": str(tmp_path / "cache")})
+    argv = [f"{name}={value}" for name, value in overrides.items()]
+    in_processes(count, measure, argv, str(tmp_path / "rank"), environment={"BURNISH_CACHE": str(tmp_path / "cache")})
     for rank in range(count):
         taken, foretold = json.loads((tmp_path / f"rank.{rank}").read_text())
         assert 0.8 * foretold < taken < 1.2 * foretold, (taken, foretold)

@@ -182,7 +182,7 @@ def plan_error(workspace, **changes):
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "expected"),
     [
         ({"pref_loss": "kto_pair"}, ["kto_pair was removed", "stage: kto", "bco_pair"]),
         ({"pref_loss": "sigmiod"}, ["sigmiod", "sigmoid"]),
@@ -204,9 +204,9 @@ def plan_error(workspace, **changes):
     ],
     ids=lambda value: "-".join(map(str, value.values()))[:30] if isinstance(value, dict) else "",
 )
-def test_contradictory_preference_options_are_rejected_before_reading(workspace, changes, words):
+def test_contradictory_preference_options_are_rejected_before_reading(workspace, changes, expected):
     message = plan_error(workspace, **changes)
-    for word in words:
+    for word in expected:
         assert word in message
 
 

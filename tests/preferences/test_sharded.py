@@ -41,8 +41,8 @@ def workspace(tmp_path):
     return make_pair_workspace(tmp_path)
 
 
-def run(words):
-    assert main(words) == 0
+def run(argv):
+    assert main(argv) == 0
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -78,12 +78,12 @@ def assert_same_files(ours, theirs):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [({"sync_ref_model": True}, "updates full weights"), ({"stage": "rm", "reward_head": "score"}, "one process")],
 )
-def test_options_that_need_full_weights_are_rejected_by_name(workspace, monkeypatch, change, words):
+def test_options_that_need_full_weights_are_rejected_by_name(workspace, monkeypatch, change, message):
     monkeypatch.setattr(SingleProcess, "splits_weights", True)
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         losses(workspace, monkeypatch, **change)
 
 

@@ -105,11 +105,11 @@ def test_evaluation_uses_neighbors_of_its_dataset(workspace, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [({"precompute_ref_log_probs": True}, "kl_pairing"), ({"max_tokens_per_batch": 512}, "kl_pairing")],
 )
-def test_options_that_prevent_step_pairing_are_rejected(workspace, change, words):
-    with pytest.raises(UserError, match=words):
+def test_options_that_prevent_step_pairing_are_rejected(workspace, change, message):
+    with pytest.raises(UserError, match=message):
         plan(run_options(workspace, **of_verdicts(workspace, **GROUP, **change)))
 
 

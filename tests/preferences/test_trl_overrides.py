@@ -70,8 +70,8 @@ def run(kind, bases, folder, output, **arguments):
     rows = as_set(verdicts(5) if kind == "KTOTrainer" else pairs(5))
     trainer = of(kind, bases, folder, output, {"eval_dataset": rows}, per_device_eval_batch_size=2, **arguments)
     result = losses(trainer)
-    kept = {name: v for name, v in trainer.evaluate().items() if "runtime" not in name and "per_second" not in name}
-    return trainer, result, kept
+    metrics = {name: v for name, v in trainer.evaluate().items() if "runtime" not in name and "per_second" not in name}
+    return trainer, result, metrics
 
 
 @pytest.mark.parametrize("name", ["compute_loss", "training_step", "prediction_step"])

@@ -328,7 +328,7 @@ def test_pair_formats_are_equivalent(folder, tmp_path):
         {"chosen": [{"from": "human", "value": "Well?"}, {"from": "gpt", "value": "yes"}],
          "rejected": [{"from": "human", "value": "Well?"}, {"from": "gpt", "value": "no"}]},
     ]  # fmt: skip
-    rows = [make("DPOTrainer", folder / "model", tmp_path, [way]).train_dataset[0] for way in ways]
+    rows = [make("DPOTrainer", folder / "model", tmp_path, [record]).train_dataset[0] for record in ways]
     assert all(row == rows[0] for row in rows)
 
 
@@ -380,7 +380,7 @@ def bad(**changes):
 
 
 @pytest.mark.parametrize(
-    ("rows", "words"),
+    ("rows", "message"),
     [
         (bad(rejected=pairs()[2]["chosen"]), "train dataset, record 3: chosen and rejected are identical"),
         (bad(rejected=message_list("assistant", " ")), 'record 3: "rejected" is empty'),
@@ -389,16 +389,16 @@ def bad(**changes):
         (bad(chosen=None), 'record 3: "chosen" must be text, a message or a list of messages'),
     ],
 )
-def test_invalid_record_is_reported_by_number_or_dropped(rows, words, folder, tmp_path, monkeypatch):
+def test_invalid_record_is_reported_by_number_or_dropped(rows, message, folder, tmp_path, monkeypatch):
     monkeypatch.setattr("burnish.data.length.LONGEST_RECORD", 1000)
     with pytest.raises(UserError, match="record 3") as caught:
         make("DPOTrainer", folder / "model", tmp_path, rows)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
     assert len(make("DPOTrainer", folder / "model", tmp_path, rows, on_bad_record="drop").train_dataset) == 3
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows", "words"),
+    ("kind", "rows", "message"),
     [
         ("DPOTrainer", verdicts(), "use KTOTrainer for single responses with a label"),
         ("KTOTrainer", [{"text": "red"}], "Expected the columns prompt, completion and label"),
@@ -407,8 +407,8 @@ def test_invalid_record_is_reported_by_number_or_dropped(rows, words, folder, tm
         ("RewardTrainer", [{**row, "margin": "far"} for row in pairs()], '"margin" must be a number'),
     ],
 )
-def test_dataset_of_another_type_is_rejected(kind, rows, words, folder, tmp_path):
-    with pytest.raises(ValueError, match=words):
+def test_dataset_of_another_type_is_rejected(kind, rows, message, folder, tmp_path):
+    with pytest.raises(ValueError, match=message):
         make(kind, folder / "model", tmp_path, rows)
 
 
@@ -438,7 +438,7 @@ def test_each_argument_changes_the_loss(kind, change, folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "options", "words"),
+    ("config", "options", "message"),
     [
         ("DPOConfig", {"loss_type": "kto_pair"}, "loss_type: kto_pair was removed; use a KTOTrainer"),
         ("DPOConfig", {"loss_type": "sigmiod"}, 'Did you mean "sigmoid"'),
@@ -461,8 +461,8 @@ def test_each_argument_changes_the_loss(kind, change, folder, tmp_path):
         ("DPOConfig", {"generate_during_eval": True}, "burnish predict"),
     ],
 )
-def test_meaningless_arguments_are_rejected_by_name(config, options, words, tmp_path):
-    with pytest.raises(ValueError, match=words):
+def test_meaningless_arguments_are_rejected_by_name(config, options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
         getattr(burnish, config)(str(tmp_path), use_cpu=True, **options)
 
 
@@ -476,25 +476,25 @@ def test_deprecated_constructor_arguments_point_to_the_config(folder, tmp_path):
 
 def test_script_reads_arguments_from_command_line(tmp_path):
     """As TRL's scripts do, with the parser of transformers."""
-    words = ["--output_dir", str(tmp_path), "--learning_rate", "5.0e-7", "--loss_type", "sigmoid", "bco_pair",
+    argv = ["--output_dir", str(tmp_path), "--learning_rate", "5.0e-7", "--loss_type", "sigmoid", "bco_pair",
              "--loss_weights", "0.8", "0.2", "--eval_strategy", "steps", "--eval_steps", "50", "--use_cpu", "--beta",
              "0.2", "--precompute_ref_log_probs", "false", "--sync_ref_model"]  # fmt: skip
-    (args,) = HfArgumentParser(burnish.DPOConfig).parse_args_into_dataclasses(words)
+    (args,) = HfArgumentParser(burnish.DPOConfig).parse_args_into_dataclasses(argv)
     assert args.loss_type == ["sigmoid", "bco_pair"]
     assert args.loss_weights == [0.8, 0.2]
     assert (args.beta, args.learning_rate, args.sync_ref_model, args.max_length) == (0.2, 5e-7, True, 1024)
-    (args,) = HfArgumentParser(burnish.RewardConfig).parse_args_into_dataclasses([*words[:4], "--use_cpu"])
+    (args,) = HfArgumentParser(burnish.RewardConfig).parse_args_into_dataclasses([*argv[:4], "--use_cpu"])
     assert args.center_rewards_coefficient is None
     assert args.to_dict()["logging_steps"] == 10
 
 
 @pytest.mark.parametrize("config", ["ORPOConfig", "CPOConfig"])
 def test_trl_orpo_and_cpo_flags_are_parsed(config, tmp_path):
-    words = ["--output_dir", str(tmp_path), "--use_cpu", "--is_encoder_decoder", "false", "--generate_during_eval",
+    argv = ["--output_dir", str(tmp_path), "--use_cpu", "--is_encoder_decoder", "false", "--generate_during_eval",
              "false", "--max_completion_length", "64"]  # fmt: skip
-    words += ["--padding_value", "5"] if config == "ORPOConfig" else []
+    argv += ["--padding_value", "5"] if config == "ORPOConfig" else []
     with pytest.warns(FutureWarning, match="`max_completion_length` has no effect"):
-        (args,) = HfArgumentParser(getattr(burnish, config)).parse_args_into_dataclasses(words)
+        (args,) = HfArgumentParser(getattr(burnish, config)).parse_args_into_dataclasses(argv)
     assert (args.is_encoder_decoder, args.generate_during_eval, args.max_completion_length) == (False, False, 64)
     (args,) = HfArgumentParser(getattr(burnish, config)).parse_dict({"output_dir": str(tmp_path), "use_cpu": True})
     assert args.max_completion_length is None

@@ -107,12 +107,12 @@ def test_error_is_reported_to_the_launching_process(workspace):
 
 @pytest.mark.slow
 def test_stopped_killed_and_continued_runs_are_distinguished(workspace):
-    words = [sys.executable, "-m", "burnish", "train", "run.yaml", "num_train_epochs=400", "save_steps=1000"]
+    argv = [sys.executable, "-m", "burnish", "train", "run.yaml", "num_train_epochs=400", "save_steps=1000"]
     environment = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
     folder = Path("saves/first")
 
     def begin() -> subprocess.Popen:
-        child = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        child = subprocess.Popen(argv, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         until = time.monotonic() + 120
         while not (
             (run := read_run(folder)) and run.state == "running" and run.step > 2 and run.launch["pid"] == child.pid
@@ -247,8 +247,8 @@ def test_json_explanation_matches_terminal_and_marks_learned_tokens(workspace, c
 def test_json_explanation_shows_both_responses_of_a_pair(workspace, capsys):
     pairs = [{"instruction": f"Say {n}", "chosen": f"{n} {n}", "rejected": "no"} for n in range(12)]
     Path("data/pairs.json").write_text(json.dumps(pairs))
-    words = ["stage=dpo", "dataset=data/pairs.json", "output_dir=saves/pairs"]
-    assert main(["explain", "run.yaml", "--json", *words]) == 0
+    argv = ["stage=dpo", "dataset=data/pairs.json", "output_dir=saves/pairs"]
+    assert main(["explain", "run.yaml", "--json", *argv]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["title"] for row in rows[-4:]] == [
         "longest, chosen", "longest, rejected", "shortest, chosen", "shortest, rejected",

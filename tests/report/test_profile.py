@@ -16,8 +16,8 @@ pytestmark = pytest.mark.run
 PARTS = ("forward and loss", "backward", "norm and clip", "optimizer", "the rest of the step", "between steps")
 
 
-def run(given, *words):
-    return main(["train", *as_arguments(given), *words])
+def run(options, *argv):
+    return main(["train", *as_arguments(options), *argv])
 
 
 def test_profiled_run_reports_step_times_and_saves_a_trace(tmp_path, capsys):

@@ -133,7 +133,7 @@ def test_run_starts_with_its_numbers_and_ends_with_a_summary(capsys):
 
 
 @pytest.mark.parametrize(
-    ("steps", "words"),
+    ("steps", "message"),
     [
         (StepPlan(200, 8, 25, 400, 16), "Training for 400 steps: 16 epochs of 200 examples"),
         (StepPlan(200, 8, 25, 30, 2), "Training for 30 steps: 1.2 epochs of 200 examples"),
@@ -141,8 +141,8 @@ def test_run_starts_with_its_numbers_and_ends_with_a_summary(capsys):
         (StepPlan(None, 16, 400, 400, 1), "Training for 400 steps on a streamed dataset"),
     ],
 )
-def test_first_line_matches_the_plan(steps, words):
-    assert RunFacts(steps, 2, 4, 2, 1, 2).messages()[0] == words
+def test_first_line_matches_the_plan(steps, message):
+    assert RunFacts(steps, 2, 4, 2, 1, 2).messages()[0] == message
 
 
 def test_effective_batch_size_names_its_factors():
@@ -264,11 +264,11 @@ def in_terminal(columns=80, fail=-1, **environment):
     ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     here = Path(__file__).parent
     paths = os.pathsep.join(map(str, [here.parents[1] / "src", here.parent, here.parent / "helpers"]))
-    kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES", "FORCE_COLOR")}
+    variables = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES", "FORCE_COLOR")}
     process = subprocess.Popen(
         [sys.executable, "-c", CHILD.format(tests=str(here), fail=fail)],
         stdin=child, stdout=child, stderr=child,
-        env={**kept, "PYTHONPATH": paths, "TERM": "xterm-256color", **environment},
+        env={**variables, "PYTHONPATH": paths, "TERM": "xterm-256color", **environment},
     )  # fmt: skip
     os.close(child)
     received = b""

@@ -67,9 +67,9 @@ def test_prompts_with_equal_rewards_give_no_pair(whole, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"), [({"num_generations": 1}, "at least 2"), ({"reward_funcs": None}, "needs a reward")]
+    ("options", "message"), [({"num_generations": 1}, "at least 2"), ({"reward_funcs": None}, "needs a reward")]
 )
-def test_unsupported_options_are_rejected(whole, tmp_path, options, words):
+def test_unsupported_options_are_rejected(whole, tmp_path, options, message):
     folder, _ = whole
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         train(user(folder, **options, output_dir=str(tmp_path / "out")))

@@ -121,14 +121,14 @@ def test_options_of_other_losses_without_effect_are_reported(whole, tmp_path, ca
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"num_generations": 4}, "num_generations"),
         ({"reward_funcs": None}, "stage: ppo needs a reward"),
         ({"train_on_prompt": True}, "train_on_prompt"),
     ],
 )
-def test_options_unsupported_by_ppo_are_rejected(whole, tmp_path, options, words):
+def test_options_unsupported_by_ppo_are_rejected(whole, tmp_path, options, message):
     folder, _ = whole
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         train(user(folder, **options, output_dir=str(tmp_path / "out")))

@@ -103,7 +103,7 @@ def test_changed_imported_file_changes_the_digest(folder, monkeypatch, line):
 
 
 @pytest.mark.parametrize(
-    ("entry", "words"),
+    ("entry", "message"),
     [
         ("my_rewards.py:exakt", 'my_rewards.py has no function "exakt". Did you mean "exact"?'),
         ("my_reward.py:exact", 'was not found in'),
@@ -117,10 +117,10 @@ def test_changed_imported_file_changes_the_digest(folder, monkeypatch, line):
         (7, "must be a name or a function"),
     ],
 )  # fmt: skip
-def test_missing_reward_function_is_rejected_by_name(entry, words):
+def test_missing_reward_function_is_rejected_by_name(entry, message):
     with pytest.raises(UserError) as error:
         load_rewards([entry])
-    assert words in str(error.value)
+    assert message in str(error.value)
 
 
 def test_missing_column_is_detected_before_running():
@@ -140,7 +140,7 @@ def test_scores_can_be_a_tensor():
 
 
 @pytest.mark.parametrize(
-    ("scores", "words"),
+    ("scores", "message"),
     [
         ([1.0], "<lambda> returned 1 reward for 3 completions."),
         (None, "must return a list with one reward for each completion. Received: nothing."),
@@ -151,8 +151,8 @@ def test_scores_can_be_a_tensor():
         ([1.0, torch.ones(2), 0.0], "for completion 2; a reward must be a number or None."),
     ],
 )
-def test_invalid_scores_are_rejected(scores, words):
-    assert words in reward_error([lambda completions, **_: scores], step=5)
+def test_invalid_scores_are_rejected(scores, message):
+    assert message in reward_error([lambda completions, **_: scores], step=5)
 
 
 def test_exception_is_reported_with_file_line_record_and_completion():

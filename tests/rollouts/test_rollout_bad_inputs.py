@@ -51,15 +51,15 @@ OF_CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "words"), BOTH + OF_YAML)
-def test_invalid_yaml_config_gives_its_error(tmp_path, options, words):
+@pytest.mark.parametrize(("options", "message"), BOTH + OF_YAML)
+def test_invalid_yaml_config_gives_its_error(tmp_path, options, message):
     with pytest.raises(UserError) as error:
         planned(tmp_path, **options)
-    assert words in str(error.value)
+    assert message in str(error.value)
 
 
-@pytest.mark.parametrize(("kind", "options", "words"), [(GRPOConfig, *row) for row in BOTH] + OF_CONFIGS)
-def test_invalid_python_config_gives_its_error(tmp_path, kind, options, words):
+@pytest.mark.parametrize(("kind", "options", "message"), [(GRPOConfig, *row) for row in BOTH] + OF_CONFIGS)
+def test_invalid_python_config_gives_its_error(tmp_path, kind, options, message):
     with pytest.raises((UserError, ValueError)) as error:
         kind(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)
-    assert words in str(error.value).replace("`", '"')
+    assert message in str(error.value).replace("`", '"')

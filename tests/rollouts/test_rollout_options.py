@@ -39,9 +39,9 @@ OF_THE_LOSS = {
 }  # fmt: skip
 
 
-def numbers(models, given):
+def numbers(models, options):
     """Losses and gradient norms of three steps over the same completions."""
-    config = {"rl_beta": 0.0, "num_iterations": 3, **given}
+    config = {"rl_beta": 0.0, "num_iterations": 3, **options}
     case = {
         "set": config.pop("set", "a"), "trainer": config.pop("trainer", "grpo"), "model": "policy+reference",
         "per_device_train_batch_size": 16, "gradient_accumulation_steps": 1, "max_steps": 3, "learning_rate": 1.0,
@@ -82,7 +82,7 @@ def test_stage_has_its_own_defaults(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"reward_funcs": None}, "stage: grpo needs a reward"),
         ({"num_generations": 1}, "num_generations must be at least 2"),
@@ -102,14 +102,14 @@ def test_stage_has_its_own_defaults(tmp_path):
         ({"generation_kwargs": {"top_k": 5}}, "Set temperature, top_p, top_k"),
     ],
 )
-def test_contradictory_rollout_options_are_rejected(tmp_path, options, words):
+def test_contradictory_rollout_options_are_rejected(tmp_path, options, message):
     with pytest.raises(UserError) as error:
         planned(tmp_path, **options)
-    assert words in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"loss_type": "sapo", "delta": 1.5}, '"delta" has no effect: loss_type is sapo.'),
         ({"stage": "rloo", "loss_type": "grpo"}, '"loss_type" has no effect: stage is rloo.'),
@@ -118,8 +118,8 @@ def test_contradictory_rollout_options_are_rejected(tmp_path, options, words):
         ({"stage": "sft", "num_generations": 4}, '"num_generations" has no effect: stage is sft.'),
     ],
 )
-def test_options_with_unlikely_values_give_a_note(tmp_path, options, words):
-    assert any(words in note for note in planned(tmp_path, **options).notes)
+def test_options_with_unlikely_values_give_a_note(tmp_path, options, message):
+    assert any(message in note for note in planned(tmp_path, **options).notes)
 
 
 # --- options of a run -------------------------------------------------------------------------------------------------

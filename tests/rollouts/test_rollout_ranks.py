@@ -97,8 +97,8 @@ ONE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "step
 TWO = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 2}
 
 
-def run_with(folder: str, given: dict) -> None:
-    train(options(folder, **given))
+def run_with(folder: str, run_options: dict) -> None:
+    train(options(folder, **run_options))
 
 
 @pytest.mark.parametrize("first", [1, 2])
@@ -150,8 +150,8 @@ def test_sharded_weights_give_the_same_completions_and_update(tmp_path, sharding
         assert torch.allclose(weight, sharded[name], rtol=0, atol=1e-6), name
 
 
-def run_ppo(folder: str, given: dict) -> None:
-    train(ppo_user(Path(folder), **given))
+def run_ppo(folder: str, run_options: dict) -> None:
+    train(ppo_user(Path(folder), **run_options))
 
 
 def test_ppo_with_sharded_weights_updates_policy_and_value_head_equally(tmp_path):

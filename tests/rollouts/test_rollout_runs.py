@@ -47,8 +47,8 @@ def user(folder, **options):
     }  # fmt: skip
 
 
-def train(given):
-    result = train_run(plan({name: RawValue(value, "test") for name, value in given.items()}))
+def train(options):
+    result = train_run(plan({name: RawValue(value, "test") for name, value in options.items()}))
     return result.folder
 
 

@@ -106,10 +106,12 @@ def test_insufficient_memory_for_one_completion_is_rejected(folder, monkeypatch)
         source.complete(PROMPTS, KEYS, LIMITS)
 
 
-@pytest.mark.parametrize(("kept", "gigabytes", "seats"), [(None, 1000, 48), (None, 0.01, 4), (None, 0, 1), (7, 0, 7)])
-def test_number_of_slots_is_the_requested_one_or_fits_into_memory(folder, monkeypatch, kept, gigabytes, seats):
+@pytest.mark.parametrize(
+    ("requested", "gigabytes", "seats"), [(None, 1000, 48), (None, 0.01, 4), (None, 0, 1), (7, 0, 7)]
+)
+def test_number_of_slots_is_the_requested_one_or_fits_into_memory(folder, monkeypatch, requested, gigabytes, seats):
     monkeypatch.setattr(rollouts, "total_memory", lambda device: int(gigabytes * 1e9))
     config = AutoModelForCausalLM.from_pretrained(folder).config
     config.update({"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 512})
-    objective = SimpleNamespace(choices=SimpleNamespace(kept_seats=kept, num_generations=8), rows_per_rank=6)
+    objective = SimpleNamespace(choices=SimpleNamespace(kept_seats=requested, num_generations=8), rows_per_rank=6)
     assert rollouts.slots_of(objective, torch.device("cpu"), config, 150) == seats

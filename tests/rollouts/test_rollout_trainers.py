@@ -149,7 +149,7 @@ def test_path_is_loaded_as_reward_model_and_given_list_is_unchanged(folder, tmp_
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"use_vllm": True}, "use_vllm"), ({"num_generations": 1}, "num_generations must be at least 2"),
         ({"per_device_train_batch_size": 6}, "Nearest: 4, 8"), ({"loss_type": "dap"}, 'Did you mean "dapo"'),
@@ -158,8 +158,8 @@ def test_path_is_loaded_as_reward_model_and_given_list_is_unchanged(folder, tmp_
         ({"steps_per_generation": 2, "generation_batch_size": 12}, "set the same number"),
     ],
 )  # fmt: skip
-def test_contradictory_trainer_arguments_are_rejected(folder, options, words):
-    with pytest.raises(ValueError, match=words):
+def test_contradictory_trainer_arguments_are_rejected(folder, options, message):
+    with pytest.raises(ValueError, match=message):
         trainer_of(folder, **options)
 
 

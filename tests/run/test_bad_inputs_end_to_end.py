@@ -64,7 +64,7 @@ def with_a_script() -> None:
 
 LATIN_1 = json.dumps([*ROWS, {**ROWS[0], "output": "café"}], ensure_ascii=False).encode("latin-1")
 NULL_ANSWER = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": None}]}
-REFUSED = [
+REJECTED = [
     Case("M44", lambda: write("model/config.json", b'{"model_type": "llama",,'), ["model/config.json, line 1, column"]),
     Case("M45", lambda: cut_short("model/model.safetensors", 70_000), ["model/model.safetensors", "70,000", "bytes"]),
     Case("M47", weights(lambda state: {k: v for k, v in state.items() if "layers.1.mlp" not in k}),
@@ -112,17 +112,17 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("command", ["train", "explain"])
-@pytest.mark.parametrize("case", REFUSED, ids=str)
+@pytest.mark.parametrize("case", REJECTED, ids=str)
 def test_bad_input_is_rejected_before_anything_is_written(
     case: Case, command: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case.wrong()
     before = files(user_folder)
-    assert cli.main([command, "run.yaml", *case.words]) == 2
+    assert cli.main([command, "run.yaml", *case.argv]) == 2
     out, err = read_output(capsys)
     assert out == ""
-    for words in case.said:
-        assert words in err
+    for message in case.expected:
+        assert message in err
     assert matches_stored_message(f"input {case}", err, user_folder)
     assert files(user_folder) == before
 
@@ -147,7 +147,7 @@ def test_non_numeric_weights_are_rejected_without_creating_a_folder(
     assert not Path("out").exists()
 
 
-# --- what runs, and is said ------------------------------------------------------------------------------------------
+# --- successful runs with messages ------------------------------------------------------------------------------------
 
 
 def without_chat_template() -> None:
@@ -158,7 +158,7 @@ def chat(*turns: tuple[str, str]) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-SAID = [
+WARNED = [
     Case("M49", lambda: change("model/tokenizer_config.json", eos_token=None, pad_token=None),
          ["defines no EOS token", "has no padding token"]),
     Case("M49b", lambda: change("model/tokenizer_config.json", pad_token=None), ["has no padding token"]),
@@ -183,12 +183,12 @@ SAID = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", SAID, ids=str)
+@pytest.mark.parametrize("case", WARNED, ids=str)
 def test_run_succeeds_with_a_warning(case: Case, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     case.wrong()
-    assert cli.main(["explain", "run.yaml", *case.words]) == 0
+    assert cli.main(["explain", "run.yaml", *case.argv]) == 0
     out, _ = read_output(capsys)
     together = " ".join(out.split())
-    for words in case.said:
-        assert words in together
+    for message in case.expected:
+        assert message in together
     assert not Path("out").exists()

@@ -25,9 +25,9 @@ MODEL = str(Path(burnish.__file__).parent / "demo" / "model")
 RUN = "".join(f"{name}: {value}\n" for name, value in OPTIONS.items())
 
 
-def run_error(capsys: pytest.CaptureFixture[str], *words: str, command: str = "train") -> str:
+def run_error(capsys: pytest.CaptureFixture[str], *argv: str, command: str = "train") -> str:
     capsys.readouterr()
-    assert cli.main([command, "run.yaml", *words]) == 2
+    assert cli.main([command, "run.yaml", *argv]) == 2
     return read_output(capsys)[1]
 
 
@@ -131,21 +131,21 @@ def test_special_data_files_are_rejected(
 
 @pytest.mark.parametrize("kind", ["a pipe", "a device", "itself", "nothing"])
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "argv"),
     [("odd.yaml", None), ("data/dataset_info.json", []), ("odd.jinja", ["template=odd.jinja"]),
      ("model/config.json", []), ("model/tokenizer.json", []), ("odd.json", ["deepspeed=odd.json"]),
      ("odd.json", ["fsdp=full_shard", "fsdp_config=odd.json"]), ("odd.yaml", ["new_special_tokens_config=odd.yaml"]),
      ("out/launch.json", [])],
 )  # fmt: skip
 def test_special_files_are_rejected(
-    kind: str, name: str, words: list[str] | None, user_folder: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, name: str, argv: list[str] | None, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path(name).unlink(missing_ok=True)
     Path(name).parent.mkdir(exist_ok=True)
     ODD[kind](Path(name))
     faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
     try:
-        status = cli.main(["explain", name if words is None else "run.yaml", *(words or [])])
+        status = cli.main(["explain", name if argv is None else "run.yaml", *(argv or [])])
     finally:
         faulthandler.cancel_dump_traceback_later()
     is_link_out = name == "out/launch.json" and kind in ("itself", "nothing")  # it gives way to a file
@@ -165,21 +165,21 @@ def endless(place: str, size: int) -> str:
 
 @pytest.mark.run
 @pytest.mark.parametrize(
-    "words", [[], ["streaming=true"], ["preprocessing_num_workers=2"], ["template=chatml"]], ids=str
+    "argv", [[], ["streaming=true"], ["preprocessing_num_workers=2"], ["template=chatml"]], ids=str
 )
 def test_oversized_record_is_rejected_with_file_and_record(
-    words: list[str], user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    argv: list[str], user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("burnish.data.length.LONGEST_RECORD", 600)
     rows = [{"instruction": "a" * 100, "output": "b " * size} for size in (250, 251, 20, 400)]
     write("data/rows.json", rows)
-    err = run_error(capsys, *words)
+    err = run_error(capsys, *argv)
     assert endless("data/rows.json, record 2", 602) in err
-    assert words == ["streaming=true"] or endless("data/rows.json, record 4", 900) in err
+    assert argv == ["streaming=true"] or endless("data/rows.json, record 4", 900) in err
     assert "record 1:" not in err
     assert not Path("out").exists()
     write("data/rows.json", rows[:1] * 4)  # just within the bound
-    assert cli.main(["train", "run.yaml", "max_steps=1", *words]) == 0
+    assert cli.main(["train", "run.yaml", "max_steps=1", *argv]) == 0
 
 
 @pytest.mark.parametrize(
@@ -265,8 +265,8 @@ def test_tilde_is_expanded_in_every_folder_option(
 ) -> None:
     monkeypatch.setenv("HOME", str(user_folder / "home"))
     assert cli.main(["train", "run.yaml", "max_steps=1", "output_dir=~/out"]) == 0
-    words = ["export", "model_name_or_path=~/out", "template=chatml", "export_dir=~/whole"]
-    assert cli.main(words) == 0
+    argv = ["export", "model_name_or_path=~/out", "template=chatml", "export_dir=~/whole"]
+    assert cli.main(argv) == 0
     assert not Path("~").exists()
     assert Path("home/whole/model.safetensors").is_file()
     assert cli.main(["runs", "~"]) == 0
@@ -345,6 +345,6 @@ def test_plot_in_folder_with_chinese_name_gives_no_warning(user_folder: Path) ->
 
 @pytest.mark.run
 def test_too_many_trainable_layers_are_reported(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["finetuning_type=freeze", "freeze_trainable_layers=100", "max_steps=1"]
-    assert cli.main(["train", "run.yaml", *words]) == 0
+    argv = ["finetuning_type=freeze", "freeze_trainable_layers=100", "max_steps=1"]
+    assert cli.main(["train", "run.yaml", *argv]) == 0
     assert "freeze_trainable_layers is 100, but the model has 2 layers: all are trained." in read_output(capsys)[0]

@@ -53,9 +53,10 @@ def other_rows(name: str) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class Place:
-    """A run whose option names a file: further words of its command, what happens to the file, and the fingerprint."""
+    """A run whose option names a file: additional command-line arguments, what happens to the file, and the
+    fingerprint."""
 
-    words: list[str]
+    argv: list[str]
     harm: Callable[[], Any]
     named: str
     before: Callable[[], Any] = field(default=lambda: None)
@@ -148,8 +149,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write("peft.json", {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]})
         Path("mine.jinja").write_text(TEMPLATE, encoding="utf-8")
         for name, seed in (("adapter", 1), ("adapter2", 2)):
-            words = [*LORA, "max_steps=1", f"seed={seed}", f"output_dir={name}", "save_strategy=no"]
-            assert cli.main(["train", "run.yaml", *words]) == 0
+            argv = [*LORA, "max_steps=1", f"seed={seed}", f"output_dir={name}", "save_strategy=no"]
+            assert cli.main(["train", "run.yaml", *argv]) == 0
     return folder
 
 
@@ -248,11 +249,11 @@ def own_stage(stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_run_with_a_part_changed_in_place_is_not_resumed(part: str, capsys: pytest.CaptureFixture[str]) -> None:
     place = WITHIN[part]
     place.before()
-    words = ["train", "run.yaml", "plot_loss=false", *place.words]
-    assert cli.main([*words, "max_steps=2"]) == 0
+    argv = ["train", "run.yaml", "plot_loss=false", *place.argv]
+    assert cli.main([*argv, "max_steps=2"]) == 0
     place.harm()
     read_output(capsys)
-    assert cli.main([*words, "max_steps=4"]) == 2
+    assert cli.main([*argv, "max_steps=4"]) == 2
     assert re.search(f"{place.named} (has changed|changed from )", read_output(capsys)[1])
 
 
@@ -263,21 +264,21 @@ def test_run_with_changed_file_content_is_not_resumed(
 ) -> None:
     place = PLACES[option]
     place.before()
-    words = ["train", "run.yaml", *place.words]
+    argv = ["train", "run.yaml", *place.argv]
     if option == "tokenized_path":
         text = Path("run.yaml").read_text(encoding="utf-8").replace("dataset: rows\n", "")
         Path("run.yaml").write_text(text, encoding="utf-8")
-    assert cli.main([*words, "max_steps=2"]) == 0
+    assert cli.main([*argv, "max_steps=2"]) == 0
     unharmed = tmp_path / "unharmed"
     shutil.copytree(tmp_path, unharmed, ignore=shutil.ignore_patterns("unharmed", "cache"))
     place.harm()
     read_output(capsys)
     before = sorted((path, path.stat().st_mtime_ns) for path in Path("out").rglob("*"))
-    assert cli.main([*words, "max_steps=4"]) == 2
+    assert cli.main([*argv, "max_steps=4"]) == 2
     assert re.search(f"{place.named} (has changed|changed from )", read_output(capsys)[1])
     assert sorted((path, path.stat().st_mtime_ns) for path in Path("out").rglob("*")) == before
     monkeypatch.chdir(unharmed)
-    assert cli.main([*words, "max_steps=4"]) == 0
+    assert cli.main([*argv, "max_steps=4"]) == 0
     assert "Continuing from out/checkpoint-2" in read_output(capsys)[0]
 
 
@@ -286,13 +287,13 @@ def test_eval_dataset_may_change_if_it_does_not_affect_results(
 ) -> None:
     shutil.copytree(stage, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    words = ["train", "run.yaml", "eval_dataset=held_out", "eval_strategy=steps", "eval_steps=2"]
-    assert cli.main([*words, "max_steps=2"]) == 0
+    argv = ["train", "run.yaml", "eval_dataset=held_out", "eval_strategy=steps", "eval_steps=2"]
+    assert cli.main([*argv, "max_steps=2"]) == 0
     other_rows("data/held_out.json")()
     read_output(capsys)
-    assert cli.main([*words, "max_steps=2"]) == 2  # a finished run is not evaluated again
+    assert cli.main([*argv, "max_steps=2"]) == 2  # a finished run is not evaluated again
     assert "eval_data has changed" in read_output(capsys)[1]
-    assert cli.main([*words, "max_steps=4"]) == 0
+    assert cli.main([*argv, "max_steps=4"]) == 0
     assert "eval_data has changed since checkpoint-2." in read_output(capsys)[0]
 
 

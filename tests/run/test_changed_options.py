@@ -75,9 +75,9 @@ def same_bits() -> bool:
     return Path("out/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
 
 
-def assert_resumes_equally_or_reports(capsys: pytest.CaptureFixture[str], name: str, *words: str) -> None:
+def assert_resumes_equally_or_reports(capsys: pytest.CaptureFixture[str], name: str, *argv: str) -> None:
     capsys.readouterr()
-    status = cli.main(["train", "run.yaml", *words])
+    status = cli.main(["train", "run.yaml", *argv])
     out, err = read_output(capsys)
     assert status in (0, 2), err
     if status == 0 and "nothing to do" not in out and not same_bits():
@@ -124,7 +124,7 @@ def other_numbers(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "harm", "words"),
+    ("changed", "harm", "argv"),
     [
         ("tokenizer", lambda: other_numbers("tokenizer"), []),
         ("config", lambda: change("model/config.json", rms_norm_eps=1e-3), []),
@@ -137,10 +137,10 @@ def other_numbers(name: str) -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("command", ["train", "explain"])
 def test_option_that_changes_results_prevents_a_resume(
-    changed: str, harm: Any, words: list[str], command: str, half: Path, capsys: pytest.CaptureFixture[str]
+    changed: str, harm: Any, argv: list[str], command: str, half: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     harm()
-    assert cli.main([command, "run.yaml", *words]) == 2
+    assert cli.main([command, "run.yaml", *argv]) == 2
     assert changed in read_output(capsys)[1]
 
 
@@ -173,13 +173,13 @@ def test_different_initial_adapter_prevents_resume(half: Path, capsys: pytest.Ca
 
 @pytest.mark.run
 def test_model_only_checkpoints_are_not_resumed_as_complete(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", "run.yaml", "save_only_model=true"]
-    assert cli.main(words) == 0
+    argv = ["train", "run.yaml", "save_only_model=true"]
+    assert cli.main(argv) == 0
     assert same_bits()
     assert not Path("out/checkpoint-4/optimizer.json").exists()
     shutil.rmtree("out/checkpoint-2")
     read_output(capsys)
-    assert cli.main([*words, "max_steps=5"]) == 2
+    assert cli.main([*argv, "max_steps=5"]) == 2
     assert 'out/checkpoint-4: this checkpoint has no "optimizer"' in read_output(capsys)[1]
 
 
@@ -216,25 +216,25 @@ def test_changed_hyperparameter_is_rejected_with_both_values_and_remedies(
 
 
 @pytest.mark.parametrize(
-    "words",
+    "argv",
     [["max_steps=3"], ["do_predict=true", "do_train=true"], ["do_eval=true", "do_train=true"],
      ["eval_strategy=steps", "eval_steps=2"], ["plot_loss=true"], ["profile=true", "profile_steps=1", "max_steps=4"]],
     ids=" ".join,
 )  # fmt: skip
 def test_finished_run_rejects_options_it_would_not_apply(
-    words: list[str], finished: Path, capsys: pytest.CaptureFixture[str]
+    argv: list[str], finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["train", "run.yaml", *words]) == 2
+    assert cli.main(["train", "run.yaml", *argv]) == 2
     err = read_output(capsys)[1]
-    assert words[0].split("=")[0] in err
+    assert argv[0].split("=")[0] in err
     assert "overwrite_output_dir: true" in err
 
 
-@pytest.mark.parametrize("words", ["", "logging_steps=2", "save_steps=4", "dataloader_num_workers=1"])
+@pytest.mark.parametrize("argv", ["", "logging_steps=2", "save_steps=4", "dataloader_num_workers=1"])
 def test_finished_run_does_nothing_if_results_are_unchanged(
-    words: str, finished: Path, capsys: pytest.CaptureFixture[str]
+    argv: str, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["train", "run.yaml", *words.split()]) == 0
+    assert cli.main(["train", "run.yaml", *argv.split()]) == 0
     assert "finished at step 4: there is nothing to do." in read_output(capsys)[0]
     assert same_bits()
 

@@ -65,9 +65,9 @@ def here(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path
 
 
-def run_or_report_error(words: list[str], capsys: pytest.CaptureFixture[str], name: str) -> int:
+def run_or_report_error(argv: list[str], capsys: pytest.CaptureFixture[str], name: str) -> int:
     capsys.readouterr()
-    status = cli.main(words)
+    status = cli.main(argv)
     out, err = read_output(capsys)
     assert status in (0, 2), err
     assert status == 0 or Path(name).name in err or str(Path(name).parent) in err, err
@@ -103,8 +103,8 @@ def test_damaged_adapter_file_is_rejected_or_harmless(
     name: str, kind: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage(name, kind)
-    words = ["train", "run.yaml", "max_steps=1", "output_dir=new", "finetuning_type=lora"]
-    assert run_or_report_error([*words, "adapter_name_or_path=adapter"], capsys, name) == 2
+    argv = ["train", "run.yaml", "max_steps=1", "output_dir=new", "finetuning_type=lora"]
+    assert run_or_report_error([*argv, "adapter_name_or_path=adapter"], capsys, name) == 2
 
 
 @pytest.mark.parametrize("command", ["explain", "chat"])
@@ -112,8 +112,8 @@ def test_unknown_tokenizer_component_is_rejected(command: str, here: Path, capsy
     """The library raises an exception of no kind."""
     file = Path("model/tokenizer.json")
     file.write_text(file.read_text(encoding="utf-8").replace('"ByteLevel"', '"BytLevel"'), encoding="utf-8")
-    words = {"explain": ["run.yaml", "output_dir=new"], "chat": ["model", "template=chatml", "--once", "Hello"]}
-    assert run_or_report_error([command, *words[command]], capsys, "model") == 2
+    argv = {"explain": ["run.yaml", "output_dir=new"], "chat": ["model", "template=chatml", "--once", "Hello"]}
+    assert run_or_report_error([command, *argv[command]], capsys, "model") == 2
 
 
 WRONG_VALUES: dict[str, list[dict[str, Any]]] = {
@@ -147,9 +147,9 @@ def test_value_of_another_type_is_rejected_or_harmless(
 ) -> None:
     raw = json.loads(Path(name).read_text(encoding="utf-8"))
     Path(name).write_text(json.dumps({**raw, **values}), encoding="utf-8")
-    words = ["explain", "run.yaml", "max_steps=1", "output_dir=new", "finetuning_type=lora"]
+    argv = ["explain", "run.yaml", "max_steps=1", "output_dir=new", "finetuning_type=lora"]
     is_adapter = name.startswith("adapter")
-    run_or_report_error([*words, *(["adapter_name_or_path=adapter"] if is_adapter else [])], capsys, name)
+    run_or_report_error([*argv, *(["adapter_name_or_path=adapter"] if is_adapter else [])], capsys, name)
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
@@ -168,17 +168,17 @@ def test_truncated_or_corrupted_table_is_rejected_or_read(
             writer.write_table(table)
     whole = path.read_bytes()
     draws = random.Random(0)
-    words = ["explain", "run.yaml", f"dataset={path}", "output_dir=new"]
+    argv = ["explain", "run.yaml", f"dataset={path}", "output_dir=new"]
     for _ in range(12):
         content = bytearray(whole[: draws.randrange(len(whole))] if draws.random() < 0.3 else whole)
         for _ in range(3):
             if content:
                 content[draws.randrange(len(content))] ^= 1 << draws.randrange(8)
         path.write_bytes(content)
-        assert cli.main(words) in (0, 2)
+        assert cli.main(argv) in (0, 2)
         read_output(capsys)
     path.write_bytes(whole[: len(whole) // 2])
-    assert run_or_report_error(words, capsys, str(path)) == 2
+    assert run_or_report_error(argv, capsys, str(path)) == 2
 
 
 def test_adapter_with_nan_is_rejected_before_training(tmp_path, capsys):

@@ -115,12 +115,12 @@ def outcome(workspace, known, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(workspace)
     monkeypatch.setenv("BURNISH_CACHE", str(workspace / "cache"))
 
-    def look(part: str, given: dict[str, Any]) -> Outcome:
+    def look(part: str, run_options: dict[str, Any]) -> Outcome:
         depth = next(d for d, parts in enumerate(PARTS) if part in parts)
-        key = f"{depth} {json.dumps(given, sort_keys=True)}"
+        key = f"{depth} {json.dumps(run_options, sort_keys=True)}"
         if key not in known:
             capfd.readouterr()
-            here = {**BASE, **given}
+            here = {**BASE, **run_options}
             folder = tmp_path / str(len(known))
             here["output_dir"] = str(folder / here["output_dir"])
             known[key] = looked_at(here, depth, folder / "out", monkeypatch)
@@ -138,10 +138,10 @@ PARTS = (
 """Facts that are known once a run is prepared, assembled, and at its end."""
 
 
-def looked_at(given: dict[str, Any], depth: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Outcome:
+def looked_at(run_options: dict[str, Any], depth: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Outcome:
     """The parts of a run; where it is refused, the reason alone."""
     try:
-        made = plan({name: RawValue(value, "here") for name, value in given.items()})
+        made = plan({name: RawValue(value, "here") for name, value in run_options.items()})
         if depth < 2:
             prepared = prepare(made)
             result = of_rows(prepared)
@@ -193,18 +193,18 @@ def of_parts(run, options, prepared):
 
 
 def of_a_whole_run(made, folder, monkeypatch):
-    kept = []
+    outcomes = []
 
     def keep(*args):
         run = build_loop(*args)
-        kept.append((run, {n: t.clone() for n, t in run.parts["model"].state_dict().items()}))
+        outcomes.append((run, {n: t.clone() for n, t in run.parts["model"].state_dict().items()}))
         return run
 
     build_loop = build.build_loop
     with monkeypatch.context() as patch:
         patch.setattr(build, "build_loop", keep)
         build.train_run(made)
-    ((run, before),) = kept
+    ((run, before),) = outcomes
     after = run.parts["model"].state_dict() if made.options.do_train is not False else {}
     log = [{k: v for k, v in entry.items() if not TIMES.search(k)} for entry in run.state.log_history]
     answers = folder / "generated_predictions.jsonl"
@@ -234,10 +234,10 @@ def test_option_has_its_documented_effect(outcome, name):
 def test_exported_weights_have_requested_format(workspace, tmp_path, options, dtype):
     from safetensors.torch import load_file
 
-    words = [f"{key}={value}" for key, value in options.items()]
+    argv = [f"{key}={value}" for key, value in options.items()]
     out = tmp_path / "whole"
     assert (
-        main(["export", f"model_name_or_path={workspace / 'model'}", "template=chatml", f"export_dir={out}", *words])
+        main(["export", f"model_name_or_path={workspace / 'model'}", "template=chatml", f"export_dir={out}", *argv])
         == 0
     )
     assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {dtype}

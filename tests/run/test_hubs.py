@@ -40,8 +40,8 @@ def run(folder, environment, command="train", **overrides):
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "MODELSCOPE", "USE_MODELSCOPE"))}
     environment = {**clean, "HF_HOME": str(folder / "cache"), "MODELSCOPE_CACHE": str(folder / "ms"),
                    "BURNISH_CACHE": str(folder / "rows"), "no_proxy": "127.0.0.1", **environment}  # fmt: skip
-    words = [sys.executable, "-m", "burnish", command, *as_arguments(options)]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    argv = [sys.executable, "-m", "burnish", command, *as_arguments(options)]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -65,7 +65,7 @@ def find(address, monkeypatch, name, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "words"),
+    ("name", "options", "message"),
     [
         ("private/model", {}, "set hf_hub_token to your token"),
         ("private/model", {"hf_hub_token": TOKEN, "model_revision": "v9"}, '"model_revision" v9'),
@@ -73,9 +73,9 @@ def find(address, monkeypatch, name, **options):
     ],
 )
 def test_failed_download_is_reported_with_its_reason(
-    tmp_path, monkeypatch, repositories, name, options, words
+    tmp_path, monkeypatch, repositories, name, options, message
 ):  # fmt: skip
-    with hub(**repositories) as (address, _), pytest.raises(UserError, match=words):
+    with hub(**repositories) as (address, _), pytest.raises(UserError, match=message):
         find(address, monkeypatch, name, cache_dir=str(tmp_path), **options)
 
 

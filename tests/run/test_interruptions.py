@@ -95,7 +95,7 @@ def test_full_disk_does_not_end_training(user_folder: Path, capsys: pytest.Captu
         pytest.skip("a file system cannot be mounted here")
     try:
         filler = Path("small/filler")
-        words = [*WORDS, "output_dir=small/out", "save_in_background=false"]
+        argv = [*WORDS, "output_dir=small/out", "save_in_background=false"]
         with pytest.MonkeyPatch.context() as patch:
             at_step(3, lambda: filler.write_bytes(b"x" * _free("small")), patch)
             patch_back = Loop.step
@@ -106,7 +106,7 @@ def test_full_disk_does_not_end_training(user_folder: Path, capsys: pytest.Captu
                 patch_back(run, *arguments)
 
             patch.setattr(Loop, "step", frees)
-            assert cli.main(words) == 3
+            assert cli.main(argv) == 3
         assert "no space left on device" in read_output(capsys)[1]
         whole = [path.name for path in sorted(Path("small/out").glob("checkpoint-*")) if not faults(path)]
         assert whole == ["checkpoint-2", "checkpoint-8"]
@@ -131,10 +131,10 @@ def test_scheduler_notice_saves_a_checkpoint_and_run_continues(
 
 
 def test_run_stops_with_a_checkpoint_at_its_time_limit(user_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = [*WORDS, "save_strategy=no"]
-    assert cli.main([*words, "output_dir=alone"]) == 0
-    assert cli.main([*words, "max_train_seconds=0.000001"]) == 124
+    argv = [*WORDS, "save_strategy=no"]
+    assert cli.main([*argv, "output_dir=alone"]) == 0
+    assert cli.main([*argv, "max_train_seconds=0.000001"]) == 124
     assert "max_train_seconds 1e-06: stopping after this step" in read_output(capfd)[1]
     assert [path.name for path in Path("out").glob("checkpoint-*")] == ["checkpoint-1"]
-    assert cli.main(words) == 0
+    assert cli.main(argv) == 0
     assert weights("out") == weights("alone")

@@ -64,9 +64,9 @@ def workspace(tmp_path, monkeypatch):
     return tmp_path
 
 
-def as_mapping(words):
+def as_mapping(argv):
     """The command line as a YAML file would hold it."""
-    return {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    return {name.removeprefix("--"): value for name, value in zip(argv[::2], argv[1::2], strict=True)}
 
 
 def left_behind(steps, checkpoints, evaluations):
@@ -107,11 +107,11 @@ SMALLER = {"max_samples": "60", "save_steps": "10", "eval_steps": "10", "badam_s
 def test_walk_through_on_60_rows_runs_in_every_config_format(workspace, written_as):
     options = {**as_mapping(WALK_THROUGH.split()), **SMALLER}
     if written_as == "command":
-        words = [word for name, value in options.items() for word in (f"--{name}", value)]
+        argv = [word for name, value in options.items() for word in (f"--{name}", value)]
     else:
-        words = [f"run.{written_as}"]
-        Path(words[0]).write_text(yaml.safe_dump(options) if written_as == "yaml" else json.dumps(options))
-    assert main(["train", *words]) == 0
+        argv = [f"run.{written_as}"]
+        Path(argv[0]).write_text(yaml.safe_dump(options) if written_as == "yaml" else json.dumps(options))
+    assert main(["train", *argv]) == 0
     left_behind(12, [10, 12], [10, 12])
 
 
@@ -280,7 +280,7 @@ def test_tokenized_path_config_encodes_then_trains(workspace):
     assert main(["train", written(LORA + alone + "tokenized_path: saves/dataset/sft\n")]) == 0
 
 
-REFUSED = {
+REJECTED = {
     "deepspeed": ("deepspeed: ds_lamb.json", "optim, learning_rate"),
     "ray": ("ray_num_workers: 4", "torchrun"),
     "ray_num_workers": ("ray_run_name: one\nray_num_workers: 2\nplacement_strategy: PACK", "torchrun"),
@@ -299,10 +299,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REJECTED)
 def test_unsupported_option_is_rejected_with_an_alternative(workspace, capsys, name):
     Path("ds_lamb.json").write_text('{"optimizer": {"type": "Lamb"}}')
-    text, remedy = REFUSED[name]
+    text, remedy = REJECTED[name]
     assert main(["train", written(SFT + LORA + text) if "finetuning_type" not in text else written(SFT + text)]) == 2
     output = capsys.readouterr().err
     assert name in output

@@ -28,9 +28,9 @@ LORA = ["finetuning_type=lora", "max_steps=4"]
 AGAIN = "overwrite_output_dir=true"
 
 
-def trained(*words: str) -> dict[str, bytes]:
+def trained(*argv: str) -> dict[str, bytes]:
     """The files of a finished run in ``out``."""
-    assert cli.main(["train", "run.yaml", *words]) == 0
+    assert cli.main(["train", "run.yaml", *argv]) == 0
     return contents()
 
 
@@ -74,8 +74,8 @@ def test_linked_dataset_inside_output_dir_is_not_overwritten(
     write("data/dataset_info.json", {"answers": {"file_name": "answers.jsonl",
                                                  "columns": {"prompt": "prompt", "response": "predict"}}})  # fmt: skip
     before = contents()
-    for words in (["dataset=answers", "streaming=true"], ["dataset=data/answers.jsonl"]):
-        assert cli.main(["train", "run.yaml", *LORA, AGAIN, *words]) == 2
+    for argv in (["dataset=answers", "streaming=true"], ["dataset=data/answers.jsonl"]):
+        assert cli.main(["train", "run.yaml", *LORA, AGAIN, *argv]) == 2
         assert '"dataset" data/answers.jsonl is inside output_dir "out"' in read_output(capsys)[1]
     assert contents() == before
 
@@ -120,20 +120,20 @@ def test_run_does_not_remove_the_checkpoint_it_starts_from(
     user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = trained("max_steps=4")
-    words = ["train", "run.yaml", "model_name_or_path=out/checkpoint-4", AGAIN]
-    assert cli.main(words) == 2
+    argv = ["train", "run.yaml", "model_name_or_path=out/checkpoint-4", AGAIN]
+    assert cli.main(argv) == 2
     assert '"model_name_or_path" out/checkpoint-4 is inside output_dir "out"' in read_output(capsys)[1]
     assert contents() == before
-    assert cli.main([*words, "output_dir=next", "max_steps=2"]) == 0
+    assert cli.main([*argv, "output_dir=next", "max_steps=2"]) == 0
 
 
 def test_prediction_removes_nothing(user_folder: Path) -> None:
     before = trained(*LORA)
-    words = [*LORA, "adapter_name_or_path=out", "do_predict=true", "val_size=4", AGAIN]
-    assert cli.main(["train", "run.yaml", *words]) == 0
+    argv = [*LORA, "adapter_name_or_path=out", "do_predict=true", "val_size=4", AGAIN]
+    assert cli.main(["train", "run.yaml", *argv]) == 0
     after = contents()
-    kept = [name for name in before if "_results" not in name and "trainer_log" not in name]
-    assert {name: after.get(name) for name in kept} == {name: before[name] for name in kept}
+    unchanged = [name for name in before if "_results" not in name and "trainer_log" not in name]
+    assert {name: after.get(name) for name in unchanged} == {name: before[name] for name in unchanged}
 
 
 def failing(*args: Any, **kwargs: Any) -> None:
@@ -207,11 +207,11 @@ def test_missing_model_of_finished_run_is_rewritten_from_its_checkpoint(
 def test_finished_run_without_model_and_checkpoints_is_reported(
     user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["train", "run.yaml", "save_strategy=no"]
-    assert cli.main(words) == 0
+    argv = ["train", "run.yaml", "save_strategy=no"]
+    assert cli.main(argv) == 0
     Path("out/model.safetensors").unlink()
     read_output(capsys)
-    assert cli.main(words) == 2
+    assert cli.main(argv) == 2
     err = read_output(capsys)[1]
     assert "out: this run is finished, but its model.safetensors is missing." in err
     assert "overwrite_output_dir: true" in err
@@ -229,8 +229,8 @@ def test_failed_upload_after_export_reports_the_export_folder(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     if not is_offline:
         monkeypatch.setattr("huggingface_hub.HfApi.create_repo", unanswered)
-    words = ["model_name_or_path=model", "template=chatml", "export_dir=whole", "export_hub_model_id=me/model"]
-    assert cli.main(["export", *words]) == 1
+    argv = ["model_name_or_path=model", "template=chatml", "export_dir=whole", "export_hub_model_id=me/model"]
+    assert cli.main(["export", *argv]) == 1
     out, err = read_output(capsys)
     assert "The model is in whole." in out
     assert "error: whole was written but could not be uploaded to me/model: " in err
@@ -260,51 +260,51 @@ def test_full_disk_of_encoded_rows_is_reported_with_its_path(
 def test_full_disk_during_export_is_reported_with_a_remedy(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["export", "model_name_or_path=model", "template=chatml", "export_dir=whole"]
+    argv = ["export", "model_name_or_path=model", "template=chatml", "export_dir=whole"]
     with monkeypatch.context() as patched:
         patched.setattr("burnish.models.save.save_config", full)
-        assert cli.main(words) == 1
+        assert cli.main(argv) == 1
     assert (
         'error: The disk of "whole" is full.\n  Free some disk space, or set export_dir to a folder on another'
         in read_output(capsys)[1]
     )
-    assert cli.main(words) == 0
+    assert cli.main(argv) == 0
 
 
 @pytest.mark.parametrize(("command", "writer"), [("predict", "predictions.predict"), ("eval", "finish")])
 def test_full_disk_during_prediction_is_reported_with_a_remedy(
     command: str, writer: str, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [command, "model", "eval_dataset=rows", "dataset_dir=data", "template=chatml", "save_dir=said"]
-    words += ["max_new_tokens=2", "max_samples=2"]
+    argv = [command, "model", "eval_dataset=rows", "dataset_dir=data", "template=chatml", "save_dir=said"]
+    argv += ["max_new_tokens=2", "max_samples=2"]
     with monkeypatch.context() as patched:
         patched.setattr(f"burnish.run.{writer}.save_metrics", full)
-        assert cli.main(words) == 1
+        assert cli.main(argv) == 1
     err = read_output(capsys)[1]
     assert 'error: The disk of "said" is full.\n  Free some space or set another save_dir, and run the' in err
     assert "save_total_limit" not in err
-    assert cli.main(words) == 0
+    assert cli.main(argv) == 0
 
 
 def test_full_disk_during_gguf_export_is_reported_and_leaves_no_partial_file(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gguf = pytest.importorskip("gguf")
-    words = ["export", "model_name_or_path=model", "template=chatml", "export_dir=whole", "export_format=gguf"]
+    argv = ["export", "model_name_or_path=model", "template=chatml", "export_dir=whole", "export_format=gguf"]
 
     def cut(writer: object) -> None:  # numpy's words, which hold no number of the system's
         raise OSError("1536 requested and 8 written")
 
     with monkeypatch.context() as patched:
         patched.setattr(gguf.GGUFWriter, "write_tensors_to_file", cut)
-        assert cli.main(words) == 1
+        assert cli.main(argv) == 1
     out, err = read_output(capsys)
     assert (
         'error: The disk of "whole" is full.\n  Free some disk space, or set export_dir to a folder on another' in err
     )
     assert "llama-server" not in out
     assert not list(Path("whole").glob("*.gguf"))
-    assert cli.main([*words, "overwrite_output_dir=true"]) == 0
+    assert cli.main([*argv, "overwrite_output_dir=true"]) == 0
     assert list(Path("whole").glob("*.gguf"))
 
 
@@ -338,9 +338,9 @@ def no_room_for(name: str) -> Iterator[list[str]]:
 def test_full_disk_during_a_report_loses_only_that_report(
     name: str, saves: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["train", "run.yaml", "max_steps=1", "val_size=0.2", "eval_strategy=steps", f"save_strategy={saves}"]
+    argv = ["train", "run.yaml", "max_steps=1", "val_size=0.2", "eval_strategy=steps", f"save_strategy={saves}"]
     with no_room_for(name) as written:
-        assert cli.main([*words, "plot_loss=true"]) == 1
+        assert cli.main([*argv, "plot_loss=true"]) == 1
     others = {one if one in REPORTS else one.removeprefix(".") for one in written}
     assert set(REPORTS) - others <= {".finished.json"}
     err = read_output(capsys)[1]
@@ -349,7 +349,7 @@ def test_full_disk_during_a_report_loses_only_that_report(
     assert f'\n  The model in "out" is complete and fully trained.\n  Free some disk space{more}.\n' in err
     assert load_file("out/model.safetensors")
     if saves == "steps":
-        assert cli.main([*words, "plot_loss=false"]) == 0
+        assert cli.main([*argv, "plot_loss=false"]) == 0
         assert name.endswith(".png") or Path("out", name).is_file()
 
 
@@ -364,10 +364,10 @@ def test_restarted_run_resumes_from_its_own_config_file(
         if run.state.global_step == 5:
             raise OSError("gone")
 
-    words = ["overwrite_output_dir=true", "resume=never", "save_strategy=steps", "save_steps=2"]
+    argv = ["overwrite_output_dir=true", "resume=never", "save_strategy=steps", "save_steps=2"]
     with monkeypatch.context() as patch:
         patch.setattr(Loop, "step", take)
-        assert cli.main(["train", "run.yaml", *words]) == 1
+        assert cli.main(["train", "run.yaml", *argv]) == 1
     assert "# used only to start the run: overwrite_output_dir: true" in Path("out/run.yaml").read_text(
         encoding="utf-8"
     )

@@ -36,9 +36,9 @@ def user(tmp_path):
     return options
 
 
-def spoil(monkeypatch, given, factor, only_once=False):
+def spoil(monkeypatch, run_options, factor, only_once=False):
     """Multiply the loss of the odd row by ``factor``."""
-    tokenizer = AutoTokenizer.from_pretrained(given["model_name_or_path"])
+    tokenizer = AutoTokenizer.from_pretrained(run_options["model_name_or_path"])
     (odd,) = tokenizer("~", add_special_tokens=False)["input_ids"]
     plain, recorded = LmObjective.loss, []
 
@@ -58,8 +58,8 @@ def rows_of_odd_step(seed=42):
     return order[begin : begin + 4], begin // 4 + 1
 
 
-def run(given):
-    return main(["train", *as_arguments(given)])
+def run(run_options):
+    return main(["train", *as_arguments(run_options)])
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from small_run import as_arguments, make_workspace
 pytestmark = pytest.mark.run
 
 
-def run(given, command="train"):
-    return main([command, *as_arguments(given)])
+def run(options, command="train"):
+    return main([command, *as_arguments(options)])
 
 
 def test_full_run_saves_transformers_model_and_expected_files(tmp_path):
@@ -113,7 +113,7 @@ def test_restarted_finished_run_does_nothing_and_reports_it(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"seed": 7}, "seed changed from 42 to 7"),
         ({"per_device_train_batch_size": 4}, "rows_per_step changed from 4 to 8"),
@@ -121,14 +121,14 @@ def test_restarted_finished_run_does_nothing_and_reports_it(tmp_path, capsys):
         ({"finetuning_type": "lora"}, "finetuning_type"),
     ],
 )
-def test_different_run_in_same_folder_is_rejected_with_the_difference(tmp_path, capsys, change, words):
+def test_different_run_in_same_folder_is_rejected_with_the_difference(tmp_path, capsys, change, message):
     options = make_workspace(tmp_path, save_steps=4, max_steps=4)
     assert run(options) == 0
     (tmp_path / "out" / "train_results.json").unlink()
     capsys.readouterr()
     assert run({**options, "max_steps": 6, **change}) == 2
     output = " ".join("".join(capsys.readouterr()).split())
-    assert words in output
+    assert message in output
     assert "resume_despite_changes" in output
 
 

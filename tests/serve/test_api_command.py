@@ -28,9 +28,9 @@ SOURCE = str(Path(burnish.__file__).parents[1])
 class Process:
     """A server, its port once it has said it, and all that it says."""
 
-    def __init__(self, *words: str, **environment: str) -> None:
+    def __init__(self, *argv: str, **environment: str) -> None:
         self.child = subprocess.Popen(
-            [sys.executable, "-m", "burnish", "api", *words],
+            [sys.executable, "-m", "burnish", "api", *argv],
             env={**os.environ, "PYTHONPATH": SOURCE, **environment}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
@@ -127,7 +127,7 @@ def test_unix_socket_replaces_a_port(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("argv", "message"),
     [
         (["no/such/model", "api_port=0"], "no/such/model"),
         ([MODEL, "api_port=0", "templte=qwen"], "templte"),
@@ -137,8 +137,8 @@ def test_unix_socket_replaces_a_port(tmp_path: Path) -> None:
         ([MODEL, "api_host=192.0.2.7", "api_port=0"], "192.0.2.7"),
     ],
 )
-def test_user_error_gives_one_sentence_and_status_2(words: list[str], message: str) -> None:
-    process = Process(*words)
+def test_user_error_gives_one_sentence_and_status_2(argv: list[str], message: str) -> None:
+    process = Process(*argv)
     assert process.child.wait(120) == 2
     time.sleep(0.1)
     assert message in process.output
@@ -158,9 +158,9 @@ def test_server_options_come_from_file_flags_and_environment(tmp_path: Path, mon
 
 
 def test_adapters_are_named_individually() -> None:
-    words = with_adapters(["m", "--adapter", "sql=a/b", "--adapter", "poet=c=d", "api_port=1"])
-    assert words[:2] == ["m", "api_port=1"]
-    assert json.loads(words[3]) == {"sql": "a/b", "poet": "c=d"}
+    argv = with_adapters(["m", "--adapter", "sql=a/b", "--adapter", "poet=c=d", "api_port=1"])
+    assert argv[:2] == ["m", "api_port=1"]
+    assert json.loads(argv[3]) == {"sql": "a/b", "poet": "c=d"}
     with pytest.raises(UserError, match="name=folder"):
         with_adapters(["m", "--adapter", "sql"])
 

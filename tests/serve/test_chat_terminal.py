@@ -32,10 +32,10 @@ class Scripted:
     name, adapters = "scripted", ("poet",)
 
     def __init__(self, *answers) -> None:
-        self.waiting, self.asked = list(answers), []
+        self.waiting, self.requests = list(answers), []
 
     def answer(self, request: Request):
-        self.asked.append(request)
+        self.requests.append(request)
         for event in self.waiting.pop(0) if self.waiting else [Event("content", "Yes.")]:
             if event is KeyboardInterrupt:
                 raise KeyboardInterrupt
@@ -79,7 +79,7 @@ def test_message_gets_a_response_and_extends_the_conversation() -> None:
     assert talk.take("Hello?") == 0
     talk.take("And now?")
     assert roles(talk) == ["user", "assistant"] * 2
-    assert [m["content"] for m in backend.asked[1].messages] == ["Hello?", "Yes.", "And now?"]
+    assert [m["content"] for m in backend.requests[1].messages] == ["Hello?", "Yes.", "And now?"]
     assert "2 tokens, 10.0 tokens/s, first token after 0.10 s, 90 tokens of context left" in out.getvalue()
 
 
@@ -88,7 +88,7 @@ def test_retry_undo_and_edit_revert_turns() -> None:
     talk.settings = {"seed": 7}
     talk.take("One?")
     talk.take("/retry")
-    assert [request.settings["seed"] for request in backend.asked] == [7, 8]
+    assert [request.settings["seed"] for request in backend.requests] == [7, 8]
     talk.take("Two?")
     talk.take("/undo")
     assert roles(talk) == ["user", "assistant"]
@@ -103,7 +103,7 @@ def test_system_message_restarts_the_conversation() -> None:
     talk.take("One?")
     talk.take("/system Be brief.")
     talk.take("Two?")
-    assert [m["role"] for m in backend.asked[-1].messages] == ["system", "user"]
+    assert [m["role"] for m in backend.requests[-1].messages] == ["system", "user"]
 
 
 def test_settings_can_be_typed_and_show_their_source() -> None:
@@ -129,7 +129,7 @@ def test_thoughts_are_shown_or_summarized_and_stored_separately() -> None:
     assert "3 characters" in out.getvalue()
     talk.take("/think off")
     talk.take("Three?")
-    assert [request.thinks for request in backend.asked] == [None, True, False]
+    assert [request.thinks for request in backend.requests] == [None, True, False]
 
 
 def test_tool_call_is_shown_and_waits_for_its_result(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_tool_call_is_shown_and_waits_for_its_result(tmp_path: Path) -> None:
     talk, backend, out = talk_of([Event("call", call={"name": "f", "arguments": '{"a": 1}'})])
     talk.take(f"/tools {tmp_path / 'tools.json'}")
     talk.take("Call.")
-    assert backend.asked[0].tools == (TOOL,)
+    assert backend.requests[0].tools == (TOOL,)
     assert '│ {"a": 1}' in out.getvalue()
     assert talk.take("Go on.") == 1  # a call waits
     talk.take("/answer 42")
@@ -155,7 +155,7 @@ def test_stopped_response_is_kept_and_marked() -> None:
 def test_missing_response_leaves_conversation_unchanged() -> None:
     talk, backend, out = talk_of()
     talk.take("One?")
-    kept = list(talk.messages)
+    before = list(talk.messages)
 
     def refuse(request):
         raise UserError("the prompt has 1,800 tokens.")
@@ -164,11 +164,11 @@ def test_missing_response_leaves_conversation_unchanged() -> None:
     backend.answer = refuse
     for line in ("Too long.", "/retry"):
         assert talk.take(line) == 1
-        assert talk.messages == kept
+        assert talk.messages == before
     del backend.answer
     backend.waiting = [[KeyboardInterrupt]]
     talk.take("Stopped before the first word?")
-    assert talk.messages == kept
+    assert talk.messages == before
     assert "1,800 tokens" in out.getvalue()
 
 
@@ -204,7 +204,7 @@ def test_adapters_can_be_switched_and_compared() -> None:
     talk.take("/adapter poet")
     talk.take("One?")
     talk.take("/both base")
-    assert [request.adapter for request in backend.asked] == ["poet", "poet", ""]
+    assert [request.adapter for request in backend.requests] == ["poet", "poet", ""]
     assert roles(talk) == ["user", "assistant"]
     assert talk.take("/adapter pote") == 1
 
@@ -261,14 +261,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"))
 
 
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "burnish", "chat", *words]
+def command(*argv: str) -> list[str]:
+    return [sys.executable, "-m", "burnish", "chat", *argv]
 
 
 @pytest.mark.slow
 def test_piped_message_prints_only_its_response(model: Path) -> None:
-    words = command(str(model), "max_new_tokens=5", "do_sample=false")
-    runs = [subprocess.run(words, input="Hello", capture_output=True, text=True, timeout=120) for _ in range(2)]
+    argv = command(str(model), "max_new_tokens=5", "do_sample=false")
+    runs = [subprocess.run(argv, input="Hello", capture_output=True, text=True, timeout=120) for _ in range(2)]
     assert [run.returncode for run in runs] == [0, 0]
     assert runs[0].stdout == runs[1].stdout
     assert runs[0].stdout.count("\n") <= 6

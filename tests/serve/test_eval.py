@@ -117,8 +117,8 @@ def test_eval_command_writes_its_files_and_continues(
     model: Path, task_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("lm_eval")
-    words = ["eval", str(model), "task=mmlu_test", f"task_dir={task_dir}", "n_shot=1", f"save_dir={tmp_path / 'out'}"]
-    assert main(words) == 0
+    argv = ["eval", str(model), "task=mmlu_test", f"task_dir={task_dir}", "n_shot=1", f"save_dir={tmp_path / 'out'}"]
+    assert main(argv) == 0
     out = tmp_path / "out"
     letters = json.loads((out / "results.json").read_text())
     result = json.loads((out / "eval_results.json").read_text())
@@ -135,10 +135,10 @@ def test_eval_command_writes_its_files_and_continues(
         return run(of, tasks, *rest)
 
     monkeypatch.setattr(command, "run_tasks", recorded)
-    assert main(words) == 0
+    assert main(argv) == 0
     assert requested == ["mmlu_maths"]
     assert json.loads((out / "results.json").read_text()) == letters
-    assert main([*words, "n_shot=0"]) == 0
+    assert main([*argv, "n_shot=0"]) == 0
     assert requested == ["mmlu_maths", "mmlu_logic", "mmlu_maths"]  # other shots, other answers
     capsys.readouterr()
 
@@ -190,11 +190,11 @@ def test_responses_of_another_model_are_discarded(tmp_path: Path) -> None:
 def test_dataset_is_evaluated_as_in_a_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     (tmp_path / "held.json").write_text(json.dumps([{"instruction": "Say red", "input": "", "output": "red"}] * 3))
-    words = [str(model), f"eval_dataset={tmp_path / 'held.json'}", "template=qwen", "use_cpu=true"]
-    assert main(["eval", *words, f"save_dir={tmp_path / 'a'}"]) == 0
+    argv = [str(model), f"eval_dataset={tmp_path / 'held.json'}", "template=qwen", "use_cpu=true"]
+    assert main(["eval", *argv, f"save_dir={tmp_path / 'a'}"]) == 0
     assert "eval_loss" in json.loads((tmp_path / "a" / "eval_results.json").read_text())
     more = ["predict_with_generate=true", "predict_metrics=exact_match", "max_new_tokens=4"]
-    assert main(["eval", *words, *more, f"save_dir={tmp_path / 'b'}"]) == 0
+    assert main(["eval", *argv, *more, f"save_dir={tmp_path / 'b'}"]) == 0
     assert len((tmp_path / "b" / "generated_predictions.jsonl").read_text().splitlines()) == 3
 
 
@@ -210,8 +210,8 @@ def test_full_model_is_evaluated_without_adapter(
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(LoraAdapter, "attach", attach)
     (tmp_path / "held.json").write_text(json.dumps([{"instruction": "Say red", "input": "", "output": "red"}] * 3))
-    words = [str(model), f"eval_dataset={tmp_path / 'held.json'}", "template=qwen", "use_cpu=true", "max_new_tokens=4"]
-    assert main([command, *words, f"save_dir={tmp_path / 'a'}"]) == 0
+    argv = [str(model), f"eval_dataset={tmp_path / 'held.json'}", "template=qwen", "use_cpu=true", "max_new_tokens=4"]
+    assert main([command, *argv, f"save_dir={tmp_path / 'a'}"]) == 0
     written = (tmp_path / "a" / "run.yaml").read_text()
     assert written.startswith(f"# The options of this run, written by burnish {command}. ")
 
@@ -259,8 +259,8 @@ def test_harness_task_runs(model: Path, tmp_path: Path, capsys: pytest.CaptureFi
         "test_split: train\noutput_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_target: gold\n"
         "doc_to_choice: '{{choices}}'\nmetric_list:\n  - metric: acc\n"
     )
-    words = ["eval", str(model), "task=lm_eval:own", f"task_dir={tmp_path / 'tasks'}", f"save_dir={tmp_path / 'out'}"]
-    assert main(words) == 0
+    argv = ["eval", str(model), "task=lm_eval:own", f"task_dir={tmp_path / 'tasks'}", f"save_dir={tmp_path / 'out'}"]
+    assert main(argv) == 0
     assert "acc" in json.dumps(json.loads((tmp_path / "out" / "eval_results.json").read_text())["results"]["own"])
     capsys.readouterr()
 

@@ -31,10 +31,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "do_train=true",
             "cutoff_len=64",
         ]
-        words = ["dataset=demo_train", "val_size=3", "finetuning_type=full", "output_dir=writes"]
-        assert main(["train", *defaults, *words]) == 0
-        words = ["stage=rm", "dataset=demo_pairs", "val_size=4", "output_dir=scores", "save_steps=1"]
-        assert main(["train", *defaults, *words]) == 0
+        argv = ["dataset=demo_train", "val_size=3", "finetuning_type=full", "output_dir=writes"]
+        assert main(["train", *defaults, *argv]) == 0
+        argv = ["stage=rm", "dataset=demo_pairs", "val_size=4", "output_dir=scores", "save_steps=1"]
+        assert main(["train", *defaults, *argv]) == 0
     return place
 
 
@@ -64,16 +64,16 @@ def test_reward_model_scores_its_held_out_pairs(place: Path) -> None:
 def test_named_dataset_is_predicted(place: Path, tmp_path: Path) -> None:
     rows = [{"instruction": "Say red", "output": "red"}, {"instruction": "Say blue", "output": "blue"}]
     (tmp_path / "mine.json").write_text(json.dumps(rows))
-    words = ["eval_dataset=mine.json", "max_new_tokens=2", "save_dir=out"]
-    assert main(["predict", str(place / "writes"), *words]) == 0
+    argv = ["eval_dataset=mine.json", "max_new_tokens=2", "save_dir=out"]
+    assert main(["predict", str(place / "writes"), *argv]) == 0
     assert [line["label"] for line in lines(tmp_path / "out/generated_predictions.jsonl")] == ["red", "blue"]
 
 
 def test_dataset_of_the_command_line_is_predicted_whole(place: Path, tmp_path: Path) -> None:
     """The training run held out three rows of its dataset; this dataset has no more than those."""
     (tmp_path / "mine.json").write_text(json.dumps([{"instruction": "Say red", "output": "red"}] * 3))
-    words = ["dataset=mine.json", "max_new_tokens=2", "save_dir=whole"]
-    assert main(["predict", str(place / "writes"), *words]) == 0
+    argv = ["dataset=mine.json", "max_new_tokens=2", "save_dir=whole"]
+    assert main(["predict", str(place / "writes"), *argv]) == 0
     assert len(lines(tmp_path / "whole/generated_predictions.jsonl")) == 3
 
 
@@ -87,8 +87,8 @@ def test_training_config_selects_its_trained_model(place: Path, monkeypatch: pyt
 
 
 def test_reward_model_is_detected_and_evaluated(place: Path) -> None:
-    words = [f"dataset_dir={place / 'data'}", "eval_dataset=demo_pairs", "max_samples=5", "save_dir=measured"]
-    assert main(["eval", str(place / "scores"), *words]) == 0
+    argv = [f"dataset_dir={place / 'data'}", "eval_dataset=demo_pairs", "max_samples=5", "save_dir=measured"]
+    assert main(["eval", str(place / "scores"), *argv]) == 0
     assert "eval_accuracy" in json.loads(Path("measured/eval_results.json").read_text())
 
 
@@ -112,9 +112,9 @@ def test_relative_dataset_path_of_a_run_is_found_from_another_folder(
     rows = [{"instruction": "Say red", "output": "red"}, {"instruction": "Say blue", "output": "blue"}]
     (place / "mine.json").write_text(json.dumps(rows))
     monkeypatch.chdir(place)
-    words = [f"model_name_or_path={DEMO / 'model'}", "eval_dataset=mine.json", "cutoff_len=64", "output_dir=looked"]
-    words += ["dataset=demo_train", "max_samples=2", "max_steps=1", "use_cpu=true", "finetuning_type=full"]
-    assert main(["train", *words, "do_train=true"]) == 0
+    argv = [f"model_name_or_path={DEMO / 'model'}", "eval_dataset=mine.json", "cutoff_len=64", "output_dir=looked"]
+    argv += ["dataset=demo_train", "max_samples=2", "max_steps=1", "use_cpu=true", "finetuning_type=full"]
+    assert main(["train", *argv, "do_train=true"]) == 0
     monkeypatch.chdir(tmp_path)
     assert main(["predict", str(place / "looked"), "max_new_tokens=2"]) == 0
     result = lines(place / "looked/predictions/generated_predictions.jsonl")

@@ -36,18 +36,18 @@ class Rows(torch.utils.data.Dataset):
         return self.rows[index]
 
 
-def theirs(given, folder, rows):
+def theirs(options, folder, rows):
     """The losses and the model of transformers' Trainer."""
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=50, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True,
-        disable_tqdm=True, seed=42, data_seed=42, learning_rate=given["learning_rate"],
-        per_device_train_batch_size=given["per_device_train_batch_size"],
-        gradient_accumulation_steps=given["gradient_accumulation_steps"],
-        lr_scheduler_type=given["lr_scheduler_type"], warmup_steps=given.get("warmup_steps", 0),
-        weight_decay=given.get("weight_decay", 0.0), max_grad_norm=given.get("max_grad_norm", 1.0),
-        label_smoothing_factor=given.get("label_smoothing_factor", 0.0), dataloader_pin_memory=False,
+        disable_tqdm=True, seed=42, data_seed=42, learning_rate=options["learning_rate"],
+        per_device_train_batch_size=options["per_device_train_batch_size"],
+        gradient_accumulation_steps=options["gradient_accumulation_steps"],
+        lr_scheduler_type=options["lr_scheduler_type"], warmup_steps=options.get("warmup_steps", 0),
+        weight_decay=options.get("weight_decay", 0.0), max_grad_norm=options.get("max_grad_norm", 1.0),
+        label_smoothing_factor=options.get("label_smoothing_factor", 0.0), dataloader_pin_memory=False,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(given["model_name_or_path"])
+    model = AutoModelForCausalLM.from_pretrained(options["model_name_or_path"])
     trainer = Trainer(model, arguments, train_dataset=Rows(rows), data_collator=lambda some: collate_padded(some, 0))
     trainer.train()
     return trainer.state.log_history, model

@@ -533,15 +533,15 @@ def test_chat_template_is_taken_from_a_file_or_another_tokenizer(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "words"),
+    ("rows", "message"),
     [
         ([{"text": "a"}, {"text": None}], 'train dataset, record 2: "text" must be a string. Received: null'),
         ([*PAIRS, {"prompt": "Add", "completion": None}], 'record 7: "completion" must be a string. Received: null'),
         ([*CHATS, {"messages": None}], 'record 5: "messages" must be a list of messages. Received: null'),
     ],
 )
-def test_row_of_different_type_is_shown(tmp_path, rows, words):
-    with pytest.raises(ValueError, match=words):
+def test_row_of_different_type_is_shown(tmp_path, rows, message):
+    with pytest.raises(ValueError, match=message):
         make(tmp_path, rows)
 
 
@@ -632,7 +632,7 @@ def test_plain_training_arguments_are_accepted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "options", "trainer", "kind", "words"),
+    ("rows", "options", "trainer", "kind", "message"),
     [
         (None, {}, {}, ValueError, "`train_dataset` is required"),
         ({"text": ["a"]}, {}, {}, TypeError, "must be a `Dataset` or `IterableDataset`, got `dict`"),
@@ -654,8 +654,8 @@ def test_plain_training_arguments_are_accepted(tmp_path):
         ([{"images": [], "text": "a"}], {}, {}, ValueError, "appears to be vision-related"),
     ],
 )
-def test_contradictory_sft_arguments_are_rejected(tmp_path, rows, options, trainer, kind, words):
-    with pytest.raises(kind, match=words):
+def test_contradictory_sft_arguments_are_rejected(tmp_path, rows, options, trainer, kind, message):
+    with pytest.raises(kind, match=message):
         make(tmp_path, rows, trainer=trainer, **options)
 
 
@@ -771,7 +771,7 @@ def lenient():
 
 
 @pytest.fixture
-def heard():
+def trainer_warnings():
     """The warnings of burnish's trainers, each as often as it was given."""
     logger, messages = transformers.logging.get_logger("transformers.trainer"), []
     handler = logging.Handler()
@@ -781,8 +781,8 @@ def heard():
     logger.removeHandler(handler)
 
 
-def once(heard, text):
-    return sum(text in message for message in heard) == 1
+def once(trainer_warnings, text):
+    return sum(text in message for message in trainer_warnings) == 1
 
 
 @pytest.mark.parametrize(
@@ -798,19 +798,19 @@ def once(heard, text):
     ],
     ids=["no answer", "role", "system", "image"],
 )
-def test_suspicious_rows_are_reported_once(tmp_path, heard, chat, message):
+def test_suspicious_rows_are_reported_once(tmp_path, trainer_warnings, chat, message):
     make(tmp_path, [{"messages": chat}] * 3, trainer=lenient())
-    assert once(heard, message)
-    assert once(heard, "(records 1, 2, 3)")
+    assert once(trainer_warnings, message)
+    assert once(trainer_warnings, "(records 1, 2, 3)")
 
 
-def test_placeholder_in_plain_text_is_reported_but_chats_are_not(tmp_path, heard):
+def test_placeholder_in_plain_text_is_reported_but_chats_are_not(tmp_path, trainer_warnings):
     make(tmp_path, [{"text": "look <video> at"}] * 3)
-    assert once(heard, "<video> is tokenized as plain text")
-    before = len(heard)
+    assert once(trainer_warnings, "<video> is tokenized as plain text")
+    before = len(trainer_warnings)
     make(tmp_path, CHATS)
     make(tmp_path, [{"prompt": [HI], "completion": [YO]}] * 2)
-    assert len(heard) == before
+    assert len(trainer_warnings) == before
 
 
 def test_message_without_content_is_rejected_except_tool_calls(tmp_path):
@@ -844,9 +844,9 @@ def test_invalid_boolean_text_is_rejected_and_false_is_false(tmp_path):
 
 
 @pytest.mark.parametrize(("alpha", "effect"), [(-8, "is subtracted"), (0, "has no effect")])
-def test_subtracting_or_idle_adapter_gives_a_warning(tmp_path, heard, alpha, effect):
+def test_subtracting_or_idle_adapter_gives_a_warning(tmp_path, trainer_warnings, alpha, effect):
     make(tmp_path, TEXTS, trainer={"peft_config": LoraConfig(r=2, lora_alpha=alpha)})
-    assert once(heard, f"`lora_alpha` is {alpha}: the adapter {effect}.")
+    assert once(trainer_warnings, f"`lora_alpha` is {alpha}: the adapter {effect}.")
 
 
 # --- the collator -----------------------------------------------------------------------------------------------------

@@ -67,12 +67,12 @@ def test_training_matches_transformers_up_to_rounding(name):
     assert result.learning_rate < 1e-12
 
 
-@pytest.mark.parametrize(("name", "words"), [("parity", ["--only", "LoRA"]), ("parity_sft", ["text"])])
-def test_parity_table_is_written_completely_or_not_at_all(name, words, monkeypatch):
+@pytest.mark.parametrize(("name", "message"), [("parity", ["--only", "LoRA"]), ("parity_sft", ["text"])])
+def test_parity_table_is_written_completely_or_not_at_all(name, message, monkeypatch):
     script = importlib.import_module(name)  # trainer_run has made them importable
     monkeypatch.setattr(script, "table", lambda *_: pytest.fail("a part of the table was made"))
     with pytest.raises(SystemExit) as refused:
-        script.main([*words, "--write"])
+        script.main([*message, "--write"])
     assert refused.value.code
 
 
@@ -210,7 +210,7 @@ def test_given_optimizers_are_used(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "words"),
+    ("options", "error", "message"),
     [
         ({}, RuntimeError, "either a `model` or `model_init`"),
         ({"model": Regression(), "model_init": Regression}, ValueError, "but not both"),
@@ -223,8 +223,8 @@ def test_given_optimizers_are_used(tmp_path):
         ({"model_init": lambda: None}, RuntimeError, "should not return None"),
     ],
 )  # fmt: skip
-def test_contradictory_trainer_arguments_are_rejected(tmp_path, options, error, words):
-    with pytest.raises(error, match=words):
+def test_contradictory_trainer_arguments_are_rejected(tmp_path, options, error, message):
+    with pytest.raises(error, match=message):
         Trainer(args=arguments(tmp_path), train_dataset=points(), **options)
 
 

@@ -106,7 +106,7 @@ def test_dependent_arguments_are_derived():
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"bf16": True, "fp16": True}, "At most one of fp16 and bf16"),
         ({"warmup_steps": -1}, "Expected value warmup_steps >= 0"),
@@ -127,13 +127,13 @@ def test_dependent_arguments_are_derived():
         ({"parallelism_config": object()}, "parallelism_config"),
     ],
 )  # fmt: skip
-def test_contradictory_arguments_are_rejected_with_transformers_messages(options, words):
-    with pytest.raises(ValueError, match=words):
+def test_contradictory_arguments_are_rejected_with_transformers_messages(options, message):
+    with pytest.raises(ValueError, match=message):
         arguments("out", **options)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
+    ("name", "value", "message"),
     [
         ("per_device_train_batch_size", 0, "at least 1 row. Received: 0"),
         ("per_device_eval_batch_size", 0, "at least 1 row"),
@@ -156,8 +156,8 @@ def test_contradictory_arguments_are_rejected_with_transformers_messages(options
         ("pad_to_multiple_of", "-8", "at least 1 token"),
     ],
 )
-def test_number_that_makes_training_impossible_is_rejected(name, value, words):
-    with pytest.raises(ValueError, match=f"`{name}` must be .*{words}"):
+def test_number_that_makes_training_impossible_is_rejected(name, value, message):
+    with pytest.raises(ValueError, match=f"`{name}` must be .*{message}"):
         SFTConfig("out", use_cpu=True, **{name: value})
 
 
@@ -232,7 +232,7 @@ def test_command_line_is_parsed_by_transformers_parser():
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "words"),
+    ("name", "text", "message"),
     [
         (
             "lr_scheduler_kwargs",
@@ -243,8 +243,8 @@ def test_command_line_is_parsed_by_transformers_parser():
         ("dataset_kwargs", '{"a": 1', "`dataset_kwargs` must be a dictionary, as JSON"),
     ],
 )
-def test_invalid_dictionary_text_is_rejected_by_name(name, text, words):
-    with pytest.raises(ValueError, match=words):
+def test_invalid_dictionary_text_is_rejected_by_name(name, text, message):
+    with pytest.raises(ValueError, match=message):
         SFTConfig("out", use_cpu=True, **{name: text})
 
 

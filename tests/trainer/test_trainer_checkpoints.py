@@ -469,13 +469,13 @@ def test_signal_saves_a_checkpoint_and_then_ends_the_script(tmp_path, number):
 
 
 def test_signal_handled_by_the_script_is_left_to_it(tmp_path):
-    heard, before = [], signal.getsignal(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+    received, before = [], signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *_: received.append(1))
     try:
         assert trained(tmp_path, trainer={"callbacks": [Signal(signal.SIGTERM)]}).state.global_step == 9
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert heard == [1]
+    assert received == [1]
 
 
 def test_callback_can_request_a_checkpoint(tmp_path):

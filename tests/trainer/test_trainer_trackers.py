@@ -60,12 +60,12 @@ def test_wandb_can_store_the_model(tmp_path, monkeypatch):
     """Its callback makes a Trainer of transformers' to save with, from the arguments of the run."""
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_LOG_MODEL", "end")
-    kept = []
-    monkeypatch.setattr(wandb.Artifact, "new_file", spied(wandb.Artifact.new_file, kept))
+    uploads = []
+    monkeypatch.setattr(wandb.Artifact, "new_file", spied(wandb.Artifact.new_file, uploads))
     trainer = make_trainer(tmp_path / "out", model=bert(), train=classes(), max_steps=1, report_to="wandb")
     trainer.train()
     wandb.finish()
-    assert "model.safetensors" in kept
+    assert "model.safetensors" in uploads
 
 
 def spied(method, names):

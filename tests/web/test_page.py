@@ -354,7 +354,7 @@ def test_path_outside_the_roots_is_rejected_with_one_message(page, root, place) 
 def test_hostile_texts_are_only_values(page, root, monkeypatch) -> None:
     started = []
     monkeypatch.setattr(
-        "burnish.serve.page.jobs.starting.start_burnish", lambda words, *rest: started.append(words) or _Ended()
+        "burnish.serve.page.jobs.starting.start_burnish", lambda argv, *rest: started.append(argv) or _Ended()
     )
     for number, text in enumerate(HOSTILE):
         values = {
@@ -368,10 +368,10 @@ def test_hostile_texts_are_only_values(page, root, monkeypatch) -> None:
         assert status in {201, 422}, body
     assert not list(root.rglob("PWNED"))
     assert started
-    for words in started:
-        assert words[0] == "train"
-        assert Path(words[1]).name == "run.yaml"
-        assert len(words) == 2
+    for argv in started:
+        assert argv[0] == "train"
+        assert Path(argv[1]).name == "run.yaml"
+        assert len(argv) == 2
 
 
 class _Ended:
@@ -491,7 +491,7 @@ def test_presets_are_yaml_files_of_the_page(page) -> None:
 def test_export_accepts_only_known_formats(page, root, monkeypatch) -> None:
     started = []
     child = type("Child", (), {"pid": 1, "poll": lambda self: 0})
-    monkeypatch.setattr(page.site.starter, "started", lambda words, log: started.append(words) or child())
+    monkeypatch.setattr(page.site.starter, "started", lambda argv, log: started.append(argv) or child())
     (root / "saves" / "whole").mkdir()
     options = {"path": str(root / "saves" / "whole"), "folder": str(root / "gguf")}
     status, _, text = page.send("POST", "/api/exports", {**options, "format": "gguf q8_0"})
@@ -588,13 +588,13 @@ def test_invalid_page_options_are_rejected(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("GRADIO_SERVER_PORT", "7999")
     assert read_options(["--page", "chat"])[0].web_port == 7999
     assert read_options(["--page", "chat"])[1] == "chat"
-    for words, message in (
+    for argv, message in (
         (["web_key=0123456789abcdef"], "process list"), (["web_prot=1"], "web_port"),
         (["web_roots=[/no/where]"], "must contain existing folders"),
         (["web_no_key=true", "web_host=0.0.0.0"], "start processes"), (["--page", "admin"], "Unknown page"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):
-            read_options(words)
+            read_options(argv)
     monkeypatch.setenv("GRADIO_SHARE", "true")
     with pytest.raises(UserError, match="tunnel"):
         read_options([])

@@ -84,8 +84,8 @@ def test_killing_the_page_at_random_times_does_not_affect_the_run(server, seed) 
         **os.environ, "PYTHONPATH": str(Path(burnish.__file__).parents[1]), "OMP_NUM_THREADS": "1",
         "BURNISH_CACHE": str(server.home / "cache"),
     }  # fmt: skip
-    words = [sys.executable, "-m", "burnish", "train", "line.yaml"]
-    subprocess.run(words, cwd=server.root, env=environment, check=True, capture_output=True, timeout=300)
+    argv = [sys.executable, "-m", "burnish", "train", "line.yaml"]
+    subprocess.run(argv, cwd=server.root, env=environment, check=True, capture_output=True, timeout=300)
     weights, losses = result_of(folder)
     assert (weights, losses) == result_of(server.root / "saves" / "line")
     assert list(zip(series["step"], series["loss"], strict=True)) == losses

@@ -32,11 +32,11 @@ class _Ended:
 @pytest.fixture
 def started_commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The words of every process that the page starts."""
-    words: list[list[str]] = []
+    argv: list[list[str]] = []
     monkeypatch.setattr(
-        "burnish.serve.page.jobs.starting.start_burnish", lambda options, *_: words.append(options) or _Ended()
+        "burnish.serve.page.jobs.starting.start_burnish", lambda options, *_: argv.append(options) or _Ended()
     )
-    return words
+    return argv
 
 
 def sent_run(root: Path, values: dict[str, Any], text: str = "") -> None:
@@ -280,7 +280,7 @@ def test_link_in_a_folder_is_not_written_through(page, root, monkeypatch, choice
     real = subprocess.Popen
     monkeypatch.setattr(
         "burnish.serve.http.child.subprocess.Popen",
-        lambda words, **rest: real([sys.executable, "-c", "print(1)"], **rest),
+        lambda argv, **rest: real([sys.executable, "-c", "print(1)"], **rest),
     )
     outside = root.parent / "outside.txt"
     outside.write_text("as it was")

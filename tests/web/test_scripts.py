@@ -14,6 +14,6 @@ SCRIPTS = Path(__file__).parent / "scripts"
 @pytest.mark.run
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 def test_javascript_modules_pass_their_tests() -> None:
-    words = ["node", "--no-warnings", "--test", *map(str, sorted(SCRIPTS.glob("*.test.mjs")))]
-    run = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    argv = ["node", "--no-warnings", "--test", *map(str, sorted(SCRIPTS.glob("*.test.mjs")))]
+    run = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120)
     assert run.returncode == 0, run.stdout + run.stderr

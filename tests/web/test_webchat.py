@@ -17,8 +17,8 @@ from burnish.serve.page.command import read_named, read_options
 def test_page_options_are_separated_from_model_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
-    words = ["model", "--template", "qwen", "web_port=0", "--stop", "a", "b", "infer_seats=2"]
-    options, named = read_named(words)
+    argv = ["model", "--template", "qwen", "web_port=0", "--stop", "a", "b", "infer_seats=2"]
+    options, named = read_named(argv)
     assert (options.web_port, named.name, named.folder) == (0, "model", tmp_path)
     assert named.words == (str(tmp_path / "model"), "--template", "qwen", "--stop", "a", "b", "--infer_seats", "2")
     assert read_named(["org/name"])[1].words == ("org/name",)
@@ -39,14 +39,14 @@ def test_page_offers_the_named_model_and_starts_it_with_its_arguments(page) -> N
     requests: list[tuple[list[str], Path]] = []
     site = page.site
     site.named = NamedModel("model", ("model", "--template", "qwen"), Path("/somewhere"))
-    site.starter.started = lambda words, log, folder, reads_all: (
-        requests.append((words, folder)) or subprocess.Popen([sys.executable, "-c", ""])
+    site.starter.started = lambda argv, log, folder, reads_all: (
+        requests.append((argv, folder)) or subprocess.Popen([sys.executable, "-c", ""])
     )
     assert '"named":"model"' in page.send("GET", "/api/models")[2].replace(": ", ":")
     status, _, text = page.send("POST", "/api/engines", {"named": True})
     assert (status, '"name"' in text) == (202, True)
-    ((words, folder),) = requests
-    assert (words[:4], folder) == (["api", "model", "--template", "qwen"], Path("/somewhere"))
+    ((argv, folder),) = requests
+    assert (argv[:4], folder) == (["api", "model", "--template", "qwen"], Path("/somewhere"))
     site.named = None
     assert page.send("POST", "/api/engines", {"named": True})[0] == 422
 
