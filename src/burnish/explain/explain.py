@@ -324,17 +324,13 @@ def _intervals(plan: Plan, prepared: Prepared) -> Iterator[Line]:
         if strategy == "steps":
             steps = steps_of(interval, total, options.logging_steps)
             how_often = "every step" if steps == 1 else f"every {steps:,} steps"
-            yield Line(verb, f"{how_often}, {_times(verb, steps, total)}", where)
+            also_first = verb == "log" and options.logging_first_step and 1 < steps and total > 1
+            count = math.ceil(total / steps) + also_first  # the last step is always included
+            yield Line(verb, f"{how_often}, {'once' if count == 1 else f'{count:,} times'}", where)
         else:
             yield Line(
                 verb, {"no": "never", "epoch": "after every epoch", "best": "at each best evaluation"}[strategy], where
             )
-
-
-def _times(verb: str, every: int, total: int) -> str:
-    """How often it happens. The last step is always evaluated and saved, but not always logged."""
-    count = total // every if verb == "log" else math.ceil(total / every)
-    return {0: "never", 1: "once"}.get(count, f"{count:,} times")
 
 
 def _measuring(plan: Plan, prepared: Prepared) -> Section:

@@ -32,15 +32,20 @@ class FlowOptions:
 
     logging_strategy: str = option("steps", "When to log.", choices=("no", "steps", "epoch"))
     logging_steps: float = option(
-        500, "Number of steps between logs. Below 1: a fraction of all steps.", unit="steps", gt=0
+        0.02,
+        "Number of steps between logs. Below 1: a fraction of all steps; the default is about 50 logs per run. The "
+        "last step is always logged.",
+        unit="steps",
+        gt=0,
     )
-    logging_first_step: bool = option(False, "Log the first step as well.")
+    logging_first_step: bool = option(True, "Log the first step as well.")
     eval_strategy: str = option(
         "no", "When to evaluate.", choices=("no", "steps", "epoch"), aliases=("evaluation_strategy",)
     )
     eval_steps: float | None = option(
         None,
-        "Number of steps between evaluations. Below 1: a fraction of all steps. Default: logging_steps.",
+        "Number of steps between evaluations. Below 1: a fraction of all steps. Default: logging_steps if it is set, "
+        "otherwise 500.",
         unit="steps",
         gt=0,
     )

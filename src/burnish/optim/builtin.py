@@ -46,7 +46,13 @@ class OptimOptions:
         refused=lambda: [member.name for member in OPTIMIZERS if "refused" in member.traits],
     )  # fmt: skip
     optim_args: str | None = option(None, "Additional arguments of the optimizer: comma-separated name=value pairs.")
-    learning_rate: float = option(5e-5, "Peak learning rate.", gt=0, lt=math.inf, aliases=("lr",))
+    learning_rate: float = option(
+        5e-5,
+        "Peak learning rate. Default for preference stages (dpo, kto): 5e-7 for full and freeze, 5e-6 for adapters.",
+        gt=0,
+        lt=math.inf,
+        aliases=("lr",),
+    )
     weight_decay: float = option(0.0, "Decoupled weight decay; not applied to biases and normalization weights.", ge=0)
     adam_beta1: float = option(0.9, "Decay rate of Adam's first moment.", ge=0, lt=1)
     adam_beta2: float = option(0.999, "Decay rate of Adam's second moment.", ge=0, lt=1)

@@ -58,7 +58,7 @@ class DivergenceCallback(TrainerCallback):
 
 
 class LastStepCallback(TrainerCallback):
-    """Logs the last step if ``logging_steps`` is a fraction of the run that does not divide it."""
+    """Logs the last step, also if ``logging_steps`` does not divide the number of steps or exceeds it."""
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step == state.max_steps:
@@ -78,7 +78,7 @@ def callbacks_of(options: RunOptions, facts: RunFacts | None = None, added: Sequ
         *early_stopping_callbacks(options),
         *tracker_callbacks(options.report_to, options.logging_dir),
         JsonlCallback(output_folder(options)),
-        *([LastStepCallback()] if options.logging_strategy == "steps" and options.logging_steps < 1 else []),
+        *([LastStepCallback()] if options.logging_strategy == "steps" else []),
         DivergenceCallback(),
         *([ChosenFallsCallback()] if OBJECTIVES[options.stage].logs_rewards else []),
         *added,

@@ -119,7 +119,7 @@ def _renamed(values: Mapping[str, RawValue]) -> tuple[dict[str, RawValue], Mappi
     return {names.get(key, key): item for key, item in values.items()}, names, twice
 
 
-LOGS_PER_RUN = 50
+EVAL_STEPS = 500  # default interval of evaluations, independent of the default interval of logs
 
 
 def dependent_defaults(options: RunOptions, names: Container[str]) -> dict[str, Any]:
@@ -132,12 +132,8 @@ def dependent_defaults(options: RunOptions, names: Container[str]) -> dict[str, 
     rates = objective.learning_rates if objective is not None else None
     if rates is not None and "learning_rate" not in names:
         defaults["learning_rate"] = rates[0] if options.finetuning_type in ("full", "freeze") else rates[1]
-    if "logging_steps" not in names and trains(options):
-        defaults["logging_steps"] = 1 / LOGS_PER_RUN
-        if "logging_first_step" not in names:
-            defaults["logging_first_step"] = True
-        if "eval_steps" not in names:
-            defaults["eval_steps"] = options.logging_steps
+    if "logging_steps" not in names and "eval_steps" not in names and trains(options):
+        defaults["eval_steps"] = EVAL_STEPS
     return defaults
 
 

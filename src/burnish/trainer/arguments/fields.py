@@ -56,6 +56,8 @@ class Fields(ReportFields, Groups):
     declared: ClassVar[dict[str, Any]] = {}
 
     # --- defaults that differ from burnish's own, for scripts that only change their import
+    logging_steps: float = option(500, "Number of steps between logs. Below 1: a fraction of all steps.", gt=0)
+    logging_first_step: bool = option(False, "Log the first step as well.")
     resume: str = option("never", "Whether train() automatically resumes from output_dir: auto, never or must.")
     resume_from_checkpoint: str | None = option(
         None, "Not used by the Trainer; a script may pass it to train(resume_from_checkpoint=...)."
