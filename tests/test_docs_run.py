@@ -48,7 +48,8 @@ def test_page_commands_run(page: str, tmp_path: Path, monkeypatch, capsys) -> No
                 program, *argv = shlex.split(line, comments=True) or [""]
                 if program == "burnish" and argv[0] not in ("api", "webui", "demo"):
                     capsys.readouterr()
-                    assert cli.main(argv) == (2 if "# exit status 2" in line else 0), line
+                    status = re.search(r"# exit status (\d)", line)
+                    assert cli.main(argv) == (int(status[1]) if status else 0), line
                     printed = "".join(capsys.readouterr())
         elif language == "text":
             for line in text.splitlines():

@@ -60,6 +60,7 @@ def test_requesting_liger_on_cpu_or_without_library_is_rejected(monkeypatch):
     message = "\n".join(map(str, check_liger(options(enable_liger_kernel=True))))
     assert '"enable_liger_kernel" is true, but its kernels run on a GPU only' in message
     assert "liger-kernel, which is not installed" in message
+    assert message.count("enable_liger_kernel") == 1
     assert check_liger(options()) == []
 
 

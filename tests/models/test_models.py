@@ -225,6 +225,9 @@ def test_row_beyond_context_length_is_rejected():
     assert check_context(CONFIGS["llama"](), 64) == []
     (problem,) = check_context(CONFIGS["gpt2"](), 20_000)
     assert "20,000 tokens, but the model's context length is 64" in str(problem)
+    assert "rope_scaling" not in str(problem)  # GPT-2 has no rotary positions
+    (problem,) = check_context(CONFIGS["llama"](), 65)
+    assert "rope_scaling" in str(problem)
     assert check_context(CONFIGS["bloom"](), 20_000) == []
 
 

@@ -136,10 +136,10 @@ def test_plan_is_immutable(tmp_path: Path) -> None:
 
 
 def test_derived_values_are_reported_with_their_source(tmp_path: Path) -> None:
-    made = plan(raw_options(tmp_path, seed="7", logging_steps="500"))
+    made = plan(raw_options(tmp_path, seed="7", save_steps="500"))
     changed = {spec.name: (value, where) for spec, value, where in made.changed()}
     assert changed["seed"] == (7, "run.yaml, line 4")
-    assert "logging_steps" not in changed
+    assert "save_steps" not in changed
 
 
 def test_declared_options_are_not_listed_as_absent() -> None:

@@ -69,6 +69,11 @@ def test_named_dataset_is_predicted(place: Path, tmp_path: Path) -> None:
     assert [line["label"] for line in lines(tmp_path / "out/generated_predictions.jsonl")] == ["red", "blue"]
 
 
+def test_output_dir_of_the_command_line_gets_the_results(place: Path, tmp_path: Path) -> None:
+    assert main(["predict", str(place / "writes"), "max_new_tokens=2", "output_dir=there"]) == 0
+    assert len(lines(tmp_path / "there/generated_predictions.jsonl")) == 3
+
+
 def test_dataset_of_the_command_line_is_predicted_whole(place: Path, tmp_path: Path) -> None:
     """The training run held out three rows of its dataset; this dataset has no more than those."""
     (tmp_path / "mine.json").write_text(json.dumps([{"instruction": "Say red", "output": "red"}] * 3))

@@ -333,6 +333,12 @@ def test_run_ending_before_first_log_reports_metrics_in_summary(tmp_path):
     assert summary["train_loss"] == at_end["train_loss"] == at_step["loss"]
 
 
+@pytest.mark.parametrize("options", [{}, {"padding_free": True, "max_length": None}], ids=["padded", "padding-free"])
+def test_samples_per_second_counts_the_rows_of_a_batch(tmp_path, options):
+    summary = make(tmp_path, TEXTS * 2, max_steps=2, **options).train().metrics
+    assert summary["train_samples_per_second"] == pytest.approx(2 * summary["train_steps_per_second"])
+
+
 def test_token_count_continues_after_resume(tmp_path):
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 3}
     whole = make(tmp_path, TEXTS * 2, **options)

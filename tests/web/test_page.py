@@ -24,7 +24,7 @@ from burnish.serve.page.command import read_options
 from burnish.serve.page.home import Home
 from burnish.serve.page.layout import BOXES, DEPENDS, PRESETS
 from burnish.serve.page.places import Roots
-from burnish.serve.page.runs.follow import FilePosition, cursor_text, news, read_cursor
+from burnish.serve.page.runs.follow import FilePosition, cursor_text, end_of, news, read_cursor
 from burnish.serve.page.runs.log_columns import columns_of
 from burnish.serve.page.runs.series import thinned
 from burnish.serve.page.words import language_of, page_words
@@ -303,6 +303,14 @@ def test_truncated_log_is_fetched_again(tmp_path) -> None:
     (tmp_path / "trainer_log.jsonl").write_text('{"current_steps": 1, "loss": 1}\n')
     names = [name for name, _, _ in news("b" * 12, tmp_path, FilePosition(rows=1000), log=False)]
     assert names[0] == "resync"
+
+
+@pytest.mark.parametrize("name", ["run.log", "console.log"], ids=["started in a terminal", "started by the page"])
+def test_log_of_a_run_is_followed_from_its_current_end(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("step 1\n")
+    place = end_of(tmp_path, None)
+    (tmp_path / name).write_text("step 1\nstep 2\n")
+    assert [data["text"] for _, data, _ in news("b" * 12, tmp_path, place, log=True)] == ["step 2\n"]
 
 
 def test_new_rows_arrive_as_events_and_continue_from_the_cursor(page, root) -> None:

@@ -324,7 +324,7 @@ def _intervals(plan: Plan, prepared: Prepared) -> Iterator[Line]:
         if strategy == "steps":
             steps = steps_of(interval, total, options.logging_steps)
             how_often = "every step" if steps == 1 else f"every {steps:,} steps"
-            also_first = verb == "log" and options.logging_first_step and 1 < steps and total > 1
+            also_first = verb == "log" and options.logging_first_step and steps > 1 and total > 1
             count = math.ceil(total / steps) + also_first  # the last step is always included
             yield Line(verb, f"{how_often}, {'once' if count == 1 else f'{count:,} times'}", where)
         else:

@@ -254,11 +254,13 @@ def check_context(config: PreTrainedConfig, longest: int) -> list[Problem]:
     length = context_length(config)
     if length is None or longest <= length:
         return []
+    has_rope = isinstance(getattr(config.get_text_config(), "rope_parameters", None), dict)
+    extends = ", or extend the context with rope_scaling" if has_rope else ""
     return [
         Problem(
             f"the longest example has {longest:,} tokens, but the model's context length is {length:,}.",
             why="The model was not trained on positions beyond it.",
-            remedy=f"Set cutoff_len to {length} or less, or extend the context with rope_scaling.",
+            remedy=f"Set cutoff_len to {length} or less{extends}.",
         )
     ]
 

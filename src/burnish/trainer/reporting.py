@@ -27,7 +27,10 @@ class Count:
         self._has_warned = False
 
     def __call__(self, batch: Batch) -> tuple[int, int]:
-        rows, ids = find_batch_size(batch) or 0, tensors_by_name(batch).get(self.main_input)
+        tensors = tensors_by_name(batch)
+        rows, ids = find_batch_size(batch) or 0, tensors.get(self.main_input)
+        if "cu_seq_lens_q" in tensors:  # a padding-free batch is one row of several sequences
+            rows = len(tensors["cu_seq_lens_q"]) - 1
         if self.how == "no" or not isinstance(ids, torch.Tensor):
             return rows, 0
         return rows, self._without_padding(batch, ids) if self.how == "non_padding" else ids.numel()

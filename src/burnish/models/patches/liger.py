@@ -70,10 +70,8 @@ def liger_problems(device: torch.device) -> list[Problem]:
     if find_spec("liger_kernel") is None:
         reasons.append("it needs the library liger-kernel, which is not installed")
     remedy = "Remove the option: burnish's own layers give the same result."
-    return [
-        Problem(f'"enable_liger_kernel" is true, but {reason}.', remedy=remedy, option="enable_liger_kernel")
-        for reason in reasons
-    ]
+    what = f'"enable_liger_kernel" is true, but {"; ".join(reasons)}.'
+    return [Problem(what, remedy=remedy, option="enable_liger_kernel")] if reasons else []
 
 
 def takes_liger(options: LigerOptions, device: torch.device) -> bool:

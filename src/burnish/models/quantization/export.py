@@ -109,13 +109,10 @@ def check_quantized_export(options: QuantizedExportOptions, shapes: nn.Module) -
     weights."""
     method, bits = options.export_quantization_method, options.export_quantization_bit
     missing = [name for name in LIBRARY_OF[method] if find_spec(name) is None]
-    problems = [
-        problem
-        for name in missing
-        for problem in MissingExtraError(
-            name, '"export_quantization_bit"', EXTRA, option="export_quantization_bit"
-        ).problems
-    ]
+    problems: list[Problem] = []
+    if missing:  # the extra installs all of them
+        needed_for = '"export_quantization_bit"'
+        problems += MissingExtraError(missing[0], needed_for, EXTRA, option="export_quantization_bit").problems
     if method == "awq" and bits != 4:
         what = f'"export_quantization_method" awq writes 4 bits. Received: "export_quantization_bit" {bits}.'
         problems.append(

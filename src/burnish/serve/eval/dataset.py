@@ -37,7 +37,7 @@ class PredictOptions:
     """Predictions with ``burnish predict``."""
 
     save_dir: str | None = option(
-        None, "Folder for the results. Default: the folder of the run, for predictions.", names_place=True
+        None, "Folder for the results. Default: output_dir, or predictions in the folder of the run.", names_place=True
     )
 
 
@@ -53,7 +53,8 @@ def predict_sets(argv: Sequence[str]) -> int:
         )
         raise UserError(what, remedy="Set one, for example eval_dataset=heldout", option="eval_dataset")
     folder = expanded(paths[0]) if paths else Path()
-    beside = str(folder / _BESIDE) if len(paths) == 1 and folder.is_dir() else None
+    is_in_run = len(paths) == 1 and folder.is_dir() and not servings[0].options.output_dir
+    beside = str(folder / _BESIDE) if is_in_run else None
     return evaluate_dataset(servings, options.save_dir or beside, predicts=True)
 
 

@@ -30,7 +30,7 @@ from burnish.serve.page.routes.picking import Picking
 from burnish.serve.page.routes.shelf import Shelf
 from burnish.serve.page.runs.completions import completions
 from burnish.serve.page.runs.files import checkpoints, run_yaml_text, tail_lines
-from burnish.serve.page.runs.follow import CONSOLE, FilePosition, cursor_text, end_of, log_text, news, read_cursor
+from burnish.serve.page.runs.follow import FilePosition, console_of, cursor_text, end_of, log_text, news, read_cursor
 from burnish.serve.page.runs.predictions import predictions
 from burnish.serve.page.runs.run_warnings import warnings_of
 from burnish.serve.page.runs.runs import FoundRun, id_of
@@ -143,8 +143,8 @@ class Api:
     async def log(self, request: Request) -> Response:
         """The end of the run's console output; ``before`` pages back."""
         run = await self.site.run(request.path_params["id"])
-        path = next((p for name in (CONSOLE, "run.log") if (p := run.folder / name).is_file()), None)
-        if path is None:
+        path = console_of(run.folder)
+        if not path.is_file():
             return ShownJson({"from": 0, "text": ""})
         end = path.stat().st_size
         end = min(end, whole_number(request.query_params.get("before"), "before", end))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.secrets import without_secrets
+from burnish.report.console import RUN_LOG
 from burnish.report.metadata import EVENTS
 from burnish.serve.page.runs.files import LOG
 from burnish.serve.page.runs.listing import facts
@@ -85,8 +86,13 @@ def news(id: str, folder: Path, place: FilePosition, log: bool) -> Iterator[tupl
         yield from _console(id, folder, place)
 
 
+def console_of(folder: Path) -> Path:
+    """The file with the output of a run: of the process that the web UI started, or the log of any other run."""
+    return folder / (CONSOLE if (folder / CONSOLE).is_file() else RUN_LOG)
+
+
 def _console(id: str, folder: Path, place: FilePosition) -> Iterator[tuple[str, Any, FilePosition]]:
-    path = folder / CONSOLE
+    path = console_of(folder)
     size, begin = _size(path), min(place.console, _size(path))
     if size == begin:
         return
@@ -126,7 +132,7 @@ def mark_of(run: FoundRun) -> str:
 def end_of(folder: Path, run: FoundRun | None) -> FilePosition:
     """The position at the end of all current messages."""
     return FilePosition(
-        _size(folder / LOG), _size(folder / EVENTS), _size(folder / CONSOLE), mark_of(run) if run else ""
+        _size(folder / LOG), _size(folder / EVENTS), _size(console_of(folder)), mark_of(run) if run else ""
     )
 
 
