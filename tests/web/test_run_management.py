@@ -6,10 +6,12 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from burnish.report.metadata import launched
 from burnish.serve.page.runs.completions import completions
 from burnish.serve.page.runs.log_columns import columns_of
-from burnish.serve.page.runs.runs import read_run
+from burnish.serve.page.runs.runs import distinct_names, read_run
 
 
 def test_run_can_have_name_tags_and_notes_without_changing_its_folder(page, root) -> None:
@@ -137,3 +139,26 @@ def test_report_is_one_self_contained_file(page) -> None:
     assert not re.search(r"(src|href)=|<script|url\(|https?:", text)
     status, _, text = page.send("GET", f"/api/runs/{page.id_of('<img src=x onerror=alert(1)>')}/report")
     assert "<img src=x" not in text
+
+
+@pytest.mark.parametrize(
+    ("yaml", "kind"),
+    [
+        ("stage: sft", "train"),
+        ("do_predict: true  # predict.yaml, line 9", "predict"),
+        ("do_eval: true", "eval"),
+        ("do_train: false\ndo_eval: true\ndo_predict: true", "predict"),
+        ("do_train: true\ndo_predict: true", "train"),
+    ],
+)
+def test_run_without_training_is_listed_as_what_it_does(yaml: str, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "launch.json").write_text(json.dumps({"argv": ["burnish", "train", "run.yaml"], "time": 1.79e9}))
+    (tmp_path / "run.yaml").write_text(f"# written by burnish train\n{yaml}\n")
+    run = read_run(tmp_path)
+    assert run is not None
+    assert run.kind == kind
+
+
+def test_runs_of_the_same_name_are_shown_with_their_parents() -> None:
+    folders = [Path(text) for text in ("/s/first", "/s/qwen/lora/sft", "/s/qwen/full/sft", "/s/llama/lora/sft")]
+    assert list(distinct_names(folders).values()) == ["first", "qwen/lora/sft", "full/sft", "llama/lora/sft"]

@@ -24,7 +24,7 @@ from burnish.serve.page.options import NamedModel, WebOptions
 from burnish.serve.page.places import Roots
 from burnish.serve.page.runs.labels import labels
 from burnish.serve.page.runs.listing import facts
-from burnish.serve.page.runs.runs import FoundRun, KnownRuns, find, read_run
+from burnish.serve.page.runs.runs import FoundRun, KnownRuns, distinct_names, find, read_run
 
 FRESH_S = 1.5
 log = logging.getLogger("burnish.housekeeping")
@@ -43,6 +43,7 @@ class Site:
         self.machine = Machine()
         self._form: dict[str, Any] = {}
         self._found: list[FoundRun] = []
+        self._names: dict[Path, str] = {}
         self._known: KnownRuns = {}
         self._found_s = -FRESH_S
         self._finding = asyncio.Lock()
@@ -64,13 +65,15 @@ class Site:
             if time.monotonic() - self._found_s > fresh_s:
                 self._found = await asyncio.to_thread(find, self.places.roots, self._known)
                 self._found_s = time.monotonic()
+                self._names = distinct_names(run.folder for run in self._found)
         return self._found
 
     def facts(self, runs: Iterable[FoundRun]) -> list[dict[str, Any]]:
         """Runs as JSON, with user-defined names, tags and notes. ``title`` is the name that is shown."""
         known = labels(self.home)
         return [
-            {**facts(run), "folder": self.places.shown(run.folder), "title": label.get("name") or run.name,
+            {**facts(run), "folder": self.places.shown(run.folder),
+             "title": label.get("name") or self._names.get(run.folder, run.name),
              "tags": label.get("tags", []), "notes": label.get("notes", "")}
             for run in runs for label in [known.get(run.id, {})]
         ]  # fmt: skip

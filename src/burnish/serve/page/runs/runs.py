@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -273,9 +275,21 @@ def _kind(folder: Path, launch: Mapping[str, Any]) -> RunKind:
     if word in (["predict"], ["eval"]):
         return "predict" if word == ["predict"] else "eval"
     run_yaml = run_yaml_text(folder) if launch else ""
-    if "do_train: false" not in run_yaml:
-        return "train"
-    return "predict" if "do_predict: true" in run_yaml else "eval"
+    set_to = dict(re.findall(r"^do_(train|eval|predict): (true|false)\b", run_yaml, re.MULTILINE))
+    if set_to.get("train", "false") == "true" or "true" not in set_to.values():
+        return "eval" if set_to.get("train") == "false" else "train"
+    return "predict" if set_to.get("predict") == "true" else "eval"
+
+
+def distinct_names(folders: Iterable[Path]) -> dict[Path, str]:
+    """The last parts of each path, as many as distinguish it from the others: ``lora/sft``, ``full/sft``."""
+    names, depth = {folder: folder.name for folder in folders}, 1
+    while repeated := {name for name, count in Counter(names.values()).items() if count > 1}:
+        depth += 1
+        names = {
+            folder: "/".join(folder.parts[-depth:]) if name in repeated else name for folder, name in names.items()
+        }
+    return names
 
 
 def _metrics(folder: Path, kind: RunKind) -> dict[str, float]:
