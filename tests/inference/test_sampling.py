@@ -167,14 +167,14 @@ def test_sample_depends_only_on_key_and_position() -> None:
     assert len(set(first[:, 0].tolist())) == 15
 
 
-def test_a_million_noise_keys_are_distinct() -> None:
+def test_noise_keys_are_distinct() -> None:
     seeds, rows = (0, 1, 2**31, 2**32, 2**63), (0, 1, 2**20 - 1, 2**20, 2**21 + 5)
     keys = {
         NoiseKey(seed, purpose, generation, row, sample).words(position)
         for seed in seeds for purpose in (CHAT, ROLLOUT) for generation in range(10) for row in rows
-        for sample in range(40) for position in range(50)
+        for sample in range(20) for position in range(20)
     }  # fmt: skip
-    assert len(keys) == 1_000_000
+    assert len(keys) == 200_000
 
 
 def chi_square(counts: torch.Tensor, chances: torch.Tensor) -> float:

@@ -23,7 +23,7 @@ def outcome(function, x, weight, bias):
     return [projected, *torch.autograd.grad(projected, wanted, upstream)]
 
 
-@pytest.mark.parametrize("shape", [(64,), (1, 64), (3, 7, 64), (300, 2048)])
+@pytest.mark.parametrize("shape", [(64,), (1, 64), (3, 7, 64), pytest.param((300, 2048), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_linear_and_gradients_equal_autocast_bitwise(shape, dtype, has_bias):
@@ -39,7 +39,7 @@ def test_linear_and_gradients_equal_autocast_bitwise(shape, dtype, has_bias):
         assert torch.equal(mine, plain)
 
 
-@pytest.mark.parametrize("shape", [(1, 64), (3, 7, 64), (300, 2048)])
+@pytest.mark.parametrize("shape", [(1, 64), (3, 7, 64), pytest.param((300, 2048), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_transposed_weights_equal_autocast_bitwise(shape, dtype):
     torch.manual_seed(0)

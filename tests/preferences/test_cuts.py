@@ -17,6 +17,7 @@ from burnish.models.patches.capabilities import find_capabilities
 from burnish.parallel.options import ParallelOptions
 from burnish.parallel.single import SingleProcess
 from burnish.utils.patching import PatchOptions
+from representative import representative_slow
 from tiny_models import tiny_model
 
 pytestmark = pytest.mark.run
@@ -98,7 +99,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", representative_slow(CASES, ("sigmoid", "exo_pair", "mpo", "kto with ftx", "rm")))
 def test_update_does_not_depend_on_micro_batching_or_layout(name):
     kind, options = CASES[name]
     loss, whole = update(kind, CUTS["8x1"], **options)

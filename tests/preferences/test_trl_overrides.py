@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import burnish
 from pair_runs import make_pair_workspace
+from representative import representative_slow
 from two_processes import in_two_processes
 
 pytestmark = pytest.mark.run
@@ -75,7 +76,7 @@ def run(kind, bases, folder, output, **arguments):
 
 
 @pytest.mark.parametrize("name", ["compute_loss", "training_step", "prediction_step"])
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", representative_slow(TRAINERS, ("DPOTrainer",)))
 def test_override_receives_trl_batch_and_model_and_changes_nothing(kind, name, folder, tmp_path):
     mine, result, evaluated = run(kind, noting(name), folder, tmp_path / "mine")
     _, defaults, expected = run(kind, Usual, folder, tmp_path / "usual")
@@ -179,7 +180,7 @@ def test_batch_changed_by_a_script_is_trained(folder, tmp_path):
     assert mine.state.log_history[1]["rewards/margins"] < 0 < defaults.state.log_history[1]["rewards/margins"]
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", representative_slow(TRAINERS, ("CPOTrainer",)))
 def test_batch_replaced_in_prepare_inputs_is_trained(kind, folder, tmp_path):
     class Same:
         def _prepare_inputs(self, inputs):
@@ -242,7 +243,7 @@ def test_rows_tokenized_by_a_script_are_predicted_unchanged(kind, folder, tmp_pa
     assert mine.evaluate(mine.eval_dataset)["eval_loss"] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", representative_slow(KINDS, 1))
 def test_custom_collator_works_with_an_override(kind, folder, tmp_path):
     options = {"data_collator": KINDS[kind]}
     mine, defaults = (

@@ -33,7 +33,8 @@ pytestmark = pytest.mark.run
 @cache
 def sources_of(name: str) -> dict[str, str]:
     """The tests of a file: name -> its source, with the source of the tables and functions of the file it names."""
-    text = next(Path(__file__).parents[1].rglob(f"test_{name.rpartition('/')[2]}.py")).read_text(encoding="utf-8")
+    folder, _, file = name.rpartition("/")
+    text = (Path(__file__).parents[1] / folder / f"test_{file}.py").read_text(encoding="utf-8")
     lines, sources = text.splitlines(), {}
     for node in ast.parse(text).body:
         first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])

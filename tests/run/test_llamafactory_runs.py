@@ -17,6 +17,7 @@ from burnish.loop.state import TrainerState
 from burnish.parallel.precision import has_fast_bfloat16
 from burnish.run.plan.plan import RunOptions, aliases
 from burnish.run.plan.unsupported import ABSENT, NO_EFFECT
+from representative import representative_slow
 from small_run import WALK_THROUGH, make_model, records
 
 pytestmark = pytest.mark.run
@@ -143,6 +144,7 @@ resume_from_checkpoint: null
 SFT = "stage: sft\ndataset: alpaca_zh\ntemplate: qwen3_nothink\ncutoff_len: 256\n"
 EVALUATED = "val_size: 0.1\nper_device_eval_batch_size: 1\neval_strategy: steps\neval_steps: 500\n"
 LORA = "finetuning_type: lora\nlora_rank: 8\nlora_target: all\n"
+QUICK = ("full", "lora", "galore", "llama pro", "lora, as versions 0.7 and 0.8 wrote it")
 KINDS = {
     "full": (SFT + "finetuning_type: full\nbf16: true\ndeepspeed: ds_z3_config.json\n", "model"),
     "full, evaluated under an old name": (
@@ -190,7 +192,7 @@ def written(text, name="run.yaml"):
     return name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", representative_slow(KINDS, QUICK))
 def test_config_file_of_each_method_trains(workspace, kind):
     text, weights = KINDS[kind]
     if "deepspeed" in text:

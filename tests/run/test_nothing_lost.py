@@ -21,6 +21,7 @@ from burnish.run.plan.options import RunOptions
 from burnish.run.recovery.clearing import SOURCES, files_of_run
 from burnish.utils.files import cache_home
 from pair_runs import pairs
+from representative import representative_slow
 
 pytestmark = pytest.mark.run
 
@@ -334,7 +335,7 @@ def no_room_for(name: str) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("saves", ["steps", "no"])
-@pytest.mark.parametrize("name", REPORTS)
+@pytest.mark.parametrize("name", representative_slow(REPORTS, 2))
 def test_full_disk_during_a_report_loses_only_that_report(
     name: str, saves: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

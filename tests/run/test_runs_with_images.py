@@ -13,6 +13,7 @@ from burnish.cli import main
 from burnish.run.images.batches import RowCollator, check_processes
 from burnish.run.plan.options import RunOptions
 from image_runs import OTHERS, RECORDS, TEMPLATES, make_workspace, train, write_sets
+from representative import representative_slow
 from run_outputs import history, same_weights
 from vision_models import golden, image_models
 
@@ -35,7 +36,7 @@ def test_first_loss_matches_transformers(workspace, family):
     assert result == [pytest.approx(expected, abs=1e-4)]
 
 
-@pytest.mark.parametrize("family", [*TEMPLATES, "llava_onevision", "smolvlm", "paligemma"])
+@pytest.mark.parametrize("family", representative_slow([*TEMPLATES, "llava_onevision", "smolvlm", "paligemma"], 2))
 @pytest.mark.parametrize("options", [{}, {"finetuning_type": "lora", "stage": "dpo", "dataset": "pairs"}], ids=str)
 def test_image_rows_are_padding_free_in_a_run(workspace, monkeypatch, capsys, family, options):
     shapes = []
@@ -51,7 +52,7 @@ def test_image_rows_are_padding_free_in_a_run(workspace, monkeypatch, capsys, fa
     assert "padded" not in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("family", representative_slow(OTHERS, ("mllama", "smolvlm")))
 def test_other_families_have_equal_losses_for_any_micro_batching(workspace, family):
     one = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 4}
     alone = losses(train(workspace, f"alone-{family}", family, **one))
@@ -69,9 +70,11 @@ def test_model_that_mixes_rows_uses_one_row_per_batch(workspace, capsys):
 
 @pytest.mark.parametrize(
     "cut",
-    [{"padding_free": False}, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
-     {"max_tokens_per_batch": 130}, {"packing": True, "per_device_train_batch_size": 1,
-      "gradient_accumulation_steps": 1, "cutoff_len": 1024}, {"image_cache": "none"}, {"dataloader_num_workers": 1}],
+    representative_slow([
+        {"padding_free": False}, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+        {"packing": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "cutoff_len": 1024},
+        {"max_tokens_per_batch": 130}, {"image_cache": "none"}, {"dataloader_num_workers": 1},
+    ], 3),
     ids=lambda cut: next(iter(cut)),
 )  # fmt: skip
 def test_update_does_not_depend_on_micro_batching(workspace, cut):
@@ -80,7 +83,7 @@ def test_update_does_not_depend_on_micro_batching(workspace, cut):
     assert parts == pytest.approx(whole, abs=2e-5)
 
 
-@pytest.mark.parametrize("stage", ["dpo", "kto"])
+@pytest.mark.parametrize("stage", representative_slow(["dpo", "kto"], 1))
 def test_initial_preference_loss_with_images_equals_reference(workspace, stage):
     dataset = {"dpo": "pairs", "kto": "verdicts"}[stage]
     size = {"dpo": 4, "kto": 8}[stage]
@@ -98,7 +101,7 @@ def test_initial_preference_loss_with_images_equals_reference(workspace, stage):
     assert losses(before) == pytest.approx(flat, abs=2e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("family", representative_slow(["qwen2_5_vl", "gemma3"], 1))
 def test_reference_model_processes_images(workspace, family):
     options = {"stage": "dpo", "dataset": "pairs", "finetuning_type": "lora", "learning_rate": 1e-2}
     own = losses(train(workspace, f"own-{family}", family, **options))
