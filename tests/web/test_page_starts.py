@@ -15,6 +15,7 @@ import burnish
 from burnish.config.options import specs
 from burnish.report.metadata import launched
 from burnish.run.plan.options import RunOptions
+from representative import representative_slow
 
 OPTIONS = specs(RunOptions)
 RISKY = {name: spec for name, spec in OPTIONS.items() if spec.risky}
@@ -254,7 +255,7 @@ NAMES = ("run.yaml", "launch.json", "outcome.json", "events.jsonl", "trainer_log
          "trainer_state.json")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", representative_slow(NAMES, ("run.yaml", "launch.json", "trainer_log.jsonl")))
 def test_link_in_a_run_shows_nothing_outside_of_the_run(page, root, name) -> None:
     outside = root.parent / "outside.txt"
     row = '{"current_steps": 1, "loss": 0.123456, "state": "failed", "kind": "best", "text": "SECRET", "time": 2e9, '
