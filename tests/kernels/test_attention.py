@@ -94,6 +94,23 @@ def test_autocast_sets_dtype_even_if_queries_and_values_differ():
     assert mixed.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("before", [1, 37, 300])
+def test_long_sequence_attends_to_a_shared_prefix_and_causally_to_itself(before):
+    length = attention._LONG + 7
+    key, value = (torch.randn(before + length, 2, 8, requires_grad=True) for _ in range(2))
+    query = torch.randn(length, 4, 8, requires_grad=True)
+    bounds = (torch.tensor([0, count], dtype=torch.int32) for count in (length, before + length))
+    (begins, begins_of_keys), most = bounds, before + length
+    result = flat_attention(query, key, value, Sequences(begins, length, begins_of_keys, most), Scores())
+    every = torch.cat([query.new_zeros(before, 4, 8), query])
+    expected = whole(every, key, value, Scores(), [most])[before:]
+    assert (result - expected).abs().max() < 1e-5
+    upstream = torch.randn_like(result)
+    grads = (torch.autograd.grad((made * upstream).sum(), (query, key, value)) for made in (result, expected))
+    for got, wanted in zip(*grads, strict=True):
+        assert (got - wanted).abs().max() < 1e-4
+
+
 def test_dropout_zeroes_weights_and_keeps_the_mean():
     ones = [torch.ones(4000, 1, 1), torch.zeros(4000, 1, 1), torch.ones(4000, 1, 1)]
     torch.manual_seed(0)

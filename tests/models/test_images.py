@@ -250,6 +250,21 @@ def test_images_are_prepared_once_and_prefetched(models):
     assert sorted(recorded) == sorted({image.identity for row in rows for image in row["images"]})
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava"])
+def test_cached_images_are_restored_bit_for_bit_in_half_the_memory(models, family):
+    result = models(family)
+    image = image_rows(result, STEPS[family]["rows"])[0]["images"][0]
+    num_frames = getattr(result.processor.processor, "temporal_patch_size", 1)
+    prepare = lambda one: result.processor.tensors(one.image)  # noqa: E731
+    ahead = PreparedAhead(prepare, lambda row: row["images"], 1, 1 << 20, 1 << 30, num_frames)
+    expected = prepare(image)
+    for found in (ahead(image), ahead(image)):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    kept = ahead._kept[image.identity]["pixel_values"]
+    assert kept.numel() * (1 if family == "llava" else 2) == expected["pixel_values"].numel()
+
+
 def _has_own_sizes(case: dict) -> bool:
     """Whether the image processor is given the images as they are, so that they can be drawn by their names."""
     names = golden()["records"][case["record"]]["images"]

@@ -153,6 +153,8 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 _SHORT = 384
 """Maximum number of tokens for which a sequence in 16 bits is computed by plain products on a CPU. For a sequence with
 more keys than tokens, the same number of scores applies."""
+_LONG = 600
+"""Minimum number of tokens of a sequence whose mask is made causal (``_is_mostly_own``)."""
 
 
 def _by_runs(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scores: Scores) -> Tensor:
@@ -207,7 +209,10 @@ def _one(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         )
     if is_half_on_cpu(query) and window is None and not scores.dropout:
         return blockwise_attention(query, key, value, _scale(query, scores))
-    needs_band = window is not None or before > 0
+    is_filled = window is None and _is_mostly_own(query, before)
+    if is_filled:  # queries whose results are not used, so that the mask is causal
+        query = F.pad(query, (0, 0, before, 0))
+    needs_band = window is not None or (before > 0 and not is_filled)
     mixed = F.scaled_dot_product_attention(
         query.unsqueeze(0),
         key.unsqueeze(0),
@@ -218,7 +223,19 @@ def _one(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         dropout_p=scores.dropout,
         enable_gqa=query.shape[0] != key.shape[0],
     )
-    return mixed.squeeze(0)
+    return mixed[0, :, -length:]
+
+
+def _is_mostly_own(query: Tensor, before: int) -> bool:
+    """Return whether the keys before a long sequence (H, L, D) are few.
+
+    On a CPU, the fused kernel skips the keys after a block of queries only if the mask is causal rather than a tensor.
+    Measured on one AVX2 core (6 heads of size 64 with 2 key heads, forward and backward, float32), ms with a tensor,
+    with a causal mask and queries of zeros for the keys before the sequence: 480 tokens after 32 keys 22, 24; 600 after
+    32 35, 32; 800 after 27 59, 46; 800 after 400 84, 86; 1,200 after 100 137, 95; 2,000 after 40 360, 224.
+    """
+    length = query.shape[1]
+    return query.device.type == "cpu" and length >= _LONG and 0 < before <= length // 4
 
 
 def _band(

@@ -98,7 +98,7 @@ def collator_of(
     if options.image_cache == "disk":
         tensors = _on_disk(options, family, processor, tensors)
     left_out = _left_out(options, family, processor, tensors)
-    prepared = _prepared(options, left_out or tensors)
+    prepared = _prepared(options, left_out or tensors, getattr(family.processor, "temporal_patch_size", 1))
 
     def image_collator(is_flat: bool, shares: bool = False) -> ImageCollator:
         text = collator(options, pad_id, is_flat, shares)
@@ -170,10 +170,10 @@ def _left_out(options: RunOptions, family: Family, processor: ImageProcessor, te
     return LeftOut(tensors, blank)
 
 
-def _prepared(options: RunOptions, prepare: Prepare) -> Prepare:
+def _prepared(options: RunOptions, prepare: Prepare, num_frames: int) -> Prepare:
     """Return the function image -> tensors; in threads ahead of time, unless worker processes collate."""
     if options.dataloader_num_workers:
         return prepare
     threads = max(1, min(8, (os.cpu_count() or 2) - 1))
     cache_bytes = options.image_cache_mb * 2**20 if options.image_cache == "memory" else 0
-    return PreparedAhead(prepare, images_of, threads, options.image_ahead_mb * 2**20, cache_bytes)
+    return PreparedAhead(prepare, images_of, threads, options.image_ahead_mb * 2**20, cache_bytes, num_frames)
