@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from burnish.config.options import RawValue
+from burnish.explain.model import tried_patches
 from burnish.explain.view import Line, Sample, Section, drawn, without_colors
+from burnish.kernels.tied import TIED
 from burnish.run.plan.memory import DecoderShape, Formats, disk_bytes, layer_bytes_per_token, memory_terms, shown_bytes
+from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan, plan
 from burnish.run.plan.resources import Sizes
 
@@ -23,6 +26,14 @@ def tiny_config(layers: int) -> Any:
         vocab_size=128, hidden_size=64, intermediate_size=160, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2,
     )  # fmt: skip
+
+
+def test_tied_embedding_is_listed_by_the_config_of_the_whole_model() -> None:
+    from transformers import Qwen2_5_VLConfig
+
+    options = RunOptions(model_name_or_path="x", fused_loss=True)
+    listed = [TIED in tried_patches(options, Qwen2_5_VLConfig(tie_word_embeddings=tied)) for tied in (True, False)]
+    assert listed == [True, False]
 
 
 def saved_bytes(model: torch.nn.Module, tokens: int) -> int:

@@ -114,7 +114,8 @@ def tried_patches(options: RunOptions, config: Any) -> list[Reason]:
     """Patches that the run tries on the loaded model, and keeps if the model's results do not change."""
     wanted = {
         PADDING_FREE: wants_padding_free(options) and takes_own_attention(options),
-        TIED: options.fused_loss is not False and config.get_text_config().tie_word_embeddings,
+        # transformers ties by the config of the whole model; that of its language model may lack the setting.
+        TIED: options.fused_loss is not False and getattr(config, "tie_word_embeddings", False),
         LIGER: takes_liger(options, device_of(options)),
     }
     found = [why for why, is_wanted in wanted.items() if is_wanted and allows(options, why)]

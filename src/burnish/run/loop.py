@@ -1,4 +1,5 @@
-"""The training loop of ``burnish train``: applies changed learning rates on resume, and names the records of a step."""
+"""The training loop of ``burnish train``: applies changed learning rates on resume, and names the records of a step and
+of damaged images."""
 
 from __future__ import annotations
 
@@ -6,8 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from burnish.config.errors import UserError
+from burnish.data.images.image_file import DamagedImage, ImageFile, files_of
 from burnish.data.origins import Origins, origins_in_words
-from burnish.loop.loop import Loop
+from burnish.data.rows.store import Rows
+from burnish.loop.loop import Loop, TrainOutput
 from burnish.report.console import note
 from burnish.run.plan.options import RunOptions
 
@@ -24,6 +28,27 @@ class RunLoop(Loop):
     def __init__(self, options: RunOptions, origins: Origins, **parts: Any) -> None:
         super().__init__(options, **parts)
         self.origins = origins
+
+    def train(self) -> TrainOutput:
+        """Like ``Loop.train``. Raises UserError with the record of an image that cannot be decoded."""
+        try:
+            return super().train()
+        except DamagedImage as error:
+            place = self._record_of(error.image)
+            if place is None:
+                raise
+            what = f'{error.image.place} "{error.image.path}" {error.what}'.strip()
+            remedy = "Replace the file, or set on_bad_record: drop to skip such records."
+            raise UserError(what, where=place, remedy=remedy) from None
+
+    def _record_of(self, image: ImageFile) -> str | None:
+        """Return the place of the first record with an image; None if all rows are not known in advance."""
+        rows = self.origins.rows
+        if not isinstance(rows, Rows):
+            return None
+        found = (number for number, row in enumerate(rows) if any(one.path == image.path for one in files_of(row)))
+        number = next(found, None)
+        return None if number is None else self.origins.place(rows.origin(number))
 
     def load(self, folder: Path) -> None:
         """Continue from a checkpoint. Learning rates come from the options, not from the checkpoint."""

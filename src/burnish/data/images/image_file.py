@@ -49,6 +49,20 @@ class BadImage(ValueError):
     """A file that cannot be used as an image; the message continues a sentence that begins with its name."""
 
 
+class DamagedImage(UserError):
+    """An image with a valid header that cannot be decoded.
+
+    Args:
+        image: the image, whose record ``run.loop`` adds to the message.
+        what: the end of the message, as of ``BadImage``.
+    """
+
+    def __init__(self, image: ImageFile, what: str) -> None:
+        where = image.place if image.content else image.path
+        super().__init__(f"the image {what}", where=where, remedy="Replace the file.")
+        self.image, self.what = image, what
+
+
 class UnsupportedMedia(BadImage):
     """A video in a record for a model that supports images only."""
 
@@ -134,6 +148,12 @@ def images_of(row: Mapping[str, Any], prefix: str = "") -> list[ImageFile]:
     return [ImageFile.from_json(one) for one in row.get(f"{prefix}images") or ()]
 
 
+def files_of(row: Mapping[str, Any]) -> list[ImageFile]:
+    """Return the image files of a row; of a video, its frames."""
+    images = [*images_of(row), *images_of(row, "kl_")]
+    return [file for image in images for file in (image.frames or (image,))]
+
+
 def read_header(path: str | Path, **known: Any) -> ImageFile:
     """Read the header of an image file without decoding it (0.1 ms). Args: known: additional fields.
 
@@ -204,7 +224,8 @@ def load(image: ImageFile) -> Image:
     """Decode an image to RGB, with the size from its header.
 
     Raises:
-        UserError: if the file has changed, is not an image, or is truncated.
+        DamagedImage: if the file is truncated or not an image.
+        UserError: if it has changed since its header was read.
     """
     return upright(image).convert("RGB")
 
@@ -230,8 +251,7 @@ def _decoded(file: str | BytesIO, image: ImageFile, size: int) -> Image:
             opened.load()
             return _rotated(_without_alpha(opened), turn)
     except (BadImage, OSError, SyntaxError, EOFError) as error:  # Pillow raises SyntaxError for a broken PNG
-        where = image.place if image.content else image.path
-        raise UserError(f"the image {cut_off(error, size)}", where=where, remedy="Replace the file.") from None
+        raise DamagedImage(image, cut_off(error, size)) from None
 
 
 def thumbnail(content: bytes, side: int) -> bytes:

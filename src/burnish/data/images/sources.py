@@ -27,6 +27,7 @@ from burnish.data.images.image_file import BadImage, ImageFile, in_memory, read_
 from burnish.utils.files import cache_home, check_below_roots
 
 _NO_BASE64 = re.compile(r"[^A-Za-z0-9+/=\s]")
+_BASE64_BEGINS = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
 _SHOWN = 60
 
 
@@ -76,11 +77,13 @@ class MediaReader:
             return read_header(path, place=place, min_pixels=least, max_pixels=most, **known)
         except BadImage as error:
             raise BadImage(f"{named} {error}") from None
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            if _is_base64_image(value):
+                raise BadImage(f'{named} is base64. Write "data:image/jpeg;base64," before it.') from None
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):
+                raise BadImage(f"{named} cannot be read: {error.strerror}.") from None
             looked = " and ".join(map(str, self.folders)) or str(Path.cwd())
             raise MissingImage(f"{named} was not found. Searched: {looked}.", self._nearest(Path(path).name)) from None
-        except OSError as error:
-            raise BadImage(f"{named} cannot be read: {error.strerror}.") from None
         except UnicodeEncodeError:
             raise BadImage(f"{named} cannot be read: its path is not valid Unicode.") from None
 
@@ -151,6 +154,11 @@ def stored(content: bytes) -> str:
         partial.write_bytes(content)
         partial.replace(path)
     return str(path)
+
+
+def _is_base64_image(value: Any) -> bool:
+    """Return whether a value is the base64 of a JPEG, PNG, GIF or WebP file, rather than a path."""
+    return isinstance(value, str) and value.startswith(_BASE64_BEGINS) and len(value) > _SHOWN
 
 
 def _decoded(uri: str, place: str) -> bytes:
