@@ -70,7 +70,7 @@ REJECTED = [
     Wrong("A21b", ["wandbb", "wandb"], {"report_to": "wandbb"}),
     Wrong("A23", ["Wqkv", "q_proj"], {"finetuning_type": "lora", "lora_target": "Wqkv"}),
     Wrong("A23b", ["Wqkv", "q_proj"], {"finetuning_type": "lora", "lora_target": "q_proj,Wqkv"}),
-    Wrong("A24b", ["1000 warm-up steps", "3 steps", "warmup_steps"], {"warmup_steps": "1000"}),
+    Wrong("A24b", ["1000 warmup steps", "3 steps", "warmup_steps"], {"warmup_steps": "1000"}),
     Wrong("A25", ["save_steps", "greater than 0"], {"save_steps": "0"}),
     Wrong("A27", ["eval_strategy", "eval_dataset", "val_size"], {"eval_strategy": "steps"}),
     Wrong("A28", ["val_size"], {"val_size": "0.9999"}),

@@ -69,7 +69,7 @@ class CheckpointOptions:
         names_place=True,
     )
     resume_despite_changes: bool = option(
-        False, "Resume even if data, model, seed or batch size differ from those of the checkpoint."
+        False, "Resume even if data, model, seed or batch size have changed since the checkpoint."
     )
     save_total_limit: int | None = option(
         None, "Maximum number of checkpoints to keep. The oldest are deleted; the best is kept.", ge=1

@@ -40,8 +40,8 @@ class DataOptions:
     val_size: float = option(0.0, "Validation split: a fraction below 1, or a number of examples.", ge=0)
     mix_strategy: str = option(
         "concat",
-        "How datasets are combined: concat, or interleave_*: until the first is exhausted (under), until all are "
-        "exhausted (over), or without repeating examples (once).",
+        "How datasets are combined: one after the other (concat), or interleaved until the first is exhausted "
+        "(interleave_under), until all are exhausted (interleave_over), or with each example once (interleave_once).",
         choices=("concat", "interleave_under", "interleave_over", "interleave_once"),
     )  # fmt: skip
     interleave_probs: list[float] | None = option(None, "Sampling probability of each interleaved dataset.")

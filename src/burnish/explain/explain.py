@@ -240,7 +240,7 @@ def _steps(plan: Plan, prepared: Prepared) -> Section:
         Line("processes", f"x {plan.world_size} = {rows}", starter),
     ]
     if (waiting := _share_of_waiting(plan, prepared)) is not None:
-        text = f"{100 * waiting:.2g}% of the time of a process (estimate that assumes time proportional to tokens)"
+        text = f"{100 * waiting:.2g}% of the time of each process (estimate: time is proportional to tokens)"
         lines.append(Line("waiting", text))
     if options.max_tokens_per_batch is not None:
         text = f"as few as possible, each of at most {options.max_tokens_per_batch:,} tokens"

@@ -57,8 +57,8 @@ class LoopOptions:
     logging_nan_inf_filter: bool = option(True, "Exclude NaN and infinite losses from the logged mean.")
     on_non_finite: str = option(
         "stop",
-        "What to do after a step whose loss or gradient is not finite: stop, or skip it and continue. Such "
-        "a step is never applied.",
+        "What to do after a step whose loss or gradient is not finite: stop, or skip it and continue. The "
+        "update of such a step is never applied.",
         choices=("stop", "skip"),
     )  # fmt: skip
 

@@ -152,7 +152,7 @@ def check_curve(options: CurveOptions, max_steps: int) -> list[Problem]:
     if options.warmup_steps < 1 or not _never_peaks(options, max_steps):
         return []
     what = (
-        f"the learning rate would never reach its peak: {options.warmup_steps:g} warm-up steps (warmup_steps) in a "
+        f"the learning rate would never reach its peak: {options.warmup_steps:g} warmup steps (warmup_steps) in a "
         f"run of {max_steps} steps."
     )
     return [

@@ -84,7 +84,7 @@ def watch(run: Loop, folder: Path, options: ProfileOptions) -> None:
         (run.parallel, "step", "optimizer"),
         (run.optimizer, "zero_grad", "optimizer"),
     ):
-        patch(owner, name, clock.around(part, getattr(owner, name)), Reason(part, "profile times it"))
+        patch(owner, name, clock.around(part, getattr(owner, name)), Reason(part, "its duration is measured (profile)"))
     run.callbacks.callbacks.append(ProfileCallback(clock, folder, options.profile_steps))
 
 

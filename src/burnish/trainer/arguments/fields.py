@@ -67,8 +67,8 @@ class Fields(ReportFields, Groups):
     )
     on_non_finite: str = option(
         "skip",
-        "What to do after a step whose loss or gradient is not finite: stop, or skip it and continue. Such "
-        "a step is never applied.",
+        "What to do after a step whose loss or gradient is not finite: stop, or skip it and continue. The "
+        "update of such a step is never applied.",
     )
     needed_tokens_only: bool | None = option(
         None,
