@@ -28,7 +28,7 @@ OTHERS = {
         "auto_map",  # of models with their own code
     },
     "model": {
-        "module", "given", "no_sync", "_orig_mod",  # wrappers
+        "module", "original", "no_sync", "_orig_mod",  # wrappers
         "get", "is_benchmark", "is_dir", "removesuffix", "seed",  # other objects of that name
         "quantize", "save", "score",  # of gptqmodel, of classifiers
         "has_new_tokens", "hf_device_map", "is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit",

@@ -228,7 +228,7 @@ def test_randomly_disconnecting_clients_leave_no_slots_occupied(serve) -> None:
     assert post(running, "/v1/chat/completions", {**CHAT, "max_tokens": 2})[0] == 200
 
 
-def test_slow_client_blocks_nobody_and_gets_larger_deltas(serve) -> None:
+def test_slow_client_does_not_block_others_and_gets_larger_deltas(serve) -> None:
     running = serve(engine=ScriptedEngine(lambda ask: [65] * 480))
     slow = open_stream(running, receive_buffer=2048)
     time.sleep(0.3)

@@ -91,7 +91,7 @@ def test_predictions_and_evaluations_are_listed_by_type(page, root) -> None:
     assert page.send("GET", f"/runs/{page.id_of('told')}")[0] == 200
 
 
-def test_throughput_of_a_run_is_that_of_its_last_interval(tmp_path: Path) -> None:
+def test_throughput_of_a_run_is_measured_over_its_last_interval(tmp_path: Path) -> None:
     rows = [
         {"current_steps": 1, "loss": 2.0, "total_tokens": 100, "time": 50.0, "throughput": 5.0},
         {"current_steps": 2, "loss": 2.0, "total_tokens": 400, "time": 51.0, "throughput": 9.0},
@@ -151,7 +151,7 @@ def test_report_is_one_self_contained_file(page) -> None:
         ("do_train: true\ndo_predict: true", "train"),
     ],
 )
-def test_run_without_training_is_listed_as_what_it_does(yaml: str, kind: str, tmp_path: Path) -> None:
+def test_run_without_training_is_listed_by_its_kind(yaml: str, kind: str, tmp_path: Path) -> None:
     (tmp_path / "launch.json").write_text(json.dumps({"argv": ["burnish", "train", "run.yaml"], "time": 1.79e9}))
     (tmp_path / "run.yaml").write_text(f"# written by burnish train\n{yaml}\n")
     run = read_run(tmp_path)

@@ -45,7 +45,7 @@ def rollouts_section(plan: Plan, prepared: Prepared) -> Iterator[Section]:
 
 
 def _phases(plan: Plan, prepared: Prepared, objective: RolloutObjective) -> Iterator[Line]:
-    """The phases of a generation, with what each needs beside the weights."""
+    """Yield a line per phase of a rollout step: its memory and its forward passes."""
     options, shape = plan.options, DecoderShape.of(prepared.config.get_text_config())
     slots = slots_of(objective, device_of(options), prepared.config, longest_of(options, prepared.config))
     longest = max(prepared.sample.lengths, default=0) + options.max_completion_length

@@ -35,23 +35,23 @@ class ImageFeatures:
     """The images of a micro-batch.
 
     Args:
-        names: the inputs of the batch that are tensors of images.
-        counts: features of each image, as the rows have placeholders for them.
-        identities: of each image.
-        kept: what a frozen tower made of them, by the model that it belongs to.
-        video_placeholder: the token of features of videos, -1 for none or the same as of images.
+        names: keys of the batch whose values are tensors of images.
+        counts: number of features of each image, which equals its number of placeholders.
+        identities: a value per image that is equal for equal images.
+        outputs: cached output of a frozen vision tower, by the id of its model.
+        video_placeholder: placeholder token of videos; -1 if there is none, or if images use the same.
     """
 
     names: Sequence[str]
     counts: Sequence[int]
     identities: Sequence[object] = ()
-    kept: dict[int, Any] = field(default_factory=dict, repr=False)
+    outputs: dict[int, Any] = field(default_factory=dict, repr=False)
     video_placeholder: int = -1
 
     def share_with(self, other: ImageFeatures) -> None:
         """Share the outputs of a frozen tower with another micro-batch of the same images."""
         if self.identities == other.identities:
-            other.kept = self.kept
+            other.outputs = self.outputs
 
 
 def patch_vision_model(model: nn.Module) -> list[Patch]:
@@ -96,8 +96,8 @@ class ImageFeaturesHook:
     def _features(self, images: ImageFeatures, tensors: dict[str, Tensor]) -> Any:
         """Return the output of ``get_image_features``, (N, n, H) or a list of (n, H)."""
         key = id(self._model)
-        if key in images.kept:
-            return images.kept[key]
+        if key in images.outputs:
+            return images.outputs[key]
         is_frozen = not any(weight.requires_grad for weight in self._weights)
         with ExitStack() as modes:
             for tower in self._towers if is_frozen else ():
@@ -110,7 +110,7 @@ class ImageFeaturesHook:
                 f"{sum(images.counts)} placeholders for its {len(images.counts)} images."
             )
         if is_frozen:
-            images.kept[key] = made
+            images.outputs[key] = made
         return made
 
 

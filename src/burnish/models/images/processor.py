@@ -73,7 +73,7 @@ class ImageProcessor:
         """The tensors of one image, with a first axis of images, tiles or patches.
 
         Args:
-            image: of Pillow; for a video a pair of its patches (P, D) and the grids (frames, rows, columns) of them.
+            image: a Pillow image; for a video a pair of its patches (P, D) and their grids (frames, rows, columns).
         """
         if isinstance(image, tuple):
             patches, grids = image
@@ -150,7 +150,7 @@ def load_image_processor(options: ModelOptions, backend: str = "pil", **settings
 
 
 def video_settings_in(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the video processor in a checkpoint's folder; none where it has none.
+    """Return the settings of the video processor in a checkpoint's folder; empty if there are none.
 
     Args:
         settings: ``processor_config.json``, which may hold them.

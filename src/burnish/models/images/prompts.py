@@ -28,14 +28,14 @@ class PromptImages:
     """The images of one prompt.
 
     Args:
-        features: of each token 0, or 1 + the number of the feature in its place.
-        content_hashes: of each token 0, or a hash of the image that it stands for.
-        tensors: of its images.
-        grid: (3, T) rotary positions in time, height and width; None where the model has plain ones.
-        blocks: of each token the block of tokens that see each other; empty for none.
-        bidirectional_in_full_attention: whether they do so in layers of full attention too.
-        first_position: the position of the first token.
-        video_placeholder: the token of features of videos, -1 for none or the same as of images.
+        features: per token, 0 or 1 + the index of the feature that replaces it.
+        content_hashes: per token, 0 or a hash of the image at this placeholder.
+        tensors: input tensors of the images.
+        grid: (3, T) rotary positions in time, height and width; None if the model uses plain positions.
+        blocks: per token, the index of its block of bidirectional attention; empty if there are no blocks.
+        bidirectional_in_full_attention: whether blocks are bidirectional in full-attention layers as well.
+        first_position: position of the first token.
+        video_placeholder: placeholder token of videos; -1 if there is none, or if images use the same.
     """
 
     features: Sequence[int]

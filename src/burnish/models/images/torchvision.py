@@ -10,7 +10,7 @@ from burnish.config.errors import Problem, UserError
 
 
 def broken_torchvision() -> Problem | None:
-    """Return what is wrong with the installed torchvision; None if it works or is not installed."""
+    """Return a description of the problem with the installed torchvision; None if it works or is not installed."""
     if find_spec("torchvision") is None:
         return None
     try:

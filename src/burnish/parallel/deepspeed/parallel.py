@@ -137,7 +137,7 @@ class DeepSpeedParallel(MultiProcess):
             zero.micro_step_id = -1
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        inner = model.given if isinstance(model, _FromTuple) else getattr(model, "module", model)
+        inner = model.original if isinstance(model, _FromTuple) else getattr(model, "module", model)
         return super().unwrap(inner)
 
     @contextmanager
@@ -261,7 +261,7 @@ class _FromTuple(nn.Module):
 
     def __init__(self, runner: nn.Module, module: nn.Module) -> None:
         super().__init__()
-        self.runner, self.given = runner, module
+        self.runner, self.original = runner, module
 
     def forward(self, batch: Any) -> Loss:
         return Loss(*self.runner(batch))

@@ -30,7 +30,7 @@ from burnish.utils.json_files import read_object
 
 MOST_PRESETS = 200
 SHOWN = ("name", "group", "control", "default", "choices", "unit", "help", "short", "label", "aliases", "ignored")
-"""What the page shows of an option. The planner tells more, which the checks of values need."""
+"""Fields of an option that the page receives. The planner also returns fields for the validation of values."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 

@@ -48,7 +48,7 @@ class Roots:
         return resolved
 
     def hold(self, path: Path) -> bool:
-        """Tell whether a path, with links resolved, is inside a root."""
+        """Return whether a path, with links resolved, is inside a root."""
         return is_below(path, self.roots)
 
     def shown(self, path: Path) -> str:

@@ -22,8 +22,8 @@ def page_words(language: str) -> Mapping[str, str]:
 
 @cache
 def option_words(language: str) -> Mapping[str, Mapping[str, Any]]:
-    """Words on the options: labels and the short help of the first fields; in a language other than English also help,
-    titles of groups, units and reasons."""
+    """Translations for the options: labels and the short help of the main fields; in a language other than English also
+    help, group titles, units and reasons."""
     found: dict[str, dict[str, Any]] = json.loads((FOLDER / f"options.{language}.json").read_text(encoding="utf-8"))
     return {part: found.get(part, {}) for part in ("groups", "units", "reasons", "options", "labels", "short")}
 

@@ -34,7 +34,7 @@ class Images:
         self._decoding = asyncio.Semaphore(MOST_AT_ONCE)
 
     def routes(self) -> Iterator[tuple[str, str, Answer]]:
-        """Method, path, and what answers."""
+        """Routes: method, path, handler."""
         yield "GET", "/api/images", self.image
 
     async def image(self, request: Request) -> Response:

@@ -1,7 +1,7 @@
 """Responses that a run has written to ``generated_predictions*.jsonl``, some at a time.
 
 In: a run's folder, a file and a place in it. Out: rows with ``prompt``, ``predict``, ``label`` and ``images`` (paths),
-or with the scores of a pair. The files may come from anybody: what is not a line of a run is left out.
+or with the scores of a pair. The files are untrusted: invalid lines are skipped.
 """
 
 from __future__ import annotations
