@@ -6,7 +6,7 @@ import pytest
 
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report.plots import plot_history, plot_margins
-from burnish.report.preferences import FALLING_CHOSEN, ChosenFallsCallback
+from burnish.run.callbacks import FALLING_CHOSEN, ChosenFallsCallback
 from pair_runs import make_pair_workspace, train_on_pairs
 
 
