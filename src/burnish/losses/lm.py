@@ -280,11 +280,7 @@ class ModelWithLoss(nn.Module):
 
     def _sums_in_chunks(self, head: Head, inputs: dict[str, Any], targets: Targets) -> TokenSums:
         """Compute the sums from hidden states, in chunks."""
-        is_joined = self._tied is not None and head.linear.weight.requires_grad and is_grad_enabled()
-        with self._tied.joined() if self._tied is not None and is_joined else nullcontext() as joined:
-            hidden = head.hidden_at(targets.positions, **inputs)  # (N, H)
-        # Read the weight here: ZeRO-3 may have released a tied weight after the embedding ran.
-        weight = head.linear.weight if joined is None else joined
+        hidden, weight = hidden_and_weight(head, self._tied, targets.positions, inputs)
         return sums_of_hidden(hidden, head, targets, self._rules, self._backend, weight)
 
     def _loss_from_logits(self, inputs: dict[str, Any], targets: Targets) -> Loss:
@@ -313,6 +309,17 @@ def tied_embedding(model: Any, head: Head) -> TiedEmbedding | None:
     """The input embedding if it shares the head's weight and only looks up rows, else None."""
     embedding = model.get_input_embeddings()
     return TiedEmbedding.of(embedding) if getattr(embedding, "weight", None) is head.linear.weight else None
+
+
+def hidden_and_weight(
+    head: Head, tied: TiedEmbedding | None, positions: Tensor, inputs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Hidden states (N, H) at ``positions``, and the head's weight (V, H), which shares its gradient with ``tied``."""
+    is_joined = head.linear.weight.requires_grad and is_grad_enabled()
+    with tied.joined() if tied is not None and is_joined else nullcontext() as joined:
+        hidden = head.hidden_at(positions, **inputs)
+    # Read the weight here: ZeRO-3 may have released a tied weight after the embedding ran.
+    return hidden, head.linear.weight if joined is None else joined
 
 
 def is_reentrant(options: CheckpointingChoices) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -67,6 +68,7 @@ class AnswersObjective(StageObjective):
         self.reference: Reference | None = None
         self.head: Head | None = None
         self.makes_some_logits = False
+        self.value_head: nn.Module | None = None
         self.aux_coefficient = 0.0
         self.collate: Collate = not_configured
 
@@ -93,22 +95,24 @@ class AnswersObjective(StageObjective):
     def allows_prefix_sharing(self, model: nn.Module) -> bool:
         return not aux_coefficient(causal_lm(model), self.options.router_aux_loss_coef)
 
+    @property
+    def rules(self) -> LogpRules:
+        """What is computed for each token of the policy, without the softcap of the model."""
+        return LogpRules(accuracy=True, entropy=True, sum_squared_probs=self.needs_sum_of_squares)
+
     def module(self, model: nn.Module) -> SequenceModel:
         """The model wrapped so that it returns log-probabilities of responses. Requires ``fit`` first."""
-        options = self.options
-        rules = LogpRules(
-            self.head.softcap if self.head else None, accuracy=True, entropy=True,
-            sum_squared_probs=self.needs_sum_of_squares,
-        )  # fmt: skip
-        self.aux_coefficient = aux_coefficient(causal_lm(model), options.router_aux_loss_coef)
+        rules = replace(self.rules, softcap=self.head.softcap if self.head else None)
+        self.aux_coefficient = aux_coefficient(causal_lm(model), self.options.router_aux_loss_coef)
         return SequenceModel(
-            model, self.head, self.makes_some_logits, rules, bool(self.aux_coefficient), options, self.batch_keys
-        )
+            model, self.head, self.makes_some_logits, rules, bool(self.aux_coefficient), self.options, self.batch_keys,
+            self.value_head,
+        )  # fmt: skip
 
     def module_of_reference(self, model: nn.Module) -> SequenceModel:
         """A second model (the reference) wrapped in the same way."""
         head = None if self.options.fused_loss is False else find_head(model)
-        rules = LogpRules(head.softcap if head else None)
+        rules = LogpRules(head.softcap if head else None, temperature=self.rules.temperature)
         makes_some = head is None and makes_some_logits(model)
         return SequenceModel(model, head, makes_some, rules, False, self.options, self.batch_keys)
 

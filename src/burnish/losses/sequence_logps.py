@@ -10,7 +10,6 @@ of each sequence, with gradient. Only positions that predict a trained token pas
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from burnish.kernels.token_logps import LogpRules, TokenLogps, linear_token_logp
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Row
 from burnish.losses.base import Collate
-from burnish.losses.lm import tied_embedding
+from burnish.losses.lm import hidden_and_weight, tied_embedding
 from burnish.losses.logits import logits_at, model_inputs, target_positions
 from burnish.utils.patching import PatchOptions, allows
 
@@ -137,14 +136,10 @@ class SequenceModel(nn.Module):
     def _in_chunks(
         self, head: Head, inputs: dict[str, Any], trained: Tensor, targets: Tensor, batch: Batch
     ) -> tuple[TokenLogps, Tensor, Tensor | None]:
-        is_joined = self._tied is not None and head.linear.weight.requires_grad and torch.is_grad_enabled()
-        with self._tied.joined() if self._tied is not None and is_joined else nullcontext() as joined:
-            hidden = head.hidden_at(trained, **inputs)  # (N, H)
+        hidden, weight = hidden_and_weight(head, self._tied, trained, inputs)
         values = None if self.value_head is None else self.value_head(hidden)
         if head.scale != 1.0:
             hidden = hidden * head.scale
-        # Read the weight here: ZeRO-3 may have released a tied weight after the embedding ran.
-        weight = head.linear.weight if joined is None else joined
         tokens = linear_token_logps(
             hidden, weight, targets, self._rules, head.linear.bias, batch.get("logp_gradients")
         )  # fmt: skip

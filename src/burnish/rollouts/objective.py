@@ -27,18 +27,16 @@ from burnish.checkpoint.parts import Part, Stateful
 from burnish.config.errors import UserError
 from burnish.inference.types import EVALUATION, ROLLOUT, SHUFFLE, NoiseKey
 from burnish.kernels.philox import permutation
-from burnish.kernels.probe import Capabilities, causal_lm, find_head, makes_some_logits
+from burnish.kernels.probe import Capabilities
 from burnish.kernels.token_logps import LogpRules
 from burnish.loop.modes import evaluating
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Example, Loss, Row, StepBatch
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder
-from burnish.losses.lm import aux_coefficient
 from burnish.losses.preference_options import ReferenceOptions
 from burnish.losses.responses import AnswersObjective, PairChoices, scoring
 from burnish.losses.rollouts.loss import BATCH_KEYS, RolloutLoss, RolloutLossChoices
 from burnish.losses.rollouts.options import OPTION_NAMES
-from burnish.losses.sequence_logps import SequenceModel
 from burnish.models.generate import GenerationOptions
 from burnish.rollouts.advantages import advantages
 from burnish.rollouts.completions import CompletionSource
@@ -124,7 +122,6 @@ class RolloutObjective(AnswersObjective):
         self.functions: list[RewardFunction] = load_rewards(options.reward_funcs, options.reward_weights)
         self.source: CompletionSource | None = None
         self.rewarding: Callable[..., RewardTable] = compute_rewards
-        self.value_head: nn.Module | None = None
         self.times = PhaseTimes()
         self.on_generation: Callable[[Sequence[Scored], Sequence[str], int, int], None] | None = None
 
@@ -224,28 +221,10 @@ class RolloutObjective(AnswersObjective):
 
     # --- the model ----------------------------------------------------------------------------------------------------
 
-    def module(self, model: nn.Module) -> SequenceModel:
-        rules = LogpRules(
-            self.head.softcap if self.head else None, entropy=True, temperature=self.choices.temperature,
-            entropy_gradient=self.token_loss.has_bonus,
-        )  # fmt: skip
-        self.aux_coefficient = aux_coefficient(causal_lm(model), self.options.router_aux_loss_coef)
-        return SequenceModel(
-            model,
-            self.head,
-            self.makes_some_logits,
-            rules,
-            bool(self.aux_coefficient),
-            self.options,
-            self.batch_keys,
-            self.value_head,
-        )
-
-    def module_of_reference(self, model: nn.Module) -> SequenceModel:
-        head = None if self.options.fused_loss is False else find_head(model)
-        rules = LogpRules(head.softcap if head else None, temperature=self.choices.temperature)
-        makes_some = head is None and makes_some_logits(model)
-        return SequenceModel(model, head, makes_some, rules, False, self.options, self.batch_keys)
+    @property
+    def rules(self) -> LogpRules:
+        temperature, has_bonus = self.choices.temperature, self.token_loss.has_bonus
+        return LogpRules(entropy=True, temperature=temperature, entropy_gradient=has_bonus)
 
     @property
     def parts(self) -> Mapping[str, Stateful | Part]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from burnish.checkpoint.parts import Part, Stateful
 from burnish.inference.types import EVALUATION, NoiseKey
 from burnish.kernels.probe import Capabilities
+from burnish.kernels.token_logps import LogpRules
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import IGNORE_INDEX, Batch, Loss, Row, StepBatch
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder
@@ -27,7 +28,6 @@ from burnish.losses.pair_values import PAIR_COLUMNS
 from burnish.losses.pairs import PairObjective
 from burnish.losses.preference_options import PairOptions, PreferenceOptions, ReferenceOptions
 from burnish.losses.responses import AnswersObjective
-from burnish.losses.sequence_logps import SequenceModel
 from burnish.models.generate import GenerationOptions
 from burnish.rollouts.generation import length_metrics, metrics_of, reward_metrics, weighted_rewards
 from burnish.rollouts.numbers import Counted, as_metrics, with_counts
@@ -86,11 +86,10 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
         self.collate_pairs = partial(PairObjective._collated, self, collate)
         return super().fit(capabilities, collate)
 
-    def module(self, model: nn.Module) -> SequenceModel:
-        return AnswersObjective.module(self, model)
-
-    def module_of_reference(self, model: nn.Module) -> SequenceModel:
-        return AnswersObjective.module_of_reference(self, model)
+    @property
+    def rules(self) -> LogpRules:
+        found: LogpRules = AnswersObjective.rules.__get__(self)
+        return found
 
     # --- completions -> pairs -----------------------------------------------------------------------------------------
 
