@@ -493,6 +493,16 @@ def saved_adapter(folder, seed, family="llama", **options):
     return folder
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"lora_rank": 8}, None), ({"lora_rank": 2}, None), ({"lora_rank": 4}, "lora_rank applies to new adapters")],
+)
+def test_options_that_an_existing_adapter_does_not_follow_are_reported(options, named, tmp_path):
+    saved_adapter(tmp_path, 1, lora_rank=2)
+    adapter, _ = attached(folders=[tmp_path], **options)
+    assert [named in note for note in adapter.notes] == ([True] if named else [])
+
+
 def test_adapters_are_merged_in_order_and_last_is_trained(tmp_path):
     first = saved_adapter(tmp_path / "first", 1)
     second = saved_adapter(tmp_path / "second", 2, lora_rank=2)

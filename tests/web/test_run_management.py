@@ -11,6 +11,7 @@ import pytest
 from burnish.report.metadata import launched
 from burnish.serve.page.runs.completions import completions
 from burnish.serve.page.runs.log_columns import columns_of
+from burnish.serve.page.runs.report import round_values
 from burnish.serve.page.runs.runs import distinct_names, read_run
 
 
@@ -139,6 +140,27 @@ def test_report_is_one_self_contained_file(page) -> None:
     assert not re.search(r"(src|href)=|<script|url\(|https?:", text)
     status, _, text = page.send("GET", f"/api/runs/{page.id_of('<img src=x onerror=alert(1)>')}/report")
     assert "<img src=x" not in text
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0.3, 5.8, [1, 2, 3, 4, 5]), (8.6e-8, 5e-4, [1e-4, 2e-4, 3e-4, 4e-4, 5e-4]), (1, 120, [20, 40, 60, 80, 100, 120]),
+     (-0.7, 0.2, [-0.6, -0.4, -0.2, 0, 0.2]), (2, 2, [2])],
+)  # fmt: skip
+def test_axes_of_a_report_have_round_values(low: float, high: float, expected: list[float]) -> None:
+    assert round_values(low, high) == expected
+
+
+def test_command_of_a_run_is_shown_as_it_is_typed(tmp_path: Path) -> None:
+    for program, shown in (
+        ("/x/burnish/__main__.py", "burnish"),
+        ("/v/bin/burnish", "burnish"),
+        ("train.py", "train.py"),
+    ):
+        (tmp_path / "launch.json").write_text(json.dumps({"argv": [program, "train", "a.yaml"], "time": 1.79e9}))
+        run = read_run(tmp_path)
+        assert run is not None
+        assert run.launch["argv"] == [shown, "train", "a.yaml"]
 
 
 @pytest.mark.parametrize(

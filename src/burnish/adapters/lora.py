@@ -38,7 +38,7 @@ from burnish.adapters.lora_model import (
 )
 from burnish.config.checks import notes
 from burnish.config.errors import Problem, few
-from burnish.config.options import option, raise_if, set_without
+from burnish.config.options import changed_options, option, raise_if, set_without
 from burnish.utils.files import from_anywhere
 from burnish.utils.json_files import write_json
 
@@ -129,7 +129,7 @@ class LoraAdapter:
             fit = Fit.of_folder(self.to_continue)
             self._put_in(model, fit)
             fill_adapter(model, self.to_continue, fit)
-            self.notes += _continued(model, self.to_continue, fit.config)
+            self.notes += _continued(model, self.to_continue, fit.config, self.options)
         else:
             fit, _ = self._new_config(model)
             self._put_in(model, fit)
@@ -266,13 +266,15 @@ def _new_tokens(model: nn.Module) -> list[str]:
     return sorted({path.split(".")[-1] for path in paths})
 
 
-def _continued(model: nn.Module, folder: Path, config: Any) -> list[str]:
-    """Notes on an adapter that is trained further."""
-    kind = f"rank {config.r}, alpha {config.lora_alpha:g}, dropout {config.lora_dropout:g}"
-    notes = [
-        f"The adapter {folder} keeps its own configuration: {kind}; lora_rank and related options apply to new "
-        "adapters only."
-    ]
+def _continued(model: nn.Module, folder: Path, config: Any, options: LoraOptions) -> list[str]:
+    """Notes on an existing adapter: options that it does not follow, and another base model."""
+    kept = {"lora_rank": config.r, "lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout}
+    ignored = [name for name, value in changed_options(options).items() if name in kept and value != kept[name]]
+    notes = []
+    if ignored:
+        kind = f"rank {config.r}, alpha {config.lora_alpha:g}, dropout {config.lora_dropout:g}"
+        verb = "applies" if len(ignored) == 1 else "apply"
+        notes.append(f"{' and '.join(ignored)} {verb} to new adapters only: {folder} keeps {kind}.")
     base, own = getattr(getattr(model, "config", None), "name_or_path", None), config.base_model_name_or_path
     if own and base and Path(own).name != Path(base).name:
         notes.append(f"The adapter was trained on {own}; the base model of this run is {base}.")

@@ -5,13 +5,14 @@ In: a run and its columns. Out: the values of ``pages/report.html``: metrics, cu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from burnish.serve.page.runs.log_columns import Columns
 
-WIDTH, HEIGHT, LEFT, BOTTOM = 640, 220, 56, 24
+WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM = 640, 220, 56, 20, 24
 _MOST_POINTS = 400
 _CURVES = ("loss", "reward", "eval_loss", "rewards/accuracies", "rewards/margins", "kl", "lr", "grad_norm")
 
@@ -47,16 +48,30 @@ def _curve(name: str, pairs: Sequence[tuple[float, float]]) -> ReportCurve:
     span = max(high - low, 0.25 * max(abs(low), abs(high))) or 1.0
     low -= (span - (high - low)) / 2
     first, last = shown[0][0], shown[-1][0]
-    across = (WIDTH - LEFT - 8) / ((last - first) or 1)
+    across = (WIDTH - LEFT - RIGHT) / ((last - first) or 1)
     up = (HEIGHT - BOTTOM - 8) / span
 
     def place(step: float, value: float) -> tuple[float, float]:
         return LEFT + (step - first) * across, HEIGHT - BOTTOM - (value - low) * up
 
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*pair) for pair in shown))
-    y_marks = [(place(first, low + span * part / 4)[1], f"{low + span * part / 4:.3g}") for part in range(5)]
-    x_marks = [(place(s, low)[0], f"{s:g}") for s in (first, round((first + last) / 2), last)]
+    y_marks = [(place(first, value)[1], f"{value:g}") for value in round_values(low, low + span)]
+    x_marks = [(place(step, low)[0], f"{step:g}") for step in round_values(first, last) if step == int(step)]
     return ReportCurve(name, points, y_marks, x_marks)
+
+
+def round_values(low: float, high: float, at_least: int = 3) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten from ``low`` to ``high``: at least 3, and at most 8."""
+    if not high > low:
+        return [low]
+    exponent = math.floor(math.log10((high - low) / at_least))
+    interval = max(
+        factor * 10.0**exponent
+        for factor in (1, 2, 5)
+        if factor * 10.0**exponent * at_least <= (high - low) * (1 + 1e-9)
+    )
+    first, last = math.ceil(low / interval - 1e-9), math.floor(high / interval + 1e-9)
+    return [float(f"{number * interval:.12g}") for number in range(first, last + 1)]
 
 
 def table(text: str) -> list[tuple[str, Any]]:

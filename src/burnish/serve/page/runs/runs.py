@@ -220,7 +220,15 @@ def _launch(folder: Path) -> dict[str, Any]:
     """``launch.json``, with its command as a list of texts."""
     launch = object_in(folder / LAUNCH)
     argv = launch.get("argv")
-    return {**launch, "argv": [str(word) for word in argv] if isinstance(argv, list) else []} if launch else {}
+    return {**launch, "argv": _command(argv) if isinstance(argv, list) else []} if launch else {}
+
+
+def _command(argv: Sequence[Any]) -> list[str]:
+    """The command as a user types it: ``burnish`` instead of the path of its program or module."""
+    words = [str(word) for word in argv]
+    program = Path(words[0]).parts[-2:] if words else ()
+    is_burnish = program[-1:] == ("burnish",) or program in (("burnish", "__main__.py"), ("burnish", "train.py"))
+    return ["burnish", *words[1:]] if is_burnish else words
 
 
 def run_state(

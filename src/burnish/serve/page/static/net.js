@@ -120,7 +120,7 @@ export function follow(query, cursor, take) {
         }
       } catch {
         clearTimeout(timer);
-        if (!signal.aborted) failed();
+        if (!signal.aborted && !quiet.signal.aborted) failed();
       }
       if (quiet.signal.aborted) return poll(signal); // a proxy holds the stream back
       if (!signal.aborted) await pause(1000);
