@@ -27,7 +27,7 @@ class RunLoop(Loop):
 
     def __init__(self, options: RunOptions, origins: Origins, **parts: Any) -> None:
         super().__init__(options, **parts)
-        self.origins = origins
+        self.origins, self._is_sft = origins, options.stage == "sft"
 
     def train(self) -> TrainOutput:
         """Like ``Loop.train``. Raises UserError with the record of an image that cannot be decoded."""
@@ -38,8 +38,8 @@ class RunLoop(Loop):
             if place is None:
                 raise
             what = f'{error.image.place} "{error.image.path}" {error.what}'.strip()
-            remedy = "Replace the file, or set on_bad_record: drop to skip such records."
-            raise UserError(what, where=place, remedy=remedy) from None
+            skips = ", or set on_bad_record: drop to skip such records" if self._is_sft else ""
+            raise UserError(what, where=place, remedy=f"Replace the file{skips}.") from None
 
     def _record_of(self, image: ImageFile) -> str | None:
         """Return the place of the first record with an image; None if all rows are not known in advance."""
