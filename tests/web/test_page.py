@@ -313,6 +313,14 @@ def test_log_of_a_run_is_followed_from_its_current_end(name: str, tmp_path: Path
     assert [data["text"] for _, data, _ in news("b" * 12, tmp_path, place, log=True)] == ["step 2\n"]
 
 
+def test_log_of_a_run_that_was_started_over_is_fetched_again(tmp_path: Path) -> None:
+    (tmp_path / "run.log").write_text("step 1\nstep 2\n")
+    place = end_of(tmp_path, None)
+    (tmp_path / "run.log").write_text("step 1\n")
+    assert [name for name, _, _ in news("b" * 12, tmp_path, place, log=True)] == ["resync"]
+    assert [name for name, _, _ in news("b" * 12, tmp_path, place, log=False)] == []
+
+
 def test_new_rows_arrive_as_events_and_continue_from_the_cursor(page, root) -> None:
     run = page.id_of("first")
     first = page.get(f"/api/poll?runs={run}&log=1")

@@ -69,11 +69,12 @@ class Site:
         return self._found
 
     def facts(self, runs: Iterable[FoundRun]) -> list[dict[str, Any]]:
-        """Runs as JSON, with user-defined names, tags and notes. ``title`` is the name that is shown."""
+        """Runs as JSON, with user-defined names, tags and notes. ``title`` is the name that is shown; ``name`` is that
+        of the folder, with its parents if several runs have it."""
         known = labels(self.home)
         return [
             {**facts(run), "folder": self.places.shown(run.folder),
-             "title": label.get("name") or self._names.get(run.folder, run.name),
+             "name": (name := self._names.get(run.folder, run.name)), "title": label.get("name") or name,
              "tags": label.get("tags", []), "notes": label.get("notes", "")}
             for run in runs for label in [known.get(run.id, {})]
         ]  # fmt: skip

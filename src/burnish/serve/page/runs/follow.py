@@ -65,8 +65,9 @@ def news(id: str, folder: Path, place: FilePosition, log: bool) -> Iterator[tupl
     if not folder.is_dir():
         yield "gone", {"run": id}, place
         return
-    if _size(folder / LOG) < place.rows:
-        place = replace(place, rows=_size(folder / LOG))
+    lengths = _size(folder / LOG), _size(console_of(folder))
+    if lengths[0] < place.rows or (log and lengths[1] < place.console):
+        place = replace(place, rows=min(lengths[0], place.rows), console=min(lengths[1], place.console))
         yield "resync", {"run": id}, place
     rows, end = rows_since(folder / LOG, place.rows, MOST_ROWS_BYTES)
     if end != place.rows:

@@ -242,7 +242,7 @@ following = follow(
       show({});
       if (["skipped", "checkpoint"].includes(data.kind)) updateWarnings();
       $("ul", panel("events"))?.prepend(eventLine(data));
-    } else if (name === "resync") void fetchSeries();
+    } else if (name === "resync") void Promise.all([fetchSeries(), log.fill()]);
     else if (name === "gone") location.href = `${up}runs`;
     else if (name === "log") log.add(data.text);
   },
