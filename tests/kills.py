@@ -89,6 +89,16 @@ WAYS: dict[str, list[str]] = {
         "max_completion_length=8", "per_device_train_batch_size=4", "steps_per_generation=2", "num_iterations=2",
         "gradient_accumulation_steps=1", "logging_steps=1", "num_train_epochs=1", "log_completions=false",
     ],
+    "ppo": [
+        "stage=ppo", 'reward_funcs=[{"repetition_penalty_reward": {"ngram_size": 1}}]', "max_completion_length=8",
+        "ppo_buffer_size=2", "ppo_epochs=2", "gradient_accumulation_steps=1", "logging_steps=1", "num_train_epochs=1",
+        "log_completions=false",
+    ],
+    "pairs of completions": [
+        "stage=dpo", "online=true", 'reward_funcs=[{"repetition_penalty_reward": {"ngram_size": 1}}]',
+        "num_generations=3", "max_completion_length=8", "gradient_accumulation_steps=1", "logging_steps=1",
+        "num_train_epochs=1", "log_completions=false",
+    ],
 }  # fmt: skip
 _IMAGES = ["template=qwen2_vl", "cutoff_len=512", "dataset=images", "media_dir=data", "image_ahead_mb=1"]
 WAYS |= {
@@ -98,8 +108,9 @@ WAYS |= {
 }  # fmt: skip
 IMAGES = ("images", "images of pairs, tower trained")
 """The images are decoded while others are trained on; ``make_image_folder`` writes model and sets."""
+ROLLOUTS = ("completions, used twice", "ppo", "pairs of completions")
 KINDS: dict[str, dict[str, int]] = {
-    "completions, used twice": {"save": 60, "step": 20, "pass": 16, "generation": 40, "reward": 40},
+    **{way: {"save": 60, "step": 20, "pass": 16, "generation": 40, "reward": 40} for way in ROLLOUTS},
     **{way: {"save": 60, "step": 10, "decode": 40} for way in IMAGES},
 }
 """Way -> kinds of instants, each as likely as the others, and the number of calls within which one is drawn."""

@@ -135,6 +135,11 @@ def test_none_and_nan_are_no_score_and_are_counted():
     assert table.summary() == {"rewards/<lambda>/mean": 1.0, "rewards/<lambda>/std": 0.0, "rewards/<lambda>/none": 2.0}
 
 
+@pytest.mark.parametrize("kind", [iter, lambda scores: map(float, scores), lambda s: torch.tensor(s).to_sparse()])
+def test_scores_can_be_an_iterator_or_a_sparse_tensor(kind):
+    assert rewards_of([lambda completions, **_: kind([1.0, 0.0, 3.0])]).values.flatten().tolist() == [1, 0, 3]
+
+
 def test_scores_can_be_a_tensor():
     assert rewards_of([lambda completions, **_: torch.tensor([1.0, 2.0, 3.0])]).values.flatten().tolist() == [1, 2, 3]
 
@@ -149,10 +154,52 @@ def test_scores_can_be_a_tensor():
         ([None] * 3, "No completion of step 5 has a score"),
         ([1.0, 10**400, 0.0], "for completion 2; a reward must be a number or None."),
         ([1.0, torch.ones(2), 0.0], "for completion 2; a reward must be a number or None."),
+        ([1.0, "2.0", 0.0], "returned '2.0' for completion 2; a reward must be a number or None."),
+        ([1.0, 1e39, 0.0], "returned 1e+39 for completion 2"),  # infinite in float32
+        (b"abc", "must return a list with one reward for each completion. Received: bytes."),
+        (torch.ones(3, device="meta"), "must return a list with one reward for each completion. Received: Tensor."),
     ],
 )
 def test_invalid_scores_are_rejected(scores, message):
     assert message in reward_error([lambda completions, **_: scores], step=5)
+
+
+def test_result_of_a_coroutine_function_in_a_plain_one_is_rejected():
+    async def scores(completions, **_):
+        return [1.0] * len(completions)
+
+    message = reward_error([lambda **arguments: scores(**arguments)])
+    assert "Received: coroutine.\n  Declare a function that awaits as async def." in message
+
+
+class Silent(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, GeneratorExit, Silent, type("Own", (BaseException,), {})])
+def test_exception_of_every_class_is_reported(kind):
+    def fails(completions, **_):
+        raise kind()
+
+    assert f"{kind.__name__}. Completion 1" in reward_error([fails])
+
+
+def test_interrupt_in_a_function_is_not_reported_as_its_error():
+    def interrupted(completions, **_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rewards_of([interrupted])
+
+
+def test_function_with_positional_only_parameters_is_rejected_when_loaded():
+    def rates(prompts, completions, /, answer="", **_):
+        return [1.0] * len(completions)
+
+    with pytest.raises(UserError, match="rates takes prompts and completions by position only"):
+        load_rewards([rates])
+    assert load_rewards([max])  # its parameters are unknown
 
 
 def test_exception_is_reported_with_file_line_record_and_completion():

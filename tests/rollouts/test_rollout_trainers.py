@@ -130,6 +130,14 @@ def test_evaluation_measures_rewards_and_changes_nothing(folder, tmp_path):
     assert watched.evaluate()["eval_reward"] == pytest.approx(first[-1]["eval_reward"])
 
 
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_predict_measures_rewards_and_returns_no_predictions(folder, kind):
+    trainer = trainer_of(folder, kind, trainer_args={"eval_dataset": prompts(2)})
+    output = trainer.predict(prompts(2))
+    assert output.predictions is output.label_ids is None
+    assert output.metrics["test_reward"] == pytest.approx(trainer.evaluate()["eval_reward"])
+
+
 def test_adapter_learns_with_its_base_as_reference(folder):
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     trainer = trainer_of(folder, beta=0.1, max_steps=3, trainer_args={"peft_config": config})

@@ -1,5 +1,6 @@
 """Overridden methods: each method that the docstring of ``Trainer`` lists is called."""
 
+import inspect
 import json
 import re
 import warnings
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import transformers
 from torch.utils.data import DataLoader, SequentialSampler
 
 import burnish
@@ -28,8 +30,6 @@ def trained(folder, kind=Trainer, **options):
 
 
 def test_docstring_lists_the_tested_overrides():
-    import inspect
-
     tests = inspect.getsource(inspect.getmodule(trained))
     for name in Trainer.__doc__.split("which the run calls:")[1].split("``")[1::2]:
         assert name in tests, name
@@ -260,6 +260,21 @@ def test_create_optimizer_and_scheduler_override(tmp_path):
     assert {entry["learning_rate"] for entry in trainer.state.log_history[:4]} == {0.25}
 
 
+def test_optimizer_is_created_once_if_all_its_methods_are_overridden(tmp_path):
+    class Own(Trainer):
+        def create_optimizer_and_scheduler(self, num_training_steps):
+            super().create_optimizer_and_scheduler(num_training_steps)
+
+        def create_optimizer(self, model=None):
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=self.args.learning_rate)
+            return self.optimizer
+
+    own = trained(tmp_path, Own, lr_scheduler_type="linear")
+    rates = [log["learning_rate"] for log in own.state.log_history if "loss" in log]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] > rates[-1]
+
+
 def test_get_decay_parameter_names_and_get_optimizer_cls_and_kwargs_overrides(tmp_path):
     class Own(Trainer):
         def get_decay_parameter_names(self, model):
@@ -319,6 +334,36 @@ def test_prepare_inputs_override_changes_model_inputs(tmp_path):
 
     rows = [{**row, "x": 2 * row["x"]} for row in points()]
     assert same(weights(trained(tmp_path, Doubled)), weights(trained(tmp_path, train=rows)))
+
+
+def test_prepare_input_override_receives_every_tensor(tmp_path):
+    class Shifted(Trainer):
+        def _prepare_input(self, data):
+            return super()._prepare_input(data) + 1 if isinstance(data, torch.Tensor) else super()._prepare_input(data)
+
+    moved = [{name: value + 1 for name, value in row.items()} for row in points()]
+    assert losses(trained(tmp_path, Shifted)) == pytest.approx(losses(trained(tmp_path, train=moved)))
+
+
+def test_get_eval_dataloader_override_receives_the_set(tmp_path):
+    class Counted(Trainer):
+        def get_eval_dataloader(self, eval_dataset):
+            recorded.append(len(eval_dataset) if isinstance(eval_dataset, list) else eval_dataset)
+            return super().get_eval_dataloader(eval_dataset)
+
+    recorded = []
+    for rows in (points(4), {"one": points(3)}):
+        make_trainer(tmp_path, Counted, trainer={"eval_dataset": rows}).evaluate()
+    assert recorded == [4, "one"]
+
+
+def test_overrides_can_pass_every_argument_of_transformers_on():
+    for name, theirs in inspect.getmembers(transformers.Trainer, inspect.isfunction):
+        if name.startswith("__") or not hasattr(Trainer, name):
+            continue
+        ours = inspect.signature(getattr(Trainer, name)).parameters
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in ours.values()):
+            assert inspect.signature(theirs).parameters.keys() <= ours.keys(), name
 
 
 def test_floating_point_ops_override_is_accumulated(tmp_path):

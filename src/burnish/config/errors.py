@@ -157,8 +157,12 @@ def skipped_steps_message(num_steps: int, step: int) -> str:
 
 
 def first_line(error: BaseException, most: int = 300) -> str:
-    """The first line of a library's error message, or the error's type if the message is empty."""
-    return (next(iter(str(error).strip().splitlines()), "") or type(error).__name__)[:most]
+    """The first line of a library's error message, or the error's type if it has no message or raises an exception."""
+    try:
+        text = str(error)
+    except Exception:  # the code of a user or a library
+        text = ""
+    return (next(iter(text.strip().splitlines()), "") or type(error).__name__)[:most]
 
 
 def few(names: Sequence[str], shown: int = 3) -> str:

@@ -149,7 +149,7 @@ class Trainer(EvaluationMethods, FileMethods):
         weights, batches = TrainerModel(self.model), self._step_batches(loader, plan)
         module, self.optimizer = parallel.prepare(self._module(), self._optimizer_for(plan.max_steps))
         objective.setup(module)
-        scheduler = self.create_scheduler(num_training_steps=plan.max_steps, optimizer=self.optimizer)
+        scheduler = self._scheduler_for(plan.max_steps)
         self.model_wrapped = module
         self.state = TrainerState.at_start(args, plan, self._train_batch_size, parallel.rank, local_rank())
         self._name_trial(self.state)
@@ -194,9 +194,16 @@ class Trainer(EvaluationMethods, FileMethods):
     def _optimizer_for(self, max_steps: int) -> Any:
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
-        if type(self).create_optimizer_and_scheduler is not Trainer.create_optimizer_and_scheduler:
+        if self._overrides("create_optimizer_and_scheduler"):
             self.create_optimizer_and_scheduler(max_steps)
+            if self.optimizer is not None:
+                return self.optimizer
         return self.create_optimizer()
+
+    def _scheduler_for(self, max_steps: int) -> Any:
+        if self._overrides("create_optimizer_and_scheduler") and self.lr_scheduler is not None:
+            return self.lr_scheduler
+        return self.create_scheduler(num_training_steps=max_steps, optimizer=self.optimizer)
 
     def _stop_empty(self) -> None:
         training.warn_empty_dataset(self.state)
@@ -338,7 +345,7 @@ class TrainerLoop(Loop):
         metrics = {name: value for name, value in unlogged.items() if name not in ("loss", "grad_norm")}
         self.trainer.store_flos()
         values = {**super().summary(unlogged), **metrics}
-        self.trainer._finalize_training(values)
+        _finalize_training(self.trainer, values)
         return values
 
     def save(self) -> None:
@@ -365,6 +372,11 @@ class TrainerLoop(Loop):
 
     def describe_rows(self, items: Sequence[int]) -> str:
         return f"rows {', '.join(map(str, items))} of train_dataset"
+
+
+def _finalize_training(trainer: Trainer, summary: dict[str, Any]) -> None:
+    """Add memory metrics to the summary. transformers' tracker determines the stage from the name of its caller."""
+    trainer._memory_tracker.stop_and_update_metrics(summary)
 
 
 class TrainerObjective(Objective):

@@ -27,11 +27,13 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotDoneError
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import burnish
 from burnish.config.errors import UserError, first_line
 from burnish.rollouts.rewards.functions import PASSED_BY_NAME, RewardFunction
 from burnish.utils.forks import ending_forked_processes
@@ -40,6 +42,7 @@ log = logging.getLogger(__name__)
 _SEARCH_S = 10.0
 """Seconds of the search for the completion on which a function fails."""
 _SHOWN = 80
+_PACKAGE = str(Path(burnish.__file__).parent)
 _PATIENCE_S = 5.0
 """Seconds for a function to end after it was interrupted."""
 _SLACK_S = 0.5
@@ -173,15 +176,15 @@ class _Job:
             if not isinstance(error, _TimeUp | NotDoneError):
                 raise self._failed(function, error) from error
             raise self._late(function) from None
-        except (Exception, SystemExit) as error:  # the user's code may raise anything
-            if isinstance(error, UserError):
-                raise
+        except (UserError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # the user's code may raise anything, such as CancelledError
             raise self._failed(function, error) from error
 
     def _scores(self, function: RewardFunction) -> Any:
         with ending_forked_processes(_shown_name(function)):
             scores = function.call(**self._arguments_of(function))
-            return list(scores) if inspect.isgenerator(scores) else scores
+            return list(scores) if isinstance(scores, Iterator) else scores
 
     def called_together(self, functions: Sequence[RewardFunction]) -> list[Any]:
         """Return the results of the coroutines, in order."""
@@ -195,7 +198,9 @@ class _Job:
                     return await scores
             except _TimeUp:  # it blocks the event loop
                 return TimeoutError()
-            except SystemExit as error:  # which would end the event loop
+            except (KeyboardInterrupt, asyncio.CancelledError):
+                raise
+            except BaseException as error:  # such as SystemExit, which would end the event loop
                 return error
 
         async def limited(function: RewardFunction) -> Any:
@@ -218,11 +223,17 @@ class _Job:
     def checked(self, function: RewardFunction, scores: Any) -> Tensor:
         """Convert the result of a function to (C,) float64."""
         name, expected = _shown_name(function), len(self.places)
-        values = scores.tolist() if isinstance(scores, Tensor) or hasattr(scores, "dtype") else scores
-        if not isinstance(values, Sequence) or isinstance(values, str):
+        if isinstance(scores, Tensor):
+            scores = scores.to_dense() if scores.layout is not torch.strided else scores
+        is_readable = not (isinstance(scores, Tensor) and scores.is_meta)
+        values = scores.tolist() if is_readable and hasattr(scores, "dtype") else scores
+        if not isinstance(values, Sequence) or isinstance(values, str | bytes):
             kind = "nothing" if values is None else type(values).__name__
             what = f"{name} must return a list with one reward for each completion. Received: {kind}."
-            raise UserError(what, option="reward_funcs")
+            remedy = "Declare a function that awaits as async def." if inspect.isawaitable(values) else ""
+            if inspect.iscoroutine(values):
+                values.close()
+            raise UserError(what, remedy=remedy, option="reward_funcs")
         if len(values) != expected:
             many = f"{len(values)} reward{'' if len(values) == 1 else 's'}"
             raise UserError(f"{name} returned {many} for {expected} completions.", option="reward_funcs")
@@ -232,11 +243,13 @@ class _Job:
         if value is None:
             return math.nan
         try:
+            if isinstance(value, str | bytes):
+                raise TypeError
             number = float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several numbers
             what = f"{name} returned {reprlib.repr(value)} for {self.places[at]}; a reward must be a number or None."
             raise UserError(what, option="reward_funcs") from None
-        if math.isinf(number):
+        if abs(number) > torch.finfo(torch.float32).max:  # advantages are computed in float32
             what = f"{name} returned {number} for {self.places[at]}; use None for a completion without a score."
             raise UserError(what, option="reward_funcs")
         return number
@@ -249,7 +262,7 @@ class _Job:
 
     def _failed(self, function: RewardFunction, error: BaseException) -> UserError:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if "burnish" not in frame.filename] or frames
+        own = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
         at = f", line {own[-1].lineno}" if own else ""
         message = first_line(error)
         kind = type(error).__name__
@@ -278,7 +291,9 @@ class _Job:
                     function.call(**one)
             except _TimeUp:
                 break
-            except (Exception, SystemExit):  # the failure that is searched for
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # the failure that is searched for
                 completion = str(self.arguments["completions"][at])
                 cut = completion if len(completion) <= _SHOWN else completion[:_SHOWN] + " ..."
                 place = self.places[at]

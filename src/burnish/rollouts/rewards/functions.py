@@ -81,6 +81,10 @@ def load_rewards(
         except UserError as error:
             problems += error.problems
             continue
+        if unnamed := _positional_only(call):
+            what = f"{name} takes {' and '.join(unnamed)} by position only. Reward functions receive named arguments."
+            problems.append(Problem(what, remedy="Remove the / from its parameters.", option="reward_funcs"))
+            continue
         names[name] = names.get(name, 0) + 1
         name = name if names[name] == 1 else f"{name}_{names[name]}"
         parameters, required = _parameters(call)
@@ -255,6 +259,15 @@ def _parameters(function: Callable[..., Any]) -> tuple[frozenset[str] | None, fr
     required = frozenset(p.name for p in named if p.default is p.empty) - PASSED_BY_NAME
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return None if takes_any else frozenset(p.name for p in named), required
+
+
+def _positional_only(function: Callable[..., Any]) -> list[str]:
+    """Return the required parameters of a function that cannot be passed by name."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
 
 
 def _code_of(function: Callable[..., Any]) -> Any:

@@ -51,17 +51,26 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any], other: Callable[[An
     """
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, list | tuple):
-        items = [map_tensors(item, change, other) for item in value]
+    if isinstance(value, CONTAINERS):
+        return map_items(value, lambda item: map_tensors(item, change, other))
+    return other(value)
+
+
+CONTAINERS = (list, tuple, Mapping)
+"""Classes of values whose items are tensors or further containers."""
+
+
+def map_items(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply ``change`` to the items of a tuple, list or mapping, whose class is kept."""
+    if not isinstance(value, Mapping):
+        items = [change(item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, MutableMapping):  # a copy, because its class may have another constructor than dict
         changed = copy.copy(value)
         for name, item in value.items():
-            changed[name] = map_tensors(item, change, other)
+            changed[name] = change(item)
         return changed
-    if isinstance(value, Mapping):
-        return type(value)({name: map_tensors(item, change, other) for name, item in value.items()})  # type: ignore[call-arg]
-    return other(value)
+    return type(value)({name: change(item) for name, item in value.items()})  # type: ignore[call-arg]
 
 
 def tensors_by_name(batch: Any) -> Mapping[str, Any]:

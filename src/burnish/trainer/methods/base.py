@@ -24,7 +24,7 @@ from burnish.trainer.accelerator import ParallelAccelerator
 from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.arguments.values import plain_options
 from burnish.trainer.callbacks import TrainerCallbackHandler, default_callbacks, display_callback
-from burnish.trainer.data.in_step import map_tensors
+from burnish.trainer.data.in_step import CONTAINERS, map_items
 from burnish.trainer.files.hub import Hub
 
 
@@ -199,10 +199,10 @@ class TrainerBase:
         model.to(device)
 
     def _prepare_input(self, data: Any) -> Any:
-        device = self._parallel.device
-        return map_tensors(
-            data, lambda tensor: tensor.to(device), lambda value: value.to(device) if hasattr(value, "to") else value
-        )
+        """Move a batch to the device. Called for each of its items too, as in transformers."""
+        if isinstance(data, CONTAINERS):
+            return map_items(data, self._prepare_input)
+        return data.to(self._parallel.device) if hasattr(data, "to") else data
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Append ``logs`` to ``state.log_history`` and call every callback. Override it to add or change values.

@@ -63,8 +63,10 @@ class DataMethods(LossMethods):
         return self.data_collator
 
     def _get_dataloader(
-        self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, is_training: bool = False
-    ) -> Any:
+        self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> Any:  # fmt: skip
+        """Batches of a dataset. ``dataloader_key`` has no effect: ``get_eval_dataloader`` keeps the loaders."""
         collate = self._collate_for_loader
         if loaders.is_datasets_set(dataset):
             dataset = self._remove_unused_columns(dataset, description)

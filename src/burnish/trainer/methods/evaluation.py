@@ -55,7 +55,7 @@ class EvaluationMethods(DataMethods):
             return together
         self._memory_tracker.start()
         only_loss = True if self.compute_metrics is None else None
-        loader = self.get_eval_dataloader(eval_dataset)
+        loader = self.get_eval_dataloader(dataset)
         output = self._measured(loader, "Evaluation", only_loss, ignore_keys, metric_key_prefix)
         metrics = cast("dict[str, float]", output.metrics)
         self.log(metrics)

@@ -74,11 +74,8 @@ class FileMethods(OptimizerMethods):
         if self.args.save_hf_format:
             write_transformers_files(folder, self.optimizer, self.lr_scheduler)
 
-    def _finalize_training(self, summary: dict[str, Any]) -> None:
-        """Add memory metrics to the summary. transformers' tracker determines the stage from the name of its caller."""
-        self._memory_tracker.stop_and_update_metrics(summary)
-
-    def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
+    @staticmethod
+    def metrics_format(metrics: dict[str, Any]) -> dict[str, Any]:
         """The metrics in readable form: memory in MB, runtimes as h:mm:ss, operations in GF."""
         return dict(metrics_format(metrics))
 

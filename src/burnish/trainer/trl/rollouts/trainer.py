@@ -349,6 +349,10 @@ class RolloutTrainer(OverridableTrainer):
         dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
         return super().get_eval_dataloader(self._rows_of(dataset, "eval"))
 
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Return a loader of the prompts of a dataset passed to ``predict``."""
+        return super().get_test_dataloader(self._rows_of(test_dataset, "test"))
+
     # --- loss and evaluation ------------------------------------------------------------------------------------------
 
     def _num_items(self, inputs: Batch) -> Tensor:
