@@ -38,7 +38,9 @@ class FlowOptions:
         unit="steps",
         gt=0,
     )
-    logging_first_step: bool = option(True, "Log the first step as well.")
+    logging_first_step: bool = option(
+        False, "Log the first step as well. Default with the default of logging_steps: true."
+    )
     eval_strategy: str = option(
         "no", "When to evaluate.", choices=("no", "steps", "epoch"), aliases=("evaluation_strategy",)
     )

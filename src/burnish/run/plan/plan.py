@@ -132,8 +132,12 @@ def dependent_defaults(options: RunOptions, names: Container[str]) -> dict[str, 
     rates = objective.learning_rates if objective is not None else None
     if rates is not None and "learning_rate" not in names:
         defaults["learning_rate"] = rates[0] if options.finetuning_type in ("full", "freeze") else rates[1]
-    if "logging_steps" not in names and "eval_steps" not in names and trains(options):
-        defaults["eval_steps"] = EVAL_STEPS
+    if "logging_steps" not in names and trains(options):
+        defaults |= {
+            name: value
+            for name, value in (("logging_first_step", True), ("eval_steps", EVAL_STEPS))
+            if name not in names
+        }
     return defaults
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from zlib import crc32
 
 import pytest
-from test_bad_command_lines import SAID
+from test_bad_command_lines import EXPECTED
 from test_bad_options import REJECTED
 
 from bad_inputs import make_folder
@@ -19,7 +19,7 @@ from small_run import make_model
 pytestmark = pytest.mark.run
 CASES = [
     *(shlex.join([*(f"{k}={v or ''}" for k, v in wrong.changes.items()), *wrong.argv]) for wrong in REJECTED),
-    *SAID,
+    *EXPECTED,
 ]
 
 

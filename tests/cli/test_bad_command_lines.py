@@ -1,7 +1,7 @@
 """Invalid command lines: the exact message, exit status 2, and no files written.
 
 The table ``golden/bad_words.json`` maps a command line to its output. Run ``python
-tests/config/test_bad_command_lines.py`` to regenerate it, and read the diff before committing. Together with
+tests/cli/test_bad_command_lines.py`` to regenerate it, and read the diff before committing. Together with
 ``test_bad_options.py`` and ``test_bad_inputs_end_to_end.py``, whose messages are in ``golden/bad_inputs.json``, it
 covers more than 250 invalid inputs.
 """
