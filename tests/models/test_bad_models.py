@@ -225,6 +225,20 @@ def test_unavailable_attention_is_rejected_by_name(options, expected, tmp_path):
     assert expected in result
 
 
+@pytest.mark.parametrize("template", [5, {"default": None}, [{"name": "default", "template": 5}]])
+def test_chat_template_that_is_no_text_is_rejected(template, tmp_path):
+    change_json(saved_model(tmp_path) / "tokenizer_config.json", chat_template=template)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    with pytest.raises(UserError, match=r"the chat template of its tokenizer must be text. Received: (5|None)\."):
+        load_tokenizer(ModelOptions(model_name_or_path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 10**9}, {"text_config": {"num_hidden_layers": 10**9}}])
+def test_excessive_number_of_layers_is_rejected(changes, tmp_path):
+    change_json(saved_model(tmp_path) / "config.json", **changes)
+    assert '"num_hidden_layers" must be at most 10000. Received: 1000000000.' in model_problems(tmp_path)[0]
+
+
 @pytest.mark.parametrize(
     ("content", "expected"), [(None, "there is no tokenizer in this folder"), ("{}", "its tokenizer cannot be loaded")]
 )

@@ -73,8 +73,20 @@ def _wrong_numbers(raw: Mapping[str, Any]) -> Iterator[str]:
             yield f'"{name}" must be a positive integer. Received: {value!r}.'
         if name.endswith(("dropout", "pdrop")) and isinstance(value, int | float) and not 0 <= value <= 1:
             yield f'"{name}" must be from 0 to 1. Received: {value!r}.'
+    yield from _too_many_layers(raw)
 
 
+def _too_many_layers(raw: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each number of layers, also in nested configs, whose modules would exhaust memory."""
+    for name, value in raw.items():
+        if name in _LAYERS and isinstance(value, int | float) and value > _MAX_LAYERS:
+            yield f'"{name}" must be at most {_MAX_LAYERS}. Received: {value!r}.'
+        elif isinstance(value, Mapping):
+            yield from _too_many_layers(value)
+
+
+_LAYERS = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth"})
+_MAX_LAYERS = 10_000
 _COUNTS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "n_embd", "n_layer",
     "n_head",

@@ -65,6 +65,7 @@ def load_tokenizer(options: ModelOptions, notes: list[str] | None = None) -> Pre
         what = f"a file has no entry {error}." if isinstance(error, KeyError) else message_of(error)
         what = f"its tokenizer cannot be loaded: {what}"
         raise UserError(what, source.name, remedy="Download its tokenizer files again.") from error
+    _check_chat_template(tokenizer.chat_template, source.name)
     _add_new_tokens(tokenizer, options, notes)
     _settle_end(tokenizer, notes)
     if getattr(tokenizer, "legacy", None):  # it affects spaces, and transformers 5.23 does not save it
@@ -76,6 +77,14 @@ def load_tokenizer(options: ModelOptions, notes: list[str] | None = None) -> Pre
             "the loss."
         )
     return tokenizer
+
+
+def _check_chat_template(template: Any, where: str) -> None:
+    """Raise UserError if a chat template is neither text nor texts by name."""
+    texts = template.values() if isinstance(template, dict) else [template] if template is not None else []
+    if wrong := [text for text in texts if not isinstance(text, str)]:
+        what = f"the chat template of its tokenizer must be text. Received: {wrong[0]!r}."
+        raise UserError(what, where=where, remedy="Correct chat_template in tokenizer_config.json.")
 
 
 def tokenizer_in(folder: Path) -> PreTrainedTokenizerBase:
