@@ -117,3 +117,10 @@ def library_log(
 def golden_folder() -> Path:
     """The folder of rows, numbers and data sets of other programs; its README says where each comes from."""
     return GOLDEN
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Reject test ids that differ between processes, because pytest-xdist could not distribute the tests."""
+    unstable = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if unstable:
+        raise pytest.UsageError(f"Test ids contain addresses of objects: {unstable[:3]}")

@@ -59,7 +59,7 @@ PLAIN_JPEGS = (
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-@pytest.mark.parametrize("options", PLAIN_JPEGS, ids=str)
+@pytest.mark.parametrize("options", PLAIN_JPEGS, ids=",".join)
 def test_the_size_of_a_usual_jpeg_needs_no_decoder(tmp_path, mode, options):
     path = saved(tmp_path, drawn(mode=mode), "p.jpg", **options)
     assert upright_size(str(path)) == (6, 4)
