@@ -38,7 +38,8 @@ BEGIN, END = "<!-- table: made by scripts/peer_methods.py -->", "<!-- end of tab
 REASONS = {
     "The loop is `burnish/loop/loop.py`: it has no such method. Callbacks receive the same events.": (
         "_inner_training_loop", "_run_epoch", "_prepare_for_training", "_init_training_state", "_evaluate",
-        "_maybe_log_save_evaluate", "_track_num_input_tokens", "_update_auto_batch_size", "_determine_best_metric",
+        "_finalize_training", "_maybe_log_save_evaluate", "_track_num_input_tokens", "_update_auto_batch_size",
+        "_determine_best_metric",
     ),
     "The engine (`burnish/parallel`) wraps the model and clips; `on_pre_optimizer_step` has access to the gradients.": (
         "_wrap_model", "_build_accelerator_args", "_clip_grad_norm", "_get_grad_norm", "_has_mixed_mesh_grads",

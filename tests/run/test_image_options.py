@@ -85,7 +85,7 @@ def test_run_with_videos_trains_and_explains_them(workspace, films, family, caps
 
 
 def test_model_without_video_support_rejects_them_by_record(workspace, films):
-    with pytest.raises(UserError, match=r"(?s)record 1.*contains video .videos.0.., but llava is trained"):
+    with pytest.raises(UserError, match=r"(?s)record 1.*contains a video .videos.0.., but llava models can be trained"):
         lengths(workspace, "llava", **films)
 
 
@@ -176,9 +176,9 @@ def test_image_memory_limit_is_respected(workspace, monkeypatch):
     recorded = []
 
     class Recorded(ahead.PreparedAhead):
-        def __init__(self, prepare, images, threads, ahead_bytes, cache_bytes):
+        def __init__(self, prepare, images, threads, ahead_bytes, cache_bytes, num_frames):
             recorded.append((ahead_bytes, cache_bytes))
-            super().__init__(prepare, images, threads, ahead_bytes, cache_bytes)
+            super().__init__(prepare, images, threads, ahead_bytes, cache_bytes, num_frames)
 
     monkeypatch.setattr(batches, "PreparedAhead", Recorded)
     from image_runs import train

@@ -20,9 +20,9 @@ def test_page_options_are_separated_from_model_options(tmp_path: Path, monkeypat
     argv = ["model", "--template", "qwen", "web_port=0", "--stop", "a", "b", "infer_seats=2"]
     options, named = read_named(argv)
     assert (options.web_port, named.name, named.folder) == (0, "model", tmp_path)
-    assert named.words == (str(tmp_path / "model"), "--template", "qwen", "--stop", "a", "b", "--infer_seats", "2")
-    assert read_named(["org/name"])[1].words == ("org/name",)
-    assert read_named(["--model_name_or_path", "m"])[1].words == ("--model_name_or_path", "m")
+    assert named.argv == (str(tmp_path / "model"), "--template", "qwen", "--stop", "a", "b", "--infer_seats", "2")
+    assert read_named(["org/name"])[1].argv == ("org/name",)
+    assert read_named(["--model_name_or_path", "m"])[1].argv == ("--model_name_or_path", "m")
 
 
 def test_missing_model_is_an_error_message(capsys: pytest.CaptureFixture[str]) -> None:
