@@ -23,14 +23,14 @@ from bad_inputs import SENTENCES, make_folder
 from burnish import cli
 from small_run import make_model
 
-pytestmark = pytest.mark.run
+pytestmark = [pytest.mark.run, pytest.mark.usefixtures("config_folder")]
 TABLE = Path(__file__).parents[1] / "golden" / "bad_words.json"
 EXPECTED = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.is_file() else {}
 
 
 def answer(argv: str) -> tuple[int, str, str]:
-    """(status, standard output, standard error) of ``burnish explain run.yaml`` with further words; the folder in which
-    it runs is shown as a point."""
+    """Return exit status, standard output and standard error of ``burnish explain run.yaml`` with these arguments. The
+    working directory is replaced by a dot."""
     out, error = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         status = cli.main(["explain", "run.yaml", *shlex.split(argv)])
@@ -39,17 +39,6 @@ def answer(argv: str) -> tuple[int, str, str]:
 
 def files() -> list[tuple[str, int]]:
     return sorted((str(path), path.stat().st_mtime_ns) for path in Path().rglob("*") if path.is_file())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """One working directory for all rows: none of them writes into it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BURNISH_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.chdir(tmp_path_factory.mktemp("user"))
-        make_folder(make_model(tmp_path_factory.mktemp("model")))
-        yield
 
 
 @pytest.mark.parametrize("argv", EXPECTED)

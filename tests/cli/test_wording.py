@@ -10,28 +10,15 @@ import pytest
 from test_bad_command_lines import EXPECTED
 from test_bad_options import REJECTED
 
-from bad_inputs import make_folder
 from burnish import cli
 from burnish.config.errors import OptionText, Problem, UserError, renamed
 from burnish.run.plan.plan import component_checks, component_notes
-from small_run import make_model
 
-pytestmark = pytest.mark.run
+pytestmark = [pytest.mark.run, pytest.mark.usefixtures("config_folder")]
 CASES = [
     *(shlex.join([*(f"{k}={v or ''}" for k, v in wrong.changes.items()), *wrong.argv]) for wrong in REJECTED),
     *EXPECTED,
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """One working directory for all cases: ``explain`` writes nothing into it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BURNISH_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.chdir(tmp_path_factory.mktemp("user"))
-        make_folder(make_model(tmp_path_factory.mktemp("model")))
-        yield
 
 
 def replace_sentences(patch: pytest.MonkeyPatch) -> None:
@@ -48,7 +35,7 @@ def replace_sentences(patch: pytest.MonkeyPatch) -> None:
 
 
 def explain_problems(argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[tuple[str, str]]]:
-    """(exit status, option and place of each problem) of ``burnish explain --json`` with further words."""
+    """Return the exit status of ``burnish explain --json``, and the option and source of each problem."""
     status = cli.main(["explain", "run.yaml", "--json", *shlex.split(argv)])
     answer = json.loads(capsys.readouterr().out)
     return status, [(one["option"], one["where"].replace(os.getcwd(), "")) for one in answer["problems"]]

@@ -128,7 +128,7 @@ def _other_weights(folder: Path, name: str, stem: str) -> Problem:
     return Problem(
         f"this checkpoint contains {'an adapter' if is_adapter else 'a full model'}, but this run trains "
         f"{'a full model' if is_adapter else 'an adapter'}.",
-        remedy="Set the same finetuning_type as in the checkpoint, or use another output_dir.",
+        remedy="Set finetuning_type to the value used for the checkpoint, or use another output_dir.",
     )
 
 

@@ -276,7 +276,7 @@ def check_bounds(spec: OptionSpec, value: float) -> None:
 
 
 def _bound_in_words(word: str, bound: float, unit: str) -> str:
-    """``at least 1 row``, ``greater than 0``"""
+    """Return a bound with its unit, such as ``at least 1 row`` or ``greater than 0``."""
     if not isfinite(bound):
         return "finite"
     if not bound:

@@ -18,7 +18,8 @@ SHOWN = 6
 def demo_plan(
     argv: list[str], name: str = "demo.yaml", model: Path = BUNDLED / "model", data: Path = BUNDLED / "data"
 ) -> Plan:
-    """Return the plan of a bundled configuration, with these folders of model and data, overridden by ``argv``."""
+    """Return the plan of a bundled configuration with the given model and data folders. Options in ``argv`` take
+    precedence."""
     places = {"model_name_or_path": model, "dataset_dir": data}
     config, flags = split_arguments(argv)
     if config is not None:

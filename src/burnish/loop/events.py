@@ -33,14 +33,12 @@ class FlowOptions:
     logging_strategy: str = option("steps", "When to log.", choices=("no", "steps", "epoch"))
     logging_steps: float = option(
         0.02,
-        "Number of steps between logs. Below 1: a fraction of all steps; the default is about 50 logs per run. The "
-        "last step is always logged.",
+        "Number of steps between logs. Below 1: a fraction of all steps. The default gives about 50 logs per run. "
+        "The last step is always logged.",
         unit="steps",
         gt=0,
     )
-    logging_first_step: bool = option(
-        False, "Log the first step as well. Default with the default of logging_steps: true."
-    )
+    logging_first_step: bool = option(False, "Log the first step as well. Default: true if logging_steps is not set.")
     eval_strategy: str = option(
         "no", "When to evaluate.", choices=("no", "steps", "epoch"), aliases=("evaluation_strategy",)
     )

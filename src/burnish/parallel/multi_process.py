@@ -41,10 +41,10 @@ _opened: list[Any] = []
 
 
 def _join(backend: str | None, timeout: timedelta) -> None:
-    """Open the process group of the launcher's environment variables, and wait for all of its processes.
+    """Open the process group that the environment variables describe, and wait until all processes have connected.
 
     Raises:
-        UserError: if the main process cannot be reached within ``timeout``.
+        UserError: if not all processes connect within ``timeout``.
     """
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     size, rank = os.environ["WORLD_SIZE"], os.environ.get("RANK")
@@ -54,7 +54,7 @@ def _join(backend: str | None, timeout: timedelta) -> None:
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         why = "The host name cannot be resolved" if not _resolves(address) else "Not all processes connected in time"
         raise UserError(
-            f"Process {rank} of {size} could not join the others at {address}:{port} within "
+            f"Rank {rank} of {size} could not connect to the process group at {address}:{port} within "
             f"{timeout.total_seconds():.0f} s (ddp_timeout).",
             why=f"{why}: {first_line(error)}",
             remedy="Check MASTER_ADDR and MASTER_PORT, and start all processes within ddp_timeout seconds.",

@@ -62,8 +62,8 @@ def loss_shifts_labels(model: Any) -> bool:
 
 
 def defers_device_placement(model: Any, args: TrainingArguments) -> bool:
-    """Whether the model is not moved when the Trainer is created: it is on several devices, or its dtype is changed
-    first."""
+    """Return whether the Trainer leaves the model on its current device when it is created: the model is split over
+    several devices, or evaluation converts it to another dtype first."""
     is_split = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
     return bool(is_split or args.fp16_full_eval or args.bf16_full_eval)
 

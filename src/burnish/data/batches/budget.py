@@ -16,7 +16,7 @@ from burnish.data.batches.batching import pack_best_fit
 
 @dataclass(frozen=True)
 class Budget:
-    """Token budget of a micro-batch, including padding and image patches.
+    """Maximum number of tokens in a micro-batch, including padding and image patches.
 
     A patch counts as one token, because the activations of both take about the same memory. A row whose patches alone
     exceed the budget gets a micro-batch of its own.

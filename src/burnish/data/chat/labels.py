@@ -63,7 +63,7 @@ class Segment:
     def with_images(
         self, ids: Ids, content: Callable[[], Sequence[bool]], begin: int, images: Sequence[ImageFile]
     ) -> Segment:
-        """Return the segment, which has no labels yet, with the tokens of its images."""
+        """Return a copy of a segment without labels, with the token ids of its images inserted."""
         return Segment(ids, content, self.message, begin, self.trailing, images=images)
 
     def only(self, positions: Sequence[int]) -> Segment:

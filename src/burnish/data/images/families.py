@@ -56,9 +56,9 @@ class AnyFamily(Family):
     def note(self) -> str:
         """Return a note for the user on how images are written."""
         return (
-            f"Model type {self.model_type} has no dedicated image support: placeholders are created by "
-            f"transformers' {type(self.source.composed).__name__}, and padding-free batches are used only if the "
-            "model supports them."
+            f"Images of model type {self.model_type} are processed by transformers' "
+            f"{type(self.source.composed).__name__}. "
+            "Batches are padding-free only if a check shows that the model supports them."
         )
 
 

@@ -96,9 +96,9 @@ def _image(reader: MediaReader, kind: str, source: Any, place: str, limits: Mapp
     try:
         return (reader.image if kind == "image" else partial(read_video, reader))(source, place, **(limits or {}))
     except MissingImage as error:
-        remedy = "Set media_dir to the folder of the images."
+        remedy = "Set media_dir to the folder that contains the images."
         if error.nearest is not None:
-            remedy = f"Set media_dir to the folder of the images. A file of this name exists: {error.nearest}"
+            remedy = f"{remedy} A file with this name was found: {error.nearest}"
         raise BadRecord(str(error), remedy, reason="an image was not found", kind="an image was not found") from None
     except BadImage as error:
         raise BadRecord(str(error), reason="an image cannot be read") from None

@@ -108,34 +108,15 @@ def compute_rewards(
         extra_arguments: further arguments: ``trainer_state``, ``environments``.
 
     Raises:
-        UserError: for the errors above, with the name and the place of the function.
+        UserError: if a function fails or its result is invalid, with the name and the location of the function.
     """
     table = RewardTable(torch.full((len(completions), len(functions)), torch.nan, dtype=torch.float64),
                         [function.name for function in functions])  # fmt: skip
-
-    def log_extra(column: str, values: Sequence[Any]) -> None:
-        if len(values) != len(completions):
-            raise ValueError(f'log_extra("{column}") received {len(values)} values for {len(completions)} completions.')
-        table.extra[column] = [_as_json(value) for value in values]
-
-    def log_metric_of(function: RewardFunction) -> Callable[[str, float], None]:
-        def log_metric(name: str, value: float) -> None:
-            if _is_of_log(name, table.names):
-                what = (
-                    f'{_shown_name(function)} called log_metric("{name}", ...), but a metric with this name is '
-                    "already logged."
-                )
-                raise UserError(what, remedy="Choose another name.", option="reward_funcs")
-            table.metrics.setdefault(name, []).append(float(value))
-
-        return log_metric
-
     arguments = {
         **{name: values for name, values in columns.items() if name not in PASSED_BY_NAME},
         "prompts": list(prompts), "completions": list(completions), "completion_ids": [list(c) for c in completion_ids],
         **(extra_arguments or {}),
-        "log_extra": log_extra,
-        "log_metric": log_metric_of,
+        **_log_functions(table, len(completions)),
     }  # fmt: skip
     job = _Job(arguments, list(places) or [f"completion {at + 1}" for at in range(len(completions))], timeout_s, step)
     waiting = {}
@@ -157,6 +138,29 @@ def compute_rewards(
             what, remedy="None means that a function does not apply to a completion.", option="reward_funcs"
         )
     return table
+
+
+def _log_functions(table: RewardTable, num_completions: int) -> dict[str, Callable[..., Any]]:
+    """Return ``log_extra``, and ``log_metric`` as a function of the reward function that calls it."""
+
+    def log_extra(column: str, values: Sequence[Any]) -> None:
+        if len(values) != num_completions:
+            raise ValueError(f'log_extra("{column}") received {len(values)} values for {num_completions} completions.')
+        table.extra[column] = [_as_json(value) for value in values]
+
+    def log_metric_of(function: RewardFunction) -> Callable[[str, float], None]:
+        def log_metric(name: str, value: float) -> None:
+            if _is_of_log(name, table.names):
+                what = (
+                    f'{_shown_name(function)} called log_metric("{name}", ...), but a metric with this name is '
+                    "already logged."
+                )
+                raise UserError(what, remedy="Choose another name.", option="reward_funcs")
+            table.metrics.setdefault(name, []).append(float(value))
+
+        return log_metric
+
+    return {"log_extra": log_extra, "log_metric": log_metric_of}
 
 
 @dataclass

@@ -144,7 +144,7 @@ _FAILS = (
 )
 _TOO_LARGE = (
     "A file would exceed the file size limit: {place} could not be written.",
-    "Raise the limit (ulimit -f), or write to another file system with output_dir.",
+    "Raise the limit (ulimit -f), or write to another file system.",
 )
 _DISK = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _FULL),

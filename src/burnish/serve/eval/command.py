@@ -55,7 +55,7 @@ class EvalOptions:
         None, "Number of questions evaluated at once. Default: the number of concurrent requests.", ge=1
     )
     save_dir: str | None = option(
-        None, "Folder for the results. Default: none; results are only printed.", names_place=True
+        None, "Folder for the results. Default: results are printed but not saved.", names_place=True
     )
     limit: int | None = option(None, "Evaluate only the first N questions per subject, for a quick test.", ge=1)
 

@@ -110,7 +110,7 @@ class EvaluationMethods(DataMethods):
         return gathered.output(dataloader, metric_key_prefix)
 
     def _read_ahead(self, dataloader: Any, only_loss: bool) -> Iterable[Any]:
-        """The batches of an evaluation. A subclass may process several of them at once."""
+        """Yield the batches of an evaluation. Subclasses may process several batches at once."""
         yield from dataloader
 
     def prediction_step(

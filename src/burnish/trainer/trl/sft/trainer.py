@@ -54,8 +54,8 @@ class CountAlways(Count):
 
 
 class SFTTrainer(TrlTrainer):
-    """Fine-tune a causal language model on examples. The arguments are those of TRL's ``SFTTrainer``
-    (https://huggingface.co/docs/trl/sft_trainer), except for:
+    """Trainer for supervised fine-tuning of causal language models. Accepts the arguments of TRL's ``SFTTrainer``
+    (https://huggingface.co/docs/trl/sft_trainer), with these differences:
 
     Args:
         args: ``SFTConfig``, or ``TrainingArguments`` and defaults for the rest.
