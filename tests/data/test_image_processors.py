@@ -161,7 +161,7 @@ def test_model_of_unknown_family_uses_its_processor(folder):
     model, composed = idefics2()
     result = family(model.config, composed, is_given=True)
     assert isinstance(result, AnyFamily)
-    assert "are created by transformers' Idefics2Processor" in result.note
+    assert "are processed by transformers' Idefics2Processor" in result.note
     example = image_example(folder, "What is ", NAMES[0], " and ", NAMES[2], " now?")
     (row,) = PlainTemplate(PlainOptions(None, "keep_start"), result.tokenizer, result).encode([example], DataStats())
     chat = composed.apply_chat_template([message.raw for message in example.messages], tokenize=False)
