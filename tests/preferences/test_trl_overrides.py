@@ -235,6 +235,19 @@ def test_rows_tokenized_by_override_are_trained(folder, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["ORPOTrainer", "CPOTrainer"])
+def test_predictions_with_an_overridden_forward_are_mean_logits(kind, folder, tmp_path):
+    """As TRL returns them: two numbers per batch, and as many zeros as labels."""
+    trainer = of(kind, noting("concatenated_forward"), folder, tmp_path, {"eval_dataset": as_set(pairs(5))},
+                 per_device_eval_batch_size=2)  # fmt: skip
+    found = trainer.predict(trainer.eval_dataset)
+    *_, metrics = trainer.get_batch_loss_metrics(trainer.model, next(iter(trainer.get_eval_dataloader())), "eval")
+    assert found.predictions.shape == found.label_ids.shape
+    assert not found.label_ids.any()
+    means = [metrics["eval_logits/chosen"], metrics["eval_logits/rejected"]]
+    assert found.predictions[:2] == pytest.approx(means, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["ORPOTrainer", "CPOTrainer"])
 def test_rows_tokenized_by_a_script_are_predicted_unchanged(kind, folder, tmp_path):
     rows = as_set(pairs(5))
     mine = of(kind, noting("tokenize_row", False), folder, tmp_path, {"eval_dataset": rows})

@@ -100,7 +100,9 @@ class UserError(ValueError):
     ) -> None:
         if isinstance(problems, str):
             problems = Problem(problems, where, why, remedy, option)
-        self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        self.problems: tuple[Problem, ...] = (
+            (problems,) if isinstance(problems, Problem) else tuple(dict.fromkeys(problems))  # each one once
+        )
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 

@@ -14,18 +14,19 @@ import torch
 from burnish.config.errors import Problem, UserError, did_you_mean
 from burnish.config.options import raise_if
 from burnish.models.attention_choice import attention_problems
+from burnish.models.generation_settings import generation_file_problems
 from burnish.models.load import load_config, meta_model, weight_problems
 from burnish.models.options import ModelOptions
 from burnish.models.quantization.quantize import check_quantized_files
 from burnish.models.quiet import quiet, refused_conversions
 from burnish.models.source import find_source, shard_names
-from burnish.utils.json_files import FETCH_AGAIN, read_object
+from burnish.utils.json_files import FETCH_AGAIN, quoted, read_object
 from burnish.utils.tensor_files import TensorInfo, read_headers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_JSON_FILES = ("generation_config.json", "tokenizer_config.json", "tokenizer.json")
+_JSON_FILES = ("tokenizer_config.json", "tokenizer.json")
 
 
 def check_model(options: ModelOptions, checks_library: bool = True, needs_head: bool = True) -> list[Problem]:
@@ -70,9 +71,9 @@ def _wrong_numbers(raw: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each invalid number that transformers would not report."""
     for name, value in raw.items():
         if name in _COUNTS and not (type(value) is int and value > 0):
-            yield f'"{name}" must be a positive integer. Received: {value!r}.'
+            yield f'"{name}" must be a positive integer. Received: {quoted(value)}.'
         if name.endswith(("dropout", "pdrop")) and isinstance(value, int | float) and not 0 <= value <= 1:
-            yield f'"{name}" must be from 0 to 1. Received: {value!r}.'
+            yield f'"{name}" must be from 0 to 1. Received: {quoted(value)}.'
     yield from _too_many_layers(raw)
 
 
@@ -80,7 +81,7 @@ def _too_many_layers(raw: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each number of layers, also in nested configs, whose modules would exhaust memory."""
     for name, value in raw.items():
         if name in _LAYERS and isinstance(value, int | float) and value > _MAX_LAYERS:
-            yield f'"{name}" must be at most {_MAX_LAYERS}. Received: {value!r}.'
+            yield f'"{name}" must be at most {_MAX_LAYERS}. Received: {quoted(value)}.'
         elif isinstance(value, Mapping):
             yield from _too_many_layers(value)
 
@@ -94,7 +95,7 @@ _COUNTS = (
 
 
 def _check_json(folder: Path) -> list[Problem]:
-    problems: list[Problem] = []
+    problems = generation_file_problems(folder)
     for name in _JSON_FILES:
         if (folder / name).is_file():
             try:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.checks import check, notes
-from burnish.config.errors import Problem
+from burnish.config.errors import Problem, UserError
 from burnish.config.options import option, shared
 from burnish.kernels.probe import causal_lm
+from burnish.models.load import message_of
 
 
 @shared
@@ -125,10 +126,13 @@ def generation_config(
     config.max_new_tokens = options.max_new_tokens if options.max_new_tokens > 0 else None
     config.max_length = None if config.max_new_tokens else options.max_length
     config.use_cache = True  # disabled in training
+    config.num_return_sequences, config.return_dict_in_generate = 1, False  # one list of ids per prompt
     config.cache_implementation = "static" if options.cache_implementation == "static" else None
     return config
 
 
+_REFUSED = (ValueError, TypeError, LookupError, AttributeError, NotImplementedError, OSError)
+"""Errors of transformers' ``generate`` for settings of a model that it checks only then."""
 _STATIC_STEP = 64
 """With a static cache each shape is compiled, so prompts are padded to a multiple of this number of tokens."""
 
@@ -181,12 +185,16 @@ def _together(model: nn.Module, prompts: Sequence[Sequence[int]], config: Any) -
     if cache:
         config = copy.deepcopy(config)
         config.cache_implementation = None
-    made = model.generate(  # type: ignore[operator]
-        input_ids=torch.tensor(padded, device=device),
-        attention_mask=torch.tensor(mask, device=device),
-        generation_config=config,
-        **cache,
-    )
+    try:
+        made = model.generate(  # type: ignore[operator]
+            input_ids=torch.tensor(padded, device=device),
+            attention_mask=torch.tensor(mask, device=device),
+            generation_config=config,
+            **cache,
+        )
+    except _REFUSED as error:
+        what = f"transformers cannot generate with these settings: {message_of(error)}"
+        raise UserError(what, remedy="Correct generation_config.json of the model.") from error
     return [until_stop(ids, config.eos_token_id) for ids in made[:, longest:].tolist()]
 
 

@@ -22,6 +22,7 @@ from torch import nn
 from burnish.config.errors import UNUSABLE, Problem, UserError, few, shape_in_words
 from burnish.config.options import raise_if
 from burnish.models.attention_choice import requested_attention
+from burnish.models.generation_settings import generation_file_problems, setting_problems
 from burnish.models.images.torchvision import raise_if_torchvision_is_broken
 from burnish.models.options import ModelOptions
 from burnish.models.quantization.quantize import (
@@ -33,7 +34,6 @@ from burnish.models.quantization.quantize import (
 from burnish.models.quiet import quiet, refused_conversions
 from burnish.models.source import find_source, hub_arguments
 from burnish.utils.activity import Activity, doing
-from burnish.utils.json_files import read_object
 from burnish.utils.patching import Reason, patch
 from burnish.utils.work import work
 
@@ -170,12 +170,19 @@ def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
     model.tie_weights()  # transformers 5.0 does not do this on the meta device
     path = Path(config.name_or_path or "") / "generation_config.json"
     if config.name_or_path and path.is_file():
-        read_object(path)
+        raise_if(generation_file_problems(path.parent))
         try:
             model.generation_config = GenerationConfig.from_pretrained(config.name_or_path)
         except UNUSABLE as error:
             raise UserError(f"it cannot be used: {message_of(error)}", where=str(path)) from error
     return model
+
+
+def _check_generation(model: nn.Module, where: str) -> None:
+    """Raise UserError if the model's generation config, which may be from ``config.json``, has unusable settings."""
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is not None:
+        raise_if(setting_problems(vars(generation), f"{where}: its generation settings"))
 
 
 def find_non_finite(model: nn.Module) -> list[str]:
@@ -320,6 +327,8 @@ def _pretrained_model(
     notes: list[str], needs_head: bool,
 ) -> PreTrainedModel:  # fmt: skip
     source = find_source(options.model_name_or_path, options, with_weights=True)
+    if source.folder is not None:
+        raise_if(generation_file_problems(source.folder))
     talks = redirect_stdout(sys.stderr) if quantized_by(config) else nullcontext()  # gptqmodel prints a lot
     with quiet(), talks, refused_conversions(source.name):
         loaded: Any = auto_class(config).from_pretrained(
@@ -333,6 +342,7 @@ def _pretrained_model(
             **arguments,
         )
     model: PreTrainedModel = loaded[0]
+    _check_generation(model, source.name)
     found: dict[str, Any] = loaded[1]
     raise_if(weight_problems(source.name, model, found, needs_head))
     if found["unexpected_keys"]:

@@ -19,7 +19,7 @@ from burnish.models.load import message_of, meta_model
 from burnish.models.options import ModelOptions
 from burnish.models.source import find_source, hub_arguments
 from burnish.utils.files import regular
-from burnish.utils.json_files import read_object
+from burnish.utils.json_files import quoted, read_object
 from burnish.utils.patching import Reason, patch
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _check_chat_template(template: Any, where: str) -> None:
     """Raise UserError if a chat template is neither text nor texts by name."""
     texts = template.values() if isinstance(template, dict) else [template] if template is not None else []
     if wrong := [text for text in texts if not isinstance(text, str)]:
-        what = f"the chat template of its tokenizer must be text. Received: {wrong[0]!r}."
+        what = f"the chat template of its tokenizer must be text. Received: {quoted(wrong[0])}."
         raise UserError(what, where=where, remedy="Correct chat_template in tokenizer_config.json.")
 
 

@@ -35,11 +35,11 @@ from burnish.loop.protocols import Parallel
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.losses.base import OBJECTIVES, StageObjective
 from burnish.models.attention_choice import requested_attention
-from burnish.models.dropout import switch_off_dropout
 from burnish.models.images.processor import copy_companions
 from burnish.models.load import load_model, raise_if_adapter_not_finite, raise_if_empty, raise_if_not_finite
 from burnish.models.patches.attention import PADDING_FREE
 from burnish.models.patches.capabilities import find_capabilities
+from burnish.models.patches.dropout import switch_off_dropout
 from burnish.models.patches.fused import patch_forwards
 from burnish.models.patches.liger import LIGER, apply_liger, takes_liger
 from burnish.models.quantization.quantize import quantization_of

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 from burnish.config.conversion import GivenTwice, each_key_once
 from burnish.config.errors import Problem, UserError
+from burnish.utils.json_files import shortened
 
 Values: TypeAlias = Mapping[str, Any]
 """One record as read: column -> value."""
@@ -261,13 +262,6 @@ def first_character(path: Path) -> str:
                 return chr(seen[0])
             start = b""
     return ""
-
-
-def shortened(value: Any, length: int = 160) -> str:
-    """Format a value for an error message: as JSON if possible, at most ``length`` characters."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    text = text.encode(errors="backslashreplace").decode()  # a lone surrogate could not be printed
-    return text if len(text) <= length else text[: length - 4] + " ..."
 
 
 def count(number: int, noun: str) -> str:

@@ -21,11 +21,12 @@ from burnish.config.errors import Problem, UserError, did_you_mean, few
 from burnish.config.options import raise_if
 from burnish.data.options import DataOptions
 from burnish.data.reading.files import READERS, loading_script, missing_file
-from burnish.data.reading.json_files import UnreadableJson, parsed_file, shortened, whole_text
+from burnish.data.reading.json_files import UnreadableJson, parsed_file, whole_text
 from burnish.data.sets.data_source import DataSource, SourceKind
 from burnish.data.sets.layouts import MEDIA, PREFERENCE
 from burnish.data.sets.turns import SHAREGPT_TAGS
 from burnish.utils.environment import uses_modelscope
+from burnish.utils.json_files import shortened
 
 INFO_NAME = "dataset_info.json"
 ONLINE, REMOTE = "ONLINE", "REMOTE:"

@@ -25,13 +25,14 @@ from typing import TypeAlias
 from burnish.config.errors import Problem, UserError, few
 from burnish.config.registry import Registry
 from burnish.data.reading.files import line_of
-from burnish.data.reading.json_files import Values, shortened
+from burnish.data.reading.json_files import Values
 from burnish.data.sets.images import refuse_audio, with_images
 from burnish.data.sets.preferences import with_preference
 from burnish.data.sets.records import ALL_COLUMNS, BadRecord, Layout, Record, as_text, as_turns
 from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, as_context, conversation, messages_of
 from burnish.data.stats import DataStats, dropped
 from burnish.loop.types import Example, Message
+from burnish.utils.json_files import shortened
 
 SHOWN = 5
 """Maximum number of kinds of faults, and of records per kind, that one error names."""

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from burnish.data.reading.json_files import Values, shortened
+from burnish.data.reading.json_files import Values
 from burnish.data.sets.records import BadRecord, Record, as_text
 from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, as_context, message_of
 from burnish.loop.types import Answer, Example, Message
+from burnish.utils.json_files import shortened
 from burnish.utils.sequences import shared_beginning
 
 ANSWERING = ("assistant", "function")

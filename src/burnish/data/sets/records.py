@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from burnish.data.images.sources import MediaReader
-from burnish.data.reading.json_files import Values, parsed, shortened
+from burnish.data.reading.json_files import Values, parsed
 from burnish.data.stats import RecordReason
 from burnish.loop.types import Example, RoleName
+from burnish.utils.json_files import shortened
 
 ROLES: Mapping[str, RoleName] = {
     "system": "system", "developer": "system",

@@ -13,11 +13,12 @@ from dataclasses import replace
 from sys import float_info
 from typing import Any
 
-from burnish.data.reading.json_files import parsed, shortened
+from burnish.data.reading.json_files import parsed
 from burnish.data.sets.images import content_of, raw_content
 from burnish.data.sets.records import ROLES, BadRecord, Layout, Record, as_text, listed
 from burnish.data.stats import kept, truncated
 from burnish.loop.types import Example, Message, RoleName
+from burnish.utils.json_files import shortened
 
 SHAREGPT_TAGS = {
     "role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt",

@@ -39,7 +39,7 @@ _PLAIN = {
     "repetition_penalty", "max_new_tokens", "max_length", "use_cache", "transformers_version", "_from_model_config",
     "num_beams", "min_new_tokens",
 }  # fmt: skip
-_NEUTRAL = {"typical_p": 1.0, "encoder_repetition_penalty": 1.0, "length_penalty": 1.0}
+_NEUTRAL = {"typical_p": 1.0, "encoder_repetition_penalty": 1.0, "length_penalty": 1.0, "num_return_sequences": 1}
 
 
 def is_plain(config: Any) -> bool:

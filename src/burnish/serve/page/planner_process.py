@@ -21,7 +21,6 @@ from burnish.config.options import OptionSpec, RawValue, specs
 from burnish.config.registry import Registry
 from burnish.data.chat.rendering import limit_rendering
 from burnish.data.reading.files import data_files, read_records
-from burnish.data.reading.json_files import shortened
 from burnish.data.sets.data_source import DataSource
 from burnish.data.sets.formats import FORMATS
 from burnish.data.sets.layouts import is_preference, layout_of, proposed_columns
@@ -33,6 +32,7 @@ from burnish.run.plan.files import problems_in_files, record_needs
 from burnish.run.plan.listing import component
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import plan
+from burnish.utils.json_files import shortened
 
 _LONGEST_CHOICE = 60
 _SHOWN = 3

@@ -376,15 +376,19 @@ class PreferenceTrainer(OverridableTrainer):
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
         if prediction_loss_only:
             return loss.detach(), None, None
+        return loss.detach(), *self._predictions_of(outputs, inputs)
+
+    def _predictions_of(self, outputs: Any, inputs: Any) -> tuple[Any, Any]:
+        """Predictions and labels of a micro-batch, from the outputs of ``compute_loss``."""
         rewards = getattr(outputs, "rewards", outputs)
         if not isinstance(rewards, Tensor):  # a script's own value
             logits = getattr(outputs, "logits", None)
-            return loss.detach(), logits, None if logits is None else inputs.get("input_ids")
+            return logits, None if logits is None else inputs.get("input_ids")
         ready = inputs.ready if isinstance(inputs, ScriptedBatch) else inputs
         counts = ready["items"] > 0
         rewards = rewards.view(len(counts), -1)[counts]
         labels = ready["tag"][counts] if "tag" in ready else torch.zeros_like(rewards[:, 0])
-        return loss.detach(), rewards.squeeze(-1), labels
+        return rewards.squeeze(-1), labels
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train as in ``TrlTrainer.train``."""

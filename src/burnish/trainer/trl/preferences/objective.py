@@ -36,9 +36,9 @@ from burnish.losses.reference import (
     refuse_sharded_weights,
 )
 from burnish.losses.responses import AnswersObjective
-from burnish.models.dropout import switch_off_dropout
 from burnish.models.images.features import patch_vision_model
 from burnish.models.patches.capabilities import find_capabilities
+from burnish.models.patches.dropout import switch_off_dropout
 from burnish.run.reference_cache import fill
 from burnish.trainer.arguments.trl import TrlArguments
 from burnish.trainer.data.in_step import in_step

@@ -24,7 +24,7 @@ from burnish.checkpoint.parts import Stateful
 from burnish.loop.protocols import Objective, Parallel
 from burnish.loop.types import IGNORE_INDEX, Batch, Loss, Row
 from burnish.losses.sequence_logps import SequenceModel
-from burnish.models.dropout import switch_off_dropout
+from burnish.models.patches.dropout import switch_off_dropout
 from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.notes import logger
 from burnish.trainer.trl.base import TrlTrainer

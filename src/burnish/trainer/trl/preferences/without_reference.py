@@ -76,6 +76,14 @@ class ORPOTrainer(PreferenceTrainer):
         self.store_metrics(metrics, train_eval=train_eval)
         return (loss, metrics) if return_outputs else loss
 
+    def _predictions_of(self, outputs: Any, inputs: Any) -> tuple[Any, Any]:
+        """(2,) mean logits of the chosen and of the rejected responses, if TRL's methods computed them; (2,) zeros."""
+        names = ("eval_logits/chosen", "eval_logits/rejected")
+        if not isinstance(outputs, Mapping) or not all(name in outputs for name in names):
+            return super()._predictions_of(outputs, inputs)
+        logits = torch.tensor([outputs[name] for name in names], device=self.accelerator.device)
+        return logits, torch.zeros_like(logits)
+
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def build_tokenized_answer(self, prompt: str, answer: str) -> dict[str, list[int]]:
