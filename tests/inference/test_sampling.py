@@ -19,7 +19,7 @@ from burnish.inference.sampling import (
     token_logps,
 )
 from burnish.inference.types import CHAT, ROLLOUT, NoiseKey, Sampling
-from burnish.kernels.philox import gumbel, gumbel_argmax, permutation, philox
+from burnish.kernels.philox import BLOCK, gumbel, gumbel_argmax, permutation, philox
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.0, 0.2])
 
@@ -151,19 +151,17 @@ def test_philox_matches_known_random123_vectors() -> None:
         (pi, [0xA4093822, 0x299F31D0], [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]),
     ]
     for counter, key, words in known:
-        for make in (lambda x: np.array([x], np.uint64), lambda x: torch.tensor([x])):
-            result = philox(tuple(map(make, key)), tuple(map(make, counter)))
-            assert [int(word[0]) for word in result] == words
+        key, counter = ([np.array([word], np.uint64) for word in words] for words in (key, counter))
+        assert [int(word[0]) for word in philox(key, counter)] == words
 
 
 def test_sample_depends_only_on_key_and_position() -> None:
     torch.manual_seed(1)
     keys = [NoiseKey(7, ROLLOUT, 2, 3, sample).words(position) for sample in range(3) for position in range(5)]
-    first = gumbel(keys, 3000, torch.device("cpu"))
+    first = gumbel(keys, 3000)
     torch.rand(10)
-    assert torch.equal(first, gumbel(keys, 3000, torch.device("cpu")))
-    tokens = torch.tensor([[0, 5, 2999]]).expand(15, -1)
-    assert torch.equal(first.gather(1, tokens), gumbel(keys, 3000, torch.device("cpu"), tokens))
+    assert np.array_equal(first, gumbel(keys, 3000))
+    assert np.array_equal(first[3:5, :20], gumbel(keys[3:5], 20))
     assert len(set(first[:, 0].tolist())) == 15
 
 
@@ -205,16 +203,25 @@ def test_samples_follow_softmax_over_rows_samples_and_positions(vocabulary: int,
 
 
 @pytest.mark.parametrize("scale", [0, 0.1, 1, 3, 10, 100, 1e4])
-@pytest.mark.parametrize("vocabulary", [8, 4001])
-def test_skipping_impossible_tokens_does_not_change_samples(vocabulary: int, scale: float) -> None:
+@pytest.mark.parametrize("vocabulary", [8, BLOCK, 4001])
+def test_sample_matches_plain_computation_in_float64(vocabulary: int, scale: float) -> None:
+    """The most likely block with noise, then the most likely token of the block with noise, one row at a time."""
     drawn = torch.Generator().manual_seed(vocabulary)
     words = [NoiseKey(5, ROLLOUT, int(scale), row=row).words(row) for row in range(40)]
     scores = torch.randn(len(words), vocabulary, generator=drawn) * scale
     single, half, tied = (torch.full_like(scores, -torch.inf), scores.clone(), scores.round())
     single[:, 3], half[:, ::2] = 0.0, -torch.inf
     for each in (scores, single, half, tied, scores - 1e30):
-        whole = (each + gumbel(words, vocabulary, each.device)).argmax(-1)
-        assert torch.equal(gumbel_argmax(each, words), whole)
+        noise, tokens = gumbel(words, 2 * BLOCK), gumbel_argmax(each, words, vocabulary)
+        every = torch.arange(vocabulary).expand(len(words), -1).flip(-1)
+        assert torch.equal(gumbel_argmax(each.flip(-1), words, vocabulary, every), tokens)
+        for row, token, of_row in zip(each.double().numpy(), tokens.tolist(), noise, strict=True):
+            row -= row.max()
+            blocks = [row[begin : begin + BLOCK] for begin in range(0, vocabulary, BLOCK)]
+            sums = [np.log(np.exp(block).sum() + 1e-300) for block in blocks]
+            block = int(np.argmax(sums + of_row[BLOCK : BLOCK + len(blocks)]))
+            best = np.argmax(blocks[block] + of_row[: len(blocks[block])])
+            assert token == block * BLOCK + best
 
 
 def test_samples_of_adjacent_positions_are_independent() -> None:
@@ -226,7 +233,7 @@ def test_samples_of_adjacent_positions_are_independent() -> None:
 
 
 def test_logit_errors_change_few_samples() -> None:
-    """Inversion of the cumulative sum changes 4.4% of the tokens at an error of 1e-3; Gumbel-max 0.07%."""
+    """Inversion of the cumulative sum changes 4.4% of the tokens at an error of 1e-3."""
     drawn = torch.Generator().manual_seed(0)
     logits = torch.randn(2_000, 2_000, generator=drawn) * 2
     words = [NoiseKey(0, row=at).words(0) for at in range(2_000)]
@@ -253,7 +260,7 @@ MIXED = [
     Sampling(temperature=0.7, repetition_penalty=1.5, presence_penalty=0.2, frequency_penalty=0.1, bias={3: 2.0}),
 ]
 
-DRAWN = [2691, 357, 838, 2349, 2622, 1614, 1159, 2419, 2127]
+DRAWN = [2722, 1129, 2649, 929, 2371, 1288, 449, 2419, 1744]
 
 
 @pytest.mark.parametrize("vocabulary", [8, 3000])

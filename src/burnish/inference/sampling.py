@@ -1,10 +1,9 @@
 """Sampling: logits -> tokens and log-probabilities, batched on the device of the logits.
 
-A draw is a function of its noise key, the position and the logits: the token with the largest score / temperature +
-Gumbel noise (Gumbel-max trick, Maddison et al. 2014, section 2, https://arxiv.org/abs/1411.0030), with counter-based
-noise (``kernels/philox.py``). There is no shared generator, so a response does not depend on other requests and
-continues unchanged after a restart. Since each token has its own noise, a rounding error in the logits changes a draw
-only if two tokens are nearly tied.
+A draw is a function of its noise key, the position and the logits (``kernels/philox.py``). There is no shared
+generator, so a response does not depend on other requests and continues unchanged after a restart. Since blocks of
+tokens and the tokens of a block have noise of their own, a rounding error in the logits changes a draw only if two of
+them are nearly tied.
 
 Order of operations: bias, repetition penalty, presence and frequency penalties, grammar, temperature, top_k, min_p,
 top_p, draw.
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from burnish.inference.types import Logprob, NoiseKey, Sampling
-from burnish.kernels.philox import gumbel, gumbel_argmax
+from burnish.kernels.philox import gumbel_argmax
 
 _FIRST_SORTED = 256
 """Number of most likely tokens in which the end of the nucleus is searched first."""
@@ -79,7 +78,7 @@ def draw(logits: Tensor, rows: Sequence[DrawSettings]) -> Tensor:
 
 
 def draw_rows(scores: Tensor, keys: Sequence[tuple[int, int, int, int, int]], settings: Sequence[Sampling]) -> Tensor:
-    """Draw a token for each row: the argmax of score / temperature + noise over the tokens allowed by its settings.
+    """Draw a token for each row from the tokens that its settings allow.
 
     Args:
         scores: (N, V) float32 logits; -inf for a token that must not be drawn.
@@ -89,18 +88,16 @@ def draw_rows(scores: Tensor, keys: Sequence[tuple[int, int, int, int, int]], se
         (N,) token ids.
     """
     tokens, values = candidates(scores, settings)
-    if tokens is None:
-        return gumbel_argmax(values, keys)
-    best = (values + gumbel(keys, scores.shape[1], scores.device, tokens)).argmax(-1, keepdim=True)
-    return tokens.gather(1, best)[:, 0]
+    return gumbel_argmax(values, keys, scores.shape[1], tokens)
 
 
 def draw_logps(logits: Tensor, rows: Sequence[DrawSettings], tokens: Tensor) -> Tensor:
     """Return (N,) float32 log-probabilities of (N,) tokens under the distribution that ``draw`` samples from."""
     ids, values = candidates(adjusted_logits(logits, rows), [row.sampling for row in rows])
-    wanted = tokens.to(values.device)[:, None]
-    places = torch.arange(values.shape[1], device=values.device)[None] if ids is None else ids
-    return values.masked_fill(places != wanted, -torch.inf).amax(-1) - values.logsumexp(-1)
+    if ids is None:
+        return token_logps(values, tokens.to(values.device))
+    is_drawn = ids == tokens.to(values.device)[:, None]
+    return values.masked_fill(~is_drawn, -torch.inf).amax(-1) - values.logsumexp(-1)
 
 
 def adjusted_logits(logits: Tensor, rows: Sequence[DrawSettings]) -> Tensor:
