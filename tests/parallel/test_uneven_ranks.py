@@ -53,7 +53,14 @@ def resumed(folder):
     return result
 
 
-class Prepared(Trainer):
+class Counting(Trainer):
+    """A script that counts a row as ten floating-point operations."""
+
+    def floating_point_ops(self, inputs):
+        return 10 * len(inputs["labels"])
+
+
+class Prepared(Counting):
     """A script that makes its own loaders, as accelerate's documentation shows it."""
 
     def get_train_dataloader(self):
@@ -99,7 +106,7 @@ def measured(folder):
 def trained(folder, batch_size, **options):
     """Weights after two epochs of ten rows: on two ranks the last step of an epoch has rows for one of them."""
     weights = {}
-    for name, kind in (("own", Trainer), ("prepared", Prepared)):
+    for name, kind in (("own", Counting), ("prepared", Prepared)):
         trainer = make_trainer(
             folder, kind, model=Classes(), train=Numbers(10), per_device_train_batch_size=batch_size, learning_rate=0.1,
             logging_steps=1, **options,
@@ -108,6 +115,7 @@ def trained(folder, batch_size, **options):
         rows = trainer.train_dataset.seen
         weights[name] = [p.detach().tolist() for p in trainer.model.parameters()]
         weights[f"{name} rows"] = sorted(set(rows))
+        weights[f"{name} operations"] = trainer.state.total_flos
     return weights
 
 
@@ -193,6 +201,12 @@ def test_rank_without_rows_adds_nothing_to_a_step(rank_results, tmp_path):
         torch.testing.assert_close(torch.tensor(two["own"][0]), torch.tensor(one["own"][0]), rtol=1e-5, atol=1e-6)
         assert all(torch.isfinite(torch.tensor(values)).all() for values in two["prepared"])
     assert first["trained"]["prepared"] == second["trained"]["prepared"]
+
+
+def test_floating_point_operations_of_all_ranks_are_counted(rank_results, tmp_path):
+    _, *ranks = (each.get("trained") for each in rank_results)
+    for two in ranks:
+        assert two["own operations"] == two["prepared operations"] == 2 * 10 * 10  # epochs, rows, operations per row
 
 
 def test_dataloader_prepared_by_a_script_is_sharded_over_ranks(rank_results):

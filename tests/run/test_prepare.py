@@ -274,8 +274,9 @@ def test_tokenized_path_is_written_and_then_read(tmp_path):
 def test_each_dataset_has_a_separate_folder():
     options = data_options(tokenized_path="rows")
     encode_rows(examples(10), Encoder(), DataStats(), fingerprint="f", options=options)
-    encode_rows(examples(5), Encoder(), DataStats(), fingerprint="f", options=options, name="")
-    assert sorted(path.name for path in Path("rows").iterdir() if path.is_dir()) == ["eval", "train"]
+    encode_rows(examples(5), Encoder(), DataStats(), fingerprint="f", options=options, name="eval_a/b")
+    encode_rows(examples(4), Encoder(), DataStats(), fingerprint="f", options=options, name="eval_a_b")
+    assert sorted(path.name for path in Path("rows").iterdir() if path.is_dir()) == ["eval_a%2Fb", "eval_a_b", "train"]
 
 
 def test_rows_encoded_with_other_settings_are_rejected_with_the_difference():

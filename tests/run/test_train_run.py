@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from burnish.cli import main
 from burnish.loop.meter import Meter
 from run_outputs import KILLS_ITSELF_AFTER_STEP_FIVE, history, same_weights, weights_in
-from small_run import as_arguments, make_workspace
+from small_run import as_arguments, make_workspace, records
 
 pytestmark = pytest.mark.run
 
@@ -44,6 +44,23 @@ def test_full_run_saves_transformers_model_and_expected_files(tmp_path):
             "train_runtime", "train_samples_per_second", "train_steps_per_second"} <= results.keys()  # fmt: skip
     losses = [entry["loss"] for entry in history(out) if "loss" in entry]
     assert losses[-1] < losses[0]
+
+
+def test_evaluation_sets_with_underscores_in_their_names_are_evaluated_once_per_step(tmp_path):
+    names = ("news__2024", "odd", "odd_")
+    for name in names:
+        (tmp_path / f"{name}.json").write_text(json.dumps(records(4)))
+    options = make_workspace(
+        tmp_path, eval_dataset=",".join(f"{tmp_path}/{name}.json" for name in names), eval_on_each_dataset=True,
+        metric_for_best_model="eval_news__2024_loss", eval_strategy="epoch", tokenized_path=str(tmp_path / "rows"),
+        num_train_epochs=1,
+    )  # fmt: skip
+    assert run(options) == 0
+    log = history(tmp_path / "out")
+    for name in names:
+        assert sum(f"eval_{name}_loss" in entry for entry in log) == 1
+    folders = {path.name for path in (tmp_path / "rows").iterdir() if path.is_dir()}
+    assert folders == {"train", *(f"eval_{name}" for name in names)}
 
 
 def test_lora_run_saves_adapter_that_peft_loads(tmp_path):

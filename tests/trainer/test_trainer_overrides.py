@@ -375,6 +375,20 @@ def test_floating_point_ops_override_is_accumulated(tmp_path):
     assert trainer.state.total_flos == 60
 
 
+def test_floating_point_operations_are_complete_in_checkpoints_between_logs(tmp_path):
+    class Counted(Trainer):
+        def floating_point_ops(self, inputs):
+            return 10
+
+    options = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2, "logging_steps": 3}
+    trained(tmp_path, Counted, **options)
+    saved = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
+    assert saved["total_flos"] == 40
+    resumed = make_trainer(tmp_path, Counted, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert resumed.state.total_flos == 50
+
+
 def test_compute_loss_context_manager_wraps_forward_pass(tmp_path):
     import contextlib
 
@@ -448,7 +462,8 @@ def test_overrides_that_only_call_super_change_nothing(accumulation, tmp_path):
     options = {"num_train_epochs": 2, "gradient_accumulation_steps": accumulation, "save_strategy": "epoch"}
     own, defaults = (trained(tmp_path / kind.__name__, kind, **options) for kind in (Recorded, Trainer))
     assert {*own.seen} == {name for name in vars(Recorded) if not name.startswith("__")} - {"_note"}
-    assert own.seen.count("store_flos") == 3
+    logs_and_checkpoints_and_end = len(losses(own)) + 2 + 1
+    assert own.seen.count("store_flos") == logs_and_checkpoints_and_end
     assert losses(own) == pytest.approx(losses(defaults), rel=1e-6)
     assert all(torch.allclose(weight, weights(defaults)[name], rtol=1e-6) for name, weight in weights(own).items())
 

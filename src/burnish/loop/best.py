@@ -34,6 +34,12 @@ def remember_best(
     return True
 
 
+def eval_prefix(name: str) -> str:
+    """The prefix of the metrics of the evaluation set ``name``, without the underscore; "" is the name of a single
+    set."""
+    return f"eval_{name}" if name else "eval"
+
+
 def metric_name(options: BestChoices) -> str:
     """The name of the metric that selects the best evaluation, with the prefix ``eval_``."""
     name: str = options.metric_for_best_model or "loss"

@@ -35,7 +35,7 @@ from burnish.checkpoint.checkpoint import Checkpoints, load, load_part
 from burnish.checkpoint.parts import ModelPart, Part, Stateful, parts_of
 from burnish.config.errors import NonFiniteError, UserError
 from burnish.config.options import option
-from burnish.loop.best import BestChoices, deciding_metric, remember_best
+from burnish.loop.best import BestChoices, deciding_metric, eval_prefix, remember_best
 from burnish.loop.events import CallbackHandler
 from burnish.loop.meter import Clock, Meter, Totals
 from burnish.loop.metrics import joined_by_name
@@ -267,7 +267,7 @@ class Loop:
         """Evaluate every evaluation set and log each. Returns the metrics of all sets."""
         metrics: dict[str, float] = {}
         for name, eval_set in self.eval_sets.items():
-            metrics |= self.evaluate_set(eval_set, f"eval_{name}" if name else "eval")
+            metrics |= self.evaluate_set(eval_set, eval_prefix(name))
         self.callbacks.fire("on_evaluate", metrics=metrics)
         return metrics
 

@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 from burnish.adapters.base import ModelState
 from burnish.checkpoint.checkpoint import output_folder
 from burnish.config.errors import NotSavedError
+from burnish.loop.best import eval_prefix
 from burnish.loop.loop import Loop, TrainOutput
 from burnish.models.save import save_model
 from burnish.report.card import CardFacts, write_card
@@ -164,7 +165,7 @@ def last_evaluation(run: Loop, options: RunOptions) -> dict[str, float]:
         return {}
     entries = [entry for entry in run.state.log_history if entry["step"] == run.state.global_step]
     metrics = {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
-    is_whole = all(f"eval_{name}_loss".replace("__", "_") in metrics for name in run.eval_sets)
+    is_whole = all(f"{eval_prefix(name)}_loss" in metrics for name in run.eval_sets)
     return metrics if is_whole else {}
 
 

@@ -27,6 +27,7 @@ from burnish.data.rows.streamed import StreamedRows
 from burnish.data.sets.sources import DataSets, load_datasets
 from burnish.data.stats import DataStats
 from burnish.inference.images.family import load_family
+from burnish.loop.best import eval_prefix
 from burnish.loop.schedule import NO_STEPS, StepPlan, check_curve, curve_notes, plan_steps
 from burnish.loop.types import Example, Row
 from burnish.losses.base import OBJECTIVES, StageObjective
@@ -207,7 +208,7 @@ def encode(
         stats,
         fingerprint={"encoding": objective.fingerprint, "cutoff_len": options.cutoff_len, "cut": truncate},
         options=options,
-        name=f"eval_{eval_name}".rstrip("_") if is_eval else "train",
+        name="train" if eval_name is None else eval_prefix(eval_name),
         data=data,
     )
 

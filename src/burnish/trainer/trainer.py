@@ -152,6 +152,7 @@ class Trainer(EvaluationMethods, FileMethods):
         scheduler = self._scheduler_for(plan.max_steps)
         self.model_wrapped = module
         self.state = TrainerState.at_start(args, plan, self._train_batch_size, parallel.rank, local_rank())
+        self.current_flos = 0.0
         self._name_trial(self.state)
         handler.state = self.state
         handler.parts |= {"model": self.model, "optimizer": self.optimizer, "lr_scheduler": scheduler}
@@ -208,11 +209,6 @@ class Trainer(EvaluationMethods, FileMethods):
     def _stop_empty(self) -> None:
         training.warn_empty_dataset(self.state)
         self.control.should_training_stop = True
-
-    @property
-    def current_flos(self) -> float:
-        """Number of floating-point operations of the run up to now."""
-        return float(self.state.total_flos)
 
     def _get_output_dir(self, trial: Any = None) -> str:
         """``output_dir``, or the subfolder of a trial."""
@@ -278,6 +274,7 @@ class TrainerLoop(Loop):
     microstep    ``training_step`` if a script computes the loss, else the loop's own
     loss         ``_prepare_inputs``, then the objective, within ``compute_loss_context_manager``
     evaluate     ``evaluate``
+    log          ``store_flos`` first
     record       ``log``
     save         ``_save_checkpoint``
     load         also checkpoints of transformers
@@ -299,7 +296,8 @@ class TrainerLoop(Loop):
     def microstep(self, batch: Batch, num_items: Tensor, is_last: bool) -> Loss:
         """The loop's microstep, or ``training_step`` (a mean) if a script computes the loss."""
         trainer = self.trainer
-        self.state.total_flos += float(trainer.floating_point_ops(batch))
+        if not isinstance(batch, PaddingBatch):
+            trainer.current_flos += float(trainer.floating_point_ops(batch))
         with explain_index_errors(trainer.model, batch):
             if not trainer.loss_is_scripted:
                 return super().microstep(batch, num_items, is_last)
@@ -330,6 +328,11 @@ class TrainerLoop(Loop):
 
     def learning_rate(self) -> float:
         return self.trainer._get_learning_rate()
+
+    def log(self) -> None:
+        """Log the means since the last log, after ``store_flos``, as in transformers."""
+        self.trainer.store_flos()
+        super().log()
 
     def record(self, values: dict[str, Any]) -> None:
         """Pass ``values`` to ``Trainer.log``; logs of steps with the start time of training, for tokens per second."""

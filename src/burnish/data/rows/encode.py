@@ -121,7 +121,7 @@ def _folder(options: DataOptions, name: str, made_from: Mapping[str, Any], place
         what = f'Expected tokenized_path to be a folder written by burnish or a new folder. Received: "{root}".'
         raise UserError(what, remedy="Set a new folder. The tokenized dataset is saved there.", option="tokenized_path")
     check_folder_below_roots(root)
-    return root / (name or "eval").replace("/", "_")
+    return root / name.replace("%", "%25").replace("/", "%2F")
 
 
 def _is_stale(folder: Path, options: DataOptions) -> bool:

@@ -16,7 +16,7 @@ from burnish.config.checks import check, notes
 from burnish.config.errors import Problem, UserError
 from burnish.data.batches.batching import packs_rows
 from burnish.inference.options import is_remote
-from burnish.loop.best import metric_name, missing_metric
+from burnish.loop.best import eval_prefix, metric_name, missing_metric
 from burnish.loop.schedule import StepPlan
 from burnish.loop.state import RATES
 from burnish.losses.base import OBJECTIVES
@@ -232,7 +232,7 @@ def check_deciding_metric(options: RunOptions, metrics: Sequence[str] | None, se
         sets: names of the evaluation sets; "" for a single one.
     """
     name = metric_name(options)
-    known = [f"eval_{one}_{metric}".replace("__", "_") for one in sets for metric in (*(metrics or ()), *RATES)]
+    known = [f"{eval_prefix(each)}_{metric}" for each in sets for metric in (*(metrics or ()), *RATES)]
     if not metrics or not options.metric_for_best_model or not known or name in known or not trains(options):
         return []
     switch = f"compute_{name.removeprefix('eval_')}"

@@ -150,6 +150,7 @@ class TrainerBase:
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         self._train_batch_size: int = self.args.train_batch_size  # auto_find_batch_size may halve it
         self._step = StepInProgress()
+        self.current_flos = 0.0  # on this process, since the last ``store_flos``
         self._given_items: Any = None  # number of items of the current step, as counted by a script's get_batch_samples
         self._loop: Loop | None = None  # of the current or last train()
         self._signature_columns: list[str] | None = None

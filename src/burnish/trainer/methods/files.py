@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import metrics_format
 
@@ -95,8 +96,13 @@ class FileMethods(OptimizerMethods):
             results.save_state(self.state, self.args.output_dir)
 
     def store_flos(self) -> None:
-        """Called before a checkpoint and at the end. Does nothing, because ``state.total_flos`` is always up to
-        date."""
+        """Add the floating-point operations of all processes since the last call to ``state.total_flos``.
+
+        Called before each log and checkpoint and at the end. A collective operation: all processes must call it.
+        """
+        flos = torch.tensor(self.current_flos, dtype=torch.float64, device=self._parallel.device)
+        self.state.total_flos += float(self._parallel.sum(flos))
+        self.current_flos = 0.0
 
     def create_model_card(
         self, language: str | None = None, license: str | None = None, tags: Any = None, model_name: str | None = None,
