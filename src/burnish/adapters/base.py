@@ -214,7 +214,7 @@ def raise_unless_same_tensors(own: Mapping[str, Tensor], loaded: Mapping[str, Te
 
 
 def unknown_names(option_name: str, requested: Sequence[str], known: Sequence[str], what: str) -> list[Problem]:
-    """A problem for each wanted name that is not known. It lists the known names."""
+    """A problem for each requested name that is not known. It lists the known names."""
     listed = ", ".join(list(dict.fromkeys(known))[:30])
     return [
         Problem(

@@ -208,7 +208,7 @@ def _is_wrapped(model: nn.Module) -> bool:
 
 
 def _described(raw_config: dict[str, Any] | str | None) -> Mapping[str, Any]:
-    """The mapping ``given``, or the one in the file or folder that it names."""
+    """The mapping itself, or the one in the file or folder that it names."""
     if raw_config is None:
         what = "finetuning_type peft requires peft_config."
         raise UserError(

@@ -29,7 +29,7 @@ BACKENDS = ("chunked", *LIBRARIES)
 
 
 def head_obstacle(backend: str, device: torch.device, rules: TokenLoss, has_bias: bool = False) -> str:
-    """The reason why the backend ``way`` cannot be used, as a sentence; "" if it can."""
+    """The reason why ``backend`` cannot be used, as a sentence; "" if it can."""
     library = LIBRARIES.get(backend)
     if library is None:
         return ""

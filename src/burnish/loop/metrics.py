@@ -28,7 +28,7 @@ def joined(metrics: Sequence[Metric]) -> Metric:
         return Sum(totals.sum(), counts.sum())
     if first.reduction == "last":
         return Sum(totals[-1], counts[-1], "last")
-        # A micro-batch without items has no minimum or maximum.
+    # A micro-batch without items has no minimum or maximum.
     nothing = torch.inf if first.reduction == "min" else -torch.inf
     values = torch.where(counts > 0, totals, nothing)
     return Sum(values.amin() if first.reduction == "min" else values.amax(), counts.sum(), first.reduction)

@@ -76,8 +76,8 @@ class Objective(Protocol):
             step_batch: one step batch of the loader.
             parallel: for operations over ranks.
             step: number of completed steps.
-            more: the following step batches of the epoch. Those taken from it are consumed, and the cursor of the last
-                step batch returned is the new position of the loader.
+            more: the following step batches of the epoch. Step batches taken from it count as used; the loader
+                continues after the last returned batch.
         """
         return [step_batch]
 
@@ -189,7 +189,8 @@ class Parallel(Protocol):
         """Apply the update unless ``is_finite`` () bool is false.
 
         Returns:
-            False if it is known without a device read that the update was skipped; the schedule is not advanced then.
+            False if the update was skipped and the backend knows it; the schedule is not advanced then. A fused
+            optimizer on a GPU skips the update by itself, and the result is True.
         """
         ...
 

@@ -197,7 +197,7 @@ class LmObjective(StageObjective):
         return is_trained.sum().float()
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
-        """Compute the loss. ``module`` is the result of ``self.module``, wrapped by the backend."""
+        """Compute the loss. ``module`` is the ``ModelWithLoss``, as the backend prepared it."""
         loss: Loss = module(batch)
         return loss
 

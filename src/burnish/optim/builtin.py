@@ -291,7 +291,9 @@ def create_scheduler(
     """Make the scheduler: a ``LambdaLR`` over the curve of ``loop/schedule.py``, or one that follows a metric.
 
     Args:
-        max_steps: of the curve. steps_per_rate: updates for each of them.
+        max_steps: length of the schedule.
+        learning_rate: peak learning rate.
+        steps_per_rate: optimizer steps per value of the schedule.
     """
     with refused_by_curve(options):
         if options.lr_scheduler_type == "reduce_lr_on_plateau":

@@ -54,7 +54,7 @@ _LAST_LINES = 12
 
 
 def launch(argv: Sequence[str], values: Mapping[str, RawValue]) -> int | None:
-    """Run ``burnish train *words`` in several processes on this machine, wait for them, and print failures.
+    """Run ``burnish train`` in several processes on this machine, wait for them, and print failures.
 
     Args:
         argv: arguments of ``burnish train``.

@@ -198,7 +198,7 @@ def requested_checkpoint(requested: str | bool | None, folder: str, args: Traini
 
 
 def _newest_whole(newest: Path, args: TrainingArguments) -> Path:
-    """``found``, or if it is damaged the latest valid checkpoint next to it. Logs the skipped ones."""
+    """``newest``, or if it is damaged the latest valid checkpoint next to it. Logs the skipped ones."""
     if is_foreign(newest):
         return newest
     complete, skipped = checkpoint.Checkpoints(newest.parent).newest()

@@ -290,7 +290,7 @@ class RowLoader(StepBatchLoader):
         order = self.order(epoch)[:size]
         starts = range(self.position, size, self.cut.rows_per_step)
 
-        # A generator: a long epoch has too many steps for a list.
+        # A generator: without workers, the micro-batches of a long epoch are never in memory at once.
         steps, again = tee(self._partition(order[start : start + self.cut.rows_per_step]) for start in starts)
         batches = self._batches(part or order[:1] for group in again for part in group)
         for start, group in zip(starts, steps, strict=True):

@@ -102,7 +102,7 @@ def fit_turns(turns: Sequence[Turn], available: int, rule: str, last_first: bool
 
 
 def fit_segments(prompt: Segment, responses: Sequence[Segment], available: int, rule: str) -> list[Segment] | None:
-    """Truncate a prompt and each response to it (one, or the two of a pair) to ``room`` tokens.
+    """Truncate a prompt and each response to it (one, or the two of a pair) to ``available`` tokens.
 
     All responses get the same maximum length and keep the same prompt. Returns None if nothing useful is left.
     """

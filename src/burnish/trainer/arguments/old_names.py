@@ -46,7 +46,7 @@ def value_by_old_name(args: Any, name: str) -> Any:
 
 
 def current_names(kwargs: Arguments) -> Arguments:
-    """Return ``given`` under current names, with a warning for each earlier name."""
+    """Return the arguments under current names, with a warning for each earlier name."""
     arguments = dict(kwargs)
     for name in list(arguments):
         if name in RENAMED:

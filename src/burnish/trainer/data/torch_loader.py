@@ -45,7 +45,8 @@ class EpochOrder(Sampler[int]):
         self.epoch = 0
         self.start = 0  # number of micro-batches of the epoch to skip
         self.left_out: list[tuple[int, int, list[int]]] = []
-        """(epoch, place in its order, items): no step takes these items from there on, and others move up."""
+        """(epoch, position in its order, items): these items are excluded from this position on; later items take their
+        places."""
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch

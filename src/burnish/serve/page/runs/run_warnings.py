@@ -55,9 +55,9 @@ def find_warnings(
     """Yield the warnings that follow from the curves.
 
     Args:
-        columns: of ``series``.
-        events: of ``events.jsonl``.
-        total: steps of the whole run; 0 if unknown.
+        columns: the logged values by name (``log_columns.py``).
+        events: entries of ``events.jsonl``.
+        total: number of steps of the run; 0 if unknown.
         room: number of checkpoints that still fit on the disk.
         rows: numbers of examples that were "seen" and "dropped".
     """
