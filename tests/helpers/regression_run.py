@@ -64,7 +64,6 @@ def make_run(
     num_rows=22,
     eval_rows=0,
     model=None,
-    parts=None,
     objective=None,
     **overrides,
 ):
@@ -96,7 +95,7 @@ def make_run(
     run = Loop(
         options, model=model, weights=Weights(model), objective=objective, parallel=engine, loader=loader,
         optimizer=optimizer, scheduler=scheduler, callbacks=handler, checkpoints=checkpoints,
-        eval_sets=sets if eval_rows else {}, other_parts=parts,
+        eval_sets=sets if eval_rows else {},
     )  # fmt: skip
     return run, options
 

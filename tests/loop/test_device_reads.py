@@ -12,7 +12,6 @@ import torch
 from burnish.config.options import RawValue
 from burnish.kernels import attention
 from burnish.loop.meter import Meter
-from burnish.loop.schedule import Schedule
 from burnish.parallel.single import SingleProcess
 from burnish.run.build import build_loop
 from burnish.run.plan.plan import plan
@@ -58,7 +57,7 @@ def on_meta(folder, **overrides):
     run.model.to("meta")
     run.parallel, run.meter = Valueless(planned.options), Meter(torch.device("meta"))
     run.optimizer = torch.optim.SGD([weight for weight in run.model.parameters() if weight.requires_grad], lr=0.1)
-    run.schedule = Schedule(torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1.0))
+    run.scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1.0)
     run.model.train()
     return run, planned.options
 

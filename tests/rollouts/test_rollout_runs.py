@@ -236,3 +236,9 @@ def test_invalid_data_is_rejected_before_loading_the_model(tmp_path):
     (tmp_path / "data.json").write_text(json.dumps([{"prompt": answered}] * 8))
     with pytest.raises(ValueError, match="must end with a user message"):
         train({**options, "reward_funcs": [f"{tmp_path}/my_rewards.py:often_none"]})
+
+
+def test_rollback_within_a_rollout_is_rejected_before_loading_the_model(tmp_path, monkeypatch):
+    monkeypatch.setattr("burnish.run.build.load_model", lambda *args, **kwargs: pytest.fail("the model is loaded"))
+    with pytest.raises(UserError, match=r"go_back.*not supported by an objective that takes several optimizer steps"):
+        train(user(tmp_path, on_spike="go_back"))

@@ -264,10 +264,13 @@ def test_four_real_dataset_formats_train_together(tmp_path, golden_folder):
 )  # fmt: skip
 def test_first_log_numbers_match_run_and_explain(options, tmp_path, capsys, monkeypatch):
     made = make_workspace(tmp_path, count=22, save_strategy="no", logging_steps=1, **options)
-    rows_of_steps, add_rows = [], Meter.add_rows
-    monkeypatch.setattr(
-        Meter, "add_rows", lambda self, rows, tokens: rows_of_steps.append(int(rows)) or add_rows(self, rows, tokens)
-    )
+    rows_of_steps, add_step = [], Meter.add_step
+
+    def recorded(self, step_batch, *values):
+        rows_of_steps.append(int(step_batch.num_rows))
+        add_step(self, step_batch, *values)
+
+    monkeypatch.setattr(Meter, "add_step", recorded)
     assert run(made, "explain") == 0
     explained = capsys.readouterr().out
     assert run(made) == 0

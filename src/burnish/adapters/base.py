@@ -30,7 +30,7 @@ from burnish.kernels.probe import causal_lm
 
 
 class ModelAdapter(Protocol):
-    """``loop.protocols.Adapter`` with further methods that a run needs.
+    """Selects which weights are trained and how: full, freeze, LoRA.
 
     Attributes:
         saves_whole_model: whether ``save`` and ``state`` contain the whole model rather than an adapter.
@@ -47,7 +47,10 @@ class ModelAdapter(Protocol):
         ...
 
     def attach(self, model: nn.Module) -> nn.Module: ...
-    def reference(self, model: nn.Module) -> AbstractContextManager[Any]: ...
+    def reference(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Context in which the model computes as it did before training."""
+        ...
+
     def state(self, model: nn.Module) -> dict[str, Tensor]:
         """The trained weights, in the dtype of training."""
         ...

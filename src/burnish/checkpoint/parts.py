@@ -97,20 +97,19 @@ _STEMS = {"state": "trainer_state"}
 
 
 def parts_of(
-    model: Stateful, stem: str, optimizer: Stateful, scheduler: Stateful, others: Mapping[str, Stateful | Part],
-    *, save_only_model: bool = False,
+    weights: ModelPart, optimizer: Stateful, scheduler: Stateful, others: Mapping[str, Stateful | Part], *,
+    save_only_model: bool = False,
 ) -> dict[str, Part]:  # fmt: skip
     """Every part of a run, by name.
 
     Args:
-        model: the weights.
-        stem: their file name: "model" or "adapter_model".
+        weights: the weights of the model.
         scheduler: the learning rate schedule.
         others: further parts. Each is saved under its name, except "state", which is saved as ``trainer_state``.
         save_only_model: save weights and state only. Such a checkpoint cannot be resumed.
     """
     parts = {
-        "model": Part(model, stem, missing=_other_weights),
+        "model": Part(weights, weights.file_stem, missing=_other_weights),
         "optimizer": Part(optimizer, "optimizer", refuses=_another_optimizer),
         "scheduler": Part(scheduler, "scheduler"),
         **{

@@ -29,7 +29,7 @@ from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
 from burnish.run.plan.resources import compute_dtype, formats_in_words, storage_dtype, trained_dtype
 from burnish.run.prepare import Prepared
-from burnish.run.references import needs_reference, planned_reference
+from burnish.run.references import planned_reference
 from burnish.utils.patching import Reason, allows, patch, patch_summary, patches_of
 
 CHECKED_AT_START = "enabled if it reproduces the model's output (checked at start)"
@@ -124,7 +124,7 @@ def tried_patches(options: RunOptions, config: Any) -> list[Reason]:
 
 def _reference(plan: Plan, prepared: Prepared) -> list[Line]:
     """Lines about the reference model and its cost."""
-    if not needs_reference(prepared.objective):
+    if not prepared.objective.needs_reference:
         return []
     text = planned_reference(plan.options, prepared.sizes, prepared.formats)
     return [Line("reference", text, plan.where("ref_model"))]

@@ -207,13 +207,19 @@ class CallbackHandler:
         return states
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        """Restore the state of each callback. Callbacks of the same class are matched by their order."""
+        """Restore the attributes of each callback. Its constructor arguments come from the options of the run."""
+        self.restore(self.callbacks, states, kinds=("attributes",))
+
+    @staticmethod
+    def restore(callbacks: Iterable[Any], states: dict[str, Any], kinds: Iterable[str]) -> None:
+        """Set the saved values of each object that has a state. Objects of a class are matched by their order."""
         queues = {name: list(v) if isinstance(v, list) else [v] for name, v in states.items()}
-        for callback in self.callbacks:
+        for callback in callbacks:
             queue = queues.get(type(callback).__name__)
             if queue and callable(getattr(callback, "state", None)):
-                for attribute, value in queue.pop(0)["attributes"].items():
-                    setattr(callback, attribute, value)
+                saved = queue.pop(0)
+                for name, value in (pair for kind in kinds for pair in saved.get(kind, {}).items()):
+                    setattr(callback, name, value)
 
 
 _RESET_BY = {

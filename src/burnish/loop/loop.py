@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 
 from burnish.checkpoint.checkpoint import Checkpoints, load, load_part
 from burnish.checkpoint.parts import ModelPart, Part, Stateful, parts_of
-from burnish.config.errors import NonFiniteError, UserError
+from burnish.config.errors import NonFiniteError
 from burnish.config.options import option
 from burnish.loop.best import BestChoices, deciding_metric, eval_prefix, remember_best
 from burnish.loop.events import CallbackHandler
@@ -41,7 +40,7 @@ from burnish.loop.meter import Clock, Meter, Totals
 from burnish.loop.metrics import joined_by_name
 from burnish.loop.protocols import EvalSet, Loader, Objective, Parallel
 from burnish.loop.rollout import RolloutBuffer
-from burnish.loop.schedule import schedule_of
+from burnish.loop.schedule import follows_metric
 from burnish.loop.spikes import SpikeOptions, SpikeWatch
 from burnish.loop.state import keeping_plan
 from burnish.loop.types import Batch, Loss, StepBatch
@@ -85,7 +84,6 @@ class Loop:
         scheduler: the scheduler of that optimizer, from torch, transformers or a script.
         callbacks: the handler whose ``state`` and ``control`` are those of the run.
         eval_sets: evaluation sets by name; "" for a single one.
-        other_parts: further objects that checkpoints store.
         flos_per_token: floating-point operations of forward and backward for one token.
         logs_tokens: whether every log includes num_input_tokens_seen.
     """
@@ -93,35 +91,28 @@ class Loop:
     def __init__(
         self, options: LoopChoices, *, model: nn.Module, weights: ModelPart, objective: Objective, parallel: Parallel,
         loader: Loader, optimizer: Any, scheduler: Any, callbacks: CallbackHandler, checkpoints: Checkpoints,
-        eval_sets: Mapping[str, EvalSet] | None = None, other_parts: Mapping[str, Stateful] | None = None,
-        flos_per_token: int = 0, logs_tokens: bool = False,
+        eval_sets: Mapping[str, EvalSet] | None = None, flos_per_token: int = 0,
+        logs_tokens: bool = False,
     ) -> None:  # fmt: skip
         self.options = options
         self.model, self.objective, self.parallel, self.loader = model, objective, parallel, loader
         self.optimizer = optimizer
-        self.schedule = schedule_of(scheduler, partial(deciding_metric, options))
+        self.scheduler, self.follows_metric = scheduler, follows_metric(scheduler)
         self.callbacks, self.state, self.control = callbacks, callbacks.state, callbacks.control
         self.checkpoints = checkpoints
         self.eval_sets = {} if eval_sets is None else eval_sets
         self.meter = Meter(parallel.device, options.logging_nan_inf_filter)
         self.spikes = SpikeWatch(options.spike_ratio) if options.on_spike == "go_back" else None
-        if self.spikes is not None and objective.inner_steps > 1:
-            what = (
-                '"on_spike": "go_back" is not supported by an objective that takes several optimizer steps per rollout.'
-            )
-            raise UserError(what, remedy="Set on_non_finite: skip instead.")
         self.rollout = RolloutBuffer(parallel.rank, parallel.world_size, objective.redistribute)
         self.flos_per_token, self.logs_tokens = flos_per_token, logs_tokens
-        others: dict[str, Stateful | Part] = {"stream": loader, "state": self.state, **(other_parts or {})}
+        others: dict[str, Stateful | Part] = {"stream": loader, "state": self.state}
         others |= objective.parts
         if self.spikes is not None:
             others["spikes"] = self.spikes
         others |= {"meter": self.meter, **parallel.parts}
         if objective.inner_steps > 1:
             others["rollout"] = Part(self.rollout, "rollout", on_each_rank=True, reads_all_ranks=True)
-        parts = parts_of(
-            weights, weights.file_stem, optimizer, scheduler, others, save_only_model=options.save_only_model
-        )
+        parts = parts_of(weights, optimizer, scheduler, others, save_only_model=options.save_only_model)
         self.parts = parallel.sharded(parts)  # everything that a checkpoint stores, by name
 
     def train(self) -> TrainOutput:
@@ -185,11 +176,11 @@ class Loop:
         self.callbacks.fire("on_pre_optimizer_step")
         self.checkpoints.wait_for_copies()  # a background save may still be copying the weights
         with doing(Activity.UPDATE):
-            is_whole = torch.isfinite(loss) & torch.isfinite(norm)
-            is_applied = self.parallel.step(self.optimizer, is_whole & (num_items > 0))
+            is_finite = torch.isfinite(loss) & torch.isfinite(norm)
+            is_applied = self.parallel.step(self.optimizer, is_finite & (num_items > 0))
         self.callbacks.fire("on_optimizer_step")
-        if is_applied:
-            self.schedule.after_step()
+        if is_applied and not self.follows_metric:
+            self.scheduler.step()
         self.optimizer.zero_grad()
 
         self.loader.advance(step_batch)
@@ -197,8 +188,7 @@ class Loop:
         self.state.global_step += 1
         self.state.epoch = step_batch.epoch
         sums = joined_by_name([each.sums for each in losses])
-        self.meter.add_step(loss, num_items, sums, norm, learning_rate, step_batch.items)
-        self.meter.add_rows(step_batch.num_rows, step_batch.num_tokens)
+        self.meter.add_step(step_batch, loss, num_items, sums, norm, is_finite, learning_rate)
         if self.spikes is not None:
             self.spikes.check(self.parallel, self.state.global_step, step_batch, loss, norm)
         if not is_applied and num_items > 0:  # a step without items has no loss
@@ -236,7 +226,8 @@ class Loop:
         if self.control.should_evaluate:
             metrics = self.evaluate()
             is_new_best = remember_best(self.state, self.checkpoints, metrics, self.options)
-            self.schedule.after_evaluation(metrics)
+            if self.follows_metric:
+                self.scheduler.step(deciding_metric(self.options, metrics))
         if self.control.should_save or (self.options.save_strategy == "best" and is_new_best):
             self.save()
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from burnish.loop.metrics import Metrics
 from burnish.loop.protocols import Parallel
 from burnish.loop.state import RATES, TrainerState
-from burnish.loop.types import Loss, Metric
+from burnish.loop.types import Loss, Metric, StepBatch
 
 
 class Meter:
@@ -56,25 +56,26 @@ class Meter:
         self.waiting = Waiting()
 
     def add_step(
-        self, loss: Tensor, num_items: Tensor, sums: Mapping[str, Metric], grad_norm: Tensor, learning_rate: float,
-        items: Sequence[int] = (),
+        self, step_batch: StepBatch, loss: Tensor, num_items: Tensor, sums: Mapping[str, Metric], grad_norm: Tensor,
+        is_finite: Tensor, learning_rate: float,
     ) -> None:  # fmt: skip
         """Add the values of one step.
 
         Args:
+            step_batch: its rows and tokens on this rank.
             loss: () this rank's part of the mean loss of the step.
             num_items: () number of items over all ranks.
             sums: metrics of this rank.
             grad_norm: () norm of the gradient.
+            is_finite: () bool, whether loss and norm are finite.
             learning_rate: learning rate of the step.
-            items: items of the step, by their index in the training set.
         """
-        finite = torch.isfinite(loss)
-        is_whole = finite & torch.isfinite(grad_norm)
-        self.non_finite_steps += ~is_whole
-        self.taken.append((is_whole, items))
+        self.rows += step_batch.num_rows
+        self.tokens += step_batch.num_tokens
+        self.non_finite_steps += ~is_finite
+        self.taken.append((is_finite, step_batch.items))
         if self.filter_non_finite:
-            loss = torch.where(finite, loss, (self.loss / (1 + self.steps)).to(loss.dtype))
+            loss = torch.where(torch.isfinite(loss), loss, (self.loss / (1 + self.steps)).to(loss.dtype))
         self.loss += loss
         self.num_items += num_items
         self.metrics.add(sums)
@@ -82,10 +83,6 @@ class Meter:
         self.steps += 1
         self.run_steps += 1
         self.steps_here += 1
-
-    def add_rows(self, rows: int, tokens: int) -> None:
-        self.rows += rows
-        self.tokens += tokens
 
     def read(self, state: TrainerState, parallel: Parallel, flos_per_token: int = 0) -> dict[str, float]:
         """Return the means since the last log, add the counts to ``state``, and reset the sums. One device read.

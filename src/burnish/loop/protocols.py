@@ -1,4 +1,4 @@
-"""Protocols of the components of a run that the loop uses: objective, parallel, loader, adapter.
+"""Protocols of the components of a run that the loop uses: objective, backend, loader, evaluation set.
 
 A class may inherit from one of these protocols: methods with a body are defaults, those with ``...`` must be
 implemented.
@@ -198,6 +198,10 @@ class Parallel(Protocol):
         """The sum over ranks."""
         ...
 
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on any rank. Collective."""
+        ...
+
     def gather(self, value: Tensor) -> Tensor:
         """Concatenate over ranks along dimension 0, where sizes may differ. Other dimensions are padded with
         IGNORE_INDEX if needed.
@@ -244,14 +248,3 @@ class EvalSet(Protocol):
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Batch]: ...
-
-
-class Adapter(Protocol):
-    """Selects which weights are trained and how: full, freeze, LoRA."""
-
-    def attach(self, model: nn.Module) -> nn.Module: ...
-    def reference(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Context in which the model computes as it did before training."""
-        ...
-
-    def save(self, model: nn.Module, folder: str) -> None: ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -273,31 +273,9 @@ FOLLOWS_METRIC = ("reduce_lr_on_plateau", "greedy")
 _FOLLOWS_METRIC = {"ReduceLROnPlateau", "GreedyLR"}  # class names in torch and transformers
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """A learning rate schedule that is advanced either by each step or by each evaluation.
-
-    Args:
-        scheduler: the torch scheduler, which holds the state.
-        deciding: metrics of an evaluation -> the metric to follow. None: advance at each step.
-    """
-
-    scheduler: Any
-    deciding: Callable[[Mapping[str, float]], float] | None = None
-
-    def after_step(self) -> None:
-        if self.deciding is None:
-            self.scheduler.step()
-
-    def after_evaluation(self, metrics: Mapping[str, float]) -> None:
-        if self.deciding is not None:
-            self.scheduler.step(self.deciding(metrics))
-
-
-def schedule_of(scheduler: Any, deciding: Callable[[Mapping[str, float]], float]) -> Schedule:
-    """Wrap a scheduler of torch, transformers or a script as a ``Schedule``."""
-    follows_metric = any(kind.__name__ in _FOLLOWS_METRIC for kind in type(scheduler).__mro__)
-    return Schedule(scheduler, deciding if follows_metric else None)
+def follows_metric(scheduler: Any) -> bool:
+    """Return whether a scheduler of torch, transformers or a script is advanced by evaluations instead of steps."""
+    return any(kind.__name__ in _FOLLOWS_METRIC for kind in type(scheduler).__mro__)
 
 
 def curve_names() -> list[str]:

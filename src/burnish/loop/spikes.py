@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from burnish.config.checks import notes
+from burnish.config.errors import Problem
 from burnish.config.options import option
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import StepBatch
@@ -80,6 +81,19 @@ class SpikeWatch:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.norms = deque(state["norms"], maxlen=_SEEN)
+
+
+def spike_problems(options: SpikeOptions, inner_steps: int) -> list[Problem]:
+    """Return a problem if the run would have to go back into the middle of a rollout.
+
+    Args:
+        options: options of the run.
+        inner_steps: optimizer steps per step batch (``Objective.inner_steps``).
+    """
+    if options.on_spike == "no" or inner_steps == 1:
+        return []
+    what = '"on_spike": "go_back" is not supported by an objective that takes several optimizer steps per rollout.'
+    return [Problem(what, remedy="Set on_non_finite: skip instead.", option="on_spike")]
 
 
 @notes

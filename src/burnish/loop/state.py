@@ -122,13 +122,6 @@ class TrainerControl:
     def state(self) -> dict[str, Any]:
         return {"args": dataclasses.asdict(self), "attributes": {}}
 
-    def state_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
-
 
 def load_state(folder: Path) -> TrainerState:
     """Read the trainer state of the checkpoint ``folder``."""

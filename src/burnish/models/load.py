@@ -273,7 +273,7 @@ def check_context(config: PreTrainedConfig, longest: int) -> list[Problem]:
 
 
 def scale_rope(config: PreTrainedConfig, kind: str, length_needed: int) -> str:
-    """Scale the rotary positions by the smallest integer factor with which ``length_needed`` tokens fit. Returns a note.
+    """Scale rotary positions by the smallest integer factor with which ``length_needed`` tokens fit. Returns a note.
 
     Sources: linear, Chen et al. 2023, https://arxiv.org/abs/2306.15595; yarn, Peng et al. 2023,
     https://arxiv.org/abs/2309.00071; dynamic and llama3 as in transformers' ``modeling_rope_utils``.

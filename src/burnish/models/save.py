@@ -14,12 +14,11 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from burnish.loop.protocols import Adapter
 from burnish.models.images.processor import copy_companions
 from burnish.models.quiet import quiet
 from burnish.models.save_gathered import save_gathered, trained_weights_whole
@@ -31,10 +30,16 @@ if TYPE_CHECKING:
 SHARD_SIZE = "5GB"
 
 
+class SavesAdapter(Protocol):
+    """What ``save_model`` needs of an adapter (``adapters.base.ModelAdapter``)."""
+
+    def save(self, model: nn.Module, folder: str) -> None: ...
+
+
 def save_model(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path, *, adapter: Adapter | None = None,
-    dtype: torch.dtype | None = None, max_shard_size: str | int = SHARD_SIZE, stop_token_ids: Sequence[int] = (),
-    whole: Callable[[Tensor], Tensor] | None = None, writes: bool = True,
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path, *,
+    adapter: SavesAdapter | None = None, dtype: torch.dtype | None = None, max_shard_size: str | int = SHARD_SIZE,
+    stop_token_ids: Sequence[int] = (), whole: Callable[[Tensor], Tensor] | None = None, writes: bool = True,
 ) -> None:  # fmt: skip
     """Save the trained model or adapter.
 

@@ -180,6 +180,9 @@ class SingleProcess:
     def sum(self, value: Tensor) -> Tensor:
         return value
 
+    def any(self, flag: bool) -> bool:
+        return flag if self.world_size == 1 else bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
+
     def gather(self, value: Tensor) -> Tensor:
         return value
 

@@ -111,7 +111,7 @@ def run_prepared(plan: Plan, prepared: Prepared) -> Result:
     parallel = create_parallel(options)
     is_first = parallel.rank == 0
     set_log_levels(options, is_first, local_rank() == 0)
-    interrupts = InterruptCallback(partial(any_of_ranks, parallel), options.max_train_seconds)
+    interrupts = InterruptCallback(parallel.any, options.max_train_seconds)
     with only_writer(folder, METADATA_NAMES) if is_first else nullcontext(), interrupts as interrupt:
         start = start_of(plan, prepared.fingerprints, prepared.steps)
         for sentence in filter(None, (*start.notes, start.done)):
@@ -134,14 +134,6 @@ def run_prepared(plan: Plan, prepared: Prepared) -> Result:
                 watch(loop, folder / "profile", options)
             with kept_in(folder) if is_first else nullcontext():
                 return train_and_finish(loop, plan, prepared, interrupt, metadata)
-
-
-def any_of_ranks(parallel: Parallel, flag: bool) -> bool:
-    """Return whether any rank was asked to stop.
-
-    Ranks receive a signal at different times, but must stop at the same step. Costs one synchronization per step.
-    """
-    return flag if parallel.world_size == 1 else bool(parallel.sum(torch.tensor(float(flag), device=parallel.device)))
 
 
 def remove_remains(folder: Path, options: RunOptions) -> None:
@@ -244,7 +236,6 @@ def build_loop(
         options, prepared.where, model=module, weights=ModelState(model, adapter), objective=objective,
         parallel=parallel, loader=loader, optimizer=optimizer, scheduler=scheduler, callbacks=listeners,
         checkpoints=checkpoints, eval_sets=eval_sets(prepared, options, parallel, budget),
-        other_parts={"callbacks": listeners},
         flos_per_token=6 * parameters_without_embeddings(model), logs_tokens=counts_tokens(options),
     )  # fmt: skip
     for sentence in precompute(loop, prepared, options):

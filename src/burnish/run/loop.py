@@ -52,11 +52,12 @@ class RunLoop(Loop):
 
     def load(self, folder: Path) -> None:
         """Continue from a checkpoint. Learning rates come from the options, not from the checkpoint."""
-        scheduler: Any = self.schedule.scheduler
+        scheduler = self.scheduler
         rates = (
             [group["initial_lr"] for group in self.optimizer.param_groups] if hasattr(scheduler, "lr_lambdas") else []
         )
         super().load(folder)
+        self.callbacks.load_state_dict(self.state.stateful_callbacks)
         if rates:  # bitwise equal if they were not changed
             scheduler.base_lrs = list(rates)
             for group, rate, factor in zip(self.optimizer.param_groups, rates, scheduler.lr_lambdas, strict=True):

@@ -29,6 +29,7 @@ from burnish.data.stats import DataStats
 from burnish.inference.images.family import load_family
 from burnish.loop.best import eval_prefix
 from burnish.loop.schedule import NO_STEPS, StepPlan, check_curve, curve_notes, plan_steps
+from burnish.loop.spikes import spike_problems
 from burnish.loop.types import Example, Row
 from burnish.losses.base import OBJECTIVES, StageObjective
 from burnish.models.check import check_model
@@ -108,6 +109,7 @@ def prepare(plan: Plan) -> Prepared:
     formats = formats_of(options, config, sizes, shapes)
     notes += objective.inspect(sample, steps.rows_per_step) if trains(options) else []
     problems = check_lengths([sample, *eval_rows.values()], config, options) + check_curve(options, steps.curve_steps)
+    problems += spike_problems(options, objective.inner_steps)
     problems += check_deciding_metric(options, objective.metrics, eval_rows)
     raise_if([*problems, *check_disk(options, config, sizes, formats, steps)])
     notes += [*sets.notes, *step_notes(options, steps), *curve_notes(options, steps.curve_steps)]

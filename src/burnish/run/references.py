@@ -108,7 +108,7 @@ def _following(
 
 def add_reference_columns(prepared: Prepared, options: RunOptions) -> Prepared:
     """Return the rows with a place for precomputed reference log-probabilities, if the options ask for them."""
-    if not (options.precompute_ref_log_probs and needs_reference(prepared.objective)):
+    if not (options.precompute_ref_log_probs and prepared.objective.needs_reference):
         return prepared
     rows: Any = RowsWithReference(prepared.rows)
     sample = rows if prepared.sample is prepared.rows else prepared.sample
@@ -134,11 +134,6 @@ def precompute(run: Loop, prepared: Prepared, options: RunOptions) -> list[str]:
     if places and not isinstance(objective.reference, DisabledAdapter):
         objective.reference = None
     return notes
-
-
-def needs_reference(objective: StageObjective) -> bool:
-    """Return whether the loss needs a reference model."""
-    return objective.needs_reference
 
 
 def is_base(options: RunOptions) -> bool:

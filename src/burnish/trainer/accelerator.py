@@ -243,8 +243,7 @@ class ParallelAccelerator:
 
     def check_trigger(self) -> bool:
         """Whether any process has called ``set_trigger`` since the last call."""
-        flag = torch.tensor(float(self._is_triggered), device=self.device)
-        is_set = bool(self.parallel.sum(flag) > 0)
+        is_set = self.parallel.any(self._is_triggered)
         self._is_triggered = False if is_set else self._is_triggered
         return is_set
 

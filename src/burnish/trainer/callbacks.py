@@ -6,8 +6,6 @@ event, ``add_callback``, ``pop_callback``, ``remove_callback``, and attributes f
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +14,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging
 
 from burnish.loop import events
-from burnish.loop.events import EVENTS, CallbackHandler, TrainerCallback
+from burnish.loop.events import EVENTS, CallbackHandler
 from burnish.loop.state import TrainerControl
 from burnish.report.trackers import tracker_callbacks
 
@@ -33,35 +31,6 @@ PARTS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_datalo
 class DefaultFlowCallback(events.DefaultFlowCallback, trainer_callback.DefaultFlowCallback):  # type: ignore[misc]
     """burnish's flow. Also a subclass of transformers' class, so that ``remove_callback(DefaultFlowCallback)`` finds
     it."""
-
-
-class SaveOnSignal(TrainerCallback):
-    """``enable_jit_checkpoint``: after SIGTERM, finish the current step, save a checkpoint and stop training. A second
-    signal ends the process."""
-
-    def __init__(self) -> None:
-        self.is_requested = False
-        self._before: Any = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._tell)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.is_requested:
-            control.should_save = control.should_training_stop = True
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._restore()
-
-    def _tell(self, *_: Any) -> None:
-        self.is_requested = True
-        self._restore()
-
-    def _restore(self) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
-            self._before = None
 
 
 class TrainerCallbackHandler(CallbackHandler):
@@ -117,14 +86,8 @@ class TrainerCallbackHandler(CallbackHandler):
         return {**super().state_dict(), "TrainerControl": self.control.state()}
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        """Load the state of each callback and of the control: constructor arguments and attributes."""
-        queues = {name: list(value) if isinstance(value, list) else [value] for name, value in states.items()}
-        for keeper in (*self.callbacks, self.control):
-            queue = queues.get(type(keeper).__name__)
-            if queue and callable(getattr(keeper, "state", None)):
-                saved = queue.pop(0)
-                for name, value in {**saved.get("args", {}), **saved.get("attributes", {})}.items():
-                    setattr(keeper, name, value)
+        """Restore the callbacks and the control: constructor arguments and attributes."""
+        self.restore([*self.callbacks, self.control], states, kinds=("args", "attributes"))
 
     @property
     def callback_list(self) -> str:
@@ -162,8 +125,7 @@ for _name in EVENTS:
 
 def default_callbacks(args: TrainingArguments) -> list[Any]:
     """The callbacks of every Trainer before the user's own: logging, evaluation and saving flow, and trackers."""
-    extra = [SaveOnSignal()] if args.enable_jit_checkpoint else []
-    return [DefaultFlowCallback(), *tracker_callbacks(args.report_to, args.logging_dir), *extra]
+    return [DefaultFlowCallback(), *tracker_callbacks(args.report_to, args.logging_dir)]
 
 
 def display_callback(args: TrainingArguments) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
@@ -87,7 +86,3 @@ def has_virtual_tokens(model: Any) -> bool:
     """Whether virtual tokens precede the ids (prompt tuning, p-tuning). A prefix is stored in the cache instead."""
     config = getattr(model, "active_peft_config", None) if is_peft_model(model) else None
     return bool(config is not None and config.is_prompt_learning and config.peft_type != "PREFIX_TUNING")
-
-
-def num_trainable(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

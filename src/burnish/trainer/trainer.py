@@ -141,7 +141,7 @@ class Trainer(EvaluationMethods, FileMethods):
         """The loop at step 0. Components are created in the order of their dependencies."""
         args, parallel, handler, loader = self.args, self._parallel, self.callback_handler, self.get_train_dataloader()
         plan = training.plan_of(self.set_initial_training_values(args, loader), loader, self._accumulation)
-        training.check_spikes(args, loader)
+        training.check_spikes(args, loader, self._inner_steps)
         if not self._overrides("compute_loss"):
             self._fitted()  # probe the model here rather than inside the first step
         objective = self._objective()

@@ -6,10 +6,10 @@ it needs.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from burnish.config.errors import UserError
 from burnish.config.options import raise_if
 from burnish.kernels.lora import holds_factors
 from burnish.loop.protocols import Parallel
-from burnish.loop.schedule import StepPlan, plan_steps
+from burnish.loop.schedule import StepOptions, StepPlan, plan_steps
+from burnish.loop.spikes import spike_problems
 from burnish.loop.state import TrainerState
 from burnish.losses.neftune import NOISE
 from burnish.models.patches.fused import patch_forwards
@@ -102,9 +103,9 @@ def steps_of_loader(loader: Any, args: TrainingArguments, accumulation: int, inn
         raise ValueError(
             f"args.max_steps must be set to a positive value if dataloader does not have a length, was {args.max_steps}"
         )
-    counted: Any = SimpleNamespace(
+    counted = StepOptions(
         per_device_train_batch_size=1, gradient_accumulation_steps=accumulation,
-        num_train_epochs=args.num_train_epochs, max_steps=args.max_steps, dataloader_drop_last=False,
+        num_train_epochs=args.num_train_epochs, max_steps=args.max_steps,
     )  # fmt: skip
     return plan_steps(counted, batches or None, inner_steps=inner_steps)
 
@@ -115,8 +116,10 @@ def plan_of(values: tuple[int, int, int, int, int, int | None, int], loader: Any
     return StepPlan(num_batches(loader) or None, accumulation, steps_per_epoch, max_steps, num_train_epochs)
 
 
-def check_spikes(args: TrainingArguments, loader: Any) -> None:
-    """Raise UserError if the run rolls back after spikes and the rows of a step are not known."""
+def check_spikes(args: TrainingArguments, loader: Any, inner_steps: int) -> None:
+    """Raise UserError if the run rolls back after spikes, and this is not possible or the rows of a step are not
+    known."""
+    raise_if(spike_problems(args, inner_steps))
     if args.on_spike == "go_back" and order_in(loader) is None:
         raise UserError(
             '"on_spike": "go_back" requires a map-style train_dataset and the Trainer\'s own data loader.',
@@ -147,23 +150,20 @@ def exclusive_writer(folder: str, args: TrainingArguments) -> Iterator[None]:
 def stop_on_signals(trainer: Any, args: TrainingArguments, parallel: Parallel) -> Iterator[None]:
     """After Ctrl-C or SIGTERM, save a checkpoint after the current step and raise KeyboardInterrupt. Signals with a
     script's own handler are not changed. Without checkpoints all signals keep their behavior.
+
+    With ``enable_jit_checkpoint``, SIGTERM always saves a checkpoint, and training ends without an exception.
     """
-
-    def on_any(flag: bool) -> bool:
-        return (
-            flag if parallel.world_size == 1 else bool(parallel.sum(torch.tensor(float(flag), device=parallel.device)))
-        )
-
-    if args.save_strategy == "no":
+    if args.save_strategy == "no" and not args.enable_jit_checkpoint:
         yield
         return
-    with InterruptCallback(on_any, leaves_handlers=True) as interrupt:
+    with InterruptCallback(parallel.any, leaves_handlers=not args.enable_jit_checkpoint) as interrupt:
         trainer.add_callback(interrupt)
         try:
             yield
         finally:
             trainer.remove_callback(interrupt)
-    if interrupt.exit_code is not None:
+    ends_quietly = args.enable_jit_checkpoint and interrupt.received != signal.SIGINT
+    if interrupt.exit_code is not None and not ends_quietly:
         raise KeyboardInterrupt
 
 

@@ -127,7 +127,7 @@ def _length(encoded: Sequence[Segment]) -> int:
 def _fitted(
     example: Example, encoded: Sequence[Segment], options: EncodingChoices, available: int, stats: DataStats
 ) -> list[Segment] | None:
-    """Return a prompt and its responses truncated to ``available`` tokens, or None if dropped (counted in ``stats``)."""
+    """Return a prompt and its responses truncated to ``available`` tokens, or None if dropped, counted in ``stats``."""
     fitted: list[Segment] | None = list(encoded)
     if _length(encoded) > available:
         if options.on_too_long == "drop":

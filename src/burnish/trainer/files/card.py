@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard
 from transformers import PreTrainedModel
 from transformers.modelcard import TrainingSummary, make_markdown_table
 
+from burnish.adapters.base import trainable_summary
 from burnish.report.card import CardFacts, write_card
 from burnish.trainer import inspection
 from burnish.trainer.arguments.values import plain
@@ -56,12 +57,12 @@ def _facts(trainer: Any, summary: TrainingSummary) -> CardFacts:
     for entry in history:
         last |= {name: v for name, v in entry.items() if name.startswith(("train_", "eval_")) or name == "epoch"}
     tokenizer = trainer.processing_class
+    trainable, total = trainable_summary(trainer.model)
     return CardFacts(
         name=summary.model_name or "model", base_model=base, datasets=sets, stage=trainer.card_stage,
         stage_title=trainer.card_title,
         method=", ".join(str(plain(config.peft_type)).lower() for config in adapters.values()) or "full",
-        trainable_parameters=inspection.num_trainable(trainer.model),
-        all_parameters=sum(p.numel() for p in trainer.model.parameters()), is_adapter=bool(adapters),
+        trainable_parameters=trainable, all_parameters=total, is_adapter=bool(adapters),
         options=_arguments(trainer.args) | _adapter(adapters), results=last, data=_data(trainer),
         has_chat_template=bool(getattr(tokenizer, "chat_template", None)),
         loader=_loader(model), evaluations=make_markdown_table(summary.eval_lines) if summary.eval_lines else "",

@@ -42,7 +42,7 @@ def load_foreign(folder: Path, loop: Loop, model: nn.Module, steps_per_epoch: in
     missing = [path.name for path in (optimizer, scheduler) if not path.is_file()]
     if not missing:
         loop.optimizer.load_state_dict(_tensors(optimizer, loop.parallel.device))
-        loop.schedule.scheduler.load_state_dict(_tensors(scheduler))
+        loop.scheduler.load_state_dict(_tensors(scheduler))
     elif not any(path.is_file() for path in (optimizer, scheduler)):
         missing = ["optimizer.pt and scheduler.pt"]
     _load_generators(folder, loop.parallel.rank, loop.parallel.world_size)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import metrics_format
 
-from burnish.adapters.base import load_whole_state, whole_state
+from burnish.adapters.base import FinetuningOptions, ModelState, whole_state
+from burnish.adapters.full import FullAdapter
 from burnish.adapters.peft import PeftAdapter, PeftOptions, name_base
 from burnish.checkpoint.checkpoint import Checkpoints
 from burnish.models.save import SHARD_SIZE, save_config
@@ -150,26 +151,22 @@ class FileMethods(OptimizerMethods):
             self._hub.push_checkpoint(checkpoint_folder, message, self.args)
 
 
-class TrainerModel:
+class TrainerModel(ModelState):
     """The weights of ``trainer.model`` as the part of a checkpoint called "model"."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.adapter = PeftAdapter(PeftOptions()) if is_peft_model(model) else None
-        self.file_stem = self.adapter.file_stem if self.adapter else "model"
-        if self.adapter:
+        super().__init__(
+            model, PeftAdapter(PeftOptions()) if is_peft_model(model) else FullAdapter(FinetuningOptions())
+        )
+        if not self.adapter.saves_whole_model:
             self.adapter.attach(model)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.adapter.state(self.model) if self.adapter else whole_state(self.model)
-
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        if self.adapter:
-            self.adapter.load_state(self.model, state)
-        elif type(self.model).load_state_dict is not nn.Module.load_state_dict:
-            self.model.load_state_dict(dict(state), strict=False)  # the model's own method
+        is_own = type(self.model).load_state_dict is not nn.Module.load_state_dict
+        if self.adapter.saves_whole_model and is_own:
+            self.model.load_state_dict(dict(state), strict=False)
         else:
-            load_whole_state(self.model, state)
+            super().load_state_dict(state)
 
 
 def write_model(model: Any, folder: Path, state_dict: dict[str, Any] | None) -> None:

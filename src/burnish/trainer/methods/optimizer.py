@@ -12,8 +12,8 @@ from typing import Any, cast
 from torch import nn
 from torch.optim import Optimizer
 
+from burnish.adapters.base import trainable_summary
 from burnish.optim.builtin import create_optimizer, create_scheduler, parameter_groups
-from burnish.trainer import inspection
 from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.arguments.values import plain_options
 from burnish.trainer.methods.base import TrainerBase
@@ -74,7 +74,7 @@ class OptimizerMethods(TrainerBase):
         return float(self.optimizer.param_groups[0]["lr"])
 
     def get_num_trainable_parameters(self) -> int:
-        return inspection.num_trainable(self.model)
+        return trainable_summary(self.model)[0]
 
     def get_learning_rates(self) -> list[float]:
         return [group["lr"] for group in self._groups()]
