@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from burnish.config.errors import Problem, UserError, did_you_mean
 from burnish.report.console import print_result
 from burnish.report.work import WorkLine
+from burnish.utils.library_warnings import hide_library_warnings
 from burnish.utils.sigint import exit_quietly, interruptible, stopping_at_once
 from burnish.utils.work import watch_with
 
@@ -75,6 +76,7 @@ def _run(argv: Arguments) -> int:
         raise UserError(_unknown(name))
     if "--help" in argv or "-h" in argv:
         return _print_command_help(name, argv[1:])
+    hide_library_warnings()
     watch_with(WorkLine())
     return (_named(command.run) if isinstance(command.run, str) else command.run)(argv[1:])
 

@@ -12,6 +12,7 @@ import torch
 
 from burnish.data.batches.budget import Budget
 from burnish.data.batches.loader import EvalBatches, LoaderOptions, RowLoader, StepPartition, balanced, share_of_waiting
+from burnish.data.rows.row_set import ListedRows
 
 
 def collate(items):
@@ -132,6 +133,17 @@ def test_rank_without_items_gets_a_batch_without_weight():
     last = list(stream(num_items=5, batch_size=2, accumulation=1, world_size=2, rank=1).step_batches())[-1]
     assert (last.batches[0]["labels"] == -100).all()
     assert (last.num_rows, last.num_tokens) == (0, 0)
+
+
+def test_rows_of_a_step_are_the_examples_in_its_packs():
+    packs = ListedRows([{"input_ids": [1, 2, 3], "labels": [1, 2, 3], "seq_lengths": [1] * n} for n in (1, 2, 3)])
+    cut = StepPartition(batch_size=2, accumulation=1)
+    loader = RowLoader(packs, lambda rows: {}, cut, seed=0, num_examples=packs.num_examples)
+    assert [step.num_rows for step in loader.step_batches()] == [
+        sum(packs.num_examples[item] for item in loader.order(0)[at : at + 2]) for at in (0, 2)
+    ]
+    assert EvalBatches(packs, dict, 2, num_examples=packs.num_examples).num_rows == 6
+    assert EvalBatches(packs, dict, 2).num_rows == 3
 
 
 def test_drop_last_drops_items_of_an_incomplete_batch():

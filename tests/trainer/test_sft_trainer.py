@@ -339,6 +339,17 @@ def test_samples_per_second_counts_the_rows_of_a_batch(tmp_path, options):
     assert summary["train_samples_per_second"] == pytest.approx(2 * summary["train_steps_per_second"])
 
 
+def test_samples_per_second_counts_the_examples_of_packs(tmp_path):
+    options = {"packing": True, "max_length": 64, "eval_packing": True}
+    trainer = make(tmp_path, TEXTS, max_steps=1, trainer={"eval_dataset": Dataset.from_list(TEXTS)}, **options)
+    per_step = sum(map(len, trainer.train_dataset["seq_lengths"][:2]))
+    assert per_step > 2
+    summary, evaluated = trainer.train().metrics, trainer.evaluate()
+    assert summary["train_samples_per_second"] == pytest.approx(per_step * summary["train_steps_per_second"])
+    rate = len(TEXTS) / evaluated["eval_runtime"]
+    assert evaluated["eval_samples_per_second"] == pytest.approx(rate, rel=0.01)
+
+
 def test_token_count_continues_after_resume(tmp_path):
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 3}
     whole = make(tmp_path, TEXTS * 2, **options)

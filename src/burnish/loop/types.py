@@ -194,7 +194,7 @@ class StepBatch:
     batches: Sequence[Batch]
     cursor: Mapping[str, Any] | None  # for Loader.load_state_dict; None: the loader does not move
     epoch: float  # epochs completed after this step, as a fraction
-    num_rows: int = 0  # on this rank, without padding rows
+    num_rows: int = 0  # examples on this rank, including each of a pack, without padding rows
     num_tokens: int = 0  # on this rank, without padding
     items: Sequence[int] = ()  # rows or packs of the step over all ranks, by their index in the training set
 

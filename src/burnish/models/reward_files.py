@@ -155,7 +155,7 @@ def pad_of_classifier(tokenizer: Any) -> int:
         raise UserError(
             "a sequence classifier reads its score at the last non-padding token, but the tokenizer pads with "
             "its EOS token, so the score would be read one token early.",
-            remedy="Set a separate padding token in the tokenizer, or save a value head (reward_head: value_head).",
+            remedy="Set a separate pad_token in the tokenizer, or save a value head (reward_head: value_head).",
         )
     return int(found)
 

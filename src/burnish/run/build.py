@@ -312,6 +312,7 @@ def row_loader(
         buffer_size=options.buffer_size if options.streaming else None,
         blank_row=dict(prepared.objective.row_columns), ahead=ahead,
         patches=patches_of_rows(prepared.rows, prepared.family) if budget else None,
+        num_examples=prepared.rows.num_examples,
     )  # fmt: skip
 
 
@@ -321,7 +322,7 @@ def eval_sets(
     return {
         name: EvalBatches(
             rows, prepared.objective.collate, options.per_device_eval_batch_size, parallel.world_size, parallel.rank,
-            budget, rows.lengths, patches_of_rows(rows, prepared.family) if budget else None,
+            budget, rows.lengths, patches_of_rows(rows, prepared.family) if budget else None, rows.num_examples,
         )
         for name, rows in prepared.eval_rows.items()
     }  # fmt: skip

@@ -46,7 +46,6 @@ def warn_about_unused_overrides(kind: type) -> None:
             f"{kind.__name__} overrides {', '.join(unused)}, which burnish does not call. Override one of the methods "
             "that the docstring of burnish.Trainer lists, or use a callback.",
             UserWarning,
-            stacklevel=3,
         )
 
 
@@ -110,7 +109,7 @@ def apply_accelerator_accumulation(args: TrainingArguments) -> None:
 def resolve_processing_class(tokenizer: Any, processing_class: Any) -> Any:
     """``processing_class``, or ``tokenizer``, its earlier name."""
     if tokenizer is not None:
-        notes.warn("`tokenizer` is deprecated. Use `processing_class` instead.", FutureWarning, stacklevel=3)
+        notes.warn("`tokenizer` is deprecated. Use `processing_class` instead.", FutureWarning)
     return tokenizer if processing_class is None else processing_class
 
 

@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import find_labels
 
+from burnish.models.load import context_length
 from burnish.trainer import notes
 
 if TYPE_CHECKING:
@@ -76,7 +77,6 @@ def smoother_of(model: Any, factor: float) -> Any:
             "Label smoothing is not compatible with multi-label classification. Disabling label smoothing for this "
             "training run.",
             UserWarning,
-            stacklevel=4,
         )
         return None
     return LabelSmoother(epsilon=factor)
@@ -86,3 +86,22 @@ def has_virtual_tokens(model: Any) -> bool:
     """Whether virtual tokens precede the ids (prompt tuning, p-tuning). A prefix is stored in the cache instead."""
     config = getattr(model, "active_peft_config", None) if is_peft_model(model) else None
     return bool(config is not None and config.is_prompt_learning and config.peft_type != "PREFIX_TUNING")
+
+
+def num_positions(model: nn.Module) -> int | None:
+    """Number of positions for which the model has learned embeddings (GPT-2, OPT, BERT, ...); None if it has none.
+
+    The embedding is recognized by its size: the context length, with up to two further rows for padding.
+    """
+    inside = base_model(model)
+    config: Any = getattr(inside, "config", None)
+    context = context_length(config) if hasattr(config, "get_text_config") else None
+    if context is None:
+        return None
+    ids = inside.get_input_embeddings() if hasattr(inside, "get_input_embeddings") else None
+    tables = (one for one in inside.modules() if isinstance(one, nn.Embedding) and one is not ids)
+    return context if any(0 <= table.num_embeddings - context <= _MORE_POSITIONS for table in tables) else None
+
+
+_MORE_POSITIONS = 2
+"""Rows of OPT's embedding of positions that no position uses."""

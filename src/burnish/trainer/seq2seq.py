@@ -61,7 +61,6 @@ class Seq2SeqTrainingArguments(TrainingArguments):
             notes.warn(
                 '`sortish_sampler` has no effect. Use train_sampling_strategy="group_by_length" to group by length.',
                 UserWarning,
-                stacklevel=4,
             )
 
 

@@ -236,7 +236,7 @@ def restore_callbacks(handler: TrainerCallbackHandler, states: dict[str, Any]) -
 def resolve_old_keywords(kwargs: dict[str, Any], resume_from_checkpoint: str | bool | None) -> str | bool | None:
     """Take ``model_path``, the earlier name of ``resume_from_checkpoint``. Raises TypeError for other keywords."""
     if "model_path" in kwargs:
-        notes.warn("`model_path` is now `resume_from_checkpoint`.", FutureWarning, stacklevel=3)
+        notes.warn("`model_path` is now `resume_from_checkpoint`.", FutureWarning)
         resume_from_checkpoint = kwargs.pop("model_path")
     if kwargs:
         raise TypeError(f"train() got unexpected keyword arguments: {', '.join(kwargs)}.")

@@ -254,6 +254,7 @@ class RowLoader(StepBatchLoader):
         options: data loader options.
         lengths: tokens of each item, for "group_by_length" and for a budget.
         patches: image patches of each item, for a budget.
+        num_examples: examples in each item, if items are packs.
         keys: all items of a step -> the key of each in ``items``, if a row depends on the others of its step.
         blank_row: the row of a blank micro-batch, with the columns that ``collate`` needs.
         ahead: yields the rows of micro-batches unchanged, and prepares images of later ones in the background.
@@ -264,9 +265,11 @@ class RowLoader(StepBatchLoader):
         options: LoaderOptions | None = None, lengths: Sequence[int] | None = None, buffer_size: int | None = None,
         keys: Callable[[Sequence[int]], Mapping[int, Any]] | None = None, blank_row: Row | None = None,
         ahead: Callable[[Iterator[Any]], Iterator[Any]] | None = None, patches: Sequence[int] | None = None,
+        num_examples: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.items = items
         self.patches = patches
+        self.num_examples = num_examples
         self.ahead = ahead
         self.buffer_size = buffer_size
         self.cut = cut
@@ -305,7 +308,7 @@ class RowLoader(StepBatchLoader):
                 cursor={"epoch": epoch, "position": end},
                 epoch=epoch + -(-end // across) / -(-size // across),  # an incomplete micro-batch counts as one
                 items=items,
-                num_rows=sum(len(part) for part in group),
+                num_rows=sum(self._examples_in(part) for part in group),
                 num_tokens=sum(num_tokens(batch) for batch, part in zip(micro_batches, group, strict=True) if part),
             )
 
@@ -340,6 +343,9 @@ class RowLoader(StepBatchLoader):
             return parts
         keys = self.keys(chosen)
         return [[keys[item] for item in part] for part in parts]
+
+    def _examples_in(self, part: Sequence[Any]) -> int:
+        return len(part) if self.num_examples is None else sum(self.num_examples[item] for item in part)
 
     def _kept(self, chosen: list[int]) -> list[int]:
         return [item for item in chosen if item not in self.left_out] if self.left_out else chosen
@@ -382,7 +388,7 @@ class EvalBatches:
     def __init__(
         self, items: Sequence[Any], collate: Callable[[Sequence[Any]], Batch], batch_size: int,
         world_size: int = 1, rank: int = 0, budget: Budget | None = None, lengths: Sequence[int] | None = None,
-        patches: Sequence[int] | None = None,
+        patches: Sequence[int] | None = None, num_examples: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.items = items
         self.collate = collate
@@ -390,7 +396,7 @@ class EvalBatches:
         starts = range(0, len(items), cut.rows_per_step)
         steps = (range(start, min(start + cut.rows_per_step, len(items))) for start in starts)
         self.parts = [part for chosen in steps for part in cut.micro_batches(chosen, lengths, patches)]
-        self.num_rows = len(items)
+        self.num_rows = len(items) if num_examples is None else sum(num_examples)
 
     def __len__(self) -> int:
         return len(self.parts)

@@ -33,6 +33,11 @@ class RowSet(OnDemand[RowT_co]):
         """Number of tokens of each sequence, in no particular order. A pack or a pair has several sequences."""
         return [length for row in self if row is not None for length in lengths_of(row)]
 
+    @property
+    def num_examples(self) -> Sequence[int] | None:
+        """Number of examples in each row, if rows are packs; None: one per row."""
+        return None
+
     @cached_property
     def has_images(self) -> bool:
         """Whether any row has images; always True when streaming, where rows are not known in advance."""
@@ -75,6 +80,10 @@ class RowsOver(RowSet["Row | None"]):
     def sequence_lengths(self) -> Sequence[int]:
         return self.rows.sequence_lengths
 
+    @property
+    def num_examples(self) -> Sequence[int] | None:
+        return self.rows.num_examples
+
     def origin(self, index: int) -> int:
         return self.rows.origin(index)
 
@@ -93,6 +102,10 @@ class ListedRows(RowSet[Row]):
 
     def made(self, index: int) -> Row:
         return self.rows[index]
+
+    @cached_property
+    def num_examples(self) -> Sequence[int]:
+        return [len(row.get("seq_lengths") or (row,)) for row in self.rows]
 
 
 def packed(

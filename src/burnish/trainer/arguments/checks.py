@@ -111,21 +111,19 @@ def _check_best_model(args: Fields) -> None:
 def warn_about_unused_arguments(args: Fields) -> None:
     """Warn once about each argument that has no effect, or that makes training ineffective."""
     for text in _ineffective_settings(args):
-        notes.warn(text, UserWarning, stacklevel=5)
+        notes.warn(text, UserWarning)
     for name, (defaults, reason) in _NO_EFFECT.items():
         if getattr(args, name) not in defaults:
-            notes.warn(f"`{name}` has no effect: {reason}", UserWarning, stacklevel=5)
+            notes.warn(f"`{name}` has no effect: {reason}", UserWarning)
     for note in parallel_notes(cast(Any, args)):
-        notes.warn(note, UserWarning, stacklevel=5)
+        notes.warn(note, UserWarning)
     defaults = AcceleratorConfig().to_dict() | {"gradient_accumulation_kwargs": None}
     settings = cast(AcceleratorConfig, args.accelerator_config).to_dict() | {"gradient_accumulation_kwargs": None}
     # transformers removes use_configured_state from a configuration that it has processed.
     idle = [name for name in defaults if settings.get(name, defaults[name]) != defaults[name]]
     if idle:
         notes.warn(
-            f"`accelerator_config`: {', '.join(idle)} has no effect; burnish distributes the data itself.",
-            UserWarning,
-            stacklevel=5,
+            f"`accelerator_config`: {', '.join(idle)} has no effect; burnish distributes the data itself.", UserWarning
         )
 
 

@@ -65,7 +65,7 @@ def current_names(kwargs: Arguments) -> Arguments:
 
 
 def _warn(message: str) -> None:
-    notes.warn(message, FutureWarning, stacklevel=5)
+    notes.warn(message, FutureWarning)
 
 
 def _warmup_ratio(value: float, arguments: Arguments) -> str:

@@ -28,11 +28,11 @@ class _AcceptsOldNames(AcceptsOldNames):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         for name in [name for name in kwargs if name in cls.renamed]:
-            notes.warn(f"`{name}` is deprecated. Use `{cls.renamed[name]}` instead.", FutureWarning, stacklevel=2)
+            notes.warn(f"`{name}` is deprecated. Use `{cls.renamed[name]}` instead.", FutureWarning)
             kwargs.setdefault(cls.renamed[name], kwargs.pop(name))
         for name in [name for name in kwargs if name in cls.without_effect]:
             if kwargs.pop(name) is not None:
-                notes.warn(f"`{name}` has no effect: {cls.without_effect[name]}", FutureWarning, stacklevel=2)
+                notes.warn(f"`{name}` has no effect: {cls.without_effect[name]}", FutureWarning)
         for name in [name for name in kwargs if name in cls.refused]:
             raise ValueError(f"`{name}` was removed from {cls.__name__}. {cls.refused[name]}")
         return super().__call__(*args, **kwargs)
@@ -109,7 +109,7 @@ class TrlArguments(TrainingArguments, metaclass=_AcceptsOldNames):
                        "including the prompt.")  # fmt: skip
 
     def _warn(self, message: str) -> None:
-        notes.warn(message, FutureWarning, stacklevel=7)
+        notes.warn(message, FutureWarning)
 
     def to_dict(self) -> dict[str, Any]:
         """Every argument as plain data, including eos_token and pad_token, which are not secrets despite their

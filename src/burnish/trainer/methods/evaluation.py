@@ -81,9 +81,14 @@ class EvaluationMethods(DataMethods):
         started, at_once = time.time(), self.args.eval_batch_size * self._parallel.world_size
         output = self.evaluation_loop(loader, description, only_loss, ignore_keys, prefix)
         num_rows = cast(int, output.num_samples)
-        rates = speed_metrics(prefix, started, num_samples=num_rows, num_steps=math.ceil(num_rows / at_once))
+        num_examples = self._examples_in_packs(loader) or num_rows
+        rates = speed_metrics(prefix, started, num_samples=num_examples, num_steps=math.ceil(num_rows / at_once))
         cast("dict[str, float]", output.metrics).update(rates)
         return output
+
+    def _examples_in_packs(self, loader: Any) -> int | None:
+        """Number of examples in a set of packs; None if its rows are no packs."""
+        return None
 
     def evaluation_loop(
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,

@@ -34,7 +34,7 @@ from burnish.trainer import inspection
 from burnish.trainer.data.in_step import tensors_by_name
 from burnish.trainer.data.prefix_sharing import has_plain_loss, probe_prefix_sharing, shared_prefixes_of
 from burnish.trainer.data.torch_loader import PaddingBatch
-from burnish.trainer.inspection import base_model, is_causal_lm
+from burnish.trainer.inspection import base_model, is_causal_lm, num_positions
 from burnish.trainer.methods.base import TrainerBase
 from burnish.trainer.trl.sft.loss import mean_of_padding_free, sum_of_padding_free
 
@@ -247,10 +247,10 @@ def refuse_empty(inputs: Any, columns: Sequence[str] | None) -> None:
 
 @contextmanager
 def explain_index_errors(model: nn.Module, inputs: Any) -> Iterator[None]:
-    """Context that explains an IndexError of torch: which ids or labels exceed the model's vocabulary.
+    """Context that explains an IndexError of torch: ids, labels or positions that the model has no embedding for.
 
     Raises:
-        UserError: for ids or labels that are too large. Other errors are passed on.
+        UserError: for ids or labels that are too large, and for rows that are too long. Other errors are passed on.
     """
     try:
         yield
@@ -267,7 +267,19 @@ def explain_index_errors(model: nn.Module, inputs: Any) -> Iterator[None]:
             what = f"labels must be below {classes}, the model's num_labels. Received: {largest}."
             remedy = f"Load the model with num_labels={largest + 1}, or use class indices from 0."
             raise UserError(what, remedy=remedy) from error
+        ids, positions = tensors.get("input_ids"), num_positions(model)
+        if isinstance(ids, Tensor) and positions is not None and ids.shape[-1] > positions:
+            raise too_long("a batch", ids.shape[-1], positions, "Truncate the rows when tokenizing") from error
         raise
+
+
+def too_long(where: str, longest: int, positions: int, remedy: str) -> UserError:
+    """The error for rows that are longer than the model has positions. Args: where: the batch or dataset."""
+    return UserError(
+        f"The longest row of {where} has {longest:,} tokens, but the model only has embeddings for {positions:,} "
+        "positions.",
+        remedy=f"{remedy}, or use a model with a longer context.",
+    )
 
 
 def _largest(ids: Any) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from burnish.trainer.trainer import Trainer
+from burnish.trainer.trl.lengths import refuse_long_rows
 
 Config = TypeVar("Config")
 
@@ -34,6 +35,8 @@ class TrlTrainer(Trainer):
     """Tag of the model card."""
     router_aux_loss_coef = 0.0
     aux_loss_enabled = False
+    _own_collators: ClassVar[tuple[type, ...]] = ()
+    """Collators that do not change the length of a row."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._metrics: dict[str, defaultdict[str, list[float]]] = {
@@ -42,6 +45,12 @@ class TrlTrainer(Trainer):
         super().__init__(*args, **kwargs)
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
+        evals = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
+        self._refuse_long_rows({"train": self.train_dataset, **evals})
+
+    def _refuse_long_rows(self, datasets: Mapping[str, Any]) -> None:
+        if type(self.data_collator) in self._own_collators:
+            refuse_long_rows(self.model, datasets)
 
     @property
     def _tag_names(self) -> list[str]:
@@ -84,6 +93,7 @@ class TrlTrainer(Trainer):
         """Evaluate as in ``Trainer``. A dataset passed here is prepared like those of the constructor."""
         if eval_dataset is not None and not isinstance(eval_dataset, str | dict):  # the sets of a dict come separately
             eval_dataset = self._prepare_passed(eval_dataset)
+            self._refuse_long_rows({"eval": eval_dataset})
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:

@@ -33,7 +33,7 @@ from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.inspection import is_peft_model
 from burnish.trainer.notes import logger
 from burnish.trainer.reporting import Count
-from burnish.trainer.trl.preferences.collator import REFERENCE, Padded, column_of, rows_of_padded
+from burnish.trainer.trl.preferences.collator import REFERENCE, Padded, PaddedBySide, column_of, rows_of_padded
 from burnish.trainer.trl.preferences.config import PreferenceConfig, WithReference
 from burnish.trainer.trl.preferences.objective import (
     ReadyBatches,
@@ -98,6 +98,7 @@ class PreferenceTrainer(OverridableTrainer):
     kind: ClassVar[Kind] = "pairs"  # kind of its records
     _counter = CountPreferences
     padding_class: ClassVar[type[Padded]] = Padded
+    _own_collators = (Padded, PaddedBySide)
     _row_of: Callable[[Mapping[str, Any]], Row] = staticmethod(pair_row)
 
     def __init__(
@@ -154,9 +155,7 @@ class PreferenceTrainer(OverridableTrainer):
     def _take_old_names(self, processing_class: Any, old: dict[str, Any]) -> Any:
         name, config = type(self).__name__, self.config_class.__name__
         if "tokenizer" in old:
-            notes.warn(
-                f"`tokenizer` of {name} is deprecated. Use `processing_class` instead.", FutureWarning, stacklevel=4
-            )
+            notes.warn(f"`tokenizer` of {name} is deprecated. Use `processing_class` instead.", FutureWarning)
             processing_class = old.pop("tokenizer") if processing_class is None else processing_class
         for word in old:
             where = f" Use {config}({word}=...)." if word in self.config_class.__dataclass_fields__ else ""

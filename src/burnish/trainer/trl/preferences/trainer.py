@@ -145,11 +145,11 @@ class RewardTrainer(PreferenceTrainer):
         old = {f"{side}_input_ids": f"{side}_ids" for side in ("chosen", "rejected")}
         if old.keys() <= {*column_names(dataset)}:
             renamed = ", ".join(f"`{word}` to `{today}`" for word, today in old.items())
-            notes.warn(f"Deprecated columns: rename {renamed}.", FutureWarning, stacklevel=4)
+            notes.warn(f"Deprecated columns: rename {renamed}.", FutureWarning)
             dataset = dataset.rename_columns(old)
         return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
 
     def _pad_token(self, args: PreferenceConfig) -> str | None:
         """A token that does not end responses, because transformers reads the score before the first padding token
         of a row."""
-        return str(self._tokenizer.convert_ids_to_tokens(pad_of_classifier(self._tokenizer)))
+        return args.pad_token or str(self._tokenizer.convert_ids_to_tokens(pad_of_classifier(self._tokenizer)))

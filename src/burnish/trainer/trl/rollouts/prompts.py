@@ -16,6 +16,7 @@ from burnish.data.sets.trl import has_turns
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message, RoleName, Row
 from burnish.losses.base import StageObjective
+from burnish.models.load import context_length
 from burnish.trainer.data.loaders import is_datasets_set
 from burnish.trainer.notes import logger
 from burnish.trainer.trl.rollouts.config import RolloutConfig
@@ -72,7 +73,10 @@ def prompt_rows(
     rows = objective.encode(examples, stats)
     usable: list[Row] = [{**row, "row": at} for at, row in enumerate(rows) if row is not None]
     if not usable:
-        raise UserError(f"The {name} dataset has no usable prompts.")
+        template: Any = objective.template
+        room = f"{template.options.limit} tokens, the model's context less max_completion_length"
+        reasons = "; ".join(stats.sentences()).replace("cutoff_len", room)
+        raise UserError(f"The {name} dataset has no usable prompts: {reasons}.")
     if len(usable) < len(rows):
         dropped = f"{len(rows) - len(usable)} of {len(rows)} prompts of the {name} dataset were dropped"
         logger.warning(f"{dropped}: they are empty or too long.")
@@ -107,6 +111,21 @@ def blank_prompts(args: RolloutConfig, environments: Environments | None) -> Any
         raise ValueError("`max_steps` must be set if there is no `train_dataset`.")
     count = max(1, (args.generation_batch_size or 1) // args.num_generations)
     return [{"prompt": [{"role": "user", "content": ""}]}] * count
+
+
+def room_for_prompts(model: Any, args: RolloutConfig) -> int | None:
+    """Maximum length of a prompt in tokens; None if the model's context has no limit.
+
+    Raises:
+        UserError: if a completion of maximum length does not fit into the context.
+    """
+    context = context_length(model.config)
+    if context is not None and args.max_completion_length >= context:
+        raise UserError(
+            f"max_completion_length must be below {context:,}, the model's context length, so that there is room for "
+            f"a prompt. Received: {args.max_completion_length:,}."
+        )
+    return None if context is None else context - args.max_completion_length
 
 
 def end_tokens(model: Any) -> list[int]:

@@ -44,7 +44,14 @@ from burnish.trainer.trl.base import TrlTrainer, argument
 from burnish.trainer.trl.preferences.objective import fitted, padding_batch, reference_for
 from burnish.trainer.trl.preferences.scripted import OverridableTrainer
 from burnish.trainer.trl.rollouts.config import GRPOConfig, RLOOConfig, RolloutConfig
-from burnish.trainer.trl.rollouts.prompts import PromptRows, PromptTemplate, blank_prompts, end_tokens, prompt_rows
+from burnish.trainer.trl.rollouts.prompts import (
+    PromptRows,
+    PromptTemplate,
+    blank_prompts,
+    end_tokens,
+    prompt_rows,
+    room_for_prompts,
+)
 from burnish.trainer.trl.rollouts.rewards import reward_list
 from burnish.trainer.trl.rollouts.scripted import RolloutBatch, ScriptedRollouts, token_values_of
 from burnish.trainer.trl.rollouts.tables import CompletionTablesCallback
@@ -117,10 +124,7 @@ class RolloutTrainer(OverridableTrainer):
         model, processing_class, added = ready_model(model, args, processing_class, quantization_config)
         self._tokenizer = inner_tokenizer(processing_class)
         model, choices = self._attach(model, args, processing_class, peft_config, added)
-        room = context_length(model.config)
-        template = PromptTemplate(
-            self._tokenizer, None if room is None else room - args.max_completion_length, end_tokens(model)
-        )
+        template = PromptTemplate(self._tokenizer, room_for_prompts(model, args), end_tokens(model))
         self.objective = self.objective_class(choices, template, self._tokenizer)
         self.reward_funcs = reward_list(reward_funcs, reward_processing_classes)
         self.reward_processing_classes = [getattr(one, "tokenizer", None) for one in self.reward_funcs]

@@ -36,7 +36,6 @@ def with_old_arguments(args: SFTConfig, processing_class: Any, old: dict[str, An
     notes.warn(
         "Deprecated arguments of SFTTrainer: " + ", ".join(f"`{a}` ({b})" for a, b in today.items()) + ".",
         FutureWarning,
-        stacklevel=4,
     )
     args = copy.copy(args)
     for name, field in _OLD_ARGUMENTS.items():

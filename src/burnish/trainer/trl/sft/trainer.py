@@ -21,6 +21,7 @@ from burnish.losses.logits import target_positions
 from burnish.losses.targets import Targets, sums_of_logits
 from burnish.models.patches.attention import make_padding_free
 from burnish.parallel.single import set_seed
+from burnish.trainer.data.loaders import is_datasets_set
 from burnish.trainer.data.prefix_sharing import probe_prefix_sharing
 from burnish.trainer.inspection import has_virtual_tokens, is_peft_model
 from burnish.trainer.notes import logger
@@ -69,6 +70,7 @@ class SFTTrainer(TrlTrainer):
     args: SFTConfig
     tag = "sft"
     _counter = CountAlways
+    _own_collators = (DataCollatorForLanguageModeling,)
     card_stage, card_title = "sft", "supervised fine-tuning"
 
     def __init__(
@@ -188,6 +190,12 @@ class SFTTrainer(TrlTrainer):
         if all(getattr(type(self), name) is getattr(SFTTrainer, name) for name in between):
             loader.collate_fn = WithTrained(loader.collate_fn)
         return loader
+
+    def _examples_in_packs(self, loader: Any) -> int | None:
+        dataset: Any = getattr(loader, "dataset", None)
+        if not is_datasets_set(dataset) or "seq_lengths" not in dataset.column_names:
+            return None
+        return sum(len(lengths) for lengths in dataset["seq_lengths"])
 
     def _ask(self) -> Capabilities:
         return probe_prefix_sharing(self.model, self._skips_tokens and not self.aux_loss_enabled, needs_head=True)
