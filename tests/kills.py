@@ -81,7 +81,7 @@ WAYS: dict[str, list[str]] = {
     "two kept": ["save_total_limit=2"],
     "packed neftune, accumulated": ["packing=true", "cutoff_len=64", "neftune_noise_alpha=5",
                                     "gradient_accumulation_steps=2"],
-    "spikes are watched for": ["on_spike=go_back", "spike_ratio=1000"],
+    "spikes are watched for": ["on_spike=rollback", "spike_ratio=1000"],
     "moments in 8 bits": ["optim=adamw_bnb_8bit"],
     "two processes": ["ddp_backend=gloo"],
     "completions, used twice": [

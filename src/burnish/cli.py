@@ -328,7 +328,8 @@ def _help() -> str:
     return (
         f"burnish {__version__}: fine-tunes transformer models\n\n"
         f"usage: burnish <command> {_RUN_USAGE}\n\n{rows}\n"
-        "Options have the names of LLaMA-Factory and transformers. The command line overrides the YAML file.\n\n"
+        "Options have the same names as in LLaMA-Factory and transformers. "
+        "The command line overrides the YAML file.\n\n"
         "  burnish train --help            list every option, by component\n"
         "  burnish train --help warmup     list options whose name or description contains a word\n"
         "  burnish explain --all           also show the callbacks of each event\n"

@@ -181,7 +181,7 @@ def test_incompatible_change_is_an_error_and_allowed_change_a_note(tmp_path):
         with pytest.raises(UserError, match=expected) as raised:
             compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, name: value})
         assert raised.value.problems[0].options == (name,)
-        for way_out in ("another output_dir", "overwrite_output_dir: true", "resume_despite_changes"):
+        for way_out in ("a different output_dir", "overwrite_output_dir: true", "resume_despite_changes"):
             assert way_out in str(raised.value)
     assert compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, "seed": 2}, despite=True)
 

@@ -161,7 +161,7 @@ def test_unwritable_path_is_reported(tmp_path, capsys):
     status, text = explained_failure(capsys, error, tmp_path)
     assert status == 1
     assert f'"{tmp_path}/model.safetensors" cannot be written: permission denied.' in text
-    assert "another output_dir" in text
+    assert "a different output_dir" in text
     elsewhere = PermissionError(errno.EACCES, "Permission denied", "data/train.json")
     assert '"data/train.json" cannot be opened' in explained_failure(capsys, elsewhere, tmp_path)[1]
 

@@ -50,7 +50,7 @@ def test_damaged_cache_block_is_rejected_and_same_command_encodes_it_again(
     flip(path, block["end"] - 20)
     read_output(capsys)
     assert cli.main([*WORDS, "output_dir=again"]) == 2
-    assert "Run the same command again to tokenize" in read_output(capsys)[1]
+    assert "Run the same command again: the dataset is tokenized" in read_output(capsys)[1]
     assert cli.main([*WORDS, "output_dir=again"]) == 0
     assert weights("again") == weights("first")
 

@@ -63,6 +63,6 @@ def test_only_reading_a_damaged_block_raises(tmp_path, monkeypatch):
     assert [rows[number] for number in (0, 1, 4)] == [EXPECTED[number] for number in (0, 1, 4)]
     with pytest.raises(UserError, match=r'block 1 of "rows\.arrow" of the tokenized dataset is corrupted'):
         rows[2]
-    with pytest.raises(UserError, match="Run the same command again to tokenize"):
+    with pytest.raises(UserError, match="Run the same command again: the dataset is tokenized"):
         open_rows(tmp_path, is_cache=True)[3]
     assert not (tmp_path / MANIFEST).exists()

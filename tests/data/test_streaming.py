@@ -201,7 +201,7 @@ def test_pretraining_text_is_streamed_without_packing(tmp_path, user, monkeypatc
     ("options", "sentence"),
     [
         ({"max_steps": -1}, '"streaming" requires "max_steps"'),
-        ({"val_size": 0.1}, 'Expected "val_size" to be a number of examples when streaming. Received: the ratio 0.1'),
+        ({"val_size": 0.1}, 'Expected "val_size" to be a number of examples when streaming. Received: 0.1'),
         ({"packing": True}, '"streaming" cannot be combined with packing'),
         ({"group_by_length": True}, "group_by_length, which needs"),
         ({"tokenized_path": "rows"}, "tokenized_path, which needs"),

@@ -352,7 +352,7 @@ TESTED_BY: dict[str, str] = {
     "reward_clip_range": "rollouts/rollout_options: each_loss_option_changes_the_loss",
     "mask_truncated_completions": "rollouts/rollout_options: each_loss_option_changes_the_loss",
     "rl_preset": "rollouts/rollout_options: preset_sets_options_that_are_not_given",
-    "kept_seats": "rollouts/rollout_options: generation_options_are_applied",
+    "max_concurrent_completions": "rollouts/rollout_options: generation_options_are_applied",
     "min_p": "rollouts/rollout_options: generation_options_are_applied",
     "eval_temperature": "rollouts/rollout_options: generation_options_are_applied",
     "num_generations_eval": "rollouts/rollout_options: generation_options_are_applied",
@@ -395,7 +395,7 @@ TESTED_BY: dict[str, str] = {
     "center_rewards_coefficient": "preferences/preference_options: each_kto_and_reward_option_changes_the_loss",
     "reward_head": "preferences/preference_options: reward_head_selects_saved_format_of_reward_model",
     "max_train_seconds": "run/interruptions: run_stops_with_a_checkpoint_at_its_time_limit",
-    "infer_seats": "inference/loading: model_folder_is_loaded_and_generates",
+    "max_concurrent_requests": "inference/loading: model_folder_is_loaded_and_generates",
     "infer_context": "inference/loading: model_folder_is_loaded_and_generates",
     **dict.fromkeys(
         (

@@ -50,7 +50,9 @@ def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 def test_model_folder_is_loaded_and_generates(model: Path) -> None:
-    serving = serving_of([str(model), "do_sample=false", "infer_seats=2", "infer_context=99", "infer_exact=true"])
+    serving = serving_of(
+        [str(model), "do_sample=false", "max_concurrent_requests=2", "infer_context=99", "infer_exact=true"]
+    )
     loaded = load_for_inference(serving.options, serving.name)
     assert loaded.name == model.name
     engine = local_engine(loaded)

@@ -104,11 +104,6 @@ def test_rollout_cannot_resume_with_another_number_of_processes(tmp_path):
         again.load(tmp_path / "checkpoint-3")
 
 
-def test_rollout_cannot_roll_back_after_a_spike(tmp_path):
-    with pytest.raises(UserError, match='"on_spike": "go_back" is not supported'):
-        make_run(tmp_path, objective=Twice(), on_spike="go_back")
-
-
 class Counting(RegressionObjective):
     """Metrics with counts of their own: over rows whose label is positive, and the ends of all errors."""
 

@@ -65,7 +65,7 @@ def test_uncached_hub_id_is_rejected_immediately_when_offline(monkeypatch, tmp_p
     (result,) = model_problems("nobody/no-such-model", cache_dir=str(tmp_path))
     assert time.perf_counter() - begin < 5
     assert result.count("\n") == 1
-    assert "is not a local folder, is not in the hub's cache, and hub access is disabled" in result
+    assert "is not a local folder, is not in the Hub's cache, and Hub access is disabled" in result
 
 
 def test_misspelled_folder_name_is_rejected_with_the_folder(monkeypatch, tmp_path):

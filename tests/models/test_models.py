@@ -129,7 +129,7 @@ def test_invalid_generation_config_is_fixed_and_reported(tmp_path):
     raw = {"temperature": 0.6, "do_sample": False, "eos_token_id": 2}
     (tmp_path / "base" / "generation_config.json").write_text(json.dumps(raw))
     model = load_model(options(tmp_path / "base"))
-    assert patch_summary(model) == ["1 generation_config.do_sample: 1 generation config that samples"]
+    assert patch_summary(model) == ["1 generation_config.do_sample: 1 generation config with sampling parameters"]
     assert samples_without_sampling(meta_model(load_config(options(tmp_path / "base"))))  # known without weights
     save_model(model, tiny_tokenizer(), tmp_path / "out", stop_token_ids=[5])
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.6

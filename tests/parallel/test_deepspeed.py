@@ -77,7 +77,7 @@ def test_settings_that_change_results_are_rejected(tmp_path):
     assert "only to the CPU" in problems(deepspeed={"zero_optimization": {"offload_param": {"device": "nvme"}}})[0]
     assert "not JSON" in problems(deepspeed=str(tmp_path / "torn.json"))[0]
     assert 'has the duplicate key "enabled"' in problems(deepspeed=str(tmp_path / "twice.json"))[0]
-    assert "does not contain an object" in problems(deepspeed=str(tmp_path / "list.json"))[0]
+    assert "does not contain a JSON object" in problems(deepspeed=str(tmp_path / "list.json"))[0]
     missing = problems(deepspeed=str(tmp_path / "zerO.json"))[0]
     assert "does not exist" in missing
     assert "zero.json" in missing

@@ -166,7 +166,7 @@ def test_resumed_run_is_reported_and_counts_only_its_steps(capsys):
     clock = Clock()
     fake_run(ProgressCallback(FACTS, Pace(clock)), 100, 10, clock=clock, first=50)
     lines = capsys.readouterr().out.splitlines()
-    assert "  continued after step 50" in lines
+    assert "  resumed from step 50" in lines
     assert any("step  60/100" in line and "0:40 left" in line for line in lines)
 
 

@@ -169,7 +169,7 @@ def test_result_of_a_coroutine_function_in_a_plain_one_is_rejected():
         return [1.0] * len(completions)
 
     message = reward_error([lambda **arguments: scores(**arguments)])
-    assert "Received: coroutine.\n  Declare a function that awaits as async def." in message
+    assert "Received: coroutine.\n  Declare the function with async def." in message
 
 
 class Silent(Exception):
@@ -197,7 +197,7 @@ def test_function_with_positional_only_parameters_is_rejected_when_loaded():
     def rates(prompts, completions, /, answer="", **_):
         return [1.0] * len(completions)
 
-    with pytest.raises(UserError, match="rates takes prompts and completions by position only"):
+    with pytest.raises(UserError, match="rates declares prompts and completions as positional-only"):
         load_rewards([rates])
     assert load_rewards([max])  # its parameters are unknown
 

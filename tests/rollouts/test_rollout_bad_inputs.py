@@ -43,9 +43,9 @@ OF_YAML = [
 ]
 OF_CONFIGS = [
     (GRPOConfig, {"use_vllm": True}, "Remove use_vllm and vllm_*."),
-    (GRPOConfig, {"ds3_gather_for_generation": False}, '"ds3_gather_for_generation" must be true'),
+    (GRPOConfig, {"ds3_gather_for_generation": False}, '"ds3_gather_for_generation" must be True'),
     (GRPOConfig, {"auto_find_batch_size": True}, "a generation batch must consist of whole groups"),
-    (GRPOConfig, {"generation_kwargs": {"top": 5}}, '"generation_kwargs" has no "top".'),
+    (GRPOConfig, {"generation_kwargs": {"top": 5}}, '"generation_kwargs" does not accept "top".'),
     (RLOOConfig, {"reward_clip_range": [1.0, 0.0]}, "must be a lower and an upper bound"),
     (RLOOConfig, {"num_generations": 1}, "num_generations must be at least 2"),
 ]

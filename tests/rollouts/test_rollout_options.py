@@ -10,6 +10,7 @@ import pytest
 from golden_steps import Golden, make_models
 from test_rollout_trainers import folder, prompts, trainer_of, variety  # noqa: F401, a fixture
 
+from burnish import GRPOConfig
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue
 from burnish.run import rollouts
@@ -128,8 +129,8 @@ def test_options_with_unlikely_values_give_a_note(tmp_path, options, message):
 def test_generation_options_are_applied(folder):  # noqa: F811
     plain = trainer_of(folder, trainer_args={"eval_dataset": prompts(4)}, num_generations_eval=2)
     other = trainer_of(
-        folder, trainer_args={"eval_dataset": prompts(4)}, num_generations_eval=2, kept_seats=2, min_p=0.9,
-        eval_temperature=0.01,
+        folder, trainer_args={"eval_dataset": prompts(4)}, num_generations_eval=2, max_concurrent_completions=2,
+        min_p=0.9, eval_temperature=0.01,
     )  # fmt: skip
     assert (plain.objective.source.limits.slots, other.objective.source.limits.slots) == (4, 2)
     assert plain.evaluate()["eval_reward"] != other.evaluate()["eval_reward"]
@@ -137,6 +138,12 @@ def test_generation_options_are_applied(folder):  # noqa: F811
     other.train()
     first, second = (each.state.log_history for each in (plain, other))
     assert [log["reward"] for log in first if "reward" in log] != [log["reward"] for log in second if "reward" in log]
+
+
+def test_earlier_name_of_max_concurrent_completions_is_accepted(tmp_path):
+    with pytest.warns(FutureWarning, match="max_concurrent_completions"):
+        assert GRPOConfig(str(tmp_path), kept_seats=2).max_concurrent_completions == 2
+    assert planned(tmp_path, stage="grpo", kept_seats="3").options.max_concurrent_completions == 3
 
 
 def test_slow_reward_function_stops_the_run(folder):  # noqa: F811

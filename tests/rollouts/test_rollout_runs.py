@@ -240,5 +240,5 @@ def test_invalid_data_is_rejected_before_loading_the_model(tmp_path):
 
 def test_rollback_within_a_rollout_is_rejected_before_loading_the_model(tmp_path, monkeypatch):
     monkeypatch.setattr("burnish.run.build.load_model", lambda *args, **kwargs: pytest.fail("the model is loaded"))
-    with pytest.raises(UserError, match=r"go_back.*not supported by an objective that takes several optimizer steps"):
-        train(user(tmp_path, on_spike="go_back"))
+    with pytest.raises(UserError, match=r"rollback.*not supported by an objective with several optimizer steps"):
+        train(user(tmp_path, on_spike="rollback"))

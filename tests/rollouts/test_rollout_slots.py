@@ -113,5 +113,7 @@ def test_number_of_slots_is_the_requested_one_or_fits_into_memory(folder, monkey
     monkeypatch.setattr(rollouts, "total_memory", lambda device: int(gigabytes * 1e9))
     config = AutoModelForCausalLM.from_pretrained(folder).config
     config.update({"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 512})
-    objective = SimpleNamespace(choices=SimpleNamespace(kept_seats=requested, num_generations=8), rows_per_rank=6)
+    objective = SimpleNamespace(
+        choices=SimpleNamespace(max_concurrent_completions=requested, num_generations=8), rows_per_rank=6
+    )
     assert rollouts.slots_of(objective, torch.device("cpu"), config, 150) == seats

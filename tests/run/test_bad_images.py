@@ -91,7 +91,11 @@ CASES = [
     (write(b"<!DOCTYPE html>"), {}, 'record 3 (line 1): images[0] "2.png" is not an image (begins "<!DOCTYPE ht")'),
     (cut, {}, '2.png" is truncated'),
     (cut, {}, 'record 3: images[0] "'),
-    (name(["iVBORw0KGgo" + 500 * "A"]), {}, 'AAAA..." is base64. Write "data:image/jpeg;base64," before it.'),
+    (
+        name(["iVBORw0KGgo" + 500 * "A"]),
+        {},
+        'AAAA..." is base64 without a data URI prefix. Prepend "data:image/jpeg;base64,".',
+    ),
     (name(["0.png", "1.png"]), {}, '2 images and 1 "<image>"'),
     (name(["http://example.com/a.png"]), {}, "Images are not downloaded during training"),
     (name([7]), {}, "Received: int"),

@@ -210,7 +210,7 @@ def test_changed_hyperparameter_is_rejected_with_both_values_and_remedies(
         err = read_output(capsys)[1]
         assert f"{name} changed from " in err
         assert f" to {float(value):g}" in err or f" to {value}" in err
-        assert "another output_dir" in err
+        assert "a different output_dir" in err
         assert "overwrite_output_dir: true" in err
     assert sorted((path, path.stat().st_mtime_ns) for path in Path("out").rglob("*")) == before
 

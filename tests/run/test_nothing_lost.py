@@ -252,7 +252,7 @@ def test_full_disk_of_encoded_rows_is_reported_with_its_path(
         patched.setattr("burnish.data.rows.encode.RowWriter.close", full)
         assert cli.main(["train", "run.yaml", "max_steps=1", *filter(None, [kept_in])]) == 1
     place = "rows" if kept_in else str(cache_home() / "rows")
-    advice = "Set another tokenized_path." if kept_in else "Set the environment variable BURNISH_CACHE"
+    advice = "Set a different tokenized_path." if kept_in else "Set the environment variable BURNISH_CACHE"
     assert f'error: The disk of "{place}" is full.\n  Free some space. {advice}' in read_output(capsys)[1]
     assert not list(Path(place).glob(".*partial"))
     assert cli.main(["train", "run.yaml", "max_steps=1", *filter(None, [kept_in])]) == 0
@@ -282,7 +282,7 @@ def test_full_disk_during_prediction_is_reported_with_a_remedy(
         patched.setattr(f"burnish.run.{writer}.save_metrics", full)
         assert cli.main(argv) == 1
     err = read_output(capsys)[1]
-    assert 'error: The disk of "said" is full.\n  Free some space or set another save_dir, and run the' in err
+    assert 'error: The disk of "said" is full.\n  Free some space or set a different save_dir, and run the' in err
     assert "save_total_limit" not in err
     assert cli.main(argv) == 0
 

@@ -209,7 +209,7 @@ def test_load_best_model_requires_evaluations_at_checkpoints(tmp_path: Path) -> 
     assert "save_strategy: steps" in plan_errors(tmp_path, **best, eval_strategy="steps", save_strategy="epoch")[0]
     steps = {"eval_strategy": "steps", "save_strategy": "steps"}
     assert "multiple" in plan_errors(tmp_path, **best, **steps, eval_steps="3", save_steps="10")[0]
-    assert "both ratios below 1" in plan_errors(tmp_path, **best, **steps, eval_steps="0.1", save_steps="10")[0]
+    assert "both fractions below 1" in plan_errors(tmp_path, **best, **steps, eval_steps="0.1", save_steps="10")[0]
     assert plan(raw_options(tmp_path, **best, **steps, eval_steps="0.1", save_steps="0.3"))
     assert plan(raw_options(tmp_path, **best, **steps, eval_steps="5", save_steps="10"))
 

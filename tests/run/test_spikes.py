@@ -82,9 +82,9 @@ def test_rolled_back_run_equals_run_without_skipped_rows(user, tmp_path, monkeyp
     assert step > 2  # there is a checkpoint to go back to
     with monkeypatch.context() as patch:
         spoil(patch, user, float("nan"))
-        assert run({**user, "on_spike": "go_back"}) == 0
+        assert run({**user, "on_spike": "rollback"}) == 0
     reported = capsys.readouterr().err
-    assert f"Step {step} was not finite" in reported
+    assert f"The loss or gradient of step {step} was not finite" in reported
     assert "Rolling back; the examples of this step are skipped from now on." in re.sub(r"\s+", " ", reported)
     last = json.loads((tmp_path / "out" / "checkpoint-12" / "stream.json").read_text())
     assert last["left_out"] == sorted(rows)
@@ -109,18 +109,18 @@ def test_rolled_back_run_equals_run_without_skipped_rows(user, tmp_path, monkeyp
 def test_large_gradient_norm_is_a_spike(user, monkeypatch, capsys):
     spoil(monkeypatch, user, 1e4, only_once=True)
     monkeypatch.setattr("burnish.loop.spikes._ENOUGH", 2)
-    assert run({**user, "on_spike": "go_back", "spike_ratio": 50}) == 0
+    assert run({**user, "on_spike": "rollback", "spike_ratio": 50}) == 0
     assert re.search(r"The gradient of step \d+ was [\d.e+]+ times the usual norm", capsys.readouterr().err)
 
 
 def test_rollback_requires_a_checkpoint(user, monkeypatch, capsys):
     spoil(monkeypatch, user, float("inf"))
-    assert run({**user, "on_spike": "go_back", "save_strategy": "no"}) == 1
+    assert run({**user, "on_spike": "rollback", "save_strategy": "no"}) == 1
     assert "There is no checkpoint to roll back to. Reduce save_steps." in re.sub(r"\s+", " ", capsys.readouterr().err)
 
 
 def test_resumed_run_still_skips_excluded_rows(user, tmp_path, monkeypatch):
-    options = {**user, "on_spike": "go_back", "lr_scheduler_type": "constant"}
+    options = {**user, "on_spike": "go_back", "lr_scheduler_type": "constant"}  # the earlier name of the value
     spoil(monkeypatch, user, float("nan"))
     assert run({**options, "max_steps": 12}) == 0
     assert run({**options, "max_steps": 12, "output_dir": str(tmp_path / "two")}) == 0
@@ -149,14 +149,14 @@ def test_rolled_back_script_equals_script_without_skipped_rows(tmp_path, library
     rows = points(22)
     order = order_of(22, 42, 0)
     rows[order[13]]["x"] = rows[order[13]]["x"] * float("inf")  # of step 4
-    back = trained("back", [], on_spike="go_back")
-    assert "Step 4 was not finite" in library_log.text
+    back = trained("back", [], on_spike="rollback")
+    assert "The loss or gradient of step 4 was not finite" in library_log.text
     assert f"Examples: rows {', '.join(map(str, order[12:16]))} of train_dataset. Rolling back" in library_log.text
     never = trained("never", [(0, 12, order[12:16])], max_steps=18)
     assert same(weights(back), weights(never))
     assert losses(back) == losses(never)
     assert back.state.global_step == 18
-    again = make_trainer(tmp_path / "back", train=rows, num_train_epochs=3, on_spike="go_back")
+    again = make_trainer(tmp_path / "back", train=rows, num_train_epochs=3, on_spike="rollback")
     again.train(resume_from_checkpoint=str(tmp_path / "back" / "checkpoint-6"))
     assert same(weights(again), weights(never))
 
@@ -166,8 +166,8 @@ def test_script_with_custom_dataloader_cannot_roll_back(tmp_path):
         def get_train_dataloader(self):
             return DataLoader(points(8), batch_size=2)
 
-    trainer = make_trainer(tmp_path, Loading, on_spike="go_back")
-    with pytest.raises(UserError, match=r'"on_spike": "go_back" requires a map-style'):
+    trainer = make_trainer(tmp_path, Loading, on_spike="rollback")
+    with pytest.raises(UserError, match="`on_spike` requires a map-style"):
         trainer.train()
 
 
@@ -177,8 +177,8 @@ def engine_of(loss_scale):
 
 @pytest.mark.parametrize(
     ("loss", "norm", "scaled", "message"),
-    [(1.0, inf, True, None), (nan, inf, True, "Step 7 was not finite"), (1.0, 90.0, True, "The gradient of step 7"),
-     (1.0, inf, False, "Step 7 was not finite"), (1.0, 2.0, True, None)],
+    [(1.0, inf, True, None), (nan, inf, True, "step 7 was not finite"), (1.0, 90.0, True, "gradient of step 7"),
+     (1.0, inf, False, "step 7 was not finite"), (1.0, 2.0, True, None)],
 )  # fmt: skip
 def test_loss_scale_reduction_is_not_a_spike_but_others_are(loss, norm, scaled, message):
     watch = SpikeWatch(ratio=50)

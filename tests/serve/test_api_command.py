@@ -61,7 +61,9 @@ class Process:
 
 
 def test_server_prints_its_address_responds_and_drains(tmp_path: Path) -> None:
-    process = Process(MODEL, "api_port=0", "api_drain=5", "infer_seats=2", API_KEY="canary-0123456789").until_ready()
+    process = Process(
+        MODEL, "api_port=0", "api_drain=5", "max_concurrent_requests=2", API_KEY="canary-0123456789"
+    ).until_ready()
     assert any(line.startswith("Loading ") for line in process.lines)
     assert len([line for line in process.lines if line.split()[:1] and not line[:2].isdigit()]) == 5
     assert process.lines[0].startswith("Loading ")
@@ -173,7 +175,9 @@ LOOPS = (
 
 def test_looping_chat_template_is_stopped_and_server_continues(tmp_path: Path) -> None:
     (tmp_path / "loops.jinja").write_text(LOOPS, encoding="utf-8")
-    process = Process(MODEL, "api_port=0", "infer_seats=2", f"template={tmp_path / 'loops.jinja'}").until_ready()
+    process = Process(
+        MODEL, "api_port=0", "max_concurrent_requests=2", f"template={tmp_path / 'loops.jinja'}"
+    ).until_ready()
     body = {"model": "model", "messages": [{"role": "user", "content": "loop"}], "max_tokens": 2}
     answers: list[tuple[int, str]] = []
 

@@ -109,25 +109,25 @@ def test_dependent_arguments_are_derived():
     ("options", "message"),
     [
         ({"bf16": True, "fp16": True}, "At most one of fp16 and bf16"),
-        ({"warmup_steps": -1}, "Expected value warmup_steps >= 0"),
-        ({"logging_steps": 10.5}, "--logging_steps must be an integer if bigger than 1"),
-        ({"logging_steps": 0}, "requires non-zero --logging_steps"),
-        ({"eval_strategy": "steps", "eval_steps": 2.5}, "--eval_steps must be an integer"),
-        ({"eval_strategy": "steps", "load_best_model_at_end": True, "save_strategy": "epoch"}, "save and eval"),
+        ({"warmup_steps": -1}, "`warmup_steps` must be at least 0"),
+        ({"logging_steps": 10.5}, "`logging_steps` must be an integer if it is greater than 1"),
+        ({"logging_steps": 0}, "requires a non-zero `logging_steps`"),
+        ({"eval_strategy": "steps", "eval_steps": 2.5}, "`eval_steps` must be an integer"),
+        ({"eval_strategy": "steps", "load_best_model_at_end": True, "save_strategy": "epoch"}, "the same as"),
         ({"eval_strategy": "steps", "eval_steps": 10, "save_strategy": "steps", "save_steps": 15,
-          "load_best_model_at_end": True}, "round multiple"),
+          "load_best_model_at_end": True}, "to be a multiple of `eval_steps`"),
         ({"eval_strategy": "steps", "eval_steps": 0.1, "save_strategy": "steps", "save_steps": 15,
-          "load_best_model_at_end": True}, "mixing ratio and absolute"),
-        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "requires an eval strategy"),
-        ({"dataloader_prefetch_factor": 2}, "dataloader_num_workers > 0"),
-        ({"torch_empty_cache_steps": 0}, "bigger than 0"),
+          "load_best_model_at_end": True}, "both fractions below 1"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "requires an `eval_strategy`"),
+        ({"dataloader_prefetch_factor": 2}, "requires `dataloader_num_workers` above 0"),
+        ({"torch_empty_cache_steps": 0}, "must be a positive integer"),
         ({"eval_strategy": "sometimes"}, "sometimes"),
         ({"optim": "adamw_torh"}, r'Did you mean "adamw_torch"\?'),
         ({"deepspeed": {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}}, '"optimizer" of the DeepSpeed config'),
         ({"parallelism_config": object()}, "parallelism_config"),
     ],
 )  # fmt: skip
-def test_contradictory_arguments_are_rejected_with_transformers_messages(options, message):
+def test_contradictory_arguments_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         arguments("out", **options)
 

@@ -412,7 +412,7 @@ def test_folder_with_a_run_is_not_overwritten_without_confirmation(page, root, m
     assert status == 201
     assert (root / "saves/first-2/run.yaml").is_file()
     (root / "saves/first/launch.json").write_text(json.dumps(launched([])))
-    status, _, text = page.send("POST", "/api/runs", {"values": values, "folder": "anew"})
+    status, _, text = page.send("POST", "/api/runs", {"values": values, "folder": "overwrite"})
     assert (status, json.loads(text)["error"]["code"]) == (409, "folder_in_use")
 
 

@@ -203,7 +203,7 @@ def raise_unless_fitting(own: Mapping[str, Tensor], loaded: Mapping[str, Tensor]
     ranks = {_rank(own), _rank(loaded)}
     if None not in ranks and len(ranks) == 2 and own.keys() == loaded.keys():
         what = f"the adapter in the checkpoint has rank {_rank(loaded)}, but this run uses rank {_rank(own)}."
-        raise UserError(what, remedy=f"Set lora_rank: {_rank(loaded)}, or start a new run in another output_dir.")
+        raise UserError(what, remedy=f"Set lora_rank: {_rank(loaded)}, or start a new run in a different output_dir.")
     raise_unless_same_tensors(own, loaded, "the adapter's weights")
 
 
@@ -217,9 +217,9 @@ def _weights_header(folder: Path) -> dict[str, TensorInfo]:
         if is_pickle
         else f"the adapter has no {WEIGHTS_NAME}.",
         where=str(folder),
-        remedy="Save it again with a current peft, which writes safetensors."
+        remedy="Save it again with a recent version of peft, which writes safetensors."
         if is_pickle
-        else "Copy the adapter again.",
+        else "Check that the adapter folder was copied completely.",
     )
 
 

@@ -308,7 +308,7 @@ def merge_into_base(model: nn.Module) -> nn.Module:
                 layer.base_layer.register_parameter(name, parameter)
         raise UserError(
             f"merging the adapter produces NaN or infinite weights in {', '.join(broken[:3])}.",
-            remedy="The adapter is damaged, or training diverged; use an earlier checkpoint.",
+            remedy="The adapter is corrupted, or training diverged; use an earlier checkpoint.",
         )
     for path, module in modules:
         model.set_submodule(path, module.base_layer if hasattr(module, "base_layer") else _in_use(module))

@@ -73,7 +73,7 @@ def compare_fingerprints(
         raise UserError(
             f"it contains a different run: {'; '.join(_difference(name, *pair) for name, pair in fatal.items())}.",
             where=str(folder),
-            remedy="Set another output_dir, or set overwrite_output_dir: true to start over. To resume despite the "
+            remedy="Set a different output_dir, or set overwrite_output_dir: true to start over. To resume despite the "
             "change, set resume_despite_changes: true.",
             option=tuple(fatal),
         )

@@ -57,11 +57,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = read_object(path, needs=[("files", dict), ("global_step", int), ("fingerprints", dict)])
     except UserError as error:
-        raise ValueError(f"its {MANIFEST_NAME} is damaged ({error.problems[0].what.rstrip('.')})") from error
+        raise ValueError(f"its {MANIFEST_NAME} is corrupted ({error.problems[0].what.rstrip('.')})") from error
     if manifest.get("sha256") != own_sha256(manifest):
         raise ValueError(f"its {MANIFEST_NAME} is corrupted (checksum mismatch)")
     if not all(map(_is_entry, manifest["files"].items())):
-        raise ValueError(f"its {MANIFEST_NAME} is damaged (it lists files that are not in this folder)")
+        raise ValueError(f"its {MANIFEST_NAME} is invalid (it lists files that are not in this folder)")
     return manifest
 
 

@@ -127,7 +127,7 @@ def _other_weights(folder: Path, name: str, stem: str) -> Problem:
     return Problem(
         f"this checkpoint contains {'an adapter' if is_adapter else 'a full model'}, but this run trains "
         f"{'a full model' if is_adapter else 'an adapter'}.",
-        remedy="Set finetuning_type to the value used for the checkpoint, or use another output_dir.",
+        remedy="Set finetuning_type to the value used for the checkpoint, or set a different output_dir.",
     )
 
 
@@ -143,5 +143,5 @@ def _another_optimizer(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> Pro
         return None
     return Problem(
         "this checkpoint contains the state of a different optimizer.",
-        remedy="Set optim and its options as in the checkpoint, or start a new run in another output_dir.",
+        remedy="Set optim and its options as in the checkpoint, or start a new run in a different output_dir.",
     )

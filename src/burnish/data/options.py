@@ -24,7 +24,7 @@ class DataOptions:
     eval_dataset: list[str] | None = option(None, "Datasets to evaluate on.", names_place=True)
     dataset_dir: str | dict[str, Any] = option(
         "data",
-        "Folder that contains dataset_info.json; ONLINE for hub ids; or REMOTE:<hub repository>.",
+        "Folder that contains dataset_info.json; ONLINE for dataset IDs on the Hub; or REMOTE:<Hub repository>.",
         names_place=True,
     )
     formatting: str | None = option(

@@ -115,7 +115,7 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
         mean = sum(lengths) / len(lengths)
         is_all = rows is not prepared.sample or rows is prepared.rows
         known = f"{sum(lengths):,}; " if is_all else ""
-        among = "" if is_all else f" (of a sample of {len(rows):,}; the rest is encoded during training)"
+        among = "" if is_all else f" (of a sample of {len(rows):,}; the rest is tokenized during training)"
         lines.append(Line("tokens", f"{known}mean {mean:.1f} per {kind}, maximum {max(lengths):,}{among}"))
         share = "all tokens of the completions" if draws_completions(options.stage) else _labelled_share(rows)
         lines.append(Line("trained" if is_trained else "measured", share))
@@ -123,7 +123,11 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
         if kind == "pack":
             full = f"{100 * mean / options.cutoff_len:.1f}%"
             lines.append(
-                Line("packing", f"packs of {options.cutoff_len:,} tokens are {full} full", plan.where("packing"))
+                Line(
+                    "packing",
+                    f"packed sequences of {options.cutoff_len:,} tokens are {full} full",
+                    plan.where("packing"),
+                )
             )
         if (skipped := _skipped_share(rows, prepared, options)) > 0:
             why = "shared prefixes or no effect on the loss; requires dropout = 0"

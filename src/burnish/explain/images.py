@@ -30,7 +30,7 @@ def image_lines(rows: Sequence[Row], prepared: Prepared) -> list[Line]:
     distinct = len({one.identity for one in found})
     per_step = sum(patches) / max(1, len(rows)) * (prepared.steps.rows_per_step or 1)
     return [
-        Line("images", f"{len(found):,}, {distinct:,} distinct, in {len(rows):,} rows ({family.model_type})"),
+        Line("images", f"{len(found):,}, {distinct:,} distinct, in {len(rows):,} examples ({family.model_type})"),
         Line("image sizes", f"{sizes[0][1]} to {sizes[-1][1]}, median {typical}; {resized:,} resized"),
         Line("image tokens", f"{100 * tokens / whole:.3g}% of all, median {median(of_each):g} per image"),
         Line("image patches", f"about {per_step:,.0f} per step"),

@@ -54,7 +54,7 @@ def _phases(plan: Plan, prepared: Prepared, objective: RolloutObjective) -> Iter
         f"at most {shown_bytes(int(num_bytes))} of KV cache for {slots} concurrent completions, freed before the first "
         "backward pass"
     )
-    yield Line("generate", text, plan.where("kept_seats"))
+    yield Line("generate", text, plan.where("max_concurrent_completions"))
     models = ["the policy"] * objective.needs_old_logps + ["the reference"] * objective.needs_reference
     without = "not needed: the weights do not change between generation and training"
     yield Line("log-probs", f"one forward pass of {' and '.join(models)} without gradients" if models else without)

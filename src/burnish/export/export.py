@@ -119,7 +119,7 @@ def export(values: Mapping[str, RawValue]) -> Path:
 _OWN_FILES = ("*.gguf", "Modelfile", "quantize_config.json")
 """Files of an export, in addition to those that a run writes."""
 _NO_HEAD = Problem(
-    "a reward model cannot be exported as GGUF, GPTQ or AWQ: these formats do not store a score head.",
+    "a reward model cannot be exported as GGUF, GPTQ or AWQ: these formats do not store a reward head.",
     remedy="Remove export_format and export_quantization_bit to export safetensors.",
 )
 

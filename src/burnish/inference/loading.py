@@ -147,8 +147,8 @@ def slots_of(options: AnsweringOptions, model: nn.Module, context: int) -> int:
     Default: 8 on a CPU; on a GPU as many as fit into 90% of the free memory, at most 64.
     """
     device = next(model.parameters()).device
-    if options.infer_seats or device.type != "cuda":
-        return options.infer_seats or SLOTS_OF_CPU
+    if options.max_concurrent_requests or device.type != "cuda":
+        return options.max_concurrent_requests or SLOTS_OF_CPU
     free, _ = torch.cuda.mem_get_info(device)
     return max(1, min(MOST_SLOTS, int(free * _SHARE_OF_FREE) // max(1, slot_bytes(model, context))))
 
@@ -373,7 +373,10 @@ def _served_folders(options: AnsweringOptions) -> dict[str, Path]:
         whole = read_json(config).get("modules_to_save") if config.is_file() else None
         if whole and len(options.served_adapters or ()) > 1:
             modules = ", ".join(whole)
-            what = f'the adapter "{name}" contains full modules ({modules}) and cannot be served with other adapters.'
+            what = (
+                f'the adapter "{name}" contains modules trained in full ({modules}) and cannot be served with other '
+                "adapters."
+            )
             problems.append(Problem(what, remedy="Serve it alone, as adapter_name_or_path."))
     raise_if(problems)
     return named

@@ -33,7 +33,7 @@ class InferOptions:
     infer_url: str | None = option(
         None,
         "URL of a running OpenAI-compatible server to use instead. Its key is read from INFER_KEY.",
-        risky="it sends texts to another machine",
+        risky="it sends text to another machine",
     )
     infer_executable: str | None = option(
         None,
@@ -41,10 +41,11 @@ class InferOptions:
         names_place=True,
         risky="it specifies a program to run",
     )
-    infer_seats: int | None = option(
+    max_concurrent_requests: int | None = option(
         None,
-        "Number of concurrent requests. Default: 8 on a CPU; on a GPU, as many as fit into memory, at most 64.",
+        "Maximum number of concurrent requests. Default: 8 on a CPU; on a GPU, as many as fit into memory, at most 64.",
         ge=1,
+        aliases=("infer_seats",),
     )
     infer_context: int | None = option(
         None,
@@ -57,7 +58,9 @@ class InferOptions:
         "Compute each response separately, so that the same seed gives the same tokens regardless of other requests.",
     )
     served_adapters: dict[str, str] | None = option(
-        None, "Adapters served next to the base model, each under its own model name: {name: folder}.", names_place=True
+        None,
+        "Adapters served alongside the base model, each under its own model name: {name: folder}.",
+        names_place=True,
     )
     vllm_maxlen: int = option(4096, "Maximum sequence length of vLLM.", unit="tokens", ge=2)
     vllm_gpu_util: float = option(0.7, "Fraction of GPU memory that vLLM uses.", gt=0, le=1)

@@ -102,7 +102,7 @@ class Loop:
         self.checkpoints = checkpoints
         self.eval_sets = {} if eval_sets is None else eval_sets
         self.meter = Meter(parallel.device, options.logging_nan_inf_filter)
-        self.spikes = SpikeWatch(options.spike_ratio) if options.on_spike == "go_back" else None
+        self.spikes = SpikeWatch(options.spike_ratio) if options.on_spike != "no" else None
         self.rollout = RolloutBuffer(parallel.rank, parallel.world_size, objective.redistribute)
         self.flos_per_token, self.logs_tokens = flos_per_token, logs_tokens
         others: dict[str, Stateful | Part] = {"stream": loader, "state": self.state}

@@ -1,7 +1,7 @@
 """Detect spikes: steps with a non-finite loss or gradient, or with a gradient norm far above the recent mean.
 
-With ``on_spike: go_back`` such a step raises ``SpikeError``. The caller loads the latest valid checkpoint, excludes the
-rows of the step and continues. The recent norms are part of a checkpoint. Detection costs a device read in every step.
+With ``on_spike: rollback`` such a step raises ``SpikeError``. The caller loads the latest valid checkpoint, excludes
+the rows of the step and continues. The recent norms are part of a checkpoint. Detection costs a device read per step.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ class SpikeOptions:
 
     on_spike: str = option(
         "no",
-        "go_back: after a step that is not finite or exceeds spike_ratio, return to the latest checkpoint "
-        "and skip the examples of that step for the rest of the run. Adds a device synchronization per "
-        "step.",
-        choices=("no", "go_back"),
+        "rollback: after a step whose loss or gradient is not finite, or whose gradient norm exceeds spike_ratio, "
+        "return to the latest checkpoint and skip the examples of that step for the rest of the run. Adds a device "
+        "synchronization per step.",
+        choices=("no", "rollback"),
+        refused=lambda: ("go_back",),
     )  # fmt: skip
     spike_ratio: float | None = option(
         None, "A gradient norm above this multiple of the mean of the last 32 steps counts as a spike.", gt=1
@@ -71,7 +72,8 @@ class SpikeWatch:
                 self.norms.append(float(norm))
             return
         if broken:
-            what = f"Step {step} was not finite (loss {float(loss):.4g}, gradient norm {float(norm):.4g})"
+            numbers = f"loss {float(loss):.4g}, gradient norm {float(norm):.4g}"
+            what = f"The loss or gradient of step {step} was not finite ({numbers})"
         else:
             what = f"The gradient of step {step} was {float(norm) / (mean_norm or 1):.3g} times the usual norm"
         raise SpikeError(what, step_batch.items)
@@ -92,7 +94,7 @@ def spike_problems(options: SpikeOptions, inner_steps: int) -> list[Problem]:
     """
     if options.on_spike == "no" or inner_steps == 1:
         return []
-    what = '"on_spike": "go_back" is not supported by an objective that takes several optimizer steps per rollout.'
+    what = '"on_spike": "rollback" is not supported by an objective with several optimizer steps per rollout.'
     return [Problem(what, remedy="Set on_non_finite: skip instead.", option="on_spike")]
 
 
@@ -100,4 +102,4 @@ def spike_problems(options: SpikeOptions, inner_steps: int) -> list[Problem]:
 def spike_notes(options: SpikeOptions) -> list[str]:
     """Note an option that has no effect."""
     unread = options.spike_ratio is not None and options.on_spike == "no"
-    return ['"spike_ratio" has no effect without on_spike: go_back.'] if unread else []
+    return ['"spike_ratio" has no effect without on_spike: rollback.'] if unread else []

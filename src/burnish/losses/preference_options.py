@@ -15,7 +15,7 @@ from burnish.losses.base import OBJECTIVES, StageObjective
 from burnish.losses.preference_losses import PAIR_LOSSES
 
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-OF_SFT = {"nll": "", "dft": "For TRL's dft set use_dft_loss: true."}
+OF_SFT = {"nll": "", "dft": "For TRL's dft, set use_dft_loss: true."}
 REMOVED = {"kto_pair": OptionText("{pref_loss}: kto_pair was removed; use {stage=kto}, or {pref_loss}: bco_pair.")}
 _OF_ANSWERS = ("train_on_prompt", "mask_history", "neat_packing", "predict_with_generate")
 _PAPER_BETA = 1.0
@@ -84,7 +84,9 @@ class ReferenceOptions(PrecomputeFields, ReferenceSyncFields):
     """Reference model."""
 
     ref_model: str | None = option(
-        None, "Reference model: a folder or a hub id. Default: the model before training.", names_place=True
+        None,
+        "Reference model: a folder or a model ID on the Hub. Default: the model before training.",
+        names_place=True,
     )
     ref_model_adapters: list[str] | None = option(
         None, "Adapters to merge into the reference model, in order.", names_place=True

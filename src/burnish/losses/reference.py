@@ -179,7 +179,7 @@ class SeparateModel(Reference):
                 '"sync_ref_model" updates the reference model towards the policy, but "ref_model" does not '
                 "contain the trained weights."
             )
-            remedy = "Remove one of them, or train all weights of a model of the same shape."
+            remedy = "Remove one of them, or set ref_model to a model with the same architecture and train all weights."
             raise UserError(what, remedy=remedy, option=("sync_ref_model", "ref_model"))
         self.held = {name: (parameter, own[name].data) for name, parameter in trained.items()}
         return self

@@ -85,8 +85,8 @@ class RewardOptions:
         ge=0,
     )
     reward_head: str | None = option(
-        None, "Type of the reward head: a linear layer in a separate file next to the language model (value_head), or "
-        "a sequence classifier of transformers (score). Default: as in the loaded model; value_head for a new head.",
+        None, "Type of the reward head: a linear layer in a separate file alongside the language model (value_head), "
+        "or a transformers sequence classifier (score). Default: as in the loaded model; value_head for a new head.",
         choices=REWARD_HEADS.names,
     )  # fmt: skip
 

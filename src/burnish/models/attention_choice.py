@@ -54,7 +54,7 @@ def attention_problems(options: ModelOptions) -> Iterator[Problem]:
         known = [*_OTHERS, *_FLASH_LIBRARIES]
         yield Problem(
             f'Unknown attn_implementation "{name}".{did_you_mean(name, known)}',
-            remedy=f"Known: {', '.join(known)}, and hub kernels such as kernels-community/flash-attn2.",
+            remedy=f"Known: {', '.join(known)}, and kernels on the Hub, such as kernels-community/flash-attn2.",
             option="attn_implementation",
         )
     elif not _can_be_had(name):

@@ -124,7 +124,9 @@ def _check_identity(folder: Path, raw: dict[str, Any], options: ModelOptions) ->
         what = f'a model of type "{kind}" is not a causal language model.'
         return [
             Problem(
-                what, where=str(folder), remedy="burnish trains decoders, such as Llama, Qwen, Gemma, Mistral, GPT-2."
+                what,
+                where=str(folder),
+                remedy="burnish trains decoder-only models, such as Llama, Qwen, Gemma and GPT-2.",
             )
         ]
     return []

@@ -95,10 +95,10 @@ def problems_of_export(options: ExportChoices, others: list[Path], left_over: Co
         return [Problem(f'export_dir must be a folder. "{folder}" is a file.', option="export_dir")]
     if any(folder.resolve() == other.resolve() for other in others):
         what = f'export_dir "{folder}" is the input folder; it would be overwritten.'
-        return [Problem(what, remedy="Set another export_dir.", option="export_dir")]
+        return [Problem(what, remedy="Set a different export_dir.", option="export_dir")]
     if existing := [path.name for name in OF_A_RUN for path in folder.glob(name)]:
         what = f'export_dir "{folder}" contains a training run ({existing[0]}).'
-        return [Problem(what, remedy="Set another export_dir.", option="export_dir")]
+        return [Problem(what, remedy="Set a different export_dir.", option="export_dir")]
     inside = sorted({path.name for path in folder.iterdir()} - {*left_over}) if folder.is_dir() else []
     if not inside or options.overwrite_output_dir:
         return []
@@ -106,7 +106,7 @@ def problems_of_export(options: ExportChoices, others: list[Path], left_over: Co
     return [
         Problem(
             what,
-            remedy="Set another export_dir, or set overwrite_output_dir: true to overwrite its contents.",
+            remedy="Set a different export_dir, or set overwrite_output_dir: true to overwrite its contents.",
             option="export_dir",
         )
     ]

@@ -80,8 +80,8 @@ def _check_kernels(config: PreTrainedConfig, options: ModelOptions, where: str) 
     named = [str(getattr(part, "_attn_implementation", "")) for part in parts]
     kernel = next((name for name in named if "/" in name), None)
     if kernel is not None and requested_attention(options) is None:
-        what = f'its config selects the attention kernel "{kernel}", which would be downloaded from the hub and run.'
-        remedy = f"Set attn_implementation: {kernel} if you trust it, or another one, such as sdpa."
+        what = f'its config selects the attention kernel "{kernel}", which would be downloaded from the Hub and run.'
+        remedy = f"Set attn_implementation: {kernel} if you trust it, or a different one, such as sdpa."
         raise UserError(what, where=where, remedy=remedy, option="attn_implementation")
 
 
@@ -129,8 +129,8 @@ def load_model(
 # Parameters of sampling, and their neutral values.
 _SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": None, "typical_p": 1.0}
 SAMPLING = Reason(
-    "generation config that samples", "it sets a temperature or top_p without do_sample, and transformers 4.39 "
-    "to 5.23 cannot save such a config after a change (https://github.com/huggingface/transformers/issues/29988)",
+    "generation config with sampling parameters", "it sets a temperature or top_p without do_sample, and transformers "
+    "4.39 to 5.23 cannot save such a config after a change (https://github.com/huggingface/transformers/issues/29988)",
 )  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def raise_if_not_finite(model: nn.Module, name: str) -> None:
 def raise_if_adapter_not_finite(model: nn.Module, folders: Sequence[Path]) -> None:
     """Raise UserError if a weight of the adapters is NaN or infinite. The base model's weights were checked before."""
     found = [name for name, p in model.named_parameters() if p.requires_grad and not _is_finite(p)]
-    remedy = "The file is damaged, or training diverged; use an earlier checkpoint."
+    remedy = "The file is corrupted, or training diverged; use an earlier checkpoint."
     raise_if(_not_finite("adapter", found, ", ".join(map(str, folders)), remedy))
 
 

@@ -17,20 +17,20 @@ class ModelOptions:
 
     model_name_or_path: str | None = option(
         None,
-        "Base model: a local folder or a Hugging Face hub id (a ModelScope id with USE_MODELSCOPE_HUB=1).",
+        "Base model: a local folder or a model ID on the Hugging Face Hub (on ModelScope with USE_MODELSCOPE_HUB=1).",
         names_place=True,
     )
     adapter_name_or_path: list[str] | None = option(
         None,
-        "Adapters to start from (folders or hub ids). All but the last are merged; the last continues training.",
+        "Adapters to start from (folders or IDs on the Hub). All but the last are merged; the last is trained further.",
         names_place=True,
     )
-    model_revision: str = option("main", "Branch, tag or commit of the model on the hub.")
+    model_revision: str = option("main", "Branch, tag or commit of the model on the Hub.")
     cache_dir: str | None = option(
-        None, "Folder for models and datasets downloaded from a hub. Default: the hub's own cache.", names_place=True
+        None, "Folder for downloaded models and datasets. Default: the cache of the Hub's library.", names_place=True
     )
     hf_hub_token: str | None = option(
-        None, "Access token for private models and datasets on the Hugging Face hub.", is_secret=True
+        None, "Access token for private models and datasets on the Hugging Face Hub.", is_secret=True
     )
     ms_hub_token: str | None = option(
         None, "Access token for private models and datasets on ModelScope.", is_secret=True
@@ -69,9 +69,9 @@ class ModelOptions:
     )  # fmt: skip
     attn_implementation: str | None = option(
         None,
-        "Attention implementation, named as in transformers, or a kernel from the hub such as "
+        "Attention implementation, named as in transformers, or a kernel from the Hub such as "
         "kernels-community/flash-attn2 (requires the library kernels).",
-        risky="other names download and run a kernel from the hub",
+        risky="other names download and run a kernel from the Hub",
         harmless=("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"),
     )
     rope_scaling: str | None = option(

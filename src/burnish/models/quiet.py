@@ -18,7 +18,7 @@ def refused_conversions(where: str) -> Iterator[None]:
             raise
         raise UserError(
             "a tensor of the model is combined from several tensors in the files (such as experts), and some of "
-            "those are missing or have another shape.", where, remedy="Download the model again.",
+            "those are missing or have a different shape.", where, remedy="Download the model again.",
         ) from error  # fmt: skip
 
 

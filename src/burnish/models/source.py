@@ -61,7 +61,7 @@ def find_source(
         UserError: if there is no such model; suggests similar names.
     """
     if not name or not name.strip():
-        remedy = "Set it to a local model folder or a hub model id."
+        remedy = "Set it to a local model folder or a model ID on the Hub."
         raise UserError(f"{option_name} is not set.", remedy=remedy, option=option_name)
     path = expanded(name)
     if path.is_dir():
@@ -196,13 +196,13 @@ def _modelscope_folder(name: str, options: ModelOptions, option_name: str, with_
         from modelscope_hub.errors import HubError
     except ImportError:
         raise MissingExtraError(
-            "modelscope", f'{option_name} "{name}" of ModelScope', "modelscope", option_name
+            "modelscope", f'{option_name} "{name}" on ModelScope', "modelscope", option_name
         ) from None
     revision = "master" if options.model_revision == "main" else options.model_revision
     try:
         return _from_modelscope(name, revision, options.cache_dir, options.ms_hub_token, is_offline(), with_weights)
     except (HubError, OSError, ValueError) as error:
-        where = "ModelScope's cache (hub access is disabled by HF_HUB_OFFLINE)" if is_offline() else "ModelScope"
+        where = "ModelScope's cache (Hub access is disabled by HF_HUB_OFFLINE)" if is_offline() else "ModelScope"
         raise UserError(
             f'{option_name} "{name}" is not a local folder and could not be downloaded from {where}: '
             f"{first_line(error)}",
@@ -232,7 +232,7 @@ def _not_on_hub(name: str, options: ModelOptions, option_name: str) -> Problem |
     own clients retry for a minute before they fail.
     """
     if is_offline():
-        return _offline(name, option_name, "hub access is disabled (HF_HUB_OFFLINE)")
+        return _offline(name, option_name, "Hub access is disabled (HF_HUB_OFFLINE)")
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     request = urllib.request.Request(f"{endpoint}/api/models/{name}/revision/{options.model_revision}")  # noqa: S310
     if options.hf_hub_token:
@@ -275,7 +275,7 @@ def _folder_meant(name: str) -> str:
 
 def _offline(name: str, option_name: str, why: str) -> Problem:
     return Problem(
-        f'{option_name} "{name}" is not a local folder, is not in the hub\'s cache, and {why}.{_folder_meant(name)}',
+        f'{option_name} "{name}" is not a local folder, is not in the Hub\'s cache, and {why}.{_folder_meant(name)}',
         remedy="Set it to the path of a folder, or download the model first on a machine with network access.",
         option=option_name,
     )

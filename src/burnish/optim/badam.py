@@ -158,7 +158,7 @@ def _turns_of_entries(
     inside = [name for name in sizes if _IN_A_LAYER.match(name)]
     moved = sum(max(1, round(sizes[name] * options.badam_update_ratio)) for name in inside)
     how = f"{moved:,} entries at a time, {options.badam_mask_mode}; {_often(rounds, options.badam_switch_interval)}"
-    how += "; at most the number above in total" if rounds > 1 else ""
+    how += "; in total at most the number of trainable parameters above" if rounds > 1 else ""
     total = sum(blocks.values())
     # AdamW's two moments and the float32 copy have 4 bytes each, the index of an entry has 8.
     return Turns(min(total, rounds * moved), total, moved * (8 + 4 + 8), (("entries", how),))

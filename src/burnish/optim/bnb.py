@@ -84,7 +84,7 @@ def _register() -> None:
         for name in names:
             bits, is_paged = (8 if "8bit" in name else 32), name.startswith("paged_")
             fixed = {"optim_bits": bits} | ({"is_paged": True} if is_paged else {})
-            summary = f"{title}, moments in {bits} bits{', paged to main memory' if is_paged else ''} (bitsandbytes)."
+            summary = f"{title}, moments in {bits} bits{', paged to CPU memory' if is_paged else ''} (bitsandbytes)."
             leaves_out = LEAVES_OUT.get(class_name, ())
             OPTIMIZERS.register(name, library=LIBRARY, leaves_out=leaves_out, reads_model=True)(
                 _member(class_name, arguments, summary, **fixed)

@@ -64,8 +64,8 @@ def checkpoint_activations(model: nn.Module, kwargs: dict[str, Any] | None) -> N
     able: list[Any] = [module for module in model.modules() if hasattr(module, "gradient_checkpointing_enable")]
     if not able:
         raise ValueError(
-            f"gradient_checkpointing is set, and {type(model).__name__} has no gradient_checkpointing_enable(). "
-            "Remove it, or use a transformers model."
+            f"gradient_checkpointing is set, but {type(model).__name__} has no method gradient_checkpointing_enable(). "
+            "Remove gradient_checkpointing, or use a transformers model."
         )
     # Non-reentrant: it recomputes with the same autocast and random numbers, and does not need an input with a
     # gradient, which frozen embeddings do not provide.
@@ -87,8 +87,8 @@ def _enable(model: Any, arguments: dict[str, Any], model_arguments: dict[str, An
         model.gradient_checkpointing_enable(arguments)
     else:
         raise ValueError(
-            '"gradient_checkpointing_kwargs": every_n_layers and offload need a later transformers: '
-            'pip install "transformers>=5.23".'
+            '"gradient_checkpointing_kwargs": every_n_layers and offload require a newer version '
+            'of transformers: pip install "transformers>=5.23".'
         )
 
 

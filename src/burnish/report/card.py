@@ -176,7 +176,7 @@ def _use(facts: CardFacts) -> str:
     writes = facts.loader == "AutoModelForCausalLM"
     imports = [f"from transformers import {facts.loader}, AutoTokenizer"]
     load = [
-        'folder = "."  # this folder: its path, or its name on the hub',
+        'folder = "."  # path of this folder, or its ID on the Hub',
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
     ]
     if facts.is_adapter:

@@ -103,7 +103,7 @@ class RunMetadata(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._step = state.global_step
         if state.global_step:
-            self.event("resumed", f"continued from step {state.global_step}")
+            self.event("resumed", f"resumed from step {state.global_step}")
         self.event("stage", "training")
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -58,7 +58,7 @@ class ReportOptions(ReportFields):
         risky="it sends metrics to other machines",
     )
     hub_private_repo: bool | None = option(
-        None, "Whether repositories that trackers create on the Hugging Face hub are private."
+        None, "Whether repositories that trackers create on the Hugging Face Hub are private."
     )
     disable_tqdm: bool | None = option(None, "Print each log as a plain line instead of a progress bar.")
     plot_loss: bool = option(True, "Save a plot of the loss to output_dir/training_loss.png.")

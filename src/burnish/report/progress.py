@@ -271,7 +271,7 @@ def _print_facts(facts: RunFacts | None, state: TrainerState) -> None:
     for line in facts.messages() if facts else [f"Training for {counted(state.max_steps, 'step')}"]:
         console.note(line)
     if state.global_step:
-        console.note(f"  continued after step {state.global_step:,}")
+        console.note(f"  resumed from step {state.global_step:,}")
 
 
 def _eval_losses(metrics: Mapping[str, Any]) -> dict[str, float]:

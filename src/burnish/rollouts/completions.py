@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # imported late: they load transformers, which an error on a 
     from burnish.inference.scheduler import Scheduler
 
 SLOTS_CPU, SLOTS_GPU = 64, 256
-"""Maximum number of concurrent completions if ``kept_seats`` does not limit it."""
+"""Maximum number of concurrent completions if ``max_concurrent_completions`` does not limit it."""
 _WORTH_WAITING = 4
 """A completion waits for another one with the same prompt if this saves at least this number of tokens."""
 
@@ -170,7 +170,7 @@ class SlotSource(CompletionSource):
             raise UserError(what, remedy="Lower max_completion_length.", option="max_completion_length")
         note(
             f"Out of memory with {num_slots} concurrent completions. Generation restarts with {fewer}. To "
-            f"reproduce this run exactly after resuming it, set kept_seats: {fewer}."
+            f"reproduce this run exactly after resuming it, set max_concurrent_completions: {fewer}."
         )
 
     def free(self) -> None:

@@ -184,7 +184,7 @@ class RolloutNotesCallback(TrainerCallback):
         if entropy < _LITTLE * first:
             found["entropy"] = (
                 f"The entropy has fallen from {first:.3g} to {entropy:.3g}: completions barely differ. Set "
-                "epsilon_high: 0.28 or entropy_coef, or lower learning_rate."
+                "epsilon_high: 0.28 (as in DAPO) or entropy_coef, or lower learning_rate."
             )
         if self._below >= _FALLEN:
             found["reward"] = (

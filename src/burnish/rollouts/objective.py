@@ -180,7 +180,7 @@ class RolloutObjective(AnswersObjective):
             raise UserError(problems)
         if not self.template.stop_token_ids():
             longest = self.choices.max_completion_length
-            what = f"No completion would end before {longest} tokens: template and tokenizer have no end token."
+            what = f"No completion would end before {longest} tokens: the template and the tokenizer have no end token."
             raise UserError(what, remedy="Set template or stop_words.", option="template")
         if not (filters := filters_of(self.choices)):
             return []

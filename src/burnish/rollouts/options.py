@@ -62,9 +62,9 @@ class CompletionFields:
     mask_truncated_completions: bool = option(
         False, "Exclude completions truncated at max_completion_length from the loss."
     )
-    kept_seats: int | None = option(
-        None, "Number of completions generated concurrently. Default: the generation batch, limited to 64 on a CPU, to "
-        "256 on a GPU, and to a KV cache of a quarter of the memory.", ge=1,
+    max_concurrent_completions: int | None = option(
+        None, "Maximum number of completions generated concurrently. Default: the generation batch, limited to 64 on a "
+        "CPU, to 256 on a GPU, and to a KV cache of a quarter of the memory.", ge=1, aliases=("kept_seats",),
     )  # fmt: skip
     log_completions: bool = option(True, "Print completions with their rewards, and write them to completions.jsonl.")
     num_completions_to_print: int | None = option(

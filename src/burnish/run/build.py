@@ -168,7 +168,7 @@ def how_to_continue(folder: Path) -> list[str]:
     newest, _ = Checkpoints(folder).newest()
     if newest is None:
         return []
-    return [f"The checkpoint is {newest}. To continue: burnish train {shlex.quote(str(folder / RUN_YAML))}"]
+    return [f"The checkpoint is {newest}. To resume: burnish train {shlex.quote(str(folder / RUN_YAML))}"]
 
 
 def metadata_of(plan: Plan, parallel: Parallel, stats: DataStats) -> RunMetadata:

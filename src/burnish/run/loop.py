@@ -63,7 +63,7 @@ class RunLoop(Loop):
             for group, rate, factor in zip(self.optimizer.param_groups, rates, scheduler.lr_lambdas, strict=True):
                 group["initial_lr"] = rate
                 group["lr"] = rate * factor(scheduler.last_epoch)
-        note(f"Continuing from {folder}: step {self.state.global_step} of {self.state.max_steps}.")
+        note(f"Resuming from {folder}: step {self.state.global_step} of {self.state.max_steps}.")
 
     def describe_rows(self, items: Sequence[int]) -> str:
         return origins_in_words(self.origins(items))

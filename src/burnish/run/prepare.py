@@ -242,7 +242,7 @@ def unusable_sets(members: Mapping[str, Sequence[Example]], stats: DataStats) ->
         Problem(
             f"0 of {len(members[name]):,} examples are usable: {'; '.join(counted_reasons)}.",
             where=name,
-            remedy="Correct the data, set another template, or remove the dataset.",
+            remedy="Correct the data, set a different template, or remove the dataset.",
         )
         for name, counted_reasons in reasons.items()
         if counted_reasons

@@ -90,7 +90,7 @@ def _reference_of(
     what = "the adapter's" if not adapter.saves_whole_model else "the model's"
     sentence = f"The reference is {what} initial weights of this run; a copy is kept in memory."
     if isinstance(adapter, LoraAdapter) and adapter.to_continue is not None:
-        sentence += " To use the model without the adapter (as in LLaMA-Factory), set ref_model."
+        sentence += " To use the model without the adapter (as in LLaMA-Factory), set ref_model to the base model."
     if not options.sync_ref_model:
         return ShardedInitialWeights(parallel) if parallel.splits_weights else InitialWeights(model), [sentence]
     refuse_sharded_weights(parallel)
@@ -148,7 +148,7 @@ def is_base(options: RunOptions) -> bool:
 def planned_reference(options: RunOptions, sizes: Sizes, formats: Formats) -> str:
     """Describe the reference model and its cost, before any weight is read."""
     is_precomputed = options.precompute_ref_log_probs
-    passes = f"{'one forward pass per example' if is_precomputed else 'its forward passes'}, without a gradient"
+    passes = f"{'one forward pass per example' if is_precomputed else 'its forward passes'}, without gradients"
     if options.ref_model is not None:
         size = shown_bytes(sizes.base * formats.compute)
         return f"{options.ref_model}, a second frozen model: about {size}, and {passes}"
@@ -204,6 +204,6 @@ def refuse_other_vocabulary(model: nn.Module, second: nn.Module) -> None:
     policy_size, reference_size = (causal_lm(one).get_input_embeddings().weight.shape[0] for one in (model, second))
     if policy_size != reference_size:
         raise UserError(
-            f"The vocabulary sizes of reference ({reference_size}) and policy ({policy_size}) differ.",
+            f"The vocabulary sizes of the reference model ({reference_size}) and the policy ({policy_size}) differ.",
             remedy="Set ref_model to a model with the vocabulary of the policy.",
         )

@@ -84,8 +84,8 @@ def slots_of(objective: RolloutObjective, device: torch.device, config: Any, lon
         longest: maximum length of prompt and completion together, in tokens.
     """
     choices = objective.choices
-    if choices.kept_seats:
-        return choices.kept_seats
+    if choices.max_concurrent_completions:
+        return choices.max_concurrent_completions
     of_a_generation = objective.rows_per_rank * choices.num_generations
     shape = DecoderShape.of(config.get_text_config())
     num_bytes = 4 * 2 * shape.layers * shape.keys * longest

@@ -1,6 +1,6 @@
 """Validate and normalize the constructor arguments of a ``Trainer``.
 
-Raises errors with transformers' messages, because scripts and tests expect them.
+Raises errors of the same classes as transformers, because scripts and tests expect them.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def apply_accelerator_accumulation(args: TrainingArguments) -> None:
         return
     if args.gradient_accumulation_steps > 1:
         raise ValueError(
-            "The `AcceleratorConfig`'s `num_steps` is set but `gradient_accumulation_steps` is greater than 1 in the "
-            f"passed `TrainingArguments`. Received: {num_steps} and {args.gradient_accumulation_steps}. Set only one."
+            "`num_steps` of `accelerator_config` and `gradient_accumulation_steps` are names of the same option; set "
+            f"only one of them. Received: {num_steps} and {args.gradient_accumulation_steps}."
         )
     args.gradient_accumulation_steps = num_steps
 
@@ -118,15 +118,15 @@ def collator_for(data_collator: Any, processing_class: Any) -> Callable[[list[An
     pads = isinstance(processing_class, PreTrainedTokenizerBase | SequenceFeatureExtractor)
     collator = data_collator or (DataCollatorWithPadding(processing_class) if pads else default_data_collator)
     if not callable(collator):
-        raise TypeError("The `data_collator` should be a simple callable (function, class with `__call__`).")
+        raise TypeError("`data_collator` must be a function, or an object with `__call__`.")
     return collator
 
 
 def check_model_argument(model: Any, model_init: Any) -> None:
     if model is None and model_init is None:
-        raise RuntimeError("`Trainer` requires either a `model` or `model_init` argument")
+        raise RuntimeError("`Trainer` requires either `model` or `model_init`.")
     if model is not None and model_init is not None:
-        raise ValueError("`Trainer` requires either a `model` or `model_init` argument, but not both.")
+        raise ValueError("`Trainer` requires either `model` or `model_init`, but not both.")
     if model is not None and not isinstance(model, nn.Module):
         remedy = " Load it first, with AutoModelForCausalLM.from_pretrained." if isinstance(model, str) else ""
         raise TypeError(f"`model` must be a torch.nn.Module. Received: {shown(model)}.{remedy}")
@@ -159,11 +159,11 @@ def check_optimizers(optimizers: tuple[Any, Any], optimizer_cls_and_kwargs: Any,
         what = "`optimizer_cls_and_kwargs` must be a tuple (optimizer class, its arguments as a dict). Received: "
         raise TypeError(f"{what}{shown(pair)}.")
     if optimizer_cls_and_kwargs is not None and optimizers[0] is not None:
-        raise RuntimeError("Passing both `optimizers` and `optimizer_cls_and_kwargs` arguments is incompatible.")
+        raise RuntimeError("`optimizers` and `optimizer_cls_and_kwargs` cannot be combined.")
     if model_init is not None and optimizers != (None, None):
         raise RuntimeError(
-            "Passing a `model_init` is incompatible with providing the `optimizers` argument. "
-            "You should subclass `Trainer` and override the `create_optimizer_and_scheduler` method."
+            "`model_init` and `optimizers` cannot be combined. Subclass `Trainer` and override "
+            "`create_optimizer_and_scheduler` instead."
         )
 
 
@@ -178,23 +178,21 @@ def check_sets(args: TrainingArguments, train_dataset: Any, eval_dataset: Any, c
     by_batch = compute_metrics if args.batch_eval_metrics else None
     if by_batch is not None and "compute_result" not in inspect.signature(by_batch).parameters:
         raise ValueError(
-            "When using `batch_eval_metrics`, your `compute_metrics` function must take a `compute_result` boolean "
-            "argument which will be triggered after the last batch of the eval set to signal that the summary "
-            "statistics should be returned by the function."
+            "With `batch_eval_metrics`, `compute_metrics` must accept a boolean argument `compute_result`. It is True "
+            "for the last batch of the evaluation set, when the function must return the metrics."
         )
     if args.eval_strategy != "no" and eval_dataset is None:
         raise ValueError(
-            f"You have set `args.eval_strategy` to {args.eval_strategy} but you didn't pass an `eval_dataset` to "
-            "`Trainer`. Either set `args.eval_strategy` to `no` or pass an `eval_dataset`. "
+            f"`eval_strategy` is {args.eval_strategy}, but `eval_dataset` is missing. Pass an `eval_dataset`, or set "
+            "`eval_strategy` to `no`."
         )
     if (args.save_strategy == "best" or args.load_best_model_at_end) and args.metric_for_best_model is None:
         raise ValueError(
-            "`args.metric_for_best_model` must be provided when using 'best' save_strategy or if "
-            "`args.load_best_model_at_end` is set to `True`."
+            "`metric_for_best_model` is required if `save_strategy` is `best` or `load_best_model_at_end` is True."
         )
     if train_dataset is not None and not has_length(train_dataset) and args.max_steps <= 0:
         raise ValueError(
-            "The train_dataset does not implement __len__, so the number of training steps cannot be inferred; "
-            "max_steps has to be specified. The total number of steps must be known in advance to bound the "
+            "`train_dataset` does not implement __len__, so the number of training steps cannot be inferred; set "
+            "`max_steps`. The total number of steps must be known in advance to bound the "
             "training loop and to configure the learning rate scheduler."
         )

@@ -100,9 +100,7 @@ def steps_of_loader(loader: Any, args: TrainingArguments, accumulation: int, inn
     """
     batches = num_batches(loader)
     if not batches and args.max_steps <= 0:
-        raise ValueError(
-            f"args.max_steps must be set to a positive value if dataloader does not have a length, was {args.max_steps}"
-        )
+        raise ValueError(f"`max_steps` must be positive if the data loader has no length. Received: {args.max_steps}.")
     counted = StepOptions(
         per_device_train_batch_size=1, gradient_accumulation_steps=accumulation,
         num_train_epochs=args.num_train_epochs, max_steps=args.max_steps,
@@ -120,9 +118,9 @@ def check_spikes(args: TrainingArguments, loader: Any, inner_steps: int) -> None
     """Raise UserError if the run rolls back after spikes, and this is not possible or the rows of a step are not
     known."""
     raise_if(spike_problems(args, inner_steps))
-    if args.on_spike == "go_back" and order_in(loader) is None:
+    if args.on_spike != "no" and order_in(loader) is None:
         raise UserError(
-            '"on_spike": "go_back" requires a map-style train_dataset and the Trainer\'s own data loader.',
+            "`on_spike` requires a map-style train_dataset and the Trainer's own data loader.",
             remedy="Set on_non_finite instead.",
         )
 
@@ -169,9 +167,8 @@ def stop_on_signals(trainer: Any, args: TrainingArguments, parallel: Parallel) -
 
 def warn_empty_dataset(state: TrainerState) -> None:
     logger.warning(
-        "There seems not to be a single sample in your epoch_iterator, stopping training at step "
-        f"{state.global_step}! This is expected if you're using an IterableDataset and set num_steps "
-        f"({state.max_steps}) higher than the number of available samples."
+        f"The dataset has no more examples, stopping training at step {state.global_step}! This is expected for an "
+        f"IterableDataset with fewer examples than max_steps ({state.max_steps}) requires."
     )
 
 
@@ -228,7 +225,7 @@ def restore_callbacks(handler: TrainerCallbackHandler, states: dict[str, Any]) -
     lost = [name for name in states if name not in here]
     if lost:
         logger.warning(
-            f"Checkpoint included callbacks not included in current configuration. Ignoring. ({', '.join(lost)})"
+            f"The checkpoint contains the state of callbacks that this Trainer does not have: {', '.join(lost)}."
         )
     handler.load_state_dict(states)
 

@@ -44,7 +44,7 @@ def check_below_roots(path: str | Path) -> None:
     roots = [Path(root) for root in os.environ.get(ROOTS, "").split(os.pathsep) if root]
     if roots and not is_below(Path(path), roots):
         what = f'"{path}" is outside of {" or ".join(map(str, roots))}, the folders that the web UI may read.'
-        raise UserError(what, remedy="Move the file there, or start burnish webui with another web_roots.")
+        raise UserError(what, remedy="Move the file there, or start burnish webui with a different web_roots.")
 
 
 def check_folder_below_roots(folder: Path) -> None:
@@ -163,7 +163,7 @@ def only_writer(folder: Path, traces: Collection[str] = ()) -> Iterator[None]:
             is_locked = False
         if not is_locked:
             what = "another run is writing into this folder."
-            raise UserError(what, where=str(folder), remedy="Wait for it to end, or set another folder.")
+            raise UserError(what, where=str(folder), remedy="Wait for it to end, or set a different folder.")
         try:
             yield
         except BaseException as error:

@@ -333,7 +333,7 @@ def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     for index in sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True):
         length = lengths[index]
         if length > capacity:
-            raise ValueError(f"A row of {length} tokens does not fit in a pack of {capacity} tokens.")
+            raise ValueError(f"An example of {length} tokens does not fit in a packed sequence of {capacity} tokens.")
         fitting = rooms >> length
         room = length + (fitting & -fitting).bit_length() - 1 if fitting else capacity
         if fitting:

@@ -60,7 +60,7 @@ class JinjaFormat:
         self.renderer = Renderer(self.templates, self.tokenizer, not_ends=(*_WORDS, *controls), family=self.family)
         if not self.renderer.writes_messages():
             what = f"The chat template ({self.name}) does not output the content of user and assistant messages."
-            raise UserError(what, why=self.renderer.refusal, remedy="Correct it, or set another template.")
+            raise UserError(what, why=self.renderer.refusal, remedy="Correct it, or set a different template.")
 
     def answering_last(self) -> JinjaFormat:
         return self  # the template itself decides how to render earlier reasoning

@@ -65,7 +65,7 @@ class TemplateOptions(LearnOptions):
     )
     missing_control_tokens: Literal["raise", "split"] = option(
         "raise",
-        "What to do if the tokenizer lacks special tokens of the template: stop with an error, or encode "
+        "What to do if the tokenizer lacks special tokens of the template: stop with an error, or tokenize "
         "them as plain text.",
     )
 
@@ -86,8 +86,8 @@ def check_template(options: NamedTemplate) -> list[Problem]:
         return list(error.problems)
     if spec is not None and spec.efficient_eos and options.train_on_prompt:
         what = (
-            f'train_on_prompt is not supported with template "{spec.name}": its turns have no end token, and the first '
-            "token of the next turn is trained as the end of the response."
+            f'train_on_prompt is not supported with template "{spec.name}": its turns have no end token, so the first '
+            "token of the next turn is trained as the token that ends a response."
         )
         return [
             Problem(

@@ -228,7 +228,7 @@ class PlainTemplate(ConversationEncoder):
             try:
                 made = self._expanded(example, one, prompt[0].text if size else "", whole, marks)
             except BadImage as error:
-                raise UserError(f"The row cannot be encoded: {error}.", where=example.place) from error
+                raise UserError(f"The record cannot be tokenized: {error}.", where=example.place) from error
             found = self._trained_from(*made)
             yield EncodedConversation(
                 [(marks.without_placeholders(a), marks.without_placeholders(b)) for a, b in found.turns]

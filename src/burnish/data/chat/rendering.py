@@ -29,7 +29,7 @@ from burnish.config.errors import UserError
 from burnish.data.images.family import Family
 from burnish.loop.types import IMAGE, VIDEO
 
-_REMEDY = "Correct the template, or set another one."
+_REMEDY = "Correct the template, or set a different one."
 
 
 class UnreadableTemplate(ValueError):

@@ -176,7 +176,7 @@ class Template(ConversationEncoder):
                 return self._shrunk(example, turns, made, stats)
             return made
         except UnsupportedMedia as error:
-            raise UserError(f"The row cannot be encoded: {error}", where=example.place) from error
+            raise UserError(f"The record cannot be tokenized: {error}", where=example.place) from error
         except BadImage as error:
             stats.add(dropped(str(error)), example)
             return None

@@ -40,7 +40,9 @@ class AnyFamily(Family):
         found = next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
         if found is None:
             what = f"the config of {config.model_type} has no image_token_id (the image placeholder)."
-            raise UserError(what, remedy="Use a model of another family.", option="model_name_or_path")
+            raise UserError(
+                what, remedy="Use a model whose config defines image_token_id.", option="model_name_or_path"
+            )
         self.placeholder = str(tokenizer.convert_ids_to_tokens(int(found)))
         self.mark = str(getattr(source.composed, "image_token", None) or self.placeholder)
         super().__init__(source)

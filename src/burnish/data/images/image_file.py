@@ -282,8 +282,8 @@ def cut_off(error: BaseException, num_bytes: int) -> str:
     if isinstance(error, BadImage):
         return str(error)
     if "truncated" in str(error):
-        return f"is truncated: the file ends after {num_bytes:,} bytes, before the last pixel."
-    return f"is damaged and cannot be decoded ({error})."
+        return f"is truncated: the file ends after {num_bytes:,} bytes, before the end of the image data."
+    return f"is corrupted and cannot be decoded ({error})."
 
 
 def orientation(image: Image) -> int:

@@ -52,7 +52,8 @@ class ImageOptions:
         None, "Split images into tiles (InternVL). Default: as in the image processor's config."
     )
     image_do_pan_and_scan: bool | None = option(
-        None, "Add crops of elongated images (Gemma 3). Default: as in the image processor's config."
+        None,
+        "Add crops of images that are not square (pan and scan, Gemma 3). Default: as in the image processor's config.",
     )
 
 

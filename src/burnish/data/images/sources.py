@@ -79,7 +79,9 @@ class MediaReader:
             raise BadImage(f"{named} {error}") from None
         except OSError as error:
             if _is_base64_image(value):
-                raise BadImage(f'{named} is base64. Write "data:image/jpeg;base64," before it.') from None
+                raise BadImage(
+                    f'{named} is base64 without a data URI prefix. Prepend "data:image/jpeg;base64,".'
+                ) from None
             if not isinstance(error, FileNotFoundError | NotADirectoryError):
                 raise BadImage(f"{named} cannot be read: {error.strerror}.") from None
             looked = " and ".join(map(str, self.folders)) or str(Path.cwd())

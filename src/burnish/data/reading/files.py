@@ -107,7 +107,7 @@ def unknown_type(path: Path) -> Problem:
     """Return the problem that the type of ``path`` is not supported."""
     if path.suffix == ".py":
         return loading_script(path)
-    kind = f'file type "{path.suffix}"' if path.suffix else "file without a suffix"
+    kind = f'file type "{path.suffix}"' if path.suffix else "file without an extension"
     return Problem(f"unsupported {kind}: {path}.", remedy=f"Supported types: {_types()}.")
 
 

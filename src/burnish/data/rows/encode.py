@@ -79,7 +79,7 @@ def encode_rows(
     if places is None:  # part of the key, since the statistics name records by file and number
         places = "\n".join(f"{example.source}:{example.number}" for example in examples)
     folder = _folder(options, name, made_from, places)
-    with alone(folder, "Set another tokenized_path." if options.tokenized_path else IN_CACHE):
+    with alone(folder, "Set a different tokenized_path." if options.tokenized_path else IN_CACHE):
         if _is_stale(folder, options):
             _make(folder, examples, encode, made_from, options, title)
         _refuse_others(folder, made_from, options, has_data=bool(examples))
@@ -156,7 +156,7 @@ def _refuse_others(folder: Path, made_from: Mapping[str, Any], options: DataOpti
         raise UserError(
             f"the tokenized dataset was created with other settings: {differences}.",
             where=f"tokenized_path {folder}",
-            remedy="Set overwrite_cache: true to tokenize again, or set another tokenized_path.",
+            remedy="Set overwrite_cache: true to tokenize again, or set a different tokenized_path.",
         )
 
 

@@ -145,7 +145,9 @@ def _block(
         what = f'block {number} of "{BLOCKS}" of the tokenized dataset is corrupted (checksum mismatch).'
         if is_cache:
             (folder / MANIFEST).unlink(missing_ok=True)
-        remedy = "Run the same command again to tokenize the dataset and continue." if is_cache else _REMEDY
+        remedy = (
+            "Run the same command again: the dataset is tokenized again, and the run resumes." if is_cache else _REMEDY
+        )
         raise UserError(what, str(folder), remedy=remedy)
     return pyarrow.ipc.open_stream(pyarrow.py_buffer(content)).read_next_batch()
 

@@ -277,7 +277,7 @@ def _tables(source: DataSource, options: DataOptions) -> Sequence[Table]:
         return [DatasetTable(Path(source.location), _REMOTE[source.kind](source, options))]
     if source.kind == "cloud":
         raise UserError(
-            f'"streaming" requires local files or a dataset of the Hub, but "{source.location}" is in cloud storage.',
+            f'"streaming" requires local files or a dataset on the Hub, but "{source.location}" is in cloud storage.',
             where=source.where,
             remedy="Copy the file to this machine and set file_name to it, or remove streaming.",
         )

@@ -28,7 +28,7 @@ OPENAI_TAGS = {
     "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
     "observation_tag": "tool", "function_tag": "function_call", "system_tag": "system",
 }  # fmt: skip
-TEXT_LOST = truncated("text next to a tool call removed (a turn is either text or a tool call)", is_length=False)
+TEXT_LOST = truncated("text alongside a tool call was removed (a turn is either text or a tool call)", is_length=False)
 
 
 def conversation(record: Record, messages: Sequence[Message]) -> Example:

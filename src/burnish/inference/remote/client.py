@@ -218,7 +218,7 @@ def started_engine(loaded: LoadedModel, waiting: int | None = None) -> RemoteEng
         raise UserError(what, remedy=remedy, option=("infer_backend", "adapter_name_or_path"))
     settings: dict[str, Any] = {
         "context": loaded.context, "waiting": waiting, "adapters": loaded.adapters,
-        "slots": options.infer_seats or 64, "name": options.infer_url or options.infer_backend,
+        "slots": options.max_concurrent_requests or 64, "name": options.infer_url or options.infer_backend,
     }  # fmt: skip
     if options.infer_url is not None:
         return RemoteEngine(options.infer_url, loaded.tokenizer, key=os.environ.get("INFER_KEY", ""), **settings)

@@ -66,7 +66,7 @@ class ImageProcessor:
         if not hasattr(base, "get_image_features"):
             name = type(causal_lm(model)).__name__
             what = f"{name} cannot be trained on images: it does not replace placeholder tokens with image features."
-            raise UserError(what, remedy="Use a model of another family.", option="model_name_or_path")
+            raise UserError(what, remedy="Use a different model, such as Qwen2-VL.", option="model_name_or_path")
         return cls(processor, list(inspect.signature(base.get_image_features).parameters), options)
 
     def tensors(self, image: Any) -> dict[str, Tensor]:
@@ -142,7 +142,7 @@ def load_image_processor(options: ModelOptions, backend: str = "pil", **settings
         what = f"its image processor cannot be loaded: {message_of(error)}"
         needs = "torchvision" in str(error).lower()
         remedy = (
-            "The image processor of this model requires torchvision. Install the version for the installed torch."
+            "The image processor of this model requires torchvision, in the version that matches the installed torch."
             if needs
             else f"Download {' or '.join(FILES)} again."
         )

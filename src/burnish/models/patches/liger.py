@@ -27,7 +27,7 @@ from burnish.parallel.options import ParallelOptions
 from burnish.parallel.selection import device_of
 from burnish.utils.patching import Reason, record
 
-LIGER = Reason("part by Liger", "computed by a GPU kernel of Liger")
+LIGER = Reason("Liger layer", "computed by a GPU kernel of Liger")
 _LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 

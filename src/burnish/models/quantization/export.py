@@ -114,7 +114,7 @@ def check_quantized_export(options: QuantizedExportOptions, shapes: nn.Module) -
         needed_for = '"export_quantization_bit"'
         problems += MissingExtraError(missing[0], needed_for, EXTRA, option="export_quantization_bit").problems
     if method == "awq" and bits != 4:
-        what = f'"export_quantization_method" awq writes 4 bits. Received: "export_quantization_bit" {bits}.'
+        what = f'"export_quantization_method" awq supports 4 bits only. Received: "export_quantization_bit" {bits}.'
         problems.append(
             Problem(
                 what,
@@ -134,7 +134,9 @@ def check_quantized_export(options: QuantizedExportOptions, shapes: nn.Module) -
                 f"{outputs} outputs. "
                 f"{name} has {layer.in_features} and {layer.out_features}."
             )
-            other = ", or export_quantization_method: gptq" if method == "awq" else ", or set 8 bits"
+            other = (
+                ", or export_quantization_method: gptq" if method == "awq" else ", or set export_quantization_bit: 8"
+            )
             problems.append(Problem(what, remedy=f"Remove export_quantization_bit{other}."))
             break
     return problems
@@ -167,7 +169,7 @@ def quantize(job: QuantizationJob, folder: Path) -> tuple[float, float]:
     """
     task, log = folder / "task.json", folder / "log.txt"
     task.write_text(json.dumps(asdict(job)), encoding="utf-8")
-    with work(f"Quantizing by {job.method}"), log.open("wb") as log_file:
+    with work(f"Quantizing with {job.method}"), log.open("wb") as log_file:
         done = subprocess.run(  # noqa: S603 (an argument list)
             [sys.executable, "-P", "-m", __name__, str(task.resolve())], stdin=subprocess.DEVNULL, stdout=log_file,
             stderr=subprocess.STDOUT, env=_surroundings(job), check=False,

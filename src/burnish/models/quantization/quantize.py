@@ -239,7 +239,7 @@ def check_quantized_files(options: ModelOptions, config: Any) -> list[Problem]:
     return problems
 
 
-UNTOUCHED = Reason("layer of 4 bits", "evaluation does not change its weights")
+UNTOUCHED = Reason("4-bit layer", "evaluation does not change its weights")
 
 
 def keep_as_loaded(model: nn.Module) -> None:

@@ -72,7 +72,7 @@ def raw_settings(options: ParallelChoices) -> dict[str, Any]:
     if isinstance(source, str):
         source = read_settings(Path(source))
     if not isinstance(source, Mapping):
-        raise ValueError(f"does not contain an object. Received: {source!r}")
+        raise ValueError(f"does not contain a JSON object. Received: {source!r}")
     return copy.deepcopy({key: value for key, value in source.items() if not str(key).startswith("_")})
 
 

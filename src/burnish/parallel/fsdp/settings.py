@@ -166,7 +166,7 @@ def _given(options: ParallelOptions) -> dict[str, Any]:
     if isinstance(config, str):
         config = read_settings(Path(config))
         if not isinstance(config, dict):
-            raise ValueError("does not contain an object")
+            raise ValueError("does not contain a JSON object")
     return {(key if key == "fsdp" else key.removeprefix("fsdp_")): value for key, value in config.items()}
 
 

@@ -155,7 +155,7 @@ def _log_functions(table: RewardTable, num_completions: int) -> dict[str, Callab
                     f'{_shown_name(function)} called log_metric("{name}", ...), but a metric with this name is '
                     "already logged."
                 )
-                raise UserError(what, remedy="Choose another name.", option="reward_funcs")
+                raise UserError(what, remedy="Choose a different name.", option="reward_funcs")
             table.metrics.setdefault(name, []).append(float(value))
 
         return log_metric
@@ -234,7 +234,7 @@ class _Job:
         if not isinstance(values, Sequence) or isinstance(values, str | bytes):
             kind = "nothing" if values is None else type(values).__name__
             what = f"{name} must return a list with one reward for each completion. Received: {kind}."
-            remedy = "Declare a function that awaits as async def." if inspect.isawaitable(values) else ""
+            remedy = "Declare the function with async def." if inspect.isawaitable(values) else ""
             if inspect.iscoroutine(values):
                 values.close()
             raise UserError(what, remedy=remedy, option="reward_funcs")

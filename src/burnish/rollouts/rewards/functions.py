@@ -82,7 +82,8 @@ def load_rewards(
             problems += error.problems
             continue
         if unnamed := _positional_only(call):
-            what = f"{name} takes {' and '.join(unnamed)} by position only. Reward functions receive named arguments."
+            names_of = " and ".join(unnamed)
+            what = f"{name} declares {names_of} as positional-only. Reward functions receive keyword arguments."
             problems.append(Problem(what, remedy="Remove the / from its parameters.", option="reward_funcs"))
             continue
         names[name] = names.get(name, 0) + 1

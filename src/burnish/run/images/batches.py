@@ -118,7 +118,7 @@ def collator_of(
     if not is_flat and not isolates_images(model, image_collator(is_flat=False)):
         name = type(model).__name__
         what = f"{name} cannot separate examples with images that are in the same batch, even if it is padded."
-        raise UserError(what, remedy="Use a model of another family.", option="model_name_or_path")
+        raise UserError(what, remedy="Use a different model, such as Qwen2-VL.", option="model_name_or_path")
     if is_flat != capabilities.is_padding_free:  # the masks for Gemma separate rows that its own attention would mix
         note = f"{type(model).__name__} cannot separate adjacent examples with images, so batches are padded."
         shares = capabilities.shares_prefixes and is_flat
@@ -134,8 +134,10 @@ def _check_single_rows(options: RunOptions, model: Any) -> list[Problem]:
     what = f"{name} cannot separate examples with images that are in the same batch, even if it is padded."
     problems = []
     if options.stage != "sft":
-        why = f"A batch of stage {options.stage} has several rows for each example."
-        problems.append(Problem(what, why=why, remedy="Use stage sft, or a model of another family.", option="stage"))
+        why = f"A batch of stage {options.stage} has several sequences for each example."
+        problems.append(
+            Problem(what, why=why, remedy="Set stage: sft, or use a different model, such as Qwen2-VL.", option="stage")
+        )
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
         if getattr(options, name) != 1:
             problems.append(Problem(what, remedy=f"Set {name}: 1.", option=name))

@@ -192,7 +192,7 @@ def _check_meeting_steps(options: RunOptions, cause: str) -> list[Problem]:
     if (every_eval < 1) != (options.save_steps < 1):
         return [
             Problem(
-                f"{cause} requires eval_steps and save_steps to be both numbers of steps or both ratios below 1. "
+                f"{cause} requires eval_steps and save_steps to be both numbers of steps or both fractions below 1. "
                 f"Received: eval_steps {every_eval:g}, save_steps {options.save_steps:g}.",
                 option=("eval_steps", "save_steps"),
             )
@@ -271,9 +271,7 @@ def check_streaming(options: RunOptions) -> list[Problem]:
             )
         )
     if 0 < options.val_size < 1:
-        what = (
-            f'Expected "val_size" to be a number of examples when streaming. Received: the ratio {options.val_size:g}.'
-        )
+        what = f'Expected "val_size" to be a number of examples when streaming. Received: {options.val_size:g}.'
         problems.append(Problem(what, remedy="For example, set val_size: 100.", option="val_size"))
     if trains(options) and (name := option_that_needs_all_rows(options)):
         stage = f" (stage {options.stage})" if name == "packing" and options.packing is None else ""

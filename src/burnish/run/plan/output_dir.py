@@ -25,7 +25,7 @@ _BEFORE_A_CHECKPOINT = re.compile(
     rf"\.lock|\.incomplete-.*|\..+\.incomplete|runs|{LOG_NAME}|{RUN_LOG}|{TRACEBACK_NAME}|{'|'.join(METADATA_NAMES)}"
 )
 """Files of a run that ended before its first checkpoint. The same command starts over and overwrites them."""
-_ANOTHER = "Set another output_dir."
+_ANOTHER = "Set a different output_dir."
 
 
 @check
@@ -48,7 +48,7 @@ def _problem(what: str, remedy: str = _ANOTHER, why: str = "") -> Problem:
 def _check_folder(folder: Path, options: RunOptions) -> list[Problem]:
     if link := broken_link(folder):
         what = f'output_dir "{folder}" cannot be created: "{link}" links to {os.readlink(link)}, which does not exist.'
-        return [_problem(what, "Remove the link, or set another output_dir.")]
+        return [_problem(what, "Remove the link, or set a different output_dir.")]
     if folder.exists() and not folder.is_dir():
         return [_problem(f'Expected output_dir to be a folder. "{folder}" is a file.')]
     model = Path(options.model_name_or_path or "")
@@ -56,7 +56,7 @@ def _check_folder(folder: Path, options: RunOptions) -> list[Problem]:
         return [_problem(f'output_dir "{folder}" is also model_name_or_path, and the base model would be overwritten.')]
     if folder.is_dir() and (odd := [path for path in sorted(folder.iterdir()) if is_endless(path)]):
         what = f'output_dir "{folder}" contains {odd_kind(odd[0])} instead of a file: {odd[0].name}.'
-        return [_problem(what, "Remove it, or set another output_dir.", why="Writing to it would block forever.")]
+        return [_problem(what, "Remove it, or set a different output_dir.", why="Writing to it would block forever.")]
     parent = nearest_existing(folder)
     if not parent.is_dir():
         return [_problem(f'output_dir "{folder}" cannot be created: "{parent}" is a file.', "")]
@@ -77,7 +77,7 @@ def _check_contents(folder: Path, options: RunOptions) -> list[Problem]:
     shown = ", ".join(inside[:3]) + (", ..." if len(inside) > 3 else "")
     is_a_run = has_checkpoints or (folder / STATE_NAME).is_file() or EARLIER_RUN in inside
     what = f'output_dir "{folder}" already contains {"an earlier run" if is_a_run else "other files"}: {shown}.'
-    return [_problem(what, "Set another output_dir, or set overwrite_output_dir: true to overwrite it.")]
+    return [_problem(what, "Set a different output_dir, or set overwrite_output_dir: true to overwrite it.")]
 
 
 def nearest_existing(folder: Path) -> Path:

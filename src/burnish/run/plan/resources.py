@@ -330,7 +330,7 @@ def check_disk(options: RunOptions, config: Any, sizes: Sizes, formats: Formats,
         Problem(
             f'Not enough disk space in output_dir "{options.output_dir}": {shown_bytes(free)} free. '
             f"The run needs about {shown_bytes(needed)} for the model{more}.",
-            remedy="Free some space, set output_dir to another disk"
+            remedy="Free some space, set output_dir to a folder on another disk"
             + (", or set save_total_limit: 1 or save_only_model: true." if num_checkpoints else "."),
             option="output_dir",
         )

@@ -87,7 +87,7 @@ ABSENT_CHOICES: dict[str, dict[str, str]] = {
         "orpo": "Set stage: dpo and pref_loss: orpo.",
     },
     "flash_attn": {"off": "Set flash_attn: disabled, its name since LLaMA-Factory 0.8.1."},
-    "infer_backend": {"burnish": "Set infer_backend: huggingface, another name of the same engine."},
+    "infer_backend": {"burnish": "Set infer_backend: huggingface, another name for the same engine."},
     "gpu_kernels": {"none": "Set enable_liger_kernel: false."},
     "quantization_method": dict.fromkeys(
         ("hqq", "eetq"), "Set quantization_method: bnb, with quantization_bit: 4 or quantization_bit: 8."
@@ -233,7 +233,7 @@ _absent("Set its entries as options.", dataset_kwargs=None)
 _absent("Set columns: {text: <name>}.", dataset_text_field="text")
 _absent("Set preprocessing_num_workers.", dataset_num_proc=None)
 _absent("Set per_device_train_batch_size or per_device_eval_batch_size.", batch_size=None)
-_no_effect("every process reads the dataset and shares the cache of tokenized rows.", "data_shared_file_system")
+_no_effect("every process reads the dataset and shares the cache of tokenized examples.", "data_shared_file_system")
 _absent("Remove it. Resuming jumps to the right position without reading earlier batches.", ignore_data_skip=False)
 _no_effect(
     "burnish has its own fused loss and padding-free batches.",
@@ -242,7 +242,7 @@ _no_effect(
 _no_effect("the loss is computed in float32.", "upcast_lmhead_output")
 _no_effect("activations are kept unless gradient_checkpointing is set.", "disable_gradient_checkpointing")
 _no_effect("use gradient_checkpointing_kwargs: {use_reentrant: true}.", "use_reentrant_gc")
-_no_effect("special tokens in message texts are always encoded as plain text.", "split_special_tokens")
+_no_effect("special tokens in message texts are always tokenized as plain text.", "split_special_tokens")
 _no_effect("the loss is always averaged over the tokens of all processes.", "average_tokens_across_devices")
 _no_effect("only columns that the model needs are kept.", "remove_unused_columns length_column_name")
 _no_effect("the dataset is reshuffled every epoch.", "shuffle_dataset")
@@ -291,11 +291,11 @@ _family(
     "hub_token hub_model_id hub_strategy hub_always_push hub_revision push_to_hub_model_id push_to_hub_organization "
     "push_to_hub_token",
 )  # fmt: skip
-_absent("Set model_name_or_path to a folder or a Hugging Face Hub id.", om_hub_token=None)
+_absent("Set model_name_or_path to a folder or a model ID on the Hugging Face Hub.", om_hub_token=None)
 
 # --- reports ----------------------------------------------------------------------------------------------------------
 _family(
-    "use_swanlab", False, "Use another tracker: burnish train --help report_to.",
+    "use_swanlab", False, "Use a different tracker; burnish train --help report_to lists them.",
     "swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key swanlab_logdir "
     "swanlab_lark_webhook_url swanlab_lark_secret",
 )  # fmt: skip
@@ -305,7 +305,7 @@ _family(
     "profiler_record_shapes profiler_profile_memory profiler_with_stack profile_modules",
 )  # fmt: skip
 _absent("Use burnish explain to estimate memory.", skip_memory_metrics=True)
-_absent("Remove it. Steps with a non-finite loss or gradient are always skipped and reported.", debug="")
+_absent("Remove it. An update with a non-finite loss or gradient is never applied (on_non_finite).", debug="")
 _no_effect("tokens per second are always logged.", "include_effective_tokens_per_second include_tokens_per_second")
 
 # --- other commands ---------------------------------------------------------------------------------------------------

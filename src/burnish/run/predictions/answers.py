@@ -112,7 +112,7 @@ def _generate(
         family: model family, if prompts have images.
     """
     model, parallel = bare_model(run), run.parallel
-    slots = options.infer_seats or options.per_device_eval_batch_size
+    slots = options.max_concurrent_requests or options.per_device_eval_batch_size
     limits = SlotLimits(slots, context_length(model.config) or LONGEST, exact=options.infer_exact)
     scheduler = Scheduler(model, limits, precision=parallel.precision)
     reader = None if family is None else ImageReader(model, family, MediaReader())

@@ -67,7 +67,7 @@ def problems_of_sources(options: RunOptions) -> list[Problem]:
     return [
         Problem(
             f'"{name}" {source} is inside output_dir "{folder}", which the run would overwrite.',
-            remedy="Choose another output_dir.",
+            remedy="Set a different output_dir.",
             option=(name, "output_dir"),
         )
         for name, source in _sources(options)

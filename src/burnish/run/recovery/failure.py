@@ -163,7 +163,7 @@ def _not_permitted(error: BaseException, output_dir: str | None) -> Problem:
     return Problem(
         f"{_place(error, output_dir)} cannot be {'written' if is_ours else 'opened'}: {_reason(error)}.",
         why=what_is_safe(output_dir) if is_ours else "",
-        remedy="Change its permissions, or choose another output_dir." if is_ours else "Change its permissions.",
+        remedy="Change its permissions, or set a different output_dir." if is_ours else "Change its permissions.",
     )
 
 
@@ -224,7 +224,7 @@ _ADVICE = {
         "during evaluation", "Try a smaller per_device_eval_batch_size, or max_tokens_per_batch.",
     ),
     Activity.PREDICT: (
-        "during generation", "Try a smaller per_device_eval_batch_size, or fewer max_new_tokens.",
+        "during generation", "Try a smaller per_device_eval_batch_size, or a smaller max_new_tokens.",
     ),
     Activity.BACKWARD: ("in the backward pass of a micro-batch", _SMALLER_BATCH),
     Activity.FORWARD: ("in the forward pass of a micro-batch", _SMALLER_BATCH),
@@ -293,7 +293,7 @@ def _size(count: int) -> str:
 def _interrupted(output_dir: str | None) -> int:
     partial_files = sorted(Path(output_dir).glob("*.partial.jsonl")) if output_dir is not None else []
     answers = (
-        f"The responses so far are in {partial_files[0]}; run the same command again to continue."
+        f"The responses so far are in {partial_files[0]}; run the same command again to resume."
         if partial_files
         else ""
     )

@@ -59,20 +59,20 @@ BY_CONTENT: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Fingerprint -> options that it covers."""
 HARMLESS: dict[str, tuple[str, ...]] = {
-    "selection of training, evaluation and prediction": ("do_train", "do_eval", "do_predict", "eval_on_start"),
+    "whether to train, evaluate and predict": ("do_train", "do_eval", "do_predict", "eval_on_start"),
     "access tokens": ("hf_hub_token", "ms_hub_token"),
-    "how rows are tokenized and loaded": (
+    "how examples are tokenized and loaded": (
         "preprocessing_batch_size", "preprocessing_num_workers", "overwrite_cache", "tokenized_path",
         "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory",
     ),
     "evaluation": ("per_device_eval_batch_size", "compute_accuracy", "compute_entropy"),
-    "location and writing of checkpoints": (
+    "where and how checkpoints are saved": (
         "output_dir", "overwrite_output_dir", "resume", "resume_from_checkpoint", "resume_despite_changes",
         "save_total_limit", "save_only_model", "save_in_background",
     ),
     "output and logs": ("print_param_status", "badam_verbose", "logging_nan_inf_filter"),
     "time limit": ("max_train_seconds",),
-    "start and communication of processes": (
+    "process startup and communication": (
         "num_processes", "max_restarts", "stall_timeout_s",
         "ddp_backend", "ddp_timeout", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_find_unused_parameters",
         "ddp_static_graph",

@@ -152,7 +152,7 @@ def refuse_changes_after_the_end(options: RunOptions, done: Mapping[str, Any], n
             f"the folder contains a finished run with other options: {what}.",
             where=str(folder),
             remedy=f"burnish eval {folder} and burnish predict {folder} use the trained model. To train again, set "
-            "another output_dir, or set overwrite_output_dir: true.",
+            "a different output_dir, or set overwrite_output_dir: true.",
             option=tuple(changed),
         )
 
@@ -161,7 +161,7 @@ def _fewer_steps(folder: Path, last: int, steps: StepPlan) -> Problem:
     return Problem(
         f"its run has already been trained for {counted(last, 'step')}, but max_steps is {steps.max_steps}.",
         where=str(folder),
-        remedy="Choose another output_dir, or set overwrite_output_dir: true to start over.",
+        remedy="Set a different output_dir, or set overwrite_output_dir: true to start over.",
         option=("max_steps", "num_train_epochs"),
     )
 
@@ -188,9 +188,9 @@ def finished_before(options: RunOptions, fingerprints: Callable[[], Mapping[str,
     if done["max_steps"] < steps.max_steps:
         raise UserError(
             f"this run ended after {counted(done['global_step'], 'step')} and kept no checkpoint, so it cannot "
-            f"continue to step {steps.max_steps}.",
+            f"be extended to step {steps.max_steps}.",
             where=str(folder),
-            remedy="Choose another output_dir, or set overwrite_output_dir: true to start over.",
+            remedy="Set a different output_dir, or set overwrite_output_dir: true to start over.",
             option="max_steps",
         )
     return finished_message(folder, done["global_step"])
@@ -216,8 +216,8 @@ def accumulation_for(newest: Path | None, options: RunOptions, world_size: int) 
     across = options.per_device_train_batch_size * world_size
     if rows % across:
         raise UserError(
-            f"{newest.name} was saved with {rows} rows per step, which {world_size} processes with "
-            f"{options.per_device_train_batch_size} rows each cannot produce.",
+            f"{newest.name} was saved with {rows} examples per step, which {world_size} processes with "
+            f"{options.per_device_train_batch_size} examples each cannot produce.",
             remedy=f"Choose a number of processes and per_device_train_batch_size whose product divides {rows}.",
             option="per_device_train_batch_size",
         )
@@ -227,7 +227,7 @@ def accumulation_for(newest: Path | None, options: RunOptions, world_size: int) 
 # --- finished runs ----------------------------------------------------------------------------------------------------
 
 _MODEL = ("*.safetensors", "model.safetensors.index.json", "config.json", "adapter_config.json", "tokenizer.json")
-_REMEDY = "Set overwrite_output_dir: true to start over, or choose another output_dir."
+_REMEDY = "Set overwrite_output_dir: true to start over, or set a different output_dir."
 
 
 def write_finished(folder: Path, state: TrainerState, fingerprints: Mapping[str, Any], work: Mapping[str, Any]) -> None:
@@ -280,6 +280,6 @@ def finished_state(folder: Path) -> TrainerState | None:
 def finished_message(folder: Path, step: int) -> str:
     return (
         f"{folder} contains this run, which finished at step {step}: there is nothing to do.\n"
-        "  A larger num_train_epochs or max_steps trains it further. For a run with other settings, set another "
+        "  A larger num_train_epochs or max_steps trains it further. For a run with other settings, set a different "
         "output_dir, or set overwrite_output_dir: true."
     )

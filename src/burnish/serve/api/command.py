@@ -221,7 +221,7 @@ def opening_lines(
     address = shown_address(found)
     shown_key = "" if key is None else ' -H "Authorization: Bearer $API_KEY"'
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
-    made = f", key {key} (generated for this start; set API_KEY to choose one)" if key and not options.api_key else ""
+    made = f", key {key} (generated for this session; set API_KEY to choose one)" if key and not options.api_key else ""
     socket_word = f"--unix-socket {address} http://localhost" if options.api_socket else address
     route, unit = "/v1/chat/completions", "requests"
     if loaded.head is not None:

@@ -85,7 +85,7 @@ def _backend(own: _ChatArguments, is_quiet: bool) -> tuple[Backend, dict[str, An
     if own.url:
         if own.others:
             what = f"model options have no effect with --url. Received: {' '.join(own.others)}."
-            raise UserError(what, remedy="Remove them. In the chat, /set changes the sampling.")
+            raise UserError(what, remedy="Remove them. In the chat, /set changes sampling settings.")
         away = ServerBackend(own.url, own.model)
         return away, {}, [f"{away.name} at {away.url}", "/help lists the commands"]
     from burnish.inference.loading import engine_of, load_for_inference

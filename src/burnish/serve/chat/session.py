@@ -374,7 +374,7 @@ class ChatSession:
             with path.open("x", encoding="utf-8") as file:
                 file.write(json.dumps(self.record(), ensure_ascii=False) + "\n")
         except FileExistsError:
-            raise UserError(f"{path} already exists and is not overwritten. Choose another file.") from None
+            raise UserError(f"{path} already exists and is not overwritten. Choose a different file.") from None
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}.") from error
         self.console.say(f"Written: {path}", "dim")

@@ -179,5 +179,5 @@ def _through_harness(serving: Serving, options: EvalOptions, is_one_of: bool) ->
     if (folder := _folder_of(serving, options, is_one_of)) is not None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "eval_results.json"
-        before = read_object(path, "Move it, or set another save_dir.") if path.is_file() else {}
+        before = read_object(path, "Move it, or set a different save_dir.") if path.is_file() else {}
         path.write_text(json.dumps(before | found, indent=2, default=str) + "\n", encoding="utf-8")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from burnish.run.plan.options import RunOptions
 
 _BESIDE = "predictions"
-FREE_SOME_SPACE = "Free some space or set another save_dir, and run the command again."
+FREE_SOME_SPACE = "Free some space or set a different save_dir, and run the command again."
 
 
 @dataclass

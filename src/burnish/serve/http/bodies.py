@@ -78,7 +78,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise APIError(
             400,
             "invalid_value",
-            "A string contains a lone surrogate, which is not a valid character.",
+            "A string contains an unpaired surrogate, which is not a valid character.",
             param=path[1:] or None,
         )
     return value

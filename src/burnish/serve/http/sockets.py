@@ -45,7 +45,7 @@ def _not_had(error: OSError, host: str, port: int, option: str) -> Problem:
     if error.errno == errno.EADDRINUSE:
         return Problem(
             f"Port {port} of {host} is in use by another process.",
-            remedy=f"Stop that process, or set another port: {option}={port + 1}",
+            remedy=f"Stop that process, or set a different port: {option}={port + 1}",
         )
     if error.errno == errno.EACCES:
         return Problem(
@@ -82,7 +82,7 @@ def _clear(path: str) -> None:
         os.unlink(path)
     else:
         what = "Another process is listening on it" if is_socket else "A file that is not a socket exists at this path"
-        raise UserError(f'Cannot create the socket "{path}". {what}.', remedy="Set another path.")
+        raise UserError(f'Cannot create the socket "{path}". {what}.', remedy="Set a different path.")
 
 
 def _answers(path: str) -> bool:

@@ -95,11 +95,11 @@ class Api:
     async def begin(self, request: Request) -> Response:
         body = await json_object(request)
         values, choice = body.get("values"), str(body.get("folder") or "new")
-        if not isinstance(values, dict) or choice not in ("new", "continue", "anew", "another"):
+        if not isinstance(values, dict) or choice not in ("new", "resume", "overwrite", "another"):
             raise APIError(
                 422,
                 "invalid_value",
-                '"values" must be an object, and "folder" must be one of new, continue, anew, another.',
+                '"values" must be an object, and "folder" must be one of new, resume, overwrite, another.',
             )
         devices = body.get("devices")
         if devices is not None and not (
@@ -168,7 +168,7 @@ class Api:
         """Download one of the files that the run lists."""
         run, name = await self.site.run(request.path_params["id"]), request.path_params["name"]
         if name not in [file["name"] for file in _files(run.folder)]:
-            raise APIError(404, "no_file", "The run has no file of this name.")
+            raise APIError(404, "no_file", "The run has no file with this name.")
         body = await asyncio.to_thread(_downloaded, run.folder / name)
         headers = {"content-disposition": f'attachment; filename="{name}"'}
         return Response(body, headers=headers, media_type="application/octet-stream")

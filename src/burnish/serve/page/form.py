@@ -174,7 +174,7 @@ def _add_entry(file: Path, name: str, entry: dict[str, Any]) -> None:
         raise APIError(422, "unreadable", str(error)) from error
     if known.get(name, entry) != entry:
         raise APIError(
-            409, "name_taken", f'{file.name} already describes another dataset as "{name}". Choose another name.'
+            409, "name_taken", f'{file.name} already describes another dataset as "{name}". Choose a different name.'
         )
     try:
         write_whole(file, json.dumps({**known, name: entry}, indent=2, ensure_ascii=False) + "\n")

@@ -42,7 +42,7 @@ class Home:
             content = lock.read().strip()
             where = f" at {content}" if content else ""
             what = f"Another web UI is already running{where} with the same state folder {self.folder}."
-            raise UserError(what, remedy="Use that one, or set another web_home.") from error
+            raise UserError(what, remedy="Use that one, or set a different web_home.") from error
         lock.truncate(0)
         lock.write(address)
         lock.flush()

@@ -1,4 +1,4 @@
-"""Checks and notes of ``TrainingArguments``, with the messages that scripts and tests expect.
+"""Checks and notes of ``TrainingArguments``.
 
 In: an instance during ``__post_init__``. Raises ``ValueError`` for the first problem, as transformers does. Integral
 step counts are converted to ``int``.
@@ -23,18 +23,17 @@ def check_arguments(args: Fields) -> None:
     _check_intervals(args)
     _check_best_model(args)
     if args.fp16 and args.bf16:
-        raise ValueError("At most one of fp16 and bf16 can be True, but not both")
+        raise ValueError("At most one of fp16 and bf16 can be True.")
     if args.fp16_full_eval and args.bf16_full_eval:
-        raise ValueError("At most one of fp16 and bf16 can be True for full eval, but not both")
+        raise ValueError("At most one of fp16_full_eval and bf16_full_eval can be True.")
     if args.warmup_steps < 0:
-        raise ValueError(f"Got warmup_steps = {args.warmup_steps}, Expected value warmup_steps >= 0")
+        raise ValueError(f"`warmup_steps` must be at least 0. Received: {args.warmup_steps}.")
     if args.eval_strategy == "no" and args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
-        raise ValueError(f"lr_scheduler_type {SchedulerType(args.lr_scheduler_type).value} requires an eval strategy")
-    if args.dataloader_num_workers == 0 and args.dataloader_prefetch_factor is not None:
         raise ValueError(
-            "--dataloader_prefetch_factor can only be set when data is loaded in a different process, i.e."
-            " when --dataloader_num_workers > 0."
+            f"`lr_scheduler_type` {SchedulerType(args.lr_scheduler_type).value} requires an `eval_strategy`."
         )
+    if args.dataloader_num_workers == 0 and args.dataloader_prefetch_factor is not None:
+        raise ValueError("`dataloader_prefetch_factor` requires `dataloader_num_workers` above 0.")
     if args.parallelism_config is not None:
         raise ValueError(
             "`parallelism_config` is not supported, because tensor and context parallelism are not. Remove it, and use "
@@ -67,19 +66,17 @@ def _disables(args: Fields, name: str) -> bool:
 def _check_intervals(args: Fields) -> None:
     cache_steps = args.torch_empty_cache_steps
     if cache_steps is not None and not (isinstance(cache_steps, int) and cache_steps > 0):
-        raise ValueError(f"`torch_empty_cache_steps` must be an integer bigger than 0, got {cache_steps}.")
+        raise ValueError(f"`torch_empty_cache_steps` must be a positive integer. Received: {cache_steps}.")
     if args.eval_strategy == "steps" and not args.eval_steps:
-        raise ValueError(
-            f"evaluation strategy {args.eval_strategy} requires either non-zero --eval_steps or --logging_steps"
-        )
+        raise ValueError("`eval_strategy` steps requires a non-zero `eval_steps` or `logging_steps`.")
     if args.logging_strategy == "steps" and args.logging_steps == 0:
-        raise ValueError(f"logging strategy {args.logging_strategy} requires non-zero --logging_steps")
+        raise ValueError("`logging_strategy` steps requires a non-zero `logging_steps`.")
     for kind in ("logging", "eval", "save"):
         name = f"{kind}_steps"
         value = getattr(args, name)
         if getattr(args, f"{kind}_strategy") == "steps" and value > 1:
             if value != int(value):
-                raise ValueError(f"--{name} must be an integer if bigger than 1: {value}")
+                raise ValueError(f"`{name}` must be an integer if it is greater than 1. Received: {value}.")
             setattr(args, name, int(value))
 
 
@@ -89,22 +86,21 @@ def _check_best_model(args: Fields) -> None:
         return
     if args.eval_strategy != args.save_strategy:
         raise ValueError(
-            "--load_best_model_at_end requires the save and eval strategy to match, except when "
-            f'--save_strategy="best", but found\n- Evaluation strategy: {args.eval_strategy}\n'
-            f"- Save strategy: {args.save_strategy}"
+            "`load_best_model_at_end` requires `save_strategy` to be the same as `eval_strategy`, or best. "
+            f"Received: save_strategy {args.save_strategy}, eval_strategy {args.eval_strategy}."
         )
     if args.eval_strategy != "steps":
         return
     save, evaluation = args.save_steps, cast(float, args.eval_steps)  # _check_intervals has checked them
     if (save < 1) != (evaluation < 1):
         raise ValueError(
-            "--load_best_model_at_end requires the saving steps to be a multiple of the evaluation steps, which cannot "
-            f"get guaranteed when mixing ratio and absolute steps for save_steps {save} and eval_steps {evaluation}."
+            "`load_best_model_at_end` requires `save_steps` and `eval_steps` to be both numbers of steps or both "
+            f"fractions below 1. Received: save_steps {save}, eval_steps {evaluation}."
         )
     if (save * LARGE) % (evaluation * LARGE) != 0:
         raise ValueError(
-            "--load_best_model_at_end requires the saving steps to be a round multiple of the evaluation steps, but "
-            f"found {save}, which is not a round multiple of {evaluation}."
+            "`load_best_model_at_end` requires `save_steps` to be a multiple of `eval_steps`. "
+            f"Received: save_steps {save}, eval_steps {evaluation}."
         )
 
 

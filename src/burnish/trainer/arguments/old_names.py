@@ -22,6 +22,7 @@ RENAMED = {
     "per_gpu_eval_batch_size": "per_device_eval_batch_size",
     "push_to_hub_model_id": "hub_model_id",
     "push_to_hub_token": "hub_token",
+    "kept_seats": "max_concurrent_completions",
 }
 """Earlier name -> current name."""
 

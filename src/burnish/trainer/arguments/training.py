@@ -4,7 +4,7 @@ The fields of burnish's components are inherited from their option groups. The o
 type, are declared in ``fields.py``. The instance is the options object of the run for the loop, the stream and the
 optimizer. Names of earlier versions are accepted with one warning (``old_names.py``).
 
-Raises the same errors as transformers, with the same messages, because scripts and tests expect them (``checks.py``).
+Raises exceptions of the same classes as transformers, because scripts and tests expect them (``checks.py``).
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class TrlArguments(TrainingArguments, metaclass=_AcceptsOldNames):
             self._warn("`pad_token` is deprecated: set `tokenizer.pad_token`, and pass the tokenizer as "
                        "`processing_class`.")  # fmt: skip
         if self.truncation_mode == "keep_end":
-            self._warn('`truncation_mode="keep_end"` is deprecated in TRL: it removes the beginning of a long row, '
+            self._warn('`truncation_mode="keep_end"` is deprecated in TRL: it removes the beginning of a long example, '
                        "including the prompt.")  # fmt: skip
 
     def _warn(self, message: str) -> None:

@@ -107,10 +107,7 @@ def accelerator_config_of(settings: Any) -> AcceleratorConfig:
     if settings is None:
         return AcceleratorConfig()
     if isinstance(settings, type):
-        raise NotImplementedError(
-            "Tried passing in a callable to `accelerator_config`, but this is not supported. "
-            f"Pass an object: {settings.__name__}()."
-        )
+        raise NotImplementedError(f"`accelerator_config` must be an object, not a class. Pass {settings.__name__}().")
     return AcceleratorConfig(**settings) if isinstance(settings, dict) else AcceleratorConfig.from_json_file(settings)
 
 

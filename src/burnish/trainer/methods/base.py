@@ -118,7 +118,7 @@ class TrainerBase:
         )
 
     def _validate_args(self) -> None:
-        """Raise for arguments that contradict each other, with transformers' messages."""
+        """Raise for arguments that contradict each other, with the exceptions of transformers."""
         given.check_sets(self.args, self.train_dataset, self.eval_dataset, self.compute_metrics)
         given.check_optimizers((self.optimizer, self.lr_scheduler), self.optimizer_cls_and_kwargs, self.model_init)
 

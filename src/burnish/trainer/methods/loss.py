@@ -289,7 +289,7 @@ def _largest(ids: Any) -> int:
 def refuse_no_loss(loss: Any) -> None:
     """Raise UserError if ``compute_loss`` or ``compute_loss_func`` did not return a tensor."""
     if not isinstance(loss, Tensor):
-        what = f"The loss must be a scalar tensor with a gradient. Received: {type(loss).__name__}."
+        what = f"The loss must be a scalar tensor that requires grad. Received: {type(loss).__name__}."
         remedy = "The outputs passed to compute_loss_func contain no loss: compute it from logits and labels."
         raise UserError(what, remedy=remedy)
 

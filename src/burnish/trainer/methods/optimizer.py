@@ -81,7 +81,7 @@ class OptimizerMethods(TrainerBase):
 
     def _groups(self) -> list[dict[str, Any]]:
         if self.optimizer is None:
-            raise ValueError("Trainer optimizer is None, please make sure you have setup the optimizer before.")
+            raise ValueError("The Trainer has no optimizer yet. Call create_optimizer() first.")
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         return groups
 

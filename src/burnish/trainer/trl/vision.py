@@ -124,7 +124,9 @@ class VisionCollator:
         rows: list[Row] = [{**example} for example in examples]
         if not any(row.get("images") for row in rows) and not self.images.is_for_text:
             if any(not self.family.placeholder_ids.isdisjoint(row["input_ids"]) for row in rows):
-                raise ValueError("Rows contain image placeholders but no column `images`. Keep that column.")
+                raise ValueError(
+                    "The rows contain image placeholders, but the column `images` is missing. Do not remove it."
+                )
             return self.text(rows)
         return self.images([_plain(row) for row in rows])
 

@@ -73,7 +73,7 @@ class Starter:
     # --- starting -----------------------------------------------------------------------------------------------------
 
     async def begin(self, values: Mapping[str, Any], folder_choice: str, devices: list[int] | None = None) -> Path:
-        """Start a run. The choice for its folder is ``new``, ``continue`` or ``anew``.
+        """Start a run. The choice for its folder is ``new``, ``resume`` or ``overwrite``.
 
         Raises:
             APIError: 409 if the folder is in use, or is not empty and the choice is ``new``.
@@ -81,7 +81,7 @@ class Starter:
         values = await self.checked(values)
         folder = self.folder_of(values)
         self._check_folder(folder, folder_choice)
-        values["overwrite_output_dir"] = folder_choice == "anew"
+        values["overwrite_output_dir"] = folder_choice == "overwrite"
         if not values["overwrite_output_dir"]:
             del values["overwrite_output_dir"]
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,13 +91,12 @@ class Starter:
 
     def _check_folder(self, folder: Path, choice: str) -> None:
         if is_alive(object_in(folder / LAUNCH)):
-            message = "Another run is writing to this folder. Choose another folder, or wait."
+            message = "Another run is writing to this folder. Choose a different folder, or wait."
             raise APIError(409, "folder_in_use", message, param="output_dir")
         holds = folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir())
         if holds and choice == "new":
-            message = (
-                f'"{self.places.shown(folder)}" already contains a run: resume it, overwrite it, or use another folder.'
-            )
+            shown = self.places.shown(folder)
+            message = f'"{shown}" already contains a run: resume it, overwrite it, or choose a different folder.'
             raise APIError(409, "folder_not_empty", message, param="output_dir")
 
     async def again(self, run: FoundRun) -> None:

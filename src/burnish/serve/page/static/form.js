@@ -222,8 +222,8 @@ async function start(when, folder) {
     for (const button of $$("button", dialog))
       button.onclick = async () => {
         dialog.close();
-        if (button.value && (button.value !== "anew" || (await askToConfirm(t("start_over_sure"), t("start_over")))))
-          void start(when, button.value);
+        if (button.value === "overwrite" && !(await askToConfirm(t("start_over_sure"), t("start_over")))) return;
+        if (button.value) void start(when, button.value);
       };
   }
 }

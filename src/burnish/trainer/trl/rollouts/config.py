@@ -93,7 +93,7 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
     )
     chat_template_kwargs: dict[str, Any] | str | None = option(None, "Arguments of the chat template.")
     shuffle_dataset: bool | None = option(True, "Shuffle the prompts.")
-    ds3_gather_for_generation: bool = option(True, "Gather the full weights for generation with ZeRO-3. Must be true.")
+    ds3_gather_for_generation: bool = option(True, "Gather the full weights for generation with ZeRO-3. Must be True.")
     use_vllm: bool = option(False, "Must be false: completions are generated in the training process.")
 
     # --- rewards and the loss
@@ -117,12 +117,14 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
             self.drop_zero_variance_groups = "false"
         super().__post_init__()
         if self.use_vllm:
-            raise UserError('"use_vllm" must be false. Received: True.', remedy=NO_VLLM, option="use_vllm")
+            raise UserError("`use_vllm` must be False. Received: True.", remedy=NO_VLLM, option="use_vllm")
         if not self.ds3_gather_for_generation:
-            what = '"ds3_gather_for_generation" must be true: sharded weights would be gathered for each token.'
+            what = (
+                "`ds3_gather_for_generation` must be True: otherwise, sharded weights would be gathered for each token."
+            )
             raise UserError(what, remedy="Remove it.", option="ds3_gather_for_generation")
         if self.auto_find_batch_size:
-            what = '"auto_find_batch_size" is not supported: a generation batch must consist of whole groups.'
+            what = "`auto_find_batch_size` is not supported: a generation batch must consist of whole groups."
             raise UserError(what, remedy="Lower per_device_train_batch_size.", option="auto_find_batch_size")
         choices = self.choices()
         steps = choices.steps_per_generation or self.gradient_accumulation_steps
@@ -160,7 +162,7 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
             name: value for name, value in kwargs.items() if (name, value) not in _USUAL and name not in _OF_BEAMS
         }
         if unknown := [name for name in kwargs if name not in _OF_SAMPLING]:
-            what = f'"generation_kwargs" has no "{unknown[0]}".{did_you_mean(unknown[0], _OF_SAMPLING)}'
+            what = f'`generation_kwargs` does not accept "{unknown[0]}".{did_you_mean(unknown[0], _OF_SAMPLING)}'
             remedy = f"Known: {', '.join(_OF_SAMPLING)}."
             raise UserError(Problem(what, remedy=remedy, option="generation_kwargs"))
         return dict(kwargs)

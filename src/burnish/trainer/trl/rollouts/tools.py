@@ -68,7 +68,7 @@ class ToolDialogue:
             raise UserError("Tools require a chat template, but the tokenizer has none.", option="tools")
         self.form: ReplyForm = form_of_jinja(JinjaFormat(tokenizer.chat_template, _Plain(), tokenizer, "own"))
         if self.form.reader is None:
-            what = "The chat template has no tool calls, or uses an unknown format for them."
+            what = "The chat template does not support tool calls, or uses an unknown format for them."
             raise UserError(what, remedy="Use the chat template of a model that supports tool calls.", option="tools")
         self.offered = _AnyName(schemas_of(self.tools))
         self.results_of([{"role": "tool", "name": next(iter(self.offered), "tool"), "content": "1"}])

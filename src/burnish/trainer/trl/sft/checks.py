@@ -53,7 +53,7 @@ def check_sft_sets(train_dataset: Any) -> None:
         datasets is None or not isinstance(train_dataset, datasets.IterableDataset)
     ):
         raise TypeError(
-            f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{type(train_dataset).__name__}`."
+            f"`train_dataset` must be a `Dataset` or `IterableDataset`. Received: `{type(train_dataset).__name__}`."
         )
 
 
@@ -63,7 +63,7 @@ def check_objective(
     """Raise for arguments that contradict each other or the data."""
     is_flat = args.padding_free or (args.packing and args.packing_strategy != "wrapped")
     if is_flat and data_collator is not None:
-        raise ValueError("Passing a custom data collator is not supported when using padding-free.")
+        raise ValueError("A custom data collator is not supported with padding-free batches.")
     if args.padding_free and args.per_device_train_batch_size == 1 and not args.packing:
         logger.warning(
             "`padding_free` has no effect with a per_device_train_batch_size of 1, since no padding is needed."
@@ -87,9 +87,8 @@ def check_objective(
         )
     if formatting_func is not None and learns_completions(args, sample) and not skips_preparation(args):
         raise ValueError(
-            "A formatting function was provided while `completion_only_loss=True`, which is incompatible: "
-            "formatted text has no separate completion. Apply the function before, or set "
-            "`completion_only_loss=False`."
+            "`formatting_func` and `completion_only_loss=True` cannot be combined: formatted text has no separate "
+            "completion. Apply the function to the dataset beforehand, or set `completion_only_loss=False`."
         )
 
 

@@ -87,15 +87,13 @@ class Preparation:
     def _check(self, packing: bool) -> None:
         args = self.args
         if packing and args.max_length is None:
-            raise ValueError("When packing is enabled, `max_length` can't be `None`.")
+            raise ValueError("Packing requires `max_length`. Received: None.")
         if packing and args.packing_strategy not in ("bfd", "bfd_split", "wrapped"):
             raise ValueError(
-                f"Invalid packing strategy '{args.packing_strategy}', must be one of ('bfd', 'bfd_split', 'wrapped')."
+                f"`packing_strategy` must be one of bfd, bfd_split, wrapped. Received: {args.packing_strategy!r}."
             )
         if args.truncation_mode not in ("keep_start", "keep_end"):
-            raise ValueError(
-                f"Unsupported truncation mode: {args.truncation_mode}, expected 'keep_start' or 'keep_end'"
-            )
+            raise ValueError(f"`truncation_mode` must be keep_start or keep_end. Received: {args.truncation_mode!r}.")
 
     def _encode(self, dataset: Any, name: str, columns: list[str], packing: bool) -> EncodeRecords:
         sample, formatting = first_row(dataset), self._formatting(dataset, name, columns)

@@ -53,7 +53,7 @@ def own_config(kind: type[Config], args: Any, model: Any) -> Config:
 def check_model(model: Any) -> None:
     """Raise TypeError unless ``model`` is a name, a folder, or a model with a config."""
     if not isinstance(model, str) and not hasattr(model, "config"):
-        what = "`model` must be a model of transformers, its name or its folder. Received: "
+        what = "`model` must be a transformers model, or the name or folder of one. Received: "
         raise TypeError(f"{what}{shown(model)}.")
 
 
@@ -225,8 +225,8 @@ def attach_peft(model: Any, peft_config: Any, added_tokens: list[int]) -> Any:
     peft = sys.modules.get("peft")  # already imported by the code that created a peft config
     if peft is None or not isinstance(peft_config, peft.PeftConfig):
         raise TypeError(
-            "`peft_config` must be a `peft.PeftConfig` instance (e.g. `peft.LoraConfig`), got "
-            f"{type(peft_config).__name__}."
+            "`peft_config` must be a `peft.PeftConfig` instance, such as a `peft.LoraConfig`. "
+            f"Received: {type(peft_config).__name__}."
         )
     if is_peft_model(model):
         raise ValueError(
