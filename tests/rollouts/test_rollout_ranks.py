@@ -125,7 +125,7 @@ def test_generation_is_redistributed_when_resumed_on_other_number_of_ranks(tmp_p
 THIRD = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
 
 
-@pytest.mark.parametrize(
+SHARDED = pytest.mark.parametrize(
     "sharding",
     [
         {"fsdp": "full_shard"},
@@ -138,6 +138,9 @@ THIRD = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold":
     ],
     ids=["FSDP2", "ZeRO-3"],
 )
+
+
+@SHARDED
 def test_sharded_weights_give_the_same_completions_and_update(tmp_path, sharding):
     here = str(tmp_path)
     train(options(here, **ONE, max_steps=2, output_dir=f"{here}/one"))
@@ -154,12 +157,13 @@ def run_ppo(folder: str, run_options: dict) -> None:
     train(ppo_user(Path(folder), **run_options))
 
 
-def test_ppo_with_sharded_weights_updates_policy_and_value_head_equally(tmp_path):
+@SHARDED
+def test_ppo_with_sharded_weights_updates_policy_and_value_head_equally(tmp_path, sharding):
     here = str(tmp_path)
     options = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1, "use_cpu": True, "save_strategy": "no"}
     train(ppo_user(tmp_path, **options, output_dir=f"{here}/one", gradient_accumulation_steps=2))
-    two = {**options, "gradient_accumulation_steps": 1, "fsdp": "full_shard", "output_dir": f"{here}/two"}
-    in_two_processes(run_ppo, here, two)
+    two = {**options, "gradient_accumulation_steps": 1, **sharding, "output_dir": f"{here}/two"}
+    in_two_processes(run_ppo, here, two, environment={"DS_ACCELERATOR": "cpu"})
     lines = [lines_of(tmp_path / name) for name in ("one", "two")]
     assert [line["completion"] for line in lines[0]] == [line["completion"] for line in lines[1]]
     for file in ("model.safetensors", "value_head.safetensors"):
