@@ -35,7 +35,9 @@ def fit_objective(model, **overrides):
     options = Options(**overrides)
     objective = SftObjective(options, template=None)
     is_padding_free = options.padding_free and make_padding_free(model).is_flat
-    objective.notes = objective.fit(find_capabilities(model, head_of=model), collator(options, 0, is_padding_free))
+    objective.notes = objective.configure(
+        find_capabilities(model, head_of=model), collator(options, 0, is_padding_free)
+    )
     return objective, objective.module(model)
 
 

@@ -54,7 +54,7 @@ def objective_of(result: SimpleNamespace, collation: str) -> SftObjective:
     more = {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": None, "patches": True, "leave_out": None}
     vars(choices).update(more, device="cpu")
     objective = SftObjective(choices, None)
-    objective.fit(result.capabilities, result.collator(collation))
+    objective.configure(result.capabilities, result.collator(collation))
     return objective
 
 

@@ -136,7 +136,7 @@ def test_gradient_of_a_shared_run_is_summed_over_uses():
 
 def gradients(model, batch, options=None):
     objective = SftObjective(options or Options(), template=None)
-    objective.fit(find_capabilities(model, head_of=model), lambda rows: batch)
+    objective.configure(find_capabilities(model, head_of=model), lambda rows: batch)
     module = objective.module(model)
     made = objective.collate([])
     loss = objective.loss(module, made).total / objective.num_items(made)

@@ -63,7 +63,7 @@ def update(kind, cut, is_padding_free=True, needed=True, fused=True, **overrides
         assert make_padding_free(policy).is_flat
         assert make_padding_free(reference).is_flat
     torch.manual_seed(0)
-    objective.fit(
+    objective.configure(
         find_capabilities(policy, head_of=policy), collator(options, 0, is_padding_free, is_padding_free and needed)
     )
     if kind != "scores":
@@ -119,7 +119,7 @@ def test_token_log_probabilities_have_gradients_and_sum_to_sequence_ones(fused):
     options, policy = Flat(fused_loss="auto" if fused else False), tiny_model(seed=0, max_position_embeddings=128)
     assert make_padding_free(policy).is_flat
     objective = PairObjective(options, template=None)
-    objective.fit(find_capabilities(policy, head_of=policy), collator(options, 0, True))
+    objective.configure(find_capabilities(policy, head_of=policy), collator(options, 0, True))
     batch = objective.collate(rows("pairs", 3))
     values = objective.module(policy).train()(batch)
     sums = torch.zeros(6).index_add(0, batch["owner"], values.token_logps.detach())

@@ -4,7 +4,7 @@ A member is a class ``(options, template, tokenizer) -> Objective``. A run calls
 
     objective.encode(examples, stats)         rows, before a weight is read
     objective.inspect(rows, rows_per_step)    notes on the training rows
-    objective.fit(capabilities, collate)      takes the capabilities of the model; returns notes
+    objective.configure(capabilities, collate)      takes the capabilities of the model; returns notes
     objective.module(model)                   the model and its loss as one module, for the backend to wrap
     objective.setup(module)                   once, with the module as the backend prepared it
     objective.collate(rows)                   a micro-batch
@@ -161,7 +161,7 @@ class StageObjective(Objective, Protocol):
         """Whether tokens without influence on a loss may be skipped. ``model`` may have no weights (meta device)."""
         return False
 
-    def fit(self, capabilities: Capabilities, collate: Collate) -> list[str]: ...
+    def configure(self, capabilities: Capabilities, collate: Collate) -> list[str]: ...
 
 
 OBJECTIVES: Registry[type[StageObjective]] = Registry("stage")

@@ -145,7 +145,7 @@ class LmObjective(StageObjective):
         accuracy, entropy = self.options.compute_accuracy, self.options.compute_entropy
         return ["loss", *["accuracy"] * accuracy, *["entropy"] * entropy, "aux_loss"]
 
-    def fit(self, capabilities: Capabilities, collate: Collate) -> list[str]:
+    def configure(self, capabilities: Capabilities, collate: Collate) -> list[str]:
         """Store how the model computes its logits.
 
         Args:
@@ -231,7 +231,7 @@ class PretrainObjective(LmObjective):
 
 
 def not_configured(rows: Sequence[Row]) -> Batch:
-    raise RuntimeError("The objective was not fitted to a model; call fit() before collate().")
+    raise RuntimeError("The objective was not configured for a model; call configure() before collate().")
 
 
 # --- model and loss ---------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class AnswersObjective(StageObjective):
         if self.reference is not None:
             self.reference.setup(module)
 
-    def fit(self, capabilities: Capabilities, collate: Collate) -> list[str]:
+    def configure(self, capabilities: Capabilities, collate: Collate) -> list[str]:
         """Store how the model computes its logits, as ``LmObjective.fit``."""
         self.collate, inner = partial(self._collated, collate), causal_lm(capabilities.model)
         if aux_coefficient(inner, self.options.router_aux_loss_coef) and is_reentrant(self.options):

@@ -187,7 +187,7 @@ class RewardObjective(StageObjective):
         """Encode pairs. They are always truncated to ``cutoff_len``; ``truncate`` has no effect."""
         return self.template.encode_pairs(examples, stats)
 
-    def fit(self, capabilities: Capabilities, collate: Collate) -> list[str]:
+    def configure(self, capabilities: Capabilities, collate: Collate) -> list[str]:
         """Create the head if needed, as ``LmObjective.fit``."""
         self.collate, inner = partial(self._collated, collate), causal_lm(capabilities.model)
         if self.head is None:

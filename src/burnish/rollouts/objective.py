@@ -193,9 +193,9 @@ class RolloutObjective(AnswersObjective):
     def sequence_title(self, row: Row, name: str) -> str:
         return f"the prompt, {self.choices.num_generations} completions; "
 
-    def fit(self, capabilities: Capabilities, collate: Collate) -> list[str]:
+    def configure(self, capabilities: Capabilities, collate: Collate) -> list[str]:
         self.collate_samples = collate
-        return super().fit(capabilities, collate)
+        return super().configure(capabilities, collate)
 
     def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
         """Return the prompts of a micro-batch of the loader without changes; ``items`` is 0 for an empty one."""

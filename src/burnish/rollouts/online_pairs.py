@@ -82,9 +82,9 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
         found: Mapping[str, Stateful | Part] = PairObjective.parts.__get__(self)
         return found
 
-    def fit(self, capabilities: Capabilities, collate: Collate) -> list[str]:
+    def configure(self, capabilities: Capabilities, collate: Collate) -> list[str]:
         self.collate_pairs = partial(PairObjective._collated, self, collate)
-        return super().fit(capabilities, collate)
+        return super().configure(capabilities, collate)
 
     @property
     def rules(self) -> LogpRules:

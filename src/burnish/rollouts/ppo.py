@@ -109,8 +109,8 @@ class PpoObjective(RolloutObjective):
 
     # --- the model ----------------------------------------------------------------------------------------------------
 
-    def fit(self, capabilities: Capabilities, collate: Collate) -> list[str]:
-        notes, inner = super().fit(capabilities, collate), causal_lm(capabilities.model)
+    def configure(self, capabilities: Capabilities, collate: Collate) -> list[str]:
+        notes, inner = super().configure(capabilities, collate), causal_lm(capabilities.model)
         if self.head is None or aux_coefficient(inner, self.options.router_aux_loss_coef):
             what = "stage: ppo requires a model with a plain linear head and no router loss."
             raise UserError(what, remedy="Set fused_loss: auto and router_aux_loss_coef: 0.", option="stage")

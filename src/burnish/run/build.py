@@ -363,9 +363,9 @@ def configure_objective(
     pad_id = prepared.tokenizer.pad_token_id
     if prepared.family is None or not has_images(prepared):
         collate = collator(options, pad_id, capabilities.is_padding_free, capabilities.shares_prefixes)
-        return capabilities, [*capabilities.notes, *notes, *objective.fit(capabilities, collate)], None
+        return capabilities, [*capabilities.notes, *notes, *objective.configure(capabilities, collate)], None
     images, capabilities = collator_of(options, model, pad_id, capabilities, prepared.family)
-    return capabilities, [*capabilities.notes, *notes, *objective.fit(capabilities, images)], images.ahead
+    return capabilities, [*capabilities.notes, *notes, *objective.configure(capabilities, images)], images.ahead
 
 
 def takes_own_attention(options: RunOptions) -> bool:

@@ -205,7 +205,7 @@ class PreferenceTrainer(OverridableTrainer):
         if self.family is not None:
             capabilities = replace(capabilities, is_padding_free=False, shares_prefixes=False)
             collate = VisionCollator(model, self.family, partial(collate_padded, pad_id=self._pad), self._pad)
-        for note in objective.fit(capabilities, collate):
+        for note in objective.configure(capabilities, collate):
             logger.warning(note)
         if isinstance(objective, AnswersObjective):
             choices = self.args.choices()

@@ -246,7 +246,7 @@ class RolloutTrainer(OverridableTrainer):
         objective, model, parallel = self.objective, self.model, self._parallel
         leaves_out = self._skips_tokens and objective.allows_prefix_sharing(model)
         capabilities, collate = fitted(model, None, self.args, self._pad, leaves_out, False)
-        for note in objective.fit(capabilities, collate):
+        for note in objective.configure(capabilities, collate):
             logger.warning(note)
         choices: Any = objective.choices
         objective.reference = reference_for(objective, choices, model, None, peft_config, parallel)
