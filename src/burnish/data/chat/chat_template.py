@@ -51,9 +51,9 @@ class JinjaFormat:
         by_name = {"default": chat_template} if isinstance(chat_template, str) else dict(chat_template)
         self.templates = {name: _with_options(text, options) for name, text in by_name.items()}
         self.learns_every_end = options.train_on_eos == "all"
-        self.fit()
+        self.read_special_tokens()
 
-    def fit(self) -> None:
+    def read_special_tokens(self) -> None:
         """Read the tokenizer's special tokens. Called again after they change."""
         controls = () if self.family is None else self.family.controls
         self.encoder = Encoder(self.tokenizer, _WORDS, str(self.templates), controls)

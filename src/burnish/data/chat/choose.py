@@ -171,7 +171,7 @@ def fit_tokenizer(template: Template, tokenizer: Any) -> list[str]:
         tokenizer.add_special_tokens({"extra_special_tokens": unknown}, replace_extra_special_tokens=False)
     if len(tokenizer) > size:
         notes.append(f"Tokens added to the vocabulary for the template: {len(tokenizer) - size}.")
-    template.form.fit()
+    template.form.read_special_tokens()
     return notes
 
 

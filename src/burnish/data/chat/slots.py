@@ -81,13 +81,13 @@ class SlotFormat:
         self.tokenizer = tokenizer
         self.thinks = options.enable_thinking
         self.forgets_thoughts = options.mask_history and not options.preserve_thinking
-        self.fit()
+        self.read_special_tokens()
         self._between = spec.between_observations
         self._thought = re.compile("(.*?)".join(map(re.escape, spec.thought_words)), re.DOTALL)
         self._thought_words = re.compile(f"({'|'.join(map(re.escape, spec.thought_words))})")
         TOOL_FORMATS.get(spec.tool_format)
 
-    def fit(self) -> None:
+    def read_special_tokens(self) -> None:
         """Read the tokenizer's special tokens. Called again after they change."""
         controls = () if self.family is None else self.family.controls
         self.encoder = Encoder(self.tokenizer, _words(self.spec), str(self.spec), controls)
