@@ -276,12 +276,12 @@ def test_packs_are_described_by_fill_ratio(made: Any) -> None:
 def test_reported_sizes_match_the_model(made: Any, changes: dict[str, Any]) -> None:
     from burnish.adapters.base import ADAPTERS, trainable_summary
     from burnish.models.load import load_config, load_model
-    from burnish.models.tokens import fitted_shapes, load_tokenizer
+    from burnish.models.tokens import load_tokenizer, resized_meta_model
     from burnish.run.plan.resources import sizes_of
 
     options = made(**changes).options
     adapter = ADAPTERS[options.finetuning_type](options, ())
-    sizes = sizes_of(adapter, fitted_shapes(load_config(options), load_tokenizer(options), options), options)
+    sizes = sizes_of(adapter, resized_meta_model(load_config(options), load_tokenizer(options), options), options)
     model = ADAPTERS[options.finetuning_type](options, ()).attach(load_model(options))
     assert (sizes.trained, sizes.total) == trainable_summary(model)
 

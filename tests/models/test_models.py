@@ -24,7 +24,7 @@ from burnish.models.load import (
 )
 from burnish.models.options import ModelOptions
 from burnish.models.save import save_model
-from burnish.models.tokens import check_vocabulary, fit_vocabulary, load_tokenizer
+from burnish.models.tokens import check_vocabulary, load_tokenizer, resize_embeddings
 from burnish.parallel.single import ParallelOptions, SingleProcess, set_precision
 from burnish.utils.patching import patch_summary
 from tiny_models import CONFIGS, VOCABULARY, saved_model, tiny_model, tiny_tokenizer, token_ids
@@ -177,7 +177,7 @@ def test_new_tokens_get_rows_and_old_rows_are_unchanged(tmp_path):
     assert tokenizer.encode("w5 <think> w60000") == [9, VOCABULARY + 1, VOCABULARY]
     model = load_model(overrides)
     before = model.get_input_embeddings().weight.detach().clone()
-    fit_vocabulary(model, tokenizer, overrides, notes)
+    resize_embeddings(model, tokenizer, overrides, notes)
     after = model.get_input_embeddings().weight
     assert after.shape[0] == 2 * VOCABULARY  # the next multiple of 64
     assert torch.equal(after[:VOCABULARY], before)
@@ -192,7 +192,7 @@ def test_tokenizer_larger_than_embedding_is_rejected_unless_resizable(tmp_path):
     assert "64 tokens and the model's embedding has 60 rows" in str(problem)
     assert "resize_vocab: true" in str(problem)
     with pytest.raises(UserError, match="64 tokens"):
-        fit_vocabulary(load_model(options(tmp_path)), tokenizer, options(tmp_path))
+        resize_embeddings(load_model(options(tmp_path)), tokenizer, options(tmp_path))
     assert check_vocabulary(tokenizer, config, options(tmp_path, resize_vocab=True)) == []
 
 

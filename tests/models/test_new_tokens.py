@@ -14,7 +14,7 @@ from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
 from burnish.models.load import load_model
 from burnish.models.options import ModelOptions
-from burnish.models.tokens import fit_vocabulary, load_tokenizer
+from burnish.models.tokens import load_tokenizer, resize_embeddings
 from burnish.run.plan.plan import plan
 from burnish.run.prepare import prepare
 from run_outputs import weights_in
@@ -44,7 +44,7 @@ def fitted(folder, **overrides):
     options = ModelOptions(model_name_or_path=str(folder), **overrides)
     tokenizer, model = load_tokenizer(options), load_model(options)
     before = [model.get_input_embeddings().weight.clone(), model.get_output_embeddings().weight.clone()]
-    fit_vocabulary(model, tokenizer, options)
+    resize_embeddings(model, tokenizer, options)
     return model, tokenizer, before
 
 

@@ -83,13 +83,13 @@ def ready(tmp_path, method, **options):
 def models(monkeypatch):
     """Every model that a run trains, in order."""
     result = []
-    original = build.fit_vocabulary
+    original = build.resize_embeddings
 
     def common(model, *more):
         result.append(model)
         return original(model, *more)
 
-    monkeypatch.setattr(build, "fit_vocabulary", common)
+    monkeypatch.setattr(build, "resize_embeddings", common)
     return result
 
 

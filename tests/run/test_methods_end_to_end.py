@@ -29,10 +29,10 @@ def train(tmp_path, monkeypatch):
 
     def fit(model, *more):
         models.append(model)
-        return fit_vocabulary(model, *more)
+        return resize_embeddings(model, *more)
 
-    fit_vocabulary = build.fit_vocabulary
-    monkeypatch.setattr(build, "fit_vocabulary", fit)
+    resize_embeddings = build.resize_embeddings
+    monkeypatch.setattr(build, "resize_embeddings", fit)
 
     def run(name="out", **options):
         assert main(["train", *as_arguments({**overrides, "output_dir": str(tmp_path / name), **options})]) == 0

@@ -19,7 +19,7 @@ from burnish.models.patches.fused import patch_forwards
 from burnish.models.patches.liger import LIGER, takes_liger
 from burnish.models.quantization.quantize import UNTOUCHED, quantization_of
 from burnish.models.source import adapter_folders
-from burnish.models.tokens import fitted_shapes
+from burnish.models.tokens import resized_meta_model
 from burnish.parallel.checkpointing import checkpoint_activations
 from burnish.parallel.precision import device_in_words, loaded_dtype, name_of
 from burnish.parallel.selection import device_of
@@ -97,7 +97,7 @@ def patched_shapes(options: RunOptions, config: Any, tokenizer: Any) -> nn.Modul
     """
     with torch.device("meta"):
         model = ADAPTERS[options.finetuning_type](options, adapter_folders(options)).attach(
-            fitted_shapes(config, tokenizer, options)
+            resized_meta_model(config, tokenizer, options)
         )
     if samples_without_sampling(model):
         patch(model, "generation_config.do_sample", True, SAMPLING)

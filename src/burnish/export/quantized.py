@@ -25,7 +25,7 @@ from burnish.data.sets.sources import load_datasets
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Row
 from burnish.models.quantization.export import QuantizationJob, check_quantized_export, group_of, quantize
-from burnish.models.tokens import fitted_shapes
+from burnish.models.tokens import resized_meta_model
 from burnish.report.card import CARD_NAME, is_hub_name, serving_lines, under_metadata
 from burnish.run.plan.options import RunOptions
 
@@ -51,7 +51,7 @@ def calibration(options: RunOptions, config: Any, tokenizer: Any) -> Calibration
     Raises:
         UserError: for errors in the user's input.
     """
-    shapes = fitted_shapes(config, tokenizer, options)
+    shapes = resized_meta_model(config, tokenizer, options)
     raise_if(check_quantized_export(options, shapes))
     named = options.export_quantization_dataset
     if not (named or options.dataset):

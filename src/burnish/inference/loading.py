@@ -49,7 +49,7 @@ from burnish.models.load import context_length, load_config, load_model, raise_i
 from burnish.models.quantization.quantize import quantization_of, quantized_by
 from burnish.models.reward_files import BIAS, WEIGHT, kind_of_head, read_head
 from burnish.models.source import adapter_folders, find_source, local_folder
-from burnish.models.tokens import TOKENIZER_FILES, fit_vocabulary, fitted_shapes, load_tokenizer
+from burnish.models.tokens import TOKENIZER_FILES, load_tokenizer, resize_embeddings, resized_meta_model
 from burnish.parallel.precision import compute_sentence, loaded_dtype, supported_dtype
 from burnish.parallel.selection import device_of
 from burnish.utils.files import expanded
@@ -264,7 +264,7 @@ def problems_of_adapters(
     """Return problems of adapters that do not match the base model. No weight is read."""
     if _is_of_peft(options):
         return []  # PEFT checks its own adapters
-    model = fitted_shapes(config, tokenizer, options)
+    model = resized_meta_model(config, tokenizer, options)
     return [problem for folder in adapters for problem in check_fit(model, folder)]
 
 
@@ -279,7 +279,7 @@ def merged_model(
     """Merge all adapters into the base model in order. Sums are computed in float32 for any dtype of the weights."""
     dtype: Any = torch.float32 if inference_dtype(options) == torch.float32 else "auto"
     loaded = load_model(options, dtype=dtype, config=config, device=device, notes=notes, needs_head=needs_head)
-    fit_vocabulary(loaded, tokenizer, options, notes)
+    resize_embeddings(loaded, tokenizer, options, notes)
     model: nn.Module = loaded
     if adapters and _is_of_peft(options):
         from burnish.adapters.peft import merge_folders

@@ -163,7 +163,7 @@ def _no_descriptions(config: Any, received: Any) -> Problem:
     )
 
 
-def fit_vocabulary(
+def resize_embeddings(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: ModelOptions, notes: list[str] | None = None
 ) -> None:
     """Resize the embedding to have a row for every token, if the options allow it.
@@ -195,7 +195,7 @@ def num_embeddings(model: PreTrainedModel) -> int:
     return int(weight.shape[0])
 
 
-def fitted_shapes(
+def resized_meta_model(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, options: ModelOptions
 ) -> PreTrainedModel:
     """The model without weights, with a row for every token."""

@@ -45,7 +45,7 @@ from burnish.models.patches.liger import LIGER, apply_liger, takes_liger
 from burnish.models.quantization.quantize import quantization_of
 from burnish.models.save import save_config
 from burnish.models.source import adapter_folders
-from burnish.models.tokens import fit_vocabulary
+from burnish.models.tokens import resize_embeddings
 from burnish.optim.builtin import create_optimizer, create_scheduler, keeps_load_precision
 from burnish.parallel.create import create_parallel
 from burnish.parallel.precision import compute_sentence, loaded_dtype
@@ -277,7 +277,7 @@ def trained_model(prepared: Prepared, adapter: ModelAdapter, parallel: Parallel,
     raise_if_not_finite(model, options.model_name_or_path or "")
     if not options.train_from_scratch:
         raise_if_empty(model, options.model_name_or_path or "", notes)
-    fit_vocabulary(model, prepared.tokenizer, options, notes)
+    resize_embeddings(model, prepared.tokenizer, options, notes)
     model = cast(Any, adapter.attach(model))
     if folders := adapter_folders(options):
         raise_if_adapter_not_finite(model, folders)

@@ -36,7 +36,7 @@ from burnish.models.check import check_model
 from burnish.models.fingerprint import place_fingerprint
 from burnish.models.load import check_context, context_length, load_config
 from burnish.models.source import adapter_folders
-from burnish.models.tokens import check_vocabulary, fitted_shapes, load_tokenizer
+from burnish.models.tokens import check_vocabulary, load_tokenizer, resized_meta_model
 from burnish.parallel.single import set_seed
 from burnish.run.plan.checks import check_deciding_metric, evaluates, may_stream, step_notes, trains
 from burnish.run.plan.files import record_needs
@@ -89,7 +89,7 @@ def prepare(plan: Plan) -> Prepared:
     notes += fit_tokenizer(template, tokenizer)
     tokenizer.chat_template = template.jinja()  # so that the saved tokenizer renders the trained text
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
-    shapes = fitted_shapes(config, tokenizer, options)
+    shapes = resized_meta_model(config, tokenizer, options)
     raise_if([*check_vocabulary(tokenizer, config, options), *adapter.check(shapes)])
 
     objective = OBJECTIVES[options.stage](options, template, tokenizer)
