@@ -7,7 +7,7 @@ import pytest
 from transformers import ByT5Tokenizer
 
 from burnish.config.errors import UserError
-from burnish.data.chat.choose import fit_tokenizer, load_template
+from burnish.data.chat.choose import configure_tokenizer, load_template
 from burnish.data.chat.table import table
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
@@ -69,7 +69,7 @@ def own(chat_template, tokenizer=None, **options):
     tokenizer = tokenizer or byte_tokenizer("<|assistant|>", "[INST]", "[/INST]")
     tokenizer.chat_template = chat_template
     template = load_template(template_options(**options), tokenizer)
-    return template, tokenizer, fit_tokenizer(template, tokenizer)
+    return template, tokenizer, configure_tokenizer(template, tokenizer)
 
 
 def encoded(template, *messages, **options):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.data.chat.choose import TemplateOptions, fit_tokenizer, load_template
+from burnish.data.chat.choose import TemplateOptions, configure_tokenizer, load_template
 from burnish.data.chat.plain import PlainOptions, PlainTemplate
 from burnish.data.chat.truncate import EncodingOptions
 from burnish.data.images.families import check_family, family_of
@@ -77,7 +77,7 @@ def encoded(case: dict[str, Any], folder: Path, **more: Any) -> tuple[Any, Famil
     result, options = family(case["family"]), dict(case["options"]) | more
     most, stats = options.pop("image_max_pixels", 589824), DataStats()
     template = load_template(Options(template=case["template"], **options), result.tokenizer, family=result)
-    fit_tokenizer(template, result.tokenizer)
+    configure_tokenizer(template, result.tokenizer)
     (row,) = template.encode([example(folder, case["record"], most)], stats)
     return row, result, stats
 

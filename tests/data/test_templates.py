@@ -8,7 +8,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue, build, union
-from burnish.data.chat.choose import TemplateOptions, check_template, fit_tokenizer, load_template
+from burnish.data.chat.choose import TemplateOptions, check_template, configure_tokenizer, load_template
 from burnish.data.chat.truncate import EncodingOptions
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message, as_lists
@@ -21,7 +21,7 @@ TWO_TURNS = (*HI, Message("user", "bye"), Message("assistant", "see you"))
 def loaded(name, tokenizer=None, **options):
     tokenizer = tokenizer or byte_tokenizer()
     template = load_template(template_options(template=name, **options), tokenizer)
-    fit_tokenizer(template, tokenizer)
+    configure_tokenizer(template, tokenizer)
     return template, tokenizer
 
 
@@ -73,7 +73,7 @@ def test_control_tokens_can_be_text_on_request():
 def test_missing_template_uses_stated_fallback_that_learns_to_stop():
     tokenizer = byte_tokenizer()
     template = load_template(template_options(), tokenizer)
-    notes = fit_tokenizer(template, tokenizer)
+    notes = configure_tokenizer(template, tokenizer)
     assert any("no chat template and template is not set" in note for note in notes)
     assert learned(row_of(template, *TWO_TURNS), tokenizer) == ["hello</s>", "see you</s>"]
 
@@ -82,7 +82,7 @@ def test_empty_template_matches_llamafactory_and_reports_missing_end_token():
     tokenizer = byte_tokenizer()
     template = load_template(template_options(template="empty"), tokenizer)
     assert learned(row_of(template, *HI), tokenizer) == ["hello"]
-    assert any("no end token" in note for note in fit_tokenizer(template, tokenizer))
+    assert any("no end token" in note for note in configure_tokenizer(template, tokenizer))
     stats = DataStats()
     template.encode([Example(HI, source="d.json", number=4)], stats)
     assert stats.records == {"kept, but its end token does not contribute to the loss": [("d.json", 4)]}
@@ -195,7 +195,7 @@ def test_train_on_prompt_contradicts_mask_history():
 def test_fit_tokenizer_reports_choices_and_counts_new_tokens():
     bare = PreTrainedTokenizerFast(tokenizer_object=_byte_level("<start_of_turn>", "<end_of_turn>"), bos_token="<s>")
     template = load_template(template_options(template="gemma2"), bare)
-    notes = " ".join(fit_tokenizer(template, bare))
+    notes = " ".join(configure_tokenizer(template, bare))
     assert '"<|endoftext|>" was added' in notes
     assert "padding token" in notes
     assert "for the template: 2." in notes  # <|endoftext|> and <eos>
@@ -206,7 +206,7 @@ def test_fit_tokenizer_reports_choices_and_counts_new_tokens():
 def test_fit_tokenizer_is_idempotent():
     template, tokenizer = loaded("qwen")
     before = (len(tokenizer), tokenizer.eos_token, tokenizer.pad_token, template.stop_token_ids())
-    fit_tokenizer(template, tokenizer)
+    configure_tokenizer(template, tokenizer)
     assert before == (len(tokenizer), tokenizer.eos_token, tokenizer.pad_token, template.stop_token_ids())
 
 

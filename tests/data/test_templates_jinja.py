@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from burnish.data.chat.choose import fit_tokenizer, load_template
+from burnish.data.chat.choose import configure_tokenizer, load_template
 from burnish.data.chat.table import table
 from burnish.data.chat.tools.tools import ToolError, function_schema
 from burnish.data.stats import DataStats
@@ -18,7 +18,7 @@ THINKING = [{}, {"mask_history": True}, {"enable_thinking": False}, {"enable_thi
 def trained(name, tokenizer, **options):
     """The template over the tokenizer, which is left as it would be saved."""
     template = load_template(template_options(template=name, **options), tokenizer)
-    fit_tokenizer(template, tokenizer)
+    configure_tokenizer(template, tokenizer)
     tokenizer.chat_template = template.jinja()
     return template
 

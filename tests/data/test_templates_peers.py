@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from burnish.data.chat.choose import fit_tokenizer, load_template
+from burnish.data.chat.choose import configure_tokenizer, load_template
 from burnish.data.chat.table import table
 from burnish.data.chat.tools.tool_calls import Call
 from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
@@ -36,7 +36,7 @@ def rendered(name):
     """Two turns as text, what is trained in ⟦ ⟧."""
     tokenizer = byte_tokenizer()
     template = load_template(template_options(template=name), tokenizer)
-    fit_tokenizer(template, tokenizer)
+    configure_tokenizer(template, tokenizer)
     turns = [Message("user", "Hi."), Message("assistant", "Yes?"), Message("user", "Bye."), Message("assistant", "So.")]
     (row,) = template.encode([Example(tuple(turns), "Be kind.")], DataStats())
     pairs = zip(row["input_ids"], row["labels"], strict=True)
@@ -67,7 +67,7 @@ def test_template_rows_match_llamafactory(name):
     left_out = golden["without"].split(", ")
     examples = [example(case, label) for label, case in (CONVERSATIONS | RANDOM_CASES).items() if label not in left_out]
     assert len(examples) > 4
-    fit_tokenizer(load_template(template_options(template=name), tokenizer), tokenizer)
+    configure_tokenizer(load_template(template_options(template=name), tokenizer), tokenizer)
     for options, expected in zip(OPTIONS, golden["rows"].split(), strict=True):
         if expected != "-" and (table()[name].reasoning or not {"enable_thinking", "preserve_thinking"} & set(options)):
             template = load_template(template_options(template=name, truncation="llamafactory", **options), tokenizer)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.data.chat.choose import fit_tokenizer, load_template
+from burnish.data.chat.choose import configure_tokenizer, load_template
 from burnish.data.chat.tools.tool_calls import Call
 from burnish.data.chat.tools.tool_formats import TOOL_FORMATS, describe_tools, exact_jinja
 from burnish.data.chat.tools.tools import ToolError, read_calls
@@ -92,7 +92,7 @@ def test_transformers_chat_template_renders_as_trained(name):
 def test_tool_format_can_be_overridden():
     tokenizer = byte_tokenizer()
     template = load_template(template_options(template="qwen", tool_format="mistral"), tokenizer)
-    fit_tokenizer(template, tokenizer)
+    configure_tokenizer(template, tokenizer)
     message = (Message("user", "x"), Message("function", CALL))
     text = tokenizer.decode(
         template.encode([Example(message, tools=json.dumps([WEATHER]))], DataStats())[0]["input_ids"]
@@ -123,7 +123,7 @@ def test_empty_tool_list_renders_no_tools_section():
 def test_parallel_tool_results_are_tagged_individually(name, written):
     tokenizer = byte_tokenizer("<tool_response>", "</tool_response>")  # special here; in a record they are text
     template = load_template(template_options(template=name), tokenizer)
-    fit_tokenizer(template, tokenizer)
+    configure_tokenizer(template, tokenizer)
     answers = [Message("observation", message) for message in ("one", "two")]
     call = Message("function", json.dumps(CALLS[0][0]))
     row = template.encode([Example((Message("user", "x"), call, *answers, Message("assistant", "y")))], DataStats())[0]

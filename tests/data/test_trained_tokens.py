@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from burnish.data.batches.batching import pack, sequences_of
-from burnish.data.chat.choose import fit_tokenizer, load_template
+from burnish.data.chat.choose import configure_tokenizer, load_template
 from burnish.data.stats import DataStats
 from burnish.loop.types import IGNORE_INDEX, Example, Message
 from representative import representative
@@ -45,7 +45,7 @@ def loaded(name, **options):
     tokenizer = byte_tokenizer(eos="<|im_end|>" if name == "own" else "</s>")
     tokenizer.chat_template = CHAT_TEMPLATE
     template = load_template(template_options(template=None if name == "own" else name, **options), tokenizer)
-    fit_tokenizer(template, tokenizer)
+    configure_tokenizer(template, tokenizer)
     return template, tokenizer
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.data.chat.choose import fit_tokenizer, load_template
+from burnish.data.chat.choose import configure_tokenizer, load_template
 from burnish.data.chat.truncate import infer_seqlen
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message, as_lists
@@ -20,7 +20,7 @@ LONG = (Message("user", "question " * 20), Message("assistant", "answer " * 20))
 def loaded(name="chatml", **options):
     tokenizer = byte_tokenizer()
     template = load_template(template_options(template=name, **options), tokenizer)
-    fit_tokenizer(template, tokenizer)
+    configure_tokenizer(template, tokenizer)
     return template, tokenizer
 
 
@@ -49,7 +49,7 @@ def test_plain_texts_are_truncated_as_in_llamafactory_on_request(name):
     tokenizer = AutoTokenizer.from_pretrained(GOLDEN.parent / "tokenizer")
     options = template_options(template=name, truncation="llamafactory", cutoff_len=40, missing_control_tokens="split")
     template = load_template(options, tokenizer)
-    fit_tokenizer(template, tokenizer)
+    configure_tokenizer(template, tokenizer)
     texts = ["Document one. " * 5, "Second doc. " * 40]
     rows = [as_lists(row) for row in template.encode_text([Example(text=text) for text in texts], DataStats())]
     assert rows[0]["input_ids"] == case["out"]["input_ids"][0]
@@ -200,5 +200,5 @@ def test_template_closed_by_one_eos_keeps_it():
 def test_packing_can_reserve_one_token():
     tokenizer = byte_tokenizer()
     template = load_template(template_options(template="chatml", cutoff_len=97), tokenizer, cutoff_len=96)
-    fit_tokenizer(template, tokenizer)
+    configure_tokenizer(template, tokenizer)
     assert len(encoded(template, *LONG)[0]["input_ids"]) == 96

@@ -6,7 +6,7 @@ import re
 import pytest
 from test_image_rows import Options, family
 
-from burnish.data.chat.choose import fit_tokenizer, load_template
+from burnish.data.chat.choose import configure_tokenizer, load_template
 from burnish.data.images.image_file import images_of
 from burnish.data.images.options import ImageOptions, limits_of
 from burnish.data.images.sources import MediaReader
@@ -43,7 +43,7 @@ def example_of(case, folder):
 def test_rows_with_videos_are_those_of_llamafactory(case, tmp_path):
     result = family(case["family"])
     template = load_template(Options(template=case["template"]), result.tokenizer, family=result)
-    fit_tokenizer(template, result.tokenizer)
+    configure_tokenizer(template, result.tokenizer)
     (row,) = template.encode([example_of(case, tmp_path)], DataStats())
     videos = [image for image in images_of(row) if image.frames]
     assert [list(result.given_sizes(video)[-1]) for video in videos] == case["sizes"]

@@ -24,7 +24,7 @@ import torch
 
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import RawValue, build, raise_if, specs
-from burnish.data.chat.choose import check_template, fit_tokenizer, load_template
+from burnish.data.chat.choose import check_template, configure_tokenizer, load_template
 from burnish.data.chat.rendering import PROMPT, Conversation, chat_ids
 from burnish.data.chat.rows import Template
 from burnish.data.stats import DataStats
@@ -78,7 +78,7 @@ def export(values: Mapping[str, RawValue]) -> Path:
         raise_if([_NO_HEAD] if head is not None else [])
     raise_if(problems_of_adapters(options, config, tokenizer, adapters))
     template = load_template(options, tokenizer, LONG_ENOUGH)
-    notes += fit_tokenizer(template, tokenizer)
+    notes += configure_tokenizer(template, tokenizer)
     tokenizer.chat_template = template.jinja()
     using = calibration(options, config, tokenizer) if options.export_quantization_bit else None
 

@@ -28,7 +28,7 @@ from burnish.adapters.lora_model import merge_into_base, rows_through, set_activ
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import raise_if
 from burnish.data.chat.chat_template import JinjaFormat
-from burnish.data.chat.choose import RECORDED, fit_tokenizer, load_template, recorded_options
+from burnish.data.chat.choose import RECORDED, configure_tokenizer, load_template, recorded_options
 from burnish.data.chat.rendering import UnreadableTemplate
 from burnish.data.chat.rows import Template
 from burnish.data.images.options import limits_of
@@ -86,7 +86,7 @@ def load_for_inference(
     family = None if is_remote(options) else load_family(options, config, tokenizer, notes, options)
     template = load_template(options, tokenizer, LONG_ENOUGH, family)
     own = tokenizer.chat_template
-    notes += fit_tokenizer(template, tokenizer)
+    notes += configure_tokenizer(template, tokenizer)
     differs = _other_template(template, own, tokenizer)
     notes += differs
     served = _served_folders(options)

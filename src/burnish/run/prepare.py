@@ -16,7 +16,7 @@ from burnish.config.errors import Problem, UserError
 from burnish.config.options import raise_if
 from burnish.data.batches.batching import lengths_of, splits_rows
 from burnish.data.batches.budget import check_budget
-from burnish.data.chat.choose import fit_tokenizer, load_template
+from burnish.data.chat.choose import configure_tokenizer, load_template
 from burnish.data.chat.rows import Template
 from burnish.data.images.family import Family
 from burnish.data.length import refuse_endless
@@ -86,7 +86,7 @@ def prepare(plan: Plan) -> Prepared:
     family = load_family(options, config, tokenizer, notes, options, refused)
     template = load_template(options, tokenizer, family=family)
     template.images_refused = next(iter(refused), None)
-    notes += fit_tokenizer(template, tokenizer)
+    notes += configure_tokenizer(template, tokenizer)
     tokenizer.chat_template = template.jinja()  # so that the saved tokenizer renders the trained text
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
     shapes = resized_meta_model(config, tokenizer, options)

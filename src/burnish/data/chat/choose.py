@@ -1,10 +1,10 @@
 """Select the template of a run: by name, from a file, or the tokenizer's own chat template.
 
-``load_template`` returns a ``Template``, which encodes examples, and ``fit_tokenizer`` adjusts the tokenizer to it. An
+``load_template`` returns a ``Template``, which encodes examples, and ``configure_tokenizer`` adjusts the tokenizer to it. An
 unknown template, or one whose control tokens the tokenizer lacks, is an error before any data is read.
 
     template = load_template(options, tokenizer)     # by name, from a file, or the tokenizer's own
-    notes = fit_tokenizer(template, tokenizer)       # set EOS, padding and stop tokens
+    notes = configure_tokenizer(template, tokenizer)       # set EOS, padding and stop tokens
     rows = template.encode(examples, stats)
     tokenizer.chat_template = template.jinja()       # renders the tokens that were trained
 """
@@ -143,7 +143,7 @@ def _own_chat_template(
     return template
 
 
-def fit_tokenizer(template: Template, tokenizer: Any) -> list[str]:
+def configure_tokenizer(template: Template, tokenizer: Any) -> list[str]:
     """Set the tokenizer's EOS, padding and stop tokens as the template requires.
 
     Returns:
@@ -178,7 +178,7 @@ def fit_tokenizer(template: Template, tokenizer: Any) -> list[str]:
 def recorded_options(recorded: Any, where: str) -> dict[str, Any]:
     """Return the template options in an entry ``RECORDED`` of a ``tokenizer_config.json``.
 
-    A model's folder may be from an untrusted source: it can set the options that ``fit_tokenizer`` records, and no
+    A model's folder may be from an untrusted source: it can set the options that ``configure_tokenizer`` records, and no
     others, and it can name a template, but no file.
 
     Args:
