@@ -82,7 +82,7 @@ class AnswersObjective(StageObjective):
             self.reference.setup(module)
 
     def configure(self, capabilities: Capabilities, collate: Collate) -> list[str]:
-        """Store how the model computes its logits, as ``LmObjective.fit``."""
+        """Store how the model computes its logits, as ``LmObjective.configure``."""
         self.collate, inner = partial(self._collated, collate), causal_lm(capabilities.model)
         if aux_coefficient(inner, self.options.router_aux_loss_coef) and is_reentrant(self.options):
             raise UserError(ROUTER_WITHOUT_GRADIENT)

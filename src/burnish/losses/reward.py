@@ -188,7 +188,7 @@ class RewardObjective(StageObjective):
         return self.template.encode_pairs(examples, stats)
 
     def configure(self, capabilities: Capabilities, collate: Collate) -> list[str]:
-        """Create the head if needed, as ``LmObjective.fit``."""
+        """Create the head if needed, as ``LmObjective.configure``."""
         self.collate, inner = partial(self._collated, collate), causal_lm(capabilities.model)
         if self.head is None:
             width = inner.get_input_embeddings().weight.shape[1]

@@ -1,6 +1,6 @@
 """Select the template of a run: by name, from a file, or the tokenizer's own chat template.
 
-``load_template`` returns a ``Template``, which encodes examples, and ``configure_tokenizer`` adjusts the tokenizer to it. An
+``load_template`` returns a ``Template``, which encodes examples. ``configure_tokenizer`` adjusts the tokenizer to it. An
 unknown template, or one whose control tokens the tokenizer lacks, is an error before any data is read.
 
     template = load_template(options, tokenizer)     # by name, from a file, or the tokenizer's own
@@ -178,7 +178,7 @@ def configure_tokenizer(template: Template, tokenizer: Any) -> list[str]:
 def recorded_options(recorded: Any, where: str) -> dict[str, Any]:
     """Return the template options in an entry ``RECORDED`` of a ``tokenizer_config.json``.
 
-    A model's folder may be from an untrusted source: it can set the options that ``configure_tokenizer`` records, and no
+    A model's folder may be from an untrusted source: it can set the options that ``configure_tokenizer`` records, no
     others, and it can name a template, but no file.
 
     Args:

@@ -69,7 +69,7 @@ class Sizes:
 
 
 def sizes_of(adapter: ModelAdapter, shapes: nn.Module, options: RunOptions, max_steps: int = 0) -> Sizes:
-    """Attach ``adapter`` to ``shapes``, the model on the meta device (``models.tokens.resized_meta_model``), and count."""
+    """Attach ``adapter`` to ``shapes``, the model on the meta device, and count its parameters."""
     copies = trained_dtype(options, shapes.config) != torch.float32
     name, base = type(shapes).__name__, trainable_summary(shapes)[1]
     with torch.device("meta"):
