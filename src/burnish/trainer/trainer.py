@@ -143,7 +143,7 @@ class Trainer(EvaluationMethods, FileMethods):
         plan = training.plan_of(self.set_initial_training_values(args, loader), loader, self._accumulation)
         training.check_spikes(args, loader, self._inner_steps)
         if not self._overrides("compute_loss"):
-            self._fitted()  # probe the model here rather than inside the first step
+            self._capabilities()  # probe the model here rather than inside the first step
         objective = self._objective()
         handler.args, handler.control, handler.parts["train_dataloader"] = args, self.control, loader
         weights, batches = TrainerModel(self.model), self._step_batches(loader, plan)

@@ -138,7 +138,7 @@ class TrainerBase:
         self.can_return_loss = can_return_loss(type(inspection.base_model(model)))
         self.label_smoother = inspection.smoother_of(model, args.label_smoothing_factor)
         self.neftune_noise_alpha = args.neftune_noise_alpha
-        self._asked: Capabilities | None = None
+        self._known_capabilities: Capabilities | None = None
         self._num_parameters: int | None = None
 
     def _start_state(self) -> None:

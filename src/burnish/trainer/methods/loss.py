@@ -56,7 +56,7 @@ class LossMethods(TrainerBase):
         """The loss of a micro-batch as a sum over its items: without logits, or the model's own mean times its
         items."""
         flat = None if self.label_smoother is not None or not has_plain_loss(self.model) else self._flat(inputs)
-        if flat is not None and (head := self._fitted().head) is not None:
+        if flat is not None and (head := self._capabilities().head) is not None:
             return Loss(sum_of_padding_free(model, flat, head))
         num_items = self._num_items(inputs)
         mean = self.compute_loss(model, inputs, num_items_in_batch=self._items(inputs, num_items))
@@ -113,7 +113,7 @@ class LossMethods(TrainerBase):
         """
         is_own = self.label_smoother is not None or self.compute_loss_func is not None
         flat = None if is_own or return_outputs or not has_plain_loss(self.model) else self._flat(inputs)
-        if flat is not None and (head := self._fitted().head) is not None:
+        if flat is not None and (head := self._capabilities().head) is not None:
             return mean_of_padding_free(model, flat, head, num_items_in_batch)
         labels = inputs.pop("labels") if is_own and "labels" in inputs else None
         if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
@@ -130,14 +130,16 @@ class LossMethods(TrainerBase):
             loss = loss_of(outputs, inputs)
         return (loss, outputs) if return_outputs else loss
 
-    def _fitted(self) -> Capabilities:
+    def _capabilities(self) -> Capabilities:
         """Results of the probes of the model's forward pass, which run once."""
-        if self._asked is None or self._asked.model is not self.model:
-            found = self._ask()
-            self._asked = replace(found, head=None, shares_prefixes=False) if self._parallel.frees_weights else found
-        return self._asked
+        if self._known_capabilities is None or self._known_capabilities.model is not self.model:
+            found = self._find_capabilities()
+            self._known_capabilities = (
+                replace(found, head=None, shares_prefixes=False) if self._parallel.frees_weights else found
+            )
+        return self._known_capabilities
 
-    def _ask(self) -> Capabilities:
+    def _find_capabilities(self) -> Capabilities:
         return probe_prefix_sharing(self.model, self._skips_tokens and has_plain_loss(self.model))
 
     @property
@@ -149,7 +151,7 @@ class LossMethods(TrainerBase):
 
     def _flat(self, inputs: Batch) -> Batch | None:
         """The micro-batch without padding and unneeded tokens. None if this is not supported."""
-        return shared_prefixes_of(inputs) if self._fitted().shares_prefixes else None
+        return shared_prefixes_of(inputs) if self._capabilities().shares_prefixes else None
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         """Context for a forward pass."""

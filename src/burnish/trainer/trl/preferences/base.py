@@ -146,7 +146,7 @@ class PreferenceTrainer(OverridableTrainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
         self._second_model = self._second(ref_model, args)
-        self._fit(peft_config)
+        self._configure_objective(peft_config)
         self._totals = Totals()
         self._inspect(args)
         if self._precomputes_reference:
@@ -196,7 +196,7 @@ class PreferenceTrainer(OverridableTrainer):
             refuse_other_vocabulary(self.model, second)
         return second
 
-    def _fit(self, peft_config: Any) -> None:
+    def _configure_objective(self, peft_config: Any) -> None:
         objective, model, is_scored = self.objective, self.model, isinstance(self.objective, RewardObjective)
         leaves_out = self._skips_tokens and objective.allows_prefix_sharing(model)
         capabilities, collate = fitted(model, self._second_model, self.args, self._pad, leaves_out, is_scored)
@@ -212,7 +212,7 @@ class PreferenceTrainer(OverridableTrainer):
             objective.reference = reference_for(
                 objective, choices, model, self._second_model, peft_config, self._parallel
             )
-        self._asked = replace(capabilities, model=model)
+        self._known_capabilities = replace(capabilities, model=model)
         self.model_wrapped = self._made = objective.module(model)
         self.aux_loss_enabled = bool(getattr(objective, "aux_coefficient", 0.0))  # reward models have no router loss
 

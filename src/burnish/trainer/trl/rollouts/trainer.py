@@ -142,7 +142,7 @@ class RolloutTrainer(OverridableTrainer):
             self.objective.on_generation = tables.add
             self.add_callback(tables)
         self._prompts = self._rows_of(train_dataset, "train")
-        self._fit(peft_config)
+        self._configure_objective(peft_config)
         if rollout_func is None:  # it may add columns
             for note in self.objective.inspect(self._prompts, self.objective.rows_per_rank):
                 logger.warning(note)
@@ -242,7 +242,7 @@ class RolloutTrainer(OverridableTrainer):
             start.as_model(self.model) if isinstance(start, InitialWeights) and not is_peft_model(self.model) else None
         )
 
-    def _fit(self, peft_config: Any) -> None:
+    def _configure_objective(self, peft_config: Any) -> None:
         objective, model, parallel = self.objective, self.model, self._parallel
         leaves_out = self._skips_tokens and objective.allows_prefix_sharing(model)
         capabilities, collate = fitted(model, None, self.args, self._pad, leaves_out, False)
@@ -250,7 +250,7 @@ class RolloutTrainer(OverridableTrainer):
             logger.warning(note)
         choices: Any = objective.choices
         objective.reference = reference_for(objective, choices, model, None, peft_config, parallel)
-        self._asked = replace(capabilities, model=model)
+        self._known_capabilities = replace(capabilities, model=model)
         self.model_wrapped = self._made = objective.module(model)
         context = context_length(model.config) or _LONGEST
         slots = slots_of(objective, parallel.device, model.config, min(context, 4 * self.args.max_completion_length))

@@ -197,7 +197,7 @@ class SFTTrainer(TrlTrainer):
             return None
         return sum(len(lengths) for lengths in dataset["seq_lengths"])
 
-    def _ask(self) -> Capabilities:
+    def _find_capabilities(self) -> Capabilities:
         return probe_prefix_sharing(self.model, self._skips_tokens and not self.aux_loss_enabled, needs_head=True)
 
     # --- loss ---------------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class SFTTrainer(TrlTrainer):
         if self.aux_loss_enabled:
             model_inputs["output_router_logits"] = True
         targets = Targets.of(labels, positions)
-        head = None if needs_logits else self._fitted().head
+        head = None if needs_logits else self._capabilities().head
         flat, rules = None if head is None else self._flat(inputs), self._rules(head)
         if flat is not None and head is not None:
             sums, outputs = sums_without_logits(model, *flat_inputs(flat), head, rules)
