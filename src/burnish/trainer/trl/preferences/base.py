@@ -199,7 +199,9 @@ class PreferenceTrainer(OverridableTrainer):
     def _configure_objective(self, peft_config: Any) -> None:
         objective, model, is_scored = self.objective, self.model, isinstance(self.objective, RewardObjective)
         leaves_out = self._skips_tokens and objective.allows_prefix_sharing(model)
-        capabilities, collate = fitted(model, self._second_model, self.args, self._pad, leaves_out, is_scored)
+        capabilities, collate = capabilities_and_collator(
+            model, self._second_model, self.args, self._pad, leaves_out, is_scored
+        )
         if is_scored:
             objective.head = Score(model)
         if self.family is not None:

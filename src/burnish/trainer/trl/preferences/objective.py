@@ -94,7 +94,7 @@ class _InStep:
 # --- layout -----------------------------------------------------------------------------------------------------------
 
 
-def fitted(
+def capabilities_and_collator(
     model: Any, second: Any, args: TrlArguments, pad: int, skips_tokens: bool, scores: bool
 ) -> tuple[Capabilities, Collate]:
     """Probe the model, and select the collate function: padding-free if the model, and a reference with the same

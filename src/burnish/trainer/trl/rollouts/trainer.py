@@ -41,7 +41,7 @@ from burnish.trainer.methods.base import StepInProgress
 from burnish.trainer.notes import logger
 from burnish.trainer.reporting import Count
 from burnish.trainer.trl.base import TrlTrainer, argument
-from burnish.trainer.trl.preferences.objective import fitted, padding_batch, reference_for
+from burnish.trainer.trl.preferences.objective import capabilities_and_collator, padding_batch, reference_for
 from burnish.trainer.trl.preferences.scripted import OverridableTrainer
 from burnish.trainer.trl.rollouts.config import GRPOConfig, RLOOConfig, RolloutConfig
 from burnish.trainer.trl.rollouts.prompts import (
@@ -245,7 +245,7 @@ class RolloutTrainer(OverridableTrainer):
     def _configure_objective(self, peft_config: Any) -> None:
         objective, model, parallel = self.objective, self.model, self._parallel
         leaves_out = self._skips_tokens and objective.allows_prefix_sharing(model)
-        capabilities, collate = fitted(model, None, self.args, self._pad, leaves_out, False)
+        capabilities, collate = capabilities_and_collator(model, None, self.args, self._pad, leaves_out, False)
         for note in objective.configure(capabilities, collate):
             logger.warning(note)
         choices: Any = objective.choices
