@@ -41,7 +41,7 @@ def test_shards_of_any_number_of_ranks_are_read_fully_and_partially(tmp_path, wo
     assert result.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert result[name].dtype == tensor.dtype
-        assert torch.equal(result[name].whole(), tensor)
+        assert torch.equal(result[name].full_tensor(), tensor)
     for begin in range(15):
         assert torch.equal(result["a"].slice_of(begin, 15 - begin), tensors["a"].flatten()[begin:])
 

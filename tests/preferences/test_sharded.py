@@ -82,12 +82,12 @@ def assert_same_files(ours, theirs):
     [({"sync_ref_model": True}, "updates full weights"), ({"stage": "rm", "reward_head": "score"}, "one process")],
 )
 def test_options_that_need_full_weights_are_rejected_by_name(workspace, monkeypatch, change, message):
-    monkeypatch.setattr(SingleProcess, "splits_weights", True)
+    monkeypatch.setattr(SingleProcess, "shards_weights", True)
     with pytest.raises(UserError, match=message):
         losses(workspace, monkeypatch, **change)
 
 
 def test_mean_row_without_head_is_none():
     engine = SingleProcess(ParallelOptions(use_cpu=True))
-    engine.splits_weights = True
+    engine.shards_weights = True
     assert mean_row(None, engine) is None

@@ -4,7 +4,7 @@ A member is a class ``(options, folders) -> ModelAdapter``. ``options`` is the f
 local folders of the initial adapters (``adapter_name_or_path``, resolved by ``models/``).
 
     model = adapter.attach(model)        # freezes, wraps, loads
-    parallel.place(model, torch.float32)   # converts the trainable weights to float32
+    parallel.move_model(model, torch.float32)   # converts the trainable weights to float32
     adapter.state(model)                 # weights for a checkpoint
     adapter.save(model, folder)          # files for other programs
 """

@@ -406,7 +406,7 @@ def _read_part(folder: Path, stem: str, by_shards: bool = False) -> Any:
     tensors: dict[str, Any] = {}
     if (folder / index_name(stem)).is_file():
         scattered = read_sharded(folder, stem)
-        tensors = scattered if by_shards else {name: tensor.whole() for name, tensor in scattered.items()}
+        tensors = scattered if by_shards else {name: tensor.full_tensor() for name, tensor in scattered.items()}
     elif (folder / f"{stem}.safetensors").is_file():
         from safetensors.torch import load_file
 

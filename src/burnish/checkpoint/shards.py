@@ -97,7 +97,7 @@ class ShardedTensor:
                 found[low - begin : high - begin] = elements[low - first : high - first]
         return found
 
-    def whole(self) -> Tensor:
+    def full_tensor(self) -> Tensor:
         return self.slice_of(0, prod(self.shape)).reshape(self.shape)
 
 

@@ -113,7 +113,7 @@ class Loop:
         if objective.inner_steps > 1:
             others["rollout"] = Part(self.rollout, "rollout", on_each_rank=True, reads_all_ranks=True)
         parts = parts_of(weights, optimizer, scheduler, others, save_only_model=options.save_only_model)
-        self.parts = parallel.sharded(parts)  # everything that a checkpoint stores, by name
+        self.parts = parallel.sharded_parts(parts)  # everything that a checkpoint stores, by name
 
     def train(self) -> TrainOutput:
         """Train from the current step to ``max_steps``, or until a callback stops the run.

@@ -132,25 +132,25 @@ class Parallel(Protocol):
         ...
 
     frees_weights: bool  # weights exist only within a forward pass of the module from ``prepare``: ZeRO-3
-    splits_weights: bool  # between two passes each rank holds a shard of each weight: FSDP, ZeRO-3
+    shards_weights: bool  # between two passes each rank holds a shard of each weight: FSDP, ZeRO-3
     is_sharded: bool  # each rank holds a shard of the weights; gathering them is a collective operation
 
-    def sharded(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+    def sharded_parts(self, parts: Mapping[str, Part]) -> dict[str, Part]:
         """The parts of a run in the form that a checkpoint stores if each rank holds a shard of their tensors."""
         ...
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def full_tensor(self, tensor: Tensor) -> Tensor:
         """A weight as one tensor, gathered if it is sharded. Collective: all ranks call it in the same order."""
         ...
 
-    def pieces(self, model: nn.Module) -> list[Tensor]:
-        """This rank's tensors from which trained weights are gathered, if ``splits_weights``.
+    def local_shards(self, model: nn.Module) -> list[Tensor]:
+        """This rank's tensors from which trained weights are gathered, if ``shards_weights``.
 
-        Values written to them take effect in the next forward pass, after ``drop_gathered``.
+        Values written to them take effect in the next forward pass, after ``reshard``.
         """
         ...
 
-    def drop_gathered(self, model: nn.Module) -> None:
+    def reshard(self, model: nn.Module) -> None:
         """Free weights that were gathered for a forward pass."""
         ...
 
@@ -162,7 +162,7 @@ class Parallel(Protocol):
         """Context for generation with the bare model, outside of the module that ``prepare`` returned."""
         ...
 
-    def place(self, model: nn.Module, trained_in: torch.dtype) -> None:
+    def move_model(self, model: nn.Module, trained_in: torch.dtype) -> None:
         """Convert trained weights to ``trained_in`` and move all weights to their device.
 
         Called before the optimizer is created, because it may copy the weights. A backend that shards may do this in

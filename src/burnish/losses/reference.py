@@ -36,7 +36,7 @@ class Reference(Protocol):
 
 def refuse_sharded_weights(parallel: Parallel) -> None:
     """Raise UserError for a moving reference if each rank holds only a shard of the weights."""
-    if parallel.splits_weights:
+    if parallel.shards_weights:
         what = '"sync_ref_model" updates full weights, but each process holds only a shard of them (FSDP, ZeRO-3).'
         raise UserError(what, remedy="Remove it, or use DDP, ZeRO-1 or ZeRO-2.", option="sync_ref_model")
 
@@ -133,8 +133,8 @@ class ShardedInitialWeights(Reference):
         """Copy the current weights at the first call. ``module`` is the policy as prepared by the backend."""
         if self.held:
             return
-        self.parallel.drop_gathered(module)
-        self.held = [(piece, piece.clone()) for piece in self.parallel.pieces(module)]
+        self.parallel.reshard(module)
+        self.held = [(piece, piece.clone()) for piece in self.parallel.local_shards(module)]
 
     @contextmanager
     def answering(self, module: nn.Module) -> Iterator[nn.Module]:
@@ -145,7 +145,7 @@ class ShardedInitialWeights(Reference):
             self._exchange(module)
 
     def _exchange(self, module: nn.Module) -> None:
-        self.parallel.drop_gathered(module)
+        self.parallel.reshard(module)
         with torch.no_grad():
             for piece, other in self.held:
                 previous = piece.clone()

@@ -163,7 +163,7 @@ def mean_row(head: Head | None, parallel: Parallel) -> Tensor | None:
         (0,) if the model computes its logits itself, whose mean is taken then. None if the mean logit is not available,
         for example because the head is sharded.
     """
-    if parallel.splits_weights:
+    if parallel.shards_weights:
         return None
     if head is None:
         return torch.empty(0)

@@ -65,7 +65,7 @@ class SingleProcess:
         self.optimizer = optimizer
         if self.device.type == "cpu" and optimizer is not None:
             keep_freed_memory(self.is_sharded)
-        self.settle(model)
+        self.ensure_on_device(model)
         if self.options.gradient_checkpointing or self.checkpoints_layers:
             checkpoint_activations(model, self.options.gradient_checkpointing_kwargs)
         if self.options.activation_offloading and self.device.type != "cpu":
@@ -75,7 +75,7 @@ class SingleProcess:
             compile_layers(model, backend=backend, mode=self.options.torch_compile_mode)
         return model, optimizer
 
-    def place(self, model: nn.Module, trained_in: torch.dtype) -> None:
+    def move_model(self, model: nn.Module, trained_in: torch.dtype) -> None:
         """Convert trainable weights and move the model to the device, before the optimizer is created.
 
         Args:
@@ -84,8 +84,8 @@ class SingleProcess:
         set_precision(model, trained_in)
         model.to(self.device)
 
-    def settle(self, model: nn.Module) -> None:
-        """Move a model for which ``place`` was not called to the backend's device."""
+    def ensure_on_device(self, model: nn.Module) -> None:
+        """Move a model for which ``move_model`` was not called to the backend's device."""
         model.to(self.device)
 
     def to_device(self, batch: Batch) -> Batch:
@@ -107,23 +107,23 @@ class SingleProcess:
         return nullcontext()
 
     is_sharded = False
-    splits_weights = False
+    shards_weights = False
     frees_weights = False
 
-    def sharded(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+    def sharded_parts(self, parts: Mapping[str, Part]) -> dict[str, Part]:
         """The parts of a run in the form that a checkpoint stores, if tensors are sharded."""
         return dict(parts)
 
-    def pieces(self, model: nn.Module) -> list[Tensor]:
+    def local_shards(self, model: nn.Module) -> list[Tensor]:
         return [weight.data for weight in model.parameters() if weight.requires_grad]
 
-    def drop_gathered(self, model: nn.Module) -> None:
+    def reshard(self, model: nn.Module) -> None:
         return None
 
     def other_modules(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def full_tensor(self, tensor: Tensor) -> Tensor:
         """A whole weight, gathered if it is sharded. Collective: all ranks call it in the same order."""
         return tensor
 

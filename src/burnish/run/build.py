@@ -250,7 +250,7 @@ def _fitted_model(
     """The model with its adapter, and the objective fitted to it; what the model can do, and its images."""
     objective, model = prepared.objective, trained_model(prepared, adapter, parallel, options)
     if prepared.family is not None and has_images(prepared):
-        raise_if(check_processes(options, model, parallel.world_size, parallel.splits_weights))
+        raise_if(check_processes(options, model, parallel.world_size, parallel.shards_weights))
     capabilities, notes, ahead = configure_objective(objective, model, prepared, options)
     notes += setup_reward_head(objective, options, parallel)
     setup_completions(objective, model, parallel, options)
@@ -285,7 +285,7 @@ def trained_model(prepared: Prepared, adapter: ModelAdapter, parallel: Parallel,
         notes.append(
             "Dropout is disabled, including LoRA dropout, so that log-probabilities are comparable (disable_dropout)."
         )
-    parallel.place(model, trainable_dtype(options, model, parallel))
+    parallel.move_model(model, trainable_dtype(options, model, parallel))
     turns = prepared.sizes.turns.lines if prepared.sizes.turns and trains(options) else ()
     notes += [f"{label.capitalize()}: {text}." for label, text in turns]
     if not quantization_of(options, prepared.config):

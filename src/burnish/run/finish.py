@@ -86,7 +86,7 @@ def write_trained_model(run: Loop, prepared: Prepared, folder: Path) -> None:
     is_adapter = not state.adapter.saves_whole_model
     save_model(
         state.model, prepared.tokenizer, folder, adapter=state.adapter if is_adapter else None,
-        stop_token_ids=prepared.template.stop_token_ids(), whole=parallel.whole if parallel.is_sharded else None,
+        stop_token_ids=prepared.template.stop_token_ids(), whole=parallel.full_tensor if parallel.is_sharded else None,
         writes=parallel.rank == 0,
     )  # fmt: skip
     save_head(run.objective, state.model, prepared.tokenizer, folder, is_adapter=is_adapter, parallel=parallel)

@@ -90,7 +90,7 @@ def key_of(rows: RowsWithReference, objective: Any, module: nn.Module, parallel:
         hashed.update(json.dumps(facts, sort_keys=True).encode())
         for name, tensor in bare.state_dict(keep_vars=True).items():
             if isinstance(tensor, Tensor) and id(tensor) not in trained:
-                _add(hashed, name, parallel.whole(tensor))
+                _add(hashed, name, parallel.full_tensor(tensor))
     for batch in rows.batches(objective, size):
         for name, tensor in tensors_of(batch):
             _add(hashed, name, tensor)

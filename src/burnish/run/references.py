@@ -92,7 +92,7 @@ def _reference_of(
     if isinstance(adapter, LoraAdapter) and adapter.to_continue is not None:
         sentence += " To use the model without the adapter (as in LLaMA-Factory), set ref_model to the base model."
     if not options.sync_ref_model:
-        return ShardedInitialWeights(parallel) if parallel.splits_weights else InitialWeights(model), [sentence]
+        return ShardedInitialWeights(parallel) if parallel.shards_weights else InitialWeights(model), [sentence]
     refuse_sharded_weights(parallel)
     return _following(InitialWeights(model), sentence, options)
 

@@ -72,7 +72,7 @@ def _setup_value_head(objective: PpoObjective, options: RunOptions) -> list[str]
 
 
 def _refuse_classifier(objective: RewardObjective, options: RunOptions, parallel: Parallel) -> None:
-    if parallel.splits_weights and trains(options) and saved_head(objective) == "score":
+    if parallel.shards_weights and trains(options) and saved_head(objective) == "score":
         what = "A sequence classifier is saved by one process, but the weights are sharded (FSDP, ZeRO-3)."
         raise UserError(what, remedy="Set reward_head: value_head, or use DDP, ZeRO-1 or ZeRO-2.")
 
@@ -98,13 +98,15 @@ def save_head(
 ) -> None:
     """Write the head in the format that matches what was saved in ``folder``. All ranks must call this."""
     if isinstance(objective, PpoObjective) and objective.value_head is not None:
-        values = {name: parallel.whole(value).detach().cpu() for name, value in objective.value_head.weights().items()}
+        values = {
+            name: parallel.full_tensor(value).detach().cpu() for name, value in objective.value_head.weights().items()
+        }
         if parallel.rank == 0:
             write_value_head(folder, values)
         return
     if not isinstance(objective, RewardObjective) or not isinstance(objective.head, RewardHead):
         return
-    weights = {name: parallel.whole(value).detach().cpu() for name, value in objective.head.weights().items()}
+    weights = {name: parallel.full_tensor(value).detach().cpu() for name, value in objective.head.weights().items()}
     if parallel.rank > 0:
         return
     saved = saved_head(objective)

@@ -56,7 +56,7 @@ def setup_completions(objective: StageObjective, model: Any, parallel: Parallel,
 def merging(model: Any, parallel: Parallel) -> Callable[[], AbstractContextManager[None]]:
     """Return a context in which a trained adapter is merged into the weights, or, with sharded weights, applied
     unmerged."""
-    return nullcontext if parallel.splits_weights else partial(merged, model)
+    return nullcontext if parallel.shards_weights else partial(merged, model)
 
 
 def rollout_callbacks(objective: StageObjective, options: RunOptions) -> list[Any]:

@@ -68,7 +68,7 @@ class ParallelAccelerator:
     use_distributed = property(lambda self: self.parallel.world_size > 1)
     multi_device = property(lambda self: self.parallel.world_size > 1)
     gradient_accumulation_steps = property(lambda self: self.gradient_state.plugin_kwargs["num_steps"])
-    is_fsdp2 = property(lambda self: self.parallel.splits_weights)
+    is_fsdp2 = property(lambda self: self.parallel.shards_weights)
     optimizer_step_was_skipped = property(lambda self: False)  # the loop reports skipped steps itself
     deepspeed_plugin = property(lambda self: self.state.deepspeed_plugin)
     logging_dir = property(lambda self: self.project_dir)

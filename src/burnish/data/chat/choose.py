@@ -1,12 +1,12 @@
 """Select the template of a run: by name, from a file, or the tokenizer's own chat template.
 
-``load_template`` returns a ``Template``, which encodes examples. ``configure_tokenizer`` adjusts the tokenizer to it. An
+``load_template`` returns a ``Template``, which encodes examples. ``configure_tokenizer`` adjusts a tokenizer to it. An
 unknown template, or one whose control tokens the tokenizer lacks, is an error before any data is read.
 
-    template = load_template(options, tokenizer)     # by name, from a file, or the tokenizer's own
-    notes = configure_tokenizer(template, tokenizer)       # set EOS, padding and stop tokens
+    template = load_template(options, tokenizer)      # by name, from a file, or the tokenizer's own
+    notes = configure_tokenizer(template, tokenizer)  # set EOS, padding and stop tokens
     rows = template.encode(examples, stats)
-    tokenizer.chat_template = template.jinja()       # renders the tokens that were trained
+    tokenizer.chat_template = template.jinja()        # renders the tokens that were trained
 """
 
 from __future__ import annotations

@@ -65,16 +65,16 @@ class DeepSpeedParallel(MultiProcess):
         self.empty_groups: dict[int, dict[str, Any]] = {}  # index -> a group without weights, which DeepSpeed drops
         self.offloaded: list[tuple[Tensor, Tensor | None]] = []  # weights whose gradients are in main memory
         self.stage = zero_stage(options)
-        self.splits_weights = self.frees_weights = self.stage == 3
+        self.shards_weights = self.frees_weights = self.stage == 3
 
-    def place(self, model: nn.Module, trained_in: torch.dtype) -> None:
+    def move_model(self, model: nn.Module, trained_in: torch.dtype) -> None:
         """Convert trainable weights only if DeepSpeed does not compute in half precision. Otherwise it keeps its own
         float32 copies, and moves this rank's shards itself.
         """
         if not self.options.pure_bf16 and mixed_precision(self.options) == "no":
             set_precision(model, trained_in)
 
-    def settle(self, model: nn.Module) -> None:
+    def ensure_on_device(self, model: nn.Module) -> None:
         return None
 
     def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Any]:
@@ -154,7 +154,7 @@ class DeepSpeedParallel(MultiProcess):
                 for weight in weights:
                     weight.ds_active_sub_modules.discard(_USER)
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def full_tensor(self, tensor: Tensor) -> Tensor:
         with self._gathered([tensor]):
             return tensor.detach().clone()
 
@@ -164,7 +164,7 @@ class DeepSpeedParallel(MultiProcess):
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
-    def sharded(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+    def sharded_parts(self, parts: Mapping[str, Part]) -> dict[str, Part]:
         with_shards = dict(parts)
         is_adapter = parts["model"].stem != "model"
         weights = AdapterShards(self) if is_adapter else WeightShards(self)
@@ -177,11 +177,11 @@ class DeepSpeedParallel(MultiProcess):
             with_shards[name] = replace(parts[name], shards=shards, is_collective=True)
         return with_shards
 
-    def pieces(self, model: nn.Module) -> list[Tensor]:
+    def local_shards(self, model: nn.Module) -> list[Tensor]:
         trained: list[Any] = [weight for weight in model.parameters() if weight.requires_grad]
         return [weight.ds_tensor.data for weight in trained]
 
-    def drop_gathered(self, model: nn.Module) -> None:
+    def reshard(self, model: nn.Module) -> None:
         self.runner.empty_partition_cache()
 
     @contextmanager

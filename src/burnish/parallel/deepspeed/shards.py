@@ -76,7 +76,7 @@ class WeightShards:
                     part = state[name].slice_of(place.begin, place.length)
                     place.flat.data[place.offset : place.offset + place.length].copy_(part)
             elif not hasattr(weight, "ds_tensor"):
-                weight.data.copy_(state[name].whole())
+                weight.data.copy_(state[name].full_tensor())
         self.engine.spread()
 
 
@@ -97,7 +97,7 @@ class AdapterShards:
 
     def load_state_dict(self, held: Stateful, state: Mapping[str, Any]) -> None:
         with self._whole(writes=True):
-            held.load_state_dict({name: value.whole() for name, value in state.items()})
+            held.load_state_dict({name: value.full_tensor() for name, value in state.items()})
 
     @contextmanager
     def _whole(self, writes: bool = False) -> Iterator[None]:
@@ -169,7 +169,7 @@ class StateShards:
             state_of_weight = states[place.flat]
             for key, value in saved.items():
                 if prod(value.shape) == 1 and not len(value.shape):
-                    state_of_weight[key] = value.whole()
+                    state_of_weight[key] = value.full_tensor()
                     continue
                 flat = state_of_weight.setdefault(
                     key, torch.zeros_like(place.flat, dtype=value.dtype, requires_grad=False)

@@ -57,13 +57,13 @@ class FsdpParallel(MultiProcess):
         self.checkpoints_layers = self.settings.checkpoints
         self.mesh = _mesh(self.settings, self.device.type, self.world_size)
 
-    def place(self, model: nn.Module, trained_in: torch.dtype) -> None:
+    def move_model(self, model: nn.Module, trained_in: torch.dtype) -> None:
         """Store ``trained_in`` only. ``fully_shard`` moves this rank's shards layer by layer, and each layer is
         converted just before. Until then weights are memory-mapped, and all processes of a machine share them.
         """
         self.trained_in = trained_in
 
-    def settle(self, model: nn.Module) -> None:
+    def ensure_on_device(self, model: nn.Module) -> None:
         return None
 
     def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Any]:
@@ -135,9 +135,9 @@ class FsdpParallel(MultiProcess):
                 module.reshard()
 
     is_sharded = True
-    splits_weights = True
+    shards_weights = True
 
-    def sharded(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+    def sharded_parts(self, parts: Mapping[str, Part]) -> dict[str, Part]:
         """The parts of a run for a checkpoint. Each rank writes its shards of a full model and of the optimizer. An
         adapter is small: it is gathered, and its file can be read by other programs.
         """
@@ -150,15 +150,15 @@ class FsdpParallel(MultiProcess):
             with_shards[name] = replace(parts[name], shards=ModelShards(gathers=True), is_collective=True)
         return with_shards
 
-    def pieces(self, model: nn.Module) -> list[Tensor]:
+    def local_shards(self, model: nn.Module) -> list[Tensor]:
         return [local(weight.detach()) for weight in model.parameters() if weight.requires_grad]
 
-    def drop_gathered(self, model: nn.Module) -> None:
+    def reshard(self, model: nn.Module) -> None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def full_tensor(self, tensor: Tensor) -> Tensor:
         return _gathered(tensor)  # type: ignore[no-any-return]
 
 
@@ -216,7 +216,7 @@ def placed(value: Any, like: Any) -> Any:
     if not isinstance(value, ShardedTensor):
         return value
     if not isinstance(like, DTensor) or like.shape != value.shape:
-        return value.whole()
+        return value.full_tensor()
     shard = local(like.detach())
     width = prod(like.shape[1:])
     rows, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)

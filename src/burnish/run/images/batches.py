@@ -42,16 +42,16 @@ def has_images(prepared: Prepared) -> bool:
     return any(rows.has_images for rows in (prepared.rows, *prepared.eval_rows.values()))
 
 
-def check_processes(options: RunOptions, model: Any, world_size: int, splits_weights: bool) -> list[Problem]:
+def check_processes(options: RunOptions, model: Any, world_size: int, shards_weights: bool) -> list[Problem]:
     """Return problems of images with several processes, of which some may have a micro-batch without images.
 
     Args:
         model: the model that is trained.
-        splits_weights: whether weights are sharded over processes.
+        shards_weights: whether weights are sharded over processes.
     """
     if world_size == 1:
         return []
-    if splits_weights:
+    if shards_weights:
         what = "images are not supported with sharded weights (DeepSpeed stage 3, FSDP)."
         why = "A process without images in its micro-batch would not call the vision tower, and the others would hang."
         return [Problem(what, why=why, remedy="Use DDP, or DeepSpeed stage 1 or 2.")]

@@ -201,7 +201,7 @@ def reference_for(
     if options.sync_ref_model:
         refuse_sharded_weights(parallel)
         return _following(InitialWeights(model), options)
-    return ShardedInitialWeights(parallel) if parallel.splits_weights else InitialWeights(model)
+    return ShardedInitialWeights(parallel) if parallel.shards_weights else InitialWeights(model)
 
 
 def _following(start: InitialWeights | SeparateModel, options: ReferenceOptions) -> MovingReference:
