@@ -103,7 +103,7 @@ class Loop:
         self.eval_sets = {} if eval_sets is None else eval_sets
         self.meter = Meter(parallel.device, options.logging_nan_inf_filter)
         self.spikes = SpikeWatch(options.spike_ratio) if options.on_spike != "no" else None
-        self.rollout = RolloutBuffer(parallel.rank, parallel.world_size, objective.redistribute)
+        self.rollout_buffer = RolloutBuffer(parallel.rank, parallel.world_size, objective.redistribute)
         self.flos_per_token, self.logs_tokens = flos_per_token, logs_tokens
         others: dict[str, Stateful | Part] = {"stream": loader, "state": self.state}
         others |= objective.parts
@@ -111,7 +111,7 @@ class Loop:
             others["spikes"] = self.spikes
         others |= {"meter": self.meter, **parallel.parts}
         if objective.inner_steps > 1:
-            others["rollout"] = Part(self.rollout, "rollout", on_each_rank=True, reads_all_ranks=True)
+            others["rollout"] = Part(self.rollout_buffer, "rollout", on_each_rank=True, reads_all_ranks=True)
         parts = parts_of(weights, optimizer, scheduler, others, save_only_model=options.save_only_model)
         self.parts = parallel.sharded_parts(parts)  # everything that a checkpoint stores, by name
 
@@ -144,7 +144,7 @@ class Loop:
 
     def step_batches(self) -> Iterator[StepBatch]:
         """Yield the remaining step batches of the epoch: first those left of the current rollout, then new ones."""
-        yield from self.rollout.remaining()
+        yield from self.rollout_buffer.remaining()
         source = self.loader.step_batches()
         for step_batch in source:
             inner_batches = self.objective.rollout(
@@ -153,8 +153,8 @@ class Loop:
             assert len(inner_batches) == self.objective.inner_steps, (
                 f"{type(self.objective).__name__}.rollout: {len(inner_batches)}"
             )
-            self.rollout.fill(inner_batches)
-            yield from self.rollout.remaining()
+            self.rollout_buffer.fill(inner_batches)
+            yield from self.rollout_buffer.remaining()
 
     def step(self, step_batch: StepBatch) -> None:
         """Run forward and backward for all micro-batches of a step, then update the weights once."""
@@ -184,7 +184,7 @@ class Loop:
         self.optimizer.zero_grad()
 
         self.loader.advance(step_batch)
-        self.rollout.advance()
+        self.rollout_buffer.advance()
         self.state.global_step += 1
         self.state.epoch = step_batch.epoch
         sums = joined_by_name([each.sums for each in losses])
@@ -310,7 +310,7 @@ class Loop:
 
     def end_epoch(self) -> None:
         """Move to the start of the next epoch. Remaining step batches of a rollout are dropped."""
-        self.rollout.clear()
+        self.rollout_buffer.clear()
         self.loader.end_epoch()
 
     def end_training(self) -> TrainOutput:

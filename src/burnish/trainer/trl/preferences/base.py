@@ -36,9 +36,9 @@ from burnish.trainer.reporting import Count
 from burnish.trainer.trl.preferences.collator import REFERENCE, Padded, PaddedBySide, column_of, rows_of_padded
 from burnish.trainer.trl.preferences.config import PreferenceConfig, WithReference
 from burnish.trainer.trl.preferences.objective import (
-    capabilities_and_collator,
     ReadyBatches,
     Score,
+    capabilities_and_collator,
     padding_batch,
     reference_for,
     with_numbers,
