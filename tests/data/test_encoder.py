@@ -1,9 +1,14 @@
 """Tokenization of texts, independent of settings on the tokenizer, with and without offsets."""
 
+from types import SimpleNamespace
+
+import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from burnish.config.errors import UserError
 from burnish.data.tokens.encoder import Encoder
+from tiny_models import tiny_tokenizer
 
 CORPUS = ["The quick brown fox doesn't jump over 12 lazy dogs", "one two three\n\nseven doors", "naïve café 日本語 😀"]
 
@@ -35,3 +40,24 @@ def test_located_texts_match_tokenizer_ids_and_offsets():
         for position, (ended, started) in zip(positions, borders, strict=True):
             assert ended == sum(end <= position for _, end in plain["offset_mapping"])
             assert started == sum(start < position for start, _ in plain["offset_mapping"])
+
+
+class PanicException(BaseException):
+    """As pyo3 raises it for a panic in a library in Rust."""
+
+
+@pytest.mark.parametrize("kind", [PanicException, Exception])
+@pytest.mark.parametrize("call", ["encode", "plain", "located"])
+def test_error_in_the_tokenizer_library_is_one_sentence(call, kind, monkeypatch):
+    encoder = Encoder(tiny_tokenizer())
+
+    def fails(*args, **kwargs):
+        raise kind("index out of bounds")
+
+    backend = SimpleNamespace(encode_batch=fails, encode_batch_fast=fails)
+    monkeypatch.setattr(encoder, "_backend", lambda: backend)
+    monkeypatch.setattr(encoder.tokenizer, "encode", fails, raising=False)
+    calls = {"encode": lambda: encoder.encode(["w1"]), "plain": lambda: encoder.plain("w1"),
+             "located": lambda: encoder.located(["w1"], [[1]])}  # fmt: skip
+    with pytest.raises(UserError, match="its tokenizer cannot encode a text: index out of bounds"):
+        calls[call]()

@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 import socket
 import time
 
@@ -163,7 +164,7 @@ def test_model_without_generation_is_rejected(tmp_path):
 
 def test_contradictory_config_is_rejected(tmp_path):
     change_json(saved_model(tmp_path) / "config.json", hidden_size="sixteen")
-    assert "\"hidden_size\" must be a positive integer. Received: 'sixteen'" in model_problems(tmp_path)[0]
+    assert '"hidden_size" must be a positive integer. Received: "sixteen"' in model_problems(tmp_path)[0]
     change_json(tmp_path / "config.json", hidden_size=16, num_attention_heads=0)
     assert '"num_attention_heads" must be a positive integer' in model_problems(tmp_path)[0]
 
@@ -229,14 +230,20 @@ def test_unavailable_attention_is_rejected_by_name(options, expected, tmp_path):
 def test_chat_template_that_is_no_text_is_rejected(template, tmp_path):
     change_json(saved_model(tmp_path) / "tokenizer_config.json", chat_template=template)
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
-    with pytest.raises(UserError, match=r"the chat template of its tokenizer must be text. Received: (5|None)\."):
+    with pytest.raises(UserError, match=r"the chat template of its tokenizer must be text. Received: (5|null)\."):
         load_tokenizer(ModelOptions(model_name_or_path=str(tmp_path)))
 
 
-@pytest.mark.parametrize("changes", [{"num_hidden_layers": 10**9}, {"text_config": {"num_hidden_layers": 10**9}}])
-def test_excessive_number_of_layers_is_rejected(changes, tmp_path):
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_hidden_layers": 10**9}, {"text_config": {"num_hidden_layers": 10**9}}, {"head_dim": 10**9}],
+    ids=str,
+)
+def test_number_in_config_that_would_exhaust_memory_is_rejected(changes, tmp_path):
     change_json(saved_model(tmp_path) / "config.json", **changes)
-    assert '"num_hidden_layers" must be at most 10000. Received: 1000000000.' in model_problems(tmp_path)[0]
+    assert re.search(
+        r'"(num_hidden_layers|head_dim)" must be at most \d+\. Received: 1000000000\.', model_problems(tmp_path)[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -384,3 +391,14 @@ def test_all_problems_are_reported_together(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert len(model_problems(tmp_path, flash_attn="fa2")) == 3
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"quant_method": "fp8", "weight_block_size": "x"}, {"quant_method": "compressed-tensors", "config_groups": 5}],
+    ids=lambda config: config["quant_method"],
+)
+def test_quantization_config_that_transformers_rejects_is_one_sentence(config, tmp_path):
+    change_json(saved_model(tmp_path) / "config.json", quantization_config=config)
+    with pytest.raises(UserError, match=f"{tmp_path}: "):
+        load_model(ModelOptions(model_name_or_path=str(tmp_path)))

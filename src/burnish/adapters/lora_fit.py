@@ -128,7 +128,7 @@ def read_adapter_config(folder: Path) -> Any:
         known = {each.name for each in fields(LoraConfig)} - {"runtime_config"}
         return LoraConfig(**{name: value for name, value in raw.items() if name in known})
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
-        raise UserError(f"peft rejects this adapter's config: {error}.", where=str(path)) from error
+        raise UserError(f"peft rejects this adapter's config: {str(error).rstrip('.')}.", where=str(path)) from error
 
 
 _TEXT, _NUMBER, _COUNT, _FLAG = "text", "a positive number", "a positive integer", "true or false"

@@ -133,8 +133,12 @@ library."""
 
 
 def is_unusable(error: BaseException) -> bool:
-    """Whether ``error`` is one of those. The Rust library tokenizers raises a plain ``Exception``."""
-    return isinstance(error, UNUSABLE) or type(error) is Exception
+    """Whether ``error`` is one of those.
+
+    The Rust library tokenizers raises a plain ``Exception``, and pyo3's ``PanicException``, which is a
+    ``BaseException``.
+    """
+    return isinstance(error, UNUSABLE) or type(error) is Exception or type(error).__name__ == "PanicException"
 
 
 class NotSavedError(RuntimeError):

@@ -74,20 +74,21 @@ def _wrong_numbers(raw: Mapping[str, Any]) -> Iterator[str]:
             yield f'"{name}" must be a positive integer. Received: {quoted(value)}.'
         if name.endswith(("dropout", "pdrop")) and isinstance(value, int | float) and not 0 <= value <= 1:
             yield f'"{name}" must be from 0 to 1. Received: {quoted(value)}.'
-    yield from _too_many_layers(raw)
+    yield from _too_large(raw)
 
 
-def _too_many_layers(raw: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each number of layers, also in nested configs, whose modules would exhaust memory."""
+def _too_large(raw: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each number, also in nested configs, with which a model without weights exhausts memory."""
     for name, value in raw.items():
-        if name in _LAYERS and isinstance(value, int | float) and value > _MAX_LAYERS:
-            yield f'"{name}" must be at most {_MAX_LAYERS}. Received: {quoted(value)}.'
+        most = _MAX_LAYERS if name in _LAYERS else _MAX_HEAD if name.endswith(("head_dim", "rotary_dim")) else None
+        if most is not None and isinstance(value, int | float) and value > most:
+            yield f'"{name}" must be at most {most}. Received: {quoted(value)}.'
         elif isinstance(value, Mapping):
-            yield from _too_many_layers(value)
+            yield from _too_large(value)
 
 
 _LAYERS = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth"})
-_MAX_LAYERS = 10_000
+_MAX_LAYERS, _MAX_HEAD = 10_000, 65_536  # rotary frequencies of a head are computed when the model is created
 _COUNTS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "n_embd", "n_layer",
     "n_head",

@@ -330,17 +330,22 @@ def _pretrained_model(
     if source.folder is not None:
         raise_if(generation_file_problems(source.folder))
     talks = redirect_stdout(sys.stderr) if quantized_by(config) else nullcontext()  # gptqmodel prints a lot
-    with quiet(), talks, refused_conversions(source.name):
-        loaded: Any = auto_class(config).from_pretrained(
-            source.name,
-            config=config,
-            use_safetensors=True,
-            device_map=None if device is None else {"": device},
-            ignore_mismatched_sizes=True,  # reported below in one message
-            output_loading_info=True,
-            **hub_arguments(options),
-            **arguments,
-        )
+    try:
+        with quiet(), talks, refused_conversions(source.name):
+            loaded: Any = auto_class(config).from_pretrained(
+                source.name,
+                config=config,
+                use_safetensors=True,
+                device_map=None if device is None else {"": device},
+                ignore_mismatched_sizes=True,  # reported below in one message
+                output_loading_info=True,
+                **hub_arguments(options),
+                **arguments,
+            )
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, ImportError, LookupError, TypeError, ValueError) as error:
+        raise UserError(f"the model cannot be loaded: {message_of(error)}", where=source.name) from error
     model: PreTrainedModel = loaded[0]
     _check_generation(model, source.name)
     found: dict[str, Any] = loaded[1]

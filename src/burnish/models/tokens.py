@@ -59,7 +59,7 @@ def load_tokenizer(options: ModelOptions, notes: list[str] | None = None) -> Pre
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source.name, padding_side="right", **hub_arguments(options)
         )
-    except Exception as error:
+    except BaseException as error:
         if not is_unusable(error):
             raise
         what = f"a file has no entry {error}." if isinstance(error, KeyError) else message_of(error)

@@ -14,11 +14,13 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
+from burnish.config.errors import UNUSABLE, UserError, is_unusable
 from burnish.loop.types import Ids
 from burnish.utils.sequences import shared_beginning
 
@@ -96,7 +98,8 @@ class Encoder:
 
     def plain(self, text: str) -> list[int]:
         """Return the ids of a text, treating special tokens as ordinary text."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        with self._tokenizing():
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         return ids
 
     def boundaries(self, text: str, positions: Sequence[int]) -> list[tuple[int, int]]:
@@ -115,7 +118,8 @@ class Encoder:
         found: dict[int, tuple[Ids, list[tuple[int, int]]]] = {}
         ordinary = [at for at, text in enumerate(texts) if self.tokenizer.is_fast and _MARK not in text]
         some = [texts[at] for at in ordinary]
-        encodings = self._backend().encode_batch(some, add_special_tokens=False) if some else []
+        with self._tokenizing():
+            encodings = self._backend().encode_batch(some, add_special_tokens=False) if some else []
         for at, encoding in zip(ordinary, encodings, strict=True):
             starts, ends = [start for start, _ in encoding.offsets], [end for _, end in encoding.offsets]
             borders = [(bisect_right(ends, position), bisect_left(starts, position)) for position in positions[at]]
@@ -127,10 +131,23 @@ class Encoder:
         return [found[at] for at in range(len(texts))]
 
     def _batch(self, texts: list[str]) -> list[Ids]:
-        if not self.tokenizer.is_fast:
-            return [array("i", self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
-        encodings = self._backend().encode_batch_fast(texts, add_special_tokens=False)
+        with self._tokenizing():
+            if not self.tokenizer.is_fast:
+                return [array("i", self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+            encodings = self._backend().encode_batch_fast(texts, add_special_tokens=False)
         return [array("i", encoding.ids) for encoding in encodings]
+
+    @contextmanager
+    def _tokenizing(self) -> Iterator[None]:
+        """Convert an error of the tokenizer, or a panic in its library, to a UserError about its files."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, UNUSABLE) or not is_unusable(error):
+                raise
+            what = f"its tokenizer cannot encode a text: {error}."
+            where = str(getattr(self.tokenizer, "name_or_path", ""))
+            raise UserError(what, where, remedy="Download its tokenizer files again.") from error
 
     def _backend(self) -> Any:
         """Return the underlying ``tokenizers`` object. Its batch calls are faster than transformers' wrapper."""
