@@ -1,6 +1,6 @@
 """Files and commands of the user pages run in order, and print the output shown below them.
 
-A block with a title is a file; ``title="added to run.yaml"`` are keys that are added to that file and trained with; a
+A block with a title is a file; ``title="add to run.yaml"`` are keys that are added to that file and trained with; a
 library in parentheses is needed for it. Bash lines are run here; ``# exit status 2`` is expected where it is said. Each
 line of a text block stands in the output of the command before it.
 """
@@ -35,7 +35,7 @@ def test_page_commands_run(page: str, tmp_path: Path, monkeypatch, capsys) -> No
     (tmp_path / "my_pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     printed = ""
     for language, title, text in BLOCK.findall((DOCS / page).read_text(encoding="utf-8")):
-        if title.startswith("added to "):
+        if title.startswith("add to "):
             _, _, name, *needed = title.split()
             if not needed or find_spec(needed[0].strip("()")):
                 both = Path(name).read_text() + text

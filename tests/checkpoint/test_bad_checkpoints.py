@@ -241,7 +241,7 @@ def test_two_runs_cannot_share_a_folder(user_folder: Path, capsys: pytest.Captur
     with Path("out/.lock").open() as stored:
         fcntl.flock(stored, fcntl.LOCK_EX)
         assert cli.main(["train", "run.yaml"]) == 2
-    assert "another run is writing into this folder" in read_output(capsys)[1]
+    assert "another run is writing to this folder" in read_output(capsys)[1]
     assert os.listdir("out") == [".lock"]
 
 

@@ -181,7 +181,7 @@ def test_missing_requirements_are_reported_before_training(folder):
         trainer_of(folder, dataset=Dataset.from_list([{"text": "a"}]))
     with pytest.raises(ValueError, match="No reward source"):
         trainer_of(folder, rewards=[])
-    with pytest.raises(ValueError, match="Number of reward weights"):
+    with pytest.raises(ValueError, match="number of reward weights"):
         trainer_of(folder, reward_weights=[1.0, 2.0])
 
 

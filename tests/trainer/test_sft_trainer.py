@@ -666,7 +666,7 @@ def test_plain_training_arguments_are_accepted(tmp_path):
         ),
         (TEXTS, {"packing": True}, {"data_collator": len}, ValueError, "custom data collator is not supported"),
         (TEXTS, {"assistant_only_loss": True}, {}, ValueError, "the dataset is not conversational"),
-        (TEXTS, {"loss_type": "mse"}, {}, ValueError, "Invalid `loss_type` mse"),
+        (TEXTS, {"loss_type": "mse"}, {}, ValueError, "`loss_type` must be nll or dft"),
         (TEXTS, {"loss_type": "dft"}, {"compute_loss_func": len}, ValueError, "together with `loss_type='dft'`"),
         (TEXTS, {"truncation_mode": "middle"}, {}, ValueError, "`truncation_mode` must be .* Received: 'middle'"),
         (TEXTS, {"router_aux_loss_coef": 0.1}, {}, ValueError, "not a Mixture-of-Experts model"),

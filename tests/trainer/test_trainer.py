@@ -367,7 +367,7 @@ def test_all_tokens_are_counted_with_one_note_if_padding_is_unknown(tmp_path, mo
     )
     trainer.train()
     assert trainer.state.num_input_tokens_seen == 8 * 12
-    assert ["Could not determine method to count non-padding tokens" in sentence for sentence in message] == [True]
+    assert ["Non-padding tokens cannot be counted" in sentence for sentence in message] == [True]
 
 
 @pytest.mark.slow

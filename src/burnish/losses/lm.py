@@ -57,7 +57,7 @@ class LmOptions:
     )
     eaft_alpha: float = option(1.0, "Exponent of the entropy in EAFT.", ge=0)
     router_aux_loss_coef: float | None = option(
-        None, "Weight of the load balancing loss of a mixture of experts. Default: as in the model's config.", ge=0,
+        None, "Weight of the load-balancing loss of a mixture of experts. Default: as in the model's config.", ge=0,
         aliases=("moe_aux_loss_coef",),
     )  # fmt: skip
     compute_accuracy: bool = option(False, "Log the token accuracy.")

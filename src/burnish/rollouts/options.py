@@ -334,7 +334,7 @@ def rollout_notes(options: RolloutStageChoices) -> list[str]:
     usual, most = ("1e-6 to 5e-6", 2e-5) if options.finetuning_type == "full" else ("1e-5 to 1e-4", 5e-4)
     if options.learning_rate >= most:
         found.append(
-            f"learning_rate {options.learning_rate:g} is high for learning from rewards (typically {usual}); the "
+            f"learning_rate {options.learning_rate:g} is high for reinforcement learning (typically {usual}); the "
             "model may degenerate."
         )
     return found

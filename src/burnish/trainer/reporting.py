@@ -44,8 +44,8 @@ class Count:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "Could not determine method to count non-padding tokens, falling back to counting all tokens: the "
-                "batches have no attention_mask, and the processing class no pad_token_id."
+                "Non-padding tokens cannot be counted, so all tokens are counted: the batches have no attention_mask, "
+                "and the processing class has no pad_token_id."
             )
         return ids.numel()
 

@@ -121,7 +121,7 @@ def check_spikes(args: TrainingArguments, loader: Any, inner_steps: int) -> None
     if args.on_spike != "no" and order_in(loader) is None:
         raise UserError(
             "`on_spike` requires a map-style train_dataset and the Trainer's own data loader.",
-            remedy="Set on_non_finite instead.",
+            remedy="Set on_non_finite to skip instead.",
         )
 
 

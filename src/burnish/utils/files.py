@@ -162,7 +162,7 @@ def only_writer(folder: Path, traces: Collection[str] = ()) -> Iterator[None]:
         except BlockingIOError:
             is_locked = False
         if not is_locked:
-            what = "another run is writing into this folder."
+            what = "another run is writing to this folder."
             raise UserError(what, where=str(folder), remedy="Wait for it to end, or set a different folder.")
         try:
             yield

@@ -79,7 +79,7 @@ class ApiOptions:
     )
     api_strict: bool = option(False, "Reject requests with unknown fields instead of listing these fields in a header.")
     api_log: Literal["lines", "content"] = option(
-        "lines", "Log one line per request (lines), with the text of the request and the response (content)."
+        "lines", "Log one line per request (lines), or also the content of the request (content)."
     )
     api_metrics: bool = option(True, "Serve Prometheus metrics at /metrics.")
 

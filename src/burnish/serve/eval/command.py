@@ -52,7 +52,7 @@ class EvalOptions:
         "and question.",
     )
     batch_size: int | None = option(
-        None, "Number of questions evaluated at once. Default: the number of concurrent requests.", ge=1
+        None, "Number of questions evaluated concurrently. Default: the number of concurrent requests.", ge=1
     )
     save_dir: str | None = option(
         None, "Folder for the results. Default: results are printed but not saved.", names_place=True

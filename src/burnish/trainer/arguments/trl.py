@@ -58,7 +58,7 @@ class TrlArguments(TrainingArguments, metaclass=_AcceptsOldNames):
         False, "Run Python code that comes with the model. Enable only for models that you trust."
     )
     router_aux_loss_coef: float | None = option(
-        None, "Weight of the load balancing loss of a mixture of experts. Default: as in the model's config.", ge=0
+        None, "Weight of the load-balancing loss of a mixture of experts. Default: as in the model's config.", ge=0
     )
     chat_template_path: str | None = option(None, "Jinja file, or a tokenizer whose chat template is used.")
 

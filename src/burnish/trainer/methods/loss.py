@@ -221,9 +221,7 @@ def without_gradient(value: Tensor, device: torch.device) -> Tensor:
     """() the detached loss returned by ``training_step``. ValueError if it is on another type of device than the
     run."""
     if value.device.type != device.type:
-        raise ValueError(
-            f"Calculated loss must be on the original device: {device} but device in use is {value.device}"
-        )
+        raise ValueError(f"The loss must be on the device {device}. Received: a loss on {value.device}.")
     return value.detach()
 
 
@@ -242,8 +240,8 @@ def loss_of(outputs: Any, inputs: Any) -> Any:
 def refuse_empty(inputs: Any, columns: Sequence[str] | None) -> None:
     if isinstance(inputs, Sized) and len(inputs) == 0:
         raise ValueError(
-            "The batch received was empty, your model won't be able to train on it. Double-check that your "
-            f"training dataset contains keys expected by the model: {','.join(columns or [])}."
+            "The batch is empty. Check that the training dataset contains columns that the model accepts: "
+            f"{', '.join(columns or [])}."
         )
 
 

@@ -94,7 +94,7 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
     chat_template_kwargs: dict[str, Any] | str | None = option(None, "Arguments of the chat template.")
     shuffle_dataset: bool | None = option(True, "Shuffle the prompts.")
     ds3_gather_for_generation: bool = option(True, "Gather the full weights for generation with ZeRO-3. Must be True.")
-    use_vllm: bool = option(False, "Must be false: completions are generated in the training process.")
+    use_vllm: bool = option(False, "Must be False: completions are generated in the training process.")
 
     # --- rewards and the loss
     beta: float = option(0.0, "Coefficient of the KL divergence from the reference model.", ge=0)

@@ -163,8 +163,8 @@ class RolloutTrainer(OverridableTrainer):
         weights = args.reward_weights
         if weights is not None and len(weights) != len(self.reward_funcs):
             raise ValueError(
-                f"Number of reward weights ({len(weights)}) must match number of reward functions "
-                f"({len(self.reward_funcs)})"
+                f"The number of reward weights ({len(weights)}) must match the number of reward functions "
+                f"({len(self.reward_funcs)})."
             )
         functions = load_rewards(self.reward_funcs, weights)
         functions += self.environments.rewards() if self.environments is not None else []

@@ -75,11 +75,11 @@ def check_objective(
         )
     if is_flat and not args.packing and args.max_length is not None:
         raise ValueError(
-            "When `padding_free=True` without packing, `max_length` is not enforced. Either enable packing (e.g., "
-            "`packing=True, packing_strategy='bfd'`), provide already truncated inputs, or set `max_length=None`."
+            "With `padding_free=True` and without packing, `max_length` is not enforced. Set `packing=True`, or "
+            "truncate the inputs and set `max_length=None`."
         )
     if args.loss_type not in ("nll", "dft"):
-        raise ValueError(f"Invalid `loss_type` {args.loss_type} passed. Supported values are 'nll' and 'dft'.")
+        raise ValueError(f"`loss_type` must be nll or dft. Received: {args.loss_type!r}.")
     if args.loss_type == "dft" and compute_loss_func is not None:
         raise ValueError(
             "You passed a `compute_loss_func` together with `loss_type='dft'` to the `SFTTrainer`, but both define "

@@ -101,8 +101,8 @@ def load_named_model(name: str, args: TrlArguments, quantization_config: Any, sc
     if quantization_config is not None:
         if "quantization_config" in kwargs:
             raise ValueError(
-                "You set `quantization_config` both as a trainer argument and in `args.model_init_kwargs`. Please set "
-                "it in only one place, preferably as a trainer argument."
+                "`quantization_config` is set both as a trainer argument and in `args.model_init_kwargs`. Remove one "
+                "of them."
             )
         kwargs["quantization_config"] = quantization_config
     refuse_no_place(name, "model")
@@ -131,10 +131,7 @@ def _dtype(dtype: Any) -> Any:
         return dtype
     if dtype in ("bfloat16", "float16", "float32"):
         return getattr(torch, dtype)
-    raise ValueError(
-        "Invalid `dtype` passed to the config. Expected either 'auto' or a string representing a valid `torch.dtype` "
-        f"(e.g., 'float32'), but got {dtype}."
-    )
+    raise ValueError(f"`dtype` in `model_init_kwargs` must be auto, bfloat16, float16 or float32. Received: {dtype}.")
 
 
 def load_processing_class(model: Any, args: TrlArguments) -> Any:
@@ -230,9 +227,8 @@ def attach_peft(model: Any, peft_config: Any, added_tokens: list[int]) -> Any:
         )
     if is_peft_model(model):
         raise ValueError(
-            "You passed a `PeftModel` instance together with a `peft_config` to the trainer. Please first merge and "
-            "unload the existing adapter, save the resulting base model, and then pass that base model along with the "
-            "new `peft_config` to the trainer."
+            "A `PeftModel` and `peft_config` cannot be combined. First merge and unload the existing adapter, and pass "
+            "the resulting model with `peft_config`."
         )
     if (alpha := getattr(peft_config, "lora_alpha", 1)) <= 0:
         effect = "the adapter has no effect" if alpha == 0 else "the adapter is subtracted"
