@@ -63,7 +63,7 @@ def emptied() -> None:
 
 
 RESUMED = [
-    Case("R1", lambda: None, ["Continuing from out/checkpoint-4: step 4 of 8."]),
+    Case("R1", lambda: None, ["Resuming from out/checkpoint-4: step 4 of 8."]),
     Case("R2", lambda: cut_short(f"{NEWEST}/model.safetensors"),
          ["has 100 bytes instead of", "checkpoint-2: step 2"]),
     Case("R3", lambda: cut_short(f"{NEWEST}/optimizer.safetensors", 0),
@@ -269,7 +269,7 @@ def test_signal_saves_checkpoint_and_same_command_resumes(
         assert cli.main(["train", "run.yaml", "save_strategy=no"]) == 128 + number
     assert Path("out/checkpoint-3/manifest.json").exists()
     assert cli.main(["train", "run.yaml", "save_strategy=no"]) == 0
-    assert "Continuing from out/checkpoint-3" in read_output(capfd)[0]
+    assert "Resuming from out/checkpoint-3" in read_output(capfd)[0]
     assert logged_steps() == list(range(1, 9))
 
 

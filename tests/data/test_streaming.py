@@ -120,7 +120,7 @@ def test_explain_states_that_remaining_rows_are_encoded_during_training(user, ca
     assert main(["explain", *as_arguments(user)]) == 0
     message = " ".join("".join(capsys.readouterr()).split())
     assert "24 examples" in message
-    assert "the rest is encoded during training" in message
+    assert "the rest is tokenized during training" in message
 
 
 def test_encode_ahead_has_no_effect_and_note_names_streaming(user, capsys):

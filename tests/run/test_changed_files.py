@@ -279,7 +279,7 @@ def test_run_with_changed_file_content_is_not_resumed(
     assert sorted((path, path.stat().st_mtime_ns) for path in Path("out").rglob("*")) == before
     monkeypatch.chdir(unharmed)
     assert cli.main([*argv, "max_steps=4"]) == 0
-    assert "Continuing from out/checkpoint-2" in read_output(capsys)[0]
+    assert "Resuming from out/checkpoint-2" in read_output(capsys)[0]
 
 
 def test_eval_dataset_may_change_if_it_does_not_affect_results(

@@ -82,7 +82,7 @@ def assert_resumes_equally_or_reports(capsys: pytest.CaptureFixture[str], name: 
     assert status in (0, 2), err
     if status == 0 and "nothing to do" not in out and not same_bits():
         assert re.search(f"{name} (was|has changed|changed from) ", out), out
-    assert status == 2 or "Continuing from out/checkpoint-2: step 2 of" in out or "nothing to do" in out
+    assert status == 2 or "Resuming from out/checkpoint-2: step 2 of" in out or "nothing to do" in out
 
 
 def value_of(name: str) -> str:

@@ -199,7 +199,7 @@ def test_missing_model_of_finished_run_is_rewritten_from_its_checkpoint(
         harm()
         read_output(capsys)
         assert cli.main(["train", "run.yaml", *LORA]) == 0
-        assert "Continuing from out/checkpoint-4: step 4 of 4." in read_output(capsys)[0]
+        assert "Resuming from out/checkpoint-4: step 4 of 4." in read_output(capsys)[0]
         assert Path("out/adapter_model.safetensors").read_bytes() == before["out/adapter_model.safetensors"]
         assert cli.main(["train", "run.yaml", *LORA]) == 0
         assert "there is nothing to do." in read_output(capsys)[0]
@@ -374,4 +374,4 @@ def test_restarted_run_resumes_from_its_own_config_file(
     )
     capsys.readouterr()
     assert cli.main(["train", "out/run.yaml"]) == 0
-    assert "Continuing from out/checkpoint-4" in read_output(capsys)[0]
+    assert "Resuming from out/checkpoint-4" in read_output(capsys)[0]

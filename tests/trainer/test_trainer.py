@@ -218,7 +218,7 @@ def test_given_optimizers_are_used(tmp_path):
           "model_init"),
         ({"model": Regression(), "optimizers": (torch.optim.SGD([torch.zeros(1)]), None),
           "optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, RuntimeError, "optimizer_cls_and_kwargs"),
-        ({"model": Regression(), "data_collator": object()}, TypeError, "simple callable"),
+        ({"model": Regression(), "data_collator": object()}, TypeError, "must be a function, or"),
         ({"model_init": lambda a, b: Regression()}, RuntimeError, "0 or 1 argument"),
         ({"model_init": lambda: None}, RuntimeError, "should not return None"),
     ],
@@ -391,7 +391,7 @@ def test_accelerate_num_steps_sets_accumulation_unless_both_are_given(tmp_path):
     plain.train()
     assert trainer.args.gradient_accumulation_steps == 3
     assert same(weights(trainer), weights(plain))
-    with pytest.raises(ValueError, match="num_steps` is set but"):
+    with pytest.raises(ValueError, match="names of the same option"):
         make_trainer(tmp_path, accelerator_config=by_accelerate, gradient_accumulation_steps=2)
 
 
@@ -584,7 +584,7 @@ def test_trainer_query_methods_work(tmp_path):
     assert trainer.num_examples(trainer.get_train_dataloader()) == 22
     assert trainer.get_train_dataloader().total_batch_size == 4
     assert trainer.get_num_trainable_parameters() == 2
-    with pytest.raises(ValueError, match="optimizer is None"):
+    with pytest.raises(ValueError, match="no optimizer yet"):
         trainer.get_learning_rates()
     trainer.train()
     assert len(trainer.get_learning_rates()) == 2
