@@ -20,6 +20,7 @@ import burnish
 from burnish.config.errors import UserError
 from burnish.report.metadata import launched
 from burnish.serve.http.errors import APIError
+from burnish.serve.page.app import _figure, _short
 from burnish.serve.page.command import read_options
 from burnish.serve.page.home import Home
 from burnish.serve.page.layout import BOXES, DEPENDS, PRESETS
@@ -642,3 +643,16 @@ def test_page_starts_without_model_libraries_and_stops_on_a_signal(tmp_path) -> 
     assert "LOADED\n" in run.stdout
     assert re.search(r"page     http://127\.0\.0\.1:\d+/sign-in#key=\S{40,}", run.stdout)
     assert run.returncode == 143, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "–"), (30.0, "30"), (500, "500"), (123456, "123,456"), (2027.4, "2,027"), (123456.7, "123.5K"),
+        (1.23456, "1.235"), (0.00005, "5e-5"), (5.354e-9, "5.35e-9"), (-0.5, "-0.5"), (float("nan"), "nan"),
+    ],
+)  # fmt: skip
+def test_integers_are_shown_in_full_and_other_numbers_with_four_digits(value, shown) -> None:
+    assert _short(value) == shown
+    assert f">{shown}</span>" in _figure(value)
+    assert value is None or f'title="{value}"' in _figure(value)

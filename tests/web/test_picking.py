@@ -34,6 +34,14 @@ def test_models_and_datasets_are_described_with_their_files(page, root) -> None:
     ]  # fmt: skip  (a run's logs are no data)
 
 
+def test_json_file_is_a_dataset_if_it_holds_a_list(page, root) -> None:
+    (root / "mine").mkdir()
+    (root / "mine/alpaca.json").write_text('\ufeff [{"instruction": "a", "output": "b"}]')
+    (root / "mine/settings.json").write_text('{"a": [1]}')
+    found = [one["name"] for one in page.get("/api/datasets")["datasets"] if "mine" in one["name"]]
+    assert found == ["mine/alpaca.json"]
+
+
 def test_file_is_uploaded_in_chunks_without_overwriting(page, root) -> None:
     assert put(page, "/api/uploads/a.jsonl?offset=0", b'{"a": 1}\n')[0] == 202
     assert not (root / "data/a.jsonl").exists()

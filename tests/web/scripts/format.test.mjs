@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-const { ago, axisLabels, bytes, duration, optionsOf, humanized, plain, short, visible } = await import(
+const { ago, axisLabels, bytes, duration, optionsOf, humanized, plain, short, shortOption, visible } = await import(
   new URL("../../../src/burnish/serve/page/static/format.js", import.meta.url)
 );
 
@@ -13,13 +13,27 @@ test("labels of an axis have one notation", () => {
 test("figures are as short as a person reads them", () => {
   assert.equal(short(0.00005), "5e-5");
   assert.equal(short(1.23456), "1.235");
-  assert.equal(short(123456), "123K");
-  assert.equal(short(2027), "2.03K");
+  assert.equal(short(123456), "123,456");
+  assert.equal(short(123456.7), "123.5K");
+  assert.equal(short(2027), "2,027");
+  assert.equal(short(2027.4), "2,027");
+  assert.equal(short(30.0), "30");
   assert.equal(short(null), "–");
   assert.equal(short("NaN"), "NaN");
   assert.equal(bytes(5.9e9), "5.9 GB");
   assert.equal(duration(3723), "1:02:03");
   assert.equal(ago(1000, "en", 1000 + 7200), "2 hours ago");
+});
+test("values of options are as a person writes them", () => {
+  for (const [text, shown] of [
+    ["30.0", "30"],
+    ["5.0e-05", "5e-5"],
+    ["0.10000000149", "0.1"],
+    ["1024", "1024"],
+    ["saves/30.0", "saves/30.0"],
+    ["true", "true"],
+  ])
+    assert.equal(shortOption(text), shown);
 });
 test("what cannot be seen is shown, and what a terminal would obey is left out", () => {
   assert.equal(visible("a\u202eb"), "a⟨U+202E⟩b");

@@ -173,6 +173,7 @@ def read_config(path: Path) -> dict[str, RawValue]:
         raise UserError(
             f'expected lines of the form "key: value". Received: a {kind}.',
             where=f"{path}, line {root.start_mark.line + 1}",
+            remedy=f"A file with the options of a run is expected here. If it holds records, use dataset={path}.",
         )
     return _entries(path, root, parsed)
 

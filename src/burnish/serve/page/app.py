@@ -6,12 +6,14 @@ In: options. Out: an ASGI application. No model library is imported here, and a 
 from __future__ import annotations
 
 import asyncio
+import math
 import urllib.parse
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
@@ -20,7 +22,7 @@ from starlette.types import ASGIApp
 
 from burnish import __version__
 from burnish.config.secrets import without_secrets
-from burnish.report.pace import short_number, short_time
+from burnish.report.pace import short_time
 from burnish.serve.http.bodies import json_object, whole_body
 from burnish.serve.http.errors import APIError, page_error
 from burnish.serve.http.guards import Guard, Rules, under
@@ -98,7 +100,7 @@ class Pages:
             loader=FileSystemLoader(HERE / "pages"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
             lstrip_blocks=True,
         )  # fmt: skip
-        self.templates.filters.update(short=_short, duration=_duration)
+        self.templates.filters.update(short=_short, figure=_figure, duration=_duration)
         pages: Mapping[str, Callable[[Request], Any]] = {
             "/": self.start, "/runs": self.runs, "/runs/{id}": self.run, "/new": self.new, "/compare": self.compare,
             "/chat": self.chat, "/evaluate": self.evaluate, "/export": self.export, "/settings": self.settings,
@@ -254,7 +256,24 @@ def _summary(columns: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 def _short(value: float | None) -> str:
-    return "–" if value is None else short_number(value) if abs(value) >= 1000 else f"{value:.4g}"
+    """Integers in full, other numbers with up to four significant digits, as in ``static/format.js``."""
+    if value is None or not math.isfinite(value):
+        return "–" if value is None else str(value)
+    is_whole, size = value == int(value), abs(value)
+    if size >= (1e7 if is_whole else 1e5):
+        limit, unit = next(one for one in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if size >= one[0])
+        return f"{value / limit:.4g}{unit}"
+    if is_whole or size >= 1000:
+        return f"{value if is_whole else float(f'{value:.4g}'):,.0f}"
+    if size < 1e-3:
+        digits, exponent = f"{value:.2e}".split("e")
+        return f"{float(digits):g}e{int(exponent)}"
+    return f"{value:.4g}"
+
+
+def _figure(value: float | None) -> Markup:
+    """A number, with its exact value as a tooltip."""
+    return Markup('<span title="{}">{}</span>').format("" if value is None else value, _short(value))
 
 
 def _duration(seconds: float | None) -> str:

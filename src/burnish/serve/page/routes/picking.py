@@ -85,7 +85,7 @@ class Picking:
         for pattern in ("*", "*/*"):
             for path in sorted(root.glob(pattern))[: 10 * MOST_FOUND]:
                 is_hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-                if path.suffix not in (".jsonl", ".csv", ".parquet") or is_hidden or not path.is_file():
+                if is_hidden or not _may_hold_records(path):
                     continue
                 if not self.site.places.hold(path):
                     continue
@@ -114,6 +114,19 @@ class Picking:
         target = self.site.places.within(f"{UPLOADS}/{name}", "name")
         await asyncio.to_thread(_append, target, piece, offset, is_last)
         return ShownJson({"file": self.site.places.shown(target)}, 201 if is_last else 202)
+
+
+def _may_hold_records(path: Path) -> bool:
+    """Whether a file has records by its suffix. A JSON file must begin as a list, unlike settings of a model."""
+    if not _is_file(path):
+        return False
+    if path.suffix != ".json":
+        return path.suffix in (".jsonl", ".csv", ".parquet")
+    try:
+        with path.open("rb") as file:
+            return file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    except OSError:
+        return False
 
 
 def _is_file(path: Path) -> bool:

@@ -150,16 +150,17 @@ export class Chart {
       chart.plot.setScale("x", { min: min ?? xs[0], max: max ?? xs.at(-1) });
     }
   }
-  /** Update the legend: names of the curves, with their values at the cursor or their last values. */
+  /** Update the legend: names of the curves, with their unsmoothed values at the cursor or their last ones. */
   read() {
     const plot = this.plot,
       place = plot?.cursor.idx;
     if (!plot) return;
     const parts = this.lines
-      .map((line, index) => [
+      .map((line, index) => [line, line.isSmoothed ? index - 1 : index])
+      .map(([line, index]) => [
         line,
         place === null || place === undefined
-          ? line.y.findLast((/** @type {any} */ v) => v !== null)
+          ? this.lines[index].y.findLast((/** @type {any} */ v) => v !== null)
           : valueNear(plot.data[index + 1], place),
       ])
       .filter(([line]) => line.label);

@@ -2,8 +2,8 @@
 // Comparison of several runs: charts with a legend, metrics, and differing options.
 import { Chart } from "./chart.js";
 import { xValues, groups, concatenated, definedPoints, tokenRates } from "./curves.js";
-import { $, $$, el } from "./dom.js";
-import { optionsOf, short } from "./format.js";
+import { $, $$, el, figure } from "./dom.js";
+import { optionsOf, short, shortOption } from "./format.js";
 import { onRedraw, titleOf } from "./lines.js";
 import { follow, get } from "./net.js";
 import { language, ready, t } from "./words.js";
@@ -14,6 +14,7 @@ const box = $("#chosen");
 /** @type {string[]} */
 let chosen = box.dataset.runs.split(",").filter(Boolean).slice(0, MOST);
 const runs = (await get("api/runs")).runs.filter((/** @type {any} */ run) => run.kind === "train");
+chosen = chosen.filter((id) => runs.some((/** @type {any} */ run) => run.id === id)); // a link may be old
 /** @type {Map<string, any>} */
 const series = new Map(),
   facts = new Map();
@@ -110,7 +111,7 @@ function figures() {
     return el(
       "td",
       { class: "number" },
-      el(best !== null && run[name] === best && chosen.length > 1 ? "b" : "span", {}, short(run[name], language)),
+      figure(run[name], best !== null && run[name] === best && chosen.length > 1 ? "b" : "span"),
       change === null ? null : el("small", {}, ` ${change >= 0 ? "+" : "−"}${short(Math.abs(change), language)}`),
     );
   };
@@ -154,8 +155,8 @@ function options() {
   const cell = (/** @type {any} */ one, /** @type {any} */ { name, differs }) =>
     el(
       "td",
-      { class: name in one && differs ? null : "default" },
-      name in one && differs ? el("b", {}, one[name]) : (one[name] ?? t("default")),
+      { class: name in one && differs ? null : "default", title: one[name] },
+      name in one && differs ? el("b", {}, shortOption(one[name])) : shortOption(one[name] ?? t("default")),
     );
   $("#options").replaceChildren(
     el(

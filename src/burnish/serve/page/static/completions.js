@@ -1,14 +1,14 @@
 // @ts-check
 // Completions of a run with their rewards, by step and record; two steps of a prompt can be compared.
-import { el } from "./dom.js";
-import { short, visible } from "./format.js";
+import { el, figure } from "./dom.js";
+import { visible } from "./format.js";
 import { get } from "./net.js";
-import { language, t } from "./words.js";
+import { t } from "./words.js";
 
 /** @param {any} row */
 function completion(row) {
   const reward = Object.entries(row.rewards ?? {}).map(([name, value]) =>
-    el("span", { class: "tag" }, `${visible(name)} ${value === null ? "–" : short(value, language)}`),
+    el("span", { class: "tag" }, visible(name), " ", figure(value)),
   );
   const kind = row.advantage > 0 ? "good" : row.advantage < 0 ? "low" : "";
   return el(
@@ -18,7 +18,7 @@ function completion(row) {
       "div",
       { class: "row" },
       reward,
-      el("span", { class: kind }, `${t("advantage")} ${short(row.advantage, language)}`),
+      el("span", { class: kind }, t("advantage"), " ", figure(row.advantage)),
       el(
         "small",
         { class: "grow" },

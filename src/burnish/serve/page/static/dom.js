@@ -1,6 +1,7 @@
 // @ts-check
 // DOM helpers. Nodes are created directly; text is never parsed as HTML.
-import { t } from "./words.js";
+import { short } from "./format.js";
+import { language, t } from "./words.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -27,6 +28,12 @@ export function svg(tag, attributes = {}, ...children) {
 }
 /** @param {string} name */
 export const icon = (name) => svg("svg", { class: "icon", "aria-hidden": "true" }, svg("use", { href: `#i-${name}` }));
+
+/** A number, with its exact value as a tooltip. @param {any} value @param {string} [tag] @returns {any} */
+export const figure = (value, tag = "span") =>
+  el(tag, { title: typeof value === "number" ? String(value) : null }, short(value, language));
+/** Show a number in a node. @param {string} selector @param {any} value */
+export const setFigure = (selector, value) => $(selector).replaceChildren(figure(value));
 
 /** @param {string} selector @param {ParentNode} within @returns {any} */
 export const $ = (selector, within = document) => within.querySelector(selector);

@@ -1,22 +1,35 @@
 // @ts-check
 // Formatting of numbers and text. Does not access the DOM, so that tests can run it without a browser.
 
-/** @param {any} value @param {string} [language] */
+/** @param {number} value @param {string} language @param {number} digits */
+const compact = (value, language, digits) =>
+  Intl.NumberFormat(language, { notation: "compact", maximumSignificantDigits: digits }).format(value);
+/** Integers in full, other numbers with up to four significant digits. @param {any} value @param {string} [language] */
 export const short = (value, language = "en") => {
   if (value === null || value === undefined) return "–";
   if (typeof value === "string") return value;
   const size = Math.abs(value);
-  if (size >= 1000)
-    return Intl.NumberFormat(language, { notation: "compact", maximumSignificantDigits: 3 }).format(value);
+  if (size >= (Number.isInteger(value) ? 1e7 : 1e5)) return compact(value, language, 4);
+  if (Number.isInteger(value)) return Intl.NumberFormat(language).format(value);
+  if (size >= 1000) return Intl.NumberFormat(language, { maximumSignificantDigits: 4 }).format(value);
   if (size > 0 && size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
   return String(Number(value.toPrecision(4)));
+};
+/** The value of an option as a person writes it: "30.0" -> "30", "5.0e-05" -> "5e-5". @param {string} text */
+export const shortOption = (text) => {
+  if (!/^-?\d+(\.\d+)?(e[+-]?\d+)?$/i.test(text)) return text;
+  const value = Number(text);
+  return Number.isInteger(value) && Number.isSafeInteger(value) ? String(value) : short(value);
+};
+/** @param {number} tick @param {boolean} isSmall @param {string} language */
+const axisLabel = (tick, isSmall, language) => {
+  if (tick && isSmall) return tick.toExponential(2).replace(/\.?0+e/, "e");
+  return Math.abs(tick) < 1000 ? short(tick, language) : compact(tick, language, 3);
 };
 /** Format tick labels of an axis in a common notation. @param {(number | null)[]} ticks @param {string} [language] */
 export const axisLabels = (ticks, language = "en") => {
   const isSmall = Math.max(...ticks.map((tick) => Math.abs(tick ?? 0))) < 0.01;
-  return ticks.map((tick) =>
-    tick === null ? "" : tick && isSmall ? tick.toExponential(2).replace(/\.?0+e/, "e") : short(tick, language),
-  );
+  return ticks.map((tick) => (tick === null ? "" : axisLabel(tick, isSmall, language)));
 };
 /** @param {number} value */
 export const bytes = (value) => {

@@ -1,10 +1,10 @@
 // @ts-check
 // Exports, predictions and evaluations: forms, and started jobs with their state.
-import { $, copy, el } from "./dom.js";
-import { bytes, duration, plain, short } from "./format.js";
+import { $, copy, el, figure } from "./dom.js";
+import { bytes, duration, plain } from "./format.js";
 import { Failed, get, pause, send } from "./net.js";
 import { choices, findTargets } from "./targets.js";
-import { language, ready, t } from "./words.js";
+import { ready, t } from "./words.js";
 
 await ready;
 const form = $("#job-form"),
@@ -29,6 +29,7 @@ if (!isExport) {
       el("option", { value: place }, one.name, !one.folder || one.folder === "." ? "" : ` · ${one.folder}`),
     ),
   );
+  $("#no-data").hidden = datasets.length > 0;
   const settle = () => {
     const isTask = $("input[name=kind]:checked").value === "task";
     $("#for-task").hidden = !isTask;
@@ -50,6 +51,10 @@ if (!isExport) {
 } else form.body = () => ({ format: $("#format").value });
 $("button.main", form).disabled = false;
 
+form.addEventListener("input", () => {
+  $("#job-problem").textContent = "";
+  $("#folder").removeAttribute("aria-invalid");
+});
 form.addEventListener("submit", async (/** @type {Event} */ event) => {
   event.preventDefault();
   $("#job-problem").textContent = "";
@@ -112,12 +117,7 @@ function card(job) {
           "dl",
           { class: "tiles" },
           metrics.map(([name, value]) =>
-            el(
-              "div",
-              { class: "tile" },
-              el("dt", {}, name.replace(/^(eval|predict)_/, "")),
-              el("dd", {}, short(value, language)),
-            ),
+            el("div", { class: "tile" }, el("dt", {}, name.replace(/^(eval|predict)_/, "")), figure(value, "dd")),
           ),
         )
       : null,

@@ -1,7 +1,7 @@
 // @ts-check
 // Drawing helpers of charts: theme colors, lines of a curve, and a table of the same values.
 import { isNamed, numbers, smoothed } from "./curves.js";
-import { $, el } from "./dom.js";
+import { $, el, figure, setFigure } from "./dom.js";
 import { bytes, short } from "./format.js";
 import { language, t } from "./words.js";
 
@@ -41,7 +41,7 @@ export function linesOfCurve(curve, color) {
   if (curve.smoothing)
     return [
       { ...raw, label: "", stroke: faint(stroke, 0.28), width: 1 },
-      { ...raw, y: smoothed(curve.y, curve.smoothing) },
+      { ...raw, y: smoothed(curve.y, curve.smoothing), isSmoothed: true },
     ];
   return [{ ...raw, dots: { show: curve.y.length < 3, size: 6 } }];
 }
@@ -53,7 +53,7 @@ export function table(columns) {
     .map((/** @type {any} */ _, /** @type {number} */ place) => place)
     .filter((/** @type {number} */ place) => place % step === 0 || place === columns.step.length - 1);
   const cell = (/** @type {string} */ name, /** @type {any} */ value) =>
-    name === "memory_bytes" && value ? bytes(value) : short(value, language);
+    name === "memory_bytes" && value ? bytes(value) : figure(value);
   return el(
     "table",
     {},
@@ -108,6 +108,6 @@ export function showReward(columns, loss) {
   const reward = numbers(columns.reward ?? []).findLast((value) => value !== null);
   if (reward === undefined) return;
   $("#tiles dt").textContent = t("reward");
-  $("[data-is=loss]").textContent = short(reward, language);
+  setFigure("[data-is=loss]", reward);
   $("[data-caption=loss]").textContent = `${t("loss")} ${short(loss, language)}`;
 }

@@ -1,10 +1,10 @@
 // @ts-check
 // Predictions of a run, with reference responses and the images of the prompts.
-import { el } from "./dom.js";
-import { short, visible } from "./format.js";
+import { el, figure } from "./dom.js";
+import { visible } from "./format.js";
 import { get } from "./net.js";
 import { smallImage } from "./small_image.js";
-import { language, t } from "./words.js";
+import { t } from "./words.js";
 
 /** Shorten repeated image tokens to one with a count. @param {string} text */
 const shortened = (text) =>
@@ -22,7 +22,7 @@ function card(row) {
     part("prompt", row.prompt),
     part("response", row.predict),
     part("reference_response", row.label),
-    scores.map((name) => el("span", { class: "tag" }, `${name} ${short(row[name], language)}`)),
+    scores.map((name) => el("span", { class: "tag" }, name, " ", figure(row[name]))),
   );
 }
 /** @param {any} place @param {string} id */

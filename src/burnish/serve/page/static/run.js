@@ -3,7 +3,7 @@
 import { Chart } from "./chart.js";
 import { nameOf, onRedraw, showReward, table, titleOf } from "./lines.js";
 import { xValues, csv, groups, concatenated, numbers, definedPoints, tokenRates } from "./curves.js";
-import { $, $$, askToConfirm, download, el, notify, tabs } from "./dom.js";
+import { $, $$, askToConfirm, download, el, notify, setFigure, tabs } from "./dom.js";
 import { bytes, duration, short } from "./format.js";
 import { Failed, api, follow, get, up } from "./net.js";
 import { LiveLog, eventLine, fillPanels, fillPredictions, panel } from "./panels.js";
@@ -114,7 +114,7 @@ function summarize() {
     $("[data-caption=memory]").textContent = t("at_most", { value: bytes(Math.max(...memory)) });
   }
   if (rate.length) {
-    $("[data-is=tokens_per_s]").textContent = short(rate[rate.length - 1], language);
+    setFigure("[data-is=tokens_per_s]", rate[rate.length - 1]);
     $("[data-caption=tokens_per_s]").textContent = t("on_average", {
       value: short(rate.reduce((sum, one) => sum + one, 0) / rate.length, language),
     });
@@ -159,13 +159,13 @@ function show(run) {
   $("#progress-line").hidden = !facts.total;
   $("#progress-text").textContent =
     t("step_of", { step: facts.step, total: facts.total }) +
-    (facts.epoch === null ? "" : ` · ${t("epoch_is", { epoch: Number(facts.epoch).toFixed(2) })}`);
+    (facts.epoch === null ? "" : ` · ${t("epoch_is", { epoch: short(facts.epoch) })}`);
   $("#time-left").textContent = alive && facts.left_s ? t("left_is", { time: duration(facts.left_s) }) : "";
   Object.assign($("#progress"), { max: facts.total || 1, value: facts.step });
   $("#stage").hidden = !alive || facts.total > 0;
   $("#stage").textContent = optionalText(`stage_${stage}`) ?? t("stage_starting");
   if (isTraining) {
-    for (const name of ["loss", "eval_loss"]) $(`[data-is=${name}]`).textContent = short(facts[name], language);
+    for (const name of ["loss", "eval_loss"]) setFigure(`[data-is=${name}]`, facts[name]);
     $("[data-is=checkpoint]").textContent = facts.checkpoint ?? "–";
     $("[data-caption=eval_loss]").textContent = facts.best ?? "";
     showReward(columns, facts.loss);

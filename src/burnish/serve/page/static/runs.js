@@ -1,7 +1,7 @@
 // @ts-check
 // The list of runs: search, filters, labels, live updates, selection.
-import { $, $$, el, menu, notify } from "./dom.js";
-import { ago, duration, short } from "./format.js";
+import { $, $$, el, figure, menu, notify } from "./dom.js";
+import { ago, duration } from "./format.js";
 import { Failed, follow, send, up } from "./net.js";
 import { language, ready, t } from "./words.js";
 
@@ -165,7 +165,8 @@ follow(
         "step",
         run.total ? `${run.step}${place === card ? " / " : "/"}${run.total}` : place === card ? "–" : run.step,
       );
-      for (const column of ["loss", "eval_loss", "tokens_per_s"]) put(column, short(run[column], language));
+      for (const column of ["loss", "eval_loss", "tokens_per_s"])
+        $(`[data-is=${column}]`, place)?.replaceChildren(figure(run[column]));
       put("left_s", ALIVE.includes(run.state) && run.left_s ? t("left_is", { time: duration(run.left_s) }) : "");
     }
     if (card) Object.assign($("progress", card), { max: run.total || 1, value: run.step });
