@@ -15,6 +15,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish.demo.command import DemoQuestion, demo_plan, demo_questions, preferred
+from burnish.demo.report import answered_right, report
 
 pytestmark = pytest.mark.run
 
@@ -167,6 +168,14 @@ def test_preference_demo_trains_on_pairs_and_reports_the_likelier_answer():
     pairs = demo_questions("pairs_heldout")[::20]
     swapped = [DemoQuestion(pair.prompt, pair.wrong, pair.answer) for pair in pairs]
     assert preferred(DEMO / "model", pairs) == 1 - preferred(DEMO / "model", swapped) > 0.5
+
+
+def test_demo_suggests_a_question_that_it_has_just_answered_correctly():
+    questions = demo_questions()
+    right = [question.answer for question in questions]
+    suggested = answered_right(questions, right)
+    assert f"\n{suggested} " in report(questions, right, right)
+    assert answered_right(questions, [""] * len(questions)) is None
 
 
 def test_model_is_small_and_saved_in_bfloat16(model, tokenizer):

@@ -42,11 +42,12 @@ def test_missing_model_name_is_rejected(name):
     assert "model_name_or_path is not set" in str(problem)
 
 
-def test_missing_folder_is_rejected_in_one_line_with_nearest_name(tmp_path, monkeypatch):
+def test_missing_folder_is_rejected_with_nearest_name_and_remedy(tmp_path, monkeypatch):
     saved_model(tmp_path / "models" / "qwen-tiny")
     (result,) = model_problems(tmp_path / "models" / "qwen-tniy")
-    assert result.count("\n") == 0
+    assert result.count("\n") == 1
     assert "qwen-tniy" in result
+    assert "Set it to a folder with a model" in result
     assert f"Did you mean {tmp_path / 'models' / 'qwen-tiny'}?" in result
     (result,) = model_problems(tmp_path / "modles" / "qwen-tiny")
     assert f"Did you mean {tmp_path / 'models' / 'qwen-tiny'}?" in result

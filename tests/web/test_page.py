@@ -629,20 +629,23 @@ def test_paths_are_checked_after_resolving_links(tmp_path) -> None:
 @pytest.mark.run
 def test_page_starts_without_model_libraries_and_stops_on_a_signal(tmp_path) -> None:
     script = (
-        "import sys, threading, time, os, signal\n"
-        "def look():\n    time.sleep(3)\n"
+        "import sys, threading, os, signal\n"
+        "def look():\n    sys.stdin.readline()\n"
         "    print('LOADED', *({'torch', 'transformers'} & set(sys.modules)), flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "threading.Thread(target=look, daemon=True).start()\n"
         "from burnish.cli import main\nsys.exit(main(['webui', 'web_port=0']))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(WEB.parents[1]), "BURNISH_HOME": str(tmp_path / "home")}
-    run = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    pipe = subprocess.PIPE
+    run = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True
     )
-    assert "LOADED\n" in run.stdout
-    assert re.search(r"page     http://127\.0\.0\.1:\d+/sign-in#key=\S{40,}", run.stdout)
-    assert run.returncode == 143, run.stderr
+    assert run.stdout is not None
+    assert re.search(r"page     http://127\.0\.0\.1:\d+/sign-in#key=\S{40,}", run.stdout.readline())
+    rest, problems = run.communicate("\n", timeout=60)
+    assert "LOADED\n" in rest
+    assert run.returncode == 143, problems
 
 
 @pytest.mark.parametrize(

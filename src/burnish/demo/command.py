@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.demo.images import demo_picture
-from burnish.demo.report import BUNDLED, DemoQuestion, demo_plan, report
+from burnish.demo.report import BUNDLED, DemoQuestion, answered_right, demo_plan, report
 from burnish.models.quiet import quiet
 from burnish.report.console import note
 
@@ -44,7 +44,7 @@ def demo(argv: list[str]) -> int:
     if is_dpo:
         share = f"{knew:.2f} before, {preferred(folder, pairs):.2f} after"
         note(f"preference accuracy on {len(pairs)} held-out pairs: {share}")
-    note(_next_steps(str(folder), name))
+    note(_next_steps(str(folder), name, answered_right(questions, after)))
     return 0
 
 
@@ -72,7 +72,7 @@ def grpo_demo(argv: list[str]) -> int:
     before, after = answers(start, questions), answers(folder, questions)
     note(report(questions, before, after))
     note(reward_lines(folder))
-    note(_next_steps(str(folder), name))
+    note(_next_steps(str(folder), name, answered_right(questions, after)))
     return 0
 
 
@@ -148,11 +148,14 @@ def preferred(folder: Path, pairs: list[DemoQuestion]) -> float:
     return sum(found) / len(found)
 
 
-def _next_steps(output_dir: str, name: str) -> str:
+def _next_steps(output_dir: str, name: str, question: str | None) -> str:
+    """Return the commands to go on with. Args: question: one that the model answers, or None."""
     config = _short_path(BUNDLED / name)
     command = _command()
+    asked = "" if question is None else f'  {command} chat {output_dir} --once "{question}"\n'
     return (
         f"\nNext steps, from {Path.cwd()}:\n"
+        f"{asked}"
         f"  {command} chat {output_dir}\n"
         f"  {command} api {output_dir}\n"
         f"  {command} explain {config}\n"

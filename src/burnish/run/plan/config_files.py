@@ -173,7 +173,8 @@ def read_config(path: Path) -> dict[str, RawValue]:
         raise UserError(
             f'expected lines of the form "key: value". Received: a {kind}.',
             where=f"{path}, line {root.start_mark.line + 1}",
-            remedy=f"A file with the options of a run is expected here. If it holds records, use dataset={path}.",
+            remedy=f"A file with the options of a run is expected here. If it holds records, use dataset={path}, or "
+            f"eval_dataset={path} with burnish eval.",
         )
     return _entries(path, root, parsed)
 

@@ -131,7 +131,7 @@ class Commands:
     def _facts(self, job: StartedCommand) -> dict[str, Any]:
         status = job.child.poll()
         if status is not None and job.ended is None:
-            job.ended = time.time()
+            job.ended = max(job.began, _last_change(self._log(job.id)))
         state = "running" if status is None else "done" if status == 0 else "failed"
         seconds = (job.ended or time.time()) - job.began
         return {
@@ -148,11 +148,21 @@ class Commands:
 
 
 _NONE: Any = None
+_RATES = ("_runtime", "_per_second")
+"""Endings of metrics that say how long a command took, which is shown anyway, and not how good a model is."""
 
 
 def _check_empty(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise APIError(409, "folder_not_empty", "The folder is not empty.", param="folder")
+
+
+def _last_change(log: Path) -> float:
+    """When a log was last written, which is when its process ended; nobody may have asked for the state since."""
+    try:
+        return log.stat().st_mtime
+    except OSError:
+        return time.time()
 
 
 def _weights(folder: Path) -> int:
@@ -165,7 +175,11 @@ def _weights(folder: Path) -> int:
 
 def _metrics(folder: Path) -> dict[str, float]:
     found = {k: v for name in ("eval", "predict") for k, v in object_in(folder / f"{name}_results.json").items()}
-    return {name: value for name, value in found.items() if isinstance(value, int | float)}
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, int | float) and name != "epoch" and not name.endswith(_RATES)
+    }
 
 
 def _serving_lines(shown: str, folder: Path) -> list[str]:

@@ -132,23 +132,24 @@ function card(job) {
     ),
   );
 }
+/** Show the current state of a job, and return whether it is still running. @param {string} id */
+async function refresh(id) {
+  const job = await get(`api/jobs/${id}`),
+    shown = $(`[data-job="${id}"]`),
+    node = card(job);
+  if (shown) {
+    const details = $("details", shown);
+    if (job.state === "running") $("details", node).open = details.open;
+    shown.replaceWith(node);
+  } else $("#jobs").prepend(node);
+  $(".job-log", node).scrollTop = 1e6;
+  $("#no-jobs").hidden = true;
+  return job.state === "running";
+}
 /** @param {string} id */
 async function watch(id) {
-  for (;;) {
-    const job = await get(`api/jobs/${id}`),
-      shown = $(`[data-job="${id}"]`),
-      node = card(job);
-    if (shown) {
-      const details = $("details", shown);
-      if (job.state === "running") $("details", node).open = details.open;
-      shown.replaceWith(node);
-    } else $("#jobs").prepend(node);
-    $(".job-log", node).scrollTop = 1e6;
-    $("#no-jobs").hidden = true;
-    if (job.state !== "running") return;
-    await pause(1000);
-  }
+  while (await refresh(id)) await pause(1000);
 }
 const { jobs } = await get("api/jobs");
 for (const job of jobs.filter((/** @type {any} */ one) => (one.kind === "export") === isExport).toReversed())
-  void watch(job.id);
+  if (await refresh(job.id)) void watch(job.id);
