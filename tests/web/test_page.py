@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
 import os
 import random
@@ -642,7 +643,11 @@ def test_page_starts_without_model_libraries_and_stops_on_a_signal(tmp_path) -> 
         [sys.executable, "-c", script], cwd=tmp_path, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True
     )
     assert run.stdout is not None
-    assert re.search(r"page     http://127\.0\.0\.1:\d+/sign-in#key=\S{40,}", run.stdout.readline())
+    line = re.search(r"page     http://127\.0\.0\.1:(\d+)/sign-in#key=\S{40,}", run.stdout.readline())
+    assert line
+    connection = http.client.HTTPConnection("127.0.0.1", int(line[1]), timeout=30)
+    connection.request("GET", "/sign-in")
+    assert connection.getresponse().status == 200  # it is served, so signals are handled
     rest, problems = run.communicate("\n", timeout=60)
     assert "LOADED\n" in rest
     assert run.returncode == 143, problems

@@ -97,8 +97,8 @@ def _problems(options: EvalOptions, serving: Serving) -> list[Problem]:
         return [
             Problem(
                 what,
-                remedy="Set task=mmlu_test task_dir=evaluation, task=lm_eval:arc_easy, or eval_dataset=heldout. The option "
-                "dataset is for training.",
+                remedy="Set task=mmlu_test task_dir=evaluation, task=lm_eval:arc_easy, or eval_dataset=heldout "
+                "(dataset is for training).",
                 option="eval_dataset",
             )
         ]
