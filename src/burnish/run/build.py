@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -102,38 +102,38 @@ def train_run(plan: Plan) -> Result:
         note(sentence)
     for sentence in prepared.stats.sentences():
         warn(sentence)
-    return run_prepared(plan, prepared)
-
-
-def run_prepared(plan: Plan, prepared: Prepared) -> Result:
-    """Create the backend, train, and write all results."""
     options, folder = plan.options, output_folder(plan.options)
     parallel = create_parallel(options)
     is_first = parallel.rank == 0
     set_log_levels(options, is_first, local_rank() == 0)
-    interrupts = InterruptCallback(parallel.any, options.max_train_seconds)
-    with only_writer(folder, METADATA_NAMES) if is_first else nullcontext(), interrupts as interrupt:
+    with ExitStack() as contexts:
+        if is_first:
+            contexts.enter_context(only_writer(folder, METADATA_NAMES))
+        interrupt = contexts.enter_context(InterruptCallback(parallel.any, options.max_train_seconds))
         start = start_of(plan, prepared.fingerprints, prepared.steps)
         for sentence in filter(None, (*start.notes, start.done)):
             note(sentence)
         if start.done:
             return Result(None, folder)
-        metadata = metadata_of(plan, parallel, prepared.stats) if is_first else None
-        replaces = is_first and start.checkpoint is None and options.overwrite_output_dir and trains(options)
-        with metadata or nullcontext(), BackupOnOverwrite(folder) if replaces else nullcontext() as earlier:
-            if is_first:
-                remove_remains(folder, options)
-            parallel.barrier()
-            raise_unless_ranks_agree(plan, prepared.fingerprints(), len(prepared.rows), parallel)
-            watch_over = [StallWatch(options.stall_timeout_s)] if options.stall_timeout_s else []
-            callbacks = [interrupt, *filter(None, [earlier, metadata]), *watch_over]
-            loop = build_loop(plan, prepared, parallel, start.checkpoint, callbacks)
-            if start.checkpoint is not None:
-                loop.load(start.checkpoint)
-            if options.profile:
-                watch(loop, folder / "profile", options)
-            with kept_in(folder) if is_first else nullcontext():
-                return train_and_finish(loop, plan, prepared, interrupt, metadata)
+        callbacks: list[Any] = [interrupt]
+        metadata = contexts.enter_context(metadata_of(plan, parallel, prepared.stats)) if is_first else None
+        if is_first:
+            if start.checkpoint is None and options.overwrite_output_dir and trains(options):
+                callbacks.append(contexts.enter_context(BackupOnOverwrite(folder)))
+            callbacks.append(metadata)
+            remove_remains(folder, options)
+        parallel.barrier()
+        raise_unless_ranks_agree(plan, prepared.fingerprints(), len(prepared.rows), parallel)
+        if options.stall_timeout_s:
+            callbacks.append(StallWatch(options.stall_timeout_s))
+        loop = build_loop(plan, prepared, parallel, start.checkpoint, callbacks)
+        if start.checkpoint is not None:
+            loop.load(start.checkpoint)
+        if options.profile:
+            watch(loop, folder / "profile", options)
+        if is_first:
+            contexts.enter_context(kept_in(folder))
+        return train_and_finish(loop, plan, prepared, interrupt, metadata)
 
 
 def remove_remains(folder: Path, options: RunOptions) -> None:
@@ -199,12 +199,13 @@ def build_loop(
     prepared = add_mismatched_responses(add_reference_columns(with_numbers(prepared), options), options)
     set_seed(options.seed, options.full_determinism)
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
-    model, capabilities, ahead = _fitted_model(prepared, adapter, parallel, options)
+    model = trained_model(prepared, adapter, parallel, options)
+    capabilities, ahead = _configured(prepared, model, adapter, parallel, options)
 
     accumulation = options.gradient_accumulation_steps
     if objective.rows_per_rank is None:
         accumulation = accumulation_for(checkpoint, options, parallel.world_size)
-    pads, most = not capabilities.is_padding_free, options.max_tokens_per_batch
+    most, pads = options.max_tokens_per_batch, not capabilities.is_padding_free
     budget = Budget(most, pads) if most else None
     loader = row_loader(prepared, options, parallel, accumulation, budget, ahead)
 
@@ -214,17 +215,8 @@ def build_loop(
     objective.setup(module)
     scheduler = create_scheduler(optimizer, options, steps.curve_steps, options.learning_rate, steps.steps_per_rate)
 
-    batch_size = options.per_device_train_batch_size
-    facts = RunFacts(
-        steps, batch_size, accumulation, parallel.world_size, *counts_of(model, prepared.sizes),
-        unit="pack" if packs_rows(options, objective.default_packing) else "example",
-    )  # fmt: skip
-    run_callbacks = callbacks_of(options, facts, [*rollout_callbacks(objective, options), *callbacks])
-    state = TrainerState.at_start(options, steps, batch_size, parallel.rank, local_rank())
-    listeners = CallbackHandler(
-        run_callbacks, options, state, TrainerControl(), model=model, optimizer=optimizer, lr_scheduler=scheduler,
-        processing_class=prepared.tokenizer, train_dataloader=loader, eval_dataloader=None,
-    )  # fmt: skip
+    listeners = _listeners(prepared, model, accumulation, parallel, options, callbacks)
+    listeners.parts |= {"optimizer": optimizer, "lr_scheduler": scheduler, "train_dataloader": loader}
     checkpoints = RetryingCheckpoints(
         output_folder(options), fingerprints=prepared.fingerprints(), limit=options.save_total_limit,
         write_extras=partial(write_companions, model, adapter, prepared.tokenizer),
@@ -244,11 +236,15 @@ def build_loop(
     return loop
 
 
-def _fitted_model(
-    prepared: Prepared, adapter: ModelAdapter, parallel: Parallel, options: RunOptions
-) -> tuple[Any, Capabilities, RowsAhead | None]:
-    """The model with its adapter, and the objective fitted to it; what the model can do, and its images."""
-    objective, model = prepared.objective, trained_model(prepared, adapter, parallel, options)
+def _configured(
+    prepared: Prepared, model: Any, adapter: ModelAdapter, parallel: Parallel, options: RunOptions
+) -> tuple[Capabilities, RowsAhead | None]:
+    """Configure the objective for the model, with its reward head, completions and reference.
+
+    Returns:
+        Capabilities found in the model, and a function that prepares images of later rows, if any.
+    """
+    objective = prepared.objective
     if prepared.family is not None and has_images(prepared):
         raise_if(check_processes(options, model, parallel.world_size, parallel.shards_weights))
     capabilities, notes, ahead = configure_objective(objective, model, prepared, options)
@@ -257,7 +253,23 @@ def _fitted_model(
     notes += setup_reference(objective, model, adapter, parallel, options, capabilities.is_padding_free)
     for sentence in notes:
         note(sentence)
-    return model, capabilities, ahead
+    return capabilities, ahead
+
+
+def _listeners(
+    prepared: Prepared, model: Any, accumulation: int, parallel: Parallel, options: RunOptions, callbacks: Sequence[Any]
+) -> CallbackHandler:
+    """Return the callbacks of the run with its state at step 0."""
+    objective, steps, batch_size = prepared.objective, prepared.steps, options.per_device_train_batch_size
+    facts = RunFacts(
+        steps, batch_size, accumulation, parallel.world_size, *counts_of(model, prepared.sizes),
+        unit="pack" if packs_rows(options, objective.default_packing) else "example",
+    )  # fmt: skip
+    return CallbackHandler(
+        callbacks_of(options, facts, [*rollout_callbacks(objective, options), *callbacks]), options,
+        TrainerState.at_start(options, steps, batch_size, parallel.rank, local_rank()), TrainerControl(), model=model,
+        processing_class=prepared.tokenizer, eval_dataloader=None,
+    )  # fmt: skip
 
 
 def trained_model(prepared: Prepared, adapter: ModelAdapter, parallel: Parallel, options: RunOptions) -> Any:
