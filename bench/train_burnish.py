@@ -26,7 +26,7 @@ from gauge import PREFERENCES, Gauge, common_arguments, counted_rows_per_step
 from grpo import GRPO_STAGES, GRPOGauge
 from material import make_preference_datasets, read_facts
 
-from burnish.kernels.probe import causal_lm, find_head
+from burnish.kernels.probe import find_head, unwrap_peft
 from burnish.models.patches.attention import NAME as BURNISH_ATTENTION
 from burnish.parallel.create import create_parallel
 from burnish.run.build import build_loop
@@ -149,7 +149,7 @@ def generate(gauge: Gauge, loop: Any, prepared: Any, planned: Any) -> None:
 
 def plain_parts(model: Any) -> list[str]:
     """Return the kinds of modules that run the model's own code although burnish has a faster one for other models."""
-    inner = causal_lm(model)
+    inner = unwrap_peft(model)
     kinds = {type(module).__name__ for module in inner.modules() if "forward" not in vars(module)}
     plain = sorted(kind for kind in kinds if kind.endswith(("Norm", "MLP")))
     plain += [] if inner.config._attn_implementation == BURNISH_ATTENTION else ["attention"]

@@ -26,7 +26,7 @@ from burnish.config.errors import Problem, UserError, did_you_mean, few, shape_i
 from burnish.config.options import option
 from burnish.config.registry import Registry
 from burnish.kernels.model_parts import PartName, part_at, parts_of, sees
-from burnish.kernels.probe import causal_lm
+from burnish.kernels.probe import unwrap_peft
 
 
 class ModelAdapter(Protocol):
@@ -112,7 +112,7 @@ def part_problems(options: FinetuningOptions, model: nn.Module) -> list[Problem]
         what = "vision tower, projector and language model are all frozen: nothing is left to train."
         return [Problem(what, remedy="Set freeze_language_model: false.", option=tuple(_PARTS))]
     requested = [name for name, usual in _PARTS.items() if getattr(options, name) != usual]
-    what = f"{type(causal_lm(model)).__name__} is a text-only model without a vision tower."
+    what = f"{type(unwrap_peft(model)).__name__} is a text-only model without a vision tower."
     return [Problem(f'"{name}" cannot be set: {what}', remedy="Remove it.", option=name) for name in requested]
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from burnish.adapters.base import ADAPTERS
 from burnish.explain.view import Line, Section
-from burnish.kernels.probe import causal_lm
+from burnish.kernels.probe import unwrap_peft
 from burnish.kernels.tied import TIED
 from burnish.losses.neftune import EmbeddingNoise
 from burnish.models.load import SAMPLING, context_length, samples_without_sampling
@@ -104,7 +104,7 @@ def patched_shapes(options: RunOptions, config: Any, tokenizer: Any) -> nn.Modul
     if not options.torch_compile:
         patch_forwards(model, options, device_of(options))
     if options.neftune_noise_alpha is not None:
-        EmbeddingNoise(causal_lm(model).get_input_embeddings(), options.neftune_noise_alpha)
+        EmbeddingNoise(unwrap_peft(model).get_input_embeddings(), options.neftune_noise_alpha)
     if options.gradient_checkpointing:
         checkpoint_activations(model, options.gradient_checkpointing_kwargs)
     return model

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.inference.cache import SlotCache, SlotPlaces
-from burnish.kernels.probe import causal_lm
+from burnish.kernels.probe import unwrap_peft
 from burnish.models.images.masks import masks_of
 from burnish.models.images.prompts import PromptImages, bidirectional_blocks, inputs_of_images
 
@@ -87,7 +87,7 @@ class OverSlots:
     name, batches, goes_back, splits = "slots", True, True, True
 
     def __init__(self, model: nn.Module, slots: int, capacity: int = STEP, precision: Precision = nullcontext) -> None:
-        self.model = causal_lm(model)
+        self.model = unwrap_peft(model)
         self.cache = SlotCache(slots, capacity)
         self.device = next(self.model.parameters()).device
         self.precision = precision
@@ -193,7 +193,7 @@ class _OneRow:
     batches, cache_bytes = False, 0
 
     def __init__(self, model: nn.Module, precision: Precision = nullcontext) -> None:
-        self.model = causal_lm(model)
+        self.model = unwrap_peft(model)
         self.device = next(self.model.parameters()).device
         self.precision = precision
 

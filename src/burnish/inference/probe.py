@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from burnish.config.errors import is_out_of_memory
 from burnish.inference.forward import Forward, NewTokens, OverSlots, OwnCache, Precision, WholeText
-from burnish.kernels.probe import REFUSALS, causal_lm
+from burnish.kernels.probe import REFUSALS, unwrap_peft
 
 _LENGTHS = (7, 12, 5)
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
@@ -30,7 +30,7 @@ def choose(model: nn.Module, slots: int, precision: Precision = nullcontext) -> 
         lambda: OverSlots(model, len(_LENGTHS), precision=precision),
         lambda: OwnCache(model, precision),
     )
-    name = type(causal_lm(model)).__name__
+    name = type(unwrap_peft(model)).__name__
     for create in candidates:
         try:
             backend = create()
@@ -50,7 +50,7 @@ def choose(model: nn.Module, slots: int, precision: Precision = nullcontext) -> 
 
 def agrees(model: nn.Module, backend: Forward, precision: Precision = nullcontext) -> bool:
     """Return whether rows of different lengths, read in parts and batched, match single passes without a cache."""
-    vocabulary = causal_lm(model).config.get_text_config().vocab_size
+    vocabulary = unwrap_peft(model).config.get_text_config().vocab_size
     drawn = torch.Generator().manual_seed(1)
     texts = [torch.randint(vocabulary, (length,), generator=drawn).tolist() for length in _LENGTHS]
     texts = texts if backend.batches else texts[:1]
@@ -79,6 +79,6 @@ def _in_chunks(backend: Forward, texts: Sequence[Sequence[int]]) -> list[Tensor]
 @torch.no_grad()
 def _alone(model: nn.Module, text: Sequence[int], precision: Precision) -> Tensor:
     with precision():
-        inner = causal_lm(model)
+        inner = unwrap_peft(model)
         logits: Tensor = inner(input_ids=torch.tensor([list(text)], device=inner.device), use_cache=False).logits[0]
         return logits

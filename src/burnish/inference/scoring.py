@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from burnish.config.errors import UserError
 from burnish.inference.types import Closed, EngineFacts, GenerationRequest, OutputCallback, RequestHandle
-from burnish.kernels.probe import causal_lm
+from burnish.kernels.probe import unwrap_peft
 from burnish.losses.reward import RewardHead
 
 AT_ONCE = 8
@@ -59,7 +59,7 @@ class ScoreEngine:
         ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True).to(device)  # (B, T)
         last = torch.tensor([len(text) - 1 for text in texts], device=device)
         mask = (torch.arange(ids.shape[1], device=device) <= last[:, None]).long()
-        hidden: Tensor = causal_lm(self.model).base_model(input_ids=ids, attention_mask=mask, use_cache=False)[0]
+        hidden: Tensor = unwrap_peft(self.model).base_model(input_ids=ids, attention_mask=mask, use_cache=False)[0]
         scores: Tensor = self.head(hidden[torch.arange(len(texts), device=device), last])
         return scores
 

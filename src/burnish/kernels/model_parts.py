@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
-from burnish.kernels.probe import causal_lm
+from burnish.kernels.probe import unwrap_peft
 
 PartName: TypeAlias = Literal["vision_tower", "multi_modal_projector", "language_model"]
 """LLaMA-Factory's names of the parts."""
@@ -20,7 +20,7 @@ PartName: TypeAlias = Literal["vision_tower", "multi_modal_projector", "language
 
 def sees(model: nn.Module) -> bool:
     """Whether a model has a vision tower."""
-    config = getattr(causal_lm(model), "config", None)
+    config = getattr(unwrap_peft(model), "config", None)
     return getattr(config, "vision_config", None) is not None and "vision_tower" in parts_of(model).values()
 
 
@@ -29,7 +29,7 @@ def parts_of(model: nn.Module) -> Mapping[str, PartName]:
 
     A text-only model is a single part, "language_model", with the path "".
     """
-    inner = causal_lm(model)
+    inner = unwrap_peft(model)
     base: Any = inner.base_model
     if getattr(getattr(inner, "config", None), "vision_config", None) is None:
         return {"": "language_model"}

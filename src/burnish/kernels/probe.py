@@ -63,7 +63,7 @@ def shares_prefixes(model: nn.Module) -> bool:
     compared as well, because the dropout of an adapter that is still zero changes gradients only. Rotary positions that
     depend on the longest row of a batch cannot be detected with a few tokens; they are read from the config.
     """
-    if _looks_at_the_longest(causal_lm(model).config):
+    if _looks_at_the_longest(unwrap_peft(model).config):
         return False
     try:
         with asking(model) as ask:
@@ -182,7 +182,7 @@ def keeps_answers(model: nn.Module, change: Callable[[], object]) -> bool:
         return close(ask(tokens), before, model)
 
 
-def causal_lm(model: nn.Module) -> Any:
+def unwrap_peft(model: nn.Module) -> Any:
     """The model itself, or the one inside of a wrapper of the peft library."""
     unwrap = getattr(model, "get_base_model", None)
     return unwrap() if callable(unwrap) else model
@@ -190,7 +190,7 @@ def causal_lm(model: nn.Module) -> Any:
 
 def _claimed_head(model: nn.Module) -> Head | None:
     """The head according to the attributes and config of a transformers model."""
-    inner = causal_lm(model)
+    inner = unwrap_peft(model)
     backbone, linear, config = inner.base_model, inner.get_output_embeddings(), inner.config.get_text_config()
     if backbone is inner or linear is None:
         return None
@@ -232,7 +232,7 @@ def _one_format(model: nn.Module, device: torch.device) -> AbstractContextManage
 def _formats(model: nn.Module) -> set[torch.dtype]:
     """The dtypes in which a model computes."""
     formats = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    attention = str(getattr(causal_lm(model).config, "_attn_implementation", ""))
+    attention = str(getattr(unwrap_peft(model).config, "_attn_implementation", ""))
     # Flash attention, under transformers' names or as a kernel of the hub (owner/name), supports 16 bits only.
     return formats | {torch.bfloat16} if "flash" in attention and formats == {torch.float32} else formats
 
@@ -269,7 +269,7 @@ def _two_from_one(device: torch.device) -> dict[str, Any]:
 
 def _tokens(model: nn.Module, length: int, seed: int) -> Tensor:
     """(1, T) random ids of the vocabulary, the same for a seed."""
-    vocabulary = causal_lm(model).get_input_embeddings().weight.shape[0]
+    vocabulary = unwrap_peft(model).get_input_embeddings().weight.shape[0]
     drawn = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(seed))
     return drawn.to(_device(model))
 

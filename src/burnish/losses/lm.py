@@ -25,7 +25,7 @@ from burnish.config.errors import Problem, UserError
 from burnish.config.options import option
 from burnish.kernels.cross_entropy import TokenLoss, TokenSums
 from burnish.kernels.head_kernels import BACKENDS, LIBRARIES, head_obstacle
-from burnish.kernels.probe import Capabilities, Head, causal_lm
+from burnish.kernels.probe import Capabilities, Head, unwrap_peft
 from burnish.kernels.tied import TIED, TiedEmbedding
 from burnish.loop.types import IGNORE_INDEX, Batch, Example, Loss, Row
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
@@ -159,7 +159,7 @@ class LmObjective(StageObjective):
             UserError: if ``fused_loss`` is set but the model's head does not support it, or if a router's auxiliary
                 loss would have no gradient.
         """
-        self.collate, inner = partial(collate_trained, collate), causal_lm(capabilities.model)
+        self.collate, inner = partial(collate_trained, collate), unwrap_peft(capabilities.model)
         if aux_coefficient(inner, self.options.router_aux_loss_coef) and is_reentrant(self.options):
             raise UserError(ROUTER_WITHOUT_GRADIENT)
         if self.options.fused_loss is False:
@@ -180,7 +180,7 @@ class LmObjective(StageObjective):
 
         Not if each token of a row gets its own noise (NEFTune), or if a loss is a mean over all tokens (router).
         """
-        aux = aux_coefficient(causal_lm(model), self.options.router_aux_loss_coef)
+        aux = aux_coefficient(unwrap_peft(model), self.options.router_aux_loss_coef)
         return self.options.neftune_noise_alpha is None and not aux
 
     def module(self, model: nn.Module) -> nn.Module:
@@ -257,7 +257,7 @@ class ModelWithLoss(nn.Module):
         patches: PatchOptions = _EVERYTHING, batch_keys: Collection[str] = (),
     ) -> None:  # fmt: skip
         super().__init__()
-        inner = causal_lm(model)
+        inner = unwrap_peft(model)
         self.model = model
         self._batch_keys = batch_keys
         self._head = head

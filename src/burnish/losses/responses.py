@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from burnish.checkpoint.parts import Stateful
 from burnish.config.errors import UserError
 from burnish.kernels.elementwise import rounding_as_trained
-from burnish.kernels.probe import Capabilities, Head, causal_lm, find_head, makes_some_logits
+from burnish.kernels.probe import Capabilities, Head, find_head, makes_some_logits, unwrap_peft
 from burnish.kernels.token_logps import LogpRules
 from burnish.loop.modes import evaluating
 from burnish.loop.protocols import Parallel
@@ -83,7 +83,7 @@ class AnswersObjective(StageObjective):
 
     def configure(self, capabilities: Capabilities, collate: Collate) -> list[str]:
         """Store how the model computes its logits, as ``LmObjective.configure``."""
-        self.collate, inner = partial(self._collated, collate), causal_lm(capabilities.model)
+        self.collate, inner = partial(self._collated, collate), unwrap_peft(capabilities.model)
         if aux_coefficient(inner, self.options.router_aux_loss_coef) and is_reentrant(self.options):
             raise UserError(ROUTER_WITHOUT_GRADIENT)
         self.head, self.makes_some_logits = capabilities.head, capabilities.makes_some_logits
@@ -93,7 +93,7 @@ class AnswersObjective(StageObjective):
         return [f"The head of {name} is not a plain linear layer: full logits are computed, which takes more memory."]
 
     def allows_prefix_sharing(self, model: nn.Module) -> bool:
-        return not aux_coefficient(causal_lm(model), self.options.router_aux_loss_coef)
+        return not aux_coefficient(unwrap_peft(model), self.options.router_aux_loss_coef)
 
     @property
     def rules(self) -> LogpRules:
@@ -103,7 +103,7 @@ class AnswersObjective(StageObjective):
     def module(self, model: nn.Module) -> SequenceModel:
         """The model wrapped so that it returns log-probabilities of responses. Requires ``fit`` first."""
         rules = replace(self.rules, softcap=self.head.softcap if self.head else None)
-        self.aux_coefficient = aux_coefficient(causal_lm(model), self.options.router_aux_loss_coef)
+        self.aux_coefficient = aux_coefficient(unwrap_peft(model), self.options.router_aux_loss_coef)
         return SequenceModel(
             model, self.head, self.makes_some_logits, rules, bool(self.aux_coefficient), self.options, self.batch_keys,
             self.value_head,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from burnish.config.errors import UserError
 from burnish.config.options import option
 from burnish.config.registry import Registry
-from burnish.kernels.probe import Capabilities, causal_lm
+from burnish.kernels.probe import Capabilities, unwrap_peft
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import IGNORE_INDEX, Batch, Example, Loss, Metric, Row, Sum
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
@@ -145,7 +145,7 @@ class ScoringModel(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """(S,) the score of each sequence."""
-        backbone = causal_lm(self.model).base_model
+        backbone = unwrap_peft(self.model).base_model
         hidden: Tensor = backbone(**model_inputs(batch, self._batch_keys))[0]
         scores: Tensor = self.head(hidden.flatten(0, 1).index_select(0, batch["target_positions"]))
         return torch.zeros_like(scores).index_add(0, batch["owner"], scores)
@@ -189,7 +189,7 @@ class RewardObjective(StageObjective):
 
     def configure(self, capabilities: Capabilities, collate: Collate) -> list[str]:
         """Create the head if needed, as ``LmObjective.configure``."""
-        self.collate, inner = partial(self._collated, collate), causal_lm(capabilities.model)
+        self.collate, inner = partial(self._collated, collate), unwrap_peft(capabilities.model)
         if self.head is None:
             width = inner.get_input_embeddings().weight.shape[1]
             width = getattr(inner.config.get_text_config(), "hidden_size", width)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from burnish.kernels.probe import Head, causal_lm
+from burnish.kernels.probe import Head, unwrap_peft
 from burnish.kernels.tied import TIED
 from burnish.kernels.token_logps import LogpRules, TokenLogps, linear_token_logps, plain_token_logps
 from burnish.loop.protocols import Parallel
@@ -103,7 +103,7 @@ class SequenceModel(nn.Module):
         self._batch_keys, self._patches = batch_keys, patches
         self.model = model
         self._head = head
-        self._tied = tied_embedding(causal_lm(model), head) if head is not None and allows(patches, TIED) else None
+        self._tied = tied_embedding(unwrap_peft(model), head) if head is not None and allows(patches, TIED) else None
         self._makes_some_logits = makes_some_logits
         self._rules = rules
         self._needs_router = needs_router

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import option, shared
-from burnish.kernels.probe import causal_lm
+from burnish.kernels.probe import unwrap_peft
 from burnish.models.load import message_of
 
 
@@ -205,7 +205,7 @@ def _static_cache(model: nn.Module, length: int) -> dict[str, Any]:
     Under autocast values are in 16 bits, and keys in float32 after rotary positions. The cache uses the dtype of keys
     for both, and then refuses the values (transformers 5.23, StaticLayer.update).
     """
-    inner = causal_lm(model)
+    inner = unwrap_peft(model)
     if "past_key_values" not in signature(inner.forward).parameters:
         return {}
     from transformers import StaticCache

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from burnish.checkpoint.parts import Part, Stateful
 from burnish.config.errors import UserError
 from burnish.config.options import option
-from burnish.kernels.probe import Capabilities, causal_lm
+from burnish.kernels.probe import Capabilities, unwrap_peft
 from burnish.loop.modes import evaluating
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Loss, Sum
@@ -110,7 +110,7 @@ class PpoObjective(RolloutObjective):
     # --- the model ----------------------------------------------------------------------------------------------------
 
     def configure(self, capabilities: Capabilities, collate: Collate) -> list[str]:
-        notes, inner = super().configure(capabilities, collate), causal_lm(capabilities.model)
+        notes, inner = super().configure(capabilities, collate), unwrap_peft(capabilities.model)
         if self.head is None or aux_coefficient(inner, self.options.router_aux_loss_coef):
             what = "stage: ppo requires a model with a plain linear head and no router loss."
             raise UserError(what, remedy="Set fused_loss: auto and router_aux_loss_coef: 0.", option="stage")

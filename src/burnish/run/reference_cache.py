@@ -22,7 +22,7 @@ from burnish.config.errors import NotSavedError, UserError
 from burnish.data.rows.encode import alone, begin_place, replacing
 from burnish.data.rows.reference_logps import RowsWithReference
 from burnish.data.rows.store import RowWriter, open_rows
-from burnish.kernels.probe import causal_lm
+from burnish.kernels.probe import unwrap_peft
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Row
 from burnish.losses.reference import DisabledAdapter
@@ -80,7 +80,7 @@ def key_of(rows: RowsWithReference, objective: Any, module: nn.Module, parallel:
     trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad and is_base}
     with objective.reference.answering(module) as answering:
         bare: Any = parallel.unwrap(answering)
-        model = causal_lm(bare.model)
+        model = unwrap_peft(bare.model)
         facts = {
             "burnish": burnish.__version__, "libraries": [version(name) for name in ("torch", "transformers")],
             "model": [type(model).__name__, model.config.to_json_string()], "patches": patch_summary(model),

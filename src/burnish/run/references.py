@@ -22,7 +22,7 @@ from burnish.adapters.lora_model import merge_into_base
 from burnish.config.errors import UserError
 from burnish.data.rows.mismatched import RowsWithMismatched
 from burnish.data.rows.reference_logps import RowsWithReference
-from burnish.kernels.probe import causal_lm, shares_prefixes
+from burnish.kernels.probe import shares_prefixes, unwrap_peft
 from burnish.loop.loop import Loop
 from burnish.loop.protocols import Parallel
 from burnish.losses.base import StageObjective
@@ -201,7 +201,7 @@ def _reads_alike(model: nn.Module, second: nn.Module, options: RunOptions) -> bo
 
 def refuse_other_vocabulary(model: nn.Module, second: nn.Module) -> None:
     """Raise UserError if the vocabulary sizes of reference and policy differ."""
-    policy_size, reference_size = (causal_lm(one).get_input_embeddings().weight.shape[0] for one in (model, second))
+    policy_size, reference_size = (unwrap_peft(one).get_input_embeddings().weight.shape[0] for one in (model, second))
     if policy_size != reference_size:
         raise UserError(
             f"The vocabulary sizes of the reference model ({reference_size}) and the policy ({policy_size}) differ.",

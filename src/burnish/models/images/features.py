@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.kernels.model_parts import part_at, parts_of, sees
-from burnish.kernels.probe import causal_lm
+from burnish.kernels.probe import unwrap_peft
 from burnish.loop.modes import evaluating
 from burnish.models.images.masks import masks_of
 from burnish.utils.patching import Patch, Reason, hook, patches_of
@@ -56,7 +56,7 @@ class ImageFeatures:
 
 def patch_vision_model(model: nn.Module) -> list[Patch]:
     """Let ``model`` take the inputs above. Does nothing without a vision tower or if it was called before."""
-    inner = causal_lm(model)
+    inner = unwrap_peft(model)
     is_patched = any(done.why is ENCODED_ONCE for done in patches_of(model))
     if is_patched or not sees(model) or not hasattr(inner.base_model, "get_image_features"):
         return []
@@ -132,7 +132,7 @@ def image_features(model: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 def num_features(model: nn.Module, tensors: Mapping[str, Tensor]) -> int:
     """Return the number of features of images, by running the tower."""
-    inner = causal_lm(model)
+    inner = unwrap_peft(model)
     device = next(inner.parameters()).device
     with torch.no_grad():
         made = image_features(inner, {name: tensor.to(device) for name, tensor in tensors.items()})

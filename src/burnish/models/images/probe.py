@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burnish.kernels.probe import REFUSALS, asking, causal_lm, close
+from burnish.kernels.probe import REFUSALS, asking, close, unwrap_peft
 from burnish.loop.types import IGNORE_INDEX, Batch, Row
 from burnish.models.images.collator import ImageCollator
 from burnish.models.images.features import num_features
@@ -80,7 +80,7 @@ def random_rows(model: nn.Module, collator: ImageCollator) -> Iterator[Row]:
         pixels = torch.randint(256, (height, width, 3), generator=generator, dtype=torch.uint8)
         image = Image.fromarray(pixels.numpy())
         images.append(RandomImage(f"drawn {number}", image))
-    vocabulary = _words(causal_lm(model))
+    vocabulary = _words(unwrap_peft(model))
     placeholder = collator.layout.placeholder
     for parts in _ROWS:
         ids: list[int] = []
@@ -127,7 +127,7 @@ def native(model: nn.Module, collator: ImageCollator, row: Row) -> Batch:
     if collator.layout.bidirectional == "prefix":
         batch["token_type_ids"] = (torch.tensor([row["labels"]]) != IGNORE_INDEX).long()
     else:
-        taken = signature(causal_lm(model).forward).parameters
+        taken = signature(unwrap_peft(model).forward).parameters
         batch |= {name: is_image for name in ("token_type_ids", "mm_token_type_ids") if name in taken}
     return batch
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.errors import UNUSABLE, MissingExtraError, Problem, UserError
-from burnish.kernels.probe import causal_lm
+from burnish.kernels.probe import unwrap_peft
 from burnish.models.images.torchvision import raise_if_torchvision_is_broken
 from burnish.models.load import message_of
 from burnish.models.options import ModelOptions
@@ -60,11 +60,11 @@ class ImageProcessor:
         Raises:
             UserError: if the model does not return image features.
         """
-        base = causal_lm(model).base_model
+        base = unwrap_peft(model).base_model
         if getattr(base.config, "model_type", "") == "mllama":
             return cls(processor, CROSSED, options)
         if not hasattr(base, "get_image_features"):
-            name = type(causal_lm(model)).__name__
+            name = type(unwrap_peft(model)).__name__
             what = f"{name} cannot be trained on images: it does not replace placeholder tokens with image features."
             raise UserError(what, remedy="Use a different model, such as Qwen2-VL.", option="model_name_or_path")
         return cls(processor, list(inspect.signature(base.get_image_features).parameters), options)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.kernels.attention import Scores, Sequences, flat_attention, masked_attention
-from burnish.kernels.probe import causal_lm, isolates_sequences
+from burnish.kernels.probe import isolates_sequences, unwrap_peft
 from burnish.kernels.shared_prefix import Runs, laid_out
 from burnish.utils.patching import Reason, hook, restore
 
@@ -50,7 +50,7 @@ def make_padding_free(model: nn.Module, *, own_attention: bool = True) -> Paddin
         model: a model of transformers, with or without adapter.
         own_attention: whether burnish's attention may replace the model's; false if one was selected explicitly.
     """
-    inner = causal_lm(model)
+    inner = unwrap_peft(model)
     before = inner.config._attn_implementation
     if before == NAME:  # set by an earlier call that was verified
         return PaddingFree(True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from burnish.kernels.probe import Capabilities, causal_lm, find_head, makes_some_logits, shares_prefixes
+from burnish.kernels.probe import Capabilities, find_head, makes_some_logits, shares_prefixes, unwrap_peft
 from burnish.models.patches.attention import PaddingFree, make_padding_free
 from burnish.models.quantization.quantize import keep_as_loaded
 
@@ -32,7 +32,7 @@ def find_capabilities(
     layout = make_padding_free(model, own_attention=own_attention) if padding_free else PaddingFree(False)
     head = None if head_of is None else find_head(head_of)
     needs_logits = head_of is not None and (  # the loss of a mixture of experts may need the model's own output
-        head is None or hasattr(causal_lm(model).config.get_text_config(), "router_aux_loss_coef")
+        head is None or hasattr(unwrap_peft(model).config.get_text_config(), "router_aux_loss_coef")
     )
     return Capabilities(
         model,

@@ -22,7 +22,7 @@ from torch import nn
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem, UserError, did_you_mean
 from burnish.config.options import option, raise_if
-from burnish.kernels.probe import causal_lm, keeps_answers
+from burnish.kernels.probe import keeps_answers, unwrap_peft
 from burnish.parallel.options import ParallelOptions
 from burnish.parallel.selection import device_of
 from burnish.utils.patching import Reason, record
@@ -102,7 +102,7 @@ def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_asked: b
         MODEL_TYPE_TO_APPLY_LIGER_FN,
     )
 
-    inner, chosen = causal_lm(model), dict(config or {})
+    inner, chosen = unwrap_peft(model), dict(config or {})
     family = getattr(getattr(inner, "config", None), "model_type", type(inner).__name__)
     if family not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         if not is_asked:

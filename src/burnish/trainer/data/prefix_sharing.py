@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from burnish.data.batches.batching import collate_prefix_sharing
-from burnish.kernels.probe import Capabilities, causal_lm
+from burnish.kernels.probe import Capabilities, unwrap_peft
 from burnish.loop.types import IGNORE_INDEX, Batch, Row
 from burnish.losses.targets import collate_trained
 from burnish.models.patches.attention import NAME
@@ -64,7 +64,7 @@ def probe_prefix_sharing(model: nn.Module, is_wanted: bool, needs_head: bool = F
     """
     may = is_wanted and may_be_padding_free(model)
     return find_capabilities(
-        model, padding_free=may, prefix_sharing=may, head_of=causal_lm(model) if may or needs_head else None
+        model, padding_free=may, prefix_sharing=may, head_of=unwrap_peft(model) if may or needs_head else None
     )
 
 
@@ -75,7 +75,7 @@ def may_be_padding_free(model: nn.Module) -> bool:
     adapters = getattr(model, "peft_config", {})
     if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters.values()):
         return False
-    config: Any = getattr(causal_lm(model), "config", None)
+    config: Any = getattr(unwrap_peft(model), "config", None)
     needs_router = getattr(config, "output_router_logits", False)
     return not needs_router and getattr(config, "_attn_implementation", None) in {"sdpa", NAME}
 
@@ -84,7 +84,7 @@ def has_plain_loss(model: nn.Module) -> bool:
     """Whether the model's loss is the plain cross entropy of the next token: an unmodified causal language model of
     transformers, whose forward pass has no hooks.
     """
-    inner = causal_lm(model)
+    inner = unwrap_peft(model)
     is_theirs = type(inner).__module__.startswith("transformers.models.") and is_causal_lm(inner)
     return (
         is_theirs and getattr(inner, "loss_function", None) is ForCausalLMLoss

@@ -20,7 +20,7 @@ from burnish.adapters.peft import PeftAdapter, PeftOptions
 from burnish.config.errors import UserError
 from burnish.data.batches.batching import collate_padded, collate_padding_free, collate_prefix_sharing
 from burnish.data.rows.reference_logps import RowsWithReference
-from burnish.kernels.probe import Capabilities, causal_lm
+from burnish.kernels.probe import Capabilities, unwrap_peft
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Row
 from burnish.losses.base import Collate
@@ -132,7 +132,7 @@ class _AllHidden(nn.Module):
         self.model = model
 
     def get_base_model(self) -> Any:
-        return causal_lm(self.model)
+        return unwrap_peft(self.model)
 
     def forward(self, **inputs: Any) -> Any:
         return SimpleNamespace(logits=self.get_base_model().base_model(**inputs)[0])
@@ -143,7 +143,7 @@ class Score(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        inner = causal_lm(model)
+        inner = unwrap_peft(model)
         score = getattr(inner, "score", None)
         if not isinstance(score, nn.Module) or inner.config.num_labels != 1:
             raise UserError(
