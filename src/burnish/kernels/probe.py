@@ -25,8 +25,8 @@ REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, As
 
 _NEIGHBOUR, _LENGTH = 9, 13
 _LEAK = 0.05
-_LOUD = 1024.0
-_QUESTION = Reason("head", "a probe calls it with larger hidden states")
+_SCALE = 1024.0
+_PROBE = Reason("head", "a probe calls it with larger hidden states")
 
 
 def isolates_sequences(model: nn.Module) -> bool:
@@ -38,18 +38,20 @@ def isolates_sequences(model: nn.Module) -> bool:
     implementations silently mix sequences, as do all models with ``use_cache=True``.
     """
     try:
-        with asking(model) as ask:
+        with probe_mode(model) as logits_of:
             neighbour, other, tokens = (_tokens(model, n, seed) for seed, n in enumerate((_NEIGHBOUR, 9, _LENGTH)))
-            alone = ask(tokens)
+            alone = logits_of(tokens)
             beside, beside_other = (
-                ask(torch.cat([first, tokens], 1), **_two_sequences(tokens.device))[:, _NEIGHBOUR:]
+                logits_of(torch.cat([first, tokens], 1), **_two_sequences(tokens.device))[:, _NEIGHBOUR:]
                 for first in (neighbour, other)
             )
             if not close(beside, alone, model):
                 return False
             if torch.equal(beside, beside_other):
                 return True
-            seen, seen_other = (ask(torch.cat([first, tokens], 1))[:, _NEIGHBOUR:] for first in (neighbour, other))
+            seen, seen_other = (
+                logits_of(torch.cat([first, tokens], 1))[:, _NEIGHBOUR:] for first in (neighbour, other)
+            )
             return bool((beside - beside_other).abs().max() < _LEAK * (seen - seen_other).abs().max())
     except REFUSALS:
         return False
@@ -63,25 +65,25 @@ def shares_prefixes(model: nn.Module) -> bool:
     compared as well, because the dropout of an adapter that is still zero changes gradients only. Rotary positions that
     depend on the longest row of a batch cannot be detected with a few tokens; they are read from the config.
     """
-    if _looks_at_the_longest(unwrap_peft(model).config):
+    if _has_length_dependent_rope(unwrap_peft(model).config):
         return False
     try:
-        with asking(model) as ask:
+        with probe_mode(model) as logits_of:
             shared, first, second = (_tokens(model, n, seed) for seed, n in enumerate((_NEIGHBOUR, _LENGTH, _LENGTH)))
-            together = ask(torch.cat([shared, first, second], 1), **_two_from_one(shared.device))
+            together = logits_of(torch.cat([shared, first, second], 1), **_two_from_one(shared.device))
             for own, place in ((first, _NEIGHBOUR), (second, _NEIGHBOUR + _LENGTH)):
-                alone = ask(torch.cat([shared, own], 1))
+                alone = logits_of(torch.cat([shared, own], 1))
                 beside = torch.cat([together[:, :_NEIGHBOUR], together[:, place : place + _LENGTH]], 1)
                 if not close(beside, alone, model):
                     return False
             model.train()
             before = _generators(shared.device)
-            return torch.equal(ask(first), ask(first)) and torch.equal(before, _generators(shared.device))
+            return torch.equal(logits_of(first), logits_of(first)) and torch.equal(before, _generators(shared.device))
     except REFUSALS:
         return False
 
 
-def _looks_at_the_longest(config: Any) -> bool:
+def _has_length_dependent_rope(config: Any) -> bool:
     """Whether the frequencies of rotary positions depend on the length of the input
     (https://huggingface.co/docs/transformers/internal/rope_utils).
     """
@@ -152,8 +154,8 @@ def find_head(model: nn.Module) -> Head | None:
         if head is None or type(head.linear) is not nn.Linear or _has_hooks(head.linear):
             return None
         tokens = _tokens(model, _LENGTH, seed=3)
-        with asking(model) as ask, _louder(head.linear):
-            output = ask(tokens)
+        with probe_mode(model) as logits_of, _scaled_inputs(head.linear):
+            output = logits_of(tokens)
             hidden = head.hidden(input_ids=tokens, use_cache=False)
             return head if close(output, head.logits(hidden), model) else None
     except REFUSALS:
@@ -164,22 +166,22 @@ def makes_some_logits(model: nn.Module) -> bool:
     """Whether the model can compute the logits of selected positions only: ``logits_to_keep=(N,)``."""
     try:
         tokens, chosen = _tokens(model, _LENGTH, seed=4), torch.tensor([1, 4, 5], device=_device(model))
-        with asking(model) as ask:
-            whole, some = ask(tokens), ask(tokens, logits_to_keep=chosen)
+        with probe_mode(model) as logits_of:
+            whole, some = logits_of(tokens), logits_of(tokens, logits_to_keep=chosen)
         # A trained prompt before the tokens (peft's prompt tuning) shifts the positions.
         return whole.shape[1] == _LENGTH and close(some, whole[:, chosen], model)
     except REFUSALS:
         return False
 
 
-def keeps_answers(model: nn.Module, change: Callable[[], object]) -> bool:
+def preserves_logits(model: nn.Module, change: Callable[[], object]) -> bool:
     """Call ``change``, which modifies the model, and return whether its logits stay the same up to rounding. Not
     undone."""
     tokens = _tokens(model, _LENGTH, seed=5)
-    with asking(model) as ask:
-        before = ask(tokens)
+    with probe_mode(model) as logits_of:
+        before = logits_of(tokens)
         change()
-        return close(ask(tokens), before, model)
+        return close(logits_of(tokens), before, model)
 
 
 def unwrap_peft(model: nn.Module) -> Any:
@@ -199,12 +201,12 @@ def _claimed_head(model: nn.Module) -> Head | None:
 
 
 @contextmanager
-def asking(model: nn.Module) -> Iterator[Callable[..., Tensor]]:
+def probe_mode(model: nn.Module) -> Iterator[Callable[..., Tensor]]:
     """Context of a probe. Yields a function ids (1, T) -> logits (1, T, V). The model is restored afterwards."""
     modes = {module: module.training for module in model.modules()}
     device = _device(model)
 
-    def ask(input_ids: Tensor, **inputs: Any) -> Tensor:
+    def logits_of(input_ids: Tensor, **inputs: Any) -> Tensor:
         logits: Tensor = model(input_ids=input_ids, use_cache=False, **inputs).logits
         return logits
 
@@ -238,8 +240,8 @@ def _formats(model: nn.Module) -> set[torch.dtype]:
 
 
 @contextmanager
-def _louder(linear: nn.Linear) -> Iterator[None]:
-    with hooked(linear, "forward_pre", lambda module, inputs: (inputs[0] * _LOUD, *inputs[1:]), _QUESTION):
+def _scaled_inputs(linear: nn.Linear) -> Iterator[None]:
+    with hooked(linear, "forward_pre", lambda module, inputs: (inputs[0] * _SCALE, *inputs[1:]), _PROBE):
         yield
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burnish.kernels.probe import REFUSALS, asking, close, unwrap_peft
+from burnish.kernels.probe import REFUSALS, close, probe_mode, unwrap_peft
 from burnish.loop.types import IGNORE_INDEX, Batch, Row
 from burnish.models.images.collator import ImageCollator
 from burnish.models.images.features import num_features
@@ -49,12 +49,12 @@ def isolates_images(model: nn.Module, collator: ImageCollator) -> bool:
     """
     collator = of_drawn(collator)
     try:
-        with asking(model) as ask:
+        with probe_mode(model) as logits_of:
             rows = list(random_rows(model, collator))
-            expected = [ask(**_on(model, native(model, collator, row)))[0] for row in rows]
+            expected = [logits_of(**_on(model, native(model, collator, row)))[0] for row in rows]
             for changed in (None, *(number for number, row in enumerate(rows) if row["images"])):
                 others = [_negated(row) if number == changed else row for number, row in enumerate(rows)]
-                found = _by_row(ask(**_on(model, collator(others))), rows)
+                found = _by_row(logits_of(**_on(model, collator(others))), rows)
                 if not all(close(found[n], expected[n], model) for n in range(len(rows)) if n != changed):
                     return False
             return True

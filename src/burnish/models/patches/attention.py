@@ -54,8 +54,8 @@ def make_padding_free(model: nn.Module, *, own_attention: bool = True) -> Paddin
     before = inner.config._attn_implementation
     if before == NAME:  # set by an earlier call that was verified
         return PaddingFree(True)
-    speaks_the_interface = inner._supports_flash_attn and inner._can_set_attn_implementation()
-    if own_attention and before in _REPLACED and speaks_the_interface:
+    supports_attention_interface = inner._supports_flash_attn and inner._can_set_attn_implementation()
+    if own_attention and before in _REPLACED and supports_attention_interface:
         _register()
         inner.set_attn_implementation(NAME)
         made = hook(inner.base_model, "forward_pre", _without_mask, PADDING_FREE, with_kwargs=True)

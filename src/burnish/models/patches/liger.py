@@ -22,7 +22,7 @@ from torch import nn
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem, UserError, did_you_mean
 from burnish.config.options import option, raise_if
-from burnish.kernels.probe import keeps_answers, unwrap_peft
+from burnish.kernels.probe import preserves_logits, unwrap_peft
 from burnish.parallel.options import ParallelOptions
 from burnish.parallel.selection import device_of
 from burnish.utils.patching import Reason, record
@@ -123,7 +123,7 @@ def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_asked: b
     switches = chosen | {name: value for name, value in _LOSSES.items() if name in parts}
 
     change = partial(_apply_liger_kernel_to_instance, model=inner, **switches)
-    if not keeps_answers(inner, lambda: record(inner, change, LIGER)):
+    if not preserves_logits(inner, lambda: record(inner, change, LIGER)):
         raise UserError(
             f"Liger's kernels change the output of this {type(inner).__name__}.",
             why="The installed versions of liger-kernel and transformers are not compatible for this model.",
