@@ -15,7 +15,7 @@ from burnish.config.errors import NonFiniteError, Problem, UserError
 from burnish.run.plan.memory import Formats
 from burnish.run.recovery import failure
 from burnish.run.recovery.failure import TRACEBACK_NAME, explain_failure
-from burnish.utils.activity import Activity, doing, interrupted_by
+from burnish.utils.activity import Activity, annotate_errors, interrupted_by
 from burnish.utils.files import error_number
 from small_run import as_arguments, make_workspace
 
@@ -226,7 +226,7 @@ def test_out_of_memory_names_its_activity_and_a_remedy(tmp_path, monkeypatch, ca
 @pytest.mark.parametrize("activity", Activity)
 def test_out_of_memory_remedy_depends_on_activity_not_function_names(capsys, activity):
     def renamed():
-        with doing(Activity.EVALUATE), doing(activity, {"input_ids": torch.zeros(2, 3)}):
+        with annotate_errors(Activity.EVALUATE), annotate_errors(activity, {"input_ids": torch.zeros(2, 3)}):
             return bytearray(2**60)
 
     error = raised(renamed)

@@ -44,7 +44,7 @@ from burnish.loop.schedule import follows_metric
 from burnish.loop.spikes import SpikeOptions, SpikeWatch
 from burnish.loop.state import keeping_plan
 from burnish.loop.types import Batch, Loss, StepBatch
-from burnish.utils.activity import Activity, doing
+from burnish.utils.activity import Activity, annotate_errors
 from burnish.utils.work import watched
 
 
@@ -175,7 +175,7 @@ class Loop:
         norm = self.parallel.clip(self.trainable_parameters(), self.options.max_grad_norm)
         self.callbacks.fire("on_pre_optimizer_step")
         self.checkpoints.wait_for_copies()  # a background save may still be copying the weights
-        with doing(Activity.UPDATE):
+        with annotate_errors(Activity.UPDATE):
             is_finite = torch.isfinite(loss) & torch.isfinite(norm)
             is_applied = self.parallel.step(self.optimizer, is_finite & (num_items > 0))
         self.callbacks.fire("on_optimizer_step")
@@ -207,9 +207,9 @@ class Loop:
             num_items: () items of the whole step, over all micro-batches and ranks; positive.
             is_last: whether this is the last micro-batch of the step.
         """
-        with self.parallel.microbatch(self.model, last=is_last), doing(Activity.FORWARD, batch):
+        with self.parallel.microbatch(self.model, last=is_last), annotate_errors(Activity.FORWARD, batch):
             loss = self.loss(batch)
-            with doing(Activity.BACKWARD):
+            with annotate_errors(Activity.BACKWARD):
                 self.parallel.backward(loss.total * (self.parallel.world_size / num_items))
         return loss
 
@@ -272,7 +272,7 @@ class Loop:
         self.set_training_mode(False)
         batches = self.objective.iter_eval(self.model, eval_set, self.parallel)
         for batch in watched(batches, "Evaluating", "batches", of=eval_set):
-            with doing(Activity.EVALUATE, batch):
+            with annotate_errors(Activity.EVALUATE, batch):
                 loss = self.loss(batch)
             totals.add(loss, self.objective.num_items(batch))
             self.callbacks.fire("on_prediction_step")
@@ -295,7 +295,7 @@ class Loop:
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(folder)
         self.state.stateful_callbacks = self.callbacks.state_dict()
-        with doing(Activity.SAVE):
+        with annotate_errors(Activity.SAVE):
             return self.checkpoints.save(self.state.global_step, self.parts, best=self.state.best_model_checkpoint)
 
     def load(self, folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Record on an exception the activity that it interrupted.
 
-    with doing(Activity.BACKWARD):
+    with annotate_errors(Activity.BACKWARD):
         parallel.backward(loss)
 
 An exception that leaves the block gets the activity as an attribute. The innermost block counts. Messages about lack of
@@ -33,7 +33,7 @@ class Interrupted(NamedTuple):
 _NAME = "burnish_activity"
 
 
-class doing:
+class annotate_errors:
     """Context manager that records ``activity`` on exceptions that leave the block.
 
     Args:

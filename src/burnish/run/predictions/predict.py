@@ -32,7 +32,7 @@ from burnish.run.predictions.files import stem_of, write_answers, write_scores
 from burnish.run.predictions.questions import questions_of, with_image_marks
 from burnish.run.prepare import Prepared
 from burnish.run.response_metrics import scores
-from burnish.utils.activity import Activity, doing
+from burnish.utils.activity import Activity, annotate_errors
 
 
 def predict_all(run: Loop, prepared: Prepared, plan: Plan) -> dict[str, float]:
@@ -79,7 +79,7 @@ def predict(
     stem = stem_of(name)
     partial = folder / f"{stem}.partial.jsonl" if run.parallel.world_size == 1 else None
     likelihoods: dict[int, float] = {}
-    with doing(Activity.PREDICT):
+    with annotate_errors(Activity.PREDICT):
         requested = [*questions] * options.samples
         answers = answer_all(run, requested, config, options, partial, likelihoods, prepared.family)
     decoding = {"skip_special_tokens": options.skip_special_tokens}
