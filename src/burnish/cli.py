@@ -26,7 +26,7 @@ from burnish.report.console import print_result
 from burnish.report.work import WorkLine
 from burnish.utils.library_warnings import hide_library_warnings
 from burnish.utils.sigint import exit_quietly, interruptible, stopping_at_once
-from burnish.utils.work import watch_with
+from burnish.utils.work import set_watcher
 
 if TYPE_CHECKING:
     from burnish.run.plan.plan import Plan
@@ -77,7 +77,7 @@ def _run(argv: Arguments) -> int:
     if "--help" in argv or "-h" in argv:
         return _print_command_help(name, argv[1:])
     hide_library_warnings()
-    watch_with(WorkLine())
+    set_watcher(WorkLine())
     return (_named(command.run) if isinstance(command.run, str) else command.run)(argv[1:])
 
 

@@ -22,7 +22,7 @@ from transformers.tokenization_utils_base import generate_merges
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue
 from burnish.export.export import export
-from burnish.utils.work import watch_with
+from burnish.utils.work import set_watcher
 from recording import RecordingProgress
 from small_run import CHAT_TEMPLATE, WORDS, make_model
 
@@ -76,11 +76,11 @@ def test_gguf_file_contains_tokens_template_and_stop_tokens(tmp_path: Path) -> N
 
 
 def test_gguf_export_prints_its_file_and_reports_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    watch_with(recorder := RecordingProgress())
+    set_watcher(recorder := RecordingProgress())
     try:
         file = exported(tmp_path / "out", model_in(tmp_path / "model", "llama"))
     finally:
-        watch_with(None)
+        set_watcher(None)
     out = capsys.readouterr().out
     assert f"{file} (0 MB): tokens, chat template and end token match those of the exported model." in out
     assert f"llama-server -m {file}" in out

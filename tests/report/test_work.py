@@ -7,21 +7,21 @@ from rich.console import Console
 
 from burnish.report import work as shown
 from burnish.report.work import WorkLine
-from burnish.utils.work import watch_with, watched, work
+from burnish.utils.work import set_watcher, watched, work
 from recording import RecordingProgress
 
 
 @pytest.fixture
 def recorder():
     recording = RecordingProgress()
-    watch_with(recording)
+    set_watcher(recording)
     yield recording
-    watch_with(None)
+    set_watcher(None)
 
 
 def test_work_reports_its_start_and_end_even_on_failure(recorder):
     def fail():
-        with work("Loading") as advance:
+        with progress("Loading") as advance:
             advance(1)
             raise ValueError("broken")
 
@@ -31,8 +31,8 @@ def test_work_reports_its_start_and_end_even_on_failure(recorder):
 
 
 def test_nested_work_reports_only_the_outermost(recorder):
-    with work("Exporting", 2, "files") as advance:
-        with work("Loading") as inner:
+    with progress("Exporting", 2, "files") as advance:
+        with progress("Loading") as inner:
             inner(5)
         advance(2)
     assert recorder.calls == [("Exporting", 2, "files"), 2, "end"]

@@ -13,7 +13,7 @@ from burnish.data.rows.encode import encode_rows
 from burnish.data.rows.store import MANIFEST
 from burnish.data.stats import DataStats, dropped
 from burnish.loop.types import IGNORE_INDEX, Example, Message
-from burnish.utils.work import watch_with
+from burnish.utils.work import set_watcher
 from dataset_helpers import data_options
 from recording import RecordingProgress
 
@@ -184,13 +184,13 @@ def test_rows_are_passed_to_another_process_by_folder_name():
 
 def test_tokenization_reports_progress_by_batch():
     recorder = RecordingProgress()
-    watch_with(recorder)
+    set_watcher(recorder)
     try:
         encode_rows(
             examples(25), Encoder(), DataStats(), fingerprint="f", options=data_options(preprocessing_batch_size=10)
         )
     finally:
-        watch_with(None)
+        set_watcher(None)
     assert recorder.calls == [("Tokenizing", 25, "records"), 10, 10, 5, "end"]
 
 
@@ -320,11 +320,11 @@ def test_folder_of_another_library_is_rejected(name):
 def test_slow_record_is_named_while_it_is_encoded():
     options = [Example(text="word " * size, source="data.json", number=size) for size in (3, 500_000, 2)]
     recorder = RecordingProgress()
-    watch_with(recorder)
+    set_watcher(recorder)
     try:
         for some in (options, options[:1]):
             encode_rows(some, lambda batch, stats: [None] * len(batch), DataStats(), fingerprint="f")
     finally:
-        watch_with(None)
+        set_watcher(None)
     started = [call[0] for call in recorder.calls if isinstance(call, tuple)]
     assert started == ["Tokenizing (longest: data.json, record 500000, 2.5 million characters)", "Tokenizing"]

@@ -32,7 +32,7 @@ from burnish.export.gguf_tokens import add_tokenizer, tokenizer_kind
 from burnish.models.save import whole_or_nothing
 from burnish.run.plan.options import RunOptions
 from burnish.utils.tensor_files import read_header
-from burnish.utils.work import work
+from burnish.utils.work import progress
 
 EXTRA = "gguf"
 ARCHITECTURES: Final = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -68,14 +68,14 @@ def write_gguf(folder: Path, target: Path, options: RunOptions) -> list[str]:
     kind = options.export_gguf_type
     with whole_or_nothing(folder):
         if options.llama_cpp:
-            with work(WRITING):
+            with progress(WRITING):
                 _through_llama_cpp(folder, target, kind, Path(options.llama_cpp))
         elif kind in OWN_TYPES:
             _own(folder, target, kind)
         else:
             first = target.with_suffix(".f16.gguf")
             _own(folder, first, "f16")
-            with work(f"Quantizing the GGUF file to {kind}"):
+            with progress(f"Quantizing the GGUF file to {kind}"):
                 _run([sys.executable, "-c", _QUANTIZE, str(first), str(target), kind])
             first.unlink()
         compare_gguf(folder, target)
@@ -158,7 +158,7 @@ def _own(folder: Path, target: Path, kind: str) -> None:
     add_tokenizer(writer, folder, tokenizer_json, tokens, config["vocab_size"])
     paths = sorted(folder.glob("*.safetensors"))
     weights = [(path, name) for path in paths for name in read_header(path)]
-    with work(WRITING, len(weights), "weights") as advance:
+    with progress(WRITING, len(weights), "weights") as advance:
         for name, tensor in _tensors(weights, config):
             _add_tensor(gguf, writer, name, tensor, kind)
             advance(1)

@@ -54,7 +54,7 @@ from burnish.parallel.precision import compute_sentence, loaded_dtype, supported
 from burnish.parallel.selection import device_of
 from burnish.utils.files import expanded
 from burnish.utils.json_files import read_json
-from burnish.utils.work import watched
+from burnish.utils.work import track
 
 if TYPE_CHECKING:
     from burnish.inference.options import AnsweringOptions
@@ -286,7 +286,7 @@ def merged_model(
 
         model = merge_folders(model, adapters)
     else:
-        for folder in watched(adapters, "Merging", "adapters"):
+        for folder in track(adapters, "Merging", "adapters"):
             load_adapter(model, folder)
             merge_into_base(model)
     notes += [f"The adapter {folder} was merged." for folder in adapters]

@@ -45,7 +45,7 @@ from burnish.loop.spikes import SpikeOptions, SpikeWatch
 from burnish.loop.state import keeping_plan
 from burnish.loop.types import Batch, Loss, StepBatch
 from burnish.utils.activity import Activity, annotate_errors
-from burnish.utils.work import watched
+from burnish.utils.work import track
 
 
 @dataclass
@@ -271,7 +271,7 @@ class Loop:
         clock, totals = Clock(), Totals()
         self.set_training_mode(False)
         batches = self.objective.iter_eval(self.model, eval_set, self.parallel)
-        for batch in watched(batches, "Evaluating", "batches", of=eval_set):
+        for batch in track(batches, "Evaluating", "batches", of=eval_set):
             with annotate_errors(Activity.EVALUATE, batch):
                 loss = self.loss(batch)
             totals.add(loss, self.objective.num_items(batch))

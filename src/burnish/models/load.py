@@ -35,7 +35,7 @@ from burnish.models.quiet import quiet, refused_conversions
 from burnish.models.source import find_source, hub_arguments
 from burnish.utils.activity import Activity, annotate_errors
 from burnish.utils.patching import Reason, patch
-from burnish.utils.work import work
+from burnish.utils.work import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -110,7 +110,7 @@ def load_model(
     arguments: dict[str, Any] = {"dtype": dtype} | ({"attn_implementation": attention} if attention else {})
     arguments |= quantization_arguments(options, dtype, config)
     notes += filter(None, [use_kernels_that_train(config, device)])
-    with work("Loading the model"), annotate_errors(Activity.LOAD_MODEL):
+    with progress("Loading the model"), annotate_errors(Activity.LOAD_MODEL):
         if options.train_from_scratch:
             model = _random_model(options, config, arguments, device)
         else:

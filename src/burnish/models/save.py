@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from burnish.models.images.processor import copy_companions
 from burnish.models.quiet import quiet
 from burnish.models.save_gathered import save_gathered, trained_weights_whole
-from burnish.utils.work import work
+from burnish.utils.work import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +56,7 @@ def save_model(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with work("Writing the model"), whole_or_nothing(folder) if writes else nullcontext():
+    with progress("Writing the model"), whole_or_nothing(folder) if writes else nullcontext():
         if adapter is not None:
             with trained_weights_whole(model, whole) if whole is not None else nullcontext():
                 if writes:

@@ -31,7 +31,7 @@ from burnish.config.errors import UserError, first_line
 from burnish.loop.types import IGNORE_INDEX
 from burnish.parallel.options import ParallelChoices
 from burnish.parallel.single import SingleProcess
-from burnish.utils.work import work
+from burnish.utils.work import progress
 
 CLOSING_S = 10.0
 """Maximum seconds that a process waits for closing its group when it ends."""
@@ -49,7 +49,7 @@ def _join(backend: str | None, timeout: timedelta) -> None:
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     size, rank = os.environ["WORLD_SIZE"], os.environ.get("RANK")
     try:
-        with work(f"Connecting {size} processes at {address}:{port}", unit="processes"):
+        with progress(f"Connecting {size} processes at {address}:{port}", unit="processes"):
             dist.init_process_group(backend, timeout=timeout)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         why = "The host name cannot be resolved" if not _resolves(address) else "Not all processes connected in time"

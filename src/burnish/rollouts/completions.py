@@ -23,7 +23,7 @@ from torch import nn
 from burnish.config.errors import Problem, UserError
 from burnish.inference.types import GenerationRequest, NoiseKey, Sampling, StepOutput
 from burnish.report.console import note
-from burnish.utils.work import work
+from burnish.utils.work import progress
 
 if TYPE_CHECKING:  # imported late: they load transformers, which an error on a misspelled option does not need
     from burnish.inference.forward import Precision
@@ -141,7 +141,7 @@ class SlotSource(CompletionSource):
         logps: dict[int, list[float]] = {at: [] for at in range(len(prompts))}
         ended: set[int] = set()
         failed: list[Problem | None] = []
-        with work("Generating", len(prompts), "completions") as advance:
+        with progress("Generating", len(prompts), "completions") as advance:
             for at in _first_of_each_group(prompts):
                 request = GenerationRequest(
                     list(prompts[at]), limits.max_new_tokens, sampling=limits.sampling, stop_ids=limits.stop_ids,

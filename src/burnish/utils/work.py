@@ -1,7 +1,7 @@
 """Progress reporting for long operations: encoding, loading, evaluating, generating, saving.
 
 In: an operation reports its name, its size, and each completed part. Out: calls of the watcher that was set with
-``watch_with`` (``report/work.py``: a progress bar in a terminal, occasional lines elsewhere). Without a watcher nothing
+``set_watcher`` (``report/work.py``: a progress bar in a terminal, occasional lines elsewhere). Without a watcher nothing
 is shown. Only the outermost of nested operations is shown.
 """
 
@@ -26,14 +26,14 @@ _watcher: Watcher | None = None
 _depth = 0
 
 
-def watch_with(watcher: Watcher | None) -> None:
+def set_watcher(watcher: Watcher | None) -> None:
     """Set the watcher that shows progress; None: progress is not shown."""
     global _watcher
     _watcher = watcher
 
 
 @contextmanager
-def work(what: str, total: int | None = None, unit: str = "rows") -> Iterator[Callable[[int], None]]:
+def progress(what: str, total: int | None = None, unit: str = "rows") -> Iterator[Callable[[int], None]]:
     """Report the operation inside the ``with`` block.
 
     Args:
@@ -57,11 +57,11 @@ def work(what: str, total: int | None = None, unit: str = "rows") -> Iterator[Ca
             watcher.end()
 
 
-def watched(items: Iterable[Item], what: str, unit: str, of: Any = None) -> Iterator[Item]:
+def track(items: Iterable[Item], what: str, unit: str, of: Any = None) -> Iterator[Item]:
     """Iterate over ``items`` and report each as a completed unit. ``of`` is the sequence that ``items`` are made
     from."""
     counted = items if of is None else of
-    with work(what, len(counted) if isinstance(counted, Sized) else None, unit) as advance:
+    with progress(what, len(counted) if isinstance(counted, Sized) else None, unit) as advance:
         for item in items:
             yield item
             advance(1)

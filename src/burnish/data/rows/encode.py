@@ -35,7 +35,7 @@ from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Row
 from burnish.utils.collection import without_garbage_collection
 from burnish.utils.files import cache_home, check_folder_below_roots, named_where_full, open_lock
-from burnish.utils.work import work
+from burnish.utils.work import progress
 
 Encode: TypeAlias = "Callable[[Sequence[Any], DataStats], Sequence[Row | None]]"
 """Encodes a batch of examples. Returns a row per example, or None for an example without a row, and adds reasons to the
@@ -210,7 +210,7 @@ def _encode_all(
     title: str | None,
 ) -> None:  # fmt: skip
     starts = range(0, len(examples), batch_size)
-    with without_garbage_collection(), work(title or _title(examples), len(examples), "records") as advance:
+    with without_garbage_collection(), progress(title or _title(examples), len(examples), "records") as advance:
         for start, (rows, counted) in zip(starts, _batches(examples, encode, starts, num_workers), strict=True):
             stats.merge(counted)
             for origin, row in enumerate(rows, start=start):

@@ -16,7 +16,7 @@ from torch import nn
 from burnish.data.rows.row_set import RowSet, RowsOver
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Row
-from burnish.utils.work import work
+from burnish.utils.work import progress
 
 
 class UsesReference(Protocol):
@@ -68,7 +68,7 @@ class RowsWithReference(RowsOver):
         """Evaluate the reference on all rows, in batches of ``size`` that are distributed over the ranks."""
         parts = self._parts(size)
         mine, found = parts[parallel.rank :: parallel.world_size], []
-        with work("Reference", len(self)) as advance:
+        with progress("Reference", len(self)) as advance:
             for at in range(-(-len(parts) // parallel.world_size)):
                 part = mine[at] if at < len(mine) else parts[0]  # equal count on all ranks: each may hold a shard
                 there = [number for number in part if self.rows[number] is not None]

@@ -35,7 +35,7 @@ from burnish.config.errors import MissingExtraError, Problem
 from burnish.config.options import option, set_without
 from burnish.loop.types import IGNORE_INDEX, Row
 from burnish.models.quantization.quantize import LIBRARY_OF, quantized_by, use_kernels_that_train
-from burnish.utils.work import work
+from burnish.utils.work import progress
 
 EXTRA = "gptq"
 GROUPS: Final = (128, 64, 32)
@@ -169,7 +169,7 @@ def quantize(job: QuantizationJob, folder: Path) -> tuple[float, float]:
     """
     task, log = folder / "task.json", folder / "log.txt"
     task.write_text(json.dumps(asdict(job)), encoding="utf-8")
-    with work(f"Quantizing with {job.method}"), log.open("wb") as log_file:
+    with progress(f"Quantizing with {job.method}"), log.open("wb") as log_file:
         done = subprocess.run(  # noqa: S603 (an argument list)
             [sys.executable, "-P", "-m", __name__, str(task.resolve())], stdin=subprocess.DEVNULL, stdout=log_file,
             stderr=subprocess.STDOUT, env=_surroundings(job), check=False,

@@ -31,7 +31,7 @@ from burnish.models.load import context_length
 from burnish.run.plan.options import RunOptions
 from burnish.run.predictions.partial import FinishedResponses, key_of
 from burnish.run.predictions.questions import Question
-from burnish.utils.work import work
+from burnish.utils.work import progress
 
 LONGEST = 1 << 20
 _PLAIN = {
@@ -123,7 +123,7 @@ def _generate(
         row = {"input_ids": request.ids, "images": list(questions[missing[number]].images)}
         return replace(request, **reader.of(row))
 
-    with work("Answering", len(missing), "prompts") as advance:
+    with progress("Answering", len(missing), "prompts") as advance:
 
         def done(number: int, response: Finished) -> None:
             advance(1)

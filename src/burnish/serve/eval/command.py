@@ -30,7 +30,7 @@ from burnish.serve.eval.local_tasks import Subject, local_tasks
 from burnish.serve.eval.results import Answers, accuracies, chosen, compared, log_lines, write
 from burnish.utils.files import named_where_full
 from burnish.utils.json_files import read_object
-from burnish.utils.work import work
+from burnish.utils.work import progress
 
 HARNESS = "lm_eval:"
 
@@ -145,7 +145,7 @@ def _measured(serving: Serving, options: EvalOptions, subjects: Sequence[Subject
     waiting = [subject for subject in subjects if subject.key not in answers.done]
     if len(waiting) < len(subjects):
         note(f"{len(subjects) - len(waiting)} subjects were evaluated before and are skipped.")
-    with work("Evaluating", len(waiting), "subjects") as advance:
+    with progress("Evaluating", len(waiting), "subjects") as advance:
         for subject in waiting:
             (samples,) = run_tasks(model, [subject.config], None, None, options.limit, True)["samples"].values()
             answers.add(subject, [chosen(sample) for sample in sorted(samples, key=lambda one: one["doc_id"])])
