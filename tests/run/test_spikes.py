@@ -108,7 +108,7 @@ def test_rolled_back_run_equals_run_without_skipped_rows(user, tmp_path, monkeyp
 
 def test_large_gradient_norm_is_a_spike(user, monkeypatch, capsys):
     spoil(monkeypatch, user, 1e4, only_once=True)
-    monkeypatch.setattr("burnish.loop.spikes._ENOUGH", 2)
+    monkeypatch.setattr("burnish.loop.spikes._MIN_HISTORY", 2)
     assert run({**user, "on_spike": "rollback", "spike_ratio": 50}) == 0
     assert re.search(r"The gradient of step \d+ was [\d.e+]+ times the usual norm", capsys.readouterr().err)
 

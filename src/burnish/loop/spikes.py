@@ -20,8 +20,8 @@ from burnish.config.options import option
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import StepBatch
 
-_SEEN, _ENOUGH = 32, 8
-MOST = 16
+_WINDOW, _MIN_HISTORY = 32, 8
+MAX_ROLLBACKS = 16
 """Maximum number of rollbacks. More of them indicate a problem of the run rather than of some rows."""
 
 
@@ -55,17 +55,19 @@ class SpikeWatch:
 
     def __init__(self, ratio: float | None) -> None:
         self.ratio = ratio
-        self.norms: deque[float] = deque(maxlen=_SEEN)
+        self.norms: deque[float] = deque(maxlen=_WINDOW)
 
     def check(self, parallel: Parallel, step: int, step_batch: StepBatch, loss: Tensor, norm: Tensor) -> None:
         """Raise SpikeError on all ranks if the last step is a spike on any of them."""
-        mean_norm = sum(self.norms) / len(self.norms) if len(self.norms) >= _ENOUGH else None
+        mean_norm = sum(self.norms) / len(self.norms) if len(self.norms) >= _MIN_HISTORY else None
         is_applied = torch.isfinite(loss) & torch.isfinite(norm)
         # A loss scale that is too large decreases by itself; such a step is not caused by the data.
         is_finite = torch.isfinite(loss) if parallel.scales_loss else is_applied
-        is_long = norm > mean_norm * self.ratio if mean_norm is not None and self.ratio is not None else ~is_finite
-        is_long = is_long & torch.isfinite(norm)
-        counted = torch.stack([(~is_finite | is_long).float(), (~is_finite).float(), (~is_applied).float()])
+        exceeds_ratio = (
+            norm > mean_norm * self.ratio if mean_norm is not None and self.ratio is not None else ~is_finite
+        )
+        exceeds_ratio = exceeds_ratio & torch.isfinite(norm)
+        counted = torch.stack([(~is_finite | exceeds_ratio).float(), (~is_finite).float(), (~is_applied).float()])
         spikes, broken, skipped = parallel.sum(counted).tolist()  # one device read per step
         if not spikes:
             if not skipped:
@@ -82,7 +84,7 @@ class SpikeWatch:
         return {"norms": list(self.norms)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.norms = deque(state["norms"], maxlen=_SEEN)
+        self.norms = deque(state["norms"], maxlen=_WINDOW)
 
 
 def spike_problems(options: SpikeOptions, inner_steps: int) -> list[Problem]:

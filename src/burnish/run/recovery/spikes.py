@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from burnish.config.errors import NonFiniteError
 from burnish.loop.loop import Loop, TrainOutput
-from burnish.loop.spikes import MOST, SpikeError
+from burnish.loop.spikes import MAX_ROLLBACKS, SpikeError
 
 
 def train_with_rollback(loop: Loop, warn: Callable[[str], None]) -> TrainOutput:
@@ -15,13 +15,13 @@ def train_with_rollback(loop: Loop, warn: Callable[[str], None]) -> TrainOutput:
     Args:
         warn: called with a message for each spike.
     """
-    for _ in range(MOST):
+    for _ in range(MAX_ROLLBACKS):
         try:
             return loop.train()
         except SpikeError as spike:
             roll_back(loop, spike, warn)
     raise NonFiniteError(
-        f"The run rolled back {MOST} times because of loss spikes. Lower learning_rate, or check the data."
+        f"The run rolled back {MAX_ROLLBACKS} times because of loss spikes. Lower learning_rate, or check the data."
     )
 
 
