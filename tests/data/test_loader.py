@@ -75,7 +75,7 @@ def test_loader_resumes_from_its_state(stop_after):
             first.advance(group)
             if len(recorded) == stop_after:
                 break
-        if first.is_used_up:
+        if first.is_exhausted:
             first.end_epoch()
     second = stream()
     second.load_state_dict(first.state_dict())

@@ -93,7 +93,7 @@ def test_rolled_back_run_equals_run_without_skipped_rows(user, tmp_path, monkeyp
 
     def without_rows(self, *args, **kwargs):
         plain(self, *args, **kwargs)
-        self.left_out = frozenset(rows)
+        self.excluded = frozenset(rows)
 
     monkeypatch.setattr(RowLoader, "__init__", without_rows)
     assert run({**user, "output_dir": str(tmp_path / "without")}) == 0

@@ -136,7 +136,7 @@ class Loop:
                 self.handle_control()
                 if self.control.should_epoch_stop or self.control.should_training_stop:
                     break
-            if self.control.should_epoch_stop or self.loader.is_used_up:
+            if self.control.should_epoch_stop or self.loader.is_exhausted:
                 self.end_epoch()
             self.callbacks.fire("on_epoch_end")
             self.handle_control()

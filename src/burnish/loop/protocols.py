@@ -228,7 +228,7 @@ class Loader(Stateful, Protocol):
         ...
 
     @property
-    def is_used_up(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether the cursor is at the end of its epoch."""
         ...
 
@@ -236,7 +236,7 @@ class Loader(Stateful, Protocol):
         """Move the cursor to the start of the next epoch."""
         ...
 
-    def leave_out(self, items: Sequence[int]) -> None:
+    def exclude(self, items: Sequence[int]) -> None:
         """Exclude these items (by their index in the training set) from all following steps and epochs."""
         ...
 

@@ -214,7 +214,7 @@ def _grouped_by_length(order: list[int], lengths: Sequence[int], batch_size: int
 class StepBatchLoader(Loader):
     """Base class: the step batches of an epoch and the position in it, which can be saved and restored.
 
-    Subclasses define ``step_batches``, ``length`` and ``leave_out``.
+    Subclasses define ``step_batches``, ``length`` and ``exclude``.
     """
 
     epoch = 0
@@ -230,7 +230,7 @@ class StepBatchLoader(Loader):
             self.epoch, self.position = step_batch.cursor["epoch"], step_batch.cursor["position"]
 
     @property
-    def is_used_up(self) -> bool:
+    def is_exhausted(self) -> bool:
         return self.position >= self.length
 
     def end_epoch(self) -> None:
@@ -279,7 +279,7 @@ class RowLoader(StepBatchLoader):
         self.blank_row = blank_row or BLANK_ROW
         self.collate = collate
         self.lengths = lengths
-        self.left_out: frozenset[int] = frozenset()  # skipped items, which keep their places in the order
+        self.excluded: frozenset[int] = frozenset()  # skipped items, which keep their places in the order
 
     @property
     def length(self) -> int:
@@ -348,7 +348,7 @@ class RowLoader(StepBatchLoader):
         return len(part) if self.num_examples is None else sum(self.num_examples[item] for item in part)
 
     def _kept(self, chosen: list[int]) -> list[int]:
-        return [item for item in chosen if item not in self.left_out] if self.left_out else chosen
+        return [item for item in chosen if item not in self.excluded] if self.excluded else chosen
 
     def order(self, epoch: int) -> list[int]:
         """Return the items of an epoch in order of use; the same on every rank."""
@@ -356,15 +356,15 @@ class RowLoader(StepBatchLoader):
         strategy = "group_by_length" if self.options.group_by_length else self.options.train_sampling_strategy
         return order_of(len(self.items), self.seed, epoch, strategy, self.lengths, per_step, self.buffer_size)
 
-    def leave_out(self, items: Sequence[int]) -> None:
-        self.left_out |= frozenset(items)
+    def exclude(self, items: Sequence[int]) -> None:
+        self.excluded |= frozenset(items)
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | ({"left_out": sorted(self.left_out)} if self.left_out else {})
+        return super().state_dict() | ({"left_out": sorted(self.excluded)} if self.excluded else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.leave_out(state.get("left_out", ()))
+        self.exclude(state.get("left_out", ()))
 
 
 BLANK_ROW: Row = {"input_ids": [0, 0], "labels": [IGNORE_INDEX, 0]}

@@ -40,4 +40,4 @@ def roll_back(loop: Loop, spike: SpikeError, warn: Callable[[str], None]) -> Non
     warn(f"{spike}.{examples} Rolling back; the examples of this step are skipped from now on.")
     loop.optimizer.zero_grad()
     loop.load(newest)
-    loop.loader.leave_out(items)
+    loop.loader.exclude(items)

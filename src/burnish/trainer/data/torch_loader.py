@@ -44,7 +44,7 @@ class EpochOrder(Sampler[int]):
         self.strategy, self.lengths = strategy, lengths
         self.epoch = 0
         self.start = 0  # number of micro-batches of the epoch to skip
-        self.left_out: list[tuple[int, int, list[int]]] = []
+        self.excluded: list[tuple[int, int, list[int]]] = []
         """(epoch, position in its order, items): these items are excluded from this position on; later items take their
         places."""
 
@@ -74,14 +74,14 @@ class EpochOrder(Sampler[int]):
         """The items of all ranks in an epoch, in order."""
         per_step = self.cut.batch_size * self.cut.accumulation
         order = order_of(self.num_items, self.seed, epoch, self.strategy, self.lengths, per_step)
-        for since, place, items in self.left_out:
+        for since, place, items in self.excluded:
             first = place if epoch == since else 0 if epoch > since else len(order)
             order = order[:first] + [item for item in order[first:] if item not in items]
         return order[: self._used(len(order))]
 
     def num_batches(self, epoch: int = 0) -> int:
         """Number of micro-batches of this rank in an epoch; the same on every rank."""
-        return -(-(len(self.of_epoch(epoch)) if self.left_out else self._used(self.num_items)) // self.across)
+        return -(-(len(self.of_epoch(epoch)) if self.excluded else self._used(self.num_items)) // self.across)
 
     @property
     def across(self) -> int:
@@ -220,18 +220,18 @@ class TorchLoader(StepBatchLoader):
     def length(self) -> int:
         """Number of micro-batches of this epoch, without excluded items."""
         order = order_in(self.loader)
-        return order.num_batches(self.epoch) if order is not None and order.left_out else self.total
+        return order.num_batches(self.epoch) if order is not None and order.excluded else self.total
 
-    def leave_out(self, items: Sequence[int]) -> None:
+    def exclude(self, items: Sequence[int]) -> None:
         order = order_in(self.loader)
         assert order is not None  # runs with other loaders do not roll back
-        order.left_out.append((self.epoch, self.position * order.across, list(items)))
+        order.excluded.append((self.epoch, self.position * order.across, list(items)))
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {**super().state_dict(), "generator": self.generator_at_start}
         order = order_in(self.loader)
-        if order is not None and order.left_out:
-            state["left_out"] = order.left_out
+        if order is not None and order.excluded:
+            state["left_out"] = order.excluded
         if self.source is not None and 0 < self.position == self.drawn < self.length:
             state["source"] = loader_state(self.source)
         return state
@@ -240,8 +240,8 @@ class TorchLoader(StepBatchLoader):
         super().load_state_dict(state)
         self.generator_at_start, self.source_state = state.get("generator"), state.get("source")
         order, left_out = order_in(self.loader), [tuple(entry) for entry in state.get("left_out", ())]
-        if order is not None and len(left_out) > len(order.left_out):  # a run that rolls back knows later ones, too
-            order.left_out = left_out
+        if order is not None and len(left_out) > len(order.excluded):  # a run that rolls back knows later ones, too
+            order.excluded = left_out
 
     def _batches(self) -> Iterator[Batch]:
         """Yield the loader's batches from the cursor on.
