@@ -130,9 +130,9 @@ def _train(argv: Arguments) -> int:
         return status
     plan = _plan(argv)
     from burnish.run.build import train_run
-    from burnish.run.plan.plan import placing
+    from burnish.run.plan.plan import locate_problems
 
-    with placing(plan.provenance):
+    with locate_problems(plan.provenance):
         return train_run(plan).exit_code or 0
 
 
@@ -147,24 +147,24 @@ def _explain_run(argv: Arguments) -> int:
     plan = _plan([word for word in argv if word != "--all"])
     from burnish.explain.explain import explain
     from burnish.parallel.process_counts import world_size
-    from burnish.run.plan.plan import placing
+    from burnish.run.plan.plan import locate_problems
 
     plan = replace(plan, world_size=world_size(plan.options))
 
-    with placing(plan.provenance):
+    with locate_problems(plan.provenance):
         explain(plan, shows_all)
     return 0
 
 
 def _export(argv: Arguments) -> int:
     from burnish.export.export import export
-    from burnish.run.plan.plan import placing, provenance_of
+    from burnish.run.plan.plan import locate_problems, provenance_of
     from burnish.serve.command_line import export_values
 
     interruptible()  # an interrupted export removes its incomplete model
 
     values = export_values(argv)
-    with placing(provenance_of(values)):
+    with locate_problems(provenance_of(values)):
         export(values)
     return 0
 

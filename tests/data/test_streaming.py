@@ -74,7 +74,7 @@ def test_bad_record_stops_run_and_keeps_checkpoints(tmp_path, user, capsys, monk
     some = records(24)
     some[23]["output"] = 5
     write(tmp_path / "data.json", some)
-    monkeypatch.setattr(prepare, "LOOKED_AT", 2)
+    monkeypatch.setattr(prepare, "SAMPLE_SIZE", 2)
     assert run(user, train_sampling_strategy="sequential") == 2
     message = "".join(capsys.readouterr())
     assert "data.json, record 24 (line " in message

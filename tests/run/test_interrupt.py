@@ -8,7 +8,7 @@ import pytest
 
 from burnish.checkpoint.checkpoint import load
 from burnish.loop.events import TrainerCallback
-from burnish.run.recovery.interrupt import GOES_ON, SIGNALS, InterruptCallback
+from burnish.run.recovery.interrupt import KEEP_RUNNING, SIGNALS, InterruptCallback
 from regression_run import make_run, same, weights, without_times
 
 pytestmark = pytest.mark.run
@@ -44,7 +44,7 @@ def interrupted(folder, kill, **options):
     return run, interrupt
 
 
-@pytest.mark.parametrize("number", [n for n in SIGNALS if n not in GOES_ON], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [n for n in SIGNALS if n not in KEEP_RUNNING], ids=lambda number: number.name)
 def test_signal_ends_step_saves_checkpoint_and_sets_exit_status(tmp_path, capfd, number):
     before = [signal.getsignal(each) for each in SIGNALS]
     run, interrupt = interrupted(tmp_path, Kill(5, number), save_strategy="no")
@@ -55,7 +55,7 @@ def test_signal_ends_step_saves_checkpoint_and_sets_exit_status(tmp_path, capfd,
     assert f"{number.name}: stopping after this step, with a checkpoint." in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("number", GOES_ON, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", KEEP_RUNNING, ids=lambda number: number.name)
 @pytest.mark.parametrize("twice", [False, True])
 def test_sigusr1_and_a_closed_terminal_save_a_checkpoint_and_training_continues(tmp_path, capsys, number, twice):
     run, interrupt = interrupted(tmp_path, Kill(5, *[number] * (1 + twice)), save_strategy="no")

@@ -244,18 +244,18 @@ def full(*args: Any, **kwargs: Any) -> None:
     raise OSError(ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("kept_in", ["", "tokenized_path=rows"])
+@pytest.mark.parametrize("tee_log", ["", "tokenized_path=rows"])
 def test_full_disk_of_encoded_rows_is_reported_with_its_path(
-    kept_in: str, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tee_log: str, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr("burnish.data.rows.encode.RowWriter.close", full)
-        assert cli.main(["train", "run.yaml", "max_steps=1", *filter(None, [kept_in])]) == 1
-    place = "rows" if kept_in else str(cache_home() / "rows")
-    advice = "Set a different tokenized_path." if kept_in else "Set the environment variable BURNISH_CACHE"
+        assert cli.main(["train", "run.yaml", "max_steps=1", *filter(None, [tee_log])]) == 1
+    place = "rows" if tee_log else str(cache_home() / "rows")
+    advice = "Set a different tokenized_path." if tee_log else "Set the environment variable BURNISH_CACHE"
     assert f'error: The disk of "{place}" is full.\n  Free some space. {advice}' in read_output(capsys)[1]
     assert not list(Path(place).glob(".*partial"))
-    assert cli.main(["train", "run.yaml", "max_steps=1", *filter(None, [kept_in])]) == 0
+    assert cli.main(["train", "run.yaml", "max_steps=1", *filter(None, [tee_log])]) == 0
 
 
 def test_full_disk_during_export_is_reported_with_a_remedy(

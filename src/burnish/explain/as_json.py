@@ -24,7 +24,7 @@ from burnish.loop.types import Row
 from burnish.report.metadata import given_yaml
 from burnish.run.plan.checks import trains
 from burnish.run.plan.options import RunOptions
-from burnish.run.plan.plan import Plan, placing
+from burnish.run.plan.plan import Plan, locate_problems
 from burnish.run.plan.resources import available_memory, disk_of, free_disk
 from burnish.run.prepare import Prepared, prepare
 
@@ -57,7 +57,7 @@ def whole(chosen: Plan, num_rows: int = 2) -> dict[str, Any]:
     """All parts of the result as one object. For a refused run, its problems."""
     found: dict[str, Any] = {}
     try:
-        with placing(chosen.provenance):
+        with locate_problems(chosen.provenance):
             for part in explained_parts(chosen, num_rows):
                 found |= part
     except UserError as error:

@@ -55,7 +55,7 @@ from burnish.run.prepare import Prepared, prepare
 from burnish.run.recovery.interrupt import InterruptCallback
 from burnish.run.recovery.resume import start_of
 
-LOOKED_AT = 1000
+SAMPLE_SIZE = 1000
 """Number of rows whose labels are counted. Lengths are counted for all rows."""
 
 
@@ -119,7 +119,7 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
         lines.append(Line("tokens", f"{known}mean {mean:.1f} per {kind}, maximum {max(lengths):,}{among}"))
         share = "all tokens of the completions" if draws_completions(options.stage) else _labelled_share(rows)
         lines.append(Line("trained" if is_trained else "measured", share))
-        lines += image_lines(list(islice(rows, LOOKED_AT)), prepared)
+        lines += image_lines(list(islice(rows, SAMPLE_SIZE)), prepared)
         if kind == "pack":
             full = f"{100 * mean / options.cutoff_len:.1f}%"
             lines.append(
@@ -156,7 +156,7 @@ def _size_of(rows: Sequence[Row | None], kind: str) -> str:
 
 def _labelled_share(rows: Sequence[Row]) -> str:
     """``38.2% of the tokens, 12.3 per example``."""
-    looked_at = list(islice(rows, LOOKED_AT))
+    looked_at = list(islice(rows, SAMPLE_SIZE))
     labels = [answer["labels"] for row in looked_at for answer in answers_of(row).values()]
     tokens = sum(map(len, labels))
     trained = sum(label != IGNORE_INDEX for some in labels for label in some)
@@ -175,7 +175,7 @@ def _skipped_share(rows: Sequence[Row], prepared: Prepared, options: RunOptions)
     )
     if draws or not requested:
         return 0.0
-    looked_at = list(islice(rows, LOOKED_AT))
+    looked_at = list(islice(rows, SAMPLE_SIZE))
     size = rows_of_batch(options)
     cut = (looked_at[begin : begin + size] for begin in range(0, len(looked_at), size))
     apart = prepared.objective.separate_sequences
@@ -267,7 +267,7 @@ def _share_of_waiting(plan: Plan, prepared: Prepared) -> float | None:
     if plan.world_size == 1 or prepared.sample is not rows or not len(rows):
         return None
     seed = plan.options.seed if plan.options.data_seed is None else plan.options.data_seed
-    order = order_of(len(rows), seed, 0)[: LOOKED_AT * per_step]
+    order = order_of(len(rows), seed, 0)[: SAMPLE_SIZE * per_step]
     parts = [order[start : start + per_step] for start in range(0, len(order), per_step)]
     return share_of_waiting(parts, prepared.sample.lengths, plan.world_size)
 
@@ -383,7 +383,7 @@ def memory_terms_of(plan: Plan, prepared: Prepared) -> list[Term]:
     options, sizes, formats = plan.options, prepared.sizes, prepared.formats
     tokens = tokens_of_largest_batch(_inspected(plan, prepared), options)
     shape, trained = DecoderShape.of(prepared.config.get_text_config()), sizes.active if trains(options) else 0
-    looked_at = islice(_inspected(plan, prepared), LOOKED_AT) if prepared.family is not None else ()
+    looked_at = islice(_inspected(plan, prepared), SAMPLE_SIZE) if prepared.family is not None else ()
     patches = [num_patches(row, prepared.family) for row in looked_at if prepared.family is not None]
     of_batch = patches_of_largest_batch(patches, options)
     terms = memory_of(options, prepared.config, sizes, formats, tokens, of_batch)

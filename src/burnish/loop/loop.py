@@ -42,7 +42,7 @@ from burnish.loop.protocols import EvalSet, Loader, Objective, Parallel
 from burnish.loop.rollout import RolloutBuffer
 from burnish.loop.schedule import follows_metric
 from burnish.loop.spikes import SpikeOptions, SpikeWatch
-from burnish.loop.state import keeping_plan
+from burnish.loop.state import preserve_plan
 from burnish.loop.types import Batch, Loss, StepBatch
 from burnish.utils.activity import Activity, annotate_errors
 from burnish.utils.work import track
@@ -305,7 +305,7 @@ class Loop:
         Raises:
             UserError: if the checkpoint is damaged, lacks a part, or belongs to another optimizer.
         """
-        with keeping_plan(self.state):
+        with preserve_plan(self.state):
             load(folder, self.parts, self.parallel.rank)
 
     def end_epoch(self) -> None:

@@ -102,7 +102,7 @@ _PLANNED = ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "sav
 
 
 @contextmanager
-def keeping_plan(state: TrainerState) -> Iterator[None]:
+def preserve_plan(state: TrainerState) -> Iterator[None]:
     """Restore the planned number of steps and intervals after the block, in which a checkpoint is loaded."""
     planned = {name: getattr(state, name) for name in _PLANNED}
     yield

@@ -208,7 +208,7 @@ _before: deque[str] = deque(maxlen=200)
 
 
 @contextmanager
-def kept_in(folder: Path) -> Iterator[None]:
+def tee_log(folder: Path) -> Iterator[None]:
     """Also write messages to the log file of the run inside the ``with`` block, preceded by earlier messages."""
     global _log
     _log = folder / RUN_LOG

@@ -51,7 +51,7 @@ from burnish.parallel.create import create_parallel
 from burnish.parallel.precision import compute_sentence, loaded_dtype
 from burnish.parallel.selection import local_rank
 from burnish.parallel.single import set_seed
-from burnish.report.console import kept_in, note, set_log_levels, warn
+from burnish.report.console import note, set_log_levels, tee_log, warn
 from burnish.report.metadata import METADATA_NAMES, OF_ONE_START, RUN_YAML, RunMetadata, given_yaml
 from burnish.report.options import counts_tokens
 from burnish.report.profile import watch
@@ -121,7 +121,7 @@ def train_run(plan: Plan) -> Result:
             if start.checkpoint is None and options.overwrite_output_dir and trains(options):
                 callbacks.append(contexts.enter_context(BackupOnOverwrite(folder)))
             callbacks.append(metadata)
-            remove_remains(folder, options)
+            clean_up_folder(folder, options)
         parallel.barrier()
         raise_unless_ranks_agree(plan, prepared.fingerprints(), len(prepared.rows), parallel)
         if options.stall_timeout_s:
@@ -132,11 +132,11 @@ def train_run(plan: Plan) -> Result:
         if options.profile:
             watch(loop, folder / "profile", options)
         if is_first:
-            contexts.enter_context(kept_in(folder))
+            contexts.enter_context(tee_log(folder))
         return train_and_finish(loop, plan, prepared, interrupt, metadata)
 
 
-def remove_remains(folder: Path, options: RunOptions) -> None:
+def clean_up_folder(folder: Path, options: RunOptions) -> None:
     """Remove what an earlier start left behind: an incomplete checkpoint, a traceback, and the mark of a finished
     run."""
     Checkpoints(folder).remove_incomplete()

@@ -46,7 +46,7 @@ def finish(run: Loop, plan: Plan, prepared: Prepared, output: TrainOutput | None
     results: dict[str, float] = {}
     run.set_training_mode(False)  # a schedule-free optimizer has different weights for inference than for training
     if output is not None and (is_first or run.parallel.is_sharded):
-        with nothing_lost(run):
+        with checkpoint_on_error(run):
             write_trained_model(run, prepared, folder)
     reports = Reports(run, is_of_model=output is not None)
     if output is not None and is_first:
@@ -108,7 +108,7 @@ def next_steps(folder: Path, gives_scores: bool) -> list[str]:
 
 
 @contextmanager
-def nothing_lost(run: Loop) -> Iterator[None]:
+def checkpoint_on_error(run: Loop) -> Iterator[None]:
     """Save a checkpoint if the ``with`` block fails to write the model, so that the same command can retry from it.
 
     The error is raised again.

@@ -46,7 +46,7 @@ from burnish.run.plan.plan import Plan
 from burnish.run.plan.resources import Sizes, check_disk, formats_of, sizes_of
 from burnish.run.recovery.fingerprints import fingerprints_of
 
-LOOKED_AT = 256
+SAMPLE_SIZE = 256
 """Number of rows encoded before the first step when streaming."""
 
 
@@ -222,7 +222,7 @@ def refuse_long(config: Any, row: Row) -> None:
 
 def sample_of(rows: RowSet[Any]) -> ListedRows:
     """Return rows spread over a dataset, for everything that must be known before the first step."""
-    some = (rows[number] for number in range(0, len(rows), max(1, len(rows) // LOOKED_AT)))
+    some = (rows[number] for number in range(0, len(rows), max(1, len(rows) // SAMPLE_SIZE)))
     return ListedRows([row for row in some if row is not None])
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import burnish
 from burnish.config.errors import NotSavedError, UserError
-from burnish.data.rows.encode import alone, begin_place, replacing
+from burnish.data.rows.encode import atomic_replace, begin_place, locked
 from burnish.data.rows.reference_logps import RowsWithReference
 from burnish.data.rows.store import RowWriter, open_rows
 from burnish.kernels.probe import unwrap_peft
@@ -63,7 +63,7 @@ def _kept(folder: Path) -> list[Row] | None:
 def _keep(rows: RowsWithReference, folder: Path) -> list[str]:
     try:
         begin_place(folder.parent)
-        with alone(folder), replacing(folder) as partial:
+        with locked(folder), atomic_replace(folder) as partial:
             writer = RowWriter(partial)
             for number in range(len(rows)):
                 writer.add(number, rows.numbers(number))

@@ -23,7 +23,7 @@ from burnish.config.errors import is_out_of_memory, skipped_steps_message
 from burnish.loop.loop import Loop, TrainOutput
 from burnish.loop.protocols import Objective
 from burnish.loop.schedule import StepPlan
-from burnish.loop.state import TrainerState, keeping_plan, load_state
+from burnish.loop.state import TrainerState, load_state, preserve_plan
 from burnish.loop.types import Batch, Loss
 from burnish.parallel.selection import local_rank, parallel_name
 from burnish.parallel.single import set_seed
@@ -357,7 +357,7 @@ class TrainerLoop(Loop):
 
     def load(self, folder: Path) -> None:
         """Load a checkpoint of burnish or transformers. Arguments take precedence over its values."""
-        with keeping_plan(self.state):
+        with preserve_plan(self.state):
             if is_foreign(folder):
                 notes = load_foreign(folder, self, self.trainer.model, self.plan.steps_per_epoch, self.accumulation)
             else:

@@ -79,7 +79,7 @@ def encode_rows(
     if places is None:  # part of the key, since the statistics name records by file and number
         places = "\n".join(f"{example.source}:{example.number}" for example in examples)
     folder = _folder(options, name, made_from, places)
-    with alone(folder, "Set a different tokenized_path." if options.tokenized_path else IN_CACHE):
+    with locked(folder, "Set a different tokenized_path." if options.tokenized_path else IN_CACHE):
         if _is_stale(folder, options):
             _make(folder, examples, encode, made_from, options, title)
         _refuse_others(folder, made_from, options, has_data=bool(examples))
@@ -94,7 +94,7 @@ def _make(
     """Encode into a temporary folder, and rename it to ``folder`` when it is complete."""
     stats = DataStats()
     size, workers = options.preprocessing_batch_size, _num_workers(options, len(examples))
-    with replacing(folder) as partial:
+    with atomic_replace(folder) as partial:
         writer = RowWriter(partial)
         _encode_all(examples, encode, stats, writer, size, workers, title)
         writer.close(made_from=made_from, stats=stats.to_json())
@@ -168,7 +168,7 @@ def _difference(key: str, before: Any, now: Any) -> str:
 
 
 @contextmanager
-def alone(folder: Path, remedy: str = IN_CACHE) -> Iterator[None]:
+def locked(folder: Path, remedy: str = IN_CACHE) -> Iterator[None]:
     """Hold an exclusive lock for a folder; other processes wait. The lock is released when the process ends."""
     begin_place(folder.parent, remedy)
     is_full = named_where_full(folder.parent, f"Free some space. {remedy}")
@@ -188,7 +188,7 @@ def begin_place(folder: Path, remedy: str = IN_CACHE) -> None:
 
 
 @contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
+def atomic_replace(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that replaces ``folder`` if the ``with`` block succeeds, and is removed if it fails."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process; the lock keeps other processes out

@@ -40,7 +40,7 @@ __all__ = ["DataOptions", "DataSets", "check_data", "load_datasets"]
 
 PEEKED = 20
 """Number of first records used to detect and check the layout."""
-LOOKED_AT = 1000
+SAMPLE_SIZE = 1000
 """Number of first records searched for a column when streaming."""
 
 
@@ -229,8 +229,8 @@ class _Loading:
         layout = layout_of(source, first, _named(source), self._needs(source))
         if self.needs.kind == "verdicts" and "chosen" in layout.columns:  # a record becomes two examples
             return self._examples(source)
-        never = layout.awaited.difference(*(found.located(index)[0] for index in range(min(LOOKED_AT, len(found)))))
-        layout.notes |= {f'none of the first {LOOKED_AT:,} records has the column "{name}"': None for name in never}
+        never = layout.awaited.difference(*(found.located(index)[0] for index in range(min(SAMPLE_SIZE, len(found)))))
+        layout.notes |= {f'none of the first {SAMPLE_SIZE:,} records has the column "{name}"': None for name in never}
         self.notes += [f"{_named(source)}: {note}." for note in layout.notes]
         return replace(found, layout=layout)
 

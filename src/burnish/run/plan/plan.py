@@ -153,7 +153,7 @@ def provenance_of(values: Mapping[str, RawValue]) -> dict[str, str]:
 
 
 @contextmanager
-def placing(provenance: Mapping[str, str]) -> Iterator[None]:
+def locate_problems(provenance: Mapping[str, str]) -> Iterator[None]:
     """Add the place where an option was set to problems raised in the ``with`` block that have none."""
     try:
         yield

@@ -31,11 +31,11 @@ from burnish.loop.events import TrainerCallback
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report.console import is_main_process, note
 
-GOES_ON = {
+KEEP_RUNNING = {
     signal.SIGUSR1: "SIGUSR1: saving a checkpoint after this step, then continuing.",
     signal.SIGHUP: "The terminal was closed: saving a checkpoint after this step, then continuing. To stop: kill {pid}",
 }
-SIGNALS = (signal.SIGINT, signal.SIGTERM, *GOES_ON)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, *KEEP_RUNNING)
 TIME_IS_UP = 124
 """Exit status of a run ended by ``max_train_seconds``, the same as that of ``timeout`` (1)."""
 
@@ -103,9 +103,9 @@ class InterruptCallback(TrainerCallback):
         self._before.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number in GOES_ON:
+        if number in KEEP_RUNNING:
             self._is_notified = True
-            self._news.append(GOES_ON[signal.Signals(number)])
+            self._news.append(KEEP_RUNNING[signal.Signals(number)])
             return
         is_first, is_ctrl_c = self.received is None, number == signal.SIGINT
         if is_ctrl_c and not (is_first and self._is_training):

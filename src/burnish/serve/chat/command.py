@@ -89,11 +89,11 @@ def _backend(own: _ChatArguments, is_quiet: bool) -> tuple[Backend, dict[str, An
         away = ServerBackend(own.url, own.model)
         return away, {}, [f"{away.name} at {away.url}", "/help lists the commands"]
     from burnish.inference.loading import engine_of, load_for_inference
-    from burnish.run.plan.plan import placing
+    from burnish.run.plan.plan import locate_problems
     from burnish.serve.command_line import serving_of
 
     serving = serving_of(own.others)
-    with placing(serving.provenance):
+    with locate_problems(serving.provenance):
         loaded = load_for_inference(serving.options, serving.name)
     engine = engine_of(loaded)
     settings = {name: getattr(serving.options, name) for name in SETTINGS if name in serving.provenance}

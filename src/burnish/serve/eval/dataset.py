@@ -19,7 +19,7 @@ from burnish.inference.loading import writes_answers
 from burnish.losses.base import OBJECTIVES
 from burnish.report.console import note
 from burnish.run.build import train_run
-from burnish.run.plan.plan import placing, plan
+from burnish.run.plan.plan import locate_problems, plan
 from burnish.serve.command_line import Serving, paths_of, servings_of
 from burnish.utils.files import expanded, named_where_full
 from burnish.utils.json_files import read_object
@@ -91,7 +91,7 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
             values["dataset"] = RawValue(None, here)
         made = plan({name: item for name, item in values.items() if item.value is not None})
         made = replace(made, command=command)
-        with placing(serving.provenance), named_where_full(folder, FREE_SOME_SPACE):
+        with locate_problems(serving.provenance), named_where_full(folder, FREE_SOME_SPACE):
             result = train_run(made)
         rows.append((serving.name, dict(result.metrics)))
     if len(rows) > 1:
