@@ -12,7 +12,7 @@ from burnish.data.batches.loader import EvalBatches, LoaderOptions, RowLoader, S
 from burnish.loop.events import CallbackHandler, DefaultFlowCallback, FlowOptions, TrainerCallback
 from burnish.loop.loop import Loop, LoopOptions
 from burnish.loop.protocols import Objective
-from burnish.loop.schedule import CurveOptions, StepOptions, plan_steps
+from burnish.loop.schedule import LRScheduleOptions, StepOptions, plan_steps
 from burnish.loop.spikes import SpikeOptions
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.loop.types import Loss
@@ -21,7 +21,7 @@ from burnish.optim.builtin import OptimOptions, create_optimizer, create_schedul
 from burnish.parallel.single import ParallelOptions, SingleProcess
 
 RegressionOptions = union(
-    "ToyOptions", StepOptions, CurveOptions, FlowOptions, LoopOptions, CheckpointOptions, OptimOptions, LoaderOptions,
+    "ToyOptions", StepOptions, LRScheduleOptions, FlowOptions, LoopOptions, CheckpointOptions, OptimOptions, LoaderOptions,
     ParallelOptions, BadamOptions, SpikeOptions,
 )  # fmt: skip
 

@@ -7,12 +7,12 @@ import torch
 
 from burnish.config.errors import UserError
 from burnish.loop.schedule import (
-    CurveOptions,
+    LRScheduleOptions,
     StepOptions,
-    check_curve,
-    curve_notes,
+    check_schedule,
     lr_factor,
     plan_steps,
+    schedule_notes,
     warmup_steps_of,
 )
 
@@ -42,22 +42,22 @@ def test_drop_last_skips_rows_of_an_incomplete_batch():
 
 
 def test_warmup_below_one_is_a_fraction_of_steps_rounded_up():
-    assert warmup_steps_of(CurveOptions(warmup_steps=0.1), 171) == 18
-    assert warmup_steps_of(CurveOptions(warmup_ratio=0.1), 171) == 18
-    assert warmup_steps_of(CurveOptions(warmup_steps=5, warmup_ratio=0.5), 171) == 5
+    assert warmup_steps_of(LRScheduleOptions(warmup_steps=0.1), 171) == 18
+    assert warmup_steps_of(LRScheduleOptions(warmup_ratio=0.1), 171) == 18
+    assert warmup_steps_of(LRScheduleOptions(warmup_steps=5, warmup_ratio=0.5), 171) == 5
 
 
 def test_warmup_longer_than_training_is_a_problem():
-    assert "never reach" in str(check_curve(CurveOptions(warmup_steps=1000), 3)[0])
-    assert check_curve(CurveOptions(warmup_steps=2), 3) == []
-    assert curve_notes(CurveOptions(warmup_steps=1000), 3) == []
+    assert "never reach" in str(check_schedule(LRScheduleOptions(warmup_steps=1000), 3)[0])
+    assert check_schedule(LRScheduleOptions(warmup_steps=2), 3) == []
+    assert schedule_notes(LRScheduleOptions(warmup_steps=1000), 3) == []
 
 
 def test_warmup_ratio_rounded_up_to_all_steps_gives_a_note():
-    options = CurveOptions(warmup_ratio=0.1)
-    assert check_curve(options, 1) == []
-    assert "never reaches its peak: warmup_ratio 0.1" in curve_notes(options, 1)[0]
-    assert curve_notes(options, 2) == []
+    options = LRScheduleOptions(warmup_ratio=0.1)
+    assert check_schedule(options, 1) == []
+    assert "never reaches its peak: warmup_ratio 0.1" in schedule_notes(options, 1)[0]
+    assert schedule_notes(options, 2) == []
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,9 @@ def test_every_schedule_matches_transformers(name, arguments, warmup):
 
     theirs = optimizer()
     schedule = get_scheduler(name, theirs, warmup, 40, scheduler_specific_kwargs=arguments)
-    ours = lr_factor(CurveOptions(lr_scheduler_type=name, warmup_steps=warmup, lr_scheduler_kwargs=arguments), 40, 1e-3)
+    ours = lr_factor(
+        LRScheduleOptions(lr_scheduler_type=name, warmup_steps=warmup, lr_scheduler_kwargs=arguments), 40, 1e-3
+    )
     for step in range(42):
         assert math.isclose(theirs.param_groups[0]["lr"], 1e-3 * ours(step), rel_tol=1e-12, abs_tol=1e-15), step
         theirs.step()
@@ -100,7 +102,7 @@ def test_every_schedule_matches_transformers(name, arguments, warmup):
 
 def test_unsupported_scheduler_argument_is_named():
     with pytest.raises(UserError, match="num_cycle_s"):
-        lr_factor(CurveOptions(lr_scheduler_type="cosine", lr_scheduler_kwargs={"num_cycle_s": 2}), 10, 1e-3)
+        lr_factor(LRScheduleOptions(lr_scheduler_type="cosine", lr_scheduler_kwargs={"num_cycle_s": 2}), 10, 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -116,11 +118,11 @@ def test_unsupported_scheduler_argument_is_named():
     ids=str,
 )
 def test_invalid_scheduler_value_is_rejected(name, arguments):
-    options = CurveOptions(lr_scheduler_type=name, lr_scheduler_kwargs=arguments)
+    options = LRScheduleOptions(lr_scheduler_type=name, lr_scheduler_kwargs=arguments)
     with pytest.raises(UserError, match=f'invalid lr_scheduler_kwargs for lr_scheduler_type "{name}": '):
         lr_factor(options, 100, 1e-3)
 
 
 def test_warmup_over_all_steps_has_no_decay():
-    factor = lr_factor(CurveOptions(lr_scheduler_type="polynomial", warmup_ratio=1.0), 10, 1e-3)
+    factor = lr_factor(LRScheduleOptions(lr_scheduler_type="polynomial", warmup_ratio=1.0), 10, 1e-3)
     assert [factor(0), factor(5), factor(10)] == [0.0, 0.5, 1.0]

@@ -19,7 +19,7 @@ from burnish.config.options import specs
 from burnish.data.batches.batching import answers_of
 from burnish.data.images.image_file import images_of
 from burnish.data.rows.row_set import ListedRows
-from burnish.explain.explain import curve_of, first_of_pack, memory_terms_of, pieces_of, sections
+from burnish.explain.explain import first_of_pack, memory_terms_of, pieces_of, schedule_factors, sections
 from burnish.loop.types import Row
 from burnish.report.metadata import given_yaml
 from burnish.run.plan.checks import trains
@@ -83,7 +83,7 @@ def command_of(values: Mapping[str, Any]) -> str:
 def _steps(chosen: Plan, prepared: Prepared) -> dict[str, Any]:
     steps, options = prepared.steps, chosen.options
     found = {"total": steps.max_steps, "per_epoch": steps.steps_per_epoch, "rows": steps.rows}
-    curve = curve_of(options, steps.curve_steps, _POINTS) if trains(options) and steps.max_steps > 0 else []
+    curve = schedule_factors(options, steps.schedule_steps, _POINTS) if trains(options) and steps.max_steps > 0 else []
     return {**found, "curve": [options.learning_rate * factor for factor in curve]}
 
 

@@ -295,10 +295,12 @@ def _start(plan: Plan, prepared: Prepared) -> Line:
 
 def _rate(plan: Plan, prepared: Prepared) -> Line:
     """Peak learning rate, warmup, and a plot of the schedule."""
-    options, total = plan.options, prepared.steps.curve_steps
+    options, total = plan.options, prepared.steps.schedule_steps
     warmup = warmup_steps_of(options, total)
     rise = f" after {counted(warmup, 'step')} of warmup" if warmup else ""
-    curve = "".join(_BARS[min(int(value * len(_BARS)), len(_BARS) - 1)] for value in curve_of(options, total, _WIDTH))
+    curve = "".join(
+        _BARS[min(int(value * len(_BARS)), len(_BARS) - 1)] for value in schedule_factors(options, total, _WIDTH)
+    )
     text = f"{options.learning_rate:g}{rise}, {options.lr_scheduler_type}  {curve}"
     return Line("learning rate", text.rstrip(), plan.where("learning_rate"))
 
@@ -306,7 +308,7 @@ def _rate(plan: Plan, prepared: Prepared) -> Line:
 _BARS, _WIDTH = "▁▂▃▄▅▆▇█", 24
 
 
-def curve_of(options: RunOptions, max_steps: int, points: int) -> list[float]:
+def schedule_factors(options: RunOptions, max_steps: int, points: int) -> list[float]:
     """The learning rate at evenly spaced steps, as fractions of its peak. Empty for a schedule that follows a
     metric."""
     if options.lr_scheduler_type in FOLLOWS_METRIC:

@@ -36,10 +36,10 @@ class StepOptions:
 
 
 @dataclass
-class CurveOptions:
+class LRScheduleOptions:
     """Learning rate schedule."""
 
-    lr_scheduler_type: str = option("linear", "Learning rate schedule.", choices=lambda: curve_names())
+    lr_scheduler_type: str = option("linear", "Learning rate schedule.", choices=lambda: schedule_names())
     lr_scheduler_kwargs: dict[str, Any] | None = option(
         None, "Arguments of the learning rate schedule, such as num_cycles or min_lr."
     )
@@ -72,7 +72,7 @@ class StepPlan:
         return self.trained_per_step or self.rows_per_step
 
     @property
-    def curve_steps(self) -> int:
+    def schedule_steps(self) -> int:
         """Steps of the learning rate schedule."""
         return -(-self.max_steps // self.steps_per_rate)
 
@@ -136,18 +136,18 @@ def plan_steps(
     return StepPlan(rows, rows_per_step, steps_per_epoch, max_steps, epochs, trained, steps_per_rate)
 
 
-def warmup_steps_of(options: CurveOptions, max_steps: int) -> int:
+def warmup_steps_of(options: LRScheduleOptions, max_steps: int) -> int:
     """Number of warmup steps: from 1 on a count, below 1 a fraction of ``max_steps``, rounded up."""
     if options.warmup_steps >= 1:
         return int(options.warmup_steps)
     return math.ceil(max_steps * (options.warmup_steps or options.warmup_ratio))
 
 
-def _never_peaks(options: CurveOptions, max_steps: int) -> bool:
+def _never_peaks(options: LRScheduleOptions, max_steps: int) -> bool:
     return warmup_steps_of(options, max_steps) >= max_steps > 0 and options.lr_scheduler_type != "constant"
 
 
-def check_curve(options: CurveOptions, max_steps: int) -> list[Problem]:
+def check_schedule(options: LRScheduleOptions, max_steps: int) -> list[Problem]:
     """Return a problem if the warmup is longer than the run."""
     if options.warmup_steps < 1 or not _never_peaks(options, max_steps):
         return []
@@ -162,7 +162,7 @@ def check_curve(options: CurveOptions, max_steps: int) -> list[Problem]:
     ]
 
 
-def curve_notes(options: CurveOptions, max_steps: int) -> list[str]:
+def schedule_notes(options: LRScheduleOptions, max_steps: int) -> list[str]:
     """Return a note if a fractional warmup covers all steps after rounding up, as in a test run of one step."""
     if options.warmup_steps >= 1 or not _never_peaks(options, max_steps):
         return []
@@ -278,11 +278,11 @@ def follows_metric(scheduler: Any) -> bool:
     return any(kind.__name__ in _FOLLOWS_METRIC for kind in type(scheduler).__mro__)
 
 
-def curve_names() -> list[str]:
+def schedule_names() -> list[str]:
     return [*_FACTORS, *FOLLOWS_METRIC]
 
 
-def lr_factor(options: CurveOptions, max_steps: int, learning_rate: float) -> Callable[[int], float]:
+def lr_factor(options: LRScheduleOptions, max_steps: int, learning_rate: float) -> Callable[[int], float]:
     """step -> factor of the learning rate, for a ``LambdaLR`` and for ``explain``.
 
     Args:
@@ -294,14 +294,14 @@ def lr_factor(options: CurveOptions, max_steps: int, learning_rate: float) -> Ca
         UserError: if ``lr_scheduler_kwargs`` has an argument or value that the schedule does not accept.
     """
     warmup, curve = warmup_steps_of(options, max_steps), _FACTORS[options.lr_scheduler_type]
-    with refused_by_curve(options):
+    with refused_by_schedule(options):
         arguments = _curve_arguments(options, max_steps, warmup, learning_rate)
         for step in (0, warmup, (warmup + max_steps) // 2, max_steps):
             curve(step, warmup, max_steps, **arguments)
     return lambda step: curve(step, warmup, max_steps, **arguments)
 
 
-def _curve_arguments(options: CurveOptions, max_steps: int, warmup: int, learning_rate: float) -> dict[str, Any]:
+def _curve_arguments(options: LRScheduleOptions, max_steps: int, warmup: int, learning_rate: float) -> dict[str, Any]:
     """``lr_scheduler_kwargs`` with rates converted to fractions of the peak."""
     name, arguments = options.lr_scheduler_type, dict(options.lr_scheduler_kwargs or {})
     if name == "polynomial":
@@ -319,7 +319,7 @@ def _curve_arguments(options: CurveOptions, max_steps: int, warmup: int, learnin
 
 
 @contextmanager
-def refused_by_curve(options: CurveOptions) -> Iterator[None]:
+def refused_by_schedule(options: LRScheduleOptions) -> Iterator[None]:
     """Convert errors that a schedule raises for its arguments to UserError."""
     try:
         yield

@@ -29,7 +29,7 @@ from burnish.config.conversion import literal
 from burnish.config.errors import MissingExtraError, Problem, UserError, why_not
 from burnish.config.options import changed_options, option, raise_if
 from burnish.config.registry import Registry
-from burnish.loop.schedule import CurveOptions, lr_factor, refused_by_curve
+from burnish.loop.schedule import LRScheduleOptions, lr_factor, refused_by_schedule
 
 Groups: TypeAlias = list[dict[str, Any]]
 OPTIMIZERS: Registry[Callable[..., Optimizer]] = Registry("optimizer")
@@ -286,7 +286,7 @@ def rmsprop(groups: Groups, options: OptimOptions) -> Optimizer:
 
 
 def create_scheduler(
-    optimizer: Optimizer, options: CurveOptions, max_steps: int, learning_rate: float, steps_per_rate: int = 1
+    optimizer: Optimizer, options: LRScheduleOptions, max_steps: int, learning_rate: float, steps_per_rate: int = 1
 ) -> Any:
     """Make the scheduler: a ``LambdaLR`` over the curve of ``loop/schedule.py``, or one that follows a metric.
 
@@ -295,7 +295,7 @@ def create_scheduler(
         learning_rate: peak learning rate.
         steps_per_rate: optimizer steps per value of the schedule.
     """
-    with refused_by_curve(options):
+    with refused_by_schedule(options):
         if options.lr_scheduler_type == "reduce_lr_on_plateau":
             return ReduceLROnPlateau(optimizer, **(options.lr_scheduler_kwargs or {}))
         if options.lr_scheduler_type == "greedy":

@@ -213,7 +213,7 @@ def build_loop(
     created = create_optimizer(trained, model, options, learning_rates(model, options))
     module, optimizer = parallel.prepare(objective.module(model), created)
     objective.setup(module)
-    scheduler = create_scheduler(optimizer, options, steps.curve_steps, options.learning_rate, steps.steps_per_rate)
+    scheduler = create_scheduler(optimizer, options, steps.schedule_steps, options.learning_rate, steps.steps_per_rate)
 
     listeners = _listeners(prepared, model, accumulation, parallel, options, callbacks)
     listeners.parts |= {"optimizer": optimizer, "lr_scheduler": scheduler, "train_dataloader": loader}

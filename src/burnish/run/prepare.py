@@ -28,7 +28,7 @@ from burnish.data.sets.sources import DataSets, load_datasets
 from burnish.data.stats import DataStats
 from burnish.inference.images.family import load_family
 from burnish.loop.best import eval_prefix
-from burnish.loop.schedule import NO_STEPS, StepPlan, check_curve, curve_notes, plan_steps
+from burnish.loop.schedule import NO_STEPS, StepPlan, check_schedule, plan_steps, schedule_notes
 from burnish.loop.spikes import spike_problems
 from burnish.loop.types import Example, Row
 from burnish.losses.base import OBJECTIVES, StageObjective
@@ -108,11 +108,13 @@ def prepare(plan: Plan) -> Prepared:
     sizes = sizes_of(adapter, shapes, options, steps.max_steps)
     formats = formats_of(options, config, sizes, shapes)
     notes += objective.inspect(sample, steps.rows_per_step) if trains(options) else []
-    problems = check_lengths([sample, *eval_rows.values()], config, options) + check_curve(options, steps.curve_steps)
+    problems = check_lengths([sample, *eval_rows.values()], config, options) + check_schedule(
+        options, steps.schedule_steps
+    )
     problems += spike_problems(options, objective.inner_steps)
     problems += check_deciding_metric(options, objective.metrics, eval_rows)
     raise_if([*problems, *check_disk(options, config, sizes, formats, steps)])
-    notes += [*sets.notes, *step_notes(options, steps), *curve_notes(options, steps.curve_steps)]
+    notes += [*sets.notes, *step_notes(options, steps), *schedule_notes(options, steps.schedule_steps)]
     fingerprints = cache(partial(fingerprints_of, plan, _contents(sets, template, objective, options), steps))
     return Prepared(
         tokenizer, template, config, objective, rows, sample, eval_rows, steps, where, sizes, formats, stats,

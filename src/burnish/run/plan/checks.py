@@ -211,7 +211,7 @@ def _check_meeting_steps(options: RunOptions, cause: str) -> list[Problem]:
 
 
 @check
-def check_curve_arguments(options: RunOptions) -> list[Problem]:
+def check_schedule_arguments(options: RunOptions) -> list[Problem]:
     """Check the arguments of the learning rate schedule. They do not depend on the length of the run."""
     if not options.lr_scheduler_kwargs:
         return []

@@ -25,7 +25,7 @@ from burnish.inference.options import InferOptions
 from burnish.loop.early_stopping import EarlyStoppingOptions
 from burnish.loop.events import FlowOptions
 from burnish.loop.loop import LoopChoices, LoopOptions
-from burnish.loop.schedule import CurveOptions, StepOptions
+from burnish.loop.schedule import LRScheduleOptions, StepOptions
 from burnish.loop.spikes import SpikeOptions
 from burnish.losses.base import OBJECTIVES
 from burnish.losses.kto import KtoOptions
@@ -90,7 +90,7 @@ GROUPS: tuple[type, ...] = (
     LoaderOptions,
     ImageCacheOptions,
     StepOptions,
-    CurveOptions,
+    LRScheduleOptions,
     OptimOptions,
     LoopOptions,
     SpikeOptions,
@@ -123,7 +123,7 @@ if TYPE_CHECKING:  # type checkers do not understand the union; a test compares 
     class RunOptions(
         KtoOptions, PairOptions, ReferenceOptions, ReportOptions, RolloutOptions, AnsweringOptions, ExportChoices,
         LmChoices, LoopChoices, PackingChoices, ParallelChoices, RateChoices, TaskOptions, MetricOptions, LigerOptions,
-        PreferenceOptions, BatchingOptions, DataOptions, LoaderOptions, ImageCacheOptions, CurveOptions, OptimOptions,
+        PreferenceOptions, BatchingOptions, DataOptions, LoaderOptions, ImageCacheOptions, LRScheduleOptions, OptimOptions,
         CheckpointOptions, FlowOptions, SpikeOptions, StepOptions, LoopOptions, EarlyStoppingOptions, ClockOptions,
         QuantizedExportOptions, ProfileOptions, FreezeOptions, LoraOptions, PeftOptions, OftOptions, PatchOptions,
         LmOptions, RewardOptions, PpoOptions, AdamMiniOptions, BadamOptions, LowRankOptions, MuonOptions,

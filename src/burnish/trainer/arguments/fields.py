@@ -17,7 +17,7 @@ from burnish.config.options import option, union
 from burnish.data.batches.loader import LoaderOptions
 from burnish.loop.events import FlowOptions
 from burnish.loop.loop import LoopChoices, LoopOptions
-from burnish.loop.schedule import CurveOptions, StepOptions
+from burnish.loop.schedule import LRScheduleOptions, StepOptions
 from burnish.loop.spikes import SpikeOptions
 from burnish.optim.builtin import OPTIMIZERS, OptimOptions
 from burnish.parallel.options import ParallelChoices, ParallelOptions
@@ -35,14 +35,14 @@ if TYPE_CHECKING:  # type checkers cannot evaluate a union; a test compares both
     @dataclass
     class Groups(
         LoopChoices, ParallelChoices, CheckpointOptions, FlowOptions, SpikeOptions, ParallelOptions, StepOptions,
-        LoopOptions, OptimOptions, CurveOptions, LoaderOptions, PatchOptions, AdamMiniOptions, BadamOptions,
+        LoopOptions, OptimOptions, LRScheduleOptions, LoaderOptions, PatchOptions, AdamMiniOptions, BadamOptions,
         LowRankOptions, MuonOptions,
     ):  # fmt: skip
         pass
 
 else:
     Groups = union(
-        "Groups", CheckpointOptions, StepOptions, OptimOptions, CurveOptions, LoopOptions, SpikeOptions, FlowOptions,
+        "Groups", CheckpointOptions, StepOptions, OptimOptions, LRScheduleOptions, LoopOptions, SpikeOptions, FlowOptions,
         LoaderOptions, ParallelOptions, PatchOptions, *OPTIMIZERS.option_groups(),
     )  # fmt: skip
 
