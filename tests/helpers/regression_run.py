@@ -9,7 +9,7 @@ from torch import nn
 from burnish.checkpoint.checkpoint import CheckpointOptions, Checkpoints
 from burnish.config.options import union
 from burnish.data.batches.loader import EvalBatches, LoaderOptions, RowLoader, StepPartition
-from burnish.loop.events import CallbackHandler, DefaultFlowCallback, FlowOptions, TrainerCallback
+from burnish.loop.events import CallbackHandler, DefaultFlowCallback, IntervalOptions, TrainerCallback
 from burnish.loop.loop import Loop, LoopOptions
 from burnish.loop.protocols import Objective
 from burnish.loop.schedule import LRScheduleOptions, StepOptions, plan_steps
@@ -21,7 +21,7 @@ from burnish.optim.builtin import OptimOptions, create_optimizer, create_schedul
 from burnish.parallel.single import ParallelOptions, SingleProcess
 
 RegressionOptions = union(
-    "ToyOptions", StepOptions, LRScheduleOptions, FlowOptions, LoopOptions, CheckpointOptions, OptimOptions, LoaderOptions,
+    "ToyOptions", StepOptions, LRScheduleOptions, IntervalOptions, LoopOptions, CheckpointOptions, OptimOptions, LoaderOptions,
     ParallelOptions, BadamOptions, SpikeOptions,
 )  # fmt: skip
 

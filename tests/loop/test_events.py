@@ -1,13 +1,13 @@
 """Callbacks: burnish's own, and transformers' unchanged."""
 
 from burnish.config.registry import Registry
-from burnish.loop.events import CallbackHandler, FlowOptions, TrainerCallback, check_flow
+from burnish.loop.events import CallbackHandler, IntervalOptions, TrainerCallback, check_intervals
 from burnish.loop.schedule import steps_of
 from burnish.loop.state import TrainerControl, TrainerState
 
 
 def handler(*callbacks):
-    return CallbackHandler(callbacks, FlowOptions(), TrainerState(), TrainerControl(), model="the model")
+    return CallbackHandler(callbacks, IntervalOptions(), TrainerState(), TrainerControl(), model="the model")
 
 
 def test_event_passes_parts_of_the_run_by_keyword():
@@ -84,7 +84,7 @@ def test_listeners_are_callbacks_that_override_the_event():
 
 def test_interval_below_one_is_a_fraction_of_all_steps():
     assert [steps_of(v, 171, 500) for v in (0.1, 5, None, 0.5)] == [18, 5, 500, 86]
-    assert len(check_flow(FlowOptions(logging_steps=2.5))) == 1
+    assert len(check_intervals(IntervalOptions(logging_steps=2.5))) == 1
 
 
 def test_trainer_state_file_is_compatible_with_transformers(tmp_path):

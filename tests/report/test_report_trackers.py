@@ -11,14 +11,14 @@ import pytest
 from burnish.checkpoint.checkpoint import CheckpointOptions
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue, build, union
-from burnish.loop.events import CallbackHandler, FlowOptions
+from burnish.loop.events import CallbackHandler, IntervalOptions
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report.options import ReportOptions, check_trackers, counts_tokens, tracker_notes
 from burnish.report.trackers import TRACKERS, tracker_callbacks, tracker_problems, wanted_trackers
 
 pytestmark = pytest.mark.run
 
-Options = union("Options", ReportOptions, CheckpointOptions, FlowOptions)
+Options = union("Options", ReportOptions, CheckpointOptions, IntervalOptions)
 
 
 def parsed(**overrides):

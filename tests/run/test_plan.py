@@ -156,7 +156,7 @@ def test_every_option_of_peer_libraries_is_known_or_rejected_by_name(golden_fold
 
 def test_checks_of_every_component_are_called() -> None:
     names = {check.__name__ for check in component_checks()}
-    assert {"check_flow", "check_parallel", "check_trackers", "check_output_dir"} <= names
+    assert {"check_intervals", "check_parallel", "check_trackers", "check_output_dir"} <= names
 
 
 # --- output_dir -------------------------------------------------------------------------------------------------------

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping
 
 from burnish.checkpoint.checkpoint import CheckpointOptions, Checkpoints
 from burnish.config.errors import MissingMetricError, Problem, did_you_mean
-from burnish.loop.events import FlowOptions
+from burnish.loop.events import IntervalOptions
 from burnish.loop.state import TrainerState
 
 
-class BestChoices(CheckpointOptions, FlowOptions):
+class BestChoices(CheckpointOptions, IntervalOptions):
     """Options that define the best evaluation."""
 
 

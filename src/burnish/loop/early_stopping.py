@@ -16,7 +16,7 @@ from burnish.config.checks import check
 from burnish.config.errors import Problem
 from burnish.config.options import option, raise_if
 from burnish.loop.best import deciding_metric, is_higher_better
-from burnish.loop.events import FlowOptions, TrainerCallback
+from burnish.loop.events import IntervalOptions, TrainerCallback
 from burnish.loop.state import TrainerControl, TrainerState
 
 
@@ -30,7 +30,7 @@ class EarlyStoppingOptions:
     early_stopping_threshold: float = option(0.0, "Minimum change that counts as an improvement.", ge=0)
 
 
-class StoppingChoices(EarlyStoppingOptions, FlowOptions, CheckpointOptions):
+class StoppingChoices(EarlyStoppingOptions, IntervalOptions, CheckpointOptions):
     """Options that early stopping depends on."""
 
 

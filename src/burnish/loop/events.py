@@ -27,7 +27,7 @@ from burnish.loop.state import TrainerControl, TrainerState
 
 
 @dataclass
-class FlowOptions:
+class IntervalOptions:
     """Logging, evaluation and saving intervals."""
 
     logging_strategy: str = option("steps", "When to log.", choices=("no", "steps", "epoch"))
@@ -60,7 +60,7 @@ class FlowOptions:
 
 
 @check
-def check_flow(options: FlowOptions) -> list[Problem]:
+def check_intervals(options: IntervalOptions) -> list[Problem]:
     """Report intervals that are neither a whole number of steps nor a fraction of all steps."""
     return [
         Problem(
@@ -105,7 +105,7 @@ class DefaultFlowCallback(TrainerCallback):
     """Sets the flags for logging, evaluation, saving and stopping at the intervals of the options."""
 
     def on_step_end(
-        self, args: FlowOptions, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: IntervalOptions, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         step = state.global_step
         if args.logging_strategy == "steps" and step % state.logging_steps == 0:
@@ -126,7 +126,7 @@ class DefaultFlowCallback(TrainerCallback):
         return control
 
     def on_epoch_end(
-        self, args: FlowOptions, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: IntervalOptions, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         if args.logging_strategy == "epoch":
             control.should_log = True

@@ -18,7 +18,7 @@ from burnish.config.checks import check, notes
 from burnish.config.errors import OptionText, Problem
 from burnish.config.options import changed_options, option, shared
 from burnish.inference.options import InferOptions
-from burnish.loop.events import FlowOptions
+from burnish.loop.events import IntervalOptions
 from burnish.losses.base import OBJECTIVES
 from burnish.losses.preference_options import ReferenceOptions
 from burnish.losses.rollouts.options import CLIPPED, RolloutLossOptions
@@ -135,7 +135,7 @@ class RolloutOptions(CompletionFields, RolloutLossOptions):
     num_generations: int = option(8, "Number of completions per prompt. Default with stage: rloo: 2.", ge=1)
 
 
-class DefaultsChoices(RolloutOptions, CheckpointOptions, GenerationOptions, FlowOptions):
+class DefaultsChoices(RolloutOptions, CheckpointOptions, GenerationOptions, IntervalOptions):
     """Options that determine the defaults of others."""
 
     stage: str

@@ -23,7 +23,7 @@ from burnish.data.images.options import ImageOptions
 from burnish.data.options import DataOptions
 from burnish.inference.options import InferOptions
 from burnish.loop.early_stopping import EarlyStoppingOptions
-from burnish.loop.events import FlowOptions
+from burnish.loop.events import IntervalOptions
 from burnish.loop.loop import LoopChoices, LoopOptions
 from burnish.loop.schedule import LRScheduleOptions, StepOptions
 from burnish.loop.spikes import SpikeOptions
@@ -94,7 +94,7 @@ GROUPS: tuple[type, ...] = (
     OptimOptions,
     LoopOptions,
     SpikeOptions,
-    FlowOptions,
+    IntervalOptions,
     EarlyStoppingOptions,
     ClockOptions,
     CheckpointOptions,
@@ -124,7 +124,7 @@ if TYPE_CHECKING:  # type checkers do not understand the union; a test compares 
         KtoOptions, PairOptions, ReferenceOptions, ReportOptions, RolloutOptions, AnsweringOptions, ExportChoices,
         LmChoices, LoopChoices, PackingChoices, ParallelChoices, RateChoices, TaskOptions, MetricOptions, LigerOptions,
         PreferenceOptions, BatchingOptions, DataOptions, LoaderOptions, ImageCacheOptions, LRScheduleOptions, OptimOptions,
-        CheckpointOptions, FlowOptions, SpikeOptions, StepOptions, LoopOptions, EarlyStoppingOptions, ClockOptions,
+        CheckpointOptions, IntervalOptions, SpikeOptions, StepOptions, LoopOptions, EarlyStoppingOptions, ClockOptions,
         QuantizedExportOptions, ProfileOptions, FreezeOptions, LoraOptions, PeftOptions, OftOptions, PatchOptions,
         LmOptions, RewardOptions, PpoOptions, AdamMiniOptions, BadamOptions, LowRankOptions, MuonOptions,
     ):  # fmt: skip

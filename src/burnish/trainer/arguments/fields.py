@@ -15,7 +15,7 @@ from transformers.training_args import OptimizerNames
 from burnish.checkpoint.checkpoint import CheckpointOptions
 from burnish.config.options import option, union
 from burnish.data.batches.loader import LoaderOptions
-from burnish.loop.events import FlowOptions
+from burnish.loop.events import IntervalOptions
 from burnish.loop.loop import LoopChoices, LoopOptions
 from burnish.loop.schedule import LRScheduleOptions, StepOptions
 from burnish.loop.spikes import SpikeOptions
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # type checkers cannot evaluate a union; a test compares both
 
     @dataclass
     class Groups(
-        LoopChoices, ParallelChoices, CheckpointOptions, FlowOptions, SpikeOptions, ParallelOptions, StepOptions,
+        LoopChoices, ParallelChoices, CheckpointOptions, IntervalOptions, SpikeOptions, ParallelOptions, StepOptions,
         LoopOptions, OptimOptions, LRScheduleOptions, LoaderOptions, PatchOptions, AdamMiniOptions, BadamOptions,
         LowRankOptions, MuonOptions,
     ):  # fmt: skip
@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # type checkers cannot evaluate a union; a test compares both
 
 else:
     Groups = union(
-        "Groups", CheckpointOptions, StepOptions, OptimOptions, LRScheduleOptions, LoopOptions, SpikeOptions, FlowOptions,
+        "Groups", CheckpointOptions, StepOptions, OptimOptions, LRScheduleOptions, LoopOptions, SpikeOptions, IntervalOptions,
         LoaderOptions, ParallelOptions, PatchOptions, *OPTIMIZERS.option_groups(),
     )  # fmt: skip
 
