@@ -262,7 +262,7 @@ class Trainer(EvaluationMethods, FileMethods):
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
         """Report the objective of an evaluation to the search, which may prune the trial."""
         if self._search is not None and trial is not None:
-            self._search.report(trial, step, metrics, give_up=lambda: self._tell("on_train_end"))
+            self._search.report(trial, step, metrics, give_up=lambda: self._fire("on_train_end"))
 
 
 # --- the loop of a Trainer --------------------------------------------------------------------------------------------

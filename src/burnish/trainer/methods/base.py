@@ -18,8 +18,7 @@ from burnish.loop.state import TrainerControl, TrainerState
 from burnish.loop.types import Metric
 from burnish.parallel.create import create_parallel
 from burnish.parallel.single import set_seed
-from burnish.trainer import constructor as given
-from burnish.trainer import inspection, search
+from burnish.trainer import constructor, inspection, search
 from burnish.trainer.accelerator import ParallelAccelerator
 from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.arguments.values import plain_options
@@ -70,33 +69,33 @@ class TrainerBase:
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[..., Any] | None = None, tokenizer: Any = None,
     ) -> None:  # fmt: skip
-        given.warn_about_unused_overrides(type(self))
-        self.args: TrainingArguments = given.own_arguments(args, self.arguments_class)
+        constructor.warn_about_unused_overrides(type(self))
+        self.args: TrainingArguments = constructor.own_arguments(args, self.arguments_class)
         args = self.args
         set_seed(args.seed, args.full_determinism)
-        given.apply_accelerator_accumulation(args)
+        constructor.apply_accelerator_accumulation(args)
         self.create_accelerator_and_postprocess()
-        given.check_accelerator(self.accelerator)
+        constructor.check_accelerator(self.accelerator)
         self._memory_tracker = TrainerMemoryTracker(args.skip_memory_metrics)
         self._memory_tracker.start()
         logging.set_verbosity(args.get_process_log_level())
 
-        given.check_model_argument(model, model_init)
+        constructor.check_model_argument(model, model_init)
         self.model_init = model_init
         self.model: Any = self.call_model_init() if model is None else model
         self._take_model()
-        self.processing_class = given.resolve_processing_class(tokenizer, processing_class)
-        self.data_collator = given.collator_for(data_collator, self.processing_class)
+        self.processing_class = constructor.resolve_processing_class(tokenizer, processing_class)
+        self.data_collator = constructor.collator_for(data_collator, self.processing_class)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self.optimizer, self.lr_scheduler = given.optimizer_pair(optimizers)
+        self.optimizer, self.lr_scheduler = constructor.optimizer_pair(optimizers)
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self._validate_args()
         self._start_state()
 
         self.callback_handler = TrainerCallbackHandler(
-            [*default_callbacks(args), *given.callback_list(callbacks)], args, self.state, self.control,
+            [*default_callbacks(args), *constructor.callback_list(callbacks)], args, self.state, self.control,
             model=self.model, processing_class=self.processing_class, optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
         )  # fmt: skip
@@ -105,7 +104,7 @@ class TrainerBase:
             self.init_hf_repo()
         if args.should_save:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        self._tell("on_init_end")
+        self._fire("on_init_end")
         if (config := getattr(self.model, "config", None)) is not None:
             config.use_cache = args.use_cache
         self._memory_tracker.stop_and_update_metrics()
@@ -119,8 +118,10 @@ class TrainerBase:
 
     def _validate_args(self) -> None:
         """Raise for arguments that contradict each other, with the exceptions of transformers."""
-        given.check_sets(self.args, self.train_dataset, self.eval_dataset, self.compute_metrics)
-        given.check_optimizers((self.optimizer, self.lr_scheduler), self.optimizer_cls_and_kwargs, self.model_init)
+        constructor.check_sets(self.args, self.train_dataset, self.eval_dataset, self.compute_metrics)
+        constructor.check_optimizers(
+            (self.optimizer, self.lr_scheduler), self.optimizer_cls_and_kwargs, self.model_init
+        )
 
     def _take_model(self) -> None:
         """Move the model to its device, and inspect it."""
@@ -173,7 +174,7 @@ class TrainerBase:
     def remove_callback(self, callback: Any) -> None:
         self.callback_handler.remove_callback(callback)
 
-    def _tell(self, event: str, **details: Any) -> None:
+    def _fire(self, event: str, **details: Any) -> None:
         self.control = self.callback_handler.call_event(event, self.args, self.state, self.control, **details)
 
     def end(self) -> None:
@@ -219,7 +220,7 @@ class TrainerBase:
                 tokens = self.state.num_input_tokens_seen - self._initial_num_input_tokens_seen
                 logs.update(speed_metrics("train", start_time, num_tokens=tokens))
         self.state.log_history.append({**logs, "step": self.state.global_step})
-        self._tell("on_log", logs=logs)
+        self._fire("on_log", logs=logs)
 
     @property
     def hub_model_id(self) -> str | None:

@@ -137,7 +137,7 @@ class FileMethods(OptimizerMethods):
             return None
         kwargs.setdefault("model_name", Path(self.args.output_dir).name)
         self.create_model_card(**kwargs)
-        self._tell("on_push_begin")
+        self._fire("on_push_begin")
         self._hub.wait()
         return self._hub.upload(
             self.args.output_dir, commit_message, self.args, blocking=blocking, token=token, revision=revision,
@@ -146,7 +146,7 @@ class FileMethods(OptimizerMethods):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._hub.is_due(self.args):
-            self._tell("on_push_begin")
+            self._fire("on_push_begin")
             message = f"Training in progress, step {self.state.global_step}"
             self._hub.push_checkpoint(checkpoint_folder, message, self.args)
 
