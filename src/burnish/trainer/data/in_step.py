@@ -16,7 +16,7 @@ from torch import Tensor
 from burnish.loop.protocols import Parallel
 
 
-def in_step(batches: Iterable[Any], parallel: Parallel) -> Iterator[tuple[Any, bool]]:
+def equalize_batches(batches: Iterable[Any], parallel: Parallel) -> Iterator[tuple[Any, bool]]:
     """Yield (batch, whether it is this rank's own and counts). Batches are only drawn on demand."""
     iterator, padding, is_there = iter(batches), None, True
     while True:
@@ -32,7 +32,7 @@ def in_step(batches: Iterable[Any], parallel: Parallel) -> Iterator[tuple[Any, b
 
 
 def mark_last(batches: Iterator[tuple[Any, bool]]) -> Iterator[tuple[Any, bool, bool]]:
-    """Yield the items of ``in_step`` with a third value: whether all ranks are at their last batch."""
+    """Yield the items of ``equalize_batches`` with a third value: whether all ranks are at their last batch."""
     current = next(batches, None)
     while current is not None:
         following = next(batches, None)

@@ -22,7 +22,7 @@ from burnish.data.batches.loader import StepBatchLoader, StepPartition, order_of
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, StepBatch
 from burnish.trainer import notes
-from burnish.trainer.data.in_step import in_step
+from burnish.trainer.data.in_step import equalize_batches
 from burnish.trainer.data.stateful import loader_state, stateful_stream
 
 
@@ -285,7 +285,7 @@ class TorchLoader(StepBatchLoader):
         """The batches of a loader without length, the same number on every rank."""
         if self.parallel is None or self.parallel.world_size == 1 or num_batches(self.loader) is not None:
             return batches
-        return (batch if is_own else self.pad(batch) for batch, is_own in in_step(batches, self.parallel))
+        return (batch if is_own else self.pad(batch) for batch, is_own in equalize_batches(batches, self.parallel))
 
     def _filled(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield ``batches``, and padding batches if this rank has none of the last rows of an epoch."""

@@ -30,7 +30,7 @@ from burnish.loop.protocols import Parallel
 from burnish.parallel.precision import full_eval_dtype
 from burnish.trainer import reporting
 from burnish.trainer.arguments.training import TrainingArguments
-from burnish.trainer.data.in_step import drop_rows, in_step, mark_last, tensors_by_name
+from burnish.trainer.data.in_step import drop_rows, equalize_batches, mark_last, tensors_by_name
 from burnish.trainer.methods.data import DataMethods
 from burnish.trainer.methods.loss import accepting, explain_index_errors
 
@@ -104,7 +104,9 @@ class EvaluationMethods(DataMethods):
         keeps_all = description == "Prediction"
         gathered = Gathered(args, self._parallel, self.accelerator.gather, self.compute_metrics, keeps_all)
         main = getattr(self.model, "main_input_name", "input_ids")
-        for inputs, is_own, is_last in mark_last(in_step(self._read_ahead(dataloader, only_loss), self._parallel)):
+        for inputs, is_own, is_last in mark_last(
+            equalize_batches(self._read_ahead(dataloader, only_loss), self._parallel)
+        ):
             weight = self._num_items(self._prepare_input(inputs))
             loss, logits, labels = self.prediction_step(model, inputs, only_loss, ignore_keys=ignore_keys)
             main_inputs = self._prepare_input(inputs[main]) if "inputs" in args.include_for_metrics else None

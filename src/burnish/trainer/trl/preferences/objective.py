@@ -41,7 +41,7 @@ from burnish.models.patches.capabilities import find_capabilities
 from burnish.models.patches.dropout import switch_off_dropout
 from burnish.run.reference_cache import fill
 from burnish.trainer.arguments.trl import TrlArguments
-from burnish.trainer.data.in_step import in_step
+from burnish.trainer.data.in_step import equalize_batches
 from burnish.trainer.data.loaders import is_datasets_set
 from burnish.trainer.data.prefix_sharing import may_be_padding_free
 from burnish.trainer.data.torch_loader import PaddingBatch
@@ -87,7 +87,7 @@ class _InStep:
         self.loader, self.parallel, self.pad = loader, parallel, pad
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch, is_own in in_step(self.loader, self.parallel):
+        for batch, is_own in equalize_batches(self.loader, self.parallel):
             yield batch if is_own else self.pad(batch)
 
 

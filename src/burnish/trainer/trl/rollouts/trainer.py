@@ -34,7 +34,7 @@ from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import RewardFunction, load_rewards
 from burnish.rollouts.rewards.models import RewardModel
 from burnish.run.rollouts import merging, slots_of
-from burnish.trainer.data.in_step import in_step
+from burnish.trainer.data.in_step import equalize_batches
 from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.inspection import is_peft_model
 from burnish.trainer.methods.base import StepInProgress
@@ -412,7 +412,7 @@ class RolloutTrainer(OverridableTrainer):
         """Generate completions of the prompts of a dataset, and measure rewards and lengths. The noise is the same each
         time."""
         module, totals = self._model_for_evaluation(), Totals()
-        prompts = (batch for batch, is_own in in_step(dataloader, self._parallel) if is_own)
+        prompts = (batch for batch, is_own in equalize_batches(dataloader, self._parallel) if is_own)
         with torch.no_grad(), self.compute_loss_context_manager():
             for batch in self._objective().iter_eval(module, prompts, self._parallel):
                 totals.add(self._loss_for_evaluation(module, batch), self._num_items(batch))
