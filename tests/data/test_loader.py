@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from burnish.data.batches.budget import Budget
-from burnish.data.batches.loader import EvalBatches, LoaderOptions, RowLoader, StepPartition, balanced, share_of_waiting
+from burnish.data.batches.loader import EvalBatches, LoaderOptions, RowLoader, StepPartition, balanced, idle_fraction
 from burnish.data.rows.row_set import ListedRows
 
 
@@ -286,7 +286,7 @@ def test_known_lengths_balance_tokens_between_ranks():
         assert max(tokens) - min(tokens) <= max(lengths) / 2
         assert {len(share) for share in shares} == {4}
     assert balanced([0, 1, 2], [5, 1, 1], 2) == [[0], [1, 2]]
-    assert share_of_waiting([[0, 1]], [3, 1], 2) == pytest.approx(1 / 3)
+    assert idle_fraction([[0, 1]], [3, 1], 2) == pytest.approx(1 / 3)
 
 
 def test_budget_applies_to_evaluation_batches():

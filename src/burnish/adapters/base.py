@@ -178,18 +178,18 @@ def parameter_lines(model: nn.Module, options: FinetuningOptions) -> list[str]:
     ]
 
 
-def whole_state(model: nn.Module) -> dict[str, Tensor]:
+def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and persistent buffer. A tied weight is listed once, under its first name."""
     return {name: tensor.detach() for name, tensor in named_once(model).items()}
 
 
-def load_whole_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load the result of ``whole_state`` exactly.
+def load_model_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load the result of ``model_state`` exactly.
 
     Raises:
         UserError: if names or shapes differ; the message contains a few of them.
     """
-    own = whole_state(model)
+    own = model_state(model)
     raise_unless_same_tensors(own, state, "the weights")
     with torch.no_grad():
         for name, tensor in own.items():

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from burnish.adapters.base import ADAPTERS, FinetuningOptions, is_frozen, load_whole_state, part_problems, whole_state
+from burnish.adapters.base import ADAPTERS, FinetuningOptions, is_frozen, load_model_state, model_state, part_problems
 from burnish.config.errors import Problem, UserError
 
 
@@ -43,10 +43,10 @@ class FullAdapter:
         )
 
     def state(self, model: nn.Module) -> dict[str, Tensor]:
-        return whole_state(model)
+        return model_state(model)
 
     def load_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        load_whole_state(model, state)
+        load_model_state(model, state)
 
     def save(self, model: nn.Module, folder: str) -> None:
         model.save_pretrained(folder)  # type: ignore[operator]

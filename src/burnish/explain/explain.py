@@ -14,7 +14,7 @@ from typing import Any
 from burnish.checkpoint.checkpoint import Checkpoints, output_folder
 from burnish.config.secrets import MASK
 from burnish.data.batches.batching import answers_of, collate_prefix_sharing, packs_rows
-from burnish.data.batches.loader import num_tokens, order_of, share_of_waiting
+from burnish.data.batches.loader import idle_fraction, num_tokens, order_of
 from burnish.data.batches.patches import num_patches
 from burnish.data.images.family import Family
 from burnish.data.images.image_file import images_of
@@ -269,7 +269,7 @@ def _share_of_waiting(plan: Plan, prepared: Prepared) -> float | None:
     seed = plan.options.seed if plan.options.data_seed is None else plan.options.data_seed
     order = order_of(len(rows), seed, 0)[: SAMPLE_SIZE * per_step]
     parts = [order[start : start + per_step] for start in range(0, len(order), per_step)]
-    return share_of_waiting(parts, prepared.sample.lengths, plan.world_size)
+    return idle_fraction(parts, prepared.sample.lengths, plan.world_size)
 
 
 def _total(plan: Plan, prepared: Prepared) -> Line:

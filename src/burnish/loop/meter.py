@@ -3,7 +3,7 @@
 Between two logs nothing is copied to the host, because reading one number from a GPU waits for all queued work. A log
 costs one device read and one reduction over ranks of a small vector.
 
-``Waiting`` measures the fraction of time that the training thread waits for other processes or for data: the time in
+``IdleTime`` measures the fraction of time that the training thread waits for other processes or for data: the time in
 which it neither ran nor was ready to run. On a CPU, where matrix products run in this thread, this is idle time. On a
 GPU the thread runs ahead of the device, so the fraction is not logged.
 """
@@ -53,7 +53,7 @@ class Meter:
         self.num_skipped = 0  # steps of the last log that were not finite
         self.run_non_finite = 0
         self.started_s = time.perf_counter()
-        self.waiting = Waiting()
+        self.waiting = IdleTime()
 
     def add_step(
         self, step_batch: StepBatch, loss: Tensor, num_items: Tensor, sums: Mapping[str, Metric], grad_norm: Tensor,
@@ -91,7 +91,7 @@ class Meter:
             loss, grad_norm and one mean per metric. With several processes on CPUs also ``waiting``, the fraction of
             time spent waiting. Empty if no step was taken.
         """
-        over_ranks = parallel.sum(torch.cat([self._vector(), self.loss.new_tensor(self.waiting.lap())]))
+        over_ranks = parallel.sum(torch.cat([self._vector(), self.loss.new_tensor(self.waiting.read())]))
         extremes = self.metrics.extremes(parallel, over_ranks.dtype)
         everywhere = [self.num_items.to(over_ranks.dtype), self._norm().to(over_ranks.dtype), *extremes]
         numbers = torch.cat([over_ranks, torch.stack(everywhere)]).tolist()
@@ -161,7 +161,7 @@ class Meter:
         """Reset the clock of the rates in the summary."""
         self.started_s = time.perf_counter()
         self.rows_here = self.steps_here = 0
-        self.waiting.lap()
+        self.waiting.read()
 
     # A checkpoint includes the sums since the last log, so the next log of a resumed run has the same values.
 
@@ -217,7 +217,7 @@ class Clock:
         return {f"{prefix}_{name}": value for name, value in zip(RATES, values, strict=True)}
 
 
-class Waiting:
+class IdleTime:
     """Measures how long the thread that created it waits. A lap reads one small system file, which takes about 20
     microseconds (``run_delay`` in https://docs.kernel.org/scheduler/sched-stats.html). On systems other than Linux,
     time ready to run counts as waiting.
@@ -226,7 +226,7 @@ class Waiting:
     def __init__(self) -> None:
         self.passed_s, self.busy_s = time.perf_counter(), _busy_s()
 
-    def lap(self) -> tuple[float, float]:
+    def read(self) -> tuple[float, float]:
         """Seconds spent waiting, and seconds passed, since the last lap."""
         passed_s, busy_s = time.perf_counter(), _busy_s()
         passed, busy = passed_s - self.passed_s, busy_s - self.busy_s

@@ -181,7 +181,7 @@ def requested_checkpoint(requested: str | bool | None, folder: str, args: Traini
     if requested is True or is_resuming:
         newest = get_last_checkpoint(folder) if Path(folder).is_dir() else None
         if newest is not None:
-            return _newest_whole(Path(newest), args)
+            return _newest_complete(Path(newest), args)
         if requested is True:
             raise ValueError(f"No valid checkpoint found in output directory ({args.output_dir})")
         if args.resume == "must":
@@ -194,7 +194,7 @@ def requested_checkpoint(requested: str | bool | None, folder: str, args: Traini
     return Path(requested)
 
 
-def _newest_whole(newest: Path, args: TrainingArguments) -> Path:
+def _newest_complete(newest: Path, args: TrainingArguments) -> Path:
     """``newest``, or if it is damaged the latest valid checkpoint next to it. Logs the skipped ones."""
     if is_foreign(newest):
         return newest

@@ -151,7 +151,7 @@ def balanced(chosen: Sequence[int], lengths: Sequence[int], world_size: int) -> 
     return shares
 
 
-def share_of_waiting(parts: Sequence[Sequence[int]], lengths: Sequence[int], world_size: int) -> float:
+def idle_fraction(parts: Sequence[Sequence[int]], lengths: Sequence[int], world_size: int) -> float:
     """Return the fraction of time that ranks wait for each other, if time is proportional to tokens.
 
     Args:

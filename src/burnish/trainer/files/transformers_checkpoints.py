@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from burnish.adapters.base import load_whole_state, whole_state
+from burnish.adapters.base import load_model_state, model_state
 from burnish.config.errors import UserError
 from burnish.loop.loop import Loop
 from burnish.loop.state import load_state
@@ -62,13 +62,13 @@ def load_foreign_weights(folder: Path, model: Any) -> None:
             "expected a checkpoint with model.safetensors.", where=str(folder), remedy="Pass another checkpoint."
         )
     state = {name: tensor for file in files if read_header(file) for name, tensor in load_file(file).items()}
-    current = whole_state(model)
+    current = model_state(model)
     # A tied weight may have been saved under its other name.
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in state and name not in current:
             first = next(key for key, value in current.items() if value.data_ptr() == tensor.data_ptr())
             state.setdefault(first, state.pop(name))
-    load_whole_state(model, state)
+    load_model_state(model, state)
 
 
 def _tensors(path: Path, device: torch.device | str = "cpu") -> Any:

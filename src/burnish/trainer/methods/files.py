@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import metrics_format
 
-from burnish.adapters.base import FinetuningOptions, ModelState, whole_state
+from burnish.adapters.base import FinetuningOptions, ModelState, model_state
 from burnish.adapters.full import FullAdapter
 from burnish.adapters.peft import PeftAdapter, PeftOptions, name_base
 from burnish.checkpoint.checkpoint import Checkpoints
@@ -179,7 +179,7 @@ def write_model(model: Any, folder: Path, state_dict: dict[str, Any] | None) -> 
     else:
         from safetensors.torch import save_file
 
-        save_file(state_dict or whole_state(model), folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(state_dict or model_state(model), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_gathered(model: Any, folder: Path, whole: Any, writes: bool) -> None:
