@@ -77,7 +77,7 @@ def test_each_row_of_a_step_uses_preceding_different_response():
     rows = RowsWithMismatched(ListedRows([as_row([1, 2], [7]), as_row([3], [8, 9]), as_row([4], [8, 9]), None]), 4)
     keys = rows.keys_of_step([2, 0, 1, 3])
     assert keys == {2: (2, 0), 0: (0, 2), 1: (1, 0), 3: (3, 1)}
-    taken = rows.some([keys[item] for item in (2, 0, 1, 3)])
+    taken = rows.__getitems__([keys[item] for item in (2, 0, 1, 3)])
     assert [row and row.get("kl_input_ids") for row in taken] == [[4, 7], [1, 2, 8, 9], [3, 7], None]
     assert taken[1]["kl_labels"] == [-100, -100, 8, 9]
     assert RowsWithMismatched(rows.rows, 3).some([(0, 2)])[0]["kl_input_ids"] == [1, 2, 8]

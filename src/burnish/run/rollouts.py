@@ -35,7 +35,7 @@ _SHARE = 0.25
 class NumberedRows(RowsOver):
     """Rows with an additional column ``row``: their index in the dataset."""
 
-    def made(self, index: int) -> Row | None:
+    def item(self, index: int) -> Row | None:
         row: Any = self.rows[index]
         return None if row is None else {**row, "row": index}
 

@@ -14,15 +14,15 @@ def shared_beginning(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 class OnDemand(Sequence[T_co]):
-    """A sequence that creates its items on access. Subclasses implement ``__len__`` and ``made``."""
+    """A sequence that creates its items on access. Subclasses implement ``__len__`` and ``item``."""
 
-    def made(self, index: int, /) -> T_co:
+    def item(self, index: int, /) -> T_co:
         """Create the item at ``index``, from 0 to ``len(self) - 1``."""
         raise NotImplementedError
 
-    def some(self, indices: Sequence[int], /) -> list[T_co]:
+    def __getitems__(self, indices: Sequence[int], /) -> list[T_co]:
         """Create several items. Subclasses may override it with a faster implementation."""
-        return [self.made(index) for index in indices]
+        return [self.item(index) for index in indices]
 
     @overload
     def __getitem__(self, index: int) -> T_co: ...
@@ -30,5 +30,5 @@ class OnDemand(Sequence[T_co]):
     def __getitem__(self, index: slice) -> list[T_co]: ...
     def __getitem__(self, index: int | slice) -> T_co | list[T_co]:
         if isinstance(index, slice):
-            return self.some(range(*index.indices(len(self))))
-        return self.made(range(len(self))[index])
+            return self.__getitems__(range(*index.indices(len(self))))
+        return self.item(range(len(self))[index])

@@ -316,7 +316,7 @@ class RowLoader(StepBatchLoader):
         """Return the batch of each micro-batch, collated here or by worker processes."""
         items = self.items
         if self.options.dataloader_num_workers == 0 or getattr(items, "is_streamed", False):
-            read = items.some if isinstance(items, OnDemand) else lambda part: [items[index] for index in part]
+            read = items.__getitems__ if isinstance(items, OnDemand) else lambda part: [items[index] for index in part]
             rows: Iterator[Any] = (read(part) for part in parts)
             rows = rows if self.ahead is None else self.ahead(rows)
             return (collate_present(some, self.collate, self.blank_row) for some in rows)

@@ -101,7 +101,7 @@ class RecordIndex(OnDemand[Values]):
     def __len__(self) -> int:
         return len(self._begins)
 
-    def made(self, index: int) -> Values:
+    def item(self, index: int) -> Values:
         if self._is_lines:
             self._source.refuse_if_changed()
         begin, end = self._begins[index], self._ends[index]

@@ -39,9 +39,9 @@ class RowsWithMismatched(RowsOver):
     def __getitem__(self, index: int | Key | slice) -> Row | list[Row | None] | None:
         if isinstance(index, slice):
             return self.rows[index]
-        return self.some([index])[0]
+        return self.__getitems__([index])[0]
 
-    def some(self, items: Sequence[int | Key]) -> list[Row | None]:
+    def __getitems__(self, items: Sequence[int | Key]) -> list[Row | None]:
         """Return the rows with these indices or keys."""
         keys = [item if isinstance(item, tuple) else (item, None) for item in items]
         self._fetch([number for key in keys for number in key if number is not None])
@@ -60,7 +60,7 @@ class RowsWithMismatched(RowsOver):
         missing = [number for number in dict.fromkeys(numbers) if number not in self._at_hand]
         if len(self._at_hand) + len(missing) > _KEPT:
             self._at_hand = {number: self._at_hand[number] for number in numbers if number in self._at_hand}
-        self._at_hand.update(zip(missing, self.rows.some(missing), strict=True))
+        self._at_hand.update(zip(missing, self.rows.__getitems__(missing), strict=True))
 
     def _joined(self, number: int, other: int | None) -> Row | None:
         row, beside = self._at_hand[number], None if other is None else self._at_hand[other]

@@ -40,7 +40,7 @@ class RowsWithReference(RowsOver):
         super().__init__(rows)
         self.columns: dict[str, array[float]] = {}
 
-    def made(self, index: int) -> Row | None:
+    def item(self, index: int) -> Row | None:
         row = self.rows[index]
         completed: Any = None if row is None else {**row, **self.numbers(index)}
         return completed  # type: ignore[no-any-return]

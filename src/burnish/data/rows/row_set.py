@@ -18,7 +18,7 @@ RowT_co = TypeVar("RowT_co", bound="Row | None", covariant=True)
 
 
 class RowSet(OnDemand[RowT_co]):
-    """Base class for the rows of a dataset. Subclasses define ``__len__`` and ``made``."""
+    """Base class for the rows of a dataset. Subclasses define ``__len__`` and ``item``."""
 
     is_streamed = False
     """True if rows are encoded on access, so that their lengths and statistics are not known in advance."""
@@ -100,7 +100,7 @@ class ListedRows(RowSet[Row]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def made(self, index: int) -> Row:
+    def item(self, index: int) -> Row:
         return self.rows[index]
 
     @cached_property

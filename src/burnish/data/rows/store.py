@@ -90,7 +90,7 @@ class Rows(RowSet[Row]):
     def origin(self, index: int) -> int:
         return int(self.origins[index])
 
-    def made(self, index: int) -> Row:
+    def item(self, index: int) -> Row:
         number = bisect_right(self._ends, index)
         if number not in self._opened:
             block = self._blocks[number][1]()

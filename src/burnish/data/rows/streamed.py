@@ -35,10 +35,10 @@ class StreamedRows(RowSet["Row | None"]):
     def __len__(self) -> int:
         return len(self.examples)
 
-    def made(self, index: int) -> Row | None:
-        return self.some([index])[0]
+    def item(self, index: int) -> Row | None:
+        return self.__getitems__([index])[0]
 
-    def some(self, examples: Sequence[int]) -> list[Row | None]:
+    def __getitems__(self, examples: Sequence[int]) -> list[Row | None]:
         """Return the rows of these examples. Raises UserError if one of them cannot be encoded."""
         stats = DataStats()
         found = self.examples.make(examples, stats)

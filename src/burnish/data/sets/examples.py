@@ -112,7 +112,7 @@ class ListedExamples(Examples):
     def __len__(self) -> int:
         return len(self.examples)
 
-    def made(self, index: int) -> Example:
+    def item(self, index: int) -> Example:
         return self.examples[index]
 
     @cached_property
@@ -242,14 +242,14 @@ class StreamedExamples(Examples):
         chosen = self.order[indices]
         return StreamedExamples(self.sets, chosen, self.on_bad_record, self.on_empty_target, self.looks_back)
 
-    def made(self, index: int) -> Example:
+    def item(self, index: int) -> Example:
         """Return one example. Raises IndexError if its record gives none."""
         (example,) = self.make([index], DataStats())
         if example is None:
             raise IndexError(f"example {index} has no trainable tokens")
         return example
 
-    def some(self, indices: Sequence[int]) -> list[Example]:
+    def __getitems__(self, indices: Sequence[int]) -> list[Example]:
         return [example for example in self.make(indices, DataStats()) if example is not None]
 
     def places(self) -> Callable[[int], str]:

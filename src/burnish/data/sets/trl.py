@@ -116,10 +116,10 @@ class TrlRecords(OnDemand[Located]):
     def __len__(self) -> int:
         return len(self.dataset) * len(self.sides)
 
-    def made(self, index: int) -> Located:
-        return self.some([index])[0]
+    def item(self, index: int) -> Located:
+        return self.__getitems__([index])[0]
 
-    def some(self, indices: Sequence[int]) -> list[Located]:
+    def __getitems__(self, indices: Sequence[int]) -> list[Located]:
         places, sides = zip(*map(self._place, indices), strict=True) if indices else ((), ())
         columns = self.dataset[list(places)]
         rows = zip(*columns.values(), strict=True)

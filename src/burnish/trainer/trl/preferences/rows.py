@@ -208,7 +208,7 @@ class ObjectiveRows(RowSet[Row]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def made(self, index: int) -> Row:
+    def item(self, index: int) -> Row:
         return self.row_of(self.dataset[index])
 
 
