@@ -104,7 +104,7 @@ def test_flat_sequences_of_a_model_do_not_attend_to_each_other(family):
 def test_requested_flash_attention_separates_rows_in_float32_model():
     model = tiny("llama", head_dim=16).cuda()
     model.set_attn_implementation("flash_attention_2")
-    assert make_padding_free(model, own_attention=False).is_flat
+    assert make_padding_free(model, own_attention=False).is_padding_free
 
 
 # --- loss -------------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def split_rows(all_rows, size):
 def fit_objective(model, **overrides):
     options = Options(**overrides)
     objective = SftObjective(options, template=None)
-    is_padding_free = options.padding_free and make_padding_free(model).is_flat
+    is_padding_free = options.padding_free and make_padding_free(model).is_padding_free
     objective.notes = objective.configure(
         find_capabilities(model, head_of=model), collator(options, 0, is_padding_free)
     )

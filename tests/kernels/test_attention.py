@@ -229,7 +229,7 @@ def test_model_without_sequence_boundaries_attends_under_a_mask(family):
     model = tiny(family)
     before = model.config._attn_implementation
     layout = make_padding_free(model)
-    assert layout.is_flat
+    assert layout.is_padding_free
     assert "uses an attention mask" in layout.note
     assert model.config._attn_implementation == before
 
@@ -238,7 +238,7 @@ def test_model_without_sequence_boundaries_attends_under_a_mask(family):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_model_that_mixes_neighbors_is_detected(family, dtype):
     layout = make_padding_free(tiny(family, dtype))
-    assert not layout.is_flat
+    assert not layout.is_padding_free
     assert "batches are padded" in layout.note
 
 

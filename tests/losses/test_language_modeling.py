@@ -269,7 +269,7 @@ def test_row_length_excludes_padding():
 class Template:
     fingerprint = "abc"
 
-    def encode_flat(self, examples, stats):
+    def encode_arrays(self, examples, stats):
         return [{"input_ids": [1], "labels": [1]} for _ in examples]
 
     def encode_text(self, examples, stats, truncate=True):

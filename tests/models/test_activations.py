@@ -131,7 +131,7 @@ def test_engine_offloads_only_on_gpu_and_reports_it():
 @pytest.mark.parametrize("arguments", [{}, {"selective": True}])
 def test_flat_half_precision_sequences_are_recomputed(arguments):
     def flat_gradients(model):
-        assert make_padding_free(model).is_flat
+        assert make_padding_free(model).is_padding_free
         rows = [{"input_ids": list(range(length)), "labels": list(range(length))} for length in (9, 30, 400)]
         made = {name: value for name, value in collate_padding_free(rows).items() if name != "loss_weights"}
         model.train()

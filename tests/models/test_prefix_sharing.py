@@ -148,7 +148,7 @@ def gradients(model, batch, options=None):
 @pytest.mark.parametrize("family", KEEPS_APART)
 def test_step_matches_full_computation_in_every_family(family):
     model = tiny(family, output_router_logits=False)
-    assert make_padding_free(model).is_flat
+    assert make_padding_free(model).is_padding_free
     # Before transformers 5.23 OPT in training draws a number per layer, which it may use for nothing.
     assert shares_prefixes(model) or family == "opt"
     sequences = rows_of_a_tree()

@@ -60,8 +60,8 @@ def update(kind, cut, is_padding_free=True, needed=True, fused=True, **overrides
         options, template=None
     )
     if is_padding_free:
-        assert make_padding_free(policy).is_flat
-        assert make_padding_free(reference).is_flat
+        assert make_padding_free(policy).is_padding_free
+        assert make_padding_free(reference).is_padding_free
     torch.manual_seed(0)
     objective.configure(
         find_capabilities(policy, head_of=policy), collator(options, 0, is_padding_free, is_padding_free and needed)
@@ -117,7 +117,7 @@ def test_update_does_not_depend_on_micro_batching_or_layout(name):
 @pytest.mark.parametrize("fused", [True, False])
 def test_token_log_probabilities_have_gradients_and_sum_to_sequence_ones(fused):
     options, policy = Flat(fused_loss="auto" if fused else False), tiny_model(seed=0, max_position_embeddings=128)
-    assert make_padding_free(policy).is_flat
+    assert make_padding_free(policy).is_padding_free
     objective = PairObjective(options, template=None)
     objective.configure(find_capabilities(policy, head_of=policy), collator(options, 0, True))
     batch = objective.collate(rows("pairs", 3))

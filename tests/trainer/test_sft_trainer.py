@@ -944,7 +944,7 @@ def test_encoded_rows_are_read_from_cache_unless_something_changed(tmp_path, mon
     def refuse(*args, **kwargs):
         raise AssertionError("encoded again")
 
-    monkeypatch.setattr(PlainTemplate, "encode_flat", refuse)
+    monkeypatch.setattr(PlainTemplate, "encode_arrays", refuse)
     assert make(tmp_path, CHATS, max_length=8).train_dataset[:] == first[:]
     for rows, options in ((CHATS, {"max_length": 9}), (CHATS[1:], {"max_length": 8})):
         with pytest.raises(AssertionError, match="encoded again"):

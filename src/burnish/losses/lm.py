@@ -210,7 +210,7 @@ class SftObjective(LmObjective):
 
     def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> list[Row | None]:
         """Encode conversations. They are always truncated per turn; ``truncate`` has no effect."""
-        return self.template.encode_flat(examples, stats)
+        return self.template.encode_arrays(examples, stats)
 
 
 @OBJECTIVES.register("pt", options=LmOptions)

@@ -195,8 +195,8 @@ def _second(
 def _reads_alike(model: nn.Module, second: nn.Module, options: RunOptions) -> bool:
     """Return whether the second model supports padding-free rows, and prefix sharing if the policy uses it."""
     own_attention = requested_attention(options) is None and allows(options, PADDING_FREE)
-    is_flat = make_padding_free(second, own_attention=own_attention).is_flat
-    return is_flat and (not shares_prefixes(model) or shares_prefixes(second))
+    is_padding_free = make_padding_free(second, own_attention=own_attention).is_padding_free
+    return is_padding_free and (not shares_prefixes(model) or shares_prefixes(second))
 
 
 def refuse_other_vocabulary(model: nn.Module, second: nn.Module) -> None:

@@ -68,9 +68,9 @@ class ConversationEncoder:
         Raises:
             UserError: with every row of the batch that is too long, if ``on_too_long`` is "raise".
         """
-        return [as_lists(row) for row in self.encode_flat(examples, stats)]
+        return [as_lists(row) for row in self.encode_arrays(examples, stats)]
 
-    def encode_flat(self, examples: Sequence[Example], stats: DataStats, truncate: bool = True) -> list[Row | None]:
+    def encode_arrays(self, examples: Sequence[Example], stats: DataStats, truncate: bool = True) -> list[Row | None]:
         """Like ``encode``, with arrays in place of lists.
 
         Args:
@@ -82,7 +82,7 @@ class ConversationEncoder:
         return self._rows(examples, self._conversations(examples, stats), stats, truncate)
 
     def encode_text(self, examples: Sequence[Example], stats: DataStats, truncate: bool = True) -> list[Row | None]:
-        """Like ``encode_flat`` for pretraining: encode plain texts only; other examples give None."""
+        """Like ``encode_arrays`` for pretraining: encode plain texts only; other examples give None."""
         return self._rows(examples, list(self._texts(examples, stats)), stats, truncate)
 
     def encode_pairs(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:

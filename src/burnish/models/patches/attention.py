@@ -39,7 +39,7 @@ _REPLACED = {"sdpa", "eager"}
 class PaddingFree(NamedTuple):
     """Whether batches may be padding-free, and a note for the user, if there is one."""
 
-    is_flat: bool
+    is_padding_free: bool
     note: str = ""
 
 

@@ -36,8 +36,8 @@ def find_capabilities(
     )
     return Capabilities(
         model,
-        is_padding_free=layout.is_flat,
-        shares_prefixes=prefix_sharing and layout.is_flat and shares_prefixes(model),
+        is_padding_free=layout.is_padding_free,
+        shares_prefixes=prefix_sharing and layout.is_padding_free and shares_prefixes(model),
         head=head,
         makes_some_logits=needs_logits and makes_some_logits(model),
         notes=(layout.note,) if layout.note else (),

@@ -100,13 +100,13 @@ def collator_of(
     left_out = _left_out(options, family, processor, tensors)
     prepared = _prepared(options, left_out or tensors, getattr(family.processor, "temporal_patch_size", 1))
 
-    def image_collator(is_flat: bool, shares: bool = False) -> ImageCollator:
-        text = collator(options, pad_id, is_flat, shares)
-        of_images = collate_padding_free if is_flat and layout.bidirectional else text
+    def image_collator(is_padding_free: bool, shares: bool = False) -> ImageCollator:
+        text = collator(options, pad_id, is_padding_free, shares)
+        of_images = collate_padding_free if is_padding_free and layout.bidirectional else text
         return ImageCollator(text, of_images, layout, processor, images_of, prepared)
 
     if layout.crosses:
-        images = image_collator(is_flat=False)
+        images = image_collator(is_padding_free=False)
         note = (
             f"{type(model).__name__} cannot separate examples with images that are in the same batch, so each "
             "batch has one example."
@@ -114,17 +114,19 @@ def collator_of(
         capabilities = replace(capabilities, is_padding_free=False, shares_prefixes=False, notes=(note,))
         return RowCollator(images, images.collate, prepared, left_out), capabilities
     may_be_flat = capabilities.is_padding_free or (bool(layout.bidirectional) and options.padding_free)
-    is_flat = may_be_flat and isolates_images(model, image_collator(is_flat=True))
-    if not is_flat and not isolates_images(model, image_collator(is_flat=False)):
+    is_padding_free = may_be_flat and isolates_images(model, image_collator(is_padding_free=True))
+    if not is_padding_free and not isolates_images(model, image_collator(is_padding_free=False)):
         name = type(model).__name__
         what = f"{name} cannot separate examples with images that are in the same batch, even if it is padded."
         raise UserError(what, remedy="Use a different model, such as Qwen2-VL.", option="model_name_or_path")
-    if is_flat != capabilities.is_padding_free:  # the masks for Gemma separate rows that its own attention would mix
+    if (
+        is_padding_free != capabilities.is_padding_free
+    ):  # the masks for Gemma separate rows that its own attention would mix
         note = f"{type(model).__name__} cannot separate adjacent examples with images, so batches are padded."
-        shares = capabilities.shares_prefixes and is_flat
-        notes = () if is_flat else (note,)
-        capabilities = replace(capabilities, is_padding_free=is_flat, shares_prefixes=shares, notes=notes)
-    images = image_collator(is_flat, capabilities.shares_prefixes)
+        shares = capabilities.shares_prefixes and is_padding_free
+        notes = () if is_padding_free else (note,)
+        capabilities = replace(capabilities, is_padding_free=is_padding_free, shares_prefixes=shares, notes=notes)
+    images = image_collator(is_padding_free, capabilities.shares_prefixes)
     return RowCollator(images, images.collate, prepared, left_out), capabilities
 
 

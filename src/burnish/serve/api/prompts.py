@@ -75,7 +75,7 @@ class Prompter:
             message = "The last message must have the role assistant: its content is scored."
             raise APIError(400, "invalid_value", message, param="messages")
         try:
-            (row,) = self.template.encode_flat(
+            (row,) = self.template.encode_arrays(
                 [self.example(request.model_copy(update={"continue_final_message": False}))], DataStats()
             )
         except _UNWRITABLE as error:

@@ -55,7 +55,11 @@ class LossMethods(TrainerBase):
     def _loss(self, model: nn.Module, inputs: Any) -> Loss:
         """The loss of a micro-batch as a sum over its items: without logits, or the model's own mean times its
         items."""
-        flat = None if self.label_smoother is not None or not has_plain_loss(self.model) else self._flat(inputs)
+        flat = (
+            None
+            if self.label_smoother is not None or not has_plain_loss(self.model)
+            else self._padding_free_inputs(inputs)
+        )
         if flat is not None and (head := self._capabilities().head) is not None:
             return Loss(sum_of_padding_free(model, flat, head))
         num_items = self._num_items(inputs)
@@ -112,7 +116,7 @@ class LossMethods(TrainerBase):
             () the loss, or (loss, outputs).
         """
         is_own = self.label_smoother is not None or self.compute_loss_func is not None
-        flat = None if is_own or return_outputs or not has_plain_loss(self.model) else self._flat(inputs)
+        flat = None if is_own or return_outputs or not has_plain_loss(self.model) else self._padding_free_inputs(inputs)
         if flat is not None and (head := self._capabilities().head) is not None:
             return mean_of_padding_free(model, flat, head, num_items_in_batch)
         labels = inputs.pop("labels") if is_own and "labels" in inputs else None
@@ -149,7 +153,7 @@ class LossMethods(TrainerBase):
         is_usual = self._parallel.device.type == "cpu" and not self.args.torch_compile
         return bool(is_usual if is_requested is None else is_requested) and self.neftune_noise_alpha is None
 
-    def _flat(self, inputs: Batch) -> Batch | None:
+    def _padding_free_inputs(self, inputs: Batch) -> Batch | None:
         """The micro-batch without padding and unneeded tokens. None if this is not supported."""
         return shared_prefixes_of(inputs) if self._capabilities().shares_prefixes else None
 

@@ -99,12 +99,12 @@ class VisionCollator:
     Args:
         text: collates rows without images.
         pad_id, multiple: of padded rows.
-        is_flat: whether batches are padding-free.
+        is_padding_free: whether batches are padding-free.
     """
 
     def __init__(
         self, model: Any, family: Family, text: Callable[[Sequence[Any]], Batch], pad_id: int,
-        multiple: int | None = None, is_flat: bool = False,
+        multiple: int | None = None, is_padding_free: bool = False,
     ) -> None:  # fmt: skip
         patch_vision_model(model)
         self.text, self.family = text, family
@@ -117,7 +117,7 @@ class VisionCollator:
                 text, rows, layout, processor, images_of, lambda one: processor.tensors(family.prepared(one))
             )
 
-        flat = collator(flat=True) if is_flat else None
+        flat = collator(flat=True) if is_padding_free else None
         self.images = flat if flat is not None and isolates_images(model, flat) else collator(flat=False)
 
     def __call__(self, examples: Sequence[Any]) -> Batch:

@@ -61,8 +61,8 @@ def check_objective(
     args: SFTConfig, sample: dict[str, Any], data_collator: Any, compute_loss_func: Any, formatting_func: Any
 ) -> None:
     """Raise for arguments that contradict each other or the data."""
-    is_flat = args.padding_free or (args.packing and args.packing_strategy != "wrapped")
-    if is_flat and data_collator is not None:
+    is_padding_free = args.padding_free or (args.packing and args.packing_strategy != "wrapped")
+    if is_padding_free and data_collator is not None:
         raise ValueError("A custom data collator is not supported with padding-free batches.")
     if args.padding_free and args.per_device_train_batch_size == 1 and not args.packing:
         logger.warning(
@@ -73,7 +73,7 @@ def check_objective(
             "You set `assistant_only_loss=True`, but the dataset is not conversational. This option is only supported "
             "for conversational datasets."
         )
-    if is_flat and not args.packing and args.max_length is not None:
+    if is_padding_free and not args.packing and args.max_length is not None:
         raise ValueError(
             "With `padding_free=True` and without packing, `max_length` is not enforced. Set `packing=True`, or "
             "truncate the inputs and set `max_length=None`."

@@ -43,7 +43,7 @@ class DataCollatorForLanguageModeling:
     def __call__(self, examples: Sequence[Any]) -> Batch:
         rows = [_row(example) for example in examples]
         if self.padding_free:
-            return self._flat(rows)
+            return self._padding_free_inputs(rows)
         if not self.takes_packs_apart:
             lengths = [lengths_of(row) for row in rows]
             rows = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in rows]
@@ -61,7 +61,7 @@ class DataCollatorForLanguageModeling:
         """(T,) for each pack; positions start from 0 in each sequence."""
         return [torch.cat([torch.arange(length) for length in lengths]) for lengths in batch_seq_lengths]
 
-    def _flat(self, rows: list[Row]) -> Batch:
+    def _padding_free_inputs(self, rows: list[Row]) -> Batch:
         """Create one row (1, T), with ``seq_idx`` (1, T) int32, the index of each token's sequence.
 
         When padding to a multiple, each padding token at the end is a sequence of its own, which only attends to

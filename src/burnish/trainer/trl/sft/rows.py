@@ -103,7 +103,7 @@ class Preparation:
         is_known = hashable_by_class(self.tokenizer)
         return EncodeRecords(
             trl_layout("texts", sample, self.args.dataset_text_field, None if self.family is None else SIGHT),
-            partial(self.template.encode_flat, truncate=truncate), self.names,
+            partial(self.template.encode_arrays, truncate=truncate), self.names,
             f"{self.template.fingerprint} {truncate}" if is_known else None, formatting=formatting,
         )  # fmt: skip
 

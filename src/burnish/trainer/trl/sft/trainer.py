@@ -135,7 +135,10 @@ class SFTTrainer(TrlTrainer):
         if layout.note:
             logger.warning(layout.note)
         return DataCollatorForLanguageModeling(
-            pad, padding_free=layout.is_flat, pad_to_multiple_of=multiple, takes_packs_apart=not layout.is_flat
+            pad,
+            padding_free=layout.is_padding_free,
+            pad_to_multiple_of=multiple,
+            takes_packs_apart=not layout.is_padding_free,
         )
 
     def _set_router(self, model: Any, coefficient: float | None) -> None:
@@ -253,7 +256,7 @@ class SFTTrainer(TrlTrainer):
             model_inputs["output_router_logits"] = True
         targets = Targets.of(labels, positions)
         head = None if needs_logits else self._capabilities().head
-        flat, rules = None if head is None else self._flat(inputs), self._rules(head)
+        flat, rules = None if head is None else self._padding_free_inputs(inputs), self._rules(head)
         if flat is not None and head is not None:
             sums, outputs = sums_without_logits(model, *flat_inputs(flat), head, rules)
         elif head is not None:
