@@ -44,7 +44,7 @@ def test_endless_rendering_is_stopped_in_every_thread(
     monkeypatch.setattr(rendering._worker, "limit_s", 0.3)
     command: list[Exception] = []
 
-    def progress() -> None:
+    def work() -> None:
         try:
             render(tokenizer, [Conversation(CHAT)], body)
         except UserError as error:

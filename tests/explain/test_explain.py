@@ -378,7 +378,7 @@ def test_explained_events_match_fired_events(made: Any, requested: str, events: 
     run = made(max_samples=8, use_cpu=True, **options, **dict.fromkeys(requested.split(), True))
     fired, fire = set(), CallbackHandler.fire
 
-    def track(handler: CallbackHandler, event: str, **details: Any) -> Any:
+    def watched(handler: CallbackHandler, event: str, **details: Any) -> Any:
         fired.add(event)
         return fire(handler, event, **details)
 

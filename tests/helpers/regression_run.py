@@ -21,8 +21,8 @@ from burnish.optim.builtin import OptimOptions, create_optimizer, create_schedul
 from burnish.parallel.single import ParallelOptions, SingleProcess
 
 RegressionOptions = union(
-    "ToyOptions", StepOptions, LRScheduleOptions, IntervalOptions, LoopOptions, CheckpointOptions, OptimOptions, LoaderOptions,
-    ParallelOptions, BadamOptions, SpikeOptions,
+    "ToyOptions", StepOptions, LRScheduleOptions, IntervalOptions, LoopOptions, CheckpointOptions, OptimOptions,
+    LoaderOptions, ParallelOptions, BadamOptions, SpikeOptions,
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from burnish.report import work as shown
 from burnish.report.work import WorkLine
-from burnish.utils.work import set_watcher, watched, work
+from burnish.utils.work import progress, set_watcher, track
 from recording import RecordingProgress
 
 
@@ -39,9 +39,9 @@ def test_nested_work_reports_only_the_outermost(recorder):
 
 
 def test_items_are_counted_as_they_complete(recorder):
-    assert list(watched([7, 8], "Evaluating", "batches")) == [7, 8]
+    assert list(track([7, 8], "Evaluating", "batches")) == [7, 8]
     assert recorder.calls == [("Evaluating", 2, "batches"), 1, 1, "end"]
-    assert list(watched(iter([7]), "Evaluating", "batches")) == [7]
+    assert list(track(iter([7]), "Evaluating", "batches")) == [7]
     assert recorder.calls[4] == ("Evaluating", None, "batches")
 
 

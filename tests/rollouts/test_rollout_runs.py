@@ -111,7 +111,7 @@ def test_kv_cache_is_freed_before_first_backward_pass(tmp_path, monkeypatch):
         made(self, *args, **kwargs)
         sources.append(self)
 
-    def track(self, loss):
+    def watched(self, loss):
         recorded.append(sources[0].scheduler.backend.cache_bytes)
         backward(self, loss)
 

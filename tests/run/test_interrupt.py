@@ -160,7 +160,7 @@ def test_interrupt_in_another_thread_installs_no_handlers():
     before = signal.getsignal(signal.SIGTERM)
     recorded = []
 
-    def progress():
+    def work():
         with InterruptCallback():
             recorded.append(signal.getsignal(signal.SIGTERM))
 

@@ -86,7 +86,7 @@ PLAIN_WORDS = {
     "columns", "ddp_backend", "default_system", "export_dir", "export_gguf_type", "export_hub_model_id",
     "export_quantization_dataset",
     "freeze_extra_modules", "freeze_trainable_modules", "fsdp", "galore_target", "gradient_checkpointing_kwargs",
-    "hf_hub_token", "infer_executable", "infer_url", "exclude", "liger_kernel_config", "llama_cpp", "logging_dir",
+    "hf_hub_token", "infer_executable", "infer_url", "leave_out", "liger_kernel_config", "llama_cpp", "logging_dir",
     "lora_target", "lr_scheduler_kwargs", "metric_for_best_model", "model_revision", "ms_hub_token", "num_processes",
     "oft_target", "optim_args", "optim_target_modules", "output_dir", "project", "report_to", "resume_from_checkpoint",
     "run_name", "served_adapters", "sglang_config", "tags", "torch_compile_backend", "torch_compile_mode",

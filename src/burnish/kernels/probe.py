@@ -214,7 +214,7 @@ def probe_mode(model: nn.Module) -> Iterator[Callable[..., Tensor]]:
         model.eval()
         random = torch.random.fork_rng([device] if device.type == "cuda" else [])
         with random, torch.no_grad(), _one_format(model, device):
-            yield ask
+            yield logits_of
     finally:
         for module, mode in modes.items():
             module.training = mode

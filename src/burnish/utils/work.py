@@ -1,8 +1,8 @@
 """Progress reporting for long operations: encoding, loading, evaluating, generating, saving.
 
 In: an operation reports its name, its size, and each completed part. Out: calls of the watcher that was set with
-``set_watcher`` (``report/work.py``: a progress bar in a terminal, occasional lines elsewhere). Without a watcher nothing
-is shown. Only the outermost of nested operations is shown.
+``set_watcher`` (``report/work.py``: a progress bar in a terminal, occasional lines elsewhere). Without a watcher,
+nothing is shown. Only the outermost of nested operations is shown.
 """
 
 from __future__ import annotations

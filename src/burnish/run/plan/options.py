@@ -123,8 +123,9 @@ if TYPE_CHECKING:  # type checkers do not understand the union; a test compares 
     class RunOptions(
         KtoOptions, PairOptions, ReferenceOptions, ReportOptions, RolloutOptions, AnsweringOptions, ExportChoices,
         LmChoices, LoopChoices, PackingChoices, ParallelChoices, RateChoices, TaskOptions, MetricOptions, LigerOptions,
-        PreferenceOptions, BatchingOptions, DataOptions, LoaderOptions, ImageCacheOptions, LRScheduleOptions, OptimOptions,
-        CheckpointOptions, IntervalOptions, SpikeOptions, StepOptions, LoopOptions, EarlyStoppingOptions, ClockOptions,
+        PreferenceOptions, BatchingOptions, DataOptions, LoaderOptions, ImageCacheOptions, LRScheduleOptions,
+        OptimOptions, CheckpointOptions, IntervalOptions, SpikeOptions, StepOptions, LoopOptions, EarlyStoppingOptions,
+        ClockOptions,
         QuantizedExportOptions, ProfileOptions, FreezeOptions, LoraOptions, PeftOptions, OftOptions, PatchOptions,
         LmOptions, RewardOptions, PpoOptions, AdamMiniOptions, BadamOptions, LowRankOptions, MuonOptions,
     ):  # fmt: skip

@@ -42,8 +42,8 @@ if TYPE_CHECKING:  # type checkers cannot evaluate a union; a test compares both
 
 else:
     Groups = union(
-        "Groups", CheckpointOptions, StepOptions, OptimOptions, LRScheduleOptions, LoopOptions, SpikeOptions, IntervalOptions,
-        LoaderOptions, ParallelOptions, PatchOptions, *OPTIMIZERS.option_groups(),
+        "Groups", CheckpointOptions, StepOptions, OptimOptions, LRScheduleOptions, LoopOptions, SpikeOptions,
+        IntervalOptions, LoaderOptions, ParallelOptions, PatchOptions, *OPTIMIZERS.option_groups(),
     )  # fmt: skip
 
 
