@@ -29,7 +29,7 @@ found = {}
 if sys.argv[2] == "watched":
     from burnish.loop.loop import Loop
     train = Loop.train
-    def track(loop):
+    def watched(loop):
         found.update(enabled=gc.isenabled(), threshold=gc.get_threshold()[0])
         return train(loop)
     Loop.train = watched
