@@ -139,7 +139,7 @@ def test_rolled_back_script_equals_script_without_skipped_rows(tmp_path, library
 
         def without_rows():
             loader = plain()
-            loader.sampler.left_out.extend(at)
+            loader.sampler.excluded.extend(at)
             return loader
 
         trainer.get_train_dataloader = without_rows
