@@ -80,7 +80,7 @@ def test_each_row_of_a_step_uses_preceding_different_response():
     taken = rows.__getitems__([keys[item] for item in (2, 0, 1, 3)])
     assert [row and row.get("kl_input_ids") for row in taken] == [[4, 7], [1, 2, 8, 9], [3, 7], None]
     assert taken[1]["kl_labels"] == [-100, -100, 8, 9]
-    assert RowsWithMismatched(rows.rows, 3).some([(0, 2)])[0]["kl_input_ids"] == [1, 2, 8]
+    assert RowsWithMismatched(rows.rows, 3).__getitems__([(0, 2)])[0]["kl_input_ids"] == [1, 2, 8]
     assert rows.keys_of_step([1]) == {1: (1, None)}
 
 
