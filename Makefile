@@ -20,6 +20,8 @@ DEV    := $(VENV)/.ready-dev
 export HF_HUB_DISABLE_TELEMETRY := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_WAIT_POLICY := PASSIVE
+# Tests start burnish often: without bytecode files, each process compiles it again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: test-web test-llama docs demo test test-avx2 test-kills test-fast test-slow check format wheel parity bench clean
 

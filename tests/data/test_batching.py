@@ -128,7 +128,7 @@ def test_best_fit_is_close_to_minimum_number_of_packs():
 
 
 def test_row_longer_than_a_pack_is_rejected_or_split():
-    with pytest.raises(ValueError, match="12 tokens does not fit in a pack of 8"):
+    with pytest.raises(ValueError, match="12 tokens does not fit in a packed sequence of 8"):
         pack([row(0, 12)], 8)
     packs = pack([row(0, 12), row(50, 4)], 8, "bfd_split")
     assert [lengths_of(p) for p in packs] == [[8], [4, 4]]

@@ -178,7 +178,7 @@ def test_thought_before_a_call_is_kept_and_other_text_is_counted():
     sets = load(stats=stats, dataset="set", dataset_dir={"set": {"records": [thought, spoken], "formatting": "openai"}})
     assert role_contents(sets.train[0])[1][1].startswith("<think>\nhm\n</think>\n\n[{")
     assert role_contents(sets.train[1])[1][1].startswith("[{")
-    assert [places for reason, places in stats.records.items() if "text next to a tool call" in reason] == [
+    assert [places for reason, places in stats.records.items() if "text alongside a tool call" in reason] == [
         [("set", 2)]
     ]
 

@@ -94,7 +94,7 @@ def test_file_changed_during_training_is_reported_and_run_resumes_once_restored(
         table = pyarrow.Table.from_pylist(records(24))
         with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
-    before, some, calls = path.read_bytes(), StreamedRows.some, []
+    before, read, calls = path.read_bytes(), StreamedRows.__getitems__, []
     options = {**user, "dataset": str(path)}
     assert run(options, tmp_path / "whole") == 0
 
@@ -102,10 +102,10 @@ def test_file_changed_during_training_is_reported_and_run_resumes_once_restored(
         calls.append(examples)
         if len(calls) == 24 + 12:  # 24 rows are looked at before the first step, and a step has two micro-batches
             path.write_bytes(before[:100] if change == "truncated" else before.replace(b"r", b"g"))
-        return some(self, examples)
+        return read(self, examples)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StreamedRows, "some", damages)
+        patch.setattr(StreamedRows, "__getitems__", damages)
         assert run(options, tmp_path / "cut") == 2
     message = " ".join("".join(capsys.readouterr()).split())
     how = f"it had {len(before):,} bytes and now has" if change == "truncated" else "its size is unchanged."

@@ -192,7 +192,7 @@ def test_train_on_prompt_contradicts_mask_history():
 # The tokenizer
 
 
-def test_fit_tokenizer_reports_choices_and_counts_new_tokens():
+def test_configure_tokenizer_reports_choices_and_counts_new_tokens():
     bare = PreTrainedTokenizerFast(tokenizer_object=_byte_level("<start_of_turn>", "<end_of_turn>"), bos_token="<s>")
     template = load_template(template_options(template="gemma2"), bare)
     notes = " ".join(configure_tokenizer(template, bare))
@@ -203,7 +203,7 @@ def test_fit_tokenizer_reports_choices_and_counts_new_tokens():
     assert set(template.stop_token_ids(bare)) == ids
 
 
-def test_fit_tokenizer_is_idempotent():
+def test_configure_tokenizer_is_idempotent():
     template, tokenizer = loaded("qwen")
     before = (len(tokenizer), tokenizer.eos_token, tokenizer.pad_token, template.stop_token_ids())
     configure_tokenizer(template, tokenizer)

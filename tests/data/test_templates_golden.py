@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from burnish.data.chat.choose import fit_tokenizer, load_template
+from burnish.data.chat.choose import configure_tokenizer, load_template
 from burnish.data.chat.table import Token, table
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
@@ -73,7 +73,7 @@ def test_named_template_gives_golden_rows(name, rows):
     for row in rows:
         truncation = "llamafactory" if row["options"]["cutoff_len"] == 64 else "content"
         template = load_template(options(name, truncation=truncation, **row["options"]), tokenizer)
-        fit_tokenizer(template, tokenizer)
+        configure_tokenizer(template, tokenizer)
         stats = DataStats()
         made = template.encode([examples()[row["case"]]], stats)[0]
         where = (row["case"], row["options"])
@@ -116,7 +116,7 @@ def test_template_table_matches_llamafactory_except_two_bugs():
 def test_fitted_tokenizer_matches_golden_data(name, expected):
     tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tokenizer")
     template = load_template(options(name), tokenizer)
-    notes = fit_tokenizer(template, tokenizer)
+    notes = configure_tokenizer(template, tokenizer)
     assert tokenizer.eos_token == expected["eos_token"]
     assert tokenizer.pad_token == expected["pad_token"]
     assert template.stop_token_ids(tokenizer) == sorted(expected["stop_ids"])
@@ -136,7 +136,7 @@ SPANNED = {
 def test_saved_chat_template_renders_golden_conversations(name):
     tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tokenizer")
     template = load_template(options(name), tokenizer)
-    fit_tokenizer(template, tokenizer)
+    configure_tokenizer(template, tokenizer)
     tokenizer.chat_template = template.jinja()
     differs = False
     for overrides in examples().values():

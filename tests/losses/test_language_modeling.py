@@ -290,7 +290,7 @@ def test_objectives_are_selected_by_stage_and_reject_rows_of_another():
 
 
 def test_collating_before_the_model_is_set_raises():
-    with pytest.raises(RuntimeError, match="fit"):
+    with pytest.raises(RuntimeError, match="configure"):
         SftObjective(Options(), Template()).collate([])
 
 

@@ -89,7 +89,7 @@ def test_run_stopped_inside_a_rollout_continues_with_its_samples(tmp_path, step)
     stopped.train()
     again, _ = make_run(tmp_path / "cut", objective=Twice(), **options)
     again.load(tmp_path / "cut" / f"checkpoint-{step}")
-    assert len(list(again.rollout.remaining())) == step % 2
+    assert len(list(again.rollout_buffer.remaining())) == step % 2
     again.train()
     assert again.state.global_step == 16
     assert same(weights(whole), weights(again))
@@ -99,7 +99,7 @@ def test_rollout_cannot_resume_with_another_number_of_processes(tmp_path):
     stopped, _ = make_run(tmp_path, [regression_run.StopAt(3)], objective=Twice(), num_rows=8)
     stopped.train()
     again, _ = make_run(tmp_path, objective=Twice(), num_rows=8)
-    again.rollout.world_size = 2
+    again.rollout_buffer.world_size = 2
     with pytest.raises(UserError, match="saved in the middle of a rollout by 1 processes"):
         again.load(tmp_path / "checkpoint-3")
 

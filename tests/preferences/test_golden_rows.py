@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from burnish.data.chat.choose import fit_tokenizer, load_template
+from burnish.data.chat.choose import configure_tokenizer, load_template
 from burnish.data.sets.records import RecordNeeds
 from burnish.data.sets.sources import load_datasets
 from burnish.data.stats import DataStats
@@ -48,7 +48,7 @@ def encoded(name, folder, template, stage, cutoff_len=1024, count=None, **overri
     overrides = {"truncation": "llamafactory", "missing_control_tokens": "split", **overrides}
     tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tokenizer")
     made = load_template(template_options(template=template, cutoff_len=cutoff_len, **overrides), tokenizer)
-    fit_tokenizer(made, tokenizer)
+    configure_tokenizer(made, tokenizer)
     options = data_options(dataset=name, dataset_dir=str(folder), max_samples=count, on_bad_record="drop")
     examples = load_datasets(options, 0, DataStats(), needs=RecordNeeds(OBJECTIVES[stage].records, stage=stage)).train
     encode = made.encode_unpaired if stage == "kto" else made.encode_pairs

@@ -54,7 +54,7 @@ def _loaded(folder, name):
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(folder / ("policy" if name == "adapter" else name), dtype=torch.float32)
-    assert make_padding_free(base).is_flat
+    assert make_padding_free(base).is_padding_free
     if name != "adapter":
         return base.eval()
     from peft import PeftModel

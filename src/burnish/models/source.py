@@ -249,7 +249,7 @@ def _not_on_hub(name: str, options: ModelOptions, option_name: str) -> Problem |
 def _no_folder(name: str, option_name: str) -> Problem:
     near = _nearest_folders(expanded(name))
     guess = f" Did you mean {' or '.join(near)}?" if near else ""
-    remedy = "Set it to a folder with a model, or to the name of a model on the hub."
+    remedy = "Set it to a folder with a model, or to the name of a model on the Hub."
     return Problem(f'{option_name} "{name}" is not a folder.{guess}', option=option_name, remedy=remedy)
 
 

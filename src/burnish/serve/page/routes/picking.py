@@ -85,7 +85,7 @@ class Picking:
         for pattern in ("*", "*/*"):
             for path in sorted(root.glob(pattern))[: 10 * MOST_FOUND]:
                 is_hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-                if is_hidden or not _may_hold_records(path):
+                if is_hidden or path.name == INFO_NAME or not _may_hold_records(path):
                     continue
                 if not self.site.places.hold(path):
                     continue
