@@ -120,7 +120,8 @@ def fitted_kto(policy, reference):
     options = Flat()
     objective = KtoObjective(options, template=None)
     objective.configure(
-        find_capabilities(policy, head_of=policy), collate_prefix_sharing if make_padding_free(policy).is_padding_free else None
+        find_capabilities(policy, head_of=policy),
+        collate_prefix_sharing if make_padding_free(policy).is_padding_free else None,
     )
     make_padding_free(reference)
     objective.reference = SeparateModel(objective.module_of_reference(reference))
