@@ -36,3 +36,8 @@ def test_wheel_runs_the_demo_from_an_empty_environment(tmp_path):
     before, after = map(float, re.findall(r"([\d.]+) before, ([\d.]+) after", message)[0])
     assert after > 0.8 > before
     assert (tmp_path / "demo-run" / "model.safetensors").is_file()
+    printed = re.findall(r"^  \S*burnish ((?:explain|train demo).*)$", message, re.MULTILINE)
+    assert len(printed) == 2
+    for command in printed:
+        run(tmp_path / "env" / "bin" / "burnish", *command.split(), "max_steps=2")
+    assert (tmp_path / "lora-run" / "adapter_model.safetensors").is_file()

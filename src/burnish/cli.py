@@ -129,11 +129,15 @@ def _train(argv: Arguments) -> int:
     if status is not None:
         return status
     plan = _plan(argv)
+    from burnish.report.console import note
     from burnish.run.build import train_run
     from burnish.run.plan.plan import locate_problems
 
     with locate_problems(plan.provenance):
-        return train_run(plan).exit_code or 0
+        result = train_run(plan)
+    if result.next_steps:
+        note("\n  ".join(["Next steps:", *result.next_steps]))
+    return result.exit_code or 0
 
 
 def _explain_run(argv: Arguments) -> int:
@@ -280,7 +284,7 @@ COMMANDS: dict[str, Command] = {
         "[FOLDER ...] [--json]", "list runs under the given folders and their status", "serve.page.runs.listing:runs"
     ),
     "chat": Command(
-        "PATH [--adapter name=folder] [--once TEXT] [key=value ...]",
+        "PATH [--adapter name=folder] [--once TEXT [--image PATH]] [key=value ...]",
         "chat with a model in the terminal",
         "serve.chat.command:chat",
         _CHAT,

@@ -1,10 +1,12 @@
 """The image demo: the same model and images each time, and a run that learns from them."""
 
 import re
+import shlex
 
 import pytest
 
 from burnish.demo.images import demo_picture, draw_set, make_model
+from burnish.serve.chat.command import chat
 
 
 def test_model_and_images_are_reproducible_from_a_seed(tmp_path, monkeypatch):
@@ -25,7 +27,12 @@ def test_model_and_images_are_reproducible_from_a_seed(tmp_path, monkeypatch):
 def test_image_demo_learns(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert demo_picture(["num_train_epochs=1"]) == 0
-    result = re.search(r"held-out images: (\S+) before, (\S+) after", capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    result = re.search(r"held-out images: (\S+) before, (\S+) after", printed)
     assert result is not None
     assert float(result[1]) == 0.0
     assert float(result[2]) > 0.15
+    suggested = re.search(r"burnish chat (.* --image .*)", printed)
+    assert suggested is not None
+    assert chat([*shlex.split(suggested[1]), "temperature=0"]) == 0
+    assert 0 < len(capsys.readouterr().out.split()) < 10

@@ -178,6 +178,21 @@ def test_same_text_with_another_image_gets_another_response(workspace, loaded):
     assert first == pytest.approx(again, rel=1e-4)
 
 
+def test_single_message_of_a_chat_may_have_images(workspace, capsys, monkeypatch):
+    options = ["template=qwen2_vl", "max_new_tokens=5", "do_sample=false"]
+    ask = ["chat", str(workspace / "model"), *options, "--once", "What is it?", "--image"]
+    answers = []
+    for name in ("p1_64x48.png", "p2_48x64.png"):
+        assert main([*ask, str(workspace / "images" / name)]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] != answers[1]
+    assert main([*ask, str(workspace / "missing.png")]) == 2
+    assert "missing.png" in capsys.readouterr().err
+    monkeypatch.setattr("burnish.serve.chat.command.is_typed", lambda: True)
+    assert main(["chat", str(workspace / "model"), *options, "--image", str(workspace / "images" / name)]) == 2
+    assert "--once" in capsys.readouterr().err
+
+
 def test_predictions_accept_records_with_images(workspace, tmp_path):
     records = [
         {"messages": golden()["records"]["one"]["messages"], "images": [str(workspace / "images" / name)]}

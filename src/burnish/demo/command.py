@@ -9,15 +9,21 @@ that the saved model works without burnish.
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 from burnish.demo.images import demo_picture
-from burnish.demo.report import BUNDLED, DemoQuestion, answered_right, demo_plan, report
+from burnish.demo.report import (
+    BUNDLED,
+    DemoQuestion,
+    answered_right,
+    demo_plan,
+    next_steps,
+    report,
+)
 from burnish.models.quiet import quiet
 from burnish.report.console import note
+from burnish.report.metadata import RUN_YAML
 
 
 def demo(argv: list[str]) -> int:
@@ -44,7 +50,7 @@ def demo(argv: list[str]) -> int:
     if is_dpo:
         share = f"{knew:.2f} before, {preferred(folder, pairs):.2f} after"
         note(f"preference accuracy on {len(pairs)} held-out pairs: {share}")
-    note(_next_steps(str(folder), name, answered_right(questions, after)))
+    note(next_steps(_commands(folder, answered_right(questions, after))))
     return 0
 
 
@@ -72,7 +78,7 @@ def grpo_demo(argv: list[str]) -> int:
     before, after = answers(start, questions), answers(folder, questions)
     note(report(questions, before, after))
     note(reward_lines(folder))
-    note(_next_steps(str(folder), name, answered_right(questions, after)))
+    note(next_steps(_commands(folder, answered_right(questions, after))))
     return 0
 
 
@@ -148,29 +154,15 @@ def preferred(folder: Path, pairs: list[DemoQuestion]) -> float:
     return sum(found) / len(found)
 
 
-def _next_steps(output_dir: str, name: str, question: str | None) -> str:
+def _commands(folder: Path, question: str | None) -> list[str]:
     """Return the commands to go on with. Args: question: one that the model answers, or None."""
-    config = _short_path(BUNDLED / name)
-    command = _command()
-    asked = "" if question is None else f'  {command} chat {output_dir} --once "{question}"\n'
-    return (
-        f"\nNext steps, from {Path.cwd()}:\n"
-        f"{asked}"
-        f"  {command} chat {output_dir}\n"
-        f"  {command} api {output_dir}\n"
-        f"  {command} explain {config}\n"
-        f"  {command} train {config} finetuning_type=lora output_dir=lora-run\n"
-        f"  {command} train --help"
-    )
-
-
-def _command() -> str:
-    """Return ``burnish`` if the shell finds this installation, otherwise its path."""
-    here = Path(sys.executable).with_name("burnish")
-    found = shutil.which("burnish")
-    return "burnish" if found and Path(found).resolve() == here.resolve() else str(_short_path(here))
-
-
-def _short_path(path: Path) -> Path:
-    """Return the path relative to the working directory if it is inside it."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    asked = [] if question is None else [f'chat {folder} --once "{question}"']
+    config = folder / RUN_YAML
+    return [
+        *asked,
+        f"chat {folder}",
+        f"api {folder}",
+        f"explain {config}",
+        f"train {config} finetuning_type=lora output_dir=lora-run",
+        "train --help",
+    ]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from burnish.data.images.image_file import load, read_header
-from burnish.demo.report import BUNDLED, DemoQuestion, demo_plan, report, share_exact
+from burnish.demo.report import BUNDLED, DemoQuestion, demo_plan, next_steps, report, share_exact
 from burnish.models.quiet import quiet
 from burnish.report.console import note
 
@@ -46,6 +46,8 @@ def demo_picture(argv: list[str]) -> int:
         return result.exit_code
     after = seen_answers(folder, base, data, questions)
     note(report(questions, before, after, "image"))
+    image = data / questions[0].prompt
+    note(next_steps([f'chat {folder} --once "{ASKED}" --image {image}', f"chat {folder}", f"api {folder}"]))
     return 0 if share_exact(questions, after) > share_exact(questions, before) else 1
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,3 +70,16 @@ def report(questions: list[DemoQuestion], before: list[str], after: list[str], n
 def cut(text: str, width: int) -> str:
     visible = " ".join(text.split())
     return visible if len(visible) <= width else visible[: width - 1] + "…"
+
+
+def next_steps(commands: Sequence[str]) -> str:
+    """Return the commands to go on with, in the form in which the shell finds burnish.
+
+    Args:
+        commands: arguments of burnish.
+    """
+    here = Path(sys.executable).with_name("burnish")
+    found = shutil.which("burnish")
+    short = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here
+    burnish = "burnish" if found and Path(found).resolve() == here.resolve() else str(short)
+    return "\n".join([f"\nNext steps, from {Path.cwd()}:", *(f"  {burnish} {command}" for command in commands)])

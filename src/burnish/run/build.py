@@ -58,7 +58,7 @@ from burnish.report.profile import watch
 from burnish.report.progress import RunFacts
 from burnish.run.agreement import raise_unless_ranks_agree
 from burnish.run.callbacks import callbacks_of
-from burnish.run.finish import finish
+from burnish.run.finish import finish, next_steps
 from burnish.run.images.batches import RowsAhead, check_processes, collator_of, has_images
 from burnish.run.loop import RunLoop
 from burnish.run.plan.checks import trains
@@ -89,6 +89,7 @@ class Result:
     folder: Path
     metrics: Mapping[str, float] = field(default_factory=dict)
     exit_code: int | None = None  # 128 + signal if a signal interrupted the run
+    next_steps: Sequence[str] = ()  # commands that use the trained model
 
 
 def train_run(plan: Plan) -> Result:
@@ -160,7 +161,8 @@ def train_and_finish(
                 note(sentence)
         return Result(output, folder, exit_code=interrupt.exit_code)
     metrics = finish(loop, plan, prepared, output)
-    return Result(output, folder, metrics, exit_code=status_of(loop.checkpoints))
+    commands = [] if output is None else next_steps(folder, gives_scores=not prepared.objective.uses_lm_head)
+    return Result(output, folder, metrics, status_of(loop.checkpoints), commands)
 
 
 def how_to_continue(folder: Path) -> list[str]:

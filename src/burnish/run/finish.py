@@ -71,8 +71,7 @@ def finish(run: Loop, plan: Plan, prepared: Prepared, output: TrainOutput | None
         reports.raise_if_missing()
         reports.write(write_finished, folder, run.state, prepared.fingerprints(), work_of(options))
         reports.raise_if_missing()
-        for sentence in next_steps(folder, not prepared.objective.uses_lm_head):
-            note(sentence)
+        note(written(folder))
     return results
 
 
@@ -95,16 +94,17 @@ def write_trained_model(run: Loop, prepared: Prepared, folder: Path) -> None:
 _SHOWN = ("*model*.safetensors", "README.md", "training_loss.png", "generated_predictions.jsonl")
 
 
-def next_steps(folder: Path, gives_scores: bool) -> list[str]:
-    """Return messages with the location of the result and the commands to use it."""
+def written(folder: Path) -> str:
+    """Return a message with the location of the result."""
     files = [path.name for pattern in _SHOWN for path in sorted(folder.glob(pattern))]
     more = f" and {len(files) - 4} more" if len(files) > 5 else ""
+    return f"Written to {folder}: {', '.join(files[:4] if more else files)}{more}."
+
+
+def next_steps(folder: Path, gives_scores: bool) -> list[str]:
+    """Return the commands that use a trained model, or a reward model."""
     place = shlex.quote(str(folder))
-    commands = [f"burnish api {place}"] if gives_scores else [f"burnish chat {place}", f"burnish api {place}"]
-    return [
-        f"Written to {folder}: {', '.join(files[:4] if more else files)}{more}.",
-        "\n  ".join(["Next steps:", *commands]),
-    ]
+    return [f"burnish api {place}"] if gives_scores else [f"burnish chat {place}", f"burnish api {place}"]
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """``burnish chat PATH``: the command.
 
 Arguments are PATH and options as for ``burnish train``, and ``--adapter name=folder``, ``--url http://…/v1``,
-``--model NAME``, ``--system TEXT``, ``--once TEXT``, ``--no-history``. If standard input is not a terminal, it is read
-as one message, and only the response is printed.
+``--model NAME``, ``--system TEXT``, ``--once TEXT``, ``--image PATH`` (of that message), ``--no-history``. If standard
+input is not a terminal, it is read as one message, and only the response is printed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,7 +20,9 @@ from burnish.report.streams import say
 from burnish.serve.api.options import with_adapters
 from burnish.serve.chat.backends import SETTINGS, Backend, LocalBackend, Request, ServerBackend
 from burnish.serve.chat.console import Console, history_file, is_typed
+from burnish.serve.chat.records import read_image, text_of, user_message
 from burnish.serve.chat.session import ChatSession
+from burnish.utils.files import expanded
 from burnish.utils.sigint import interruptible
 
 NEEDED = ("pydantic",)
@@ -36,6 +38,7 @@ class _ChatArguments:
     model: str = ""
     system: str = ""
     once: str | None = None
+    images: list[str] = field(default_factory=list)
     keeps_history: bool = True
 
 
@@ -48,10 +51,16 @@ def chat(argv: Sequence[str]) -> int:
     once = own.once
     if once is None and not is_typed():
         once = sys.stdin.read().strip() if sys.stdin is not None else ""
+    if own.images and once is None:
+        raise UserError("--image has no effect without --once.", remedy="In the chat, add an image with /image PATH.")
+    images = [read_image(expanded(path))[0] for path in own.images]
     backend, settings, lines = _backend(own, is_quiet=once is not None)
     try:
         if once is not None:
-            return _answer_once(backend, Request(_messages(own.system, once), settings))
+            for image in images:
+                backend.num_tokens(image)  # refuses images for a text-only model
+            first = [{"role": "system", "content": own.system}] if own.system else []
+            return _answer_once(backend, Request([*first, user_message(once, images)], settings))
         console = Console(history_file() if own.keeps_history else None)
         for line in lines:
             console.say(without_secrets(line), "dim")
@@ -70,11 +79,14 @@ def _read(argv: Sequence[str]) -> _ChatArguments:
         name, equals, value = word.partition("=")
         if name == "--no-history":
             found.keeps_history = False
-        elif name in ("--url", "--model", "--system", "--once"):
+        elif name in ("--url", "--model", "--system", "--once", "--image"):
             text = value if equals else next(rest, None)
             if text is None:
                 raise UserError(f"{name} requires a value.")
-            setattr(found, name[2:], text)
+            if name == "--image":
+                found.images.append(text)
+            else:
+                setattr(found, name[2:], text)
         else:
             found.others.append(word)
     return found
@@ -115,14 +127,9 @@ def _backend(own: _ChatArguments, is_quiet: bool) -> tuple[Backend, dict[str, An
     return LocalBackend(loaded, engine), settings, lines
 
 
-def _messages(system: str, text: str) -> list[dict[str, str]]:
-    first = [{"role": "system", "content": system}] if system else []
-    return [*first, {"role": "user", "content": text}]
-
-
 def _answer_once(backend: Backend, request: Request) -> int:
     """Print one response and nothing else."""
-    if not request.messages[-1]["content"]:
+    if not text_of(request.messages[-1]):
         raise UserError("no message: standard input is empty.", remedy='Pass one: --once "text".')
     console, status = Console(), 0
     for event in backend.answer(request):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,12 @@ def read_image(path: Path) -> tuple[str, tuple[int, int]]:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
     return f"data:image/*;base64,{base64.b64encode(content).decode()}", (found.width, found.height)
+
+
+def user_message(text: str, images: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a message of the user. Args: images: data URIs of images; they stand before the text."""
+    parts = [*({"type": "image_url", "image_url": {"url": url}} for url in images), {"type": "text", "text": text}]
+    return {"role": "user", "content": parts if images else text}
 
 
 def text_of(message: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from burnish.config.errors import UserError, did_you_mean
 from burnish.serve.chat.backends import SETTINGS, AnswerEnded, Backend, Request, WireMessage
 from burnish.serve.chat.console import Console
 from burnish.serve.chat.help import HELP
-from burnish.serve.chat.records import read_image, read_record, text_of
+from burnish.serve.chat.records import read_image, read_record, text_of, user_message
 from burnish.utils.files import expanded
 
 
@@ -118,11 +118,8 @@ class ChatSession:
             )
             raise UserError(what)
         self._retries = 0
-        content: Any = text
-        if self._images:
-            images = [{"type": "image_url", "image_url": {"url": url}} for url in self._images]
-            content, self._images = [*images, {"type": "text", "text": text}], []
-        return self._respond([*self.messages, {"role": "user", "content": content}])
+        images, self._images = self._images, []
+        return self._respond([*self.messages, user_message(text, images)])
 
     def _image(self, name: str) -> None:
         """Add an image to the next message."""
