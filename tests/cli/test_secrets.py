@@ -113,6 +113,7 @@ class Server:
         self.output.close()
 
 
+@pytest.mark.slow
 def test_api_shows_no_secret(user_folder: Path) -> None:
     Path("api.yaml").write_text(
         f"model_name_or_path: model\ntemplate: chatml\nhf_hub_token: {RUN_YAML}\n"

@@ -46,6 +46,7 @@ def test_records_are_shuffled_within_the_buffer():
     assert order == order_of(20, seed=3, epoch=0, buffer_size=8)
 
 
+@pytest.mark.slow
 def test_killed_run_resumes_to_same_weights_without_cached_rows(tmp_path, user):
     assert run(user, tmp_path / "whole") == 0
     argv = as_arguments({**user, "output_dir": str(tmp_path / "cut")})

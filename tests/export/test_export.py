@@ -235,7 +235,7 @@ cli.main({words!r})
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("overwrites", [False, True])
+@pytest.mark.parametrize("overwrites", representative_slow([False, True], 1))
 @pytest.mark.parametrize(
     "place",
     representative_slow(

@@ -138,6 +138,7 @@ def test_perplexity_is_exp_of_mean_loss_over_learned_tokens(made):
     assert perplexity(model, [{"input_ids": ids, "labels": labels}]) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_library_failure_is_reported_and_leaves_no_folder(made, tmp_path, in_its_process):
     with pytest.raises(RuntimeError, match="thirteen rows are too many"):
         run(made, tmp_path / "place" / "out", export_quantization_nsamples=13)

@@ -177,6 +177,7 @@ def test_signal_is_sent_to_rank_0_and_stops_all_processes(program, tmp_path, cap
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_run_of_two_processes_prints_as_one_program(tmp_path):
     """The whole way, from its command line to its last file; then what is wrong is said once."""
     options = make_workspace(tmp_path, max_steps=2, save_strategy="no", plot_loss=False, num_processes=2, evaluate="no")

@@ -75,6 +75,7 @@ def test_run_resumed_inside_a_rollout_gives_the_same_weights(whole, tmp_path, st
     assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
 
 
+@pytest.mark.slow
 def test_evaluation_changes_nothing(whole, tmp_path):
     folder, _ = whole
     options = {"val_size": 4, "eval_strategy": "steps", "ppo_score_norm": True, "save_steps": 8}

@@ -152,6 +152,7 @@ def test_missing_image_processor_files_are_reported(model, tmp_path, monkeypatch
     assert "this folder has no preprocessor_config.json" in output
 
 
+@pytest.mark.slow
 def test_incompatible_torchvision_is_reported(model, tmp_path):
     broken = tmp_path / "library"
     (broken / "torchvision").mkdir(parents=True)

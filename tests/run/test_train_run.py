@@ -94,10 +94,8 @@ CUTS = {
 }
 
 
-RARELY = ("neftune", "badam", "lora with dropout")  # kills.py has them too
-
-
-@pytest.mark.parametrize("method", [pytest.param(m, marks=pytest.mark.slow) if m in RARELY else m for m in CUTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", CUTS)
 def test_run_killed_mid_epoch_resumes_to_same_weights(tmp_path, method):
     options = make_workspace(tmp_path, dropout=0.1, save_steps=4, logging_steps=1, num_train_epochs=2, **CUTS[method])
     assert run({**options, "output_dir": str(tmp_path / "whole")}) == 0

@@ -215,7 +215,10 @@ def test_relative_path_is_resolved_from_the_run_folder(page, root, started_comma
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("described", [None, {"x": {"file_name": "x.json"}}, {"x": {"cloud_file_name": "file://{}"}}])
+@pytest.mark.parametrize(
+    "described",
+    representative_slow([{"x": {"file_name": "x.json"}}, {"x": {"cloud_file_name": "file://{}"}}, None], 1),
+)
 def test_link_or_dataset_info_in_data_opens_nothing_outside(page, root, described) -> None:
     outside = root.parent / "secret.json"
     outside.write_text('[{"instruction": "q", "output": "SECRET"}]')
