@@ -13,17 +13,16 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from burnish.adapters.base import ADAPTERS
-from burnish.config.options import OptionSpec, specs, unit_after
+from burnish.config.options import OptionSpec, specs
 from burnish.config.registry import Registry
 from burnish.losses.base import OBJECTIVES
 from burnish.optim.builtin import OPTIMIZERS
 from burnish.report.trackers import TRACKERS
-from burnish.run.plan.listing import component, shown
+from burnish.run.plan.listing import component, shown, shown_bounds
 from burnish.run.plan.plan import RunOptions, aliases
 from burnish.run.plan.unsupported import ABSENT, NO_EFFECT
 
@@ -93,12 +92,8 @@ def _facts(spec: OptionSpec) -> Iterator[str]:
         yield f"One of {_listed(shown(choice) for choice in spec.choices)}."
     elif spec.type_name in ("a list", "a mapping"):
         yield f"{spec.type_name.capitalize()}."
-    prefixes = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    bounds = [(prefixes[name], bound) for name, bound in spec.bounds.items() if bound is not None and isfinite(bound)]
-    if bounds:
-        text = " and ".join(f"{prefix} {shown(bound)}" for prefix, bound in bounds).capitalize()
-        unit = unit_after(bounds[-1][1], spec.unit) if spec.default is None else ""
-        yield f"{text} {unit}".rstrip() + "."
+    if bounds := shown_bounds(spec):
+        yield f"{bounds[0].upper()}{bounds[1:]}."
     if spec.aliases:
         yield f"Also: {_listed(spec.aliases)}."
     if spec.ignored:

@@ -220,7 +220,7 @@ def _plan(argv: Arguments) -> Plan:
 
 NEEDED_BY_EXPORT = (
     "model_name_or_path", "adapter_name_or_path", "template", "trust_remote_code", "infer_dtype", "hf_hub_token",
-    "export_",
+    "export_", "llama_cpp", "overwrite_output_dir",
 )  # fmt: skip
 """Options that ``burnish export`` reads: full names or prefixes."""
 _RUN = ("run.plan.options:RunOptions",)

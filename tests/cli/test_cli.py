@@ -63,6 +63,19 @@ def test_train_help_can_be_searched() -> None:
     assert 'Did you mean "learning_rate"' in list_options(RunOptions, "learning_rats")
 
 
+def test_listing_shows_choices_as_in_yaml_and_the_unit_of_options_without_a_default() -> None:
+    listing = " ".join(list_options(RunOptions).split())
+    assert "one of group, batch, none, true, false" in listing
+    assert "(above 0 MB)" in listing  # ddp_bucket_cap_mb
+    assert "True" not in listing
+
+
+def test_export_help_lists_the_options_that_its_messages_name(capsys: pytest.CaptureFixture[str]) -> None:
+    out = burnish(capsys, "export", "--help")[1]
+    assert "--llama_cpp" in out
+    assert "--overwrite_output_dir" in out
+
+
 def test_every_command_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
     for command in cli.COMMANDS:
         status, out, _ = burnish(capsys, command, "--help")

@@ -231,7 +231,7 @@ def test_unavailable_attention_is_rejected_by_name(options, expected, tmp_path):
 def test_chat_template_that_is_no_text_is_rejected(template, tmp_path):
     change_json(saved_model(tmp_path) / "tokenizer_config.json", chat_template=template)
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
-    with pytest.raises(UserError, match=r"the chat template of its tokenizer must be text. Received: (5|null)\."):
+    with pytest.raises(UserError, match=r"the chat template of its tokenizer must be a string. Received: (5|null)\."):
         load_tokenizer(ModelOptions(model_name_or_path=str(tmp_path)))
 
 

@@ -126,7 +126,7 @@ def test_new_dataset_is_compared_with_the_existing_reference(kind, folder, tmp_p
         trainer.evaluate(in_stream(rows))
     trainer.train()
     for ask in (trainer.evaluate, trainer.predict):
-        with pytest.raises(UserError, match="Cannot compute reference log-probs for a dataset passed to"):
+        with pytest.raises(UserError, match="Cannot compute reference log-probabilities for a dataset passed to"):
             ask(as_set(rows))
 
 

@@ -221,7 +221,7 @@ def test_precomputed_reference_gives_the_same_loss(kind, options, folder, tmp_pa
     if "peft_config" in options:
         assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(result[0][-1], rel=1e-5)
         return
-    with pytest.raises(UserError, match="Cannot compute reference log-probs"):
+    with pytest.raises(UserError, match="Cannot compute reference log-probabilities"):
         trainer.evaluate(rows)
 
 

@@ -82,6 +82,12 @@ def test_stage_has_its_own_defaults(tmp_path):
     assert (options.num_generations, options.rl_beta) == (2, 0.05)
 
 
+@pytest.mark.parametrize(("max_new_tokens", "expected"), [(300, 300), (0, 1024), (-1, 1024)])
+def test_ppo_limits_completions_if_max_new_tokens_is_not_positive(tmp_path, max_new_tokens, expected):
+    options = planned(tmp_path, stage="ppo", max_new_tokens=max_new_tokens).options
+    assert options.max_completion_length == expected
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -90,6 +96,7 @@ def test_stage_has_its_own_defaults(tmp_path):
         ({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}, "Nearest: 8, 16."),
         ({"loss_type": "cispo"}, "epsilon_high: 5.0"),
         ({"loss_type": "dapoo"}, '"loss_type" must be one of'),
+        ({"scale_rewards": "all"}, '"scale_rewards" must be one of group, batch, none, true, false. Received: "all".'),
         ({"beta": -1}, '"beta" must be at least 0'),
         ({"beta": 0.1, "rl_beta": 0.2}, "names of the same option"),
         ({"entropy_coef_min": 2}, "is above entropy_coef_max 1"),

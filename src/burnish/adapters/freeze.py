@@ -25,7 +25,7 @@ from burnish.kernels.model_parts import part_at, parts_of, sees
 
 @dataclass
 class FreezeOptions:
-    """Freeze training."""
+    """Freeze fine-tuning."""
 
     freeze_trainable_layers: int = option(
         2, "Number of layers to train: the last n, or the first n if negative.", unit="layers"

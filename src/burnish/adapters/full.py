@@ -36,7 +36,8 @@ class FullAdapter:
 
     def reference(self, model: nn.Module) -> AbstractContextManager[Any]:
         raise UserError(
-            f"finetuning_type {self.options.finetuning_type} keeps no copy of the initial weights.",
+            "the reference model is the initial model, but finetuning_type "
+            f"{self.options.finetuning_type} keeps no copy of its weights.",
             remedy="Set ref_model to the reference model, or set finetuning_type: lora, which uses the base "
             "model as the reference.",
             option="finetuning_type",

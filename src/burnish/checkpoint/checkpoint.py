@@ -56,11 +56,13 @@ class CheckpointOptions:
     output_dir: str | None = option(
         None, "Output folder for checkpoints, the final model, logs and plots.", names_place=True
     )
-    overwrite_output_dir: bool = option(False, "Start over in a folder that contains an earlier run.")
+    overwrite_output_dir: bool = option(
+        False, "Start over if output_dir contains an earlier run, and replace its files."
+    )
     resume: str = option(
         "auto",
-        "What to do if output_dir contains a checkpoint: resume from it (auto), ignore it (never), or fail "
-        "without one (must).",
+        "Whether to resume from the latest checkpoint in output_dir: if there is one (auto), never (never), or "
+        "always, with an error if there is none (must).",
         choices=("auto", "never", "must"),
     )  # fmt: skip
     resume_from_checkpoint: str | bool | None = option(

@@ -233,9 +233,9 @@ def convert(spec: OptionSpec, raw: Any) -> Any:
     if choices and value is not None:
         for item in value if isinstance(value, list) else [value]:
             if item not in [*choices, *spec.refused()] and not (isinstance(item, str) and _open_text(spec)):
-                listed = ", ".join(str(c) for c in choices)
+                known = [str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in choices]
                 raise ValueError(
-                    f'must be one of {listed}. Received: "{item}".{did_you_mean(str(item), map(str, choices))}'
+                    f'must be one of {", ".join(known)}. Received: "{item}".{did_you_mean(str(item), known)}'
                 )
     if isinstance(value, int | float) and not isinstance(value, bool):
         check_bounds(spec, value)

@@ -60,7 +60,7 @@ class DataOptions:
         False, "Read and tokenize records while training, without a cache. Requires max_steps.",
     )  # fmt: skip
     buffer_size: int = option(
-        16384, "Size of the shuffle buffer when streaming, in examples.", ge=1,
+        16384, "Size of the shuffle buffer when streaming.", ge=1,
         unit="records",
     )  # fmt: skip
     on_bad_record: Literal["raise", "drop"] = option(

@@ -47,7 +47,7 @@ def _what_is_missing(options: StoppingChoices) -> list[Problem]:
         problems.append(
             Problem(
                 what,
-                remedy="Set eval_strategy: steps and an evaluation set, or remove early_stopping_steps.",
+                remedy="Set eval_strategy: steps with eval_dataset or val_size, or remove early_stopping_steps.",
                 option="eval_strategy",
             )
         )

@@ -35,10 +35,9 @@ class IntervalOptions:
         0.02,
         "Number of steps between logs. Below 1: a fraction of all steps. The default gives about 50 logs per run. "
         "The last step is always logged.",
-        unit="steps",
         gt=0,
     )
-    logging_first_step: bool = option(False, "Log the first step as well. Default: true if logging_steps is not set.")
+    logging_first_step: bool = option(False, "Log the first step as well. Default without logging_steps: true.")
     eval_strategy: str = option(
         "no", "When to evaluate.", choices=("no", "steps", "epoch"), aliases=("evaluation_strategy",)
     )

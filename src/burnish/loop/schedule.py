@@ -22,16 +22,14 @@ class StepOptions:
     """Batch size and number of steps."""
 
     per_device_train_batch_size: int = option(
-        8, "Number of examples per micro-batch and device in training.", unit="rows", ge=1
+        8, "Number of examples per micro-batch and device in training.", unit="examples", ge=1
     )
     per_device_eval_batch_size: int = option(
-        8, "Number of examples per batch and device in evaluation.", unit="rows", ge=1
+        8, "Number of examples per batch and device in evaluation.", unit="examples", ge=1
     )
     gradient_accumulation_steps: int = option(1, "Number of micro-batches per optimizer step.", ge=1)
     num_train_epochs: float = option(3.0, "Number of training epochs.", unit="epochs", gt=0, lt=math.inf)
-    max_steps: int = option(
-        -1, "Total number of training steps. Overrides num_train_epochs if positive.", unit="steps", ge=-1
-    )
+    max_steps: int = option(-1, "Total number of training steps. Overrides num_train_epochs if positive.", ge=-1)
     dataloader_drop_last: bool = option(False, "Drop the last examples of an epoch if they do not fill a batch.")
 
 

@@ -44,7 +44,7 @@ class KtoFields:
 
     kl_pairing: str = option(
         "neighbour",
-        "Source of the mismatched completions for KTO's KL term: the previous record of the dataset, or the"
+        "Source of the mismatched responses for KTO's KL term: the previous example of the dataset (neighbour), or the"
         " previous example of the same step (group).",
         choices=("neighbour", "group"),
     )  # fmt: skip
@@ -162,9 +162,9 @@ class KtoObjective(AnswersObjective):
     def _few(self, rows_per_step: int) -> list[str]:
         if rows_per_step >= FEW_RECORDS or not self.has_baseline:
             return []
-        number = f"{rows_per_step} record{'s' if rows_per_step > 1 else ''}"
+        number = f"{rows_per_step} example{'s' if rows_per_step > 1 else ''}"
         return [
-            f"A step contains {number}; KTO's KL term is a mean over the records of a step. Raise "
+            f"A step contains {number}; KTO's KL term is a mean over the examples of a step. Raise "
             "gradient_accumulation_steps."
         ]
 

@@ -47,8 +47,9 @@ class LmOptions:
     neftune_noise_alpha: float | None = option(None, "Alpha of NEFTune noise on the embeddings in training.", gt=0)
     fused_loss: bool | str = option(
         "auto",
-        "Compute head and loss in chunks without full logits. auto: if the model's head allows it; chunked:"
-        " burnish's implementation; liger, cut_cross_entropy: GPU kernels of those libraries.",
+        "Compute the head and the loss in chunks, without full logits. auto: if the model's head allows it, otherwise "
+        "from full logits; true, chunked: burnish's implementation; liger, cut_cross_entropy: GPU kernels of those "
+        "libraries; false: from full logits.",
         choices=("auto", True, False, *BACKENDS),
     )  # fmt: skip
     use_dft_loss: bool = option(False, "Multiply the loss of each token by its predicted probability (DFT).")

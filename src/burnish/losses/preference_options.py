@@ -208,7 +208,11 @@ def check_pairs(options: PairLossChoices) -> list[Problem]:
             names[0],
         )
         problems.append(
-            Problem(what, remedy="Remove it, or choose one of these.", option=("dpo_label_smoothing", "pref_loss"))
+            Problem(
+                what,
+                remedy=OptionText("Remove it, or set {pref_loss} to one of these."),
+                option=("dpo_label_smoothing", "pref_loss"),
+            )
         )
     if "exo_pair" in names and not smoothing:
         what = OptionText("{pref_loss}: exo_pair uses smoothed labels, so {dpo_label_smoothing} must be above 0.")

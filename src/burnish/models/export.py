@@ -29,7 +29,7 @@ class ExportOptions:
         "cpu", "Device on which adapters are merged. auto: a GPU if available.", choices=("cpu", "auto")
     )
     infer_dtype: str = option(
-        "auto", "Dtype of the exported weights. auto: the dtype of the base model's files.",
+        "auto", "Dtype of the weights for export and inference. auto: the dtype of the base model's files.",
         choices=("auto", "float16", "bfloat16", "float32"), aliases=("export_dtype",),
     )  # fmt: skip
     export_format: str = option(

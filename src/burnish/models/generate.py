@@ -55,10 +55,10 @@ class GenerationOptions(SamplingFields):
         aliases=("eval_num_beams", "generation_num_beams"),
     )
     max_new_tokens: int = option(
-        1024, "Maximum number of generated tokens. 0: limited by max_length.", unit="tokens", ge=-1
+        1024, "Maximum number of generated tokens. 0 or -1: limited by max_length.", unit="tokens", ge=-1
     )
     max_length: int = option(
-        1024, "Maximum length of prompt and response together, if max_new_tokens is 0.", unit="tokens", ge=1,
+        1024, "Maximum length of prompt and response together, if max_new_tokens is not positive.", unit="tokens", ge=1,
         aliases=("generation_max_length",),
     )  # fmt: skip
     length_penalty: float = option(1.0, "Length penalty of beam search. Above 0 prefers longer responses.")

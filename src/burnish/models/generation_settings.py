@@ -52,7 +52,7 @@ _NUMBER: Rule = ("a number", lambda value: _is_number(value) and math.isfinite(v
 _SHARE: Rule = ("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
 _NOT_NEGATIVE: Rule = ("a number of at least 0", lambda value: _is_number(value) and value >= 0)
 _ABOVE_ZERO: Rule = ("a number above 0", lambda value: _is_number(value) and value > 0)
-_TEXT: Rule = ("text", _is_text)
+_TEXT: Rule = ("a string", _is_text)
 _OBJECT: Rule = ("an object", lambda value: isinstance(value, dict) or hasattr(value, "to_dict"))
 _ID: Rule = ("a token id", lambda value: _is_integer(value, -1))
 _ID_OR_IDS: Rule = ("a token id or a list of token ids", lambda value: _is_integer(value, -1) or _are_ids(value))
@@ -81,7 +81,7 @@ _BY_RULE: tuple[tuple[Rule, str], ...] = (
 )  # fmt: skip
 _RULES: dict[str, Rule] = {name: rule for rule, names in _BY_RULE for name in names.split()} | {
     "early_stopping": ('true, false or "never"', lambda value: isinstance(value, bool) or value == "never"),
-    "stop_strings": ("text or a list of texts", lambda value: _is_text(value) or _is_list(value, _is_text)),
+    "stop_strings": ("a string or a list of strings", lambda value: _is_text(value) or _is_list(value, _is_text)),
     "exponential_decay_length_penalty": (
         "a list of an integer and a number", lambda value: _is_pair(value, _is_integer),
     ),

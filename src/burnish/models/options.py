@@ -62,7 +62,7 @@ class ModelOptions:
         "mean embedding of the words in their descriptions, with or without noise.",
         choices=("noise_init", "desc_init", "desc_init_w_noise"),
     )  # fmt: skip
-    resize_vocab: bool = option(False, "Resize the embedding if the tokenizer has more tokens than it has rows.")
+    resize_vocab: bool = option(False, "Resize the embedding if it has fewer rows than the tokenizer has tokens.")
     flash_attn: str = option(
         "auto", "Attention implementation, named as in LLaMA-Factory. auto: the model's default.",
         choices=("auto", "disabled", "sdpa", "fa2", "fa3"),

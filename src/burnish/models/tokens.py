@@ -83,7 +83,7 @@ def _check_chat_template(template: Any, where: str) -> None:
     """Raise UserError if a chat template is neither text nor texts by name."""
     texts = template.values() if isinstance(template, dict) else [template] if template is not None else []
     if wrong := [text for text in texts if not isinstance(text, str)]:
-        what = f"the chat template of its tokenizer must be text. Received: {quoted(wrong[0])}."
+        what = f"the chat template of its tokenizer must be a string. Received: {quoted(wrong[0])}."
         raise UserError(what, where=where, remedy="Correct chat_template in tokenizer_config.json.")
 
 

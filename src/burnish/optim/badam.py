@@ -70,7 +70,9 @@ class BadamOptions:
         choices=("adjacent", "scatter"),
     )
     badam_verbose: int = option(
-        0, "What to log at each switch: nothing, the block, or its parameters.", choices=(0, 1, 2)
+        0,
+        "What to log at each switch: nothing (0), the block (1), or the block and its parameters (2).",
+        choices=(0, 1, 2),
     )
 
 

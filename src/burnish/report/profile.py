@@ -182,7 +182,7 @@ class ProfileCallback(TrainerCallback):
         )
         (self.folder / TABLE).write_text(text + "\n", encoding="utf-8")
         note(
-            f"\n{text}\n\nThe trace of step {traced_step} is in {self.folder / TRACE}. Open it with ui.perfetto.dev.\n"
+            f"\n{text}\n\nThe trace of step {traced_step} is in {self.folder / TRACE}. Open it in https://ui.perfetto.dev.\n"
         )
 
     def _parts(self) -> Iterator[str]:

@@ -68,7 +68,7 @@ class CompletionFields:
     )  # fmt: skip
     log_completions: bool = option(True, "Print completions with their rewards, and write them to completions.jsonl.")
     num_completions_to_print: int | None = option(
-        2, "Number of completions to print. None: the whole generation batch.", ge=0
+        2, "Number of completions to print. none: the whole generation batch.", ge=0
     )
     log_unique_prompts: bool = option(False, "Print one completion of each prompt only.")
     reward_weights: list[float] | None = option(None, "Weights of the reward functions. Default: 1 each.")
@@ -90,7 +90,10 @@ class RolloutOptions(CompletionFields, RolloutLossOptions):
         names_place=True, risky="it runs Python code",
     )  # fmt: skip
     on_changed_reward: str = option(
-        "stop", "Whether a run may be resumed with different reward functions.", choices=("stop", "accept")
+        "stop",
+        "What to do if the reward functions have changed since the checkpoint: stop with an error, or resume with the "
+        "new ones (accept).",
+        choices=("stop", "accept"),
     )
     reward_model: str | None = option(
         None,

@@ -83,7 +83,7 @@ class PpoObjective(RolloutObjective):
 
     @classmethod
     def default_options(cls, choices: DefaultsChoices, /) -> Mapping[str, Any]:
-        longest = choices.max_new_tokens or _LONGEST
+        longest = choices.max_new_tokens if choices.max_new_tokens > 0 else _LONGEST
         return {"temperature": 0.95, "top_p": 0.7, "top_k": 50, "rl_beta": 0.0, "num_generations": 1,
                 "max_completion_length": longest}  # fmt: skip
 

@@ -185,7 +185,7 @@ def requested_checkpoint(requested: str | bool | None, folder: str, args: Traini
         if requested is True:
             raise ValueError(f"No valid checkpoint found in output directory ({args.output_dir})")
         if args.resume == "must":
-            raise UserError(f'"resume" is must, but {folder} contains no checkpoint.')
+            raise UserError(f'`resume="must"` requires a checkpoint, but {folder} contains none.')
         return None
     if not requested:
         return None
@@ -233,7 +233,7 @@ def restore_callbacks(handler: TrainerCallbackHandler, states: dict[str, Any]) -
 def resolve_old_keywords(kwargs: dict[str, Any], resume_from_checkpoint: str | bool | None) -> str | bool | None:
     """Take ``model_path``, the earlier name of ``resume_from_checkpoint``. Raises TypeError for other keywords."""
     if "model_path" in kwargs:
-        notes.warn("`model_path` is now `resume_from_checkpoint`.", FutureWarning)
+        notes.warn("`model_path` is deprecated. Use `resume_from_checkpoint` instead.", FutureWarning)
         resume_from_checkpoint = kwargs.pop("model_path")
     if kwargs:
         raise TypeError(f"train() got unexpected keyword arguments: {', '.join(kwargs)}.")

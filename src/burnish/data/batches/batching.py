@@ -50,9 +50,9 @@ class BatchingOptions:
         "blocks of concatenated text (wrapped). Default: wrapped for stage pt, bfd otherwise.",
         choices=("bfd", "bfd_split", "wrapped"),
     )  # fmt: skip
-    eval_packing: bool | None = option(None, "Packing of the evaluation set. Default: same as packing.")
+    eval_packing: bool | None = option(None, "Pack the examples of the evaluation set. Default: same as packing.")
     drop_incomplete_block: bool = option(
-        False, "Drop the last block of a text if it is not full, as LLaMA-Factory does."
+        False, "With packing_strategy: wrapped, drop the last block if it is not full, as LLaMA-Factory does."
     )
     pad_to_multiple_of: int | None = option(
         None, "Pad sequences to a multiple of this value. No effect on padding-free batches.", unit="tokens", ge=1

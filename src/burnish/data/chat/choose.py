@@ -52,13 +52,13 @@ class TemplateOptions(LearnOptions):
         None, "System message for records without one, instead of the template's default. Empty: no system message."
     )
     tool_format: str | None = option(
-        None, "Format of tools and tool calls, instead of the template's.", choices=TOOL_FORMATS.names
+        None, "Format of tools and tool calls. Default: the format of the template.", choices=TOOL_FORMATS.names
     )
     enable_thinking: bool | None = option(
         True,
         "How a reasoning template handles responses without reasoning: train on an empty reasoning block (true); "
         "put the block in the prompt and remove all reasoning (false); put it in the prompt and keep "
-        "reasoning (null).",
+        "reasoning (none).",
     )
     preserve_thinking: bool = option(
         False, "Keep the reasoning of earlier responses when only the last response is trained on."

@@ -129,8 +129,8 @@ class MediaReader:
             path = unquote(urlsplit(path).path)
         elif scheme:
             raise BadImage(
-                f"{place} is a URL. Images are not downloaded during training; download it first, for example to "
-                "media_dir."
+                f"{place} is a URL. Images are not downloaded during training. Download the image first, for example "
+                "to media_dir."
             )
         if not path.strip():
             raise BadImage(f"{place} is an empty path.")

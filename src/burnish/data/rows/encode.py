@@ -119,7 +119,9 @@ def _folder(options: DataOptions, name: str, made_from: Mapping[str, Any], place
     root = Path(options.tokenized_path)
     if root.is_file() or (root / "dataset_dict.json").is_file() or (root / "state.json").is_file():
         what = f'Expected tokenized_path to be a folder written by burnish or a new folder. Received: "{root}".'
-        raise UserError(what, remedy="Set a new folder. The tokenized dataset is saved there.", option="tokenized_path")
+        raise UserError(
+            what, remedy="Set it to a new folder, where the tokenized dataset is saved.", option="tokenized_path"
+        )
     check_folder_below_roots(root)
     return root / name.replace("%", "%25").replace("/", "%2F")
 

@@ -47,7 +47,7 @@ class GrpoLossFields:
     vespo_k_neg: float = option(3.0, "Exponent k of VESPO for negative advantages.", ge=0)
     vespo_lambda_neg: float = option(2.0, "Decay λ of VESPO for negative advantages.", ge=0)
     use_bias_correction_kl: bool = option(
-        True, "Multiply the KL divergence by the probability ratio, so that its gradient has no bias."
+        True, "Multiply the KL divergence by the probability ratio, so that its gradient is unbiased."
     )
     off_policy_mask_threshold: float | None = option(
         None, "Exclude completions with a negative advantage from the policy loss if their mean log-ratio to the "
@@ -68,7 +68,7 @@ class GrpoLossFields:
 
 @dataclass
 class RolloutLossOptions(GrpoLossFields, ClipFields):
-    """Losses of completions."""
+    """Reinforcement learning loss."""
 
     rl_loss_type: str = option("dapo", "Loss of stage: grpo. TRL's name loss_type is accepted as well.", choices=LOSSES)
     rl_beta: float | None = option(

@@ -34,7 +34,8 @@ class ImageCacheOptions:
 
     image_cache: str = option(
         "memory",
-        "Cache preprocessed images: in memory, in files for later epochs and runs (disk), or not at all (none).",
+        "Where preprocessed images are cached: in memory (memory), in files for later epochs and runs (disk), or "
+        "not at all (none).",
         choices=("memory", "disk", "none"),
     )
     image_cache_mb: int = option(2048, "Maximum size of the cache of preprocessed images.", unit="MiB", ge=0)

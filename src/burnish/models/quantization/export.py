@@ -62,7 +62,7 @@ class QuantizedExportOptions:
         "Calibration dataset, named as in dataset. Default: the training dataset.",
         names_place=True,
     )
-    export_quantization_nsamples: int = option(128, "Number of calibration examples.", unit="rows", ge=1)
+    export_quantization_nsamples: int = option(128, "Number of calibration examples.", unit="examples", ge=1)
     export_quantization_maxlen: int = option(
         1024, "Maximum length of a calibration example, in tokens.", unit="tokens", ge=1
     )

@@ -168,7 +168,7 @@ def check_best_model(options: RunOptions) -> list[Problem]:
         return [
             Problem(
                 f"{cause} requires evaluation, but eval_strategy is no.",
-                remedy=f"Set eval_strategy: steps and an evaluation dataset, or remove {cause}.",
+                remedy=f"Set eval_strategy: steps with eval_dataset or val_size, or remove {cause}.",
                 option=concerned,
             )
         ]

@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Any
 
 from burnish.config.errors import did_you_mean
-from burnish.config.options import OptionSpec, specs
+from burnish.config.options import OptionSpec, specs, unit_after
 
 _NAME_WIDTH = 34
 
@@ -64,17 +64,21 @@ def _facts(spec: OptionSpec) -> Iterator[str]:
     if spec.default is not None:
         yield f"default {shown(spec.default)}{' ' + spec.unit if spec.unit else ''}"
     if spec.choices:
-        yield f"one of {', '.join(map(str, spec.choices))}"
-    prefixes = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    bounds = [
-        f"{prefixes[key]} {shown(bound)}" for key, bound in spec.bounds.items() if bound is not None and isfinite(bound)
-    ]
-    if bounds:
-        yield " and ".join(bounds)
+        yield f"one of {', '.join(map(shown, spec.choices))}"
+    if bounds := shown_bounds(spec):
+        yield bounds
     if spec.aliases:
         yield f"also: {', '.join(spec.aliases)}"
     if spec.ignored:
         yield f"accepted but has no effect: {spec.ignored.rstrip('.')}"
+
+
+def shown_bounds(spec: OptionSpec) -> str:
+    """Return the bounds of an option: ``at least 1``, with the unit if no default shows it. Empty without bounds."""
+    prefixes = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    bounds = [(prefixes[name], bound) for name, bound in spec.bounds.items() if bound is not None and isfinite(bound)]
+    text = " and ".join(f"{prefix} {shown(bound)}" for prefix, bound in bounds)
+    return f"{text} {unit_after(bounds[-1][1], spec.unit)}".rstrip() if bounds and spec.default is None else text
 
 
 def shown(value: Any) -> str:

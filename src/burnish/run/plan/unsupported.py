@@ -186,10 +186,10 @@ _no_effect("the loss covers the responses only, unless train_on_prompt is set.",
 _absent(
     "Remove it: the columns of the dataset determine whether there are images.", visual_inputs=False,
 )  # fmt: skip
-_no_effect(
-    "burnish trains on text, images and lists of frames.",
-    "image_resolution video_resolution video_maxlen use_audio_in_video audio_sampling_rate",
-)
+_no_effect("set image_max_pixels, a number of pixels.", "image_resolution")
+_no_effect("set video_max_pixels, a number of pixels.", "video_resolution")
+_no_effect("a video is a list of frames, and all of them are used.", "video_maxlen")
+_no_effect("audio is not supported.", "use_audio_in_video audio_sampling_rate")
 
 # --- optimizers, adapters, models -------------------------------------------------------------------------------------
 _absent("Set optim: adafactor.", adafactor=False)
@@ -300,7 +300,7 @@ _family(
     "swanlab_lark_webhook_url swanlab_lark_secret",
 )  # fmt: skip
 _family(
-    "enable_torch_profiler", False, "Profile the command with py-spy or nsys.",
+    "enable_torch_profiler", False, "Set profile: true and profile_steps.",
     "profiler_output_dir profiler_wait_steps profiler_warmup_steps profiler_active_steps profiler_repeat "
     "profiler_record_shapes profiler_profile_memory profiler_with_stack profile_modules",
 )  # fmt: skip

@@ -186,7 +186,10 @@ class LocalBackend:
         """Return the number of tokens of an image. Raises UserError for text-only models and invalid images."""
         reader = self.loaded.images
         if reader is None:
-            raise UserError(f"{self.name} reads text only.", remedy="Chat with a model that has a vision tower.")
+            raise UserError(
+                f"{self.name} is a text-only model and does not accept images.",
+                remedy="Chat with a model that has a vision tower.",
+            )
         try:
             return int(reader.num_tokens(reader.image(url, "the file")))
         except ValueError as error:

@@ -37,7 +37,7 @@ HARNESS = "lm_eval:"
 
 @dataclass
 class EvalOptions:
-    """Evaluation with ``burnish eval``."""
+    """Evaluation."""
 
     task: str | None = option(
         None,

@@ -34,7 +34,7 @@ FREE_SOME_SPACE = "Free some space or set a different save_dir, and run the comm
 
 @dataclass
 class PredictOptions:
-    """Predictions with ``burnish predict``."""
+    """Output of predictions."""
 
     save_dir: str | None = option(
         None, "Folder for the results. Default: output_dir, or predictions in the folder of the run.", names_place=True
@@ -48,10 +48,8 @@ def predict_sets(argv: Sequence[str]) -> int:
     options, wrong = build(PredictOptions, servings[0].rest)
     raise_if(wrong)
     if any(not (serving.options.eval_dataset or serving.options.val_size) for serving in servings):
-        what = (
-            "nothing to predict: eval_dataset is not set, and the model's folder has no run.yaml with an eval dataset."
-        )
-        raise UserError(what, remedy="Set one, for example eval_dataset=heldout", option="eval_dataset")
+        what = "nothing to predict: eval_dataset is not set, and no run.yaml in the model's folder sets it."
+        raise UserError(what, remedy="Set it, for example eval_dataset=heldout", option="eval_dataset")
     folder = expanded(paths[0]) if paths else Path()
     is_in_run = len(paths) == 1 and folder.is_dir() and not servings[0].options.output_dir
     beside = str(folder / _BESIDE) if is_in_run else None

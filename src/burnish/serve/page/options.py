@@ -31,7 +31,11 @@ class WebOptions:
         ["."], "Folders in which runs, models and datasets are found. Nothing outside is accessible.", names_place=True
     )
     web_hosts: list[str] = option([], "Allowed host names besides localhost and web_host.")
-    web_allow: list[str] = option([], "Risky options that can be set in the web UI.")
+    web_allow: list[str] = option(
+        [],
+        "Options to allow in the web UI that are blocked by default because they can run code or send data, such as "
+        "trust_remote_code.",
+    )
     web_root_path: str = option("", "Path prefix under which a proxy serves the page, such as /proxy/7860.")
     web_home: str | None = option(
         None, "Folder for the key, presets and conversations of the web UI.", names_place=True

@@ -58,7 +58,11 @@ class Fields(ReportFields, Groups):
     # --- defaults that differ from burnish's own, for scripts that only change their import
     logging_steps: float = option(500, "Number of steps between logs. Below 1: a fraction of all steps.", gt=0)
     logging_first_step: bool = option(False, "Log the first step as well.")
-    resume: str = option("never", "Whether train() automatically resumes from output_dir: auto, never or must.")
+    resume: str = option(
+        "never",
+        "Whether train() resumes from the latest checkpoint in output_dir: if there is one (auto), never (never), or "
+        "always, with an error if there is none (must).",
+    )
     resume_from_checkpoint: str | None = option(
         None, "Not used by the Trainer; a script may pass it to train(resume_from_checkpoint=...)."
     )
@@ -91,10 +95,10 @@ class Fields(ReportFields, Groups):
     save_strategy: SaveStrategy | str = option("steps", "When to save checkpoints.")
     num_processes: str = option("auto", "Used by burnish train only; start scripts with torchrun or accelerate launch.")
     gradient_checkpointing: bool | None = option(  # type: ignore[assignment]
-        None, "Deprecated name of activation_checkpointing."
+        None, "Same as activation_checkpointing; transformers 5.23 deprecates this name."
     )
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = option(  # type: ignore[assignment]
-        None, "Deprecated name of activation_checkpointing_kwargs."
+        None, "Same as activation_checkpointing_kwargs; transformers 5.23 deprecates this name."
     )
     fsdp: str | None = None
     fsdp_config: dict[str, Any] | str | None = None

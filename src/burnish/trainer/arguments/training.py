@@ -151,7 +151,7 @@ class TrainingArguments(Fields, metaclass=AcceptsOldNames):
                  ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")]  # fmt: skip
         for old, new in pairs:
             if getattr(self, new) is None and getattr(self, old) is not None:
-                notes.warn(f"`{old}` is now `{new}`.", FutureWarning)
+                notes.warn(f"`{old}` is deprecated. Use `{new}` instead.", FutureWarning)
                 setattr(self, new, getattr(self, old))
             setattr(self, old, getattr(self, new))
         if self.activation_checkpointing is None:

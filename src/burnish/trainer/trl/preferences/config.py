@@ -161,7 +161,7 @@ class KTOConfig(KtoFields, WithReference):
 
     train_sampling_strategy: str = option(
         "sequential",
-        "Order of the examples within an epoch. Any order is possible: the mismatched completions are "
+        "Order of the examples within an epoch. Any order is possible: the mismatched responses are "
         "selected beforehand.",
         choices=("random", "sequential", "group_by_length"),
     )  # fmt: skip
@@ -185,7 +185,10 @@ class RewardConfig(PreferenceConfig):
 
     learning_rate: float = 1e-4
     center_rewards_coefficient: float | None = option(
-        None, "Weight of a penalty on the squared sum of the scores of a pair, which centers them at 0.", ge=0
+        None,
+        "Coefficient of an auxiliary loss that centers the scores around 0: the squared sum of the two scores of a "
+        "pair.",
+        ge=0,
     )
 
 

@@ -236,7 +236,7 @@ def with_numbers(
     if any(name.startswith("reference_") and name.endswith("logps") for name in dataset.column_names):
         return dataset
     if objective.reference is None:
-        what = "Cannot compute reference log-probs for a dataset passed to `evaluate()`: with "
+        what = "Cannot compute reference log-probabilities for a dataset passed to `evaluate()`: with "
         what += "`precompute_ref_log_probs`, the reference model is freed before training."
         remedy = "Pass the dataset as `eval_dataset` to the Trainer, or remove `precompute_ref_log_probs`."
         raise UserError(what, remedy=remedy)

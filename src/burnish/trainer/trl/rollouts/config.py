@@ -99,7 +99,7 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
     # --- rewards and the loss
     beta: float = option(0.0, "Coefficient of the KL divergence from the reference model.", ge=0)
     max_tool_calling_iterations: int | None = option(
-        None, "Maximum rounds of tool calls per completion. Default: no limit. 0: tools are not called.", ge=0
+        None, "Maximum number of rounds of tool calls per completion. Default: no limit. 0: tools are not called.", ge=0
     )
 
     # --- logging, and burnish's own

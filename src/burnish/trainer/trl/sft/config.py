@@ -37,7 +37,7 @@ class SFTConfig(TrlArguments):
         "blocks of concatenated text (wrapped).",
         choices=("bfd", "bfd_split", "wrapped"),
     )
-    eval_packing: bool | None = option(None, "Packing of the evaluation set. Default: same as packing.")
+    eval_packing: bool | None = option(None, "Pack the examples of the evaluation set. Default: same as packing.")
 
     # --- trained tokens
     completion_only_loss: bool | None = option(
@@ -56,7 +56,7 @@ class SFTConfig(TrlArguments):
             )
             self.loss_type = "nll"
         if self.packing_strategy == "bfd-requeue":
-            self._warn('`packing_strategy="bfd-requeue"` is now "bfd_split".')
+            self._warn('`packing_strategy="bfd-requeue"` is deprecated. Use "bfd_split" instead.')
             self.packing_strategy = "bfd_split"
         super()._convert_old_values()
 
