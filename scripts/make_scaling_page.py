@@ -48,13 +48,13 @@ MODELS = {
     ),
 }  # fmt: skip
 FULL: dict[str, dict[str, Any]] = {
-    "as it is": {},
+    "unsharded": {},
     "`fsdp: shard_grad_op`": {"fsdp": "shard_grad_op"},
     "`fsdp: full_shard`": {"fsdp": "full_shard"},
     "`fsdp: full_shard offload`": {"fsdp": "full_shard offload"},
 }
 LORA: dict[str, dict[str, Any]] = {
-    "as it is": {},
+    "unsharded": {},
     "`fsdp: full_shard`": {"fsdp": "full_shard"},
     "4 bits": {"quantization_bit": 4},
     "`fsdp: full_shard offload`": {"fsdp": "full_shard offload"},

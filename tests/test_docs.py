@@ -16,6 +16,8 @@ from types import ModuleType
 import pytest
 import yaml
 
+from burnish.config.options import convert, specs
+from burnish.run.plan.plan import RunOptions
 from small_run import make_model, records
 
 pytestmark = pytest.mark.run
@@ -62,6 +64,15 @@ def test_from_file_to_weights_page_names_over_20_functions():
 def test_every_file_link_resolves(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "parity" not in page.name], ids=lambda page: page.name)
+def test_every_inline_value_of_an_option_is_accepted(page):
+    """``name: value`` and ``name=value`` in the text, except those of which the text says that they raise an error."""
+    known, text = specs(RunOptions), page.read_text(encoding="utf-8")
+    for name, value in re.findall(r"`(?:--)?([a-z]\w*)(?:=|: )(\w[\w.,/+-]*)`(?! raises)", text):
+        if name in known:
+            convert(known[name], value if "," in value else yaml.safe_load(value))
 
 
 def test_options_page_is_up_to_date():

@@ -135,8 +135,8 @@ def test_contradictory_arguments_are_rejected(options, message):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("per_device_train_batch_size", 0, "at least 1 row. Received: 0"),
-        ("per_device_eval_batch_size", 0, "at least 1 row"),
+        ("per_device_train_batch_size", 0, "at least 1 example. Received: 0"),
+        ("per_device_eval_batch_size", 0, "at least 1 example"),
         ("gradient_accumulation_steps", 0, "at least 1"),
         ("gradient_accumulation_steps", 1.5, "an integer. Received: 1.5"),
         ("learning_rate", -1e-3, "at least 0"),
@@ -162,7 +162,7 @@ def test_number_that_makes_training_impossible_is_rejected(name, value, message)
 
 
 def test_setters_and_subclasses_validate_like_the_constructor():
-    with pytest.raises(ValueError, match="`per_device_train_batch_size` must be at least 1 row"):
+    with pytest.raises(ValueError, match="`per_device_train_batch_size` must be at least 1 example"):
         arguments("out").set_training(batch_size=0)
 
     @dataclasses.dataclass

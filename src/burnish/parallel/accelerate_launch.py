@@ -53,7 +53,7 @@ def launched_problems(options: ParallelOptions) -> Iterator[Problem]:
 
 def launched_notes(options: ParallelOptions) -> Iterator[str]:
     if not _sets_format(options) and (requested := mixed_precision(options)) != "no":
-        yield f"{_FORMAT} is {requested}, and neither bf16 nor fp16 is set, so {requested}: true is used."
+        yield f"{_FORMAT} is {requested}, and bf16, fp16 and pure_bf16 are not enabled, so {requested}: true is used."
     if _asked(_COMPILER) not in ("", "no"):
         yield f"{_COMPILER} has no effect: set torch_compile and torch_compile_backend instead."
 
