@@ -126,7 +126,7 @@ def test_module_patch_applies_to_every_model_of_the_process() -> None:
 def test_patches_are_counted_by_target_and_reason() -> None:
     norm, gated = Reason("norm", "one pass"), Reason("gated layer", "one pass")
     message = patches_in_words([*[("forward", norm)] * 14, *[("forward", gated)] * 2, ("forward hook", norm)])
-    assert message == ["16 forwards: 14 norms, 2 gated layers", "1 forward hook: 1 norm"]
+    assert message == ["16 forward methods: 14 norms, 2 gated layers", "1 forward hook: 1 norm"]
 
 
 # --- of a run ---------------------------------------------------------------------------------------------------------

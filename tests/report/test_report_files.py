@@ -317,7 +317,8 @@ def test_card_contains_no_secrets_or_paths():
 def test_card_describes_method_results_options_and_row_counts():
     text = card_text(facts())
     assert (
-        "A LoRA adapter for `Qwen/Qwen2-0.5B`, by supervised fine-tuning on `tatsu-lab/alpaca` and `mine.json`" in text
+        "A LoRA adapter for `Qwen/Qwen2-0.5B`, created by supervised fine-tuning on `tatsu-lab/alpaca` and `mine.json`"
+        in text
     )
     assert "1,000 of 100,000 parameters were trained (1%)" in text
     assert "| eval_loss | 1.25 |" in text

@@ -446,7 +446,7 @@ def test_model_card_describes_training_dataset_and_loading(tmp_path, monkeypatch
     assert "More information needed" not in card
     assert str(tmp_path) not in card
     for message in (
-        "A LoRA adapter for `beginning`, by supervised fine-tuning on", "112 of 12,512 parameters were trained",
+        "A LoRA adapter for `beginning`, created by supervised fine-tuning on", "112 of 12,512 parameters were trained",
         "lora_alpha: 4", "- Training set: 4 rows of messages.", "- Evaluation set: 2 rows of messages.",
         "| train_loss | ", "| Training Loss | Epoch | Step | Validation Loss |",
     ):  # fmt: skip

@@ -610,7 +610,7 @@ def test_model_card_names_source_folder_of_the_model(tmp_path):
     trainer = make_trainer(tmp_path / "end", model=model, train=rows, max_steps=1)
     trainer.create_model_card()
     card = (tmp_path / "end" / "README.md").read_text()
-    assert "A model made from `beginning`, by training on an unnamed dataset." in card
+    assert "A model created from `beginning` by training on an unnamed dataset." in card
     assert "model = BertForSequenceClassification.from_pretrained(folder)" in card
 
 

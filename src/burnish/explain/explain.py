@@ -99,7 +99,7 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
     kind = _kind(options, is_eval=not is_trained)
     named = options.dataset if is_trained or options.val_size else options.eval_dataset
     by = "dataset" if named is options.dataset else "eval_dataset"
-    also = ", for evaluation too" if is_trained and prepared.eval_rows else ""
+    also = ", including those for evaluation" if is_trained and prepared.eval_rows else ""
     lines = [
         Line("datasets", ", ".join(map(str, named or [])) or "none", plan.where(by)),
         Line("template", prepared.template.name, plan.where("template")),

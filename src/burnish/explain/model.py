@@ -44,7 +44,7 @@ def model_section(plan: Plan, prepared: Prepared) -> Section:
     if trains(options):
         updated = torch.float32 if sizes.turns else trained_dtype(options, config)  # dtype of the active copy
         formats += f", updates in {name_of(updated)}"
-        share, method = f"{100 * sizes.trained / sizes.total:.3g} %", ADAPTERS.get(options.finetuning_type).summary
+        share, method = f"{100 * sizes.trained / sizes.total:.3g}%", ADAPTERS.get(options.finetuning_type).summary
         trained = Line(
             "trained",
             f"{sizes.trained:,} of {sizes.total:,} ({share}): {options.finetuning_type}. {method}",

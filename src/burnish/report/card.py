@@ -80,7 +80,7 @@ class CardFacts:
     loader: str = "AutoModelForCausalLM"
     stage_title: str = ""
     has_prompts: bool = True
-    unnamed: str = "trained from random weights"
+    unnamed: str = "random weights"
     folder: str = ""
 
 
@@ -144,12 +144,12 @@ def is_hub_name(name: str) -> bool:
 
 def _opening(facts: CardFacts) -> str:
     product = _ADAPTERS.get(facts.method, "An adapter") if facts.is_adapter else "A model"
-    relation = "for" if facts.is_adapter else "made from"
-    origin = f"{relation} {_shown(facts.base_model)}" if facts.base_model else facts.unnamed
+    origin = _shown(facts.base_model) if facts.base_model else facts.unnamed
+    made = f"for {origin}, created by" if facts.is_adapter else f"created from {origin} by"
     share = 100 * facts.trainable_parameters / max(facts.all_parameters, 1)
     lines = [
         f"# {facts.name}",
-        f"{product} {origin}, by {facts.stage_title or facts.stage} on {_listed(facts.datasets)}. "
+        f"{product} {made} {facts.stage_title or facts.stage} on {_listed(facts.datasets)}. "
         f"{facts.trainable_parameters:,} of {facts.all_parameters:,} parameters were trained ({share:.3g}%).",
     ]
     lines += [f"![{shown}]({name})" for shown, name in facts.plots.items()]

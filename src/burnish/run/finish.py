@@ -192,8 +192,8 @@ def draw_plots(run: Loop, options: RunOptions, margins: Mapping[str, list[float]
     """Plot the loss and the reward margins. Returns description -> file name."""
     folder = output_folder(options)
     plots = plot_history(run.state.log_history, folder, folder.name) if options.plot_loss else []
-    plotted = [("The loss of each step", path) for path in plots[:1]]
-    plotted += [("The margins of pairs", path) for path in plot_margins(margins, folder, folder.name)]
+    plotted = [("Training loss", path) for path in plots[:1]]
+    plotted += [("Reward margins of pairs", path) for path in plot_margins(margins, folder, folder.name)]
     return {what: path.name for what, path in plotted}
 
 

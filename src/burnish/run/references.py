@@ -148,17 +148,17 @@ def is_base(options: RunOptions) -> bool:
 def planned_reference(options: RunOptions, sizes: Sizes, formats: Formats) -> str:
     """Describe the reference model and its cost, before any weight is read."""
     is_precomputed = options.precompute_ref_log_probs
-    passes = f"{'one forward pass per example' if is_precomputed else 'its forward passes'}, without gradients"
+    passes = f"one forward pass without gradients per {'example' if is_precomputed else 'micro-batch'}"
     if options.ref_model is not None:
         size = shown_bytes(sizes.base * formats.compute)
-        return f"{options.ref_model}, a second frozen model: about {size}, and {passes}"
+        return f"{options.ref_model}, a second frozen model; costs about {size} of memory and {passes}"
     if is_base(options) and not options.sync_ref_model:
-        return f"the model without its adapter: no additional memory, and {passes}"
+        return f"the model without its adapter; costs no additional memory, but {passes}"
     if options.precompute_ref_log_probs:
-        return f"the initial weights, evaluated before the first step: no additional memory, and {passes}"
+        return f"the initial weights, evaluated before the first step; costs no additional memory, but {passes}"
     size = shown_bytes(sizes.trained * formats.trained)
     moves = f"; updated every {options.ref_model_sync_steps} steps" if options.sync_ref_model else ""
-    return f"a copy of the initial trainable weights: {size}, and {passes}{moves}"
+    return f"a copy of the initial trainable weights; costs {size} of memory and {passes}{moves}"
 
 
 def _second(

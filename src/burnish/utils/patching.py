@@ -164,7 +164,7 @@ def allows(options: PatchOptions, why: Reason) -> bool:
 
 
 def patches_in_words(reasons: Iterable[tuple[str, Reason]]) -> list[str]:
-    """``["42 forwards: 14 norms, 28 linear layers", "1 forward hook: 1 model that attends ..."]``, most frequent first.
+    """``["42 forward methods: 14 norms, 28 linear layers", "1 forward hook: 1 model ..."]``, most frequent first.
 
     Args:
         reasons: ``(patch.name, patch.why)`` of every patch.
@@ -173,8 +173,10 @@ def patches_in_words(reasons: Iterable[tuple[str, Reason]]) -> list[str]:
     by_name: Counter[str] = Counter()
     for (name, _), count in counts.items():
         by_name[name] += count
+    nouns = {"forward": "forward method"}
     return [
-        f"{_counted(total, name)}: " + ", ".join(_counted(n, why.kind) for (of, why), n in counts.items() if of == name)
+        f"{_counted(total, nouns.get(name, name))}: "
+        + ", ".join(_counted(n, why.kind) for (of, why), n in counts.items() if of == name)
         for name, total in by_name.most_common()
     ]
 

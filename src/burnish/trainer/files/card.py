@@ -66,7 +66,7 @@ def _facts(trainer: Any, summary: TrainingSummary) -> CardFacts:
         options=_arguments(trainer.args) | _adapter(adapters), results=last, data=_data(trainer),
         has_chat_template=bool(getattr(tokenizer, "chat_template", None)),
         loader=_loader(model), evaluations=make_markdown_table(summary.eval_lines) if summary.eval_lines else "",
-        unnamed=f"{'for' if adapters else 'from'} a model created in the script",
+        unnamed="a model defined in the script",
     )  # fmt: skip
 
 
