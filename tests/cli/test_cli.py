@@ -66,7 +66,7 @@ def test_train_help_can_be_searched() -> None:
 def test_listing_shows_choices_as_in_yaml_and_the_unit_of_options_without_a_default() -> None:
     listing = " ".join(list_options(RunOptions).split())
     assert "one of group, batch, none, true, false" in listing
-    assert "(above 0 MB)" in listing  # ddp_bucket_cap_mb
+    assert "(above 0 MiB)" in listing  # ddp_bucket_cap_mb
     assert "True" not in listing
 
 

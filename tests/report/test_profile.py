@@ -31,7 +31,7 @@ def test_profiled_run_reports_step_times_and_saves_a_trace(tmp_path, capsys):
     assert all(share > 0 for share in shares[:4])
     device = float(next(line for line in table.splitlines() if "batch to the device" in line).split("%")[0].split()[-1])
     assert abs(sum(shares) + device - 100) < 1
-    assert "GB" in lines["backward"]
+    assert "GiB" in lines["backward"]
     assert "aten::" in table
     events = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))["traceEvents"]
     named = [event.get("name") for event in events]

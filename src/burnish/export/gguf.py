@@ -79,8 +79,8 @@ def write_gguf(folder: Path, target: Path, options: RunOptions) -> list[str]:
                 _run([sys.executable, "-c", _QUANTIZE, str(first), str(target), kind])
             first.unlink()
         compare_gguf(folder, target)
-    size = target.stat().st_size / 1e6
-    return [f"{target} ({size:,.0f} MB): tokens, chat template and end token match those of the exported model."]
+    size = target.stat().st_size / 2**20
+    return [f"{target} ({size:,.0f} MiB): tokens, chat template and end token match those of the exported model."]
 
 
 def check_gguf(config: Any, options: RunOptions) -> list[Problem]:

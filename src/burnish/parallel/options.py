@@ -65,7 +65,7 @@ class ParallelOptions:
     torch_compile_mode: str | None = option(None, 'Mode of torch.compile, such as "reduce-overhead".')
     ddp_backend: str | None = option(None, "Communication backend: nccl, gloo, ... Default: chosen by device.")
     ddp_timeout: int = option(1800, "Timeout of collective operations.", unit="s", gt=0)
-    ddp_bucket_cap_mb: int | None = option(None, "Size of the gradient buckets of DDP.", unit="MB", gt=0)
+    ddp_bucket_cap_mb: int | None = option(None, "Size of the gradient buckets of DDP.", unit="MiB", gt=0)
     ddp_broadcast_buffers: bool | None = option(
         None, "Synchronize buffers at each forward pass. Default: true, as in torch."
     )

@@ -193,9 +193,9 @@ class ProfileCallback(TrainerCallback):
         yield f"  {'':38}{'ms':>10}{'share':>8}{'peak memory':>14}"
         for part, spent in seconds.items():
             peak = self.clock.peak_bytes.get(part)
-            memory = f"{peak / 1e9:.2f} GB" if peak else ""
+            memory = f"{peak / 2**30:.2f} GiB" if peak else ""
             yield f"  {part:38}{1000 * spent / self.num_steps:10.1f}{spent / whole:8.1%}{memory:>14}".rstrip()
-        yield f"  {'together':38}{1000 * whole / self.num_steps:10.1f}{1:8.1%}"
+        yield f"  {'total':38}{1000 * whole / self.num_steps:10.1f}{1:8.1%}"
 
 
 def _operations(trace: Any, device: str) -> Iterator[str]:
@@ -204,17 +204,17 @@ def _operations(trace: Any, device: str) -> Iterator[str]:
     memory_of = "self_device_memory_usage" if device == "cuda" else "self_cpu_memory_usage"
     found = sorted(trace.key_averages(), key=lambda event: getattr(event, time_of), reverse=True)
     whole = sum(getattr(event, time_of) for event in found) or 1
-    yield f"  {'':38}{'ms':>10}{'share':>8}{'calls':>8}{'MB':>9}"
+    yield f"  {'':38}{'ms':>10}{'share':>8}{'calls':>8}{'MiB':>9}"
     for event in found[:_OPERATIONS]:
         spent, allocated = getattr(event, time_of), max(0, getattr(event, memory_of))  # microseconds, bytes
-        yield f"  {_name(event):38}{spent / 1000:10.1f}{spent / whole:8.1%}{event.count:8}{allocated / 1e6:9.1f}"
+        yield f"  {_name(event):38}{spent / 1000:10.1f}{spent / whole:8.1%}{event.count:8}{allocated / 2**20:9.1f}"
 
 
 def _name(event: Any) -> str:
-    """Return the name of an operation in 37 characters. Entries of step parts are their time in Python itself."""
+    """Return the name of an operation in 37 characters. Entries of step parts are their time in Python."""
     name: str = event.key.removeprefix("autograd::engine::evaluate_function: ")
     if event.is_user_annotation:
-        name += ", Python itself"
+        name += " (Python)"
     return name if len(name) <= 37 else name[:34] + "..."
 
 

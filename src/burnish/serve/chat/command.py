@@ -112,8 +112,8 @@ def _backend(own: _ChatArguments, is_quiet: bool) -> tuple[Backend, dict[str, An
     facts = engine.facts()
     template = f"template: {loaded.template.name}"
     adapters = f"; adapters: {', '.join(loaded.adapters)}" if loaded.adapters else ""
-    weights = facts.memory_bytes.get("weights", 0) / 1e6
-    where = f"{weights:,.0f} MB of weights" if weights else f"engine {facts.backend}"
+    weights = facts.memory_bytes.get("weights", 0) / 2**20
+    where = f"{weights:,.0f} MiB of weights" if weights else f"engine {facts.backend}"
     engine_note = getattr(engine, "note", "")
     lines = [
         f"{loaded.name}: {where}, {loaded.context:,} tokens of context{adapters}",
