@@ -298,7 +298,7 @@ def _one_kind(count: int, is_desirable: bool) -> Problem:
     remedy = (
         OptionText("With desirable responses only, use {stage=sft}.") if is_desirable else "Add desirable responses."
     )
-    return Problem(f"All {count:,} records are {kind}; KTO needs both kinds.", remedy=remedy)
+    return Problem(f"All {count:,} examples are {kind}; KTO needs desirable and undesirable ones.", remedy=remedy)
 
 
 def _answer(row: Row, prefix: str = "") -> Row:
