@@ -25,7 +25,7 @@ OTHERS = {
         "get", "items", "is_file", "parent",  # mappings and paths
         "split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler",  # of accelerate
         "gradient_accumulation_kwargs",
-        "auto_map",  # of models with their own code
+        "auto_map", "transformers_weights",  # keys of config.json
     },
     "model": {
         "module", "original", "no_sync", "_orig_mod",  # wrappers

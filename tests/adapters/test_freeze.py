@@ -1,13 +1,17 @@
 """Trainable parameters in freeze and full training, and with PEFT's other adapter methods."""
 
+import json
+import re
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from burnish.adapters.base import ADAPTERS, FinetuningOptions, ModelState, parameter_lines, trainable_summary
 from burnish.adapters.freeze import FreezeOptions, decoder_layers
 from burnish.adapters.lora import LoraOptions
-from burnish.adapters.peft import OftOptions, PeftOptions, check_oft
+from burnish.adapters.peft import OftOptions, PeftOptions, check_oft, merge_folders
 from burnish.config.errors import UserError
 from burnish.config.options import union
 from tiny_models import CONFIGS, tiny_model, token_ids
@@ -233,6 +237,34 @@ def test_model_already_wrapped_by_peft_is_accepted():
 def test_invalid_peft_config_is_rejected(config, expected):
     (result,) = problems("peft", peft_config=config)
     assert expected in result
+
+
+FOLDERS = {
+    "another method": ({"peft_type": "NOVEL"}, 'must be a method of the installed peft. Received: "NOVEL"'),
+    "a number as the method": ({"peft_type": 5}, "must be a method of the installed peft. Received: 5"),
+    "a list as the method": ({"peft_type": ["IA3"]}, 'Did you mean "IA3"'),
+    "no method": ({}, "Received: null"),
+    "no weights": (METHODS["ia3"], "has no adapter_model.safetensors"),
+    "pickled weights": (METHODS["ia3"], "adapter_model.bin is a pickle file"),
+    "other weights": (METHODS["prompt tuning"], "peft cannot load this adapter"),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_unusable_peft_folder_is_rejected(case, tmp_path):
+    config, expected = FOLDERS[case]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    if case == "pickled weights":
+        (tmp_path / "adapter_model.bin").write_bytes(b"not opened")
+    if case == "other weights":
+        save_file({"prompt_embeddings": torch.zeros(7, 3)}, tmp_path / "adapter_model.safetensors")
+    else:
+        adapter = ADAPTERS["peft"](Options(finetuning_type="peft"), [tmp_path])
+        assert expected in str(adapter.check(tiny_model())[0])
+    with pytest.raises(UserError, match=re.escape(expected)):
+        with_peft(None, folders=[tmp_path])
+    with pytest.raises(UserError, match=re.escape(expected)):
+        merge_folders(tiny_model(), [tmp_path])
 
 
 # --- what is said about parameters ----------------------------------------------------------------------------------

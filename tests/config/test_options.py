@@ -162,6 +162,17 @@ def test_error_has_at_most_four_lines_per_problem():
     assert all(len(str(problem).splitlines()) <= 4 for problem in raised.value.problems)
 
 
+@pytest.mark.parametrize("text", ["x" * 256, "a/" + "é" * 128 + "/b", "a/" * 2048])
+def test_text_too_long_for_a_path_is_rejected_by_every_option_that_names_a_place(text: str) -> None:
+    from burnish.run.plan.options import RunOptions
+
+    for name in [name for name, spec in specs(RunOptions).items() if spec.names_place]:
+        _, problems = build(RunOptions, {name: RawValue(text, "run.yaml")})
+        assert [problem.option for problem in problems] == [name]
+    assert build(RunOptions, {"dataset": RawValue(",".join(["x" * 250] * 30))})[1] == []
+    assert build(RunOptions, {"peft_config": RawValue('{"target_modules": "' + "x" * 400 + '"}')})[1] == []
+
+
 def test_path_and_risky_options_are_marked_in_their_declaration() -> None:
     from burnish.run.plan.options import RunOptions
 

@@ -203,6 +203,41 @@ def test_hub_kernel_in_model_config_is_rejected(tmp_path, key, kernel):
     assert load_model(options).config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("named", ["other.safetensors", "a.safetensors.index.json", "adapter_model.bin", 5])
+def test_other_weights_selected_by_config_are_rejected(tmp_path, named):
+    """transformers would load that file, and the checks of weights would have read another one."""
+    change_json(saved_model(tmp_path) / "config.json", transformers_weights=named)
+    assert f'"transformers_weights" selects the weights in {json.dumps(named)}' in model_problems(tmp_path)[0]
+    with pytest.raises(UserError, match="transformers_weights"):
+        load_model(ModelOptions(model_name_or_path=str(tmp_path)))
+
+
+def test_adapter_in_the_folder_of_a_model_is_rejected(tmp_path):
+    """transformers would load the model with the adapter, although only a model was requested."""
+    saved_model(tmp_path)
+    config = {"peft_type": "LORA", "base_model_name_or_path": "org/base", "r": 2, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert "contains both a model and an adapter" in model_problems(tmp_path)[0]
+    with pytest.raises(UserError, match="set adapter_name_or_path"):
+        load_model(ModelOptions(model_name_or_path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("kind", ["Qwen2Tokenizer", "LlamaTokenizer", "T5Tokenizer", "BertTokenizer", "GPT2Tokenizer"])
+def test_tokenizer_without_its_vocabulary_is_rejected(kind, tmp_path):
+    saved_model(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    change_json(tmp_path / "tokenizer_config.json", tokenizer_class=kind)
+    with pytest.raises(UserError, match="no tokens other than special ones"):
+        load_tokenizer(ModelOptions(model_name_or_path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "y/" * 3000, "z" * 300 + "/a", "z" * 97])
+def test_name_that_is_too_long_for_a_path_is_rejected(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="is not a folder"):
+        find_source(name, ModelOptions())
+
+
 @pytest.mark.parametrize(("flash_attn", "package"), [("fa2", "flash-attn"), ("fa3", "flash-attn-3")])
 def test_missing_attention_library_is_named(flash_attn, package, tmp_path):
     saved_model(tmp_path)

@@ -10,9 +10,11 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 import burnish
+from burnish.adapters.peft import PeftAdapter, PeftOptions, folder_problems
 from burnish.checkpoint.checkpoint import Checkpoints
 from burnish.config.errors import UserError
 from burnish.data.chat.choose import load_template
@@ -70,6 +72,25 @@ def test_model_link_out_of_the_roots_is_not_followed(below, outside, name) -> No
     link.symlink_to(outside / "template.jinja")
     with pytest.raises(UserError, match=Path(name).name):
         find_source(str(below / "model"), ModelOptions())
+
+
+@pytest.mark.parametrize(
+    "named",
+    [{"peft_type": "SHADOW", "shadow_model": "{}/model"},
+     {"peft_type": "MULTITASK_PROMPT_TUNING", "prompt_tuning_init_state_dict_path": "{}/model/model.safetensors"},
+     {"peft_type": "PROMPT_TUNING", "tokenizer_name_or_path": "../private/model"},
+     {"peft_type": "XLORA", "adapters": {"0": "link/model"}}],
+    ids=lambda named: named["peft_type"],
+)  # fmt: skip
+def test_config_of_an_adapter_names_no_file_outside(below, outside, named, monkeypatch) -> None:
+    monkeypatch.chdir(below)
+    (below / "link").symlink_to(outside)
+    text = json.dumps({**named, "base_model_name_or_path": "model"}).replace("{}", str(outside))
+    (below / "adapter").mkdir()
+    (below / "adapter/adapter_config.json").write_text(text)
+    assert "the folders that the web UI may read" in str(folder_problems(below / "adapter")[0])
+    options = PeftOptions(peft_config=str(below / "adapter"))
+    assert "the folders that the web UI may read" in str(PeftAdapter(options).check(torch.nn.Linear(1, 1))[0])
 
 
 def test_model_with_internal_links_is_opened(below) -> None:

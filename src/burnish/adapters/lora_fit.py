@@ -60,7 +60,7 @@ class Fit:
         targets: dict[str, None] = {}
         whole: dict[str, None] = {}
         base: dict[str, str] = {}
-        for key in _weights_header(folder):
+        for key in read_weights_header(folder):
             path, kind = _place(key)
             holder = path.rpartition(".")[0]
             if kind in _FACTORS:
@@ -182,7 +182,7 @@ def check_fit(model: nn.Module, folder: Path) -> list[Problem]:
     """Return problems that prevent attaching the adapter in ``folder`` to ``model``."""
     try:
         fit = Fit.of_folder(folder)
-        header = _weights_header(folder)
+        header = read_weights_header(folder)
     except UserError as error:
         return list(error.problems)
     places = {**linear_layers(model), **{p: m for p, m in model.named_modules() if isinstance(m, nn.Embedding)}}
@@ -207,7 +207,8 @@ def raise_unless_fitting(own: Mapping[str, Tensor], loaded: Mapping[str, Tensor]
     raise_unless_same_tensors(own, loaded, "the adapter's weights")
 
 
-def _weights_header(folder: Path) -> dict[str, TensorInfo]:
+def read_weights_header(folder: Path) -> dict[str, TensorInfo]:
+    """Read name -> shape and dtype of each tensor of the adapter in ``folder``. Raises UserError if there are none."""
     path = folder / WEIGHTS_NAME
     if path.is_file():
         return {name: info for name, info in read_header(path).items() if name != SCORE}

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from burnish.adapters.base import ADAPTERS, FinetuningOptions, raise_unless_same_tensors
+from burnish.adapters.lora_fit import CONFIG_NAME, read_weights_header
 from burnish.config.checks import check
-from burnish.config.errors import Problem, UserError, did_you_mean
-from burnish.config.options import option
-from burnish.utils.files import from_anywhere
-from burnish.utils.json_files import read_object
+from burnish.config.errors import Problem, UserError, did_you_mean, first_line, is_out_of_memory
+from burnish.config.options import option, raise_if
+from burnish.utils.files import check_texts_below_roots, from_anywhere
+from burnish.utils.json_files import quoted, read_object
 
 
 @dataclass
@@ -54,7 +55,7 @@ class PeftAdapter:
 
     def check(self, model: nn.Module) -> list[Problem]:
         if _is_wrapped(model) or self.folders:
-            return []
+            return [problem for folder in self.folders for problem in folder_problems(folder)]
         try:
             self._config()
         except UserError as error:
@@ -83,10 +84,8 @@ class PeftAdapter:
         """Load the adapter in ``folder`` to train it further. peft saves and loads a trained prompt as an embedding
         table for inference. That table is trained further, even if a network computed it before.
         """
-        from peft import PeftConfig, PeftModel
-
-        is_prompt = PeftConfig.from_pretrained(folder).is_prompt_learning
-        wrapped: nn.Module = PeftModel.from_pretrained(model, folder, is_trainable=not is_prompt)
+        is_prompt = _config_in(Path(folder)).is_prompt_learning
+        wrapped: nn.Module = _with_adapter(model, Path(folder), is_trainable=not is_prompt)
         if is_prompt:
             wrapped.prompt_encoder.requires_grad_(True)
             self.notes.append(f"The prompt of {folder} is loaded as trainable embeddings.")
@@ -116,14 +115,14 @@ class PeftAdapter:
     def _config(self) -> Any:
         """The given or described ``PeftConfig``. Raises UserError if it is invalid."""
         from peft import PeftConfig
-        from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
         raw_config: Any = self.options.peft_config  # the trainer passes an object
         if isinstance(raw_config, PeftConfig):
             return raw_config
         raw = dict(_described(raw_config))
-        known = {str(getattr(kind, "value", kind)): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+        check_texts_below_roots(raw)
         kind = str(raw.pop("peft_type", "")).upper()
+        known = _methods()
         if kind not in known:
             what = f'peft_config: unknown peft_type "{kind}".{did_you_mean(kind, known)}'
             raise UserError(what, remedy=f"Known: {', '.join(sorted(known))}.", option="peft_config")
@@ -190,10 +189,8 @@ def merge_folders(model: nn.Module, folders: Sequence[Path]) -> nn.Module:
     Raises:
         UserError: for a method that cannot be merged.
     """
-    from peft import PeftModel
-
     for folder in folders:
-        wrapped = PeftModel.from_pretrained(model, str(folder))
+        wrapped: Any = _with_adapter(model, folder)
         if wrapped.active_peft_config.is_prompt_learning:
             what = "a trained prompt does not change the weights, so it cannot be merged."
             raise UserError(
@@ -201,6 +198,56 @@ def merge_folders(model: nn.Module, folders: Sequence[Path]) -> nn.Module:
             )
         model = wrapped.merge_and_unload()
     return model
+
+
+def folder_problems(folder: Path) -> list[Problem]:
+    """Return problems of an adapter's files, of which only the config and the header of the weights are read."""
+    try:
+        _config_in(folder)
+        read_weights_header(folder)
+    except UserError as error:
+        return list(error.problems)
+    return []
+
+
+def _with_adapter(model: nn.Module, folder: Path, is_trainable: bool = False) -> Any:
+    """The model with the adapter in ``folder``, in peft's wrapper. Raises UserError if its files cannot be used."""
+    from peft import PeftModel
+
+    raise_if(folder_problems(folder))
+    try:
+        return PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable)
+    except (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
+        what = f"peft cannot load this adapter: {type(error).__name__}: {first_line(error).rstrip('.')}."
+        raise UserError(what, where=str(folder), remedy="It may be for another base model, or damaged.") from error
+
+
+def _config_in(folder: Path) -> Any:
+    """The ``PeftConfig`` in ``folder``. Raises UserError if it is missing, invalid or names files that may not be
+    read."""
+    from peft import PeftConfig
+
+    path = folder / CONFIG_NAME
+    raw = read_object(path) if path.is_file() else {}
+    kind, known = raw.get("peft_type"), _methods()
+    if not isinstance(kind, str) or kind not in known:
+        guess = did_you_mean(str(kind), known)
+        what = f'"peft_type" must be a method of the installed peft. Received: {quoted(kind)}.{guess}'
+        raise UserError(what, where=str(path), remedy="A newer version of peft may support it.")
+    check_texts_below_roots(raw)
+    try:
+        return PeftConfig.from_pretrained(str(folder))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(f"peft rejects this adapter's config: {str(error).rstrip('.')}.", where=str(path)) from error
+
+
+def _methods() -> dict[str, Any]:
+    """Name of each method of the installed peft -> the class of its config."""
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    return {str(getattr(kind, "value", kind)): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
 
 
 def _is_wrapped(model: nn.Module) -> bool:

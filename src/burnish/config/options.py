@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from functools import cache
@@ -239,7 +240,26 @@ def convert(spec: OptionSpec, raw: Any) -> Any:
                 )
     if isinstance(value, int | float) and not isinstance(value, bool):
         check_bounds(spec, value)
+    if spec.names_place:
+        for text in value if isinstance(value, list) else [value]:
+            _check_path_length(text)
     return value
+
+
+_MAX_NAME, _MAX_PATH = 255, 4095
+"""Bytes of the name of a file, and of a path, on Linux and macOS."""
+
+
+def _check_path_length(text: Any) -> None:
+    """Raise ValueError with a clause for a text that no file or folder can be named by."""
+    if not isinstance(text, str) or text.lstrip().startswith("{"):
+        return
+    longest = max(len(os.fsencode(part)) for part in text.split("/"))
+    if longest > _MAX_NAME or len(os.fsencode(text)) > _MAX_PATH:
+        raise ValueError(
+            f"must be a path of at most {_MAX_PATH} bytes with names of at most {_MAX_NAME} bytes. "
+            f'Received: "{text[:60]} ...".'
+        )
 
 
 def changed_options(options: Any) -> dict[str, Any]:

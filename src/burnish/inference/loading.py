@@ -263,7 +263,9 @@ def problems_of_adapters(
 ) -> list[Problem]:
     """Return problems of adapters that do not match the base model. No weight is read."""
     if _is_of_peft(options):
-        return []  # PEFT checks its own adapters
+        from burnish.adapters.peft import folder_problems
+
+        return [problem for folder in adapters for problem in folder_problems(folder)]
     model = resized_meta_model(config, tokenizer, options)
     return [problem for folder in adapters for problem in check_fit(model, folder)]
 

@@ -34,11 +34,15 @@ from burnish.models.quantization.quantize import (
 from burnish.models.quiet import quiet, refused_conversions
 from burnish.models.source import find_source, hub_arguments
 from burnish.utils.activity import Activity, annotate_errors
+from burnish.utils.json_files import quoted
 from burnish.utils.patching import Reason, patch
 from burnish.utils.work import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""transformers attaches the adapter that this file in a model's folder describes."""
 
 
 def load_config(
@@ -63,6 +67,8 @@ def load_config(
     except (*UNUSABLE, StrictDataclassError) as error:
         raise UserError(f"its config cannot be used: {message_of(error)}", where=source.name) from error
     _check_kernels(config, options, source.name)
+    if source.folder is not None:
+        _check_other_weights(config, source.folder)
     notes = [] if notes is None else notes
     if getattr(config, "auto_map", None) and not options.trust_remote_code:
         notes.append(
@@ -83,6 +89,27 @@ def _check_kernels(config: PreTrainedConfig, options: ModelOptions, where: str) 
         what = f'its config selects the attention kernel "{kernel}", which would be downloaded from the Hub and run.'
         remedy = f"Set attn_implementation: {kernel} if you trust it, or a different one, such as sdpa."
         raise UserError(what, where=where, remedy=remedy, option="attn_implementation")
+
+
+def _check_other_weights(config: PreTrainedConfig, folder: Path) -> None:
+    """Raise UserError for a folder from which transformers would load other weights than the ones that are checked."""
+    if named := getattr(config, "transformers_weights", None):
+        what = f'"transformers_weights" selects the weights in {quoted(named)}.'
+        why = "burnish reads model.safetensors, or the shards of its index, only."
+        remedy = "Rename that file to model.safetensors, and remove transformers_weights."
+        raise UserError(what, where=str(folder / "config.json"), why=why, remedy=remedy)
+    if (folder / ADAPTER_CONFIG).is_file() and (folder / "config.json").is_file():
+        raise UserError(_adapter_in_model(str(folder)))
+
+
+def _adapter_in_model(where: str) -> Problem:
+    return Problem(
+        f"this folder contains both a model and an adapter ({ADAPTER_CONFIG}).",
+        where=where,
+        why="transformers would load the model with the adapter.",
+        remedy=f"Move {ADAPTER_CONFIG} and adapter_model.safetensors to a folder of their own. To load the adapter, "
+        "set adapter_name_or_path to that folder.",
+    )
 
 
 def load_model(
@@ -347,6 +374,8 @@ def _pretrained_model(
     except (ArithmeticError, AttributeError, ImportError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"the model cannot be loaded: {message_of(error)}", where=source.name) from error
     model: PreTrainedModel = loaded[0]
+    if hasattr(model, "peft_config"):
+        raise UserError(_adapter_in_model(source.name))
     _check_generation(model, source.name)
     found: dict[str, Any] = loaded[1]
     raise_if(weight_problems(source.name, model, found, needs_head))

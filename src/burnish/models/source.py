@@ -64,7 +64,7 @@ def find_source(
         remedy = "Set it to a local model folder or a model ID on the Hub."
         raise UserError(f"{option_name} is not set.", remedy=remedy, option=option_name)
     path = expanded(name)
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path.is_dir, false for a name that is too long
         check_folder_below_roots(path)
         return ModelSource(str(path), path)
     refuse_no_place(name, option_name)
@@ -76,7 +76,7 @@ def find_source(
         return ModelSource(name, cached)
     nowhere = _not_on_hub(name, options, option_name)
     if nowhere is not None:
-        is_path = "/" in name and Path(name).parent.is_dir()  # for org/model: a local folder "org" exists
+        is_path = "/" in name and os.path.isdir(Path(name).parent)  # for org/model: a local folder "org" exists
         raise UserError(_no_folder(name, option_name) if is_path else nowhere)
     return ModelSource(name, None)
 
@@ -84,9 +84,9 @@ def find_source(
 def refuse_no_place(name: str, option_name: str) -> None:
     """Raise UserError for the name of a file, or a path that does not exist."""
     path = expanded(name)
-    if path.is_dir():
+    if os.path.isdir(path):
         return
-    if path.exists():
+    if os.path.exists(path):
         raise UserError(
             f'{option_name} "{name}" is a file.',
             remedy="Set it to the folder that contains the file.",
@@ -143,7 +143,7 @@ def hub_arguments(options: ModelOptions) -> dict[str, Any]:
         "cache_dir": options.cache_dir,
         "token": options.hf_hub_token,
         "trust_remote_code": options.trust_remote_code,
-        "local_files_only": is_offline() or expanded(options.model_name_or_path or "").is_dir(),
+        "local_files_only": is_offline() or os.path.isdir(expanded(options.model_name_or_path or "")),
     }
 
 
@@ -256,7 +256,7 @@ def _no_folder(name: str, option_name: str) -> Problem:
 def _nearest_folders(path: Path) -> list[str]:
     """Folders in the deepest existing parent of ``path``, similar names first."""
     missing = path
-    while not missing.parent.is_dir() and missing.parent != missing:
+    while not os.path.isdir(missing.parent) and missing.parent != missing:
         missing = missing.parent
     beside = sorted(item.name for item in missing.parent.iterdir() if item.is_dir() and not item.name.startswith("."))
     near = get_close_matches(missing.name, beside, n=3, cutoff=0.5)
@@ -264,13 +264,15 @@ def _nearest_folders(path: Path) -> list[str]:
     found = list(dict.fromkeys(near + models))[:3]
     rest = path.relative_to(missing)
     whole = (missing.parent / item / rest for item in found)
-    return [str(place if place.is_dir() else missing.parent / item) for place, item in zip(whole, found, strict=True)]
+    return [
+        str(place if os.path.isdir(place) else missing.parent / item) for place, item in zip(whole, found, strict=True)
+    ]
 
 
 def _folder_meant(name: str) -> str:
     """`` Did you mean "demo-run"?``: a local folder with a similar name, for a name that is also a valid hub id."""
     place = expanded(name).parent
-    beside = [str(item) for item in place.iterdir() if item.is_dir()] if place.is_dir() else []
+    beside = [str(item) for item in place.iterdir() if item.is_dir()] if os.path.isdir(place) else []
     return did_you_mean(name, beside)
 
 

@@ -6,6 +6,7 @@ folder without a tokenizer; tokens without a row in the embedding. Does not read
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,8 @@ TOKENIZER_FILES = (
     "tekken.json", "tokenizer_config.json",
 )  # fmt: skip
 """Files of tokenizers. transformers finds no tokenizer in a folder without any of these."""
+_LOOKS_SPECIAL = re.compile(r"<.+>|\[.+\]|\u2581")
+"""Tokens that classes of transformers have without a vocabulary: ``<|endoftext|>``, ``[UNK]``, and T5's space."""
 ROW_MULTIPLE = 64
 """A resized embedding has a multiple of this number of rows, for fast matrix products on tensor cores."""
 
@@ -66,6 +69,7 @@ def load_tokenizer(options: ModelOptions, notes: list[str] | None = None) -> Pre
         what = f"its tokenizer cannot be loaded: {what}"
         raise UserError(what, source.name, remedy="Download its tokenizer files again.") from error
     _check_chat_template(tokenizer.chat_template, source.name)
+    _check_ordinary_tokens(tokenizer, source.name)
     _add_new_tokens(tokenizer, options, notes)
     _settle_end(tokenizer, notes)
     if getattr(tokenizer, "legacy", None):  # it affects spaces, and transformers 5.23 does not save it
@@ -85,6 +89,20 @@ def _check_chat_template(template: Any, where: str) -> None:
     if wrong := [text for text in texts if not isinstance(text, str)]:
         what = f"the chat template of its tokenizer must be a string. Received: {quoted(wrong[0])}."
         raise UserError(what, where=where, remedy="Correct chat_template in tokenizer_config.json.")
+
+
+def _check_ordinary_tokens(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Raise UserError if all tokens are special: without its vocabulary file, transformers creates most tokenizers with
+    an empty vocabulary, which encodes any text as nothing or as unknown tokens.
+    """
+    special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    if all(_LOOKS_SPECIAL.fullmatch(token) for token in tokenizer.get_vocab().keys() - special):
+        raise UserError(
+            "its tokenizer has no tokens other than special ones.",
+            where=where,
+            why="The file with its vocabulary is missing or empty, so no text can be encoded.",
+            remedy="Copy tokenizer.json of the model into the folder.",
+        )
 
 
 def tokenizer_in(folder: Path) -> PreTrainedTokenizerBase:

@@ -8,10 +8,10 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from burnish.config.errors import NotSavedError, Problem, UserError
 
@@ -45,6 +45,20 @@ def check_below_roots(path: str | Path) -> None:
     if roots and not is_below(Path(path), roots):
         what = f'"{path}" is outside of {" or ".join(map(str, roots))}, the folders that the web UI may read.'
         raise UserError(what, remedy="Move the file there, or start burnish webui with a different web_roots.")
+
+
+def check_texts_below_roots(value: Any) -> None:
+    """Raise UserError if a text in ``value``, the content of a JSON file, is a path outside of the roots.
+
+    Absolute paths and paths with ``..`` are rejected whether they exist or not.
+    """
+    if isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            check_texts_below_roots(item)
+    elif isinstance(value, str) and os.environ.get(ROOTS):
+        path = expanded(value.removeprefix("file://"))
+        if path.is_absolute() or ".." in path.parts or os.path.lexists(path):
+            check_below_roots(path)
 
 
 def check_folder_below_roots(folder: Path) -> None:
