@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import jinja2
 import pytest
 import torch
 
@@ -81,6 +82,27 @@ def test_task_is_read_from_a_zip_file(task_dir: Path, tmp_path: Path) -> None:
     assert [(one.key, one.category, one.fingerprint) for one in unpacked] == [
         (one.key, one.category, one.fingerprint) for one in plain
     ]
+
+
+ESCAPE = "{{ cycler.__init__.__globals__.os.system('exit 1') }}{% set x = 1 %}{# x #}"
+
+
+def test_name_of_a_subject_is_text_for_the_harness(task_dir: Path) -> None:
+    """The harness renders a task's description as a Jinja template without a sandbox."""
+    (task_dir / "mmlu/mapping.json").write_text(json.dumps({"maths": {"name": ESCAPE}}))
+    (task_dir / "mmlu/data/test/logic_test.csv").rename(task_dir / f"mmlu/data/test/{ESCAPE}_test.csv")
+    for subject in tasks("mmlu_test", task_dir):
+        description = subject.config["description"]
+        assert jinja2.Environment(keep_trailing_newline=True).from_string(description).render() == description  # noqa: S701
+
+
+@pytest.mark.parametrize(
+    "mapping", ["[1]", '{"maths": 5}', '{"maths": {"name": ["x"]}}', '{"maths": {"category": 5}}', "{"]
+)
+def test_malformed_mapping_is_rejected(task_dir: Path, mapping: str) -> None:
+    (task_dir / "mmlu/mapping.json").write_text(mapping)
+    with pytest.raises(UserError, match="mapping.json"):
+        tasks("mmlu_test", task_dir)
 
 
 def test_missing_task_is_rejected(task_dir: Path) -> None:

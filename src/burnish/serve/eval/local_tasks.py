@@ -14,7 +14,6 @@ Few-shot examples come from ``dev``. Names and categories of subjects are in ``m
 from __future__ import annotations
 
 import csv
-import json
 import tempfile
 import zipfile
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from typing import Any
 
 from burnish.config.errors import UserError, did_you_mean
 from burnish.utils.files import check_below_roots, check_folder_below_roots
+from burnish.utils.json_files import quoted, read_object
 
 LETTERS = "ABCDEFGHIJ"
 SPLITS = ("dev", "val", "validation", "test", "train")
@@ -83,21 +83,37 @@ def local_tasks(task: str, task_dir: str | Path, lang: str, num_shots: int, draw
         there = sorted({path.parent.name for path in folder.rglob("*") if path.suffix in (".csv", ".jsonl")})
         what = f'task "{name}" has no split "{split}". Available: {", ".join(there)}.'
         raise UserError(what, where=str(task_dir), option="task")
-    mapping: dict[str, dict[str, str]] = next(
-        (json.loads(path.read_bytes()) for path in folder.rglob("mapping.json")), {}
-    )
+    mapping = _read_mapping(folder)
     found = []
     for key, path in sorted(files.items()):
         entry, examples = mapping.get(key, {}), shots.get(key)
+        subject = entry.get("name", key.replace("_", " ")).translate(_NO_BRACES)
         config = {
             **_questions_of(path, examples, split, lang), "task": f"{name}_{key}", "output_type": "multiple_choice",
-            "description": _HEADS[lang].format(subject=entry.get("name", key.replace("_", " "))),
+            "description": _HEADS[lang].format(subject=subject),
             "target_delimiter": "", "metric_list": [{"metric": "acc"}],
             "num_fewshot": min(num_shots, _count(examples)) if examples else 0,
             "fewshot_config": {"sampler": "default" if draws else "first_n"},
         }  # fmt: skip
         raw = path.read_bytes() + b"\0" + (examples.read_bytes() if examples else b"")
         found.append(Subject(key, entry.get("category", ""), config, sha256(raw).hexdigest()[:16]))
+    return found
+
+
+_NO_BRACES = str.maketrans("{}", "()")
+"""The harness renders a description as a Jinja template without a sandbox, so names of subjects have no braces."""
+
+
+def _read_mapping(folder: Path) -> dict[str, dict[str, str]]:
+    """Return subject -> its name and category, from ``mapping.json``; empty without that file."""
+    path = next(folder.rglob("mapping.json"), None)
+    if path is None:
+        return {}
+    found = read_object(path)
+    for key, entry in found.items():
+        if not isinstance(entry, dict) or not all(isinstance(text, str) for text in entry.values()):
+            what = f'"{key}" must be an object with a name and a category, both text. Received: {quoted(entry)}.'
+            raise UserError(what, where=str(path), option="task_dir")
     return found
 
 
