@@ -11,7 +11,7 @@ from pathlib import Path
 
 from figures import Round
 
-from burnish.parallel.precision import cpu_instructions, has_fast_bfloat16
+from burnish.parallel.precision import cpu_instructions, has_bfloat16, has_fast_bfloat16
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
@@ -38,7 +38,9 @@ def processor() -> str:
     """Return the name of the processor and the instructions that matrix products use."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return f"{name} ({cpu_instructions()}; bfloat16 {'in hardware' if has_fast_bfloat16() else 'emulated'})"
+    bfloat16 = "in hardware" if has_bfloat16() else "emulated"
+    slower = ", slower than float32" if has_bfloat16() and not has_fast_bfloat16() else ""
+    return f"{name} ({cpu_instructions()}; bfloat16 {bfloat16}{slower})"
 
 
 def write_section(part: str, text: str, document: Path = DOCUMENT) -> None:

@@ -315,8 +315,8 @@ IMAGES_OURS = "burnish"
 
 
 def image_settings(is_start: bool) -> tuple[Setting, ...]:
-    """Return the settings for training on images, in bfloat16 where the processor has instructions for it, otherwise
-    in float32. Each is a new process, because other libraries need torchvision here.
+    """Return the settings for training on images, in bfloat16 where that is faster than float32, otherwise in
+    float32. Each is a new process, because other libraries need torchvision here.
 
     Args:
         is_start: whether to measure the time to the first step, with default options.

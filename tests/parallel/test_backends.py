@@ -19,14 +19,17 @@ from burnish.parallel.create import create_parallel
 from burnish.parallel.fsdp.settings import fsdp_settings
 from burnish.parallel.precision import (
     autocast_dtype,
+    compute_sentence,
     cpu_instructions,
     frozen_dtype,
     full_eval_dtype,
     has_fast_bfloat16,
+    supported_dtype,
 )
 from burnish.parallel.process_counts import world_size
 from burnish.parallel.selection import device_of
 from burnish.parallel.single import ParallelOptions, SingleProcess, compile_layers, set_seed
+from burnish.trainer.trl.sft.config import SFTConfig
 from two_processes import in_two_processes
 
 pytestmark = pytest.mark.run
@@ -479,11 +482,12 @@ def test_single_process_engine_is_rejected_for_several_processes(monkeypatch):
 def instructions(monkeypatch):
     """Set what the processor is taken for: its capability in torch, its products of bfloat16, a limit of oneDNN."""
 
-    def take(capability="AVX512", has_bfloat16=True, has_amx=False, limit=None):
+    def take(capability="AVX512", has_bfloat16=True, has_amx=False, limit=None, is_amx_generation=False):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bfloat16)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
         monkeypatch.setattr(precision.platform, "machine", lambda: "x86_64")
+        monkeypatch.setattr(precision, "is_amx_generation", lambda: is_amx_generation)
         monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
         monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
         if limit:
@@ -510,6 +514,8 @@ def test_cpu_instructions_respect_torch_and_onednn_limits(processor, name, instr
     instructions(**processor)
     assert cpu_instructions() == name
     assert has_fast_bfloat16() is (name in ("AMX", "AVX512-BF16"))
+    instructions(**processor, is_amx_generation=True)
+    assert has_fast_bfloat16() is (name == "AMX")
 
 
 def test_float16_on_cpu_runs_as_bfloat16_if_supported_and_is_reported(instructions):
@@ -519,9 +525,25 @@ def test_float16_on_cpu_runs_as_bfloat16_if_supported_and_is_reported(instructio
     assert parallel_notes(options(bf16=True)) == []
     instructions("AVX2")
     assert autocast_dtype(options(fp16=True), CPU) is None
-    assert "float32: AVX2 does not support bfloat16 matrix multiplication" in parallel_notes(options(fp16=True))[0]
+    assert "float32. This processor (AVX2) emulates bfloat16" in parallel_notes(options(fp16=True))[0]
     assert autocast_dtype(options(bf16=True), CPU) == torch.bfloat16
     assert "(AVX2) emulates bfloat16 matrix multiplication" in parallel_notes(options(bf16=True))[0]
+
+
+def test_slow_bfloat16_products_are_not_chosen_for_training_and_are_reported(instructions):
+    instructions(is_amx_generation=True)
+    half = torch.bfloat16
+    assert frozen_dtype(options(), CPU, half) == torch.float32
+    assert frozen_dtype(options(bf16=True), CPU, half) == half
+    assert supported_dtype(half, CPU) == half  # inference
+    assert autocast_dtype(options(fp16=True), CPU) is None
+    slower = "(AVX512-BF16 without AMX) is slower in bfloat16 than in float32"
+    assert slower in parallel_notes(options(fp16=True))[0]
+    assert slower in parallel_notes(options(bf16=True))[0]
+    assert "because it is faster there" in compute_sentence(torch.float32, half, CPU)
+    assert not SFTConfig("out", report_to="none").bf16
+    instructions()
+    assert SFTConfig("out", report_to="none").bf16
 
 
 def test_frozen_weights_are_float32_if_bfloat16_is_emulated_or_disabled(instructions):

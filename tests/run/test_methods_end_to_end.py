@@ -128,6 +128,7 @@ def test_weights_are_kept_in_requested_dtype(train, options, norms, rest):
 )
 def test_compute_dtype_is_chosen_once(train, tmp_path, monkeypatch, capfd, is_fast, options, frozen):
     monkeypatch.setattr(precision, "cpu_instructions", lambda: "AVX512-BF16" if is_fast else "AVX2")
+    monkeypatch.setattr(precision, "is_amx_generation", lambda: False)
     initial_model(tmp_path / "out").bfloat16().save_pretrained(tmp_path / "model")
     model, _ = train(finetuning_type="lora", **options)
     assert formats(model, lambda name: "lora_" not in name) == {frozen}

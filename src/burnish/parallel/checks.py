@@ -15,7 +15,7 @@ from burnish.parallel.checkpointing import checkpointing_problems
 from burnish.parallel.deepspeed.settings import deepspeed_notes, deepspeed_problems, uses_deepspeed
 from burnish.parallel.fsdp.settings import fsdp_notes, fsdp_problems, fsdp_settings, uses_fsdp
 from burnish.parallel.options import ParallelChoices
-from burnish.parallel.precision import cpu_instructions, has_fast_bfloat16, slow_products
+from burnish.parallel.precision import has_fast_bfloat16, slow_products
 from burnish.parallel.process_counts import AUTO
 from burnish.parallel.selection import device_of, parallel_name
 
@@ -107,12 +107,8 @@ def parallel_notes(options: ParallelChoices) -> list[str]:
     device, notes = device_of(options), []
     precision = mixed_precision(options)
     if precision == "fp16" and device.type == "cpu":
-        instead = (
-            "bfloat16"
-            if has_fast_bfloat16()
-            else f"float32: {cpu_instructions()} does not support bfloat16 matrix multiplication"
-        )
-        notes.append(f'"fp16" on a CPU runs in {instead}.')
+        instead = "bfloat16." if has_fast_bfloat16() else f"float32. {slow_products(torch.bfloat16)}"
+        notes.append(f'"fp16" on a CPU runs in {instead}')
     if precision == "bf16" and device.type == "cpu" and not has_fast_bfloat16():
         notes.append(f"{slow_products(torch.bfloat16)} Set bf16: false, unless memory is limited.")
     if options.gradient_checkpointing_kwargs and not options.gradient_checkpointing:

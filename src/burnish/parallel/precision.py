@@ -2,13 +2,17 @@
 
 In: the options, a device and the dtype of the model's files. Out: the autocast dtype, the dtype of frozen weights, and
 a sentence about both. CPUs without 16-bit instructions emulate bfloat16 products, which takes several times as long as
-float32. There 16-bit weights are converted to float32, unless the options request bfloat16.
+float32; on some CPUs with them, training is slower as well. There 16-bit weights are converted to float32 for training,
+unless the options request bfloat16. Inference does so only where products are emulated: generation reads all weights
+for each token, and 16-bit weights are half as large.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,20 +41,45 @@ def cpu_instructions() -> str:
     return "AVX512-BF16" if torch.cpu._is_avx512_bf16_supported() else "AVX512"
 
 
-def has_fast_bfloat16() -> bool:
+@cache
+def is_amx_generation() -> bool:
+    """Whether this is an Intel processor of a generation with AMX (Sapphire Rapids or later), which a virtual machine
+    may hide. False if that is unknown."""
+    try:
+        processor = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return "GenuineIntel" in processor and "avx512_fp16" in processor
+
+
+def has_bfloat16() -> bool:
     """Whether the processor has bfloat16 products (AVX512-BF16, AMX, Arm's BF16)."""
     return cpu_instructions().endswith(("BF16", "AMX"))
 
 
+def has_fast_bfloat16() -> bool:
+    """Whether the processor has bfloat16 products that are faster than those in float32.
+
+    AVX512-BF16 is faster on AMD and on Intel's Cooper Lake, but not on later Intel processors if AMX is not available
+    (measured there with oneDNN: 73 instead of 123 GFLOP/s for square matrices of 1,024).
+    """
+    return has_bfloat16() and not (cpu_instructions() == "AVX512-BF16" and is_amx_generation())
+
+
 def has_products(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether ``device`` has products in ``dtype`` without emulation. No CPU has them for float16."""
-    return device.type != "cpu" or dtype == torch.float32 or (dtype == torch.bfloat16 and has_fast_bfloat16())
+    return device.type != "cpu" or dtype == torch.float32 or (dtype == torch.bfloat16 and has_bfloat16())
+
+
+def has_fast_products(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether training in ``dtype`` is not slower than in float32 on ``device``."""
+    return has_products(dtype, device) and (device.type != "cpu" or dtype == torch.float32 or has_fast_bfloat16())
 
 
 def autocast_dtype(options: ParallelOptions, device: torch.device) -> torch.dtype | None:
     """The autocast dtype of the forward pass. None: the dtype of the weights.
 
-    On a CPU float16 is replaced with bfloat16 if the processor supports it, else with float32.
+    On a CPU float16 is replaced with bfloat16 if that is faster than float32, else with float32.
     """
     requested = mixed_precision(options)
     if requested == "fp16" and device.type == "cpu":
@@ -70,7 +99,7 @@ def frozen_dtype(options: ParallelOptions, device: torch.device, in_files: torch
         return torch.bfloat16
     if cast := autocast_dtype(options, device):
         return cast
-    return torch.float32 if options.bf16 is False else supported_dtype(in_files, device)
+    return in_files if options.bf16 is not False and has_fast_products(in_files, device) else torch.float32
 
 
 def loaded_dtype(config: Any) -> torch.dtype:
@@ -104,17 +133,22 @@ def compute_sentence(compute: torch.dtype, in_files: torch.dtype, device: torch.
         device: the device of the run.
     """
     sentence = f"Compute dtype: {name_of(compute)}, on {device_in_words(device)}"
-    if compute == torch.float32 and compute != in_files and not has_products(in_files, device):
-        return f"{sentence}, because it emulates matrix multiplication in {name_of(in_files)}, the dtype of the files."
+    files = f"matrix multiplication in {name_of(in_files)}, the dtype of the files"
+    if compute == torch.float32 and compute != in_files:
+        if not has_products(in_files, device):
+            return f"{sentence}, because it emulates {files}."
+        if not has_fast_products(in_files, device):
+            return f"{sentence}, because it is faster there than {files}."
     return f"{sentence}."
 
 
 def slow_products(dtype: torch.dtype) -> str:
-    """A warning for a CPU that emulates products in ``dtype``, with the measured cost."""
-    return f"This processor ({cpu_instructions()}) emulates {name_of(dtype)} matrix multiplication: {_COST}"
-
-
-_COST = "training steps took 5 to 11 times as long as in float32 in our measurements."
+    """A warning for a CPU on which training in ``dtype`` is slower than in float32, with the measured cost."""
+    if dtype == torch.bfloat16 and has_bfloat16():
+        what, cost = f"({cpu_instructions()} without AMX) is slower in bfloat16 than in float32", "1.5 to 1.6"
+    else:
+        what, cost = f"({cpu_instructions()}) emulates {name_of(dtype)} matrix multiplication", "5 to 11"
+    return f"This processor {what}: training steps took {cost} times as long as in float32 in our measurements."
 
 
 def device_in_words(device: torch.device) -> str:

@@ -29,7 +29,7 @@ from burnish.loop.state import TrainerState
 from burnish.losses.neftune import NOISE
 from burnish.models.patches.fused import patch_forwards
 from burnish.models.patches.liger import apply_liger, liger_problems
-from burnish.parallel.precision import compute_sentence, has_products, slow_products
+from burnish.parallel.precision import compute_sentence, has_fast_products, slow_products
 from burnish.run.recovery.interrupt import InterruptCallback
 from burnish.trainer import notes
 from burnish.trainer.accelerator import ParallelAccelerator
@@ -80,11 +80,11 @@ def prepared_for_training(
 
 
 def log_compute_dtype(model: nn.Module, autocast: torch.dtype | None, device: torch.device) -> None:
-    """Log the compute dtype. Warns if this processor emulates it, because a script's own weights keep their dtype."""
+    """Log the compute dtype. Warns if float32 is faster, because a script's own weights keep their dtype."""
     of_weights = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     compute = autocast or of_weights
     logger.info(compute_sentence(compute, of_weights, device))
-    if not has_products(compute, device):
+    if not has_fast_products(compute, device):
         remedy = "Set bf16=False" if autocast else "Load the model with dtype=torch.float32"
         logger.warning(f"{slow_products(compute)} {remedy}, unless memory is limited.")
 

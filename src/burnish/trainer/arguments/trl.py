@@ -85,7 +85,7 @@ class TrlArguments(TrainingArguments, metaclass=_AcceptsOldNames):
         if self.activation_checkpointing_kwargs is None:
             self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
         if self.bf16 is None:
-            kind = device_of(self).type  # emulated bfloat16 would cost time and precision
+            kind = device_of(self).type  # where float32 is faster, bfloat16 would cost time and precision
             is_fast = torch.cuda.is_bf16_supported() if kind == "cuda" else kind != "cpu" or has_fast_bfloat16()
             self.bf16 = not self.fp16 and is_fast
         if isinstance(multiple := self.pad_to_multiple_of, str):
