@@ -248,6 +248,33 @@ def assert_nowhere(message: str, folder: Path) -> None:
     write("data/rows.json", ROWS)
 
 
+SCORE = "def score(completions, api_key, url, **kwargs):\n    return [float(len(each) % 3) for each in completions]\n"
+
+
+def test_no_file_contains_a_secret_argument_of_a_reward_function(user_folder: Path, capfd: Any) -> None:
+    Path("mine.py").write_text(SCORE, encoding="utf-8")
+    options = ["stage=grpo", "num_generations=2", "per_device_train_batch_size=2", "gradient_accumulation_steps=1",
+               "max_completion_length=4", "save_strategy=steps", "save_steps=1", "template=chatml"]  # fmt: skip
+    word = "correct-horse-battery"
+
+    def argv(address: str, max_steps: int) -> list[str]:
+        functions = [{"mine.py:score": {"api_key": word, "url": f"https://me:{RUN_YAML}@{address}/"}}]
+        return ["train", "run.yaml", *options, f"reward_funcs={json.dumps(functions)}", f"max_steps={max_steps}"]
+
+    assert cli.main(argv("host", 1)) == 0
+    text = "".join(capfd.readouterr())
+    files = [path for path in Path("out").rglob("*") if path.is_file()]
+    assert {"README.md", ".finished.json", "run.yaml"} <= {path.name for path in files}
+    for secret in (word, RUN_YAML):
+        assert secret not in text
+        assert not [path for path in files if secret.encode() in path.read_bytes()]
+    word = "another-horse-battery"
+    assert cli.main(argv("host", 2)) == 0, "a new key is no other run"
+    capfd.readouterr()
+    assert cli.main(argv("elsewhere", 3)) == 2
+    assert "reward" in capfd.readouterr().err
+
+
 def test_script_arguments_do_not_show_their_token(tmp_path: Path) -> None:
     made = TrainingArguments(output_dir=str(tmp_path), hub_token=RUN_YAML, report_to="none", use_cpu=True)
     shown = f"{made!r} {made} {made.to_dict()} {made.to_json_string()} {made.to_sanitized_dict()}"

@@ -19,7 +19,7 @@ from huggingface_hub import CardData, ModelCard, ModelCardData
 from yaml import YAMLError
 
 import burnish
-from burnish.config.secrets import has_secret_name
+from burnish.config.secrets import has_secret_name, without_secrets
 from burnish.report.results import write_whole
 
 CARD_NAME = "README.md"
@@ -87,7 +87,7 @@ class CardFacts:
 def write_card(folder: str | Path, facts: CardFacts, metadata: CardData | None = None) -> Path:
     path = Path(folder) / CARD_NAME
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, card_text(facts, metadata))
+    write_whole(path, without_secrets(card_text(facts, metadata)))
     return path
 
 

@@ -21,6 +21,7 @@ from burnish.adapters.base import ADAPTERS
 from burnish.checkpoint.comparison import EVALUATION, MAY_CHANGE
 from burnish.config.options import specs
 from burnish.config.registry import Registry
+from burnish.config.secrets import shown_everywhere
 from burnish.data.chat.table import TEMPLATES
 from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
 from burnish.data.sets.formats import FORMATS
@@ -128,6 +129,8 @@ def work_of(options: RunOptions) -> dict[str, Any]:
 def fingerprints_of(plan: Plan, contents: Mapping[str, Any], steps: StepPlan) -> dict[str, Any]:
     """Return the fingerprints of a run as JSON data; see ``checkpoint.comparison.MAY_CHANGE`` for allowed changes.
 
+    Secrets, such as a key among the arguments of a reward function, are replaced, and may therefore change.
+
     Args:
         contents: hashes of training and evaluation data, template and tokenizer.
         steps: number of steps and rows per step.
@@ -141,7 +144,7 @@ def fingerprints_of(plan: Plan, contents: Mapping[str, Any], steps: StepPlan) ->
         base, adapters = parts_of_reward_model(options.reward_model, options.reward_model_adapters or ())
         prints["reward_model"] = model_fingerprint(base, options, "reward_model", reads_text=True)
         prints["reward_model_adapters"] = adapters_fingerprint(adapters, options, "reward_model_adapters")
-    return (
+    found: dict[str, Any] = shown_everywhere(
         prints
         | plugin_code(options)
         | {
@@ -155,6 +158,7 @@ def fingerprints_of(plan: Plan, contents: Mapping[str, Any], steps: StepPlan) ->
             "versions": {"burnish": burnish.__version__, **{name: version(name) for name in LIBRARIES}},
         }
     )
+    return found
 
 
 def plugin_code(options: RunOptions) -> dict[str, str]:

@@ -22,6 +22,7 @@ from burnish.adapters.base import FinetuningOptions, ModelState, model_state
 from burnish.adapters.full import FullAdapter
 from burnish.adapters.peft import PeftAdapter, PeftOptions, name_base
 from burnish.checkpoint.checkpoint import Checkpoints
+from burnish.config.secrets import without_secrets
 from burnish.models.save import SHARD_SIZE, save_config
 from burnish.models.save_gathered import save_gathered, trained_weights_whole
 from burnish.report import results
@@ -211,7 +212,7 @@ def write_tokenizer_and_arguments(folder: Path, companion: Any, args: TrainingAr
     """Save tokenizer or processor, and the arguments as JSON."""
     if hasattr(companion, "save_pretrained"):
         companion.save_pretrained(str(folder))
-    text = json.dumps(args.to_dict(), indent=2, default=str)
+    text = without_secrets(json.dumps(args.to_dict(), indent=2, default=str))
     (folder / ARGUMENTS_NAME).write_text(text + "\n", encoding="utf-8")
 
 
