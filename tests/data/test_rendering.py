@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -72,6 +73,7 @@ def test_endless_rendering_is_stopped_in_every_thread(
         ("{% if %}", "line 1 of the chat template is not valid Jinja"),
         ("{{ raise_exception('no tools') }}", "the chat template raised an error: no tools"),
         ("{{ a.b.c }}", "the chat template raised an error: 'a' is undefined"),
+        ("{{ '\\ud800' }}", "surrogates not allowed"),
     ],
 )
 def test_rendering_error_belongs_to_its_conversation(tokenizer: Any, template: str, message: str) -> None:
@@ -160,3 +162,16 @@ rendering.render(tokenizer, [rendering.Conversation(chat)], {LOOPS!r})
     while Path(f"/proc/{worker}/stat").exists() and " Z " not in Path(f"/proc/{worker}/stat").read_text():
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def test_chat_templates_are_rendered_in_the_worker_only() -> None:
+    """The demo renders the template of its own model."""
+    package = Path(burnish.__file__).parent
+    calls = {
+        file.relative_to(package).as_posix()
+        for file in package.rglob("*.py")
+        if re.search(r"(?<!\")\w\.apply_chat_template\b(?!`|\.__module__)", file.read_text("utf-8"))
+    }
+    assert calls == {
+        "data/chat/rendering.py", "data/chat/render_worker.py", "demo/command.py", "demo/images.py", "report/card.py",
+    }  # fmt: skip

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from test_rollout_runs import train, user
 
 from burnish.config.errors import UserError
+from burnish.data.chat.rendering import limit_rendering
 from burnish.rollouts.rewards.models import RewardModel, RewardServer, reward_model_of
 from run_outputs import history
 
@@ -111,6 +112,18 @@ def test_reward_server_scores_texts_and_count_is_checked(server):
         RewardServer(server)(["short", "x"], ["", "y"])
     with pytest.raises(UserError, match="starts with http"):
         RewardServer("file:///etc/passwd")(["a"], ["b"])
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [("{{ raise_exception('no answers') }}", "cannot read a completion: .* no answers"),
+     ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "took more than 1 s")],
+)  # fmt: skip
+def test_chat_template_of_a_reward_model_is_rendered_with_limits(models, template, message):
+    model = reward_model_of(str(models / "policy_vhead"))
+    model.tokenizer.chat_template = template
+    with limit_rendering(1.0), pytest.raises(UserError, match=message):
+        model([[{"role": "user", "content": "q"}]], [[{"role": "assistant", "content": "a"}]])
 
 
 def test_reward_model_can_be_combined_with_functions(models, tmp_path):

@@ -64,6 +64,7 @@ def _answer(
         text = found["input_ids"] if marks else found
         if len(text) > LONGEST_RENDERING:
             return {"error": "memory"}
+        text.encode()  # a ValueError for half of a surrogate pair, which no tokenizer accepts
         return {"text": text, "spans": _spans(found["assistant_masks"]) if marks else []}
     except (MemoryError, RecursionError):
         return {"error": "memory"}

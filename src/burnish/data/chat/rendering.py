@@ -116,10 +116,15 @@ def _rendering(reply: Mapping[str, Any]) -> Rendering:
 
 def _texts(tokenizer: Any, found: Sequence[Rendering]) -> Any:
     """Return the encoding of texts. Raises UnreadableTemplate if one could not be rendered."""
+    _raise_first(found)
+    return tokenizer([each.text for each in found], add_special_tokens=False)
+
+
+def _raise_first(found: Sequence[Rendering]) -> None:
+    """Raise the error of the first conversation that could not be rendered."""
     for each in found:
         if each.error is not None:
             raise each.error
-    return tokenizer([each.text for each in found], add_special_tokens=False)
 
 
 def in_parts(text: str) -> list[dict[str, str]]:
@@ -150,17 +155,30 @@ def chat_ids(tokenizer: Any, conversations: Sequence[Conversation]) -> list[list
         UserError: if a rendering exceeds its time limit.
         UnreadableTemplate: if the template cannot render a conversation.
     """
-    if type(tokenizer).apply_chat_template.__module__ != "transformers.tokenization_utils_base":
-        return [_own_ids(tokenizer, each) for each in conversations]
+    if not _renders_with_transformers(tokenizer):
+        return [list(_own(tokenizer, each, return_dict=True)["input_ids"]) for each in conversations]
     return _texts(tokenizer, render(tokenizer, conversations))["input_ids"]  # type: ignore[no-any-return]
 
 
-def _own_ids(tokenizer: Any, one: Conversation) -> list[int]:
-    """Return the ids of a tokenizer that overrides ``apply_chat_template``. Mistral's has no Jinja template."""
-    found = tokenizer.apply_chat_template(
-        one.chat, tools=one.tools, add_generation_prompt=one.parts[0][1], return_dict=True, **one.variables
+def chat_texts(tokenizer: Any, conversations: Sequence[Conversation]) -> list[str]:
+    """Return the texts of ``tokenizer.apply_chat_template``. Arguments and errors as of ``chat_ids``."""
+    if not _renders_with_transformers(tokenizer):
+        return [_own(tokenizer, each, tokenize=False) for each in conversations]
+    found = render(tokenizer, conversations)
+    _raise_first(found)
+    return [each.text for each in found]
+
+
+def _renders_with_transformers(tokenizer: Any) -> bool:
+    """Whether ``apply_chat_template`` is transformers' method, which renders a Jinja template."""
+    return bool(type(tokenizer).apply_chat_template.__module__ == "transformers.tokenization_utils_base")
+
+
+def _own(tokenizer: Any, one: Conversation, **how: Any) -> Any:
+    """Return the result of a tokenizer that overrides ``apply_chat_template``. Mistral's has no Jinja template."""
+    return tokenizer.apply_chat_template(
+        one.chat, tools=one.tools, add_generation_prompt=one.parts[0][1], **how, **one.variables
     )
-    return list(found["input_ids"])
 
 
 def marked_ids(tokenizer: Any, conversation: Conversation) -> tuple[list[int], list[int]]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.errors import UserError, first_line
+from burnish.data.chat.rendering import Conversation, UnreadableTemplate, chat_texts
 from burnish.losses.reward import ValueHead
 from burnish.models.reward_files import WEIGHT, load_reward_model
 
@@ -55,7 +56,7 @@ class RewardModel:
         return self
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
-        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        texts = self._texts(prompts, completions)
         ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         order = sorted(range(len(ids)), key=lambda at: len(ids[at]))
         scores = [0.0] * len(ids)
@@ -65,14 +66,18 @@ class RewardModel:
                 scores[at] = score
         return scores
 
-    def _text(self, prompt: Any, completion: Any) -> str:
-        if isinstance(completion, str):
-            return f"{prompt}{completion}"
+    def _texts(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[str]:
+        pairs = list(zip(prompts, completions, strict=True))
+        if all(isinstance(completion, str) for completion in completions):
+            return [f"{prompt}{completion}" for prompt, completion in pairs]
         if not self.tokenizer.chat_template:
             what = f"The reward model {self.__name__} has no chat template, but the prompts are conversations."
             raise UserError(what, remedy="Save its tokenizer with a chat template.", option="reward_model")
-        text: str = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
-        return text
+        try:
+            return chat_texts(self.tokenizer, [Conversation([*prompt, *answer]) for prompt, answer in pairs])
+        except UnreadableTemplate as error:
+            what = f"The reward model {self.__name__} cannot read a completion: {error}."
+            raise UserError(what, remedy="Correct its chat template.", option="reward_model") from error
 
     @torch.no_grad()
     def _scores(self, ids: Sequence[Sequence[int]]) -> Tensor:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.data.chat.plain import KL_IDS, PlainOptions, PlainTemplate
+from burnish.data.chat.rendering import PROMPT, Conversation, chat_texts
 from burnish.data.images.family import Family
 from burnish.data.rows.mismatched import Key, keys_of
 from burnish.data.rows.row_set import RowSet
@@ -170,8 +170,8 @@ def pair_texts(record: Mapping[str, Any], tokenizer: Any) -> dict[str, str]:
         at -= isinstance(chosen, str) and chosen[at - 1 : at] == " "
         prompt, chosen, rejected = chosen[:at], chosen[at:], rejected[at:]
     if not isinstance(prompt, str):
-        render = partial(tokenizer.apply_chat_template, tokenize=False)
-        begin, *both = render(prompt, add_generation_prompt=True), render(prompt + chosen), render(prompt + rejected)
+        chats = [Conversation(prompt, parts=[PROMPT]), Conversation(prompt + chosen), Conversation(prompt + rejected)]
+        begin, *both = chat_texts(tokenizer, chats)
         prompt, chosen, rejected = begin, *(text[len(begin) :] for text in both)
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 

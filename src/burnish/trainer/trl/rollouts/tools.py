@@ -19,6 +19,7 @@ from transformers.utils import get_json_schema
 from burnish.config.errors import UserError
 from burnish.data.chat.chat_template import JinjaFormat
 from burnish.data.chat.choose import TemplateOptions
+from burnish.data.chat.rendering import PROMPT, WHOLE, Conversation, chat_ids
 from burnish.data.chat.truncate import EncodingOptions
 from burnish.inference.replies.replies import read_whole
 from burnish.inference.replies.reply_forms import ReplyForm, form_of_jinja, opens_thought, schemas_of
@@ -103,10 +104,9 @@ class ToolDialogue:
         calls = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in reply.calls]
         return {"role": "assistant", "content": reply.content, "tool_calls": calls}
 
-    def _ids(self, messages: Sequence[Any], **more: Any) -> list[int]:
-        ids: list[int] = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=False, **more, **self.variables
-        )
+    def _ids(self, messages: Sequence[Any], add_generation_prompt: bool, tools: Any = None) -> list[int]:
+        part = PROMPT if add_generation_prompt else WHOLE
+        (ids,) = chat_ids(self.tokenizer, [Conversation(list(messages), tools, [part], variables=self.variables)])
         return ids
 
 
