@@ -170,6 +170,21 @@ def test_resumed_run_is_reported_and_counts_only_its_steps(capsys):
     assert any("step  60/100" in line and "0:40 left" in line for line in lines)
 
 
+def test_summary_of_a_resumed_run_counts_only_its_steps(capsys):
+    clock = Clock()
+    fake_run(ProgressCallback(FACTS, Pace(clock)), 100, 10, clock=clock, first=60)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Trained 40 steps since step 60 in ")
+
+
+def test_stopped_resumed_run_reports_its_steps(capsys):
+    callback = ProgressCallback()
+    state, control = TrainerState(max_steps=100, global_step=30), TrainerControl()
+    callback.on_train_begin(None, state, control)
+    state.global_step = 40
+    callback.on_train_end(None, state, control)
+    assert capsys.readouterr().out.splitlines()[-1] == "Stopped after step 40 of 100, 10 steps since step 30 in 0:00"
+
+
 def test_evaluation_does_not_reduce_reported_throughput(capsys):
     clock = Clock()
     fake_run(ProgressCallback(FACTS, Pace(clock)), 60, 10, eval_every=15, clock=clock)

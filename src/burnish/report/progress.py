@@ -96,12 +96,14 @@ class ProgressCallback(TrainerCallback):
         self.pace = pace or Pace()
         self.seen = Seen()
         self._is_training = False
+        self._first_step = 0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
         self.pace.start(state.global_step, state.num_input_tokens_seen)
         self.seen = Seen(state.global_step, state.max_steps)
+        self._first_step = state.global_step
         self._train_lines = Thinned(TRAIN_LINES)
         self._eval_lines = Thinned(EVAL_LINES)
         self._interval_started = False
@@ -163,7 +165,7 @@ class ProgressCallback(TrainerCallback):
             return
         self._is_training = False
         console.end_live()
-        for line in _closing(self.seen, state, self.pace):
+        for line in _closing(self.seen, state, self.pace, self._first_step):
             console.note(line)
 
 
@@ -292,13 +294,22 @@ def _eval_line(state: TrainerState, metrics: Mapping[str, Any]) -> str:
     return GAP.join([*where, *entries])
 
 
-def _closing(seen: Seen, state: TrainerState, pace: Pace) -> Iterator[str]:
-    """Yield one or two lines that summarize the run."""
+def _closing(seen: Seen, state: TrainerState, pace: Pace, first_step: int) -> Iterator[str]:
+    """Yield one or two lines that summarize the run.
+
+    Args:
+        seen: the most recent logged numbers.
+        state: state of the trainer.
+        pace: times of this process.
+        first_step: step at which this process started; above 0 in a resumed run.
+    """
     summary, tokens_per_second = seen.summary, pace.tokens_per_second(state.num_input_tokens_seen)
-    end = f"Trained {counted(state.global_step, 'step')}"
+    end = f"Trained {counted(state.global_step - first_step, 'step')}"
+    resumed = f" since step {first_step:,}" if first_step else ""
     if state.global_step < state.max_steps:
         end = f"Stopped after step {state.global_step:,} of {state.max_steps:,}"
-    parts = [f"{end} in {short_time(summary.get('train_runtime', pace.elapsed_s))}"]
+        resumed = f", {counted(state.global_step - first_step, 'step')}{resumed}" if first_step else ""
+    parts = [f"{end}{resumed} in {short_time(summary.get('train_runtime', pace.elapsed_s))}"]
     if "train_loss" in summary:
         parts.append(f"mean loss {short_loss(summary['train_loss'])}")
     if seen.loss is not None:
