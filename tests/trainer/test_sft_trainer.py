@@ -360,6 +360,18 @@ def test_token_count_continues_after_resume(tmp_path):
     assert all(torch.equal(weights(whole)[name], value) for name, value in weights(resumed).items())
 
 
+def test_evaluation_between_logs_reports_the_tokens_up_to_its_step(tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
+    rare, every = (
+        make(tmp_path, TEXTS * 2, trainer={"eval_dataset": Dataset.from_list(TEXTS)}, logging_steps=steps, **options)
+        for steps in (3, 1)
+    )
+    rare.train(), every.train()
+    at_step = logged(every, "num_tokens")
+    evaluated = [log["eval_num_tokens"] for log in rare.state.log_history if "eval_num_tokens" in log]
+    assert evaluated == [at_step[1], at_step[3]]
+
+
 def test_evaluation_names_metrics_by_dataset(tmp_path):
     evals = DatasetDict({"a": Dataset.from_list(TEXTS), "b": Dataset.from_list(TEXTS[:2])})
     trainer = make(tmp_path, TEXTS, trainer={"eval_dataset": evals}, eval_strategy="steps", eval_steps=3)

@@ -104,6 +104,14 @@ class TrlTrainer(Trainer):
         """Return a dataset passed to ``evaluate`` or ``predict``, prepared like those of the constructor."""
         return dataset
 
+    def _num_tokens_so_far(self) -> float:
+        """Return the number of tokens of the run, including those since the last log. Called on every process."""
+        if self._loop is None:
+            return float(self.state.num_input_tokens_seen)
+        meter = self._loop.meter
+        unlogged = self._parallel.sum(meter.loss.new_tensor([meter.tokens])).item()
+        return float(self.state.num_input_tokens_seen) + unlogged
+
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         if "loss" in logs or "mean_token_accuracy" in logs:
             logs["num_tokens"] = float(self.state.num_input_tokens_seen)

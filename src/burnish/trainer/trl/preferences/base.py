@@ -413,7 +413,7 @@ class PreferenceTrainer(OverridableTrainer):
         means = self.objective.report(self._totals.means(self._parallel))
         metrics: Any = output.metrics
         metrics.update({f"{metric_key_prefix}_{name}": v for name, v in means.items() if name != "loss"})
-        metrics[f"{metric_key_prefix}_num_tokens"] = float(self.state.num_input_tokens_seen)
+        metrics[f"{metric_key_prefix}_num_tokens"] = self._num_tokens_so_far()
         return output
 
     def _model_for_evaluation(self) -> nn.Module:

@@ -326,7 +326,7 @@ class SFTTrainer(TrlTrainer):
             items = max(means.pop("items"), 1.0)
             metrics: Any = output.metrics
             metrics.update({f"{metric_key_prefix}_{name}": value / items for name, value in means.items()})
-            metrics[f"{metric_key_prefix}_num_tokens"] = float(self.state.num_input_tokens_seen)
+            metrics[f"{metric_key_prefix}_num_tokens"] = self._num_tokens_so_far()
         return output
 
 
