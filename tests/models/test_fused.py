@@ -201,3 +201,30 @@ def test_module_check_does_not_consume_random_numbers() -> None:
     model, before = tiny_model("qwen3"), torch.get_rng_state()
     assert patch_forwards(model)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.Conv3d])
+def test_patch_embedding_equals_convolution(kind: Any, bias: bool) -> None:
+    torch.manual_seed(0)
+    sides = (2, 7, 7)[-2 if kind is nn.Conv2d else -3 :]
+    model = nn.Sequential(kind(3, 16, sides, stride=sides, bias=bias))
+    patches, images = torch.randn(50, 3, *sides), torch.randn(2, 3, *(2 * side for side in sides))
+    plain, whole = outcome(model, patches), model(images)
+    (made,) = patch_forwards(model, device=torch.device("cpu"))
+    assert made.why.kind == "patch embedding"
+    for mine, theirs in zip(outcome(model, patches), plain, strict=True):
+        assert mine.shape == theirs.shape
+        assert distance(mine, theirs) < 1e-5
+    assert torch.equal(model(images), whole)  # several patches per input: torch's convolution
+
+
+def test_other_convolutions_are_not_patched() -> None:
+    for settings in (
+        {"stride": 1},
+        {"stride": 3, "padding": 1},
+        {"stride": 3, "groups": 3},
+        {"stride": 3, "dilation": 2},
+    ):
+        assert not patch_forwards(nn.Sequential(nn.Conv2d(3, 6, 3, **settings)), device=torch.device("cpu"))
+    assert not patch_forwards(nn.Sequential(nn.Conv2d(3, 6, 3, stride=3, padding="valid")), device=torch.device("cpu"))

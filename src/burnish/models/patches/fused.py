@@ -1,5 +1,6 @@
-"""Patches of a model's forward passes: on a CPU, norms, gated layers and activations run ``kernels.elementwise`` and
-linear layers run ``kernels.cpu.cast_linear``; on any device, adapted layers run ``kernels.lora``.
+"""Patches of a model's forward passes: on a CPU, norms, gated layers and activations run ``kernels.elementwise``,
+linear layers run ``kernels.cpu.cast_linear`` and patch embeddings are matrix multiplications; on any device, adapted
+layers run ``kernels.lora``.
 
 In: a loaded model. Out: the same model, in which modules are replaced by burnish's functions that compute the same.
 Modules are recognized by their structure, never by class name, and tested: for the same random input, the outputs must
@@ -36,6 +37,7 @@ NORM = Reason("norm", "computed in one pass, a few rows at a time, and rounded o
 GATED = Reason("gated layer", "gate and product are computed in one pass; their adapters share the input")
 ACTIVATION = Reason("activation", "computed in one operation instead of several")
 LINEAR = Reason("linear layer", "no bfloat16 copy of its weights is kept for the backward pass")
+EMBEDDING = Reason("patch embedding", "computed as a matrix multiplication, because each input is a single patch")
 ATTENTION = Reason("attention layer", "the adapters on queries, keys and values share their input")
 ADAPTED = Reason(
     "adapted layer",
@@ -244,6 +246,28 @@ def _narrower(module: Any, input: Tensor) -> torch.dtype | None:
     return dtype if module.weight.dtype != dtype else None
 
 
+# --- patch embeddings -------------------------------------------------------------------------------------------------
+
+
+def _embedding_of(module: nn.Module) -> Answer:
+    """The forward pass of a convolution whose kernels do not overlap. It needs no test, because each call checks that
+    the input consists of single patches, as in the vision towers of Qwen and GLM.
+    """
+    if not isinstance(module, nn.Conv2d | nn.Conv3d) or type(module) not in (nn.Conv2d, nn.Conv3d):
+        return None
+    if module.kernel_size != module.stride or module.groups != 1:
+        return None
+    is_plain = all(step == 1 for step in module.dilation) and all(width == 0 for width in module.padding)
+    return (_method(_embedded), EMBEDDING) if is_plain else None
+
+
+def _embedded(module: Any, input: Tensor) -> Tensor:
+    if input.device.type != "cpu" or input.shape[2:] != module.kernel_size:
+        return type(module).forward(module, input)  # type: ignore[no-any-return]
+    found = F.linear(input.flatten(1), module.weight.flatten(1), module.bias)  # (patches, O)
+    return found.view(*found.shape, *[1] * len(module.kernel_size))
+
+
 # --- activations ------------------------------------------------------------------------------------------------------
 
 
@@ -275,7 +299,7 @@ _ACTIVATED = {name: _activated_with(name) for name in ("gelu", "gelu_tanh")}
 
 
 _OF_ANY = (_adapted_of, _attention_of)
-_OF_CPU = (_norm_of, _gated_of, _activation_of, _linear_of)
+_OF_CPU = (_norm_of, _gated_of, _activation_of, _linear_of, _embedding_of)
 
 
 def _same(plain: Callable[[], Any], ours: Tensor) -> bool:
