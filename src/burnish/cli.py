@@ -243,6 +243,7 @@ class Command:
         run: function that takes the arguments after the command and returns an exit status.
         options: option groups to list in the command's help.
         beginnings: prefixes of the options that the command reads; only those are listed.
+        unread: ``module:name`` of the names of options that the command does not read, or "".
     """
 
     usage: str
@@ -250,6 +251,7 @@ class Command:
     run: Callable[[Arguments], int] | str
     options: tuple[str, ...] = ()
     beginnings: tuple[str, ...] = ("",)
+    unread: str = ""
 
 
 _RUN_USAGE = "[run.yaml] [key=value ...] [--key value ...]"
@@ -288,6 +290,7 @@ COMMANDS: dict[str, Command] = {
         "chat with a model in the terminal",
         "serve.chat.command:chat",
         _CHAT,
+        unread="models.generate:PREDICTION_ONLY",
     ),
     "eval": Command(
         "PATH [PATH ...] task=mmlu_test [key=value ...]",
@@ -357,6 +360,7 @@ def _print_command_help(command: str, argv: Arguments) -> int:
 
         wanted = [word for word in argv if not (word.startswith("-") or "=" in word or word.endswith(CONFIG_SUFFIXES))]
         options = _named(groups[0]) if len(groups) == 1 else union("Options", *map(_named, groups))
-        listed = list_options(options, wanted[0] if wanted else "", COMMANDS[command].beginnings)
+        unread = _named(COMMANDS[command].unread) if COMMANDS[command].unread else ()
+        listed = list_options(options, wanted[0] if wanted else "", COMMANDS[command].beginnings, unread)
         print_result(f"\n{listed.rstrip()}")
     return 0

@@ -11,6 +11,7 @@ from burnish import __version__, cli
 from burnish.config.options import specs
 from burnish.demo.command import answers, demo_plan, demo_questions
 from burnish.demo.report import BUNDLED, DemoQuestion, share_exact
+from burnish.models.generate import PREDICTION_ONLY, GenerationOptions
 from burnish.run.plan.listing import list_options
 from burnish.run.plan.plan import RunOptions
 
@@ -74,6 +75,13 @@ def test_export_help_lists_the_options_that_its_messages_name(capsys: pytest.Cap
     out = burnish(capsys, "export", "--help")[1]
     assert "--llama_cpp" in out
     assert "--overwrite_output_dir" in out
+
+
+def test_chat_help_omits_options_that_only_predictions_read(capsys: pytest.CaptureFixture[str]) -> None:
+    out = burnish(capsys, "chat", "--help")[1]
+    assert all(f"--{name} " not in out for name in PREDICTION_ONLY)
+    assert all(f"--{name} " in out for name in ("temperature", "do_sample", "max_new_tokens", "infer_context"))
+    assert set(PREDICTION_ONLY) < set(specs(GenerationOptions))
 
 
 def test_every_command_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:

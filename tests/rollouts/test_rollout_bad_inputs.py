@@ -38,7 +38,6 @@ OF_YAML = [
     ({"streaming": True, "max_steps": 2}, '"streaming" is not supported with stage: grpo'),
     ({"stage": "ppo", "temperature": 0}, '"temperature" must be greater than 0. Received: 0.'),
     ({"stage": "ppo", "num_generations": 2}, '"num_generations" must be 1 with stage: ppo.'),
-    ({"stage": "sft", "reward_funcs": None, "temperature": 0}, "Set do_sample: false for greedy decoding."),
     ({"auto_find_batch_size": True}, "auto_find_batch_size"),
 ]
 OF_CONFIGS = [

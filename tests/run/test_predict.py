@@ -86,7 +86,7 @@ def test_standard_error_of_several_responses_is_over_questions(tmp_path):
     assert result == {"exact_match": 0.75, "exact_match_standard_error": pytest.approx(0.25)}
 
 
-@pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 2}])
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 2}, {"temperature": 0.0}])
 def test_several_greedy_responses_are_rejected(options):
     (problem,) = check_generation(RunOptions(samples=4, **options))
     assert '"samples" 4' in problem.what

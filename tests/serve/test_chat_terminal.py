@@ -275,6 +275,13 @@ def test_piped_message_prints_only_its_response(model: Path) -> None:
     assert not runs[0].stderr
 
 
+@pytest.mark.slow
+def test_options_of_predictions_are_reported_as_without_effect(model: Path) -> None:
+    argv = command(str(model), "--once", "Hello", "max_new_tokens=2", "num_beams=3", "infer_context=64")
+    run = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stderr) == (0, '"num_beams" has no effect here: only predictions read it.\n')
+
+
 def test_conversation_in_a_terminal_works(model: Path, tmp_path: Path) -> None:
     main, child = pty.openpty()
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm", "COLUMNS": "100"}

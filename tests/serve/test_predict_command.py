@@ -53,6 +53,14 @@ def test_run_predicts_its_held_out_records_and_keeps_its_files(place: Path) -> N
     assert (place / "writes/run.yaml").read_text() == options
 
 
+def test_temperature_0_is_greedy_decoding(place: Path) -> None:
+    results = []
+    for options in (["temperature=0"], ["do_sample=false"]):
+        assert main(["predict", str(place / "writes"), "max_new_tokens=6", *options]) == 0
+        results.append(lines(place / "writes/predictions/generated_predictions.jsonl"))
+    assert results[0] == results[1]
+
+
 def test_reward_model_scores_its_held_out_pairs(place: Path) -> None:
     for folder in ("scores", "scores/checkpoint-1"):
         assert main(["predict", str(place / folder)]) == 0

@@ -123,6 +123,23 @@ def test_chat_with_reward_model_is_rejected(
     assert "returns scores and does not generate text" in read_output(capsys)[1]
 
 
+def test_error_of_a_reward_adapter_names_the_adapter(workspace: Path, capsys: pytest.CaptureFixture) -> None:
+    capsys.readouterr()
+    assert cli.main(["chat", str(workspace / "lora with a value head"), "--once", "red"]) == 2
+    assert f"error: {workspace / 'lora with a value head'}: This is a reward model" in read_output(capsys)[1]
+
+
+def test_export_of_a_reward_model_offers_no_chat(workspace: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = workspace / "exported"
+    assert (
+        cli.main(["export", str(workspace / "lora with a value head"), f"export_dir={folder}", "template=chatml"]) == 0
+    )
+    said = "".join(read_output(capsys))
+    assert f"burnish api {folder}" in said
+    assert not any(word in said for word in ("burnish chat", "vllm", "sglang"))
+    assert not (folder / "Modelfile").exists()
+
+
 def test_adapter_with_score_head_can_be_trained_further(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = workspace / "lora with a score"
     again = workspace / "further"

@@ -100,15 +100,17 @@ def export(values: Mapping[str, RawValue]) -> Path:
         if head is not None:
             save_reward_head(head.weights(), model, tokenizer, folder)
         gguf = gguf_file(folder, options) if options.export_format == "gguf" else None
-        if using is None:
+        if head is None and using is None:
             context, weights = context_length(cast(Any, model).config), gguf.name if gguf is not None else ""
             (folder / "Modelfile").write_text(modelfile(template, tokenizer, context, weights), encoding="utf-8")
-        else:  # Ollama does not read quantized safetensors
+        elif using is not None:  # Ollama does not read quantized safetensors
             del model  # a separate process loads it
             notes += quantize_into(folder, place, tokenizer, using, options)
         notes += compare_templates(folder, template, options)
         notes += write_gguf(folder, gguf, options) if gguf is not None else []
-    lines = "\n  ".join(serving_lines(str(folder), gguf=gguf.name if gguf is not None else ""))
+    lines = "\n  ".join(serving_lines(
+        str(folder), gguf=gguf.name if gguf is not None else "", gives_scores=head is not None,
+    ))  # fmt: skip
     for sentence in (*notes, f"The model is in {folder}. Next steps:\n  {lines}"):
         note(sentence)
     if options.export_hub_model_id:

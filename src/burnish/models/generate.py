@@ -29,7 +29,7 @@ from burnish.models.load import message_of
 class SamplingFields:
     """Options of sampling."""
 
-    temperature: float = option(0.95, "Sampling temperature.", ge=0)
+    temperature: float = option(0.95, "Sampling temperature. 0: greedy decoding.", ge=0)
     top_p: float = option(
         0.7,
         "Sample from the smallest set of most likely tokens whose probabilities add up to this value (top-p).",
@@ -74,6 +74,17 @@ class GenerationOptions(SamplingFields):
     )
 
 
+PREDICTION_ONLY = (
+    "predict_with_generate", "num_beams", "length_penalty", "cache_implementation", "skip_special_tokens", "samples",
+)  # fmt: skip
+"""Options that predictions read, but not chats and the API."""
+
+
+def samples_tokens(options: GenerationOptions) -> bool:
+    """Return whether tokens are sampled; with temperature 0, decoding is greedy."""
+    return options.do_sample and options.temperature > 0
+
+
 class AnswerChoices(GenerationOptions):
     """Options that enable generation."""
 
@@ -83,16 +94,16 @@ class AnswerChoices(GenerationOptions):
 @check
 def check_generation(options: AnswerChoices) -> list[Problem]:
     problems = []
-    if options.samples > 1 and not (options.do_sample and options.num_beams == 1):
+    if options.samples > 1 and not (samples_tokens(options) and options.num_beams == 1):
         what = (
-            f'"samples" {options.samples} requires sampling: without do_sample, or with num_beams, all '
-            "responses are the same."
+            f'"samples" {options.samples} requires sampling: without do_sample, with temperature 0, or with '
+            "num_beams, all responses are the same."
         )
         problems.append(
             Problem(
                 what,
-                remedy="Set do_sample: true and num_beams: 1, or remove samples.",
-                option=("samples", "do_sample", "num_beams"),
+                remedy="Set do_sample: true, num_beams: 1 and a temperature above 0, or remove samples.",
+                option=("samples", "do_sample", "num_beams", "temperature"),
             )
         )
     return problems
@@ -115,11 +126,11 @@ def generation_config(
     """The model's own ``GenerationConfig`` with the values of the options."""
     config: Any = copy.deepcopy(model.generation_config)
     config.eos_token_id, config.pad_token_id = list(stop_token_ids), tokenizer.pad_token_id
-    config.do_sample = options.do_sample
+    config.do_sample = samples_tokens(options)
     # Without sampling, sampling parameters are removed, because transformers warns of each.
-    config.temperature = options.temperature if options.do_sample else None
-    config.top_p = options.top_p if options.do_sample else None
-    config.top_k = options.top_k if options.do_sample else None
+    config.temperature = options.temperature if config.do_sample else None
+    config.top_p = options.top_p if config.do_sample else None
+    config.top_k = options.top_k if config.do_sample else None
     config.num_beams = options.num_beams
     config.repetition_penalty = options.repetition_penalty
     config.length_penalty = options.length_penalty if options.num_beams > 1 else None

@@ -197,14 +197,17 @@ def _use(facts: CardFacts) -> str:
     return "\n".join([*lines, "", "In the terminal, and as a server:", "", "```sh", *served, "```"])
 
 
-def serving_lines(folder: str, is_adapter: bool = False, gguf: str = "") -> list[str]:
+def serving_lines(folder: str, is_adapter: bool = False, gguf: str = "", gives_scores: bool = False) -> list[str]:
     """Return the commands that chat with a model folder and serve it, with burnish and other programs.
 
     Args:
         folder: folder of the model.
         is_adapter: whether the folder contains an adapter.
         gguf: name of a GGUF file in the folder, or "".
+        gives_scores: whether it is a reward model, whose head only burnish reads.
     """
+    if gives_scores:
+        return [f"burnish api {folder}"]
     lines = [f"burnish chat {folder}", f"burnish api {folder}"]
     if is_adapter:
         return lines

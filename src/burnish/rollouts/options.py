@@ -196,13 +196,12 @@ def compares_completions(stage: str) -> bool:
 
 @check
 def check_rollouts(options: RolloutStageChoices) -> list[Problem]:
-    """Return problems that can be found without data. For other stages, only the temperature is checked."""
-    if not compares_completions(options.stage) and options.temperature == 0:
-        what, remedy = '"temperature" must be greater than 0. Received: 0.', "Set do_sample: false for greedy decoding."
-        remedy = "Set a low temperature, such as 0.1." if draws_completions(options.stage) else remedy
-        return [Problem(what, remedy=remedy, option="temperature")]
+    """Return problems that can be found without data."""
     if not draws_completions(options.stage):
         return []
+    if not compares_completions(options.stage) and options.temperature == 0:
+        what, remedy = '"temperature" must be greater than 0. Received: 0.', "Set a low temperature, such as 0.1."
+        return [Problem(what, remedy=remedy, option="temperature")]
     of_groups = (
         [*check_sizes(options), *check_loss(options)] if compares_completions(options.stage) else _count(options)
     )

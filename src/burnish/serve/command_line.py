@@ -24,8 +24,9 @@ from burnish.data.options import DataOptions
 from burnish.inference.loading import writes_answers
 from burnish.inference.options import check_infer, infer_notes
 from burnish.models.check import check_model
+from burnish.models.generate import PREDICTION_ONLY
 from burnish.report.metadata import LAUNCH, RUN_YAML
-from burnish.run.plan.config_files import CONFIG_SUFFIXES, merge, path_of, read_arguments
+from burnish.run.plan.config_files import COMMAND_LINE, CONFIG_SUFFIXES, merge, path_of, read_arguments
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import aliases, provenance_of
 from burnish.run.plan.unsupported import take_absent
@@ -79,6 +80,15 @@ def serving_of(argv: Sequence[str], own: Sequence[str] = (), with_data: bool = F
     name = path or str(_value(values, "adapter_name_or_path") or _value(values, "model_name_or_path") or "")
     name = Path(name).stem if _is_config(name) else Path(name).name
     return _checked(values, rest, name)
+
+
+def notes_of_chat(serving: Serving) -> list[str]:
+    """Return the notes of a chat or an API, including those on options that only predictions read.
+
+    Those of a YAML file are not reported, because files are shared between commands.
+    """
+    unread = [name for name in PREDICTION_ONLY if serving.provenance.get(name, "").startswith(COMMAND_LINE)]
+    return [*serving.notes, *(f'"{name}" has no effect here: only predictions read it.' for name in unread)]
 
 
 def export_values(argv: Sequence[str]) -> dict[str, RawValue]:

@@ -15,18 +15,21 @@ from burnish.config.options import OptionSpec, specs, unit_after
 _NAME_WIDTH = 34
 
 
-def list_options(options: type, word: str = "", beginnings: Sequence[str] = ("",)) -> str:
+def list_options(options: type, word: str = "", beginnings: Sequence[str] = ("",), unread: Sequence[str] = ()) -> str:
     """Return the listing of all options, or of those whose name, help or aliases contain ``word``.
 
     Args:
         options: options class.
         word: filter, or "".
         beginnings: prefixes of the options to list. Default: all.
+        unread: names of options to omit.
     """
     matching = [
         spec
         for name, spec in specs(options).items()
-        if name.startswith(tuple(beginnings)) and _matches(spec, word.lstrip("-").replace("-", "_"))
+        if name.startswith(tuple(beginnings))
+        and name not in unread
+        and _matches(spec, word.lstrip("-").replace("-", "_"))
     ]
     if not matching:
         return f'No option matches "{word}".{did_you_mean(word, specs(options))}\n'

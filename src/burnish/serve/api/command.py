@@ -157,13 +157,13 @@ def load_served(
     """
     from burnish.inference.loading import engine_of, load_for_inference
     from burnish.serve.api.responses import OutputQueue
-    from burnish.serve.command_line import serving_of
+    from burnish.serve.command_line import notes_of_chat, serving_of
 
     state.share = 0.1
     serving = serving_of(argv, own=tuple(OWN))
     state.share = 0.3
     loaded = load_for_inference(serving.options, serving.name, may_score=True)
-    for sentence in (*serving.notes, *loaded.notes):
+    for sentence in (*notes_of_chat(serving), *loaded.notes):
         log.info(sentence)
     state.share = 0.9
     outputs = OutputQueue(loop)

@@ -102,14 +102,14 @@ def _backend(own: _ChatArguments, is_quiet: bool) -> tuple[Backend, dict[str, An
         return away, {}, [f"{away.name} at {away.url}", "/help lists the commands"]
     from burnish.inference.loading import engine_of, load_for_inference
     from burnish.run.plan.plan import locate_problems
-    from burnish.serve.command_line import serving_of
+    from burnish.serve.command_line import notes_of_chat, serving_of
 
     serving = serving_of(own.others)
     with locate_problems(serving.provenance):
         loaded = load_for_inference(serving.options, serving.name)
     engine = engine_of(loaded)
     settings = {name: getattr(serving.options, name) for name in SETTINGS if name in serving.provenance}
-    facts = engine.facts()
+    facts, notes = engine.facts(), notes_of_chat(serving)
     template = f"template: {loaded.template.name}"
     adapters = f"; adapters: {', '.join(loaded.adapters)}" if loaded.adapters else ""
     weights = facts.memory_bytes.get("weights", 0) / 2**20
@@ -119,10 +119,11 @@ def _backend(own: _ChatArguments, is_quiet: bool) -> tuple[Backend, dict[str, An
         f"{loaded.name}: {where}, {loaded.context:,} tokens of context{adapters}",
         template + "".join(f"; {note}" for note in loaded.template_notes),
         *([engine_note] if engine_note else []),
+        *notes,
         "/help lists the commands",
     ]
     if is_quiet:
-        for note in loaded.template_notes:
+        for note in (*notes, *loaded.template_notes):
             say(note, sys.stderr)
     return LocalBackend(loaded, engine), settings, lines
 
