@@ -58,12 +58,15 @@ def test_evaluation_changes_nothing(whole, tmp_path):
     assert all("eval_reward" in entry for entry in history(a) if "eval_runtime" in entry)
 
 
-def test_prompts_with_equal_rewards_give_no_pair(whole, tmp_path):
+def test_prompts_with_equal_rewards_give_no_pair(whole, tmp_path, capsys):
     folder, _ = whole
     (folder / "equal.py").write_text("def same(completions, **kwargs):\n    return [1.0] * len(completions)\n")
     run = train(user(folder, reward_funcs=[f"{folder}/equal.py:same"], output_dir=str(tmp_path / "out")))
     log = [entry for entry in history(run) if "loss" in entry]
     assert all(entry["frac_reward_zero_std"] == 1 and entry["loss"] == 0 for entry in log)
+    output = capsys.readouterr().out
+    assert "completion: " in output
+    assert "advantage" not in output  # pairs have none, and their loss does not stay near 0
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,14 @@ def test_preset_sets_options_that_are_not_given(tmp_path):
     assert (options.rl_loss_type, options.rl_beta) == ("bnpo", 0.1)
 
 
+def test_preset_changes_nothing_under_another_stage(tmp_path):
+    plain, made = (planned(tmp_path, stage="rloo", rl_preset=preset) for preset in (None, "dapo"))
+    assert {name for name, value in vars(made.options).items() if value != getattr(plain.options, name)} == {
+        "rl_preset"
+    }
+    assert [note for note in made.notes if "rl_preset" in note] == ['"rl_preset" has no effect: stage is rloo.']
+
+
 def test_stage_has_its_own_defaults(tmp_path):
     options = planned(tmp_path).options
     assert (options.temperature, options.top_p, options.top_k, options.rl_beta) == (1.0, 1.0, 0, 0.0)

@@ -8,7 +8,7 @@ from burnish.explain.view import Line, Section
 from burnish.parallel.selection import device_of
 from burnish.report.pace import counted
 from burnish.rollouts.objective import RolloutObjective
-from burnish.rollouts.options import PRESETS
+from burnish.rollouts.options import preset_of
 from burnish.run.plan.memory import DecoderShape, shown_bytes
 from burnish.run.plan.plan import Plan
 from burnish.run.prepare import Prepared
@@ -36,7 +36,7 @@ def rollouts_section(plan: Plan, prepared: Prepared) -> Iterator[Section]:
     for function in objective.functions:
         place = f" ({function.place})" if function.place else ""
         lines.append(Line("reward", f"{function.name}{place}, weight {function.weight:g}", plan.where("reward_funcs")))
-    if preset := PRESETS.get(options.rl_preset or ""):
+    if preset := preset_of(options.stage, options.rl_preset):
         applied = {name: value for name, value in preset.items() if getattr(options, name) == value}
         text = ", ".join(f"{name}: {value}" for name, value in applied.items())
         lines.append(Line("preset", f"{options.rl_preset} sets {text}", plan.where("rl_preset")))

@@ -45,9 +45,11 @@ class CompletionsCallback(TrainerCallback):
 
     Args:
         folder: folder of the file; None to write none.
+        has_advantages: whether the stage compares the completions of a prompt; otherwise advantages are not printed.
     """
 
-    def __init__(self, options: RolloutOptions, folder: Path | None) -> None:
+    def __init__(self, options: RolloutOptions, folder: Path | None, has_advantages: bool = True) -> None:
+        self.has_advantages = has_advantages
         self.options, self.path = options, None if folder is None else folder / JOURNAL_NAME
         self.newest: list[dict[str, Any]] = []
         self._tables = Thinned(_TABLES)
@@ -86,11 +88,11 @@ class CompletionsCallback(TrainerCallback):
         names = list(chosen[0]["rewards"])
         rows = [
             [line["prompt"], line["completion"], *(_shown(line["rewards"][name]) for name in names),
-             f"{line['advantage']:+.2f}"]
+             *([f"{line['advantage']:+.2f}"] if self.has_advantages else [])]
             for line in chosen
         ]  # fmt: skip
         title = f"Completions for step {chosen[0]['step']}"
-        table(title, ["prompt", "completion", *names, "advantage"], rows)
+        table(title, ["prompt", "completion", *names, *(["advantage"] if self.has_advantages else [])], rows)
 
 
 def _step_of(line: str) -> int:
@@ -127,10 +129,14 @@ _FALLEN = 5
 
 
 class RolloutNotesCallback(TrainerCallback):
-    """Prints notes on the most common problems of such runs, each once, with values."""
+    """Prints notes on the most common problems of such runs, each once, with values.
 
-    def __init__(self, options: RolloutOptions) -> None:
-        self.options = options
+    Args:
+        has_advantages: whether the loss is weighted by advantages, which sum to 0 for each prompt.
+    """
+
+    def __init__(self, options: RolloutOptions, has_advantages: bool = True) -> None:
+        self.options, self.has_advantages = options, has_advantages
         self._reported: set[str] = set()
         self._alike = self._below = 0
         self._first: dict[str, float] = {}
@@ -150,7 +156,7 @@ class RolloutNotesCallback(TrainerCallback):
         """Return the name of a note -> its text, "" if it does not apply."""
         found: dict[str, str] = {}
         zero_std, longest = logs.get("frac_reward_zero_std"), self.options.max_completion_length
-        if zero_std is not None:  # completions of a prompt are compared
+        if self.has_advantages and zero_std is not None:
             found["loss"] = (
                 "The loss stays near 0 by construction, because the advantages of a group sum to 0. Watch reward "
                 "instead."
@@ -168,7 +174,8 @@ class RolloutNotesCallback(TrainerCallback):
         if logs.get("grad_norm") == 0 and zero_std == 1 and logs.get("reward_std", 0.0) > 0:
             found["between"] = (
                 f"grad_norm is 0 although reward_std is {logs['reward_std']:.2f}: rewards differ between prompts "
-                "but not between the completions of a prompt, so all advantages are 0."
+                "but not between the completions of a prompt, so "
+                f"{'all advantages are 0' if self.has_advantages else 'there are no pairs'}."
             )
         if (cut := logs.get("completions/clipped_ratio", 0.0)) >= _MANY:
             found["cut"] = (

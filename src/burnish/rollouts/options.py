@@ -149,7 +149,12 @@ def stage_defaults(options: DefaultsChoices) -> dict[str, Any]:
     found: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "rl_beta": 0.0}
     if options.stage == "rloo":
         found |= {"rl_beta": 0.05, "num_generations": 2}
-    return found | PRESETS.get(options.rl_preset or "", {})
+    return found | preset_of(options.stage, options.rl_preset)
+
+
+def preset_of(stage: str, name: str | None) -> dict[str, Any]:
+    """Return the options that ``rl_preset`` sets: none unless the stage is ``grpo``, whose losses they choose."""
+    return PRESETS.get(name or "", {}) if stage == "grpo" else {}
 
 
 class LossShapeChoices(RolloutOptions, GenerationOptions, ReferenceOptions):
@@ -330,8 +335,8 @@ def rollout_notes(options: RolloutStageChoices) -> list[str]:
         for name, why in without_effect(options).items()
         if name in changed
     ]
-    if options.rl_preset:
-        values = ", ".join(f"{name}: {value}" for name, value in PRESETS[options.rl_preset].items())
+    if preset := preset_of(options.stage, options.rl_preset):
+        values = ", ".join(f"{name}: {value}" for name, value in preset.items())
         found.append(f"rl_preset {options.rl_preset} sets {values}.")
     usual, most = ("1e-6 to 5e-6", 2e-5) if options.finetuning_type == "full" else ("1e-5 to 1e-4", 5e-4)
     if options.learning_rate >= most:

@@ -63,9 +63,12 @@ def rollout_callbacks(objective: StageObjective, options: RunOptions) -> list[An
     """Return the callbacks of a run with rollouts: the completions file, printed completions, and notes."""
     if not isinstance(objective, RolloutObjective):
         return []
-    callback = CompletionsCallback(options, output_folder(options) if options.log_completions else None)
+    has_advantages = objective.compares_completions
+    folder = output_folder(options) if options.log_completions else None
+    callback = CompletionsCallback(options, folder, has_advantages)
     objective.on_generation = callback.add
-    return [objective.times, *([callback] if options.log_completions else []), RolloutNotesCallback(options)]
+    notes = RolloutNotesCallback(options, has_advantages)
+    return [objective.times, *([callback] if options.log_completions else []), notes]
 
 
 def longest_of(options: RunOptions, config: Any) -> int:
