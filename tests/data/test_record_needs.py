@@ -77,3 +77,23 @@ def test_format_can_define_its_own_record_type(tmp_path, monkeypatch):
     assert (example.prompt, example.completion, example.margin) == ("Hi", "Ho", 4)
     with pytest.raises(UserError, match="do not match a known format"):
         examples(tmp_path, rows, RecordNeeds())
+
+
+@pytest.mark.parametrize("kind", ["pairs", "verdicts"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_pairs_without_prompt_begin_with_it(tmp_path, kind, streaming):
+    hi, texts = {"role": "user", "content": "Hi"}, ("Hello", "No")
+    answers = [[hi, {"role": "assistant", "content": text}] for text in texts]
+    needs = RecordNeeds(kind, stage="dpo" if kind == "pairs" else "kto")
+    example = examples(
+        tmp_path, [dict(zip(("chosen", "rejected"), answers, strict=True))] * 2, needs, streaming=streaming
+    )[0]
+    assert [(message.role, message.text) for message in example.messages][:1] == [("user", "Hi")]
+    if kind == "pairs":
+        assert [answer[-1].text for answer in (example.chosen, example.rejected)] == [*texts]
+
+
+def test_text_pairs_without_prompt_begin_with_it(tmp_path):
+    rows = [{"chosen": "Capital of France? Paris", "rejected": "Capital of France? Rome"}]
+    (example,) = examples(tmp_path, rows, RecordNeeds("pairs", stage="dpo"))
+    assert (example.prompt, example.chosen, example.rejected) == ("Capital of France?", " Paris", " Rome")

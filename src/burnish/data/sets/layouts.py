@@ -107,8 +107,9 @@ def _check(layout: Layout, records: Sequence[Values], where: str, needs: RecordN
         UserError: with the columns that were found and those that were expected.
     """
     found = _columns_of(records)
-    first = next(iter(FORMATS.get(layout.format).traits["columns"]))
-    if first not in layout.columns:
+    traits = FORMATS.get(layout.format).traits
+    first = next(iter(traits["columns"]))
+    if first not in layout.columns and first not in traits.get("optional", {}):
         what = f'"columns" must contain "{first}" for the format {layout.format}. Found: {listed(found)}.'
         raise UserError(what, where=where, option="columns")
     required = layout.required - _optional_in(needs)
@@ -118,7 +119,7 @@ def _check(layout: Layout, records: Sequence[Values], where: str, needs: RecordN
     if is_explicit:
         layout.awaited.update(layout.columns.values())
     # Columns that the format would read by default, but that are not in "columns".
-    known = {**FORMATS.get(layout.format).traits.get("optional", {}), **{column: column for column in MEDIA}}
+    known = {**traits.get("optional", {}), **{column: column for column in MEDIA}}
     for part, column in known.items():
         if column in found and part not in layout.columns and column not in layout.media:
             layout.notes[f'the column "{column}" is ignored because "columns" does not contain "{part}"'] = None
