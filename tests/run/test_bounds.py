@@ -52,6 +52,18 @@ def test_excessive_yaml_aliases_are_rejected(
     assert message in run_error(capsys)
 
 
+@pytest.mark.parametrize("name", ["run.yaml", "run.json"])
+def test_file_too_large_for_options_is_rejected_without_reading_it(
+    name: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Path(name).open("wb") as file:
+        file.truncate(2**40)
+    assert cli.main(["train", name]) == 2
+    err = read_output(capsys)[1]
+    assert "expected a file with options, of at most 1,048,576 bytes" in err
+    assert f"use dataset={name}" in err
+
+
 def test_deeply_nested_json_is_rejected(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.json").write_text('{"a": ' + DEEP * 40 + "}", encoding="utf-8")
     assert cli.main(["train", "run.json"]) == 2

@@ -238,6 +238,17 @@ def test_link_or_dataset_info_in_data_opens_nothing_outside(page, root, describe
 # --- what a folder that was sent may hold -----------------------------------------------------------------------------
 
 
+def test_oversized_run_yaml_stops_no_other_request(page, root) -> None:
+    sent_run(root, {**USUAL, "output_dir": "sent", "val_size": 2})
+    run = page.id_of("sent")
+    with (root / "sent/run.yaml").open("wb") as file:
+        file.truncate(2**40)
+    for method, path in (("POST", f"/api/runs/{run}/continue"), ("GET", f"/api/runs/{run}/held-out")):
+        status, _, text = page.send(method, path, {} if method == "POST" else None)
+        assert (status, json.loads(text)["error"]["code"]) == (422, "invalid_value")
+    assert page.send("GET", "/api/runs")[0] == 200
+
+
 def test_page_jobs_import_no_module_of_a_folder(page, root) -> None:
     """``python -m`` looks into the current folder first, which a run's launch.json names."""
     sent_run(root, {**USUAL, "output_dir": "sent"})

@@ -8,6 +8,9 @@ MOST_NODES, DEEPEST_NODE = 100_000, 100
 """Maximum number of values of a YAML file with expanded aliases (ten lines can expand beyond any memory), and maximum
 depth."""
 
+LARGEST_CONFIG_BYTES = 2**20
+"""Maximum size of a file with options. Reading one of this size takes some seconds."""
+
 RENDERING_S, RENDERING_BYTES, LONGEST_RENDERING = 10.0, 2**30, 2**26
 """Limits of a chat template per conversation: seconds, bytes of memory, and characters of output. A conversation of a
 million words takes 0.1 seconds."""

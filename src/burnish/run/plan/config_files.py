@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from burnish.config.bounds import MOST_NODES
+from burnish.config.bounds import LARGEST_CONFIG_BYTES, MOST_NODES
 from burnish.config.conversion import num_nodes
 from burnish.config.errors import Problem, UserError, did_you_mean
 from burnish.config.options import RawValue
@@ -173,10 +173,13 @@ def read_config(path: Path) -> dict[str, RawValue]:
         raise UserError(
             f'expected lines of the form "key: value". Received: a {kind}.',
             where=f"{path}, line {root.start_mark.line + 1}",
-            remedy=f"A file with the options of a run is expected here. If it holds records, use dataset={path}, or "
-            f"eval_dataset={path} with burnish eval.",
+            remedy=f"A file with the options of a run is expected here. {_if_records(path)}",
         )
     return _entries(path, root, parsed)
+
+
+def _if_records(path: Path) -> str:
+    return f"If it holds records, use dataset={path}, or eval_dataset={path} with burnish eval."
 
 
 def _text_of(path: Path) -> str:
@@ -186,7 +189,11 @@ def _text_of(path: Path) -> str:
         raise UserError(f'Expected a .yaml or .json file. "{path}" is {kind}.')
     if not path.is_file():
         raise UserError(f'File "{path}" does not exist.{_nearest_file(path)}')
-    raw = path.read_bytes()
+    with path.open("rb") as file:
+        raw = file.read(LARGEST_CONFIG_BYTES + 1)
+    if len(raw) > LARGEST_CONFIG_BYTES:
+        what = f"expected a file with options, of at most {LARGEST_CONFIG_BYTES:,} bytes."
+        raise UserError(what, where=str(path), remedy=_if_records(path))
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -6,6 +6,7 @@ never becomes part of a command line.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import signal
@@ -108,7 +109,7 @@ class Starter:
         """
         if run.is_alive:
             raise APIError(409, "running", "The run is already running.")
-        await self.checked(self._values_of(run), self._place_of(run.folder))
+        await self.checked(await asyncio.to_thread(self._values_of, run), self._place_of(run.folder))
         self._launch(run.folder, None)
 
     async def values_of(self, run: FoundRun) -> dict[str, Any]:
@@ -117,7 +118,7 @@ class Starter:
         Raises:
             APIError: 409 if it has no file, 422 if the file names paths that the web UI may not access.
         """
-        values, place = self._values_of(run), self._place_of(run.folder)
+        values, place = await asyncio.to_thread(self._values_of, run), self._place_of(run.folder)
         return await self.checked(values | (data_seen_from(place, values) if place != self.places.first else {}))
 
     def _values_of(self, run: FoundRun) -> dict[str, Any]:
