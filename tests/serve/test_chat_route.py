@@ -8,11 +8,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 from burnish.config.errors import Problem
-from burnish.inference.types import StepOutput
+from burnish.inference.types import EngineFacts, StepOutput
 from burnish.serve.api.responses import OutputQueue
 from serve.client import CHAT, events, post, send
 from serve.fakes import END, FakeServed, ScriptedEngine, saying
@@ -465,6 +467,24 @@ def test_request_of_many_prompts_does_not_block_others(serve, monkeypatch) -> No
         ends.append(("one", time.monotonic()))
     thread.join(30)
     assert [name for name, _ in ends] == ["one", "one", "one", "many"]
+
+
+class _SlowEngine(ScriptedEngine):
+    """Its rate is known."""
+
+    def facts(self) -> EngineFacts:
+        return replace(super().facts(), tokens_per_second=100.0)
+
+
+def test_pending_choices_of_another_request_do_not_reject_a_request(serve) -> None:
+    """40 choices of 400 tokens need 160 s at this rate, but only two are before the next request, which has a slot."""
+    running = serve(engine=_SlowEngine(lambda ask: [65] * 400, slots=3, waiting=4, pause_s=0.002), api_timeout=20)
+    many = {"model": "first", "prompt": ["p"] * 40, "max_tokens": 400}
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(post, running, "/v1/completions", many)
+        wait_for(lambda: running.engine.num_open == 2)
+        assert post(running, "/v1/chat/completions", {**CHAT, "max_tokens": 2})[0] == 200
+        running.engine.script = lambda ask: [65]
 
 
 def test_request_waiting_for_rendering_of_others_times_out(serve, monkeypatch) -> None:

@@ -84,8 +84,11 @@ class CompletionService:
         return answer
 
     def _owed(self, choice: Choice) -> int:
-        """Return the number of tokens that may still have to be generated."""
-        return 0 if choice.is_over else max(0, choice.ask.max_new_tokens - choice.num_tokens)
+        """Return the number of tokens that may have to be generated before a new request: none for choices that are
+        not submitted yet, because they follow it in the queue.
+        """
+        is_before = choice.handle is not None and not choice.is_over
+        return max(0, choice.ask.max_new_tokens - choice.num_tokens) if is_before else 0
 
     def end(self, answer: RequestAnswer) -> None:
         answer.cancel()

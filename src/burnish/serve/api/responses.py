@@ -234,12 +234,14 @@ class RequestAnswer:
     def begin(self, engine: InferenceEngine) -> None:
         """Submit as many choices as the engine has slots. The others follow one by one when a choice ends.
 
-        They go to the end of the queue, so that a request with many choices does not block other requests.
+        They go to the end of the queue, so that a request with many choices does not block other requests. With more
+        choices than slots, one slot is left to other requests.
 
         Raises:
             APIError: 429 if too many requests are queued, 503 if the engine is closed, 400 for an invalid request.
         """
-        self._engine, self._at_once = engine, max(1, engine.facts().slots)
+        slots = engine.facts().slots
+        self._engine, self._at_once = engine, max(1, slots if len(self.choices) <= slots else slots - 1)
         try:
             self._submit_more(engine)
         except Full as error:
