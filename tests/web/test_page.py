@@ -515,7 +515,12 @@ def test_export_accepts_only_known_formats(page, root, monkeypatch) -> None:
     status, _, text = page.send("POST", "/api/exports", {**options, "format": "gguf q8_0"})
     assert status == 202, text
     assert {"export_format=gguf", "export_gguf_type=q8_0"} < set(started[0])
-    assert page.get(f"/api/jobs/{json.loads(text)['id']}")["state"] == "done"
+    job = f"/api/jobs/{json.loads(text)['id']}"
+    assert page.get(job)["state"] == "done"
+    assert "burnish chat gguf" in page.get(job)["lines"]
+    (root / "gguf").mkdir()
+    (root / "gguf" / "value_head.safetensors").touch()
+    assert page.get(job)["lines"] == ["burnish api gguf"]  # a reward model has no responses
     assert page.send("POST", "/api/exports", {**options, "format": "pickle"})[0] == 422
 
 

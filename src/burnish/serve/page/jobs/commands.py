@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from burnish.report.card import serving_lines
 from burnish.serve.http.errors import APIError
 from burnish.serve.page.runs.files import object_in
 from burnish.serve.page.runs.predictions import prediction_files
@@ -29,6 +30,7 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
 _TEXT = 8000
 _SHARE: Mapping[str, float] = {"gguf q8_0": 0.53, "gguf q4_0": 0.28}
 """Size of an export relative to the same weights in 16 bits."""
+VALUE_HEAD = "value_head.safetensors"
 _WEIGHTS = (".safetensors", ".gguf", ".bin")
 KINDS = ("predict", "loss", "task")
 _NAME = re.compile(r"[\w][\w./ -]{0,200}")
@@ -184,11 +186,6 @@ def _metrics(folder: Path) -> dict[str, float]:
 
 def _serving_lines(shown: str, folder: Path) -> list[str]:
     file = next(folder.glob("*.gguf"), None)
-    return [
-        f"burnish api {shown}",
-        f"burnish chat {shown}",
-        f"vllm serve {shown}",
-        f"python -m sglang.launch_server --model-path {shown}",
-        *([f"llama-server -m {shown}/{file.name}"] if file is not None else []),
-        f"cd {shown} && ollama create my-model -f Modelfile",
-    ]
+    classes = str(object_in(folder / "config.json").get("architectures"))
+    gives_scores = (folder / VALUE_HEAD).is_file() or "ForSequenceClassification" in classes
+    return serving_lines(shown, gguf="" if file is None else file.name, gives_scores=gives_scores)
