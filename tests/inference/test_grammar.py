@@ -1,6 +1,7 @@
 """Constrained generation: a model with random weights produces valid output."""
 
 import json
+from typing import Any
 
 import pytest
 from generation_runs import generate_responses
@@ -93,6 +94,44 @@ def test_unsupported_schema_is_rejected_with_library_message(grammars: Grammars)
         grammars.json_schema({"not": {"type": "string"}})
     with pytest.raises(UserError, match="cannot be required"):
         grammars.calls("lfm2", {"f": {}})
+
+
+@pytest.mark.parametrize(
+    ("bounds", "holds"),
+    [({"exclusiveMinimum": 0, "maximum": 0.25}, lambda x: 0 < x <= 0.25),
+     ({"exclusiveMinimum": 0, "exclusiveMaximum": 1e-7}, lambda x: 0 < x < 1e-7),
+     ({"exclusiveMinimum": 3, "maximum": 3.0000001}, lambda x: 3 < x <= 3.0000001),
+     ({"minimum": -0.5, "exclusiveMaximum": 0}, lambda x: -0.5 <= x < 0),
+     ({"exclusiveMinimum": 0, "exclusiveMaximum": 1}, lambda x: 0 < x < 1)],
+)  # fmt: skip
+def test_number_is_within_exclusive_bounds(grammars: Grammars, bounds, holds) -> None:
+    """llguidance accepts 0 for an exclusive minimum of 0 if the maximum is below 1."""
+    for schema in ({"type": "number", **bounds}, {"anyOf": [{"type": "number", **bounds}]}):
+        for text in ("0", "3", "-0.0", "0.2", "3.00000005", "-0.2", "0.00000005", "0.5"):
+            matcher = grammars.json_schema(schema)._matcher
+            ids = grammars.tokenizer(text, add_special_tokens=False)["input_ids"]
+            assert (matcher.validate_tokens(ids) == len(ids) and _may_end(matcher, ids)) <= holds(float(text)), text
+
+
+def _may_end(matcher: Any, ids: list[int]) -> bool:
+    matcher.consume_tokens(ids)
+    return bool(matcher.is_accepting())
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": "integer", "minimum": 2**63}, {"exclusiveMinimum": 1e300}, {"type": "integer", "maximum": -(2**64)},
+     {"type": "integer", "const": 10**20},
+     {"items": {"enum": [1, -(10**400)]}}, {"properties": {"a": {"const": 1e22}}}],
+    ids=str,
+)  # fmt: skip
+def test_number_beyond_64_bits_is_rejected(grammars: Grammars, schema) -> None:
+    """llguidance would replace it by the nearest integer of 64 bits."""
+    with pytest.raises(UserError, match=r"does not fit into 64 bits"):
+        grammars.json_schema(schema)
+    with pytest.raises(UserError, match=r"does not fit into 64 bits"):
+        grammars.calls("qwen", {"f": {"type": "object", "properties": {"x": schema}}})
+    assert grammars.json_schema({"type": "integer", "minimum": 0, "maximum": 2**64 - 1})
 
 
 LIMITLESS = {"type": "string", "pattern": "^(.*a.{0,40}){40}$"}

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from burnish.config.errors import MissingExtraError, Problem, UserError
 from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
+from burnish.utils.json_files import shortened
 
 EXTRA = "serve"
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -65,7 +66,8 @@ class Grammars:
         from llguidance import LLMatcher
 
         try:
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": _COMPACT}))
+            exact = _with_exact_numbers(schema)
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps({**exact, "x-guidance": _COMPACT}))
         except ValueError as error:
             raise UserError(_refused(error)) from error
         return self._matched(grammar, waits_for)
@@ -116,10 +118,67 @@ class Grammars:
 def _call_schema(name: str, schema: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {"name": {"const": name}, key: dict(schema) or {"type": "object"}},
+        "properties": {"name": {"const": name}, key: _with_exact_numbers(schema) or {"type": "object"}},
         "required": ["name", key],
         "additionalProperties": False,
     }
+
+
+_INT64 = 2**63
+_DATA = ("const", "enum", "default", "examples", "example")
+"""Keywords whose values are data, not schemas."""
+
+
+def _with_exact_numbers(schema: Any) -> Any:
+    """A schema whose numbers llguidance 1.9 reads correctly.
+
+    It replaces integers beyond 64 bits by the nearest one within, and accepts 0 for ``exclusiveMinimum: 0`` if the
+    maximum is below 1. Such an exclusive bound is replaced by one inside of the interval.
+
+    Raises:
+        UserError: for a number beyond 64 bits that decides which responses are valid.
+    """
+    if isinstance(schema, list):
+        return [_with_exact_numbers(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    low, high = (_bound(schema, *names) for names in _BOUNDS)
+    data = [number for key in ("const", "enum") for number in _integers(schema.get(key))]
+    beyond = [number for number in data if not -_INT64 <= number < _INT64]
+    beyond += [low] if low is not None and low >= _INT64 else []
+    beyond += [high] if high is not None and high < -_INT64 else []
+    if beyond:
+        raise UserError(_refused(f"{shortened(beyond[0], 40)} does not fit into 64 bits."))
+    found = {key: value if key in _DATA else _with_exact_numbers(value) for key, value in schema.items()}
+    if low is not None and high is not None and low < high < low + 1:
+        width = (high - low) * _SHARE
+        if found.get("exclusiveMinimum") == low and low == low // 1:
+            del found["exclusiveMinimum"]
+            found["minimum"] = low + width
+        if found.get("exclusiveMaximum") == high and high == high // 1:
+            del found["exclusiveMaximum"]
+            found["maximum"] = high - width
+    return found
+
+
+_BOUNDS = (("minimum", "exclusiveMinimum", max), ("maximum", "exclusiveMaximum", min))
+_SHARE = 1e-6
+"""Share of an interval that is left out beside an exclusive bound."""
+
+
+def _bound(schema: Mapping[str, Any], name: str, exclusive: str, choose: Any) -> float | None:
+    found = [value for value in (schema.get(name), schema.get(exclusive)) if _is_number(value)]
+    return choose(found) if found else None
+
+
+def _integers(value: Any) -> list[float]:
+    """The whole numbers among the values of ``const`` or ``enum``."""
+    values = value if isinstance(value, list) else [value]
+    return [item for item in values if _is_number(item) and item == item // 1]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _refused(error: Any) -> Problem:
