@@ -2,8 +2,10 @@
 fingerprint, or the option is declared harmless.
 """
 
+import hashlib
 import importlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -24,6 +26,8 @@ from burnish.models.options import ModelOptions
 from burnish.optim.builtin import OPTIMIZERS
 from burnish.run.plan.options import GROUPS, MEMBER_GROUPS, RunOptions
 from burnish.run.recovery.fingerprints import HARMLESS, HARMLESS_GROUPS, plugin_code
+from burnish.utils import digests
+from burnish.utils.digests import file_digests
 from burnish.utils.source_files import source_digest
 from pair_runs import pairs
 from small_run import make_model, records
@@ -295,6 +299,43 @@ def test_eval_dataset_may_change_if_it_does_not_affect_results(
     assert "eval_data has changed" in read_output(capsys)[1]
     assert cli.main([*argv, "max_steps=4"]) == 0
     assert "eval_data has changed since checkpoint-2." in read_output(capsys)[0]
+
+
+@pytest.mark.parametrize("at", [0.37, 0.5, 0.983])
+def test_any_changed_byte_of_a_large_file_changes_its_fingerprint(
+    at: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "weights.bin"
+    file.write_bytes(bytes(70 * 2**20))
+    times = file.stat().st_mtime_ns
+    before = place_fingerprint(str(file))
+    with file.open("r+b") as opened:
+        opened.seek(int(at * 70 * 2**20) // 8 * 8 + 5)
+        opened.write(b"x")
+    os.utime(file, ns=(times, times))  # as copying tools set them
+    assert place_fingerprint(str(file)) != before
+
+
+def test_large_file_is_read_again_only_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [tmp_path / f"{name}.safetensors" for name in "abc"]
+    read: list[str] = []
+    monkeypatch.setattr(digests, "_read", lambda path, real=digests._read: read.append(path.name) or real(path))
+    for file in files:
+        file.write_bytes(file.name.encode() * 1000)
+    assert len({*file_digests(files)}) == 3
+    assert file_digests(files) == [hashlib.sha256(file.read_bytes()).digest() for file in files]
+    assert len(read) == 6, "they have just been written: the same times could belong to other content"
+    monkeypatch.setattr(digests, "_SETTLED_S", 0.0)
+    expected = file_digests(files)
+    read.clear()
+    assert file_digests(files) == expected
+    assert read == []
+    files[1].write_bytes(files[1].read_bytes()[::-1])
+    assert file_digests(files)[1] != expected[1]
+    assert read == ["b.safetensors"]
+    for damaged in digests._place(files[0]).parent.iterdir():
+        damaged.write_text("{")
+    assert file_digests(files)[0] == expected[0]
 
 
 def test_file_argument_of_reward_function_is_identified_by_content(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Fingerprints of models, adapters and files: short hashes of their content, independent of their location.
 
-Of a file above ``WHOLE_BYTES``, only samples are read. A fine-tuned copy of a model differs in each of them.
+Files are read as a whole, which takes about a second per GB. The digests of large ones are kept (``utils/digests.py``).
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from typing import Any
 from burnish.models.check import weight_files
 from burnish.models.options import ModelOptions
 from burnish.models.source import local_folder
+from burnish.utils.digests import file_digests
 from burnish.utils.json_files import read_object
 
-WHOLE_BYTES = 64 * 2**20
-"""Files up to this size are read as a whole, in some hundredths of a second."""
-SAMPLES = 64
-"""Number of positions that are read of a larger file."""
-_SAMPLE_BYTES = 4096
+LARGE_BYTES = 64 * 2**20
+"""Digests of files above this size are kept. Smaller ones are read again, in some hundredths of a second."""
 _HEADS = ("value_head.safetensors", "value_head.bin")
 _TOKENIZER = ("tokenizer*", "*.jinja", "special_tokens_map.json", "vocab.*", "merges.txt")
 _PATTERNS = ("*.json", "*.safetensors")
@@ -49,8 +47,7 @@ def model_fingerprint(name: str, options: ModelOptions, option_name: str, reads_
 def _weights_digest(folder: Path) -> hashlib._Hash:
     """The hash of the weight files, and of the head of a reward model beside them."""
     digest = hashlib.sha256()
-    for path in [*weight_files(folder), *(folder / name for name in _HEADS if (folder / name).is_file())]:
-        _add_content(digest, path)
+    _add_contents(digest, [*weight_files(folder), *(folder / name for name in _HEADS if (folder / name).is_file())])
     return digest
 
 
@@ -103,13 +100,19 @@ def place_fingerprint(value: Any) -> Any:
 
 
 def _add_content(digest: hashlib._Hash, path: Path) -> None:
-    size = path.stat().st_size
-    digest.update(f"{size}".encode())
-    with path.open("rb") as file:
-        if size <= WHOLE_BYTES:
+    _add_contents(digest, [path])
+
+
+def _add_contents(digest: hashlib._Hash, paths: Sequence[Path]) -> None:
+    """Add the size and content of files."""
+    sizes = {path: path.stat().st_size for path in paths}
+    large = [path for path in paths if sizes[path] > LARGE_BYTES]
+    of_large = dict(zip(large, file_digests(large), strict=True))
+    for path in paths:
+        digest.update(f"{sizes[path]}".encode())
+        if path in of_large:
+            digest.update(of_large[path])
+            continue
+        with path.open("rb") as file:
             while piece := file.read(2**20):
                 digest.update(piece)
-            return
-        for place in sorted({size * part // SAMPLES for part in range(SAMPLES)}):
-            file.seek(place)
-            digest.update(file.read(_SAMPLE_BYTES))
