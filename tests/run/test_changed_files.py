@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -198,6 +199,22 @@ def _package(sign: str) -> Callable[[], None]:
     return make
 
 
+def _by_name(sign: str) -> Callable[[], None]:
+    """A reward function that imports a module from a folder which only its own code adds to the path."""
+
+    def make() -> None:
+        Path("lib").mkdir(exist_ok=True)
+        Path("lib/own_sign.py").write_text(f"SIGN = {sign}\n", encoding="utf-8")
+        Path("mine.py").write_text(
+            "import importlib, sys\nsys.path.insert(0, 'lib')\nown = importlib.import_module('own_sign')\n"
+            "def score(completions, **kwargs):\n    return [own.SIGN * (len(str(c)) % 3) for c in completions]\n",
+            encoding="utf-8",
+        )  # fmt: skip
+        sys.modules.pop("own_sign", None)
+
+    return make
+
+
 WITHIN = {
     "one number of the weights": Place([], _one_number("model/model.safetensors"), "base_model"),
     "one number of an adapter": Place(
@@ -221,6 +238,9 @@ WITHIN = {
     ),
     "a file that a reward function imports": Place(
         [*DRAWN, "reward_funcs=[scorers.entry.score]"], _package("2.0"), "reward functions", before=_package("1.0")
+    ),
+    "a module that a reward function imports by its name": Place(
+        [*DRAWN, "reward_funcs=[mine.py:score]"], _by_name("2.0"), "reward functions", before=_by_name("1.0")
     ),
     "the columns of dataset_info": Place(
         [], lambda: change("data/dataset_info.json", rows={

@@ -4,30 +4,43 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Iterator
+import sysconfig
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from burnish.utils.collection import without_garbage_collection
 
 
-def source_digest(file: Path) -> str:
+def source_digest(file: Path, others: Sequence[Path] = ()) -> str:
     """Return a hash of a Python file, and of the files that it imports from its folder, its package or the working
     directory. 32 hexadecimal digits; "" if the file cannot be read.
 
     Of an installed package, other files of the same package are included, but not those of other packages.
+
+    Args:
+        file: the file.
+        others: files that belong to it in another way; their imports are included, too.
     """
     digest = hashlib.sha256()
     try:
-        for raw in _sources(file.resolve()):
+        for raw in _sources([file.resolve(), *others]):
             digest.update(raw)
     except OSError:
         return ""
     return digest.hexdigest()[:32]
 
 
-def _sources(file: Path) -> Iterator[bytes]:
+def is_installed(file: Path) -> bool:
+    """Whether a file belongs to an installed package, to Python or to burnish, rather than to the user's own code."""
+    return "site-packages" in file.parts or any(file.is_relative_to(root) for root in _INSTALLED)
+
+
+_INSTALLED = (Path(__file__).resolve().parents[1], Path(sysconfig.get_path("stdlib")).resolve())
+
+
+def _sources(files: Sequence[Path]) -> Iterator[bytes]:
     seen: set[Path] = set()
-    waiting = [file]
+    waiting = list(reversed(files))
     while waiting:
         path = waiting.pop()
         if path not in seen:
@@ -45,8 +58,8 @@ def _imported(path: Path, raw: bytes) -> Iterator[Path]:
     except (SyntaxError, ValueError):  # it was not imported, or not as Python
         return
     root = _root(path)
-    is_installed = "site-packages" in path.parts
-    everywhere = [root] if is_installed else [path.parent, root, Path.cwd()]
+    is_of_package = is_installed(path)
+    everywhere = [root] if is_of_package else [path.parent, root, Path.cwd()]
     for node in ast.walk(tree):
         folders = everywhere
         if isinstance(node, ast.Import):
@@ -59,7 +72,7 @@ def _imported(path: Path, raw: bytes) -> Iterator[Path]:
         places = [folder.joinpath(*name.split(".")) for folder in folders for name in names]
         files = [file.resolve() for place in places for file in (Path(f"{place}.py"), place / "__init__.py")]
         package = root / path.relative_to(root).parts[0]
-        yield from (file for file in files if file.is_file() and not (is_installed and package not in file.parents))
+        yield from (file for file in files if file.is_file() and not (is_of_package and package not in file.parents))
 
 
 def _root(path: Path) -> Path:

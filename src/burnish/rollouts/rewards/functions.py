@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from typing import Any
 
 from burnish.config.errors import Problem, UserError, did_you_mean, few, first_line
 from burnish.rollouts.rewards.builtin import FACTORIES, FUNCTIONS
-from burnish.utils.source_files import source_digest
+from burnish.utils.source_files import is_installed, source_digest
 
 PASSED_BY_NAME = frozenset(
     {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
@@ -286,8 +287,18 @@ def _place(function: Callable[..., Any]) -> str:
 
 def _digest(function: Callable[..., Any]) -> str:
     """Return a hash of the entire file and its local imports: a function may call others in them."""
+    code = _code_of(function)
     try:
-        file = inspect.getsourcefile(_code_of(function))
-        return source_digest(Path(file)) if file else ""
+        file = inspect.getsourcefile(code)
     except (OSError, TypeError):
         return ""
+    return source_digest(Path(file), _local_modules(code)) if file else ""
+
+
+def _local_modules(code: Any) -> list[Path]:
+    """Return the files of local modules that the module of a function has as variables, however it imported them."""
+    module = sys.modules.get(getattr(code, "__module__", ""))
+    names = getattr(code, "__globals__", vars(module) if module else {})
+    files = (getattr(value, "__file__", None) for value in list(names.values()) if isinstance(value, ModuleType))
+    found = sorted({Path(file).resolve() for file in files if file and file.endswith(".py")})
+    return [file for file in found if not is_installed(file)]
