@@ -94,9 +94,12 @@ def test_drained_engine_finishes_running_requests(model) -> None:
     assert [answer.reason for answer in result] == ["length"] * 3
 
 
-def test_engine_error_ends_the_thread_and_all_requests(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("error", "named"), [(AssertionError("broken"), "broken"), (KeyError(), "KeyError")])
+def test_engine_error_ends_the_thread_and_all_requests(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, error: Exception, named: str
+) -> None:
     def broken() -> bool:
-        raise AssertionError("broken")
+        raise error
 
     result = Waited()
     monkeypatch.setattr(engine.loop, "turn", broken)
@@ -109,5 +112,5 @@ def test_engine_error_ends_the_thread_and_all_requests(engine: LocalEngine, monk
         assert result.reason == "failed"
     engine._thread.join(5)
     assert not engine.facts().is_alive
-    with pytest.raises(Closed, match="broken"):
+    with pytest.raises(Closed, match=named):
         engine.submit(GenerationRequest([5], 20), Waited())

@@ -219,7 +219,7 @@ def test_non_integer_rank_variable_is_rejected(name, monkeypatch):
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, "two")
     (problem,) = problems_of_machines()
-    assert f'{name} must be an integer. Received: "two"' in str(problem)
+    assert f'{name} must be a non-negative integer. Received: "two"' in str(problem)
     monkeypatch.setenv(name, "")
     assert problems_of_machines() == []
 
@@ -235,14 +235,15 @@ def test_num_processes_is_a_number_or_auto():
     ("variables", "message"),
     [
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, and not set: RANK, MASTER_ADDR, MASTER_PORT."),
-        ({"WORLD_SIZE": "two"}, 'WORLD_SIZE must be an integer. Received: "two".'),
-        ({"WORLD_SIZE": "2", "RANK": "x"}, 'RANK must be an integer. Received: "x".'),
+        ({"WORLD_SIZE": "two"}, 'WORLD_SIZE must be a non-negative integer. Received: "two".'),
+        ({"WORLD_SIZE": "-1"}, 'WORLD_SIZE must be a non-negative integer. Received: "-1".'),
+        ({"WORLD_SIZE": "2", "RANK": "x"}, 'RANK must be a non-negative integer. Received: "x".'),
         ({"WORLD_SIZE": "0", "RANK": "0"}, "WORLD_SIZE is 0, and RANK is 0; ranks are numbered from 0."),
-        ({"LOCAL_RANK": "x"}, 'LOCAL_RANK must be an integer. Received: "x".'),
+        ({"LOCAL_RANK": "x"}, 'LOCAL_RANK must be a non-negative integer. Received: "x".'),
         ({"RANK": "1", "LOCAL_RANK": "1"}, "WORLD_SIZE is not set, and RANK is 1; ranks are numbered from 0."),
         (
             {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "abc"},
-            'MASTER_PORT must be an integer. Received: "abc".',
+            'MASTER_PORT must be a non-negative integer. Received: "abc".',
         ),
         ({"RANK": "1"}, "WORLD_SIZE is not set, and RANK is 1; ranks are numbered from 0."),
         (
@@ -262,5 +263,5 @@ def test_incomplete_launcher_variables_are_rejected(command, variables, message,
     assert main([command, *as_arguments(options)]) == 2
     err = capsys.readouterr().err
     assert f"error: {message}\n" in err
-    assert "burnish train or torchrun" in err or "an integer" in err
+    assert "burnish train or torchrun" in err or "a non-negative integer" in err
     assert not (tmp_path / "out").exists()

@@ -297,7 +297,7 @@ def merge_into_base(model: nn.Module) -> nn.Module:
             kind = type(layer.base_layer).__name__
             raise UserError(
                 f"an adapter cannot be merged into a quantized base model ({kind}): rounding would discard the update.",
-                remedy="Merge it into the full-precision base model: burnish export without quantization_bit.",
+                remedy="Merge it into the full-precision base model: run burnish export without quantization_bit.",
             )
     before = [(layer, dict(layer.base_layer.named_parameters(recurse=False))) for _, layer in layers]
     broken = [path for path, layer in layers if not _merges(layer)]

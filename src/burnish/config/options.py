@@ -251,7 +251,7 @@ _MAX_NAME, _MAX_PATH = 255, 4095
 
 
 def _check_path_length(text: Any) -> None:
-    """Raise ValueError with a clause for a text that no file or folder can be named by."""
+    """Raise ValueError if a path, or a name in it, is longer than file systems allow."""
     if not isinstance(text, str) or text.lstrip().startswith("{"):
         return
     longest = max(len(os.fsencode(part)) for part in text.split("/"))

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from burnish.config.errors import Problem
+from burnish.config.errors import Problem, first_line
 from burnish.inference.forward import Precision
 from burnish.inference.scheduler import Scheduler
 from burnish.inference.slots import Deliver, SlotLimits, Through
@@ -47,7 +47,11 @@ class LocalEngine:
 
     def submit(self, request: GenerationRequest, callback: OutputCallback) -> RequestHandle:
         if self._is_closed or not self._thread.is_alive():
-            raise Closed("The engine is closed." if self.failure is None else f"The engine has stopped: {self.failure}")
+            raise Closed(
+                "The engine is closed."
+                if self.failure is None
+                else f"The engine has stopped: {first_line(self.failure)}"
+            )
         handle = self.loop.submit(request, callback)
         self._work.set()
         return handle
@@ -77,4 +81,4 @@ class LocalEngine:
                     self._work.clear()
         except BaseException as error:  # the outermost frame of the thread: waiting callers must be notified
             self.failure = error
-            self.loop.fail_all(Problem(f"The engine has stopped: {error}", code="internal_error"))
+            self.loop.fail_all(Problem(f"The engine has stopped: {first_line(error)}", code="internal_error"))

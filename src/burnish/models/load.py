@@ -107,8 +107,8 @@ def _adapter_in_model(where: str) -> Problem:
         f"this folder contains both a model and an adapter ({ADAPTER_CONFIG}).",
         where=where,
         why="transformers would load the model with the adapter.",
-        remedy=f"Move {ADAPTER_CONFIG} and adapter_model.safetensors to a folder of their own. To load the adapter, "
-        "set adapter_name_or_path to that folder.",
+        remedy=f"Move {ADAPTER_CONFIG} and adapter_model.safetensors to a separate folder. To load the adapter, set "
+        "adapter_name_or_path to that folder.",
     )
 
 

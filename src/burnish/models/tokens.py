@@ -35,7 +35,8 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 """Files of tokenizers. transformers finds no tokenizer in a folder without any of these."""
 _LOOKS_SPECIAL = re.compile(r"<.+>|\[.+\]|\u2581")
-"""Tokens that classes of transformers have without a vocabulary: ``<|endoftext|>``, ``[UNK]``, and T5's space."""
+"""Tokens that tokenizer classes of transformers add without a vocabulary file: ``<|endoftext|>``, ``[UNK]``, and the
+space of T5."""
 ROW_MULTIPLE = 64
 """A resized embedding has a multiple of this number of rows, for fast matrix products on tensor cores."""
 
@@ -92,8 +93,10 @@ def _check_chat_template(template: Any, where: str) -> None:
 
 
 def _check_ordinary_tokens(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
-    """Raise UserError if all tokens are special: without its vocabulary file, transformers creates most tokenizers with
-    an empty vocabulary, which encodes any text as nothing or as unknown tokens.
+    """Raise UserError if the vocabulary contains only special tokens.
+
+    Without the vocabulary file, transformers creates most tokenizers with an empty vocabulary. They encode any text as
+    no tokens or as unknown tokens.
     """
     special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
     if all(_LOOKS_SPECIAL.fullmatch(token) for token in tokenizer.get_vocab().keys() - special):

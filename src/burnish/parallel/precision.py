@@ -145,7 +145,7 @@ def compute_sentence(compute: torch.dtype, in_files: torch.dtype, device: torch.
 def slow_products(dtype: torch.dtype) -> str:
     """A warning for a CPU on which training in ``dtype`` is slower than in float32, with the measured cost."""
     if dtype == torch.bfloat16 and has_bfloat16():
-        what, cost = f"({cpu_instructions()} without AMX) is slower in bfloat16 than in float32", "1.5 to 1.6"
+        what, cost = f"({cpu_instructions()} without AMX) multiplies matrices more slowly in bfloat16", "1.5 to 1.6"
     else:
         what, cost = f"({cpu_instructions()}) emulates {name_of(dtype)} matrix multiplication", "5 to 11"
     return f"This processor {what}: training steps took {cost} times as long as in float32 in our measurements."

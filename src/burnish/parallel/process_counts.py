@@ -89,7 +89,7 @@ def launcher_problems() -> list[Problem]:
     values = {name: os.environ.get(name, "").strip() for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")}
     unread = [name for name, text in values.items() if text and count_in(text, -1) < 0]
     if unread:
-        return [Problem(f'{name} must be an integer. Received: "{values[name]}".') for name in unread]
+        return [Problem(f'{name} must be a non-negative integer. Received: "{values[name]}".') for name in unread]
     size, rank = count_in(values["WORLD_SIZE"], 1), count_in(values["RANK"], 0)
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if size > 1 and not os.environ.get(name)]
     if not missing and size > rank:
@@ -111,7 +111,7 @@ def problems_of_machines() -> list[Problem]:
     values = {name: os.environ.get(name, "").strip() for name in ("NNODES", "NODE_RANK", "NPROC_PER_NODE")}
     unread = [name for name, text in values.items() if text and count_in(text, -1) < 0]
     if unread:
-        return [Problem(f'{name} must be an integer. Received: "{values[name]}".') for name in unread]
+        return [Problem(f'{name} must be a non-negative integer. Received: "{values[name]}".') for name in unread]
     if num_machines() == 1:
         return []
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if name not in os.environ]

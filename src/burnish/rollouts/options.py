@@ -68,7 +68,7 @@ class CompletionFields:
     )  # fmt: skip
     log_completions: bool = option(True, "Print completions with their rewards, and write them to completions.jsonl.")
     num_completions_to_print: int | None = option(
-        2, "Number of completions to print. none: the whole generation batch.", ge=0
+        2, "Number of completions to print. none: all completions of the generation batch.", ge=0
     )
     log_unique_prompts: bool = option(False, "Print one completion of each prompt only.")
     reward_weights: list[float] | None = option(None, "Weights of the reward functions. Default: 1 each.")
@@ -153,7 +153,7 @@ def stage_defaults(options: DefaultsChoices) -> dict[str, Any]:
 
 
 def preset_of(stage: str, name: str | None) -> dict[str, Any]:
-    """Return the options that ``rl_preset`` sets: none unless the stage is ``grpo``, whose losses they choose."""
+    """Return the options that ``rl_preset`` sets. Empty for stages other than ``grpo``."""
     return PRESETS.get(name or "", {}) if stage == "grpo" else {}
 
 

@@ -95,7 +95,7 @@ _SHOWN = ("*model*.safetensors", "README.md", "training_loss.png", "generated_pr
 
 
 def written(folder: Path) -> str:
-    """Return a message with the location of the result."""
+    """Return a message with the output folder and its most important files."""
     files = [path.name for pattern in _SHOWN for path in sorted(folder.glob(pattern))]
     more = f" and {len(files) - 4} more" if len(files) > 5 else ""
     return f"Written to {folder}: {', '.join(files[:4] if more else files)}{more}."

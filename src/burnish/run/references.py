@@ -153,9 +153,9 @@ def planned_reference(options: RunOptions, sizes: Sizes, formats: Formats) -> st
         size = shown_bytes(sizes.base * formats.compute)
         return f"{options.ref_model}, a second frozen model; costs about {size} of memory and {passes}"
     if is_base(options) and not options.sync_ref_model:
-        return f"the model without its adapter; costs no additional memory, but {passes}"
+        return f"the model without its adapter; needs no additional memory, but {passes}"
     if options.precompute_ref_log_probs:
-        return f"the initial weights, evaluated before the first step; costs no additional memory, but {passes}"
+        return f"the initial weights, evaluated before the first step; needs no additional memory, but {passes}"
     size = shown_bytes(sizes.trained * formats.trained)
     moves = f"; updated every {options.ref_model_sync_steps} steps" if options.sync_ref_model else ""
     return f"a copy of the initial trainable weights; costs {size} of memory and {passes}{moves}"

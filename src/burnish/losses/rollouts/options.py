@@ -46,9 +46,7 @@ class GrpoLossFields:
     vespo_lambda_pos: float = option(3.0, "Decay λ of VESPO for advantages of at least 0.", ge=0)
     vespo_k_neg: float = option(3.0, "Exponent k of VESPO for negative advantages.", ge=0)
     vespo_lambda_neg: float = option(2.0, "Decay λ of VESPO for negative advantages.", ge=0)
-    use_bias_correction_kl: bool = option(
-        True, "Multiply the KL divergence by the probability ratio, so that its gradient is unbiased."
-    )
+    use_bias_correction_kl: bool = option(True, "Use the unbiased KL estimator with importance sampling correction.")
     off_policy_mask_threshold: float | None = option(
         None, "Exclude completions with a negative advantage from the policy loss if their mean log-ratio to the "
         "sampling policy exceeds this value.", ge=0,

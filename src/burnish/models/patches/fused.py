@@ -37,7 +37,9 @@ NORM = Reason("norm", "computed in one pass, a few rows at a time, and rounded o
 GATED = Reason("gated layer", "gate and product are computed in one pass; their adapters share the input")
 ACTIVATION = Reason("activation", "computed in one operation instead of several")
 LINEAR = Reason("linear layer", "no bfloat16 copy of its weights is kept for the backward pass")
-EMBEDDING = Reason("patch embedding", "computed as a matrix multiplication, because each input is a single patch")
+EMBEDDING = Reason(
+    "patch embedding", "the convolution of non-overlapping patches is computed as a matrix multiplication"
+)
 ATTENTION = Reason("attention layer", "the adapters on queries, keys and values share their input")
 ADAPTED = Reason(
     "adapted layer",

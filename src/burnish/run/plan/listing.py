@@ -77,7 +77,7 @@ def _facts(spec: OptionSpec) -> Iterator[str]:
 
 
 def shown_bounds(spec: OptionSpec) -> str:
-    """Return the bounds of an option: ``at least 1``, with the unit if no default shows it. Empty without bounds."""
+    """Return the bounds of an option, such as ``at least 1``, or "". The unit is appended if there is no default."""
     prefixes = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     bounds = [(prefixes[name], bound) for name, bound in spec.bounds.items() if bound is not None and isfinite(bound)]
     text = " and ".join(f"{prefix} {shown(bound)}" for prefix, bound in bounds)

@@ -21,7 +21,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from burnish.config.bounds import SERVED_RENDERING_S
-from burnish.config.errors import MissingExtraError, Problem
+from burnish.config.errors import MissingExtraError, Problem, first_line
 from burnish.config.options import RawValue, build, raise_if
 from burnish.report.streams import say
 from burnish.run.plan.config_files import COMMAND_LINE, CONFIG_SUFFIXES, merge, path_of, read_arguments
@@ -121,7 +121,8 @@ async def _serve(
         while engine.facts().is_alive or state.phase == "draining":
             await asyncio.sleep(1.0)
         state.phase = "failed"
-        raise RuntimeError(f"The engine has stopped: {getattr(engine, 'failure', None)}")
+        failure = getattr(engine, "failure", None)
+        raise RuntimeError("The engine has stopped" + (f": {first_line(failure)}" if failure else "."))
 
     with limit_rendering(SERVED_RENDERING_S):
         return await serve(application(options, state, key), found, begin, lambda: drain(options, state))

@@ -105,7 +105,7 @@ _NO_BRACES = str.maketrans("{}", "()")
 
 
 def _read_mapping(folder: Path) -> dict[str, dict[str, str]]:
-    """Return subject -> its name and category, from ``mapping.json``; empty without that file."""
+    """Read the name and category of each subject from ``mapping.json``. Empty if the file does not exist."""
     path = next(folder.rglob("mapping.json"), None)
     if path is None:
         return {}

@@ -30,7 +30,6 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
 _TEXT = 8000
 _SHARE: Mapping[str, float] = {"gguf q8_0": 0.53, "gguf q4_0": 0.28}
 """Size of an export relative to the same weights in 16 bits."""
-VALUE_HEAD = "value_head.safetensors"
 _WEIGHTS = (".safetensors", ".gguf", ".bin")
 KINDS = ("predict", "loss", "task")
 _NAME = re.compile(r"[\w][\w./ -]{0,200}")
@@ -187,5 +186,5 @@ def _metrics(folder: Path) -> dict[str, float]:
 def _serving_lines(shown: str, folder: Path) -> list[str]:
     file = next(folder.glob("*.gguf"), None)
     classes = str(object_in(folder / "config.json").get("architectures"))
-    gives_scores = (folder / VALUE_HEAD).is_file() or "ForSequenceClassification" in classes
+    gives_scores = (folder / "value_head.safetensors").is_file() or "ForSequenceClassification" in classes
     return serving_lines(shown, gguf="" if file is None else file.name, gives_scores=gives_scores)
