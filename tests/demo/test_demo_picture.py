@@ -34,5 +34,5 @@ def test_image_demo_learns(tmp_path, monkeypatch, capsys):
     assert float(result[2]) > 0.15
     suggested = re.search(r"burnish chat (.* --image .*)", printed)
     assert suggested is not None
-    assert chat([*shlex.split(suggested[1]), "temperature=0"]) == 0
+    assert chat(shlex.split(suggested[1])) == 0
     assert 0 < len(capsys.readouterr().out.split()) < 10

@@ -156,7 +156,7 @@ def preferred(folder: Path, pairs: list[DemoQuestion]) -> float:
 
 def _commands(folder: Path, question: str | None) -> list[str]:
     """Return the commands to go on with. Args: question: one that the model answers, or None."""
-    asked = [] if question is None else [f'chat {folder} --once "{question}"']
+    asked = [] if question is None else [f'chat {folder} --once "{question}" temperature=0']
     config = folder / RUN_YAML
     return [
         *asked,

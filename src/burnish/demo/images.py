@@ -47,7 +47,9 @@ def demo_picture(argv: list[str]) -> int:
     after = seen_answers(folder, base, data, questions)
     note(report(questions, before, after, "image"))
     image = data / questions[0].prompt
-    note(next_steps([f'chat {folder} --once "{ASKED}" --image {image}', f"chat {folder}", f"api {folder}"]))
+    note(
+        next_steps([f'chat {folder} --once "{ASKED}" --image {image} temperature=0', f"chat {folder}", f"api {folder}"])
+    )
     return 0 if share_exact(questions, after) > share_exact(questions, before) else 1
 
 

@@ -2,9 +2,9 @@
 
 In: the options, a device and the dtype of the model's files. Out: the autocast dtype, the dtype of frozen weights, and
 a sentence about both. CPUs without 16-bit instructions emulate bfloat16 products, which takes several times as long as
-float32; on some CPUs with them, training is slower as well. There 16-bit weights are converted to float32 for training,
-unless the options request bfloat16. Inference does so only where products are emulated: generation reads all weights
-for each token, and 16-bit weights are half as large.
+float32; on some CPUs with them, training is slower as well. There 16-bit weights are converted to float32 for training
+and predictions, unless the options request bfloat16. Chat and API do so only where products are emulated: generation
+for few requests reads all weights for each token, and 16-bit weights are half as large.
 """
 
 from __future__ import annotations
