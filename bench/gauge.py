@@ -4,13 +4,16 @@ Inputs are the trainer's callback events (transformers' names, which all of thes
 micro-batch. The output is one line of JSON on standard output; it starts with ``MARK``, to be found among other output.
 
 Time is processor time of the process: on a shared machine it varies by a few percent, while wall time varies by
-factors. The first step is not counted, because it allocates memory and selects kernels.
+factors. On a GPU it is wall time, and the device is waited for before the first and after the last counted step. The
+first step is not counted, because it allocates memory and selects kernels.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,7 +22,11 @@ from typing import Any
 MARK = "GAUGE "
 ENDS_AT_FIRST_STEP = "BENCH_ENDS_AT_FIRST_STEP"
 """Environment variable of processes that stop at their first step."""
-WARM_UP = 1
+WARM_UP = int(os.environ.get("BENCH_WARM_UP", "1"))
+"""Number of steps that are not counted."""
+LOCK = "BENCH_LOCK"
+"""Environment variable: a file that a process locks from its first step until it ends, so that trainings that start
+while another one runs do not share the GPU with it."""
 PREFERENCES = {"dpo": "pairs", "rm": "pairs", "kto": "examples"}
 """Stage -> name of its dataset in the material."""
 GENERATION_OPTIONS = {"per_device_eval_batch_size": 8, "max_new_tokens": 32}
@@ -55,6 +62,9 @@ class Gauge:
     def on_step_begin(self) -> None:
         if self.ready:
             return
+        if LOCK in os.environ:
+            self.lock = os.open(os.environ[LOCK], os.O_WRONLY | os.O_CREAT)
+            fcntl.flock(self.lock, fcntl.LOCK_EX)
         wall_s = time.time() - float(os.environ.get("BENCH_STARTED_S", "nan"))
         self.ready = {"ready_cpu_s": time.process_time(), "ready_wall_s": wall_s,
                       "ready_bytes": resident_bytes("VmRSS"), "ready_peak_bytes": peak_bytes()}  # fmt: skip
@@ -64,6 +74,8 @@ class Gauge:
 
     def on_step_end(self) -> None:
         self.labels += self.rows_per_step
+        if len(self.steps) == WARM_UP - 1:
+            synchronize()
         self.steps.append((time.process_time(), time.perf_counter(), self.labels, blocked_s()))
         self.more["steps_peak_bytes"] = peak_bytes()
         self.step_ended_cpu_s = time.thread_time()
@@ -74,6 +86,10 @@ class Gauge:
             self.more.setdefault("loss", float(logs["loss"]))
 
     def on_train_end(self) -> None:
+        if self.steps and synchronize():
+            cpu_s, _, labels, waited_s = self.steps[-1]
+            self.steps[-1] = cpu_s, time.perf_counter(), labels, waited_s
+            self.more["gpu_peak_bytes"] = sys.modules["torch"].cuda.max_memory_allocated()
         self.more["peak_bytes"] = peak_bytes()
         self.more["ends_s"] = time.perf_counter() - self.steps[-1][1] if self.steps else 0.0
         reset_peak()
@@ -181,6 +197,15 @@ def blocked_s() -> float:
     https://docs.kernel.org/scheduler/sched-stats.html)."""
     ready_ns = int(Path("/proc/thread-self/schedstat").read_text().split()[1])
     return time.perf_counter() - time.thread_time() - ready_ns / 1e9
+
+
+def synchronize() -> bool:
+    """Wait for the GPU, if this process uses one. Returns whether it does."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    torch.cuda.synchronize()
+    return True
 
 
 def peak_bytes() -> int:

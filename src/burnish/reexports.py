@@ -23,8 +23,8 @@ OWNERS: dict[str, tuple[str, ...]] = {
     ),
     "trl": (
         "DatasetMixtureConfig", "ModelConfig", "RichProgressCallback", "ScriptArguments", "TrlParser",
-        "apply_chat_template", "clone_chat_template", "extract_prompt", "get_dataset", "get_kbit_device_map",
-        "get_peft_config", "get_quantization_config", "is_conversational", "maybe_apply_chat_template",
+        "apply_chat_template", "clone_chat_template", "extract_prompt", "get_dataset", "get_peft_config",
+        "get_quantization_config", "is_conversational", "maybe_apply_chat_template",
         "maybe_extract_prompt", "maybe_unpair_preference_dataset", "pack_dataset", "unpair_preference_dataset",
     ),
     "peft": (

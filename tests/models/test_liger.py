@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from transformers.models.llama import modeling_llama
 
 from burnish.config.errors import UserError
 from burnish.models.patches import liger
@@ -87,6 +88,50 @@ def test_kernels_that_change_model_outputs_are_rejected(fake_liger):
     fake_liger["does"] = lambda model: model.model.norm.weight.data.mul_(1.5)
     with pytest.raises(UserError, match="change the output of this LlamaForCausalLM"):
         apply_liger(tiny_model("llama"), None)
+
+
+class KernelNorm(torch.nn.Module):
+    """A norm that fails on a CPU, as a kernel of a GPU does."""
+
+
+def rotary_kernel(q, k, cos, sin):
+    raise ValueError("cannot be accessed from Triton")
+
+
+def test_other_models_of_the_family_are_not_changed(fake_liger, monkeypatch):
+    """Liger replaces a class and a function of the family's Python module, but a model on a CPU cannot run either."""
+    own_norm, own_rotary = modeling_llama.LlamaRMSNorm, modeling_llama.apply_rotary_pos_emb
+
+    def replace(model):
+        modeling_llama.LlamaRMSNorm = KernelNorm
+        modeling_llama.apply_rotary_pos_emb = rotary_kernel
+
+    fake_liger["does"] = replace
+    monkeypatch.setattr(modeling_llama, "LlamaRMSNorm", own_norm)  # undone after the test
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", own_rotary)
+    for _ in range(2):
+        apply_liger(tiny_model("llama"), None)
+    assert modeling_llama.LlamaRMSNorm is own_norm
+    tiny_model("llama")(input_ids=token_ids())
+    q, k, cos, sin = (torch.ones(1, 1, 2, 4) for _ in range(4))
+    assert torch.equal(modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)[0], own_rotary(q, k, cos, sin)[0])
+    assert modeling_llama.apply_rotary_pos_emb.args == (rotary_kernel, own_rotary)  # not nested
+    on_gpu = SimpleNamespace(is_cuda=True)
+    with pytest.raises(ValueError, match="Triton"):
+        modeling_llama.apply_rotary_pos_emb(on_gpu, k, cos, sin)
+
+
+def test_refused_kernels_are_removed(fake_liger):
+    own = modeling_llama.apply_rotary_pos_emb
+
+    def replace(model):
+        modeling_llama.apply_rotary_pos_emb = rotary_kernel
+        model.model.norm.weight.data.mul_(1.5)
+
+    fake_liger["does"] = replace
+    with pytest.raises(UserError, match="change the output"):
+        apply_liger(tiny_model("llama"), None)
+    assert modeling_llama.apply_rotary_pos_emb is own
 
 
 @pytest.mark.usefixtures("fake_liger")

@@ -13,5 +13,7 @@ def stable_adamw(groups: Groups, options: OptimOptions) -> Optimizer:
     """AdamW with Adafactor's update clipping (torch-optimi)."""
     from optimi import StableAdamW
 
-    made: Optimizer = StableAdamW(groups, **adam_arguments(options))
+    # Its Triton kernels, which it selects wherever Triton is installed, run on a GPU only.
+    is_on_gpu = all(parameter.is_cuda for group in groups for parameter in group["params"])
+    made: Optimizer = StableAdamW(groups, **adam_arguments(options), triton=None if is_on_gpu else False)
     return made

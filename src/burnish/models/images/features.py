@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from burnish.config.errors import UserError
 from burnish.kernels.model_parts import part_at, parts_of, sees
 from burnish.kernels.probe import unwrap_peft
 from burnish.loop.modes import evaluating
@@ -54,12 +55,27 @@ class ImageFeatures:
             other.outputs = self.outputs
 
 
+_SINCE = "5.18.0"
+"""The first version of transformers whose vision models take ``mm_encoder_outputs``."""
+
+
+def check_transformers() -> None:
+    """Raise a UserError if the installed transformers is too old for images."""
+    from packaging.version import Version
+    from transformers import __version__
+
+    if Version(__version__) < Version(_SINCE):
+        what = f"Images require transformers {_SINCE} or later. Received: {__version__}."
+        raise UserError(what, remedy=f'Run: pip install "transformers>={_SINCE}".')
+
+
 def patch_vision_model(model: nn.Module) -> list[Patch]:
     """Let ``model`` take the inputs above. Does nothing without a vision tower or if it was called before."""
     inner = unwrap_peft(model)
     is_patched = any(done.why is ENCODED_ONCE for done in patches_of(model))
     if is_patched or not sees(model) or not hasattr(inner.base_model, "get_image_features"):
         return []
+    check_transformers()
     image_hook = ImageFeaturesHook(inner)
     modules = dict.fromkeys((inner, inner.base_model))  # the loss may call either
     return [hook(module, "forward_pre", image_hook.prepared, ENCODED_ONCE, with_kwargs=True) for module in modules]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from burnish.loop.types import IGNORE_INDEX, Row
 from burnish.models.images.collator import ImageCollator
-from burnish.models.images.features import by_kind, image_features, joined_features
+from burnish.models.images.features import by_kind, check_transformers, image_features, joined_features
 
 
 @dataclass(eq=False)
@@ -68,6 +68,7 @@ class PromptImages:
     def made(self, model: Any) -> Any:
         """Return the output of the vision tower, which runs once."""
         if self._made is None:
+            check_transformers()
             with torch.no_grad():
                 device = next(model.parameters()).device
                 self._made = image_features(model, {name: t.to(device) for name, t in self.tensors.items()})

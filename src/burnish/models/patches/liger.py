@@ -4,17 +4,22 @@ In:  a loaded model of transformers, with or without adapter. Out: the same mode
 logits are compared before and after. Refuses: a device other than a GPU, a missing library, a model or part that Liger
 does not support. Liger's losses are not used here: ``fused_loss`` selects the loss.
 
-For rotary positions Liger replaces a function in the module of the model family, which affects all models of the family
-in this process. https://github.com/linkedin/Liger-Kernel
+Liger also replaces functions and classes in the Python modules of the model family, which would affect all other models
+of the family in this process, also on a CPU. Classes are restored, because the modules of this model are already
+replaced. Functions, such as that of rotary positions, call the kernel for tensors on a GPU only.
+https://github.com/linkedin/Liger-Kernel
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,9 +30,10 @@ from burnish.config.options import option, raise_if
 from burnish.kernels.probe import preserves_logits, unwrap_peft
 from burnish.parallel.options import ParallelOptions
 from burnish.parallel.selection import device_of
-from burnish.utils.patching import Reason, record
+from burnish.utils.patching import Patch, Reason, patch, record, restore
 
 LIGER = Reason("Liger layer", "computed by a GPU kernel of Liger")
+Function = Callable[..., Any]
 _LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
@@ -122,8 +128,12 @@ def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_asked: b
     )
     switches = chosen | {name: value for name, value in _LOSSES.items() if name in parts}
 
+    # Liger warns of back ends for other devices and of parts, such as a vision tower, for which it has no kernels.
+    logging.getLogger("liger_kernel").setLevel(logging.ERROR)
     change = partial(_apply_liger_kernel_to_instance, model=inner, **switches)
-    if not preserves_logits(inner, lambda: record(inner, change, LIGER)):
+    made: list[Patch] = []
+    if not preserves_logits(inner, lambda: made.extend(_limited_to_model(record(inner, change, LIGER)))):
+        restore(made)
         raise UserError(
             f"Liger's kernels change the output of this {type(inner).__name__}.",
             why="The installed versions of liger-kernel and transformers are not compatible for this model.",
@@ -131,3 +141,26 @@ def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_asked: b
         )
     unused = [name for name in _LOSSES if chosen.get(name)]
     return [f'"liger_kernel_config": {name} has no effect: see fused_loss.' for name in unused]
+
+
+def _limited_to_model(made: list[Patch]) -> list[Patch]:
+    """Limit changes of Python modules to this model and to models on a GPU, and return the patches that remain."""
+    shared = [done for done in made if isinstance(done.owner, ModuleType)]
+    restore(shared)
+    limited = [
+        patch(done.owner, done.name, _on_gpu_only(done.value, done.before), done.why)
+        for done in shared
+        if not isinstance(done.value, type)
+    ]
+    return [done for done in made if done not in shared] + limited
+
+
+def _on_gpu_only(kernel: Function, plain: Function) -> Function:
+    """A function that calls ``kernel`` if its first argument is on a GPU, else ``plain``."""
+    if isinstance(plain, partial) and plain.func is _choose:  # of an earlier model
+        plain = plain.args[1]
+    return partial(_choose, kernel, plain)
+
+
+def _choose(kernel: Function, plain: Function, first: torch.Tensor, *others: Any, **named: Any) -> Any:
+    return (kernel if first.is_cuda else plain)(first, *others, **named)
