@@ -9,6 +9,9 @@ import torch.nn.functional as F
 
 from burnish.kernels import cross_entropy
 from burnish.kernels.cross_entropy import TokenLoss, linear_cross_entropy, plain_cross_entropy
+from burnish.kernels.probe import Head
+from burnish.loop.types import IGNORE_INDEX
+from burnish.losses.targets import Targets, sums_of_hidden
 from largest_tensor import LargestTensor
 
 N, H, V = 37, 12, 53
@@ -213,3 +216,18 @@ def test_large_vocabulary_chunks_are_efficient_on_cpu(monkeypatch):
     assert cross_entropy.chunk_length(151_936, cpu) == 256
     assert cross_entropy.chunk_length(32_000, cpu) == 2**26 // (4 * 32_000)
     assert cross_entropy.chunk_length(151_936, gpu) == 2**29 // (4 * 151_936)
+    assert cross_entropy.logits_bytes(5, V, gpu) == 4 * 5 * V
+    chunk = cross_entropy.logits_bytes(10**6, 151_936, gpu)
+    assert cross_entropy.logits_bytes(10**6, 151_936, cpu) < chunk < 4 * 10**6 * 151_936
+
+
+def test_token_without_label_counts_nothing_and_has_no_gradient():
+    hidden, weight, _, targets, _ = inputs()
+    head = Head(torch.nn.Identity(), torch.nn.Linear(H, V, bias=False))
+    some = targets.clone()
+    some[3] = IGNORE_INDEX
+    positions, others = torch.arange(N), some != IGNORE_INDEX
+    total = sums_of_hidden(hidden, head, Targets(positions, some), TokenLoss(), weight).total
+    rest = sums_of_hidden(hidden[others], head, Targets(positions[others], some[others]), TokenLoss(), weight).total
+    assert torch.allclose(total, rest)
+    assert not torch.autograd.grad(total, hidden)[0][3].any()

@@ -537,3 +537,11 @@ def test_embedding_moments_have_32_bits():
     kinds = {name: optimizer.state[p]["state1"].dtype for name, p in model.named_parameters()}
     assert kinds["embed.weight"] == torch.float32
     assert kinds["head.weight"] == torch.uint8
+
+
+@pytest.mark.skipif(missing_library("stable_adamw") != [], reason="needs torch-optimi")
+def test_stable_adamw_selects_no_triton_kernel_on_cpu():
+    """The library selects its kernels wherever Triton is installed, also without a GPU, and then fails."""
+    groups = [{"params": [nn.Parameter(torch.ones(2))]}]
+    made = OPTIMIZERS["stable_adamw"](groups, options_for("stable_adamw"))
+    assert made.defaults["triton"] is False

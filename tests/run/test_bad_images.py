@@ -170,3 +170,13 @@ def test_incompatible_torchvision_is_reported(model, tmp_path):
     assert result.returncode == 2
     assert "torchvision 0.28.0 is not compatible with torch" in result.stderr
     assert "pip uninstall torchvision" in result.stderr
+
+
+def test_images_require_a_version_of_transformers(model, tmp_path, monkeypatch, capsys):
+    """The forward passes of earlier versions do not take encoded images, which looked like a fault of the model."""
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("transformers.__version__", "5.17.0")
+    assert main(run_arguments(model, tmp_path, records(tmp_path))) == 2
+    error = capsys.readouterr().err
+    assert "Images require transformers 5.18.0 or later. Received: 5.17.0." in error
+    assert 'pip install "transformers>=5.18.0"' in error

@@ -24,7 +24,6 @@ from burnish.config.checks import check, notes
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import option
 from burnish.kernels.cross_entropy import TokenLoss, TokenSums
-from burnish.kernels.head_kernels import BACKENDS, LIBRARIES, head_obstacle
 from burnish.kernels.probe import Capabilities, Head, unwrap_peft
 from burnish.kernels.tied import TIED, TiedEmbedding
 from burnish.loop.types import IGNORE_INDEX, Batch, Example, Loss, Row
@@ -33,7 +32,6 @@ from burnish.losses.logits import logits_at, model_inputs
 from burnish.losses.neftune import EmbeddingNoise
 from burnish.losses.targets import Targets, collate_trained, sums_of_hidden, sums_of_logits
 from burnish.parallel.options import ParallelOptions
-from burnish.parallel.selection import device_of
 from burnish.utils.patching import PatchOptions, allows
 
 _EVERYTHING = PatchOptions()
@@ -48,9 +46,8 @@ class LmOptions:
     fused_loss: bool | str = option(
         "auto",
         "Compute the head and the loss in chunks, without full logits. auto: if the model's head allows it, otherwise "
-        "from full logits; true, chunked: burnish's implementation; liger, cut_cross_entropy: GPU kernels of those "
-        "libraries; false: from full logits.",
-        choices=("auto", True, False, *BACKENDS),
+        "from full logits; true: an error otherwise; false: from full logits.",
+        choices=("auto", True, False),
     )  # fmt: skip
     use_dft_loss: bool = option(False, "Multiply the loss of each token by its predicted probability (DFT).")
     use_eaft_loss: bool = option(
@@ -77,21 +74,6 @@ class LmChoices(CheckpointingChoices, ParallelOptions, PatchOptions, LmOptions):
 
 
 @check
-def check_fused_loss(options: LmChoices) -> list[Problem]:
-    """Report a loss kernel that was selected by name but cannot run here, or not with the other options."""
-    reason = head_obstacle(backend_of(options), device_of(options), token_loss(options)) if options.fused_loss else ""
-    if not reason:
-        return []
-    return [
-        Problem(
-            f"fused_loss: {options.fused_loss} cannot be used. {reason}",
-            remedy="Remove fused_loss.",
-            option="fused_loss",
-        )
-    ]
-
-
-@check
 def check_loss_factors(options: LmChoices) -> list[Problem]:
     if not (options.use_dft_loss and options.use_eaft_loss):
         return []
@@ -109,11 +91,6 @@ def loss_notes(options: LmChoices) -> list[str]:
     if options.eaft_alpha == LmOptions().eaft_alpha or options.use_eaft_loss:
         return []
     return ['"eaft_alpha" has no effect without use_eaft_loss.']
-
-
-def backend_of(options: LmChoices) -> str:
-    """The backend of ``kernels.head_kernels`` for head and loss, if they are fused."""
-    return options.fused_loss if options.fused_loss in LIBRARIES else "chunked"
 
 
 def token_loss(options: LmChoices, softcap: float | None = None) -> TokenLoss:
@@ -167,14 +144,11 @@ class LmObjective(StageObjective):
             return []
         self.head, self.makes_some_logits = capabilities.head, capabilities.makes_some_logits
         if self.head is not None:
-            bias, weight = self.head.linear.bias, self.head.linear.weight
-            what = head_obstacle(backend_of(self.options), weight.device, token_loss(self.options), bias is not None)
-        else:
-            what = f"The head of {type(inner).__name__} is not a plain linear layer over its last hidden states."
-        if what and self.options.fused_loss != "auto":
-            choice = str(self.options.fused_loss).lower()
-            raise UserError(f'"fused_loss" is {choice}. {what}', remedy="Remove fused_loss.", option="fused_loss")
-        return [f"{what} The loss is computed from full logits, which takes more memory."] if what else []
+            return []
+        what = f"The head of {type(inner).__name__} is not a plain linear layer over its last hidden states."
+        if self.options.fused_loss != "auto":
+            raise UserError(f'"fused_loss" is true. {what}', remedy="Remove fused_loss.", option="fused_loss")
+        return [f"{what} The loss is computed from full logits, which takes more memory."]
 
     def allows_prefix_sharing(self, model: nn.Module) -> bool:
         """Whether tokens without influence on a loss may be skipped and shared prefixes computed once.
@@ -263,7 +237,6 @@ class ModelWithLoss(nn.Module):
         self._batch_keys = batch_keys
         self._head = head
         self._tied = tied_embedding(inner, head) if head is not None and allows(patches, TIED) else None
-        self._backend = backend_of(options)
         self._rules = token_loss(options, head.softcap if head else None)
         self._makes_some_logits = makes_some_logits
         self._aux_coefficient = aux_coefficient(inner, options.router_aux_loss_coef)
@@ -282,7 +255,7 @@ class ModelWithLoss(nn.Module):
     def _sums_in_chunks(self, head: Head, inputs: dict[str, Any], targets: Targets) -> TokenSums:
         """Compute the sums from hidden states, in chunks."""
         hidden, weight = hidden_and_weight(head, self._tied, targets.positions, inputs)
-        return sums_of_hidden(hidden, head, targets, self._rules, self._backend, weight)
+        return sums_of_hidden(hidden, head, targets, self._rules, weight)
 
     def _loss_from_logits(self, inputs: dict[str, Any], targets: Targets) -> Loss:
         """Compute the loss from the model's logits: of trained positions if the model supports it, else of all."""

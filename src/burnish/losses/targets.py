@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from burnish.kernels.cross_entropy import TokenLoss, TokenSums, plain_cross_entropy
-from burnish.kernels.head_kernels import head_loss
+from burnish.kernels.cross_entropy import TokenLoss, TokenSums, linear_cross_entropy, plain_cross_entropy
 from burnish.kernels.probe import Head
 from burnish.loop.types import IGNORE_INDEX, Batch, Row
 from burnish.losses.logits import target_positions
@@ -60,7 +59,6 @@ def sums_of_hidden(
     head: Head,
     targets: Targets,
     rules: TokenLoss,
-    backend: str = "chunked",
     weight: Tensor | None = None,
 ) -> TokenSums:
     """Loss sums from the head's inputs at the trained positions (N, H), without all of their logits at once.
@@ -70,13 +68,16 @@ def sums_of_hidden(
         head: the model's head.
         targets: the target positions.
         rules: what is computed for each token.
-        backend: a backend of ``kernels.head_kernels``.
         weight: (V, H) used instead of the head's own (``kernels.tied``).
     """
     if head.scale != 1.0:
         hidden = hidden * head.scale
     weight = head.linear.weight if weight is None else weight
-    return head_loss(backend, hidden, weight, targets.ids, rules, head.linear.bias, targets.weights)
+    counts: Tensor | None = targets.counts
+    # Without weights the gradient is not multiplied. On a GPU, testing this would wait for the device.
+    if targets.weights is None and hidden.device.type == "cpu" and bool((targets.ids != IGNORE_INDEX).all()):
+        counts = None
+    return linear_cross_entropy(hidden, weight, targets.ids.clamp(min=0), rules, head.linear.bias, counts)
 
 
 def sums_of_logits(logits: Tensor, targets: Targets, rules: TokenLoss) -> TokenSums:

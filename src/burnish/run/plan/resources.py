@@ -17,10 +17,9 @@ from torch import nn
 from burnish.adapters.base import ModelAdapter, trainable_summary
 from burnish.checkpoint.checkpoint import output_folder
 from burnish.config.errors import Problem
-from burnish.kernels.head_kernels import logits_bytes
+from burnish.kernels.cross_entropy import logits_bytes
 from burnish.loop.schedule import StepPlan, steps_of
 from burnish.losses.base import OBJECTIVES
-from burnish.losses.lm import backend_of
 from burnish.models.quantization.quantize import quantized_by
 from burnish.optim.builtin import Turns, create_optimizer, keeps_load_precision, planned_turns
 from burnish.parallel.precision import autocast_dtype, frozen_dtype, loaded_dtype, name_of
@@ -249,9 +248,8 @@ def logits_term(options: RunOptions, shape: DecoderShape, tokens: int, compute_b
     if options.fused_loss is False:  # all logits, and in float32 their log-probabilities and gradients
         num_bytes = tokens * shape.vocabulary * (compute_bytes + 8)
         return Term("logits", num_bytes, f"{tokens:,} tokens x vocabulary of {shape.vocabulary:,} (fused_loss: false)")
-    backend = backend_of(options)
-    num_bytes = logits_bytes(backend, tokens, shape.hidden, shape.vocabulary, device_of(options))
-    return Term("logits", num_bytes, f"computed in chunks by the loss{'' if backend == 'chunked' else f' ({backend})'}")
+    num_bytes = logits_bytes(tokens, shape.vocabulary, device_of(options))
+    return Term("logits", num_bytes, "computed in chunks by the loss")
 
 
 def rows_of_batch(options: RunOptions) -> int:
