@@ -105,6 +105,27 @@ def flat_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequenc
         return _by_runs(query, key, value, token_counts(sequences), scores)
 
 
+def attends_blockwise(query: Tensor, mask: Tensor | None, is_causal: bool, dropout: float) -> bool:
+    """Whether ``bidirectional_attention`` computes this attention, of rows (B, H, L, D), faster than torch."""
+    is_whole = mask is None and not is_causal and not dropout
+    return is_whole and is_half_on_cpu(query) and query.shape[2] >= _FEWEST_OF_A_TOWER
+
+
+def bidirectional_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Attention of all tokens to all tokens of their row, by blocks of queries.
+
+    Args:
+        query: (B, H, L, D). key: (B, K, L, D). value: (B, K, L, E).
+        scale: None: 1 / sqrt(D).
+
+    Returns:
+        (B, H, L, E)
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    rows = zip(query, key, value, strict=True)
+    return torch.stack([blockwise_attention(q, k, v, scale, is_causal=False) for q, k, v in rows])
+
+
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
     """Attention by its definition, with any mask.
 
@@ -153,6 +174,8 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 _SHORT = 384
 """Maximum number of tokens for which a sequence in 16 bits is computed by plain products on a CPU. For a sequence with
 more keys than tokens, the same number of scores applies."""
+_FEWEST_OF_A_TOWER = 256
+"""Minimum number of tokens for which attention of all to all is computed by blocks."""
 _LONG = 600
 """Minimum number of tokens of a sequence whose mask is made causal (``_is_mostly_own``)."""
 

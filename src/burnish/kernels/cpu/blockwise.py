@@ -1,15 +1,19 @@
-"""Causal attention within one long sequence on a CPU in 16 bits, one block of queries at a time.
+"""Attention within one long sequence on a CPU in 16 bits, one block of queries at a time.
 
-In:  queries, keys and values of one sequence, which may have keys before that of the first query; all queries attend to
-these. Out: the weighted values. Only the scores of one block are in memory at a time, and none are stored: the backward
-pass recomputes a block's weights from queries and keys.
+In:  queries, keys and values of one sequence. If it is causal, there may be keys before that of the first query; all
+queries attend to these. In a vision tower all queries attend to all keys. Out: the weighted values. Only the scores of
+one block are in memory at a time, and none are stored: the backward pass recomputes a block's weights from queries and
+keys.
 
     P = softmax(scale * Q Kᵀ),  O = P V
     dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P * (dP - rowsum(dP * P)),  dQ = scale * dS K,  dK = scale * dSᵀ Q
 
-(Dao et al. 2022, appendix B, https://arxiv.org/abs/2205.14135). A block of queries is multiplied with the keys up to
-its own end, so little more than the causal half is computed, with matrix products of oneDNN. torch's fused kernel for
-CPUs multiplies small tiles, at a fraction of that rate.
+(Dao et al. 2022, appendix B, https://arxiv.org/abs/2205.14135). In causal attention a block of queries is multiplied
+with the keys up to its own end, so little more than half is computed, with matrix products of oneDNN. torch's fused
+kernel for CPUs multiplies small tiles, at a fraction of that rate.
+
+Measured on one AVX512-BF16 core (AMD EPYC), all queries on all keys, forward, ms of the fused kernel and of blocks: 576
+tokens with 12 heads of 64 14 and 9, 1,024 with 16 of 72 60 and 43, 2,852 with 16 of 80 523 and 325.
 """
 
 # L tokens, M keys (M - L of them before the first token), H query heads, K key heads, G = H / K,
@@ -34,31 +38,33 @@ VECTOR = 32
 """Number of 16-bit elements in the widest vector of a processor."""
 
 
-def blockwise_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention: each token attends to itself and those before it.
+def blockwise_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool = True) -> Tensor:
+    """Attention without a mask.
 
     Args:
         query: (H, L, D).
         key: (K, M, D).
         value: (K, M, E); all of one dtype.
         scale: factor of the product of query and key.
+        is_causal: whether each token attends to itself and those before it only; otherwise to all keys.
+
     Returns:
         (H, L, E)
     """
-    mixed: Tensor = _Blockwise.apply(query, key, value, scale)  # type: ignore[no-untyped-call]
+    mixed: Tensor = _Blockwise.apply(query, key, value, scale, is_causal)  # type: ignore[no-untyped-call]
     return mixed
 
 
 class _Blockwise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Tensor:
         groups, length, width = len(query) // len(key), query.shape[1], value.shape[2]
         mixed = query.new_empty(len(query), length, width)
-        for rows, seen in _blocks(length, key.shape[1] - length, groups):
-            weights = _weights(_folded(query[:, rows], groups), key[:, seen], scale, rows)
+        for rows, seen in _blocks(length, key.shape[1], groups, is_causal):
+            weights = _weights(_folded(query[:, rows], groups), key[:, seen], scale, rows, is_causal)
             mixed[:, rows] = torch.bmm(weights, value[:, seen]).view(len(query), -1, width)
         ctx.save_for_backward(query, key, value)
-        ctx.scale = scale
+        ctx.scale, ctx.is_causal = scale, is_causal
         return mixed
 
     @staticmethod
@@ -69,9 +75,9 @@ class _Blockwise(torch.autograd.Function):
         grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
         # Sums over blocks are computed in float32.
         grad_key, grad_value = (torch.zeros(x.shape, dtype=torch.float32) for x in (key, value))
-        for rows, seen in _blocks(length, key.shape[1] - length, groups):
+        for rows, seen in _blocks(length, key.shape[1], groups, ctx.is_causal):
             q, upstream = (_folded(x[:, rows], groups) for x in (query, grad))
-            weights = _weights(q, key[:, seen], ctx.scale, rows)
+            weights = _weights(q, key[:, seen], ctx.scale, rows, ctx.is_causal)
             grad_value[:, seen] += torch.bmm(weights.transpose(1, 2), upstream)
             grad_scores = torch.bmm(upstream, value[:, seen].transpose(1, 2))
             grad_scores = torch.ops.aten._softmax_backward_data(
@@ -81,14 +87,14 @@ class _Blockwise(torch.autograd.Function):
                 len(query), -1, query.shape[2]
             )
             grad_key[:, seen] += scaled_product(grad_scores.transpose(1, 2), q, ctx.scale)
-        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
 
 
-def _blocks(length: int, before: int, groups: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the queries of each block, and the keys up to the last of them."""
+def _blocks(length: int, width: int, groups: int, is_causal: bool) -> Iterator[tuple[slice, slice]]:
+    """Yield the queries of each block, and its keys: if causal, those up to the last query."""
     height = min(_MOST, max(_FEWEST, _ROWS // groups // VECTOR * VECTOR))
     ends = ((begin, min(begin + height, length)) for begin in range(0, length, height))
-    return ((slice(begin, end), slice(before + end)) for begin, end in ends)
+    return ((slice(begin, end), slice(width - length + end if is_causal else width)) for begin, end in ends)
 
 
 def _folded(x: Tensor, groups: int) -> Tensor:
@@ -97,12 +103,13 @@ def _folded(x: Tensor, groups: int) -> Tensor:
     return x.reshape(heads // groups, groups * height, size)
 
 
-def _weights(q: Tensor, key: Tensor, scale: float, rows: slice) -> Tensor:
-    """(K, G n, m) the attention weights of a block's queries (K, G n, D) on the keys (K, m, D) up to its end."""
+def _weights(q: Tensor, key: Tensor, scale: float, rows: slice, is_causal: bool) -> Tensor:
+    """(K, G n, m) the attention weights of a block's queries (K, G n, D) on its keys (K, m, D)."""
     height, width = rows.stop - rows.start, key.shape[1]
     scores = scaled_product(q, key.transpose(1, 2), scale)
-    ahead = torch.ones(height, height, dtype=torch.bool).triu(1)
-    scores.view(len(key), -1, height, width)[..., width - height :].masked_fill_(ahead, float("-inf"))
+    if is_causal:
+        ahead = torch.ones(height, height, dtype=torch.bool).triu(1)
+        scores.view(len(key), -1, height, width)[..., width - height :].masked_fill_(ahead, float("-inf"))
     return torch.softmax(scores, -1)
 
 

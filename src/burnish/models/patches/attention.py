@@ -21,7 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from burnish.kernels.attention import Scores, Sequences, flat_attention, masked_attention
+from burnish.kernels.attention import (
+    Scores,
+    Sequences,
+    attends_blockwise,
+    bidirectional_attention,
+    flat_attention,
+    masked_attention,
+)
 from burnish.kernels.probe import isolates_sequences, unwrap_peft
 from burnish.kernels.shared_prefix import Runs, laid_out
 from burnish.utils.patching import Reason, hook, restore
@@ -129,6 +136,8 @@ def attend(
     if not scores.is_plain:
         mask = _causal(query, key) if attention_mask is None and is_causal else attention_mask
         return masked_attention(query, key, value, mask, scores).transpose(1, 2).contiguous(), None
+    if attends_blockwise(query, attention_mask, is_causal, dropout):  # a vision tower
+        return bidirectional_attention(query, key, value, scaling).transpose(1, 2).contiguous(), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     output, _ = sdpa_attention_forward(
