@@ -9,6 +9,9 @@ from test_rollout_runs import train
 from test_rollout_runs import user as group_user
 
 from burnish.config.errors import UserError
+from burnish.inference.loading import writes_answers
+from burnish.models.reward_files import CRITIC, load_reward_model
+from burnish.serve.command_line import serving_of
 from run_outputs import history, same_weights
 
 FOREIGN = ("num_generations", "steps_per_generation", "num_iterations")
@@ -40,13 +43,13 @@ def test_run_trains_policy_and_value_head_and_adapts_coefficient(whole):
     assert log[4]["objective/kl"] != 0
     assert log[4]["kl_coef"] == pytest.approx(0.2 * (1 - 0.2 * 16 / 10000))
     heads = [load_file(run / f"checkpoint-{step}" / "value_head.safetensors") for step in (1, 8)]
-    assert all(not torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
+    assert all(not torch.equal(heads[0][name], heads[1][name]) for name in heads[0].keys() - {CRITIC})
 
 
 def test_value_head_is_saved_next_to_the_model_and_reloaded(whole, tmp_path, capsys):
     folder, run = whole
     saved, last = (load_file(each / "value_head.safetensors") for each in (run, run / "checkpoint-8"))
-    assert saved.keys() == {"v_head.summary.weight", "v_head.summary.bias"}
+    assert saved.keys() == {"v_head.summary.weight", "v_head.summary.bias", CRITIC}
     assert all(torch.equal(saved[name], last[name]) for name in saved)
     more = {"model_name_or_path": str(run), "max_steps": 1, "learning_rate": 1e-30, "weight_decay": 0}
     again = train(user(folder, **more, output_dir=str(tmp_path / "again")))
@@ -54,6 +57,18 @@ def test_value_head_is_saved_next_to_the_model_and_reloaded(whole, tmp_path, cap
     assert torch.allclose(
         load_file(again / "value_head.safetensors")["v_head.summary.weight"], saved["v_head.summary.weight"]
     )
+
+
+@pytest.mark.parametrize("name", ["", "checkpoint-8"])
+def test_policy_with_a_value_head_generates_text(whole, name):
+    _, run = whole
+    assert writes_answers(serving_of([str(run / name)]).options)
+
+
+def test_policy_is_no_reward_model(whole):
+    _, run = whole
+    with pytest.raises(UserError, match="it is not a reward model"):
+        load_reward_model(str(run))
 
 
 def test_steps_count_rollouts_with_one_learning_rate_each(whole, tmp_path):

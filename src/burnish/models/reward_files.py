@@ -22,17 +22,25 @@ from burnish.utils.tensor_files import read_header
 
 VALUE_HEAD, OLD_VALUE_HEAD = "value_head.safetensors", "value_head.bin"
 WEIGHT, BIAS = "v_head.summary.weight", "v_head.summary.bias"
+CRITIC = "v_head.is_critic"
+"""Tensor that marks the value head of PPO, whose model generates text and is no reward model."""
 _SCORE, _KIND = "score.weight", "reward_head"
 _WEIGHTS = ("adapter_model.safetensors", "model.safetensors")
 
 
-def read_head(folders: Sequence[Path]) -> tuple[dict[str, Tensor], Path] | None:
-    """The head in the last of ``folders`` that has one, and its file; None if none has one."""
+def read_head(folders: Sequence[Path], takes_critic: bool = False) -> tuple[dict[str, Tensor], Path] | None:
+    """The head in the last of ``folders`` that has one, and its file; None if none has one.
+
+    Args:
+        folders: folders of the model and its adapters.
+        takes_critic: also accept the value head of PPO.
+    """
     for folder in reversed(folders):
         for read in (_value_head, _old_value_head, _score):
             found = read(folder)
-            if found is not None:
-                return found
+            if found is not None and (takes_critic or CRITIC not in found[0]):
+                weights, file = found
+                return {name: value for name, value in weights.items() if name != CRITIC}, file
     return None
 
 
@@ -90,17 +98,22 @@ def _score(folder: Path) -> tuple[dict[str, Tensor], Path] | None:
     return None
 
 
-def write_value_head(folder: Path, weights: Mapping[str, Tensor], kind: tuple[str, int] | None = None) -> None:
+def write_value_head(
+    folder: Path, weights: Mapping[str, Tensor], kind: tuple[str, int] | None = None, is_critic: bool = False
+) -> None:
     """Write ``value_head.safetensors``.
 
     Args:
         folder: the destination.
         weights: by LLaMA-Factory's names; saved in float32.
         kind: registered name and width of a head other than the linear layer.
+        is_critic: whether it is the value head of PPO.
     """
     from safetensors.torch import save_file
 
     whole = dict(weights) if kind else {WEIGHT: weights[WEIGHT], BIAS: weights.get(BIAS, torch.zeros(1))}
+    if is_critic:
+        whole[CRITIC] = torch.ones(1)
     metadata = {"format": "pt"} | ({_KIND: kind[0], "width": str(kind[1])} if kind else {})
     save_file({name: value.float().contiguous() for name, value in whole.items()}, folder / VALUE_HEAD, metadata)
 

@@ -32,6 +32,7 @@ from burnish.losses.preference_options import ReferenceOptions
 from burnish.losses.reward import HeadState, ValueHead
 from burnish.losses.rollouts.ppo import KlController, PpoLossOptions, ScoreMoments, estimates, ppo_loss
 from burnish.models.generate import GenerationOptions
+from burnish.models.reward_files import CRITIC
 from burnish.rollouts.generation import reward_metrics, weighted_rewards
 from burnish.rollouts.numbers import as_metrics, logp_difference
 from burnish.rollouts.objective import ObjectiveChoices, RolloutObjective
@@ -61,6 +62,16 @@ class PpoRunChoices(ObjectiveChoices, PpoOptions):
     """The options of the objective."""
 
     stage: str
+
+
+class CriticState(HeadState):
+    """The value head as a part of a checkpoint, which is not a checkpoint of a reward model."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {**super().state_dict(), CRITIC: torch.ones(1)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict({name: value for name, value in state.items() if name != CRITIC})
 
 
 @OBJECTIVES.register(
@@ -126,7 +137,7 @@ class PpoObjective(RolloutObjective):
     def parts(self) -> Mapping[str, Stateful | Part]:
         assert self.value_head is not None
         own: dict[str, Stateful | Part] = {
-            "value_head": HeadState(self.value_head),
+            "value_head": CriticState(self.value_head),
             "kl_coefficient": self.coefficient,
             "scores": self.scores,
         }

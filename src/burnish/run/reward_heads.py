@@ -64,7 +64,7 @@ def setup_reward_head(objective: StageObjective, options: RunOptions, parallel: 
 def _setup_value_head(objective: PpoObjective, options: RunOptions) -> list[str]:
     """Load the value head saved with the policy (from stage rm or an earlier PPO run), or keep the new one."""
     assert objective.value_head is not None
-    saved = read_head(head_folders(options))
+    saved = read_head(head_folders(options), takes_critic=True)
     if saved is None or kind_of_head(saved[1]):
         return ["The value head is newly initialized: random weights, bias 0."]
     objective.value_head.take(saved[0])
@@ -102,7 +102,7 @@ def save_head(
             name: parallel.full_tensor(value).detach().cpu() for name, value in objective.value_head.weights().items()
         }
         if parallel.rank == 0:
-            write_value_head(folder, values)
+            write_value_head(folder, values, is_critic=True)
         return
     if not isinstance(objective, RewardObjective) or not isinstance(objective.head, RewardHead):
         return
