@@ -38,6 +38,36 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.fixture(scope="module")
+def methods(place: Path) -> Path:
+    """``place`` with a run of each other stage, each with a validation split of 4 of 12 records and its loss."""
+    prompts = [{"prompt": line["instruction"], "answer": line["output"]} for line in lines(DEMO / "data/train.jsonl")]
+    (place / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in prompts[:12]))
+    (place / "mine.py").write_text("def length(completions, **others):\n    return [1.0 for _ in completions]\n")
+    defaults = [f"model_name_or_path={DEMO / 'model'}", "max_steps=2", "use_cpu=true", "do_train=true", "cutoff_len=64"]
+    defaults += ["val_size=4", "max_samples=12", "finetuning_type=full", "do_eval=true", "learning_rate=1e-3"]
+    defaults += ["save_strategy=no", "plot_loss=false", "bf16=false", "num_generations=2", "max_completion_length=4"]
+    runs = {
+        "tuned": ["dataset=demo_train"],
+        "dpo": ["stage=dpo", "dataset=demo_pairs", "pref_loss=ipo"],
+        "lora": ["stage=dpo", "dataset=demo_pairs", "finetuning_type=lora"],
+        "kto": ["stage=kto", "dataset=demo_pairs", "val_size=12"],
+        "grpo": ["stage=grpo", "dataset=prompts.jsonl", "reward_funcs=exact_match_reward"],
+        "own": ["stage=rloo", "dataset=prompts.jsonl", "reward_funcs=mine.py:length"],
+        "pt": ["stage=pt", "dataset=text.txt", "packing=false"],
+    }
+    (place / "text.txt").write_text("".join(f"line {number} of the text\n" for number in range(12)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.setenv("BURNISH_CACHE", str(place / "cache"))
+        for name, own in runs.items():
+            given = {one.partition("=")[0] for one in own}
+            options = [one for one in defaults if one.partition("=")[0] not in given]
+            options = [one for one in options if name in ("grpo", "own") or not one.startswith(("num_gen", "max_comp"))]
+            assert main(["train", *options, *own, f"output_dir={name}"]) == 0
+    return place
+
+
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -132,3 +162,98 @@ def test_relative_dataset_path_of_a_run_is_found_from_another_folder(
     assert main(["predict", str(place / "looked"), "max_new_tokens=2"]) == 0
     result = lines(place / "looked/predictions/generated_predictions.jsonl")
     assert [line["label"] for line in result] == ["red", "blue"]
+
+
+# --- runs of other stages ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "num_prompts"), [("dpo", 4), ("lora", 4), ("kto", 9), ("grpo", 4), ("own", 4)])
+def test_run_of_each_stage_answers_the_prompts_that_it_held_out(methods: Path, name: str, num_prompts: int) -> None:
+    assert main(["predict", str(methods / name), "max_new_tokens=3", "bf16=false"]) == 0
+    result = lines(methods / name / "predictions/generated_predictions.jsonl")
+    chosen = {line["chosen"] for line in lines(DEMO / "data/pairs.jsonl")[:12]}
+    rejected = {line["rejected"] for line in lines(DEMO / "data/pairs.jsonl")[:12]}
+    assert len(result) == len({line["prompt"] for line in result}) == num_prompts
+    assert all(line["prompt"].endswith("<|im_start|>assistant\n") or name in ("grpo", "own") for line in result)
+    if name in ("dpo", "lora"):
+        assert {line["label"] for line in result} <= chosen
+    elif name == "kto":  # only desirable responses are references
+        assert {line["label"] for line in result} <= {*chosen, ""}
+        assert not {line["label"] for line in result} & (rejected - chosen)
+    else:
+        assert [line["label"] for line in result] == [""] * num_prompts
+    metrics = json.loads((methods / name / "predictions/predict_results.json").read_text())
+    assert ("predict_exact_match" in metrics) == (name not in ("grpo", "own"))
+
+
+@pytest.mark.parametrize("name", ["tuned", "dpo", "lora", "kto", "grpo", "pt"])
+def test_eval_of_a_run_repeats_the_evaluation_of_its_own_split(methods: Path, name: str) -> None:
+    """The saved weights are rounded to bfloat16, so losses differ slightly. Without the model before training as the
+    reference, the IPO loss would be 25 and the KTO loss 0.5."""
+    assert main(["eval", str(methods / name), "bf16=false"]) == 0
+    trained, found = (
+        json.loads((methods / name / folder / "eval_results.json").read_text()) for folder in ("", "evaluation")
+    )
+    same = "eval_completions/mean_length" if name == "grpo" else "eval_loss"
+    assert found[same] == pytest.approx(trained[same], rel=0.01)
+    assert found.keys() == trained.keys()
+
+
+def test_eval_of_a_named_dataset_computes_the_loss_of_its_responses(methods: Path) -> None:
+    argv = [f"dataset_dir={methods / 'data'}", "eval_dataset=demo_heldout", "max_samples=4", "save_dir=named"]
+    assert main(["eval", str(methods / "dpo"), *argv]) == 0
+    found = json.loads(Path("named/eval_results.json").read_text())
+    assert "eval_loss" in found
+    assert "eval_rewards/margins" not in found
+
+
+def test_named_stage_evaluates_pairs_against_the_model_before_training(methods: Path) -> None:
+    argv = [
+        f"dataset_dir={methods / 'data'}",
+        "eval_dataset=demo_pairs",
+        "max_samples=4",
+        "save_dir=named",
+        "stage=dpo",
+    ]
+    assert main(["eval", str(methods / "dpo"), *argv]) == 0
+    assert abs(json.loads(Path("named/eval_results.json").read_text())["eval_rewards/margins"]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("record", "label"),
+    [
+        ({"instruction": "Say red", "output": "red"}, "red"),
+        ({"prompt": "Say red", "chosen": "red", "rejected": "blue"}, "red"),
+        ({"prompt": "Say red", "completion": "red", "label": True}, "red"),
+        ({"prompt": "Say red", "completion": "blue", "label": False}, ""),
+        ({"prompt": "Say red", "solution": "red"}, ""),
+        ({"prompt": [{"role": "user", "content": "Say red"}], "solution": "red"}, ""),
+        ({"messages": [{"role": "user", "content": "Say red"}, {"role": "assistant", "content": "red"}]}, "red"),
+    ],
+)
+def test_prompts_of_records_of_any_kind_are_answered(
+    place: Path, tmp_path: Path, record: dict[str, object], label: str
+) -> None:
+    (tmp_path / "mine.jsonl").write_text(json.dumps(record) + "\n")
+    assert main(["predict", str(place / "writes"), "eval_dataset=mine.jsonl", "max_new_tokens=2", "save_dir=out"]) == 0
+    (line,) = lines(tmp_path / "out/generated_predictions.jsonl")
+    assert "Say red" in line["prompt"]
+    assert line["label"] == label
+
+
+def test_reward_functions_in_a_folder_are_not_run(methods: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(methods / "own")]) == 2
+    assert "Pass them on the command line: reward_funcs=" in capsys.readouterr().err
+    assert main(["eval", str(methods / "own"), f"reward_funcs={methods / 'mine.py'}:length"]) == 0
+    assert json.loads((methods / "own/evaluation/eval_results.json").read_text())["eval_reward"] == 1
+
+
+def test_run_on_plain_text_has_no_prompts_to_predict(methods: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", str(methods / "pt")]) == 2
+    assert "Use burnish eval for the loss" in capsys.readouterr().err
+
+
+def test_eval_can_generate_responses_to_the_split_of_a_run(methods: Path) -> None:
+    argv = ["predict_with_generate=true", "max_new_tokens=2", "save_dir=generated"]
+    assert main(["eval", str(methods / "dpo"), *argv]) == 0
+    assert len(lines(Path("generated/generated_predictions.jsonl"))) == 4

@@ -24,6 +24,7 @@ from torch import nn
 
 from burnish.config.checks import check
 from burnish.config.errors import Problem
+from burnish.config.options import specs
 from burnish.config.registry import Registry
 from burnish.kernels.probe import Capabilities
 from burnish.loop.protocols import Objective, Parallel
@@ -166,6 +167,13 @@ class StageObjective(Objective, Protocol):
 
 OBJECTIVES: Registry[type[StageObjective]] = Registry("stage")
 """Trait ``reads``: option groups and names of options that a member reads besides its own ``options``."""
+
+
+def options_of(stage: str) -> set[str]:
+    """Return the names of the options that a stage reads: its own group and its trait ``reads``."""
+    member = OBJECTIVES.get(stage)
+    known = (member.options, *member.traits.get("reads", ()))
+    return {name for each in known if each for name in ([each] if isinstance(each, str) else specs(each))}
 
 
 class StageChoices(Protocol):

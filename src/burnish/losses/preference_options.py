@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from burnish.config.checks import check, notes
 from burnish.config.errors import OptionText, Problem
 from burnish.config.options import changed_options, option, shared, specs
-from burnish.config.registry import Member
-from burnish.losses.base import OBJECTIVES, StageObjective
+from burnish.losses.base import OBJECTIVES, options_of
 from burnish.losses.preference_losses import PAIR_LOSSES
 
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
@@ -247,7 +246,7 @@ def preference_notes(options: PreferenceChoices) -> list[str]:
     """Notes on options without effect, or with a probably unintended value."""
     stage = options.stage
     groups = (PreferenceOptions, ReferenceOptions, *(m.options for m in OBJECTIVES if m.options and _compares(m.name)))
-    read = _options_of(OBJECTIVES.get(stage))
+    read = options_of(stage)
     unread = dict.fromkeys(name for group in groups for name in specs(group) if name not in read)
     found = [f'"{name}" has no effect: stage is {stage}.' for name in unread if name in changed_options(options)]
     if not OBJECTIVES[stage].logs_rewards:
@@ -255,12 +254,6 @@ def preference_notes(options: PreferenceChoices) -> list[str]:
     names = [name for name in options.pref_loss if name in PAIR_LOSSES]
     own = pair_notes(options, names) if "pref_loss" in read else []
     return [*own, *found, *_rate_notes(options, "1e-7 to 5e-6")]
-
-
-def _options_of(member: Member[type[StageObjective]]) -> set[str]:
-    """Names of the options that a stage reads: its own group and its trait ``reads``."""
-    known = (member.options, *member.traits.get("reads", ()))
-    return {name for each in known if each for name in ([each] if isinstance(each, str) else specs(each))}
 
 
 def pair_notes(options: PairLossChoices, names: list[str]) -> list[str]:

@@ -287,7 +287,7 @@ _OF_COMPLETIONS = ("_reward", "_reward_std", "_entropy", "/mean_length", "/clipp
 def _eval_line(state: TrainerState, metrics: Mapping[str, Any]) -> str:
     """Return the losses and metrics of an evaluation, without its duration."""
     shown = {n: v for n, v in metrics.items() if isinstance(v, int | float) and not n.endswith(RATES) and n != "epoch"}
-    if any(name.endswith("_reward") for name in shown):  # metrics of completions: the log has many more
+    if any(name.endswith("/mean_length") for name in shown):  # metrics of completions: the log has many more
         shown = {name: value for name, value in shown.items() if name.endswith(_OF_COMPLETIONS) or "_pass@" in name}
     entries = (f"{name} {short_loss(value)}" for name, value in shown.items())
     where = [f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}"] if state.max_steps else []

@@ -24,6 +24,8 @@ from burnish.data.origins import Origins
 from burnish.data.rows.encode import encode_rows
 from burnish.data.rows.row_set import ListedRows, RowSet, packed
 from burnish.data.rows.streamed import StreamedRows
+from burnish.data.sets.examples import ListedExamples
+from burnish.data.sets.preferences import with_references
 from burnish.data.sets.sources import DataSets, load_datasets
 from burnish.data.stats import DataStats
 from burnish.inference.images.family import load_family
@@ -138,17 +140,24 @@ def _contents(sets: DataSets, template: Template, objective: StageObjective, opt
 
 
 def load_data(plan: Plan, stats: DataStats) -> DataSets:
-    """Load the datasets. Their problems are reported together with those of the model's files."""
+    """Load the datasets. Their problems are reported together with those of the model's files.
+
+    With ``records_of``, only the evaluation examples that have a reference response are returned.
+    """
     options = plan.options
     problems = check_model(options, needs_head=OBJECTIVES[options.stage].uses_lm_head)
     try:
         sets = load_datasets(
-            options, options.seed, stats, may_stream(options), searches_hubs=not problems, needs=record_needs(options),
+            options, options.seed, stats, may_stream(options), searches_hubs=not problems,
+            needs=record_needs(options, plan.records_of),
             looks_back=OBJECTIVES[options.stage].mismatched_responses(options) == "set",
         )  # fmt: skip
     except UserError as error:
         raise UserError([*problems, *error.problems]) from error
     raise_if(problems)
+    if plan.records_of:
+        sets.train = ListedExamples()
+        sets.eval = {name: ListedExamples(with_references(examples)) for name, examples in sets.eval.items()}
     return sets
 
 

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from burnish.checkpoint.checkpoint import Checkpoints
-from burnish.config.errors import UserError
+from burnish.config.errors import Problem, UserError
 from burnish.config.options import RawValue, build, raise_if, specs
 from burnish.data.chat.choose import TemplateOptions, check_template
 from burnish.data.chat.truncate import EncodingOptions
 from burnish.data.options import DataOptions
 from burnish.inference.loading import writes_answers
 from burnish.inference.options import check_infer, infer_notes
+from burnish.losses.base import OBJECTIVES, options_of
 from burnish.models.check import check_model
 from burnish.models.generate import PREDICTION_ONLY
 from burnish.report.metadata import LAUNCH, RUN_YAML
@@ -30,9 +31,9 @@ from burnish.run.plan.config_files import COMMAND_LINE, CONFIG_SUFFIXES, merge, 
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import aliases, provenance_of
 from burnish.run.plan.unsupported import take_absent
-from burnish.serve.run_folder import data_seen_from
+from burnish.serve.run_folder import data_seen_from, models_seen_from
 from burnish.utils.files import expanded
-from burnish.utils.json_files import read_object
+from burnish.utils.json_files import read_object, shortened
 
 ADAPTER, MODEL = "adapter_config.json", "config.json"
 
@@ -47,6 +48,8 @@ class Serving:
         notes: notes for the user.
         provenance: option -> where it was set.
         rest: values of the command's own options.
+        uses_own_data: whether the datasets are those of the run that made the model.
+        reference: options that name the reference model of its loss: the model before training.
     """
 
     options: RunOptions
@@ -54,15 +57,20 @@ class Serving:
     notes: tuple[str, ...]
     provenance: Mapping[str, str]
     rest: Mapping[str, RawValue]
+    uses_own_data: bool = False
+    reference: Mapping[str, RawValue] = field(default_factory=dict)
 
 
-def serving_of(argv: Sequence[str], own: Sequence[str] = (), with_data: bool = False) -> Serving:
+def serving_of(
+    argv: Sequence[str], own: Sequence[str] = (), with_data: bool = False, with_loss: bool = False
+) -> Serving:
     """Parse the arguments of a command.
 
     Args:
         argv: arguments.
         own: names of the command's own options, which are returned unparsed in ``rest``.
-        with_data: also use the datasets of the run that made a folder, unless the arguments name others.
+        with_data: also use the datasets of the run that made a folder, unless the arguments name others, or a task.
+        with_loss: with these datasets, also use the options of the run that determine its metrics.
     Raises:
         UserError: with all problems of the options.
     """
@@ -70,16 +78,22 @@ def serving_of(argv: Sequence[str], own: Sequence[str] = (), with_data: bool = F
     file, flags = read_arguments([*([path] if path and _is_config(path) else []), *others])
     values = merge(file, flags, aliases())
     rest = {key: values.pop(key) for key in list(values) if key in own}
+    with_data, uses_own_data = with_data and "task" not in rest, False
+    reference: dict[str, RawValue] = {}
     if path and not _is_config(path):
         if with_data and "dataset" in values and not values.keys() & {"eval_dataset", "val_size"}:
             values["eval_dataset"] = values.pop("dataset")  # all of it: nothing is trained
-        values = {**(data_of_run(path, values) if with_data else {}), **found_in(path, values), **values}
+        of_run = data_of_run(path, values) if with_data else {}
+        uses_own_data = "eval_dataset" in of_run or "val_size" in of_run
+        if with_data and with_loss:
+            of_run, reference = _with_loss_of_run(path, values, of_run, uses_own_data)
+        values = {**of_run, **found_in(path, values), **values}
     elif trained := _trained_by(values):
         values = {**{k: v for k, v in values.items() if k not in _NAMES}, **found_in(trained, {})}
     values = {**_base_of_adapter(values), **values}
     name = path or str(_value(values, "adapter_name_or_path") or _value(values, "model_name_or_path") or "")
     name = Path(name).stem if _is_config(name) else Path(name).name
-    return _checked(values, rest, name)
+    return replace(_checked(values, rest, name), uses_own_data=uses_own_data, reference=reference)
 
 
 def notes_of_chat(serving: Serving) -> list[str]:
@@ -115,7 +129,9 @@ def _base_of_adapter(values: Mapping[str, RawValue]) -> dict[str, RawValue]:
     return {"model_name_or_path": found["model_name_or_path"]} if found else {}
 
 
-def servings_of(argv: Sequence[str], own: Sequence[str] = (), with_data: bool = False) -> list[Serving]:
+def servings_of(
+    argv: Sequence[str], own: Sequence[str] = (), with_data: bool = False, with_loss: bool = False
+) -> list[Serving]:
     """Return a ``Serving`` for each model among the leading arguments; without any, for the model in the options.
 
     Names are unique, since each model writes to a folder of its name: ``a/checkpoint-4`` and ``b/checkpoint-4`` are
@@ -125,7 +141,7 @@ def servings_of(argv: Sequence[str], own: Sequence[str] = (), with_data: bool = 
         UserError: as ``serving_of``, and if a model is named twice.
     """
     paths, others = paths_of(argv)
-    found = [serving_of([*path, *others], own, with_data) for path in ([[path] for path in paths] or [[]])]
+    found = [serving_of([*path, *others], own, with_data, with_loss) for path in ([[path] for path in paths] or [[]])]
     folders = [expanded(path).absolute().parent for path in paths]
     parts = [(*folder.parts, one.name) for folder, one in zip(folders, found, strict=False)]
     names, depth = [one.name for one in found], 1
@@ -209,6 +225,53 @@ def data_of_run(path: str, values: Mapping[str, RawValue]) -> dict[str, RawValue
         found |= {name: RawValue(value, where) for name, value in moved.items()}
     own_sets = ("dataset", "eval_dataset", "val_size") if "eval_dataset" in values or "val_size" in values else ()
     return {name: item for name, item in found.items() if name not in own_sets}
+
+
+def _with_loss_of_run(
+    path: str, values: Mapping[str, RawValue], of_run: Mapping[str, RawValue], uses_own_data: bool
+) -> tuple[dict[str, RawValue], dict[str, RawValue]]:
+    """Return the options of a run with those that determine the metrics of its stage, and its reference model.
+
+    For other datasets, the stage of the run is used only if the arguments set the same.
+
+    Args:
+        path: folder of the run or of a checkpoint.
+        values: options of the command.
+        of_run: options of the run, from ``data_of_run``.
+        uses_own_data: whether the datasets are those of the run.
+    """
+    stage, chosen = _value(of_run, "stage") or "sft", _value(values, "stage")
+    folder = _run_of(expanded(path))
+    if folder is None or not (stage == chosen or (uses_own_data and chosen is None)) or stage not in OBJECTIVES:
+        return {name: item for name, item in of_run.items() if name != "stage"}, {}
+    where = str(folder / RUN_YAML)
+    file, _ = read_arguments([where])
+    launch_folder = read_object(folder / LAUNCH).get("folder") if (folder / LAUNCH).is_file() else None
+    given = {name: item.value for name, item in file.items()}
+    if isinstance(launch_folder, str):
+        given |= models_seen_from(Path(launch_folder), given)
+    names = options_of(stage) - {"predict_with_generate"}
+    found = {name: RawValue(value, where) for name, value in given.items() if name in names}
+    if "reward_funcs" in found and "reward_funcs" not in values and not _are_built_in(found["reward_funcs"].value):
+        raise UserError(_own_code(path, found["reward_funcs"].value))
+    reference: dict[str, RawValue] = {}
+    if "ref_model" not in {**found, **values}:  # otherwise the trained model would be compared with itself
+        start = {"ref_model": "model_name_or_path", "ref_model_adapters": "adapter_name_or_path"}
+        reference = {name: RawValue(given[own], where) for name, own in start.items() if given.get(own)}
+    return {**found, **of_run}, reference
+
+
+def _are_built_in(rewards: Any) -> bool:
+    """Return whether all reward functions are built-in: only the names of others contain "." or ":"."""
+    entries = rewards if isinstance(rewards, list) else str(rewards).split(",")
+    names = [name for entry in entries for name in (entry if isinstance(entry, Mapping) else [entry])]
+    return all(str(name).strip().isidentifier() for name in names)
+
+
+def _own_code(path: str, rewards: Any) -> Problem:
+    what = "the reward functions of the run are Python code, which is not run because a folder names it. "
+    what += f"Received: {shortened(rewards)}"
+    return Problem(what, path, remedy="Pass them on the command line: reward_funcs=...", option="reward_funcs")
 
 
 def _run_of(folder: Path) -> Path | None:

@@ -41,6 +41,8 @@ def layout_of(source: DataSource, records: Sequence[Values], where: str, needs: 
     """
     needs = needs or ANSWERS
     found = _columns_of(records)
+    if needs.kind == "any":
+        needs = replace(needs, kind=_kind_of(source, records))
     if missing := [column for column in needs.columns if column not in (*found, ALL_COLUMNS)]:
         what = f"stage: {needs.stage} requires the column {_quoted(missing)}. Found: {listed(found)}."
         raise UserError(what, where=where, option="stage")
@@ -56,6 +58,27 @@ def layout_of(source: DataSource, records: Sequence[Values], where: str, needs: 
         layout, needs=needs, media=media, images=images, videos=videos, reader=needs.reader,
         required=layout.required - _optional_in(needs),
     )  # fmt: skip
+
+
+def _kind_of(source: DataSource, records: Sequence[Values]) -> str:
+    """Return the kind of the records of a dataset, where any kind is accepted."""
+    named = source.columns or {}
+    if source.ranking or all(named.get(part) for part in _PAIR):
+        return "pairs"
+    if source.columns is not None:
+        return "verdicts" if named.get("kto_tag") else "answers" if _names_response(source) else "prompts"
+    if any(set(_PAIR) <= values.keys() for values in records):
+        return "pairs"
+    if any(map(is_preference, records)):
+        return "verdicts"
+    known = [member.name for member in FORMATS if _holds(member.traits, ANSWERS)]
+    has_response = any(_claim(FORMATS.get(name).traits, values, ANSWERS) for name in known for values in records)
+    return "answers" if has_response else "prompts"
+
+
+def _names_response(source: DataSource) -> bool:
+    """Return whether the named columns include a response, or a conversation that may end with one."""
+    return any((source.columns or {}).get(part) for part in ("response", "messages", "text"))
 
 
 def _plain(source: DataSource, records: Sequence[Values], where: str, needs: RecordNeeds) -> Layout:

@@ -187,11 +187,39 @@ def unpaired(examples: Sequence[Example]) -> Iterator[Example]:
         for example in examples:
             answer = example.chosen if is_chosen else example.rejected
             assert answer is not None
-            alone = replace(example, chosen=None, rejected=None, margin=None, tag=is_chosen)
-            if isinstance(answer, str):
-                yield replace(alone, completion=answer)
-            else:
-                yield replace(alone, messages=(*example.messages, *answer))
+            yield replace(_alone(example, answer), tag=is_chosen)
+
+
+def _alone(example: Example, answer: Answer) -> Example:
+    """Return the example of a pair with one response."""
+    alone = replace(example, chosen=None, rejected=None, margin=None)
+    if isinstance(answer, str):
+        return replace(alone, completion=answer)
+    return replace(alone, messages=(*example.messages, *answer))
+
+
+def with_reference(example: Example) -> Example:
+    """Return the example of a record of any kind with its reference response, or without any response.
+
+    The reference is the chosen response of a pair, or a response that is not labelled as undesirable.
+    """
+    if example.chosen is not None:
+        return _alone(example, example.chosen)
+    if example.tag is False:
+        return replace(example, completion=None, messages=example.messages[:-1], tag=None, other=None)
+    return replace(example, tag=None, other=None)
+
+
+def with_references(examples: Iterable[Example]) -> list[Example]:
+    """Return the examples that have a reference response, with that response only."""
+    return [example for example in map(with_reference, examples) if has_reference(example)]
+
+
+def has_reference(example: Example) -> bool:
+    """Return whether an example has a response to compare with. Plain text counts as one."""
+    if example.text is not None or example.completion is not None:
+        return True
+    return bool(example.messages) and example.messages[-1].role in ANSWERING
 
 
 def with_other_answers(examples: Sequence[Example]) -> list[Example]:

@@ -59,7 +59,8 @@ class RecordNeeds:
 
     Args:
         kind: "answers"; "pairs" (two responses to compare); "verdicts" (a response with a label); "prompts" (the
-            response is optional); or a custom kind: records of formats that are registered with ``holds=kind``.
+            response is optional); "any" of these; or a custom kind: records of formats that are registered with
+            ``holds=kind``.
         columns: further columns, stored in ``Example.extra``; ALL_COLUMNS for all columns of each record.
         stage: name of the stage, for error messages.
         reader: how images are found, or the type of a text-only model; None refuses images.

@@ -17,13 +17,25 @@ from burnish.utils.json_files import read_object
 _NUM_CHECKED_RECORDS = 1000
 
 
-def record_needs(options: RunOptions) -> RecordNeeds:
-    """Return the requirements of the run's objective for the records of its datasets."""
+ANY_RECORDS = "any"
+"""In place of a stage: records of any kind that has prompts."""
+
+
+def record_needs(options: RunOptions, records_of: str = "") -> RecordNeeds:
+    """Return the requirements for the records of a run's datasets.
+
+    Args:
+        options: options of the run.
+        records_of: stage for whose objective the records are read, or ANY_RECORDS. Default: the stage of the run.
+    """
     objective = OBJECTIVES[options.stage]
+    if records_of == ANY_RECORDS:
+        return RecordNeeds("any", (), options.stage, _media_reader(options, objective.reads_images))
+    own = OBJECTIVES[records_of or options.stage]
     return RecordNeeds(
-        objective.records,
-        tuple(objective.record_columns),
-        options.stage,
+        own.records,
+        tuple(own.record_columns),
+        records_of or options.stage,
         _media_reader(options, objective.reads_images),
     )
 

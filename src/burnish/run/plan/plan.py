@@ -40,6 +40,8 @@ class Plan:
         notes: messages about options without effect and about automatic choices.
         world_size: number of processes, from the launcher.
         command: the burnish command that made the plan.
+        records_of: stage whose kind of records the datasets hold, if it is not that of the options; ANY_RECORDS for
+            any kind. Responses to these records are generated; no loss is computed.
     """
 
     options: RunOptions
@@ -47,6 +49,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     world_size: int = 1
     command: str = "train"
+    records_of: str = ""
 
     def where(self, name: str) -> str:
         """Return the place where an option was set, or "" if it has its default value."""

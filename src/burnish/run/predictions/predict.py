@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from burnish.data.images.image_file import images_of
@@ -46,12 +47,12 @@ def predict_all(run: Loop, prepared: Prepared, plan: Plan) -> dict[str, float]:
     run.set_training_mode(False)
     metrics: dict[str, float] = {}
     if options.predict_with_generate:
-        needs = None if prepared.family is None else record_needs(options)  # tells where images are
+        needs = record_needs(options, plan.records_of)
         sets: Mapping[str, Sequence[Example]] = load_datasets(
             options, options.seed, DataStats(), may_stream(options), needs=needs
         ).eval
         for name, examples in sets.items():
-            metrics |= predict(run, prepared, options, examples, name, folder)
+            metrics |= predict(run, prepared, options, _prompted(examples, needs.kind), name, folder)
     else:
         for name, batches in run.eval_sets.items():
             metrics |= run.evaluate_set(batches, f"predict_{name}" if name else "predict")
@@ -66,6 +67,23 @@ def predict_all(run: Loop, prepared: Prepared, plan: Plan) -> dict[str, float]:
     return metrics
 
 
+def _prompted(examples: Sequence[Example], kind: str) -> list[Example]:
+    """Return the examples to respond to, given the kind of their records.
+
+    Plain text is the prompt where records are prompts. A pair that was split into two labelled responses is one prompt.
+    """
+    if kind == "prompts":
+        return [replace(e, prompt=e.text, text=None) if e.text is not None else e for e in examples]
+    if kind != "verdicts":
+        return [*examples]
+    found: dict[tuple[str, int], Example] = {}
+    for example in examples:
+        key = (example.source, example.number)
+        if key not in found or example.tag:
+            found[key] = example
+    return [*found.values()]
+
+
 def predict(
     run: Loop, prepared: Prepared, options: RunOptions, examples: Sequence[Example], name: str, folder: Path
 ) -> dict[str, float]:
@@ -74,7 +92,8 @@ def predict(
     tokenizer, stops = prepared.tokenizer, prepared.template.stop_token_ids()
     questions = questions_of(examples, prepared.template, stops)
     if len(questions) < len(examples):
-        note(f"{len(examples) - len(questions)} of {len(examples)} records have no prompt; they were skipped.")
+        left_out = f"{len(examples) - len(questions)} of {len(examples)}"
+        note(f"{left_out} records have no prompt, or one that is longer than cutoff_len; they were skipped.")
     config = generation_config(bare_model(run), tokenizer, stops, options)
     stem = stem_of(name)
     partial = folder / f"{stem}.partial.jsonl" if run.parallel.world_size == 1 else None
@@ -84,9 +103,12 @@ def predict(
         answers = answer_all(run, requested, config, options, partial, likelihoods, prepared.family)
     decoding = {"skip_special_tokens": options.skip_special_tokens}
     texts = [tokenizer.decode(ids, **decoding) for ids in answers]
-    labels = [tokenizer.decode(question.label, **decoding) for question in questions]
+    labels = [tokenizer.decode(question.label or [], **decoding) for question in questions]
     prefix = f"predict_{name}" if name else "predict"
-    metrics = {f"{prefix}_{metric}": round(value, 4) for metric, value in _scores(texts, labels, options).items()}
+    compared = [at for at, question in enumerate(questions) if question.label is not None]
+    predicted = [texts[first + at] for first in range(0, len(texts), len(labels) or 1) for at in compared]
+    found = _scores(predicted, [labels[at] for at in compared], options) if compared or not questions else {}
+    metrics = {f"{prefix}_{metric}": round(value, 4) for metric, value in found.items()}
     if run.parallel.rank == 0:
         path = folder / f"{stem}.jsonl"
         prompts = [
@@ -97,7 +119,10 @@ def predict(
                  for first in range(len(labels))]  # fmt: skip
         several = sampled if options.samples > 1 else None
         write_answers(path, prompts, texts[: len(labels)], labels, several, images)
-        note(f"{counted(len(texts), 'response')} in {path}: {', '.join(f'{k} {v:g}' for k, v in metrics.items())}.")
+        shown = ", ".join(f"{k} {v:g}" for k, v in metrics.items())
+        note(f"{counted(len(texts), 'response')} in {path}{': ' * bool(shown)}{shown}.")
+        if len(compared) < len(questions):
+            note(f"{len(questions) - len(compared)} of {counted(len(questions), 'record')} have no reference response.")
     num_batches = -(-len(questions) // options.per_device_eval_batch_size)
     return metrics | clock.rates(prefix, num_rows=len(questions), num_steps=num_batches)
 

@@ -10,6 +10,7 @@ from burnish.data.chat.rows import Template
 from burnish.data.images.family import Family
 from burnish.data.images.image_file import images_of
 from burnish.data.images.in_rows import without_expansion
+from burnish.data.sets.preferences import has_reference, with_reference
 from burnish.data.stats import DataStats
 from burnish.loop.types import IGNORE_INDEX, Example
 from burnish.models.generate import until_stop
@@ -17,19 +18,30 @@ from burnish.models.generate import until_stop
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, and its reference response."""
+    """A prompt, and its reference response; None if it has none."""
 
     prompt: list[int]
-    label: list[int]
+    label: list[int] | None
     images: Sequence[Any] = ()
 
 
 def questions_of(examples: Sequence[Example], template: Template, stops: Sequence[int]) -> list[Question]:
-    """Return the prompts for the last response of each conversation, or for the completion of each prompt."""
-    rows = template.encode(examples, DataStats())
+    """Return the prompts for the last response of each conversation, or for the completion of each prompt.
+
+    Records may be of any kind: conversations, pairs, labelled responses, or prompts without a response.
+    """
+    examples = [with_reference(example) for example in examples if example.text is None]
+    rows = iter(template.encode([example for example in examples if has_reference(example)], DataStats()))
     questions = []
-    for example, row in zip(examples, rows, strict=True):
-        if row is None or example.text is not None:
+    for example in examples:
+        if not has_reference(example):
+            (prompt_ids,) = template.encode_prompts([example], DataStats())
+            if prompt_ids is not None:
+                images = template.prompt_row(example).get("images", ()) if example.messages else ()
+                questions.append(Question(list(prompt_ids), None, images))
+            continue
+        row = next(rows)
+        if row is None:
             continue
         ids = list(row["input_ids"])
         if example.completion is not None:

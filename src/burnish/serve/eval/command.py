@@ -1,8 +1,9 @@
 """``burnish eval PATH ...``: the command.
 
 It takes one or several models and either a ``task`` of local files (with LLaMA-Factory's options task, task_dir, lang,
-n_shot, batch_size, save_dir), ``task=lm_eval:NAME,...``, or ``eval_dataset``. It writes files to ``save_dir`` and
-prints a table. If it is interrupted, the same command continues.
+n_shot, batch_size, save_dir), ``task=lm_eval:NAME,...``, or ``eval_dataset``. Without these, the evaluation data of the
+run that made the model are used. It writes files to ``save_dir`` and prints a table. If it is interrupted, the same
+command continues.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ class EvalOptions:
         None, "Number of questions evaluated concurrently. Default: the number of concurrent requests.", ge=1
     )
     save_dir: str | None = option(
-        None, "Folder for the results. Default: results are printed but not saved.", names_place=True
+        None,
+        "Folder for the results. Default for a dataset: output_dir, or evaluation in the folder of the run. Results "
+        "of a task are only printed by default.",
+        names_place=True,
     )
     limit: int | None = option(None, "Evaluate only the first N questions per subject, for a quick test.", ge=1)
 
@@ -69,13 +73,13 @@ def evaluate(argv: Sequence[str]) -> int:
     Raises:
         UserError: for errors in the user's input.
     """
-    servings = servings_of(argv, OWN)
+    servings = servings_of(argv, OWN, with_data=True, with_loss=True)
     options, wrong = build(EvalOptions, servings[0].rest)
     raise_if([*wrong, *_problems(options, servings[0])])
-    from burnish.serve.eval.dataset import FREE_SOME_SPACE, evaluate_dataset
+    from burnish.serve.eval.dataset import FREE_SOME_SPACE, evaluate_dataset, folder_beside
 
     if options.task is None:
-        return evaluate_dataset(servings, options.save_dir)
+        return evaluate_dataset(servings, options.save_dir or folder_beside(argv, servings, "evaluation"))
     if options.task.startswith(HARNESS):
         for serving in servings:
             with named_where_full(Path(options.save_dir or ""), FREE_SOME_SPACE):
@@ -92,8 +96,9 @@ def evaluate(argv: Sequence[str]) -> int:
 
 
 def _problems(options: EvalOptions, serving: Serving) -> list[Problem]:
-    if options.task is None and not serving.options.eval_dataset:
-        what = "nothing to evaluate: neither task nor eval_dataset is set."
+    if options.task is None and not (serving.options.eval_dataset or serving.options.val_size):
+        what = "nothing to evaluate: neither task nor eval_dataset is set, and the model is not of a run with a "
+        what += "validation split."
         return [
             Problem(
                 what,

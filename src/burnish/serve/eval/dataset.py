@@ -19,6 +19,7 @@ from burnish.inference.loading import writes_answers
 from burnish.losses.base import OBJECTIVES
 from burnish.report.console import note
 from burnish.run.build import train_run
+from burnish.run.plan.files import ANY_RECORDS
 from burnish.run.plan.plan import locate_problems, plan
 from burnish.serve.command_line import Serving, paths_of, servings_of
 from burnish.utils.files import expanded, named_where_full
@@ -43,17 +44,21 @@ class PredictOptions:
 
 def predict_sets(argv: Sequence[str]) -> int:
     """Run ``burnish predict``: write responses to, or scores of, evaluation sets. Returns the exit status."""
-    paths, _ = paths_of(argv)
     servings = servings_of(argv, [field.name for field in fields(PredictOptions)], with_data=True)
     options, wrong = build(PredictOptions, servings[0].rest)
     raise_if(wrong)
     if any(not (serving.options.eval_dataset or serving.options.val_size) for serving in servings):
         what = "nothing to predict: eval_dataset is not set, and no run.yaml in the model's folder sets it."
         raise UserError(what, remedy="Set it, for example eval_dataset=heldout", option="eval_dataset")
+    return evaluate_dataset(servings, options.save_dir or folder_beside(argv, servings, _BESIDE), predicts=True)
+
+
+def folder_beside(argv: Sequence[str], servings: Sequence[Serving], name: str) -> str | None:
+    """Return the default folder for results: ``name`` in the folder of the only model, or None for ``output_dir``."""
+    paths, _ = paths_of(argv)
     folder = expanded(paths[0]) if paths else Path()
     is_in_run = len(paths) == 1 and folder.is_dir() and not servings[0].options.output_dir
-    beside = str(folder / _BESIDE) if is_in_run else None
-    return evaluate_dataset(servings, options.save_dir or beside, predicts=True)
+    return str(folder / name) if is_in_run else None
 
 
 def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts: bool = False) -> int:
@@ -74,9 +79,15 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
         folder = Path(save_dir or _apart(serving.options)) / (serving.name if len(servings) > 1 else "")
         values = {name: RawValue(value, here) for name, value in changed_options(serving.options).items()}
         writes, stage = writes_answers(serving.options), serving.options.stage
-        if not writes or (predicts and OBJECTIVES[stage].records != "answers"):
-            stage = "sft" if writes else "rm"
         generates = writes and (predicts or serving.options.predict_with_generate)
+        if generates and serving.uses_own_data and not OBJECTIVES[stage].has_prompts:
+            what = f"predictions need prompts, but the run's data are of stage: {stage}, which has none."
+            remedy = "Use burnish eval for the loss, or set eval_dataset to a dataset with prompts."
+            raise UserError(what, where=serving.name, remedy=remedy)
+        # Responses need no loss of the stage, only its kind of records.
+        records_of = (stage if serving.uses_own_data else ANY_RECORDS) if generates else ""
+        if generates or not writes:
+            stage = "sft" if writes else "rm"
         values |= {
             "stage": RawValue(stage, here), "predict_with_generate": RawValue(generates, here),
             "do_train": RawValue(False, here), "do_eval": RawValue(not generates, here),
@@ -88,7 +99,11 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
         if not serving.options.val_size:
             values["dataset"] = RawValue(None, here)
         made = plan({name: item for name, item in values.items() if item.value is not None})
-        made = replace(made, command=command)
+        made = replace(made, command=command, records_of=records_of)
+        if serving.reference:
+            given = {name: item.value for name, item in serving.reference.items()}
+            places = {name: item.where for name, item in serving.reference.items()}
+            made = replace(made, options=replace(made.options, **given), provenance={**made.provenance, **places})
         with locate_problems(serving.provenance), named_where_full(folder, FREE_SOME_SPACE):
             result = train_run(made)
         rows.append((serving.name, dict(result.metrics)))
