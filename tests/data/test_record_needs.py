@@ -97,3 +97,40 @@ def test_text_pairs_without_prompt_begin_with_it(tmp_path):
     rows = [{"chosen": "Capital of France? Paris", "rejected": "Capital of France? Rome"}]
     (example,) = examples(tmp_path, rows, RecordNeeds("pairs", stage="dpo"))
     assert (example.prompt, example.chosen, example.rejected) == ("Capital of France?", " Paris", " Rome")
+
+
+# --- pairs, described by an entry -------------------------------------------------------------------------------------
+
+
+def pairs(rows, **entry):
+    info = {"mine": {"records": rows, "ranking": True, **entry}}
+    options = DataOptions(dataset=["mine"], dataset_dir=info)
+    return list(load_datasets(options, 0, DataStats(), needs=RecordNeeds("pairs", stage="dpo")).train)
+
+
+@pytest.mark.parametrize("columns", [{}, {"columns": {"chosen": "chosen", "rejected": "rejected"}}])
+def test_pair_whose_responses_begin_with_the_prompt_needs_no_prompt_column(columns):
+    def turns(answer):
+        return [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}]
+
+    (example,) = pairs([{"chosen": turns("Ho"), "rejected": turns("Hu")}], **columns)
+    assert [(message.role, message.text) for message in example.messages] == [("user", "Hi")]
+    assert [[message.text for message in answer] for answer in (example.chosen, example.rejected)] == [["Ho"], ["Hu"]]
+    (example,) = pairs([{"chosen": "Hi\nHo", "rejected": "Hi\nHu"}], **columns)
+    assert (example.prompt, example.chosen, example.rejected) == ("Hi", "\nHo", "\nHu")
+
+
+@pytest.mark.parametrize("prompt", ["instruction", "question"])
+def test_pairs_with_a_prompt_that_columns_omit_are_rejected_with_its_name(prompt):
+    rows = [{prompt: "Say red", "good": "red", "bad": "blue"}]
+    with pytest.raises(UserError, match='"columns" must contain "prompt"') as caught:
+        pairs(rows, columns={"chosen": "good", "rejected": "bad"})
+    assert f'Add "prompt": "{prompt}" to "columns".' in str(caught.value)
+
+
+@pytest.mark.parametrize("prompt", ["instruction", "question"])
+def test_format_of_an_entry_without_formatting_is_alpaca(prompt):
+    rows = [{prompt: "Say red", "input": "now", "chosen": "red", "rejected": "blue"}]
+    columns = {"prompt": prompt, "query": "input", "chosen": "chosen", "rejected": "rejected"}
+    (example,) = pairs(rows, columns=columns)
+    assert [message.text for message in example.messages] == ["Say red\nnow"]

@@ -134,7 +134,9 @@ def _check(layout: Layout, records: Sequence[Values], where: str, needs: RecordN
     first = next(iter(traits["columns"]))
     if first not in layout.columns and first not in traits.get("optional", {}):
         what = f'"columns" must contain "{first}" for the format {layout.format}. Found: {listed(found)}.'
-        raise UserError(what, where=where, option="columns")
+        column = _guess(first, [column for column in found if column not in layout.columns.values()])
+        remedy = f'Add "{first}": "{column}" to "columns".' if column else ""
+        raise UserError(what, where=where, remedy=remedy, option="columns")
     required = layout.required - _optional_in(needs)
     missing = [column for part, column in layout.columns.items() if part in required and column not in found]
     if missing:
@@ -301,7 +303,12 @@ def _preferred_format(source: DataSource, records: Sequence[Values]) -> str:
         if FORMATS.get(name).traits["finds"](first):
             return source.formatting or name
     usual = "preference" if set(_PAIR) <= first.keys() else "prompt_completion"
-    is_alpaca = source.columns is not None or "instruction" in first
+    is_alpaca = "instruction" in first
+    if source.columns is not None:  # with a pair alone, both of its responses begin with the prompt
+        others = [column for column in first if column not in source.columns.values()]
+        is_alone = {part for part, column in source.columns.items() if column} == set(_PAIR)
+        is_alpaca = not is_alone or _guess("prompt", others) is not None
+        usual = "preference"
     return source.formatting or ("alpaca" if is_alpaca else usual)
 
 
@@ -357,14 +364,20 @@ _SYNONYMS = {
     "prompt": ("instruction", "prompt", "question", "query", "user", "problem", "input", "source"),
     "response": ("output", "response", "answer", "completion", "assistant", "solution", "reply", "target"),
     "system": ("system",),
+    "messages": ("messages", "conversation"),
 }
+
+
+def _guess(part: str, found: Iterable[str]) -> str | None:
+    """Guess the column of a part from its name."""
+    return next((column for word in _SYNONYMS.get(part, ()) for column in found if word in column.lower()), None)
 
 
 def proposed_columns(found: Iterable[str]) -> dict[str, str]:
     """Guess the columns of prompt and response from their names; empty if there is no good guess."""
     left, proposal = list(found), {}
-    for part, synonyms in _SYNONYMS.items():
-        column = next((c for word in synonyms for c in left if word in c.lower()), None)
+    for part in ("prompt", "response", "system"):
+        column = _guess(part, left)
         if column is not None:
             proposal[part] = column
             left.remove(column)
