@@ -181,6 +181,24 @@ def test_folder_of_several_file_types_is_rejected():
     assert ".csv (1), .json (1)" in load_error(dataset="data/set")
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_single_record_with_a_list_of_messages_is_a_record(name, streaming):
+    turns = [{"role": "user", "content": "Say red"}, {"role": "assistant", "content": "red"}]
+    path = data(name, json.dumps({"turns": turns}))
+    options = {"formatting": "openai", "columns": {"messages": "turns"}, "streaming": streaming}
+    sets = load_datasets(data_options(dataset=path, **options), 0, DataStats(), may_stream=streaming)
+    assert [role_contents(example) for example in sets.train] == [[("user", "Say red"), ("assistant", "red")]]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_single_line_of_json_lines_is_a_record_with_any_columns(streaming):
+    path = data("a.jsonl", json.dumps({"answers": [{"text": "red"}], "ask": "Say red", "say": "red"}))
+    options = {"formatting": "alpaca", "columns": {"prompt": "ask", "response": "say"}, "streaming": streaming}
+    sets = load_datasets(data_options(dataset=path, **options), 0, DataStats(), may_stream=streaming)
+    assert [role_contents(example) for example in sets.train] == [[("user", "Say red"), ("assistant", "red")]]
+
+
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
 def test_file_with_wrong_extension_is_rejected(name):
     assert f"data/{name}: invalid or incomplete" in load_error(dataset=data(name, b"not at all, not at all"))

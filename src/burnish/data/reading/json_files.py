@@ -36,6 +36,8 @@ _SHOWN = 5
 """Maximum number of broken lines named in one error."""
 _RECORD_KEYS = {"messages", "conversations", "conversation", "instruction", "prompt", "question", "text", "completion"}
 """Keys that identify an object as a record, even if it also contains lists of objects."""
+_TURN_KEYS = ({"role", "content"}, {"from", "value"})
+"""Keys of a message. A list of messages is the column of a record, not a list of records."""
 
 
 def read_json_records(path: Path) -> Iterator[Values]:
@@ -117,7 +119,8 @@ def _json_lines(path: Path) -> Iterator[Values]:
         is_cut = False
         if not isinstance(record, dict):
             refuse(path, number, record)
-        if number == 1 and (key := _wrapped(record)) and next(islice(json_places(path), 1, None), None) is None:
+        is_document = number == 1 and path.suffix.lower() != ".jsonl"  # there, each line is a record
+        if is_document and (key := _wrapped(record)) and next(islice(json_places(path), 1, None), None) is None:
             raise UserError(_unwrap(path, key, record[key]))
         if not broken:
             yield record
@@ -156,7 +159,11 @@ def _wrapped(record: Values) -> str | None:
     if _RECORD_KEYS & record.keys():
         return None
     lists = (key for key, value in record.items() if isinstance(value, list) and value)
-    return next((key for key in lists if all(isinstance(item, dict) for item in record[key])), None)
+    return next((key for key in lists if all(_may_be_record(item) for item in record[key])), None)
+
+
+def _may_be_record(item: Any) -> bool:
+    return isinstance(item, dict) and not any(keys <= item.keys() for keys in _TURN_KEYS)
 
 
 def _unwrap(path: Path, key: str, records: list[Any]) -> Problem:
