@@ -161,6 +161,38 @@ def test_non_object_records_are_rejected():
     assert "record 2" in load_error(dataset=data("a.json", [alpaca_record(1), "text"]))
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+@pytest.mark.parametrize(
+    ("other", "number"), [("text", 1), (None, 1), (None, 25), ([], 2), (3, 25), ([{"instruction": "q"}], 25)]
+)
+def test_record_that_is_not_an_object_is_dropped_and_counted(name, other, number, streaming):
+    records = [*GOOD[: number - 1], other, *GOOD[number - 1 :]]
+    path = data(name, records if name == "a.json" else "".join(f"{json.dumps(one)}\n" for one in records))
+    stats = DataStats()
+    options = data_options(dataset=path, on_bad_record="drop", streaming=streaming)
+    sets = load_datasets(options, 0, stats, may_stream=streaming)
+    assert len([e for e in sets.train.make(range(len(sets.train)), stats) if e is not None]) == len(GOOD)
+    assert f"dropped: not an object: 1 of 25 examples ({path}: {number})" in stats.sentences()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_records_that_are_not_objects_are_reported_together(streaming):
+    path = data("a.jsonl", "".join(f"{json.dumps(one)}\n" for one in ["text", *GOOD[:3], None]))
+    options = data_options(dataset=path, streaming=streaming)
+    with pytest.raises(UserError) as caught:
+        _all_of(load_datasets, options, 0, DataStats(), streaming)
+    message = str(caught.value)
+    assert f"{path}, record 1 (line 1): expected an object with named columns. Received: text" in message
+    assert ("Same problem in record 5." in message) == (not streaming)  # records are read one by one then
+    assert "on_bad_record: drop" in message
+
+
+def test_records_without_any_object_are_rejected():
+    assert "Received: a\n" in load_error(dataset=data("a.json", ["a", "b"]), on_bad_record="drop")
+    assert "Received: 1" in load_error(dataset="set", dataset_dir={"set": {"records": [1, 2]}})
+
+
 def test_unknown_file_types_are_rejected_with_known_ones():
     message = load_error(dataset=data("a.xlsx", b"x"))
     assert '".xlsx"' in message

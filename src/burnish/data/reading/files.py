@@ -18,12 +18,14 @@ from typing import Any
 from burnish.config.errors import Problem, UserError, first_line
 from burnish.data.reading.json_files import (
     BOM,
+    NotAnObject,
     Values,
     byte_lines,
     count,
     decoded,
     json_places,
     read_json_records,
+    refused,
     text_lines,
 )
 from burnish.utils.files import check_below_roots, odd_kind
@@ -33,8 +35,12 @@ _NOT_DATA = (".", "LICENSE", "README", "dataset_info", "dataset_dict")
 """Name prefixes of files in a dataset folder that contain no data."""
 
 
-def read_records(path: Path) -> Iterator[Values]:
+def read_records(path: Path, refuses_others: bool = True) -> Iterator[Values]:
     """Yield the records of one file, in order.
+
+    Args:
+        path: the file.
+        refuses_others: refuse records that are not objects. Otherwise each is a ``NotAnObject``.
 
     Raises:
         UserError: if the content does not match the file type; names the line or the byte.
@@ -42,7 +48,14 @@ def read_records(path: Path) -> Iterator[Values]:
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise UserError(unknown_type(path))
-    return reader(path)
+    return _objects(path, reader(path)) if refuses_others else reader(path)
+
+
+def _objects(path: Path, records: Iterator[Values]) -> Iterator[Values]:
+    for number, values in enumerate(records, start=1):
+        if isinstance(values, NotAnObject):
+            raise refused(path, number, values)
+        yield values
 
 
 def line_of(path: Path, number: int) -> int | None:

@@ -3,8 +3,8 @@
 Files are UTF-8, with or without a byte order mark. Records are yielded in order, one at a time. No JSON library for
 records is used, because the errors of libraries name neither the record nor the line.
 
-Refused: text that is not UTF-8, broken or incomplete JSON, duplicate keys, records that are not objects, and a list
-wrapped in an object.
+Refused: text that is not UTF-8, broken or incomplete JSON, duplicate keys, and a list wrapped in an object. A record
+that is not an object is a ``NotAnObject``.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def _json_list(path: Path) -> Iterator[Values]:
             if error.pos >= len(text.rstrip())
             else "",
         ) from None
-    for number, record in enumerate(records, start=1):
-        yield record if isinstance(record, dict) else refuse(path, number, record)
+    for record in records:
+        yield record if isinstance(record, dict) else NotAnObject(record)
 
 
 def _json_lines(path: Path) -> Iterator[Values]:
@@ -118,7 +118,7 @@ def _json_lines(path: Path) -> Iterator[Values]:
             continue
         is_cut = False
         if not isinstance(record, dict):
-            refuse(path, number, record)
+            record = NotAnObject(record)
         is_document = number == 1 and path.suffix.lower() != ".jsonl"  # there, each line is a record
         if is_document and (key := _wrapped(record)) and next(islice(json_places(path), 1, None), None) is None:
             raise UserError(_unwrap(path, key, record[key]))
@@ -175,11 +175,21 @@ def _unwrap(path: Path, key: str, records: list[Any]) -> Problem:
     )
 
 
-def refuse(path: Path, number: int, record: Any) -> Values:
-    what = f"expected an object with named columns. Received: {shortened(record)}"
-    raise UserError(
-        what, where=f"{path}, record {number}", remedy='For example: {"instruction": "...", "output": "..."}.'
-    )
+class NotAnObject(dict[str, Any]):
+    """A record that is no object: an object without columns that holds what was read in its place."""
+
+    def __init__(self, received: Any) -> None:
+        super().__init__()
+        self.received = received
+
+
+NO_OBJECT = "expected an object with named columns."
+AN_OBJECT = 'For example: {"instruction": "...", "output": "..."}.'
+
+
+def refused(path: Path | str, number: int, record: NotAnObject) -> UserError:
+    what = f"{NO_OBJECT} Received: {shortened(record.received)}"
+    return UserError(what, where=f"{path}, record {number}", remedy=AN_OBJECT)
 
 
 def _starts(text: str, decoder: json.JSONDecoder) -> Iterator[int]:

@@ -22,13 +22,13 @@ from burnish.config.errors import UserError
 from burnish.data.reading.files import arrow_table, read_records
 from burnish.data.reading.json_files import (
     BOM,
+    NotAnObject,
     Values,
     broken_line,
     decoded,
     first_character,
     json_places,
     parsed_file,
-    refuse,
 )
 from burnish.utils.sequences import OnDemand
 
@@ -92,7 +92,7 @@ class RecordIndex(OnDemand[Values]):
         self.content_hash = self._source.content_hash
         is_lines = path.suffix.lower() in (".json", ".jsonl") and first_character(path) != "["
         if is_lines:
-            next(read_records(path), None)  # raises if the file is not JSON Lines
+            next(read_records(path, refuses_others=False), None)  # raises if the file is not JSON Lines
         self._is_lines = is_lines
         self._file = self._source.file if is_lines else _as_lines(path)
         self._file.seek(0)
@@ -112,7 +112,7 @@ class RecordIndex(OnDemand[Values]):
         except json.JSONDecodeError as error:
             line = next(islice(json_places(self.path), index, None))
             raise UserError(broken_line(self.path, line, text.rstrip("\r\n"), error)) from None
-        return record if isinstance(record, dict) else refuse(self.path, index + 1, record)
+        return record if isinstance(record, dict) else NotAnObject(record)
 
 
 class OpenFile:
@@ -150,7 +150,8 @@ class OpenFile:
 def _as_lines(path: Path) -> BinaryIO:
     """Write the records of a file as JSON Lines to an unnamed temporary file."""
     file = TemporaryFile()  # noqa: SIM115 - stays open as long as the index
-    for record in read_records(path):
+    for values in read_records(path, refuses_others=False):
+        record: Any = values.received if isinstance(values, NotAnObject) else values
         file.write(json.dumps(record).encode() + b"\n")
     file.seek(0)
     return file

@@ -25,7 +25,7 @@ from typing import TypeAlias
 from burnish.config.errors import Problem, UserError, few
 from burnish.config.registry import Registry
 from burnish.data.reading.files import line_of
-from burnish.data.reading.json_files import Values
+from burnish.data.reading.json_files import AN_OBJECT, NO_OBJECT, NotAnObject, Values
 from burnish.data.sets.images import refuse_audio, with_images
 from burnish.data.sets.preferences import with_preference
 from burnish.data.sets.records import ALL_COLUMNS, BadRecord, Layout, Record, as_text, as_turns
@@ -194,6 +194,9 @@ def converted(
         stats.seen += 1
         layout.awaited.difference_update(values)
         try:
+            if isinstance(values, NotAnObject):
+                received = shortened(values.received)
+                raise BadRecord(NO_OBJECT, AN_OBJECT, reason="not an object", received=received)
             if layout.reader is None or layout.reader.model_type:
                 record.refuse_media()
                 example = with_preference(record, read(record))
@@ -229,7 +232,8 @@ def _bad_kind(found: Sequence[tuple[Record, BadRecord]]) -> Problem:
     first, error = found[0]
     others = same_in([record.number for record, _ in found[1:]])
     remedy = " ".join(filter(None, (others, error.remedy)))
-    return Problem(error.what, place(first.source, first.number), f"Record: {shortened(first.values)}", remedy)
+    shown = "" if isinstance(first.values, NotAnObject) else f"Record: {shortened(first.values)}"
+    return Problem(error.what, place(first.source, first.number), shown, remedy)
 
 
 def same_in(numbers: Sequence[int]) -> str:

@@ -21,7 +21,7 @@ from burnish.config.errors import MissingExtraError, Problem, UserError, first_l
 from burnish.config.options import raise_if
 from burnish.data.options import DataOptions, check_data
 from burnish.data.reading.files import data_files, read_records
-from burnish.data.reading.json_files import Values
+from burnish.data.reading.json_files import NotAnObject, Values, refused
 from burnish.data.reading.record_index import DatasetTable, Table, open_table
 from burnish.data.sets.data_source import DataSource
 from burnish.data.sets.dataset_info import INFO_NAME, ONLINE, REMOTE, find_sources
@@ -188,12 +188,23 @@ class _Loading:
         first = list(islice(records, PEEKED))
         if not first:
             raise UserError("the dataset contains no records.", where=_named(source))
-        layout = layout_of(source, [values for values, _, _ in first], _named(source), self._needs(source))
+        peeked = self._objects(first)
+        layout = layout_of(source, peeked, _named(source), self._needs(source))
         examples = convert_records(chain(first, records), layout, self.stats, self.options.on_bad_record)
         if layout.awaited:
-            raise UserError(missing_columns(layout, layout.awaited, [values for values, _, _ in first], _named(source)))
+            raise UserError(missing_columns(layout, layout.awaited, peeked, _named(source)))
         self.notes += [f"{_named(source)}: {note}." for note in layout.notes]
         return ListedExamples(self._with_kto_labels(examples, source) if self.needs.kind == "verdicts" else examples)
+
+    @staticmethod
+    def _objects(located: Sequence[Located]) -> list[Values]:
+        """Return the values of the records that are objects. Raises UserError if there are none."""
+        found = [values for values, _, _ in located if not isinstance(values, NotAnObject)]
+        if found:
+            return found
+        values, source, number = located[0]
+        assert isinstance(values, NotAnObject)
+        raise refused(source, number, values)
 
     def _needs(self, source: DataSource) -> RecordNeeds:
         """Return the requirements for the records of a source, with the folders in which its images may be."""
@@ -225,7 +236,7 @@ class _Loading:
         if source.num_samples is not None:
             chosen = sampled(total, source.num_samples, self.generator)
         found = StreamedSet(files, chosen[: self.options.max_samples], Layout("", {}))
-        first = [found.located(index)[0] for index in range(min(PEEKED, len(found)))]
+        first = self._objects([found.located(index) for index in range(min(PEEKED, len(found)))])
         layout = layout_of(source, first, _named(source), self._needs(source))
         if self.needs.kind == "verdicts" and "chosen" in layout.columns:  # a record becomes two examples
             return self._examples(source)
@@ -262,11 +273,13 @@ def _named(source: DataSource) -> str:
 def _records(source: DataSource, options: DataOptions) -> Iterator[Located]:
     if source.kind == "file":
         for path in data_files(source.location):
-            yield from ((values, str(path), number) for number, values in enumerate(read_records(path), start=1))
+            records = read_records(path, refuses_others=False)
+            yield from ((values, str(path), number) for number, values in enumerate(records, start=1))
         return
     label = source.name if source.kind == "records" else str(source.location)
     found = source.location if source.kind == "records" else _REMOTE[source.kind](source, options)
-    yield from ((values, label, number) for number, values in enumerate(found, start=1))
+    for number, values in enumerate(found, start=1):
+        yield values if isinstance(values, Mapping) else NotAnObject(values), label, number
 
 
 def _tables(source: DataSource, options: DataOptions) -> Sequence[Table]:
@@ -366,7 +379,7 @@ def _cloud(source: DataSource, options: DataOptions) -> Iterator[Values]:
             raise UserError(_unreachable(source, error)) from error
         try:
             for file in data_files(Path(folder) / Path(path).name, is_download=True):
-                yield from read_records(file)
+                yield from read_records(file, refuses_others=False)
         except UserError as error:
             raise UserError(replace(p, where=p.where.replace(folder, address)) for p in error.problems) from None
 
