@@ -222,6 +222,19 @@ def test_template_errors_are_counted_by_their_message():
     assert reasons == ["dropped: the chat template raised an error: no system here"]
 
 
+def test_template_without_tools_names_what_is_missing_and_templates_with_tools():
+    strict = "{% for m in messages if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endfor %}" + CHATML
+    template, stats = own(strict)[0], DataStats()
+    assert template.encode([Example(messages=CALLING)], stats) == [None]
+    ((reason, _),) = stats
+    assert "does not support tool calls (the chat template raised an error: no tools here)" in reason
+    (remedy,) = DataStats.from_json(json.loads(json.dumps(stats.to_json()))).remedies
+    assert "such as qwen, llama3 or mistral" in remedy
+    wrong = DataStats()
+    assert template.encode([Example(messages=CALLING[:-1])], wrong) == [None]
+    assert wrong.remedies == []  # the record itself is at fault
+
+
 def test_template_expecting_content_parts_gets_parts():
     parts = CHATML.replace("m['content']", "m['content'][0]['text']")
     template, tokenizer, _ = own(parts)

@@ -25,29 +25,31 @@ class RecordReason(str):
     Args:
         kind: what happened to the record.
         is_length: whether a larger ``cutoff_len`` would keep more of the record.
+        remedy: what to do, if the data need no correction.
     """
 
     kind: Kind
     is_length: bool
+    remedy: str
 
-    def __new__(cls, message: str, kind: Kind, is_length: bool = False) -> Self:
+    def __new__(cls, message: str, kind: Kind, is_length: bool = False, remedy: str = "") -> Self:
         reason = super().__new__(cls, message)
-        reason.kind, reason.is_length = kind, is_length
+        reason.kind, reason.is_length, reason.remedy = kind, is_length, remedy
         return reason
 
     def format(self, *args: object, **names: object) -> RecordReason:
         """Like ``str.format``, with the same kind."""
-        return RecordReason(super().format(*args, **names), self.kind, self.is_length)
+        return RecordReason(super().format(*args, **names), self.kind, self.is_length, self.remedy)
 
     def __reduce__(
         self,
-    ) -> tuple[type[RecordReason], tuple[str, Kind, bool]]:  # to pass reasons between tokenization processes
-        return RecordReason, (str(self), self.kind, self.is_length)
+    ) -> tuple[type[RecordReason], tuple[str, Kind, bool, str]]:  # to pass reasons between tokenization processes
+        return RecordReason, (str(self), self.kind, self.is_length, self.remedy)
 
 
-def dropped(why: str, is_length: bool = False) -> RecordReason:
+def dropped(why: str, is_length: bool = False, remedy: str = "") -> RecordReason:
     """Return a reason for records that are not trained on."""
-    return RecordReason(f"dropped: {why}", "dropped", is_length)
+    return RecordReason(f"dropped: {why}", "dropped", is_length, remedy)
 
 
 def truncated(what: str, is_length: bool = True) -> RecordReason:
@@ -75,6 +77,11 @@ class DataStats:
     def has_truncated(self) -> bool:
         """Whether a larger ``cutoff_len`` would keep more of the examples."""
         return any(reason.is_length for reason in self.records)
+
+    @property
+    def remedies(self) -> list[str]:
+        """What to do about the dropped records, without duplicates."""
+        return list(dict.fromkeys(reason.remedy for reason in self.records if reason.remedy))
 
     def count(self, reason: str) -> int:
         return sum(len(found) for each, found in self.records.items() if each == reason)
@@ -106,12 +113,15 @@ class DataStats:
             self.records[reason].extend(found)
 
     def to_json(self) -> dict[str, Any]:
-        found = [[str(why), why.kind, why.is_length, [list(p) for p in v]] for why, v in self.records.items()]
+        found = [
+            [str(why), why.kind, why.is_length, [list(p) for p in v], why.remedy] for why, v in self.records.items()
+        ]
         return {"seen": self.seen, "records": found}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> DataStats:
         stats = cls(seen=data["seen"])
-        for message, kind, is_length, found in data["records"]:
-            stats.records[RecordReason(message, kind, is_length)] = [(source, number) for source, number in found]
+        for message, kind, is_length, found, *more in data["records"]:  # files of earlier versions have no remedy
+            reason = RecordReason(message, kind, is_length, *more)
+            stats.records[reason] = [(source, number) for source, number in found]
         return stats

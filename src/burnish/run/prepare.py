@@ -242,7 +242,8 @@ def nothing_to_learn(stats: DataStats, options: RunOptions) -> Problem:
     return Problem(
         f"No examples are left to train on: {reasons}.",
         where=", ".join(map(str, options.dataset or [])),
-        remedy="Raise cutoff_len, or correct the data." if stats.has_truncated else "Correct the data.",
+        remedy=" ".join(stats.remedies)
+        or ("Raise cutoff_len, or correct the data." if stats.has_truncated else "Correct the data."),
     )
 
 
@@ -253,7 +254,7 @@ def unusable_sets(members: Mapping[str, Sequence[Example]], stats: DataStats) ->
         Problem(
             f"0 of {len(members[name]):,} examples are usable: {'; '.join(counted_reasons)}.",
             where=name,
-            remedy="Correct the data, set a different template, or remove the dataset.",
+            remedy=" ".join(stats.remedies) or "Correct the data, set a different template, or remove the dataset.",
         )
         for name, counted_reasons in reasons.items()
         if counted_reasons

@@ -37,6 +37,7 @@ Chat: TypeAlias = list[dict[str, Any]]
 Tools: TypeAlias = "list[Any] | None"
 _AT_ONCE = 64
 """Number of conversations rendered in one request."""
+NO_CALLS = "the chat template does not support tool calls"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -223,7 +224,7 @@ class Renderer:
         if self._writes_calls or place is None:
             return
         if self.around(chat, place, tools) is None:
-            raise UnreadableTemplate("the chat template does not support tool calls")
+            raise UnreadableTemplate(NO_CALLS)
         self._writes_calls = True
 
     def _around_in_sample(self, place: int) -> tuple[str, str] | None:

@@ -9,24 +9,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.data.chat.answers import Chat, Rendered, Renderer, Tools, common_end, common_start
+from burnish.data.chat.answers import NO_CALLS, Chat, Rendered, Renderer, Tools, common_end, common_start
 from burnish.data.chat.labels import NO_MESSAGE, Segment, TemplateChoices, Turn
 from burnish.data.chat.rendering import UnreadableTemplate
 from burnish.data.chat.table import TemplateSpec
 from burnish.data.chat.tools.tools import ToolError, function_schema, read_calls, read_tools
 from burnish.data.images.family import Family
-from burnish.data.stats import DataStats, dropped, kept
+from burnish.data.stats import DataStats, RecordReason, dropped, kept
 from burnish.data.tokens.encoder import Encoder
 from burnish.loop.types import Example, Ids, Message
 
 _THOUGHT, _CALL = TemplateSpec.thought_words, TemplateSpec.tool_call_words
 _WORDS = tuple(variant for word in (*_THOUGHT, *_CALL) for variant in (word, word.strip()))
 _ANSWERING = ("assistant", "function")
+WITH_TOOLS = (
+    "Set template to a named template that fits the model, such as qwen, llama3 or mistral: these format tools. "
+    "Otherwise, use a chat template that supports tools, or remove the tool calls."
+)
 TWO_QUESTIONS = kept("consecutive user messages without a response")
 
 
@@ -115,11 +119,30 @@ class JinjaFormat:
         for example, each in zip(examples, inputs, strict=True):
             rendered = each if isinstance(each, ValueError) else next(made)
             if isinstance(rendered, ValueError):
-                stats.add(dropped(str(rendered)), example)
+                is_of_template = not isinstance(each, ValueError)
+                reason = self._reason(example, rendered) if is_of_template else dropped(str(rendered))
+                stats.add(reason, example)
             elif any(first.role == second.role == "user" for first, second in pairwise(example.messages)):
                 stats.add(TWO_QUESTIONS, example)
             found.append(None if isinstance(rendered, ValueError) else rendered)
         return found
+
+    def _reason(self, example: Example, error: ValueError) -> RecordReason:
+        """Return the reason why an example is dropped that the template failed on."""
+        uses_tools = any(message.role in ("function", "observation") for message in example.messages)
+        if not uses_tools or self._supports_tools:
+            return dropped(str(error))
+        why = "" if str(error) == NO_CALLS else f" ({error})"
+        return dropped(f"{NO_CALLS}{why}", remedy=WITH_TOOLS)
+
+    @cached_property
+    def _supports_tools(self) -> bool:
+        """Whether the template renders a tool call and its result."""
+        call = Message("function", json.dumps({"name": "add", "arguments": {"a": 1}}))
+        messages = (Message("user", "x"), call, Message("observation", "1"), Message("assistant", "1"))
+        example = Example(messages=messages, tools=json.dumps([{"name": "add", "parameters": {}}]))
+        (found,) = self.renderer.rendered([(self._chat(example), self._tools(example))])
+        return not isinstance(found, ValueError)
 
     def _input(self, example: Example) -> tuple[Chat, Tools] | ValueError:
         """Return the template's input for an example, or the reason why it is dropped."""
