@@ -86,6 +86,12 @@ def short_number(value: float) -> str:
     return f"{value:.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
 
 
+ROUNDING = 1e-7
+"""Smaller losses are rounding errors: the loss of GRPO is a sum of advantages that cancel each other."""
+
+
 def short_loss(value: float) -> str:
-    """Format a loss as ``1.2346``, or as ``1.23e-05`` if it is very small."""
-    return f"{value:.4f}" if abs(value) >= 0.001 or value == 0 else f"{value:.2e}"
+    """Format a loss as ``1.2346``, or as ``1.23e-05`` if it is very small. Rounding errors of 0 are ``0.0000``."""
+    if abs(value) < ROUNDING:
+        return f"{0:.4f}"
+    return f"{value:.4f}" if abs(value) >= 0.001 else f"{value:.2e}"

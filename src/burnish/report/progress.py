@@ -2,14 +2,15 @@
 
 A terminal shows a live line: bar, step, loss, learning rate, tokens per second, remaining time, last evaluation loss,
 and, if the objective logs them, rewards, accuracy, margin, KL and response length. The same numbers are printed as
-plain lines above it, or alone if the output is not a terminal (file, CI log). There are at most ``TRAIN_LINES`` of
-them, so that a log stays readable. With ``disable_tqdm``, every log is printed.
+plain lines above it, or alone if the output is not a terminal (file, CI log). Of more than 2 x ``TRAIN_LINES`` logs,
+at most ``TRAIN_LINES`` are printed, so that a log stays readable. With ``disable_tqdm``, every log is printed.
 
 Nothing here accesses the device: all numbers were logged already.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from burnish.loop.state import RATES
 from burnish.report import console
 from burnish.report.console import GAP, bar
 from burnish.report.options import ReportOptions
-from burnish.report.pace import Pace, counted, short_loss, short_number, short_time
+from burnish.report.pace import ROUNDING, Pace, counted, short_loss, short_number, short_time
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 TRAIN_LINES = 16
 EVAL_LINES = 8
-"""Maximum numbers of lines about training and about evaluation per run."""
+"""Maximum numbers of lines about training and about evaluation of a long run."""
 
 _EVAL = "eval "
 _METRICS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "accuracy", "margin",
@@ -104,8 +105,8 @@ class ProgressCallback(TrainerCallback):
         self.pace.start(state.global_step, state.num_input_tokens_seen)
         self.seen = Seen(state.global_step, state.max_steps)
         self._first_step = state.global_step
-        self._train_lines = Thinned(TRAIN_LINES)
-        self._eval_lines = Thinned(EVAL_LINES)
+        self._train_lines = Thinned(TRAIN_LINES, _num_events(args.logging_strategy, state.logging_steps, state))
+        self._eval_lines = Thinned(EVAL_LINES, _num_events(args.eval_strategy, state.eval_steps, state))
         self._interval_started = False
         self._is_training = True
         _print_facts(self.facts, state)
@@ -182,8 +183,19 @@ class PrinterCallback(TrainerCallback):
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_local_process_zero or not logs:
             return
-        entries = (f"{k} {f'{v:.4g}' if isinstance(v, float) else v}" for k, v in logs.items() if k != "total_flos")
+        entries = (f"{k} {self._shown(k, v)}" for k, v in logs.items() if k != "total_flos")
         console.note(f"step {state.global_step}/{state.max_steps}{GAP}{GAP.join(entries)}")
+
+    @staticmethod
+    def _shown(name: str, value: Any) -> Any:
+        if not isinstance(value, float):
+            return value
+        return f"{value if name == 'learning_rate' else _rounded(value):.4g}"
+
+
+def _rounded(value: float) -> float:
+    """Return a logged number without a rounding error of 0."""
+    return 0.0 if abs(value) < ROUNDING else value
 
 
 class Seen:
@@ -220,7 +232,7 @@ class Seen:
         if self.eval_loss is not None:
             yield _EVAL, short_loss(self.eval_loss), ""
         for name, value in self.metrics.items():
-            yield f"{name} ", f"{value:.4g}", ""
+            yield f"{name} ", f"{_rounded(value):.4g}", ""
 
     def plain_line(self, pace: Pace) -> str:
         """Return ``step  50/1200  loss 1.2345  1:23 left  lr 2.0e-04  12.3k tok/s``, without the evaluation loss."""
@@ -229,18 +241,28 @@ class Seen:
 
 
 class Thinned:
-    """Selects at most ``most`` events of a run, evenly spaced, including the first and the last."""
+    """Selects at most ``most`` events of a run, evenly spaced, including the first and the last.
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    If there are up to twice as many, all are selected, so that a log of regular steps has no gaps.
+    """
+
+    def __init__(self, most: int, num_events: float = math.inf) -> None:
+        self.most, self._selects_all = most, num_events <= 2 * most
         self._passed = -1
 
     def is_due(self, step: int, max_steps: int) -> bool:
+        if self._selects_all:
+            return True
         mark = step * (self.most - 1) // max(max_steps, 1)
         if mark <= self._passed:
             return False
         self._passed = mark
         return True
+
+
+def _num_events(strategy: str, every: int, state: TrainerState) -> float:
+    """Return the number of logs or evaluations of a run, given their interval in steps."""
+    return state.num_train_epochs if strategy == "epoch" else state.max_steps / max(every, 1) + 1
 
 
 class _LiveLine:
