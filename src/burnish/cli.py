@@ -228,6 +228,7 @@ _WEB = ("serve.page.options:WebOptions",)
 _CHAT = ("models.generate:GenerationOptions", "inference.options:InferOptions")
 _PREDICT = (
     "serve.eval.dataset:PredictOptions", "data.options:DataOptions", "models.generate:GenerationOptions",
+    "run.response_metrics:MetricOptions",
 )  # fmt: skip
 
 
@@ -293,7 +294,7 @@ COMMANDS: dict[str, Command] = {
         unread="models.generate:PREDICTION_ONLY",
     ),
     "eval": Command(
-        "PATH [PATH ...] task=mmlu_test [key=value ...]",
+        "PATH [PATH ...] [task=mmlu_test | eval_dataset=heldout] [key=value ...]",
         "evaluate models on a task or a dataset",
         "serve.eval.command:evaluate",
         ("serve.eval.command:EvalOptions",),
@@ -303,6 +304,7 @@ COMMANDS: dict[str, Command] = {
         "generate a model's responses to a dataset, or score it with a reward model",
         "serve.eval.dataset:predict_sets",
         _PREDICT,
+        unread="serve.eval.dataset:UNREAD",
     ),
     "demo": Command(
         "[dpo | grpo | picture] [key=value ...] [--key value ...]",

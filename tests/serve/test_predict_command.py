@@ -49,7 +49,7 @@ def methods(place: Path) -> Path:
     defaults += ["save_strategy=no", "plot_loss=false", "bf16=false", "num_generations=2", "max_completion_length=4"]
     runs = {
         "tuned": ["dataset=demo_train"],
-        "dpo": ["stage=dpo", "dataset=demo_pairs", "pref_loss=ipo"],
+        "dpo": ["stage=dpo", "dataset=demo_pairs", "pref_loss=ipo", "tokenized_path=tokenized"],
         "lora": ["stage=dpo", "dataset=demo_pairs", "finetuning_type=lora"],
         "kto": ["stage=kto", "dataset=demo_pairs", "val_size=12"],
         "grpo": ["stage=grpo", "dataset=prompts.jsonl", "reward_funcs=exact_match_reward"],
@@ -257,3 +257,16 @@ def test_eval_can_generate_responses_to_the_split_of_a_run(methods: Path) -> Non
     argv = ["predict_with_generate=true", "max_new_tokens=2", "save_dir=generated"]
     assert main(["eval", str(methods / "dpo"), *argv]) == 0
     assert len(lines(Path("generated/generated_predictions.jsonl"))) == 4
+
+
+def test_help_lists_only_options_that_predict_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "--help"]) == 0
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip().startswith("--")}
+    assert {"--eval_dataset", "--max_new_tokens", "--samples", "--predict_metrics"} <= listed
+    assert not {"--predict_with_generate", "--tokenized_path", "--streaming", "--buffer_size"} & listed
+
+
+def test_options_without_effect_on_predictions_are_reported(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", str(place / "writes"), "max_new_tokens=2", "predict_with_generate=false"]) == 0
+    assert '"predict_with_generate" has no effect here' in capsys.readouterr().out
+    assert len(lines(place / "writes/predictions/generated_predictions.jsonl")) == 3

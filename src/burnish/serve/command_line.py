@@ -223,7 +223,11 @@ def data_of_run(path: str, values: Mapping[str, RawValue]) -> dict[str, RawValue
     if isinstance(launch_folder, str):
         moved = data_seen_from(Path(launch_folder), {name: item.value for name, item in found.items()})
         found |= {name: RawValue(value, where) for name, value in moved.items()}
-    own_sets = ("dataset", "eval_dataset", "val_size") if "eval_dataset" in values or "val_size" in values else ()
+    own_sets = (
+        ("dataset", "eval_dataset", "val_size", "tokenized_path")
+        if "eval_dataset" in values or "val_size" in values
+        else ()
+    )
     return {name: item for name, item in found.items() if name not in own_sets}
 
 

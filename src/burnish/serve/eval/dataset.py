@@ -19,6 +19,7 @@ from burnish.inference.loading import writes_answers
 from burnish.losses.base import OBJECTIVES
 from burnish.report.console import note
 from burnish.run.build import train_run
+from burnish.run.plan.config_files import COMMAND_LINE
 from burnish.run.plan.files import ANY_RECORDS
 from burnish.run.plan.plan import locate_problems, plan
 from burnish.serve.command_line import Serving, paths_of, servings_of
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from burnish.run.plan.options import RunOptions
 
 _BESIDE = "predictions"
+UNREAD = ("predict_with_generate", "tokenized_path", "streaming", "buffer_size")
+"""Options of the listed groups that ``burnish predict`` does not read."""
 FREE_SOME_SPACE = "Free some space or set a different save_dir, and run the command again."
 
 
@@ -47,6 +50,9 @@ def predict_sets(argv: Sequence[str]) -> int:
     servings = servings_of(argv, [field.name for field in fields(PredictOptions)], with_data=True)
     options, wrong = build(PredictOptions, servings[0].rest)
     raise_if(wrong)
+    for name in UNREAD:
+        if servings[0].provenance.get(name, "").startswith(COMMAND_LINE):
+            note(f'"{name}" has no effect here: burnish predict generates responses to whole datasets.')
     if any(not (serving.options.eval_dataset or serving.options.val_size) for serving in servings):
         what = "nothing to predict: eval_dataset is not set, and no run.yaml in the model's folder sets it."
         raise UserError(what, remedy="Set it, for example eval_dataset=heldout", option="eval_dataset")
@@ -98,6 +104,8 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
             values["finetuning_type"] = RawValue("full", here)  # otherwise a new adapter would be attached
         if not serving.options.val_size:
             values["dataset"] = RawValue(None, here)
+        if generates:
+            values["tokenized_path"] = RawValue(None, here)  # it holds the rows of another stage
         made = plan({name: item for name, item in values.items() if item.value is not None})
         made = replace(made, command=command, records_of=records_of)
         if serving.reference:
