@@ -51,6 +51,15 @@ def test_extra_columns_of_a_record_are_kept_with_its_example(tmp_path, streaming
         examples(tmp_path, rows[1:], needs)
 
 
+def test_extra_column_that_is_nested_too_deeply_is_rejected(tmp_path):
+    deep, flat = json.loads("[" * 500 + "]" * 500), json.loads("[" * 50 + "]" * 50)
+    rows = [{"instruction": "Hi", "output": "Ho", "solution": value} for value in (flat, {"a": deep})]
+    needs = RecordNeeds(columns=("*",), stage="grpo")
+    with pytest.raises(UserError, match=r'record 2 .*"solution" is nested more than 100 levels deep'):
+        examples(tmp_path, rows, needs)
+    assert len(examples(tmp_path, rows, needs, on_bad_record="drop")) == 1
+
+
 def test_extra_columns_are_part_of_the_fingerprint(tmp_path):
     rows = [{"instruction": "Hi", "output": "Ho", "solution": "42"}]
     file = tmp_path / "rows.jsonl"

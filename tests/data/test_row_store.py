@@ -66,3 +66,17 @@ def test_only_reading_a_damaged_block_raises(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="Run the same command again: the dataset is tokenized"):
         open_rows(tmp_path, is_cache=True)[3]
     assert not (tmp_path / MANIFEST).exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [("[" * 2000 + "]" * 2000, "is nested too deeply"), ("[1", "is not valid JSON")]
+)
+def test_value_that_cannot_be_read_is_reported_with_its_folder(tmp_path, monkeypatch, text, why):
+    monkeypatch.setattr(store, "_as_json", lambda value: text)
+    writer = store.RowWriter(tmp_path)
+    writer.add(0, {"input_ids": [1], "record": {"a": 1}})
+    writer.close()
+    with pytest.raises(UserError, match=why) as caught:
+        store.open_rows(tmp_path)[0]
+    assert str(tmp_path) in str(caught.value)
+    assert '"record"' in str(caught.value)

@@ -94,7 +94,9 @@ class Rows(RowSet[Row]):
         number = bisect_right(self._ends, index)
         if number not in self._opened:
             block = self._blocks[number][1]()
-            self._opened[number] = [(n, _reader(block.column(at))) for at, n in enumerate(block.schema.names)]
+            self._opened[number] = [
+                (name, _reader(block.column(at), name, self.folder)) for at, name in enumerate(block.schema.names)
+            ]
         at = index - (self._ends[number - 1] if number else 0)
         found = ((name, value(at)) for name, value in self._opened[number])
         return {name: value for name, value in found if value is not None}
@@ -319,8 +321,11 @@ def numbers_of(column: pyarrow.Array) -> memoryview[Any]:
     return content.cast(kind)[: len(column)]  # type: ignore[no-any-return]
 
 
-def _reader(column: pyarrow.Array) -> Callable[[int], Any]:
-    """Return a function from a row's position in the block to its value (None if it has none)."""
+def _reader(column: pyarrow.Array, name: str, folder: Path | None) -> Callable[[int], Any]:
+    """Return a function from a row's position in the block to its value (None if it has none).
+
+    It raises UserError for a value that is not JSON or is nested too deeply, which burnish does not write.
+    """
     ends: Any = memoryview(column.buffers()[1]).cast("i")
     numbers = numbers_of(column.values)
     valid = None if not column.null_count else column.is_valid().to_pylist()
@@ -330,6 +335,13 @@ def _reader(column: pyarrow.Array) -> Callable[[int], Any]:
         if valid is not None and not valid[at]:
             return None
         found = numbers[ends[at] : ends[at + 1]]
-        return json.loads(found.tobytes()) if is_json else found.tolist()
+        if not is_json:
+            return found.tolist()
+        try:
+            return json.loads(found.tobytes())
+        except (ValueError, RecursionError) as error:
+            what = f'a value in the column "{name}" of the tokenized dataset '
+            what += "is not valid JSON." if isinstance(error, ValueError) else "is nested too deeply."
+            raise UserError(what, str(folder or ""), remedy=_REMEDY) from None
 
     return value

@@ -20,8 +20,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from burnish.config.bounds import DEEPEST_NODE
 from burnish.config.errors import Problem, UserError, few
 from burnish.config.registry import Registry
 from burnish.data.reading.files import line_of
@@ -197,14 +198,15 @@ def converted(
             if isinstance(values, NotAnObject):
                 received = shortened(values.received)
                 raise BadRecord(NO_OBJECT, AN_OBJECT, reason="not an object", received=received)
+            columns = values if ALL_COLUMNS in layout.needs.columns else layout.needs.columns
+            _check_depth(values, columns)
             if layout.reader is None or layout.reader.model_type:
                 record.refuse_media()
                 example = with_preference(record, read(record))
             else:
                 refuse_audio(record)
                 example = with_images(record, with_preference(record, read(record)))
-            if layout.needs.columns:
-                columns = values if ALL_COLUMNS in layout.needs.columns else layout.needs.columns
+            if columns:
                 example = replace(example, extra={name: values.get(name) for name in columns})
         except BadRecord as error:
             bad.append((record, error))
@@ -213,6 +215,22 @@ def converted(
         while layout.dropped_parts:
             stats.add(layout.dropped_parts.pop(), record.example())
         yield example
+
+
+def _check_depth(values: Values, columns: Iterable[str]) -> None:
+    """Raise BadRecord if a column that rows store is nested deeper than code that follows it can read."""
+    for name in columns:
+        level, depth = [values.get(name)], 0
+        while level := [inside for each in level if isinstance(each, list | dict) for inside in _inside(each)]:
+            depth += 1
+            if depth > DEEPEST_NODE:
+                raise BadRecord(
+                    f'"{name}" is nested more than {DEEPEST_NODE} levels deep.', reason="a column is nested too deeply"
+                )
+
+
+def _inside(value: list[Any] | dict[str, Any]) -> Iterable[Any]:
+    return value if isinstance(value, list) else value.values()
 
 
 def bad_records(bad: Bad, are_all: bool) -> list[Problem]:
