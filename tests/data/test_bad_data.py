@@ -193,6 +193,28 @@ def test_records_without_any_object_are_rejected():
     assert "Received: 1" in load_error(dataset="set", dataset_dir={"set": {"records": [1, 2]}})
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("first", "is_header"),
+    [
+        ("instruction,output", True),
+        ('"Prompt", "Response"\r', True),
+        ("\ufeffid,messages", True),
+        ("The prompt, response and answer", False),
+        ("instruction", False),
+        ("red, green", False),
+        ("", False),
+    ],
+)
+def test_csv_file_with_the_suffix_of_text_is_reported(first, is_header, streaming):
+    path = data("a.txt", f"{first}\nSay red,red\n".encode())
+    sets = load_datasets(data_options(dataset=path, streaming=streaming), 0, DataStats(), may_stream=streaming)
+    assert len(sets.train) == 2  # it is a note, not an error
+    notes = [note for note in sets.notes if "looks like the header of a CSV file" in note]
+    assert len(notes) == is_header
+    assert all("Rename it to a.csv" in note for note in notes)
+
+
 def test_unknown_file_types_are_rejected_with_known_ones():
     message = load_error(dataset=data("a.xlsx", b"x"))
     assert '".xlsx"' in message

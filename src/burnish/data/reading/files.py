@@ -155,6 +155,20 @@ def read_text(path: Path) -> Iterator[Values]:
         yield from ({"text": decoded(path, line).rstrip("\r\n")} for line in byte_lines(file))
 
 
+_CSV_COLUMNS = {"instruction", "output", "prompt", "response", "completion", "messages", "question", "answer"}
+
+
+def csv_header(path: Path) -> list[str]:
+    """Return the columns of a text file whose first line looks like the header of a CSV file, else an empty list."""
+    if path.suffix.lower() != ".txt":
+        return []
+    with path.open("rb") as file:
+        first = next(byte_lines(islice(file, 1)), b"")
+    names = [name.strip().strip('"') for name in first.decode("utf-8", "replace").split(",")]
+    is_header = len(names) > 1 and all(name.isidentifier() for name in names)
+    return names if is_header and _CSV_COLUMNS & {name.lower() for name in names} else []
+
+
 def _refuse_json(path: Path) -> None:
     """Raise UserError if the first lines of a text file are JSON: its braces and keys would be trained as text."""
     with path.open("rb") as file:

@@ -20,7 +20,7 @@ from typing import Any
 from burnish.config.errors import MissingExtraError, Problem, UserError, first_line
 from burnish.config.options import raise_if
 from burnish.data.options import DataOptions, check_data
-from burnish.data.reading.files import data_files, read_records
+from burnish.data.reading.files import csv_header, data_files, read_records
 from burnish.data.reading.json_files import NotAnObject, Values, refused
 from burnish.data.reading.record_index import DatasetTable, Table, open_table
 from burnish.data.sets.data_source import DataSource
@@ -193,7 +193,7 @@ class _Loading:
         examples = convert_records(chain(first, records), layout, self.stats, self.options.on_bad_record)
         if layout.awaited:
             raise UserError(missing_columns(layout, layout.awaited, peeked, _named(source)))
-        self.notes += [f"{_named(source)}: {note}." for note in layout.notes]
+        self._add_notes(source, layout)
         return ListedExamples(self._with_kto_labels(examples, source) if self.needs.kind == "verdicts" else examples)
 
     @staticmethod
@@ -242,8 +242,17 @@ class _Loading:
             return self._examples(source)
         never = layout.awaited.difference(*(found.located(index)[0] for index in range(min(SAMPLE_SIZE, len(found)))))
         layout.notes |= {f'none of the first {SAMPLE_SIZE:,} records has the column "{name}"': None for name in never}
-        self.notes += [f"{_named(source)}: {note}." for note in layout.notes]
+        self._add_notes(source, layout)
         return replace(found, layout=layout)
+
+    def _add_notes(self, source: DataSource, layout: Layout) -> None:
+        """Add the notes on the layout of a dataset."""
+        self.notes += [f"{_named(source)}: {note}." for note in layout.notes]
+        for path in data_files(source.location) if source.kind == "file" and layout.format == "text" else ():
+            if columns := csv_header(path):
+                what = f"the first line looks like the header of a CSV file ({', '.join(columns)}), but a .txt file is "
+                what += f"used as plain text. Rename it to {path.with_suffix('.csv').name} to read its columns."
+                self.notes.append(f"{path}: {what}")
 
     def _chosen(self, source: DataSource) -> Iterator[Located]:
         """Yield the records of a source after ``num_samples`` and ``max_samples``."""
