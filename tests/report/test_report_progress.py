@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 
 from burnish.config.errors import Problem
+from burnish.loop.events import IntervalOptions, num_events
 from burnish.loop.schedule import StepPlan
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report import console
@@ -49,19 +50,14 @@ class Clock:
         return self.now_s
 
 
-ARGS = SimpleNamespace(logging_strategy="steps", eval_strategy="steps")
-
-
 def fake_run(callback, steps, log_every, eval_every=0, clock=None, first=0, state=None):
     """The events of a run in the loop's order: a step takes 1 s and 100 tokens, an evaluation 10 s."""
     clock = clock or Clock()
-    state = state or TrainerState(
-        max_steps=steps, global_step=first, logging_steps=log_every, eval_steps=eval_every or 500
-    )
+    state = state or TrainerState(max_steps=steps, global_step=first)
     control = TrainerControl()
 
     def fire(event, **details):
-        getattr(callback, event)(ARGS, state, control, **details)
+        getattr(callback, event)(SimpleNamespace(), state, control, **details)
 
     fire("on_train_begin")
     for step in range(first + 1, steps + 1):
@@ -94,7 +90,7 @@ def test_log_file_gets_few_lines_for_any_logging_interval(capsys, log_every):
 
 def test_skipped_steps_give_a_warning(capsys):
     progress, state = ProgressCallback(FACTS), TrainerState(max_steps=8, global_step=4)
-    progress.on_train_begin(ARGS, state, None)
+    progress.on_train_begin(None, state, None)
     progress.on_log(None, state, None, logs={"loss": 1.0, "learning_rate": 0.1, "skipped_steps": 2})
     assert "warning: 2 of the most recent optimizer steps (up to step 4) were skipped" in capsys.readouterr().err
 
@@ -108,7 +104,7 @@ def test_plain_line_has_step_loss_time_left_learning_rate_and_throughput(capsys)
 
 def test_line_shows_preference_rewards_and_response_length(capsys):
     progress, state = ProgressCallback(FACTS), TrainerState(max_steps=8, global_step=8)
-    progress.on_train_begin(ARGS, state, None)
+    progress.on_train_begin(None, state, None)
     logs = {
         "loss": 1.0,
         "rewards/margins": 0.25,
@@ -158,7 +154,7 @@ def test_effective_batch_size_names_its_factors():
 def test_stopped_run_reports_where(capsys):
     callback = ProgressCallback()
     state, control = TrainerState(max_steps=100), TrainerControl()
-    callback.on_train_begin(ARGS, state, control)
+    callback.on_train_begin(None, state, control)
     state.global_step, state.best_metric, state.best_global_step = 40, 0.5, 20
     callback.on_train_end(None, state, control)
     assert capsys.readouterr().out.splitlines()[1:] == [
@@ -184,7 +180,7 @@ def test_summary_of_a_resumed_run_counts_only_its_steps(capsys):
 def test_stopped_resumed_run_reports_its_steps(capsys):
     callback = ProgressCallback()
     state, control = TrainerState(max_steps=100, global_step=30), TrainerControl()
-    callback.on_train_begin(ARGS, state, control)
+    callback.on_train_begin(None, state, control)
     state.global_step = 40
     callback.on_train_end(None, state, control)
     assert capsys.readouterr().out.splitlines()[-1] == "Stopped after step 40 of 100, 10 steps since step 30 in 0:00"
@@ -215,7 +211,9 @@ def test_disable_tqdm_prints_every_log(capsys):
 
 @pytest.mark.parametrize(("steps", "log_every", "shown"), [(17, 1, 17), (330, 20, 16), (310, 10, 31), (340, 10, 16)])
 def test_every_log_of_a_short_run_is_printed(capsys, steps, log_every, shown):
-    fake_run(ProgressCallback(FACTS), steps, log_every)
+    state = TrainerState(max_steps=steps, logging_steps=log_every)
+    facts = replace(FACTS, num_events=num_events(IntervalOptions(), state))
+    fake_run(ProgressCallback(facts), steps, log_every)
     assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]) == shown
 
 

@@ -72,6 +72,21 @@ def check_intervals(options: IntervalOptions) -> list[Problem]:
     ]
 
 
+def num_events(options: IntervalOptions, state: TrainerState) -> tuple[float, float]:
+    """Return the number of logs, and of evaluations, of a run; slightly too large if the interval does not divide it.
+
+    Args:
+        options: intervals.
+        state: state at the first step, with the intervals in steps.
+    """
+    intervals = ((options.logging_strategy, state.logging_steps), (options.eval_strategy, state.eval_steps))
+    logs, evaluations = (
+        state.num_train_epochs if strategy == "epoch" else state.max_steps / max(every, 1) + 1
+        for strategy, every in intervals
+    )
+    return logs, evaluations
+
+
 class TrainerCallback:
     """Base class of callbacks. All methods do nothing by default."""
 

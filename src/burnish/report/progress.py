@@ -52,6 +52,7 @@ class RunFacts:
         trainable_parameters: number of trained parameters.
         all_parameters: number of all parameters.
         unit: what a row is: "example", or "pack" of several.
+        num_events: number of logs, and of evaluations, of the run.
     """
 
     steps: StepPlan
@@ -61,6 +62,7 @@ class RunFacts:
     trainable_parameters: int
     all_parameters: int
     unit: str = "example"
+    num_events: tuple[float, float] = (math.inf, math.inf)
 
     def messages(self) -> list[str]:
         """Return the numbers of transformers' "Running training" banner, in three lines."""
@@ -105,8 +107,8 @@ class ProgressCallback(TrainerCallback):
         self.pace.start(state.global_step, state.num_input_tokens_seen)
         self.seen = Seen(state.global_step, state.max_steps)
         self._first_step = state.global_step
-        self._train_lines = Thinned(TRAIN_LINES, _num_events(args.logging_strategy, state.logging_steps, state))
-        self._eval_lines = Thinned(EVAL_LINES, _num_events(args.eval_strategy, state.eval_steps, state))
+        num_logs, num_evaluations = self.facts.num_events if self.facts is not None else (math.inf, math.inf)
+        self._train_lines, self._eval_lines = Thinned(TRAIN_LINES, num_logs), Thinned(EVAL_LINES, num_evaluations)
         self._interval_started = False
         self._is_training = True
         _print_facts(self.facts, state)
@@ -258,11 +260,6 @@ class Thinned:
             return False
         self._passed = mark
         return True
-
-
-def _num_events(strategy: str, every: int, state: TrainerState) -> float:
-    """Return the number of logs or evaluations of a run, given their interval in steps."""
-    return state.num_train_epochs if strategy == "epoch" else state.max_steps / max(every, 1) + 1
 
 
 class _LiveLine:

@@ -29,7 +29,7 @@ from burnish.data.batches.loader import EvalBatches, RowLoader, StepPartition
 from burnish.data.batches.patches import patches_of_rows
 from burnish.data.stats import DataStats
 from burnish.kernels.probe import Capabilities
-from burnish.loop.events import CallbackHandler
+from burnish.loop.events import CallbackHandler, num_events
 from burnish.loop.loop import TrainOutput
 from burnish.loop.protocols import Parallel
 from burnish.loop.state import TrainerControl, TrainerState
@@ -263,14 +263,15 @@ def _listeners(
 ) -> CallbackHandler:
     """Return the callbacks of the run with its state at step 0."""
     objective, steps, batch_size = prepared.objective, prepared.steps, options.per_device_train_batch_size
+    state = TrainerState.at_start(options, steps, batch_size, parallel.rank, local_rank())
     facts = RunFacts(
         steps, batch_size, accumulation, parallel.world_size, *counts_of(model, prepared.sizes),
         unit="pack" if packs_rows(options, objective.default_packing) else "example",
+        num_events=num_events(options, state),
     )  # fmt: skip
     return CallbackHandler(
         callbacks_of(options, facts, [*rollout_callbacks(objective, options), *callbacks]), options,
-        TrainerState.at_start(options, steps, batch_size, parallel.rank, local_rank()), TrainerControl(), model=model,
-        processing_class=prepared.tokenizer, eval_dataloader=None,
+        state, TrainerControl(), model=model, processing_class=prepared.tokenizer, eval_dataloader=None,
     )  # fmt: skip
 
 
