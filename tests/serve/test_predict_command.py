@@ -270,3 +270,20 @@ def test_options_without_effect_on_predictions_are_reported(place: Path, capsys:
     assert main(["predict", str(place / "writes"), "max_new_tokens=2", "predict_with_generate=false"]) == 0
     assert '"predict_with_generate" has no effect here' in capsys.readouterr().out
     assert len(lines(place / "writes/predictions/generated_predictions.jsonl")) == 3
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_training_config_of_each_stage_stands_for_its_run(
+    methods: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(methods)
+    config = methods / f"{name}.yaml"
+    config.write_text((methods / name / "run.yaml").read_text())
+    assert main(["eval", config.name, "save_dir=from-config"]) == 0
+    trained, found = (
+        json.loads((methods / folder / "eval_results.json").read_text()) for folder in (name, "from-config")
+    )
+    assert found["eval_loss"] == pytest.approx(trained["eval_loss"], rel=0.01)
+    assert main(["predict", config.name, "max_new_tokens=2", "save_dir=from-config"]) == 0
+    num_prompts = {"dpo": 4, "kto": 9}[name]
+    assert len(lines(methods / "from-config/generated_predictions.jsonl")) == num_prompts

@@ -89,6 +89,9 @@ def serving_of(
             of_run, reference = _with_loss_of_run(path, values, of_run, uses_own_data)
         values = {**of_run, **found_in(path, values), **values}
     elif trained := _trained_by(values):
+        uses_own_data = with_data and not flags.keys() & {"dataset", "eval_dataset", "val_size"}
+        if with_loss:
+            reference = _model_before({name: item.value for name, item in values.items()}, path or "")
         values = {**{k: v for k, v in values.items() if k not in _NAMES}, **found_in(trained, {})}
     values = {**_base_of_adapter(values), **values}
     name = path or str(_value(values, "adapter_name_or_path") or _value(values, "model_name_or_path") or "")
@@ -258,11 +261,18 @@ def _with_loss_of_run(
     found = {name: RawValue(value, where) for name, value in given.items() if name in names}
     if "reward_funcs" in found and "reward_funcs" not in values and not _are_built_in(found["reward_funcs"].value):
         raise UserError(_own_code(path, found["reward_funcs"].value))
-    reference: dict[str, RawValue] = {}
-    if "ref_model" not in {**found, **values}:  # otherwise the trained model would be compared with itself
-        start = {"ref_model": "model_name_or_path", "ref_model_adapters": "adapter_name_or_path"}
-        reference = {name: RawValue(given[own], where) for name, own in start.items() if given.get(own)}
-    return {**found, **of_run}, reference
+    return {**found, **of_run}, {} if "ref_model" in values else _model_before(given, where)
+
+
+def _model_before(given: Mapping[str, Any], where: str) -> dict[str, RawValue]:
+    """Return the options that name the model before training as the reference, unless the run has another reference.
+
+    Without them, the trained model would be compared with itself.
+    """
+    if "ref_model" in given:
+        return {}
+    start = {"ref_model": "model_name_or_path", "ref_model_adapters": "adapter_name_or_path"}
+    return {name: RawValue(given[own], where) for name, own in start.items() if given.get(own)}
 
 
 def _are_built_in(rewards: Any) -> bool:
