@@ -234,6 +234,35 @@ def test_rows_tokenized_by_override_are_trained(folder, tmp_path):
     assert all(map(math.isfinite, losses(trainer)))
 
 
+def test_static_methods_are_called_with_the_keywords_of_trl(folder, tmp_path):
+    class Strict:
+        @staticmethod
+        def concatenated_inputs(batch, *, is_encoder_decoder, padding_value, device):
+            return burnish.ORPOTrainer.concatenated_inputs(batch, is_encoder_decoder, padding_value, device)
+
+        @staticmethod
+        def get_batch_logps(logits, labels, *, average_log_prob, is_encoder_decoder):
+            return burnish.ORPOTrainer.get_batch_logps(logits, labels, average_log_prob, is_encoder_decoder)
+
+    own, usual = (losses(of("ORPOTrainer", one, folder, tmp_path / one.__name__)) for one in (Strict, Usual))
+    assert own == pytest.approx(usual, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
+def test_prepare_input_receives_trl_batch(kind, folder, tmp_path):
+    class Noted(Noting):
+        def _prepare_input(self, data):
+            if isinstance(data, dict):
+                self._note("_prepare_input", None, data)
+            return super()._prepare_input(data)
+
+    trainer, own, metrics = run(kind, Noted, folder, tmp_path / "own")
+    _, usual, usual_metrics = run(kind, Usual, folder, tmp_path / "usual")
+    assert trainer.seen["_prepare_input"][1] >= PADDED[kind]
+    assert own == pytest.approx(usual, rel=1e-4)
+    assert metrics["eval_loss"] == pytest.approx(usual_metrics["eval_loss"], rel=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["ORPOTrainer", "CPOTrainer"])
 def test_predictions_with_an_overridden_forward_are_mean_logits(kind, folder, tmp_path):
     """As TRL returns them: two numbers per batch, and as many zeros as labels."""

@@ -118,6 +118,52 @@ def test_loss_written_for_trl_equals_trainer_loss(loss_type, folder, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_overrides_of_evaluation_receive_trl_arguments(kind, folder, tmp_path):
+    class Mine(kind):
+        def _prepare_input(self, data):
+            batches.append(isinstance(data, dict) and data.keys() >= KEYS)
+            return super()._prepare_input(data)
+
+        def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys):
+            assert prediction_loss_only is True
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+        def num_examples(self, dataloader):
+            sizes.append(super().num_examples(dataloader))
+            return sizes[-1]
+
+    batches, sizes = [], []
+    trainer, _, _ = run(folder, tmp_path, Mine)
+    batches.clear()
+    sizes.clear()
+    trainer.evaluate()
+    assert any(batches)
+    assert sizes == [2]
+
+
+def test_overridden_prepare_input_alone_receives_trl_batch_in_evaluation(folder, tmp_path):
+    class Mine(GRPOTrainer):
+        def _prepare_input(self, data):
+            batches.append(isinstance(data, dict) and data.keys() >= KEYS)
+            return super()._prepare_input(data)
+
+    batches = []
+    trainer, _, _ = run(folder, tmp_path, Mine)
+    batches.clear()
+    trainer.evaluate()
+    assert any(batches)
+
+
+def test_sampling_strategy_has_no_effect_on_prompts(folder, tmp_path):
+    note = '"train_sampling_strategy" has no effect: shuffle_dataset selects the order of prompts.'
+    assert note in GRPOTrainer.config_class(use_cpu=True, bf16=False, train_sampling_strategy="group_by_length").notes()
+    _, by_length, evaluated = run(folder, tmp_path / "a", GRPOTrainer, train_sampling_strategy="group_by_length")
+    _, usual, usual_evaluated = run(folder, tmp_path / "b", GRPOTrainer)
+    assert [log["loss"] for log in by_length] == [log["loss"] for log in usual]
+    assert evaluated["eval_reward"] == usual_evaluated["eval_reward"]
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 def test_batch_changed_by_a_script_is_trained(kind, folder, tmp_path):
     class Mine(kind):
         def _prepare_inputs(self, inputs):

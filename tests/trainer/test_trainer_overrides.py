@@ -538,6 +538,62 @@ def test_validate_args_override_is_called(tmp_path):
         make_trainer(tmp_path, Strict)
 
 
+class PeerCalls(Trainer):
+    """Overrides that only accept calls with the arguments of transformers, positional or by name."""
+
+    def training_step(self, model, inputs, item_count):
+        return super().training_step(model, inputs, item_count)
+
+    def create_scheduler(self, num_training_steps):
+        return super().create_scheduler(num_training_steps)
+
+    def evaluation_loop(self, dataloader, *, description, ignore_keys, metric_key_prefix, **more):
+        assert more == ({} if description == "Prediction" else {"prediction_loss_only": True})
+        return super().evaluation_loop(
+            dataloader, description, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix, **more
+        )
+
+    def evaluate(self, *, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def _get_dataloader(self, *, dataset, description, batch_size, sampler_fn, is_training=False, dataloader_key=None):
+        assert (dataloader_key is None) == (description != "Evaluation")
+        return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+
+    def _remove_unused_columns(self, dataset, *, description):
+        return super()._remove_unused_columns(dataset, description)
+
+
+@pytest.mark.parametrize("overrides_pair", [False, True])
+def test_overrides_are_called_with_arguments_of_transformers(overrides_pair, tmp_path):
+    from datasets import Dataset
+
+    def pair(self, num_training_steps):
+        Trainer.create_optimizer_and_scheduler(self, num_training_steps)
+
+    kind = type("Own", (PeerCalls,), {"create_optimizer_and_scheduler": pair} if overrides_pair else {})
+    rows = Dataset.from_list([{name: float(value) for name, value in row.items()} for row in points()])
+    evals = {"eval_dataset": {"one": rows, "two": rows}}
+    options = {"train": rows, "trainer": evals, "eval_strategy": "epoch"}
+    own, defaults = (trained(tmp_path / one.__name__, one, **options) for one in (kind, Trainer))
+    assert losses(own) == pytest.approx(losses(defaults))
+    assert own.evaluate()["eval_two_loss"] == pytest.approx(defaults.evaluate()["eval_two_loss"])
+    assert len(own.predict(rows).predictions) == len(rows)
+
+
+def test_process_zero_overrides_set_the_state_of_training(tmp_path):
+    class Second(Trainer):
+        def is_world_process_zero(self):
+            return False
+
+        def is_local_process_zero(self):
+            return False
+
+    state = trained(tmp_path, Second, max_steps=1).state
+    assert not state.is_world_process_zero
+    assert not state.is_local_process_zero
+
+
 def test_override_that_is_never_called_is_named(tmp_path):
     class Older(Trainer):
         def get_tp_size(self):

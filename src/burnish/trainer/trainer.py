@@ -25,7 +25,7 @@ from burnish.loop.protocols import Objective
 from burnish.loop.schedule import StepPlan
 from burnish.loop.state import TrainerState, load_state, preserve_plan
 from burnish.loop.types import Batch, Loss
-from burnish.parallel.selection import local_rank, parallel_name
+from burnish.parallel.selection import parallel_name
 from burnish.parallel.single import set_seed
 from burnish.run.recovery.spikes import train_with_rollback
 from burnish.trainer import reporting, search, training
@@ -35,7 +35,13 @@ from burnish.trainer.files.transformers_checkpoints import is_foreign, load_fore
 from burnish.trainer.methods.base import StepInProgress
 from burnish.trainer.methods.evaluation import EvaluationMethods
 from burnish.trainer.methods.files import FileMethods, TrainerModel, keep_only
-from burnish.trainer.methods.loss import accepting, explain_index_errors, weighted_by_zero, without_gradient
+from burnish.trainer.methods.loss import (
+    accepting,
+    call_training_step,
+    explain_index_errors,
+    weighted_by_zero,
+    without_gradient,
+)
 from burnish.trainer.notes import logger
 
 
@@ -151,7 +157,8 @@ class Trainer(EvaluationMethods, FileMethods):
         objective.setup(module)
         scheduler = self._scheduler_for(plan.max_steps)
         self.model_wrapped = module
-        self.state = TrainerState.at_start(args, plan, self._train_batch_size, parallel.rank, local_rank())
+        self.state = TrainerState.at_start(args, plan, self._train_batch_size)
+        self._mark_process(self.state)
         self.current_flos = 0.0
         self._name_trial(self.state)
         handler.state = self.state
@@ -204,7 +211,7 @@ class Trainer(EvaluationMethods, FileMethods):
     def _scheduler_for(self, max_steps: int) -> Any:
         if self._overrides("create_optimizer_and_scheduler") and self.lr_scheduler is not None:
             return self.lr_scheduler
-        return self.create_scheduler(num_training_steps=max_steps, optimizer=self.optimizer)
+        return accepting(self.create_scheduler, "optimizer")(num_training_steps=max_steps, optimizer=self.optimizer)
 
     def _stop_empty(self) -> None:
         training.warn_empty_dataset(self.state)
@@ -304,9 +311,7 @@ class TrainerLoop(Loop):
             trainer._step = StepInProgress(num_items, trainer._sums_of(batch))
             items = None if trainer._items(batch, num_items) is None else num_items
             with self.parallel.microbatch(self.model, last=is_last):
-                value = accepting(trainer.training_step, "num_items_in_batch")(
-                    self.model, batch, num_items_in_batch=items
-                )
+                value = call_training_step(trainer.training_step, self.model, batch, items)
         sums, trainer._step = trainer._step.sums, StepInProgress()
         return Loss(without_gradient(value, self.parallel.device) * (num_items / self.parallel.world_size), sums)
 

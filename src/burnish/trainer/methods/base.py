@@ -143,9 +143,8 @@ class TrainerBase:
         self._num_parameters: int | None = None
 
     def _start_state(self) -> None:
-        self.state = TrainerState(
-            is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
-        )
+        self.state = TrainerState()
+        self._mark_process(self.state)
         self.control = TrainerControl()
         self.is_in_train = False
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
@@ -195,6 +194,10 @@ class TrainerBase:
 
     def is_world_process_zero(self) -> bool:
         return bool(self.args.process_index == 0)
+
+    def _mark_process(self, state: TrainerState) -> None:
+        state.is_local_process_zero = self.is_local_process_zero()
+        state.is_world_process_zero = self.is_world_process_zero()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move the model, or another model of a script, such as the teacher of a distillation."""

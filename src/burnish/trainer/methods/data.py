@@ -38,8 +38,9 @@ class DataMethods(LossMethods):
         if self.train_dataset is None:
             raise ValueError("Trainer: training requires a train_dataset.")
         return self._get_dataloader(
-            self.train_dataset, "Training", self._train_batch_size, self._get_train_sampler, is_training=True
-        )
+            dataset=self.train_dataset, description="Training", batch_size=self._train_batch_size,
+            sampler_fn=self._get_train_sampler, is_training=True,
+        )  # fmt: skip
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Batches of an evaluation set: the given one, the one of that name, or the Trainer's own."""
@@ -50,13 +51,19 @@ class DataMethods(LossMethods):
             return self._eval_dataloaders[key]
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
-        loader = self._get_dataloader(dataset, "Evaluation", self.args.eval_batch_size, self._get_eval_sampler)
+        loader = self._get_dataloader(
+            dataset=dataset, description="Evaluation", batch_size=self.args.eval_batch_size,
+            sampler_fn=self._get_eval_sampler, dataloader_key=key,
+        )  # fmt: skip
         if self.args.dataloader_persistent_workers:
             self._eval_dataloaders[key] = loader
         return loader
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        return self._get_dataloader(test_dataset, "test", self.args.eval_batch_size, self._get_eval_sampler)
+        return self._get_dataloader(
+            dataset=test_dataset, description="test", batch_size=self.args.eval_batch_size,
+            sampler_fn=self._get_eval_sampler,
+        )  # fmt: skip
 
     @property
     def _collate_for_loader(self) -> Callable[[list[Any]], Any]:
@@ -69,7 +76,7 @@ class DataMethods(LossMethods):
         """Batches of a dataset. ``dataloader_key`` has no effect: ``get_eval_dataloader`` keeps the loaders."""
         collate = self._collate_for_loader
         if loaders.is_datasets_set(dataset):
-            dataset = self._remove_unused_columns(dataset, description)
+            dataset = self._remove_unused_columns(dataset, description=description)
         else:
             collate = self._get_collator_with_removed_columns(collate, description)
         sampled = sampler_fn is not None and not isinstance(dataset, torch.utils.data.IterableDataset)

@@ -51,12 +51,15 @@ class EvaluationMethods(DataMethods):
         if isinstance(dataset, dict):
             together: dict[str, float] = {}
             for name, one in dataset.items():
-                together |= self.evaluate(name if is_own else one, ignore_keys, f"{metric_key_prefix}_{name}")
+                together |= self.evaluate(
+                    eval_dataset=name if is_own else one, ignore_keys=ignore_keys,
+                    metric_key_prefix=f"{metric_key_prefix}_{name}",
+                )  # fmt: skip
             return together
         self._memory_tracker.start()
-        only_loss = True if self.compute_metrics is None else None
         loader = self.get_eval_dataloader(dataset)
-        output = self._measured(loader, "Evaluation", only_loss, ignore_keys, metric_key_prefix)
+        only_loss = True if self.compute_metrics is None else None
+        output = self._measured(loader, "Evaluation", ignore_keys, metric_key_prefix, prediction_loss_only=only_loss)
         metrics = cast("dict[str, float]", output.metrics)
         self.log(metrics)
         self._fire("on_evaluate", metrics=metrics)
@@ -69,17 +72,19 @@ class EvaluationMethods(DataMethods):
         """Predictions for a set, with labels and metrics if the set has labels."""
         self._memory_tracker.start()
         loader = self.get_test_dataloader(test_dataset)
-        output = self._measured(loader, "Prediction", None, ignore_keys, metric_key_prefix)
+        output = self._measured(loader, "Prediction", ignore_keys, metric_key_prefix)
         self._fire("on_predict", metrics=output.metrics)
         self._memory_tracker.stop_and_update_metrics(output.metrics)
         return PredictionOutput(predictions=output.predictions, label_ids=output.label_ids, metrics=output.metrics)
 
     def _measured(
-        self, loader: Any, description: str, only_loss: bool | None, ignore_keys: list[str] | None, prefix: str
+        self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str, **choices: bool | None
     ) -> EvalLoopOutput:
-        """Run ``evaluation_loop`` and add its runtime to the metrics."""
+        """Run ``evaluation_loop`` and add its runtime to the metrics. ``choices``: further arguments of it."""
         started, at_once = time.time(), self.args.eval_batch_size * self._parallel.world_size
-        output = self.evaluation_loop(loader, description, only_loss, ignore_keys, prefix)
+        output = self.evaluation_loop(
+            loader, description=description, ignore_keys=ignore_keys, metric_key_prefix=prefix, **choices
+        )
         num_rows = cast(int, output.num_samples)
         num_examples = self._examples_in_packs(loader) or num_rows
         rates = speed_metrics(prefix, started, num_samples=num_examples, num_steps=math.ceil(num_rows / at_once))

@@ -304,6 +304,15 @@ def accepting(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     return method if _has_parameter(function, name) else functools.partial(_without, method, name)
 
 
+def call_training_step(method: Callable[..., Any], model: nn.Module, inputs: Any, num_items: Any) -> Any:
+    """Call ``training_step`` with three positional arguments, as in transformers. Older overrides only take two."""
+    try:
+        inspect.signature(method).bind(model, inputs, num_items)
+    except TypeError:
+        return accepting(method, "num_items_in_batch")(model, inputs, num_items_in_batch=num_items)
+    return method(model, inputs, num_items)
+
+
 def _without(method: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
     kwargs.pop(name, None)
     return method(*args, **kwargs)

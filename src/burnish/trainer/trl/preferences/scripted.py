@@ -292,7 +292,7 @@ class OverridableTrainer(TrlTrainer):
 
     @property
     def _overridden(self) -> list[str]:
-        names = (*self._loss_methods, "prediction_step", "_prepare_inputs", "floating_point_ops")
+        names = (*self._loss_methods, "prediction_step", "_prepare_inputs", "_prepare_input", "floating_point_ops")
         return [name for name in names if self._overrides(name)]
 
     def _warn_of_overrides(self) -> None:

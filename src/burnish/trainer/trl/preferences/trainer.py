@@ -111,8 +111,11 @@ class KTOTrainer(PreferenceTrainer):
             return super().get_train_dataloader()
         if not is_datasets_set(self.train_dataset):
             raise ValueError('`kl_pairing="group"` is not supported with IterableDataset. Use a map-style dataset.')
-        rows = UnpairedOfSteps(self._remove_unused_columns(self.train_dataset, "Training"))
-        return self._get_dataloader(rows, "Training", self._train_batch_size, self._get_train_sampler, is_training=True)
+        rows = UnpairedOfSteps(self._remove_unused_columns(self.train_dataset, description="Training"))
+        return self._get_dataloader(
+            dataset=rows, description="Training", batch_size=self._train_batch_size,
+            sampler_fn=self._get_train_sampler, is_training=True,
+        )  # fmt: skip
 
     def _row_of(self, row: Mapping[str, Any]) -> Row:
         return unpaired_row(row, self.args.max_length)

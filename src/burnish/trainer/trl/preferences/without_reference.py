@@ -129,7 +129,10 @@ class ORPOTrainer(PreferenceTrainer):
             (P,) log-probabilities of the chosen responses, and of the rejected ones; (P, T, V) logits of both; () the
             negative log-likelihood that is added to the loss; for a mixture of experts () the loss of its router.
         """
-        inputs = self.concatenated_inputs(batch, self.is_encoder_decoder, self.padding_value, self.accelerator.device)
+        inputs = self.concatenated_inputs(
+            batch, is_encoder_decoder=self.is_encoder_decoder, padding_value=self.padding_value,
+            device=self.accelerator.device,
+        )  # fmt: skip
         labels, more = inputs["concatenated_labels"], {"output_router_logits": True} if self.aux_loss_enabled else {}
         outputs = model(
             inputs["concatenated_input_ids"],
@@ -138,7 +141,10 @@ class ORPOTrainer(PreferenceTrainer):
             **more,
         )
         logits = outputs.logits[:, -labels.shape[1] :]
-        chosen, rejected = self.get_batch_logps(logits, labels, average_log_prob=self.objective.averages).chunk(2)
+        logps = self.get_batch_logps(
+            logits, labels, average_log_prob=self.objective.averages, is_encoder_decoder=self.is_encoder_decoder
+        )
+        chosen, rejected = logps.chunk(2)
         half = len(labels) // 2
         both = (chosen, rejected, *logits.chunk(2), self._nll(logits[:half], labels[:half], batch))
         return (*both, outputs.aux_loss) if self.aux_loss_enabled else both

@@ -167,6 +167,10 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
             raise UserError(Problem(what, remedy=remedy, option="generation_kwargs"))
         return dict(kwargs)
 
+    def _of_sampling(self) -> list[tuple[str, str]]:
+        is_usual = self.train_sampling_strategy == "random"
+        return [] if is_usual else [("train_sampling_strategy", "shuffle_dataset selects the order of prompts")]
+
     def notes(self) -> list[str]:
         """Notes on arguments that have no effect with the others."""
         choices, field_names = self.choices(), {name: word for word, name in OPTION_NAMES.items()}
@@ -177,7 +181,7 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
         ]
         return [
             f'"{name}" has no effect: {why}.'
-            for name, why in [*((n, w) for n, w in reasons if n in changed), *of_beams]
+            for name, why in [*((n, w) for n, w in reasons if n in changed), *of_beams, *self._of_sampling()]
         ]
 
 

@@ -34,6 +34,7 @@ from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import RewardFunction, load_rewards
 from burnish.rollouts.rewards.models import RewardModel
 from burnish.run.rollouts import merging, slots_of
+from burnish.trainer import reporting
 from burnish.trainer.data.in_step import equalize_batches
 from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.inspection import is_peft_model
@@ -339,13 +340,17 @@ class RolloutTrainer(OverridableTrainer):
     def get_train_dataloader(self) -> Any:
         """Return a loader of prompts, with the prompts of one generation batch of this rank per batch."""
         return self._get_dataloader(
-            self._prompts, "Training", self.objective.rows_per_rank, self._get_train_sampler, is_training=True
-        )
+            dataset=self._prompts, description="Training", batch_size=self.objective.rows_per_rank,
+            sampler_fn=self._get_train_sampler, is_training=True,
+        )  # fmt: skip
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         strategy = "random" if self.args.shuffle_dataset else "sequential"
         dataset = self._prompts if train_dataset is None else train_dataset
         return self._order(dataset, strategy, self.objective.rows_per_rank, 1)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        return self._order(eval_dataset, "sequential", self.args.eval_batch_size, 1)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return a loader of the prompts of an evaluation dataset."""
@@ -412,6 +417,7 @@ class RolloutTrainer(OverridableTrainer):
         """Generate completions of the prompts of a dataset, and measure rewards and lengths. The noise is the same each
         time."""
         module, totals = self._model_for_evaluation(), Totals()
+        reporting.announce_evaluation(description, self.num_examples(dataloader), self.args.eval_batch_size)
         prompts = (batch for batch, is_own in equalize_batches(dataloader, self._parallel) if is_own)
         with torch.no_grad(), self.compute_loss_context_manager():
             for batch in self._objective().iter_eval(module, prompts, self._parallel):
@@ -427,7 +433,7 @@ class RolloutTrainer(OverridableTrainer):
         if not self._is_scripted:
             return self.objective.loss(module, batch)
         self._step = StepInProgress(sums=self._sums_of(batch))
-        value = self.prediction_step(module, batch, prediction_loss_only=True)[0]
+        value = self.prediction_step(module, batch, True, ignore_keys=None)[0]
         return Loss(value * self._num_items(batch), self._step.sums)
 
     def _model_for_evaluation(self) -> nn.Module:
