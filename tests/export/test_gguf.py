@@ -270,3 +270,17 @@ def test_merges_without_equivalent_scores_are_rejected(tmp_path: Path, pieces, m
     model = sentencepiece_in(tmp_path / "model", pieces, merges=merges)
     with pytest.raises(UserError, match=what):
         exported(tmp_path / "out", model)
+
+
+def test_gguf_file_has_its_name_only_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, files = model_in(tmp_path / "model", "llama"), []
+    write = gguf.GGUFWriter.write_tensors_to_file
+
+    def noting(writer: gguf.GGUFWriter) -> None:
+        write(writer)
+        files.extend(path.name for path in (tmp_path / "out").glob("*.gguf"))
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", noting)
+    assert exported(tmp_path / "out", model, export_gguf_type="q8_0").name == "out-q8_0.gguf"
+    assert files == [".incomplete-out-q8_0.gguf"]
+    assert [path.name for path in (tmp_path / "out").glob("*.gguf")] == ["out-q8_0.gguf"]

@@ -21,6 +21,8 @@ from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import plan
 from burnish.run.predictions import answers as answers_module
 from burnish.run.predictions.answers import answer_all, bare_model
+from burnish.run.predictions.files import write_answers
+from burnish.run.predictions.partial import FinishedResponses
 from burnish.run.predictions.predict import _scores, predict_all
 from burnish.run.predictions.questions import Question, questions_of
 from burnish.run.prepare import prepare
@@ -172,7 +174,52 @@ def test_interrupted_prediction_continues_with_remaining_records(tmp_path, monke
         file.write('{"index": 3, "id')  # cut while it was written
     assert answer_all(run, questions, config, made.options, partial) == whole
     assert num_requests == [6, 4]
+    assert len(lines(partial)) == 1 + 6  # kept until the responses are in another file
+
+
+def test_responses_are_kept_until_they_are_written(tmp_path, monkeypatch):
+    made, prepared, run = run_of(tmp_path, predict_with_generate=True)
+    partial, result = (tmp_path / "out" / f"generated_predictions{name}.jsonl" for name in (".partial", ""))
+    result.write_text("of an earlier model\n")
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    for place in ("burnish.run.predictions.predict.scores", "burnish.run.predictions.files.write_whole"):
+        with monkeypatch.context() as patched:
+            patched.setattr(place, full)
+            with pytest.raises(OSError, match="No space"):
+                predict_all(run, prepared, made)
+        assert len(lines(partial)) == 1 + 6
+        assert result.read_text() == "of an earlier model\n"
+    monkeypatch.setattr(answers_module, "generate_all", lambda scheduler, requests, *more: full() if requests else [])
+    predict_all(run, prepared, made)
+    assert len(lines(result)) == 6
     assert not partial.exists()
+
+
+def interrupted(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
+def test_restarted_prediction_does_not_lose_finished_responses(tmp_path, monkeypatch):
+    partial = tmp_path / "answers.partial.jsonl"
+    with FinishedResponses(partial, "key") as finished:
+        finished.add(0, [5, 6], -0.5)
+    before = partial.read_bytes()
+    monkeypatch.setattr("burnish.report.results.os.replace", interrupted)
+    with pytest.raises(KeyboardInterrupt), FinishedResponses(partial, "key"):
+        pass
+    assert partial.read_bytes() == before
+
+
+def test_error_while_responses_are_written_keeps_the_earlier_file(tmp_path):
+    path = tmp_path / "generated_predictions.jsonl"
+    write_answers(path, ["a"], ["b"], ["c"])
+    before = path.read_bytes()
+    with pytest.raises(TypeError):
+        write_answers(path, ["a", "a"], ["d", object()], ["c", "c"])
+    assert path.read_bytes() == before
 
 
 def test_responses_of_another_model_are_not_reused(tmp_path):

@@ -209,6 +209,18 @@ def test_responses_of_another_model_are_discarded(tmp_path: Path) -> None:
     assert Answers(tmp_path, {"model": 2}).done == {}
 
 
+def test_restarted_evaluation_does_not_lose_finished_subjects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    Answers(tmp_path, {"model": 1}).add(subject("x"), [Chosen("A", (0.5, 0.5), True)])
+    with monkeypatch.context() as patched:
+        patched.setattr("burnish.report.results.os.replace", full)
+        with pytest.raises(OSError, match="No space"):
+            Answers(tmp_path, {"model": 1})
+    assert Answers(tmp_path, {"model": 1}).done == {"x": [Chosen("A", (0.5, 0.5), True)]}
+
+
 def test_dataset_is_evaluated_as_in_a_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     (tmp_path / "held.json").write_text(json.dumps([{"instruction": "Say red", "input": "", "output": "red"}] * 3))

@@ -65,20 +65,21 @@ def write_gguf(folder: Path, target: Path, options: RunOptions) -> list[str]:
         UserError: if this method does not support the model; before anything is written.
         RuntimeError: if llama.cpp fails.
     """
-    kind = options.export_gguf_type
+    kind, incomplete = options.export_gguf_type, target.with_name(f".incomplete-{target.name}")
     with whole_or_nothing(folder):
         if options.llama_cpp:
             with progress(WRITING):
-                _through_llama_cpp(folder, target, kind, Path(options.llama_cpp))
+                _through_llama_cpp(folder, incomplete, kind, Path(options.llama_cpp))
         elif kind in OWN_TYPES:
-            _own(folder, target, kind)
+            _own(folder, incomplete, kind)
         else:
-            first = target.with_suffix(".f16.gguf")
+            first = incomplete.with_suffix(".f16.gguf")
             _own(folder, first, "f16")
             with progress(f"Quantizing the GGUF file to {kind}"):
-                _run([sys.executable, "-c", _QUANTIZE, str(first), str(target), kind])
+                _run([sys.executable, "-c", _QUANTIZE, str(first), str(incomplete), kind])
             first.unlink()
-        compare_gguf(folder, target)
+        compare_gguf(folder, incomplete)
+        incomplete.replace(target)
     size = target.stat().st_size / 2**20
     return [f"{target} ({size:,.0f} MiB): tokens, chat template and end token match those of the exported model."]
 

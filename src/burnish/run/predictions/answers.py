@@ -61,7 +61,8 @@ def answer_all(
         questions: prompts.
         config: generation config.
         options: options of the run.
-        partial: file to which finished responses are appended, so that the same command can continue.
+        partial: file to which finished responses are appended, so that the same command can continue. The caller
+            removes it.
         likelihoods: filled with the log-probability of each response in nats, if there are several per prompt.
         family: model family, if prompts may have images.
     """

@@ -15,6 +15,7 @@ import torch
 from burnish.loop.loop import Loop
 from burnish.report.console import note
 from burnish.report.pace import counted
+from burnish.report.results import write_whole
 
 ANSWERS_NAME = "generated_predictions"
 
@@ -38,14 +39,15 @@ def write_answers(
         samples: all responses to each question with their log-probabilities in nats; the first is ``predict``.
         images: paths of the images of each question.
     """
-    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        for at, (prompt, predicted, label) in enumerate(zip(prompts, answers, labels, strict=True)):
-            line: dict[str, Any] = {"prompt": prompt, "predict": predicted, "label": label}
-            if images and images[at]:
-                line["images"] = list(images[at])
-            if samples is not None:
-                line["samples"] = [{"text": text, "logprob": logprob} for text, logprob in samples[at]]
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    lines = []
+    for at, (prompt, predicted, label) in enumerate(zip(prompts, answers, labels, strict=True)):
+        line: dict[str, Any] = {"prompt": prompt, "predict": predicted, "label": label}
+        if images and images[at]:
+            line["images"] = list(images[at])
+        if samples is not None:
+            line["samples"] = [{"text": text, "logprob": logprob} for text, logprob in samples[at]]
+        lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+    write_whole(path, "".join(lines))
 
 
 def write_scores(run: Loop, folder: Path) -> None:
@@ -58,9 +60,8 @@ def write_scores(run: Loop, folder: Path) -> None:
         if run.parallel.rank == 0:
             path = folder / f"{stem_of(name)}.jsonl"
             lines = dict(line for of_rank in gathered for line in of_rank)
-            with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
-                for number in sorted(lines):
-                    file.write(json.dumps({"record": number + 1, **lines[number]}) + "\n")
+            records = ({"record": number + 1, **lines[number]} for number in sorted(lines))
+            write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
             note(f"Scores of {counted(len(lines), 'pair')} in {path}.")
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
 from burnish.inference.types import GenerationRequest
+from burnish.report.results import write_whole
 
 
 def key_of(step: int, requests: Iterable[GenerationRequest], images: Sequence[Any]) -> str:
@@ -27,7 +28,7 @@ def key_of(step: int, requests: Iterable[GenerationRequest], images: Sequence[An
 class FinishedResponses:
     """Responses by the index of their question, and a file of them, one line of JSON each after a line with the key.
 
-    The file is deleted at the end of the context, unless an error ends it.
+    The file is kept, so that the responses are not lost before the caller has written and removed them.
 
     Args:
         path: the file; None: the responses are in memory only.
@@ -43,24 +44,28 @@ class FinishedResponses:
     def __enter__(self) -> FinishedResponses:
         if self.path is not None:
             self._read(self.path)
-            self._file = self.path.open("w", encoding="utf-8", errors="backslashreplace")
-            self._write({"of": self.key})
-        for index, ids in [*self.responses.items()]:
-            self.add(index, ids, self.log_probabilities.get(index))
+            records = [{"of": self.key}, *map(self._record, self.responses)]
+            write_whole(self.path, "".join(json.dumps(record) + "\n" for record in records))
+            self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._file is not None and self.path is not None:
+        if self._file is not None:
             self._file.close()
-            if error[0] is None:
-                self.path.unlink()
 
     def add(self, index: int, ids: list[int], log_probability: float | None = None) -> None:
         """Add the response to a question, with its log-probability in nats if it is known."""
         self.responses[index] = ids
         if log_probability is not None:
             self.log_probabilities[index] = log_probability
-        self._write({"index": index, "ids": ids} | ({} if log_probability is None else {"logprob": log_probability}))
+        if self._file is not None:
+            self._file.write(json.dumps(self._record(index)) + "\n")
+            self._file.flush()
+
+    def _record(self, index: int) -> dict[str, Any]:
+        likelihood = self.log_probabilities.get(index)
+        found = {"index": index, "ids": self.responses[index]}
+        return found if likelihood is None else {**found, "logprob": likelihood}
 
     def _read(self, path: Path) -> None:
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
@@ -71,8 +76,3 @@ class FinishedResponses:
                     self.responses[record["index"]] = record["ids"]
                     if "logprob" in record:
                         self.log_probabilities[record["index"]] = record["logprob"]
-
-    def _write(self, record: Mapping[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()

@@ -119,6 +119,8 @@ def predict(
                  for first in range(len(labels))]  # fmt: skip
         several = sampled if options.samples > 1 else None
         write_answers(path, prompts, texts[: len(labels)], labels, several, images)
+        if partial is not None:
+            partial.unlink(missing_ok=True)
         shown = ", ".join(f"{k} {v:g}" for k, v in metrics.items())
         note(f"{counted(len(texts), 'response')} in {path}{': ' * bool(shown)}{shown}.")
         if len(compared) < len(questions):

@@ -25,6 +25,7 @@ from burnish.inference.scheduler import Scheduler
 from burnish.inference.slots import SlotLimits
 from burnish.models.fingerprint import base_fingerprint
 from burnish.report.console import note
+from burnish.report.results import write_whole
 from burnish.serve.command_line import Serving, servings_of
 from burnish.serve.eval.harness import EngineModel, run_tasks
 from burnish.serve.eval.local_tasks import Subject, local_tasks
@@ -186,4 +187,4 @@ def _through_harness(serving: Serving, options: EvalOptions, is_one_of: bool) ->
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "eval_results.json"
         before = read_object(path, "Move it, or set a different save_dir.") if path.is_file() else {}
-        path.write_text(json.dumps(before | found, indent=2, default=str) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(before | found, indent=2, default=str) + "\n")

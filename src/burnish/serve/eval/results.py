@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from burnish.report.results import write_whole
 from burnish.serve.eval.local_tasks import LETTERS, Subject
 
 CATEGORIES = ("STEM", "Social Sciences", "Humanities", "Other")
@@ -83,7 +84,7 @@ class Answers:
     def _write_all(self) -> None:
         """Rewrite the file without incomplete subjects."""
         text = json.dumps({"of": self.facts}) + "\n"
-        self.path.write_text(text + "".join(_lines(key, each) for key, each in self.done.items()), encoding="utf-8")
+        write_whole(self.path, text + "".join(_lines(key, each) for key, each in self.done.items()))
 
 
 def _lines(key: str, answers: Sequence[Chosen]) -> str:
@@ -136,9 +137,9 @@ def write(
     folder: Path, subjects: Sequence[Subject], done: Mapping[str, Sequence[Chosen]], found: Mapping[str, Any]
 ) -> None:  # fmt: skip
     letters = {s.key: {str(at): one.letter for at, one in enumerate(done[s.key])} for s in subjects}
-    (folder / "results.json").write_text(json.dumps(letters, indent=2), encoding="utf-8")
-    (folder / "results.log").write_text("\n".join(log_lines(found)) + "\n", encoding="utf-8")
-    (folder / "eval_results.json").write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_whole(folder / "results.json", json.dumps(letters, indent=2))
+    write_whole(folder / "results.log", "\n".join(log_lines(found)) + "\n")
+    write_whole(folder / "eval_results.json", json.dumps(found, indent=2, ensure_ascii=False) + "\n")
 
 
 def compared(
