@@ -2,11 +2,13 @@
 
 import builtins
 import io
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from errno import ENOSPC
+from errno import ENOENT, ENOSPC
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +17,12 @@ from safetensors.torch import load_file
 
 from bad_inputs import cut_short, read_output, write
 from burnish import cli
+from burnish.config.errors import UserError
 from burnish.config.options import specs
 from burnish.loop.loop import Loop
 from burnish.run.plan.options import RunOptions
 from burnish.run.recovery.clearing import SOURCES, files_of_run
-from burnish.utils.files import cache_home
+from burnish.utils.files import cache_home, only_writer, problems_of_folder
 from pair_runs import pairs
 from representative import representative_slow
 
@@ -272,6 +275,56 @@ def test_full_disk_during_export_is_reported_with_a_remedy(
     assert cli.main(argv) == 0
 
 
+WRITING = {
+    "export": ("export_dir", ["model_name_or_path=model", "template=chatml"]),
+    "predict": ("save_dir", ["model", "eval_dataset=rows", "dataset_dir=data", "template=chatml"]),
+    "eval": ("save_dir", ["model", "eval_dataset=rows", "dataset_dir=data", "template=chatml"]),
+    "train": ("output_dir", ["run.yaml", *LORA]),
+}
+"""Command -> the option of its output folder, other arguments."""
+
+
+@pytest.mark.parametrize("command", WRITING)
+def test_folder_that_cannot_be_written_is_refused_before_the_model_is_loaded(
+    command: str, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    option, rest = WRITING[command]
+    (user_folder / "file").write_text("a")
+    (user_folder / "link").symlink_to("nowhere")
+    (user_folder / "shared").mkdir()
+    is_allowed = os.access
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path).name != "shared" and is_allowed(path, mode))
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", failing)
+    reasons = {
+        "file": f'Expected {option} to be a folder. "file" is a file.',
+        "file/in": f'{option} "file/in" cannot be created: "{user_folder / "file"}" is a file.',
+        "link": f'{option} "link" cannot be created: "link" links to nowhere, which does not exist.',
+        "shared": f'{option} "shared" is not writable: no permission in "shared".',
+        "shared/in": f'{option} "shared/in" is not writable: no permission in "{user_folder / "shared"}".',
+    }
+    for place, reason in reasons.items():
+        assert cli.main([command, *rest, f"{option}={place}"]) == 2
+        err = read_output(capsys)[1]
+        assert reason in err
+        assert f"et a different {option}." in err
+    assert not any((user_folder / "shared").iterdir())
+
+
+def test_read_only_file_system_is_named(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    (problem,) = problems_of_folder(user_folder / "out", "save_dir")
+    assert f'is not writable: the file system of "{user_folder}" is read-only.' in str(problem)
+
+
+def test_folder_that_vanishes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*args: object, **kwargs: object) -> None:
+        raise FileNotFoundError(ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(Path, "mkdir", missing)
+    with pytest.raises(UserError, match="cannot be created: No such file or directory"), only_writer(tmp_path / "a"):
+        pass
+
+
 @pytest.mark.parametrize(("command", "writer"), [("predict", "predictions.predict"), ("eval", "finish")])
 def test_full_disk_during_prediction_is_reported_with_a_remedy(
     command: str, writer: str, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -304,8 +357,8 @@ def test_full_disk_during_gguf_export_is_reported_and_leaves_no_partial_file(
         'error: The disk of "whole" is full.\n  Free some disk space, or set export_dir to a folder on another' in err
     )
     assert "llama-server" not in out
-    assert not list(Path("whole").glob("*.gguf"))
-    assert cli.main([*argv, "overwrite_output_dir=true"]) == 0
+    assert not Path("whole").exists()
+    assert cli.main(argv) == 0
     assert list(Path("whole").glob("*.gguf"))
 
 

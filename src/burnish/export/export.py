@@ -47,7 +47,7 @@ from burnish.models.load import context_length, load_config
 from burnish.models.quantization.export import without_bits
 from burnish.models.quantization.quantize import quantization_of
 from burnish.models.reward_files import save_reward_head
-from burnish.models.save import save_model
+from burnish.models.save import save_model, whole_or_nothing
 from burnish.models.source import adapter_folders, find_source
 from burnish.models.tokens import load_tokenizer
 from burnish.report.card import serving_lines
@@ -91,6 +91,7 @@ def export(values: Mapping[str, RawValue]) -> Path:
         named_where_full(
             folder, "Free some disk space, or set export_dir to a folder on another disk. Then export again."
         ),
+        whole_or_nothing(folder),
         _place_of_weights(folder, using is not None) as place,
     ):
         save_model(

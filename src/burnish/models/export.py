@@ -17,6 +17,7 @@ from burnish.config.checks import notes
 from burnish.config.errors import NotSavedError, Problem, first_line
 from burnish.config.options import option, set_without
 from burnish.models.options import ModelOptions
+from burnish.utils.files import problems_of_folder
 
 
 @dataclass
@@ -91,8 +92,8 @@ def problems_of_export(options: ExportChoices, others: list[Path], left_over: Co
             )
         ]
     folder = Path(options.export_dir)
-    if folder.exists() and not folder.is_dir():
-        return [Problem(f'export_dir must be a folder. "{folder}" is a file.', option="export_dir")]
+    if problems := problems_of_folder(folder, "export_dir"):
+        return problems
     if any(folder.resolve() == other.resolve() for other in others):
         what = f'export_dir "{folder}" is the input folder; it would be overwritten.'
         return [Problem(what, remedy="Set a different export_dir.", option="export_dir")]

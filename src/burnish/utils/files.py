@@ -165,10 +165,14 @@ def only_writer(folder: Path, traces: Collection[str] = ()) -> Iterator[None]:
         traces: names of files of an attempt, which are removed with such a folder if the run is refused.
 
     Raises:
-        UserError: if another run holds the lock.
+        UserError: if the folder cannot be created, or another run holds the lock.
     """
     is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileNotFoundError, NotADirectoryError, FileExistsError, PermissionError) as error:
+        what = f'"{folder}" cannot be created: {error.strerror}.'
+        raise UserError(what, remedy="Set a different folder.") from error
     with open_lock(folder / LOCK) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -189,6 +193,36 @@ def only_writer(folder: Path, traces: Collection[str] = ()) -> Iterator[None]:
         finally:
             with suppress(OSError):
                 (folder / LOCK).unlink(missing_ok=True)  # while locked: other processes with the open file notice it
+
+
+def problems_of_folder(folder: Path, option: str) -> list[Problem]:
+    """Return why files cannot be written to ``folder``, which may not exist yet. ``option`` is its name in messages."""
+    remedy = f"Set a different {option}."
+    try:
+        if link := broken_link(folder):
+            what = f'"{link}" links to {os.readlink(link)}, which does not exist.'
+            remedy = f"Remove the link, or set a different {option}."
+            return [Problem(f'{option} "{folder}" cannot be created: {what}', remedy=remedy, option=option)]
+        if folder.exists() and not folder.is_dir():
+            what = f'Expected {option} to be a folder. "{folder}" is a file.'
+            return [Problem(what, remedy=remedy, option=option)]
+        parent = nearest_existing(folder)
+        if not parent.is_dir():
+            what = f'{option} "{folder}" cannot be created: "{parent}" is a file.'
+            return [Problem(what, remedy=remedy, option=option)]
+        is_read_only = bool(os.statvfs(parent).f_flag & os.ST_RDONLY)
+        if is_read_only or not os.access(parent, os.W_OK | os.X_OK):
+            why = f'the file system of "{parent}" is read-only' if is_read_only else f'no permission in "{parent}"'
+            return [Problem(f'{option} "{folder}" is not writable: {why}.', remedy=remedy, option=option)]
+    except OSError as error:  # for example, a parent folder that may not be searched
+        what = f'{option} "{folder}" cannot be created: {error.strerror}.'
+        return [Problem(what, remedy=remedy, option=option)]
+    return []
+
+
+def nearest_existing(folder: Path) -> Path:
+    """Return the folder itself, or its nearest parent that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def broken_link(path: Path) -> Path | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from burnish.run.plan.checks import trains
 from burnish.run.plan.options import RunOptions
 from burnish.run.recovery.clearing import EARLIER_RUN, problems_of_sources
 from burnish.run.recovery.failure import TRACEBACK_NAME
-from burnish.utils.files import broken_link, is_endless, odd_kind
+from burnish.utils.files import is_endless, odd_kind, problems_of_folder
 
 FINISHED_NAME = ".finished.json"
 """File that marks a finished run and stores its fingerprints, so that the same command recognizes it."""
@@ -46,22 +45,14 @@ def _problem(what: str, remedy: str = _ANOTHER, why: str = "") -> Problem:
 
 
 def _check_folder(folder: Path, options: RunOptions) -> list[Problem]:
-    if link := broken_link(folder):
-        what = f'output_dir "{folder}" cannot be created: "{link}" links to {os.readlink(link)}, which does not exist.'
-        return [_problem(what, "Remove the link, or set a different output_dir.")]
-    if folder.exists() and not folder.is_dir():
-        return [_problem(f'Expected output_dir to be a folder. "{folder}" is a file.')]
+    if problems := problems_of_folder(folder, "output_dir"):
+        return problems
     model = Path(options.model_name_or_path or "")
     if options.model_name_or_path and folder.is_dir() and model.is_dir() and folder.samefile(model):
         return [_problem(f'output_dir "{folder}" is also model_name_or_path, and the base model would be overwritten.')]
     if folder.is_dir() and (odd := [path for path in sorted(folder.iterdir()) if is_endless(path)]):
         what = f'output_dir "{folder}" contains {odd_kind(odd[0])} instead of a file: {odd[0].name}.'
         return [_problem(what, "Remove it, or set a different output_dir.", why="Writing to it would block forever.")]
-    parent = nearest_existing(folder)
-    if not parent.is_dir():
-        return [_problem(f'output_dir "{folder}" cannot be created: "{parent}" is a file.', "")]
-    if not os.access(parent, os.W_OK | os.X_OK):
-        return [_problem(f'output_dir "{folder}" is not writable: no permission in "{parent}".', "")]
     if not folder.is_dir():
         return []
     return (problems_of_sources(options) if trains(options) else []) or _check_contents(folder, options)
@@ -78,8 +69,3 @@ def _check_contents(folder: Path, options: RunOptions) -> list[Problem]:
     is_a_run = has_checkpoints or (folder / STATE_NAME).is_file() or EARLIER_RUN in inside
     what = f'output_dir "{folder}" already contains {"an earlier run" if is_a_run else "other files"}: {shown}.'
     return [_problem(what, "Set a different output_dir, or set overwrite_output_dir: true to overwrite it.")]
-
-
-def nearest_existing(folder: Path) -> Path:
-    """Return the folder itself, or its nearest parent that exists."""
-    return next(path for path in (folder, *folder.absolute().parents) if path.exists())

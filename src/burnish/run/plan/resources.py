@@ -37,8 +37,8 @@ from burnish.run.plan.memory import (
     tower_term,
 )
 from burnish.run.plan.options import RunOptions
-from burnish.run.plan.output_dir import nearest_existing
 from burnish.run.recovery.failure import available_bytes
+from burnish.utils.files import nearest_existing
 
 
 @dataclass(frozen=True)

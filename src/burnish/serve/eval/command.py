@@ -30,7 +30,7 @@ from burnish.serve.command_line import Serving, servings_of
 from burnish.serve.eval.harness import EngineModel, run_tasks
 from burnish.serve.eval.local_tasks import Subject, local_tasks
 from burnish.serve.eval.results import Answers, accuracies, chosen, compared, log_lines, write
-from burnish.utils.files import named_where_full
+from burnish.utils.files import named_where_full, problems_of_folder
 from burnish.utils.json_files import read_object
 from burnish.utils.work import progress
 
@@ -97,6 +97,8 @@ def evaluate(argv: Sequence[str]) -> int:
 
 
 def _problems(options: EvalOptions, serving: Serving) -> list[Problem]:
+    if options.save_dir and (problems := problems_of_folder(Path(options.save_dir), "save_dir")):
+        return problems
     if options.task is None and not (serving.options.eval_dataset or serving.options.val_size):
         what = "nothing to evaluate: neither task nor eval_dataset is set, and the model is not of a run with a "
         what += "validation split."

@@ -23,7 +23,7 @@ from burnish.run.plan.config_files import COMMAND_LINE
 from burnish.run.plan.files import ANY_RECORDS
 from burnish.run.plan.plan import locate_problems, plan
 from burnish.serve.command_line import Serving, paths_of, servings_of
-from burnish.utils.files import expanded, named_where_full
+from burnish.utils.files import expanded, named_where_full, problems_of_folder
 from burnish.utils.json_files import read_object
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
     if not save_dir and not servings[0].options.output_dir:
         what = "save_dir is not set; results and responses are written to files."
         raise UserError(what, remedy="Set it, for example save_dir=saves/evaluation")
+    raise_if(problems_of_folder(Path(save_dir), "save_dir") if save_dir else [])
     rows: list[tuple[str, dict[str, float]]] = []
     command = "predict" if predicts else "eval"
     here = f"burnish {command}"
