@@ -4,7 +4,7 @@ import builtins
 import io
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from errno import ENOENT, ENOSPC
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +21,7 @@ from burnish.config.errors import UserError
 from burnish.config.options import specs
 from burnish.loop.loop import Loop
 from burnish.run.plan.options import RunOptions
-from burnish.run.recovery.clearing import SOURCES, files_of_run
+from burnish.run.recovery.clearing import SOURCES, BackupOnOverwrite, files_of_run
 from burnish.utils.files import cache_home, only_writer, problems_of_folder
 from pair_runs import pairs
 from representative import representative_slow
@@ -188,6 +188,39 @@ def test_killed_new_run_is_resumed_by_the_same_command(user_folder: Path) -> Non
     assert not Path("out/.earlier-run").exists()
     assert load_file("out/model.safetensors").keys() == load_file("model/model.safetensors").keys()
     assert contents() != before
+
+
+@pytest.mark.parametrize("calls", range(1, 9))
+@pytest.mark.parametrize("fails", [False, True], ids=["succeeds", "fails"])
+def test_earlier_files_survive_a_kill_followed_by_a_failure(
+    calls: int, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process is killed at a rename: while it moves files aside, or back if its run fails."""
+    before = {"config.json": "old", "model.safetensors": "old", "tokenizer.json": "old"}
+    for name, text in before.items():
+        (tmp_path / name).write_text(text)
+    rename, made = Path.rename, []
+
+    def killed(path: Path, target: Path) -> Path:
+        made.append(target)
+        if len(made) == calls:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    def attempt(error: type[BaseException]) -> None:
+        with BackupOnOverwrite(tmp_path):
+            (tmp_path / "model.safetensors").write_text("new")
+            if fails or error is MemoryError:
+                raise error
+
+    with monkeypatch.context() as patched, suppress(KeyboardInterrupt, RuntimeError):
+        patched.setattr(Path, "rename", killed)
+        attempt(RuntimeError)
+    is_replaced = not fails and len(made) < calls
+    with suppress(MemoryError):
+        attempt(MemoryError)
+    expected = {"model.safetensors": "new"} if is_replaced else before
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == expected
 
 
 def test_missing_model_of_finished_run_is_rewritten_from_its_checkpoint(

@@ -6,11 +6,13 @@
                                         restores them if the block fails before that
 
 Files of a run are recognized by name; no other file is touched. A killed process leaves ``.earlier-run`` behind, which
-the next run that overwrites uses.
+the next run that overwrites uses. While files are moved there or back, it has another name, so that a killed process
+never leaves a part of them in it.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +27,8 @@ from burnish.run.plan.options import RunOptions
 from burnish.utils.files import LOCK, expanded, remove
 
 EARLIER_RUN = ".earlier-run"
+_MOVING = ".earlier-run.incomplete"
+_REMOVED = ".incomplete-earlier-run"
 SOURCES = (
     "model_name_or_path", "adapter_name_or_path", "ref_model", "ref_model_adapters", "dataset_dir", "tokenized_path",
     "new_special_tokens_config", "template", "peft_config", "fsdp_config", "deepspeed",
@@ -107,35 +111,47 @@ class BackupOnOverwrite(TrainerCallback):
 
     def __init__(self, folder: Path, also: Sequence[str] = ()) -> None:
         self.folder, self.aside, self.also = folder, folder / EARLIER_RUN, also
+        self.moving = folder / _MOVING
 
     def __enter__(self) -> BackupOnOverwrite:
+        remove(self.folder / _REMOVED)
+        if _has_checkpoint(self.folder):  # a killed run has a checkpoint, so its files stay
+            self._discard()
         is_of_a_killed_run = self.aside.is_dir()
-        if is_of_a_killed_run and _has_checkpoint(self.folder):  # the killed run has a checkpoint, so its files stay
-            remove(self.aside)
-            is_of_a_killed_run = False
-        self.aside.mkdir(exist_ok=True)
-        for path in [*files_of_run(self.folder), *(path for name in self.also for path in self.folder.glob(name))]:
-            remove(path) if is_of_a_killed_run else path.rename(self.aside / path.name)
+        if not is_of_a_killed_run:
+            self.moving.mkdir(exist_ok=True)
+        patterns = (path for name in self.also for path in self.folder.glob(name))
+        for path in [*files_of_run(self.folder), *patterns]:
+            target = self.moving / path.name  # it exists if a process was killed while it moved files back
+            remove(path) if is_of_a_killed_run or os.path.lexists(target) else path.rename(target)
+        if not is_of_a_killed_run:
+            self.moving.rename(self.aside)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind is None or _has_checkpoint(self.folder):
-            remove(self.aside)
+            self._discard()
         else:
             self.move_back()
 
     def on_save(self, *args: Any, **kwargs: Any) -> None:
         if _has_checkpoint(self.folder):
-            remove(self.aside)
+            self._discard()
+
+    def _discard(self) -> None:
+        if self.aside.is_dir():
+            self.aside.rename(self.folder / _REMOVED)
+            remove(self.folder / _REMOVED)
 
     def move_back(self) -> None:
         """Move everything back and delete files that the failed run wrote under the same names."""
-        for path in sorted(self.aside.glob("*")):
+        self.aside.rename(self.moving)
+        for path in sorted(self.moving.glob("*")):
             remove(self.folder / path.name)
             path.rename(self.folder / path.name)
-        remove(self.aside)
+        remove(self.moving)
 
 
 def _has_checkpoint(folder: Path) -> bool:
