@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 import burnish
 from burnish import Trainer, UserError
 from burnish.trainer.constructor import PEER_METHODS, warn_about_unused_overrides
-from trainer_run import Regression, losses, make_trainer, points, same, weights
+from trainer_run import Regression, arguments, losses, make_trainer, points, same, weights
 
 pytestmark = pytest.mark.run
 
@@ -579,6 +579,21 @@ def test_overrides_are_called_with_arguments_of_transformers(overrides_pair, tmp
     assert losses(own) == pytest.approx(losses(defaults))
     assert own.evaluate()["eval_two_loss"] == pytest.approx(defaults.evaluate()["eval_two_loss"])
     assert len(own.predict(rows).predictions) == len(rows)
+
+
+def test_override_moves_each_model_of_model_init(tmp_path):
+    class Noted(Trainer):
+        def _move_model_to_device(self, model, device):
+            moved.append(model)
+            super()._move_model_to_device(model, device)
+
+    moved = []
+    trainer = Noted(model_init=lambda: Regression(), args=arguments(tmp_path, max_steps=1), train_dataset=points())
+    first = trainer.model
+    trainer.train()
+    assert moved[0] is first
+    assert moved[-1] is trainer.model
+    assert len(moved) == 2
 
 
 def test_process_zero_overrides_set_the_state_of_training(tmp_path):

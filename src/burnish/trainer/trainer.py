@@ -105,7 +105,9 @@ class Trainer(EvaluationMethods, FileMethods):
         self._hp_search_setup(trial)
         self._train_batch_size = self.args.train_batch_size
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
-        if self.place_model_on_device or self.model_init is not None:
+        if self.model_init is not None:
+            self._move_model_to_device(self.model, self._parallel.device)
+        elif self.place_model_on_device:
             self.model.to(self._parallel.device)
 
     def _attempts(self, folder: Path | None, ignore_keys: list[str] | None) -> TrainOutput:
