@@ -127,12 +127,16 @@ def test_benchmark_prompt_and_choice_scoring_match_template(model: Path) -> None
     assert [score for score, _ in result] == pytest.approx([float(logps[ids[0]]) for ids in letters], abs=1e-4)
 
 
-def test_missing_harness_names_its_extra(
-    model: Path, task_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("task", ["mmlu_test", "lm_eval:arc_easy"])
+def test_missing_harness_names_its_extra_before_the_model_is_loaded(
+    task: str, model: Path, task_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert main(["eval", str(model), "task=mmlu_test", f"task_dir={task_dir}"]) == 2
+    monkeypatch.setattr("burnish.serve.eval.command.load_for_inference", None)
+    results = task_dir / "results"
+    assert main(["eval", str(model), f"task={task}", f"task_dir={task_dir}", f"save_dir={results}"]) == 2
     assert 'pip install "burnish[eval]"' in capsys.readouterr().err
+    assert not results.exists()
 
 
 def test_eval_command_writes_its_files_and_continues(

@@ -27,7 +27,7 @@ from burnish.models.fingerprint import base_fingerprint
 from burnish.report.console import note
 from burnish.report.results import write_whole
 from burnish.serve.command_line import Serving, servings_of
-from burnish.serve.eval.harness import EngineModel, run_tasks
+from burnish.serve.eval.harness import EngineModel, check_harness, run_tasks
 from burnish.serve.eval.local_tasks import Subject, local_tasks
 from burnish.serve.eval.results import Answers, accuracies, chosen, compared, log_lines, write
 from burnish.utils.files import named_where_full, problems_of_folder
@@ -82,12 +82,14 @@ def evaluate(argv: Sequence[str]) -> int:
     if options.task is None:
         return evaluate_dataset(servings, options.save_dir or folder_beside(argv, servings, "evaluation"))
     if options.task.startswith(HARNESS):
+        check_harness()
         for serving in servings:
             with named_where_full(Path(options.save_dir or ""), FREE_SOME_SPACE):
                 _through_harness(serving, options, len(servings) > 1)
         return 0
     draws = options.shots == "random"
     subjects = local_tasks(options.task, options.task_dir, options.lang, options.n_shot, draws)
+    check_harness()
     with named_where_full(Path(options.save_dir or ""), FREE_SOME_SPACE):
         done = [_measured(serving, options, subjects, len(servings) > 1) for serving in servings]
     if len(servings) > 1:

@@ -8,6 +8,7 @@ Hugging Face models is not used, because it would apply another chat template. R
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,12 @@ class EngineModel:
         return text
 
 
+def check_harness() -> None:
+    """Raise MissingExtraError if lm-evaluation-harness is not installed. Does not import it, which takes seconds."""
+    if find_spec("lm_eval") is None:
+        raise MissingExtraError("lm_eval", "burnish eval with a task", EXTRA, option="task")
+
+
 def run_tasks(
     model: EngineModel, tasks: Sequence[str | Mapping[str, Any]], task_dir: Path | None, num_shots: int | None,
     limit: int | None, is_chat: bool,
@@ -162,12 +169,10 @@ def run_tasks(
         limit: maximum number of documents per task.
         is_chat: render questions with the chat template.
     """
-    try:
-        import lm_eval
-        from lm_eval.api.model import LM
-        from lm_eval.tasks import TaskManager
-    except ImportError:
-        raise MissingExtraError("lm_eval", "burnish eval with a task", EXTRA, option="task") from None
+    check_harness()
+    import lm_eval
+    from lm_eval.api.model import LM
+    from lm_eval.tasks import TaskManager
 
     class Model(EngineModel, LM):  # type: ignore[misc]
         """A subclass of the harness's ``LM``, since the harness checks the class."""
