@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from browser.conftest import wait_for
 from vision_models import image_models
 
 pytestmark = [pytest.mark.run, pytest.mark.slow]
@@ -20,6 +21,11 @@ PASTE = """async ([name, encoded, kind]) => {
       : new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true });
   document.querySelector(kind === "paste" ? "#message" : ".chat").dispatchEvent(event);
 }"""
+
+
+def stored_chats(server) -> str:
+    """Return the content of all saved conversations."""
+    return "".join(path.read_text() for path in server.home.rglob("chats/*.json"))
 
 
 @pytest.fixture
@@ -85,8 +91,8 @@ def test_images_are_picked_pasted_dropped_and_sent(chat, server):
     assert [part["type"] for part in parts] == ["image_url", "image_url", "text"]
     sent = base64.b64decode(parts[0]["image_url"]["url"].partition(",")[2])
     assert sent == (server.root / "files" / "p1_64x48.png").read_bytes()
-    stored = "".join(path.read_text() for path in (server.home).rglob("chats/*.json"))
-    assert "What is it?" in stored
+    wait_for(lambda: "What is it?" in stored_chats(server))  # saved after the response
+    stored = stored_chats(server)
     assert "base64" not in stored
     chat.reload()
     chat.locator(".turn.user .thumb", has_text="not saved").first.wait_for()

@@ -290,12 +290,16 @@ def test_conversation_in_a_terminal_works(model: Path, tmp_path: Path) -> None:
     )
     seen = ""
 
-    def read_until(text: str, more: int = 0) -> None:
+    def read_until(text: str, more: int = 0, key: bytes = b"") -> None:
+        """Read until ``text`` and ``more`` characters appear, and type ``key`` at each second of waiting."""
         nonlocal seen
-        until = time.monotonic() + 120
+        until, typed = time.monotonic() + 120, time.monotonic()
         while text not in seen or len(seen) < seen.index(text) + len(text) + more:
             assert process.poll() is None, seen
             assert time.monotonic() < until, seen
+            if key and time.monotonic() > typed + 1:
+                typed = time.monotonic()
+                os.write(main, key)
             if select.select([main], [], [], 0.2)[0]:
                 seen += os.read(main, 4096).decode("utf-8", "replace")
 
@@ -303,9 +307,10 @@ def test_conversation_in_a_terminal_works(model: Path, tmp_path: Path) -> None:
     assert "/help lists the commands" in seen
     os.write(main, b"Hello\n")
     read_until("context left")
-    time.sleep(0.5)  # Python sees a signal that comes just before readline waits with the next key only
+    time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    read_until("Ctrl-C again")
+    # Python sees a signal that comes just before readline waits with the next key only.
+    read_until("Ctrl-C again", key=b" \x7f")
     os.write(main, b"/set max_new_tokens=2000 seed=1 temperature=9\nTell me.\n")
     read_until("> Tell me.\r\n", more=20)  # behind its prompt: what is typed ahead is shown once before that
     process.send_signal(signal.SIGINT)
