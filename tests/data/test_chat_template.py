@@ -235,6 +235,17 @@ def test_template_without_tools_names_what_is_missing_and_templates_with_tools()
     assert wrong.remedies == []  # the record itself is at fault
 
 
+def test_tools_that_the_template_does_not_show_are_counted():
+    shown = "{{ (tools or []) | map(attribute='function') | map(attribute='name') | join }}" + CHATML
+    messages = (Message("user", "Add."), Message("assistant", "1"))
+    tools = json.dumps([{"name": "add", "parameters": {}}])
+    for template, expected in ((CHATML, ["kept: the chat template does not show tools"]), (shown, [])):
+        stats = DataStats()
+        (row,) = own(template)[0].encode([Example(messages=messages, tools=tools)], stats)
+        assert row is not None
+        assert [str(reason).partition(",")[0] for reason, _ in stats] == expected
+
+
 def test_template_expecting_content_parts_gets_parts():
     parts = CHATML.replace("m['content']", "m['content'][0]['text']")
     template, tokenizer, _ = own(parts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
@@ -32,6 +33,7 @@ WITH_TOOLS = (
     "Otherwise, use a chat template that supports tools, or remove the tool calls."
 )
 TWO_QUESTIONS = kept("consecutive user messages without a response")
+UNUSED_TOOLS = kept("the chat template does not show tools, so the model does not see those of the record")
 
 
 class JinjaFormat:
@@ -124,6 +126,8 @@ class JinjaFormat:
                 stats.add(reason, example)
             elif any(first.role == second.role == "user" for first, second in pairwise(example.messages)):
                 stats.add(TWO_QUESTIONS, example)
+            elif example.tools and not self._shows_tools:
+                stats.add(UNUSED_TOOLS, example)
             found.append(None if isinstance(rendered, ValueError) else rendered)
         return found
 
@@ -143,6 +147,14 @@ class JinjaFormat:
         example = Example(messages=messages, tools=json.dumps([{"name": "add", "parameters": {}}]))
         (found,) = self.renderer.rendered([(self._chat(example), self._tools(example))])
         return not isinstance(found, ValueError)
+
+    @cached_property
+    def _shows_tools(self) -> bool:
+        """Whether the text of a conversation depends on its tools."""
+        example = Example(messages=(Message("user", "x"), Message("assistant", "1")))
+        tools = self._tools(replace(example, tools=json.dumps([{"name": "add", "parameters": {}}])))
+        without, shown = self.renderer.rendered([(self._chat(example), None), (self._chat(example), tools)])
+        return isinstance(shown, ValueError) or isinstance(without, ValueError) or shown.text != without.text
 
     def _input(self, example: Example) -> tuple[Chat, Tools] | ValueError:
         """Return the template's input for an example, or the reason why it is dropped."""
