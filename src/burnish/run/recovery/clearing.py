@@ -59,6 +59,9 @@ def files_of_run(folder: Path) -> list[Path]:
 def files_of_killed_run(folder: Path, patterns: Sequence[str] = ()) -> set[str]:
     """Names of the files in ``folder`` left by a process that was killed inside ``BackupOnOverwrite(folder, also)``."""
     names = {LOCK}
+    moving = folder / _MOVING
+    if moving.is_dir() and not any(moving.iterdir()):  # killed before there was anything to move, or after the last
+        names.add(_MOVING)
     if (folder / EARLIER_RUN).is_dir():
         paths = [*files_of_run(folder), *(path for pattern in patterns for path in folder.glob(pattern))]
         names |= {EARLIER_RUN, *(path.name for path in paths)}
