@@ -40,18 +40,23 @@ def full_or_lora(method: str, batch: int, facts: dict[str, Any]) -> list[Setting
     pack = batch * facts["tokens"] // facts["rows"]
     pack += -pack % 8
     same: dict[str, Any] = {"finetuning_type": method, "num_train_epochs": 1, "per_device_train_batch_size": batch}
-    lean = same | {"gradient_checkpointing": False} | ({"dtype": "bfloat16"} if method == "lora" else {})
+    dtype = {"dtype": "bfloat16"} if method == "lora" else {}
+    lean = same | {"gradient_checkpointing": False} | dtype
     packed = lean | {"packing": True, "max_length": pack, "per_device_train_batch_size": 1}
     ours = same | {"bf16": True}
     return [
         training("TRL, default", "trl", **same),
+        training("TRL, no checkpointing", "trl", **lean),
         training("TRL, packing, no checkpointing", "trl", **packed),
         training("TRL, packing, no checkpointing, Liger", "trl", use_liger_kernel=True, **packed),
+        training("transformers, grouped by length", "transformers", bf16=True,
+                 train_sampling_strategy="group_by_length", **same | dtype),
         training("burnish, default", "burnish", **ours),
         training("burnish, without Liger's layers", "burnish", enable_liger_kernel=False, **ours),
         training("burnish, full logits", "burnish", fused_loss=False, **ours),
         training("burnish, padded", "burnish", padding_free=False, **ours),
         training("burnish, checkpointing", "burnish", gradient_checkpointing=True, **ours),
+        training("burnish, AdamW tensor by tensor", "burnish", optim="adamw_torch", **ours),
         training("burnish, compiled", "burnish", torch_compile=True, **ours),
         training("burnish, compiled, Liger's layers", "burnish", torch_compile=True, enable_liger_kernel=True, **ours),
         training("burnish, 4 bits", "burnish", quantization_bit=4, **ours),

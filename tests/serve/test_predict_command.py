@@ -250,7 +250,7 @@ def test_reward_functions_in_a_folder_are_not_run(methods: Path, capsys: pytest.
 
 def test_run_on_plain_text_has_no_prompts_to_predict(methods: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", str(methods / "pt")]) == 2
-    assert "Use burnish eval for the loss" in capsys.readouterr().err
+    assert "Run burnish eval to compute the loss" in capsys.readouterr().err
 
 
 def test_eval_can_generate_responses_to_the_split_of_a_run(methods: Path) -> None:

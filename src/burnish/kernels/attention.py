@@ -105,24 +105,32 @@ def flat_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequenc
         return _by_runs(query, key, value, token_counts(sequences), scores)
 
 
-def attends_blockwise(query: Tensor, mask: Tensor | None, is_causal: bool, dropout: float) -> bool:
-    """Whether ``bidirectional_attention`` computes this attention, of rows (B, H, L, D), faster than torch."""
-    is_whole = mask is None and not is_causal and not dropout
-    return is_whole and is_half_on_cpu(query) and query.shape[2] >= _FEWEST_OF_A_TOWER
-
-
-def bidirectional_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Attention of all tokens to all tokens of their row, by blocks of queries.
+def has_fast_bidirectional(query: Tensor, mask: Tensor | None, is_causal: bool, scores: Scores) -> bool:
+    """Return whether ``bidirectional_attention`` supports these inputs and is faster than torch's attention.
 
     Args:
-        query: (B, H, L, D). key: (B, K, L, D). value: (B, K, L, E).
-        scale: None: 1 / sqrt(D).
+        query: (B, H, L, D).
+        mask: attention mask, if any.
+        is_causal: whether the attention is causal.
+        scores: options of the scores.
+    """
+    is_supported = mask is None and not is_causal and scores.is_plain and not scores.dropout
+    return is_supported and is_half_on_cpu(query) and query.shape[2] >= _MIN_BIDIRECTIONAL
+
+
+def bidirectional_attention(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    """Compute attention without a mask, one block of queries at a time.
+
+    Args:
+        query: (B, H, L, D).
+        key: (B, K, L, D).
+        value: (B, K, L, E).
+        scores: options of the scores; only the scale is used.
 
     Returns:
         (B, H, L, E)
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    rows = zip(query, key, value, strict=True)
+    scale, rows = _scale(query, scores), zip(query, key, value, strict=True)
     return torch.stack([blockwise_attention(q, k, v, scale, is_causal=False) for q, k, v in rows])
 
 
@@ -174,8 +182,8 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 _SHORT = 384
 """Maximum number of tokens for which a sequence in 16 bits is computed by plain products on a CPU. For a sequence with
 more keys than tokens, the same number of scores applies."""
-_FEWEST_OF_A_TOWER = 256
-"""Minimum number of tokens for which attention of all to all is computed by blocks."""
+_MIN_BIDIRECTIONAL = 256
+"""Minimum sequence length for which bidirectional attention is computed in blocks."""
 _LONG = 600
 """Minimum number of tokens of a sequence whose mask is made causal (``_is_mostly_own``)."""
 

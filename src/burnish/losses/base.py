@@ -170,7 +170,7 @@ OBJECTIVES: Registry[type[StageObjective]] = Registry("stage")
 
 
 def options_of(stage: str) -> set[str]:
-    """Return the names of the options that a stage reads: its own group and its trait ``reads``."""
+    """Return the names of all options that a stage uses."""
     member = OBJECTIVES.get(stage)
     known = (member.options, *member.traits.get("reads", ()))
     return {name for each in known if each for name in ([each] if isinstance(each, str) else specs(each))}

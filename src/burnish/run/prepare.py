@@ -140,7 +140,7 @@ def _contents(sets: DataSets, template: Template, objective: StageObjective, opt
 
 
 def load_data(plan: Plan, stats: DataStats) -> DataSets:
-    """Load the datasets. Their problems are reported together with those of the model's files.
+    """Load the datasets, and report errors in them together with errors in the model files.
 
     With ``records_of``, only the evaluation examples that have a reference response are returned.
     """

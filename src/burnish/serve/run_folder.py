@@ -32,7 +32,7 @@ def data_seen_from(place: Path, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def models_seen_from(place: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that name models or adapters by relative paths, with absolute paths.
+    """Return the options with relative paths of models and adapters, converted to absolute paths.
 
     Args:
         place: folder in which the run was started.

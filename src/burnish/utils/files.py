@@ -196,7 +196,7 @@ def only_writer(folder: Path, traces: Collection[str] = ()) -> Iterator[None]:
 
 
 def problems_of_folder(folder: Path, option: str) -> list[Problem]:
-    """Return why files cannot be written to ``folder``, which may not exist yet. ``option`` is its name in messages."""
+    """Return an error if ``folder``, which ``option`` sets, is not writable or cannot be created."""
     remedy = f"Set a different {option}."
     try:
         if link := broken_link(folder):

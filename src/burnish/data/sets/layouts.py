@@ -61,7 +61,7 @@ def layout_of(source: DataSource, records: Sequence[Values], where: str, needs: 
 
 
 def _kind_of(source: DataSource, records: Sequence[Values]) -> str:
-    """Return the kind of the records of a dataset, where any kind is accepted."""
+    """Detect the kind of records in a dataset (see ``RecordNeeds.kind``)."""
     named = source.columns or {}
     if source.ranking or all(named.get(part) for part in _PAIR):
         return "pairs"

@@ -199,7 +199,7 @@ def _alone(example: Example, answer: Answer) -> Example:
 
 
 def with_reference(example: Example) -> Example:
-    """Return the example of a record of any kind with its reference response, or without any response.
+    """Return the example with its reference response only, or without a response if it has no reference.
 
     The reference is the chosen response of a pair, or a response that is not labelled as undesirable.
     """

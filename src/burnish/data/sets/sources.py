@@ -246,7 +246,7 @@ class _Loading:
         return replace(found, layout=layout)
 
     def _add_notes(self, source: DataSource, layout: Layout) -> None:
-        """Add the notes on the layout of a dataset."""
+        """Add warnings about the format of a dataset."""
         self.notes += [f"{_named(source)}: {note}." for note in layout.notes]
         for path in data_files(source.location) if source.kind == "file" and layout.format == "text" else ():
             if columns := csv_header(path):

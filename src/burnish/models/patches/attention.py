@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from burnish.kernels.attention import (
     Scores,
     Sequences,
-    attends_blockwise,
     bidirectional_attention,
     flat_attention,
+    has_fast_bidirectional,
     masked_attention,
 )
 from burnish.kernels.probe import isolates_sequences, unwrap_peft
@@ -136,8 +136,8 @@ def attend(
     if not scores.is_plain:
         mask = _causal(query, key) if attention_mask is None and is_causal else attention_mask
         return masked_attention(query, key, value, mask, scores).transpose(1, 2).contiguous(), None
-    if attends_blockwise(query, attention_mask, is_causal, dropout):  # a vision tower
-        return bidirectional_attention(query, key, value, scaling).transpose(1, 2).contiguous(), None
+    if has_fast_bidirectional(query, attention_mask, is_causal, scores):  # a vision tower
+        return bidirectional_attention(query, key, value, scores).transpose(1, 2).contiguous(), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     output, _ = sdpa_attention_forward(

@@ -144,7 +144,7 @@ def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_asked: b
 
 
 def _limited_to_model(made: list[Patch]) -> list[Patch]:
-    """Limit changes of Python modules to this model and to models on a GPU, and return the patches that remain."""
+    """Undo changes to Python modules that would affect models on a CPU, and return the remaining patches."""
     shared = [done for done in made if isinstance(done.owner, ModuleType)]
     restore(shared)
     limited = [
@@ -156,7 +156,7 @@ def _limited_to_model(made: list[Patch]) -> list[Patch]:
 
 
 def _on_gpu_only(kernel: Function, plain: Function) -> Function:
-    """A function that calls ``kernel`` if its first argument is on a GPU, else ``plain``."""
+    """Return a function that calls ``kernel`` for tensors on a GPU and ``plain`` for others."""
     if isinstance(plain, partial) and plain.func is _choose:  # of an earlier model
         plain = plain.args[1]
     return partial(_choose, kernel, plain)

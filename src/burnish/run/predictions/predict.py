@@ -121,8 +121,8 @@ def predict(
         write_answers(path, prompts, texts[: len(labels)], labels, several, images)
         if partial is not None:
             partial.unlink(missing_ok=True)
-        shown = ", ".join(f"{k} {v:g}" for k, v in metrics.items())
-        note(f"{counted(len(texts), 'response')} in {path}{': ' * bool(shown)}{shown}.")
+        written = f"{counted(len(texts), 'response')} in {path}"
+        note(": ".join(filter(None, (written, ", ".join(f"{k} {v:g}" for k, v in metrics.items())))) + ".")
         if len(compared) < len(questions):
             note(f"{len(questions) - len(compared)} of {counted(len(questions), 'record')} have no reference response.")
     num_batches = -(-len(questions) // options.per_device_eval_batch_size)

@@ -89,7 +89,7 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
         generates = writes and (predicts or serving.options.predict_with_generate)
         if generates and serving.uses_own_data and not OBJECTIVES[stage].has_prompts:
             what = f"predictions need prompts, but the run's data are of stage: {stage}, which has none."
-            remedy = "Use burnish eval for the loss, or set eval_dataset to a dataset with prompts."
+            remedy = "Run burnish eval to compute the loss, or set eval_dataset to a dataset with prompts."
             raise UserError(what, where=serving.name, remedy=remedy)
         # Responses need no loss of the stage, only its kind of records.
         records_of = (stage if serving.uses_own_data else ANY_RECORDS) if generates else ""
