@@ -102,8 +102,7 @@ def _problems(options: EvalOptions, serving: Serving) -> list[Problem]:
     if options.save_dir and (problems := problems_of_folder(Path(options.save_dir), "save_dir")):
         return problems
     if options.task is None and not (serving.options.eval_dataset or serving.options.val_size):
-        what = "nothing to evaluate: neither task nor eval_dataset is set, and the model is not of a run with a "
-        what += "validation split."
+        what = "nothing to evaluate: neither task nor eval_dataset is set, and there is no run with a validation split."
         return [
             Problem(
                 what,
