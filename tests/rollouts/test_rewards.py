@@ -280,6 +280,7 @@ def test_system_exit_in_a_function_is_reported_as_its_error(folder, monkeypatch)
             load_rewards([entry])
 
 
+@pytest.mark.run
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python's, about a fork with threads
 def test_forked_processes_do_not_continue_the_run(capfd):
     main, codes = os.getpid(), []

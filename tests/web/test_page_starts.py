@@ -249,6 +249,7 @@ def test_oversized_run_yaml_stops_no_other_request(page, root) -> None:
     assert page.send("GET", "/api/runs")[0] == 200
 
 
+@pytest.mark.run
 def test_page_jobs_import_no_module_of_a_folder(page, root) -> None:
     """``python -m`` looks into the current folder first, which a run's launch.json names."""
     sent_run(root, {**USUAL, "output_dir": "sent"})
@@ -290,6 +291,7 @@ def test_link_in_a_run_shows_nothing_outside_of_the_run(page, root, name) -> Non
     assert "SECRET" not in page.send("POST", f"/api/runs/{run}/continue", {})[2]
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("choice", ["overwrite", "resume"])
 def test_link_in_a_folder_is_not_written_through(page, root, monkeypatch, choice) -> None:
     real = subprocess.Popen
