@@ -15,6 +15,7 @@ from burnish.models.patches import liger
 from burnish.models.patches.liger import apply_liger, check_liger, takes_liger
 from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.trainer import Trainer
+from burnish.utils.patching import patches_of, restore
 from tiny_models import tiny_model, token_ids
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -41,7 +42,8 @@ def fake_liger(monkeypatch):
     for module in (library, parts, patches):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(liger, "find_spec", lambda name: name)
-    return applied
+    yield applied
+    restore(done for done in patches_of(torch.nn.Module()) if done.why is liger.LIGER)
 
 
 def options(**overrides):
