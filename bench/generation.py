@@ -24,13 +24,16 @@ from burnish.inference.scheduler import Scheduler
 from burnish.inference.slots import SlotLimits
 from burnish.inference.types import GenerationRequest, Sampling
 from burnish.models.generate import generate
+from burnish.models.patches.packed import pack
 
 Backend = Callable[[Workload], list[list[int]]]
 
 
 def burnish_engine(stack: ExitStack) -> Backend:
-    """Generate with burnish's scheduler."""
-    scheduler = Scheduler(make_model(), SlotLimits(SLOTS, 1024))
+    """Generate with burnish's scheduler, as the API does."""
+    model = make_model().requires_grad_(False)
+    pack(model)
+    scheduler = Scheduler(model, SlotLimits(SLOTS, 1024))
 
     def respond(workload: Workload) -> list[list[int]]:
         each = zip(workload.prompts, workload.lengths, workload.settings, strict=True)
@@ -134,7 +137,9 @@ def engine_alone() -> dict[str, float]:
     """Return the time of the engine without a server: wall and processor seconds of a step of eight with the small
     model, and bytes per token of a slot."""
     prompts, length = workloads()["even"].prompts, 4 * EVEN
-    scheduler, taken = Scheduler(make_model(is_small=True), SlotLimits(SLOTS, 1024)), []
+    small = make_model(is_small=True).requires_grad_(False)
+    pack(small)
+    scheduler, taken = Scheduler(small, SlotLimits(SLOTS, 1024)), []
     for turn in range(8):
         begin, begin_cpu = time.monotonic(), time.process_time()
         generate_all(scheduler, [GenerationRequest([number + turn for number in ids], length) for ids in prompts])

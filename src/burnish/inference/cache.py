@@ -48,6 +48,11 @@ def _resized(x: Tensor, slots: int, capacity: int) -> Tensor:
     return new
 
 
+def _stored_dtype(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 class SlotCache(Cache):
     """A transformers ``Cache`` over slots.
 
@@ -56,7 +61,8 @@ class SlotCache(Cache):
         capacity: initial number of positions per row.
 
     ``place`` is set before each forward pass. A layer's keys and values, (S, H, C, D) each, are allocated on its first
-    call in the dtype of its input. Keys and values may have different head sizes and dtypes.
+    call in the dtype of its input, or in autocast's, to which attention would convert them for each token. Keys and
+    values may have different head sizes and dtypes.
     """
 
     def __init__(self, slots: int, capacity: int) -> None:
@@ -70,7 +76,9 @@ class SlotCache(Cache):
         place = self._placed()
         new = (key_states, value_states)
         if layer_idx not in self._layers:
-            self._layers[layer_idx] = tuple(x.new_zeros(self.slots, x.shape[1], self.capacity, x.shape[3]) for x in new)
+            self._layers[layer_idx] = tuple(
+                x.new_zeros(self.slots, x.shape[1], self.capacity, x.shape[3], dtype=_stored_dtype(x)) for x in new
+            )
         rows, row = place.rows, torch.arange(place.rows.start, place.rows.stop, device=key_states.device)[:, None]
         # Indexing with (B, 1) and (B, T) around a slice moves the indexed dimensions to the front: (B, T, H, D).
         for stored, states in zip(self._layers[layer_idx], new, strict=True):

@@ -20,13 +20,15 @@ from burnish.inference.forward import Precision
 from burnish.inference.scheduler import Scheduler
 from burnish.inference.slots import Deliver, SlotLimits, Through
 from burnish.inference.types import Closed, EngineFacts, GenerationRequest, OutputCallback, RequestHandle
+from burnish.models.patches.packed import pack
 
 _IDLE_S = 0.5
 """Interval at which an idle thread checks for deadlines."""
 
 
 class LocalEngine:
-    """``types.InferenceEngine`` for a model in memory. The arguments are those of ``Scheduler``.
+    """``types.InferenceEngine`` for a model in memory, whose weights do not change. The arguments are those of
+    ``Scheduler``.
 
     ``failure`` is the error that ended the thread, if any.
     """
@@ -35,6 +37,8 @@ class LocalEngine:
         self, model: nn.Module, limits: SlotLimits, *, precision: Precision = nullcontext,
         adapters: Sequence[str] = (), through: Through | None = None, deliver: Deliver | None = None,
     ) -> None:  # fmt: skip
+        with precision():
+            pack(model)
         self.loop = Scheduler(
             model, limits, precision=precision, adapters=adapters, through=through, deliver=deliver
         )  # fmt: skip

@@ -102,6 +102,7 @@ class SlotSource(CompletionSource):
         context: maximum length of prompt and completion together.
         exact: process each completion separately, so that results do not depend on the batch at all.
         merging: context in which a trained adapter is merged into the weights.
+        packing: context in which the weights are packed for products with few rows; entered within ``precision``.
 
     After running out of memory, the number of concurrent completions is reduced for the rest of the run, and the call
     is repeated.
@@ -110,10 +111,11 @@ class SlotSource(CompletionSource):
     def __init__(
         self, model: nn.Module, num_slots: int, context: int, precision: Precision, exact: bool = False,
         merging: Callable[[], AbstractContextManager[None]] = nullcontext,
+        packing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:  # fmt: skip
         from burnish.inference.slots import SlotLimits
 
-        self.model, self.precision, self.merging = model, precision, merging
+        self.model, self.precision, self.merging, self.packing = model, precision, merging, packing
         self.limits = SlotLimits(num_slots, context, exact=exact, worth_waiting=_WORTH_WAITING)
         self.scheduler: Scheduler | None = None
 
@@ -121,7 +123,7 @@ class SlotSource(CompletionSource):
         self, prompts: Sequence[Sequence[int]], keys: Sequence[NoiseKey], limits: CompletionLimits
     ) -> list[Completion]:
         # Autocast caches cast weights until its outermost context ends: weights are cast once for all tokens.
-        with self.merging(), self.precision():
+        with self.merging(), self.precision(), self.packing():
             while (found := self._completed(prompts, keys, limits)) is None:
                 pass
         return found

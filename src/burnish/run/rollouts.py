@@ -17,6 +17,7 @@ from burnish.loop.protocols import Parallel
 from burnish.loop.types import Row
 from burnish.losses.base import StageObjective
 from burnish.models.load import context_length
+from burnish.models.patches.packed import packing
 from burnish.parallel.memory import total_memory
 from burnish.rollouts.completions import SLOTS_CPU, SLOTS_GPU, SlotSource
 from burnish.rollouts.journal import CompletionsCallback, RolloutNotesCallback
@@ -49,7 +50,13 @@ def setup_completions(objective: StageObjective, model: Any, parallel: Parallel,
     context, longest = context_length(model.config) or _LONGEST, longest_of(options, model.config)
     seats = slots_of(objective, parallel.device, model.config, longest)
     objective.source = SlotSource(
-        model, seats, context, parallel.precision, options.infer_exact, merging(model, parallel)
+        model,
+        seats,
+        context,
+        parallel.precision,
+        options.infer_exact,
+        merging(model, parallel),
+        packing(model, options.torch_compile, options),
     )
 
 

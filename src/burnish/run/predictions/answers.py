@@ -28,6 +28,7 @@ from burnish.loop.protocols import Parallel
 from burnish.loop.types import IGNORE_INDEX
 from burnish.models.generate import generate
 from burnish.models.load import context_length
+from burnish.models.patches.packed import packing
 from burnish.run.plan.options import RunOptions
 from burnish.run.predictions.partial import FinishedResponses, key_of
 from burnish.run.predictions.questions import Question
@@ -135,7 +136,8 @@ def _generate(
             if (number + 1) % slots == 0:
                 run.callbacks.fire("on_prediction_step")
 
-        generate_all(scheduler, [requests[at] for at in missing], done, with_images)
+        with parallel.precision(), packing(model, options.torch_compile, options)():
+            generate_all(scheduler, [requests[at] for at in missing], done, with_images)
 
 
 def _request(number: int, question: Question, config: Any, seed: int) -> GenerationRequest:
@@ -168,14 +170,15 @@ def _through_generate(run: Loop, questions: Sequence[Question], config: Any, opt
     by_length = sorted(range(len(questions)), key=lambda index: -len(questions[index].prompt))
     answers: list[list[int]] = [[] for _ in questions]
     across = size * parallel.world_size
-    for start in range(0, len(by_length), across):
-        together = by_length[start : start + across]
-        # Gathering needs all ranks, so those without a question repeat the last one.
-        filled = together + together[-1:] * (across - len(together)) if parallel.world_size > 1 else together
-        own_indices = filled[parallel.rank * size : (parallel.rank + 1) * size]
-        for index, ids in zip(together, _answers(run, questions, own_indices, config), strict=False):
-            answers[index] = ids
-        run.callbacks.fire("on_prediction_step")
+    with parallel.precision(), packing(bare_model(run), options.torch_compile, options)():
+        for start in range(0, len(by_length), across):
+            together = by_length[start : start + across]
+            # Gathering needs all ranks, so those without a question repeat the last one.
+            filled = together + together[-1:] * (across - len(together)) if parallel.world_size > 1 else together
+            own_indices = filled[parallel.rank * size : (parallel.rank + 1) * size]
+            for index, ids in zip(together, _answers(run, questions, own_indices, config), strict=False):
+                answers[index] = ids
+            run.callbacks.fire("on_prediction_step")
     return answers
 
 

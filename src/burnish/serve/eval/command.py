@@ -24,6 +24,7 @@ from burnish.inference.loading import load_for_inference, slots_of
 from burnish.inference.scheduler import Scheduler
 from burnish.inference.slots import SlotLimits
 from burnish.models.fingerprint import base_fingerprint
+from burnish.models.patches.packed import pack
 from burnish.report.console import note
 from burnish.report.results import write_whole
 from burnish.serve.command_line import Serving, servings_of
@@ -126,6 +127,7 @@ def _loaded(serving: Serving, options: EvalOptions) -> tuple[LoadedModel, Schedu
         raise UserError(what, remedy="Remove infer_backend and infer_url.")
     slots = options.batch_size or slots_of(infer_options, loaded.model, loaded.context)
     limits = SlotLimits(slots, loaded.context, exact=infer_options.infer_exact)
+    pack(loaded.model)
     return loaded, Scheduler(loaded.model, limits, adapters=loaded.adapters, through=loaded.through)
 
 

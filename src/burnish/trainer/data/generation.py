@@ -25,6 +25,7 @@ from burnish.inference.batch import Finished, generate_all
 from burnish.inference.scheduler import Scheduler
 from burnish.inference.slots import SlotLimits
 from burnish.inference.types import GenerationRequest
+from burnish.models.patches.packed import packed_weights
 from burnish.run.predictions.answers import is_plain
 
 _INPUTS = {"input_ids", "attention_mask", "labels"}
@@ -83,7 +84,8 @@ def written(model: Any, batches: Sequence[Mapping[str, Any]], how: Writing, slot
     loop = Scheduler(model, SlotLimits(slots, context))
     if not loop.backend.batches:
         return None
-    answers = iter(generate_all(loop, flat))
+    with packed_weights(model):
+        answers = iter(generate_all(loop, flat))
     return [_laid_out(batch["input_ids"], [next(answers) for _ in batch["input_ids"]], how) for batch in batches]
 
 

@@ -26,6 +26,7 @@ from burnish.loop.types import Batch, Loss, Metric
 from burnish.losses.reference import InitialWeights, MovingReference
 from burnish.losses.rollouts.loss import linear_quantile
 from burnish.models.load import context_length
+from burnish.models.patches.packed import packing
 from burnish.parallel.single import set_seed
 from burnish.rollouts.completions import SlotSource
 from burnish.rollouts.numbers import as_metrics
@@ -255,7 +256,10 @@ class RolloutTrainer(OverridableTrainer):
         self.model_wrapped = self._made = objective.module(model)
         context = context_length(model.config) or _LONGEST
         slots = slots_of(objective, parallel.device, model.config, min(context, 4 * self.args.max_completion_length))
-        objective.source = SlotSource(model, slots, context, parallel.precision, merging=merging(model, parallel))
+        objective.source = SlotSource(
+            model, slots, context, parallel.precision, merging=merging(model, parallel),
+            packing=packing(model, self.args.torch_compile),
+        )  # fmt: skip
         if self.tools or self.environments is not None:
             variables: Any = self.args.chat_template_kwargs
             form = ToolDialogue(self._tokenizer, schemas(self.tools), variables or {})
