@@ -2,24 +2,29 @@
 
 In: a folder with a model or an adapter, an output folder, and the settings of the job. Out: the state of the process,
     and at the end the commands that serve an exported model, or the metrics of an evaluation.
+
+Jobs are recorded in the state folder, so a later server lists them too. It cannot ask for the exit status of a process
+that an earlier server started; such a job is done if its results exist, which are moved into place when complete.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from burnish.report.card import serving_lines
+from burnish.report.metadata import launched
 from burnish.serve.http.errors import APIError
 from burnish.serve.page.runs.files import object_in
 from burnish.serve.page.runs.predictions import prediction_files
-from burnish.serve.page.runs.runs import id_of
+from burnish.serve.page.runs.runs import id_of, is_alive
 from burnish.serve.page.site import Site
 
 FORMATS: Mapping[str, tuple[str, ...]] = {
@@ -35,30 +40,40 @@ KINDS = ("predict", "loss", "task")
 _NAME = re.compile(r"[\w][\w./ -]{0,200}")
 
 
+_RECORDS, _MOST_RECORDS = "jobs.json", 200
+"""File of the state folder with the jobs, and the number of jobs that are kept there."""
+
+
 @dataclass
-class StartedCommand:
-    """A process that was started here.
+class StartedJob:
+    """An export, evaluation or prediction.
 
     Args:
+        folder: where it writes.
         expected: bytes of weights that it writes; 0 if unknown.
+        launch: identifies the process, as in ``launch.json``.
+        ended: when it ended, in seconds since the epoch; None if no server has noticed its end.
+        status: its exit status, if known.
     """
 
     id: str
     kind: str
     name: str
-    folder: Path
-    child: subprocess.Popen[bytes]
+    folder: str
     expected: int = 0
     began: float = field(default_factory=time.time)
     ended: float | None = None
+    status: int | None = None
+    launch: dict[str, Any] = field(default_factory=dict)
 
 
 class Commands:
-    """All jobs of this server, the newest last."""
+    """All jobs of this server and of earlier ones with the same state folder, the newest last."""
 
     def __init__(self, site: Site) -> None:
         self.site = site
-        self._jobs: dict[str, StartedCommand] = {}
+        self._jobs = {job.id: job for job in map(_recorded, _list(site.home.read(_RECORDS))) if job is not None}
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     def export(self, path: Path, name: str, folder: Path, form: str) -> str:
         """Start an export. Returns its id.
@@ -73,7 +88,7 @@ class Commands:
         argv = ["export", str(path), f"export_dir={folder}", *FORMATS[form]]
         base = str(object_in(adapter).get("base_model_name_or_path")) if adapter.is_file() else ""
         expected = _weights(self.site.places.first / base if base else path) * _SHARE.get(form, 1.0)
-        return self._begin(StartedCommand("", "export", name, folder, _NONE, int(expected)), argv)
+        return self._begin(StartedJob("", "export", name, str(folder), int(expected)), argv)
 
     def evaluate(self, path: Path, name: str, folder: Path, kind: str, inputs: Mapping[str, Any]) -> str:
         """Start an evaluation: ``predict`` writes responses to a dataset, ``loss`` computes its loss, ``task`` runs a
@@ -100,16 +115,22 @@ class Commands:
             )
         argv = ["predict" if kind == "predict" else "eval", str(path), f"save_dir={folder}"]
         argv += [f"{option}={value}" for option, value in values.items() if value]
-        return self._begin(StartedCommand("", kind, name, folder, _NONE), argv)
+        return self._begin(StartedJob("", kind, name, str(folder)), argv)
 
-    def _begin(self, job: StartedCommand, argv: Sequence[str]) -> str:
+    def _begin(self, job: StartedJob, argv: Sequence[str]) -> str:
         job.id = f"{job.kind}-{int(time.time() * 1000):x}"
-        job.child = self.site.starter.started(list(argv), self._log(job.id))
-        self._jobs[job.id] = job
+        child = self.site.starter.started(list(argv), self._log(job.id))
+        job.launch = launched([], child.pid, ["burnish", *argv])
+        self._jobs[job.id], self._children[job.id] = job, child
+        self._record()
         return job.id
 
+    def _record(self) -> None:
+        kept = list(self._jobs.values())[-_MOST_RECORDS:]
+        self.site.home.write(_RECORDS, json.dumps([asdict(job) for job in kept]))
+
     def all(self) -> list[dict[str, Any]]:
-        """The jobs of this server, the newest first."""
+        """The jobs, the newest first."""
         return [self._facts(job) for job in reversed(self._jobs.values())]
 
     def state(self, id: str) -> dict[str, Any]:
@@ -118,22 +139,22 @@ class Commands:
             raise APIError(404, "no_job", "The job does not exist.")
         job, log = self._jobs[id], self._log(id)
         text = log.read_text(encoding="utf-8", errors="replace")[-_TEXT:] if log.is_file() else ""
-        shown = self.site.places.shown(job.folder)
+        folder = Path(job.folder)
+        shown = self.site.places.shown(folder)
         facts = self._facts(job)
         is_done = facts["state"] == "done"
         return {
             **facts, "text": text, "folder": shown,
-            "written": _weights(job.folder) if job.expected else 0, "expected": job.expected,
-            "lines": _serving_lines(shown, job.folder) if is_done and job.kind == "export" else [],
-            "metrics": _metrics(job.folder) if is_done and job.kind != "export" else {},
-            "run": id_of(job.folder) if is_done and prediction_files(job.folder) else "",
+            "written": _weights(folder) if job.expected else 0, "expected": job.expected,
+            "lines": _serving_lines(shown, folder) if is_done and job.kind == "export" else [],
+            "metrics": _metrics(folder) if is_done and job.kind != "export" else {},
+            "run": id_of(folder) if is_done and prediction_files(folder) else "",
         }  # fmt: skip
 
-    def _facts(self, job: StartedCommand) -> dict[str, Any]:
-        status = job.child.poll()
-        if status is not None and job.ended is None:
-            job.ended = max(job.began, _last_change(self._log(job.id)))
-        state = "running" if status is None else "done" if status == 0 else "failed"
+    def _facts(self, job: StartedJob) -> dict[str, Any]:
+        if job.ended is None:
+            self._look(job)
+        state = "running" if job.ended is None else "done" if job.status == 0 else "failed"
         seconds = (job.ended or time.time()) - job.began
         return {
             "id": job.id,
@@ -144,11 +165,39 @@ class Commands:
             "seconds": seconds,
         }
 
+    def _look(self, job: StartedJob) -> None:
+        """Record the end of a job if its process has ended."""
+        child = self._children.get(job.id)
+        if child is None and not is_alive(job.launch):
+            folder = Path(job.folder)
+            job.status = 0 if (_weights(folder) if job.kind == "export" else _metrics(folder)) else 1
+        elif child is not None:
+            job.status = child.poll()
+        if job.status is not None:
+            job.ended = max(job.began, _last_change(self._log(job.id)))
+            self._record()
+
     def _log(self, name: str) -> Path:
         return self.site.home.folder / f"{name}.log"
 
 
-_NONE: Any = None
+def _list(found: Any) -> list[Any]:
+    return found if isinstance(found, list) else []
+
+
+def _recorded(found: Any) -> StartedJob | None:
+    """A job as written by ``_record``; None for anything else."""
+    if not isinstance(found, dict) or set(found) != {each.name for each in fields(StartedJob)}:
+        return None
+    job = StartedJob(**found)
+    number = float | int
+    kinds = (
+        (job.id, str), (job.kind, str), (job.name, str), (job.folder, str), (job.expected, int), (job.began, number),
+        (job.ended, number | None), (job.status, int | None), (job.launch, dict),
+    )  # fmt: skip
+    return job if all(isinstance(value, kind) for value, kind in kinds) else None
+
+
 _RATES = ("_runtime", "_per_second")
 """Endings of metrics that say how long a command took, which is shown anyway, and not how good a model is."""
 
