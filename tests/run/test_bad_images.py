@@ -91,6 +91,7 @@ CASES = [
     (write(b"<!DOCTYPE html>"), {}, 'record 3 (line 1): images[0] "2.png" is not an image (begins "<!DOCTYPE ht")'),
     (cut, {}, '2.png" is truncated'),
     (cut, {}, 'record 3: images[0] "'),
+    (cut, {"streaming": "true", "max_steps": 2}, 'record 3: images[0] "'),
     (
         name(["iVBORw0KGgo" + 500 * "A"]),
         {},
@@ -110,7 +111,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("change", "options", "message"), CASES, ids=[message[:40] for _, _, message in CASES])
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    CASES,
+    ids=[f"{message[:40]}{'-streamed' * ('streaming' in options)}" for _, options, message in CASES],
+)
 def test_bad_image_gives_its_error(model, tmp_path, monkeypatch, capsys, change, options, message):
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     made = records(tmp_path)

@@ -11,6 +11,7 @@ from burnish.config.errors import UserError
 from burnish.data.images.image_file import DamagedImage, ImageFile, files_of
 from burnish.data.origins import Origins, origins_in_words
 from burnish.data.rows.store import Rows
+from burnish.data.rows.streamed import StreamedRows
 from burnish.loop.loop import Loop, TrainOutput
 from burnish.report.console import note
 from burnish.run.plan.options import RunOptions
@@ -42,12 +43,13 @@ class RunLoop(Loop):
             raise UserError(what, where=place, remedy=f"Replace the file{skips}.") from None
 
     def _record_of(self, image: ImageFile) -> str | None:
-        """Return the place of the first record with an image; None if all rows are not known in advance."""
+        """Return the place of the first record with an image, of those read so far when streaming; None if unknown."""
         rows = self.origins.rows
-        if not isinstance(rows, Rows):
+        if not isinstance(rows, Rows | StreamedRows):
             return None
-        found = (number for number, row in enumerate(rows) if any(one.path == image.path for one in files_of(row)))
-        number = next(found, None)
+        numbers = range(len(rows)) if isinstance(rows, Rows) else rows.seen()
+        holding = (n for n in numbers if any(one.path == image.path for one in files_of(rows.item(n) or {})))
+        number = next(holding, None)
         return None if number is None else self.origins.place(rows.origin(number))
 
     def load(self, folder: Path) -> None:

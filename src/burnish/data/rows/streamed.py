@@ -54,6 +54,10 @@ class StreamedRows(RowSet["Row | None"]):
             self._is_seen[example] = 1
         return [as_lists(row) for row in made]
 
+    def seen(self) -> list[int]:
+        """Return the examples that were read so far."""
+        return [example for example, is_seen in enumerate(self._is_seen) if is_seen]
+
     def counted(self) -> DataStats:
         """Return the statistics of the examples read so far, each counted once."""
         whole = DataStats(seen=sum(self._is_seen) if self.stats.seen else 0)
