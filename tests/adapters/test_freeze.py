@@ -79,6 +79,10 @@ def test_extra_modules_are_trained_with_layers():
     assert "model.embed_tokens.weight" not in names
 
 
+def test_only_extra_modules_are_trained_with_zero_layers():
+    assert trained(freeze_trainable_layers=0, freeze_extra_modules=["lm_head"]) == {"lm_head.weight"}
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_layers_of_each_family_are_found_and_trained(family):
     model = tiny_model(family)
@@ -118,6 +122,7 @@ def test_missing_modules_are_rejected_together():
 
 def test_zero_layers_are_rejected():
     assert "freeze_trainable_layers is 0" in problems(freeze_trainable_layers=0)[0]
+    assert "freeze_trainable_layers is 0" in problems(freeze_trainable_layers=0, use_llama_pro=True)[0]
 
 
 @pytest.mark.parametrize("kind", ["full", "freeze"])

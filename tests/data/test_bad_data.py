@@ -304,6 +304,13 @@ def test_misspelled_entry_keys_are_rejected_together():
         assert part in message
 
 
+def test_tags_among_the_columns_are_to_be_moved():
+    info(mine={"file_name": "a.json", "columns": {"messages": "conversation", "role": "role", "content": "content"}})
+    message = load_error(dataset="mine")
+    assert 'Move it to "tags": {"role_tag": "role"}' in message
+    assert 'Move it to "tags": {"content_tag": "content"}' in message
+
+
 @pytest.mark.parametrize(
     ("entry", "sentence"),
     [

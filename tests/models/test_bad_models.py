@@ -238,10 +238,12 @@ def test_name_that_is_too_long_for_a_path_is_rejected(name, tmp_path, monkeypatc
         find_source(name, ModelOptions())
 
 
-@pytest.mark.parametrize(("flash_attn", "package"), [("fa2", "flash-attn"), ("fa3", "flash-attn-3")])
-def test_missing_attention_library_is_named(flash_attn, package, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "package"), [("flash_attention_2", "flash-attn"), ("flash_attention_3", "flash-attn-3")]
+)
+def test_missing_attention_library_is_named(name, package, tmp_path):
     saved_model(tmp_path)
-    (result,) = model_problems(tmp_path, flash_attn=flash_attn)
+    (result,) = model_problems(tmp_path, attn_implementation=name)
     assert f"needs the library {package}" in result
 
 
@@ -426,7 +428,7 @@ def test_all_problems_are_reported_together(tmp_path):
     saved_model(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     (tmp_path / "model.safetensors").write_bytes(b"")
-    assert len(model_problems(tmp_path, flash_attn="fa2")) == 3
+    assert len(model_problems(tmp_path, attn_implementation="flash_attention_2")) == 3
 
 
 @pytest.mark.parametrize(

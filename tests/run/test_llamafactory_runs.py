@@ -212,6 +212,20 @@ def test_config_file_with_4_bit_base_trains(workspace, more):
     assert Path("saves/out/adapter_model.safetensors").is_file()
 
 
+OFF = {"neftune_noise_alpha": "0", "save_steps": "0", "quantization_method": "hqq", "flash_attn": "fa2"}
+
+
+def test_options_set_to_off_train_like_none(workspace):
+    """A value that turns an option off; and preferences that this machine, or the run, has no use for."""
+    assert main(["train", written(SFT + LORA + "bf16: true\nmax_steps: 3\noutput_dir: saves/none\n")]) == 0
+    off = "".join(f"{name}: {value}\n" for name, value in OFF.items())
+    assert main(["explain", written(SFT + LORA + "bf16: true\nmax_steps: 3\noutput_dir: saves/off\n" + off)]) == 0
+    assert main(["train", "run.yaml"]) == 0
+    first, second = (Path(f"saves/{name}/adapter_model.safetensors").read_bytes() for name in ("none", "off"))
+    assert first == second
+    assert [path.name for path in Path("saves/off").glob("checkpoint-*")] == ["checkpoint-3"]
+
+
 def test_frozen_bfloat16_with_trained_float32_weights_stays_padding_free(workspace, capsys):
     assert main(["train", written(KINDS["freeze"][0])]) == 0
     output = capsys.readouterr()
@@ -298,6 +312,12 @@ REJECTED = {
     "mmlu_test": ("task: mmlu_test\nlang: en\nn_shot: 5", "burnish eval"),
     "mixture_of_depths": ("mixture_of_depths: convert", "Mixture-of-Depths"),
     "fp8": ("fp8: true", "bf16"),
+    "checkpoint_dir": ("checkpoint_dir: saves/first\nresume_lora_training: true", "Set adapter_name_or_path"),
+    "resume_lora_training": ("resume_lora_training: false", "Set create_new_adapter: true"),
+    '"flash_attn": true': ("flash_attn: true", "Set flash_attn: fa2"),
+    "init_special_tokens": ("init_special_tokens: description", "Set init_special_tokens: desc_init"),
+    "target_modules": ("target_modules: q_proj", "Set lora_target"),
+    "push_to_hub": ("push_to_hub: true\nhub_model_id: me/mine", "Remove it, and upload the model"),
 }
 
 

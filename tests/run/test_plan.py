@@ -9,6 +9,8 @@ import torch
 
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue, specs
+from burnish.models import attention_choice
+from burnish.models.options import ModelOptions
 from burnish.run.plan import checks
 from burnish.run.plan.checks import trains
 from burnish.run.plan.config_files import split_arguments
@@ -55,19 +57,32 @@ def test_problems_have_at_most_four_lines(tmp_path: Path) -> None:
         assert len(problem.splitlines()) <= 4
 
 
-@pytest.mark.parametrize(
-    ("requested", "value"), [("flash_attn", "fa2"), ("attn_implementation", "kernels-community/flash-attn2")]
-)
-def test_flash_attention_is_rejected_on_cpu(requested: str, value: str, tmp_path: Path) -> None:
-    message = "\n".join(plan_errors(tmp_path, **{requested: value}, use_cpu="true"))
-    assert f"{requested}: {value} requires a GPU" in message
+@pytest.mark.parametrize("name", ["flash_attention_2", "kernels-community/flash-attn2"])
+def test_attention_for_gpus_is_rejected_on_cpu(name: str, tmp_path: Path) -> None:
+    message = "\n".join(plan_errors(tmp_path, attn_implementation=name, use_cpu="true"))
+    assert f"attn_implementation: {name} requires a GPU" in message
+
+
+@pytest.mark.parametrize(("has_gpu", "missing"), [(False, "a GPU"), (True, "the library flash-attn")])
+@pytest.mark.parametrize("name", ["fa2", "fa3", "fa4"])
+def test_flash_attn_that_is_not_available_gives_a_note(
+    name: str, has_gpu: bool, missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(attention_choice, "_can_be_had", lambda name: False)
+    (note,) = (note for note in plan(raw_options(tmp_path, flash_attn=name)).notes if "flash_attn" in note)
+    assert f"flash_attn: {name} has no effect without {missing}" in note
+    assert attention_choice.requested_attention(ModelOptions(flash_attn=name)) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attention_choice, "_can_be_had", lambda name: True)
+    assert attention_choice.requested_attention(ModelOptions(flash_attn=name)) == f"flash_attention_{name[-1]}"
 
 
 def test_flash_attention_is_rejected_in_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(checks, "device_of", lambda options: torch.device("cuda"))
     overrides = plan(raw_options(tmp_path)).options
     float32, bf16 = (
-        dataclasses.replace(overrides, flash_attn="fa2", finetuning_type="full", bf16=is_half)
+        dataclasses.replace(overrides, attn_implementation="flash_attention_2", finetuning_type="full", bf16=is_half)
         for is_half in (False, True)
     )
     assert "this run computes in float32" in str(checks.check_flash_attention(float32)[0])
@@ -201,6 +216,40 @@ def test_evaluation_without_dataset_names_both_remedies(tmp_path: Path, wish: di
     (problem,) = plan_errors(tmp_path, **wish)
     assert "eval_dataset" in problem
     assert "val_size" in problem
+
+
+def test_metric_of_one_dataset_requires_evaluations_on_each(tmp_path: Path) -> None:
+    values = {"eval_strategy": "steps", "eval_dataset": "debug,other", "metric_for_best_model": "eval_debug_loss"}
+    options = plan(raw_options(tmp_path, **values)).options
+    (problem,) = checks.check_deciding_metric(options, ["loss"], [""])
+    assert "Set eval_on_each_dataset: true." in problem.remedy
+    assert checks.check_deciding_metric(options, ["loss"], ["debug", "other"]) == []
+
+
+def test_choice_of_words_given_as_a_mapping_or_a_list_names_the_choices(tmp_path: Path) -> None:
+    for value in ({"rope_type": "yarn", "factor": 4.0}, ["yarn"]):
+        (problem,) = plan_errors(tmp_path, rope_scaling=value)
+        assert f'"rope_scaling" must be one of linear, dynamic, yarn, llama3. Received: {value!r}.' in problem
+
+
+def test_loss_of_pairs_has_no_effect_on_other_stages(tmp_path: Path) -> None:
+    for name in ("kto_pair", "exo_pair"):
+        notes = plan(raw_options(tmp_path, stage="kto", pref_loss=name)).notes
+        assert '"pref_loss" has no effect: stage is kto.' in notes
+        assert plan_errors(tmp_path, stage="dpo", pref_loss=name)
+
+
+def test_quantization_method_has_no_effect_without_bits(tmp_path: Path) -> None:
+    notes = plan(raw_options(tmp_path, quantization_method="hqq")).notes
+    assert '"quantization_method" (run.yaml, line 4) has no effect without "quantization_bit".' in notes
+    assert "Set quantization_method: bnb" in plan_errors(tmp_path, quantization_method="hqq", quantization_bit="4")[0]
+
+
+def test_names_of_early_versions_are_aliases(tmp_path: Path) -> None:
+    old = {"num_layer_trainable": "3", "name_module_trainable": "mlp", "dev_ratio": "0.01"}
+    options = plan(raw_options(tmp_path, finetuning_type="freeze", eval_strategy="steps", **old)).options
+    assert (options.freeze_trainable_layers, options.freeze_trainable_modules) == (3, ["mlp"])
+    assert options.val_size == 0.01
 
 
 def test_load_best_model_requires_evaluations_at_checkpoints(tmp_path: Path) -> None:

@@ -28,11 +28,13 @@ class FreezeOptions:
     """Freeze fine-tuning."""
 
     freeze_trainable_layers: int = option(
-        2, "Number of layers to train: the last n, or the first n if negative.", unit="layers"
-    )
+        2, "Number of layers to train: the last n, or the first n if negative. 0: freeze_extra_modules only.",
+        unit="layers", aliases=("num_layer_trainable",),
+    )  # fmt: skip
     freeze_trainable_modules: list[str] = option(
-        ["all"], "Modules to train in those layers, by name (self_attn, mlp, q_proj, ...). all: every module."
-    )
+        ["all"], "Modules to train in those layers, by name (self_attn, mlp, q_proj, ...). all: every module.",
+        aliases=("name_module_trainable",),
+    )  # fmt: skip
     freeze_extra_modules: list[str] | None = option(
         None, "Additional modules to train outside the layers (lm_head, norm, embed_tokens, ...)."
     )
@@ -75,7 +77,7 @@ class FreezeAdapter(FullAdapter):
 
     def _check_count(self, num_layers: int) -> list[Problem]:
         count = self._options.freeze_trainable_layers
-        if count == 0:
+        if count == 0 and not (self._options.freeze_extra_modules and not self._options.use_llama_pro):
             what = (
                 f"freeze_trainable_layers is 0; set 1 to {num_layers} for the last layers, or -1 to "
                 f"-{num_layers} for the first."

@@ -229,12 +229,14 @@ def convert(spec: OptionSpec, raw: Any) -> Any:
     Raises:
         ValueError: a clause that starts with what was expected, to which the caller adds the option's name.
     """
-    value = as_type(spec.type, raw)
     choices = spec.choices
+    known = [str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in choices or ()]
+    if known and isinstance(raw, Mapping | list) and str in members(spec.type) and not _open_text(spec):
+        raise ValueError(f"must be one of {', '.join(known)}. Received: {raw!r}.")
+    value = as_type(spec.type, raw)
     if choices and value is not None:
         for item in value if isinstance(value, list) else [value]:
             if item not in [*choices, *spec.refused()] and not (isinstance(item, str) and _open_text(spec)):
-                known = [str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in choices]
                 raise ValueError(
                     f'must be one of {", ".join(known)}. Received: "{item}".{did_you_mean(str(item), known)}'
                 )

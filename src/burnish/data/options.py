@@ -37,7 +37,9 @@ class DataOptions:
         None, "Role names and keys of datasets given as paths, as in dataset_info.json."
     )
     max_samples: int | None = option(None, "Use only the first N records of each dataset.", ge=1, unit="records")
-    val_size: float = option(0.0, "Validation split: a fraction below 1, or a number of examples.", ge=0)
+    val_size: float = option(
+        0.0, "Validation split: a fraction below 1, or a number of examples.", ge=0, aliases=("dev_ratio",)
+    )
     mix_strategy: str = option(
         "concat",
         "How datasets are combined: one after the other (concat), or interleaved until the first is exhausted "

@@ -103,7 +103,7 @@ def patched_shapes(options: RunOptions, config: Any, tokenizer: Any) -> nn.Modul
         patch(model, "generation_config.do_sample", True, SAMPLING)
     if not options.torch_compile:
         patch_forwards(model, options, device_of(options))
-    if options.neftune_noise_alpha is not None:
+    if options.neftune_noise_alpha:
         EmbeddingNoise(unwrap_peft(model).get_input_embeddings(), options.neftune_noise_alpha)
     if options.gradient_checkpointing:
         checkpoint_activations(model, options.gradient_checkpointing_kwargs)

@@ -42,7 +42,9 @@ class LmOptions:
     """Language modeling loss."""
 
     label_smoothing_factor: float = option(0.0, "Label smoothing factor.", ge=0, lt=1)
-    neftune_noise_alpha: float | None = option(None, "Alpha of NEFTune noise on the embeddings in training.", gt=0)
+    neftune_noise_alpha: float | None = option(
+        None, "Alpha of NEFTune noise on the embeddings in training. 0: no noise.", ge=0
+    )
     fused_loss: bool | str = option(
         "auto",
         "Compute the head and the loss in chunks, without full logits. auto: if the model's head allows it, otherwise "
@@ -156,7 +158,7 @@ class LmObjective(StageObjective):
         Not if each token of a row gets its own noise (NEFTune), or if a loss is a mean over all tokens (router).
         """
         aux = aux_coefficient(unwrap_peft(model), self.options.router_aux_loss_coef)
-        return self.options.neftune_noise_alpha is None and not aux
+        return not self.options.neftune_noise_alpha and not aux
 
     def module(self, model: nn.Module) -> nn.Module:
         """The model and its loss as one module. Requires ``fit`` first."""
@@ -241,7 +243,7 @@ class ModelWithLoss(nn.Module):
         self._makes_some_logits = makes_some_logits
         self._aux_coefficient = aux_coefficient(inner, options.router_aux_loss_coef)
         alpha = options.neftune_noise_alpha
-        self._noise = EmbeddingNoise(inner.get_input_embeddings(), alpha) if alpha is not None else None
+        self._noise = EmbeddingNoise(inner.get_input_embeddings(), alpha) if alpha else None
 
     def forward(self, batch: Batch) -> Loss:
         """The sum over the trained tokens of a micro-batch. Without trained tokens: an exact zero with a graph."""

@@ -187,6 +187,11 @@ def _only_sft(name: str) -> Problem:
 
 
 @check
+def check_pair_losses(options: PreferenceChoices) -> list[Problem]:
+    """Check the losses of pairs in the stages that use them."""
+    return check_pairs(options) if "pref_loss" in options_of(options.stage) else []
+
+
 def check_pairs(options: PairLossChoices) -> list[Problem]:
     names, weights = options.pref_loss, options.pref_loss_weights
     problems = [Problem(REMOVED[name], option="pref_loss") for name in names if name in REMOVED]

@@ -1,7 +1,8 @@
 """The attention implementation selected by LLaMA-Factory's ``flash_attn`` or transformers' ``attn_implementation``.
 
 In: the options. Out: transformers' name of it, or None, which leaves the choice to the model and to burnish. Refuses,
-before a model is loaded: an unknown name, a missing library, two different options.
+before a model is loaded: an unknown name, a missing library of ``attn_implementation``, two different options.
+``flash_attn`` is a preference, as in LLaMA-Factory: if it is not available, a note says so, and the default is used.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from burnish.config.checks import notes
 from burnish.config.errors import Problem, did_you_mean
 from burnish.models.options import ModelOptions
 
-_NAMES = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
+_NAMES = {
+    "auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3",
+    "fa4": "flash_attention_4",
+}  # fmt: skip
 """flash_attn -> transformers' name."""
 
 _FLASH_LIBRARIES = {
@@ -29,9 +34,29 @@ _KERNEL = re.compile(r"[^/:@]+/[^/:@]+(@[^/:]+)?(:[^/:]+)?")
 
 
 def requested_attention(options: ModelOptions) -> str | None:
-    """transformers' name of the selected attention."""
+    """transformers' name of the selected attention. None: the model's default."""
     name: str | None = options.attn_implementation or _NAMES[options.flash_attn]
-    return name
+    return None if _missing(options) else name
+
+
+def _missing(options: ModelOptions) -> str:
+    """What the attention that ``flash_attn`` prefers needs and this machine lacks, as words. Empty if nothing."""
+    name = _NAMES[options.flash_attn]
+    if options.attn_implementation or not is_flash(name):
+        return ""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "a GPU"
+    return "" if _can_be_had(str(name)) else f"the library {_FLASH_LIBRARIES[str(name)][1]}"
+
+
+@notes
+def attention_notes(options: ModelOptions) -> list[str]:
+    """Return a note on a preferred attention that is not available."""
+    missing = _missing(options)
+    what = f"flash_attn: {options.flash_attn} has no effect without {missing}: the model's default attention is used"
+    return [f"{what}, which gives the same result."] if missing else []
 
 
 def is_flash(name: str | None) -> bool:
@@ -41,8 +66,8 @@ def is_flash(name: str | None) -> bool:
 
 def attention_problems(options: ModelOptions) -> Iterator[Problem]:
     """Problems of the selected attention: unknown or not installed."""
-    name, usual = requested_attention(options), _NAMES[options.flash_attn]
-    if options.attn_implementation and usual not in (None, name):
+    name, usual = options.attn_implementation, _NAMES[options.flash_attn]
+    if name and usual not in (None, name):
         yield Problem(
             f"attn_implementation is {name} and flash_attn is {options.flash_attn}; only one of them can be set.",
             remedy="Keep one of them.",
@@ -58,15 +83,12 @@ def attention_problems(options: ModelOptions) -> Iterator[Problem]:
             option="attn_implementation",
         )
     elif not _can_be_had(name):
-        requested = (
-            f"attn_implementation: {name}" if options.attn_implementation else f"flash_attn: {options.flash_attn}"
-        )
         package = _FLASH_LIBRARIES.get(name, ("", "kernels"))[1]
         other = " (or kernels)" if package != "kernels" else ""
         yield Problem(
-            f"{requested} needs the library {package}, which is not installed.",
+            f"attn_implementation: {name} needs the library {package}, which is not installed.",
             remedy=f"Install {package}{other}, or remove the option: sdpa gives the same result.",
-            option="attn_implementation" if options.attn_implementation else "flash_attn",
+            option="attn_implementation",
         )
 
 

@@ -64,8 +64,10 @@ class ModelOptions:
     )  # fmt: skip
     resize_vocab: bool = option(False, "Resize the embedding if it has fewer rows than the tokenizer has tokens.")
     flash_attn: str = option(
-        "auto", "Attention implementation, named as in LLaMA-Factory. auto: the model's default.",
-        choices=("auto", "disabled", "sdpa", "fa2", "fa3"),
+        "auto",
+        "Attention implementation, named as in LLaMA-Factory. auto: the model's default, which is also used if the "
+        "implementation is not available.",
+        choices=("auto", "disabled", "sdpa", "fa2", "fa3", "fa4"),
     )  # fmt: skip
     attn_implementation: str | None = option(
         None,

@@ -90,7 +90,7 @@ def _processes(options: ParallelChoices) -> Iterator[Problem]:
     if parallel_name(options) == "deepspeed" and find_spec("deepspeed") is None:
         yield Problem(
             "This run needs the library DeepSpeed, which is not installed.",
-            remedy="pip install deepspeed",
+            remedy="Install it with pip install deepspeed, or remove deepspeed to run without sharding.",
             option="deepspeed",
         )
     if options.engine == "accelerate" and find_spec("accelerate") is None:

@@ -101,8 +101,8 @@ class RolloutOptions(CompletionFields, RolloutLossOptions):
         names_place=True,
     )  # fmt: skip
     reward_model_type: str = option(
-        "full", "Kind of the reward model: a model (full), an adapter (lora), or an HTTP server (api).",
-        choices=("lora", "full", "api"),
+        "full", "Kind of the reward model: a model (full), an adapter (lora, oft), or an HTTP server (api).",
+        choices=("lora", "oft", "full", "api"),
     )  # fmt: skip
     reward_model_adapters: list[str] | None = option(
         None, "Adapters to merge into the reward model, in order.", names_place=True

@@ -141,7 +141,9 @@ def _entry_problems(entry: Info, where: str) -> Iterator[Problem]:
     for key in map(str, entry):
         if key not in _KEYS:
             yield Problem(
-                f'unknown key "{key}".{did_you_mean(key, _KEYS)}', where, remedy=f"Known: {', '.join(sorted(_KEYS))}."
+                f'unknown key "{key}".{did_you_mean(key, _KEYS)}',
+                where,
+                remedy=f"Remove or rename it. Known: {', '.join(sorted(_KEYS))}.",
             )
     for key, known in (("columns", _COLUMNS), ("tags", tuple(SHAREGPT_TAGS))):
         value = entry.get(key)
@@ -152,10 +154,13 @@ def _entry_problems(entry: Info, where: str) -> Iterator[Problem]:
             if word is not None and not isinstance(word, str):
                 yield Problem(f'"{part}" in "{key}" must be a string. Received: {word!r}.', where)
             if part not in known:
+                tag = f"{part}_tag"  # in "columns" until LLaMA-Factory 0.5
+                is_tag = key == "columns" and tag in SHAREGPT_TAGS
+                moved = f'Move it to "tags": {{"{tag}": "{word}"}}.' if is_tag else ""
                 yield Problem(
-                    f'unknown key "{part}" in "{key}".{did_you_mean(part, known)}',
+                    f'unknown key "{part}" in "{key}".{"" if moved else did_you_mean(part, known)}',
                     where,
-                    remedy=f"Known: {', '.join(known)}.",
+                    remedy=moved or f"Remove or rename it. Known: {', '.join(known)}.",
                 )
     number = entry.get("num_samples")
     if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):

@@ -237,7 +237,11 @@ def check_deciding_metric(options: RunOptions, metrics: Sequence[str] | None, se
         return []
     switch = f"compute_{name.removeprefix('eval_')}"
     problem = missing_metric(name, known)
-    return [replace(problem, remedy=f"Set {switch}: true.") if hasattr(options, switch) else problem]
+    if hasattr(options, switch):
+        return [replace(problem, remedy=f"Set {switch}: true.")]
+    if any(name.startswith(f"{eval_prefix(one)}_") for one in options.eval_dataset or ()):
+        return [replace(problem, remedy=f"Set eval_on_each_dataset: true. {problem.remedy}")]
+    return [problem]
 
 
 def step_notes(options: RunOptions, steps: StepPlan) -> list[str]:

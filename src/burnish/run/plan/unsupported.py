@@ -44,15 +44,17 @@ def take_absent(
         if has_secret_name(key):
             keep_secret(item.value)
     foreign = {key: item for key, item in values.items() if key not in known and key in ABSENT | NO_EFFECT}
-    chosen = {key: item for key, item in values.items() if str(item.value) in ABSENT_CHOICES.get(key, {})}
+    chosen = {key: item for key, item in values.items() if str(item.value).lower() in ABSENT_CHOICES.get(key, {})}
+    unread = [key for key in chosen if key in DEPENDS_ON and DEPENDS_ON[key] not in values]
     problems = [
         Problem(
             f'burnish does not support "{key}": {item.value}.',
             item.where,
-            remedy=ABSENT_CHOICES[key][str(item.value)],
+            remedy=ABSENT_CHOICES[key][str(item.value).lower()],
             option=key,
         )
         for key, item in chosen.items()
+        if key not in unread
     ]
     problems += [
         Problem(
@@ -65,6 +67,7 @@ def take_absent(
         if key in ABSENT and not _has_no_effect(item.value, ABSENT[key].harmless)
     ]
     notes = [f'"{k}" ({foreign[k].where}) has no effect: {NO_EFFECT[k]}' for k in foreign if k in NO_EFFECT]
+    notes += [f'"{k}" ({chosen[k].where}) has no effect without "{DEPENDS_ON[k]}".' for k in unread]
     return {key: item for key, item in values.items() if key not in {**foreign, **chosen}}, problems, notes
 
 
@@ -86,14 +89,30 @@ ABSENT_CHOICES: dict[str, dict[str, str]] = {
     "stage": {
         "orpo": "Set stage: dpo and pref_loss: orpo.",
     },
-    "flash_attn": {"off": "Set flash_attn: disabled, its name since LLaMA-Factory 0.8.1."},
-    "infer_backend": {"burnish": "Set infer_backend: huggingface, another name for the same engine."},
+    "flash_attn": {
+        "off": "Set flash_attn: disabled, its name since LLaMA-Factory 0.8.1.",
+        "false": "Set flash_attn: auto, or disabled for attention without a kernel.",
+        "true": "Set flash_attn: fa2, its name since LLaMA-Factory 0.7.1.",
+    },
+    "infer_backend": {
+        "burnish": "Set infer_backend: huggingface, another name for the same engine.",
+        "ktransformers": "Set infer_backend: huggingface, the engine of burnish.",
+    },
+    "init_special_tokens": {
+        "description": "Set init_special_tokens: desc_init, its name in LLaMA-Factory 0.9.5.",
+        "description_noise": "Set init_special_tokens: desc_init_w_noise, its name in LLaMA-Factory 0.9.5.",
+        "vocab_mean_noise": "Set init_special_tokens: noise_init, its name in LLaMA-Factory 0.9.5.",
+        "vocab_mean": "Set init_special_tokens: noise_init, which adds noise to the mean.",
+        "noise": "Set init_special_tokens: noise_init, which adds noise to the mean.",
+    },
     "gpu_kernels": {"none": "Set enable_liger_kernel: false."},
     "quantization_method": dict.fromkeys(
         ("hqq", "eetq"), "Set quantization_method: bnb, with quantization_bit: 4 or quantization_bit: 8."
     ),
 }
 """Option -> value -> remedy, for unsupported values of supported options."""
+DEPENDS_ON = {"quantization_method": "quantization_bit"}
+"""Option of ``ABSENT_CHOICES`` -> the option without which it has no effect."""
 
 
 EARLIER = {
@@ -211,6 +230,7 @@ _absent("Set temperature, top_p, top_k, min_p and repetition_penalty directly.",
 _family(
     "use_kt", False, "Remove it. KTransformers is not supported.",
     "kt_weight_path kt_expert_checkpoint_path kt_use_lora_experts kt_lora_expert_num kt_lora_expert_intermediate_size "
+    "kt_non_expert_weight_path kt_cpu_activation kt_config "
     "kt_optimize_rule kt_maxlen kt_use_cuda_graph kt_mode kt_force_think cpu_infer chunk_size mode",
 )  # fmt: skip
 _absent("Use gradient_accumulation_steps. It does not change the update.", auto_find_batch_size=False)
@@ -218,20 +238,34 @@ _absent("Remove it, or reduce per_device_train_batch_size.", torch_empty_cache_s
 _absent("Set train_sampling_strategy: sequential.", disable_shuffling=False)
 _absent("Set it in the model's tokenizer files.", eos_token=None, pad_token=None)
 _absent("Set adapter_name_or_path to the folder.", adapter_folder=None)
+_absent("Set adapter_name_or_path to an adapter, or model_name_or_path to a model.", checkpoint_dir=None)
+_absent("Set create_new_adapter: true.", resume_lora_training=True)
+_absent("Set lora_rank.", lora_r=None)
+_absent("Set lora_target.", target_modules=None)
+_absent("Set additional_target.", modules_to_save=None)
+_absent("Set quantization_bit: 4.", load_in_4bit=False)
+_absent("Set quantization_bit: 8.", load_in_8bit=False)
+_absent("Set bf16: true or fp16: true, or infer_dtype for inference.", torch_dtype="auto")
 _absent("Set template to its path.", chat_template_path=None)
 _absent("Set truncation or on_too_long.", truncation_mode="keep_start")
 _absent(
     "Remove it. If an example is too long, its prompt is truncated first, so the response is kept.",
     reserved_label_len=1,
 )
-_absent('Set "split": "validation" for the dataset in dataset_info.json.', split="train")
+_absent(
+    'Remove it. Set "split": "validation" for the dataset in dataset_info.json, or the split of a benchmark in task: '
+    "mmlu_test.",
+    split="train",
+)
 _absent(
     "Set its entries as options, such as model_revision, attn_implementation and trust_remote_code.",
     model_init_kwargs=None,
 )
 _absent("Set its entries as options.", dataset_kwargs=None)
+_absent("Remove it. Full fine-tuning trains all rows of the embedding.", freeze_original_embeddings=False)
 _absent("Set columns: {text: <name>}.", dataset_text_field="text")
 _absent("Set preprocessing_num_workers.", dataset_num_proc=None)
+_absent("Set cutoff_len, for prompt and response together.", max_source_length=None, max_target_length=None)
 _absent("Set per_device_train_batch_size or per_device_eval_batch_size.", batch_size=None)
 _no_effect("every process reads the dataset and shares the cache of tokenized examples.", "data_shared_file_system")
 _absent("Remove it. Resuming jumps to the right position without reading earlier batches.", ignore_data_skip=False)
@@ -262,7 +296,7 @@ _absent("Set quantization_bit and quantization_method.", quant_config=None)
 _no_effect("it is determined automatically.", "model_class kernel_config init_config sample_backend")
 
 # --- devices, processes, checkpoints ----------------------------------------------------------------------------------
-_LAUNCH = "Set num_processes, or start the run with torchrun or accelerate launch."
+_LAUNCH = "Remove it, and set num_processes, or start the run with torchrun or accelerate launch."
 _SHARD = "Use fsdp or deepspeed: zero3 to shard the weights. Tensor and context parallelism are not supported."
 _absent(_LAUNCH, use_mca=False, ray_num_workers=1, ray_init_kwargs=None)
 _absent(_SHARD, parallelism_config=None)
@@ -287,7 +321,7 @@ _no_effect("a checkpoint is always saved before a signal stops the run.", "enabl
 _no_effect("the state of callbacks is always restored.", "restore_callback_states_from_checkpoint")
 _absent("Use an output_dir on storage that all nodes share.", save_on_each_node=False)
 _family(
-    "push_to_hub", False, "Upload the model after training: hf upload <name> <output_dir>.",
+    "push_to_hub", False, "Remove it, and upload the model after training: hf upload <name> <output_dir>.",
     "hub_token hub_model_id hub_strategy hub_always_push hub_revision push_to_hub_model_id push_to_hub_organization "
     "push_to_hub_token",
 )  # fmt: skip
@@ -295,7 +329,7 @@ _absent("Set model_name_or_path to a folder or a model ID on the Hugging Face Hu
 
 # --- reports ----------------------------------------------------------------------------------------------------------
 _family(
-    "use_swanlab", False, "Use a different tracker; burnish train --help report_to lists them.",
+    "use_swanlab", False, "Remove it, or use a different tracker; burnish train --help report_to lists them.",
     "swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key swanlab_logdir "
     "swanlab_lark_webhook_url swanlab_lark_secret",
 )  # fmt: skip
