@@ -165,6 +165,11 @@ def test_group_by_length_starts_with_longest_and_groups_similar_lengths():
     assert sum(gaps) / len(gaps) < 8
 
 
+def test_disable_shuffling_is_sequential():
+    for requested in ({"train_sampling_strategy": "sequential"}, {"disable_shuffling": True}):
+        assert stream(9, **requested).order(1) == list(range(9))
+
+
 def test_group_by_length_matches_transformers_order():
     from transformers.trainer_pt_utils import get_length_grouped_indices
 

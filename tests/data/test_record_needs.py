@@ -108,6 +108,12 @@ def test_text_pairs_without_prompt_begin_with_it(tmp_path):
     assert (example.prompt, example.chosen, example.rejected) == ("Capital of France?", " Paris", " Rome")
 
 
+def test_pair_in_one_column_names_the_column(tmp_path):
+    rows = [{"instruction": "q", "input": "", "output": ["good", "bad"]}]
+    with pytest.raises(UserError, match=r'"output" is a list of responses\. Write the better one to "chosen"'):
+        examples(tmp_path, rows, RecordNeeds("pairs", stage="dpo"))
+
+
 # --- pairs, described by an entry -------------------------------------------------------------------------------------
 
 

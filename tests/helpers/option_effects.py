@@ -171,6 +171,7 @@ OPTION_EFFECTS: dict[str, Row] = {
     "ignore_pad_token_for_loss": Row(False, "batch", beside={"padding_free": False}),
     "train_sampling_strategy": Row("sequential", "order", becomes(list(range(12)))),
     "group_by_length": Row(True, "order"),
+    "disable_shuffling": Row(True, "order", becomes(list(range(12)))),
     "max_tokens_per_batch": Row(200, "cuts", lambda before, after: sum(before[0]) == sum(after[0]) and after != before),
     "dataloader_prefetch_factor": Row(2, "said", prints("dataloader_num_workers")),
     # steps
@@ -513,7 +514,7 @@ TESTED_BY: dict[str, str] = {
     "max_restarts": "parallel/launch: failed_run_is_restarted_from_its_checkpoint_with_max_restarts",
     "stall_timeout_s": "parallel/rank_failures: stalled_run_ends_with_stack_traces_of_its_processes",
     "engine": "parallel/backends: engine_is_plain_torch_for_a_single_process",
-    "use_cpu": "run/plan: flash_attention_is_rejected_on_cpu",
+    "use_cpu": "run/plan: attention_for_gpus_is_rejected_on_cpu",
     "bf16_full_eval": "parallel/backends: evaluation_has_its_own_dtype",
     "fp16_full_eval": "parallel/backends: evaluation_has_its_own_dtype",
     "gradient_checkpointing": "models/models: checkpointing_gives_the_same_gradients",

@@ -224,6 +224,8 @@ def test_metric_of_one_dataset_requires_evaluations_on_each(tmp_path: Path) -> N
     (problem,) = checks.check_deciding_metric(options, ["loss"], [""])
     assert "Set eval_on_each_dataset: true." in problem.remedy
     assert checks.check_deciding_metric(options, ["loss"], ["debug", "other"]) == []
+    unknown = dataclasses.replace(options, metric_for_best_model="eval_debug_sari")
+    assert "eval_on_each_dataset" not in checks.check_deciding_metric(unknown, ["loss"], [""])[0].remedy
 
 
 def test_choice_of_words_given_as_a_mapping_or_a_list_names_the_choices(tmp_path: Path) -> None:
@@ -243,6 +245,18 @@ def test_quantization_method_has_no_effect_without_bits(tmp_path: Path) -> None:
     notes = plan(raw_options(tmp_path, quantization_method="hqq")).notes
     assert '"quantization_method" (run.yaml, line 4) has no effect without "quantization_bit".' in notes
     assert "Set quantization_method: bnb" in plan_errors(tmp_path, quantization_method="hqq", quantization_bit="4")[0]
+
+
+def test_flag_with_no_before_an_option_turns_it_off(tmp_path: Path) -> None:
+    flags = "--model_name_or_path m --dataset d --no_enable_thinking --no_double_quantization --no-use-fast-tokenizer"
+    file = raw_options(tmp_path, enable_thinking="true")
+    made = plan(file | split_arguments(flags.split())[1])
+    assert (made.options.enable_thinking, made.options.double_quantization) == (False, False)
+    assert made.provenance["enable_thinking"] == "the command line"
+    assert 'Unknown option "no_enable_thinking" in run.yaml' in plan_errors(tmp_path, no_enable_thinking="true")[0]
+    for flag in (["--no_learning_rate"], ["--no_enable_thinking", "false"]):
+        with pytest.raises(UserError, match="Unknown option"):
+            plan(file | split_arguments(flag)[1])
 
 
 def test_names_of_early_versions_are_aliases(tmp_path: Path) -> None:

@@ -328,7 +328,7 @@ def _intervals(plan: Plan, prepared: Prepared) -> Iterator[Line]:
     for verb, (strategy, interval, name) in every.items():
         where = plan.where(f"{name}_steps") if strategy == "steps" else plan.where(f"{name}_strategy")
         if strategy == "steps":
-            steps = steps_of(interval, total, options.logging_steps) or total  # save_steps: 0
+            steps = steps_of(interval, total, options.logging_steps)
             how_often = "every step" if steps == 1 else f"every {steps:,} steps"
             also_first = verb == "log" and options.logging_first_step and steps > 1 and total > 1
             count = math.ceil(total / steps) + also_first  # the last step is always included

@@ -54,10 +54,7 @@ class IntervalOptions:
     eval_on_start: bool = option(False, "Evaluate once before the first step.")
     save_strategy: str = option("steps", "When to save checkpoints.", choices=("no", "steps", "epoch", "best"))
     save_steps: float = option(
-        500,
-        "Number of steps between checkpoints. Below 1: a fraction of all steps. 0: only after the last step.",
-        unit="steps",
-        ge=0,
+        500, "Number of steps between checkpoints. Below 1: a fraction of all steps.", unit="steps", gt=0
     )
 
 

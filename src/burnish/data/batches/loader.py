@@ -46,6 +46,9 @@ class LoaderOptions:
     group_by_length: bool = option(
         False, "Group examples of similar length; same as train_sampling_strategy: group_by_length."
     )
+    disable_shuffling: bool = option(
+        False, "Keep the order of the examples; same as train_sampling_strategy: sequential."
+    )
     max_tokens_per_batch: int | None = option(
         None,
         "Maximum number of tokens per micro-batch; each image patch counts as one token. The examples of each step are "
@@ -354,6 +357,7 @@ class RowLoader(StepBatchLoader):
         """Return the items of an epoch in order of use; the same on every rank."""
         per_step = self.cut.batch_size * self.cut.accumulation
         strategy = "group_by_length" if self.options.group_by_length else self.options.train_sampling_strategy
+        strategy = "sequential" if self.options.disable_shuffling else strategy
         return order_of(len(self.items), self.seed, epoch, strategy, self.lengths, per_step, self.buffer_size)
 
     def exclude(self, items: Sequence[int]) -> None:

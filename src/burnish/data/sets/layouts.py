@@ -276,7 +276,7 @@ def _preferred(source: DataSource, records: Sequence[Values], where: str, needs:
     columns = dict(source.columns) if source.columns is not None else _preferred_columns(source, records, found)
     has_pairs, has_labels = all(columns.get(part) for part in _PAIR), bool(columns.get("kto_tag"))
     if not has_pairs and not (needs.kind == "verdicts" and has_labels):
-        raise UserError(_no_preference(source, needs, has_labels))
+        raise UserError(_no_preference(source, needs, has_labels, records[0]))
     if has_pairs:
         columns = {part: column for part, column in columns.items() if part not in ("response", "kto_tag")}
     layout = named_layout(_preferred_format(source, records), columns, source.tags)
@@ -322,7 +322,7 @@ def _preferred_columns(source: DataSource, records: Sequence[Values], found: Seq
     return {part: column for part, column in named.items() if column in found}
 
 
-def _no_preference(source: DataSource, needs: RecordNeeds, has_labels: bool) -> Problem:
+def _no_preference(source: DataSource, needs: RecordNeeds, has_labels: bool, record: Values) -> Problem:
     if needs.kind == "verdicts":
         return Problem(
             f'stage: kto requires a boolean label ("kto_tag") or "chosen" and "rejected". '
@@ -330,11 +330,19 @@ def _no_preference(source: DataSource, needs: RecordNeeds, has_labels: bool) -> 
             remedy="Set columns: {kto_tag: <column>}, or use stage: sft for responses without labels.",
         )
     remedy = "Use stage: kto for responses with labels, or stage: sft for responses without."
+    lists = [column for column, value in record.items() if isinstance(value, list) and _are_responses(value)]
     if has_labels:
         remedy = "It has labels on single responses. Use stage: kto."
+    elif lists:
+        remedy = f'"{lists[0]}" is a list of responses. Write the better one to "chosen" and the other to "rejected".'
     return Problem(
         f'stage: {needs.stage} requires "chosen" and "rejected". Dataset {source.name} has neither.', remedy=remedy
     )
+
+
+def _are_responses(value: list[Any]) -> bool:
+    """Whether a list holds the responses of a pair, as in datasets of LLaMA-Factory before 0.7.1."""
+    return len(value) > 1 and all(isinstance(response, str) for response in value)
 
 
 def _labels_in_words(verdicts: Mapping[Any, bool]) -> str:

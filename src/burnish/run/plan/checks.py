@@ -239,7 +239,7 @@ def check_deciding_metric(options: RunOptions, metrics: Sequence[str] | None, se
     problem = missing_metric(name, known)
     if hasattr(options, switch):
         return [replace(problem, remedy=f"Set {switch}: true.")]
-    if any(name.startswith(f"{eval_prefix(one)}_") for one in options.eval_dataset or ()):
+    if name in [f"{eval_prefix(one)}_{metric}" for one in options.eval_dataset or () for metric in metrics]:
         return [replace(problem, remedy=f"Set eval_on_each_dataset: true. {problem.remedy}")]
     return [problem]
 

@@ -308,7 +308,7 @@ def _checkpoints_kept(options: RunOptions, steps: StepPlan) -> int:
         "no": 0,
         "epoch": steps.num_train_epochs,
         "best": 1,
-        "steps": -(-steps.max_steps // (steps_of(options.save_steps, steps.max_steps, 500) or steps.max_steps)),
+        "steps": -(-steps.max_steps // steps_of(options.save_steps, steps.max_steps, 500)),
     }[options.save_strategy]
     return min(num_saves, options.save_total_limit or num_saves)
 

@@ -15,9 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from burnish.config.conversion import members
 from burnish.config.errors import Problem
-from burnish.config.options import RawValue
+from burnish.config.options import OptionSpec, RawValue
 from burnish.config.secrets import has_secret_name, keep_secret
+from burnish.run.plan.config_files import COMMAND_LINE
 from burnish.utils.environment import number_in
 
 
@@ -40,6 +42,7 @@ def take_absent(
         values: option values with their places.
         known: names that burnish supports, which are never removed.
     """
+    values = _negated(values, known)
     for key, item in values.items():
         if has_secret_name(key):
             keep_secret(item.value)
@@ -69,6 +72,23 @@ def take_absent(
     notes = [f'"{k}" ({foreign[k].where}) has no effect: {NO_EFFECT[k]}' for k in foreign if k in NO_EFFECT]
     notes += [f'"{k}" ({chosen[k].where}) has no effect without "{DEPENDS_ON[k]}".' for k in unread]
     return {key: item for key, item in values.items() if key not in {**foreign, **chosen}}, problems, notes
+
+
+def _negated(values: Mapping[str, RawValue], known: Mapping[str, Any]) -> dict[str, RawValue]:
+    """Replace a flag such as ``--no_enable_thinking`` by ``enable_thinking: false``.
+
+    transformers' argument parser has such a flag, without a value, for each switch that is on by default.
+    """
+    switches = [name for name, spec in known.items() if isinstance(spec, OptionSpec) and bool in members(spec.type)]
+    switches += [name for name, absent in ABSENT.items() if isinstance(absent.harmless, bool)]
+    names = {"no_" + name: name for name in (*switches, *NO_EFFECT)}
+    negations = {
+        key: item
+        for key, item in values.items()
+        if key in names and item.value == "true" and item.where == COMMAND_LINE
+    }
+    others = {key: item for key, item in values.items() if key not in negations}
+    return others | {names[key]: RawValue("false", item.where) for key, item in negations.items()}
 
 
 def _has_no_effect(value: Any, harmless: Any) -> bool:
@@ -235,7 +255,6 @@ _family(
 )  # fmt: skip
 _absent("Use gradient_accumulation_steps. It does not change the update.", auto_find_batch_size=False)
 _absent("Remove it, or reduce per_device_train_batch_size.", torch_empty_cache_steps=None)
-_absent("Set train_sampling_strategy: sequential.", disable_shuffling=False)
 _absent("Set it in the model's tokenizer files.", eos_token=None, pad_token=None)
 _absent("Set adapter_name_or_path to the folder.", adapter_folder=None)
 _absent("Set adapter_name_or_path to an adapter, or model_name_or_path to a model.", checkpoint_dir=None)
