@@ -290,6 +290,13 @@ def test_dataset_name_without_dataset_info_suggests_files():
     assert 'Did you mean "alpaca_zh_demo.json"?' in load_error(dataset="alpaca_zh_dem")
 
 
+@pytest.mark.parametrize("file_name", ["data/a.json", "./data/a.json", "project/data/a.json"])
+def test_file_name_that_repeats_dataset_dir_is_explained(file_name):
+    data("a.json", [{"instruction": "q", "output": "a"}])
+    info(mine={"file_name": file_name})
+    assert '"file_name" is relative to "data". Set "file_name": "a.json".' in load_error(dataset="mine")
+
+
 @pytest.mark.parametrize("file_name", ["../secret.json", "sub/../../secret.json", "/etc/hostname"])
 def test_file_outside_dataset_dir_is_rejected(tmp_path, file_name):
     write(tmp_path / "secret.json", GOOD)

@@ -259,6 +259,11 @@ def test_flag_with_no_before_an_option_turns_it_off(tmp_path: Path) -> None:
             plan(file | split_arguments(flag)[1])
 
 
+def test_distribution_of_batches_has_no_effect(tmp_path: Path) -> None:
+    notes = plan(raw_options(tmp_path, dispatch_batches="false", split_batches="true")).notes
+    assert sum("has no effect: examples are distributed to processes by burnish itself." in note for note in notes) == 2
+
+
 def test_names_of_early_versions_are_aliases(tmp_path: Path) -> None:
     old = {"num_layer_trainable": "3", "name_module_trainable": "mlp", "dev_ratio": "0.01"}
     options = plan(raw_options(tmp_path, finetuning_type="freeze", eval_strategy="steps", **old)).options

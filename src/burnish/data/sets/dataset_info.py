@@ -205,7 +205,13 @@ def _inside(folder: Path | None, file_name: str, where: str) -> Path:
                 remedy="Move or link the file into that folder, or set dataset: <path of the file>",
             )
     if not path.exists():
-        raise UserError(missing_file(path, where))
+        problem = missing_file(path, where)
+        parts = Path(file_name).parts
+        inside = [Path(*parts[n:]) for n in range(1, len(parts)) if folder and (folder / Path(*parts[n:])).exists()]
+        if inside:  # written relative to the working directory
+            remedy = f'"file_name" is relative to "{folder}". Set "file_name": "{inside[0].as_posix()}".'
+            problem = replace(problem, remedy=remedy)
+        raise UserError(problem)
     return path
 
 

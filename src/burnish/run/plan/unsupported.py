@@ -151,6 +151,8 @@ EARLIER = {
     "sharded_ddp": "use fsdp.",
     "fsdp_min_num_params": "set min_num_params in fsdp_config.",
     "fsdp_transformer_layer_cls_to_wrap": "set transformer_layer_cls_to_wrap in fsdp_config.",
+    "dispatch_batches": "examples are distributed to processes by burnish itself.",
+    "split_batches": "examples are distributed to processes by burnish itself.",
     "tpu_num_cores": "TPUs are not supported.",
     "tpu_metrics_debug": "TPUs are not supported.",
 }
