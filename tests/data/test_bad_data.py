@@ -311,6 +311,11 @@ def test_misspelled_entry_keys_are_rejected_together():
         assert part in message
 
 
+def test_key_without_effect_is_not_suggested():
+    info(mine={"file": "a.json"})
+    assert 'unknown key "file". Did you mean "file_name"?' in load_error(dataset="mine")
+
+
 def test_tags_among_the_columns_are_to_be_moved():
     info(mine={"file_name": "a.json", "columns": {"messages": "conversation", "role": "role", "content": "content"}})
     message = load_error(dataset="mine")

@@ -141,7 +141,7 @@ def _entry_problems(entry: Info, where: str) -> Iterator[Problem]:
     for key in map(str, entry):
         if key not in _KEYS:
             yield Problem(
-                f'unknown key "{key}".{did_you_mean(key, _KEYS)}',
+                f'unknown key "{key}".{did_you_mean(key, _KEYS - {"file_sha1"})}',
                 where,
                 remedy=f"Remove or rename it. Known: {', '.join(sorted(_KEYS))}.",
             )
