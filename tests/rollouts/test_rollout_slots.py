@@ -13,6 +13,7 @@ from burnish.adapters.lora_model import merged
 from burnish.config.errors import UserError
 from burnish.inference.forward import OverSlots
 from burnish.inference.types import ROLLOUT, NoiseKey, Sampling
+from burnish.models.patches.packed import packed_weights
 from burnish.rollouts.completions import CompletionLimits, SlotSource
 from burnish.run import rollouts
 from small_run import make_model
@@ -69,6 +70,20 @@ def test_completions_of_merged_and_applied_adapter_are_equal(folder):
     model = adapted(folder)
     made = [SlotSource(model, 8, 256, nullcontext, merging=each).complete(PROMPTS, KEYS, LIMITS)
             for each in (nullcontext, partial(merged, model))]  # fmt: skip
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("is_adapted", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_completions_with_packed_and_plain_weights_are_equal(folder, is_adapted, dtype):
+    model = adapted(folder) if is_adapted else AutoModelForCausalLM.from_pretrained(folder).eval()
+    precision = partial(torch.autocast, "cpu", dtype, enabled=dtype != torch.float32)
+    made = [
+        SlotSource(model, 8, 256, precision, merging=partial(merged, model), packing=each).complete(
+            PROMPTS, KEYS, LIMITS
+        )
+        for each in (nullcontext, partial(packed_weights, model))
+    ]
     assert made[0] == made[1]
 
 
