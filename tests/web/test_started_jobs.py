@@ -30,6 +30,7 @@ def begin(site, folder):
     return commands, id
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(("has_result", "state"), [(True, "done"), (False, "failed")])
 def test_job_of_an_earlier_server_is_listed_until_and_after_its_end(site, tmp_path, has_result, state):
     folder = tmp_path / "exported"
@@ -47,6 +48,7 @@ def test_job_of_an_earlier_server_is_listed_until_and_after_its_end(site, tmp_pa
     assert Commands(site).all()[0]["seconds"] == pytest.approx(seconds, abs=5)
 
 
+@pytest.mark.run
 def test_exit_status_is_recorded_by_the_server_that_started_the_job(site, tmp_path):
     first, id = begin(site, tmp_path / "exported")
     first._children[id].kill()
