@@ -94,3 +94,14 @@ def test_one_row_in_float32_uses_the_plain_weights():
         plain = model(x)
         with packed_weights(model):
             assert torch.equal(model(x), plain)
+
+
+def test_gradients_and_switched_off_autocast_use_the_plain_weights():
+    model, x = layers(), torch.randn(3, 48)
+    with torch.no_grad():
+        plain = model(x)
+    with torch.autocast("cpu", torch.bfloat16), packed_weights(model), torch.autocast("cpu", enabled=False):
+        with torch.no_grad():
+            assert torch.equal(model(x), plain)
+        model(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

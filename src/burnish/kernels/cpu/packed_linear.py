@@ -26,8 +26,10 @@ _ROWS = 32
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return a function of (..., I) that returns (..., O) in ``dtype``. It keeps a packed copy of the weights. A single
-    row in float32 uses the plain weights, because its time is that of reading them.
+    """Return a function of (..., I) that returns (..., O) in ``dtype``. It keeps a packed copy of the weights.
+
+    The plain weights are used where gradients are needed, where a model switches autocast off, and for a single row in
+    float32, whose time is that of reading the weights.
 
     Args:
         weight: (O, I) any float dtype.
@@ -37,10 +39,12 @@ def packed_linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Ca
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype), _ROWS)
     narrow = None if bias is None else bias.detach().to(dtype)
     product = torch.ops.mkldnn._linear_pointwise.default
+    is_cast = torch.is_autocast_enabled("cpu")
 
     def forward(input: Tensor) -> Tensor:
-        if dtype == torch.float32 and input.numel() == weight.shape[1]:
-            return F.linear(input.to(dtype), weight.to(dtype), bias)
+        is_one_row = dtype == torch.float32 and input.numel() == weight.shape[1]
+        if is_one_row or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") != is_cast:
+            return F.linear(input, weight, bias)
         result: Tensor = product(input.to(dtype), packed, narrow, "none", [], "")
         return result
 
