@@ -188,3 +188,20 @@ def test_single_kto_example_is_compared_with_itself(folder, tmp_path):
     trainer = make("KTOTrainer", folder / "model", tmp_path, verdicts(1))
     assert trainer.train_dataset[0]["KL_completion_ids"] == trainer.train_dataset[0]["completion_ids"]
     assert losses(trainer)
+
+
+@pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer"])
+def test_beta_set_by_a_script_applies_from_the_next_step(kind, folder, tmp_path):
+    changed, constant = (
+        make(kind, folder / "model", tmp_path, beta=0.5),
+        make(kind, folder / "model", tmp_path, beta=0.2),
+    )
+    changed.beta = 0.2
+    assert changed.beta == 0.2
+    assert losses(changed) == losses(constant)
+
+
+def test_attribute_that_cannot_change_is_refused(folder, tmp_path):
+    trainer = make("DPOTrainer", folder / "model", tmp_path)
+    with pytest.raises(UserError, match="`label_smoothing` of a trainer cannot be changed"):
+        trainer.label_smoothing = 0.1

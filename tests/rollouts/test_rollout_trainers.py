@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from golden_steps import make_models
 from peft import LoraConfig
+from transformers import AutoTokenizer
 
 from burnish import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, UserError
 from run_outputs import same_weights
@@ -102,6 +103,70 @@ def test_uncalled_override_is_named(folder, kind, name):
     mine = type("Mine", (kind,), {name: lambda self, *args, **kwargs: None})
     with pytest.warns(UserWarning, match=f"Mine overrides {name}, which burnish does not call"):
         trainer_of(folder, mine)
+
+
+def test_attributes_have_the_values_of_the_arguments(folder):
+    options = {"top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1, "shuffle_dataset": False,
+               "num_generations_eval": 2, "log_completions": True}  # fmt: skip
+    grpo, rloo = trainer_of(folder, **options), trainer_of(folder, RLOOTrainer, **options)
+    for trainer in (grpo, rloo):
+        assert {name: getattr(trainer, name) for name in options} == options
+        assert trainer.num_generations == 4
+        assert trainer.max_completion_length == 6
+        assert trainer.chat_template_kwargs == trainer.generation_kwargs == {}
+        assert trainer.use_vllm is False
+    assert grpo.multi_objective_aggregation == "sum_then_normalize"
+    assert rloo.reward_clip_range is None
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_attributes_set_by_a_script_apply_from_the_next_generation(folder, kind):
+    class Mine(kind):
+        def __init__(self, *args, **kwargs):
+            self.num_generations = 99  # overwritten by the constructor, as in TRL
+            super().__init__(*args, **kwargs)
+            self.num_generations = self.args.num_generations
+
+    trainer = trainer_of(folder, Mine, beta=0.5, top_k=0)
+    assert trainer.num_generations == 4
+    trainer.max_completion_length, trainer.top_k, trainer.beta = 3, 1, 0.25
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert [log["completions/max_length"] for log in logs] == [3, 3]
+    assert all(log["reward_std"] == 0 for log in logs)  # top_k=1: all completions of a prompt are equal
+    assert trainer.beta == trainer.objective.choices.rl_beta == 0.25
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("per_device_train_batch_size", "Use GRPOConfig(per_device_train_batch_size=...)."),
+        ("evaluation_strategy", "Use GRPOConfig(eval_strategy=...)."),
+        ("config", "Use `args`."),
+        ("reward_model", "Use `reward_funcs`."),
+        ("reward_function", 'Did you mean "reward_funcs"?'),
+    ],
+)
+def test_unknown_argument_says_where_it_belongs(folder, name, remedy):
+    message = f"GRPOTrainer.__init__() got an unexpected keyword argument '{name}'. {remedy}"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        trainer_of(folder, trainer_args={name: 1})
+
+
+def test_tokenizer_is_the_earlier_name_of_processing_class(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    with pytest.warns(FutureWarning, match="`tokenizer` of GRPOTrainer is deprecated"):
+        trainer = trainer_of(folder, trainer_args={"tokenizer": tokenizer})
+    with pytest.warns(FutureWarning, match="`Trainer.tokenizer` is deprecated"):
+        assert trainer.tokenizer is trainer.processing_class is tokenizer
+
+
+def test_attributes_that_cannot_change_are_refused(folder):
+    trainer = trainer_of(folder)
+    with pytest.raises(UserError, match=r"`num_generations` of a trainer cannot be changed. Current: 4. Received: 2"):
+        trainer.num_generations = 2
+    with pytest.raises(UserError, match=r"no reference model. Received: 0.1"):
+        trainer.beta = 0.1
 
 
 def test_run_resumed_inside_a_generation_gives_the_same_weights(folder, tmp_path):

@@ -212,6 +212,7 @@ def test_accelerate_dispatch_settings_without_effect_are_reported():
 
 def test_kubeflow_is_notified_of_a_run_on_its_platform(monkeypatch):
     assert arguments("out", report_to="none").report_to == []
+    assert arguments("out", report_to=None).report_to == []
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "https://trainer.example")
     assert arguments("out", report_to="none").report_to == ["kubeflow"]
     assert arguments("out", report_to=["kubeflow", "tensorboard"]).report_to == ["kubeflow", "tensorboard"]

@@ -638,3 +638,44 @@ def test_peer_override_is_called_or_named_in_a_warning(kind, name):
 
 def test_every_trainer_lists_methods_called_by_its_peer():
     assert {name for name in burnish.__all__ if name.endswith("Trainer")} == OVERRIDES.keys()
+
+
+class Scored(torch.nn.Module):
+    """A linear layer, whose products autocast computes in bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def forward(self, x, labels=None):
+        y = self.layer(x[:, None])[:, 0]
+        return {"logits": y} if labels is None else {"loss": (y - labels).square().mean(), "logits": y}
+
+
+@pytest.mark.parametrize("through", ["compute_loss", "compute_loss_func", "preprocess_logits_for_metrics"])
+def test_under_autocast_a_script_reads_float32_outputs(through, tmp_path):
+    seen = []
+
+    class Mine(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs)
+            seen.append(outputs["logits"].dtype)
+            return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        seen.append(outputs["logits"].dtype)
+        return (outputs["logits"] - labels).square().mean()
+
+    def logits(logits, labels):
+        seen.append(logits.dtype)
+        return logits
+
+    functions = {"compute_loss_func": loss, "preprocess_logits_for_metrics": logits}
+    given = {through: functions[through]} if through in functions else {}
+    kind = Mine if through == "compute_loss" else Trainer
+    given |= {"eval_dataset": points(4), "compute_metrics": lambda _: {}}
+    trainer = make_trainer(tmp_path, kind, Scored(), trainer=given, bf16=True, max_steps=1)
+    trainer.train()
+    trainer.evaluate()
+    assert set(seen) == {torch.float32}
+    assert not trainer.model._forward_hooks

@@ -76,7 +76,12 @@ class PairObjective(AnswersObjective):
         self.counts_tokens = any(loss.counts_tokens for loss in self.losses) or bool(options.cpo_alpha)
         self.needs_sum_of_squares = options.use_weighting
         self.baseline = RunningMean()
-        self.shape = LossShape(
+
+    @property
+    def shape(self) -> LossShape:
+        """The constants of the losses; a script may change β during a run."""
+        options = self.options
+        return LossShape(
             options.pref_beta, options.dpo_label_smoothing, options.simpo_gamma, options.discopop_tau,
             options.f_divergence_type, options.f_alpha_divergence_coef, options.dpop_lambda, options.alphapo_alpha,
         )  # fmt: skip

@@ -84,7 +84,7 @@ class RolloutLoss:
     def __init__(self, options: RolloutLossChoices, leave_one_out: bool = False) -> None:
         self.options = options
         self.name = "rloo" if leave_one_out else options.rl_loss_type
-        self.beta = 0.0 if leave_one_out else options.rl_beta or 0.0
+        self.leave_one_out = leave_one_out
         self.epsilon_high = options.epsilon if options.epsilon_high is None else options.epsilon_high
         self.is_per_completion = leave_one_out or options.importance_sampling_level == "sequence"
         self.entropy = EntropyController(options)
@@ -92,6 +92,11 @@ class RolloutLoss:
         self.has_bonus = not leave_one_out and (options.use_adaptive_entropy or options.entropy_coef > 0)
 
     # --- what shares the mean ---
+
+    @property
+    def beta(self) -> float:
+        """Coefficient of the KL divergence; a script may change it during a run."""
+        return 0.0 if self.leave_one_out else self.options.rl_beta or 0.0
 
     def token_weights(self, mask: Tensor, owner: Tensor, num_completions: int) -> Tensor:
         """Return (N,) the weight of each token in the sum, from ``token_mask`` (N,) and ``owner`` (N,)."""

@@ -98,9 +98,9 @@ def _requested_trackers(report_to: Any) -> list[str]:
         from transformers.integrations import get_available_reporting_integrations
 
         return list(get_available_reporting_integrations())
-    if report_to in ("none", ["none"]):
+    if report_to in ("none", ["none"], None):
         return []
-    return list(report_to) if isinstance(report_to, list) else [report_to]
+    return list(report_to) if isinstance(report_to, list | tuple) else [report_to]
 
 
 def accelerator_config_of(settings: Any) -> AcceleratorConfig:

@@ -18,7 +18,7 @@ from burnish.loop.state import TrainerControl, TrainerState
 from burnish.loop.types import Metric
 from burnish.parallel.create import create_parallel
 from burnish.parallel.single import set_seed
-from burnish.trainer import constructor, inspection, search
+from burnish.trainer import constructor, inspection, notes, search
 from burnish.trainer.accelerator import ParallelAccelerator
 from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.arguments.values import plain_options
@@ -44,6 +44,16 @@ class StepInProgress:
         return torch.ones_like(weight) if self.weight is None else weight / self.weight
 
 
+class _EarlierTokenizer:
+    """``Trainer.tokenizer``, the earlier name of ``processing_class``. A script may set an attribute of this name."""
+
+    def __get__(self, trainer: Any, kind: type | None = None) -> Any:
+        if trainer is None:
+            return self
+        notes.warn("`Trainer.tokenizer` is deprecated. Use `Trainer.processing_class` instead.", FutureWarning)
+        return trainer.processing_class
+
+
 class TrainerBase:
     """Components of a ``Trainer``, callbacks, state and logs."""
 
@@ -58,6 +68,7 @@ class TrainerBase:
 
     loss_is_scaled_for_ga: bool | None = None
     """True if ``compute_loss`` divides by the number of items of the whole step itself; see ``methods/loss.py``."""
+    tokenizer = _EarlierTokenizer()
 
     def __init__(
         self, model: nn.Module | None = None, args: object = None,

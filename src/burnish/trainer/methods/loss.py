@@ -14,6 +14,7 @@ unchanged.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import find_batch_size
+from transformers.utils import ModelOutput
 
 from burnish.config.errors import UserError
 from burnish.kernels.probe import Capabilities
@@ -163,7 +165,14 @@ class LossMethods(TrainerBase):
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
         """The autocast of the run. ``cache_enabled`` has no effect."""
-        return self._parallel.precision()
+        precision = self._parallel.precision()
+        return float32_outputs(self.model, precision) if self._script_reads_outputs else precision
+
+    @property
+    def _script_reads_outputs(self) -> bool:
+        """Whether a function of the script reads outputs of a forward pass under autocast."""
+        reads = self.preprocess_logits_for_metrics is not None or self._overrides("prediction_step")
+        return self._parallel.dtype is not None and (reads or self.loss_is_scripted)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Move the batch to the device. Override it to change the inputs of the model."""
@@ -192,6 +201,39 @@ class LossMethods(TrainerBase):
         if self._num_parameters is None:
             self._num_parameters = int(self.model.num_parameters(exclude_embeddings=True))
         return 6 * int(inputs[main].numel()) * self._num_parameters
+
+
+@contextmanager
+def float32_outputs(model: nn.Module, precision: AbstractContextManager[Any]) -> Iterator[None]:
+    """Context for forward passes under autocast: floating-point outputs of the model are converted to float32, as by
+    accelerate for transformers' Trainer. Scripts compute losses from them, and NumPy has no bfloat16."""
+    hook = model.register_forward_hook(_to_float32)
+    try:
+        with precision:
+            yield
+    finally:
+        hook.remove()
+
+
+def _to_float32(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    return float32_of(outputs)
+
+
+def float32_of(outputs: Any) -> Any:
+    """Outputs of a model with their half-precision tensors in float32. Other objects are returned unchanged."""
+    if isinstance(outputs, Tensor):
+        return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
+    if isinstance(outputs, dict):
+        values = {name: float32_of(value) for name, value in outputs.items()}
+        if isinstance(outputs, ModelOutput):
+            return type(outputs)(**values)
+        converted_outputs = copy.copy(outputs)
+        converted_outputs.update(values)
+        return converted_outputs
+    if isinstance(outputs, tuple | list):
+        converted = map(float32_of, outputs)
+        return type(outputs)(*converted) if hasattr(outputs, "_fields") else type(outputs)(converted)
+    return outputs
 
 
 def weighted_by_zero(loss: Loss) -> Loss:

@@ -2,24 +2,78 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
+from burnish.config.errors import UserError, did_you_mean
+from burnish.trainer import notes
+from burnish.trainer.arguments.old_names import RENAMED
 from burnish.trainer.trainer import Trainer
 from burnish.trainer.trl.lengths import refuse_long_rows
 
 Config = TypeVar("Config")
 
 
-def argument(config: type[Config], read: Callable[[Config], Any]) -> property:
-    """Return a property of a trainer that reads its arguments.
+class argument(Generic[Config]):
+    """An attribute of a trainer that reads its arguments.
+
+    A script may set it. In a constructor before TRL's, this has no effect, as in TRL. A value that the run cannot take
+    over later is refused.
 
     Args:
         config: the class of the arguments, for type checkers.
         read: arguments -> value.
+        write: applies a new value: (trainer, value). None: the value is fixed when the trainer is created.
     """
-    return property(lambda self: read(self.args))
+
+    def __init__(
+        self, config: type[Config], read: Callable[[Config], Any], write: Callable[[Any, Any], None] | None = None
+    ) -> None:
+        self.read, self.write, self.name = read, write, ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, trainer: Any, kind: type | None = None) -> Any:
+        return self if trainer is None else self.read(trainer.args)
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        if "args" not in vars(trainer) or value == self.read(trainer.args):
+            return
+        if self.write is None:
+            now, config = self.read(trainer.args), type(trainer.args).__name__
+            what = f"`{self.name}` of a trainer cannot be changed. Current: {now!r}. Received: {value!r}."
+            raise UserError(what, remedy=f"Pass the value to {config} before the trainer is created.")
+        self.write(trainer, value)
+
+
+def set_beta(trainer: Any, value: float) -> None:
+    """Change ``beta`` of a trainer on preferences, from the next step on."""
+    trainer.args.beta = trainer.objective.options.pref_beta = value
+
+
+_RENAMED_ARGUMENTS = {
+    "config": "args", "policy": "model", "reward_model": "reward_funcs",
+    "reward_processing_class": "reward_processing_classes",
+}  # fmt: skip
+"""Argument of a constructor in earlier versions of TRL -> current argument."""
+
+
+def unexpected_argument(name: str, kind: type, of_arguments: type) -> TypeError:
+    """The error for an unknown argument of a constructor, which says where it belongs.
+
+    Args:
+        name: the argument. kind: the trainer. of_arguments: the class of its arguments.
+    """
+    field, arguments = RENAMED.get(name, name), inspect.signature(kind).parameters
+    renamed = _RENAMED_ARGUMENTS.get(name)
+    if field in inspect.signature(of_arguments).parameters:
+        where = f" Use {of_arguments.__name__}({field}=...)."
+    else:
+        where = f" Use `{renamed}`." if renamed in arguments else did_you_mean(name, arguments)
+    return TypeError(f"{kind.__name__}.__init__() got an unexpected keyword argument {name!r}.{where}")
 
 
 class TrlTrainer(Trainer):
@@ -51,6 +105,18 @@ class TrlTrainer(Trainer):
     def _refuse_long_rows(self, datasets: Mapping[str, Any]) -> None:
         if type(self.data_collator) in self._own_collators:
             refuse_long_rows(self.model, datasets)
+
+    def _take_old_names(self, processing_class: Any, old: dict[str, Any], config: type) -> Any:
+        """Return the processing class. Args: old: further arguments of the constructor. config: its class of
+        arguments."""
+        if "tokenizer" in old:
+            what = f"`tokenizer` of {type(self).__name__} is deprecated. Use `processing_class` instead."
+            notes.warn(what, FutureWarning)
+            tokenizer = old.pop("tokenizer")
+            processing_class = tokenizer if processing_class is None else processing_class
+        if old:
+            raise unexpected_argument(next(iter(old)), type(self), config)
+        return processing_class
 
     @property
     def _tag_names(self) -> list[str]:

@@ -28,7 +28,6 @@ from burnish.losses.responses import AnswersObjective
 from burnish.losses.reward import RewardObjective
 from burnish.parallel.single import set_seed
 from burnish.run.references import refuse_other_vocabulary
-from burnish.trainer import notes
 from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.inspection import is_peft_model
 from burnish.trainer.notes import logger
@@ -111,7 +110,7 @@ class PreferenceTrainer(OverridableTrainer):
         peft_config: Any = None, **old: Any,
     ) -> None:  # fmt: skip
         args = own_config(self.config_class, args, model)
-        processing_class = self._take_old_names(processing_class, old)
+        processing_class = self._take_old_names(processing_class, old, self.config_class)
         if ref_model is not None and ref_model is model:
             raise ValueError(
                 "`model` and `ref_model` must be different objects. Remove `ref_model` to use a copy of the model."
@@ -151,16 +150,6 @@ class PreferenceTrainer(OverridableTrainer):
         self._inspect(args)
         if self._precomputes_reference:
             self._precompute_reference()
-
-    def _take_old_names(self, processing_class: Any, old: dict[str, Any]) -> Any:
-        name, config = type(self).__name__, self.config_class.__name__
-        if "tokenizer" in old:
-            notes.warn(f"`tokenizer` of {name} is deprecated. Use `processing_class` instead.", FutureWarning)
-            processing_class = old.pop("tokenizer") if processing_class is None else processing_class
-        for word in old:
-            where = f" Use {config}({word}=...)." if word in self.config_class.__dataclass_fields__ else ""
-            raise TypeError(f"{name}.__init__() got an unexpected keyword argument {word!r}.{where}")
-        return processing_class
 
     def _pad_token(self, args: PreferenceConfig) -> str | None:
         return args.pad_token

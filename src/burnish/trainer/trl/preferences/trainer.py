@@ -19,7 +19,7 @@ from burnish.models.reward_files import pad_of_classifier
 from burnish.trainer import notes
 from burnish.trainer.data.loaders import is_datasets_set
 from burnish.trainer.notes import logger
-from burnish.trainer.trl.base import argument
+from burnish.trainer.trl.base import argument, set_beta
 from burnish.trainer.trl.preferences.base import PreferenceTrainer
 from burnish.trainer.trl.preferences.collator import REFERENCE
 from burnish.trainer.trl.preferences.config import DPOConfig, KTOConfig, PreferenceConfig, RewardConfig
@@ -37,7 +37,7 @@ class DPOTrainer(PreferenceTrainer):
     tag = "dpo"
     _loss_methods = (*PreferenceTrainer._loss_methods, "_compute_loss")
 
-    beta = argument(DPOConfig, lambda args: args.beta)
+    beta = argument(DPOConfig, lambda args: args.beta, set_beta)
     f_divergence_type = argument(DPOConfig, lambda args: args.f_divergence_type)
     f_alpha_divergence_coef = argument(DPOConfig, lambda args: args.f_alpha_divergence_coef)
     ld_alpha = argument(DPOConfig, lambda args: args.ld_alpha)
@@ -64,7 +64,7 @@ class KTOTrainer(PreferenceTrainer):
     kind = "verdicts"
     _loss_methods = (*PreferenceTrainer._loss_methods, "_compute_loss", "_compute_kl_logps")
 
-    beta = argument(KTOConfig, lambda args: args.beta)
+    beta = argument(KTOConfig, lambda args: args.beta, set_beta)
     loss_type = argument(KTOConfig, lambda args: args.loss_type)
     calculate_KL = property(lambda self: self.objective.has_baseline)
     desirable_weight = argument(KTOConfig, lambda args: args.desirable_weight)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from burnish.loop.types import IGNORE_INDEX
 from burnish.losses.pairs import PairObjective
 from burnish.losses.preference_losses import Pairs, Side, log_odds
-from burnish.trainer.trl.base import argument
+from burnish.trainer.trl.base import argument, set_beta
 from burnish.trainer.trl.preferences.base import PreferenceTrainer
 from burnish.trainer.trl.preferences.collator import PaddedBySide
 from burnish.trainer.trl.preferences.config import CPOConfig, ORPOConfig, PreferenceConfig
@@ -48,10 +48,12 @@ class ORPOTrainer(PreferenceTrainer):
     get_batch_logps = staticmethod(get_batch_logps)
     concatenated_inputs = staticmethod(concatenated_inputs)
 
-    beta = argument(ORPOConfig, lambda args: args.beta)
+    beta = argument(ORPOConfig, lambda args: args.beta, set_beta)
     padding_value = property(lambda self: self._pad)
     pad_token_id = property(lambda self: self._pad)
     max_length = argument(ORPOConfig, lambda args: args.max_length)
+    generate_during_eval = argument(ORPOConfig, lambda args: args.generate_during_eval)
+    max_completion_length = argument(ORPOConfig, lambda args: args.max_completion_length)
     aux_loss_coef = property(lambda self: self.objective.aux_coefficient)
 
     def __init__(self, model: Any, args: object = None, *rest: Any, **kwargs: Any) -> None:

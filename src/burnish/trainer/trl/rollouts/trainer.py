@@ -71,6 +71,28 @@ from burnish.trainer.trl.sft.setup import inner_tokenizer, own_config, ready_mod
 _LONGEST = 1 << 20
 
 
+def _setting(name: str) -> Callable[[RolloutTrainer, Any], None]:
+    """Return a function that changes a sampling option, from the next generation on."""
+
+    def write(trainer: RolloutTrainer, value: Any) -> None:
+        for options in (trainer.args, trainer.objective.choices):
+            setattr(options, name, value)
+
+    return write
+
+
+def _set_beta(trainer: RolloutTrainer, value: float) -> None:
+    """Change the coefficient of the KL divergence, from the next step on."""
+    if value and not trainer.objective.needs_reference:
+        raise UserError(
+            f"`beta` was 0 when the trainer was created, so there is no reference model. Received: {value!r}.",
+            remedy=f"Set {type(trainer.args).__name__}(beta=...) to a positive number.",
+        )
+    trainer.args.beta = value
+    choices: Any = trainer.objective.choices
+    choices.rl_beta = value
+
+
 class CountPrompts(Count):
     """Counts the prompts of a step batch of the loader, or the completions of a step batch of the objective."""
 
@@ -101,13 +123,31 @@ class RolloutTrainer(OverridableTrainer):
     """Methods of ``Trainer`` that are not called by these trainers: records keep their columns."""
     _loss_methods = (*TrlTrainer._loss_methods, "_compute_loss", "_get_per_token_logps_and_entropies")
 
-    beta = argument(RolloutConfig, lambda args: args.beta)
+    beta = argument(RolloutConfig, lambda args: args.beta, _set_beta)
+    chat_template_kwargs = argument(RolloutConfig, lambda args: args.chat_template_kwargs or {})
     epsilon_low = argument(RolloutConfig, lambda args: args.epsilon)
-    max_completion_length = argument(RolloutConfig, lambda args: args.max_completion_length)
+    generation_kwargs = argument(RolloutConfig, lambda args: args.generation_kwargs or {})
+    log_completions = argument(RolloutConfig, lambda args: args.log_completions)
+    log_unique_prompts = argument(RolloutConfig, lambda args: args.log_unique_prompts)
     mask_truncated_completions = argument(RolloutConfig, lambda args: args.mask_truncated_completions)
+    max_completion_length = argument(
+        RolloutConfig, lambda args: args.max_completion_length, _setting("max_completion_length")
+    )
+    max_tool_calling_iterations = argument(RolloutConfig, lambda args: args.max_tool_calling_iterations)
+    min_p = argument(RolloutConfig, lambda args: args.min_p, _setting("min_p"))
+    num_completions_to_print = argument(RolloutConfig, lambda args: args.num_completions_to_print)
     num_generations = argument(RolloutConfig, lambda args: args.num_generations)
+    num_generations_eval = argument(RolloutConfig, lambda args: args.num_generations_eval or args.num_generations)
     num_iterations = argument(RolloutConfig, lambda args: args.num_iterations)
+    pad_to_multiple_of = argument(RolloutConfig, lambda args: args.pad_to_multiple_of)
+    repetition_penalty = argument(RolloutConfig, lambda args: args.repetition_penalty, _setting("repetition_penalty"))
+    shuffle_dataset = argument(RolloutConfig, lambda args: args.shuffle_dataset)
     temperature = argument(RolloutConfig, lambda args: args.temperature)
+    top_k = argument(RolloutConfig, lambda args: args.top_k, _setting("top_k"))
+    top_p = argument(RolloutConfig, lambda args: args.top_p, _setting("top_p"))
+    chat_template = None
+    """In TRL, another chat template for training. Here it is always that of the tokenizer."""
+    use_vllm = False
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: object = None, train_dataset: Any = None,
@@ -115,8 +155,10 @@ class RolloutTrainer(OverridableTrainer):
         callbacks: list[Any] | None = None, optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None, peft_config: Any = None, tools: list[Tool] | None = None,
         rollout_func: Callable[..., Mapping[str, Any]] | None = None, environment_factory: Any = None,
+        **old: Any,
     ) -> None:  # fmt: skip
         args = own_config(self.config_class, args, model)
+        processing_class = self._take_old_names(processing_class, old, self.config_class)
         self.environments = None if environment_factory is None else Environments(environment_factory, tools or [])
         self.tools = self.environments.every_tool() if self.environments is not None else list(tools or [])
         self.rollout_func = rollout_func
@@ -462,7 +504,8 @@ class GRPOTrainer(RolloutTrainer):
     top_entropy_quantile = argument(GRPOConfig, lambda args: args.top_entropy_quantile)
     entropy_coef = argument(GRPOConfig, lambda args: args.entropy_coef)
     use_adaptive_entropy = argument(GRPOConfig, lambda args: args.use_adaptive_entropy)
-    use_vllm = vllm_importance_sampling_correction = False
+    multi_objective_aggregation = argument(GRPOConfig, lambda args: args.multi_objective_aggregation)
+    vllm_importance_sampling_correction = False
     """Read by a script's copy of TRL's ``_compute_loss``: completions are always those of the trained model."""
 
     @property
@@ -503,3 +546,4 @@ class RLOOTrainer(RolloutTrainer):
 
     epsilon_high = argument(RLOOConfig, lambda args: args.epsilon if args.epsilon_high is None else args.epsilon_high)
     normalize_advantages = argument(RLOOConfig, lambda args: args.normalize_advantages)
+    reward_clip_range = argument(RLOOConfig, lambda args: args.reward_clip_range)

@@ -11,6 +11,7 @@ from burnish.trainer import notes
 from burnish.trainer.arguments.checks import check_numbers
 from burnish.trainer.data.loaders import is_datasets_set
 from burnish.trainer.notes import logger
+from burnish.trainer.trl.base import unexpected_argument
 from burnish.trainer.trl.sft.config import SFTConfig
 
 _OLD_ARGUMENTS = {
@@ -23,11 +24,14 @@ _OLD_ARGUMENTS = {
 _OLD_WITHOUT_EFFECT = ("dataset_batch_size", "num_of_sequences", "chars_per_token")
 
 
-def with_old_arguments(args: SFTConfig, processing_class: Any, old: dict[str, Any]) -> tuple[SFTConfig, Any]:
-    """Move earlier constructor arguments to the fields that replaced them, with one warning for all."""
+def with_old_arguments(
+    args: SFTConfig, processing_class: Any, old: dict[str, Any], kind: type
+) -> tuple[SFTConfig, Any]:
+    """Move earlier constructor arguments to the fields that replaced them, with one warning for all. Args: kind: the
+    trainer."""
     unknown = [name for name in old if name not in (*_OLD_ARGUMENTS, *_OLD_WITHOUT_EFFECT, "tokenizer")]
     if unknown:
-        raise TypeError(f"SFTTrainer.__init__() got an unexpected keyword argument {unknown[0]!r}")
+        raise unexpected_argument(unknown[0], kind, SFTConfig)
     if not old:
         return args, processing_class
     today = {name: f"use SFTConfig({_OLD_ARGUMENTS[name]}=...)" for name in old if name in _OLD_ARGUMENTS}

@@ -83,7 +83,7 @@ class SFTTrainer(TrlTrainer):
         peft_config: Any = None, formatting_func: Callable[[Any], str] | None = None, **old: Any,
     ) -> None:  # fmt: skip
         args = own_config(SFTConfig, args, model)
-        args, processing_class = with_old_arguments(args, processing_class, old)
+        args, processing_class = with_old_arguments(args, processing_class, old, type(self))
         check_sft_sets(train_dataset)
         set_seed(args.seed, args.full_determinism)  # an adapter's weights are initialized when it is attached
         model, processing_class, added = ready_model(model, args, processing_class, quantization_config)
