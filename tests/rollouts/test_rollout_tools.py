@@ -170,14 +170,24 @@ def test_tool_result_that_does_not_fit_ends_the_completion(folder):
     assert all(length <= 70 for length, _ in lengths)
 
 
-def test_template_that_rewrites_earlier_turns_is_rejected(folder):
+def test_template_that_rewrites_a_prompt_is_rejected(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tokenizer.chat_template = TEMPLATE.replace("'<|im_start|>' + m.role", "messages | length ~ '<|im_start|>' + m.role")
-    with pytest.raises(UserError, match="changes an assistant turn"):
+    with pytest.raises(UserError, match="changes a prompt when a tool result follows"):
         ToolDialogue(tokenizer, schemas([add]), {})
     tokenizer.chat_template = "{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}"
     with pytest.raises(UserError, match="unknown format for them"):
         ToolDialogue(tokenizer, schemas([add]), {})
+
+
+def test_turn_keeps_its_thought_where_the_template_drops_it(folder):
+    """Qwen3's template adds an empty thought to the last turn, and omits it when a tool result follows."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    usual = ToolDialogue(tokenizer, schemas([add]), {})
+    thought = "{%- if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    tokenizer.chat_template = TEMPLATE.replace("{%- for c in m.tool_calls", f"{thought}{{%- for c in m.tool_calls")
+    result = [{"role": "tool", "name": "add", "content": "3"}, {"role": "tool", "name": "add", "content": "4"}]
+    assert ToolDialogue(tokenizer, schemas([add]), {}).results_of(result) == usual.results_of(result)
 
 
 class Counter:

@@ -26,6 +26,7 @@ from burnish.inference.replies.reply_forms import ReplyForm, form_of_jinja, open
 from burnish.inference.types import NoiseKey
 from burnish.rollouts.completions import Completion, CompletionLimits, CompletionSource
 from burnish.rollouts.rewards.functions import RewardFunction
+from burnish.trainer.notes import logger
 from burnish.utils.forks import ending_forked_processes
 
 Tool = Callable[..., Any]
@@ -60,11 +61,12 @@ class ToolDialogue:
         variables: further arguments of the template.
 
     Raises:
-        UserError: if calls cannot be parsed, or if the template renders an earlier turn differently when others follow.
+        UserError: if calls cannot be parsed, or if the template renders a prompt differently when others follow.
     """
 
     def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> None:
         self.tokenizer, self.tools, self.variables = tokenizer, list(tools), dict(variables)
+        self._has_warned = False
         if not tokenizer.chat_template:
             raise UserError("Tools require a chat template, but the tokenizer has none.", option="tools")
         self.form: ReplyForm = form_of_jinja(JinjaFormat(tokenizer.chat_template, _Plain(), tokenizer, "own"))
@@ -87,13 +89,25 @@ class ToolDialogue:
         eos = self.tokenizer.eos_token_id
         if eos in before:
             before = before[: len(before) - before[::-1].index(eos)]
-        if ids[: len(before)] != before:
+        if ids[: len(before)] == before:
+            return ids[len(before) :]
+        # The turn is rendered differently, such as without an empty thought. The completion keeps what was generated,
+        # so only its end is needed here: the end token that is as many tokens of its kind into the conversation.
+        of_prompt = self._ids(dummy[:1], add_generation_prompt=False)
+        ends = [at for at, token in enumerate(ids) if token == eos]
+        if ids[: len(of_prompt)] != of_prompt or not 0 < before.count(eos) <= len(ends):
             what = (
-                "The chat template changes an assistant turn when a tool result follows it, so completions of several "
+                "The chat template changes a prompt when a tool result follows, so completions of several turns would "
             )
-            what += "turns would differ from what the model generated."
+            what += "differ from what the model generated."
             raise UserError(what, remedy="Use a chat template that leaves earlier turns unchanged.", option="tools")
-        return ids[len(before) :]
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "The chat template renders an assistant turn differently when a tool result follows it, for example "
+                "without its thoughts. Completions keep each turn as it was generated."
+            )
+        return ids[ends[before.count(eos) - 1] + 1 :]
 
     def message_of(self, prompt: Sequence[int], ids: Sequence[int], stops: frozenset[int]) -> dict[str, Any]:
         """Return the message of an assistant turn, with its ``tool_calls`` if any. Args: prompt: the ids before it."""
