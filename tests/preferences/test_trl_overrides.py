@@ -333,3 +333,17 @@ def test_override_in_two_processes_changes_nothing(kind, name, folder, tmp_path)
     in_two_processes(of_processes, kind, str(folder / "model"), str(tmp_path / "two"), name)
     one, two = (json.loads((tmp_path / output / "found.json").read_text()) for output in ("one", "two"))
     assert two == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer", "SFTTrainer"])
+def test_evaluation_of_the_loss_alone_does_not_ask_for_outputs(kind, folder, tmp_path):
+    """As in TRL. So an override that only returns the loss can be evaluated."""
+
+    class Mine(getattr(burnish, kind)):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch) * 0 + 7
+
+    rows = [{"text": "one two"}] * 4 if kind == "SFTTrainer" else None
+    given = {"eval_dataset": as_set(rows or (verdicts() if kind == "KTOTrainer" else pairs()))}
+    trainer = make(kind, folder / "model", tmp_path, rows, own=Mine, given=given)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(7)

@@ -98,6 +98,8 @@ class PreferenceTrainer(OverridableTrainer):
     _counter = CountPreferences
     padding_class: ClassVar[type[Padded]] = Padded
     _own_collators = (Padded, PaddedBySide)
+    _asks_for_the_loss_alone: ClassVar[bool] = False
+    """Whether an evaluation calls ``compute_loss`` without ``return_outputs`` if only the loss is needed."""
     _row_of: Callable[[Mapping[str, Any]], Row] = staticmethod(pair_row)
 
     def __init__(
@@ -363,6 +365,8 @@ class PreferenceTrainer(OverridableTrainer):
     ) -> tuple[Tensor | None, Any, Any]:
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
+            if prediction_loss_only and self._asks_for_the_loss_alone:
+                return self.compute_loss(model, inputs).detach(), None, None
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
         if prediction_loss_only:
             return loss.detach(), None, None

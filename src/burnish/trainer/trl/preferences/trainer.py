@@ -35,6 +35,7 @@ class DPOTrainer(PreferenceTrainer):
     config_class = DPOConfig
     objective_class = PairObjective
     tag = "dpo"
+    _asks_for_the_loss_alone = True
     _loss_methods = (*PreferenceTrainer._loss_methods, "_compute_loss")
 
     beta = argument(DPOConfig, lambda args: args.beta, set_beta)
@@ -61,6 +62,7 @@ class KTOTrainer(PreferenceTrainer):
     config_class = KTOConfig
     objective_class = KtoObjective
     tag = "kto"
+    _asks_for_the_loss_alone = True
     kind = "verdicts"
     _loss_methods = (*PreferenceTrainer._loss_methods, "_compute_loss", "_compute_kl_logps")
 
