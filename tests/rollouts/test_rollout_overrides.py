@@ -3,13 +3,15 @@ override that only calls the original changes nothing.
 """
 
 import math
+import shutil
 
 import pytest
 import torch
 from test_rollout_trainers import prompts, trainer_of
 from transformers import AutoTokenizer, MixtralForCausalLM
 
-from burnish import GRPOTrainer, RLOOTrainer
+from burnish import GRPOTrainer, RLOOTrainer, UserError
+from run_outputs import same_weights
 from small_run import make_model
 from tiny_models import mixtral_config
 
@@ -248,3 +250,98 @@ def test_high_entropy_mask_selects_tokens_above_quantile(threshold, expected, fo
     result = trainer.get_high_entropy_mask(entropies, mask, threshold)
     assert (result.dtype, int(result.sum()), bool(result[1, 2])) == (torch.bool, expected, False)
     assert not trainer.get_high_entropy_mask(entropies, mask * 0, threshold).any()
+
+
+# --- _generate_and_score_completions ----------------------------------------------------------------------------------
+
+
+class Passing:
+    """An override that only calls the original."""
+
+    def _generate_and_score_completions(self, inputs):
+        vars(self).setdefault("seen", []).append((inputs, self.model.training))
+        return super()._generate_and_score_completions(inputs)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_iterations": 2, "steps_per_generation": 4, "max_steps": 4, "beta": 0.1}])
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_override_of_generation_receives_records_and_changes_nothing(kind, options, folder, tmp_path):
+    mine, logs, evaluated = run(folder, tmp_path / "mine", type("Mine", (Passing, kind), {}), **options)
+    _, expected, expected_evaluated = run(folder, tmp_path / "usual", kind, **options)
+    for log, other in zip(logs, expected, strict=True):
+        assert log.keys() == other.keys()
+        for value in ("loss", "grad_norm", "entropy"):
+            assert log[value] == pytest.approx(other[value], rel=1e-4, abs=1e-6), value
+    assert evaluated == {n: pytest.approx(v, rel=1e-4, abs=1e-6) for n, v in expected_evaluated.items()}
+    (records, is_training), (_, is_training_in_evaluation) = mine.seen[0], mine.seen[-1]
+    assert records[0] == records[1] != records[2]
+    assert records[0].keys() == {"prompt", "answer"}
+    assert is_training
+    assert not is_training_in_evaluation
+
+
+def test_values_of_an_override_reach_the_loss(folder, tmp_path):
+    """Completions of a script, with an advantage for each token and a tensor of its own."""
+
+    class Mine(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            count, shape = len(inputs), (len(inputs), 3)
+            mask = torch.ones(shape, dtype=torch.long)
+            mask[0, 2] = 0
+            advantages = torch.linspace(-1, 1, count)
+            if per_token:
+                advantages = advantages[:, None].expand(shape).clone()
+            self._metrics["train"]["script/count"].append(count)
+            return {"prompt_ids": torch.full((count, 2), 5), "prompt_mask": torch.ones(count, 2, dtype=torch.long),
+                    "completion_ids": torch.arange(count * 3).view(shape) % 20 + 3, "completion_mask": mask,
+                    "advantages": advantages, "number": torch.arange(count), "ignored": None}  # fmt: skip
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            numbers.extend(inputs["number"].tolist())
+            assert (inputs["completion_ids"][:, 0] == inputs["number"] * 3 % 20 + 3).all()
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    numbers, found = [], {}
+    for per_token in (False, True):
+        numbers.clear()
+        _, logs, _ = run(folder, tmp_path / str(per_token), Mine, loss_type="dr_grpo")
+        found[per_token] = [(log["loss"], log["grad_norm"]) for log in logs]
+        assert sorted(numbers[:8]) == list(range(8))
+        assert [log["script/count"] for log in logs] == [8, 8]
+        assert all(log["grad_norm"] > 0 for log in logs)
+    assert found[True] == [pytest.approx(pair, rel=1e-5) for pair in found[False]]
+
+
+def test_resume_inside_a_generation_keeps_values_of_an_override(folder, tmp_path):
+    class Mine(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            return {**output, "doubled": output["advantages"] * 2}
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            inputs["advantages"] = inputs["doubled"]
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    options = {"num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    whole, other = tmp_path / "whole", tmp_path / "other"
+    trainer_of(folder, Mine, output_dir=str(whole), **options).train()
+    other.mkdir()
+    shutil.copytree(whole / "checkpoint-1", other / "checkpoint-1")
+    trainer_of(folder, Mine, output_dir=str(other), **options).train(resume_from_checkpoint=True)
+    assert same_weights(whole / "checkpoint-4", other / "checkpoint-4")
+
+
+def test_generation_that_the_loss_cannot_use_is_refused(folder):
+    class Changing(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            return super()._generate_and_score_completions([{**one, "prompt": "other"} for one in inputs])
+
+    class Incomplete(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            return {name: output[name] for name in ("prompt_ids", "completion_ids")}
+
+    with pytest.raises(UserError, match="must pass on its inputs unchanged"):
+        trainer_of(folder, Changing).train()
+    with pytest.raises(UserError, match="Missing: prompt_mask, completion_mask, advantages"):
+        trainer_of(folder, Incomplete).train()

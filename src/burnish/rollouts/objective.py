@@ -241,7 +241,20 @@ class RolloutObjective(AnswersObjective):
         step: int,
         more: Iterator[StepBatch] | None = None,
     ) -> Sequence[StepBatch]:
-        generation, drops = step // self.inner_steps, self.choices.drop_zero_variance_groups
+        used, numbers, source = self.generation(module, step_batch, parallel, step, more)
+        return self._step_batches(used, numbers, source, step // self.inner_steps, parallel)
+
+    def generation(
+        self,
+        module: nn.Module,
+        step_batch: StepBatch,
+        parallel: Parallel,
+        step: int,
+        more: Iterator[StepBatch] | None = None,
+    ) -> tuple[list[Scored], dict[str, Counted], StepBatch]:
+        """Return the completions of all ranks that are trained, with their advantages; values for the log; and the
+        step batch of prompts. Collective. The arguments are those of ``rollout``."""
+        drops = self.choices.drop_zero_variance_groups
         drawn = self._draw(module, step_batch, parallel, step)
         metrics = self.set_advantages(drawn.samples)
         num_samples, batches = len(drawn.samples), 1
@@ -262,13 +275,12 @@ class RolloutObjective(AnswersObjective):
         metrics |= {f"time/{name}": value for name, value in drawn.seconds.items()}
         self.times.generating_s += sum(drawn.seconds.values())
         if self.on_generation is not None and parallel.rank == 0:
-            self.on_generation(every, names, step + 1, generation)
+            self.on_generation(every, names, step + 1, step // self.inner_steps)
         used = every
         if drops in ("drop", "refill"):
             used = compared(every)
             metrics["frac_groups_dropped"] = 1 - len(used) / max(len(every), 1)
-        numbers = with_counts(metrics, every, names, self.count())
-        return self._step_batches(used[:num_samples], numbers, step_batch, generation, parallel)
+        return used[:num_samples], with_counts(metrics, every, names, self.count()), step_batch
 
     def _draw(self, module: nn.Module, step_batch: StepBatch, parallel: Parallel, step: int) -> _Drawn:
         """Generate the completions of a step batch of prompts on all ranks, with rewards and log-probabilities.
@@ -429,7 +441,19 @@ class RolloutObjective(AnswersObjective):
     ) -> Iterator[tuple[dict[str, Tensor], Batch]]:
         """Generate completions of the prompts of the dataset, with the same noise each time. Yields packs of samples,
         each with its prepared micro-batch."""
-        rows = [row for batch in batches for row in real_rows(batch)]
+        every, numbers = self.evaluation(module, [row for batch in batches for row in real_rows(batch)], parallel)
+        size, columns = self.choices.per_device_train_batch_size, columns_of(every)
+        steps = partitioned(every, range(len(every)), 1, size, parallel.rank, parallel.world_size)
+        for number, part in enumerate(steps[0]):
+            batch: Batch = {"pack": packed(part, columns), "metrics": numbers if number == 0 else {}}
+            for prepared in self.prepare_step(module, [batch], parallel):
+                yield batch["pack"], prepared
+
+    def evaluation(
+        self, module: nn.Module, rows: Sequence[Row], parallel: Parallel
+    ) -> tuple[list[Scored], dict[str, Counted]]:
+        """Return the completions of the prompts of all ranks, with their advantages, and values for the log.
+        Collective."""
         count = self.count(is_eval=True)
         generator = self.generator(module, parallel)
         key = NoiseKey(self.choices.seed, EVALUATION)
@@ -439,13 +463,7 @@ class RolloutObjective(AnswersObjective):
         every = sorted((sample for samples, _ in found for sample in samples), key=lambda s: (s.row, s.number))
         metrics = self.set_advantages(every, is_eval=True) | metrics_of([logged for _, logged in found])
         metrics |= length_metrics(every) | pass_at_k(every, count)
-        numbers = with_counts(metrics, every, table.names, count)
-        size, columns = self.choices.per_device_train_batch_size, columns_of(every)
-        steps = partitioned(every, range(len(every)), 1, size, parallel.rank, parallel.world_size)
-        for number, part in enumerate(steps[0]):
-            batch: Batch = {"pack": packed(part, columns), "metrics": numbers if number == 0 else {}}
-            for prepared in self.prepare_step(module, [batch], parallel):
-                yield batch["pack"], prepared
+        return every, with_counts(metrics, every, table.names, count)
 
 
 @OBJECTIVES.register("rloo", reads=(RolloutOptions, ReferenceOptions, GenerationOptions, "disable_dropout"))

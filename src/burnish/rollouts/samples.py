@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from torch import Tensor
 from burnish.loop.types import IGNORE_INDEX, Batch, Row, StepBatch
 from burnish.losses.base import Collate
 from burnish.losses.sequence_logps import collate_sequences
+
+Item = TypeVar("Item")
 
 PLACE = "completion_place"
 """Column of a row with a value per token: its index among the completion tokens of the pack."""
@@ -107,12 +109,16 @@ def unpacked(pack: dict[str, Tensor]) -> list[Scored]:
 
 
 def step_batch_of(
-    source: StepBatch, micro_batches: Sequence[Sequence[Scored]], columns: Sequence[str], metrics: dict[str, Any]
+    source: StepBatch,
+    micro_batches: Sequence[Sequence[Scored]],
+    columns: Sequence[str] | None,
+    metrics: dict[str, Any],
 ) -> StepBatch:
     """Return a step batch of completions.
 
     Args:
-        source: has epoch, cursor and items. columns: names of values per token. metrics: values for the log.
+        source: has epoch, cursor and items. columns: names of values per token, as in ``packed``. metrics: values for
+            the log.
     """
     batches: list[Batch] = [{"pack": packed(part, columns)} for part in micro_batches]
     batches[0]["metrics"] = metrics
@@ -157,17 +163,17 @@ def collated(collate: Collate, pack: dict[str, Tensor]) -> Batch:
 
 
 def partitioned(
-    samples: Sequence[Scored],
+    samples: Sequence[Item],
     order: Sequence[int],
     num_steps: int,
     micro_batch: int,
     rank: int,
     world_size: int,
-) -> list[list[list[Scored]]]:
+) -> list[list[list[Item]]]:
     """Return the micro-batches of this rank for each step.
 
     Args:
-        samples: samples of all ranks; completions of a prompt are adjacent.
+        samples: samples of all ranks, or their places; completions of a prompt are adjacent.
         order: permutation of their indices, which determines the samples of each step. Within a step, completions of a
             prompt are adjacent again, so that their prompt is computed once.
 

@@ -31,7 +31,7 @@ from burnish.losses.rollouts.options import CLIPPED, RolloutLossOptions
 BATCH_KEYS = frozenset(
     {
         "advantages", "token_mask", "token_weights", "old_logps", "ref_logps", "sampler_logps", "entropy_mask",
-        "entropy_scale", "logp_gradients",
+        "entropy_scale", "logp_gradients", "token_advantages",
     }
 )  # fmt: skip
 """Keys of a batch that the loss reads, besides ``owner`` and ``items``; they are not passed to the model.
@@ -41,6 +41,7 @@ BATCH_KEYS = frozenset(
 - ``advantages``: (S,).
 - ``token_mask``: (N,) 1 for a trained token, 0 for one of a tool result or of a masked truncated completion.
 - ``token_weights``: (N,) ``RolloutLoss.token_weights``.
+- ``token_advantages``: (N,) advantages of the tokens, of a script; default: those of their completions.
 - ``old_logps``: (N,) in nats, at the weights that sampled the completions; absent if those are the current weights.
 - ``ref_logps``: (N,) in nats, of the reference model, if β is not 0.
 - ``sampler_logps``: (N,) in nats, under the sampling distribution, for the off-policy mask; default: ``old_logps``.
@@ -66,7 +67,7 @@ class _Tokens(NamedTuple):
     logps: Tensor
     log_ratio: Tensor  # ℓ
     ratio: Tensor  # q, of the token or of its completion
-    advantage: Tensor  # of the token's completion
+    advantage: Tensor  # of the token, usually that of its completion
     mask: Tensor
     owner: Tensor
     lengths: Tensor  # Σ m of each completion
@@ -202,7 +203,8 @@ class RolloutLoss:
         if self.is_per_completion:
             sums = _sums(log_ratio * mask, owner, len(advantages))
             log_weight = (sums if self.name == "rloo" else sums / lengths.clamp(min=1))[owner]
-        return _Tokens(logps, log_ratio, log_weight.exp(), advantages[owner], mask, owner, lengths, advantages)
+        advantage = batch["token_advantages"].to(logps.dtype) if "token_advantages" in batch else advantages[owner]
+        return _Tokens(logps, log_ratio, log_weight.exp(), advantage, mask, owner, lengths, advantages)
 
     def _policy_loss(self, tokens: _Tokens, metrics: dict[str, Metric]) -> Tensor:
         """Return (N,) the loss of each token."""

@@ -10,19 +10,23 @@ override. So an override that only calls the original method changes nothing.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from burnish.config.errors import UserError
+from burnish.inference.types import SHUFFLE
+from burnish.kernels.philox import permutation
 from burnish.kernels.token_logps import LogpRules, plain_token_logps
 from burnish.loop.protocols import Parallel
-from burnish.loop.types import Batch, Loss, StepBatch
+from burnish.loop.types import Batch, Loss, Row, StepBatch
 from burnish.rollouts.objective import RolloutObjective
-from burnish.rollouts.samples import Scored, collated, packed, unpacked
+from burnish.rollouts.samples import Scored, collated, packed, partitioned, real_rows, step_batch_of, unpacked
 from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.trl.preferences.scripted import PaddedObjective, ScriptedBatch
 
@@ -30,6 +34,10 @@ _NUMBERS = {
     "old_logps": "old_per_token_logps", "ref_logps": "ref_per_token_logps", "sampler_logps": "sampling_per_token_logps",
 }  # fmt: skip
 """Values per token of a sample -> TRL's key of a padded batch."""
+
+
+_NEEDED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
+"""Keys that the loss reads of every batch of completions."""
 
 
 class RolloutBatch(ScriptedBatch):
@@ -102,7 +110,13 @@ def samples_of(batch: Mapping[str, Any], sizes: Sequence[int] | None) -> list[Sc
         }
         prompt = batch["prompt_ids"][at][batch["prompt_mask"][at] != 0].tolist()
         ids, counted = batch["completion_ids"][at, :size].tolist(), mask[at, :size].int().tolist()
-        advantage = float(batch["advantages"][at])
+        if "old_logps" in batch:  # of RLOO: a sum, of which the loss sees nothing but the sum
+            share = float(batch["old_logps"][at]) / max(sum(counted), 1)
+            numbers["old_logps"] = [share * value for value in counted]
+        given = batch["advantages"][at]
+        if given.ndim:  # one of each token
+            numbers["token_advantages"] = given[:size].tolist()
+        advantage = float(given[:size].mean() if given.ndim else given)
         samples.append(Scored(0, 0, "", prompt, ids, counted, True, advantage=advantage, **numbers))
     return samples
 
@@ -114,6 +128,8 @@ class ScriptedRollouts(PaddedObjective):
         pad: id of the padding token.
         token_values: (model, padded batch) -> (S, T) log-probabilities and entropies, and () the router's loss or
             None, of a script. None: the objective's module computes them.
+        generate: a script's method that takes the record of each completion and returns TRL's padded batch. None: the
+            objective generates.
     """
 
     objective: RolloutObjective
@@ -121,9 +137,11 @@ class ScriptedRollouts(PaddedObjective):
     def __init__(
         self, objective: RolloutObjective, over: Callable[[nn.Module], nn.Module], pad: int, parallel: Parallel,
         token_values: Callable[[nn.Module, Mapping[str, Any]], tuple[Tensor, Tensor | None, Tensor | None]] | None,
+        generate: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(objective, over, parallel)
-        self.pad, self.token_values = pad, token_values
+        self.pad, self.token_values, self.generate = pad, token_values, generate
+        self._request: _Request | None = None
         objective.keeps_old_logps = objective.leaves_one_out
         self._prepared: list[RolloutBatch] = []  # of the step's micro-batches, those whose loss was not computed yet
 
@@ -145,7 +163,66 @@ class ScriptedRollouts(PaddedObjective):
         self, module: nn.Module, step_batch: StepBatch, parallel: Parallel, step: int,
         more: Iterator[StepBatch] | None = None,
     ) -> Sequence[StepBatch]:  # fmt: skip
-        return self.objective.rollout(self.over(module), step_batch, parallel, step, more)
+        if self.generate is None:
+            return self.objective.rollout(self.over(module), step_batch, parallel, step, more)
+        rows = [row for batch in step_batch.batches for row in real_rows(batch)]
+        module.train()
+        request = self._request = _Request(
+            rows,
+            self.objective.count(),
+            lambda: self.objective.generation(self.over(module), step_batch, parallel, step, more),
+        )
+        values = self._of_script(request)
+        size, num_steps = self.objective.choices.per_device_train_batch_size, self.objective.steps_per_pass
+        found, generation = [], step // self.inner_steps
+        for _ in range(self.inner_steps // num_steps):
+            order = permutation(num_rows(values), (self.objective.choices.seed, SHUFFLE), generation)
+            steps = partitioned(request.places(num_rows(values)), order, num_steps, size, 0, 1)
+            found += [self._step_batch(step_batch, values, parts) for parts in steps]
+        found[0].batches[0]["metrics"] = request.metrics
+        return found
+
+    # --- completions of a script ---
+
+    def _of_script(self, request: _Request) -> dict[str, Any]:
+        """The padded batch of a script, without what is not there."""
+        assert self.generate is not None
+        self._request = request
+        values = self.generate(request.records())
+        missing = [name for name in _NEEDED if not isinstance(values.get(name), Tensor)]
+        if missing:
+            what = f"_generate_and_score_completions must return the tensors {', '.join(_NEEDED)}. Missing: "
+            raise UserError(f"{what}{', '.join(missing)}.")
+        return {name: value for name, value in values.items() if value is not None and name != "num_items_in_batch"}
+
+    def generated(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """The objective's completions of the records that a script passes on, as TRL's padded batch.
+
+        Raises:
+            UserError: if the script has changed the records.
+        """
+        request = self._request
+        assert request is not None, "the method is called by the training and by an evaluation"
+        if inputs != request.records():
+            what = "_generate_and_score_completions must pass on its inputs unchanged. Received: other records."
+            raise UserError(what, remedy="Change the dataset, or generate the completions with rollout_func.")
+        samples, request.metrics, *_ = request.score()
+        of_row: dict[int, list[Scored]] = {}
+        for sample in samples:
+            of_row.setdefault(sample.row, []).append(sample)
+        own = [sample for row in request.rows for sample in of_row.get(row["row"], [])]
+        values: dict[str, Any] = padded_batch(own, self.pad, self.objective.leaves_one_out)
+        if not self.objective.leaves_one_out:
+            values["num_items_in_batch"] = (values["completion_mask"] * values.get("tool_mask", 1)).sum()
+        return dict(self.parallel.to_device(values))
+
+    def _step_batch(self, source: StepBatch, values: Mapping[str, Any], parts: Sequence[Sequence[int]]) -> StepBatch:
+        """A step batch of completions of a script's batch. Args: parts: their places, of each micro-batch."""
+        of_parts = [{name: taken(value, part) for name, value in values.items()} for part in parts]
+        found = step_batch_of(source, [samples_of(each, None) for each in of_parts], None, {})
+        for batch, each in zip(found.batches, of_parts, strict=True):
+            batch["script"] = each
+        return found
 
     # --- padded batches ---
 
@@ -154,19 +231,41 @@ class ScriptedRollouts(PaddedObjective):
         items = parallel.sum(torch.stack([self.objective.num_items(batch) for batch in prepared]).sum())
         # Of a generation, as in TRL, where a loss divides it by the number of steps that it is trained on.
         items = items * self.objective.steps_per_pass
-        found = [self._padded(batch["pack"], ready, items) for batch, ready in zip(batches, prepared, strict=True)]
+        found = [self._padded(batch, ready, items) for batch, ready in zip(batches, prepared, strict=True)]
         self._prepared = [*found]
         return found
 
     def iter_eval(self, module: nn.Module, batches: Iterable[Batch], parallel: Parallel) -> Iterator[Batch]:
-        for pack, ready in self.objective.iter_packs(self.over(module), batches, parallel):
-            batch = self._padded(pack, ready, self.objective.num_items(ready) * parallel.world_size)
+        for source, ready in self._evaluated(module, batches, parallel):
+            batch = self._padded(source, ready, self.objective.num_items(ready) * parallel.world_size)
             self._prepared = [batch]
             yield batch
 
-    def _padded(self, pack: Any, ready: Batch, items: Tensor) -> RolloutBatch:
-        samples = unpacked(pack)
-        values = padded_batch(samples, self.pad, self.objective.leaves_one_out)
+    def _evaluated(
+        self, module: nn.Module, batches: Iterable[Batch], parallel: Parallel
+    ) -> Iterator[tuple[Batch, Batch]]:
+        if self.generate is None:
+            for pack, ready in self.objective.iter_packs(self.over(module), batches, parallel):
+                yield {"pack": pack}, ready
+            return
+        rows = [row for batch in batches for row in real_rows(batch)]
+        request = _Request(
+            rows,
+            self.objective.count(is_eval=True),
+            lambda: self.objective.evaluation(self.over(module), rows, parallel),
+        )
+        values, size = self._of_script(request), self.objective.choices.per_device_train_batch_size
+        (parts,) = partitioned(request.places(num_rows(values)), range(num_rows(values)), 1, size, 0, 1)
+        of_all = self._step_batch(StepBatch([], None, 0.0), values, parts)
+        of_all.batches[0]["metrics"] = request.metrics
+        for batch in of_all.batches:
+            for ready in self.objective.prepare_step(self.over(module), [self.parallel.to_device(batch)], parallel):
+                yield batch, ready
+
+    def _padded(self, batch: Batch, ready: Batch, items: Tensor) -> RolloutBatch:
+        samples = unpacked(batch["pack"])
+        values = batch.get("script") or padded_batch(samples, self.pad, self.objective.leaves_one_out)
+        values = dict(values)
         if not self.objective.leaves_one_out:
             values["num_items_in_batch"] = items
         return RolloutBatch.of(self.parallel.to_device(values), ready, [len(sample.ids) for sample in samples])
@@ -183,10 +282,6 @@ class ScriptedRollouts(PaddedObjective):
             collated(self.objective.collate_samples, packed(samples_of(batch, sizes)))
         )
         loss, owner, count = self.objective.token_loss, known_batch["owner"], len(known_batch["items"])
-        if "old_logps" in batch:  # of RLOO: sums over completions, of which the loss sees nothing but the sums
-            mask = known_batch["token_mask"].float()
-            lengths = mask.new_zeros(count).index_add(0, owner, mask).clamp(min=1)
-            known_batch["old_logps"] = (batch["old_logps"].to(mask) / lengths)[owner] * mask
         known_batch["token_weights"] = loss.token_weights(known_batch["token_mask"], owner, count)
         if loss.has_bonus:
             known_batch["entropy_scale"] = known.get(
@@ -211,6 +306,43 @@ class ScriptedRollouts(PaddedObjective):
         at = (ready["owner"], place_in_completion(ready))
         entropy = torch.zeros_like(logps) if entropies is None else entropies
         return self.objective.loss_of_tokens(logps[at], entropy[at], aux, ready, module.training)
+
+
+@dataclass
+class _Request:
+    """The records of a call of a script's ``_generate_and_score_completions``.
+
+    Args:
+        rows: prompts of this rank. count: completions of each.
+        score: generates completions of all ranks. Returns them, and values for the log.
+    """
+
+    rows: Sequence[Row]
+    count: int
+    score: Callable[[], tuple[Any, ...]]
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    def records(self) -> list[dict[str, Any]]:
+        """The record of each completion, with its prompt."""
+        found = [json.loads(row["record"]) for row in self.rows for _ in range(self.count)]
+        return [{"prompt": one["prompt"], **one["columns"]} for one in found]
+
+    def places(self, count: int) -> list[int]:
+        """Return the places of ``count`` completions, ordered by their prompts as without an override."""
+        numbers = [row["row"] for row in self.rows for _ in range(self.count)]
+        return sorted(range(count), key=numbers.__getitem__) if count == len(numbers) else [*range(count)]
+
+
+def num_rows(values: Mapping[str, Any]) -> int:
+    """The number of completions of a padded batch."""
+    return len(values["completion_ids"])
+
+
+def taken(value: Any, places: Sequence[int]) -> Any:
+    """The values of the completions at some places; a scalar is that of all."""
+    if isinstance(value, Tensor):
+        return value[list(places)] if value.ndim else value
+    return [value[at] for at in places] if isinstance(value, list) else value
 
 
 def place_in_completion(ready: Batch) -> Tensor:

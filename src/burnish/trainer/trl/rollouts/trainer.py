@@ -121,7 +121,8 @@ class RolloutTrainer(OverridableTrainer):
     _counter = CountPrompts
     _uncalled = frozenset({"_remove_unused_columns"})
     """Methods of ``Trainer`` that are not called by these trainers: records keep their columns."""
-    _loss_methods = (*TrlTrainer._loss_methods, "_compute_loss", "_get_per_token_logps_and_entropies")
+    _loss_methods = (*TrlTrainer._loss_methods, "_compute_loss", "_get_per_token_logps_and_entropies",
+                     "_generate_and_score_completions")  # fmt: skip
 
     beta = argument(RolloutConfig, lambda args: args.beta, _set_beta)
     chat_template_kwargs = argument(RolloutConfig, lambda args: args.chat_template_kwargs or {})
@@ -323,7 +324,22 @@ class RolloutTrainer(OverridableTrainer):
     def _scripted(self) -> ScriptedRollouts:
         self._warn_of_overrides()
         own = self._token_values if self._overrides("_get_per_token_logps_and_entropies") else None
-        return ScriptedRollouts(self.objective, self._over, self._pad, self._parallel, own)
+        generates = self._overrides("_generate_and_score_completions")
+        generate = self._generate_and_score_completions if generates else None
+        return ScriptedRollouts(self.objective, self._over, self._pad, self._parallel, own, generate)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Generate and score the completions of a generation batch of this rank. May be overridden.
+
+        Args:
+            inputs: the record of each completion, with its prompt. An override passes them on unchanged.
+
+        Returns:
+            TRL's padded batch: ``prompt_ids``, ``completion_ids``, their masks, ``advantages`` (one per completion; an
+            override may return one per token), and log-probabilities. Further tensors of an override with a value per
+            completion are passed to its other methods.
+        """
+        return self._scripted.generated(inputs)
 
     def _token_values(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Values of the tokens of a padded batch from a script's ``_get_per_token_logps_and_entropies``."""
