@@ -60,7 +60,7 @@ REASONS = {
     "Only causal language models are supported.": ("_shift_right",),
     "`generate_during_eval` is not supported. Use `burnish predict`.": ("generate_from_model",),
     "`burnish/rollouts` generates completions; pass `rollout_func` to replace it.": (
-        "_generate", "_generate_and_score_completions", "_generate_single_turn", "_tokenize_prompts",
+        "_generate", "_generate_single_turn", "_tokenize_prompts",
         "_tool_call_loop", "_get_tool_suffix_ids",
     ),
     "The loss is `burnish/losses/rollouts`. `_compute_loss` is called.": (

@@ -341,6 +341,12 @@ def test_generation_that_the_loss_cannot_use_is_refused(folder):
             output = super()._generate_and_score_completions(inputs)
             return {name: output[name] for name in ("prompt_ids", "completion_ids")}
 
+    class Empty(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            super()._generate_and_score_completions(inputs)
+
+    with pytest.raises(UserError, match="must return a dict of tensors. Received: NoneType"):
+        trainer_of(folder, Empty).train()
     with pytest.raises(UserError, match="must pass on its inputs unchanged"):
         trainer_of(folder, Changing).train()
     with pytest.raises(UserError, match="Missing: prompt_mask, completion_mask, advantages"):

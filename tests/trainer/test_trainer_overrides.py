@@ -679,3 +679,16 @@ def test_under_autocast_a_script_reads_float32_outputs(through, tmp_path):
     trainer.evaluate()
     assert set(seen) == {torch.float32}
     assert not trainer.model._forward_hooks
+
+
+def test_gradients_sync_in_the_last_micro_batch_of_a_step(tmp_path):
+    seen = []
+
+    class Mine(Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            seen.append((self.accelerator.sync_gradients, self.accelerator.gradient_state.sync_gradients))
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    trainer = trained(tmp_path, Mine, gradient_accumulation_steps=3, max_steps=2)
+    assert seen == [(False, False), (False, False), (True, True)] * 2
+    assert trainer.accelerator.sync_gradients

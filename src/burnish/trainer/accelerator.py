@@ -47,7 +47,7 @@ class ParallelAccelerator:
         self.step_scheduler_with_optimizer = True
         self.non_blocking, self.use_stateful_dataloader = False, False
         self._is_triggered = False
-        self.sync_gradients = True
+        self.sync_gradients = True  # false in the micro-batches of a step before the last one
         # For scripts that read these attributes. burnish itself divides rows between processes and accumulates
         # gradients. As in transformers, a step of accelerate is a micro-batch.
         config = AcceleratorConfig() if config is None else config
@@ -57,6 +57,10 @@ class ParallelAccelerator:
         self.gradient_state = SimpleNamespace(
             end_of_dataloader=False, remainder=-1, sync_gradients=True, plugin_kwargs=accumulation
         )
+
+    def begin_micro_batch(self, is_last: bool) -> None:
+        """Set ``sync_gradients`` for the next micro-batch. Args: is_last: whether it is the last one of its step."""
+        self.sync_gradients = self.gradient_state.sync_gradients = is_last
 
     device = property(lambda self: self.parallel.device)
     num_processes = property(lambda self: self.parallel.world_size)

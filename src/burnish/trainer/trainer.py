@@ -305,6 +305,7 @@ class TrainerLoop(Loop):
     def microstep(self, batch: Batch, num_items: Tensor, is_last: bool) -> Loss:
         """The loop's microstep, or ``training_step`` (a mean) if a script computes the loss."""
         trainer = self.trainer
+        trainer.accelerator.begin_micro_batch(is_last)
         if not isinstance(batch, PaddingBatch):
             trainer.current_flos += float(trainer.floating_point_ops(batch))
         with explain_index_errors(trainer.model, batch):

@@ -192,7 +192,8 @@ class ScriptedRollouts(PaddedObjective):
         missing = [name for name in _NEEDED if not isinstance(values.get(name), Tensor)]
         if missing:
             what = f"_generate_and_score_completions must return the tensors {', '.join(_NEEDED)}. Missing: "
-            raise UserError(f"{what}{', '.join(missing)}.")
+            remedy = "Return them, or change the result of the original method."
+            raise UserError(f"{what}{', '.join(missing)}.", remedy=remedy)
         return {name: value for name, value in values.items() if value is not None and name != "num_items_in_batch"}
 
     def generated(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -325,8 +325,15 @@ class RolloutTrainer(OverridableTrainer):
         self._warn_of_overrides()
         own = self._token_values if self._overrides("_get_per_token_logps_and_entropies") else None
         generates = self._overrides("_generate_and_score_completions")
-        generate = self._generate_and_score_completions if generates else None
+        generate = self._generated_by_script if generates else None
         return ScriptedRollouts(self.objective, self._over, self._pad, self._parallel, own, generate)
+
+    def _generated_by_script(self, inputs: list[dict[str, Any]]) -> Mapping[str, Any]:
+        output = self._generate_and_score_completions(inputs)
+        if not isinstance(output, Mapping):
+            what = f"_generate_and_score_completions must return a dict of tensors. Received: {type(output).__name__}."
+            raise UserError(what, remedy="Return the result of the original method, with your changes.")
+        return output
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Generate and score the completions of a generation batch of this rank. May be overridden.
