@@ -345,7 +345,7 @@ def test_generation_that_the_loss_cannot_use_is_refused(folder):
         def _generate_and_score_completions(self, inputs):
             super()._generate_and_score_completions(inputs)
 
-    with pytest.raises(UserError, match="must return a dict of tensors. Received: NoneType"):
+    with pytest.raises(UserError, match="must return a dict of tensors"):
         trainer_of(folder, Empty).train()
     with pytest.raises(UserError, match="must pass on its inputs unchanged"):
         trainer_of(folder, Changing).train()

@@ -329,7 +329,7 @@ class RolloutTrainer(OverridableTrainer):
         return ScriptedRollouts(self.objective, self._over, self._pad, self._parallel, own, generate)
 
     def _generated_by_script(self, inputs: list[dict[str, Any]]) -> Mapping[str, Any]:
-        output = self._generate_and_score_completions(inputs)
+        output: Any = self._generate_and_score_completions(inputs)
         if not isinstance(output, Mapping):
             what = f"_generate_and_score_completions must return a dict of tensors. Received: {type(output).__name__}."
             raise UserError(what, remedy="Return the result of the original method, with your changes.")
