@@ -161,6 +161,20 @@ def test_tokenizer_is_the_earlier_name_of_processing_class(folder):
         assert trainer.tokenizer is trainer.processing_class is tokenizer
 
 
+def test_script_can_generate_with_the_options_of_the_trainer(folder):
+    trainer = trainer_of(folder, top_k=5, top_p=0.8)
+    config = trainer.generation_config
+    assert (config.max_new_tokens, config.top_k, config.top_p, config.do_sample) == (6, 5, 0.8, True)
+    ids = torch.tensor([[5, 6]])
+    assert trainer.model.generate(ids, generation_config=config).shape[1] <= 8
+    trainer.top_k = 3
+    assert trainer.generation_config.top_k == 3
+    trainer.train()
+    trainer.generation_config.temperature = 0.5
+    with pytest.raises(UserError, match=r"Changes of trainer.generation_config have no effect. Received: temperature"):
+        trainer.train()
+
+
 def test_attributes_that_cannot_change_are_refused(folder):
     trainer = trainer_of(folder)
     with pytest.raises(UserError, match=r"`num_generations` of a trainer cannot be changed. Current: 4. Received: 2"):

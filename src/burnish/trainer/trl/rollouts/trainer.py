@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 from transformers.trainer_utils import EvalLoopOutput
 
 from burnish.config.errors import UserError
@@ -77,6 +78,7 @@ def _setting(name: str) -> Callable[[RolloutTrainer, Any], None]:
     def write(trainer: RolloutTrainer, value: Any) -> None:
         for options in (trainer.args, trainer.objective.choices):
             setattr(options, name, value)
+        vars(trainer).pop("generation_config", None)
 
     return write
 
@@ -192,6 +194,28 @@ class RolloutTrainer(OverridableTrainer):
             for note in self.objective.inspect(self._prompts, self.objective.rows_per_rank):
                 logger.warning(note)
 
+    @cached_property
+    def generation_config(self) -> GenerationConfig:
+        """The sampling options, for a script that calls ``model.generate``. burnish's own generation reads the
+        attributes of the trainer instead, so a change of this object is refused."""
+        args, tokenizer = self.args, self._tokenizer
+        return GenerationConfig(
+            max_new_tokens=args.max_completion_length, do_sample=True, temperature=args.temperature, top_p=args.top_p,
+            top_k=args.top_k, min_p=args.min_p, repetition_penalty=args.repetition_penalty, pad_token_id=self._pad,
+            bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(self.objective.template.stop_token_ids()),
+        )  # fmt: skip
+
+    def _refuse_changed_generation_config(self) -> None:
+        given = vars(self).pop("generation_config", None)
+        if given is None:
+            return
+        now, usual = given.to_dict(), self.generation_config.to_dict()
+        if changed := sorted(name for name in now if now[name] != usual.get(name)):
+            what = f"Changes of trainer.generation_config have no effect. Received: {changed[0]}={now[changed[0]]!r}."
+            names = "top_p, top_k, min_p, repetition_penalty and max_completion_length"
+            raise UserError(what, remedy=f"Set an attribute of the trainer ({names}), or an argument of its config.")
+        self.generation_config = given
+
     # --- rewards ------------------------------------------------------------------------------------------------------
 
     @property
@@ -225,6 +249,7 @@ class RolloutTrainer(OverridableTrainer):
         completion_ids: Sequence[Sequence[int]], columns: Mapping[str, Sequence[Any]], **request: Any,
     ) -> RewardTable:  # fmt: skip
         """Return the rewards of this rank's completions, using the method that a script may override."""
+        self._refuse_changed_generation_config()
         inputs = [
             {"prompt": prompt, **{name: values[at] for name, values in columns.items()}}
             for at, prompt in enumerate(prompts)
