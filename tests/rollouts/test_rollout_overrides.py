@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from test_rollout_trainers import prompts, trainer_of
+from torch.utils.data import Sampler, SequentialSampler
 from transformers import AutoTokenizer, MixtralForCausalLM
 
 from burnish import GRPOTrainer, RLOOTrainer, UserError
@@ -250,6 +251,42 @@ def test_high_entropy_mask_selects_tokens_above_quantile(threshold, expected, fo
     result = trainer.get_high_entropy_mask(entropies, mask, threshold)
     assert (result.dtype, int(result.sum()), bool(result[1, 2])) == (torch.bool, expected, False)
     assert not trainer.get_high_entropy_mask(entropies, mask * 0, threshold).any()
+
+
+class Repeating(Sampler):
+    """A sampler as in TRL: each prompt for each of its completions, each generation batch for each of its uses."""
+
+    def __init__(self, numbers, count, size, repeats):
+        self.numbers, self.count, self.size, self.repeats = numbers, count, size, repeats
+
+    def __len__(self):
+        return len(self.numbers) * self.count * self.repeats
+
+    def __iter__(self):
+        unique = self.size // self.count
+        for first in range(0, len(self.numbers), unique):
+            for _ in range(self.repeats):
+                for number in self.numbers[first : first + unique]:
+                    yield from [number] * self.count
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_sampler_written_for_trl_gives_each_prompt_once(kind, folder, tmp_path):
+    class Mine(kind):
+        def _get_train_sampler(self, dataset=None):
+            uses = self.num_iterations * self.args.steps_per_generation
+            return Repeating(range(len(dataset)), self.num_generations, self.args.generation_batch_size, uses)
+
+    class Plain(kind):
+        def _get_train_sampler(self, dataset=None):
+            return SequentialSampler(dataset)
+
+    options = {"num_iterations": 2, "shuffle_dataset": False, "max_steps": -1, "num_train_epochs": 1}
+    found = [run(folder, tmp_path / each.__name__, each, **options)[1] for each in (Mine, Plain, kind)]
+    assert len(found[0]) == len(found[1]) == len(found[2])
+    for name in ("loss", "reward", "grad_norm"):
+        first, *others = [[log.get(name) for log in logs] for logs in found]
+        assert others == [first, first]
 
 
 # --- _generate_and_score_completions ----------------------------------------------------------------------------------

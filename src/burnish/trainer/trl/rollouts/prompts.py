@@ -7,8 +7,13 @@ long are skipped and counted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
+
+from torch.utils.data import Sampler
 
 from burnish.config.errors import UserError
 from burnish.data.chat.plain import PlainOptions, PlainTemplate
@@ -132,3 +137,34 @@ def end_tokens(model: Any) -> list[int]:
     """The ids that end a completion, as the generation config of a model has them."""
     ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+class _OfPrompts(Sampler[int]):
+    def __init__(self, sampler: Sampler[int], count: int, size: int, repeats: int) -> None:
+        self.sampler, self.count, self.size, self.repeats = sampler, count, size, repeats
+
+    def __len__(self) -> int:
+        num_batches = len(self.sampler) // (self.size * self.repeats)  # type: ignore[arg-type]
+        return num_batches * self.size // self.count
+
+    def __iter__(self) -> Iterator[int]:
+        numbers = iter(self.sampler)
+        while len(batch := [*islice(numbers, self.size)]) == self.size:
+            yield from batch[:: self.count]
+            deque(islice(numbers, self.size * (self.repeats - 1)), maxlen=0)
+
+
+def of_prompts(sampler: Any, count: int, size: int, repeats: int) -> Any:
+    """Return a sampler that yields each prompt once, for a script's sampler.
+
+    A sampler of TRL yields a prompt for each of its completions, and each generation batch as often as it is trained
+    on. A sampler that does not repeat prompts is returned unchanged.
+
+    Args:
+        count: completions of a prompt. size: completions of a generation batch. repeats: uses of a generation batch.
+    """
+    if not isinstance(sampler, Sampler) or count == 1:
+        return sampler
+    first = [*islice(copy.deepcopy(sampler), count)]
+    is_repeated = len(first) == count and len(set(first)) == 1
+    return _OfPrompts(sampler, count, size, repeats) if is_repeated else sampler

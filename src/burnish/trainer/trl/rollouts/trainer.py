@@ -52,6 +52,7 @@ from burnish.trainer.trl.rollouts.prompts import (
     PromptTemplate,
     blank_prompts,
     end_tokens,
+    of_prompts,
     prompt_rows,
     room_for_prompts,
 )
@@ -354,7 +355,8 @@ class RolloutTrainer(OverridableTrainer):
         return ScriptedRollouts(self.objective, self._over, self._pad, self._parallel, own, generate)
 
     def _generated_by_script(self, inputs: list[dict[str, Any]]) -> Mapping[str, Any]:
-        output: Any = self._generate_and_score_completions(inputs)
+        with self.autocast_smart_context_manager():  # of accelerate's model, which scripts of TRL call
+            output: Any = self._generate_and_score_completions(inputs)
         if not isinstance(output, Mapping):
             what = f"_generate_and_score_completions must return a dict of tensors. Received: {type(output).__name__}."
             raise UserError(what, remedy="Return the result of the original method, with your changes.")
@@ -435,10 +437,18 @@ class RolloutTrainer(OverridableTrainer):
         """Return a loader of prompts, with the prompts of one generation batch of this rank per batch."""
         return self._get_dataloader(
             dataset=self._prompts, description="Training", batch_size=self.objective.rows_per_rank,
-            sampler_fn=self._get_train_sampler, is_training=True,
+            sampler_fn=self._prompt_sampler, is_training=True,
         )  # fmt: skip
 
+    def _prompt_sampler(self, dataset: Any) -> Any:
+        sampler, args = self._get_train_sampler(dataset), self.args
+        if not self._overrides("_get_train_sampler"):
+            return sampler
+        size, repeats = args.generation_batch_size or 1, args.num_iterations * self.objective.micro_batches
+        return of_prompts(sampler, args.num_generations, size, repeats)
+
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Return a sampler of prompts. An override may return one of TRL, which yields a prompt for each completion."""
         strategy = "random" if self.args.shuffle_dataset else "sequential"
         dataset = self._prompts if train_dataset is None else train_dataset
         return self._order(dataset, strategy, self.objective.rows_per_rank, 1)
