@@ -4,9 +4,11 @@ override that only calls the original changes nothing.
 
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_rollout_trainers import prompts, trainer_of
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import AutoTokenizer, MixtralForCausalLM
@@ -15,6 +17,7 @@ from burnish import GRPOTrainer, RLOOTrainer, UserError
 from run_outputs import same_weights
 from small_run import make_model
 from tiny_models import mixtral_config
+from two_processes import in_two_processes
 
 pytestmark = [pytest.mark.run, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -388,3 +391,20 @@ def test_generation_that_the_loss_cannot_use_is_refused(folder):
         trainer_of(folder, Changing).train()
     with pytest.raises(UserError, match="Missing: prompt_mask, completion_mask, advantages"):
         trainer_of(folder, Incomplete).train()
+
+
+def train_with_override(folder, output, per_device):
+    kind = type("Mine", (Passing, GRPOTrainer), {})
+    options = {"per_device_train_batch_size": per_device, "num_generations": 4, "max_steps": 2, "optim": "sgd"}
+    trainer = trainer_of(Path(folder), kind, output_dir=output, **options)
+    trainer.train()
+    assert len(trainer.seen[0][0]) == per_device
+    trainer.save_model(output)
+
+
+def test_override_of_generation_in_two_processes_gives_the_weights_of_one(folder, tmp_path):
+    train_with_override(str(folder), str(tmp_path / "one"), 8)
+    in_two_processes(train_with_override, str(folder), str(tmp_path / "two"), 4)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-6)
