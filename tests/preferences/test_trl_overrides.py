@@ -347,3 +347,10 @@ def test_evaluation_of_the_loss_alone_does_not_ask_for_outputs(kind, folder, tmp
     given = {"eval_dataset": as_set(rows or (verdicts() if kind == "KTOTrainer" else pairs()))}
     trainer = make(kind, folder / "model", tmp_path, rows, own=Mine, given=given)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(7)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("DPOTrainer", "dpo_loss"), ("KTOTrainer", "kto_loss")])
+def test_loss_method_of_earlier_versions_is_named(kind, name, folder, tmp_path):
+    mine = type("Mine", (getattr(burnish, kind),), {name: lambda self, *args: None})
+    with pytest.warns(UserWarning, match=f"Mine overrides {name}, which burnish does not call"):
+        make(kind, folder / "model", tmp_path, own=mine)

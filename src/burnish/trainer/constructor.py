@@ -31,12 +31,22 @@ PEER_METHODS = Path(__file__).parent / "peer_methods.json"
 ``scripts/peer_methods.py``."""
 
 
+_EARLIER_METHODS = {
+    "DPOTrainer": ("concatenated_forward", "dpo_loss", "get_batch_loss_metrics"),
+    "KTOTrainer": ("get_batch_loss_metrics", "kto_loss"),
+}
+"""Class -> methods of TRL before 1.0 that neither TRL nor burnish calls any more; scripts still override them."""
+
+
 def warn_about_unused_overrides(kind: type) -> None:
-    """Warn once about overridden methods of a script's subclass that transformers or TRL calls but burnish does not."""
+    """Warn once about overridden methods of a script's subclass that transformers or TRL calls, or called in earlier
+    versions, but burnish does not."""
     at = next(index for index, base in enumerate(kind.__mro__) if base.__module__.startswith("burnish."))
     overridden = {name for base in kind.__mro__[:at] for name in vars(base)}
     subclasses = kind.__mro__[at:]
-    called_by_peer = chain.from_iterable(_peer_methods().get(base.__name__, ()) for base in subclasses)
+    called_by_peer = chain.from_iterable(
+        (*_peer_methods().get(base.__name__, ()), *_EARLIER_METHODS.get(base.__name__, ())) for base in subclasses
+    )
     uncalled = {name for base in subclasses for name in vars(base).get("_uncalled", ())}
     unused = sorted(
         name for name in overridden.intersection(called_by_peer) if name in uncalled or not hasattr(subclasses[0], name)
