@@ -5,7 +5,15 @@ import torch
 from datasets import IterableDataset
 from script_runs import as_set, losses, make, pairs, verdicts, weights
 from test_collators import of_pairs
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, MixtralConfig, MixtralForCausalLM
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+)  # fmt: skip
 
 from burnish import UserError
 from small_run import make_model
@@ -205,3 +213,10 @@ def test_attribute_that_cannot_change_is_refused(folder, tmp_path):
     trainer = make("DPOTrainer", folder / "model", tmp_path)
     with pytest.raises(UserError, match="`label_smoothing` of a trainer cannot be changed"):
         trainer.label_smoothing = 0.1
+
+
+def test_reward_trainer_names_how_a_script_adds_a_padding_token(folder, tmp_path):
+    vocabulary = Tokenizer(models.WordLevel({"</s>": 0, "a": 1}, unk_token="</s>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, eos_token="</s>", pad_token="</s>")
+    with pytest.raises(UserError, match=r"one token early[^$]*resize_token_embeddings\(len\(tokenizer\)\)"):
+        make("RewardTrainer", folder / "model", tmp_path, given={"processing_class": tokenizer})

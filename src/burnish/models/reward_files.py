@@ -153,9 +153,14 @@ def save_reward_head(weights: Mapping[str, Tensor], model: nn.Module, tokenizer:
         save_classifier(model, tokenizer, weights, folder)
 
 
-def pad_of_classifier(tokenizer: Any) -> int:
+_OTHER_PADDING = "Set a separate pad_token in the tokenizer, or save a value head (reward_head: value_head)."
+
+
+def pad_of_classifier(tokenizer: Any, remedy: str = _OTHER_PADDING) -> int:
     """A padding token that does not end responses: the tokenizer's own, or another special token.
 
+    Args:
+        remedy: what to do if there is none.
     Raises:
         UserError: if there is none.
     """
@@ -168,7 +173,7 @@ def pad_of_classifier(tokenizer: Any) -> int:
         raise UserError(
             "a sequence classifier reads its score at the last non-padding token, but the tokenizer pads with "
             "its EOS token, so the score would be read one token early.",
-            remedy="Set a separate pad_token in the tokenizer, or save a value head (reward_head: value_head).",
+            remedy=remedy,
         )
     return int(found)
 

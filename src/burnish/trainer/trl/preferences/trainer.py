@@ -157,4 +157,11 @@ class RewardTrainer(PreferenceTrainer):
     def _pad_token(self, args: PreferenceConfig) -> str | None:
         """A token that does not end responses, because transformers reads the score before the first padding token
         of a row."""
-        return args.pad_token or str(self._tokenizer.convert_ids_to_tokens(pad_of_classifier(self._tokenizer)))
+        tokenizer = self._tokenizer
+        return args.pad_token or str(tokenizer.convert_ids_to_tokens(pad_of_classifier(tokenizer, _OTHER_PADDING)))
+
+
+_OTHER_PADDING = (
+    'Call tokenizer.add_special_tokens({"pad_token": "<pad>"}) and model.resize_token_embeddings(len(tokenizer)), or '
+    "set RewardConfig(pad_token=...) to a token that does not end responses."
+)
