@@ -187,11 +187,11 @@ def test_workers_give_the_same_batches_as_the_main_process():
 @pytest.mark.run
 def test_workers_survive_signals_that_stop_a_run():
     steps = stream(dataloader_num_workers=1).step_batches()
-    first = [next(steps).items]
+    first = [next(steps).indices]
     for worker in multiprocessing.active_children():  # as a terminal or a scheduler sends them, to all processes
         for number in (signal.SIGTERM, signal.SIGINT):
             os.kill(worker.pid, number)
-    assert first + [step.items for step in steps] == [step.items for step in stream().step_batches()]
+    assert first + [step.indices for step in steps] == [step.indices for step in stream().step_batches()]
 
 
 def test_worker_options_are_passed_to_workers(monkeypatch):

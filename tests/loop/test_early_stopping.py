@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.loop.best import is_higher_better, metric_name
+from burnish.loop.best import best_model_metric_name, is_higher_better
 from burnish.loop.early_stopping import EarlyStoppingCallback, EarlyStoppingOptions, check_early_stopping
 from burnish.loop.events import CallbackHandler
 from burnish.loop.state import TrainerControl, TrainerState
@@ -88,7 +88,7 @@ def test_missing_requirements_of_early_stopping_are_reported_before_the_run():
 
 
 def test_metric_names_match_evaluation_and_lower_loss_is_better():
-    assert metric_name(arguments(metric_for_best_model=None)) == "eval_loss"
-    assert metric_name(arguments(metric_for_best_model="eval_accuracy")) == "eval_accuracy"
+    assert best_model_metric_name(arguments(metric_for_best_model=None)) == "eval_loss"
+    assert best_model_metric_name(arguments(metric_for_best_model="eval_accuracy")) == "eval_accuracy"
     assert not is_higher_better(arguments())
     assert is_higher_better(arguments(metric_for_best_model="accuracy"))

@@ -221,11 +221,11 @@ def test_evaluation_without_dataset_names_both_remedies(tmp_path: Path, wish: di
 def test_metric_of_one_dataset_requires_evaluations_on_each(tmp_path: Path) -> None:
     values = {"eval_strategy": "steps", "eval_dataset": "debug,other", "metric_for_best_model": "eval_debug_loss"}
     options = plan(raw_options(tmp_path, **values)).options
-    (problem,) = checks.check_deciding_metric(options, ["loss"], [""])
+    (problem,) = checks.check_best_model_metric(options, ["loss"], [""])
     assert "Set eval_on_each_dataset: true." in problem.remedy
-    assert checks.check_deciding_metric(options, ["loss"], ["debug", "other"]) == []
+    assert checks.check_best_model_metric(options, ["loss"], ["debug", "other"]) == []
     unknown = dataclasses.replace(options, metric_for_best_model="eval_debug_sari")
-    assert "eval_on_each_dataset" not in checks.check_deciding_metric(unknown, ["loss"], [""])[0].remedy
+    assert "eval_on_each_dataset" not in checks.check_best_model_metric(unknown, ["loss"], [""])[0].remedy
 
 
 def test_choice_of_words_given_as_a_mapping_or_a_list_names_the_choices(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def engine_of(loss_scale):
 def test_loss_scale_reduction_is_not_a_spike_but_others_are(loss, norm, scaled, message):
     watch = SpikeWatch(ratio=50)
     watch.norms.extend([1.0] * 9)
-    group = SimpleNamespace(items=[3])
+    group = SimpleNamespace(indices=[3])
     with nullcontext() if message is None else pytest.raises(SpikeError, match=message):
         watch.check(engine_of(scaled), 7, group, torch.tensor(loss), torch.tensor(norm))
     assert len(watch.norms) == (10 if norm == 2.0 else 9)

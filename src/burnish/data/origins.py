@@ -23,9 +23,9 @@ class Origins:
         self.place = examples.places()
         self.rows, self.pack = rows, pack
 
-    def __call__(self, items: Sequence[int]) -> list[str]:
-        """Return the places of the records in ``items`` (row or pack indices), without duplicates."""
-        rows = items if self.pack is None else [row for item in items for row in self._rows_of(item)]
+    def __call__(self, indices: Sequence[int]) -> list[str]:
+        """Return the places of the records in the rows or packs ``indices``, without duplicates."""
+        rows = indices if self.pack is None else [row for index in indices for row in self._rows_of(index)]
         return list(dict.fromkeys(self.place(self.rows.origin(row)) for row in rows))
 
     def _rows_of(self, item: int) -> list[int]:

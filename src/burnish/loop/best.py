@@ -23,7 +23,7 @@ def remember_best(
     """Update ``state`` if this evaluation is the best so far. Returns whether it is."""
     if not (options.load_best_model_at_end or options.save_strategy == "best" or options.metric_for_best_model):
         return False
-    value, best = deciding_metric(options, metrics), state.best_metric
+    value, best = best_model_metric(options, metrics), state.best_metric
     if best is not None and not (value > best if is_higher_better(options) else value < best):
         return False
     if value != value:  # a NaN would stay the best for ever: every comparison with it is false
@@ -40,19 +40,19 @@ def eval_prefix(name: str) -> str:
     return f"eval_{name}" if name else "eval"
 
 
-def metric_name(options: BestChoices) -> str:
+def best_model_metric_name(options: BestChoices) -> str:
     """The name of the metric that selects the best evaluation, with the prefix ``eval_``."""
     name: str = options.metric_for_best_model or "loss"
     return name if name.startswith("eval_") else f"eval_{name}"
 
 
-def deciding_metric(options: BestChoices, metrics: Mapping[str, float]) -> float:
+def best_model_metric(options: BestChoices, metrics: Mapping[str, float]) -> float:
     """The value of the metric that selects the best evaluation.
 
     Raises:
         MissingMetricError: if the evaluation has no metric of that name.
     """
-    name = metric_name(options)
+    name = best_model_metric_name(options)
     if name not in metrics:
         raise MissingMetricError(missing_metric(name, metrics))
     return metrics[name]
@@ -71,4 +71,4 @@ def is_higher_better(options: BestChoices) -> bool:
     """``greater_is_better``. Default: true unless the metric name ends with "loss"."""
     if options.greater_is_better is not None:
         return bool(options.greater_is_better)
-    return not metric_name(options).endswith("loss")
+    return not best_model_metric_name(options).endswith("loss")

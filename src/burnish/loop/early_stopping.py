@@ -15,7 +15,7 @@ from burnish.checkpoint.checkpoint import CheckpointOptions
 from burnish.config.checks import check
 from burnish.config.errors import Problem
 from burnish.config.options import option, raise_if
-from burnish.loop.best import deciding_metric, is_higher_better
+from burnish.loop.best import best_model_metric, is_higher_better
 from burnish.loop.events import IntervalOptions, TrainerCallback
 from burnish.loop.state import TrainerControl, TrainerState
 
@@ -36,10 +36,10 @@ class StoppingChoices(EarlyStoppingOptions, IntervalOptions, CheckpointOptions):
 
 @check
 def check_early_stopping(options: StoppingChoices) -> list[Problem]:
-    return [] if options.early_stopping_steps is None else _what_is_missing(options)
+    return [] if options.early_stopping_steps is None else _missing_requirements(options)
 
 
-def _what_is_missing(options: StoppingChoices) -> list[Problem]:
+def _missing_requirements(options: StoppingChoices) -> list[Problem]:
     """Early stopping requires evaluations and a metric. Returns a problem for each that is missing."""
     problems = []
     if options.eval_strategy == "no":
@@ -84,13 +84,13 @@ class EarlyStoppingCallback(TrainerCallback):
         self.early_stopping_patience_counter = 0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        raise_if(_what_is_missing(args))
+        raise_if(_missing_requirements(args))
 
     def on_evaluate(
         self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
     ) -> None:
         """Update the counter. ``state.best_metric`` does not include this evaluation yet."""
-        value, best = deciding_metric(args, metrics or {}), state.best_metric
+        value, best = best_model_metric(args, metrics or {}), state.best_metric
         gain = 0.0 if best is None else value - best if is_higher_better(args) else best - value  # NaN is never a gain
         if best is None or gain > self.early_stopping_threshold:
             self.early_stopping_patience_counter = 0

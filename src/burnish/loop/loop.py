@@ -7,7 +7,7 @@ One step, in order:
     count the items          trained tokens, for example, over all micro-batches and all ranks
     per micro-batch          forward, then backward on its share: total / items of the step
     clip, then update        unless the loss or a gradient is not finite
-    schedule, state, cursor  advance together
+    schedule, state, loader  advance together
     callbacks                set flags: log, evaluate, save, stop
     handle the flags         in that order
 
@@ -34,7 +34,7 @@ from burnish.checkpoint.checkpoint import Checkpoints, load, load_part
 from burnish.checkpoint.parts import ModelPart, Part, Stateful, parts_of
 from burnish.config.errors import NonFiniteError
 from burnish.config.options import option
-from burnish.loop.best import BestChoices, deciding_metric, eval_prefix, remember_best
+from burnish.loop.best import BestChoices, best_model_metric, eval_prefix, remember_best
 from burnish.loop.events import CallbackHandler
 from burnish.loop.meter import Clock, Meter, Totals
 from burnish.loop.metrics import joined_by_name
@@ -192,10 +192,10 @@ class Loop:
         if self.spikes is not None:
             self.spikes.check(self.parallel, self.state.global_step, step_batch, loss, norm)
         if not is_applied and num_items > 0:  # a step without items has no loss
-            which = "gradient" if torch.isfinite(loss) else "loss"
+            cause = "gradient" if torch.isfinite(loss) else "loss"
             numbers = f"loss {loss.item()}, gradient norm {norm.item()}"
-            what = f"The {which} of step {self.state.global_step} is not finite ({numbers})."
-            self.stop_at_non_finite(what, step_batch.items)
+            what = f"The {cause} of step {self.state.global_step} is not finite ({numbers})."
+            self.stop_at_non_finite(what, step_batch.indices)
 
     def microstep(self, batch: Batch, num_items: Tensor, is_last: bool) -> Loss:
         """Run forward and backward for one micro-batch. Ranks sync gradients on the last micro-batch of a step only.
@@ -227,7 +227,7 @@ class Loop:
             metrics = self.evaluate()
             is_new_best = remember_best(self.state, self.checkpoints, metrics, self.options)
             if self.follows_metric:
-                self.scheduler.step(deciding_metric(self.options, metrics))
+                self.scheduler.step(best_model_metric(self.options, metrics))
         if self.control.should_save or (self.options.save_strategy == "best" and is_new_best):
             self.save()
 
@@ -237,14 +237,14 @@ class Loop:
         if not means:
             return
         values = {**self.objective.report(means), "learning_rate": self.meter.learning_rate}
-        has_skipped = self.meter.num_skipped > 0 and not self.parallel.scales_loss
+        has_skipped = self.meter.num_non_finite > 0 and not self.parallel.scales_loss
         if has_skipped:
-            values["skipped_steps"] = self.meter.num_skipped
+            values["skipped_steps"] = self.meter.num_non_finite
         self.record(values)
         if has_skipped:
-            many = f"{self.meter.run_non_finite} steps up to step {self.state.global_step}"
+            many = f"{self.meter.run_num_non_finite} steps up to step {self.state.global_step}"
             what = f"{many} had a loss or a gradient that is not finite."
-            self.stop_at_non_finite(what, self.meter.skipped_items())
+            self.stop_at_non_finite(what, self.meter.non_finite_indices())
 
     def record(self, values: dict[str, Any]) -> None:
         """Append ``values`` to ``state.log_history``, and pass them to every callback."""
@@ -290,7 +290,7 @@ class Loop:
 
     def write_checkpoint(self) -> Path:
         """Save everything in ``parts`` as the checkpoint of the current step. Returns its folder."""
-        self.meter.collect(self.parallel)
+        self.meter.reduce_to_rank_0(self.parallel)
         folder = self.checkpoints.path(self.state.global_step)
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(folder)
@@ -326,7 +326,7 @@ class Loop:
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     def summary(self, unlogged: Mapping[str, float]) -> dict[str, float]:
-        """The values of the last log.
+        """The metrics of the whole run, which are logged at the end of training.
 
         Args:
             unlogged: means of the steps since the last log; may be empty.
@@ -346,28 +346,28 @@ class Loop:
         """The parameters that the optimizer updates."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def describe_rows(self, items: Sequence[int]) -> str:
-        """Names the records of a step's items for messages; "" if they are not known."""
+    def describe_rows(self, indices: Sequence[int]) -> str:
+        """The records of these rows, in words for messages; "" if they are not known."""
         return ""
 
-    def examples_sentence(self, items: Sequence[int]) -> str:
+    def examples_sentence(self, indices: Sequence[int]) -> str:
         """`` Examples: data.json, record 3.``, to be appended to a message; "" if the records are not known."""
-        rows = self.describe_rows(items) if items else ""
+        rows = self.describe_rows(indices) if indices else ""
         return f" Examples: {rows}." if rows else ""
 
-    def stop_at_non_finite(self, what: str, items: Sequence[int]) -> None:
+    def stop_at_non_finite(self, what: str, indices: Sequence[int]) -> None:
         """Raise NonFiniteError, unless ``on_non_finite`` is ``skip`` or the steps are part of adjusting a loss scale.
 
         Args:
             what: a sentence about the loss or the gradient.
-            items: the items of these steps, by their index in the training set.
+            indices: indices of the rows of these steps in the training set.
 
         Raises:
             NonFiniteError: for steps that were not applied.
         """
         if self.options.on_non_finite == "skip" or self.parallel.scales_loss:
             return
-        rows = self.examples_sentence(items)
+        rows = self.examples_sentence(indices)
         raise NonFiniteError(f"{what}{rows} The step was not applied. Lower learning_rate, or set on_non_finite: skip.")
 
 

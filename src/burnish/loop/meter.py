@@ -43,17 +43,17 @@ class Meter:
         self.non_finite_steps = torch.zeros((), device=device)
         self.grad_norm: Tensor | None = None
         self.learning_rate = 0.0  # of the last step
-        self.taken: list[tuple[Tensor, Sequence[int]]] = []  # steps since the last log: () is finite, items
-        self.logged: list[tuple[Tensor, Sequence[int]]] = []  # the same for the steps of the last log
+        self.unlogged_steps: list[tuple[Tensor, Sequence[int]]] = []  # since the last log: () is finite, row indices
+        self.logged_steps: list[tuple[Tensor, Sequence[int]]] = []  # the same for the steps of the last log
         self.steps = 0  # since the last log
         self.steps_here = 0  # since train() began
         self.tokens = 0  # on this rank, since the last log
         self.rows = 0
         self.rows_here = 0
-        self.num_skipped = 0  # steps of the last log that were not finite
-        self.run_non_finite = 0
+        self.num_non_finite = 0  # steps of the last log whose loss or gradient was not finite
+        self.run_num_non_finite = 0  # since train() began
         self.started_s = time.perf_counter()
-        self.waiting = IdleTime()
+        self.idle_time = IdleTime()
 
     def add_step(
         self, step_batch: StepBatch, loss: Tensor, num_items: Tensor, sums: Mapping[str, Metric], grad_norm: Tensor,
@@ -73,7 +73,7 @@ class Meter:
         self.rows += step_batch.num_rows
         self.tokens += step_batch.num_tokens
         self.non_finite_steps += ~is_finite
-        self.taken.append((is_finite, step_batch.items))
+        self.unlogged_steps.append((is_finite, step_batch.indices))
         if self.filter_non_finite:
             loss = torch.where(torch.isfinite(loss), loss, (self.loss / (1 + self.steps)).to(loss.dtype))
         self.loss += loss
@@ -91,7 +91,7 @@ class Meter:
             loss, grad_norm and one mean per metric. With several processes on CPUs also ``waiting``, the fraction of
             time spent waiting. Empty if no step was taken.
         """
-        over_ranks = parallel.sum(torch.cat([self._vector(), self.loss.new_tensor(self.waiting.read())]))
+        over_ranks = parallel.sum(torch.cat([self._vector(), self.loss.new_tensor(self.idle_time.read())]))
         extremes = self.metrics.extremes(parallel, over_ranks.dtype)
         everywhere = [self.num_items.to(over_ranks.dtype), self._norm().to(over_ranks.dtype), *extremes]
         numbers = torch.cat([over_ranks, torch.stack(everywhere)]).tolist()
@@ -107,8 +107,8 @@ class Meter:
                 means["waiting"] = waited_s / max(passed_s, 1e-9)
         self.run_loss += loss
         self.rows_here += int(rows)
-        self.num_skipped = int(non_finite) // parallel.world_size
-        self.run_non_finite += self.num_skipped
+        self.num_non_finite = int(non_finite) // parallel.world_size
+        self.run_num_non_finite += self.num_non_finite
         state.num_input_tokens_seen += int(tokens)
         state.total_flos += int(tokens) * flos_per_token
         self._restart()
@@ -123,7 +123,7 @@ class Meter:
     def _norm(self) -> Tensor:
         return torch.zeros_like(self.num_items) if self.grad_norm is None else self.grad_norm.to(self.num_items.dtype)
 
-    def collect(self, parallel: Parallel) -> None:
+    def reduce_to_rank_0(self, parallel: Parallel) -> None:
         """Move the current sums of all ranks to rank 0 before a checkpoint, which stores them in one file."""
         if parallel.world_size == 1:
             return
@@ -131,7 +131,7 @@ class Meter:
         loss, non_finite, tokens, rows, *addends = over_ranks.unbind()
         is_first = float(parallel.rank == 0)
         self.loss = loss * is_first
-        self.metrics.of_all_ranks(addends, self.metrics.extremes(parallel, over_ranks.dtype), is_first)
+        self.metrics.reduce_to_rank_0(addends, self.metrics.extremes(parallel, over_ranks.dtype), is_first)
         self.non_finite_steps = (non_finite * is_first).to(self.non_finite_steps.dtype)
         self.tokens, self.rows = int(tokens.item() * is_first), int(rows.item() * is_first)
 
@@ -141,14 +141,14 @@ class Meter:
         self.num_items = torch.zeros_like(self.num_items)
         self.non_finite_steps = torch.zeros_like(self.non_finite_steps)
         self.steps = self.tokens = self.rows = 0
-        self.logged, self.taken = self.taken, []
+        self.logged_steps, self.unlogged_steps = self.unlogged_steps, []
 
-    def skipped_items(self) -> list[int]:
-        """Items of the non-finite steps of the last log. One device read per step."""
-        return [item for is_finite, items in self.logged if not is_finite for item in items]
+    def non_finite_indices(self) -> list[int]:
+        """Indices of the rows of the non-finite steps of the last log. One device read per step."""
+        return [index for is_finite, indices in self.logged_steps if not is_finite for index in indices]
 
     def summary(self) -> dict[str, float]:
-        """Values of the last log: mean loss of all steps of the run; runtime and rates of this process only."""
+        """Metrics of the run, logged at its end: mean loss of all steps; runtime and rates since ``train()`` began."""
         runtime_s = time.perf_counter() - self.started_s
         return {
             "train_runtime": runtime_s,
@@ -161,7 +161,7 @@ class Meter:
         """Reset the clock of the rates in the summary."""
         self.started_s = time.perf_counter()
         self.rows_here = self.steps_here = 0
-        self.waiting.read()
+        self.idle_time.read()
 
     # A checkpoint includes the sums since the last log, so the next log of a resumed run has the same values.
 
@@ -218,7 +218,7 @@ class Clock:
 
 
 class IdleTime:
-    """Measures how long the thread that created it waits. A lap reads one small system file, which takes about 20
+    """Measures how long the thread that created it waits. ``read`` reads one small system file, which takes about 20
     microseconds (``run_delay`` in https://docs.kernel.org/scheduler/sched-stats.html). On systems other than Linux,
     time ready to run counts as waiting.
     """
@@ -227,7 +227,7 @@ class IdleTime:
         self.passed_s, self.busy_s = time.perf_counter(), _busy_s()
 
     def read(self) -> tuple[float, float]:
-        """Seconds spent waiting, and seconds passed, since the last lap."""
+        """Seconds spent waiting, and seconds passed, since the last call."""
         passed_s, busy_s = time.perf_counter(), _busy_s()
         passed, busy = passed_s - self.passed_s, busy_s - self.busy_s
         self.passed_s, self.busy_s = passed_s, busy_s

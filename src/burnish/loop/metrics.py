@@ -101,16 +101,16 @@ class Metrics:
                 result[name] = {"mean": total / count, "last": total / world_size}.get(metric.reduction, end)
         return result
 
-    def of_all_ranks(self, addends: Sequence[Tensor], extremes: Sequence[Tensor], share: float) -> None:
-        """Replace the sums by those of all ranks (``share`` 1) or by zero (``share`` 0) before a checkpoint."""
+    def reduce_to_rank_0(self, addends: Sequence[Tensor], extremes: Sequence[Tensor], is_first: float) -> None:
+        """Replace the sums by those of all ranks if ``is_first`` is 1, or by zero if it is 0, before a checkpoint."""
         values, ends = iter(addends), iter(extremes)
         for name, metric in self.by_name.items():
             if isinstance(metric, Tensor):
-                self.by_name[name] = next(values) * share
+                self.by_name[name] = next(values) * is_first
                 continue
             total, count = next(values), next(values)
-            total = next(ends) if metric.reduction in ("min", "max") else total * share
-            self.by_name[name] = Sum(total, count * share, metric.reduction)
+            total = next(ends) if metric.reduction in ("min", "max") else total * is_first
+            self.by_name[name] = Sum(total, count * is_first, metric.reduction)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -50,7 +50,7 @@ class Objective(Protocol):
 
     @property
     def counts_rollouts(self) -> bool:
-        """Return whether ``max_steps`` and the schedule count rollouts of ``inner_steps`` steps."""
+        """Whether ``max_steps`` and the schedule count rollouts of ``inner_steps`` steps."""
         return False
 
     @property
@@ -118,22 +118,21 @@ class Objective(Protocol):
 
 
 class Parallel(Protocol):
-    """Processes, devices and precision of a run."""
+    """The backend of a run: its processes, devices and precision."""
 
     device: torch.device
     dtype: torch.dtype | None  # autocast dtype of forward passes; None without autocast
     rank: int
     world_size: int
     scales_loss: bool  # float16 with a dynamic loss scale, which skips steps while it adjusts
+    frees_weights: bool  # weights exist only within a forward pass of the module from ``prepare``: ZeRO-3
+    shards_weights: bool  # between two passes each rank holds a shard of each weight: FSDP, ZeRO-3
+    is_sharded: bool  # each rank holds a shard of the weights; gathering them is a collective operation
 
     @property
     def parts(self) -> Mapping[str, Stateful]:
         """The backend's own parts of a checkpoint, such as a loss scale."""
         ...
-
-    frees_weights: bool  # weights exist only within a forward pass of the module from ``prepare``: ZeRO-3
-    shards_weights: bool  # between two passes each rank holds a shard of each weight: FSDP, ZeRO-3
-    is_sharded: bool  # each rank holds a shard of the weights; gathering them is a collective operation
 
     def sharded_parts(self, parts: Mapping[str, Part]) -> dict[str, Part]:
         """The parts of a run in the form that a checkpoint stores if each rank holds a shard of their tensors."""
@@ -185,8 +184,8 @@ class Parallel(Protocol):
         """Clip the gradients. Returns their norm () before clipping. ``max_norm`` 0 measures without clipping."""
         ...
 
-    def step(self, optimizer: torch.optim.Optimizer, is_finite: Tensor) -> bool:
-        """Apply the update unless ``is_finite`` () bool is false.
+    def step(self, optimizer: torch.optim.Optimizer, is_valid: Tensor) -> bool:
+        """Apply the update unless ``is_valid`` () bool is false: the step is not finite, or has no items.
 
         Returns:
             False if the update was skipped and the backend knows it; the schedule is not advanced then. A fused
@@ -236,8 +235,8 @@ class Loader(Stateful, Protocol):
         """Move the cursor to the start of the next epoch."""
         ...
 
-    def exclude(self, items: Sequence[int]) -> None:
-        """Exclude these items (by their index in the training set) from all following steps and epochs."""
+    def exclude(self, indices: Sequence[int]) -> None:
+        """Exclude these rows (indices in the training set) from all following steps and epochs."""
         ...
 
 

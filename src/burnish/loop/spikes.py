@@ -43,11 +43,11 @@ class SpikeOptions:
 
 
 class SpikeError(RuntimeError):
-    """Raised after a spike. ``items`` are those of the step, by their index in the training set."""
+    """Raised after a spike. ``indices`` are those of the rows of the step in the training set."""
 
-    def __init__(self, what: str, items: Sequence[int]) -> None:
+    def __init__(self, what: str, indices: Sequence[int]) -> None:
         super().__init__(what)
-        self.items = items
+        self.indices = indices
 
 
 class SpikeWatch:
@@ -78,7 +78,7 @@ class SpikeWatch:
             what = f"The loss or gradient of step {step} was not finite ({numbers})"
         else:
             what = f"The gradient of step {step} was {float(norm) / (mean_norm or 1):.3g} times the usual norm"
-        raise SpikeError(what, step_batch.items)
+        raise SpikeError(what, step_batch.indices)
 
     def state_dict(self) -> dict[str, Any]:
         return {"norms": list(self.norms)}

@@ -189,14 +189,14 @@ and ``cu_seq_lens_q`` (sequences + 1,) in place of the mask."""
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The micro-batches of one step, and the loader's cursor after them."""
+    """The micro-batches of one step, and the loader's cursor (its position in the data) after them."""
 
     batches: Sequence[Batch]
     cursor: Mapping[str, Any] | None  # for Loader.load_state_dict; None: the loader does not move
     epoch: float  # epochs completed after this step, as a fraction
     num_rows: int = 0  # examples on this rank, including each of a pack, without padding rows
     num_tokens: int = 0  # on this rank, without padding
-    items: Sequence[int] = ()  # rows or packs of the step over all ranks, by their index in the training set
+    indices: Sequence[int] = ()  # of the rows or packs of the step in the training set, over all ranks
 
 
 Reduction: TypeAlias = Literal["mean", "min", "max", "last"]

@@ -97,9 +97,9 @@ class MultiProcess(SingleProcess):
             alone = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, timeout=timeout, store=alone, rank=0, world_size=1)
 
-    def step(self, optimizer: Optimizer, is_finite: Tensor) -> bool:
+    def step(self, optimizer: Optimizer, is_valid: Tensor) -> bool:
         """Update on all ranks or on none, because the loss can be infinite on a single rank."""
-        return super().step(optimizer, self.sum((~is_finite).float()) == 0)
+        return super().step(optimizer, self.sum((~is_valid).float()) == 0)
 
     def sum(self, value: Tensor) -> Tensor:
         summed = value.detach().clone()

@@ -157,22 +157,22 @@ class SingleProcess:
             torch._foreach_mul_(gradients, factor)
         return norm
 
-    def step(self, optimizer: Optimizer, is_finite: Tensor) -> bool:
-        """Update once, unless ``is_finite`` () bool is false. See ``Parallel.step`` for the return value."""
+    def step(self, optimizer: Optimizer, is_valid: Tensor) -> bool:
+        """Update once, unless ``is_valid`` () bool is false. See ``Parallel.step`` for the return value."""
         if self.scaler:
             # Reads one number from the device, as torch's own GradScaler.step does.
-            applied = bool(is_finite)
+            applied = bool(is_valid)
             if applied:
                 optimizer.step()
             self.scaler.update()
             return applied
         if self.device.type == "cuda" and getattr(optimizer, "_step_supports_amp_scaling", False):
             # The fused kernel skips the update if found_inf is 1, so no device read is needed.
-            optimizer.found_inf, optimizer.grad_scale = (~is_finite).float(), None  # type: ignore[attr-defined]
+            optimizer.found_inf, optimizer.grad_scale = (~is_valid).float(), None  # type: ignore[attr-defined]
             optimizer.step()
             return True
         # Free on a CPU. On a GPU an optimizer without fused kernels costs one device read per step.
-        if not is_finite:
+        if not is_valid:
             return False
         optimizer.step()
         return True

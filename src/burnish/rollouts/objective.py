@@ -269,7 +269,7 @@ class RolloutObjective(AnswersObjective):
                 break
             drawn.add(self._draw(module, further, parallel, step))
             metrics = self.set_advantages(drawn.samples)
-            step_batch, batches = replace(further, items=[*step_batch.items, *further.items]), batches + 1
+            step_batch, batches = replace(further, indices=[*step_batch.indices, *further.indices]), batches + 1
         every, names = drawn.samples, [function.name for function in self.functions]
         metrics |= metrics_of(drawn.tables) | length_metrics(every)
         metrics |= {f"time/{name}": value for name, value in drawn.seconds.items()}

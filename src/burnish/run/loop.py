@@ -67,5 +67,5 @@ class RunLoop(Loop):
                 group["lr"] = rate * factor(scheduler.last_epoch)
         note(f"Resuming from {folder}: step {self.state.global_step} of {self.state.max_steps}.")
 
-    def describe_rows(self, items: Sequence[int]) -> str:
-        return origins_in_words(self.origins(items))
+    def describe_rows(self, indices: Sequence[int]) -> str:
+        return origins_in_words(self.origins(indices))

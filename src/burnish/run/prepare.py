@@ -40,7 +40,7 @@ from burnish.models.load import check_context, context_length, load_config
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import check_vocabulary, load_tokenizer, resized_meta_model
 from burnish.parallel.single import set_seed
-from burnish.run.plan.checks import check_deciding_metric, evaluates, may_stream, step_notes, trains
+from burnish.run.plan.checks import check_best_model_metric, evaluates, may_stream, step_notes, trains
 from burnish.run.plan.files import record_needs
 from burnish.run.plan.memory import Formats
 from burnish.run.plan.options import RunOptions
@@ -114,7 +114,7 @@ def prepare(plan: Plan) -> Prepared:
         options, steps.schedule_steps
     )
     problems += spike_problems(options, objective.inner_steps)
-    problems += check_deciding_metric(options, objective.metrics, eval_rows)
+    problems += check_best_model_metric(options, objective.metrics, eval_rows)
     raise_if([*problems, *check_disk(options, config, sizes, formats, steps)])
     notes += [*sets.notes, *step_notes(options, steps), *schedule_notes(options, steps.schedule_steps)]
     fingerprints = cache(partial(fingerprints_of, plan, _contents(sets, template, objective, options), steps))

@@ -381,8 +381,8 @@ class TrainerLoop(Loop):
         if self.trainer.args.ignore_data_skip:
             self.loader.load_state_dict({"epoch": self.loader.state_dict()["epoch"], "position": 0})
 
-    def describe_rows(self, items: Sequence[int]) -> str:
-        return f"rows {', '.join(map(str, items))} of train_dataset"
+    def describe_rows(self, indices: Sequence[int]) -> str:
+        return f"rows {', '.join(map(str, indices))} of train_dataset"
 
 
 def _finalize_training(trainer: Trainer, summary: dict[str, Any]) -> None:

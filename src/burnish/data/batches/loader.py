@@ -301,16 +301,16 @@ class RowLoader(StepBatchLoader):
         batches = self._batches(part or order[:1] for group in again for part in group)
         for start, group in zip(starts, steps, strict=True):
             end = min(start + self.cut.rows_per_step, size)
-            items = self._kept(order[start:end])
+            indices = self._kept(order[start:end])
             micro_batches = [_blank(next(batches)) if not part else next(batches) for part in group]
-            if not items:  # all rows of the step are skipped, so there is no step
+            if not indices:  # all rows of the step are skipped, so there is no step
                 self.position = end
                 continue
             yield StepBatch(
                 micro_batches,
                 cursor={"epoch": epoch, "position": end},
                 epoch=epoch + -(-end // across) / -(-size // across),  # an incomplete micro-batch counts as one
-                items=items,
+                indices=indices,
                 num_rows=sum(self._examples_in(part) for part in group),
                 num_tokens=sum(num_tokens(batch) for batch, part in zip(micro_batches, group, strict=True) if part),
             )
@@ -360,8 +360,8 @@ class RowLoader(StepBatchLoader):
         strategy = "sequential" if self.options.disable_shuffling else strategy
         return order_of(len(self.items), self.seed, epoch, strategy, self.lengths, per_step, self.buffer_size)
 
-    def exclude(self, items: Sequence[int]) -> None:
-        self.excluded |= frozenset(items)
+    def exclude(self, indices: Sequence[int]) -> None:
+        self.excluded |= frozenset(indices)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | ({"left_out": sorted(self.excluded)} if self.excluded else {})

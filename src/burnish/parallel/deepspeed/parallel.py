@@ -118,8 +118,8 @@ class DeepSpeedParallel(MultiProcess):
         norm = torch.as_tensor(norm, dtype=torch.float32, device=self.device) / zero.loss_scale
         return torch.where(norm < 0, torch.nan, norm)  # -1 means that the norm is not finite
 
-    def step(self, optimizer: Optimizer, is_finite: Tensor) -> bool:
-        applied = bool(self.sum((~is_finite).float()) == 0)  # a device read; DeepSpeed reads the norm anyway
+    def step(self, optimizer: Optimizer, is_valid: Tensor) -> bool:
+        applied = bool(self.sum((~is_valid).float()) == 0)  # a device read; DeepSpeed reads the norm anyway
         if applied:
             self.runner.step()
             return not (self.scales_loss and self.runner.optimizer.overflow)

@@ -16,7 +16,7 @@ from burnish.config.checks import check, notes
 from burnish.config.errors import Problem, UserError
 from burnish.data.batches.batching import packs_rows
 from burnish.inference.options import is_remote
-from burnish.loop.best import eval_prefix, metric_name, missing_metric
+from burnish.loop.best import best_model_metric_name, eval_prefix, missing_metric
 from burnish.loop.schedule import StepPlan
 from burnish.loop.state import RATES
 from burnish.losses.base import OBJECTIVES
@@ -223,7 +223,7 @@ def check_schedule_arguments(options: RunOptions) -> list[Problem]:
     return []
 
 
-def check_deciding_metric(options: RunOptions, metrics: Sequence[str] | None, sets: Iterable[str]) -> list[Problem]:
+def check_best_model_metric(options: RunOptions, metrics: Sequence[str] | None, sets: Iterable[str]) -> list[Problem]:
     """Return a problem if ``metric_for_best_model`` names a metric that no evaluation will compute.
 
     Args:
@@ -231,7 +231,7 @@ def check_deciding_metric(options: RunOptions, metrics: Sequence[str] | None, se
         metrics: names of the objective's metrics; None if they are not known.
         sets: names of the evaluation sets; "" for a single one.
     """
-    name = metric_name(options)
+    name = best_model_metric_name(options)
     known = [f"{eval_prefix(each)}_{metric}" for each in sets for metric in (*(metrics or ()), *RATES)]
     if not metrics or not options.metric_for_best_model or not known or name in known or not trains(options):
         return []

@@ -33,11 +33,11 @@ def roll_back(loop: Loop, spike: SpikeError, warn: Callable[[str], None]) -> Non
     """
     loop.checkpoints.wait()
     newest, _ = loop.checkpoints.newest()
-    items = list(spike.items)
-    examples = loop.examples_sentence(items)
+    indices = list(spike.indices)
+    examples = loop.examples_sentence(indices)
     if newest is None:
         raise NonFiniteError(f"{spike}.{examples} There is no checkpoint to roll back to. Reduce save_steps.")
     warn(f"{spike}.{examples} Rolling back; the examples of this step are skipped from now on.")
     loop.optimizer.zero_grad()
     loop.load(newest)
-    loop.loader.exclude(items)
+    loop.loader.exclude(indices)

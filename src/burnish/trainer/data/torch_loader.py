@@ -201,7 +201,7 @@ class TorchLoader(StepBatchLoader):
                 micro_batches,
                 cursor={"epoch": self.epoch, "position": used},
                 epoch=self.epoch + min(used / total, 1.0),
-                items=Taken(order_in(self.loader), self.epoch, before, used),
+                indices=Taken(order_in(self.loader), self.epoch, before, used),
                 num_rows=sum(rows for rows, _ in counts),
                 num_tokens=sum(tokens for _, tokens in counts),
             )
@@ -222,10 +222,10 @@ class TorchLoader(StepBatchLoader):
         order = order_in(self.loader)
         return order.num_batches(self.epoch) if order is not None and order.excluded else self.total
 
-    def exclude(self, items: Sequence[int]) -> None:
+    def exclude(self, indices: Sequence[int]) -> None:
         order = order_in(self.loader)
         assert order is not None  # runs with other loaders do not roll back
-        order.excluded.append((self.epoch, self.position * order.across, list(items)))
+        order.excluded.append((self.epoch, self.position * order.across, list(indices)))
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {**super().state_dict(), "generator": self.generator_at_start}
