@@ -36,7 +36,7 @@ from burnish.trainer.methods.base import StepInProgress
 from burnish.trainer.methods.evaluation import EvaluationMethods
 from burnish.trainer.methods.files import FileMethods, TrainerModel, keep_only
 from burnish.trainer.methods.loss import (
-    accepting,
+    call_accepting,
     call_training_step,
     explain_index_errors,
     weighted_by_zero,
@@ -85,7 +85,7 @@ class Trainer(EvaluationMethods, FileMethods):
                 self.model, self.args, self.accelerator, self.processing_class, self.neftune_noise_alpha
             )
             signals = training.stop_on_signals(self, self.args, self._parallel)
-            attempt = self._attempts if self.args.auto_find_batch_size else self._attempt
+            attempt = self._train_reducing_batch_size if self.args.auto_find_batch_size else self._train_once
             with ready, training.exclusive_writer(into, self.args), signals:
                 output = attempt(folder, ignore_keys_for_eval)
         finally:
@@ -110,14 +110,14 @@ class Trainer(EvaluationMethods, FileMethods):
         elif self.place_model_on_device:
             self.model.to(self._parallel.device)
 
-    def _attempts(self, folder: Path | None, ignore_keys: list[str] | None) -> TrainOutput:
+    def _train_reducing_batch_size(self, folder: Path | None, ignore_keys: list[str] | None) -> TrainOutput:
         """Run attempts with half the micro-batch size each time that memory runs out."""
         if folder is not None:
             self._train_batch_size = load_state(folder).train_batch_size or self._train_batch_size
         before = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
         while True:
             try:
-                return self._attempt(folder, ignore_keys)
+                return self._train_once(folder, ignore_keys)
             except RuntimeError as error:
                 if not is_out_of_memory(error) or self._train_batch_size == 1:
                     raise
@@ -127,7 +127,7 @@ class Trainer(EvaluationMethods, FileMethods):
             self.optimizer = self.lr_scheduler = None
             self.accelerator.free_memory()
 
-    def _attempt(self, folder: Path | None, ignore_keys: list[str] | None) -> TrainOutput:
+    def _train_once(self, folder: Path | None, ignore_keys: list[str] | None) -> TrainOutput:
         loop = self._make_loop(ignore_keys)
         if folder is not None:
             loop.load(folder)
@@ -160,7 +160,7 @@ class Trainer(EvaluationMethods, FileMethods):
         scheduler = self._scheduler_for(plan.max_steps)
         self.model_wrapped = module
         self.state = TrainerState.at_start(args, plan, self._train_batch_size)
-        self._mark_process(self.state)
+        self._set_process_flags(self.state)
         self.current_flos = 0.0
         self._name_trial(self.state)
         handler.state = self.state
@@ -192,7 +192,7 @@ class Trainer(EvaluationMethods, FileMethods):
         total = num_batches(loader) or plan.max_steps * self._accumulation
         return TorchLoader(
             loader, self._accumulation, total, count, self._stop_empty, self._parallel, self._padding_batch,
-            self._samples if self._overrides("get_batch_samples") else None,
+            self._scripted_batch_samples if self._overrides("get_batch_samples") else None,
         )  # fmt: skip
 
     def _padding_batch(self, batch: Batch) -> PaddingBatch:
@@ -213,7 +213,9 @@ class Trainer(EvaluationMethods, FileMethods):
     def _scheduler_for(self, max_steps: int) -> Any:
         if self._overrides("create_optimizer_and_scheduler") and self.lr_scheduler is not None:
             return self.lr_scheduler
-        return accepting(self.create_scheduler, "optimizer")(num_training_steps=max_steps, optimizer=self.optimizer)
+        return call_accepting(
+            "optimizer", self.create_scheduler, num_training_steps=max_steps, optimizer=self.optimizer
+        )
 
     def _stop_empty(self) -> None:
         training.warn_empty_dataset(self.state)
@@ -312,14 +314,14 @@ class TrainerLoop(Loop):
             if not trainer.loss_is_scripted:
                 return super().microstep(batch, num_items, is_last)
             trainer._step = StepInProgress(num_items, trainer._sums_of(batch))
-            items = None if trainer._items(batch, num_items) is None else num_items
+            num_items_in_batch = None if trainer._num_items_in_batch(batch, num_items) is None else num_items
             with self.parallel.microbatch(self.model, last=is_last):
-                value = call_training_step(trainer.training_step, self.model, batch, items)
+                value = call_training_step(trainer.training_step, self.model, batch, num_items_in_batch)
         sums, trainer._step = trainer._step.sums, StepInProgress()
         return Loss(without_gradient(value, self.parallel.device) * (num_items / self.parallel.world_size), sums)
 
     def loss(self, batch: Batch) -> Loss:
-        """The objective's loss for the inputs that the trainer prepares. A padding batch has the weight 0."""
+        """The objective's loss for the inputs that the trainer prepares. A padding batch counts as zero."""
         trainer = self.trainer
         self.set_training_mode(True)  # a callback may have run an evaluation
         inputs = trainer._prepare_inputs(batch)

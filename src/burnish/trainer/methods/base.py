@@ -29,19 +29,19 @@ from burnish.trainer.files.hub import Hub
 
 @dataclass
 class StepInProgress:
-    """The current step.
+    """The current step of a script's ``training_step``, which gets no other access to the numbers of the step.
 
     Args:
-        weight: () number of items over all its micro-batches and processes; None outside of a step.
+        num_items: () over all its micro-batches and processes; None outside of a step.
         sums: metrics of the current micro-batch, as in ``Loss.sums``; ``compute_loss`` may add to it.
     """
 
-    weight: Tensor | None = None
+    num_items: Tensor | None = None
     sums: dict[str, Metric] = field(default_factory=dict)
 
-    def share(self, weight: Tensor) -> Tensor:
-        """() the share of a micro-batch with ``weight`` () items in the step's mean; 1 outside of a step."""
-        return torch.ones_like(weight) if self.weight is None else weight / self.weight
+    def share(self, num_items: Tensor) -> Tensor:
+        """() the share of a micro-batch with ``num_items`` () items in the step's mean; 1 outside of a step."""
+        return torch.ones_like(num_items) if self.num_items is None else num_items / self.num_items
 
 
 class _EarlierTokenizer:
@@ -94,7 +94,7 @@ class TrainerBase:
         constructor.check_model_argument(model, model_init)
         self.model_init = model_init
         self.model: Any = self.call_model_init() if model is None else model
-        self._take_model()
+        self._set_model()
         self.processing_class = constructor.resolve_processing_class(tokenizer, processing_class)
         self.data_collator = constructor.collator_for(data_collator, self.processing_class)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -103,7 +103,7 @@ class TrainerBase:
         self.optimizer, self.lr_scheduler = constructor.optimizer_pair(optimizers)
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self._validate_args()
-        self._start_state()
+        self._init_state()
 
         self.callback_handler = TrainerCallbackHandler(
             [*default_callbacks(args), *constructor.callback_list(callbacks)], args, self.state, self.control,
@@ -134,8 +134,8 @@ class TrainerBase:
             (self.optimizer, self.lr_scheduler), self.optimizer_cls_and_kwargs, self.model_init
         )
 
-    def _take_model(self) -> None:
-        """Move the model to its device, and inspect it."""
+    def _set_model(self) -> None:
+        """Move ``self.model`` to its device, and set the attributes that depend on it."""
         args, model = self.args, self.model
         validate_quantization_for_training(model)
         requested = args.place_model_on_device
@@ -153,16 +153,16 @@ class TrainerBase:
         self._known_capabilities: Capabilities | None = None
         self._num_parameters: int | None = None
 
-    def _start_state(self) -> None:
+    def _init_state(self) -> None:
         self.state = TrainerState()
-        self._mark_process(self.state)
+        self._set_process_flags(self.state)
         self.control = TrainerControl()
         self.is_in_train = False
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         self._train_batch_size: int = self.args.train_batch_size  # auto_find_batch_size may halve it
         self._step = StepInProgress()
         self.current_flos = 0.0  # on this process, since the last ``store_flos``
-        self._given_items: Any = None  # number of items of the current step, as counted by a script's get_batch_samples
+        self._scripted_num_items: Any = None  # of the step, if a script's get_batch_samples counts them
         self._loop: Loop | None = None  # of the current or last train()
         self._signature_columns: list[str] | None = None
         self._created_lr_scheduler = False
@@ -206,7 +206,7 @@ class TrainerBase:
     def is_world_process_zero(self) -> bool:
         return bool(self.args.process_index == 0)
 
-    def _mark_process(self, state: TrainerState) -> None:
+    def _set_process_flags(self, state: TrainerState) -> None:
         state.is_local_process_zero = self.is_local_process_zero()
         state.is_world_process_zero = self.is_world_process_zero()
 

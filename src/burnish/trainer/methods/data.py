@@ -87,15 +87,15 @@ class DataMethods(LossMethods):
         """The sampler for training. A subclass may return another one."""
         dataset = self.train_dataset if train_dataset is None else train_dataset
         strategy = self.args.train_sampling_strategy
-        return self._order(dataset, strategy, self._train_batch_size, self._accumulation)
+        return self._sampler_for(dataset, strategy, self._train_batch_size, self._accumulation)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         """The sampler for an evaluation set: sequential, or by length if training is."""
         by_length = self.args.train_sampling_strategy == "group_by_length"
         strategy = "group_by_length" if by_length else "sequential"
-        return self._order(eval_dataset, strategy, self.args.eval_batch_size, 1)
+        return self._sampler_for(eval_dataset, strategy, self.args.eval_batch_size, 1)
 
-    def _order(self, dataset: Any, strategy: str, batch_size: int, accumulation: int) -> Any:
+    def _sampler_for(self, dataset: Any, strategy: str, batch_size: int, accumulation: int) -> Any:
         return loaders.order_of_rows(
             dataset, strategy, batch_size, accumulation, self.args, self._parallel, self.processing_class
         )
@@ -131,9 +131,9 @@ class DataMethods(LossMethods):
             torch.stack([self._num_items(self._prepare_input(one)) for one in samples]).sum()
         )
 
-    def _samples(self, batches: Iterator[Any], num_batches: int) -> list[Any]:
+    def _scripted_batch_samples(self, batches: Iterator[Any], num_batches: int) -> list[Any]:
         """The micro-batches of the next step, using an override of ``get_batch_samples``."""
-        samples, self._given_items = self.get_batch_samples(batches, num_batches, self._parallel.device)
+        samples, self._scripted_num_items = self.get_batch_samples(batches, num_batches, self._parallel.device)
         return samples
 
     def _set_signature_columns_if_needed(self) -> None:

@@ -32,7 +32,7 @@ from burnish.trainer import reporting
 from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.data.in_step import drop_rows, equalize_batches, mark_last, tensors_by_name
 from burnish.trainer.methods.data import DataMethods
-from burnish.trainer.methods.loss import accepting, explain_index_errors
+from burnish.trainer.methods.loss import call_accepting, explain_index_errors
 
 
 class EvaluationMethods(DataMethods):
@@ -59,7 +59,9 @@ class EvaluationMethods(DataMethods):
         self._memory_tracker.start()
         loader = self.get_eval_dataloader(dataset)
         only_loss = True if self.compute_metrics is None else None
-        output = self._measured(loader, "Evaluation", ignore_keys, metric_key_prefix, prediction_loss_only=only_loss)
+        output = self._run_evaluation_loop(
+            loader, "Evaluation", ignore_keys, metric_key_prefix, prediction_loss_only=only_loss
+        )
         metrics = cast("dict[str, float]", output.metrics)
         self.log(metrics)
         self._fire("on_evaluate", metrics=metrics)
@@ -72,12 +74,12 @@ class EvaluationMethods(DataMethods):
         """Predictions for a set, with labels and metrics if the set has labels."""
         self._memory_tracker.start()
         loader = self.get_test_dataloader(test_dataset)
-        output = self._measured(loader, "Prediction", ignore_keys, metric_key_prefix)
+        output = self._run_evaluation_loop(loader, "Prediction", ignore_keys, metric_key_prefix)
         self._fire("on_predict", metrics=output.metrics)
         self._memory_tracker.stop_and_update_metrics(output.metrics)
         return PredictionOutput(predictions=output.predictions, label_ids=output.label_ids, metrics=output.metrics)
 
-    def _measured(
+    def _run_evaluation_loop(
         self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str, **choices: bool | None
     ) -> EvalLoopOutput:
         """Run ``evaluation_loop`` and add its runtime to the metrics. ``choices``: further arguments of it."""
@@ -107,17 +109,17 @@ class EvaluationMethods(DataMethods):
         reporting.announce_evaluation(description, num_rows, args.eval_batch_size)
         self.callback_handler.parts["eval_dataloader"] = dataloader
         keeps_all = description == "Prediction"
-        gathered = Gathered(args, self._parallel, self.accelerator.gather, self.compute_metrics, keeps_all)
+        gathered = EvaluationResults(args, self._parallel, self.accelerator.gather, self.compute_metrics, keeps_all)
         main = getattr(self.model, "main_input_name", "input_ids")
         for inputs, is_own, is_last in mark_last(
             equalize_batches(self._read_ahead(dataloader, only_loss), self._parallel)
         ):
-            weight = self._num_items(self._prepare_input(inputs))
+            num_items = self._num_items(self._prepare_input(inputs))
             loss, logits, labels = self.prediction_step(model, inputs, only_loss, ignore_keys=ignore_keys)
             main_inputs = self._prepare_input(inputs[main]) if "inputs" in args.include_for_metrics else None
             if logits is not None and self.preprocess_logits_for_metrics is not None:
                 logits = self.preprocess_logits_for_metrics(logits, labels)
-            gathered.add(weight, loss, logits, labels, inputs, main_inputs, is_own, is_last)
+            gathered.add(num_items, loss, logits, labels, inputs, main_inputs, is_own, is_last)
             self._fire("on_prediction_step")
         return gathered.output(dataloader, metric_key_prefix)
 
@@ -136,14 +138,16 @@ class EvaluationMethods(DataMethods):
         has_loss = returns_loss(inputs, self.label_names, self.can_return_loss)
         inputs = self._prepare_inputs(inputs)
         labels = labels_in(inputs, self.label_names) if has_loss else None
-        compute = accepting(self.compute_loss, "num_items_in_batch")
         loss = None
         with torch.no_grad(), self.compute_loss_context_manager(), explain_index_errors(self.model, inputs):
             if has_loss:
-                items = self._items(inputs, self._num_items(inputs))
+                num_items = self._num_items_in_batch(inputs, self._num_items(inputs))
                 if prediction_loss_only and type(self).compute_loss is EvaluationMethods.compute_loss:
-                    return compute(model, inputs, num_items_in_batch=items).detach().mean(), None, None
-                loss, outputs = compute(model, inputs, return_outputs=True, num_items_in_batch=items)
+                    return self.compute_loss(model, inputs, num_items_in_batch=num_items).detach().mean(), None, None
+                loss, outputs = call_accepting(
+                    "num_items_in_batch", self.compute_loss, model, inputs, return_outputs=True,
+                    num_items_in_batch=num_items,
+                )  # fmt: skip
                 loss = loss.detach().mean()
             else:
                 outputs = model(**inputs)
@@ -164,7 +168,7 @@ class EvaluationMethods(DataMethods):
         return model  # type: ignore[no-any-return]
 
 
-class Gathered:
+class EvaluationResults:
     """Results of an evaluation over all ranks: losses, predictions, labels, inputs.
 
     Args:
@@ -182,18 +186,18 @@ class Gathered:
         self.losses, self.predictions, self.labels, self.inputs = self.containers = tuple(
             EvalLoopContainer(args.eval_do_concat_batches, padding_index=-100) for _ in range(4)
         )
-        self.loss, self.weight = torch.zeros(2, device=parallel.device).unbind()
+        self.loss, self.num_items = torch.zeros(2, device=parallel.device).unbind()
         self.batch_metrics: dict[str, Any] = {}
         self.num_rows = self.num_batches = 0
 
     def add(
-        self, weight: Tensor, loss: Tensor | None, logits: Any, labels: Any, inputs: Any, kept_inputs: Any,
+        self, num_items: Tensor, loss: Tensor | None, logits: Any, labels: Any, inputs: Any, kept_inputs: Any,
         is_own: bool, is_last: bool,
     ) -> None:  # fmt: skip
         """Add one batch.
 
         Args:
-            weight: () number of items of the batch.
+            num_items: () number of items of the batch.
             loss: () mean over its items, or None.
             logits: predictions.
             inputs: the batch.
@@ -201,12 +205,12 @@ class Gathered:
             is_own: false if the batch is padding for this rank, which does not count.
             is_last: whether all ranks are at their last batch.
         """
-        rows, weight = find_batch_size(inputs) or 0 if is_own else 0, weight * is_own
+        rows, num_items = find_batch_size(inputs) or 0 if is_own else 0, num_items * is_own
         self.num_rows, self.num_batches = self.num_rows + rows, self.num_batches + 1
         if loss is not None:
-            counts = torch.isfinite(loss) if self.args.logging_nan_inf_filter else torch.ones_like(weight)
-            self.loss = self.loss + torch.where(counts.bool(), loss.detach().float() * weight, 0)
-            self.weight = self.weight + weight * counts
+            counts = torch.isfinite(loss) if self.args.logging_nan_inf_filter else torch.ones_like(num_items)
+            self.loss = self.loss + torch.where(counts.bool(), loss.detach().float() * num_items, 0)
+            self.num_items = self.num_items + num_items * counts
         values = (None if loss is None else loss.detach().repeat(max(rows, 1)), logits, labels, kept_inputs)
         losses, logits, labels, kept_inputs = (self.gather(value if is_own else drop_rows(value)) for value in values)
         if self.args.batch_eval_metrics and self.compute_metrics and logits is not None and labels is not None:
@@ -228,9 +232,9 @@ class Gathered:
             extras = self._extras(self.losses.get_arrays(), self.inputs.get_arrays())
             metrics = dict(self.compute_metrics(EvalPrediction(predictions, labels, **extras)))
         metrics = denumpify_detensorize(metrics)
-        loss, weight = self.parallel.sum(torch.stack([self.loss, self.weight])).tolist()
-        if weight > 0:
-            metrics[f"{prefix}_loss"] = loss / weight
+        loss, num_items = self.parallel.sum(torch.stack([self.loss, self.num_items])).tolist()
+        if num_items > 0:
+            metrics[f"{prefix}_loss"] = loss / num_items
         elif self.losses.get_arrays() is not None:
             metrics[f"{prefix}_loss"] = float(np.nan)
         metrics = {name: metrics[name] for name in sorted(metrics, key=lambda name: not name.startswith(f"{prefix}_"))}

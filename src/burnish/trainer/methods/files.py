@@ -51,10 +51,10 @@ class FileMethods(OptimizerMethods):
         elif writes:
             write_model(self.accelerator.unwrap_model(self.model), folder, state_dict)
         if writes:
-            write_tokenizer_and_arguments(folder, self._companion, self.args)
+            write_tokenizer_and_arguments(folder, self._saved_processing_class, self.args)
 
     @property
-    def _companion(self) -> Any:
+    def _saved_processing_class(self) -> Any:
         """The tokenizer or processor that is saved with the model."""
         return self.processing_class or getattr(self.data_collator, "tokenizer", None)
 
@@ -73,7 +73,7 @@ class FileMethods(OptimizerMethods):
             self.save_model(str(folder), _internal_call=True)
             return
         write_configs(self.accelerator.unwrap_model(self.model), folder)
-        write_tokenizer_and_arguments(folder, self._companion, self.args)
+        write_tokenizer_and_arguments(folder, self._saved_processing_class, self.args)
         if self.args.save_hf_format:
             write_transformers_files(folder, self.optimizer, self.lr_scheduler)
 

@@ -55,17 +55,14 @@ class LossMethods(TrainerBase):
     """Methods with which a script computes the loss or its divisor."""
 
     def _loss(self, model: nn.Module, inputs: Any) -> Loss:
-        """The loss of a micro-batch as a sum over its items: without logits, or the model's own mean times its
-        items."""
-        flat = (
-            None
-            if self.label_smoother is not None or not has_plain_loss(self.model)
-            else self._padding_free_inputs(inputs)
-        )
+        """The loss of a micro-batch as a sum over its items: computed without logits, or the model's mean times the
+        number of items."""
+        is_plain = self.label_smoother is None and has_plain_loss(self.model)
+        flat = self._padding_free_inputs(inputs) if is_plain else None
         if flat is not None and (head := self._capabilities().head) is not None:
             return Loss(sum_of_padding_free(model, flat, head))
         num_items = self._num_items(inputs)
-        mean = self.compute_loss(model, inputs, num_items_in_batch=self._items(inputs, num_items))
+        mean = self.compute_loss(model, inputs, num_items_in_batch=self._num_items_in_batch(inputs, num_items))
         refuse_no_loss(mean)
         return Loss(mean * num_items)
 
@@ -85,13 +82,13 @@ class LossMethods(TrainerBase):
         counts = not isinstance(inputs, PaddingBatch)
         inputs = self._prepare_inputs(inputs)
         own = self._num_items(inputs) * counts
-        share, items = self._step.share(own), self._items(inputs, own)
+        share, num_items = self._step.share(own), self._num_items_in_batch(inputs, own)
         if self.loss_is_scaled_for_ga:
-            share, items = torch.ones_like(own) * counts / self._num_averaged_losses, num_items_in_batch
-        elif items is not None and self._given_items is not None:
-            share, items = torch.ones_like(own), self._given_items
+            share, num_items = torch.ones_like(own) * counts / self._num_averaged_losses, num_items_in_batch
+        elif num_items is not None and self._scripted_num_items is not None:
+            share, num_items = torch.ones_like(own), self._scripted_num_items
         with self.compute_loss_context_manager():
-            loss = accepting(self.compute_loss, "num_items_in_batch")(model, inputs, num_items_in_batch=items)
+            loss = call_accepting("num_items_in_batch", self.compute_loss, model, inputs, num_items_in_batch=num_items)
         refuse_no_loss(loss)
         self._empty_cache_if_due()
         loss = loss * (share * self._parallel.world_size)  # the backend averages over processes, but a sum is needed
@@ -129,9 +126,11 @@ class LossMethods(TrainerBase):
             loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
         elif labels is not None:
             # Before transformers 5.16 it counts the labels itself.
-            smoothed = accepting(self.label_smoother.__call__, "num_items_in_batch")
             shifts = inspection.is_causal_lm(self.accelerator.unwrap_model(model))
-            loss = smoothed(outputs, labels, shift_labels=shifts, num_items_in_batch=num_items_in_batch)
+            loss = call_accepting(
+                "num_items_in_batch", self.label_smoother.__call__, outputs, labels, shift_labels=shifts,
+                num_items_in_batch=num_items_in_batch,
+            )  # fmt: skip
         else:
             loss = loss_of(outputs, inputs)
         return (loss, outputs) if return_outputs else loss
@@ -188,8 +187,11 @@ class LossMethods(TrainerBase):
         """Metrics of a micro-batch that do not depend on a script's loss, as in ``Loss.sums``."""
         return {}
 
-    def _items(self, inputs: Batch, num_items: Tensor) -> Tensor | None:
-        """() ``num_items_in_batch``: at least 1, so that a micro-batch without labels adds 0 rather than 0/0."""
+    def _num_items_in_batch(self, inputs: Batch, num_items: Tensor) -> Tensor | None:
+        """() the argument ``num_items_in_batch`` of ``compute_loss``; None if it is not used.
+
+        At least 1, so that a micro-batch without labels adds 0 rather than 0/0.
+        """
         counts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         return num_items.clamp(min=1) if counts and isinstance(tensors_by_name(inputs).get("labels"), Tensor) else None
 
@@ -340,10 +342,11 @@ def refuse_no_loss(loss: Any) -> None:
         raise UserError(what, remedy=remedy)
 
 
-def accepting(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """``method``, called without the argument ``name`` if its signature does not have it (older overrides)."""
-    function = getattr(method, "__func__", method)
-    return method if _has_parameter(function, name) else functools.partial(_without, method, name)
+def call_accepting(optional: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``method``, without the argument ``optional`` if its signature does not have it (older overrides)."""
+    if not _has_parameter(getattr(method, "__func__", method), optional):
+        kwargs.pop(optional)
+    return method(*args, **kwargs)
 
 
 def call_training_step(method: Callable[..., Any], model: nn.Module, inputs: Any, num_items: Any) -> Any:
@@ -351,13 +354,8 @@ def call_training_step(method: Callable[..., Any], model: nn.Module, inputs: Any
     try:
         inspect.signature(method).bind(model, inputs, num_items)
     except TypeError:
-        return accepting(method, "num_items_in_batch")(model, inputs, num_items_in_batch=num_items)
+        return call_accepting("num_items_in_batch", method, model, inputs, num_items_in_batch=num_items)
     return method(model, inputs, num_items)
-
-
-def _without(method: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    kwargs.pop(name, None)
-    return method(*args, **kwargs)
 
 
 @functools.lru_cache(maxsize=64)

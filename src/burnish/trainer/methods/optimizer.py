@@ -17,7 +17,7 @@ from burnish.optim.builtin import create_optimizer, create_scheduler, parameter_
 from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.arguments.values import plain_options
 from burnish.trainer.methods.base import TrainerBase
-from burnish.trainer.methods.loss import accepting
+from burnish.trainer.methods.loss import call_accepting
 
 
 class OptimizerMethods(TrainerBase):
@@ -26,7 +26,9 @@ class OptimizerMethods(TrainerBase):
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Create optimizer and scheduler. Override it, or one of the two methods that it calls."""
         self.create_optimizer()
-        accepting(self.create_scheduler, "optimizer")(num_training_steps=num_training_steps, optimizer=self.optimizer)
+        call_accepting(
+            "optimizer", self.create_scheduler, num_training_steps=num_training_steps, optimizer=self.optimizer
+        )
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Create the optimizer, unless it exists."""

@@ -52,7 +52,7 @@ from burnish.trainer.trl.preferences.scripted import (
 )
 from burnish.trainer.trl.prepared import first_row
 from burnish.trainer.trl.sft.checks import check_sft_sets
-from burnish.trainer.trl.sft.setup import inner_tokenizer, load_named_model, own_config, ready_model
+from burnish.trainer.trl.sft.setup import inner_tokenizer, load_named_model, resolve_config, resolve_model
 from burnish.trainer.trl.vision import VisionCollator, family_for
 
 _SIDES: Mapping[Kind, tuple[str, ...]] = {"pairs": ("chosen", "rejected"), "verdicts": ("", "kl"), "scores": ()}
@@ -111,7 +111,7 @@ class PreferenceTrainer(OverridableTrainer):
         preprocess_logits_for_metrics: Callable[..., Any] | None = None, quantization_config: Any = None,
         peft_config: Any = None, **old: Any,
     ) -> None:  # fmt: skip
-        args = own_config(self.config_class, args, model)
+        args = resolve_config(self.config_class, args, model)
         processing_class = self._take_old_names(processing_class, old, self.config_class)
         if ref_model is not None and ref_model is model:
             raise ValueError(
@@ -123,7 +123,7 @@ class PreferenceTrainer(OverridableTrainer):
         check_sft_sets(train_dataset)
         set_seed(args.seed, args.full_determinism)  # an adapter's weights are initialized when it is attached
         scores = self.objective_class is RewardObjective
-        model, processing_class, added = ready_model(model, args, processing_class, quantization_config, scores)
+        model, processing_class, added = resolve_model(model, args, processing_class, quantization_config, scores)
         tokenizer = inner_tokenizer(processing_class)
         self.family = family_for(model, processing_class, tokenizer, first_row(train_dataset))
         if self.family is not None and scores:

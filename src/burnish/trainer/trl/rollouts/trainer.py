@@ -68,7 +68,7 @@ from burnish.trainer.trl.rollouts.tools import (
     schemas,
     tools_text,
 )
-from burnish.trainer.trl.sft.setup import inner_tokenizer, own_config, ready_model
+from burnish.trainer.trl.sft.setup import inner_tokenizer, resolve_config, resolve_model
 
 _LONGEST = 1 << 20
 
@@ -161,7 +161,7 @@ class RolloutTrainer(OverridableTrainer):
         rollout_func: Callable[..., Mapping[str, Any]] | None = None, environment_factory: Any = None,
         **old: Any,
     ) -> None:  # fmt: skip
-        args = own_config(self.config_class, args, model)
+        args = resolve_config(self.config_class, args, model)
         processing_class = self._take_old_names(processing_class, old, self.config_class)
         self.environments = None if environment_factory is None else Environments(environment_factory, tools or [])
         self.tools = self.environments.every_tool() if self.environments is not None else list(tools or [])
@@ -169,7 +169,7 @@ class RolloutTrainer(OverridableTrainer):
         if train_dataset is None:
             train_dataset = blank_prompts(args, self.environments)
         set_seed(args.seed, args.full_determinism)  # the weights of an adapter are initialized when it is attached
-        model, processing_class, added = ready_model(model, args, processing_class, quantization_config)
+        model, processing_class, added = resolve_model(model, args, processing_class, quantization_config)
         self._tokenizer = inner_tokenizer(processing_class)
         model, choices = self._attach(model, args, processing_class, peft_config, added)
         template = PromptTemplate(self._tokenizer, room_for_prompts(model, args), end_tokens(model))
@@ -451,10 +451,10 @@ class RolloutTrainer(OverridableTrainer):
         """Return a sampler of prompts. An override may return one of TRL, which yields a prompt for each completion."""
         strategy = "random" if self.args.shuffle_dataset else "sequential"
         dataset = self._prompts if train_dataset is None else train_dataset
-        return self._order(dataset, strategy, self.objective.rows_per_rank, 1)
+        return self._sampler_for(dataset, strategy, self.objective.rows_per_rank, 1)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        return self._order(eval_dataset, "sequential", self.args.eval_batch_size, 1)
+        return self._sampler_for(eval_dataset, "sequential", self.args.eval_batch_size, 1)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return a loader of the prompts of an evaluation dataset."""
@@ -502,8 +502,8 @@ class RolloutTrainer(OverridableTrainer):
         found = self._scripted.loss(model, inputs)
         self._step.sums.update(found.sums)
         divisor = self._scripted.num_items(inputs)
-        if self.loss_is_scaled_for_ga and self._step.weight is not None:
-            divisor = self._step.weight / self._parallel.world_size
+        if self.loss_is_scaled_for_ga and self._step.num_items is not None:
+            divisor = self._step.num_items / self._parallel.world_size
         return found.total / divisor.clamp(min=1)
 
     def prediction_step(

@@ -34,7 +34,7 @@ from burnish.utils.json_files import read_object
 Config = TypeVar("Config", bound=TrlArguments)
 
 
-def own_config(kind: type[Config], args: Any, model: Any) -> Config:
+def resolve_config(kind: type[Config], args: Any, model: Any) -> Config:
     """burnish's config of this kind: as given, or converted from other arguments by their names.
 
     Raises:
@@ -61,7 +61,7 @@ def model_id(model: Any) -> str:
     return str(getattr(model.config, "_name_or_path", None) or type(model).__name__)
 
 
-def ready_model(
+def resolve_model(
     model: Any, args: TrlArguments, processing_class: Any, quantization_config: Any, scores: bool = False
 ) -> tuple[Any, Any, list[int]]:
     """The model and its processing class, loaded if necessary, with the requested EOS token and chat template.
@@ -92,7 +92,7 @@ def ready_model(
     if args.eos_token is not None:
         set_eos(model, processing_class, args.eos_token)
     path = args.chat_template_path
-    return model, processing_class, take_chat_template(model, processing_class, path) if path is not None else []
+    return model, processing_class, load_chat_template(model, processing_class, path) if path is not None else []
 
 
 def load_named_model(name: str, args: TrlArguments, quantization_config: Any, scores: bool = False) -> Any:
@@ -189,7 +189,7 @@ def _check_in_vocabulary(option: str, token: str | None, processing_class: Any, 
         )
 
 
-def take_chat_template(model: Any, processing_class: Any, path: str) -> list[int]:
+def load_chat_template(model: Any, processing_class: Any, path: str) -> list[int]:
     """Load the chat template of a Jinja file, or of another tokenizer with its tokens.
 
     Returns:

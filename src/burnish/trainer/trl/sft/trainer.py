@@ -39,7 +39,14 @@ from burnish.trainer.trl.sft.collator import DataCollatorForLanguageModeling
 from burnish.trainer.trl.sft.config import SFTConfig
 from burnish.trainer.trl.sft.loss import flat_inputs, sums_without_logits
 from burnish.trainer.trl.sft.rows import Preparation
-from burnish.trainer.trl.sft.setup import attach_peft, finish_peft, inner_tokenizer, own_config, ready_model, set_pad
+from burnish.trainer.trl.sft.setup import (
+    attach_peft,
+    finish_peft,
+    inner_tokenizer,
+    resolve_config,
+    resolve_model,
+    set_pad,
+)
 from burnish.trainer.trl.vision import VisionCollator, family_for
 
 
@@ -82,11 +89,11 @@ class SFTTrainer(TrlTrainer):
         preprocess_logits_for_metrics: Callable[..., Any] | None = None, quantization_config: Any = None,
         peft_config: Any = None, formatting_func: Callable[[Any], str] | None = None, **old: Any,
     ) -> None:  # fmt: skip
-        args = own_config(SFTConfig, args, model)
+        args = resolve_config(SFTConfig, args, model)
         args, processing_class = with_old_arguments(args, processing_class, old, type(self))
         check_sft_sets(train_dataset)
         set_seed(args.seed, args.full_determinism)  # an adapter's weights are initialized when it is attached
-        model, processing_class, added = ready_model(model, args, processing_class, quantization_config)
+        model, processing_class, added = resolve_model(model, args, processing_class, quantization_config)
         sample = first_row(train_dataset)
         self.family = family_for(model, processing_class, inner_tokenizer(processing_class), sample)
         if peft_config is not None:
@@ -191,7 +198,7 @@ class SFTTrainer(TrlTrainer):
             return loader
         between = ("compute_loss", "training_step", "prediction_step", "_prepare_inputs")
         if all(getattr(type(self), name) is getattr(SFTTrainer, name) for name in between):
-            loader.collate_fn = WithTrained(loader.collate_fn)
+            loader.collate_fn = CollateWithTargets(loader.collate_fn)
         return loader
 
     def _examples_in_packs(self, loader: Any) -> int | None:
@@ -210,7 +217,7 @@ class SFTTrainer(TrlTrainer):
         sums, targets, aux, _ = self._sums(model, inputs, needs_logits=False)
         num_items = self._num_items(inputs)
         total = sums.total if aux is None else sums.total + self.router_aux_loss_coef * aux * num_items
-        return Loss(total, self._measured_in(sums, targets, aux, num_items))
+        return Loss(total, self._metric_sums(sums, targets, aux, num_items))
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -235,9 +242,9 @@ class SFTTrainer(TrlTrainer):
             if aux is not None:
                 loss = loss + self.router_aux_loss_coef * aux
         if model.training:
-            self._step.sums.update(self._measured_in(sums, num_targets, aux, self._num_items(inputs)))
+            self._step.sums.update(self._metric_sums(sums, num_targets, aux, self._num_items(inputs)))
         else:
-            measured = {**self._measured_in(sums, num_targets, aux), "items": num_targets}
+            measured = {**self._metric_sums(sums, num_targets, aux), "items": num_targets}
             for name, value in measured.items():
                 self._eval_sums[name] = self._eval_sums.get(name, 0) + value.detach().float()
         return (loss, outputs) if return_outputs else loss
@@ -274,7 +281,7 @@ class SFTTrainer(TrlTrainer):
         softcap = head.softcap if head else None
         return TokenLoss(smoothing, softcap, accuracy=True, entropy=True, factor="dft" if is_dft else None)
 
-    def _measured_in(
+    def _metric_sums(
         self, sums: TokenSums, num_targets: Tensor, aux: Tensor | None, num_items: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Sums over the trained tokens, for the log.
@@ -331,7 +338,7 @@ class SFTTrainer(TrlTrainer):
 
 
 @dataclass
-class WithTrained:
+class CollateWithTargets:
     """A collator that adds the target positions to batches while they are on the CPU."""
 
     collate: Callable[[list[Any]], Any]
