@@ -64,7 +64,7 @@ def kill_at(at: int, kind: str) -> None:
     counted(Loop, "save", "save")
     counted(Loop, "step", "step")
     counted(SlotSource, "complete", "step")
-    counted(Generator, "_rewarded", "step")
+    counted(Generator, "_compute_rewards", "step")
     counted(Loop, "microstep", "pass")
     counted(Scheduler, "turn", "generation")
     counted(RepetitionPenaltyReward, "_penalty", "reward")

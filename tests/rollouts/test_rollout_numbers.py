@@ -8,8 +8,8 @@ from test_rollout_runs import train, user
 
 from burnish.inference.sampling import DrawSettings, draw_logps
 from burnish.inference.types import NoiseKey, Sampling
-from burnish.rollouts.numbers import as_metrics, with_counts
-from burnish.rollouts.samples import Scored
+from burnish.rollouts.metrics import as_metrics, with_counts
+from burnish.rollouts.samples import ScoredCompletion
 from run_outputs import history, same_weights
 
 OF_A_GENERATION = {
@@ -53,8 +53,8 @@ def test_ppo_log_has_every_metric(tmp_path):
     assert not {name for name in wanted if "terminated" not in name} - result  # of 8 completions none may end
 
 
-def scored(length: int, is_ended: bool, *rewards: float | None) -> Scored:
-    return Scored(0, 0, "", [1], [5] * length, [1] * length, is_ended, rewards=list(rewards))
+def scored(length: int, is_ended: bool, *rewards: float | None) -> ScoredCompletion:
+    return ScoredCompletion(0, 0, "", [1], [5] * length, [1] * length, is_ended, rewards=list(rewards))
 
 
 def test_metrics_of_two_generations_are_means_over_completions():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from pyarrow import parquet
 
 from burnish.loop.state import TrainerControl, TrainerState
-from burnish.rollouts.samples import Scored
+from burnish.rollouts.samples import ScoredCompletion
 from burnish.trainer.trl.rollouts.tables import CompletionTablesCallback
 
 
@@ -13,7 +13,7 @@ def test_each_log_has_a_table_of_the_newest_generation(tmp_path, capsys):
     options = SimpleNamespace(num_completions_to_print=1, log_unique_prompts=False)
     recorded = CompletionTablesCallback(options, tmp_path)
     state = TrainerState(global_step=10, max_steps=10)
-    samples = [Scored(0, at, "record 1", [1], [2, 3], [1, 1], True, "2 + 2?", str(at), [float(at == 4), None],
+    samples = [ScoredCompletion(0, at, "record 1", [1], [2, 3], [1, 1], True, "2 + 2?", str(at), [float(at == 4), None],
                       {"parsed": at}, at - 3.5) for at in (3, 4)]  # fmt: skip
     recorded.add(samples, ["exact", "other"], 10, 0)
     recorded.on_log(None, state, TrainerControl(), {"eval_loss": 0.0})

@@ -77,8 +77,8 @@ class Completion:
 class CompletionSource(Protocol):
     """Interface of a source of completions."""
 
-    def begin(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Receive the records of the next completions: ``prompt`` and ``columns`` of each."""
+    def set_records(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Called before ``complete`` with the record of each prompt: its ``prompt`` and its ``columns``."""
         return
 
     def complete(
@@ -124,11 +124,11 @@ class SlotSource(CompletionSource):
     ) -> list[Completion]:
         # Autocast caches cast weights until its outermost context ends: weights are cast once for all tokens.
         with self.merging(), self.precision(), self.packing():
-            while (found := self._completed(prompts, keys, limits)) is None:
+            while (found := self._generate_completions(prompts, keys, limits)) is None:
                 pass
         return found
 
-    def _completed(
+    def _generate_completions(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[NoiseKey], limits: CompletionLimits
     ) -> list[Completion] | None:
         """Return the completions; None after running out of memory, when the scheduler has fewer slots."""
@@ -155,13 +155,17 @@ class SlotSource(CompletionSource):
                 if failed:
                     scheduler.cancel_all()
         if failed:
-            self._begin_again(num_slots, failed[0])
+            self._reduce_concurrency(num_slots, failed[0])
             return None
         wants = limits.wants_logps
         return [Completion(ids, at in ended, logps=logps[at] if wants else None) for at, ids in found.items()]
 
-    def _begin_again(self, num_slots: int, problem: Problem | None) -> None:
-        """Warn that fewer completions fit into memory. Raises UserError if a completion failed for another reason."""
+    def _reduce_concurrency(self, num_slots: int, problem: Problem | None) -> None:
+        """Free the memory, and warn that fewer completions fit into it.
+
+        Raises:
+            UserError: if a completion failed for another reason, or if not even one fits.
+        """
         assert self.scheduler is not None
         self.scheduler.free()
         fewer = self.scheduler.facts().slots

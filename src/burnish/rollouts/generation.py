@@ -1,7 +1,7 @@
 """A generation on this rank: prompts -> completions -> texts -> rewards.
 
-Takes rows of prompts, a source of completions and reward functions, and returns a ``Scored`` with rewards for each
-completion, and values for the log. It does not depend on steps or gradients.
+Takes rows of prompts, a source of completions and reward functions. Returns a ``ScoredCompletion`` for each completion,
+and values for the log. Does not depend on steps or gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from burnish.rollouts.completions import CompletionLimits, CompletionSource
 from burnish.rollouts.options import RolloutOptions
 from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import RewardFunction
-from burnish.rollouts.samples import Scored
+from burnish.rollouts.samples import ScoredCompletion
 
 NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 """Columns of a record that are not passed to reward functions, because they are converted to other arguments."""
@@ -89,7 +89,7 @@ class Generator:
 
     Args:
         generating: context in which the source may use the trained weights.
-        rewarding: calls the reward functions, like ``compute_rewards``.
+        compute_rewards: calls the reward functions, like ``compute_rewards``.
     """
 
     options: GenerationChoices
@@ -98,7 +98,7 @@ class Generator:
     tokenizer: Any
     stop_ids: frozenset[int]
     generating: Callable[[], AbstractContextManager[Any]]
-    rewarding: Callable[..., RewardTable] = compute_rewards
+    compute_rewards: Callable[..., RewardTable] = compute_rewards
 
     def sampling(self, is_eval: bool = False) -> Sampling:
         """Return the sampling parameters."""
@@ -111,7 +111,7 @@ class Generator:
 
     def samples(
         self, rows: Sequence[Row], count: int, key: NoiseKey, parallel: Parallel, step: int, is_eval: bool = False
-    ) -> tuple[list[Scored], RewardTable, dict[str, float]]:
+    ) -> tuple[list[ScoredCompletion], RewardTable, dict[str, float]]:
         """Return ``count`` completions of each prompt with their rewards, and the seconds of each phase. Collective.
 
         Args:
@@ -120,13 +120,13 @@ class Generator:
         """
         seconds = {}
         start = time.perf_counter()
-        samples = _on_all_ranks(parallel, lambda: self._completed(rows, count, key, is_eval))
+        samples = _on_all_ranks(parallel, lambda: self._generate(rows, count, key, is_eval))
         seconds["generate"], start = time.perf_counter() - start, time.perf_counter()
-        table = self._rewarded(rows, count, samples, parallel, step)
+        table = self._compute_rewards(rows, count, samples, parallel, step)
         seconds["reward"] = time.perf_counter() - start
         return samples, table, seconds
 
-    def _completed(self, rows: Sequence[Row], count: int, key: NoiseKey, is_eval: bool) -> list[Scored]:
+    def _generate(self, rows: Sequence[Row], count: int, key: NoiseKey, is_eval: bool) -> list[ScoredCompletion]:
         sampling = self.sampling(is_eval)
         wants = not is_eval and bool(filters_of(self.options))
         limits = CompletionLimits(self.options.max_completion_length, self.stop_ids, sampling, wants)
@@ -138,7 +138,7 @@ class Generator:
             keys += [replace(key, row=row["row"], sample=first + at) for at in range(count)]
             prompts += [list(row["prompt_input_ids"])] * count
         records = [json.loads(row["record"]) for row in rows for _ in range(count)]
-        self.source.begin(records)
+        self.source.set_records(records)
         with self.generating():
             completions = self.source.complete(prompts, keys, limits) if prompts else []
         self.source.free()
@@ -150,20 +150,22 @@ class Generator:
             text = self.tokenizer.decode(each.ids, skip_special_tokens=True)
             prompt_text = self.tokenizer.decode(prompt, skip_special_tokens=False)
             samples.append(
-                Scored(
+                ScoredCompletion(
                     noise.row, noise.sample, records[at]["place"], prompt, each.ids, mask, each.is_ended, prompt_text,
                     text, extra=dict(each.columns), messages=each.messages, sampler_logps=each.logps,
                 )
             )  # fmt: skip
         return samples
 
-    def _rewarded(
-        self, rows: Sequence[Row], count: int, samples: list[Scored], parallel: Parallel, step: int
+    def _compute_rewards(
+        self, rows: Sequence[Row], count: int, samples: list[ScoredCompletion], parallel: Parallel, step: int
     ) -> RewardTable:
         """Call the reward functions. An error on one rank is raised on all ranks."""
         names = [function.name for function in self.functions]
         empty = RewardTable(torch.zeros(0, len(names), dtype=torch.float64), names)
-        table = _on_all_ranks(parallel, lambda: self._table(rows, count, samples, step) if samples else empty)
+        table = _on_all_ranks(
+            parallel, lambda: self._call_reward_functions(rows, count, samples, step) if samples else empty
+        )
         for sample, values in zip(samples, table.values.tolist(), strict=True):
             sample.rewards = [None if value != value else value for value in values]
         for name, values in table.extra.items():
@@ -171,7 +173,9 @@ class Generator:
                 sample.extra[name] = value
         return table
 
-    def _table(self, rows: Sequence[Row], count: int, samples: Sequence[Scored], step: int) -> RewardTable:
+    def _call_reward_functions(
+        self, rows: Sequence[Row], count: int, samples: Sequence[ScoredCompletion], step: int
+    ) -> RewardTable:
         records = [json.loads(row["record"]) for row in rows for _ in range(count)]
         columns = {name: None for record in records for name in record["columns"]}
         completions = [
@@ -181,7 +185,7 @@ class Generator:
             for sample, record in zip(samples, records, strict=True)
         ]
         added = {name: [sample.extra.get(name) for sample in samples] for name in (samples[0].extra if samples else ())}
-        return self.rewarding(
+        return self.compute_rewards(
             self.functions, [record["prompt"] for record in records], completions, [s.ids for s in samples],
             {name: [record["columns"].get(name) for record in records] for name in columns} | added,
             places=[f"record {place.rpartition(' ')[2]}" for place in (s.place for s in samples)],
@@ -207,7 +211,7 @@ def _on_all_ranks(parallel: Parallel, work: Callable[[], T]) -> T:
     return results[0]
 
 
-def length_metrics(samples: Sequence[Scored]) -> dict[str, float]:
+def length_metrics(samples: Sequence[ScoredCompletion]) -> dict[str, float]:
     """Return the lengths of completions in tokens, of all and of finished ones, and the share of truncated ones."""
     lengths = [len(sample.ids) for sample in samples]
     ended = [len(sample.ids) for sample in samples if sample.is_ended] or [0]
@@ -222,7 +226,7 @@ def length_metrics(samples: Sequence[Scored]) -> dict[str, float]:
 
 
 def weighted_rewards(
-    samples: Sequence[Scored], functions: Sequence[RewardFunction], eos_penalty: float | None = None
+    samples: Sequence[ScoredCompletion], functions: Sequence[RewardFunction], eos_penalty: float | None = None
 ) -> torch.Tensor:
     """Return (C,) float64, the weighted sum of the rewards of each completion, minus ``eos_penalty`` if it was
     truncated. A reward that does not apply counts as 0."""
@@ -232,7 +236,7 @@ def weighted_rewards(
     return torch.tensor(sums, dtype=torch.float64) - torch.tensor(cut, dtype=torch.float64)
 
 
-def reward_metrics(samples: Sequence[Scored], names: Sequence[str]) -> dict[str, float]:
+def reward_metrics(samples: Sequence[ScoredCompletion], names: Sequence[str]) -> dict[str, float]:
     """Return the mean and the standard deviation of the rewards of each function over all completions."""
     values = [[float("nan") if value is None else value for value in sample.rewards] for sample in samples]
     return RewardTable(torch.tensor(values, dtype=torch.float64), list(names)).summary()

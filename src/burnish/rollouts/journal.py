@@ -21,14 +21,16 @@ from burnish.report.console import note, table
 from burnish.report.progress import Thinned
 from burnish.report.results import write_whole
 from burnish.rollouts.options import RolloutOptions
-from burnish.rollouts.samples import Scored
+from burnish.rollouts.samples import ScoredCompletion
 
 JOURNAL_NAME = "completions.jsonl"
 _TABLES = 8
 """Maximum number of tables of a run, spread over its steps."""
 
 
-def lines_of(samples: Sequence[Scored], names: Sequence[str], step: int, generation: int) -> list[dict[str, Any]]:
+def lines_of(
+    samples: Sequence[ScoredCompletion], names: Sequence[str], step: int, generation: int
+) -> list[dict[str, Any]]:
     """Return a line of the file for each completion."""
     return [
         {
@@ -62,7 +64,7 @@ class CompletionsCallback(TrainerCallback):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self.path, "".join(f"{line}\n" for line in lines))
 
-    def add(self, samples: Sequence[Scored], names: Sequence[str], step: int, generation: int) -> None:
+    def add(self, samples: Sequence[ScoredCompletion], names: Sequence[str], step: int, generation: int) -> None:
         """Add a generation batch. Called on the main process."""
         self.newest = lines_of(samples, names, step, generation)
         if self.path is not None:

@@ -50,13 +50,13 @@ from burnish.rollouts.generation import (
     prompt_row,
     reward_metrics,
 )
-from burnish.rollouts.numbers import PASSES, Counted, PhaseTimes, as_metrics, logp_difference, pass_at_k, with_counts
+from burnish.rollouts.metrics import PASSES, Counted, PhaseTimes, as_metrics, logp_difference, pass_at_k, with_counts
 from burnish.rollouts.options import DefaultsChoices, RolloutOptions, stage_defaults
 from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import RewardFunction, load_rewards, missing_columns
 from burnish.rollouts.samples import (
     PLACE,
-    Scored,
+    ScoredCompletion,
     collated,
     columns_of,
     compared,
@@ -69,20 +69,20 @@ from burnish.rollouts.samples import (
 )
 from burnish.rollouts.token_values import token_values
 
-MOST_DRAWN = 3
+MAX_PROMPT_BATCHES = 3
 """Maximum number of step batches of prompts per generation with ``drop_zero_variance_groups: refill``."""
 
 
 @dataclass
-class _Drawn:
+class _Generated:
     """Completions of all ranks, ordered by group; metrics of each call of the reward functions; and the seconds of each
     phase on this rank."""
 
-    samples: list[Scored]
+    samples: list[ScoredCompletion]
     tables: list[Mapping[str, Sequence[float]]]
     seconds: dict[str, float]
 
-    def add(self, other: _Drawn) -> None:
+    def add(self, other: _Generated) -> None:
         self.samples += other.samples
         self.tables += other.tables
         self.seconds = {name: value + other.seconds[name] for name, value in self.seconds.items()}
@@ -110,7 +110,7 @@ class RolloutObjective(AnswersObjective):
     leaves_one_out = False
     compares_completions = True
     """Whether the advantage of a completion depends on others of the same prompt."""
-    least_generations = 2
+    min_generations = 2
     keeps_old_logps: bool = False
     """Whether ``old_logps`` are always computed, for a script that reads them."""
 
@@ -121,9 +121,9 @@ class RolloutObjective(AnswersObjective):
         self.needs_reference = bool(options.rl_beta)
         self.functions: list[RewardFunction] = load_rewards(options.reward_funcs, options.reward_weights)
         self.source: CompletionSource | None = None
-        self.rewarding: Callable[..., RewardTable] = compute_rewards
+        self.compute_rewards: Callable[..., RewardTable] = compute_rewards
         self.times = PhaseTimes()
-        self.on_generation: Callable[[Sequence[Scored], Sequence[str], int, int], None] | None = None
+        self.on_generation: Callable[[Sequence[ScoredCompletion], Sequence[str], int, int], None] | None = None
 
     @classmethod
     def default_options(cls, choices: DefaultsChoices, /) -> Mapping[str, Any]:
@@ -251,29 +251,29 @@ class RolloutObjective(AnswersObjective):
         parallel: Parallel,
         step: int,
         more: Iterator[StepBatch] | None = None,
-    ) -> tuple[list[Scored], dict[str, Counted], StepBatch]:
+    ) -> tuple[list[ScoredCompletion], dict[str, Counted], StepBatch]:
         """Return the completions of all ranks that are trained, with their advantages; values for the log; and the
         step batch of prompts. Collective. The arguments are those of ``rollout``."""
         drops = self.choices.drop_zero_variance_groups
-        drawn = self._draw(module, step_batch, parallel, step)
-        metrics = self.set_advantages(drawn.samples)
-        num_samples, batches = len(drawn.samples), 1
+        generated = self._generate(module, step_batch, parallel, step)
+        metrics = self.set_advantages(generated.samples)
+        num_samples, batches = len(generated.samples), 1
         while (
             drops == "refill"
             and more is not None
-            and batches < MOST_DRAWN
-            and num_samples > len(compared(drawn.samples))
+            and batches < MAX_PROMPT_BATCHES
+            and num_samples > len(compared(generated.samples))
         ):
             further = next(more, None)
             if further is None:
                 break
-            drawn.add(self._draw(module, further, parallel, step))
-            metrics = self.set_advantages(drawn.samples)
+            generated.add(self._generate(module, further, parallel, step))
+            metrics = self.set_advantages(generated.samples)
             step_batch, batches = replace(further, indices=[*step_batch.indices, *further.indices]), batches + 1
-        every, names = drawn.samples, [function.name for function in self.functions]
-        metrics |= metrics_of(drawn.tables) | length_metrics(every)
-        metrics |= {f"time/{name}": value for name, value in drawn.seconds.items()}
-        self.times.generating_s += sum(drawn.seconds.values())
+        every, names = generated.samples, [function.name for function in self.functions]
+        metrics |= metrics_of(generated.tables) | length_metrics(every)
+        metrics |= {f"time/{name}": value for name, value in generated.seconds.items()}
+        self.times.generating_s += sum(generated.seconds.values())
         if self.on_generation is not None and parallel.rank == 0:
             self.on_generation(every, names, step + 1, step // self.inner_steps)
         used = every
@@ -282,7 +282,7 @@ class RolloutObjective(AnswersObjective):
             metrics["frac_groups_dropped"] = 1 - len(used) / max(len(every), 1)
         return used[:num_samples], with_counts(metrics, every, names, self.count()), step_batch
 
-    def _draw(self, module: nn.Module, step_batch: StepBatch, parallel: Parallel, step: int) -> _Drawn:
+    def _generate(self, module: nn.Module, step_batch: StepBatch, parallel: Parallel, step: int) -> _Generated:
         """Generate the completions of a step batch of prompts on all ranks, with rewards and log-probabilities.
         Collective."""
         rows = [row for batch in step_batch.batches for row in real_rows(batch)]
@@ -294,7 +294,7 @@ class RolloutObjective(AnswersObjective):
         seconds["logps"] = time.perf_counter() - start
         found = parallel.gather_objects((own, table.metrics))
         every = sorted((sample for samples, _ in found for sample in samples), key=lambda s: (s.row, s.number))
-        return _Drawn(every, [logged for _, logged in found], seconds)
+        return _Generated(every, [logged for _, logged in found], seconds)
 
     def count(self, is_eval: bool = False) -> int:
         """Return the number of completions per prompt."""
@@ -310,9 +310,11 @@ class RolloutObjective(AnswersObjective):
                 yield
 
         stops = frozenset(self.template.stop_token_ids())
-        return Generator(self.choices, self.source, self.functions, self.tokenizer, stops, generating, self.rewarding)
+        return Generator(
+            self.choices, self.source, self.functions, self.tokenizer, stops, generating, self.compute_rewards
+        )
 
-    def set_advantages(self, samples: Sequence[Scored], is_eval: bool = False) -> dict[str, float]:
+    def set_advantages(self, samples: Sequence[ScoredCompletion], is_eval: bool = False) -> dict[str, float]:
         """Set the advantage of each completion of a generation batch. Returns values for the log."""
         groups = groups_of(samples, self.count(is_eval))
         weights = [function.weight for function in self.functions]
@@ -326,7 +328,7 @@ class RolloutObjective(AnswersObjective):
             sample.advantage, sample.is_compared = advantage, is_compared
         return found.metrics | reward_metrics(samples, [function.name for function in self.functions])
 
-    def _penalties(self, samples: Sequence[Scored]) -> Tensor | None:
+    def _penalties(self, samples: Sequence[ScoredCompletion]) -> Tensor | None:
         """Return (C,) β Σ m (π_old - ρ), which RLOO subtracts from the reward."""
         if not (self.leaves_one_out and self.needs_reference):
             return None
@@ -343,7 +345,7 @@ class RolloutObjective(AnswersObjective):
 
     def _step_batches(
         self,
-        samples: Sequence[Scored],
+        samples: Sequence[ScoredCompletion],
         metrics: dict[str, Counted],
         source: StepBatch,
         generation: int,
@@ -361,9 +363,9 @@ class RolloutObjective(AnswersObjective):
 
     @property
     def redistribute(self) -> Callable[[Sequence[StepBatch], int, int], StepBatch]:
-        return self._redealt
+        return self._redistribute
 
-    def _redealt(self, parts: Sequence[StepBatch], rank: int, world_size: int) -> StepBatch:
+    def _redistribute(self, parts: Sequence[StepBatch], rank: int, world_size: int) -> StepBatch:
         packs = [batch["pack"] for part in parts for batch in part.batches]
         samples = [sample for pack in packs for sample in unpacked(pack)]
         size, columns = self.choices.per_device_train_batch_size, columns_of(samples)
@@ -372,7 +374,7 @@ class RolloutObjective(AnswersObjective):
 
     # --- passes without a gradient ------------------------------------------------------------------------------------
 
-    def _compute_logps(self, module: nn.Module, samples: Sequence[Scored], parallel: Parallel) -> None:
+    def _compute_logps(self, module: nn.Module, samples: Sequence[ScoredCompletion], parallel: Parallel) -> None:
         """Compute log-probabilities of the completions under policy and reference, if they are needed."""
         size = self.choices.per_device_train_batch_size
         if self.needs_old_logps or self.token_loss.masks_entropy:
@@ -451,7 +453,7 @@ class RolloutObjective(AnswersObjective):
 
     def evaluation(
         self, module: nn.Module, rows: Sequence[Row], parallel: Parallel
-    ) -> tuple[list[Scored], dict[str, Counted]]:
+    ) -> tuple[list[ScoredCompletion], dict[str, Counted]]:
         """Return the completions of the prompts of all ranks, with their advantages, and values for the log.
         Collective."""
         count = self.count(is_eval=True)

@@ -30,10 +30,10 @@ from burnish.losses.preference_options import PairOptions, PreferenceOptions, Re
 from burnish.losses.responses import AnswersObjective
 from burnish.models.generate import GenerationOptions
 from burnish.rollouts.generation import length_metrics, metrics_of, reward_metrics, weighted_rewards
-from burnish.rollouts.numbers import Counted, as_metrics, with_counts
+from burnish.rollouts.metrics import Counted, as_metrics, with_counts
 from burnish.rollouts.objective import ObjectiveChoices, RolloutObjective
 from burnish.rollouts.options import RolloutOptions
-from burnish.rollouts.samples import Scored, real_rows
+from burnish.rollouts.samples import ScoredCompletion, real_rows
 
 _BLANK: Row = {name: list(value) for name, value in PAIR_COLUMNS.items()}
 
@@ -93,10 +93,10 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
 
     # --- completions -> pairs -----------------------------------------------------------------------------------------
 
-    def _compute_logps(self, module: nn.Module, samples: Sequence[Scored], parallel: Parallel) -> None:
+    def _compute_logps(self, module: nn.Module, samples: Sequence[ScoredCompletion], parallel: Parallel) -> None:
         """Do nothing: ``prepare_step`` computes the log-probabilities of the reference."""
 
-    def set_advantages(self, samples: Sequence[Scored], is_eval: bool = False) -> dict[str, float]:
+    def set_advantages(self, samples: Sequence[ScoredCompletion], is_eval: bool = False) -> dict[str, float]:
         scores = self._scores(samples)
         tied = sum(not pair for pair in self._pairs_of(samples, self.count(is_eval)))
         return {
@@ -105,10 +105,10 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
             **reward_metrics(samples, [function.name for function in self.functions]),
         }  # fmt: skip
 
-    def _scores(self, samples: Sequence[Scored]) -> Tensor:
+    def _scores(self, samples: Sequence[ScoredCompletion]) -> Tensor:
         return weighted_rewards(samples, self.functions, self.choices.missing_eos_penalty)
 
-    def _pairs_of(self, samples: Sequence[Scored], count: int) -> Iterator[Row | None]:
+    def _pairs_of(self, samples: Sequence[ScoredCompletion], count: int) -> Iterator[Row | None]:
         """Yield a row for each prompt: its best and its worst completion; None if their rewards are equal."""
         scores = self._scores(samples).tolist()
         for at in range(0, len(samples), count):
@@ -125,7 +125,7 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
 
     def _step_batches(
         self,
-        samples: Sequence[Scored],
+        samples: Sequence[ScoredCompletion],
         metrics: dict[str, Counted],
         source: StepBatch,
         generation: int,
@@ -137,7 +137,7 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
         return [replace(source, batches=batches, num_rows=len(rows), num_tokens=tokens)]
 
     def _micro_batches(
-        self, samples: Sequence[Scored], metrics: dict[str, Counted], count: int, parallel: Parallel
+        self, samples: Sequence[ScoredCompletion], metrics: dict[str, Counted], count: int, parallel: Parallel
     ) -> list[Batch]:
         """Return the pairs of this rank in micro-batches, the same number on all ranks; one without pairs is empty."""
         pairs = [row for row in self._pairs_of(samples, count) if row is not None]

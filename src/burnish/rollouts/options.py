@@ -231,7 +231,7 @@ def _rewards(options: RolloutStageChoices) -> list[Problem]:
 
 def _count(options: RolloutStageChoices) -> list[Problem]:
     """For stages that do not compare all completions of a prompt."""
-    least, count = getattr(OBJECTIVES[options.stage], "least_generations", 1), options.num_generations
+    least, count = getattr(OBJECTIVES[options.stage], "min_generations", 1), options.num_generations
     if count == 1 < least or count > 1 == least:
         expected = "1" if least == 1 else f"at least {least}"
         what = f'"num_generations" must be {expected} with stage: {options.stage}. Received: {count}.'

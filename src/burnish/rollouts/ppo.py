@@ -34,10 +34,10 @@ from burnish.losses.rollouts.ppo import KlController, PpoLossOptions, ScoreMomen
 from burnish.models.generate import GenerationOptions
 from burnish.models.reward_files import CRITIC
 from burnish.rollouts.generation import reward_metrics, weighted_rewards
-from burnish.rollouts.numbers import as_metrics, logp_difference
+from burnish.rollouts.metrics import as_metrics, logp_difference
 from burnish.rollouts.objective import ObjectiveChoices, RolloutObjective
 from burnish.rollouts.options import DefaultsChoices, RolloutOptions
-from burnish.rollouts.samples import Scored
+from burnish.rollouts.samples import ScoredCompletion
 
 _LONGEST = 1024  # tokens of a completion by default; LLaMA-Factory's max_new_tokens
 
@@ -82,7 +82,7 @@ class PpoObjective(RolloutObjective):
 
     batch_keys = RolloutObjective.batch_keys | {"old_values", "returns", "token_advantages"}
     compares_completions = False
-    least_generations = 1
+    min_generations = 1
     choices: PpoRunChoices
 
     def __init__(self, options: PpoRunChoices, template: RowEncoder, tokenizer: Any = None) -> None:
@@ -145,7 +145,7 @@ class PpoObjective(RolloutObjective):
 
     # --- a rollout ----------------------------------------------------------------------------------------------------
 
-    def set_advantages(self, samples: Sequence[Scored], is_eval: bool = False) -> dict[str, float]:
+    def set_advantages(self, samples: Sequence[ScoredCompletion], is_eval: bool = False) -> dict[str, float]:
         """Set the advantage and the return of each token of a rollout, and update the KL coefficient."""
         if is_eval:
             return {**self._score_metrics(weighted_rewards(samples, self.functions)), **self._function_metrics(samples)}
@@ -169,10 +169,10 @@ class PpoObjective(RolloutObjective):
     def _score_metrics(self, scores: Tensor) -> dict[str, float]:
         return {"reward": float(scores.mean()), "reward_std": float(scores.std()) if len(scores) > 1 else 0.0}
 
-    def _function_metrics(self, samples: Sequence[Scored]) -> dict[str, float]:
+    def _function_metrics(self, samples: Sequence[ScoredCompletion]) -> dict[str, float]:
         return reward_metrics(samples, [function.name for function in self.functions])
 
-    def _scores(self, samples: Sequence[Scored]) -> Tensor:
+    def _scores(self, samples: Sequence[ScoredCompletion]) -> Tensor:
         """Return (C,) the scores that a rollout is trained on."""
         found = weighted_rewards(samples, self.functions)
         if self.choices.ppo_score_norm:

@@ -1,4 +1,4 @@
-"""Completions as samples: one ``Scored`` each, packed as tensors for the buffer and distributed over steps and ranks.
+"""Samples: completions with rewards (``ScoredCompletion``), as tensors for the buffer, divided over steps and ranks.
 
 A checkpoint within a generation batch stores packed samples: token ids, masks, advantages and log-probabilities, about
 16 bytes per token. Everything else that a micro-batch needs is derived from them.
@@ -28,7 +28,7 @@ _PER_TOKEN = ("old_logps", "ref_logps", "sampler_logps", "entropies", "old_value
 
 
 @dataclass
-class Scored:
+class ScoredCompletion:
     """One completion with its rewards.
 
     Args:
@@ -68,12 +68,12 @@ class Scored:
     messages: list[dict[str, Any]] | None = None
 
 
-def columns_of(samples: Sequence[Scored]) -> list[str]:
+def columns_of(samples: Sequence[ScoredCompletion]) -> list[str]:
     """Return the names of the values per token that all samples have."""
     return [name for name in _PER_TOKEN if samples and all(getattr(s, name) is not None for s in samples)]
 
 
-def packed(samples: Sequence[Scored], columns: Sequence[str] | None = None) -> dict[str, Tensor]:
+def packed(samples: Sequence[ScoredCompletion], columns: Sequence[str] | None = None) -> dict[str, Tensor]:
     """Convert samples to tensors. The inverse of ``rows_of``, with token and completion counts.
 
     Args:
@@ -92,7 +92,7 @@ def packed(samples: Sequence[Scored], columns: Sequence[str] | None = None) -> d
     return found
 
 
-def unpacked(pack: dict[str, Tensor]) -> list[Scored]:
+def unpacked(pack: dict[str, Tensor]) -> list[ScoredCompletion]:
     """Return the samples of a pack."""
     ids, prompts, completions, mask = (pack[name].tolist() for name in ("ids", "prompts", "completions", "mask"))
     numbers = {name: pack[name].tolist() for name in _PER_TOKEN if name in pack}
@@ -102,7 +102,9 @@ def unpacked(pack: dict[str, Tensor]) -> list[Scored]:
         of_tokens: dict[str, Any] = {name: values[first:last] for name, values in numbers.items()}
         prompt_ids, completion_ids = ids[begin:middle], ids[middle:end]
         samples.append(
-            Scored(0, 0, "", prompt_ids, completion_ids, mask[first:last], True, advantage=advantage, **of_tokens)
+            ScoredCompletion(
+                0, 0, "", prompt_ids, completion_ids, mask[first:last], True, advantage=advantage, **of_tokens
+            )
         )
         begin, first = end, last
     return samples
@@ -110,7 +112,7 @@ def unpacked(pack: dict[str, Tensor]) -> list[Scored]:
 
 def step_batch_of(
     source: StepBatch,
-    micro_batches: Sequence[Sequence[Scored]],
+    micro_batches: Sequence[Sequence[ScoredCompletion]],
     columns: Sequence[str] | None,
     metrics: dict[str, Any],
 ) -> StepBatch:
@@ -192,12 +194,12 @@ def partitioned(
     return steps
 
 
-def compared(samples: Sequence[Scored]) -> list[Scored]:
+def compared(samples: Sequence[ScoredCompletion]) -> list[ScoredCompletion]:
     """Completions of the groups whose rewards differ."""
     return [sample for sample in samples if sample.is_compared]
 
 
-def groups_of(samples: Sequence[Scored], count: int) -> Tensor:
+def groups_of(samples: Sequence[ScoredCompletion], count: int) -> Tensor:
     """(C,) the group of each completion: those of one prompt, in the order of ``samples``."""
     return torch.arange(len(samples)) // count
 

@@ -11,12 +11,12 @@ from torch import nn
 
 from burnish.loop.protocols import Parallel
 from burnish.losses.base import Collate
-from burnish.rollouts.samples import Scored, collated, packed
+from burnish.rollouts.samples import ScoredCompletion, collated, packed
 
 
 def token_values(
-    module: nn.Module, samples: Sequence[Scored], collate: Collate, size: int, parallel: Parallel
-) -> Iterator[tuple[Scored, list[list[float]]]]:
+    module: nn.Module, samples: Sequence[ScoredCompletion], collate: Collate, size: int, parallel: Parallel
+) -> Iterator[tuple[ScoredCompletion, list[list[float]]]]:
     """Yield each completion with the log-probability, the entropy and, with a value head, the value of each of its
     tokens. Collective if weights are sharded: all ranks make the same number of passes.
 

@@ -26,7 +26,7 @@ from burnish.kernels.token_logps import LogpRules, plain_token_logps
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Loss, Row, StepBatch
 from burnish.rollouts.objective import RolloutObjective
-from burnish.rollouts.samples import Scored, collated, packed, partitioned, real_rows, step_batch_of, unpacked
+from burnish.rollouts.samples import ScoredCompletion, collated, packed, partitioned, real_rows, step_batch_of, unpacked
 from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.trl.preferences.scripted import PaddedObjective, ScriptedBatch
 
@@ -56,7 +56,7 @@ class PaddingRolloutBatch(RolloutBatch, PaddingBatch):
     """A batch without completions, for a rank that has no more of them: one padded row with the weight 0."""
 
 
-def padded_batch(samples: Sequence[Scored], pad: int, sums_old_logps: bool) -> dict[str, Tensor]:
+def padded_batch(samples: Sequence[ScoredCompletion], pad: int, sums_old_logps: bool) -> dict[str, Tensor]:
     """TRL's batch of completions.
 
     Args:
@@ -70,7 +70,7 @@ def padded_batch(samples: Sequence[Scored], pad: int, sums_old_logps: bool) -> d
         ``tool_mask`` (S, T) if tokens of tools are among them; and (S, T) ``old_per_token_logps`` and
         ``ref_per_token_logps`` if they are known.
     """
-    samples = samples or [Scored(0, 0, "", [pad], [pad], [0], True)]
+    samples = samples or [ScoredCompletion(0, 0, "", [pad], [pad], [0], True)]
     found = {
         "prompt_ids": _padded([s.prompt for s in samples], pad, "left"),
         "prompt_mask": _padded([[1] * len(s.prompt) for s in samples], 0, "left"),
@@ -92,7 +92,7 @@ def _padded(rows: Sequence[Sequence[Any]], value: float, side: str = "right") ->
     return pad_sequence([torch.tensor(row) for row in rows], True, value, side)
 
 
-def samples_of(batch: Mapping[str, Any], sizes: Sequence[int] | None) -> list[Scored]:
+def samples_of(batch: Mapping[str, Any], sizes: Sequence[int] | None) -> list[ScoredCompletion]:
     """The completions of a padded batch that a script has changed.
 
     Args:
@@ -117,7 +117,7 @@ def samples_of(batch: Mapping[str, Any], sizes: Sequence[int] | None) -> list[Sc
         if given.ndim:  # one of each token
             numbers["token_advantages"] = given[:size].tolist()
         advantage = float(given[:size].mean() if given.ndim else given)
-        samples.append(Scored(0, 0, "", prompt, ids, counted, True, advantage=advantage, **numbers))
+        samples.append(ScoredCompletion(0, 0, "", prompt, ids, counted, True, advantage=advantage, **numbers))
     return samples
 
 
@@ -208,7 +208,7 @@ class ScriptedRollouts(PaddedObjective):
             what = "_generate_and_score_completions must pass on its inputs unchanged. Received: other records."
             raise UserError(what, remedy="Change the dataset, or generate the completions with rollout_func.")
         samples, request.metrics, *_ = request.score()
-        of_row: dict[int, list[Scored]] = {}
+        of_row: dict[int, list[ScoredCompletion]] = {}
         for sample in samples:
             of_row.setdefault(sample.row, []).append(sample)
         own = [sample for row in request.rows for sample in of_row.get(row["row"], [])]

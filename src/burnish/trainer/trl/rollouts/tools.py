@@ -125,7 +125,7 @@ class ToolDialogue:
 
 
 @dataclass
-class _Run:
+class _PendingCompletion:
     """A completion in progress."""
 
     prompt: list[int]
@@ -146,90 +146,94 @@ class ToolSource(CompletionSource):
         inner: generates the turns of the model.
         form: format of the chat template.
         tools: functions by name; coroutines run concurrently.
-        most: maximum number of tool rounds of a completion; None for no limit.
+        max_rounds: maximum number of tool rounds of a completion; None for no limit.
         context: maximum length of prompt and completion together.
         environments: environments of the completions, or None.
     """
 
     def __init__(
-        self, inner: CompletionSource, form: ToolDialogue, tools: Mapping[str, Tool], most: int | None, context: int,
-        environments: Environments | None = None,
+        self, inner: CompletionSource, form: ToolDialogue, tools: Mapping[str, Tool], max_rounds: int | None,
+        context: int, environments: Environments | None = None,
     ) -> None:  # fmt: skip
         self.inner, self.form, self.tools, self.context = inner, form, tools, context
-        self.most = _LONGEST_RUN if most is None else most
+        self.max_rounds = _LONGEST_RUN if max_rounds is None else max_rounds
         self.environments = environments
         self.records: Sequence[Mapping[str, Any]] = ()
         self.num_calls = self.num_failures = 0  # of the last call of ``complete``
 
-    def begin(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def set_records(self, records: Sequence[Mapping[str, Any]]) -> None:
         self.records = records
 
     def complete(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[NoiseKey], limits: CompletionLimits
     ) -> list[Completion]:
         self.num_calls = self.num_failures = 0
-        runs = [_Run(list(prompt), key, self.tools) for prompt, key in zip(prompts, keys, strict=True)]
+        pending = [_PendingCompletion(list(prompt), key, self.tools) for prompt, key in zip(prompts, keys, strict=True)]
         if self.environments is not None:
-            self.environments.reset(self.records, runs, self.form)
-            prompts = [run.prompt for run in runs]
-        self._turn(runs, prompts, limits)
-        calling = [run for run in runs if run.messages[-1].get("tool_calls")]
+            self.environments.reset(self.records, pending, self.form)
+            prompts = [completion.prompt for completion in pending]
+        self._generate_turn(pending, prompts, limits)
+        calling = [completion for completion in pending if completion.messages[-1].get("tool_calls")]
         rounds = 0
-        while calling and rounds < self.most:
+        while calling and rounds < self.max_rounds:
             rounds += 1
-            with_resume = [run for run in calling if self._with_results(run, limits.max_new_tokens)]
-            self._turn(with_resume, [run.prompt + run.ids for run in with_resume], limits)
-            calling = [run for run in with_resume if run.messages[-1].get("tool_calls")]
+            continuing = [
+                completion for completion in calling if self._append_results(completion, limits.max_new_tokens)
+            ]
+            self._generate_turn(continuing, [completion.prompt + completion.ids for completion in continuing], limits)
+            calling = [completion for completion in continuing if completion.messages[-1].get("tool_calls")]
         return [
             Completion(
-                run.ids, run.is_ended, run.mask, run.logps if limits.wants_logps else None, messages=run.messages,
-                prompt=run.changed_prompt,
+                each.ids, each.is_ended, each.mask, each.logps if limits.wants_logps else None,
+                messages=each.messages, prompt=each.changed_prompt,
             )
-            for run in runs
+            for each in pending
         ]  # fmt: skip
 
     def free(self) -> None:
         self.inner.free()
 
-    def _turn(self, runs: Sequence[_Run], prompts: Sequence[Sequence[int]], limits: CompletionLimits) -> None:
+    def _generate_turn(
+        self, pending: Sequence[_PendingCompletion], prompts: Sequence[Sequence[int]], limits: CompletionLimits
+    ) -> None:
         """Generate and parse the next turn of each completion."""
-        if not runs:
+        if not pending:
             return
-        remaining = [limits.max_new_tokens - len(run.ids) for run in runs]
-        keys = [replace(run.key, start=len(run.ids)) for run in runs]
+        remaining = [limits.max_new_tokens - len(completion.ids) for completion in pending]
+        keys = [replace(completion.key, start=len(completion.ids)) for completion in pending]
         completions = self.inner.complete(prompts, keys, replace(limits, max_new_tokens=max(remaining)))
-        for run, prompt, room, each in zip(runs, prompts, remaining, completions, strict=True):
+        for completion, prompt, room, each in zip(pending, prompts, remaining, completions, strict=True):
             ids = each.ids[:room]
-            run.is_ended = each.is_ended and len(ids) == len(each.ids)
-            run.messages.append(self.form.message_of(prompt, ids, limits.stop_ids))
-            run.ids += ids
-            run.mask += [1] * len(ids)
-            run.logps += (each.logps or [0.0] * len(ids))[:room]
+            completion.is_ended = each.is_ended and len(ids) == len(each.ids)
+            completion.messages.append(self.form.message_of(prompt, ids, limits.stop_ids))
+            completion.ids += ids
+            completion.mask += [1] * len(ids)
+            completion.logps += (each.logps or [0.0] * len(ids))[:room]
 
-    def _with_results(self, run: _Run, longest: int) -> bool:
+    def _append_results(self, completion: _PendingCompletion, longest: int) -> bool:
         """Run the calls of the last turn. Returns whether their results fit and the completion continues."""
-        if not run.is_ended:
-            run.messages[-1].pop("tool_calls")
+        if not completion.is_ended:
+            completion.messages[-1].pop("tool_calls")
             return False
-        results = self._called(run, [call["function"] for call in run.messages[-1]["tool_calls"]])
+        results = self._call_tools(completion, [call["function"] for call in completion.messages[-1]["tool_calls"]])
         ids = self.form.results_of(results)
-        length = len(run.ids) + len(ids)
-        if length >= longest or len(run.prompt) + length >= self.context:
+        length = len(completion.ids) + len(ids)
+        if length >= longest or len(completion.prompt) + length >= self.context:
             return False
-        run.messages += results
-        run.ids += ids
-        run.mask += [0] * len(ids)
-        run.logps += [0.0] * len(ids)
+        completion.messages += results
+        completion.ids += ids
+        completion.mask += [0] * len(ids)
+        completion.logps += [0.0] * len(ids)
         return True
 
-    def _called(self, run: _Run, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _call_tools(self, completion: _PendingCompletion, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages with the results of calls, in order; a failure is a result too."""
 
         async def one(call: Mapping[str, Any]) -> Any:
-            if call["name"] not in run.tools:
+            if call["name"] not in completion.tools:
                 raise ValueError(f"Tool {call['name']} not found.")
             with ending_forked_processes(f"The tool {call['name']}"):
-                result = run.tools[call["name"]](**call["arguments"])
+                result = completion.tools[call["name"]](**call["arguments"])
                 return await result if inspect.isawaitable(result) else result
 
         async def every() -> list[Any]:
@@ -288,11 +292,13 @@ class Environments:
             for kind in kinds
         ]
 
-    def reset(self, records: Sequence[Mapping[str, Any]], runs: Sequence[_Run], form: ToolDialogue) -> None:
+    def reset(
+        self, records: Sequence[Mapping[str, Any]], pending: Sequence[_PendingCompletion], form: ToolDialogue
+    ) -> None:
         """Assign each completion its environment and tools, and append the result of ``reset`` to its prompt."""
         used: dict[Any, int] = {}
         self.of_completions = []
-        for record, run in zip(records, runs, strict=True):
+        for record, completion in zip(records, pending, strict=True):
             name = record["columns"].get("environment") if self.is_named else None
             if name not in self.pools:
                 raise UserError(f'Unknown environment "{name}". Available: {", ".join(map(str, self.pools))}.')
@@ -304,11 +310,11 @@ class Environments:
             with ending_forked_processes(f"{type(environment).__name__}.reset"):
                 observed = environment.reset(**{"prompt": record["prompt"], **record["columns"]})
             tools = self.tools_of(environment)
-            run.tools = {tool.__name__: tool for tool in tools}
+            completion.tools = {tool.__name__: tool for tool in tools}
             messages = [dict(message) for message in record["prompt"]]
             if observed is not None:
                 messages[-1]["content"] = f"{messages[-1].get('content') or ''}{observed}"
-            run.prompt = run.changed_prompt = form.prompt_ids(messages, schemas(tools))
+            completion.prompt = completion.changed_prompt = form.prompt_ids(messages, schemas(tools))
 
 
 def _reward_of(kind: Any) -> Callable[..., Any]:
@@ -330,7 +336,7 @@ class ScriptSource(CompletionSource):
         self.function, self.trainer = function, trainer
         self.records: Sequence[Mapping[str, Any]] = ()
 
-    def begin(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def set_records(self, records: Sequence[Mapping[str, Any]]) -> None:
         self.records = records
 
     def complete(

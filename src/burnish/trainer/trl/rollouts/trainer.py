@@ -30,7 +30,7 @@ from burnish.models.load import context_length
 from burnish.models.patches.packed import packing
 from burnish.parallel.single import set_seed
 from burnish.rollouts.completions import SlotSource
-from burnish.rollouts.numbers import as_metrics
+from burnish.rollouts.metrics import as_metrics
 from burnish.rollouts.objective import LeaveOneOutObjective, RolloutObjective
 from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import RewardFunction, load_rewards
@@ -177,7 +177,7 @@ class RolloutTrainer(OverridableTrainer):
         self.reward_funcs = reward_list(reward_funcs, reward_processing_classes)
         self.reward_processing_classes = [getattr(one, "tokenizer", None) for one in self.reward_funcs]
         self.objective.functions = self._functions(args)
-        self.objective.rewarding = self._rewarding
+        self.objective.compute_rewards = self._compute_rewards
         self._logged_extra: dict[str, list[Any]] = {}
         self._logged_metrics: dict[str, list[float]] = {}
         super().__init__(
@@ -245,7 +245,7 @@ class RolloutTrainer(OverridableTrainer):
             )
         return functions
 
-    def _rewarding(
+    def _compute_rewards(
         self, functions: Sequence[RewardFunction], prompts: Sequence[Any], completions: Sequence[Any],
         completion_ids: Sequence[Sequence[int]], columns: Mapping[str, Sequence[Any]], **request: Any,
     ) -> RewardTable:  # fmt: skip
@@ -294,12 +294,12 @@ class RolloutTrainer(OverridableTrainer):
         columns = {name: [record.get(name) for record in inputs] for name in names}
         table = compute_rewards(
             self.objective.functions, prompts, completions, completion_ids_list, columns,
-            extra_arguments={"trainer_state": self.state, **self._environments_given()}, **self._log_request,
+            extra_arguments={"trainer_state": self.state, **self._environment_arguments()}, **self._log_request,
         )  # fmt: skip
         self._logged_extra, self._logged_metrics = table.extra, table.metrics
         return table.values
 
-    def _environments_given(self) -> dict[str, Any]:
+    def _environment_arguments(self) -> dict[str, Any]:
         return {} if self.environments is None else {"environments": self.environments.of_completions}
 
     # --- the objective ------------------------------------------------------------------------------------------------
@@ -315,8 +315,8 @@ class RolloutTrainer(OverridableTrainer):
 
     def _configure_objective(self, peft_config: Any) -> None:
         objective, model, parallel = self.objective, self.model, self._parallel
-        leaves_out = self._skips_tokens and objective.allows_prefix_sharing(model)
-        capabilities, collate = capabilities_and_collator(model, None, self.args, self._pad, leaves_out, False)
+        skips_tokens = self._skips_tokens and objective.allows_prefix_sharing(model)
+        capabilities, collate = capabilities_and_collator(model, None, self.args, self._pad, skips_tokens, False)
         for note in objective.configure(capabilities, collate):
             logger.warning(note)
         choices: Any = objective.choices

@@ -1,4 +1,4 @@
-"""Values of the log with their divisors, and the time of each phase.
+"""Metrics of a generation batch with their divisors, and the time of each phase.
 
 The values of a generation batch are converted to ``[total, count, reduction]``, so that a log over several generations
 shows the mean over all their completions, and the shortest and longest of all. They are plain data, because they are
@@ -17,7 +17,7 @@ from torch import Tensor
 from burnish.loop.events import TrainerCallback
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.loop.types import Batch, Metric, Sum
-from burnish.rollouts.samples import Scored
+from burnish.rollouts.samples import ScoredCompletion
 
 PASSES = (1, 2, 4, 8, 16, 32, 64)
 """Values of k for pass@k."""
@@ -26,7 +26,7 @@ Counted: TypeAlias = "list[float | str]"
 
 
 def with_counts(
-    metrics: Mapping[str, float], samples: Sequence[Scored], names: Sequence[str], count: int
+    metrics: Mapping[str, float], samples: Sequence[ScoredCompletion], names: Sequence[str], count: int
 ) -> dict[str, Counted]:
     """Return the values of a generation batch, each with the number of completions or groups it is computed from.
 
@@ -76,7 +76,7 @@ def logp_difference(logps: Tensor, batch: Batch) -> dict[str, Metric]:
     return {"sampling/logp_difference": Sum(((batch["sampler_logps"] - policy) * mask).sum(), mask.sum())}
 
 
-def pass_at_k(samples: Sequence[Scored], count: int) -> dict[str, float]:
+def pass_at_k(samples: Sequence[ScoredCompletion], count: int) -> dict[str, float]:
     """Return the share of prompts for which at least one of k completions is correct, if every reward is 0 or 1.
 
     Source: Chen et al. 2021, eq. 1, https://arxiv.org/abs/2107.03374
