@@ -52,7 +52,7 @@ def request_of(vision_model, row, ids=None):
 
 @pytest.mark.parametrize("piece", [512, 7])
 def test_responses_match_transformers(vision_model, monkeypatch, piece):
-    monkeypatch.setattr("burnish.inference.scheduler.PIECE", piece)
+    monkeypatch.setattr("burnish.inference.scheduler.MAX_CHUNK_TOKENS", piece)
     loop = Scheduler(vision_model.model, SlotLimits(3, 512))
     assert loop.backend.name == "slots"
     answers = generate_all(loop, [request_of(vision_model, row) for row in vision_model.prompts])

@@ -86,7 +86,7 @@ def test_llamafactory_inference_config_is_accepted(model: Path, adapters: dict[s
 def test_parallel_adapters_respond_as_each_alone(model: Path, adapters: dict[str, Path]) -> None:
     options = json.dumps({name: str(folder) for name, folder in adapters.items()})
     loaded = load_for_inference(serving_of([str(model), f"served_adapters={options}", "infer_dtype=float32"]).options)
-    loop = Scheduler(loaded.model, SlotLimits(6, 128), adapters=loaded.adapters, through=loaded.through)
+    loop = Scheduler(loaded.model, SlotLimits(6, 128), adapters=loaded.adapters, adapter_context=loaded.adapter_context)
     names = [BASE, "first", "second", "first", BASE, "second"]
     prompts = [[5 + at, 6, 7 + at, 8] for at in range(6)]
     made = generate_responses(

@@ -68,7 +68,7 @@ def test_responses_do_not_depend_on_chunks_neighbors_or_order(monkeypatch: pytes
     model = model_of("qwen2")
     requests = [GenerationRequest(ids, 5 + at % 7) for at, ids in enumerate(prompts(10))]
     defaults = [answer.ids for answer in generate_responses(make_scheduler(model, 4), requests)]
-    monkeypatch.setattr(slots, "PIECE", 3)
+    monkeypatch.setattr(slots, "MAX_CHUNK_TOKENS", 3)
     for number in (1, 3, 10):
         loop = make_scheduler(model, number)
         assert [answer.ids for answer in generate_responses(loop, requests)] == defaults
@@ -113,7 +113,7 @@ def test_requests_with_a_common_prefix_process_it_once() -> None:
 
 
 def test_short_prompt_does_not_wait_for_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "PIECE", 4)
+    monkeypatch.setattr(slots, "MAX_CHUNK_TOKENS", 4)
     loop, long, short = make_scheduler(model_of("llama"), 2), ResponseCollector(), ResponseCollector()
     loop.submit(GenerationRequest(list(range(3, 43)), 4), long)
     loop.turn()

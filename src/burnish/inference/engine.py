@@ -18,7 +18,7 @@ from torch import nn
 from burnish.config.errors import Problem, first_line
 from burnish.inference.forward import Precision
 from burnish.inference.scheduler import Scheduler
-from burnish.inference.slots import Deliver, SlotLimits, Through
+from burnish.inference.slots import AdapterContext, Deliver, SlotLimits
 from burnish.inference.types import Closed, EngineFacts, GenerationRequest, OutputCallback, RequestHandle
 from burnish.models.patches.packed import pack
 
@@ -35,12 +35,12 @@ class LocalEngine:
 
     def __init__(
         self, model: nn.Module, limits: SlotLimits, *, precision: Precision = nullcontext,
-        adapters: Sequence[str] = (), through: Through | None = None, deliver: Deliver | None = None,
+        adapters: Sequence[str] = (), adapter_context: AdapterContext | None = None, deliver: Deliver | None = None,
     ) -> None:  # fmt: skip
         with precision():
             pack(model)
         self.loop = Scheduler(
-            model, limits, precision=precision, adapters=adapters, through=through, deliver=deliver
+            model, limits, precision=precision, adapters=adapters, adapter_context=adapter_context, deliver=deliver
         )  # fmt: skip
         self.note = self.loop.note
         self.failure: BaseException | None = None

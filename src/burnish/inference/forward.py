@@ -56,15 +56,15 @@ class Forward(Protocol):
 
     Attributes:
         name: name for messages.
-        batches: whether several rows can be processed in one pass.
-        goes_back: whether a row can continue from any of its earlier positions.
-        splits: whether a prompt can be read in several parts.
+        is_batched: whether several rows can be processed in one pass.
+        can_rewind: whether a row can continue from any of its earlier positions.
+        splits_prompts: whether a prompt can be read in several parts.
     """
 
     name: str
-    batches: bool
-    goes_back: bool
-    splits: bool
+    is_batched: bool
+    can_rewind: bool
+    splits_prompts: bool
 
     def run(self, first: int, rows: Sequence[NewTokens]) -> Tensor:
         """Process new tokens of the slots from ``first`` on. Returns the wanted logits (W, V), row after row."""
@@ -84,7 +84,7 @@ class Forward(Protocol):
 class OverSlots:
     """All rows in one pass, with the slots' cache."""
 
-    name, batches, goes_back, splits = "slots", True, True, True
+    name, is_batched, can_rewind, splits_prompts = "slots", True, True, True
 
     def __init__(self, model: nn.Module, slots: int, capacity: int = STEP, precision: Precision = nullcontext) -> None:
         self.model = unwrap_peft(model)
@@ -190,7 +190,7 @@ def seen(places: Tensor, width: int, kind: str, config: Any, blocks: Tensor | No
 class _OneRow:
     """Base class of backends that process one request at a time."""
 
-    batches, cache_bytes = False, 0
+    is_batched, cache_bytes = False, 0
 
     def __init__(self, model: nn.Module, precision: Precision = nullcontext) -> None:
         self.model = unwrap_peft(model)
@@ -206,7 +206,7 @@ class _OneRow:
 class OwnCache(_OneRow):
     """One row, with the cache that the model creates itself."""
 
-    name, goes_back, splits = "own cache", False, False
+    name, can_rewind, splits_prompts = "own cache", False, False
 
     def __init__(self, model: nn.Module, precision: Precision = nullcontext) -> None:
         super().__init__(model, precision)
@@ -235,7 +235,7 @@ class OwnCache(_OneRow):
 class WholeText(_OneRow):
     """One row without a cache: all tokens are recomputed each time."""
 
-    name, goes_back, splits = "whole text", True, True
+    name, can_rewind, splits_prompts = "whole text", True, True
 
     def __init__(self, model: nn.Module, precision: Precision = nullcontext) -> None:
         super().__init__(model, precision)

@@ -10,7 +10,7 @@ from torch import nn
 from burnish.data.chat.rows import Template
 from burnish.inference.images.reading import ImageReader
 from burnish.inference.replies.reply_forms import ReplyForm
-from burnish.inference.slots import Through
+from burnish.inference.slots import AdapterContext
 from burnish.inference.types import Sampling
 from burnish.losses.reward import RewardHead
 
@@ -32,7 +32,7 @@ class LoadedModel:
         max_new_tokens: default maximum length of a response.
         context: maximum number of tokens of prompt and response together.
         adapters: names of adapters served in addition to the model.
-        through: context in which each row of a pass uses its adapter.
+        adapter_context: context in which each row of a pass uses its adapter.
         notes: notes for the user.
         head: head of a reward model, which returns scores and generates no text.
         template_notes: those notes that describe how prompts differ from the model's own chat template.
@@ -50,7 +50,7 @@ class LoadedModel:
     max_new_tokens: int
     context: int
     adapters: tuple[str, ...] = ()
-    through: Through | None = None
+    adapter_context: AdapterContext | None = None
     notes: tuple[str, ...] = ()
     head: RewardHead | None = None
     template_notes: tuple[str, ...] = ()

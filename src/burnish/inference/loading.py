@@ -40,7 +40,7 @@ from burnish.inference.loaded_model import LoadedModel
 from burnish.inference.options import is_remote
 from burnish.inference.replies.reply_forms import form_of
 from burnish.inference.scoring import NO_ANSWERS, ScoreEngine
-from burnish.inference.slots import Deliver, SlotLimits, Through
+from burnish.inference.slots import AdapterContext, Deliver, SlotLimits
 from burnish.inference.types import BASE, InferenceEngine, Sampling
 from burnish.loop.types import Example, Message
 from burnish.losses.reward import REWARD_HEADS, RewardHead, ValueHead
@@ -93,14 +93,14 @@ def load_for_inference(
     raise_if(problems_of_adapters(options, config, tokenizer, [*adapters, *served.values()]))
     head = None if is_remote(options) else _reward_head(options, adapters, may_score)
     model = None if is_remote(options) else _model(options, config, tokenizer, adapters, notes, head is None)
-    through = _load_side_by_side(model, served) if model is not None and served else None
+    adapter_context = _load_side_by_side(model, served) if model is not None and served else None
     for sentence in notes:
         (on_note or (lambda text: None))(sentence)
     last = str(adapters[-1] if adapters else options.model_name_or_path)
     return LoadedModel(
         name or expanded(last).resolve().name, options, model, tokenizer, template, form_of(template),
         tuple(template.stop_token_ids()), default_sampling(options, model), longest_answer(options),
-        context_of(options, config), tuple(served), through, tuple(notes), head, tuple(differs),
+        context_of(options, config), tuple(served), adapter_context, tuple(notes), head, tuple(differs),
         None if model is None or family is None else ImageReader(model, family, limits_of(options)),
     )  # fmt: skip
 
@@ -127,7 +127,7 @@ def local_engine(loaded: LoadedModel, waiting: int | None = None, deliver: Deliv
     model, options = loaded.model, loaded.options
     assert model is not None
     limits = SlotLimits(slots_of(options, model, loaded.context), loaded.context, waiting, options.infer_exact)
-    return LocalEngine(model, limits, adapters=loaded.adapters, through=loaded.through, deliver=deliver)
+    return LocalEngine(model, limits, adapters=loaded.adapters, adapter_context=loaded.adapter_context, deliver=deliver)
 
 
 # --- limits and sampling ----------------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ def _served_folders(options: AnsweringOptions) -> dict[str, Path]:
     return named
 
 
-def _load_side_by_side(model: nn.Module, folders: Mapping[str, Path]) -> Through:
+def _load_side_by_side(model: nn.Module, folders: Mapping[str, Path]) -> AdapterContext:
     """Load adapters into the model. Returns the context in which each row uses its own adapter."""
     for name, folder in folders.items():
         load_adapter(model, folder, name)

@@ -37,7 +37,7 @@ def choose(model: nn.Module, slots: int, precision: Precision = nullcontext) -> 
             if agrees(model, backend, precision):
                 backend.resize(slots)
                 note = f"{name} uses a custom cache; batched generation is disabled."
-                return backend, "" if backend.batches else note
+                return backend, "" if backend.is_batched else note
         except REFUSALS as error:
             if is_out_of_memory(error):
                 raise
@@ -53,7 +53,7 @@ def agrees(model: nn.Module, backend: Forward, precision: Precision = nullcontex
     vocabulary = unwrap_peft(model).config.get_text_config().vocab_size
     drawn = torch.Generator().manual_seed(1)
     texts = [torch.randint(vocabulary, (length,), generator=drawn).tolist() for length in _LENGTHS]
-    texts = texts if backend.batches else texts[:1]
+    texts = texts if backend.is_batched else texts[:1]
     for text, logits in zip(texts, _in_chunks(backend, texts), strict=True):
         alone = _alone(model, text, precision)
         bound = _TOLERANCE.get(alone.dtype, _COARSE) * float(alone.float().abs().max())

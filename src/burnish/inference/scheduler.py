@@ -32,12 +32,12 @@ from burnish.inference.probe import choose
 from burnish.inference.replies.grammar import GrammarError
 from burnish.inference.sampling import log_probabilities
 from burnish.inference.slots import (
+    AdapterContext,
     Deliver,
     Job,
     RecentSpeed,
     Slot,
     SlotLimits,
-    Through,
     check_request,
     common_prefix,
     deliver_each,
@@ -53,7 +53,7 @@ from burnish.inference.types import (
     StepOutput,
 )
 
-PIECE = 512
+MAX_CHUNK_TOKENS = 512
 """Maximum number of prompt tokens read per turn."""
 
 
@@ -65,7 +65,7 @@ class Scheduler:
         limits: limits on concurrent and queued requests.
         precision: context for forward passes, such as autocast.
         adapters: names that requests may select besides BASE.
-        through: context in which each row of a pass uses its adapter; required with adapters.
+        adapter_context: context in which each row of a pass uses its adapter; required with adapters.
         deliver: receives all results of a turn. Default: each callback is called.
 
     ``note`` is a message for the user if the model does not support batched slots.
@@ -73,23 +73,23 @@ class Scheduler:
 
     def __init__(
         self, model: nn.Module, limits: SlotLimits, *, precision: Precision = nullcontext,
-        adapters: Sequence[str] = (), through: Through | None = None, deliver: Deliver | None = None,
+        adapters: Sequence[str] = (), adapter_context: AdapterContext | None = None, deliver: Deliver | None = None,
     ) -> None:  # fmt: skip
         self.model, self.adapters = model, tuple(adapters)
         self.backend, self.note = choose(model, limits.slots, precision)
-        self.limits = limits if self.backend.batches else SlotLimits(1, limits.context, limits.waiting, limits.exact)
-        self._through = through or (lambda names: nullcontext())
+        self.limits = limits if self.backend.is_batched else SlotLimits(1, limits.context, limits.waiting, limits.exact)
+        self._adapter_context = adapter_context or (lambda names: nullcontext())
         self._deliver = deliver or deliver_each
         self._slots = [Slot() for _ in range(self.limits.slots)]
-        self._answering = self._reading = 0  # sizes of the first two ranges of slots
+        self._num_generating = self._num_reading = 0  # sizes of the first two ranges of slots
         self._arrived: deque[Job] = deque()  # filled by other threads
         self._waiting: deque[Job] = deque()
         self._cancelled: set[int] = set()
         self._numbers = count(1)
         self._turn = 0
-        self._lacks_memory = self._cancels_all = False
+        self._is_out_of_memory = self._cancels_all = False
         self._outputs: list[tuple[OutputCallback, StepOutput]] = []
-        self._pace = RecentSpeed()
+        self._speed = RecentSpeed()
         self._sums = {"prompt_tokens": 0, "cached_prompt_tokens": 0, "new_tokens": 0}
 
     def submit(self, request: GenerationRequest, callback: OutputCallback) -> RequestHandle:
@@ -97,7 +97,7 @@ class Scheduler:
         check_request(request, self.limits, self.adapters)
         waiting = self.num_waiting
         if self.limits.waiting is not None and waiting >= self.limits.waiting:
-            raise Full(waiting, self._pace.patience([*self._arrived, *self._waiting]))
+            raise Full(waiting, self._speed.estimated_wait_s([*self._arrived, *self._waiting]))
         handle = RequestHandle(next(self._numbers))
         limit = min(request.max_new_tokens, self.limits.context - len(request.ids))
         self._arrived.append(Job(request, callback, handle, limit, request.noise_key()))
@@ -117,14 +117,14 @@ class Scheduler:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._arrived or self._waiting or self._answering or self._reading)
+        return bool(self._arrived or self._waiting or self._num_generating or self._num_reading)
 
     def forget(self) -> None:
         """Drop all keys and values because the weights have changed. Call between turns, in the thread of ``turn``.
 
         Raises RuntimeError if a request is running: it would mix old and new weights.
         """
-        if running := self._answering + self._reading:
+        if running := self._num_generating + self._num_reading:
             raise RuntimeError(f"forget() needs an idle scheduler; {running} requests are running.")
         self._slots = [Slot() for _ in self._slots]
 
@@ -138,47 +138,47 @@ class Scheduler:
         weights = {id(p): p.nbytes for p in self.model.parameters()}
         memory = {"weights": sum(weights.values()), "cache": self.backend.cache_bytes}
         return EngineFacts(
-            self.backend.name, len(self._slots), self._answering + self._reading,
+            self.backend.name, len(self._slots), self._num_generating + self._num_reading,
             self.num_waiting, self.limits.context, self.adapters, memory,
             self._sums["prompt_tokens"], self._sums["cached_prompt_tokens"], self._sums["new_tokens"],
-            self._pace.rate(),
+            self._speed.rate(),
         )  # fmt: skip
 
     def turn(self) -> bool:
         """Run one round. Returns False if there was nothing to do."""
         self._turn += 1
-        self._take_in()
-        self._drop_ended()
+        self._receive_requests()
+        self._end_cancelled()
         self._admit()
-        is_busy = bool(self._answering or self._reading)
-        if self._reading:
+        is_busy = bool(self._num_generating or self._num_reading)
+        if self._num_reading:
             self._step(*self._next_chunk(), self._read_chunk)
             self._release_ended()
-        if self._answering:
-            for first, number in self._passes(0, self._answering):
+        if self._num_generating:
+            for first, number in self._passes(0, self._num_generating):
                 self._step(first, number, self._generate_tokens)
             self._release_ended()
-        if self._lacks_memory:
+        if self._is_out_of_memory:
             self._reduce_slots()
         outputs, self._outputs = self._outputs, []
         if outputs:
-            self._pace.add(sum(len(each.ids) for _, each in outputs))
+            self._speed.add(sum(len(each.ids) for _, each in outputs))
             self._deliver(outputs)
         return is_busy or bool(outputs)
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
-    def _take_in(self) -> None:
+    def _receive_requests(self) -> None:
         self._waiting += [self._arrived.popleft() for _ in range(len(self._arrived))]
 
-    def _drop_ended(self) -> None:
+    def _end_cancelled(self) -> None:
         """Remove requests that were cancelled or have expired."""
         cancelled, now = self._cancelled, time.monotonic()
         self._cancelled = set()
-        everyone, self._cancels_all = self._cancels_all, False
+        cancels_all, self._cancels_all = self._cancels_all, False
         for job in [*self._waiting, *(slot.job for slot in self._slots if slot.job)]:
             has_timed_out = now > job.request.deadline
-            if has_timed_out or everyone or job.handle.number in cancelled:
+            if has_timed_out or cancels_all or job.handle.number in cancelled:
                 error = Problem("the request timed out.") if has_timed_out else None
                 self._end(job, "cancelled", error)
         self._waiting = deque(job for job in self._waiting if not job.is_over)
@@ -186,69 +186,69 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Assign free slots to requests in order. One waits if its prefix is being read for another request."""
-        while self._waiting and self._answering + self._reading < len(self._slots):
+        while self._waiting and self._num_generating + self._num_reading < len(self._slots):
             job = self._waiting[0]
-            source, common = self._best_beginning(job)
-            if self._is_read_right_now(job, common):
+            source, common = self._longest_prefix(job)
+            if self._is_being_read(job, common):
                 return
             self._waiting.popleft()
             self._take_slot(job, source, common)
 
-    def _best_beginning(self, job: Job) -> tuple[int, int]:
+    def _longest_prefix(self, job: Job) -> tuple[int, int]:
         """Return the slot with the longest prefix of a request's prompt, and the length of the prefix."""
         most = len(job.request.ids) - 1  # at least one token must be read, for its logits
         if job.request.prompt_logprobs_from is not None:
             most = min(most, job.request.prompt_logprobs_from - 1)
         busy = [
             common_prefix(slot, job.request, most)
-            if self.backend.goes_back and slot.adapter == job.request.adapter
+            if self.backend.can_rewind and slot.adapter == job.request.adapter
             else 0
             for slot in self._slots
         ]
         best, images = max(range(len(busy)), key=lambda at: (busy[at], at)), job.request.images
         return best, busy[best] if images is None else images.whole_begin(busy[best])
 
-    def _is_read_right_now(self, job: Job, common: int) -> bool:
-        others = (slot.job.request for slot in self._range(self._answering, self._reading) if slot.job)
+    def _is_being_read(self, job: Job, common: int) -> bool:
+        others = (slot.job.request for slot in self._range(self._num_generating, self._num_reading) if slot.job)
         own = job.request
         alike = (common_prefix(other, own, len(own.ids)) for other in others if other.adapter == own.adapter)
-        return self.backend.goes_back and max(alike, default=0) >= common + self.limits.worth_waiting
+        return self.backend.can_rewind and max(alike, default=0) >= common + self.limits.worth_waiting
 
     def _take_slot(self, job: Job, source: int, common: int) -> None:
         """Assign a slot to a request: a free slot that consists mostly of the request's prefix is taken over.
         Otherwise the prefix is copied to the slot that has been free longest."""
-        first_free = self._answering + self._reading
+        first_free = self._num_generating + self._num_reading
         if source < first_free or common * 2 < len(self._slots[source].ids):
             target = min(range(first_free, len(self._slots)), key=lambda at: self._slots[at].used)
             if source != target:
                 self.backend.copy_row(source, target, common)
         else:
             target = source
-        self._exchange(first_free, target)
+        self._swap_slots(first_free, target)
         request = job.request
         self._slots[first_free] = Slot(request.ids[:common], request.content_hashes, request.adapter, job, self._turn)
-        self._reading += 1
+        self._num_reading += 1
         job.cached = common
         self._sums["prompt_tokens"] += len(job.request.ids)
         self._sums["cached_prompt_tokens"] += common
 
-    def _exchange(self, a: int, b: int) -> None:
+    def _swap_slots(self, a: int, b: int) -> None:
         self.backend.swap_rows(a, b, max(len(self._slots[a].ids), len(self._slots[b].ids)))
         self._slots[a], self._slots[b] = self._slots[b], self._slots[a]
 
     def _release_ended(self) -> None:
         """Free the slots of finished requests. Their contents are kept."""
-        for at in range(self._answering + self._reading - 1, -1, -1):
+        for at in range(self._num_generating + self._num_reading - 1, -1, -1):
             slot = self._slots[at]
             if slot.job is not None and not slot.job.is_over:
                 continue
             slot.job, slot.used = None, self._turn
-            if at < self._answering:
-                self._answering -= 1
-                self._exchange(at, self._answering)
-                at, self._reading = self._answering, self._reading + 1  # now the first slot that reads a prompt
-            self._reading -= 1
-            self._exchange(at, self._answering + self._reading)
+            if at < self._num_generating:
+                self._num_generating -= 1
+                self._swap_slots(at, self._num_generating)
+                at, self._num_reading = self._num_generating, self._num_reading + 1  # now the first that reads
+            self._num_reading -= 1
+            self._swap_slots(at, self._num_generating + self._num_reading)
 
     # --- forward passes -----------------------------------------------------------------------------------------------
 
@@ -258,37 +258,37 @@ class Scheduler:
     def _next_chunk(self) -> tuple[int, int]:
         """Return the slots that read next. The oldest request and the one with the shortest rest alternate, so that no
         prompt waits for long. Neighbouring slots are included as long as they fit into one part."""
-        reading = self._range(self._answering, self._reading)
-        by_turns = (lambda slot: slot.active.handle.number) if self._turn % 2 else self._left_to_read
-        lead = reading.index(min(reading, key=by_turns))
-        number, longest = 1, len(self._rest(reading[lead]))
-        if self.backend.batches and not self.limits.exact:
+        reading = self._range(self._num_generating, self._num_reading)
+        priority = (lambda slot: slot.active.handle.number) if self._turn % 2 else self._num_unread
+        lead = reading.index(min(reading, key=priority))
+        number, longest = 1, len(self._next_prompt_tokens(reading[lead]))
+        if self.backend.is_batched and not self.limits.exact:
             for slot in reading[lead + 1 :]:
-                longest = max(longest, len(self._rest(slot)))
-                if longest * (number + 1) > PIECE:
+                longest = max(longest, len(self._next_prompt_tokens(slot)))
+                if longest * (number + 1) > MAX_CHUNK_TOKENS:
                     break
                 number += 1
-        return self._answering + lead, number
+        return self._num_generating + lead, number
 
-    def _left_to_read(self, slot: Slot) -> int:
+    def _num_unread(self, slot: Slot) -> int:
         return len(slot.active.request.ids) - len(slot.ids)
 
-    def _rest(self, slot: Slot) -> list[int]:
+    def _next_prompt_tokens(self, slot: Slot) -> list[int]:
         """Return the prompt tokens that are read next."""
         begin, request = len(slot.ids), slot.active.request
-        end = begin + (PIECE if self.backend.splits else len(request.ids))
+        end = begin + (MAX_CHUNK_TOKENS if self.backend.splits_prompts else len(request.ids))
         return request.ids[begin : end if request.images is None else request.images.whole_end(end)]
 
     def _read_chunk(self, first: int, number: int) -> None:
         slots = self._range(first, number)
         rows = []
         for slot in slots:
-            rest, request = self._rest(slot), slot.active.request
+            rest, request = self._next_prompt_tokens(slot), slot.active.request
             start, last = len(slot.ids), len(slot.ids) + len(rest) == len(request.ids)
             since = max((request.prompt_logprobs_from or len(request.ids) + 1) - 1 - start, 0)
             scored = range(since, len(rest) - last)
             rows.append(NewTokens(rest, start, [*scored, *([len(rest) - 1] if last else [])], request.images))
-        with self._through([slot.adapter for slot in slots]):
+        with self._adapter_context([slot.adapter for slot in slots]):
             logits = self.backend.run(first, rows)
         ends = [sum(len(row.wanted) for row in rows[: at + 1]) for at in range(len(rows))]
         finished = []
@@ -298,7 +298,7 @@ class Scheduler:
             if len(slot.ids) == len(slot.active.request.ids) and self._begin_answer(slot):
                 finished.append((slot, end - 1))
         if finished:
-            self._draw([slot for slot, _ in finished], logits[[last for _, last in finished]])
+            self._sample([slot for slot, _ in finished], logits[[last for _, last in finished]])
 
     def _score_prompt(self, slot: Slot, row: NewTokens, logits: Tensor) -> None:
         """Collect the log-probabilities of prompt tokens if requested: position p predicts token p + 1."""
@@ -315,9 +315,9 @@ class Scheduler:
         """After the prompt was read, move its slot to the running responses. Returns whether a token is to be drawn."""
         job = slot.active
         self._outputs.append((job.callback, StepOutput(filled=Filled(job.cached, tuple(job.prompt_logprobs)))))
-        self._exchange(self._slots.index(slot), self._answering)
-        self._answering += 1
-        self._reading -= 1
+        self._swap_slots(self._slots.index(slot), self._num_generating)
+        self._num_generating += 1
+        self._num_reading -= 1
         if job.limit == 0:
             self._end(job, "length")
         return job.limit > 0
@@ -326,14 +326,14 @@ class Scheduler:
         """Generate one more token for a range of slots: read the last token, draw the next one."""
         slots = self._range(first, number)
         rows = [NewTokens([slot.active.answer[-1]], len(slot.ids), [0], slot.active.request.images) for slot in slots]
-        with self._through([slot.adapter for slot in slots]):
+        with self._adapter_context([slot.adapter for slot in slots]):
             logits = self.backend.run(first, rows)
         for slot, row in zip(slots, rows, strict=True):
             slot.ids += row.ids
-        self._draw(slots, logits)
+        self._sample(slots, logits)
 
-    def _draw(self, slots: Sequence[Slot], logits: Tensor) -> None:
-        """Draw the next token of each slot from one row of logits each."""
+    def _sample(self, slots: Sequence[Slot], logits: Tensor) -> None:
+        """Sample the next token of each slot from its row of logits."""
         jobs = [slot.active for slot in slots]
         for job, found in zip(jobs, next_tokens(jobs, logits), strict=True):
             if isinstance(found, Problem):
@@ -368,12 +368,12 @@ class Scheduler:
                 if slot.job is not None:
                     self._end(slot.job, "failed", problem)
                 slot.ids = []
-            self._lacks_memory |= problem.code == "out_of_memory"
+            self._is_out_of_memory |= problem.code == "out_of_memory"
 
     def _reduce_slots(self) -> None:
         """Reduce the number of slots and release the cache memory of the others."""
-        self._lacks_memory = False
-        running = self._answering + self._reading
+        self._is_out_of_memory = False
+        running = self._num_generating + self._num_reading
         fewer = max(1, running, len(self._slots) - 1 if len(self._slots) < 4 else len(self._slots) * 3 // 4)
         self._slots = self._slots[:fewer]
         self.backend.resize(fewer)
@@ -383,7 +383,7 @@ class Scheduler:
 
     def fail_all(self, problem: Problem) -> None:
         """End all requests, including queued ones, with an error."""
-        self._take_in()
+        self._receive_requests()
         for job in [*self._waiting, *(slot.job for slot in self._slots if slot.job)]:
             self._end(job, "failed", problem)
         self._waiting.clear()

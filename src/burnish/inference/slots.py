@@ -20,7 +20,7 @@ from burnish.inference.types import (
     StepOutput,
 )
 
-Through = Callable[[Sequence[str]], AbstractContextManager[Any]]
+AdapterContext = Callable[[Sequence[str]], AbstractContextManager[Any]]
 """Adapter names, one per row -> a context in which each row uses its adapter."""
 Deliver = Callable[[Sequence[tuple[OutputCallback, StepOutput]]], None]
 
@@ -90,7 +90,7 @@ class RecentSpeed:
             return 0.0
         return sum(number for _, number in list(self._turns)[1:]) / (self._turns[-1][0] - self._turns[0][0])
 
-    def patience(self, waiting: Sequence[Job]) -> float:
+    def estimated_wait_s(self, waiting: Sequence[Job]) -> float:
         """Estimated seconds until queued requests are done, in [1, 60]."""
         return min(60.0, max(1.0, sum(job.limit for job in waiting) / max(self.rate(), 1.0)))
 

@@ -128,7 +128,7 @@ def _loaded(serving: Serving, options: EvalOptions) -> tuple[LoadedModel, Schedu
     slots = options.batch_size or slots_of(infer_options, loaded.model, loaded.context)
     limits = SlotLimits(slots, loaded.context, exact=infer_options.infer_exact)
     pack(loaded.model)
-    return loaded, Scheduler(loaded.model, limits, adapters=loaded.adapters, through=loaded.through)
+    return loaded, Scheduler(loaded.model, limits, adapters=loaded.adapters, adapter_context=loaded.adapter_context)
 
 
 def _facts(loaded: LoadedModel, options: EvalOptions, subjects: Sequence[Subject]) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def written(model: Any, batches: Sequence[Mapping[str, Any]], how: Writing, slot
     flat = [request for one in by_batch for request in one or ()]
     context = max(len(request.ids) + request.max_new_tokens for request in flat)
     loop = Scheduler(model, SlotLimits(slots, context))
-    if not loop.backend.batches:
+    if not loop.backend.is_batched:
         return None
     with packed_weights(model):
         answers = iter(generate_all(loop, flat))
