@@ -15,7 +15,7 @@ from burnish.config.options import RawValue
 from burnish.kernels import attention
 from burnish.kernels.attention import Scores, Sequences, flat_attention
 from burnish.kernels.cross_entropy import TokenLoss, linear_cross_entropy
-from burnish.kernels.lora import Adapted, joint_projections, lora_linear
+from burnish.kernels.lora import LoraTensors, joint_projections, lora_linear
 from burnish.models.patches.attention import PaddingFree, make_padding_free
 from burnish.models.patches.liger import apply_liger
 from burnish.run.build import train_run
@@ -165,7 +165,7 @@ def lora_outcome(ways, dtype):
     for outputs in (512, 128):
         weight, bias = (torch.randn(outputs, 256) / 16).cuda(), torch.randn(outputs).cuda()
         a, b = (torch.randn(8, 256) / 16).cuda().requires_grad_(), torch.randn(outputs, 8).cuda().requires_grad_()
-        made.append(Adapted(weight.to(dtype), bias.to(dtype), a, b, scaling=0.5))
+        made.append(LoraTensors(weight.to(dtype), bias.to(dtype), a, b, scaling=0.5))
     outputs = ways(x, made)
     moving = [x, *(factor for layer in made for factor in (layer.a, layer.b))]
     return [*outputs, *torch.autograd.grad(sum(y.float().sin().sum() for y in outputs), moving)]

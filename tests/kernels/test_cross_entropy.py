@@ -21,7 +21,7 @@ N, H, V = 37, 12, 53
 def _small_chunks(monkeypatch):
     """Seven tokens a chunk and five rows a tile, so that both end in the middle."""
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 7 * V * 4)
-    monkeypatch.setattr(cross_entropy, "_FEWEST_TOKENS", 1)
+    monkeypatch.setattr(cross_entropy, "_MIN_CHUNK_TOKENS", 1)
     monkeypatch.setattr(cross_entropy, "_TILE_BYTES", 5 * H * 4)
 
 

@@ -11,7 +11,7 @@ from burnish.adapters.base import ADAPTERS, FinetuningOptions
 from burnish.adapters.lora import LoraOptions
 from burnish.config.options import union
 from burnish.kernels import lora
-from burnish.kernels.lora import Adapted, LoraForward, joint_projections, lora_linear, together
+from burnish.kernels.lora import LoraForward, LoraTensors, computed_jointly, joint_projections, lora_linear
 from burnish.models.patches.fused import patch_forwards
 from burnish.utils.patching import standing
 from tiny_lora import add_lora_adapters
@@ -21,7 +21,7 @@ Options = union("Options", FinetuningOptions, LoraOptions)
 INPUTS = 24
 
 
-def layers(seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[Adapted]]:
+def layers(seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[LoraTensors]]:
     """An input, and layers of some widths and ranks over it, every other one with a bias."""
     generator = torch.Generator().manual_seed(seed)
     tokens, count = torch.randint(1, 40, (), generator=generator), torch.randint(2, 5, (), generator=generator)
@@ -35,15 +35,15 @@ def layers(seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[
         wide = torch.promote_types(dtype, torch.float32)  # factors that train
         a, b = draw(rank, INPUTS, dtype=wide).requires_grad_(), draw(outputs, rank, dtype=wide).requires_grad_()
         bias = draw(outputs) if index % 2 else None
-        made.append(Adapted(draw(outputs, INPUTS), bias, a, b, scaling=0.3 + index))
+        made.append(LoraTensors(draw(outputs, INPUTS), bias, a, b, scaling=0.3 + index))
     return draw(2, int(tokens), INPUTS).requires_grad_(), made
 
 
-def one_after_the_other(x: Tensor, made: list[Adapted]) -> tuple[Tensor, ...]:
+def one_after_the_other(x: Tensor, made: list[LoraTensors]) -> tuple[Tensor, ...]:
     return tuple(lora_linear(x, *layer) for layer in made)
 
 
-def outcome(function, x: Tensor, made: list[Adapted]) -> list[Tensor]:
+def outcome(function, x: Tensor, made: list[LoraTensors]) -> list[Tensor]:
     """The outputs and the gradients of the input and of all factors."""
     outputs = function(x, made)
     upstream = [torch.sin(torch.arange(y.numel()) + 1.0).view(y.shape).to(y.dtype) for y in outputs]
@@ -56,7 +56,7 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-def written_out(x: Tensor, made: list[Adapted]) -> tuple[Tensor, ...]:
+def written_out(x: Tensor, made: list[LoraTensors]) -> tuple[Tensor, ...]:
     return tuple(
         F.linear(x, layer.weight, layer.bias) + F.linear(F.linear(x, layer.a), layer.b) * layer.scaling
         for layer in made
@@ -86,7 +86,7 @@ def test_bfloat16_joint_layers_are_as_accurate_as_single_ones(seed):
     x, made = layers(seed, torch.bfloat16)
     wide = x.detach().double().requires_grad_()
     exact = [
-        Adapted(w.double(), None if bias is None else bias.double(), a.double(), b.double(), *more)
+        LoraTensors(w.double(), None if bias is None else bias.double(), a.double(), b.double(), *more)
         for w, bias, a, b, *more in made
     ]
     truth = outcome(written_out, wide, exact)
@@ -128,7 +128,7 @@ def layer(inputs: int = INPUTS, seed: int = 0, **settings) -> nn.Module:
 def test_layer_called_with_another_tensor_or_again_runs_alone(joint_counts):
     first, second, x, other = layer(), layer(seed=1), torch.randn(3, INPUTS), torch.randn(3, INPUTS)
     expected = [first(x), second(other), first(x)]
-    with together(first, second):
+    with computed_jointly(first, second):
         result = [first(x), second(other), first(x)]
     for ours, plain in zip(result, expected, strict=True):
         torch.testing.assert_close(ours, plain)
@@ -138,7 +138,7 @@ def test_layer_called_with_another_tensor_or_again_runs_alone(joint_counts):
 def test_layers_of_other_width_or_repeated_are_not_joined(joint_counts):
     first, second, x, wide = layer(), layer(seed=1), torch.randn(3, INPUTS), torch.randn(3, 2 * INPUTS)
     other = layer(inputs=2 * INPUTS)
-    with together(first, other, second, second):
+    with computed_jointly(first, other, second, second):
         result = first(x), other(wide), second(x)
     torch.testing.assert_close(result, (first(x), other(wide), second(x)))
     assert joint_counts == [2]
@@ -151,15 +151,15 @@ def test_aborted_forward_leaves_no_state():
         raise KeyError
 
     first.register_forward_hook(stop)
-    with pytest.raises(KeyError), together(first, second):
+    with pytest.raises(KeyError), computed_jointly(first, second):
         first(torch.randn(3, INPUTS))
-    assert standing(first, "forward", LoraForward).together is None
+    assert standing(first, "forward", LoraForward).joint_outputs is None
 
 
 def test_layer_hooks_are_called():
     first, second, x = layer(), layer(seed=1), torch.randn(3, INPUTS)
     second.register_forward_hook(lambda module, inputs, output: output + 1)
-    with together(first, second):
+    with computed_jointly(first, second):
         first(x)
         result = second(x)
     torch.testing.assert_close(result, second.forward(x) + 1)
@@ -177,7 +177,7 @@ ALONE = {
 def test_layers_with_extra_operations_run_alone_and_the_others_jointly(kind, joint_counts):
     odd, x = ALONE[kind](), torch.randn(3, INPUTS)
     first, second = layer(), layer(use_rslora=True)
-    with together(first, odd, second):
+    with computed_jointly(first, odd, second):
         for each in (first, odd, second):
             torch.manual_seed(0)
             result = each(x)
@@ -200,7 +200,7 @@ def test_disabled_and_switched_adapters_are_respected(state, joint_counts):
         else:
             each.set_adapter(["one", "two"])
     expected = [each(x) for each in made]
-    with together(*made):
+    with computed_jointly(*made):
         result = [each(x) for each in made]
     torch.testing.assert_close(result, expected)
     assert joint_counts == []

@@ -121,7 +121,7 @@ def layer(base=None, *names, **settings):
 
 
 def is_one_product(made):
-    return standing(made, "forward", LoraForward).product(torch.zeros(1, TOKENS, INPUTS), ["one"]) is not None
+    return standing(made, "forward", LoraForward).tensors(torch.zeros(1, TOKENS, INPUTS), ["one"]) is not None
 
 
 def hooked():
@@ -192,7 +192,7 @@ def test_hook_on_base_layer_is_called():
 def test_first_class_check_consumes_no_random_numbers():
     from peft.tuners.lora import Linear
 
-    lora._computes_the_formula.cache_clear()
+    lora._computes_plain_lora.cache_clear()
     before = torch.get_rng_state()
-    assert lora._computes_the_formula(Linear)
+    assert lora._computes_plain_lora(Linear)
     assert torch.equal(torch.get_rng_state(), before)

@@ -36,7 +36,7 @@ reads and writes the whole gradient of the head. Time and memory of the loss and
 16,384 tokens, a vocabulary of 152,000 and a width of 896: 102 ms and 1.2 GB in chunks of 128 MiB, 75 and 1.6 of 256, 62
 and 2.2 of 512, 56 and 3.4 of 1,024, 52 and 5.9 of 2,048."""
 
-_FEWEST_TOKENS = 256
+_MIN_CHUNK_TOKENS = 256
 """Minimum number of tokens of a chunk on a CPU, for any vocabulary, because a product first reorders the whole head in
 memory. Time of both products per token, for a vocabulary of 152,000 and a width of 896, bfloat16 on one AVX512-BF16
 core: 4.2 ms in chunks of 46 tokens, 3.3 ms of 110, 3.2 ms of 133, 3.0 ms of 178 to 320."""
@@ -159,7 +159,7 @@ def loss_factors(probabilities: Tensor, targets: Tensor, rules: TokenLoss) -> Te
 def chunk_length(vocabulary: int, device: torch.device) -> int:
     """Maximum number of tokens whose logits are in memory at a time."""
     if device.type == "cpu":
-        return max(_FEWEST_TOKENS, CHUNK_BYTES // (4 * vocabulary))
+        return max(_MIN_CHUNK_TOKENS, CHUNK_BYTES // (4 * vocabulary))
     return max(1, _CHUNK_BYTES_OF_GPU // (4 * vocabulary))
 
 
@@ -197,10 +197,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for begin in range(0, len(h), size):
                 part = slice(begin, begin + size)
                 logits = logits_into(h[part], w, None if bias is None else bias.to(dtype), whole)
-                made, grad_logits = _chunk(
+                chunk_sums, grad_logits = _chunk(
                     logits, targets[part], None if weights is None else weights[part], rules, any(needs)
                 )
-                sums = [so_far + value for so_far, value in zip(sums, made, strict=True)]
+                sums = [so_far + value for so_far, value in zip(sums, chunk_sums, strict=True)]
                 if grad_logits is not None:
                     gradients.add(part, grad_logits, h[part], w, is_first=begin == 0)
         ctx.save_for_backward(*gradients)
@@ -222,7 +222,8 @@ def logits_into(hidden: Tensor, weight: Tensor, bias: Tensor | None, whole: Tens
     return torch.addmm(bias, hidden, weight.t(), out=into)
 
 
-def _kept(like: Tensor) -> Tensor:
+def _empty_like(like: Tensor) -> Tensor:
+    """An uninitialized tensor from the buffer pool."""
     return buffer_pool.empty(tuple(like.shape), like.dtype, like.device)
 
 
@@ -293,14 +294,14 @@ def _logarithms(logits: Tensor, p: Tensor, at_target: Tensor) -> tuple[Tensor, T
     probability, which is at least 1 / V.
     """
     logit, of_target = (x.gather(-1, at_target).squeeze(-1).float() for x in (logits, p))
-    if p.device.type == "cpu" and of_target.min() > _LEAST_P:
+    if p.device.type == "cpu" and of_target.min() > _MIN_PROBABILITY:
         log_p = of_target.log()
         return log_p, logit - log_p
     log_sum = logits.amax(-1).float() - p.amax(-1).log()
     return logit - log_sum, log_sum
 
 
-_LEAST_P = 1e-30
+_MIN_PROBABILITY = 1e-30
 """Far above the smallest normal float32, 1e-38."""
 
 
@@ -314,10 +315,10 @@ class Gradients(NamedTuple):
     @classmethod
     def zero(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool, bool]) -> Gradients:
         # The first chunk writes the weight's gradient, so it is only initialized with zeros if there is no chunk.
-        of_weight = _kept if len(hidden) else torch.zeros_like
+        create = _empty_like if len(hidden) else torch.zeros_like
         return cls(
             torch.empty_like(hidden) if needs[0] else None,
-            of_weight(weight) if needs[1] else None,
+            create(weight) if needs[1] else None,
             torch.zeros_like(bias) if needs[2] and bias is not None else None,
         )
 

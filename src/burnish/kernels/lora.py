@@ -39,7 +39,7 @@ from torch.autograd.function import once_differentiable
 from burnish.utils.patching import standing
 
 
-class Adapted(NamedTuple):
+class LoraTensors(NamedTuple):
     """The tensors of a frozen layer and its adapter.
 
     Args:
@@ -132,7 +132,7 @@ class _LoraUpdate(torch.autograd.Function):
         needs_x, *needs = ctx.needs_input_grad[1:4]
         g = rows(grad).to(a.dtype)  # (N, O)
         grad_h = (g @ b).mul_(ctx.scaling)  # (N, r)
-        grad_a, grad_b = _of_factors(ctx, g, grad_h, rows(x).to(a.dtype), mask, h, needs)
+        grad_a, grad_b = _factor_gradients(ctx, g, grad_h, rows(x).to(a.dtype), mask, h, needs)
         grad_x = _drop(grad_h @ a, mask, ctx.keep).to(x.dtype).view(x.shape) if needs_x else None
         return grad, grad_x, grad_a, grad_b, None, None
 
@@ -144,9 +144,9 @@ class _LoraLinear(torch.autograd.Function):
     ) -> Tensor:
         with without_autocast(x):
             a, b = a.to(x.dtype), scaled(b, scaling, x.dtype)
-            mask, h = _down(rows(x), upright(a), dropout)
+            mask, h = _down(rows(x), row_major_transpose(a), dropout)
             output = layer_output(x, weight, bias)
-            rows(output).addmm_(h, upright(b))
+            rows(output).addmm_(h, row_major_transpose(b))
         ctx.save_for_backward(x, weight, mask, h, a, b)
         ctx.scaling, ctx.keep = scaling, 1 - dropout
         return output
@@ -158,7 +158,7 @@ class _LoraLinear(torch.autograd.Function):
         needs_x, _, _, *needs = ctx.needs_input_grad[:5]
         g = rows(grad)  # (N, O)
         grad_h = g @ b  # (N, r)
-        grad_a, grad_b = _of_factors(ctx, g, grad_h, rows(x), mask, h, needs)
+        grad_a, grad_b = _factor_gradients(ctx, g, grad_h, rows(x), mask, h, needs)
         grad_x = None
         if needs_x:
             grad_x = g @ weight
@@ -191,7 +191,7 @@ def scaled(b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
     return (b * scaling).to(dtype)
 
 
-def upright(factor: Tensor) -> Tensor:
+def row_major_transpose(factor: Tensor) -> Tensor:
     """The transpose of a factor, copied to row-major order on a CPU. A CPU compiles a kernel for each memory order of
     the second operand, in 0.2 to 1 ms for each new number of tokens. With the copy one kernel serves forward and
     backward, A and B.
@@ -199,7 +199,7 @@ def upright(factor: Tensor) -> Tensor:
     return factor.t().contiguous() if factor.device.type == "cpu" else factor.t()
 
 
-def _of_factors(
+def _factor_gradients(
     ctx: Any, g: Tensor, grad_h: Tensor, x: Tensor, mask: Tensor | None, h: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of A (r, I) and of B (O, r), from those of the output (N, O) and of the product with A (N, r)."""
@@ -227,7 +227,7 @@ def _drop(x: Tensor, mask: Tensor | None, keep: float) -> Tensor:
 # --- several layers over one input ------------------------------------------------------------------------------------
 
 
-def joint_projections(x: Tensor, layers: Sequence[Adapted]) -> tuple[Tensor, ...]:
+def joint_projections(x: Tensor, layers: Sequence[LoraTensors]) -> tuple[Tensor, ...]:
     """Compute the outputs of all layers for ``x``, without dropout.
 
     Args:
@@ -236,24 +236,24 @@ def joint_projections(x: Tensor, layers: Sequence[Adapted]) -> tuple[Tensor, ...
         (..., O_k) of each layer k.
     """
     scalings = tuple(layer.scaling for layer in layers)
-    numbers = (number for layer in layers for number in layer[:4])
-    outputs: tuple[Tensor, ...] = _Siblings.apply(x, scalings, *numbers)  # type: ignore[no-untyped-call]
+    tensors = (tensor for layer in layers for tensor in layer[:4])
+    outputs: tuple[Tensor, ...] = _JointProjections.apply(x, scalings, *tensors)  # type: ignore[no-untyped-call]
     return outputs
 
 
-class _Siblings(torch.autograd.Function):
+class _JointProjections(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scalings: tuple[float, ...], *numbers: Any) -> tuple[Tensor, ...]:
-        weights, biases, factors_a, factors_b = (numbers[kind::4] for kind in range(4))
+    def forward(ctx: Any, x: Tensor, scalings: tuple[float, ...], *tensors: Any) -> tuple[Tensor, ...]:
+        weights, biases, factors_a, factors_b = (tensors[kind::4] for kind in range(4))
         ctx.scalings, ctx.ranks = scalings, [len(a) for a in factors_a]
         with without_autocast(x):
             a = torch.cat(factors_a).to(x.dtype)  # (R, I)
             each_b = [scaled(b, scaling, x.dtype) for b, scaling in zip(factors_b, scalings, strict=True)]
             # Contiguous: for columns of a wider tensor a CPU would use other kernels than for ``lora_linear``.
-            each_h = [h.contiguous() for h in torch.split(rows(x) @ upright(a), ctx.ranks, 1)]  # (N, r_k)
+            each_h = [h.contiguous() for h in torch.split(rows(x) @ row_major_transpose(a), ctx.ranks, 1)]  # (N, r_k)
             outputs = tuple(layer_output(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
             for output, b, h in zip(outputs, each_b, each_h, strict=True):
-                rows(output).addmm_(h, upright(b))
+                rows(output).addmm_(h, row_major_transpose(b))
         ctx.save_for_backward(x, a, *weights, *each_b, *each_h)
         return outputs
 
@@ -266,15 +266,16 @@ class _Siblings(torch.autograd.Function):
         grad_h = torch.cat([g @ b for g, b in zip(upstream, each_b, strict=True)], 1)  # (N, R)
         of_a = torch.split(grad_h.t() @ rows(x), ctx.ranks)
         pairs = zip(each_h, upstream, ctx.scalings, strict=True)
-        of_b = [(h.t() @ g).mul_(scaling).t() for h, g, scaling in pairs]  # thin factor on the left, as in _of_factors
+        # The thin factor is the left operand, as in _factor_gradients.
+        of_b = [(h.t() @ g).mul_(scaling).t() for h, g, scaling in pairs]
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = upstream[0] @ weights[0]
             for g, weight in zip(upstream[1:], weights[1:], strict=True):
                 grad_x.addmm_(g, weight)
             grad_x = grad_x.addmm_(grad_h, a).view(x.shape)
-        of_numbers = (gradient for pair in zip(of_a, of_b, strict=True) for gradient in (None, None, *pair))
-        return grad_x, None, *of_numbers
+        of_tensors = (gradient for pair in zip(of_a, of_b, strict=True) for gradient in (None, None, *pair))
+        return grad_x, None, *of_tensors
 
 
 # --- modules that hold the weights ------------------------------------------------------------------------------------
@@ -300,19 +301,19 @@ class LoraForward:
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
-        self.together: Together | None = None
+        self.joint_outputs: JointOutputs | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layer = cast(LoraModule, self.layer)
         names = [name for name in layer.active_adapters if name in layer.lora_A]
-        is_more = args or kwargs or layer.merged or any(name in layer.lora_variant for name in names)
-        if is_more or layer.disable_adapters:
+        needs_own_forward = args or kwargs or layer.merged or any(name in layer.lora_variant for name in names)
+        if needs_own_forward or layer.disable_adapters:
             return type(self.layer).forward(self.layer, x, *args, **kwargs)  # type: ignore[no-any-return]
-        if self.together is not None and (answer := self.together.answer(self, x)) is not None:
-            return answer
-        product = self.product(x, names)
-        if product is not None:
-            return lora_linear(x, *product)
+        if self.joint_outputs is not None and (output := self.joint_outputs.take(self, x)) is not None:
+            return output
+        tensors = self.tensors(x, names)
+        if tensors is not None:
+            return lora_linear(x, *tensors)
         result: Tensor = layer.base_layer(x)
         for name in names:
             a, b = layer.lora_A[name], layer.lora_B[name]
@@ -321,26 +322,26 @@ class LoraForward:
                 result = result + (b.bias * layer.scaling[name]).to(result.dtype)
         return result
 
-    def product(self, x: Tensor, names: Sequence[str]) -> Adapted | None:
+    def tensors(self, x: Tensor, names: Sequence[str]) -> LoraTensors | None:
         """The tensors of layer and adapter, if ``lora_linear`` applies: one adapter on a frozen dense layer without
         hooks, and all tensors in the dtype of the product. Otherwise None.
         """
         layer = cast(LoraModule, self.layer)
-        if len(names) != 1 or not _is_frozen_product(layer.base_layer):
+        if len(names) != 1 or not _is_frozen_linear(layer.base_layer):
             return None
         a, b = layer.lora_A[names[0]], layer.lora_B[names[0]]
         weight: Tensor = layer.base_layer.weight
         if b.bias is not None or not x.dtype == weight.dtype == lora_dtype(x, a.weight):
             return None
         bias: Tensor | None = layer.base_layer.bias
-        return Adapted(weight, bias, a.weight, b.weight, layer.scaling[names[0]], self._dropout(names[0]))
+        return LoraTensors(weight, bias, a.weight, b.weight, layer.scaling[names[0]], self._dropout(names[0]))
 
-    def numbers(self, x: Tensor) -> Adapted | None:
-        """``product`` of the active adapter. None if the module's own forward pass is needed."""
+    def active_tensors(self, x: Tensor) -> LoraTensors | None:
+        """``tensors`` of the active adapter. None if the module's own forward pass is needed."""
         layer = cast(LoraModule, self.layer)
         names = [name for name in layer.active_adapters if name in layer.lora_A]
-        is_more = layer.merged or layer.disable_adapters or any(name in layer.lora_variant for name in names)
-        return None if is_more else self.product(x, names)
+        needs_own_forward = layer.merged or layer.disable_adapters or any(name in layer.lora_variant for name in names)
+        return None if needs_own_forward else self.tensors(x, names)
 
     def _dropout(self, name: str) -> float:
         dropout = cast(LoraModule, self.layer).lora_dropout[name]
@@ -348,24 +349,24 @@ class LoraForward:
 
 
 @contextmanager
-def together(*layers: nn.Module) -> Iterator[None]:
+def computed_jointly(*layers: nn.Module) -> Iterator[None]:
     """Context in which several adapted layers are computed together when the first of them is called.
 
     A layer that is called with another input, or a second time, computes its output separately.
     """
     found = [standing(layer, "forward", LoraForward) for layer in dict.fromkeys(layers)]
     adapted = [forward for forward in found if forward is not None]
-    answers = Together(adapted) if len(adapted) > 1 else None
+    outputs = JointOutputs(adapted) if len(adapted) > 1 else None
     for forward in adapted:
-        forward.together = answers
+        forward.joint_outputs = outputs
     try:
         yield
     finally:
         for forward in adapted:
-            forward.together = None
+            forward.joint_outputs = None
 
 
-class Together:
+class JointOutputs:
     """Outputs of sibling layers for the input of the first call, stored until each layer is called."""
 
     def __init__(self, forwards: Sequence[LoraForward]) -> None:
@@ -373,26 +374,27 @@ class Together:
         self._input: Tensor | None = None
         self._outputs: dict[LoraForward, Tensor] = {}
 
-    def answer(self, forward: LoraForward, x: Tensor) -> Tensor | None:
+    def take(self, forward: LoraForward, x: Tensor) -> Tensor | None:
+        """The output of a layer for ``x``, once; None if it must be computed separately."""
         if self._input is None:
             self._input = x
-            self._outputs = self._all(x)
+            self._outputs = self._compute(x)
         return self._outputs.pop(forward, None) if x is self._input else None
 
-    def _all(self, x: Tensor) -> dict[LoraForward, Tensor]:
-        terms = [(forward, forward.numbers(x)) for forward in self._forwards]
-        alike = {forward: numbers for forward, numbers in terms if numbers is not None and _is_joint(numbers, x)}
+    def _compute(self, x: Tensor) -> dict[LoraForward, Tensor]:
+        tensors_of = [(forward, forward.active_tensors(x)) for forward in self._forwards]
+        alike = {forward: tensors for forward, tensors in tensors_of if tensors is not None and _is_joint(tensors, x)}
         if len(alike) < 2:
             return {}
         return dict(zip(alike, joint_projections(x, list(alike.values())), strict=True))
 
 
-def _is_joint(numbers: Adapted, x: Tensor) -> bool:
+def _is_joint(tensors: LoraTensors, x: Tensor) -> bool:
     """Whether a layer can be computed jointly: its input width matches ``x``, and it has no dropout."""
-    return numbers.weight.shape[1] == x.shape[-1] and not numbers.dropout
+    return tensors.weight.shape[1] == x.shape[-1] and not tensors.dropout
 
 
-def _is_frozen_product(layer: nn.Module) -> bool:
+def _is_frozen_linear(layer: nn.Module) -> bool:
     """Whether ``layer`` is torch's linear layer with a plain frozen tensor and without hooks (such as one that gathers
     a sharded weight). A quantized or distributed weight has its own class.
     """
@@ -403,19 +405,19 @@ def _is_frozen_product(layer: nn.Module) -> bool:
     return is_frozen and type(layer.weight) in (Tensor, nn.Parameter) and not any(hooks)
 
 
-def holds_factors(module: Any) -> bool:
+def is_plain_lora_layer(module: Any) -> bool:
     """Whether ``module`` has a linear layer and plain factors, and its class computes the plain formula."""
     factors = getattr(module, "lora_A", None)
     if not isinstance(factors, nn.ModuleDict) or not isinstance(getattr(module, "lora_B", None), nn.ModuleDict):
         return False
     is_plain = bool(factors) and all(type(each) is nn.Linear for each in (*factors.values(), *module.lora_B.values()))
     return (
-        is_plain and isinstance(getattr(module, "base_layer", None), nn.Module) and _computes_the_formula(type(module))  # type: ignore[arg-type]
+        is_plain and isinstance(getattr(module, "base_layer", None), nn.Module) and _computes_plain_lora(type(module))  # type: ignore[arg-type]
     )
 
 
 @cache
-def _computes_the_formula(kind: Any) -> bool:
+def _computes_plain_lora(kind: Any) -> bool:
     """Whether a class computes the same as ``LoraForward``, tested with a small layer. The random state does not
     change, whether or not the result is cached.
     """
@@ -426,7 +428,7 @@ def _computes_the_formula(kind: Any) -> bool:
         module.base_layer, module.training = nn.Linear(4, 3), False
         module.lora_A, module.lora_B = nn.ModuleDict({"x": down}), nn.ModuleDict({"x": up})
         module.lora_dropout, module.scaling = nn.ModuleDict({"x": nn.Identity()}), {"x": 0.5}
-        vars(module).update(_ASKED)
+        vars(module).update(_PEFT_ATTRIBUTES)
         x = torch.randn(2, 4)
         try:
             output = module(x)
@@ -435,7 +437,7 @@ def _computes_the_formula(kind: Any) -> bool:
         return torch.allclose(output, LoraForward(module).forward(x), atol=1e-6)
 
 
-_ASKED: dict[str, Any] = {
+_PEFT_ATTRIBUTES: dict[str, Any] = {
     "merged_adapters": [], "lora_variant": {}, "_disable_adapters": False, "_active_adapter": "x",
     "cast_input_dtype_enabled": True, "kwargs": {}, "fan_in_fan_out": False, "_caches": {},
 }  # fmt: skip

@@ -21,7 +21,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from burnish.checkpoint import checkpoint
 from burnish.config.errors import UserError
 from burnish.config.options import raise_if
-from burnish.kernels.lora import holds_factors
+from burnish.kernels.lora import is_plain_lora_layer
 from burnish.loop.protocols import Parallel
 from burnish.loop.schedule import StepOptions, StepPlan, plan_steps
 from burnish.loop.spikes import spike_problems
@@ -70,7 +70,7 @@ def prepared_for_training(
         record(model, lambda: DebugUnderflowOverflow(model), WATCHED)
     records = [] if noise is None else record(model, lambda: activate_neftune(model, noise, accelerator), NOISE)
     # A compiler fuses operations itself. On a CPU only adapters benefit: with rows of 86 tokens nothing else is faster.
-    if not args.torch_compile and (device.type != "cpu" or any(map(holds_factors, model.modules()))):
+    if not args.torch_compile and (device.type != "cpu" or any(map(is_plain_lora_layer, model.modules()))):
         records += patch_forwards(model, args)
     log_compute_dtype(model, accelerator.parallel.dtype, device)
     try:

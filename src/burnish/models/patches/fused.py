@@ -25,7 +25,7 @@ from torch.func import functional_call
 
 from burnish.kernels.cpu.cast_linear import cast_linear
 from burnish.kernels.elementwise import ACTIVATIONS, activated, gains, gated, rms_norm
-from burnish.kernels.lora import LoraForward, holds_factors, together
+from burnish.kernels.lora import LoraForward, computed_jointly, is_plain_lora_layer
 from burnish.kernels.probe import REFUSALS
 from burnish.utils.patching import Patch, PatchOptions, Reason, allows, patch
 
@@ -164,7 +164,7 @@ def _gated_with(activation: str) -> Callable[..., Tensor]:
     def forward(module: Any, x: Tensor) -> Tensor:
         if not gains(x):
             return type(module).forward(module, x)  # type: ignore[no-any-return]
-        with together(module.gate_proj, module.up_proj):
+        with computed_jointly(module.gate_proj, module.up_proj):
             gate, up = module.gate_proj(x), module.up_proj(x)
         projected: Tensor = module.down_proj(gated(gate, up, activation))
         return projected
@@ -180,7 +180,7 @@ _FORWARDS = {name: _gated_with(name) for name in ACTIVATIONS}
 
 def _adapted_of(module: nn.Module) -> Answer:
     """The forward pass of a module with a linear layer and low-rank factors, such as peft's."""
-    return (lambda one: LoraForward(one).forward, ADAPTED) if holds_factors(module) else None
+    return (lambda one: LoraForward(one).forward, ADAPTED) if is_plain_lora_layer(module) else None
 
 
 # --- queries, keys and values ---------------------------------------------------------------------------------------
@@ -193,11 +193,11 @@ def _attention_of(module: nn.Module) -> Answer:
     adapters together. It needs no test, because each call checks that they share an input.
     """
     parts = [getattr(module, name, None) for name in _PROJECTIONS]
-    return (_method(_attended), ATTENTION) if sum(map(holds_factors, parts)) > 1 else None
+    return (_method(_attended), ATTENTION) if sum(map(is_plain_lora_layer, parts)) > 1 else None
 
 
 def _attended(module: Any, *args: Any, **kwargs: Any) -> Any:
-    with together(*(getattr(module, name) for name in _PROJECTIONS)):
+    with computed_jointly(*(getattr(module, name) for name in _PROJECTIONS)):
         return type(module).forward(module, *args, **kwargs)
 
 
