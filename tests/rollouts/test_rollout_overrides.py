@@ -402,6 +402,7 @@ def train_with_override(folder, output, per_device):
     trainer.save_model(output)
 
 
+@pytest.mark.slow
 def test_override_of_generation_in_two_processes_gives_the_weights_of_one(folder, tmp_path):
     train_with_override(str(folder), str(tmp_path / "one"), 8)
     in_two_processes(train_with_override, str(folder), str(tmp_path / "two"), 4)
