@@ -49,11 +49,6 @@ class argument(Generic[Config]):
         self.write(trainer, value)
 
 
-def set_beta(trainer: Any, value: float) -> None:
-    """Change ``beta`` of a trainer on preferences, from the next step on."""
-    trainer.args.beta = trainer.objective.options.pref_beta = value
-
-
 _RENAMED_ARGUMENTS = {
     "config": "args", "policy": "model", "reward_model": "reward_funcs",
     "reward_processing_class": "reward_processing_classes",

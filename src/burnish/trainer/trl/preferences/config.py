@@ -18,6 +18,7 @@ from burnish.losses.preference_losses import PAIR_LOSSES
 from burnish.losses.preference_options import (
     DpoFields,
     PrecomputeFields,
+    PreferenceOptions,
     ReferenceOptions,
     ReferenceSyncFields,
     check_pairs,
@@ -277,3 +278,10 @@ class CPOConfig(WithoutReference):
 
 for _kind in (DPOConfig, KTOConfig, RewardConfig, ORPOConfig, CPOConfig):
     for_argument_parser(_kind)
+
+
+def set_beta(trainer: Any, value: float) -> None:
+    """Change ``beta`` of a trainer on preferences, from the next step on."""
+    args: WithReference | ORPOConfig | CPOConfig = trainer.args
+    options: PreferenceOptions = trainer.objective.options
+    args.beta = options.pref_beta = value

@@ -19,10 +19,10 @@ from burnish.models.reward_files import pad_of_classifier
 from burnish.trainer import notes
 from burnish.trainer.data.loaders import is_datasets_set
 from burnish.trainer.notes import logger
-from burnish.trainer.trl.base import argument, set_beta
+from burnish.trainer.trl.base import argument
 from burnish.trainer.trl.preferences.base import PreferenceTrainer
 from burnish.trainer.trl.preferences.collator import REFERENCE
-from burnish.trainer.trl.preferences.config import DPOConfig, KTOConfig, PreferenceConfig, RewardConfig
+from burnish.trainer.trl.preferences.config import DPOConfig, KTOConfig, PreferenceConfig, RewardConfig, set_beta
 from burnish.trainer.trl.preferences.rows import UnpairedOfSteps, unpaired_row, with_kl_answers
 from burnish.trainer.trl.preferences.scripted import get_batch_logps
 from burnish.trainer.trl.prepared import column_names

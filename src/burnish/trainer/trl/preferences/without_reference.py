@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from burnish.loop.types import IGNORE_INDEX
 from burnish.losses.pairs import PairObjective
 from burnish.losses.preference_losses import Pairs, Side, log_odds
-from burnish.trainer.trl.base import argument, set_beta
+from burnish.trainer.trl.base import argument
 from burnish.trainer.trl.preferences.base import PreferenceTrainer
 from burnish.trainer.trl.preferences.collator import PaddedBySide
-from burnish.trainer.trl.preferences.config import CPOConfig, ORPOConfig, PreferenceConfig
+from burnish.trainer.trl.preferences.config import CPOConfig, ORPOConfig, PreferenceConfig, set_beta
 from burnish.trainer.trl.preferences.rows import pair_texts
 from burnish.trainer.trl.preferences.scripted import ScriptedBatch, concatenated_inputs, get_batch_logps
 from burnish.trainer.trl.prepared import column_names, first_row

@@ -31,7 +31,7 @@ from burnish.models.patches.packed import packing
 from burnish.parallel.single import set_seed
 from burnish.rollouts.completions import SlotSource
 from burnish.rollouts.metrics import as_metrics
-from burnish.rollouts.objective import LeaveOneOutObjective, RolloutObjective
+from burnish.rollouts.objective import LeaveOneOutObjective, ObjectiveChoices, RolloutObjective
 from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import RewardFunction, load_rewards
 from burnish.rollouts.rewards.models import RewardModel
@@ -91,9 +91,9 @@ def _set_beta(trainer: RolloutTrainer, value: float) -> None:
             f"`beta` was 0 when the trainer was created, so there is no reference model. Received: {value!r}.",
             remedy=f"Set {type(trainer.args).__name__}(beta=...) to a positive number.",
         )
-    trainer.args.beta = value
-    choices: Any = trainer.objective.choices
-    choices.rl_beta = value
+    args: RolloutConfig = trainer.args
+    choices: ObjectiveChoices = trainer.objective.choices
+    args.beta = choices.rl_beta = value
 
 
 class CountPrompts(Count):
