@@ -227,7 +227,7 @@ class IdleTime:
         self.passed_s, self.busy_s = time.perf_counter(), _busy_s()
 
     def read(self) -> tuple[float, float]:
-        """Seconds spent waiting, and seconds passed, since the last call."""
+        """Return the idle time and the elapsed time since the last call, in seconds."""
         passed_s, busy_s = time.perf_counter(), _busy_s()
         passed, busy = passed_s - self.passed_s, busy_s - self.busy_s
         self.passed_s, self.busy_s = passed_s, busy_s

@@ -43,7 +43,8 @@ class RunLoop(Loop):
             raise UserError(what, where=place, remedy=f"Replace the file{skips}.") from None
 
     def _record_of(self, image: ImageFile) -> str | None:
-        """Return the place of the first record with an image, of those read so far when streaming; None if unknown."""
+        """Return the place of the first record that contains an image, or None. When streaming, only the records read
+        so far are searched."""
         rows = self.origins.rows
         if not isinstance(rows, Rows | StreamedRows):
             return None

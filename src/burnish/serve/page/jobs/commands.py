@@ -166,7 +166,7 @@ class Commands:
         }
 
     def _look(self, job: StartedJob) -> None:
-        """Record the end of a job if its process has ended."""
+        """If the process of a job has ended, record its end and exit status."""
         child = self._children.get(job.id)
         if child is None and not is_alive(job.launch):
             folder = Path(job.folder)
@@ -186,7 +186,7 @@ def _list(found: Any) -> list[Any]:
 
 
 def _recorded(found: Any) -> StartedJob | None:
-    """A job as written by ``_record``; None for anything else."""
+    """Return the job of an entry in the file of jobs. None if the entry is invalid."""
     if not isinstance(found, dict) or set(found) != {each.name for each in fields(StartedJob)}:
         return None
     job = StartedJob(**found)

@@ -185,7 +185,7 @@ class ScriptedRollouts(PaddedObjective):
     # --- completions of a script ---
 
     def _of_script(self, request: _Request) -> dict[str, Any]:
-        """The padded batch of a script, without what is not there."""
+        """Return the padded batch that the script generates, without entries that are None."""
         assert self.generate is not None
         self._request = request
         values = self.generate(request.records())
@@ -203,7 +203,7 @@ class ScriptedRollouts(PaddedObjective):
             UserError: if the script has changed the records.
         """
         request = self._request
-        assert request is not None, "the method is called by the training and by an evaluation"
+        assert request is not None, "called outside of a rollout"
         if inputs != request.records():
             what = "_generate_and_score_completions must pass on its inputs unchanged. Received: other records."
             raise UserError(what, remedy="Change the dataset, or generate the completions with rollout_func.")
