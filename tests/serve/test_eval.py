@@ -1,7 +1,9 @@
 """``burnish eval``: task files, scores compared with manual computation, outputs, resume, tables, the harness model."""
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -82,6 +84,22 @@ def test_task_is_read_from_a_zip_file(task_dir: Path, tmp_path: Path) -> None:
     assert [(one.key, one.category, one.fingerprint) for one in unpacked] == [
         (one.key, one.category, one.fingerprint) for one in plain
     ]
+
+
+def test_unpacked_task_is_removed_at_exit(tmp_path: Path) -> None:
+    (tmp_path / "temporary").mkdir()
+    with zipfile.ZipFile(tmp_path / "logic.zip", "w") as zipped:
+        zipped.writestr("test/a.jsonl", json.dumps({"question": "?", "choices": ["a", "b"], "answer": "A"}))
+    code = (
+        "import os, sys; from burnish.serve.eval.local_tasks import local_tasks;"
+        "print(local_tasks('logic_test', sys.argv[1], 'en', 0, draws=False)[0].key, len(os.listdir(sys.argv[2])))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), str(tmp_path / "temporary")],
+        env={**os.environ, "TMPDIR": str(tmp_path / "temporary")}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["a", "1"]
+    assert not os.listdir(tmp_path / "temporary")
 
 
 ESCAPE = "{{ cycler.__init__.__globals__.os.system('exit 1') }}{% set x = 1 %}{# x #}"

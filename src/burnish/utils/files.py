@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import fcntl
 import os
 import re
 import shutil
 import stat
+import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -241,3 +243,10 @@ def from_anywhere(model: str | None) -> str | None:
 def cache_home() -> Path:
     """The cache folder. Its contents can be recreated."""
     return Path(os.environ.get("BURNISH_CACHE") or Path.home() / ".cache" / "burnish")
+
+
+def folder_until_exit(prefix: str) -> Path:
+    """Create a temporary folder that is removed when the process exits."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

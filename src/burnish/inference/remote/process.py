@@ -1,7 +1,7 @@
 """Start vLLM or SGLang as a child process that listens on the loopback interface, with a free port and its own key.
 
-Its output goes to a log file, and it ends with the process that started it. The flags follow the manuals of the two
-programs. They have been tested with a stub only.
+Its output goes to a log file that is removed at exit, and it ends with the process that started it. The flags follow
+the manuals of the two programs. They have been tested with a stub only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import httpx2 as httpx
 
 from burnish.config.errors import UserError
 from burnish.parallel.process_counts import free_port
+from burnish.utils.files import folder_until_exit
 
 if TYPE_CHECKING:
     from burnish.inference.options import AnsweringOptions
@@ -71,7 +71,7 @@ def start_server(options: AnsweringOptions, folder: str, adapters: dict[str, str
         )
     key, port = secrets.token_urlsafe(24), free_port()
     command = [program, *arguments(options, folder, adapters, port)]
-    log = Path(tempfile.mkdtemp(prefix=f"burnish-{backend}-")) / "server.log"
+    log = folder_until_exit(f"burnish-{backend}-") / "server.log"
     environment = {**os.environ, "VLLM_API_KEY": key, "SGLANG_API_KEY": key}
     with log.open("wb") as out:
         process = subprocess.Popen(  # noqa: S603 (an argument list, no shell)

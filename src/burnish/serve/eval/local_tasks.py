@@ -14,7 +14,6 @@ Few-shot examples come from ``dev``. Names and categories of subjects are in ``m
 from __future__ import annotations
 
 import csv
-import tempfile
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError, did_you_mean
-from burnish.utils.files import check_below_roots, check_folder_below_roots
+from burnish.utils.files import check_below_roots, check_folder_below_roots, folder_until_exit
 from burnish.utils.json_files import quoted, read_object
 
 LETTERS = "ABCDEFGHIJ"
@@ -124,7 +123,7 @@ def _folder(name: str, task_dir: Path) -> Path:
     check_below_roots(task_dir / f"{name}.zip")
     archives = [path for path in (task_dir / f"{name}.zip", *sorted(folder.glob("*.zip"))) if path.is_file()]
     if archives:
-        unpacked = Path(tempfile.mkdtemp(prefix="burnish-task-"))
+        unpacked = folder_until_exit("burnish-task-")
         for archive in archives:
             with zipfile.ZipFile(archive) as zipped:
                 zipped.extractall(unpacked)
