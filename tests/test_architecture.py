@@ -414,7 +414,7 @@ ELSEWHERE = {
     "kernels/probe.py": "the mode of each module is given back",
     "models/load.py": "a model that was just made is given its generation config",
     "trainer/methods/loss.py": "a hook for one forward pass, removed after it",
-    "trainer/trl/rollouts/trainer.py": "options that a script changes",
+    "trainer/trl/rollouts/attributes.py": "options that a script changes",
     "trainer/seq2seq.py": "a generation config that the arguments name",
     "parallel/single.py": "a fused optimizer of torch reads these two names from itself",
     "models/generate.py": "a subclass of transformers' cache, made there",

@@ -1,0 +1,383 @@
+"""Base class of ``GRPOTrainer`` and ``RLOOTrainer``: burnish's ``Trainer`` with the objective of ``rollouts/``.
+
+Prompts are processed in ``prompts.py``, rewards in ``reward_methods.py``, completions and advantages in ``rollouts/``,
+and the loss in ``losses/rollouts``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.trainer_utils import EvalLoopOutput
+
+from burnish.config.errors import UserError
+from burnish.data.batches.loader import num_tokens
+from burnish.kernels.token_logps import LogpRules
+from burnish.loop.meter import Totals
+from burnish.loop.protocols import Objective
+from burnish.loop.types import Batch, Loss, Metric
+from burnish.losses.reference import InitialWeights, MovingReference
+from burnish.models.load import context_length
+from burnish.models.patches.packed import packing
+from burnish.parallel.single import set_seed
+from burnish.rollouts.completions import SlotSource
+from burnish.rollouts.metrics import as_metrics
+from burnish.rollouts.objective import RolloutObjective
+from burnish.run.rollouts import merging, slots_of
+from burnish.trainer import reporting
+from burnish.trainer.data.in_step import equalize_batches
+from burnish.trainer.data.torch_loader import PaddingBatch
+from burnish.trainer.inspection import is_peft_model
+from burnish.trainer.methods.base import StepInProgress
+from burnish.trainer.notes import logger
+from burnish.trainer.reporting import Count
+from burnish.trainer.trl.base import TrlTrainer
+from burnish.trainer.trl.preferences.objective import capabilities_and_collator, padding_batch, reference_for
+from burnish.trainer.trl.rollouts.config import RolloutConfig
+from burnish.trainer.trl.rollouts.prompts import (
+    PromptRows,
+    PromptTemplate,
+    blank_prompts,
+    end_tokens,
+    of_prompts,
+    prompt_rows,
+    room_for_prompts,
+)
+from burnish.trainer.trl.rollouts.reward_methods import RewardMethods
+from burnish.trainer.trl.rollouts.rewards import reward_list
+from burnish.trainer.trl.rollouts.scripted import RolloutBatch, ScriptedRollouts, token_values_of
+from burnish.trainer.trl.rollouts.tables import CompletionTablesCallback
+from burnish.trainer.trl.rollouts.tools import (
+    Environments,
+    ScriptSource,
+    Tool,
+    ToolDialogue,
+    ToolSource,
+    schemas,
+    tools_text,
+)
+from burnish.trainer.trl.sft.setup import inner_tokenizer, resolve_config, resolve_model
+
+_LONGEST = 1 << 20
+
+
+class CountPrompts(Count):
+    """Counts the prompts of a step batch of the loader, or the completions of a step batch of the objective."""
+
+    def __call__(self, batch: Batch) -> tuple[int, int]:
+        return len(batch["items"]), num_tokens(batch) if "input_ids" in batch else 0
+
+
+class RolloutTrainer(RewardMethods):
+    """Base class of the rollout trainers. The arguments are those of TRL's (https://huggingface.co/docs/trl/grpo_trainer),
+    except for:
+
+    Args:
+        rollout_func: generates the completions, see ``ScriptSource``.
+        environment_factory: creates an object for each completion, or several such callables by the name in the column
+            ``environment``: its public methods are tools, ``reset(**record)`` starts it, ``get_reward()`` is a reward.
+
+    A subclass may override ``_calculate_rewards``, with TRL's signature. If it overrides a method of TRL with a batch
+    or the model as argument (``compute_loss``, ``_compute_loss``, ``training_step``, ``prediction_step``,
+    ``_get_per_token_logps_and_entropies``, ...), that method gets TRL's padded batch and the bare model
+    (``scripted.py``).
+    """
+
+    args: RolloutConfig
+    config_class: ClassVar[type[RolloutConfig]]
+    objective_class: ClassVar[type[RolloutObjective]]
+    _counter = CountPrompts
+    _uncalled = frozenset({"_remove_unused_columns"})
+    """Methods of ``Trainer`` that are not called by these trainers: records keep their columns."""
+    _loss_methods = (*TrlTrainer._loss_methods, "_compute_loss", "_get_per_token_logps_and_entropies",
+                     "_generate_and_score_completions")  # fmt: skip
+
+    def __init__(
+        self, model: Any, reward_funcs: Any = None, args: object = None, train_dataset: Any = None,
+        eval_dataset: Any = None, processing_class: Any = None, reward_processing_classes: Any = None,
+        callbacks: list[Any] | None = None, optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None, peft_config: Any = None, tools: list[Tool] | None = None,
+        rollout_func: Callable[..., Mapping[str, Any]] | None = None, environment_factory: Any = None,
+        **old: Any,
+    ) -> None:  # fmt: skip
+        args = resolve_config(self.config_class, args, model)
+        processing_class = self._take_old_names(processing_class, old, self.config_class)
+        self.environments = None if environment_factory is None else Environments(environment_factory, tools or [])
+        self.tools = self.environments.every_tool() if self.environments is not None else list(tools or [])
+        self.rollout_func = rollout_func
+        if train_dataset is None:
+            train_dataset = blank_prompts(args, self.environments)
+        set_seed(args.seed, args.full_determinism)  # the weights of an adapter are initialized when it is attached
+        model, processing_class, added = resolve_model(model, args, processing_class, quantization_config)
+        self._tokenizer = inner_tokenizer(processing_class)
+        model, choices = self._attach(model, args, processing_class, peft_config, added)
+        template = PromptTemplate(self._tokenizer, room_for_prompts(model, args), end_tokens(model))
+        self.objective = self.objective_class(choices, template, self._tokenizer)
+        self.reward_funcs = reward_list(reward_funcs, reward_processing_classes)
+        self.reward_processing_classes = [getattr(one, "tokenizer", None) for one in self.reward_funcs]
+        self.objective.functions = self._functions(args)
+        self.objective.compute_rewards = self._compute_rewards
+        self._logged_extra: dict[str, list[Any]] = {}
+        self._logged_metrics: dict[str, list[float]] = {}
+        super().__init__(
+            model=model, args=args, data_collator=self._collate, train_dataset=train_dataset,
+            eval_dataset=eval_dataset, processing_class=processing_class, callbacks=callbacks, optimizers=optimizers,
+        )  # fmt: skip
+        self.add_callback(self.objective.times)
+        if args.log_completions:
+            tables = CompletionTablesCallback(choices, Path(args.output_dir))
+            self.objective.on_generation = tables.add
+            self.add_callback(tables)
+        self._prompts = self._rows_of(train_dataset, "train")
+        self._configure_objective(peft_config)
+        if rollout_func is None:  # it may add columns
+            for note in self.objective.inspect(self._prompts, self.objective.rows_per_rank):
+                logger.warning(note)
+
+    # --- the objective ------------------------------------------------------------------------------------------------
+
+    @property
+    def ref_model(self) -> Any:
+        """The reference as a model; None if β is 0 or if the reference is the model without its adapter."""
+        reference = self.objective.reference
+        start = reference.start if isinstance(reference, MovingReference) else reference
+        return (
+            start.as_model(self.model) if isinstance(start, InitialWeights) and not is_peft_model(self.model) else None
+        )
+
+    def _configure_objective(self, peft_config: Any) -> None:
+        objective, model, parallel = self.objective, self.model, self._parallel
+        skips_tokens = self._skips_tokens and objective.allows_prefix_sharing(model)
+        capabilities, collate = capabilities_and_collator(model, None, self.args, self._pad, skips_tokens, False)
+        for note in objective.configure(capabilities, collate):
+            logger.warning(note)
+        choices: Any = objective.choices
+        objective.reference = reference_for(objective, choices, model, None, peft_config, parallel)
+        self._known_capabilities = replace(capabilities, model=model)
+        self.model_wrapped = self._made = objective.module(model)
+        context = context_length(model.config) or _LONGEST
+        slots = slots_of(objective, parallel.device, model.config, min(context, 4 * self.args.max_completion_length))
+        objective.source = SlotSource(
+            model, slots, context, parallel.precision, merging=merging(model, parallel),
+            packing=packing(model, self.args.torch_compile),
+        )  # fmt: skip
+        if self.tools or self.environments is not None:
+            variables: Any = self.args.chat_template_kwargs
+            form = ToolDialogue(self._tokenizer, schemas(self.tools), variables or {})
+            by_name = {tool.__name__: tool for tool in self.tools}
+            most = self.args.max_tool_calling_iterations
+            objective.source = ToolSource(objective.source, form, by_name, most, context, self.environments)
+        if self.rollout_func is not None:
+            objective.source = ScriptSource(self.rollout_func, self)
+
+    def _objective(self) -> Objective:
+        return self._scripted if self._is_scripted else self.objective
+
+    def _padding_batch(self, batch: Batch) -> PaddingBatch:
+        return padding_batch(batch)
+
+    # --- methods of a script: scripted.py -----------------------------------------------------------------------------
+
+    @cached_property
+    def _scripted(self) -> ScriptedRollouts:
+        self._warn_of_overrides()
+        own = self._token_values if self._overrides("_get_per_token_logps_and_entropies") else None
+        generates = self._overrides("_generate_and_score_completions")
+        generate = self._generated_by_script if generates else None
+        return ScriptedRollouts(self.objective, self._over, self._pad, self._parallel, own, generate)
+
+    def _generated_by_script(self, inputs: list[dict[str, Any]]) -> Mapping[str, Any]:
+        with self.autocast_smart_context_manager():  # of accelerate's model, which scripts of TRL call
+            output: Any = self._generate_and_score_completions(inputs)
+        if not isinstance(output, Mapping):
+            what = f"_generate_and_score_completions must return a dict of tensors. Received: {type(output).__name__}."
+            raise UserError(what, remedy="Return the result of the original method, with your changes.")
+        return output
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Generate and score the completions of a generation batch of this rank. May be overridden.
+
+        Args:
+            inputs: the record of each completion, with its prompt. An override passes them on unchanged.
+
+        Returns:
+            TRL's padded batch: ``prompt_ids``, ``completion_ids``, their masks, ``advantages`` (one per completion; an
+            override may return one per token), and log-probabilities. Further tensors of an override with a value per
+            completion are passed to its other methods.
+        """
+        return self._scripted.generated(inputs)
+
+    def _token_values(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Values of the tokens of a padded batch from a script's ``_get_per_token_logps_and_entropies``."""
+        names = ("prompt_ids", "completion_ids"), ("prompt_mask", "completion_mask")
+        ids, mask = (torch.cat([inputs[name] for name in both], 1) for both in names)
+        logps, entropies, *aux = self._get_per_token_logps_and_entropies(
+            model, ids, mask, inputs["completion_ids"].shape[1], compute_entropy=True,
+            compute_aux_loss=self.aux_loss_enabled,
+        )  # fmt: skip
+        return logps, entropies, aux[0] if aux else None
+
+    def _get_per_token_logps_and_entropies(
+        self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int,
+        batch_size: int | None = None, compute_entropy: bool = False, compute_aux_loss: bool = False, **images: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        """Log-probabilities (S, T) of the last ``logits_to_keep`` tokens of padded rows, their entropies (S, T) or
+        None, and the router's loss () or None.
+
+        Args:
+            batch_size: rows of one forward pass; None: all.
+            images: keys of images, which these trainers do not take: None each.
+        """
+        size = batch_size or len(input_ids)
+        rules = LogpRules(
+            temperature=self.args.temperature, entropy=compute_entropy,
+            entropy_gradient=self.objective.token_loss.has_bonus,
+        )  # fmt: skip
+        found = [
+            token_values_of(model, ids, mask, logits_to_keep, rules, compute_aux_loss)
+            for ids, mask in zip(torch.split(input_ids, size), torch.split(attention_mask, size), strict=True)
+        ]
+        logps, entropies = torch.cat([one[0] for one in found]), torch.cat([one[1] for one in found])
+        aux = [one[2] for one in found if one[2] is not None]
+        return logps, entropies if compute_entropy else None, torch.stack(aux).mean() if aux else None
+
+    # --- data ---------------------------------------------------------------------------------------------------------
+
+    def _rows_of(self, dataset: Any, name: str) -> PromptRows:
+        kwargs: Any = self.args.chat_template_kwargs
+        return prompt_rows(dataset, name, self.objective, kwargs, tools_text(self.tools))
+
+    @property
+    def _accumulation(self) -> int:
+        """Gradient accumulation of the loader: a step batch is one micro-batch of prompts, from which a generation
+        batch is created."""
+        return 1
+
+    @property
+    def _inner_steps(self) -> int:  # type: ignore[override]
+        return self.objective.inner_steps
+
+    @property
+    def _collate_for_loader(self) -> Callable[[list[Any]], Any]:
+        return self._collate
+
+    def _collate(self, rows: Sequence[Any]) -> Batch:
+        batch: Batch = self.objective.collate(rows)
+        return batch
+
+    def get_train_dataloader(self) -> Any:
+        """Return a loader of prompts, with the prompts of one generation batch of this rank per batch."""
+        return self._get_dataloader(
+            dataset=self._prompts, description="Training", batch_size=self.objective.rows_per_rank,
+            sampler_fn=self._prompt_sampler, is_training=True,
+        )  # fmt: skip
+
+    def _prompt_sampler(self, dataset: Any) -> Any:
+        sampler, args = self._get_train_sampler(dataset), self.args
+        if not self._overrides("_get_train_sampler"):
+            return sampler
+        size, repeats = args.generation_batch_size or 1, args.num_iterations * self.objective.micro_batches
+        return of_prompts(sampler, args.num_generations, size, repeats)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Return a sampler of prompts. An override may return one of TRL, which yields a prompt for each completion."""
+        strategy = "random" if self.args.shuffle_dataset else "sequential"
+        dataset = self._prompts if train_dataset is None else train_dataset
+        return self._sampler_for(dataset, strategy, self.objective.rows_per_rank, 1)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        return self._sampler_for(eval_dataset, "sequential", self.args.eval_batch_size, 1)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Return a loader of the prompts of an evaluation dataset."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
+        return super().get_eval_dataloader(self._rows_of(dataset, "eval"))
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Return a loader of the prompts of a dataset passed to ``predict``."""
+        return super().get_test_dataloader(self._rows_of(test_dataset, "test"))
+
+    # --- loss and evaluation ------------------------------------------------------------------------------------------
+
+    def _num_items(self, inputs: Batch) -> Tensor:
+        if "token_mask" in inputs:
+            return self.objective.num_items(inputs)
+        return inputs["items"].sum() if "items" in inputs else self._scripted.num_items(inputs)
+
+    def _sums_of(self, batch: Batch) -> dict[str, Metric]:
+        """Return rewards and lengths of a generation batch, with its first micro-batch."""
+        metrics = batch.ready["metrics"] if isinstance(batch, RolloutBatch) else {}
+        return as_metrics(metrics, self._parallel.device)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return () the loss of a micro-batch: for RLOO a mean over its completions; for GRPO its part of the step's
+        loss.
+
+        Args:
+            model: the bare model.
+            inputs: TRL's padded batch. If no method is overridden: the objective's module, and a batch from its
+                ``prepare_step``.
+        """
+        if return_outputs:
+            raise ValueError(f"The {type(self).__name__} does not support returning outputs")
+        if "token_mask" not in inputs:
+            return self._compute_loss(model, inputs)
+        loss = self.objective.loss(model, inputs)
+        self._step.sums.update(loss.sums)
+        return loss.total / self._num_items(inputs).clamp(min=1)
+
+    def _compute_loss(self, model: nn.Module, inputs: Any) -> Tensor:
+        """Return the result of ``compute_loss``, as in TRL."""
+        found = self._scripted.loss(model, inputs)
+        self._step.sums.update(found.sums)
+        divisor = self._scripted.num_items(inputs)
+        if self.loss_is_scaled_for_ga and self._step.num_items is not None:
+            divisor = self._step.num_items / self._parallel.world_size
+        return found.total / divisor.clamp(min=1)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor, None, None]:
+        """Return the loss of a micro-batch of completions that ``evaluation_loop`` has generated."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            return self.compute_loss(model, inputs).detach(), None, None
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
+    ) -> Any:  # fmt: skip
+        """Generate completions of the prompts of a dataset, and measure rewards and lengths. The noise is the same each
+        time."""
+        module, totals = self._model_for_evaluation(), Totals()
+        reporting.announce_evaluation(description, self.num_examples(dataloader), self.args.eval_batch_size)
+        prompts = (batch for batch, is_own in equalize_batches(dataloader, self._parallel) if is_own)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            for batch in self._objective().iter_eval(module, prompts, self._parallel):
+                totals.add(self._loss_for_evaluation(module, batch), self._num_items(batch))
+                self._fire("on_prediction_step")
+        means = self.objective.report(totals.means(self._parallel))
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
+        if self.is_in_train:
+            module.train()
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))  # type: ignore[arg-type]
+
+    def _loss_for_evaluation(self, module: nn.Module, batch: Batch) -> Loss:
+        if not self._is_scripted:
+            return self.objective.loss(module, batch)
+        self._step = StepInProgress(sums=self._sums_of(batch))
+        value = self.prediction_step(module, batch, True, ignore_keys=None)[0]
+        return Loss(value * self._num_items(batch), self._step.sums)
+
+    def _model_for_evaluation(self) -> nn.Module:
+        model = super()._model_for_evaluation()
+        return self.model if self._is_scripted and model is self._made else model
