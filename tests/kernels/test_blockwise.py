@@ -80,3 +80,13 @@ def test_long_rows_of_a_vision_tower_are_computed_by_blocks(length, dtype, uses_
     attend(tower, *rows, mask, scaling=SCALE)
     attend(tower, *rows, None, scaling=SCALE, is_causal=True)
     assert not calls
+
+
+@pytest.mark.parametrize("length", [300, 600])
+def test_keys_and_values_in_another_memory_order_give_the_same_bits(length):
+    """A tower's keys and values are views of a tensor (length, heads, size)."""
+    tensors = [x.to(torch.bfloat16) for x in inputs(length, torch.bfloat16)]
+    others = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors]
+    both = (outcome(blockwise_attention, *each, False) for each in (tensors, others))
+    for one, other in zip(*both, strict=True):
+        assert torch.equal(one, other)

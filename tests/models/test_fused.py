@@ -2,17 +2,22 @@
 match.
 """
 
+import sys
 from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
 from burnish.kernels.elementwise import ACTIVATIONS, gated, rms_norm
+from burnish.models.patches import rotation
 from burnish.models.patches.fused import patch_forwards
-from burnish.utils.patching import restore
+from burnish.utils.patching import PatchOptions, restore
 from tiny_models import tiny_model
 
 ROWS = 700  # more than one block at this width
@@ -229,3 +234,79 @@ def test_other_convolutions_are_not_patched() -> None:
     ):
         assert not patch_forwards(nn.Sequential(nn.Conv2d(3, 6, 3, **settings)), device=torch.device("cpu"))
     assert not patch_forwards(nn.Sequential(nn.Conv2d(3, 6, 3, stride=3, padding="valid")), device=torch.device("cpu"))
+
+
+# --- rotary positions of a vision tower -------------------------------------------------------------------------------
+
+
+class Tower(nn.Module):
+    """A vision tower of a Python module that calls the module's function for rotary positions."""
+
+
+def python_module_with(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    file = ModuleType("of_the_tower")
+    vars(file)[rotation._NAME] = function
+    monkeypatch.setitem(sys.modules, "of_the_tower", file)
+    monkeypatch.setattr(Tower, "__module__", "of_the_tower")
+    return file
+
+
+def patches_and_angles(dtype: torch.dtype) -> list[Tensor]:
+    """Queries and keys (L, H, D) as views of one tensor, as in a tower, with cosines and sines (L, D)."""
+    torch.manual_seed(0)
+    q, k, _ = torch.randn(ROWS * 3, 3 * 4 * 80).to(dtype).view(-1, 3, 4, 80).permute(1, 0, 2, 3).unbind(0)
+    return [q, k, *torch.randn(2, ROWS * 3, 80)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "video_llama_3"])
+def test_rotary_positions_of_a_tower_equal_those_of_transformers(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = vars(import_module(f"transformers.models.{family}.modeling_{family}"))[rotation._NAME]
+    file = python_module_with(plain, monkeypatch)
+    made = patch_forwards(Tower(), device=torch.device("cpu"))
+    assert [patch.owner for patch in made] == [file]
+    assert not patch_forwards(Tower(), device=torch.device("cpu")), "patched twice"
+    inputs = patches_and_angles(dtype)
+    results = vars(file)[rotation._NAME](*inputs)
+    for ours, theirs in zip(results, plain(*inputs), strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.dtype == dtype
+    restore(made)
+    assert vars(file)[rotation._NAME] is plain
+
+
+def test_rotary_positions_that_need_gradients_or_have_other_sizes_use_original_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[int] = []
+
+    def plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(len(q))
+        return apply_rotary_pos_emb_vision(q, k, cos, sin)
+
+    file = python_module_with(plain, monkeypatch)
+    made = patch_forwards(Tower(), device=torch.device("cpu"))
+    calls.clear()
+    rotate, (q, k, cos, sin) = vars(file)[rotation._NAME], patches_and_angles(torch.float32)
+    rotate(q, k, cos, sin)
+    assert not calls
+    rotate(q.clone().requires_grad_(), k, cos, sin)[0].sum().backward()
+    rotate(q[None], k[None], cos, sin)
+    with torch.no_grad():
+        rotate(q[:4], k[:4], cos[:4], sin[:4])
+    assert calls == [len(q), 1, 4]
+    restore(made)
+
+
+@pytest.mark.parametrize("function", [lambda q, k: (q, k), lambda q, k, cos, sin: (q * cos[:, None], k), print])
+def test_other_rotary_function_is_not_replaced(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    python_module_with(function, monkeypatch)
+    assert not patch_forwards(Tower(), device=torch.device("cpu"))
+
+
+def test_rotary_function_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    python_module_with(apply_rotary_pos_emb_vision, monkeypatch)
+    options = PatchOptions(leave_out=["rotary function"])
+    assert not patch_forwards(Tower(), options, torch.device("cpu"))

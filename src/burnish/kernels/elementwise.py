@@ -1,9 +1,10 @@
-"""Elementwise operations of a layer between its matrix products: RMS norm and gated activation.
+"""Elementwise operations of a layer between its matrix products: RMS norm, gated activation, rotary positions.
 
 In:  hidden states. Out: the results of these formulas, in the dtype of the next product.
 
     rms_norm(x)   = x / sqrt(mean(x²) + eps) * (offset + weight)      (https://arxiv.org/abs/1910.07467)
     gated(g, u)   = activation(g) * u                                 (https://arxiv.org/abs/2002.05202)
+    rotated(x)    = x * cos + (-x2, x1) * sin, where x = (x1, x2)     (https://arxiv.org/abs/2104.09864)
 
 With separate torch operations, each step of a formula writes a tensor of the size of the hidden states to memory, and
 keeps it if a gradient is needed; under autocast every linear layer after a norm casts its float32 output again. Here a
@@ -61,6 +62,28 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     if not product.requires_grad:
         return product
     return may_be_recomputed(product, partial(_gated_by_blocks, activation=activation), gate, up)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary positions, computed in float32, without a gradient. Equal in all bits to separate operations.
+
+    Args:
+        x: (L, heads, D) any float type, D even.
+        cos, sin: (L, D) of the position of each row.
+
+    Returns:
+        (L, heads, D) in the dtype of ``x``.
+    """
+    result = torch.empty(x.shape, dtype=x.dtype)
+    half, height = x.shape[-1] // 2, max(1, _BLOCK_BYTES // (4 * x.shape[1] * x.shape[2]))
+    parts = (torch.split(tensor, height) for tensor in (x, cos.float()[:, None], sin.float()[:, None], result))
+    for some, c, s, into in zip(*parts, strict=True):
+        wide = some.float()
+        turned = wide * c
+        turned[..., :half] -= wide[..., half:] * s[..., :half]
+        turned[..., half:] += wide[..., :half] * s[..., half:]
+        into.copy_(turned)
+    return result
 
 
 def gains(x: Tensor) -> bool:

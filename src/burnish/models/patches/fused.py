@@ -1,6 +1,6 @@
 """Patches of a model's forward passes: on a CPU, norms, gated layers and activations run ``kernels.elementwise``,
-linear layers run ``kernels.cpu.cast_linear`` and patch embeddings are matrix multiplications; on any device, adapted
-layers run ``kernels.lora``.
+linear layers run ``kernels.cpu.cast_linear``, patch embeddings are matrix multiplications, and rotary positions of a
+vision tower run ``rotation.py``; on any device, adapted layers run ``kernels.lora``.
 
 In: a loaded model. Out: the same model, in which modules are replaced by burnish's functions that compute the same.
 Modules are recognized by their structure, never by class name, and tested: for the same random input, the outputs must
@@ -27,6 +27,7 @@ from burnish.kernels.cpu.cast_linear import cast_linear
 from burnish.kernels.elementwise import ACTIVATIONS, activated, gains, gated, rms_norm
 from burnish.kernels.lora import LoraForward, computed_jointly, is_plain_lora_layer
 from burnish.kernels.probe import REFUSALS
+from burnish.models.patches.rotation import ROTATION, patch_rotations
 from burnish.utils.patching import Patch, PatchOptions, Reason, allows, patch
 
 _TOLERANCE = 1e-5  # relative to the maximum, in float32
@@ -90,7 +91,8 @@ def patch_forwards(
     """
     device = device or next((weight.device for weight in model.parameters()), torch.device("cpu"))
     forwards = forwards_of(model, device, options)
-    return [patch(module, "forward", forward(module), why) for module, forward, why in forwards]
+    made = [patch(module, "forward", forward(module), why) for module, forward, why in forwards]
+    return made + (patch_rotations(model) if device.type == "cpu" and allows(options, ROTATION) else [])
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
