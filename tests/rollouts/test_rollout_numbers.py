@@ -42,6 +42,18 @@ def test_log_has_every_metric(tmp_path, name):
     assert entry["step_time"] >= entry["time/train"] > 0
 
 
+def test_terminated_lengths_are_0_if_no_completion_ended(tmp_path):
+    # TRL logs 0, so that the columns of a log do not depend on the completions.
+    short = {**ENDS, "max_completion_length": 1, "eval_strategy": "steps", "eval_steps": 1, "val_size": 2}
+    run = train(user(tmp_path, max_steps=1, save_strategy="no", **short))
+    logs = [entry for entry in history(run) if "loss" in entry or "eval_loss" in entry]
+    assert len(logs) == 2
+    for entry in logs:
+        prefix = "" if "loss" in entry else "eval_"
+        assert entry[f"{prefix}completions/clipped_ratio"] == 1
+        assert [entry[f"{prefix}completions/{kind}_terminated_length"] for kind in ("mean", "min", "max")] == [0, 0, 0]
+
+
 def test_ppo_log_has_every_metric(tmp_path):
     more = {"ppo_epochs": 2, "num_generations": None, "steps_per_generation": None, "top_k": 50, "max_steps": 1}
     options = user(tmp_path, stage="ppo", save_strategy="no", **{**ENDS, **more, "num_iterations": None})
@@ -50,7 +62,7 @@ def test_ppo_log_has_every_metric(tmp_path):
     names = {"objective/kl", "kl_coef", "ppo/policy_loss", "ppo/value_loss", "ppo/clipfrac", "ppo/entropy",
              "ppo/skipped", "sampling/logp_difference"}  # fmt: skip
     wanted = (OF_A_GENERATION | names | {"step_time", "num_tokens"}) - {"frac_reward_zero_std"}
-    assert not {name for name in wanted if "terminated" not in name} - result  # of 8 completions none may end
+    assert not wanted - result
 
 
 def scored(length: int, is_ended: bool, *rewards: float | None) -> ScoredCompletion:

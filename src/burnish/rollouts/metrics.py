@@ -63,6 +63,14 @@ def as_metrics(numbers: Mapping[str, Any], device: torch.device) -> dict[str, Me
     return found
 
 
+def with_terminated_lengths(values: dict[str, float]) -> dict[str, float]:
+    """Return the values of a log. The lengths of finished completions are 0 if no completion finished, as in TRL: the
+    names in a log then do not depend on the completions."""
+    if "completions/mean_length" not in values:
+        return values
+    return {f"completions/{kind}_terminated_length": 0.0 for kind in ("mean", "min", "max")} | values
+
+
 def logp_difference(logps: Tensor, batch: Batch) -> dict[str, Metric]:
     """Return the mean difference between the log-probabilities of tokens under the sampling distribution and under the
     policy that generated them.

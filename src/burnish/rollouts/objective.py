@@ -50,7 +50,16 @@ from burnish.rollouts.generation import (
     prompt_row,
     reward_metrics,
 )
-from burnish.rollouts.metrics import PASSES, Counted, PhaseTimes, as_metrics, logp_difference, pass_at_k, with_counts
+from burnish.rollouts.metrics import (
+    PASSES,
+    Counted,
+    PhaseTimes,
+    as_metrics,
+    logp_difference,
+    pass_at_k,
+    with_counts,
+    with_terminated_lengths,
+)
 from burnish.rollouts.options import DefaultsChoices, RolloutOptions, stage_defaults
 from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import RewardFunction, load_rewards, missing_columns
@@ -430,6 +439,7 @@ class RolloutObjective(AnswersObjective):
 
     def report(self, values: dict[str, float]) -> dict[str, float]:
         """Return the values for the log, with the times of the steps since the last log."""
+        values = with_terminated_lengths(values)
         return {**values, **self.times.read()} if "grad_norm" in values else values
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
