@@ -1,11 +1,13 @@
 """Tokenized rows on disk with one flipped bit are not trained on."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from bad_inputs import change, read_output
 from burnish import cli
+from burnish.checkpoint.manifest import own_sha256
 from burnish.data.rows.store import BLOCKS, MANIFEST, read_rows_manifest
 
 pytestmark = pytest.mark.run
@@ -70,3 +72,26 @@ def test_damaged_rows_of_tokenized_path_are_rejected_by_name(capsys: pytest.Capt
     change("kept/train/rows.json", rows=7)
     assert cli.main(argv) == 2
     assert '"rows.json" of the tokenized dataset is corrupted' in read_output(capsys)[1]
+
+
+OTHER_TYPES: list[tuple[str, object]] = [
+    ("stats", None), ("stats", []), ("stats", {"seen": "x", "records": []}), ("stats", {"seen": 1, "records": [1]}),
+    ("stats", {"seen": 1, "records": [["a", "kept", False, [1]]]}), ("blocks", []), ("blocks", {}), ("blocks", [1]),
+    ("blocks", [{"begin": 0, "end": "x", "rows": 1, "crc32": 0}]), ("made_from", []),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("encoded_rows")
+def test_index_of_tokenized_path_with_other_types_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    """The checksum is valid: another program may have written the folder."""
+    path = Path("kept/train", MANIFEST)
+    written = json.loads(path.read_text())
+    del written["sha256"]
+    for name, value in OTHER_TYPES:
+        manifest = {**written, name: value}
+        path.write_text(json.dumps({**manifest, "sha256": own_sha256(manifest)}))
+        read_output(capsys)
+        assert cli.main([*WORDS, "tokenized_path=kept", "output_dir=again"]) == 2, (name, value)
+        error = read_output(capsys)[1]
+        assert "has fields that burnish did not write" in error
+        assert "Delete the folder" in error

@@ -28,6 +28,7 @@ from zlib import crc32
 from burnish.checkpoint.manifest import own_sha256
 from burnish.config.errors import Problem, UserError
 from burnish.data.rows.row_set import RowSet
+from burnish.data.stats import DataStats
 from burnish.loop.types import Row
 from burnish.utils.json_files import read_object, write_json
 
@@ -42,6 +43,7 @@ BLOCK_ROWS, BLOCK_NUMBERS = 1000, 1 << 20
 """Maximum number of rows per block, and the total sequence length at which a block is full."""
 
 _ORIGIN = "origin"
+_OF_BLOCK = ("begin", "end", "rows", "crc32")
 _KINDS = {int: "i", float: "d"}  # type code of array.array for lists of this type
 _REMEDY = "Delete the folder to tokenize the dataset again."
 
@@ -166,11 +168,27 @@ def read_rows_manifest(folder: Path) -> dict[str, Any]:
     if manifest.get("sha256") != own_sha256(manifest):
         what = f'"{MANIFEST}" of the tokenized dataset is corrupted (checksum mismatch).'
         raise UserError(Problem(what, str(folder), remedy=_REMEDY))
+    if not _has_known_types(manifest):
+        what = f'"{MANIFEST}" of the tokenized dataset has fields that burnish did not write.'
+        raise UserError(Problem(what, str(folder), remedy=_REMEDY))
     size, expected = _size_of(folder / BLOCKS), manifest["blocks"][-1]["end"]
     if size != expected:
         what = f'"{BLOCKS}" of the tokenized dataset is incomplete. Expected {expected} bytes. Received: {size}.'
         raise UserError(what, str(folder), remedy=_REMEDY)
     return manifest
+
+
+def _has_known_types(manifest: Mapping[str, Any]) -> bool:
+    """Whether the fields that are read have the types that ``RowWriter.close`` gives them."""
+    blocks, made_from = manifest.get("blocks"), manifest.get("made_from", {})
+    if not (isinstance(blocks, list) and blocks and isinstance(made_from, dict)):
+        return False
+    numbers = [block.get(name) if isinstance(block, dict) else None for block in blocks for name in _OF_BLOCK]
+    try:
+        numbers.append(DataStats.from_json(manifest.get("stats", {"seen": 0, "records": []})).seen)
+    except (KeyError, TypeError, ValueError):
+        return False
+    return all(type(number) is int for number in numbers)
 
 
 def _size_of(path: Path) -> int:
