@@ -1,6 +1,7 @@
 """Runs of stages grpo and rloo over a tiny model: logs, outputs, freed memory, and exact resume within a generation."""
 
 import json
+import re
 import shutil
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -236,6 +237,20 @@ def test_invalid_data_is_rejected_before_loading_the_model(tmp_path):
     (tmp_path / "data.json").write_text(json.dumps([{"prompt": answered}] * 8))
     with pytest.raises(ValueError, match="must end with a user message"):
         train({**options, "reward_funcs": [f"{tmp_path}/my_rewards.py:often_none"]})
+
+
+@pytest.mark.parametrize("record", [
+    {"instruction": "1 + 1?", "output": ""},
+    {"instruction": "1 + 1?", "output": None},
+    {"prompt": "1 + 1?", "completion": " "},
+    {"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": ""}]},
+    {"conversations": [{"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": ""}]},
+], ids=lambda record: next(iter(record)))  # fmt: skip
+def test_empty_response_of_a_prompt_is_not_used(record, tmp_path, capsys):
+    options = user(tmp_path, reward_funcs=[f"{tmp_path}/my_rewards.py:often_none"])
+    (tmp_path / "data.json").write_text(json.dumps([record] * 8))
+    explain(plan({name: RawValue(value, "test") for name, value in options.items()}))
+    assert re.search(r"training set +8 examples", capsys.readouterr().out)
 
 
 def test_rollback_within_a_rollout_is_rejected_before_loading_the_model(tmp_path, monkeypatch):

@@ -90,7 +90,7 @@ class Examples(OnDemand[Example]):
         """Return the examples at ``indices``, in that order."""
         raise NotImplementedError
 
-    def answered(self, on_empty_target: str, stats: DataStats) -> Examples:
+    def answered(self, on_empty_target: str | None, stats: DataStats) -> Examples:
         """Return the examples without those whose responses are all empty. Streamed examples are not filtered here."""
         return self
 
@@ -128,7 +128,7 @@ class ListedExamples(Examples):
     def chosen(self, indices: Sequence[int]) -> ListedExamples:
         return ListedExamples([self.examples[index] for index in indices])
 
-    def answered(self, on_empty_target: str, stats: DataStats) -> ListedExamples:
+    def answered(self, on_empty_target: str | None, stats: DataStats) -> ListedExamples:
         """Return the examples without those whose responses are all empty. Raises UserError if none is left."""
         answered = [e for e in with_answers(self.examples, on_empty_target, stats) if e is not None]
         if self.examples and not answered:
@@ -273,10 +273,15 @@ LOOKED_BACK = 100
 # --- empty responses --------------------------------------------------------------------------------------------------
 
 
-def with_answers(examples: Sequence[Example | None], on_empty_target: str, stats: DataStats) -> list[Example | None]:
+def with_answers(
+    examples: Sequence[Example | None], on_empty_target: str | None, stats: DataStats
+) -> list[Example | None]:
     """Return the examples, with None in place of those whose responses are all empty.
 
     Examples without any response turn are kept here. They are counted later, by the template.
+
+    Args:
+        on_empty_target: see ``StreamedExamples``; None if responses are not used.
 
     Raises:
         UserError: if a response is empty and ``on_empty_target`` is "raise".
@@ -284,7 +289,7 @@ def with_answers(examples: Sequence[Example | None], on_empty_target: str, stats
     found: list[Example | None] = []
     empty: list[Example] = []
     for example in examples:
-        answers = _answers(example) if example is not None else []
+        answers = _answers(example) if example is not None and on_empty_target is not None else []
         is_empty = bool(answers) and on_empty_target != "keep" and not any(answer.strip() for answer in answers)
         if example is not None and is_empty:
             stats.add(EMPTY, example)

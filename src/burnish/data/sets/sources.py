@@ -107,8 +107,9 @@ def load_datasets(
         sets.eval.update(others)
     elif others:
         sets.eval[""] = _merge(list(others.values()), options, seed)
-    sets.train = sets.train.answered(options.on_empty_target, stats)
-    sets.eval = {name: examples.answered(options.on_empty_target, stats) for name, examples in sets.eval.items()}
+    on_empty_target = None if needs.kind == "prompts" else options.on_empty_target
+    sets.train = sets.train.answered(on_empty_target, stats)
+    sets.eval = {name: examples.answered(on_empty_target, stats) for name, examples in sets.eval.items()}
     if needs.kind == "verdicts":
         if looks_back and not is_streamed:
             sets.train = ListedExamples(with_other_answers(sets.train))
