@@ -122,6 +122,7 @@ class RolloutObjective(AnswersObjective):
     min_generations = 2
     keeps_old_logps: bool = False
     """Whether ``old_logps`` are always computed, for a script that reads them."""
+    logs_clipping_of_evaluations: bool = False
 
     def __init__(self, options: ObjectiveChoices, template: RowEncoder, tokenizer: Any = None) -> None:
         super().__init__(options, template, tokenizer)
@@ -428,7 +429,8 @@ class RolloutObjective(AnswersObjective):
             logps, entropy: (N,) of the policy, in nats. aux: () router loss, a mean over tokens.
         """
         loss = self.token_loss(logps, entropy, batch, is_training)
-        sums = {name: value for name, value in loss.sums.items() if is_training or "clip" not in name}
+        logs_clipping = is_training or self.logs_clipping_of_evaluations
+        sums = {name: value for name, value in loss.sums.items() if logs_clipping or "clip" not in name}
         metrics = as_metrics(batch["metrics"], loss.total.device) | logp_difference(logps, batch)
         total = loss.total
         if aux is not None:

@@ -123,6 +123,7 @@ class RolloutTrainer(RewardMethods):
         self.reward_processing_classes = [getattr(one, "tokenizer", None) for one in self.reward_funcs]
         self.objective.functions = self._functions(args)
         self.objective.compute_rewards = self._compute_rewards
+        self.objective.logs_clipping_of_evaluations = True  # as in TRL
         self._logged_extra: dict[str, list[Any]] = {}
         self._logged_metrics: dict[str, list[float]] = {}
         super().__init__(
@@ -367,6 +368,7 @@ class RolloutTrainer(RewardMethods):
                 self._fire("on_prediction_step")
         means = self.objective.report(totals.means(self._parallel))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
+        metrics[f"{metric_key_prefix}_num_tokens"] = self._num_tokens_so_far()
         if self.is_in_train:
             module.train()
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))  # type: ignore[arg-type]
