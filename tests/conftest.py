@@ -72,6 +72,16 @@ def _no_secret_is_left() -> Iterator[None]:
         secrets._known_secrets.clear()
 
 
+@pytest.fixture(autouse=True)
+def _no_patch_is_left() -> Iterator[None]:
+    """A function of a library that a test replaced is the library's own in the next test."""
+    patching = sys.modules.get("burnish.utils.patching")
+    before = list(patching._OF_PROCESS) if patching else []
+    yield
+    if patching := sys.modules.get("burnish.utils.patching"):
+        patching.restore([done for done in patching._OF_PROCESS if done not in before])
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A cache of encoded rows for this session, so that no test reads what another version of burnish wrote."""

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import sys
 from pathlib import Path
 from types import MethodType, ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 
 from burnish.cli import main
 from burnish.config.options import RawValue
+from burnish.models.patches.rotation import patch_rotations
 from burnish.run import build
 from burnish.run.build import train_run
 from burnish.run.plan.plan import Plan, plan
@@ -113,14 +115,36 @@ def test_changes_by_another_library_are_recorded_and_undone() -> None:
     assert not layers[1]._forward_hooks
 
 
-def test_module_patch_applies_to_every_model_of_the_process() -> None:
+class Layer(nn.Module):
+    """A layer that is defined in the Python module of a test."""
+
+
+def test_patch_of_a_python_module_belongs_to_the_models_defined_there(monkeypatch: pytest.MonkeyPatch) -> None:
     file = ModuleType("rotary")
     file.rotate = before = lambda x: x
+    monkeypatch.setitem(sys.modules, "rotary", file)
+    monkeypatch.setattr(Layer, "__module__", "rotary")
     made = patch(file, "rotate", lambda x: -x, FASTER)
-    assert made in patches_of(model())
+    assert patches_of(nn.Sequential(model(), Layer())) == [made]
+    assert not patches_of(model())
     restore([made])
     assert file.rotate is before
-    assert made not in patches_of(model())
+    assert not patches_of(Layer())
+
+
+def test_patch_of_a_class_belongs_to_the_models_that_use_it() -> None:
+    made = patch(Layer, "forward", doubled, FASTER)
+    assert patches_of(nn.Sequential(Layer(), Layer())) == [made]
+    assert not patches_of(model())
+    restore([made])
+    assert not patches_of(Layer())
+
+
+def test_class_whose_python_module_is_unknown_has_no_patches() -> None:
+    unknown = type("Unknown", (nn.Linear,), {"__module__": "never_imported"})(3, 3)
+    assert not patches_of(unknown)
+    assert not record(unknown, lambda: None, FASTER)
+    assert not patch_rotations(unknown)
 
 
 def test_patches_are_counted_by_target_and_reason() -> None:

@@ -5,9 +5,9 @@ Out: the changed owner; a ``Patch``, with which ``restore`` sets the old value a
 model, which ``explain``, a run's log and its model card show.
 
 All assignments to foreign modules, classes and instances go through this module; an architecture test checks all files.
-The patches of a torch module are stored in the module, so they are copied and freed with it. Those of a library's
-Python module apply to the process. With ``patches: false`` a run only makes patches that another option or a bug in a
-library requires, and has the same losses up to rounding.
+The patches of a torch module are stored in the module, so they are copied and freed with it. Those of a Python module
+or class apply to all models of the process that are defined there. With ``patches: false`` a run only makes patches
+that another option or a bug in a library requires, and has the same losses up to rounding.
 """
 
 from __future__ import annotations
@@ -105,9 +105,7 @@ def record(model: nn.Module, change: Callable[[], Any], why: Reason) -> list[Pat
     """Call ``change``, with which another library modifies ``model``, and register its changes: attributes, hooks and
     classes of modules, and functions and classes in their Python modules.
     """
-    modules = list(model.modules())
-    files = dict.fromkeys(sys.modules[type(module).__module__] for module in modules)
-    before = [(owner, _names_of(owner)) for owner in (*modules, *files)]
+    before = [(owner, _names_of(owner)) for owner in (*model.modules(), *python_modules(model))]
     change()
     made = []
     for owner, names in before:
@@ -148,8 +146,16 @@ def hooked(module: nn.Module, event: str, function: Callable[..., Any], why: Rea
 
 
 def patches_of(model: nn.Module) -> list[Patch]:
-    """All patches of a model in the order of its modules, then those of libraries."""
-    return [done for module in model.modules() for done in vars(module).get("_patches", ())] + _OF_PROCESS
+    """All patches of a model in the order of its modules, then those of their Python modules and classes."""
+    of_modules = [done for module in model.modules() for done in vars(module).get("_patches", ())]
+    owners = {*python_modules(model), *(parent for module in model.modules() for parent in type(module).__mro__)}
+    return of_modules + [done for done in _OF_PROCESS if done.owner in owners]
+
+
+def python_modules(model: nn.Module) -> list[ModuleType]:
+    """The Python modules that define the classes of a model's modules, each once."""
+    names = dict.fromkeys(type(module).__module__ for module in model.modules())
+    return [sys.modules[name] for name in names if name in sys.modules]
 
 
 def standing(owner: Any, name: str, kind: type[T]) -> T | None:

@@ -8,7 +8,6 @@ replaced. The function is recognized by its name and tested: for the same random
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from burnish.kernels.elementwise import gains, rotated
 from burnish.kernels.probe import REFUSALS
-from burnish.utils.patching import Patch, Reason, patch
+from burnish.utils.patching import Patch, Reason, patch, python_modules
 
 ROTATION = Reason("rotary function", "computed in one pass, a few rows at a time")
 _NAME = "apply_rotary_pos_emb_vision"
@@ -28,8 +27,8 @@ Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 def patch_rotations(model: nn.Module) -> list[Patch]:
     """Replace the function in the Python modules of a model. An existing replacement is kept."""
-    files = dict.fromkeys(sys.modules[type(module).__module__] for module in model.modules())
-    return [patch(file, _NAME, _Rotation(vars(file)[_NAME]), ROTATION) for file in files if _is_known(file)]
+    files = [file for file in python_modules(model) if _is_known(file)]
+    return [patch(file, _NAME, _Rotation(vars(file)[_NAME]), ROTATION) for file in files]
 
 
 def _is_known(file: ModuleType) -> bool:
