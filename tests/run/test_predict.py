@@ -39,9 +39,9 @@ def _own_cache(tmp_path, monkeypatch):
 
 def run_of(tmp_path, **options):
     options = make_workspace(
-        tmp_path, val_size=6, do_predict=True, template="qwen", max_new_tokens=6,
-        **{"do_sample": False, "do_train": False, "predict_metrics": "exact_match", "per_device_eval_batch_size": 4,
-           **options},
+        tmp_path, do_predict=True, template="qwen", max_new_tokens=6,
+        **{"val_size": 6, "do_sample": False, "do_train": False, "predict_metrics": "exact_match",
+           "per_device_eval_batch_size": 4, **options},
     )  # fmt: skip
     made = plan({name: RawValue(value, "the command line") for name, value in options.items()})
     prepared = prepare(made)
@@ -398,3 +398,28 @@ def test_presence_penalty_is_not_interpreted_as_repetition_penalty(tmp_path):
 def test_dataset_prediction_with_another_engine_is_rejected(name, value, tmp_path):
     with pytest.raises(UserError, match=f'"{name}" is not supported for a dataset'):
         run_of(tmp_path, predict_with_generate=True, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("num_empty", "records"),
+    [
+        (1, [{"instruction": "Say hi", "output": "hi"}, {"instruction": "Say yes", "output": " "}]),
+        (2, [{"instruction": "Say hi", "output": ""}, {"instruction": "Say yes", "output": ""}]),
+        (1, [{"messages": [{"role": "user", "content": say}, {"role": "assistant", "content": text}]}
+             for say, text in (("Say hi", ""), ("Say yes", "yes"))]),
+        (1, [{"prompt": "Say hi", "completion": ""}, {"prompt": "Say yes", "completion": "yes"}]),
+    ],
+    ids=["some", "all", "messages", "completion"],
+)  # fmt: skip
+@pytest.mark.parametrize("records_of", ["", "any"], ids=["do_predict", "predict"])
+def test_prompt_whose_response_is_empty_is_answered_and_not_scored(num_empty, records, records_of, tmp_path, capsys):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    options = {"predict_with_generate": True, "dataset": None, "val_size": 0, "eval_dataset": str(file)}
+    made, prepared, run = run_of(tmp_path, **options)
+    metrics = predict_all(run, prepared, replace(made, records_of=records_of))
+    rows = lines(tmp_path / "out" / "generated_predictions.jsonl")
+    assert ["Say hi" in row["prompt"] for row in rows] == [True, False]
+    assert [row["label"] for row in rows].count("") == num_empty
+    assert f"{num_empty} of 2 records ha" in capsys.readouterr().out
+    assert ("predict_exact_match" in metrics) == (num_empty < 2)

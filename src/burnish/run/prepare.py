@@ -6,7 +6,7 @@ All errors in the user's input are reported here or earlier. ``explain`` ends af
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from hashlib import blake2b
 from typing import Any
@@ -146,9 +146,11 @@ def load_data(plan: Plan, stats: DataStats) -> DataSets:
     """
     options = plan.options
     problems = check_model(options, needs_head=OBJECTIVES[options.stage].uses_lm_head)
+    only_generates = options.predict_with_generate and not (trains(options) or evaluates(options))
+    of_data = replace(options, on_empty_target="keep") if only_generates else options  # every prompt gets a response
     try:
         sets = load_datasets(
-            options, options.seed, stats, may_stream(options), searches_hubs=not problems,
+            of_data, options.seed, stats, may_stream(options), searches_hubs=not problems,
             needs=record_needs(options, plan.records_of),
             looks_back=OBJECTIVES[options.stage].mismatched_responses(options) == "set",
         )  # fmt: skip

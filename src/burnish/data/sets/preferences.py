@@ -201,13 +201,24 @@ def _alone(example: Example, answer: Answer) -> Example:
 def with_reference(example: Example) -> Example:
     """Return the example with its reference response only, or without a response if it has no reference.
 
-    The reference is the chosen response of a pair, or a response that is not labelled as undesirable.
+    The reference is the chosen response of a pair, or a response that is neither empty nor labelled as undesirable.
     """
     if example.chosen is not None:
         return _alone(example, example.chosen)
-    if example.tag is False:
-        return replace(example, completion=None, messages=example.messages[:-1], tag=None, other=None)
-    return replace(example, tag=None, other=None)
+    example = replace(example, tag=None, other=None) if example.tag is not False else _without_response(example)
+    return example if example.text is not None or _has_response(example) else _without_response(example)
+
+
+def _has_response(example: Example) -> bool:
+    if example.completion is not None:
+        return bool(example.completion.strip())
+    return bool(example.messages) and example.messages[-1].role in ANSWERING and bool(example.messages[-1].text.strip())
+
+
+def _without_response(example: Example) -> Example:
+    is_answered = bool(example.messages) and example.messages[-1].role in ANSWERING
+    messages = example.messages[:-1] if is_answered else example.messages
+    return replace(example, completion=None, messages=messages, tag=None, other=None)
 
 
 def with_references(examples: Iterable[Example]) -> list[Example]:
@@ -217,9 +228,7 @@ def with_references(examples: Iterable[Example]) -> list[Example]:
 
 def has_reference(example: Example) -> bool:
     """Return whether an example has a response to compare with. Plain text counts as one."""
-    if example.text is not None or example.completion is not None:
-        return True
-    return bool(example.messages) and example.messages[-1].role in ANSWERING
+    return example.text is not None or _has_response(example)
 
 
 def with_other_answers(examples: Sequence[Example]) -> list[Example]:

@@ -107,7 +107,7 @@ def load_datasets(
         sets.eval.update(others)
     elif others:
         sets.eval[""] = _merge(list(others.values()), options, seed)
-    on_empty_target = None if needs.kind == "prompts" else options.on_empty_target
+    on_empty_target = None if needs.kind in ("prompts", "any") else options.on_empty_target
     sets.train = sets.train.answered(on_empty_target, stats)
     sets.eval = {name: examples.answered(on_empty_target, stats) for name, examples in sets.eval.items()}
     if needs.kind == "verdicts":

@@ -48,8 +48,9 @@ def predict_all(run: Loop, prepared: Prepared, plan: Plan) -> dict[str, float]:
     metrics: dict[str, float] = {}
     if options.predict_with_generate:
         needs = record_needs(options, plan.records_of)
+        with_all = replace(options, on_empty_target="keep")  # an empty response is no reference, but has a prompt
         sets: Mapping[str, Sequence[Example]] = load_datasets(
-            options, options.seed, DataStats(), may_stream(options), needs=needs
+            with_all, options.seed, DataStats(), may_stream(options), needs=needs
         ).eval
         for name, examples in sets.items():
             metrics |= predict(run, prepared, options, _prompted(examples, needs.kind), name, folder)
@@ -123,8 +124,9 @@ def predict(
             partial.unlink(missing_ok=True)
         written = f"{counted(len(texts), 'response')} in {path}"
         note(": ".join(filter(None, (written, ", ".join(f"{k} {v:g}" for k, v in metrics.items())))) + ".")
-        if len(compared) < len(questions):
-            note(f"{len(questions) - len(compared)} of {counted(len(questions), 'record')} have no reference response.")
+        if missing := len(questions) - len(compared):
+            verb = "has" if missing == 1 else "have"
+            note(f"{missing} of {counted(len(questions), 'record')} {verb} no reference response.")
     num_batches = -(-len(questions) // options.per_device_eval_batch_size)
     return metrics | clock.rates(prefix, num_rows=len(questions), num_steps=num_batches)
 
