@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import pytest
 
@@ -73,6 +74,10 @@ def request_error(changes: dict, kind=ChatRequest) -> APIError:
         ({"response_format": {"type": "xml"}}, "invalid_value", "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "missing_required_parameter", "response_format.json_schema"),
         ({"continue_final_message": True}, "invalid_value", "messages"),
+        ({"guided_json": {"type": "object"}}, "unsupported_parameter", "guided_json"),
+        ({"structured_outputs": {"regex": "a"}}, "unsupported_parameter", "structured_outputs"),
+        ({"bad_words": ["a"]}, "unsupported_parameter", "bad_words"),
+        ({"chat_template": "{{ messages }}"}, "unsupported_parameter", "chat_template"),
     ],
 )  # fmt: skip
 def test_invalid_field_is_named(changes, code, param) -> None:
@@ -85,6 +90,21 @@ def test_all_problems_of_a_body_are_in_one_message() -> None:
     result = request_error({"temperature": 3, "n": 0, "stop": "", "messages": [{"role": "user", "content": 1}]})
     for param in ("temperature", '"n"', '"stop"', "messages[0].content"):
         assert param in result.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"seed": 2**70}, ChatRequest, f'"seed" must be less than {2**63}. Received: {2**70}.'),
+        ({"top_p": 1.5}, ChatRequest, '"top_p" must be less than or equal to 1. Received: 1.5.'),
+        ({"messages": []}, ChatRequest, '"messages" must have at least 1 entry. Received: 0.'),
+        ({"prompt": [-1]}, CompletionRequest, '"prompt[0][0]" must be greater than or equal to 0. Received: -1.'),
+    ],
+)
+def test_message_has_limit_and_value(changes, kind, message) -> None:
+    assert (
+        request_error({**({"messages": None} if kind is CompletionRequest else {}), **changes}, kind).message == message
+    )
 
 
 def test_text_completion_rejects_unsupported_fields() -> None:
@@ -125,7 +145,8 @@ def test_brackets_in_texts_do_not_count_as_nesting() -> None:
 
 ODD = [
     None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, 1e308, -0.0, 0.5, "", "x", "☃", "\u0000", "\u202e", "a" * 3000,
-    [], {}, [[]], [{}], {"": None}, [None], ["", 1], {"type": "function"}, {"type": "text", "text": 1}, [1, 2, 3],
+    [], {}, [[]], [{}], {"": None}, [None], ["", 1], [-1], [2**40],
+    {"type": "function"}, {"type": "text", "text": 1}, [1, 2, 3],
     "auto", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}, {"role": "user"},
     [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{"}}]}],
     [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": 1}}}}], {"1": 5}, {"999999": 1},
@@ -176,6 +197,7 @@ def test_invalid_bodies_are_never_server_errors(serve, bodies: int) -> None:
             error = json.loads(text)["error"]
             assert error["message"].endswith((".", "!", "?")), error
             assert error["code"], error
+            assert not re.search(r"\.(str|int|dict|list\[)|constrained|union|validat", error["message"]), error
     assert recorded[200] > bodies // 30
     assert recorded[400] > bodies // 3
     assert post(running, "/v1/chat/completions", CHAT)[0] == 200

@@ -77,6 +77,10 @@ _TYPES = {
     "int": "an integer", "float": "a number", "string": "a string", "bool": "true or false", "list": "a list",
     "dict": "an object", "model": "an object",
 }  # fmt: skip
+_LIMITS = {
+    "less_than": "less than", "less_than_equal": "less than or equal to", "greater_than": "greater than",
+    "greater_than_equal": "greater than or equal to",
+}  # fmt: skip
 
 
 def _api_error_of(found: Any) -> APIError:
@@ -93,9 +97,14 @@ def _api_error_of(found: Any) -> APIError:
         return api_error("invalid_type", path, f"must be {expected}. Received: {json_type(value)}.")
     if kind in ("too_long", "too_short"):
         bounds = {"too_long": "at most {max_length:,}", "too_short": "at least {min_length:,}"}[kind].format(**context)
-        return api_error("invalid_value", path, f"must have {bounds} entries. Received: {len(value):,}.")
+        entries = "entry" if bounds.endswith(" 1") else "entries"
+        return api_error("invalid_value", path, f"must have {bounds} {entries}. Received: {len(value):,}.")
     if kind == "literal_error":
         return api_error("invalid_value", path, f"must be one of {context['expected']}. {received}")
+    if kind in _LIMITS:  # pydantic prints large integers as floats
+        (limit,) = (context[name] for name in ("lt", "le", "gt", "ge") if name in context)
+        shown_limit = str(limit) if isinstance(limit, int) else f"{limit:g}"
+        return api_error("invalid_value", path, f"must be {_LIMITS[kind]} {shown_limit}. {received}")
     message = found["msg"].partition("should ")[2] or found["msg"]
     return api_error("invalid_value", path, f"must {message}. {received}")
 

@@ -39,7 +39,25 @@ UNSUPPORTED = {
     "audio": "burnish returns text only.",
     "prediction": "Remove it.",
     "web_search_options": "burnish does not access the network for a request.",
+    **dict.fromkeys(
+        (
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "structured_outputs",
+            "json_schema",
+            "regex",
+            "ebnf",
+        ),
+        'Use "response_format".',
+    ),
+    "allowed_token_ids": 'Use "logit_bias".',
+    "bad_words": 'Use "logit_bias".',
+    "chat_template": "The template is set when the server starts.",
+    "documents": "Add their text to a message.",
 }
+"""Fields of OpenAI, vLLM and SGLang that would change the response -> an alternative."""
 MOST_STOPS, MOST_BIASES, MOST_LOGPROBS, MOST_PROMPTS, MOST_IDS = 16, 1024, 20, 64, 2**18
 COMPLETION_TOKENS = 16
 """Default length of a text completion, as in OpenAI's API and vLLM."""
@@ -262,7 +280,10 @@ def _prompts(value: Any) -> Any:
 class CompletionRequest(BaseRequest):
     """The body of ``/v1/completions``."""
 
-    prompt: Annotated[list[str | list[TokenId]], Field(min_length=1), BeforeValidator(_prompts)]
+    prompt: Annotated[
+        list[Annotated[Annotated[str, Tag("·text")] | Annotated[list[TokenId], Tag("·other")], TEXT_OR_OTHER]],
+        Field(min_length=1), BeforeValidator(_prompts),
+    ]  # fmt: skip
     logprobs: Annotated[Integer, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool = False
     best_of: Annotated[Integer, Field(ge=1)] | None = None
