@@ -169,6 +169,16 @@ def test_runs_command_lists_damaged_runs(root: Path, odd: dict[str, Path], as_js
         assert "unreadable" in out
 
 
+def test_run_named_like_a_checkpoint_is_listed(root: Path, capfd: Any) -> None:
+    for name in ("checkpoint-best", "checkpoint-3"):
+        (root / name).mkdir()
+        log(GOOD_ROW)(root / name)
+    assert main(["runs", str(root)]) == 0
+    out = capfd.readouterr().out
+    assert "checkpoint-best" in out
+    assert "checkpoint-3" not in out
+
+
 def test_internal_error_in_one_folder_is_one_line(root: Path, monkeypatch: Any, capfd: Any) -> None:
     from burnish.serve.page.runs import runs as module
 

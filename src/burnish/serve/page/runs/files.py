@@ -126,4 +126,9 @@ def checkpoints(folder: Path) -> list[int]:
         names = os.listdir(folder)
     except OSError:
         return []
-    return sorted(int(name[11:]) for name in names if re.fullmatch(r"checkpoint-[0-9]{1,15}", name))
+    return sorted(int(name[11:]) for name in names if is_checkpoint(name))
+
+
+def is_checkpoint(name: str) -> bool:
+    """Whether a folder's name is that of a checkpoint."""
+    return bool(re.fullmatch(r"checkpoint-[0-9]{1,15}", name))

@@ -29,6 +29,7 @@ from burnish.serve.page.runs.files import (
     checkpoints,
     history,
     is_broken,
+    is_checkpoint,
     object_in,
     run_yaml_text,
     tail_lines,
@@ -164,7 +165,7 @@ def _name(entry: os.DirEntry[str]) -> str:
 
 
 def _is_worth_a_look(entry: os.DirEntry[str]) -> bool:
-    if entry.name.startswith((".", "checkpoint-", "__", "node_modules")):
+    if entry.name.startswith((".", "__", "node_modules")) or is_checkpoint(entry.name):
         return False
     try:
         return entry.is_dir(follow_symlinks=False)
