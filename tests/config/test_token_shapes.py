@@ -24,7 +24,7 @@ def random_text(alphabet: str, least: int, most: int | None = None) -> st.Search
 SHAPES = {
     "hugging face": random_text(ALNUM, 34, 37).map("hf_{}".format),
     "hugging face organisation": random_text(ALNUM, 34).map("api_org_{}".format),
-    "openai": random_text(ALNUM, 40, 48).map("sk-{}".format),
+    "openai": random_text(ALNUM, 40, 48).map("sk-{}7".format),
     "openai project": random_text(ALNUM + "_-", 60, 100).map("sk-proj-a1{}".format),
     "anthropic": random_text(ALNUM + "_-", 80, 95).map("sk-ant-api03-{}A".format),
     "github": st.tuples(st.sampled_from("pousr"), random_text(ALNUM, 36)).map(lambda p: f"gh{p[0]}_{p[1]}"),
@@ -69,7 +69,8 @@ def test_token_of_known_format_is_masked_anywhere(name: str) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.sampled_from(["hf_hub_token", "hub_token", "WANDB_API_KEY", "ms_hub_token", "password", "client_secret"]),
+    st.sampled_from(["hf_hub_token", "hub_token", "WANDB_API_KEY", "ms_hub_token", "password", "client_secret",
+                     "search_query_key", "private_key"]),
     st.sampled_from(["{}: {}", '{}: "{}"', "{}: '{}", '{}: "{}\nlr: 1', "{}={}", "{}: {}: x", "{}: [{}, 2]",
                      '{}: ["{}"', '"{}": "{}"', "{} : {}", "{}:\n  {}", "{}:\n- {}", "{}: |\n  {}", "{}: {{a: {}}}",
                      "--{} {}",
@@ -116,7 +117,8 @@ def test_ordinary_url_is_unchanged(text: str) -> None:
      "e3b0c44298fc1c149afbf4c8996fb92427ae41e4",
      "tokenizer: meta-llama/Llama-3.2-1B", "eos_token_id=50256", '"hf_hub_token" must be text',
      "a key: longer text here",
-     "organisation/hf-model-v2", "saves/hf_qwen25half"],
+     "organisation/hf-model-v2", "saves/hf_qwen25half", "sort_key: lengths", '"primary_key": "identifier"',
+     "--foreign-key rows"],
 )  # fmt: skip
 def test_ordinary_text_is_unchanged(text: str) -> None:
     assert without_secrets(text) == text

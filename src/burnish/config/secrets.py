@@ -78,6 +78,10 @@ _AFTER_NAME = re.compile(
 )
 _OF_TEXT = frozenset({"pad", "eos", "bos", "unk", "sep", "cls", "mask", "image", "video", "audio", "stop", "special"})
 """Words before "token" that name a token of a tokenizer, such as ``pad_token``."""
+_OF_TABLE = frozenset(
+    ["column", "dict", "foreign", "group", "json", "object", "partition", "primary", "public", "record", "row", "sort"]
+)
+"""Words before "key" that name a key of a table, such as ``sort_key``."""
 _JOINED = frozenset({"api", "access", "account", "sharedaccess", "auth", "refresh", "session"})
 """Words directly before "key" or "token" in a secret's name, such as ``apikey``."""
 _RANDOM = re.compile(r"""["']?(?=\D*\d)(?=[^a-z]*[a-z])(?=[^A-Z]*[A-Z])[A-Za-z0-9_-]{16,}["']?\s*""")
@@ -88,7 +92,13 @@ _known_secrets: set[str] = set()
 @lru_cache(4096)
 def has_secret_name(name: str) -> bool:
     """Whether ``name`` is the name of a secret: ``hub_token``, ``WANDB_API_KEY``, ``swanlab_lark_secret``."""
-    return bool(_NAMES.search(name))
+    *_, before, last = ("", *re.split("[_-]", name.lower()))
+    return bool(_NAMES.search(name)) and not _names_no_secret(before, last)
+
+
+def _names_no_secret(before: str, word: str) -> bool:
+    """Whether ``before_word`` names a token of a tokenizer or a key of a table."""
+    return before in {"token": _OF_TEXT, "key": _OF_TABLE}.get(word, ())
 
 
 def keep_secret(value: Any) -> None:
@@ -132,7 +142,8 @@ def _masked(match: re.Match[str]) -> str:
     parts = re.split("[_-]", before[0].lower().lstrip("-")) if before else []
     is_plain = match["word"].lower() in ("token", "key") and len(parts) < 2 and not _JOINED.intersection(parts)
     is_plain = is_plain and not (parts == [""] and _RANDOM.fullmatch(match["value"]))
-    if not _OF_TEXT.isdisjoint(parts[-2:-1]) or is_plain or _NOTHING.fullmatch(match["value"]):
+    is_plain = is_plain or (len(parts) > 1 and _names_no_secret(parts[-2], match["word"].lower()))
+    if is_plain or _NOTHING.fullmatch(match["value"]):
         return match[0]
     if not re.search("[:=]", match["between"]) and not (before and before[0].startswith("--")):
         return match[0]  # "the hub_token of ..."
