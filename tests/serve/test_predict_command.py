@@ -7,6 +7,7 @@ import pytest
 
 import burnish
 from burnish.cli import main
+from burnish.serve.eval.dataset import _table
 
 DEMO = Path(burnish.__file__).parent / "demo"
 pytestmark = pytest.mark.run
@@ -133,6 +134,13 @@ def test_reward_model_is_detected_and_evaluated(place: Path) -> None:
     argv = [f"dataset_dir={place / 'data'}", "eval_dataset=demo_pairs", "max_samples=5", "save_dir=measured"]
     assert main(["eval", str(place / "scores"), *argv]) == 0
     assert "eval_accuracy" in json.loads(Path("measured/eval_results.json").read_text())
+
+
+def test_table_of_several_models_has_all_their_metrics() -> None:
+    head, *rows = _table([("a", {"eval_loss": 1.0, "eval_runtime": 3.0}), ("model", {"eval_accuracy": 0.5})])
+    assert head.split() == ["eval_loss", "eval_accuracy"]
+    assert [row.split() for row in rows] == [["a", "1.0000", "-"], ["model", "-", "0.5000"]]
+    assert len({len(line) for line in (head, *rows)}) == 1
 
 
 def test_missing_data_for_prediction_is_reported(capsys: pytest.CaptureFixture[str]) -> None:

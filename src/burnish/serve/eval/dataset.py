@@ -141,11 +141,14 @@ def _recorded(options: AnsweringOptions) -> dict[str, RawValue]:
 
 
 def _table(rows: Sequence[tuple[str, dict[str, float]]]) -> list[str]:
-    names = [name for name in rows[0][1] if not name.endswith(("_runtime", "_per_second", "epoch"))]
+    """Return a table of models and their metrics; ``-`` for a metric that a model does not have."""
+    found = dict.fromkeys(name for _, metrics in rows for name in metrics)
+    names = [name for name in found if not name.endswith(("_runtime", "_per_second", "epoch"))]
     width = max(len(name) for name, _ in rows)
     lines = [f"{'':{width}}  " + "  ".join(names)]
     for name, metrics in rows:
+        cells = [f"{metrics[key]:.4f}" if key in metrics else "-" for key in names]
         lines.append(
-            f"{name:{width}}  " + "  ".join(f"{metrics.get(key, float('nan')):{len(key)}.4f}" for key in names)
+            f"{name:{width}}  " + "  ".join(f"{cell:>{len(key)}}" for key, cell in zip(names, cells, strict=True))
         )
     return lines
