@@ -32,7 +32,9 @@ def test_tied_embedding_is_listed_by_the_config_of_the_whole_model() -> None:
     from transformers import Qwen2_5_VLConfig
 
     options = RunOptions(model_name_or_path="x", fused_loss=True)
-    listed = [TIED in tried_patches(options, Qwen2_5_VLConfig(tie_word_embeddings=tied)) for tied in (True, False)]
+    listed = [
+        TIED in tried_patches(options, Qwen2_5_VLConfig(tie_word_embeddings=tied), False) for tied in (True, False)
+    ]
     assert listed == [True, False]
 
 

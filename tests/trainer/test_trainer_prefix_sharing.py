@@ -77,6 +77,18 @@ def test_padded_script_trains_to_same_weights_with_a_third_of_the_tokens(tmp_pat
             assert ours[name] == pytest.approx(theirs[name], abs=2e-5), name
 
 
+def test_last_layer_of_a_script_is_computed_where_the_loss_reads_it(tmp_path):
+    counts = {}
+    for skips in (True, False):
+        model, counted = llama(tmp_path), []
+        model.model.layers[-1].mlp.down_proj.register_forward_hook(
+            lambda module, inputs, output, counted=counted: counted.append(inputs[0].shape[:-1].numel())
+        )
+        trained(tmp_path, SFTTrainer, model, needed_tokens_only=skips, max_steps=1)
+        counts[skips] = counted[-1]
+    assert 0 < counts[True] < 0.3 * counts[False]
+
+
 def test_bfloat16_loss_curve_is_unchanged(tmp_path):
     needed, _ = trained(tmp_path, Trainer, llama(tmp_path), bf16=True)
     padded, _ = trained(tmp_path, Trainer, llama(tmp_path), bf16=True, needed_tokens_only=False)

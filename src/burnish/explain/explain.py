@@ -20,20 +20,18 @@ from burnish.data.images.family import Family
 from burnish.data.images.image_file import images_of
 from burnish.data.rows.row_set import ListedRows, RowSet
 from burnish.explain.images import image_in_words, image_lines
-from burnish.explain.model import model_section
+from burnish.explain.model import model_section, skips_tokens
 from burnish.explain.rollouts import rollouts_section
 from burnish.explain.view import Line, Sample, Section, show
 from burnish.loop.schedule import FOLLOWS_METRIC, lr_factor, steps_of, warmup_steps_of
 from burnish.loop.state import load_state
 from burnish.loop.types import IGNORE_INDEX, Row
 from burnish.losses.base import OBJECTIVES
-from burnish.models.load import meta_model
 from burnish.parallel.precision import loaded_dtype
 from burnish.parallel.selection import device_of
 from burnish.report.pace import counted
 from burnish.report.progress import counted_epochs
 from burnish.rollouts.options import draws_completions
-from burnish.run.build import wants_padding_free, wants_prefix_sharing
 from burnish.run.callbacks import listeners_of
 from burnish.run.plan.checks import evaluates, trains
 from burnish.run.plan.listing import shown
@@ -168,12 +166,8 @@ def _skipped_share(rows: Sequence[Row], prepared: Prepared, options: RunOptions)
     """Fraction of tokens that need not be computed, estimated from the first rows as micro-batches. A model that draws
     random numbers is not detected, because this would need its weights; an adapter with dropout is.
     """
-    shapes = meta_model(prepared.config, options.trust_remote_code)
     draws = options.finetuning_type == "lora" and options.lora_dropout > 0
-    requested = wants_padding_free(options) and wants_prefix_sharing(
-        prepared.objective, shapes, options, device_of(options)
-    )
-    if draws or not requested:
+    if draws or not skips_tokens(prepared, options):
         return 0.0
     looked_at = list(islice(rows, SAMPLE_SIZE))
     size = rows_of_batch(options)

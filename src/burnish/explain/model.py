@@ -10,10 +10,12 @@ from torch import nn
 
 from burnish.adapters.base import ADAPTERS
 from burnish.explain.view import Line, Section
+from burnish.kernels.last_layer import LAST_LAYER
 from burnish.kernels.probe import unwrap_peft
 from burnish.kernels.tied import TIED
+from burnish.losses.base import OBJECTIVES
 from burnish.losses.neftune import EmbeddingNoise
-from burnish.models.load import SAMPLING, context_length, samples_without_sampling
+from burnish.models.load import SAMPLING, context_length, meta_model, samples_without_sampling
 from burnish.models.patches.attention import PADDING_FREE
 from burnish.models.patches.fused import patch_forwards
 from burnish.models.patches.liger import LIGER, takes_liger
@@ -23,7 +25,7 @@ from burnish.models.tokens import resized_meta_model
 from burnish.parallel.checkpointing import checkpoint_activations
 from burnish.parallel.precision import device_in_words, loaded_dtype, name_of
 from burnish.parallel.selection import device_of
-from burnish.run.build import takes_own_attention, wants_padding_free
+from burnish.run.build import takes_own_attention, wants_padding_free, wants_prefix_sharing
 from burnish.run.plan.checks import trains
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
@@ -87,7 +89,7 @@ def _patches(plan: Plan, prepared: Prepared) -> Iterator[Line]:
         yield Line("patched", sentence, plan.where("patches"))
     for why in dict.fromkeys(done.why for done in patches_of(model)):
         yield Line("patch", f"{why.kind}: {why.why}")
-    for why in tried_patches(plan.options, prepared.config):
+    for why in tried_patches(plan.options, prepared.config, skips_tokens(prepared, plan.options)):
         yield Line("patch", f"{why.kind}: {why.why}; {CHECKED_AT_START}")
 
 
@@ -110,13 +112,25 @@ def patched_shapes(options: RunOptions, config: Any, tokenizer: Any) -> nn.Modul
     return model
 
 
-def tried_patches(options: RunOptions, config: Any) -> list[Reason]:
-    """Patches that the run tries on the loaded model, and keeps if the model's results do not change."""
+def skips_tokens(prepared: Prepared, options: RunOptions) -> bool:
+    """Whether the run skips tokens that do not affect the loss, if the loaded model allows it."""
+    shapes = meta_model(prepared.config, options.trust_remote_code)
+    return wants_padding_free(options) and wants_prefix_sharing(prepared.objective, shapes, options, device_of(options))
+
+
+def tried_patches(options: RunOptions, config: Any, is_skipping: bool) -> list[Reason]:
+    """Patches that the run tries on the loaded model, and keeps if the model's results do not change.
+
+    Args:
+        is_skipping: see ``skips_tokens``.
+    """
+    has_head = options.fused_loss is not False and OBJECTIVES[options.stage].uses_lm_head
     wanted = {
         PADDING_FREE: wants_padding_free(options) and takes_own_attention(options),
         # transformers ties by the config of the whole model; that of its language model may lack the setting.
         TIED: options.fused_loss is not False and getattr(config, "tie_word_embeddings", False),
         LIGER: takes_liger(options, device_of(options)),
+        LAST_LAYER: has_head and is_skipping,
     }
     found = [why for why, is_wanted in wanted.items() if is_wanted and allows(options, why)]
     return [*found, UNTOUCHED] if options.quantization_bit == 4 else found

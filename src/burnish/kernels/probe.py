@@ -10,7 +10,7 @@ mode. It does not change weights, gradients, random states and the mode of any m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -39,7 +39,9 @@ def isolates_sequences(model: nn.Module) -> bool:
     """
     try:
         with probe_mode(model) as logits_of:
-            neighbour, other, tokens = (_tokens(model, n, seed) for seed, n in enumerate((_NEIGHBOUR, 9, _LENGTH)))
+            neighbour, other, tokens = (
+                random_tokens(model, n, seed) for seed, n in enumerate((_NEIGHBOUR, 9, _LENGTH))
+            )
             alone = logits_of(tokens)
             beside, beside_other = (
                 logits_of(torch.cat([first, tokens], 1), **_two_sequences(tokens.device))[:, _NEIGHBOUR:]
@@ -69,7 +71,9 @@ def shares_prefixes(model: nn.Module) -> bool:
         return False
     try:
         with probe_mode(model) as logits_of:
-            shared, first, second = (_tokens(model, n, seed) for seed, n in enumerate((_NEIGHBOUR, _LENGTH, _LENGTH)))
+            shared, first, second = (
+                random_tokens(model, n, seed) for seed, n in enumerate((_NEIGHBOUR, _LENGTH, _LENGTH))
+            )
             together = logits_of(torch.cat([shared, first, second], 1), **_two_from_one(shared.device))
             for own, place in ((first, _NEIGHBOUR), (second, _NEIGHBOUR + _LENGTH)):
                 alone = logits_of(torch.cat([shared, own], 1))
@@ -101,12 +105,14 @@ class Head:
         linear: (B, T, H) -> (B, T, V); its weight may be tied to the embedding's.
         scale: factor before the cap (Cohere, Granite).
         softcap: logits become ``softcap * tanh(logit / softcap)`` (Gemma 2).
+        only: positions (N,) -> context of a forward pass of which only the hidden states there are read.
     """
 
     backbone: nn.Module
     linear: nn.Linear
     scale: float = 1.0
     softcap: float | None = None
+    only: Callable[[Tensor], AbstractContextManager[object]] = nullcontext
 
     def hidden(self, **inputs: Any) -> Tensor:
         states: Tensor = self.backbone(**inputs)[0]
@@ -114,7 +120,8 @@ class Head:
 
     def hidden_at(self, positions: Tensor, **inputs: Any) -> Tensor:
         """(N, H) the hidden states at ``positions`` (N,), indices into the flattened rows."""
-        return self.hidden(**inputs).flatten(0, 1).index_select(0, positions)
+        with self.only(positions):
+            return self.hidden(**inputs).flatten(0, 1).index_select(0, positions)
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.linear(hidden) * self.scale
@@ -153,7 +160,7 @@ def find_head(model: nn.Module) -> Head | None:
         head = _claimed_head(model)
         if head is None or type(head.linear) is not nn.Linear or _has_hooks(head.linear):
             return None
-        tokens = _tokens(model, _LENGTH, seed=3)
+        tokens = random_tokens(model, _LENGTH, seed=3)
         with probe_mode(model) as logits_of, _scaled_inputs(head.linear):
             output = logits_of(tokens)
             hidden = head.hidden(input_ids=tokens, use_cache=False)
@@ -165,7 +172,7 @@ def find_head(model: nn.Module) -> Head | None:
 def makes_some_logits(model: nn.Module) -> bool:
     """Whether the model can compute the logits of selected positions only: ``logits_to_keep=(N,)``."""
     try:
-        tokens, chosen = _tokens(model, _LENGTH, seed=4), torch.tensor([1, 4, 5], device=_device(model))
+        tokens, chosen = random_tokens(model, _LENGTH, seed=4), torch.tensor([1, 4, 5], device=_device(model))
         with probe_mode(model) as logits_of:
             whole, some = logits_of(tokens), logits_of(tokens, logits_to_keep=chosen)
         # A trained prompt before the tokens (peft's prompt tuning) shifts the positions.
@@ -177,7 +184,7 @@ def makes_some_logits(model: nn.Module) -> bool:
 def preserves_logits(model: nn.Module, change: Callable[[], object]) -> bool:
     """Call ``change``, which modifies the model, and return whether its logits stay the same up to rounding. Not
     undone."""
-    tokens = _tokens(model, _LENGTH, seed=5)
+    tokens = random_tokens(model, _LENGTH, seed=5)
     with probe_mode(model) as logits_of:
         before = logits_of(tokens)
         change()
@@ -269,7 +276,7 @@ def _two_from_one(device: torch.device) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _tokens(model: nn.Module, length: int, seed: int) -> Tensor:
+def random_tokens(model: nn.Module, length: int, seed: int) -> Tensor:
     """(1, T) random ids of the vocabulary, the same for a seed."""
     vocabulary = unwrap_peft(model).get_input_embeddings().weight.shape[0]
     drawn = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(seed))

@@ -28,6 +28,7 @@ from burnish.data.batches.budget import Budget
 from burnish.data.batches.loader import EvalBatches, RowLoader, StepPartition
 from burnish.data.batches.patches import patches_of_rows
 from burnish.data.stats import DataStats
+from burnish.kernels.last_layer import LAST_LAYER
 from burnish.kernels.probe import Capabilities
 from burnish.loop.events import CallbackHandler, num_events
 from burnish.loop.loop import TrainOutput
@@ -370,6 +371,7 @@ def configure_objective(
     capabilities = find_capabilities(
         model, padding_free=wants_padding_free(options), own_attention=takes_own_attention(options),
         prefix_sharing=wants_prefix_sharing(objective, model, options, device),
+        last_layer=objective.uses_lm_head and allows(options, LAST_LAYER),
         head_of=None if options.fused_loss is False else model,
     )  # fmt: skip
     if options.needed_tokens_only and not capabilities.shares_prefixes:

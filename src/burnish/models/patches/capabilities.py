@@ -8,8 +8,11 @@ be concatenated and the model's own attention cannot separate them (``models.pat
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
+from burnish.kernels.last_layer import find_last_layer
 from burnish.kernels.probe import Capabilities, find_head, makes_some_logits, shares_prefixes, unwrap_peft
 from burnish.models.patches.attention import PaddingFree, make_padding_free
 from burnish.models.quantization.quantize import keep_as_loaded
@@ -17,7 +20,7 @@ from burnish.models.quantization.quantize import keep_as_loaded
 
 def find_capabilities(
     model: nn.Module, *, padding_free: bool = False, own_attention: bool = True, prefix_sharing: bool = False,
-    head_of: nn.Module | None = None,
+    last_layer: bool = True, head_of: nn.Module | None = None,
 ) -> Capabilities:  # fmt: skip
     """Probe a model.
 
@@ -26,19 +29,22 @@ def find_capabilities(
         padding_free: whether sequences should be concatenated.
         own_attention: whether burnish's attention may replace the model's; false if one was selected explicitly.
         prefix_sharing: whether common prefixes of rows should be computed once.
+        last_layer: whether then the last layer may be computed only where the loss reads its result.
         head_of: the model whose head is searched: ``model`` or the one inside an adapter. None: no head is needed.
     """
     keep_as_loaded(model)  # the probes run outside of training
     layout = make_padding_free(model, own_attention=own_attention) if padding_free else PaddingFree(False)
     head = None if head_of is None else find_head(head_of)
+    shares = prefix_sharing and layout.is_padding_free and shares_prefixes(model)
+    limited = find_last_layer(model, head) if head is not None and shares and last_layer else None
     needs_logits = head_of is not None and (  # the loss of a mixture of experts may need the model's own output
         head is None or hasattr(unwrap_peft(model).config.get_text_config(), "router_aux_loss_coef")
     )
     return Capabilities(
         model,
         is_padding_free=layout.is_padding_free,
-        shares_prefixes=prefix_sharing and layout.is_padding_free and shares_prefixes(model),
-        head=head,
+        shares_prefixes=shares,
+        head=head if head is None or limited is None else replace(head, only=limited.only),
         makes_some_logits=needs_logits and makes_some_logits(model),
         notes=(layout.note,) if layout.note else (),
     )

@@ -39,7 +39,7 @@ def sums_without_logits(
         caught.append(args[0])
         return (args[0][:, :0], *args[1:])
 
-    with hooked(head.linear, "forward_pre", catch, _CAUGHT):
+    with head.only(targets.positions), hooked(head.linear, "forward_pre", catch, _CAUGHT):
         outputs = model(**inputs)
     hidden = caught[0][:, -width:].flatten(0, 1)[targets.positions]
     return sums_of_hidden(hidden, head, targets, rules), outputs
