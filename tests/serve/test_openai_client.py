@@ -92,7 +92,7 @@ def test_terminal_chat_with_server_matches_client(real: Real, monkeypatch) -> No
     whole = real.client.chat.completions.create(model="demo", messages=ASKED, temperature=0, max_tokens=12)
     assert "".join(piece.text for piece in pieces) == whole.choices[0].message.content
     assert (end.end.tokens, end.end.reason) == (whole.usage.completion_tokens, whole.choices[0].finish_reason)
-    with pytest.raises(UserError, match='"messages" must have at least 1 entries'):
+    with pytest.raises(UserError, match='"messages" must have at least 1 entry'):
         list(backend.answer(Request([], requested)))
     monkeypatch.setenv("OPENAI_API_KEY", "another-key")
     with pytest.raises(UserError, match="HTTP 401: The API key is not valid"):

@@ -187,7 +187,7 @@ class _Gated(torch.autograd.Function):
         grad_gate, grad_up = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (gate, up))
         for g, u, some, of_gate, of_up in _blocks(*map(_rows, (gate, up, grad, grad_gate, grad_up))):
             torch.mul(some, activated(g, ctx.activation), out=of_up)
-            of_gate.copy_(_activation_grad((some * u).to(g.dtype), g, ctx.activation))
+            _write_activation_grad((some * u).to(g.dtype), g, ctx.activation, of_gate)
         return grad_gate, grad_up, None
 
 
@@ -197,9 +197,10 @@ def activated(x: Tensor, activation: str) -> Tensor:
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
-def _activation_grad(grad: Tensor, x: Tensor, activation: str) -> Tensor:
-    """``grad`` times the derivative of the activation at ``x``."""
+def _write_activation_grad(grad: Tensor, x: Tensor, activation: str, out: Tensor) -> None:
+    """Write ``grad`` times the derivative of the activation at ``x`` to ``out``."""
     if activation == "silu":
-        return torch.ops.aten.silu_backward(grad, x)  # type: ignore[no-any-return]
-    approximate = "tanh" if activation == "gelu_tanh" else "none"
-    return torch.ops.aten.gelu_backward(grad, x, approximate=approximate)  # type: ignore[no-any-return]
+        torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=out)
+    else:
+        approximate = "tanh" if activation == "gelu_tanh" else "none"
+        torch.ops.aten.gelu_backward.grad_input(grad, x, approximate=approximate, grad_input=out)
