@@ -193,6 +193,16 @@ def test_interrupt_in_a_function_is_not_reported_as_its_error():
         rewards_of([interrupted])
 
 
+def test_class_instead_of_its_instance_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "rates.py").write_text(
+        "class Rates:\n    def __call__(self, completions, **kwargs):\n        return [1.0] * len(completions)\n"
+    )
+    with pytest.raises(UserError, match=r"Rates is a class\. .*\n.*\{.*rates.py:Rates: \{\}\} in YAML"):
+        load_rewards([f"{tmp_path / 'rates.py'}:Rates"])
+    (function,) = load_rewards([{f"{tmp_path / 'rates.py'}:Rates": {}}])
+    assert function.call(completions=["a", "b"]) == [1.0, 1.0]
+
+
 def test_function_with_positional_only_parameters_is_rejected_when_loaded():
     def rates(prompts, completions, /, answer="", **_):
         return [1.0] * len(completions)

@@ -82,6 +82,12 @@ def load_rewards(
         except UserError as error:
             problems += error.problems
             continue
+        if inspect.isclass(call) and not issubclass(call, list):
+            what = f"{name} is a class. A reward function returns a list of rewards."
+            entry_name = entry if isinstance(entry, str) else name
+            remedy = f"Use an instance: {name}() in Python, or {{{entry_name}: {{}}}} in YAML."
+            problems.append(Problem(what, remedy=remedy, option="reward_funcs"))
+            continue
         if unnamed := _positional_only(call):
             names_of = " and ".join(unnamed)
             what = f"{name} declares {names_of} as positional-only. Reward functions receive keyword arguments."
