@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from burnish.kernels.last_layer import LAST_LAYER, find_last_layer
 from burnish.kernels.probe import Head, find_head
+from burnish.losses.reward import ScoringModel
 from burnish.models.patches.capabilities import find_capabilities
 from burnish.models.patches.fused import patch_forwards
 from burnish.parallel.checkpointing import checkpoint_activations
@@ -69,6 +70,20 @@ def test_hidden_states_and_gradients_match_the_whole_layer(family: str, is_fused
         torch.testing.assert_close(some[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
 
 
+def test_reward_model_computes_the_last_layer_at_scored_tokens() -> None:
+    model, scored = tiny("llama"), nn.Linear(32, 1)
+    only = find_capabilities(model, padding_free=True, prefix_sharing=True).only
+    batch = {
+        "input_ids": torch.randint(3, 97, (3, 17)), "target_positions": torch.tensor([16, 33, 50]),
+        "owner": torch.tensor([1, 0, 2]),
+    }  # fmt: skip
+    expected = ScoringModel(model, nn.Sequential(scored, nn.Flatten(0)))(batch)
+    with rows_of(feed_forward(model)) as counts:
+        found = ScoringModel(model, nn.Sequential(scored, nn.Flatten(0)), only=only)(batch)
+    assert counts == [3]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_whole_layer_is_computed_outside_of_the_loss_and_without_positions() -> None:
     model = tiny("llama")
     head = find_capabilities(model, padding_free=True, prefix_sharing=True, head_of=model).head
@@ -83,8 +98,7 @@ def test_whole_layer_is_computed_outside_of_the_loss_and_without_positions() -> 
 
 def test_whole_layer_is_computed_after_an_error() -> None:
     model = tiny("llama")
-    head = head_of(model)
-    last = find_last_layer(model, head)
+    last = find_last_layer(model)
     assert last is not None
     with pytest.raises(KeyError), last.only(torch.tensor([1])):
         raise KeyError
@@ -110,8 +124,7 @@ def test_whole_layer_is_computed_under_gradient_checkpointing() -> None:
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "opt", "bloom"])
 def test_experts_and_unknown_layers_are_not_limited(family: str) -> None:
     model = tiny(family)
-    head = head_of(model)
-    assert find_last_layer(model, head) is None
+    assert find_last_layer(model) is None
     assert not patches_of(model)
 
 
@@ -122,14 +135,13 @@ def test_layer_whose_result_depends_on_other_tokens_is_not_limited() -> None:
 
     model = tiny("llama")
     model.model.layers[-1].mlp = Mixed()
-    assert find_last_layer(model, head_of(model)) is None
+    assert find_last_layer(model) is None
     assert not patches_of(model)
 
 
 def test_last_layer_is_patched_once() -> None:
     model = tiny("llama")
-    head = head_of(model)
-    assert find_last_layer(model, head) is find_last_layer(model, head)
+    assert find_last_layer(model) is find_last_layer(model)
     assert [done.why for done in patches_of(model)] == [LAST_LAYER]
 
 

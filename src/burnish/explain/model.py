@@ -13,7 +13,6 @@ from burnish.explain.view import Line, Section
 from burnish.kernels.last_layer import LAST_LAYER
 from burnish.kernels.probe import unwrap_peft
 from burnish.kernels.tied import TIED
-from burnish.losses.base import OBJECTIVES
 from burnish.losses.neftune import EmbeddingNoise
 from burnish.models.load import SAMPLING, context_length, meta_model, samples_without_sampling
 from burnish.models.patches.attention import PADDING_FREE
@@ -124,13 +123,12 @@ def tried_patches(options: RunOptions, config: Any, is_skipping: bool) -> list[R
     Args:
         is_skipping: see ``skips_tokens``.
     """
-    has_head = options.fused_loss is not False and OBJECTIVES[options.stage].uses_lm_head
     wanted = {
         PADDING_FREE: wants_padding_free(options) and takes_own_attention(options),
         # transformers ties by the config of the whole model; that of its language model may lack the setting.
         TIED: options.fused_loss is not False and getattr(config, "tie_word_embeddings", False),
         LIGER: takes_liger(options, device_of(options)),
-        LAST_LAYER: has_head and is_skipping,
+        LAST_LAYER: is_skipping,
     }
     found = [why for why, is_wanted in wanted.items() if is_wanted and allows(options, why)]
     return [*found, UNTOUCHED] if options.quantization_bit == 4 else found

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burnish.kernels.probe import REFUSALS, Head, close, probe_mode, random_tokens, unwrap_peft
+from burnish.kernels.probe import REFUSALS, close, probe_mode, random_tokens, unwrap_peft
 from burnish.utils.patching import Reason, patch, restore, standing
 
 LAST_LAYER = Reason("last layer", "its feed-forward module is computed only where the loss reads its result")
@@ -57,24 +57,25 @@ class LastLayer:
         return every.index_copy_(0, positions, some.squeeze(0)).view(*hidden_states.shape[:-1], -1)
 
 
-def find_last_layer(model: nn.Module, head: Head) -> LastLayer | None:
-    """Find the last layer of a model, and patch it.
+def find_last_layer(model: nn.Module) -> LastLayer | None:
+    """Find the last layer of a model, with or without adapter, and patch it.
 
     None if its feed-forward module is not found, has experts, or gives other results for some positions than for all.
     """
-    feed_forward = _feed_forward(unwrap_peft(model))
+    inner = unwrap_peft(model)
+    backbone, feed_forward = inner.base_model, _feed_forward(inner)
     if feed_forward is None:
         return None
     known = standing(feed_forward, "forward", LastLayer)
-    made = known or LastLayer(head.backbone, feed_forward)
+    made = known or LastLayer(backbone, feed_forward)
     done = [] if known else [patch(feed_forward, "forward", made.forward, LAST_LAYER)]
     tokens = random_tokens(model, max(_POSITIONS) + 3, seed=6)
     positions = torch.tensor(_POSITIONS, device=tokens.device)
     try:
         with probe_mode(model):
-            expected = head.hidden(input_ids=tokens, use_cache=False).flatten(0, 1)[positions]
+            expected = backbone(input_ids=tokens, use_cache=False)[0].flatten(0, 1)[positions]
             with made.only(positions):
-                found = head.hidden(input_ids=tokens, use_cache=False).flatten(0, 1)[positions]
+                found = backbone(input_ids=tokens, use_cache=False)[0].flatten(0, 1)[positions]
         is_same = close(found, expected, model)
     except REFUSALS:
         is_same = False
@@ -87,10 +88,9 @@ def find_last_layer(model: nn.Module, head: Head) -> LastLayer | None:
 def _feed_forward(model: Any) -> nn.Module | None:
     """The feed-forward module of a model's last layer, if it is dense."""
     config = model.config.get_text_config()
-    decoder = model.get_decoder()
-    layers = next(
-        (m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers), None
-    )
+    count = getattr(config, "num_hidden_layers", None)
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    layers = next((m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == count), None)
     if layers is None or hasattr(config, "router_aux_loss_coef"):
         return None
     found = getattr(layers[-1], "mlp", None)

@@ -96,6 +96,9 @@ def _has_length_dependent_rope(config: Any) -> bool:
     return any(kind.get("rope_type") in {"dynamic", "longrope"} for kind in kinds)
 
 
+Only = Callable[[Tensor], AbstractContextManager[object]]
+
+
 @dataclass(frozen=True)
 class Head:
     """The head of a model, from last hidden states to logits: ``softcap(scale * linear(hidden))``.
@@ -112,7 +115,7 @@ class Head:
     linear: nn.Linear
     scale: float = 1.0
     softcap: float | None = None
-    only: Callable[[Tensor], AbstractContextManager[object]] = nullcontext
+    only: Only = nullcontext
 
     def hidden(self, **inputs: Any) -> Tensor:
         states: Tensor = self.backbone(**inputs)[0]
@@ -137,6 +140,7 @@ class Capabilities:
         is_padding_free: whether concatenated sequences in one row are independent.
         shares_prefixes: whether common prefixes of sequences may be computed once.
         head: its head, if it is a plain linear layer.
+        only: see ``Head``, for a loss without the language model head.
         makes_some_logits: whether it can compute the logits of selected positions only.
         notes: sentences for the user.
     """
@@ -145,6 +149,7 @@ class Capabilities:
     is_padding_free: bool = False
     shares_prefixes: bool = False
     head: Head | None = None
+    only: Only = nullcontext
     makes_some_logits: bool = False
     notes: tuple[str, ...] = ()
 

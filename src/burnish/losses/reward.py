@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from burnish.config.errors import UserError
 from burnish.config.options import option
 from burnish.config.registry import Registry
-from burnish.kernels.probe import Capabilities, unwrap_peft
+from burnish.kernels.probe import Capabilities, Only, unwrap_peft
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import IGNORE_INDEX, Batch, Example, Loss, Metric, Row, Sum
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
@@ -136,18 +137,23 @@ class ScoringModel(nn.Module):
         model: a model of transformers, with or without adapter.
         head: (N, H) -> (N,).
         batch_keys: keys of batches that are not model inputs, besides the general ones.
+        only: positions (N,) -> context of a forward pass of which only the hidden states there are read.
     """
 
-    def __init__(self, model: nn.Module, head: nn.Module, batch_keys: Collection[str] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, head: nn.Module, batch_keys: Collection[str] = (), only: Only = nullcontext
+    ) -> None:
         super().__init__()
-        self._batch_keys = batch_keys
+        self._batch_keys, self._only = batch_keys, only
         self.model, self.head = model, head
 
     def forward(self, batch: Batch) -> Tensor:
         """(S,) the score of each sequence."""
         backbone = unwrap_peft(self.model).base_model
-        hidden: Tensor = backbone(**model_inputs(batch, self._batch_keys))[0]
-        scores: Tensor = self.head(hidden.flatten(0, 1).index_select(0, batch["target_positions"]))
+        positions = batch["target_positions"]
+        with self._only(positions):
+            hidden: Tensor = backbone(**model_inputs(batch, self._batch_keys))[0]
+        scores: Tensor = self.head(hidden.flatten(0, 1).index_select(0, positions))
         return torch.zeros_like(scores).index_add(0, batch["owner"], scores)
 
 
@@ -170,6 +176,7 @@ class RewardObjective(StageObjective):
         self.came_as_score = False  # set by the caller if the head comes from a sequence classifier
         self.collate: Collate = not_configured
         self.margins = Margins()
+        self.only: Only = nullcontext
 
     @property
     def metrics(self) -> list[str]:
@@ -190,6 +197,7 @@ class RewardObjective(StageObjective):
     def configure(self, capabilities: Capabilities, collate: Collate) -> list[str]:
         """Create the head if needed, as ``LmObjective.configure``."""
         self.collate, inner = partial(self._collated, collate), unwrap_peft(capabilities.model)
+        self.only = capabilities.only
         if self.head is None:
             width = inner.get_input_embeddings().weight.shape[1]
             width = getattr(inner.config.get_text_config(), "hidden_size", width)
@@ -206,7 +214,7 @@ class RewardObjective(StageObjective):
         """The model and its score head as one module. Requires ``fit`` first."""
         assert self.head is not None
         self.head.to(next(model.parameters()).device)
-        return ScoringModel(model, self.head, self.batch_keys)
+        return ScoringModel(model, self.head, self.batch_keys, self.only)
 
     def own_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         assert self.head is not None

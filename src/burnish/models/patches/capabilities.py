@@ -8,6 +8,7 @@ be concatenated and the model's own attention cannot separate them (``models.pat
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 from torch import nn
@@ -36,7 +37,7 @@ def find_capabilities(
     layout = make_padding_free(model, own_attention=own_attention) if padding_free else PaddingFree(False)
     head = None if head_of is None else find_head(head_of)
     shares = prefix_sharing and layout.is_padding_free and shares_prefixes(model)
-    limited = find_last_layer(model, head) if head is not None and shares and last_layer else None
+    limited = find_last_layer(model) if shares and last_layer else None
     needs_logits = head_of is not None and (  # the loss of a mixture of experts may need the model's own output
         head is None or hasattr(unwrap_peft(model).config.get_text_config(), "router_aux_loss_coef")
     )
@@ -45,6 +46,7 @@ def find_capabilities(
         is_padding_free=layout.is_padding_free,
         shares_prefixes=shares,
         head=head if head is None or limited is None else replace(head, only=limited.only),
+        only=nullcontext if limited is None else limited.only,
         makes_some_logits=needs_logits and makes_some_logits(model),
         notes=(layout.note,) if layout.note else (),
     )
