@@ -335,6 +335,22 @@ def test_file_truncated_within_header_is_reported(tmp_path):
     assert "but the file has 100" in model_problems(tmp_path)[0]
 
 
+@pytest.mark.parametrize(
+    ("declared", "method"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"load_in_8bit": True}, "bitsandbytes"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+    ],
+)
+def test_weights_that_are_not_quantized_as_declared_are_rejected(declared, method, tmp_path):
+    folder = saved_model(tmp_path / "model")
+    change_json(folder / "config.json", quantization_config=declared)
+    *_, result = model_problems(folder)
+    assert f"declares weights that are quantized with {method}, but the files contain none" in result
+    assert "Remove quantization_config" in result
+
+
 def without(folder, *parts):
     path = folder / "model.safetensors"
     save_file({k: v for k, v in load_file(path).items() if not any(p in k for p in parts)}, path, {"format": "pt"})

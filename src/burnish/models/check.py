@@ -141,7 +141,7 @@ def _check_weights(
     except UserError as error:
         return list(error.problems)
     tensors, problems = read_headers(files)
-    problems += _wholly_integers(folder, raw, tensors)
+    problems += _wrongly_declared(folder, raw, tensors)
     if problems or not checks_library or raw.get("quantization_config") or raw.get("auto_map"):
         return problems  # for these two formats, missing weights are found when loading
     try:
@@ -151,11 +151,24 @@ def _check_weights(
     return compare_with_model(folder, config, tensors, needs_head)
 
 
-def _wholly_integers(folder: Path, raw: dict[str, Any], tensors: dict[str, TensorInfo]) -> list[Problem]:
-    """Report integer weights, which need scales, in a model that is not declared as quantized."""
-    if raw.get("quantization_config"):
-        return []
+def _wrongly_declared(folder: Path, raw: dict[str, Any], tensors: dict[str, TensorInfo]) -> list[Problem]:
+    """Report integer weights, which need scales, in a model that is not declared as quantized, and the opposite."""
     matrices = [name for name, info in tensors.items() if len(info.shape) > 1 and info.dtype in _NOT_WEIGHTS]
+    declared = raw.get("quantization_config")
+    if isinstance(declared, dict) and declared:
+        method = declared.get("quant_method", "bitsandbytes")
+        if matrices or method not in _OF_INTEGERS or not tensors:
+            return []
+        first = next(iter(tensors))
+        return [
+            Problem(
+                f"its config.json declares weights that are quantized with {method}, but the files contain none "
+                f"({first}: {tensors[first].dtype}).",
+                where=str(folder),
+                remedy="Remove quantization_config from config.json. To quantize the weights when they are loaded, set "
+                "quantization_bit.",
+            )
+        ]
     if not matrices:
         return []
     return [
@@ -169,6 +182,8 @@ def _wholly_integers(folder: Path, raw: dict[str, Any], tensors: dict[str, Tenso
     ]
 
 
+_OF_INTEGERS = ("bitsandbytes", "gptq", "awq")
+"""Methods whose files contain matrices of integers."""
 _NOT_WEIGHTS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")
 
 
