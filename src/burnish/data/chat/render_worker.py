@@ -20,10 +20,21 @@ from burnish.config.bounds import LONGEST_RENDERING, RENDERING_BYTES
 
 
 class _Characters(dict[str, Any]):
-    """An encoding with one token per character, so that transformers' token mask becomes a character mask."""
+    """An encoding with one token per character, so that transformers' token mask becomes a character mask.
+
+    transformers 5.24 reads the offsets of its tokens, earlier versions the token of a character.
+    """
 
     def char_to_token(self, row: int, place: int) -> int:
         return place
+
+    @property
+    def encodings(self) -> list[_Characters]:
+        return [self]
+
+    @property
+    def offsets(self) -> list[tuple[int, int]]:
+        return [(place, place + 1) for place in range(len(self["input_ids"]))]
 
 
 def main() -> None:
