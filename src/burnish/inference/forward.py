@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from burnish.inference.cache import SlotCache, SlotPlaces
 from burnish.kernels.probe import unwrap_peft
+from burnish.models.generate import cache_argument
 from burnish.models.images.masks import masks_of
 from burnish.models.images.prompts import PromptImages, bidirectional_blocks, inputs_of_images
 
@@ -30,6 +31,8 @@ STEP = 256
 _BOOLEAN = {"sdpa", "burnish"}
 """Attention implementations with a boolean mask. Eager attention adds its mask: 0 is visible and -inf is not."""
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+_CACHES = ("cache", "past_key_values", "cache_params")
+"""Names of the cache in the output of a forward pass, since transformers 5.24 and before."""
 
 Precision = Callable[[], AbstractContextManager[Any]]
 
@@ -92,6 +95,7 @@ class OverSlots:
         self.device = next(self.model.parameters()).device
         self.precision = precision
         self._keeps_some = "logits_to_keep" in signature(self.model.forward).parameters
+        self._cache_name = cache_argument(self.model) or "past_key_values"
 
     @torch.no_grad()
     def run(self, first: int, rows: Sequence[NewTokens]) -> Tensor:
@@ -113,8 +117,8 @@ class OverSlots:
         with self.precision():
             inputs = {"position_ids": position_ids, **inputs_of_images(self.model, rows, position_ids)}
             logits: Tensor = self.model(
-                input_ids=ids, attention_mask=self._mask(places, width, rows), past_key_values=self.cache,
-                use_cache=True, **self._only(positions, longest), **inputs,
+                input_ids=ids, attention_mask=self._mask(places, width, rows), use_cache=True,
+                **{self._cache_name: self.cache}, **self._only(positions, longest), **inputs,
             ).logits  # fmt: skip
         if longest == 1 and all(len(row.wanted) == 1 for row in rows):
             return logits[:, 0]
@@ -226,8 +230,8 @@ class OwnCache(_OneRow):
                 input_ids=torch.tensor([list(row.ids)], device=self.device), use_cache=True, **self._cache,
                 **inputs_of_images(self.model, rows, position_ids),
             )  # fmt: skip
-        names = [name for name in ("past_key_values", "cache_params") if getattr(out, name, None) is not None]
-        self._cache = {name: getattr(out, name) for name in names}
+        name = next((name for name in _CACHES if getattr(out, name, None) is not None), None)
+        self._cache = {} if name is None else {name: getattr(out, name)}
         logits: Tensor = out.logits[0, list(row.wanted)]
         return logits
 

@@ -216,8 +216,8 @@ def _static_cache(model: nn.Module, length: int) -> dict[str, Any]:
     Under autocast values are in 16 bits, and keys in float32 after rotary positions. The cache uses the dtype of keys
     for both, and then refuses the values (transformers 5.23, StaticLayer.update).
     """
-    inner = unwrap_peft(model)
-    if "past_key_values" not in signature(inner.forward).parameters:
+    inner, name = unwrap_peft(model), cache_argument(model)
+    if name is None:
         return {}
     from transformers import StaticCache
 
@@ -228,7 +228,15 @@ def _static_cache(model: nn.Module, length: int) -> dict[str, Any]:
         return update(keys.to(values.dtype), values, *arguments, **named)
 
     cache.update = in_one_format
-    return {"past_key_values": cache}
+    return {name: cache}
+
+
+def cache_argument(model: nn.Module) -> str | None:
+    """The name of the cache in a model's forward pass: ``cache`` since transformers 5.24, ``past_key_values`` before it
+    and in code that comes with a model. None if the model has its own cache.
+    """
+    parameters = signature(unwrap_peft(model).forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in parameters), None)
 
 
 def until_stop(ids: Sequence[int], stop_token_ids: Sequence[int]) -> list[int]:

@@ -269,7 +269,8 @@ def labels_in(inputs: Any, label_names: list[str]) -> Any:
 def ignored_outputs(model: nn.Module) -> list[str]:
     """The outputs of a model that are not predictions."""
     config: Any = getattr(model, "config", None)
-    return [] if config is None else list(getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]))
+    found = [] if config is None else list(getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]))
+    return [*found, "cache"] if "past_key_values" in found else found  # its name since transformers 5.24
 
 
 def logits_of(outputs: Any, ignore_keys: list[str], has_loss: bool) -> Any:
