@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from burnish.data.batches.batching import collate_padding_free
 from burnish.kernels import attention
@@ -224,7 +226,12 @@ def test_flat_sequences_get_logits_of_single_ones(family):
     assert (logits(model, flat(*sequences)) - alone).abs().max() < 1e-5 * alone.abs().max()
 
 
-@pytest.mark.parametrize("family", ["stablelm", "gptj"])
+before_524 = pytest.mark.skipif(
+    Version(transformers.__version__) >= Version("5.24"), reason="transformers 5.24 passes the boundaries of sequences"
+)
+
+
+@pytest.mark.parametrize("family", ["stablelm", pytest.param("gptj", marks=before_524)])
 def test_model_without_sequence_boundaries_attends_under_a_mask(family):
     model = tiny(family)
     before = model.config._attn_implementation
@@ -234,7 +241,7 @@ def test_model_without_sequence_boundaries_attends_under_a_mask(family):
     assert model.config._attn_implementation == before
 
 
-@pytest.mark.parametrize("family", ["bloom", "falcon", "mamba"])
+@pytest.mark.parametrize("family", ["bloom", pytest.param("falcon", marks=before_524), "mamba"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_model_that_mixes_neighbors_is_detected(family, dtype):
     layout = make_padding_free(tiny(family, dtype))
