@@ -128,7 +128,7 @@ def tried_patches(options: RunOptions, config: Any, is_skipping: bool) -> list[R
         # transformers ties by the config of the whole model; that of its language model may lack the setting.
         TIED: options.fused_loss is not False and getattr(config, "tie_word_embeddings", False),
         LIGER: takes_liger(options, device_of(options)),
-        LAST_LAYER: is_skipping,
+        LAST_LAYER: is_skipping and not options.torch_compile,
     }
     found = [why for why, is_wanted in wanted.items() if is_wanted and allows(options, why)]
     return [*found, UNTOUCHED] if options.quantization_bit == 4 else found

@@ -371,7 +371,7 @@ def configure_objective(
     capabilities = find_capabilities(
         model, padding_free=wants_padding_free(options), own_attention=takes_own_attention(options),
         prefix_sharing=wants_prefix_sharing(objective, model, options, device),
-        last_layer=allows(options, LAST_LAYER),
+        last_layer=allows(options, LAST_LAYER) and not options.torch_compile,
         head_of=None if options.fused_loss is False else model,
     )  # fmt: skip
     if options.needed_tokens_only and not capabilities.shares_prefixes:
