@@ -27,20 +27,20 @@ class LastLayer:
     """The feed-forward module of the last layer, limited to some positions inside of ``only``."""
 
     def __init__(self, backbone: nn.Module, feed_forward: nn.Module) -> None:
-        self._backbone = backbone
+        self._repeatable: list[Any] = [part for part in backbone.modules() if hasattr(part, "gradient_checkpointing")]
         self._whole: Callable[[Tensor], Tensor] = feed_forward.forward
         self._positions: Tensor | None = None
 
     @contextmanager
     def only(self, positions: Tensor) -> Iterator[None]:
-        """Context of a forward pass of which only the hidden states at ``positions`` are read.
+        """Context manager for a forward pass whose hidden states are only read at ``positions``.
 
         No effect under gradient checkpointing, which repeats the forward pass outside of the context.
 
         Args:
             positions: (N,) indices into the flattened rows, each once.
         """
-        is_repeated = any(getattr(module, "gradient_checkpointing", False) for module in self._backbone.modules())
+        is_repeated = any(part.gradient_checkpointing for part in self._repeatable)
         self._positions = positions if len(positions) and not is_repeated else None
         try:
             yield
@@ -48,7 +48,7 @@ class LastLayer:
             self._positions = None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """(..., H) -> (..., H) of the feed-forward module, zero at other positions than those of ``only``."""
+        """Apply the feed-forward module: (..., H) -> (..., H), zero outside of the positions passed to ``only``."""
         whole, positions = self._whole, self._positions
         if positions is None:
             return whole(hidden_states)

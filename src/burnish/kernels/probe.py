@@ -108,7 +108,7 @@ class Head:
         linear: (B, T, H) -> (B, T, V); its weight may be tied to the embedding's.
         scale: factor before the cap (Cohere, Granite).
         softcap: logits become ``softcap * tanh(logit / softcap)`` (Gemma 2).
-        only: positions (N,) -> context of a forward pass of which only the hidden states there are read.
+        only: positions (N,) -> context manager for a forward pass whose hidden states are only read there.
     """
 
     backbone: nn.Module

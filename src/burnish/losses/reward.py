@@ -137,7 +137,7 @@ class ScoringModel(nn.Module):
         model: a model of transformers, with or without adapter.
         head: (N, H) -> (N,).
         batch_keys: keys of batches that are not model inputs, besides the general ones.
-        only: positions (N,) -> context of a forward pass of which only the hidden states there are read.
+        only: positions (N,) -> context manager for a forward pass whose hidden states are only read there.
     """
 
     def __init__(

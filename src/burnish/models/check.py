@@ -157,7 +157,7 @@ def _wrongly_declared(folder: Path, raw: dict[str, Any], tensors: dict[str, Tens
     declared = raw.get("quantization_config")
     if isinstance(declared, dict) and declared:
         method = declared.get("quant_method", "bitsandbytes")
-        if matrices or method not in _OF_INTEGERS or not tensors:
+        if matrices or method not in _INTEGER_METHODS or not tensors:
             return []
         first = next(iter(tensors))
         return [
@@ -182,8 +182,8 @@ def _wrongly_declared(folder: Path, raw: dict[str, Any], tensors: dict[str, Tens
     ]
 
 
-_OF_INTEGERS = ("bitsandbytes", "gptq", "awq")
-"""Methods whose files contain matrices of integers."""
+_INTEGER_METHODS = ("bitsandbytes", "gptq", "awq")
+"""Quantization methods that store weights as integer tensors."""
 _NOT_WEIGHTS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")
 
 

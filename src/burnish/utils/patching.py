@@ -153,7 +153,7 @@ def patches_of(model: nn.Module) -> list[Patch]:
 
 
 def python_modules(model: nn.Module) -> list[ModuleType]:
-    """The Python modules that define the classes of a model's modules, each once."""
+    """The Python modules that define the classes of a model's modules, without duplicates."""
     names = dict.fromkeys(type(module).__module__ for module in model.modules())
     return [sys.modules[name] for name in names if name in sys.modules]
 

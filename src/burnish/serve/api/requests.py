@@ -54,7 +54,7 @@ UNSUPPORTED = {
     ),
     "allowed_token_ids": 'Use "logit_bias".',
     "bad_words": 'Use "logit_bias".',
-    "chat_template": "The template is set when the server starts.",
+    "chat_template": "Set the template when you start the server.",
     "documents": "Add their text to a message.",
 }
 """Fields of OpenAI, vLLM and SGLang that would change the response -> an alternative."""
