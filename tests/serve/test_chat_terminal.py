@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from burnish.config.errors import UserError
 from burnish.report.streams import OutputError, visible
@@ -282,11 +284,25 @@ def test_options_of_predictions_are_reported_as_without_effect(model: Path) -> N
     assert (run.returncode, run.stderr) == (0, '"num_beams" has no effect here: only predictions read it.\n')
 
 
-def test_conversation_in_a_terminal_works(model: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def endless_model(tmp_path: Path) -> Path:
+    """A model whose every response is "a" until it is stopped, whatever is drawn."""
+    folder = make_model(tmp_path / "model", max_position_embeddings=4096)
+    model = LlamaForCausalLM.from_pretrained(folder)
+    token = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("a")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.fill_(1.0 if "norm" in name or "embed" in name else 0.0)
+        model.lm_head.weight[token] = 1.0
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_conversation_in_a_terminal_works(endless_model: Path, tmp_path: Path) -> None:
     main, child = pty.openpty()
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm", "COLUMNS": "100"}
     process = subprocess.Popen(
-        command(str(model), "max_new_tokens=5"), stdin=child, stdout=child, stderr=child, env=environment
+        command(str(endless_model), "max_new_tokens=5"), stdin=child, stdout=child, stderr=child, env=environment
     )
     seen = ""
 
@@ -311,7 +327,7 @@ def test_conversation_in_a_terminal_works(model: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     # Python sees a signal that comes just before readline waits with the next key only.
     read_until("Ctrl-C again", key=b" \x7f")
-    os.write(main, b"/set max_new_tokens=2000 seed=1 temperature=9\nTell me.\n")
+    os.write(main, b"/set max_new_tokens=4000\nTell me.\n")
     read_until("> Tell me.\r\n", more=20)  # behind its prompt: what is typed ahead is shown once before that
     process.send_signal(signal.SIGINT)
     read_until("[stopped]")
