@@ -46,6 +46,30 @@ def test_full_run_saves_transformers_model_and_expected_files(tmp_path):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])
+def test_weights_are_converted_for_evaluations_outside_of_training(tmp_path, name, capsys):
+    options = make_workspace(tmp_path, val_size=0.25, bf16=False, max_steps=2, eval_strategy="epoch")
+    assert run(options) == 0
+    losses = []
+    for more in ({}, {name: True}):
+        only = {"model_name_or_path": tmp_path / "out", "output_dir": tmp_path / f"eval{len(more)}", "do_train": False}
+        assert run({**options, **only, "eval_strategy": "no", "do_eval": True, **more}) == 0
+        losses.append(json.loads((only["output_dir"] / "eval_results.json").read_text())["eval_loss"])
+    assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.01)
+    assert ("with weights in float16" if name[0] == "f" else "with weights in bfloat16") in capsys.readouterr().out
+    # After training, the model is written and evaluated as trained during the run, and converted for the final one.
+    again = {**options, "output_dir": tmp_path / "again", name: True}
+    assert run(again) == 0
+    assert same_weights(tmp_path / "out", tmp_path / "again")
+    assert [entry["eval_loss"] for entry in history(tmp_path / "again") if "eval_loss" in entry] == losses
+
+
+@pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])
+def test_weights_of_sharded_models_are_not_converted(tmp_path, name, capsys):
+    assert run(make_workspace(tmp_path, val_size=0.25, fsdp="full_shard", **{name: True})) == 2
+    assert f'"{name}" is not supported with sharded weights' in capsys.readouterr().err
+
+
 def test_evaluation_sets_with_underscores_in_their_names_are_evaluated_once_per_step(tmp_path):
     names = ("news__2024", "odd", "odd_")
     for name in names:

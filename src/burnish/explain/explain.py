@@ -27,7 +27,7 @@ from burnish.loop.schedule import FOLLOWS_METRIC, lr_factor, steps_of, warmup_st
 from burnish.loop.state import load_state
 from burnish.loop.types import IGNORE_INDEX, Row
 from burnish.losses.base import OBJECTIVES
-from burnish.parallel.precision import loaded_dtype
+from burnish.parallel.precision import full_eval_dtype, loaded_dtype, name_of
 from burnish.parallel.selection import device_of
 from burnish.report.pace import counted
 from burnish.report.progress import counted_epochs
@@ -346,6 +346,9 @@ def _measuring(plan: Plan, prepared: Prepared) -> Section:
         lines.append(Line("micro-batches", text, plan.where("max_tokens_per_batch")))
     if evaluates(options):
         lines.append(Line("evaluates", "the loss: eval_results.json", plan.where("do_eval")))
+    if dtype := full_eval_dtype(options):
+        where = plan.where("bf16_full_eval" if options.bf16_full_eval else "fp16_full_eval")
+        lines.append(Line("weights", f"converted to {name_of(dtype)}", where))
     if options.do_predict:
         does = f"responses in {ANSWERS_NAME}.jsonl" if options.predict_with_generate else "the loss"
         lines.append(Line("predicts", f"{does}: predict_results.json", plan.where("do_predict")))

@@ -40,8 +40,8 @@ class ParallelOptions:
     fp16: bool = option(False, "Mixed precision training in float16 with dynamic loss scaling.")
     pure_bf16: bool = option(False, "Keep weights, gradients and optimizer state in bfloat16, without autocast.")
     tf32: bool | None = option(None, "Allow TF32 for float32 matrix multiplications on Ampere and newer GPUs.")
-    bf16_full_eval: bool = option(False, "Evaluate with weights in bfloat16, for evaluations outside of training.")
-    fp16_full_eval: bool = option(False, "Evaluate with weights in float16, for evaluations outside of training.")
+    bf16_full_eval: bool = option(False, "Convert the weights to bfloat16 for evaluations and predictions outside of training.")
+    fp16_full_eval: bool = option(False, "Convert the weights to float16 for evaluations and predictions outside of training.")
     gradient_checkpointing: bool = option(
         False, "Recompute activations in the backward pass to save memory.",
         aliases=("activation_checkpointing",),

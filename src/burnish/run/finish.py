@@ -9,12 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from torch import nn
+
 from burnish.adapters.base import ModelState
 from burnish.checkpoint.checkpoint import output_folder
 from burnish.config.errors import NotSavedError
 from burnish.loop.best import eval_prefix
 from burnish.loop.loop import Loop, TrainOutput
 from burnish.models.save import save_model
+from burnish.parallel.precision import full_eval_dtype, name_of
 from burnish.report.card import CardFacts, write_card
 from burnish.report.console import note, warn
 from burnish.report.options import counts_tokens
@@ -54,8 +57,10 @@ def finish(run: Loop, plan: Plan, prepared: Prepared, output: TrainOutput | None
         if counts_tokens(options):
             results["num_input_tokens_seen"] = run.state.num_input_tokens_seen
         reports.write(save_metrics, "train", results, folder)
+    is_cast = (run.eval_sets or options.do_predict) and cast_for_evaluation(run.model, options)
     if run.eval_sets and evaluates(options):
-        metrics = {**(last_evaluation(run, options) or run.evaluate()), "epoch": run.state.epoch}
+        last = {} if is_cast else last_evaluation(run, options)
+        metrics = {**(last or run.evaluate()), "epoch": run.state.epoch}
         if is_first:
             reports.write(save_metrics, "eval", metrics, folder)
         results |= metrics
@@ -157,6 +162,19 @@ class Reports:
         remedy = failure.remedy if can_go_on else f"{failure.remedy.partition(', then ')[0].rstrip('.')}."
         why = f'The model in "{checkpoints.folder}" is complete and fully trained.'
         raise NotSavedError(replace(failure, why=why, remedy=remedy)) from self._failures[0]
+
+
+def cast_for_evaluation(model: nn.Module, options: RunOptions) -> bool:
+    """Convert the weights in place to the dtype that ``bf16_full_eval`` or ``fp16_full_eval`` requests, if any.
+
+    Returns:
+        Whether one of them is set.
+    """
+    dtype = full_eval_dtype(options)
+    if dtype is not None:
+        nn.Module.to(model, dtype)  # transformers' own ``to`` rejects quantized models, whose packed weights stay as is
+        note(f"Evaluating with weights in {name_of(dtype)}.")
+    return dtype is not None
 
 
 def last_evaluation(run: Loop, options: RunOptions) -> dict[str, float]:

@@ -82,6 +82,16 @@ def check_evaluation_set(options: RunOptions) -> list[Problem]:
     ]
 
 
+@check
+def check_full_eval(options: RunOptions) -> list[Problem]:
+    """Check that weights that are converted for an evaluation are not sharded."""
+    names = [name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(options, name)]
+    if not names or parallel_name(options) not in ("fsdp", "deepspeed"):
+        return []
+    what = f'"{names[0]}" is not supported with sharded weights (fsdp, deepspeed).'
+    return [Problem(what, remedy="Remove it.", option=names[0])]
+
+
 @notes
 def evaluation_notes(options: RunOptions) -> list[str]:
     """Return a note on an evaluation set that is never used."""
