@@ -82,6 +82,16 @@ def _no_patch_is_left() -> Iterator[None]:
         patching.restore([done for done in patching._OF_PROCESS if done not in before])
 
 
+@pytest.fixture(autouse=True)
+def _log_levels_are_kept() -> Iterator[None]:
+    """A log level that a test set for a library, directly or by a run's options, does not apply to the next test."""
+    loggers = [logging.getLogger(name) for name in ("burnish", "transformers", "datasets", "peft", "accelerate")]
+    before = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A cache of encoded rows for this session, so that no test reads what another version of burnish wrote."""

@@ -301,7 +301,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "predict": Command(
         "PATH [PATH ...] [eval_dataset=heldout] [key=value ...]",
-        "generate a model's responses to a dataset, or score it with a reward model",
+        "generate responses to the prompts of a dataset, or score it with a reward model",
         "serve.eval.dataset:predict_sets",
         _PREDICT,
         unread="serve.eval.dataset:UNREAD",
@@ -324,7 +324,9 @@ def _unknown(name: str) -> Problem:
         return Problem(
             f'The first argument must be a command. Received: "{name}".', remedy=f"Try: burnish train {name} ..."
         )
-    return Problem(f'Unknown command "{name}".{did_you_mean(name, COMMANDS)}', remedy=f"Known: {', '.join(COMMANDS)}.")
+    return Problem(
+        f'Unknown command "{name}".{did_you_mean(name, COMMANDS)}', remedy=f"Available: {', '.join(COMMANDS)}."
+    )
 
 
 # --- help -------------------------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def test_full_and_freeze_training_without_ref_model_raise(kind):
 
 
 def test_unknown_finetuning_type_is_rejected_with_known_ones():
-    with pytest.raises(UserError, match="Known: freeze, full, lora, oft, peft"):
+    with pytest.raises(UserError, match="Available: freeze, full, lora, oft, peft"):
         ADAPTERS["loar"]
 
 

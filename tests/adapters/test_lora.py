@@ -706,7 +706,7 @@ def test_each_unmatched_target_is_named():
     assert len(result) == 3
     assert "Wqkv" in result[0]
     assert 'Did you mean "k_proj"?' in result[1]
-    assert "is a LlamaRMSNorm" in result[2]
+    assert "is of type LlamaRMSNorm" in result[2]
 
 
 def test_missing_additional_target_is_rejected():

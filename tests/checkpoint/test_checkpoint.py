@@ -253,5 +253,5 @@ def test_nested_state_round_trip_is_bitwise_equal():
 
 
 def test_state_that_requires_pickle_is_rejected():
-    with pytest.raises(TypeError, match=r"parts\.curve contains a function"):
+    with pytest.raises(TypeError, match=r"parts\.curve contains an object of type function"):
         split({"parts": {"curve": lambda step: step}})

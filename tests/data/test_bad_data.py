@@ -122,7 +122,7 @@ def test_json_that_python_rejects_is_reported_by_line(value, why):
         assert "copied completely" not in message
     message = load_error(dataset=data("a.json", f"[{json.dumps(GOOD[0])},\n{record}]"))
     assert why in message
-    assert "1 record before this position can be read" in message
+    assert "The file is valid up to this position (1 record)" in message
     large = data("b.json", f"[{json.dumps(GOOD[0])},\n{record}]")
     with pytest.raises(UserError, match=why):
         load_datasets(data_options(dataset=large, streaming=True), 0, DataStats(), may_stream=True)
@@ -143,7 +143,7 @@ def _all_of(read, *arguments):
 
 def test_truncated_json_list_reports_the_last_complete_record():
     message = load_error(dataset=data("a.json", json.dumps(GOOD, indent=1)[:-20]))
-    assert "23 records before this position can be read" in message
+    assert "The file is valid up to this position (23 records)" in message
     assert "line 120" in message
 
 

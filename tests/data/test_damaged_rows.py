@@ -93,5 +93,5 @@ def test_index_of_tokenized_path_with_other_types_is_rejected(capsys: pytest.Cap
         read_output(capsys)
         assert cli.main([*WORDS, "tokenized_path=kept", "output_dir=again"]) == 2, (name, value)
         error = read_output(capsys)[1]
-        assert "has fields that burnish did not write" in error
+        assert "has an invalid format" in error
         assert "Delete the folder" in error

@@ -59,5 +59,5 @@ def test_error_in_the_tokenizer_library_is_one_sentence(call, kind, monkeypatch)
     monkeypatch.setattr(encoder.tokenizer, "encode", fails, raising=False)
     calls = {"encode": lambda: encoder.encode(["w1"]), "plain": lambda: encoder.plain("w1"),
              "located": lambda: encoder.located(["w1"], [[1]])}  # fmt: skip
-    with pytest.raises(UserError, match="its tokenizer cannot encode a text: index out of bounds"):
+    with pytest.raises(UserError, match="its tokenizer cannot encode text: index out of bounds"):
         calls[call]()

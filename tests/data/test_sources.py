@@ -219,7 +219,7 @@ def test_remote_repository_describes_datasets(hub, monkeypatch):
 def test_cloud_store_with_missing_library_is_rejected_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     message = load_error(dataset="mine", dataset_dir={"mine": {"cloud_file_name": "s3://bucket/a.jsonl"}})
-    assert "needs the library 's3fs'" in message
+    assert "requires the library 's3fs'" in message
     assert "pip install s3fs" in message
 
 

@@ -72,7 +72,7 @@ def test_adapters_are_merged_in_order_on_export(made, tmp_path, capsys):
         expected = oracle.eval()(**tokenizer(WORDS, return_tensors="pt", return_token_type_ids=False)).logits
     torch.testing.assert_close(logits(folder), expected, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(logits(folder), logits(made / "model"), atol=1e-3)
-    assert "has the same ids as in training" in capsys.readouterr().out
+    assert "has the same token ids as in training" in capsys.readouterr().out
 
 
 def test_model_without_adapters_is_exported_unchanged(made, tmp_path):

@@ -245,7 +245,7 @@ OPTION_EFFECTS: dict[str, Row] = {
     "bf16": Row(True, "weights", other_numbers),
     "fp16": Row(True, "weights", other_numbers)
     if has_fast_bfloat16()
-    else Row(True, "said", prints('"fp16" on a CPU runs in float32')),
+    else Row(True, "said", prints('"fp16" is not used on a CPU: the run computes in float32')),
     "pure_bf16": Row(True, "dtypes", becomes({"torch.bfloat16"})),
     "tf32": Row(True, "said", prints('"tf32" has no effect on a CPU')),
     "seed": Row(7, "order"),

@@ -244,7 +244,7 @@ def test_name_that_is_too_long_for_a_path_is_rejected(name, tmp_path, monkeypatc
 def test_missing_attention_library_is_named(name, package, tmp_path):
     saved_model(tmp_path)
     (result,) = model_problems(tmp_path, attn_implementation=name)
-    assert f"needs the library {package}" in result
+    assert f"requires the library {package}" in result
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_missing_attention_library_is_named(name, package, tmp_path):
             {"attn_implementation": "flash_atention_2"},
             'Unknown attn_implementation "flash_atention_2". Did you mean "flash_attention_2"',
         ),
-        ({"attn_implementation": "kernels-community/flash-attn2"}, "needs the library kernels"),
+        ({"attn_implementation": "kernels-community/flash-attn2"}, "requires the library kernels"),
         ({"attn_implementation": "eager", "flash_attn": "sdpa"}, "only one of them can be set"),
     ],
 )
@@ -388,7 +388,7 @@ def test_tied_weights_are_not_missing_but_absent_head_is(tmp_path):
     tiny_model("llama").model.save_pretrained(tmp_path / "headless")
     (result,) = model_problems(tmp_path / "headless")
     assert "have no lm_head.weight" in result
-    assert "without an output head" in result
+    assert "without an LM head" in result
 
 
 def test_weights_without_base_model_prefix_are_accepted(tmp_path):

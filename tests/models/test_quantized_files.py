@@ -106,7 +106,7 @@ def test_prequantized_model_trains_resumes_generates_and_loads_in_peft(method, t
     overrides, weights = ready(tmp_path, method)
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
     assert main(["train", *as_arguments(overrides)]) == 0
-    assert f"On a CPU, weights of {method} use the kernel" in capfd.readouterr().out
+    assert f"On a CPU, {method}-quantized weights use the kernel" in capfd.readouterr().out
 
     losses = [entry["loss"] for entry in log_of(tmp_path / "out") if "loss" in entry]
     assert losses[-1] < losses[0] - 0.02

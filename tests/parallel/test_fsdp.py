@@ -171,7 +171,7 @@ def test_optimizer_that_needs_full_weights_is_rejected_by_name():
     from burnish.run.plan.plan import RunOptions
 
     (problem,) = check_sharded(RunOptions(fsdp=True, use_badam=True))
-    assert "badam needs unsharded weights" in str(problem)
+    assert "badam requires unsharded weights" in str(problem)
     assert not check_sharded(RunOptions(fsdp=True))
     assert not check_sharded(RunOptions(use_badam=True))
     assert "torch_compile" in str(check_sharded(RunOptions(deepspeed="zero2", torch_compile=True))[0])

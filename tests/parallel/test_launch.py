@@ -119,15 +119,15 @@ def test_ranks_continue_across_machines(program, tmp_path, monkeypatch):
         "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "MASTER_ADDR": "10.0.0.1"
     }  # fmt: skip
     monkeypatch.delenv("MASTER_ADDR")
-    with pytest.raises(UserError, match="not set: MASTER_ADDR"):
+    with pytest.raises(UserError, match="but MASTER_ADDR must be set too"):
         launch([], TWO)
 
 
 @pytest.mark.parametrize(
     ("script", "status", "message"),
     [
-        (SECOND_FAILS, 7, ["Process 1 of 2 on", "ended with 7", "no such device"]),
-        (SECOND_IS_KILLED, 137, ["Process 1 of 2 on", "was ended by SIGKILL", "memory"]),
+        (SECOND_FAILS, 7, ["Process 1 of 2 on", "exited with status 7", "no such device"]),
+        (SECOND_IS_KILLED, 137, ["Process 1 of 2 on", "was terminated by SIGKILL", "memory"]),
         (SECOND_EXPLAINS, 1, ["error: The loss of step 3 is not finite.", "Process 1 of 2 on"]),
     ],
     ids=["fails", "is killed", "explains"],
@@ -234,7 +234,7 @@ def test_num_processes_is_a_number_or_auto():
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, and not set: RANK, MASTER_ADDR, MASTER_PORT."),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but RANK, MASTER_ADDR, MASTER_PORT must be set too."),
         ({"WORLD_SIZE": "two"}, 'WORLD_SIZE must be a non-negative integer. Received: "two".'),
         ({"WORLD_SIZE": "-1"}, 'WORLD_SIZE must be a non-negative integer. Received: "-1".'),
         ({"WORLD_SIZE": "2", "RANK": "x"}, 'RANK must be a non-negative integer. Received: "x".'),

@@ -36,7 +36,7 @@ class Two:
 def test_process_with_different_plan_is_rejected_with_the_difference():
     plan = Plan(RunOptions(seed=7))
     raise_unless_ranks_agree(plan, {"data": "abc"}, 5, Two())
-    with pytest.raises(UserError, match="process 1 on elsewhere") as refused:
+    with pytest.raises(UserError, match="rank 1 on elsewhere") as refused:
         raise_unless_ranks_agree(plan, {"data": "abc"}, 5, Two(seed=8, data="abd", torch="2.0"))
     message = str(refused.value)
     for expected in ("seed is 8 instead of 7", 'data is "abd" instead of "abc"', 'torch is "2.0"'):

@@ -402,7 +402,7 @@ def test_invalid_record_is_reported_by_number_or_dropped(rows, message, folder, 
     [
         ("DPOTrainer", verdicts(), "use KTOTrainer for single responses with a label"),
         ("KTOTrainer", [{"text": "red"}], "Expected the columns prompt, completion and label"),
-        ("KTOTrainer", [{**row, "label": True} for row in verdicts()], "KTO needs desirable and undesirable ones"),
+        ("KTOTrainer", [{**row, "label": True} for row in verdicts()], "KTO requires desirable and undesirable ones"),
         ("KTOTrainer", [{**row, "label": "perhaps"} for row in verdicts()], '"label" must be true or false'),
         ("RewardTrainer", [{**row, "margin": "far"} for row in pairs()], '"margin" must be a number'),
     ],

@@ -13,7 +13,9 @@ from small_run import as_arguments, make_workspace
 
 pytestmark = pytest.mark.run
 
-PARTS = ("forward and loss", "backward", "norm and clip", "optimizer", "the rest of the step", "between steps")
+PARTS = (
+    "forward and loss", "backward", "gradient norm and clipping", "optimizer", "the rest of the step", "between steps",
+)  # fmt: skip
 
 
 def run(options, *argv):
@@ -52,4 +54,4 @@ def test_run_too_short_for_profiling_is_reported(tmp_path, capsys):
     assert run(make_workspace(tmp_path), "--profile", "--max_steps=5") == 2
     assert "Set max_steps: 7 or more" in capsys.readouterr().err
     assert run(make_workspace(tmp_path, count=8), "--profile") == 0
-    assert "Nothing was profiled: profiling needs 7 steps, and this run had 4." in capsys.readouterr().out
+    assert "Nothing was profiled: profiling requires 7 steps, and this run had 4." in capsys.readouterr().out

@@ -44,7 +44,7 @@ def test_unknown_tracker_suggests_nearest_name():
 def test_missing_tracker_is_reported_with_its_pip_command(monkeypatch):
     monkeypatch.setattr("burnish.report.trackers.find_spec", lambda name: None)
     (problem,) = check_trackers(parsed(report_to="wandb"))
-    assert "wandb needs the library wandb, which is not installed" in problem.what
+    assert "wandb requires the library wandb, which is not installed" in problem.what
     assert "pip install wandb" in problem.remedy
     assert len(str(problem).splitlines()) <= 4
     with pytest.raises(UserError, match="not installed"):

@@ -116,7 +116,7 @@ def test_reward_server_scores_texts_and_count_is_checked(server):
 
 @pytest.mark.parametrize(
     ("template", "message"),
-    [("{{ raise_exception('no answers') }}", "cannot read a completion: .* no answers"),
+    [("{{ raise_exception('no answers') }}", "cannot render a completion: .* no answers"),
      ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "took more than 1 s")],
 )  # fmt: skip
 def test_chat_template_of_a_reward_model_is_rendered_with_limits(models, template, message):

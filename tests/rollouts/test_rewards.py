@@ -111,7 +111,7 @@ def test_changed_imported_file_changes_the_digest(folder, monkeypatch, line):
         ("broken.py:any", "broken.py, line 2 of reward_funcs cannot be imported: ModuleNotFoundError"),
         ("acuracy_reward", 'Did you mean "accuracy_reward"?'),
         ("no.such.place", 'Module "no" of the reward function no.such.place was not found'),
-        ("soft_overlong_punishment", "soft_overlong_punishment needs max_completion_len and soft_punish_cache."),
+        ("soft_overlong_punishment", "requires the arguments max_completion_len and soft_punish_cache."),
         ("soft_overlong_punishment", "{soft_overlong_punishment: {max_completion_len: 512, soft_punish_cache: 128}}"),
         ({"cosine_scaled_reward": {"max_length": 3, "max_len": 3}}, 'Did you mean "max_len"?'),
         (7, "must be a name or a function"),

@@ -255,5 +255,5 @@ def test_empty_response_of_a_prompt_is_not_used(record, tmp_path, capsys):
 
 def test_rollback_within_a_rollout_is_rejected_before_loading_the_model(tmp_path, monkeypatch):
     monkeypatch.setattr("burnish.run.build.load_model", lambda *args, **kwargs: pytest.fail("the model is loaded"))
-    with pytest.raises(UserError, match=r"rollback.*not supported by an objective with several optimizer steps"):
+    with pytest.raises(UserError, match=r"rollback.*not supported if several optimizer steps"):
         train(user(tmp_path, on_spike="rollback"))

@@ -264,7 +264,7 @@ def test_missing_requirements_are_reported_before_training(folder):
 
     with pytest.raises(UserError, match='needs requires the column "solution"'):
         trainer_of(folder, rewards=needs)
-    with pytest.raises(UserError, match='needs a column "prompt"'):
+    with pytest.raises(UserError, match='requires a column "prompt"'):
         trainer_of(folder, dataset=Dataset.from_list([{"text": "a"}]))
     with pytest.raises(ValueError, match="No reward source"):
         trainer_of(folder, rewards=[])

@@ -142,7 +142,7 @@ def test_missing_pillow_is_reported(model, tmp_path, monkeypatch, capsys):
     arguments = run_arguments(model, tmp_path, records(tmp_path))
     monkeypatch.setitem(sys.modules, "PIL", None)
     assert main(arguments) == 2
-    assert "needs the library 'Pillow'" in capsys.readouterr().err
+    assert "requires the library 'Pillow'" in capsys.readouterr().err
 
 
 def test_missing_image_processor_files_are_reported(model, tmp_path, monkeypatch, capsys):

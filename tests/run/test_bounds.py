@@ -61,7 +61,7 @@ def test_file_too_large_for_options_is_rejected_without_reading_it(
     assert cli.main(["train", name]) == 2
     err = read_output(capsys)[1]
     assert "expected a file with options, of at most 1,048,576 bytes" in err
-    assert f"use dataset={name}" in err
+    assert f"dataset={name}" in err
 
 
 def test_deeply_nested_json_is_rejected(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

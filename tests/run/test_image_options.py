@@ -126,7 +126,7 @@ def test_gemma_crops_can_be_enabled(workspace):
 
 @pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
 def test_missing_torchvision_backend_is_reported(workspace):
-    with pytest.raises(UserError, match="image_backend: torchvision needs the library 'torchvision'"):
+    with pytest.raises(UserError, match="image_backend: torchvision requires the library 'torchvision'"):
         lengths(workspace, image_backend="torchvision")
 
 

@@ -48,7 +48,7 @@ def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     assert 'run.yaml, line 5: "num_train_epochs" must be a number' in together
     assert "run.yaml, line 6" in together
     assert 'Did you mean "lora"?' in together
-    assert "run.yaml, line 8: eval_strategy: steps needs an evaluation dataset" in together
+    assert "run.yaml, line 8: eval_strategy: steps requires an evaluation dataset" in together
     assert 'run.yaml, line 9: burnish does not support "fp8".' in together
 
 

@@ -281,7 +281,7 @@ def test_piped_message_prints_only_its_response(model: Path) -> None:
 def test_options_of_predictions_are_reported_as_without_effect(model: Path) -> None:
     argv = command(str(model), "--once", "Hello", "max_new_tokens=2", "num_beams=3", "infer_context=64")
     run = subprocess.run(argv, capture_output=True, text=True, timeout=120)
-    assert (run.returncode, run.stderr) == (0, '"num_beams" has no effect here: only predictions read it.\n')
+    assert (run.returncode, run.stderr) == (0, '"num_beams" has no effect here: it applies to predictions only.\n')
 
 
 @pytest.fixture

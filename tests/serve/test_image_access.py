@@ -247,7 +247,7 @@ def test_truncated_body_is_not_an_image(as_public):
 
 def test_http_error_status_is_reported(as_public):
     with web(lambda handler: handler.send_error(404)) as server:
-        assert "status 404" in access_error(ImageAccess([f"{HOST}:{server.port}"]), server.url)
+        assert "HTTP 404" in access_error(ImageAccess([f"{HOST}:{server.port}"]), server.url)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -265,9 +265,7 @@ def test_out_of_range_ids_and_labels_are_reported_with_a_remedy(tmp_path, is_eva
 
 def test_dict_of_train_datasets_is_rejected_with_its_names(tmp_path):
     rows = datasets.DatasetDict({"train": datasets.Dataset.from_list([{"x": 1.0, "labels": 2.0}]), "test": None})
-    with pytest.raises(
-        UserError, match=r"Received: a DatasetDict with the splits train, test\.\n.*dataset\[\"train\"\]"
-    ):
+    with pytest.raises(UserError, match=r"Received: DatasetDict with the splits train, test\.\n.*dataset\[\"train\"\]"):
         make_trainer(tmp_path, train=rows)
 
 
@@ -408,7 +406,7 @@ def test_model_split_over_devices_is_rejected(tmp_path):
 def test_accelerate_settings_are_readable_from_accelerator(tmp_path):
     defaults = make_trainer(tmp_path).accelerator
     assert (defaults.split_batches, defaults.dispatch_batches, defaults.even_batches) == (False, None, True)
-    with pytest.warns(UserWarning, match="has no effect"):
+    with pytest.warns(UserWarning, match="no effect"):
         options = make_trainer(tmp_path, accelerator_config={"dispatch_batches": True, "use_seedable_sampler": False})
     assert (options.accelerator.dispatch_batches, options.accelerator.use_seedable_sampler) == (True, False)
 

@@ -388,7 +388,7 @@ def test_a_model_of_another_type_is_refused_in_a_sentence(kind: str, model: Any)
 def test_args_of_another_type_are_refused_in_a_sentence(kind: str, args: Any) -> None:
     model = torch.nn.Linear(2, 2)
     model.config = SimpleNamespace(name_or_path="")
-    with pytest.raises(TypeError, match=r"`args` must be a [A-Za-z0-9]+. Received: "):
+    with pytest.raises(TypeError, match=r"`args` must be an instance of [A-Za-z0-9]+. Received: "):
         getattr(burnish, kind)(model, args=args)
 
 

@@ -151,7 +151,7 @@ def test_stream_with_unserializable_state_is_read_again(tmp_path):
         def state_dict(self):
             return {"at": object()}
 
-    with pytest.warns(UserWarning, match="The state of Odd cannot be saved: at contains a object"):
+    with pytest.warns(UserWarning, match="The state of Odd cannot be saved: at contains an object of type object"):
         whole = trained(tmp_path / "a", train=Odd(), **STREAMED)
     shutil.copytree(tmp_path / "a" / "checkpoint-6", tmp_path / "b" / "checkpoint-6")
     source = Odd()

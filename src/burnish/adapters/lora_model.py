@@ -410,7 +410,7 @@ def _no_target(model: nn.Module, name: str, linear: Sequence[str]) -> Problem:
             option="lora_target",
         )
     if others:
-        what += f"; {others[0]} is a {type(model.get_submodule(others[0])).__name__}"
+        what += f"; {others[0]} is of type {type(model.get_submodule(others[0])).__name__}"
     guess = did_you_mean(name, short)
     return Problem(
         f'lora_target "{name}" {what}.{guess}', remedy=f"Linear layers: {', '.join(short)}.", option="lora_target"

@@ -125,7 +125,7 @@ class PeftAdapter:
         known = _methods()
         if kind not in known:
             what = f'peft_config: unknown peft_type "{kind}".{did_you_mean(kind, known)}'
-            raise UserError(what, remedy=f"Known: {', '.join(sorted(known))}.", option="peft_config")
+            raise UserError(what, remedy=f"Available: {', '.join(sorted(known))}.", option="peft_config")
         try:
             return known[kind](**{"task_type": "CAUSAL_LM", **raw})
         except (TypeError, ValueError) as error:
@@ -155,7 +155,7 @@ def check_oft(options: OftChoices) -> list[Problem]:
     if options.finetuning_type != "oft" or (options.oft_rank == 0) != (options.oft_block_size == 0):
         return []
     what = (
-        '"oft_rank" and "oft_block_size" are mutually exclusive: one of them must be 0. '
+        '"oft_rank" and "oft_block_size" cannot be combined: one of them must be 0. '
         f"Received: {options.oft_rank} and {options.oft_block_size}."
     )
     return [Problem(what, remedy="Remove oft_rank, or set oft_block_size: 0.", option=("oft_rank", "oft_block_size"))]
@@ -221,7 +221,9 @@ def _with_adapter(model: nn.Module, folder: Path, is_trainable: bool = False) ->
         if is_out_of_memory(error):
             raise
         what = f"peft cannot load this adapter: {type(error).__name__}: {first_line(error).rstrip('.')}."
-        raise UserError(what, where=str(folder), remedy="It may be for another base model, or damaged.") from error
+        raise UserError(
+            what, where=str(folder), remedy="It may belong to a different base model, or be corrupted."
+        ) from error
 
 
 def _config_in(folder: Path) -> Any:

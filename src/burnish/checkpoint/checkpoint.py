@@ -61,8 +61,8 @@ class CheckpointOptions:
     )
     resume: str = option(
         "auto",
-        "Whether to resume from the latest checkpoint in output_dir: if there is one (auto), never (never), or "
-        "always, with an error if there is none (must).",
+        "When to resume from the latest checkpoint in output_dir. auto: if there is one; never: do not resume; must: "
+        "always, with an error if there is none.",
         choices=("auto", "never", "must"),
     )  # fmt: skip
     resume_from_checkpoint: str | bool | None = option(
@@ -258,7 +258,7 @@ class Checkpoints:
             raise UserError(
                 what,
                 where=str(self.folder),
-                remedy="Set output_dir to a folder that all machines of the run share.",
+                remedy="Set output_dir to a folder that all nodes of the run share.",
                 option="output_dir",
             )
         for part in parts.values():

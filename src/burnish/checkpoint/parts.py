@@ -34,7 +34,8 @@ class ModelPart(Stateful, Protocol):
 
 
 def _plainly_missing(folder: Path, name: str, stem: str) -> Problem:
-    return Problem(f'this checkpoint has no "{name}" ({stem}), so training cannot be resumed from it.')
+    what = f'this checkpoint has no "{name}" ({stem}), so training cannot be resumed from it.'
+    return Problem(what, remedy="Resume from a different checkpoint, or start a new run in a different output_dir.")
 
 
 @dataclass(frozen=True)

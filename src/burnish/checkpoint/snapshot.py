@@ -51,7 +51,8 @@ def split(state: Any, *, copy: bool = True, leave_large: bool = False) -> tuple[
             items = [walk(item, f"{path}.{index}") for index, item in enumerate(value)]
             return {_TUPLE: items} if isinstance(value, tuple) else items
         raise TypeError(
-            f"{path or 'state'} contains a {type(value).__name__}; checkpoints may contain only data and tensors."
+            f"{path or 'state'} contains an object of type {type(value).__name__}; checkpoints may contain only data "
+            "and tensors."
         )
 
     return tensors, walk(state, "")

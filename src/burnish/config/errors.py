@@ -112,7 +112,7 @@ class MissingExtraError(UserError):
     def __init__(self, library: str, needed_for: str, extra: str = "", option: str | tuple[str, ...] = ()) -> None:
         package = f'"burnish[{extra}]"' if extra else library
         super().__init__(
-            f"{needed_for} needs the library {library!r}, which is not installed.",
+            f"{needed_for} requires the library {library!r}, which is not installed.",
             remedy=f"Install it with: pip install {package}",
             option=option,
         )

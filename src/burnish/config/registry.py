@@ -73,7 +73,7 @@ class Registry(Generic[T]):
         if name not in self:
             known = sorted(self.names())
             raise UserError(
-                f'Unknown {self.family} "{name}".{did_you_mean(name, known)}', remedy=f"Known: {', '.join(known)}."
+                f'Unknown {self.family} "{name}".{did_you_mean(name, known)}', remedy=f"Available: {', '.join(known)}."
             )
         return self._members[name]
 

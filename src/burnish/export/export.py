@@ -214,7 +214,8 @@ def compare_templates(folder: Path, template: Template, options: RunOptions) -> 
     ):
         if list(trained) != list(exported):
             return [_difference(list(trained), list(exported), tokenizer)]
-    return [f"Chat template checked: a conversation of {len(row['input_ids'])} tokens has the same ids as in training."]
+    length = len(row["input_ids"])
+    return [f"Chat template checked: a conversation of {length} tokens has the same token ids as in training."]
 
 
 def _difference(trained: list[int], exported: list[int], tokenizer: Any) -> str:

@@ -87,7 +87,8 @@ def write_gguf(folder: Path, target: Path, options: RunOptions) -> list[str]:
 def check_gguf(config: Any, options: RunOptions) -> list[Problem]:
     """Return the reason why burnish's own writer does not support this model; none if llama.cpp is used."""
     if getattr(config, "vision_config", None) is not None:
-        what = f"export_format: gguf cannot be used with a {config.model_type} model, which is a vision-language model."
+        what = "export_format: gguf does not support vision-language models. "
+        what += f'Received: a model of type "{config.model_type}".'
         why = "llama.cpp expects its vision tower in a second file (mmproj), which burnish does not write."
         return [Problem(what, why=why, remedy="Remove export_format.", option="export_format")]
     if options.llama_cpp:

@@ -66,7 +66,9 @@ def tokenizer_kind(tokenizer_json: dict[str, Any]) -> TokenizerKind:
         raise UserError("the BPE tokenizer has no merges, and llama.cpp cannot load it.",
                         remedy="Export safetensors instead, or use a tokenizer with merges.")  # fmt: skip
     if model.get("ignore_merges") and pre not in _WHOLE_WORDS:
-        raise _refusal("the tokenizer has ignore_merges, which llama.cpp applies to the pre-tokenizer of Llama 3 only.")
+        raise _refusal(
+            "the tokenizer sets ignore_merges, which llama.cpp supports for the pre-tokenizer of Llama 3 only."
+        )
     return TokenizerKind("gpt2", pre)
 
 

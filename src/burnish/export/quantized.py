@@ -55,10 +55,10 @@ def calibration(options: RunOptions, config: Any, tokenizer: Any) -> Calibration
     raise_if(check_quantized_export(options, shapes))
     named = options.export_quantization_dataset
     if not (named or options.dataset):
-        what = '"export_quantization_bit" needs calibration data, but no dataset is set.'
+        what = '"export_quantization_bit" requires calibration data, but no dataset is set.'
         raise UserError(
             what,
-            remedy="Set it to the training dataset, for example: export_quantization_dataset: data/train.json",
+            remedy="Set export_quantization_dataset, for example to the training dataset: data/train.json",
             option="export_quantization_bit",
         )
     reading = replace(options, cutoff_len=options.export_quantization_maxlen, streaming=False, tokenized_path=None)

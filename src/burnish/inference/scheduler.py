@@ -125,7 +125,7 @@ class Scheduler:
         Raises RuntimeError if a request is running: it would mix old and new weights.
         """
         if running := self._num_generating + self._num_reading:
-            raise RuntimeError(f"forget() needs an idle scheduler; {running} requests are running.")
+            raise RuntimeError(f"forget() requires an idle scheduler; {running} requests are running.")
         self._slots = [Slot() for _ in self._slots]
 
     def free(self) -> None:

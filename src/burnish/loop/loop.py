@@ -242,8 +242,9 @@ class Loop:
             values["skipped_steps"] = self.meter.num_non_finite
         self.record(values)
         if has_skipped:
-            many = f"{self.meter.run_num_non_finite} steps up to step {self.state.global_step}"
-            what = f"{many} had a loss or a gradient that is not finite."
+            number = self.meter.run_num_non_finite
+            steps = f"{number} {'step' if number == 1 else 'steps'} up to step {self.state.global_step}"
+            what = f"{steps} had a loss or a gradient that is not finite."
             self.stop_at_non_finite(what, self.meter.non_finite_indices())
 
     def record(self, values: dict[str, Any]) -> None:
@@ -367,8 +368,8 @@ class Loop:
         """
         if self.options.on_non_finite == "skip" or self.parallel.scales_loss:
             return
-        rows = self.examples_sentence(indices)
-        raise NonFiniteError(f"{what}{rows} The step was not applied. Lower learning_rate, or set on_non_finite: skip.")
+        remedy = "The update was not applied. Lower learning_rate, or set on_non_finite: skip."
+        raise NonFiniteError(f"{what}{self.examples_sentence(indices)} {remedy}")
 
 
 def set_optimizer_mode(optimizer: Any, is_training: bool) -> None:

@@ -96,7 +96,7 @@ def spike_problems(options: SpikeOptions, inner_steps: int) -> list[Problem]:
     """
     if options.on_spike == "no" or inner_steps == 1:
         return []
-    what = '"on_spike": "rollback" is not supported by an objective with several optimizer steps per rollout.'
+    what = '"on_spike": "rollback" is not supported if several optimizer steps use the same rollout.'
     return [Problem(what, remedy="Set on_non_finite: skip instead.", option="on_spike")]
 
 

@@ -187,6 +187,6 @@ class StageChoices(Protocol):
 def check_stage(options: StageChoices) -> list[Problem]:
     if not options.predict_with_generate or OBJECTIVES[options.stage].has_prompts:
         return []
-    what = f'"predict_with_generate" needs prompts, but stage: {options.stage} has none.'
+    what = f'"predict_with_generate" requires prompts, but stage: {options.stage} has none.'
     remedy = "Set stage: sft, or remove predict_with_generate to compute the loss."
     return [Problem(what, remedy=remedy, option="predict_with_generate")]

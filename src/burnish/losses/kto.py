@@ -73,7 +73,7 @@ def check_kto(options: KtoChoices) -> list[Problem]:
         "max_tokens_per_batch": options.max_tokens_per_batch,
     }
     return [
-        Problem(f'"{name}" needs all examples before the first step, but kl_pairing: group creates examples in '
+        Problem(f'"{name}" requires all examples before the first step, but kl_pairing: group creates examples in '
         'each step.',
                 remedy="Remove one of them.", option=(name, "kl_pairing"))
         for name, is_requested in requested.items() if is_requested
@@ -298,7 +298,7 @@ def _one_kind(count: int, is_desirable: bool) -> Problem:
     remedy = (
         OptionText("With desirable responses only, use {stage=sft}.") if is_desirable else "Add desirable responses."
     )
-    return Problem(f"All {count:,} examples are {kind}; KTO needs desirable and undesirable ones.", remedy=remedy)
+    return Problem(f"All {count:,} examples are {kind}; KTO requires desirable and undesirable ones.", remedy=remedy)
 
 
 def _answer(row: Row, prefix: str = "") -> Row:

@@ -47,8 +47,8 @@ class LmOptions:
     )
     fused_loss: bool | str = option(
         "auto",
-        "Compute the head and the loss in chunks, without full logits. auto: if the model's head allows it, otherwise "
-        "from full logits; true: an error otherwise; false: from full logits.",
+        "Compute the LM head and the loss in chunks, without materializing the full logits. auto: if the LM head is a "
+        "plain linear layer; true: raise an error if it is not; false: always materialize the full logits.",
         choices=("auto", True, False),
     )  # fmt: skip
     use_dft_loss: bool = option(False, "Multiply the loss of each token by its predicted probability (DFT).")
@@ -147,7 +147,7 @@ class LmObjective(StageObjective):
         self.head, self.makes_some_logits = capabilities.head, capabilities.makes_some_logits
         if self.head is not None:
             return []
-        what = f"The head of {type(inner).__name__} is not a plain linear layer over its last hidden states."
+        what = f"The LM head of {type(inner).__name__} is not a plain linear layer over its last hidden states."
         if self.options.fused_loss != "auto":
             raise UserError(f'"fused_loss" is true. {what}', remedy="Remove fused_loss.", option="fused_loss")
         return [f"{what} The loss is computed from full logits, which takes more memory."]

@@ -139,7 +139,11 @@ def check_preferences(options: PreferenceChoices) -> list[Problem]:
     """Report options that contradict each other or require rows of another stage."""
     if not _compares(options.stage):
         has_dft = "dft" in options.pref_loss
-        return [Problem('"loss_type" is dft.', remedy=OF_SFT["dft"], option="pref_loss")] if has_dft else []
+        return (
+            [Problem('"loss_type" must be a preference loss. Received: dft.', remedy=OF_SFT["dft"], option="pref_loss")]
+            if has_dft
+            else []
+        )
     problems = [_only_sft(name) for name in _OF_ANSWERS if getattr(options, name)]
     if options.packing:
         problems.append(
@@ -166,7 +170,7 @@ def check_reference(options: ReferenceOptions, streams: bool) -> list[Problem]:
         "updates the reference model."
     )
     never = (
-        '"precompute_ref_log_probs" needs all examples before the first step, but "streaming" loads them '
+        '"precompute_ref_log_probs" requires all examples before the first step, but "streaming" loads them '
         "during training."
     )
     found = (
@@ -203,7 +207,9 @@ def check_pairs(options: PairLossChoices) -> list[Problem]:
         problems.append(Problem(what, option="pref_loss_weights"))
     if not names:
         problems.append(
-            Problem(OptionText("{pref_loss} is empty."), remedy=f"Known: {', '.join(PAIR_LOSSES)}.", option="pref_loss")
+            Problem(
+                OptionText("{pref_loss} is empty."), remedy=f"Available: {', '.join(PAIR_LOSSES)}.", option="pref_loss"
+            )
         )
     smoothing = options.dpo_label_smoothing
     if smoothing and not any(loss.smooths for loss in losses):

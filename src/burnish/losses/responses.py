@@ -90,7 +90,8 @@ class AnswersObjective(StageObjective):
         if self.head is not None or self.options.fused_loss is False:
             return []
         name = type(inner).__name__
-        return [f"The head of {name} is not a plain linear layer: full logits are computed, which takes more memory."]
+        what = f"The LM head of {name} is not a plain linear layer"
+        return [f"{what}: full logits are computed, which takes more memory."]
 
     def allows_prefix_sharing(self, model: nn.Module) -> bool:
         return not aux_coefficient(unwrap_peft(model), self.options.router_aux_loss_coef)

@@ -66,7 +66,9 @@ class RewardHead(nn.Module):
         """
         own = self.weights()
         if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in weights.items()}:
-            raise UserError(f"The weights of the reward head do not fit {type(self).__name__}.", option="reward_head")
+            what = f"The reward head in the checkpoint does not match {type(self).__name__}: names or shapes differ."
+            remedy = "Use the base model and the reward_head that it was saved with."
+            raise UserError(what, remedy=remedy, option="reward_head")
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(weights[name])

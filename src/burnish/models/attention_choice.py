@@ -70,7 +70,7 @@ def attention_problems(options: ModelOptions) -> Iterator[Problem]:
     if name and usual not in (None, name):
         yield Problem(
             f"attn_implementation is {name} and flash_attn is {options.flash_attn}; only one of them can be set.",
-            remedy="Keep one of them.",
+            remedy="Remove one of them.",
             option=("attn_implementation", "flash_attn"),
         )
     if name is None or name in _OTHERS:
@@ -79,14 +79,14 @@ def attention_problems(options: ModelOptions) -> Iterator[Problem]:
         known = [*_OTHERS, *_FLASH_LIBRARIES]
         yield Problem(
             f'Unknown attn_implementation "{name}".{did_you_mean(name, known)}',
-            remedy=f"Known: {', '.join(known)}, and kernels on the Hub, such as kernels-community/flash-attn2.",
+            remedy=f"Available: {', '.join(known)}, and kernels on the Hub, such as kernels-community/flash-attn2.",
             option="attn_implementation",
         )
     elif not _can_be_had(name):
         package = _FLASH_LIBRARIES.get(name, ("", "kernels"))[1]
         other = " (or kernels)" if package != "kernels" else ""
         yield Problem(
-            f"attn_implementation: {name} needs the library {package}, which is not installed.",
+            f"attn_implementation: {name} requires the library {package}, which is not installed.",
             remedy=f"Install {package}{other}, or remove the option: sdpa gives the same result.",
             option="attn_implementation",
         )

@@ -62,7 +62,8 @@ def _raw_config(folder: Path) -> dict[str, Any]:
         raise UserError(_no_config(folder))
     raw = read_object(path)
     if not isinstance(raw.get("model_type"), str):
-        raise UserError('it has no "model_type", so the model type is unknown.', where=str(path))
+        what = 'it has no "model_type", so the model type is unknown.'
+        raise UserError(what, where=str(path), remedy=FETCH_AGAIN)
     raise_if(Problem(wrong, where=str(path), remedy=FETCH_AGAIN) for wrong in _wrong_numbers(raw))
     return raw
 

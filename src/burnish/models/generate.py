@@ -70,7 +70,7 @@ class GenerationOptions(SamplingFields):
     )  # fmt: skip
     skip_special_tokens: bool = option(True, "Remove special tokens from generated text.")
     samples: int = option(
-        1, "Number of responses sampled per prompt of a prediction, each with its log-likelihood.", ge=1
+        1, "Number of responses to sample per prompt in predictions, each with its log-likelihood.", ge=1
     )
 
 

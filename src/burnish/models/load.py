@@ -310,7 +310,8 @@ def scale_rope(config: PreTrainedConfig, kind: str, length_needed: int) -> str:
     length = context_length(config)
     if not isinstance(rope, dict) or length is None or "rope_theta" not in rope:
         raise UserError(
-            f'rope_scaling "{kind}" cannot be used: a {config.model_type} model has several rotary embeddings.',
+            f'rope_scaling "{kind}" cannot be used: models of type "{config.model_type}" have several rotary '
+            "embeddings.",
             remedy="Remove rope_scaling, and keep cutoff_len within the model's context.",
             option="rope_scaling",
         )
@@ -409,12 +410,12 @@ def weight_problems(where: str, model: nn.Module, found: Mapping[str, Any], need
         problems.append(
             Problem(
                 f"the weights have no {few(missing)}, which {class_name} needs."
-                + (" This is a model without an output head." if is_headless else ""),
+                + (" This is a model without an LM head." if is_headless else ""),
                 where=where,
                 why="They would be initialized randomly.",
                 remedy="Download the model again, check its config.json, or set train_from_scratch: true."
                 if not is_headless
-                else "Use the variant of the model with an output head (its class name ends in ForCausalLM).",
+                else "Use the variant of the model with an LM head (its class name ends in ForCausalLM).",
             )
         )
     if mismatched:

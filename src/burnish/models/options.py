@@ -58,8 +58,9 @@ class ModelOptions:
     )  # fmt: skip
     init_special_tokens: str = option(
         "noise_init",
-        "Initialization of the embeddings of new special tokens: noise around the mean embedding, or the "
-        "mean embedding of the words in their descriptions, with or without noise.",
+        "Initialization of the embeddings of new special tokens: noise around the mean embedding (noise_init), or the "
+        "mean embedding of the words in their descriptions, without noise (desc_init) or with noise "
+        "(desc_init_w_noise).",
         choices=("noise_init", "desc_init", "desc_init_w_noise"),
     )  # fmt: skip
     resize_vocab: bool = option(False, "Resize the embedding if it has fewer rows than the tokenizer has tokens.")
@@ -82,7 +83,7 @@ class ModelOptions:
     )  # fmt: skip
     upcast_layernorm: bool = option(False, "Keep the weights of normalization layers in float32.")
     use_cache: bool = option(
-        False, "Return the key-value cache from forward passes in training. Training does not need it."
+        False, "Return the key-value cache from forward passes in training. Training does not use it."
     )
     low_cpu_mem_usage: bool = option(
         True,

@@ -235,7 +235,9 @@ def load_reward_model(
         raise UserError(what, remedy="Train one with stage: rm, or set a reward function.", option="reward_model")
     is_classifier = found is None or found[1].name not in (VALUE_HEAD, OLD_VALUE_HEAD)
     if found is not None and kind_of_head(found[1]):
-        raise UserError(f"{found[1]} is a reward head that is not a linear layer.", option="reward_model")
+        raise UserError(
+            f"{found[1]} is not a linear layer; reward heads of other types are not supported.", option="reward_model"
+        )
     with quiet():
         model = (
             AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, **more)

@@ -95,7 +95,7 @@ def check_badam(options: BadamChoices) -> list[Problem]:
     if options.badam_switch_interval == 0:
         problems.append(
             Problem(
-                '"badam_switch_interval" must be at least 1, or -1 to stay on one block. Received: 0.',
+                '"badam_switch_interval" must be at least 1, or -1 to never switch. Received: 0.',
                 option="badam_switch_interval",
             )
         )

@@ -65,7 +65,8 @@ class LowRankOptions:
         None, "Scale of the GaLore update. Default: 2; 0.25 with optim: galore_*.", gt=0
     )
     galore_proj_type: str = option(
-        "std", "Side of the GaLore projection: the shorter (std), the longer, right, left, or both.",
+        "std",
+        "Side of the GaLore projection: the shorter (std), the longer (reverse_std), right, left, or both (full).",
         choices=("std", "reverse_std", "right", "left", "full"),
     )  # fmt: skip
     use_apollo: bool = option(
@@ -125,7 +126,7 @@ def _check_within(options: LowRankChoices, switch: str) -> list[Problem]:
     if options.optim not in able:
         return [
             Problem(
-                f'"{switch}" works with optim {", ".join(able)}. Received: optim "{options.optim}".',
+                f'"{switch}" requires one of the optimizers {", ".join(able)}. Received: "{options.optim}".',
                 option=(switch, "optim"),
             )
         ]

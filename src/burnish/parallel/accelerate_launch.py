@@ -41,7 +41,7 @@ def launched_problems(options: ParallelOptions) -> Iterator[Problem]:
     for kind, variable in _NOT_PARALLEL.items():
         if int(os.environ.get(variable) or 1) > 1:
             what = f"{variable} is {os.environ[variable]}: burnish does not support {kind} parallelism."
-            yield Problem(what, remedy="Set it to 1, and shard the weights: fsdp, or deepspeed: zero3.")
+            yield Problem(what, remedy="Set it to 1, and shard the weights with fsdp: full_shard or deepspeed: zero3.")
     if not _sets_format(options) and _asked(_FORMAT) not in ("", "no", "bf16", "fp16"):
         yield Problem(
             f'{_FORMAT} is "{_asked(_FORMAT)}": burnish supports bf16 and fp16.',

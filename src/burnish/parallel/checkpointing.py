@@ -29,7 +29,7 @@ def checkpointing_problems(options: ParallelChoices) -> Iterator[Problem]:
     for name in [name for name in kwargs if name not in known]:
         yield Problem(
             f'"gradient_checkpointing_kwargs": unknown key "{name}".{did_you_mean(name, known)}',
-            remedy=f"Known: {', '.join(known)}.",
+            remedy=f"Available: {', '.join(known)}.",
             option="gradient_checkpointing_kwargs",
         )
     layers = kwargs.get("every_n_layers", 1)

@@ -43,7 +43,7 @@ def _compiling(options: ParallelChoices) -> Iterator[Problem]:
         if value is not None and value not in known[name]:
             yield Problem(
                 f'"torch_compile_{name}": unknown value "{value}".{did_you_mean(value, known[name])}',
-                remedy=f"Known: {', '.join(known[name])}.",
+                remedy=f"Available: {', '.join(known[name])}.",
                 option=f"torch_compile_{name}",
             )
 
@@ -53,13 +53,14 @@ def _formats(options: ParallelChoices) -> Iterator[Problem]:
     if "fp16" in enabled and len(enabled) > 1:
         yield Problem(
             f'"{enabled[0]}" and "{enabled[1]}" cannot be combined.',
-            why="bfloat16 has the range of float32; float16 does not, and needs loss scaling.",
+            why="bfloat16 has the range of float32; float16 does not, and requires loss scaling.",
             remedy="Use bf16 if the device supports it.",
             option=tuple(enabled),
         )
     if options.bf16_full_eval and options.fp16_full_eval:
         yield Problem(
             '"bf16_full_eval" and "fp16_full_eval" cannot be combined.',
+            remedy="Remove one of them.",
             option=("bf16_full_eval", "fp16_full_eval"),
         )
     if mixed_precision(options) == "bf16" and device_of(options).type == "cuda" and not torch.cuda.is_bf16_supported():
@@ -86,17 +87,18 @@ def _processes(options: ParallelChoices) -> Iterator[Problem]:
             option=("engine", "num_processes"),
         )
     if uses_deepspeed(options) and uses_fsdp(options):
-        yield Problem('"deepspeed" and "fsdp" cannot be combined.', option=("deepspeed", "fsdp"))
+        what = '"deepspeed" and "fsdp" cannot be combined.'
+        yield Problem(what, remedy="Remove one of them.", option=("deepspeed", "fsdp"))
     if parallel_name(options) == "deepspeed" and find_spec("deepspeed") is None:
         yield Problem(
-            "This run needs the library DeepSpeed, which is not installed.",
+            '"deepspeed" requires the library DeepSpeed, which is not installed.',
             remedy="Install it with pip install deepspeed, or remove deepspeed to run without sharding.",
             option="deepspeed",
         )
     if options.engine == "accelerate" and find_spec("accelerate") is None:
         yield Problem(
-            "This run needs the library accelerate, which is not installed.",
-            remedy="pip install accelerate",
+            "engine: accelerate requires the library accelerate, which is not installed.",
+            remedy="Install it with: pip install accelerate",
             option="engine",
         )
 
@@ -108,7 +110,7 @@ def parallel_notes(options: ParallelChoices) -> list[str]:
     precision = mixed_precision(options)
     if precision == "fp16" and device.type == "cpu":
         instead = "bfloat16." if has_fast_bfloat16() else f"float32. {slow_products(torch.bfloat16)}"
-        notes.append(f'"fp16" on a CPU runs in {instead}')
+        notes.append(f'"fp16" is not used on a CPU: the run computes in {instead}')
     if precision == "bf16" and device.type == "cpu" and not has_fast_bfloat16():
         notes.append(f"{slow_products(torch.bfloat16)} Set bf16: false, unless memory is limited.")
     if options.gradient_checkpointing_kwargs and not options.gradient_checkpointing:

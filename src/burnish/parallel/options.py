@@ -19,8 +19,8 @@ class ParallelOptions:
 
     engine: str = option(
         "auto",
-        "Backend: one device (single), data parallel (ddp), sharded (fsdp, deepspeed), or ddp set up by "
-        "accelerate. auto: as configured, otherwise ddp for several processes.",
+        "Parallelism: one device (single), data parallelism (ddp), sharded weights (fsdp, deepspeed), or data "
+        "parallelism set up by accelerate (accelerate). auto: as configured, otherwise ddp for several processes.",
         choices=("auto", "single", "ddp", "accelerate", "fsdp", "deepspeed"),
     )  # fmt: skip
     num_processes: int | str = option(
@@ -40,15 +40,21 @@ class ParallelOptions:
     fp16: bool = option(False, "Mixed precision training in float16 with dynamic loss scaling.")
     pure_bf16: bool = option(False, "Keep weights, gradients and optimizer state in bfloat16, without autocast.")
     tf32: bool | None = option(None, "Allow TF32 for float32 matrix multiplications on Ampere and newer GPUs.")
-    bf16_full_eval: bool = option(False, "Convert the weights to bfloat16 for evaluations and predictions outside of training.")
-    fp16_full_eval: bool = option(False, "Convert the weights to float16 for evaluations and predictions outside of training.")
+    bf16_full_eval: bool = option(
+        False, "Convert the weights to bfloat16 for evaluations and predictions outside of training."
+    )
+    fp16_full_eval: bool = option(
+        False, "Convert the weights to float16 for evaluations and predictions outside of training."
+    )
     gradient_checkpointing: bool = option(
         False, "Recompute activations in the backward pass to save memory.",
         aliases=("activation_checkpointing",),
     )  # fmt: skip
     gradient_checkpointing_kwargs: dict[str, Any] | None = option(
         None,
-        "Arguments of torch.utils.checkpoint, such as use_reentrant; and every_n_layers, offload, selective.",
+        "Arguments of torch.utils.checkpoint, such as use_reentrant. Additional keys: every_n_layers (recompute every "
+        "n-th layer only), offload (keep the inputs of layers in CPU memory), selective (recompute everything but "
+        "matrix products and attention).",
         aliases=("activation_checkpointing_kwargs",),
     )
     activation_offloading: bool = option(

@@ -136,9 +136,9 @@ def compute_sentence(compute: torch.dtype, in_files: torch.dtype, device: torch.
     files = f"matrix multiplication in {name_of(in_files)}, the dtype of the files"
     if compute == torch.float32 and compute != in_files:
         if not has_products(in_files, device):
-            return f"{sentence}, because it emulates {files}."
+            return f"{sentence}, because this device emulates {files}."
         if not has_fast_products(in_files, device):
-            return f"{sentence}, because it is faster there than {files}."
+            return f"{sentence}, because that is faster on this device than {files}."
     return f"{sentence}."
 
 

@@ -94,7 +94,7 @@ def launcher_problems() -> list[Problem]:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if size > 1 and not os.environ.get(name)]
     if not missing and size > rank:
         return []
-    what = f"and not set: {', '.join(missing)}" if missing else f"and RANK is {rank}; ranks are numbered from 0"
+    what = f"but {', '.join(missing)} must be set too" if missing else f"and RANK is {rank}; ranks are numbered from 0"
     return [
         Problem(
             f"WORLD_SIZE is {values['WORLD_SIZE'] or 'not set'}, {what}.",
@@ -116,15 +116,15 @@ def problems_of_machines() -> list[Problem]:
         return []
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if name not in os.environ]
     if missing:
-        what = f"NNODES is {num_machines()}, and not set: {', '.join(missing)}."
+        what = f"NNODES is {num_machines()}, but {', '.join(missing)} must be set too."
         return [
             Problem(
                 what,
-                remedy="NODE_RANK is the index of the machine, starting at 0; MASTER_ADDR is the address of machine 0.",
+                remedy="NODE_RANK is the index of the node, starting at 0; MASTER_ADDR is the address of node 0.",
             )
         ]
     if not 0 <= machine_rank() < num_machines():
-        return [Problem(f"NODE_RANK is {machine_rank()}, and there are {num_machines()} machines, numbered from 0.")]
+        return [Problem(f"NODE_RANK is {machine_rank()}, but there are {num_machines()} nodes, numbered from 0.")]
     return []
 
 

@@ -170,7 +170,9 @@ def _listed(names: Sequence[str]) -> str:
 
 def _use(facts: CardFacts) -> str:
     if not facts.loader:
-        return "## How to use it\n\nUse the script that defines its class; `model.safetensors` holds the weights."
+        return (
+            "## How to use it\n\nUse the script that defines the model class; `model.safetensors` contains the weights."
+        )
     if not _library(facts):
         return f"## How to use it\n\nUse the package that adds finetuning_type {facts.method} to burnish."
     writes = facts.loader == "AutoModelForCausalLM"

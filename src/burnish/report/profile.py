@@ -63,7 +63,7 @@ def check_profile(options: ProfileChoices) -> list[Problem]:
         return []
     return [
         Problem(
-            f'"profile" needs {needed} steps: {WARM_UP} for warmup, {options.profile_steps} timed, one traced. '
+            f'"profile" requires {needed} steps: {WARM_UP} for warmup, {options.profile_steps} timed, one traced. '
             f"Received: max_steps {options.max_steps}.",
             remedy=f"Set max_steps: {needed} or more, or a smaller profile_steps.",
             option=("profile", "profile_steps", "max_steps"),
@@ -80,7 +80,7 @@ def watch(run: Loop, folder: Path, options: ProfileOptions) -> None:
         (run.parallel, "to_device", "batch to the device"),
         (run.objective, "loss", "forward and loss"),
         (run.parallel, "backward", "backward"),
-        (run.parallel, "clip", "norm and clip"),
+        (run.parallel, "clip", "gradient norm and clipping"),
         (run.parallel, "step", "optimizer"),
         (run.optimizer, "zero_grad", "optimizer"),
     ):
@@ -165,7 +165,7 @@ class ProfileCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         needed = WARM_UP + self.num_steps + 1
         if self.steps_begun < needed:
-            note(f"Nothing was profiled: profiling needs {needed} steps, and this run had {self.steps_begun}.")
+            note(f"Nothing was profiled: profiling requires {needed} steps, and this run had {self.steps_begun}.")
 
     def _write(self, traced_step: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -109,7 +109,7 @@ def _problems_of(name: str) -> list[Problem]:
         return [
             Problem(
                 f'"report_to": unknown tracker "{name}".{guess}',
-                remedy=f"Known: {known}, all, none.",
+                remedy=f"Available: {known}, all, none.",
                 option="report_to",
             )
         ]
@@ -120,7 +120,7 @@ def _problems_of(name: str) -> list[Problem]:
     remedy = f"Install it with pip install {needs.package}" if needs.package else f"Set {needs.variable}"
     return [
         Problem(
-            f'"report_to": {name} needs {missing}, which is not {"installed" if needs.package else "set"}.',
+            f'"report_to": {name} requires {missing}, which is not {"installed" if needs.package else "set"}.',
             remedy=f"{remedy}, or remove {name} from report_to.",
             option="report_to",
         )

@@ -310,7 +310,7 @@ def _of_other_stages(options: RolloutStageChoices) -> list[Problem]:
     found = []
     if options.infer_backend in _OTHER_ENGINES:
         what = f'"infer_backend" {options.infer_backend} is not supported with stage: {options.stage}.'
-        remedy = "Completions are generated in the training process. Remove it."
+        remedy = "Remove infer_backend: completions are generated in the training process."
         found = [Problem(what, remedy=remedy, option="infer_backend")]
     if options.streaming:
         why = "random numbers depend on the position of a prompt in its dataset."

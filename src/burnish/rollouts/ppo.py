@@ -123,7 +123,7 @@ class PpoObjective(RolloutObjective):
     def configure(self, capabilities: Capabilities, collate: Collate) -> list[str]:
         notes, inner = super().configure(capabilities, collate), unwrap_peft(capabilities.model)
         if self.head is None or aux_coefficient(inner, self.options.router_aux_loss_coef):
-            what = "stage: ppo requires a model with a plain linear head and no router loss."
+            what = "stage: ppo requires a model with a plain linear LM head and no router loss."
             raise UserError(what, remedy="Set fused_loss: auto and router_aux_loss_coef: 0.", option="stage")
         embedding = inner.get_input_embeddings().weight
         self.value_head = ValueHead(embedding.shape[1]).to(embedding.device)

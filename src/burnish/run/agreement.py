@@ -72,8 +72,7 @@ def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Sequence
 def _problem(rank: int, host: str, differences: Sequence[str]) -> Problem:
     more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
     return Problem(
-        f"process {rank} on {host} has a different configuration than process 0: "
-        f"{'; '.join(differences[:_SHOWN])}{more}.",
+        f"rank {rank} on {host} has a different configuration than rank 0: {'; '.join(differences[:_SHOWN])}{more}.",
         remedy="Use the same command, files and versions in all processes.",
     )
 

@@ -239,7 +239,11 @@ class Processes:
         return failure.stat().st_mtime if failure.is_file() else 0.0, failed[0]
 
     def _unexplained_failure(self, rank: int, returncode: int) -> Problem:
-        how = f"was ended by {signal.Signals(-returncode).name}" if returncode < 0 else f"ended with {returncode}"
+        how = (
+            f"was terminated by {signal.Signals(-returncode).name}"
+            if returncode < 0
+            else f"exited with status {returncode}"
+        )
         killed = (
             "The process may have been killed because the system ran out of memory."
             if returncode == -signal.SIGKILL

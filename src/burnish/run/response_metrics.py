@@ -80,7 +80,7 @@ def metric_notes(options: MetricChoices) -> list[str]:
         return []
     needed = ", ".join(dict.fromkeys(library for libraries in lacking.values() for library in libraries))
     install = 'pip install "burnish[metrics]"'
-    return [f"Not computed: {', '.join(lacking)}, which need {needed}. Install them with: {install}"]
+    return [f"Metrics that are not computed without {needed}: {', '.join(lacking)}. Install it with: {install}"]
 
 
 def computes_metrics(options: MetricChoices) -> bool:

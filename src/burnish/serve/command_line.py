@@ -105,7 +105,7 @@ def notes_of_chat(serving: Serving) -> list[str]:
     Those of a YAML file are not reported, because files are shared between commands.
     """
     unread = [name for name in PREDICTION_ONLY if serving.provenance.get(name, "").startswith(COMMAND_LINE)]
-    return [*serving.notes, *(f'"{name}" has no effect here: only predictions read it.' for name in unread)]
+    return [*serving.notes, *(f'"{name}" has no effect here: it applies to predictions only.' for name in unread)]
 
 
 def export_values(argv: Sequence[str]) -> dict[str, RawValue]:
@@ -283,7 +283,7 @@ def _are_built_in(rewards: Any) -> bool:
 
 
 def _own_code(path: str, rewards: Any) -> Problem:
-    what = "the reward functions of the run are Python code, which is not run because a folder names it. "
+    what = "the run's reward functions are Python code, which is not executed because only run.yaml refers to it. "
     what += f"Received: {shortened(rewards)}"
     return Problem(what, path, remedy="Pass them on the command line: reward_funcs=...", option="reward_funcs")
 

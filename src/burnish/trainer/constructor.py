@@ -92,7 +92,7 @@ def fields_of(args: object, kind: type[TrainingArguments]) -> dict[str, Any]:
         TypeError: if it is something else.
     """
     if not hasattr(args, "output_dir") or isinstance(args, type):
-        raise TypeError(f"`args` must be a {kind.__name__}. Received: {shown(args)}.")
+        raise TypeError(f"`args` must be an instance of {kind.__name__}. Received: {shown(args)}.")
     return vars(args)
 
 
@@ -181,7 +181,7 @@ def check_sets(args: TrainingArguments, train_dataset: Any, eval_dataset: Any, c
     """Raise for combinations of arguments, datasets and functions that do not work."""
     if isinstance(train_dataset, dict) and train_dataset and all(isinstance(name, str) for name in train_dataset):
         names = ", ".join(train_dataset)
-        what = f"train_dataset must be one dataset. Received: a {type(train_dataset).__name__} with the splits {names}."
+        what = f"train_dataset must be one dataset. Received: {type(train_dataset).__name__} with the splits {names}."
         raise UserError(what, remedy=f'Pass one split: dataset["{next(iter(train_dataset))}"].')
     if compute_metrics is not None and not callable(compute_metrics):
         raise TypeError(f"`compute_metrics` must be a function. Received: {shown(compute_metrics)}.")

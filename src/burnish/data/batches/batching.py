@@ -75,7 +75,7 @@ def check_batching(options: BatchingOptions) -> list[Problem]:
     if options.neat_packing and options.packing is False:
         problems.append(
             Problem(
-                '"neat_packing": true contradicts "packing": false.',
+                '"neat_packing": true and "packing": false cannot be combined.',
                 remedy="Remove one of them.",
                 option=("neat_packing", "packing"),
             )

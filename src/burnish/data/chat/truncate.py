@@ -33,7 +33,8 @@ class EncodingOptions:
     )
     truncation: Literal["content", "llamafactory"] = option(
         "content",
-        "Truncation method: remove message content and keep headers and EOS tokens; or truncate as LLaMA-Factory does.",
+        "Truncation method: remove message content and keep headers and EOS tokens (content), or truncate as "
+        "LLaMA-Factory does (llamafactory).",
     )
     on_too_long: Literal["truncate", "drop", "raise"] = option(
         "truncate", "What to do with an example longer than cutoff_len: truncate it, drop it, or stop with an error."

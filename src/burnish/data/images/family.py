@@ -108,7 +108,7 @@ class Family:
         found = self.tokenizer.get_vocab().get(word)
         if found is None:
             what = f'the tokenizer has no token "{word}", the image placeholder of {self.model_type}.'
-            raise UserError(what, remedy="Use the tokenizer of the checkpoint.")
+            raise UserError(what, remedy="Use the tokenizer that belongs to the model.")
         return int(found)
 
     def ids(self, width: int, height: int) -> Ids:

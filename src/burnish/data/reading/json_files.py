@@ -90,7 +90,7 @@ def _json_list(path: Path) -> Iterator[Values]:
             if is_placed
             else f"the JSON cannot be read: {error.msg}.",
             where=f"{path}, line {error.lineno}" if is_placed else str(path),
-            why=f"{count(sum(1 for _ in _starts(text, _ONCE)), 'record')} before this position can be read.",
+            why=f"The file is valid up to this position ({count(sum(1 for _ in _starts(text, _ONCE)), 'record')}).",
             remedy="The file ends early. Check that it was copied completely."
             if error.pos >= len(text.rstrip())
             else "",

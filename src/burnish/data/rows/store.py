@@ -169,7 +169,7 @@ def read_rows_manifest(folder: Path) -> dict[str, Any]:
         what = f'"{MANIFEST}" of the tokenized dataset is corrupted (checksum mismatch).'
         raise UserError(Problem(what, str(folder), remedy=_REMEDY))
     if not _has_known_types(manifest):
-        what = f'"{MANIFEST}" of the tokenized dataset has fields that burnish did not write.'
+        what = f'"{MANIFEST}" of the tokenized dataset has an invalid format.'
         raise UserError(Problem(what, str(folder), remedy=_REMEDY))
     size, expected = _size_of(folder / BLOCKS), manifest["blocks"][-1]["end"]
     if size != expected:

@@ -143,7 +143,7 @@ def _entry_problems(entry: Info, where: str) -> Iterator[Problem]:
             yield Problem(
                 f'unknown key "{key}".{did_you_mean(key, _KEYS - {"file_sha1"})}',
                 where,
-                remedy=f"Remove or rename it. Known: {', '.join(sorted(_KEYS))}.",
+                remedy=f"Remove or rename it. Available: {', '.join(sorted(_KEYS))}.",
             )
     for key, known in (("columns", _COLUMNS), ("tags", tuple(SHAREGPT_TAGS))):
         value = entry.get(key)
@@ -160,7 +160,7 @@ def _entry_problems(entry: Info, where: str) -> Iterator[Problem]:
                 yield Problem(
                     f'unknown key "{part}" in "{key}".{"" if moved else did_you_mean(part, known)}',
                     where,
-                    remedy=moved or f"Remove or rename it. Known: {', '.join(known)}.",
+                    remedy=moved or f"Remove or rename it. Available: {', '.join(known)}.",
                 )
     number = entry.get("num_samples")
     if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):

@@ -145,7 +145,7 @@ class Encoder:
         except BaseException as error:
             if isinstance(error, UNUSABLE) or not is_unusable(error):
                 raise
-            what = f"its tokenizer cannot encode a text: {error}."
+            what = f"its tokenizer cannot encode text: {error}."
             where = str(getattr(self.tokenizer, "name_or_path", ""))
             raise UserError(what, where, remedy="Download its tokenizer files again.") from error
 

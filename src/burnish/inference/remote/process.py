@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 WAIT_S = 900.0
 """Maximum start-up time in seconds, which includes loading the weights of a large model."""
-_MANAGED = "key, port and address"
+_MANAGED = "the API key, port and address"
 
 
 @dataclass
@@ -114,7 +114,7 @@ def _flags(config: dict[str, Any] | str | None, name: str) -> Sequence[str]:
     except ValueError as error:
         raise UserError(f'"{name}" is not valid JSON: {error}.') from error
     if taken := sorted({"host", "port", "api_key", "uds"} & {str(key).replace("-", "_") for key in values}):
-        raise UserError(f'"{name}" must not set {", ".join(taken)}: burnish chooses {_MANAGED}.')
+        raise UserError(f'"{name}" must not set {", ".join(taken)}: burnish sets {_MANAGED} itself.')
     argv: list[str] = []
     for key, value in values.items():
         flag = f"--{str(key).replace('_', '-')}"

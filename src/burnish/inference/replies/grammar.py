@@ -183,7 +183,7 @@ def _is_number(value: Any) -> bool:
 
 def _refused(error: Any) -> Problem:
     what = f"the grammar is not supported: {_first_line(error)}"
-    return Problem(what, remedy="Remove that keyword from the schema.")
+    return Problem(what, remedy="Remove the unsupported part of the schema.")
 
 
 def _first_line(error: Any) -> str:

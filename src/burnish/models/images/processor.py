@@ -142,7 +142,7 @@ def load_image_processor(options: ModelOptions, backend: str = "pil", **settings
         what = f"its image processor cannot be loaded: {message_of(error)}"
         needs = "torchvision" in str(error).lower()
         remedy = (
-            "The image processor of this model requires torchvision, in the version that matches the installed torch."
+            "Install the torchvision version that matches the installed torch: this image processor requires it."
             if needs
             else f"Download {' or '.join(FILES)} again."
         )

@@ -74,7 +74,7 @@ def liger_problems(device: torch.device) -> list[Problem]:
     if device.type != "cuda":
         reasons.append("its kernels run on a GPU only, and this run is on a CPU")
     if find_spec("liger_kernel") is None:
-        reasons.append("it needs the library liger-kernel, which is not installed")
+        reasons.append("it requires the library liger-kernel, which is not installed")
     remedy = "Remove the option: burnish's own layers give the same result."
     what = f'"enable_liger_kernel" is true, but {"; ".join(reasons)}.'
     return [Problem(what, remedy=remedy, option="enable_liger_kernel")] if reasons else []
@@ -116,7 +116,7 @@ def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_asked: b
         raise UserError(f'Liger has no kernels for a model of type "{family}".', remedy="Remove enable_liger_kernel.")
     parts = [*inspect.signature(MODEL_TYPE_TO_APPLY_LIGER_FN[family]).parameters]
     known = [name for name in parts if name != "model"]
-    remedy = f"Known: {', '.join(name for name in known if name not in _LOSSES)}."
+    remedy = f"Available: {', '.join(name for name in known if name not in _LOSSES)}."
     raise_if(
         Problem(
             f'"liger_kernel_config": {family} models have no "{name}".{did_you_mean(name, known)}',

@@ -195,7 +195,7 @@ def use_kernels_that_train(config: Any, device: torch.device | str | None = None
         described["backend"] = chosen
     else:
         described.backend = chosen
-    return f"On a CPU, weights of {method} use the kernel {chosen}." if is_cpu else ""
+    return f"On a CPU, {method}-quantized weights use the kernel {chosen}." if is_cpu else ""
 
 
 def _entry(holder: Any, name: str) -> Any:

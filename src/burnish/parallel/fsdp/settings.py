@@ -112,7 +112,8 @@ def fsdp_problems(options: ParallelOptions) -> Iterator[Problem]:
         yield Problem(f'"fsdp": unknown value "{word}".{did_you_mean(word, _WORDS)}', option="fsdp")
     for key, setting in _log_request().items():
         if key not in _READ and key not in _WITHOUT_EFFECT and setting.lower() not in ("", "false", "none"):
-            yield Problem(f'FSDP_{key.upper()} is "{setting}": burnish does not support it.', remedy="Remove it.")
+            what = f'the environment variable FSDP_{key.upper()} is "{setting}", which burnish does not support.'
+            yield Problem(what, remedy="Remove the setting from accelerate's config file, or unset the variable.")
     try:
         known = [*_READ, *_WITHOUT_EFFECT]
         for key in _values(options):

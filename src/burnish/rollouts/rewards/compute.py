@@ -135,7 +135,9 @@ def compute_rewards(
         names = ", ".join(function.name for function in functions)
         what = f"No completion of step {step} has a score: {names} returned None for all {len(completions)} of them."
         raise UserError(
-            what, remedy="None means that a function does not apply to a completion.", option="reward_funcs"
+            what,
+            remedy="Return a number for at least one completion per step. None means that a function does not apply.",
+            option="reward_funcs",
         )
     return table
 

@@ -160,11 +160,15 @@ def _called(factory: Callable[..., Any], name: str, arguments: dict[str, Any]) -
     if missing := [each for each in needed if each not in arguments]:
         example = _EXAMPLES.get(name.removeprefix("get_"), ", ".join(f"{each}: ..." for each in needed))
         remedy = f"Write {{{name}: {{{example}}}}}."
-        raise UserError(f"{name} needs {' and '.join(missing)}.", remedy=remedy, option="reward_funcs")
+        raise UserError(
+            f"{name} requires the {'argument' if len(missing) == 1 else 'arguments'} {' and '.join(missing)}.",
+            remedy=remedy,
+            option="reward_funcs",
+        )
     if unknown := [each for each in arguments if each not in signature.parameters]:
         known = list(signature.parameters)
         what = f'{name} has no argument "{unknown[0]}".{did_you_mean(unknown[0], known)}'
-        raise UserError(what, remedy=f"Known: {', '.join(known)}.", option="reward_funcs")
+        raise UserError(what, remedy=f"Available: {', '.join(known)}.", option="reward_funcs")
     result = factory(**arguments)
     if not callable(result):
         raise UserError(f"{name} returned no function. Received: {result!r}.", option="reward_funcs")

@@ -76,8 +76,8 @@ class RewardModel:
         try:
             return chat_texts(self.tokenizer, [Conversation([*prompt, *answer]) for prompt, answer in pairs])
         except UnreadableTemplate as error:
-            what = f"The reward model {self.__name__} cannot read a completion: {error}."
-            raise UserError(what, remedy="Correct its chat template.", option="reward_model") from error
+            what = f"The chat template of the reward model {self.__name__} cannot render a completion: {error}."
+            raise UserError(what, remedy="Correct the chat template.", option="reward_model") from error
 
     @torch.no_grad()
     def _scores(self, ids: Sequence[Sequence[int]]) -> Tensor:

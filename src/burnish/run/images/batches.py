@@ -59,7 +59,7 @@ def check_processes(options: RunOptions, model: Any, world_size: int, shards_wei
     trained = any(p.requires_grad and part_at(name, parts) != "language_model" for name, p in model.named_parameters())
     if not trained or options.ddp_find_unused_parameters:
         return []
-    what = "the vision tower or the projector is trained by several processes."
+    what = "training the vision tower or the projector with several processes requires ddp_find_unused_parameters."
     why = "A process without images in its micro-batch has no gradients for them, and the others would hang."
     return [Problem(what, why=why, remedy="Set ddp_find_unused_parameters: true.", option="ddp_find_unused_parameters")]
 

@@ -75,7 +75,7 @@ def check_evaluation_set(options: RunOptions) -> list[Problem]:
     settings = " and ".join(f"{name}: {value}" for name, value in requested.items())
     return [
         Problem(
-            f"{settings} {'needs' if len(requested) == 1 else 'need'} an evaluation dataset, but none is set.",
+            f"{settings} {'requires' if len(requested) == 1 else 'require'} an evaluation dataset, but none is set.",
             remedy="Set eval_dataset: <name>, or val_size: 0.1 to hold out 10% of the training data.",
             option=tuple(requested),
         )
@@ -143,7 +143,7 @@ def check_sharded(options: RunOptions) -> list[Problem]:
     if trains(options) and optimizer not in SHARDABLE:
         problems.append(
             Problem(
-                f'The optimizer {optimizer} needs unsharded weights, but "{engine}" shards them across processes.',
+                f'The optimizer {optimizer} requires unsharded weights, but "{engine}" shards them across processes.',
                 remedy=f"Set optim to one of {', '.join(SHARDABLE)}, or remove {engine} to use data parallelism.",
                 option=(engine, "optim"),
             )

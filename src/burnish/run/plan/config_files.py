@@ -179,7 +179,7 @@ def read_config(path: Path) -> dict[str, RawValue]:
 
 
 def _if_records(path: Path) -> str:
-    return f"If it holds records, use dataset={path}, or eval_dataset={path} with burnish eval."
+    return f"If it is a dataset, pass it as dataset={path}, or as eval_dataset={path} to burnish eval."
 
 
 def _text_of(path: Path) -> str:

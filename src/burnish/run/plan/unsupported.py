@@ -111,7 +111,7 @@ ABSENT_CHOICES: dict[str, dict[str, str]] = {
     },
     "flash_attn": {
         "off": "Set flash_attn: disabled, its name since LLaMA-Factory 0.8.1.",
-        "false": "Set flash_attn: auto, or disabled for attention without a kernel.",
+        "false": "Set flash_attn: auto, or disabled for eager attention.",
         "true": "Set flash_attn: fa2, its name since LLaMA-Factory 0.7.1.",
     },
     "infer_backend": {
@@ -177,7 +177,7 @@ def _family(switch: str, harmless: Any, instead: str, members: str) -> None:
 # --- data, objectives, templates --------------------------------------------------------------------------------------
 _family(
     "use_asft_loss", False,
-    "ASFT needs a frozen reference model. use_dft_loss: true is the same loss without the KL term.",
+    "ASFT requires a frozen reference model. use_dft_loss: true is the same loss without the KL term.",
     "asft_alpha",
 )  # fmt: skip
 _family(
@@ -255,7 +255,11 @@ _family(
     "kt_non_expert_weight_path kt_cpu_activation kt_config "
     "kt_optimize_rule kt_maxlen kt_use_cuda_graph kt_mode kt_force_think cpu_infer chunk_size mode",
 )  # fmt: skip
-_absent("Use gradient_accumulation_steps. It does not change the update.", auto_find_batch_size=False)
+_absent(
+    "Lower per_device_train_batch_size and raise gradient_accumulation_steps by the same factor. The update stays the "
+    "same.",
+    auto_find_batch_size=False,
+)
 _absent("Remove it, or reduce per_device_train_batch_size.", torch_empty_cache_steps=None)
 _absent("Set it in the model's tokenizer files.", eos_token=None, pad_token=None)
 _absent("Set adapter_name_or_path to the folder.", adapter_folder=None)

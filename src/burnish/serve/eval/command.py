@@ -44,7 +44,8 @@ class EvalOptions:
 
     task: str | None = option(
         None,
-        "Task and split, such as mmlu_test, from local files; or lm_eval: and task names of lm-evaluation-harness.",
+        "Task and split in local files, such as mmlu_test; or tasks of lm-evaluation-harness, such as "
+        "lm_eval:arc_easy,hellaswag.",
     )
     task_dir: str = option("evaluation", "Folder with the files of the tasks. Nothing is downloaded.", names_place=True)
     lang: Literal["en", "zh"] = option("en", "Language of the prompt templates.")

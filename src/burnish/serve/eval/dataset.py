@@ -52,7 +52,7 @@ def predict_sets(argv: Sequence[str]) -> int:
     raise_if(wrong)
     for name in UNREAD:
         if servings[0].provenance.get(name, "").startswith(COMMAND_LINE):
-            note(f'"{name}" has no effect here: burnish predict generates responses to whole datasets.')
+            note(f'"{name}" has no effect here: burnish predict generates responses to all prompts of a dataset.')
     if any(not (serving.options.eval_dataset or serving.options.val_size) for serving in servings):
         what = "nothing to predict: eval_dataset is not set, and no run.yaml in the model's folder sets it."
         raise UserError(what, remedy="Set it, for example eval_dataset=heldout", option="eval_dataset")
@@ -76,7 +76,7 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
         predicts: write responses or scores even without ``predict_with_generate``.
     """
     if not save_dir and not servings[0].options.output_dir:
-        what = "save_dir is not set; results and responses are written to files."
+        what = "save_dir is not set, so there is no folder for the results and responses."
         raise UserError(what, remedy="Set it, for example save_dir=saves/evaluation")
     raise_if(problems_of_folder(Path(save_dir), "save_dir") if save_dir else [])
     rows: list[tuple[str, dict[str, float]]] = []
@@ -88,7 +88,7 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
         writes, stage = writes_answers(serving.options), serving.options.stage
         generates = writes and (predicts or serving.options.predict_with_generate)
         if generates and serving.uses_own_data and not OBJECTIVES[stage].has_prompts:
-            what = f"predictions need prompts, but the run's data are of stage: {stage}, which has none."
+            what = f"predictions require prompts, but the records of stage: {stage} have none."
             remedy = "Run burnish eval to compute the loss, or set eval_dataset to a dataset with prompts."
             raise UserError(what, where=serving.name, remedy=remedy)
         # Responses need no loss of the stage, only its kind of records.

@@ -67,7 +67,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     try:
         value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
     except json.JSONDecodeError as error:
-        raise _broken(f"{error.msg} in line {error.lineno}, column {error.colno}") from error
+        raise _broken(f"{error.msg} at line {error.lineno}, column {error.colno}") from error
     except RecursionError as error:
         raise _broken(_TOO_DEEP) from error
     except ValueError as error:

@@ -134,9 +134,9 @@ def _body(response: HTTPResponse, most_bytes: int) -> bytes:
     if 300 <= response.status < 400:
         raise NotFetchedError(f"redirects (status {response.status}), and redirects are not followed.")
     if response.status != 200:
-        raise NotFetchedError(f"could not be fetched: the host answered with status {response.status}.")
+        raise NotFetchedError(f"could not be fetched: the host returned HTTP {response.status}.")
     if response.getheader("Content-Encoding", "identity") != "identity":
-        raise NotFetchedError("could not be fetched: the host sends it compressed.")
+        raise NotFetchedError("could not be fetched: the host returned a compressed response.")
     found = bytearray()
     while chunk := response.read1(_CHUNK):
         found += chunk
@@ -149,7 +149,7 @@ def _body(response: HTTPResponse, most_bytes: int) -> bytes:
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
-        return "the host does not answer"
+        return "the host did not respond"
     if isinstance(error, ssl.SSLError):
         return "the TLS connection failed"
     return "the connection failed"

@@ -119,7 +119,9 @@ def warn_about_unused_arguments(args: Fields) -> None:
     idle = [name for name in defaults if settings.get(name, defaults[name]) != defaults[name]]
     if idle:
         notes.warn(
-            f"`accelerator_config`: {', '.join(idle)} has no effect; burnish distributes the data itself.", UserWarning
+            f"`accelerator_config`: {', '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect; burnish "
+            "distributes the data itself.",
+            UserWarning,
         )
 
 

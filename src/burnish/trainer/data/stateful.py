@@ -39,8 +39,8 @@ def loader_state(stream: Stateful) -> Any:
         split(state, copy=False)
     except (TypeError, AttributeError) as error:
         notes.warn(
-            f"The state of {type(stream).__name__} cannot be saved: {error} When the run is resumed, the dataset "
-            "restarts from the beginning."
+            f"The state of {type(stream).__name__} cannot be saved: {str(error).rstrip('.')}. When the run is resumed, "
+            "the dataset restarts from the beginning."
         )
         return None
     return state

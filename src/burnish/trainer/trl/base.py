@@ -131,7 +131,7 @@ class TrlTrainer(Trainer):
         self.router_aux_loss_coef = getattr(config, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
         if coefficient and not hasattr(config, "output_router_logits"):
             raise ValueError(
-                f"`router_aux_loss_coef` is set to {coefficient} but {type(model).__name__} is not a "
+                f"`router_aux_loss_coef` is set to {coefficient}, but {type(model).__name__} is not a "
                 "Mixture-of-Experts model that returns its router logits, so there is no auxiliary loss to weight."
             )
         self.aux_loss_enabled = hasattr(config, "output_router_logits") and self.router_aux_loss_coef != 0.0

@@ -67,7 +67,7 @@ class EncodeRecords:
             if reason not in self.warned and reason.kind != "truncated":
                 self.warned.add(reason)
                 places = ", ".join(str(number) for _, number in sorted(stats.records[reason])[:5])
-                what = f"{count} of {stats.seen} records of the {name} dataset {reason} (records {places})."
+                what = f"{count} of {stats.seen} records of the {name} dataset were {reason} (records {places})."
                 logger.warning(what.replace("cutoff_len", "max_length"))
 
 

@@ -125,7 +125,7 @@ class VisionCollator:
         if not any(row.get("images") for row in rows) and not self.images.is_for_text:
             if any(not self.family.placeholder_ids.isdisjoint(row["input_ids"]) for row in rows):
                 raise ValueError(
-                    "The rows contain image placeholders, but the column `images` is missing. Do not remove it."
+                    "The rows contain image placeholders, but the column `images` is missing. Keep it in the dataset."
                 )
             return self.text(rows)
         return self.images([_plain(row) for row in rows])

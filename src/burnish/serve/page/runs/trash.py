@@ -56,7 +56,11 @@ def restore(id: str, roots: Sequence[Path]) -> Path:
     for entry, folder in _entries(roots):
         if entry.name == id:
             if os.path.lexists(folder):
-                raise APIError(409, "folder_not_empty", "The folder of the run exists again. Rename it first.")
+                raise APIError(
+                    409,
+                    "folder_not_empty",
+                    "A different folder now exists at the original path of the run. Rename it first.",
+                )
             try:
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 os.rename(entry / "run", folder)

@@ -71,7 +71,8 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
         ),
     }  # fmt: skip
     refused: ClassVar[Mapping[str, str]] = {
-        "log_completions_hub_repo": "completions.jsonl is in output_dir; upload it with: hf upload.",
+        "log_completions_hub_repo": "Upload completions.jsonl from output_dir after training: "
+        "hf upload <name> completions.jsonl.",
     }
 
     # --- defaults that differ from those of TrainingArguments
@@ -163,7 +164,7 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
         }
         if unknown := [name for name in kwargs if name not in _OF_SAMPLING]:
             what = f'`generation_kwargs` does not accept "{unknown[0]}".{did_you_mean(unknown[0], _OF_SAMPLING)}'
-            remedy = f"Known: {', '.join(_OF_SAMPLING)}."
+            remedy = f"Available: {', '.join(_OF_SAMPLING)}."
             raise UserError(Problem(what, remedy=remedy, option="generation_kwargs"))
         return dict(kwargs)
 

@@ -69,7 +69,7 @@ def prompt_rows(
         )
     if not is_list and "prompt" not in dataset.column_names:
         columns = ", ".join(dataset.column_names)
-        raise UserError(f'The {name} dataset needs a column "prompt". Received the columns: {columns}.')
+        raise UserError(f'The {name} dataset requires a column "prompt". Received the columns: {columns}.')
     stats = DataStats()
     examples = [
         _example(record, f"{name} dataset", at + 1, variables or {}, tools) for at, record in enumerate(dataset)

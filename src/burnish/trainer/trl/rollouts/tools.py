@@ -105,7 +105,7 @@ class ToolDialogue:
             self._has_warned = True
             logger.warning(
                 "The chat template renders an assistant turn differently when a tool result follows it, for example "
-                "without its thoughts. Completions keep each turn as it was generated."
+                "without its reasoning. Completions keep each turn as it was generated."
             )
         return ids[ends[before.count(eos) - 1] + 1 :]
 
