@@ -130,10 +130,9 @@ def test_streamed_calls_match_the_complete_response(tokenizer, tool_format: str)
         assert result.content.strip() == before.strip()
 
 
-@pytest.mark.parametrize("tool_format", TOOL_FORMATS.names())
+# Nothing closes a call in the format glm4_moe, so one argument less is a call, too.
+@pytest.mark.parametrize("tool_format", [name for name in TOOL_FORMATS.names() if name != "glm4_moe"])
 def test_truncated_call_is_never_a_partial_call(tokenizer, tool_format: str) -> None:
-    if tool_format == "glm4_moe":
-        pytest.skip("nothing closes a call in this format, so one argument less is a call too")
     calls = [Call("get_weather", {"city": "Rome"})]
     text = TOOL_FORMATS[tool_format].write(calls).strip()
     for end in range(len(text)):

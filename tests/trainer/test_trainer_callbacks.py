@@ -46,11 +46,17 @@ SCENES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("sets", ["one set", "two sets"])
-@pytest.mark.parametrize("scene", SCENES)
+# eval_loss, the metric of "the best", is not a metric of two sets.
+@pytest.mark.parametrize(
+    ("scene", "sets"),
+    [
+        (scene, sets)
+        for scene in SCENES
+        for sets in ("one set", "two sets")
+        if (scene, sets) != ("the best", "two sets")
+    ],
+)
 def test_events_and_their_arguments_match_transformers(tmp_path, scene, sets):
-    if scene == "the best" and sets == "two sets":
-        pytest.skip("eval_loss is the metric of neither set")
     recorded = []
     for trainer_class, make_arguments, base in (
         (Trainer, arguments, burnish.TrainerCallback),
