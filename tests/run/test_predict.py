@@ -367,7 +367,7 @@ def test_default_metrics_are_computed_as_far_as_their_libraries_are_installed(mo
     options = RunOptions(predict_with_generate=True, do_predict=True)
     assert not check_metrics(options)
     assert metric_notes(options)[0].startswith(
-        "Metrics that are not computed without nltk, jieba, rouge_chinese: bleu-4, rouge."
+        "Metrics that require libraries that are not installed (nltk, jieba, rouge_chinese): bleu-4, rouge."
     )
     assert scores(["a", "b"], ["a", "c"], options) == {"exact_match": 0.5}
 

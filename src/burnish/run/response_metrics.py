@@ -80,7 +80,10 @@ def metric_notes(options: MetricChoices) -> list[str]:
         return []
     needed = ", ".join(dict.fromkeys(library for libraries in lacking.values() for library in libraries))
     install = 'pip install "burnish[metrics]"'
-    return [f"Metrics that are not computed without {needed}: {', '.join(lacking)}. Install it with: {install}"]
+    metrics = ", ".join(lacking)
+    return [
+        f"Metrics that require libraries that are not installed ({needed}): {metrics}. Install them with: {install}"
+    ]
 
 
 def computes_metrics(options: MetricChoices) -> bool:
