@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import tensor
 
+from burnish.losses.pair_values import RunningMean
 from burnish.losses.preference_losses import (
     PAIR_LOSSES,
     LossShape,
@@ -230,3 +231,13 @@ def test_reward_loss_applies_margin_and_centers_scores():
 def test_pair_with_high_policy_likelihood_has_a_weight_above_one():
     """As TRL and the paper's equation have it: tokens that are likelier than the mean one have a weight above 1."""
     assert wpo_weights(torch.tensor([0.5]), torch.tensor([0.25])).item() == pytest.approx(math.exp(0.75))
+
+
+@pytest.mark.parametrize("total", [math.nan, math.inf])
+def test_running_mean_ignores_a_sum_that_is_not_finite(total):
+    mean = RunningMean()
+    mean.add(torch.tensor(6.0), torch.tensor(2.0))
+    mean.add(torch.tensor(total), torch.tensor(2.0))
+    assert mean.value == 3
+    mean.add(torch.tensor(18.0), torch.tensor(2.0))
+    assert mean.value == 6

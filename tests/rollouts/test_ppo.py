@@ -1,6 +1,7 @@
 """PPO's formulas compared with golden cases for any micro-batching, and its two running states."""
 
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,6 +85,15 @@ def test_kl_coefficient_adapts_to_distance_from_reference(case):
     assert kl == pytest.approx(case["objective_kl"], abs=1e-7)
     controller.update(kl, case["settings"]["batch_size"])
     assert controller.coefficient == pytest.approx(case["kl_coef_after"], abs=1e-9)
+
+
+@pytest.mark.parametrize("kl", [math.nan, math.inf])
+def test_kl_that_is_not_finite_does_not_change_the_coefficient(kl):
+    case = CASES[0]
+    controller = KlController(settings(case))
+    before = controller.coefficient
+    controller.update(kl, case["settings"]["batch_size"])
+    assert controller.coefficient == before
 
 
 def test_running_score_normalization_survives_a_checkpoint():

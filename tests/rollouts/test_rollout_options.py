@@ -3,16 +3,19 @@
 import contextlib
 import io
 import json
+import math
 import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 from golden_steps import Golden, make_models
 from test_rollout_trainers import folder, prompts, trainer_of, variety  # noqa: F401, a fixture
 
 from burnish import GRPOConfig
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue
+from burnish.losses.rollouts.loss import EntropyController
 from burnish.run import rollouts
 from burnish.run.plan.plan import plan
 
@@ -205,3 +208,15 @@ def test_reward_model_options_are_applied(monkeypatch):
     assert requests == [("judge", ["a"], 4)]
     options.reward_model, options.reward_model_type = "http://127.0.0.1:1/score", "api"
     assert rollouts.reward_model_function(options, engine).call.url == "http://127.0.0.1:1/score"
+
+
+def test_entropy_that_is_not_finite_does_not_change_the_coefficient():
+    options = SimpleNamespace(
+        use_adaptive_entropy=True, entropy_coef=0.1, entropy_target=1.0, entropy_coef_delta=0.01, entropy_coef_min=0.0,
+        entropy_coef_max=1.0,
+    )  # fmt: skip
+    controller, parallel = EntropyController(options), SimpleNamespace(device="cpu", sum=lambda sums: sums)
+    for total, expected in ((2.0, 0.11), (math.nan, 0.11), (2.0, 0.12)):
+        controller.add(torch.tensor(total), torch.tensor(4.0))
+        controller.end_step(parallel)
+        assert controller.coefficient == pytest.approx(expected)

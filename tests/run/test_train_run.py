@@ -70,6 +70,24 @@ def test_weights_of_sharded_models_are_not_converted(tmp_path, name, capsys):
     assert f'"{name}" is not supported with sharded weights' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["training", "evaluation"])
+def test_dataset_without_a_complete_block_is_rejected(tmp_path, name, capsys):
+    long, short = [{"text": "red green blue " * 30}] * 8, [{"text": "red green blue " * 3}] * 3
+    (tmp_path / "long.json").write_text(json.dumps(long))
+    (tmp_path / "short.json").write_text(json.dumps(short))
+    files = {"dataset": "long.json", "eval_dataset": "long.json"}
+    files["dataset" if name == "training" else "eval_dataset"] = "short.json"
+    options = make_workspace(
+        tmp_path, stage="pt", cutoff_len=128, drop_incomplete_block=True, eval_strategy="epoch",
+        **{option: str(tmp_path / file) for option, file in files.items()},
+    )  # fmt: skip
+    assert run(options) == 2
+    error = capsys.readouterr().err
+    assert f"The {name} set has" in error
+    assert "less than one block of cutoff_len 128" in error
+    assert not (tmp_path / "out").exists()
+
+
 def test_evaluation_sets_with_underscores_in_their_names_are_evaluated_once_per_step(tmp_path):
     names = ("news__2024", "odd", "odd_")
     for name in names:

@@ -29,8 +29,13 @@ class RunningMean:
         self.value, self.count = torch.zeros(()), torch.zeros(())
 
     def add(self, total: Tensor, count: Tensor) -> None:
-        """Add ``count`` () values with the sum ``total`` ()."""
+        """Add ``count`` () values with the sum ``total`` ().
+
+        A sum that is NaN or infinite, as in a step that is skipped (``on_non_finite``), adds nothing.
+        """
         total, count = total.detach().float().cpu(), count.detach().float().cpu()
+        if not total.isfinite():
+            return
         self.count = self.count + count
         self.value = self.value + (total - self.value * count) / self.count.clamp(min=1)
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
+from burnish.config.errors import UserError
 from burnish.data.batches.batching import PackingChoices, lengths_of, pack, packs_rows, strategy_of
 from burnish.data.stats import DataStats
 from burnish.loop.types import Row
@@ -111,7 +112,18 @@ class ListedRows(RowSet[Row]):
 def packed(
     rows: RowSet[Row], options: PackingChoices, default: str | None, capacity: int, is_eval: bool = False
 ) -> RowSet[Row]:
-    """Return packs of ``capacity`` tokens if the options enable packing, otherwise ``rows``."""
+    """Return packs of ``capacity`` tokens if the options enable packing, otherwise ``rows``.
+
+    Raises:
+        UserError: if ``drop_incomplete_block`` drops all tokens.
+    """
     if not packs_rows(options, default, is_eval):
         return rows
-    return ListedRows(pack(rows, capacity, strategy_of(options, default), options.drop_incomplete_block))
+    packs = pack(rows, capacity, strategy_of(options, default), options.drop_incomplete_block)
+    if not packs and (tokens := sum(rows.lengths)):
+        what = f"The {'evaluation' if is_eval else 'training'} set has {tokens:,} tokens, less than one block of "
+        what += f"cutoff_len {capacity:,}, and drop_incomplete_block drops incomplete blocks."
+        raise UserError(
+            what, remedy="Remove drop_incomplete_block, or lower cutoff_len.", option="drop_incomplete_block"
+        )
+    return ListedRows(packs)

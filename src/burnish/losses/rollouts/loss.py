@@ -317,7 +317,7 @@ class EntropyController:
         own = torch.tensor(self._collected(), dtype=torch.float64, device=parallel.device)
         total, count = parallel.sum(own).tolist()  # one device read per step, in this mode only
         self._sums = [0.0, 0.0]
-        if count > 0:
+        if count > 0 and math.isfinite(total):  # not in a step that is skipped (on_non_finite)
             options, self.last = self.options, total / count
             change = options.entropy_coef_delta * (1 if self.last <= options.entropy_target else -1)
             self.coefficient = min(max(self.coefficient + change, options.entropy_coef_min), options.entropy_coef_max)

@@ -10,6 +10,7 @@ tokens of the step, and normalizations over the tokens of the rollout, on all ra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -142,8 +143,12 @@ class KlController:
         self.coefficient = self.options.ppo_init_kl_coef if fixed is None else fixed
 
     def update(self, kl: float, num_completions: int) -> None:
-        """Update the coefficient. Args: kl: mean over the completions of Σ (π_old - ρ), in nats."""
-        if self.options.kl_coef is not None:
+        """Update the coefficient; not from a NaN or infinite KL, as of a rollout whose steps are skipped.
+
+        Args:
+            kl: mean over the completions of Σ (π_old - ρ), in nats.
+        """
+        if self.options.kl_coef is not None or not math.isfinite(kl):
             return
         error = min(max(kl / self.options.ppo_target - 1, -0.2), 0.2)
         self.coefficient *= 1 + error * num_completions / self.options.ppo_horizon
