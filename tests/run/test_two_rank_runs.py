@@ -1,12 +1,15 @@
 """Complete runs of two processes end in the weights of one, for every kind of row."""
 
+import shutil
+
 import pytest
 import torch
 
 import burnish.run.build  # noqa: F401 - before two processes are forked, not in each of them
-from run_outputs import weights_in
-from small_run import make_workspace
-from two_processes import train_with_one_and_two
+from burnish.cli import main
+from run_outputs import history, weights_in
+from small_run import as_arguments, make_workspace
+from two_processes import in_two_processes, train_with_one_and_two
 
 pytestmark = pytest.mark.run
 
@@ -32,3 +35,25 @@ def test_two_processes_give_the_weights_of_one(folder, kind):
     assert any(not torch.equal(one[name], started[name]) for name in started)
     for name, weight in one.items():  # sums over ranks are added in another order
         torch.testing.assert_close(two[name], weight, rtol=1e-4, atol=1e-5)
+
+
+def train(options):
+    assert main(["train", *as_arguments(options)]) == 0
+
+
+def logged(path):
+    """The values of each log that do not depend on time."""
+    timed = ("runtime", "second", "waiting")
+    return [{k: v for k, v in log.items() if not any(name in k for name in timed)} for log in history(path)]
+
+
+def test_log_after_a_resume_between_two_logs_counts_each_rank_once(tmp_path):
+    options = make_workspace(
+        tmp_path, count=32, logging_steps=4, save_steps=3, max_steps=4, include_num_input_tokens_seen=True,
+        ddp_backend="gloo", save_total_limit=5,
+    )  # fmt: skip
+    in_two_processes(train, options)
+    (tmp_path / "resumed").mkdir()
+    shutil.copytree(tmp_path / "out" / "checkpoint-3", tmp_path / "resumed" / "checkpoint-3")
+    in_two_processes(train, {**options, "output_dir": str(tmp_path / "resumed")})
+    assert logged(tmp_path / "resumed") == logged(tmp_path / "out")

@@ -308,6 +308,8 @@ class Loop:
         """
         with preserve_plan(self.state):
             load(folder, self.parts, self.parallel.rank)
+        if self.parallel.rank:  # the checkpoint contains the sums of all ranks, which rank 0 continues
+            self.meter.clear_sums()
 
     def end_epoch(self) -> None:
         """Move to the start of the next epoch. Remaining step batches of a rollout are dropped."""
@@ -320,6 +322,8 @@ class Loop:
         metrics = self.summary(unlogged)
         self.record(metrics)
         self.checkpoints.wait()
+        if self.options.load_best_model_at_end:
+            self.parallel.barrier()  # rank 0 writes checkpoints
         best = self.state.best_model_checkpoint
         if self.options.load_best_model_at_end and best and Path(best).is_dir():  # a failed save has been reported
             load_part(Path(best), self.parts["model"])

@@ -135,6 +135,13 @@ class Meter:
         self.non_finite_steps = (non_finite * is_first).to(self.non_finite_steps.dtype)
         self.tokens, self.rows = int(tokens.item() * is_first), int(rows.item() * is_first)
 
+    def clear_sums(self) -> None:
+        """Set the sums over rows of this rank to zero. Values that are equal on all ranks are kept."""
+        self.loss = torch.zeros_like(self.loss)
+        self.metrics.clear_sums()
+        self.non_finite_steps = torch.zeros_like(self.non_finite_steps)
+        self.tokens = self.rows = 0
+
     def _restart(self) -> None:
         self.loss = torch.zeros_like(self.loss)
         self.metrics = Metrics()

@@ -112,6 +112,16 @@ class Metrics:
             total = next(ends) if metric.reduction in ("min", "max") else total * is_first
             self.by_name[name] = Sum(total, count * is_first, metric.reduction)
 
+    def clear_sums(self) -> None:
+        """Set sums and counts to zero, and keep minima and maxima."""
+        for name, metric in self.by_name.items():
+            if isinstance(metric, Tensor):
+                self.by_name[name] = torch.zeros_like(metric)
+            else:
+                is_extreme = metric.reduction in ("min", "max")
+                total = metric.total if is_extreme else torch.zeros_like(metric.total)
+                self.by_name[name] = Sum(total, torch.zeros_like(metric.count), metric.reduction)
+
     def state_dict(self) -> dict[str, Any]:
         return {
             name: m if isinstance(m, Tensor) else {"total": m.total, "count": m.count, "reduction": m.reduction}

@@ -89,9 +89,10 @@ class AnswersObjective(StageObjective):
         self.head, self.makes_some_logits = capabilities.head, capabilities.makes_some_logits
         if self.head is not None or self.options.fused_loss is False:
             return []
-        name = type(inner).__name__
-        what = f"The LM head of {name} is not a plain linear layer"
-        return [f"{what}: full logits are computed, which takes more memory."]
+        what = f"The LM head of {type(inner).__name__} is not a plain linear layer over its last hidden states."
+        if self.options.fused_loss != "auto":
+            raise UserError(f'"fused_loss" is true. {what}', remedy="Remove fused_loss.", option="fused_loss")
+        return [f"{what} The loss is computed from full logits, which takes more memory."]
 
     def allows_prefix_sharing(self, model: nn.Module) -> bool:
         return not aux_coefficient(unwrap_peft(model), self.options.router_aux_loss_coef)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from hashlib import blake2b
+from random import Random
 from typing import Any
 
 from burnish.adapters.base import ADAPTERS
@@ -234,8 +235,10 @@ def refuse_long(config: Any, row: Row) -> None:
 
 
 def sample_of(rows: RowSet[Any]) -> ListedRows:
-    """Return rows spread over a dataset, for everything that must be known before the first step."""
-    some = (rows[number] for number in range(0, len(rows), max(1, len(rows) // SAMPLE_SIZE)))
+    """Return rows at random positions of a dataset, the same each time, for everything that must be known before the
+    first step. Rows at regular distances could all be of one kind."""
+    numbers = sorted(Random(0).sample(range(len(rows)), min(SAMPLE_SIZE, len(rows))))  # noqa: S311
+    some = (rows[number] for number in numbers)
     return ListedRows([row for row in some if row is not None])
 
 

@@ -32,6 +32,7 @@ def roll_back(loop: Loop, spike: SpikeError, warn: Callable[[str], None]) -> Non
         NonFiniteError: if there is no checkpoint.
     """
     loop.checkpoints.wait()
+    loop.parallel.barrier()  # rank 0 writes checkpoints
     newest, _ = loop.checkpoints.newest()
     indices = list(spike.indices)
     examples = loop.examples_sentence(indices)
