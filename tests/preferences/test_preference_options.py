@@ -7,7 +7,11 @@ from safetensors import safe_open
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from burnish.config.errors import UserError
+from burnish.losses.reference import InitialWeights, ShardedInitialWeights
+from burnish.parallel.create import create_parallel
+from burnish.run.build import build_loop
 from burnish.run.plan.plan import plan
+from burnish.run.prepare import prepare
 from pair_runs import losses, make_pair_workspace, pairs, run_options, train_on_pairs
 from representative import representative_slow
 
@@ -224,3 +228,14 @@ def test_contradictory_preference_options_are_rejected_before_reading(workspace,
 )
 def test_options_without_effect_or_with_unlikely_values_are_reported(workspace, changes, sentence):
     assert any(note.startswith(sentence) for note in plan(run_options(workspace, **changes)).notes)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_checkpoint_copies_weights_before_a_reference_changes_them(tmp_path, monkeypatch, changes):
+    workspace = make_pair_workspace(tmp_path)
+    monkeypatch.setattr(InitialWeights, "changes_weights", changes)
+    planned = plan(run_options(workspace))
+    loop = build_loop(planned, prepare(planned), create_parallel(planned.options), None)
+    assert isinstance(loop.objective.reference, InitialWeights)
+    assert loop.checkpoints._may_copy_later is not changes
+    assert ShardedInitialWeights.changes_weights

@@ -200,3 +200,13 @@ def test_script_error_names_rows_of_train_dataset(tmp_path):
         failed.value
     )
     assert 5 in order[4 * step - 4 : 4 * step]
+
+
+def test_run_ends_when_all_examples_are_skipped(tmp_path, capsys):
+    options = make_workspace(
+        tmp_path, count=8, on_spike="rollback", spike_ratio=1.0001, save_steps=1, save_total_limit=2,
+        num_train_epochs=60, gradient_accumulation_steps=1, per_device_train_batch_size=4, learning_rate=1e-5,
+        lr_scheduler_type="constant",
+    )  # fmt: skip
+    assert main(["train", *as_arguments(options)]) == 2
+    assert "An epoch has no step: no examples are left." in capsys.readouterr().err

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from burnish.checkpoint.checkpoint import Checkpoints, load, load_part
 from burnish.checkpoint.parts import ModelPart, Part, Stateful, parts_of
-from burnish.config.errors import NonFiniteError
+from burnish.config.errors import NonFiniteError, UserError
 from burnish.config.options import option
 from burnish.loop.best import BestChoices, best_model_metric, eval_prefix, remember_best
 from burnish.loop.events import CallbackHandler
@@ -127,9 +127,12 @@ class Loop:
         self.callbacks.fire("on_train_begin")
         if self.options.eval_on_start and self.state.global_step == 0:
             self.evaluate()
+        num_empty = 0
         while self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
             self.callbacks.fire("on_epoch_begin")
+            num_empty += 1
             for step_batch in self.step_batches():
+                num_empty = 0
                 self.callbacks.fire("on_step_begin")
                 self.step(step_batch)
                 self.callbacks.fire("on_step_end")
@@ -140,6 +143,8 @@ class Loop:
                 self.end_epoch()
             self.callbacks.fire("on_epoch_end")
             self.handle_control()
+            if num_empty == 2:  # the first one may be the end of an epoch in which the run was resumed
+                raise UserError("An epoch has no step: no examples are left.", remedy="Raise spike_ratio.")
         return self.end_training()
 
     def step_batches(self) -> Iterator[StepBatch]:

@@ -20,9 +20,16 @@ from burnish.loop.protocols import Parallel
 
 
 class Reference(Protocol):
-    """Attributes: parts: what a checkpoint stores of it."""
+    """The reference model of an objective.
+
+    Attributes:
+        parts: what a checkpoint stores of it.
+        changes_weights: whether it changes the policy's weights in place while it answers, so that a checkpoint must
+            have copied them before.
+    """
 
     parts: Mapping[str, Stateful]
+    changes_weights: bool = False
 
     def setup(self, module: nn.Module) -> None:
         """Called once with the policy as the backend prepared it; see ``Objective.setup``."""
@@ -124,6 +131,7 @@ class ShardedInitialWeights(Reference):
     """
 
     parts: Mapping[str, Stateful] = {}
+    changes_weights = True
 
     def __init__(self, parallel: Parallel) -> None:
         self.parallel = parallel

@@ -225,7 +225,11 @@ def build_loop(
         write_extras=partial(write_companions, model, adapter, prepared.tokenizer),
         in_background=options.save_in_background, processes=parallel, listeners=listeners,
         # A schedule-free optimizer changes weights for evaluation; an objective may change its parts before updates.
-        copies_later=not (hasattr(created, "eval") or objective.parts),
+        copies_later=not (
+            hasattr(created, "eval")
+            or objective.parts
+            or getattr(getattr(objective, "reference", None), "changes_weights", False)
+        ),
     )  # fmt: skip
     loop = RunLoop(
         options, prepared.where, model=module, weights=ModelState(model, adapter), objective=objective,
