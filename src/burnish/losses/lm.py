@@ -161,7 +161,7 @@ class LmObjective(StageObjective):
         return not self.options.neftune_noise_alpha and not aux
 
     def module(self, model: nn.Module) -> nn.Module:
-        """The model and its loss as one module. Requires ``fit`` first."""
+        """The model and its loss as one module. Requires ``configure`` first."""
         return ModelWithLoss(
             model, self.head, self.makes_some_logits, self.options, self.options, batch_keys=self.batch_keys
         )

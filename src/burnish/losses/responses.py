@@ -103,7 +103,7 @@ class AnswersObjective(StageObjective):
         return LogpRules(accuracy=True, entropy=True, sum_squared_probs=self.needs_sum_of_squares)
 
     def module(self, model: nn.Module) -> SequenceModel:
-        """The model wrapped so that it returns log-probabilities of responses. Requires ``fit`` first."""
+        """The model wrapped so that it returns log-probabilities of responses. Requires ``configure`` first."""
         rules = replace(self.rules, softcap=self.head.softcap if self.head else None)
         self.aux_coefficient = aux_coefficient(unwrap_peft(model), self.options.router_aux_loss_coef)
         return SequenceModel(

@@ -213,7 +213,7 @@ class RewardObjective(StageObjective):
         return True
 
     def module(self, model: nn.Module) -> ScoringModel:
-        """The model and its score head as one module. Requires ``fit`` first."""
+        """The model and its score head as one module. Requires ``configure`` first."""
         assert self.head is not None
         self.head.to(next(model.parameters()).device)
         return ScoringModel(model, self.head, self.batch_keys, self.only)
