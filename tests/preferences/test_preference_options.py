@@ -1,12 +1,14 @@
 """Options of preference training: effects, rejected combinations, and messages."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from safetensors import safe_open
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from burnish.config.errors import UserError
+from burnish.losses.pairs import PairObjective
 from burnish.losses.reference import InitialWeights, ShardedInitialWeights
 from burnish.parallel.create import create_parallel
 from burnish.run.build import build_loop
@@ -239,3 +241,22 @@ def test_checkpoint_copies_weights_before_a_reference_changes_them(tmp_path, mon
     assert isinstance(loop.objective.reference, InitialWeights)
     assert loop.checkpoints._may_copy_later is not changes
     assert ShardedInitialWeights.changes_weights
+
+
+def test_full_logits_give_the_same_loss_and_impossible_request_is_rejected(workspace, monkeypatch):
+    expected = losses(workspace, monkeypatch)
+    heads, configure = [], PairObjective.configure
+
+    def recorded(self, capabilities, collate):
+        configured = configure(self, capabilities, collate)
+        heads.append(self.head)
+        return configured
+
+    monkeypatch.setattr(PairObjective, "configure", recorded)
+    assert losses(workspace, monkeypatch, fused_loss=False) == pytest.approx(expected, rel=1e-5)
+    assert heads == [None]
+    monkeypatch.setattr(
+        PairObjective, "configure", lambda self, found, collate: configure(self, replace(found, head=None), collate)
+    )
+    with pytest.raises(UserError, match="fused_loss"):
+        losses(workspace, monkeypatch, fused_loss=True)

@@ -10,9 +10,11 @@ import pytest
 
 from burnish.config.errors import Problem, UserError
 from burnish.data.rows.encode import encode_rows
+from burnish.data.rows.row_set import ListedRows
 from burnish.data.rows.store import MANIFEST
 from burnish.data.stats import DataStats, dropped
 from burnish.loop.types import IGNORE_INDEX, Example, Message
+from burnish.run.prepare import SAMPLE_SIZE, sample_of
 from burnish.utils.work import set_watcher
 from dataset_helpers import data_options
 from recording import RecordingProgress
@@ -328,3 +330,11 @@ def test_slow_record_is_named_while_it_is_encoded():
         set_watcher(None)
     started = [call[0] for call in recorder.calls if isinstance(call, tuple)]
     assert started == ["Tokenizing (longest: data.json, record 500000, 2.5 million characters)", "Tokenizing"]
+
+
+def test_sample_of_alternating_rows_has_both_kinds():
+    rows = ListedRows([{"input_ids": [number % 2], "labels": [number % 2]} for number in range(4 * SAMPLE_SIZE)])
+    sample = sample_of(rows)
+    assert len(sample) == SAMPLE_SIZE
+    assert {row["input_ids"][0] for row in sample} == {0, 1}
+    assert list(sample) == list(sample_of(rows))

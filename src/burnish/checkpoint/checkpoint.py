@@ -62,7 +62,7 @@ class CheckpointOptions:
     resume: str = option(
         "auto",
         "When to resume from the latest checkpoint in output_dir. auto: if there is one; never: do not resume; must: "
-        "always, with an error if there is none.",
+        "resume, or raise an error if there is none.",
         choices=("auto", "never", "must"),
     )  # fmt: skip
     resume_from_checkpoint: str | bool | None = option(

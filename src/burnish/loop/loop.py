@@ -144,7 +144,7 @@ class Loop:
             self.callbacks.fire("on_epoch_end")
             self.handle_control()
             if num_empty == 2:  # the first one may be the end of an epoch in which the run was resumed
-                raise UserError("An epoch has no step: no examples are left.", remedy="Raise spike_ratio.")
+                raise UserError("An epoch has no training step.", remedy="Raise spike_ratio to skip fewer examples.")
         return self.end_training()
 
     def step_batches(self) -> Iterator[StepBatch]:

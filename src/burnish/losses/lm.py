@@ -142,15 +142,9 @@ class LmObjective(StageObjective):
         self.collate, inner = partial(collate_trained, collate), unwrap_peft(capabilities.model)
         if aux_coefficient(inner, self.options.router_aux_loss_coef) and is_reentrant(self.options):
             raise UserError(ROUTER_WITHOUT_GRADIENT)
-        if self.options.fused_loss is False:
-            return []
-        self.head, self.makes_some_logits = capabilities.head, capabilities.makes_some_logits
-        if self.head is not None:
-            return []
-        what = f"The LM head of {type(inner).__name__} is not a plain linear layer over its last hidden states."
-        if self.options.fused_loss != "auto":
-            raise UserError(f'"fused_loss" is true. {what}', remedy="Remove fused_loss.", option="fused_loss")
-        return [f"{what} The loss is computed from full logits, which takes more memory."]
+        self.makes_some_logits = capabilities.makes_some_logits and self.options.fused_loss is not False
+        self.head, found = fused_head(capabilities, self.options)
+        return found
 
     def allows_prefix_sharing(self, model: nn.Module) -> bool:
         """Whether tokens without influence on a loss may be skipped and shared prefixes computed once.
@@ -296,6 +290,21 @@ def hidden_and_weight(
         hidden = head.hidden_at(positions, **inputs)
     # Read the weight here: ZeRO-3 may have released a tied weight after the embedding ran.
     return hidden, head.linear.weight if joined is None else joined
+
+
+def fused_head(capabilities: Capabilities, options: LmOptions) -> tuple[Head | None, list[str]]:
+    """Return the head for a loss in chunks, and a note if ``fused_loss`` is auto and the model has no such head.
+
+    Raises:
+        UserError: if ``fused_loss`` is true and the model has no such head.
+    """
+    if options.fused_loss is False or capabilities.head is not None:
+        return (None if options.fused_loss is False else capabilities.head), []
+    name = type(unwrap_peft(capabilities.model)).__name__
+    what = f"The LM head of {name} is not a plain linear layer over its last hidden states."
+    if options.fused_loss != "auto":
+        raise UserError(f'"fused_loss" is true. {what}', remedy="Remove fused_loss.", option="fused_loss")
+    return None, [f"{what} The loss is computed from full logits, which takes more memory."]
 
 
 def is_reentrant(options: CheckpointingChoices) -> bool:

@@ -30,6 +30,7 @@ from burnish.losses.lm import (
     CheckpointingChoices,
     LmOptions,
     aux_coefficient,
+    fused_head,
     is_reentrant,
     not_configured,
 )
@@ -86,13 +87,9 @@ class AnswersObjective(StageObjective):
         self.collate, inner = partial(self._collated, collate), unwrap_peft(capabilities.model)
         if aux_coefficient(inner, self.options.router_aux_loss_coef) and is_reentrant(self.options):
             raise UserError(ROUTER_WITHOUT_GRADIENT)
-        self.head, self.makes_some_logits = capabilities.head, capabilities.makes_some_logits
-        if self.head is not None or self.options.fused_loss is False:
-            return []
-        what = f"The LM head of {type(inner).__name__} is not a plain linear layer over its last hidden states."
-        if self.options.fused_loss != "auto":
-            raise UserError(f'"fused_loss" is true. {what}', remedy="Remove fused_loss.", option="fused_loss")
-        return [f"{what} The loss is computed from full logits, which takes more memory."]
+        self.makes_some_logits = capabilities.makes_some_logits
+        self.head, found = fused_head(capabilities, self.options)
+        return found
 
     def allows_prefix_sharing(self, model: nn.Module) -> bool:
         return not aux_coefficient(unwrap_peft(model), self.options.router_aux_loss_coef)
