@@ -175,3 +175,16 @@ def test_optimizer_that_needs_full_weights_is_rejected_by_name():
     assert not check_sharded(RunOptions(fsdp=True))
     assert not check_sharded(RunOptions(use_badam=True))
     assert "torch_compile" in str(check_sharded(RunOptions(deepspeed="zero2", torch_compile=True))[0])
+
+
+def test_a_scaled_loss_gives_the_same_weights_with_and_without_fsdp(tmp_path, monkeypatch):
+    """float16 is used on GPUs only; here its loss scaling runs on the CPU."""
+    monkeypatch.setattr("burnish.parallel.single.autocast_dtype", lambda options, device: torch.float16)
+    for name, fsdp in (("plain", {}), ("sharded", {"fsdp": "full_shard"})):
+        overrides = {"max_steps": 3, "fp16": True, "optim": "sgd", "learning_rate": 0.1, **fsdp}
+        workspace = make_workspace(tmp_path / name, count=16, **overrides)
+        assert main(["train", *as_arguments({**workspace, "output_dir": str(tmp_path / name / "run")})]) == 0
+    plain, sharded = (weights_in(tmp_path / name / "run") for name in ("plain", "sharded"))
+    assert plain.keys() == sharded.keys()
+    for name, weight in plain.items():
+        torch.testing.assert_close(sharded[name], weight, rtol=1e-3, atol=1e-4)

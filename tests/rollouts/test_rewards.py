@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from burnish import rewards as public
-from burnish.config.errors import UserError
+from burnish.config.errors import Problem, UserError, is_out_of_memory
+from burnish.rollouts.generation import _on_all_ranks
 from burnish.rollouts.rewards import compute
 from burnish.rollouts.rewards.compute import compute_rewards
 from burnish.rollouts.rewards.functions import load_rewards, missing_columns
@@ -455,3 +456,34 @@ def test_math_reward_requires_its_extra_or_matches_math_verify():
     cosine = public.get_cosine_scaled_reward(100)
     ids = [[1] * 50, [1] * 50, [1] * 200]
     assert cosine(options, [r"\frac{1}{3}"] * 3, ids) == pytest.approx([0.75, -0.75, -0.5])
+
+
+class TwoRanks:
+    """A backend whose other rank has failed with ``other``."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, other=None):
+        self.other = other
+
+    def gather_objects(self, value):
+        return [value, self.other]
+
+
+def fails_with(error):
+    raise error
+
+
+def test_an_error_of_a_rank_keeps_its_type():
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        _on_all_ranks(TwoRanks(), lambda: fails_with(error))
+    assert raised.value is error
+    assert is_out_of_memory(error)
+    with pytest.raises(RuntimeError, match=r"^Rank 1 failed\. OutOfMemoryError: CUDA out of memory$"):
+        _on_all_ranks(TwoRanks((1, "OutOfMemoryError: CUDA out of memory")), lambda: 5)
+    problem = Problem("A reward is missing.", option="reward_funcs")
+    with pytest.raises(UserError) as refused:
+        _on_all_ranks(TwoRanks((1, (problem,))), lambda: 5)
+    assert refused.value.problems == (problem,)
+    assert _on_all_ranks(TwoRanks(), lambda: 5) == 5

@@ -148,13 +148,29 @@ class SingleProcess:
         """
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = _total_norm(gradients, self.device)
+        gradients = [self.local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        norm = self.total_norm(gradients)
         # On a CPU reading the norm is free, so gradients are only scaled if needed. On a GPU a read waits for the
         # device, so gradients are always multiplied by the factor, which is at most 1.
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch uses the same epsilon
         if max_norm > 0 and gradients and (norm.device.type != "cpu" or factor != 1):
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+        return norm
+
+    def local(self, gradient: Tensor) -> Tensor:
+        """The part of a gradient that this process holds."""
+        return gradient
+
+    def total_norm(self, gradients: list[Tensor]) -> Tensor:
+        """() the norm of all gradients together, in float32, on the device.
+
+        Args:
+            gradients: those that this process holds.
+        """
+        if not gradients:
+            return torch.zeros((), device=self.device)
+        lengths = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([length.to(self.device) for length in lengths]))
         return norm
 
     def step(self, optimizer: Optimizer, is_valid: Tensor) -> bool:
@@ -225,15 +241,6 @@ def set_precision(model: nn.Module, trainable_dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(trainable_dtype)
-
-
-def _total_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """() the norm of all gradients together, in float32."""
-    if not gradients:
-        return torch.zeros((), device=device)
-    lengths = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([length.to(device) for length in lengths]))
-    return norm
 
 
 def set_seed(seed: int, full_determinism: bool = False) -> None:

@@ -194,7 +194,13 @@ class Generator:
 
 
 def _on_all_ranks(parallel: Parallel, work: Callable[[], T]) -> T:
-    """Return the result of ``work`` on this rank. Collective: an error on one rank is raised on all."""
+    """Return the result of ``work`` on this rank. Collective: after an error on one rank no rank continues.
+
+    Raises:
+        Exception: the rank's own error.
+        UserError: the problems of another rank.
+        RuntimeError: the message of another rank's error that the user's input did not cause.
+    """
     if parallel.world_size == 1:
         return work()
     results: list[T] = []
@@ -203,11 +209,15 @@ def _on_all_ranks(parallel: Parallel, work: Callable[[], T]) -> T:
         results.append(work())
     except Exception as error:  # user code may raise anything
         failure = error
-    is_user_error = isinstance(failure, UserError)
-    message = str(failure) if is_user_error or failure is None else f"{type(failure).__name__}: {first_line(failure)}"
-    for each in parallel.gather_objects(message if failure is not None else None):
-        if each is not None:
-            raise UserError(each, option="reward_funcs") from failure
+    cause: Any = f"{type(failure).__name__}: {first_line(failure)}" if failure is not None else None
+    if isinstance(failure, UserError):
+        cause = failure.problems
+    own = None if failure is None else (parallel.rank, cause)
+    failures = [each for each in parallel.gather_objects(own) if each is not None]
+    if failure is not None:
+        raise failure
+    for rank, cause in failures:
+        raise RuntimeError(f"Rank {rank} failed. {cause}") if isinstance(cause, str) else UserError(cause)
     return results[0]
 
 

@@ -13,7 +13,7 @@ Source: torch.distributed.fsdp.fully_shard, https://docs.pytorch.org/docs/stable
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
@@ -104,18 +104,14 @@ class FsdpParallel(MultiProcess):
 
     # Gradients are reduced after each micro-batch. If kept until the last one, each process would hold all of them.
 
-    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        """() the norm over all shards of all ranks, before clipping."""
-        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        lengths = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else []
-        norms = torch.stack([length.to(self.device) for length in lengths]) if lengths else torch.zeros(1)
-        square = norms.to(self.device).square().sum()
+    def local(self, gradient: Tensor) -> Tensor:
+        return local(gradient)
+
+    def total_norm(self, gradients: list[Tensor]) -> Tensor:
+        """() the norm over the shards of all ranks, in float32."""
+        square = super().total_norm(gradients).square()
         dist.all_reduce(square, group=self.mesh["shard"].get_group())
-        norm = square.sqrt()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        if max_norm > 0 and gradients and (norm.device.type != "cpu" or factor != 1):
-            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
-        return norm
+        return square.sqrt()
 
     @contextmanager
     def generating(self, model: nn.Module) -> Iterator[None]:
