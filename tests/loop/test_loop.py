@@ -157,7 +157,7 @@ def test_callback_can_stop_the_epoch_and_the_run(tmp_path):
     run, _ = make_run(tmp_path, [StopEpochAtTwo()], num_train_epochs=1)
     run.train()
     assert run.state.global_step == 11
-    assert run.loader.state_dict() == {"epoch": 1, "position": 18}
+    assert run.loader.state_dict() == {"epoch": 1, "position": 18, "is_in_epoch": False}
 
 
 def test_best_weights_are_loaded_at_the_end(tmp_path):

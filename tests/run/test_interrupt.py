@@ -103,6 +103,37 @@ def test_interrupted_run_resumes_to_same_weights_and_log(tmp_path, variant):
     assert without_times(second.state.log_history)[:-1] == without_times(whole.state.log_history)[:-1]
 
 
+@pytest.mark.parametrize("max_steps", [-1, 17])
+def test_checkpoint_saved_before_the_end_of_an_epoch_resumes_to_the_same_log(tmp_path, max_steps):
+    """Also the one of the last step, after which only the log and the evaluation of the epoch are left."""
+    options = {"eval_rows": 5, "eval_strategy": "epoch", "logging_strategy": "epoch", "save_strategy": "steps",
+               "save_steps": 11, "num_train_epochs": 2, "max_steps": max_steps}  # fmt: skip
+    whole, _ = make_run(tmp_path, **options)
+    whole.train()
+    whole.checkpoints.wait()
+    expected = without_times(whole.state.log_history)
+    assert [("eval_loss" in entry, entry["step"]) for entry in expected[:-1]] == [
+        (is_eval, step) for step in (11, whole.state.max_steps) for is_eval in (False, True)
+    ]
+    for step in (11, whole.state.max_steps):
+        resumed, _ = make_run(tmp_path / "resumed", **options)
+        load(tmp_path / f"checkpoint-{step}", resumed.parts)
+        resumed.train()
+        assert same(weights(resumed), weights(whole))
+        assert without_times(resumed.state.log_history)[:-1] == expected[:-1]
+
+
+def test_finished_epoch_is_not_finished_again(tmp_path):
+    options = {"eval_rows": 5, "eval_strategy": "epoch", "save_strategy": "epoch", "max_steps": 17}
+    whole, _ = make_run(tmp_path, **options)
+    whole.train()
+    whole.checkpoints.wait()
+    resumed, _ = make_run(tmp_path / "resumed", **options)
+    load(tmp_path / "checkpoint-17", resumed.parts)
+    resumed.train()
+    assert without_times(resumed.state.log_history)[:-1] == without_times(whole.state.log_history)[:-1]
+
+
 def test_signal_during_evaluation_does_not_wait_for_another_step(tmp_path):
     kill = Kill(3, signal.SIGTERM, event="on_prediction_step")
     run, interrupt = interrupted(tmp_path, kill, eval_rows=5, eval_strategy="steps", eval_steps=3, save_strategy="no")

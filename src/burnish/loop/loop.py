@@ -127,6 +127,8 @@ class Loop:
         self.callbacks.fire("on_train_begin")
         if self.options.eval_on_start and self.state.global_step == 0:
             self.evaluate()
+        if self.state.global_step == self.state.max_steps and self.loader.is_in_epoch:
+            self.finish_epoch()  # the checkpoint of the last step was saved before the end of its epoch
         num_empty = 0
         while self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
             self.callbacks.fire("on_epoch_begin")
@@ -139,10 +141,7 @@ class Loop:
                 self.handle_control()
                 if self.control.should_epoch_stop or self.control.should_training_stop:
                     break
-            if self.control.should_epoch_stop or self.loader.is_exhausted:
-                self.end_epoch()
-            self.callbacks.fire("on_epoch_end")
-            self.handle_control()
+            self.finish_epoch()
             if num_empty == 2:  # the first one may be the end of an epoch in which the run was resumed
                 raise UserError("An epoch has no training step.", remedy="Raise spike_ratio to skip fewer examples.")
         return self.end_training()
@@ -316,10 +315,15 @@ class Loop:
         if self.parallel.rank:  # the checkpoint contains the sums of all ranks, which rank 0 continues
             self.meter.clear_sums()
 
-    def end_epoch(self) -> None:
-        """Move to the start of the next epoch. Remaining step batches of a rollout are dropped."""
-        self.rollout_buffer.clear()
-        self.loader.end_epoch()
+    def finish_epoch(self) -> None:
+        """Fire ``on_epoch_end`` and handle the flags, after moving to the start of the next epoch if no steps of this one
+        are left. Remaining step batches of a rollout are dropped."""
+        if self.control.should_epoch_stop or self.loader.is_exhausted:
+            self.rollout_buffer.clear()
+            self.loader.end_epoch()
+        self.loader.is_in_epoch = False
+        self.callbacks.fire("on_epoch_end")
+        self.handle_control()
 
     def end_training(self) -> TrainOutput:
         """Log the summary of the run, and load the best weights if the options ask for them."""

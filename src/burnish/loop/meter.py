@@ -141,6 +141,7 @@ class Meter:
         self.metrics.clear_sums()
         self.non_finite_steps = torch.zeros_like(self.non_finite_steps)
         self.tokens = self.rows = 0
+        self.unlogged_steps = []
 
     def _restart(self) -> None:
         self.loss = torch.zeros_like(self.loss)
@@ -151,8 +152,8 @@ class Meter:
         self.logged_steps, self.unlogged_steps = self.unlogged_steps, []
 
     def non_finite_indices(self) -> list[int]:
-        """Indices of the rows of the non-finite steps of the last log. One device read per step."""
-        return [index for is_finite, indices in self.logged_steps if not is_finite for index in indices]
+        """Indices of the rows of the non-finite steps of the last log. One device read."""
+        return _non_finite_indices(self.logged_steps)
 
     def summary(self) -> dict[str, float]:
         """Metrics of the run, logged at its end: mean loss of all steps; runtime and rates since ``train()`` began."""
@@ -176,6 +177,8 @@ class Meter:
         return {
             "loss": self.loss, "weight": self.num_items, "sums": self.metrics.state_dict(), "steps": self.steps,
             "tokens": self.tokens, "rows": self.rows, "non_finite_steps": self.non_finite_steps,
+            "grad_norm": self.grad_norm, "learning_rate": self.learning_rate,
+            "non_finite_indices": _non_finite_indices(self.unlogged_steps),
             "run_loss": self.run_loss, "run_steps": self.run_steps,
         }  # fmt: skip
 
@@ -183,9 +186,19 @@ class Meter:
         for name, value in state.items():
             if name == "sums":
                 self.metrics.load_state_dict(value, self.device)
+            elif name == "non_finite_indices":
+                self.unlogged_steps = [(torch.zeros((), dtype=torch.bool, device=self.device), value)]
             else:
                 value = value.to(self.device) if isinstance(value, Tensor) else value
                 setattr(self, "num_items" if name == "weight" else name, value)
+
+
+def _non_finite_indices(steps: Sequence[tuple[Tensor, Sequence[int]]]) -> list[int]:
+    """Row indices of steps that are not finite. One device read."""
+    if not steps:
+        return []
+    finite = torch.stack([is_finite for is_finite, _ in steps]).tolist()
+    return [index for is_finite, (_, indices) in zip(finite, steps, strict=True) if not is_finite for index in indices]
 
 
 class Totals:

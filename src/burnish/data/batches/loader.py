@@ -222,6 +222,7 @@ class StepBatchLoader(Loader):
 
     epoch = 0
     position = 0  # within this epoch, in units of ``length``
+    is_in_epoch = False
 
     @property
     def length(self) -> int:
@@ -229,6 +230,7 @@ class StepBatchLoader(Loader):
         raise NotImplementedError
 
     def advance(self, step_batch: StepBatch) -> None:
+        self.is_in_epoch = True
         if step_batch.cursor is not None:
             self.epoch, self.position = step_batch.cursor["epoch"], step_batch.cursor["position"]
 
@@ -240,10 +242,11 @@ class StepBatchLoader(Loader):
         self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "position": self.position}
+        return {"epoch": self.epoch, "position": self.position, "is_in_epoch": self.is_in_epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epoch, self.position = state["epoch"], state["position"]
+        self.is_in_epoch = state.get("is_in_epoch", False)  # missing in checkpoints of earlier versions
 
 
 class RowLoader(StepBatchLoader):
