@@ -6,6 +6,8 @@ import math
 import os
 import shutil
 import signal
+import threading
+import time
 
 import datasets
 import pytest
@@ -15,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import EarlyStoppingCallback, PrinterCallback
 
 from burnish import Trainer, UserError
+from burnish.checkpoint import checkpoint
 from burnish.trainer.training import requested_checkpoint
 from trainer_run import (
     Regression,
@@ -55,6 +58,28 @@ def test_resumed_run_is_bitwise_equal(tmp_path, step, grouped):
     resumed = trained(tmp_path / "b", resume=True, **grouped)
     assert same(weights(whole), weights(resumed))
     assert without_times(whole) == without_times(resumed)
+
+
+def test_background_save_is_finished_when_the_run_fails(tmp_path, monkeypatch):
+    """Otherwise the next run in this folder would meet a writer that is still at work."""
+
+    class Fails(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                raise RuntimeError("the script fails")
+
+    whole = checkpoint.write_manifest
+
+    def slow(*arguments, **options):
+        time.sleep(0.5)
+        return whole(*arguments, **options)
+
+    monkeypatch.setattr(checkpoint, "write_manifest", slow)
+    trainer = make_trainer(tmp_path, trainer={"callbacks": [Fails()]}, save_in_background=True, **SAVED)
+    with pytest.raises(RuntimeError, match="the script fails"):
+        trainer.train()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
+    assert "burnish-checkpoint" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_run_resumes_at_last_step_of_an_epoch(tmp_path):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 import burnish
 from burnish import Trainer, UserError
 from burnish.trainer.constructor import PEER_METHODS, warn_about_unused_overrides
-from trainer_run import Regression, arguments, losses, make_trainer, points, same, weights
+from trainer_run import Regression, arguments, losses, make_trainer, points, same, transformers_arguments, weights
 
 pytestmark = pytest.mark.run
 
@@ -334,6 +334,42 @@ def test_prepare_inputs_override_changes_model_inputs(tmp_path):
 
     rows = [{**row, "x": 2 * row["x"]} for row in points()]
     assert same(weights(trained(tmp_path, Doubled)), weights(trained(tmp_path, train=rows)))
+
+
+@pytest.mark.parametrize("is_scripted", [False, True])
+def test_prepare_inputs_override_may_mask_labels(tmp_path, is_scripted):
+    """The loss of a model that averages over its labels is not scaled by the number of labels that are masked."""
+
+    class TokenMean(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed, self.head = torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8)
+
+        def forward(self, input_ids, labels):
+            logits = self.head(self.embed(input_ids))
+            return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+    def masked(self, inputs):
+        inputs = super(type(self), self)._prepare_inputs(inputs)
+        labels = inputs["labels"].clone()
+        labels[:, :4] = -100
+        return {**inputs, "labels": labels}
+
+    def compute_loss(self, *arguments, **options):
+        return super(type(self), self).compute_loss(*arguments, **options)
+
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(8)]
+    methods = {"_prepare_inputs": masked, **({"compute_loss": compute_loss} if is_scripted else {})}
+    found = {}
+    for kind, make in ((Trainer, arguments), (transformers.Trainer, transformers_arguments)):
+        options = {"per_device_train_batch_size": 4, "max_steps": 2, "logging_steps": 1, "save_strategy": "no"}
+        args = make(tmp_path, learning_rate=0.1, **options)
+        trainer = type("Masked", (kind,), methods)(TokenMean(), args, train_dataset=rows)
+        trainer.train()
+        found[kind] = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+    for ours, theirs in zip(*found.values(), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3)
 
 
 def test_prepare_input_override_receives_every_tensor(tmp_path):

@@ -316,8 +316,8 @@ class Loop:
             self.meter.clear_sums()
 
     def finish_epoch(self) -> None:
-        """Fire ``on_epoch_end`` and handle the flags, after moving to the start of the next epoch if no steps of this one
-        are left. Remaining step batches of a rollout are dropped."""
+        """Fire ``on_epoch_end`` and handle the flags. If the epoch has no more steps, the loader moves to the next one
+        first; remaining step batches of a rollout are dropped."""
         if self.control.should_epoch_stop or self.loader.is_exhausted:
             self.rollout_buffer.clear()
             self.loader.end_epoch()

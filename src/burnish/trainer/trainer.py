@@ -137,7 +137,10 @@ class Trainer(EvaluationMethods, FileMethods):
         loader, rows = self.callback_handler.parts["train_dataloader"], self._rows_per_step
         num_rows = loop.plan.max_steps * rows if num_batches(loader) is None else self.num_examples(loader)
         reporting.announce_training(self.args, loop.plan, num_rows, rows, self.get_num_trainable_parameters())
-        output = train_with_rollback(loop, logger.warning)
+        try:
+            output = train_with_rollback(loop, logger.warning)
+        finally:
+            loop.checkpoints.wait()  # finish a checkpoint in the background before the folder is unlocked
         logger.info("\n\nTraining completed.\n\n")
         best = self.state.best_model_checkpoint
         if self.args.save_total_limit == 1 and best is not None and self.args.should_save:
@@ -324,9 +327,11 @@ class TrainerLoop(Loop):
         """The objective's loss for the inputs that the trainer prepares. A padding batch counts as zero."""
         trainer = self.trainer
         self.set_training_mode(True)  # a callback may have run an evaluation
+        trainer._step = StepInProgress(own_items=self.objective.num_items(batch))
         inputs = trainer._prepare_inputs(batch)
         with trainer.compute_loss_context_manager():
             loss = self.objective.loss(self.model, inputs)
+        trainer._step = StepInProgress()
         trainer._empty_cache_if_due()
         return weighted_by_zero(loss) if isinstance(batch, PaddingBatch) else loss
 

@@ -29,15 +29,17 @@ from burnish.trainer.files.hub import Hub
 
 @dataclass
 class StepInProgress:
-    """The current step of a script's ``training_step``, which gets no other access to the numbers of the step.
+    """Numbers of the current step and micro-batch, to which methods that a script may override get no other access.
 
     Args:
-        num_items: () over all its micro-batches and processes; None outside of a step.
+        num_items: () over all micro-batches and processes of the step; None outside of ``training_step``.
         sums: metrics of the current micro-batch, as in ``Loss.sums``; ``compute_loss`` may add to it.
+        own_items: () number of items of the current micro-batch, counted before ``_prepare_inputs``.
     """
 
     num_items: Tensor | None = None
     sums: dict[str, Metric] = field(default_factory=dict)
+    own_items: Tensor | None = None
 
     def share(self, num_items: Tensor) -> Tensor:
         """() the share of a micro-batch with ``num_items`` () items in the step's mean; 1 outside of a step."""

@@ -61,7 +61,7 @@ class LossMethods(TrainerBase):
         flat = self._padding_free_inputs(inputs) if is_plain else None
         if flat is not None and (head := self._capabilities().head) is not None:
             return Loss(sum_of_padding_free(model, flat, head))
-        num_items = self._num_items(inputs)
+        num_items = self._num_items(inputs) if self._step.own_items is None else self._step.own_items
         mean = self.compute_loss(model, inputs, num_items_in_batch=self._num_items_in_batch(inputs, num_items))
         refuse_no_loss(mean)
         return Loss(mean * num_items)
@@ -80,8 +80,8 @@ class LossMethods(TrainerBase):
         model.train()
         set_optimizer_mode(self.optimizer, is_training=True)
         counts = not isinstance(inputs, PaddingBatch)
+        own = self._num_items(inputs) * counts  # counted before ``_prepare_inputs``, like the items of the step
         inputs = self._prepare_inputs(inputs)
-        own = self._num_items(inputs) * counts
         share, num_items = self._step.share(own), self._num_items_in_batch(inputs, own)
         if self.loss_is_scaled_for_ga:
             share, num_items = torch.ones_like(own) * counts / self._num_averaged_losses, num_items_in_batch
@@ -174,7 +174,8 @@ class LossMethods(TrainerBase):
         return self._parallel.dtype is not None and (reads or self.loss_is_scripted)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Move the batch to the device. Override it to change the inputs of the model."""
+        """Move the batch to the device. Override it to change the inputs of the model. Items are counted before it, as
+        in transformers."""
         inputs = self._prepare_input(inputs)
         refuse_empty(inputs, self._signature_columns)
         return inputs
@@ -262,7 +263,7 @@ def num_items_of(inputs: Batch, shifts_labels: bool, device: torch.device) -> Te
         return torch.tensor(float(1 if rows is None else rows), device=device)
     if shifts_labels and "shift_labels" not in inputs:
         labels = labels[..., 1:]
-    return labels.ne(IGNORE_INDEX).sum().float()
+    return labels.ne(IGNORE_INDEX).sum().float().to(device)
 
 
 def without_gradient(value: Tensor, device: torch.device) -> Tensor:

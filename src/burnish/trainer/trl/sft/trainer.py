@@ -215,7 +215,7 @@ class SFTTrainer(TrlTrainer):
     def _loss(self, model: nn.Module, inputs: Any) -> Loss:
         """The loss of a micro-batch, a sum over its trained tokens, and its metrics."""
         sums, targets, aux, _ = self._sums(model, inputs, needs_logits=False)
-        num_items = self._num_items(inputs)
+        num_items = self._num_items(inputs) if self._step.own_items is None else self._step.own_items
         total = sums.total if aux is None else sums.total + self.router_aux_loss_coef * aux * num_items
         return Loss(total, self._metric_sums(sums, targets, aux, num_items))
 
