@@ -1,12 +1,19 @@
 """Complete runs of two processes end in the weights of one, for every kind of row."""
 
+import os
 import shutil
+import time
+from math import inf
+from pathlib import Path
 
 import pytest
 import torch
 
 import burnish.run.build  # noqa: F401 - before two processes are forked, not in each of them
+from burnish.checkpoint import checkpoint
 from burnish.cli import main
+from burnish.loop import loop
+from burnish.loop.spikes import SpikeWatch
 from run_outputs import history, weights_in
 from small_run import as_arguments, make_workspace
 from two_processes import in_two_processes, train_with_one_and_two
@@ -57,3 +64,52 @@ def test_log_after_a_resume_between_two_logs_counts_each_rank_once(tmp_path):
     shutil.copytree(tmp_path / "out" / "checkpoint-3", tmp_path / "resumed" / "checkpoint-3")
     in_two_processes(train, {**options, "output_dir": str(tmp_path / "resumed")})
     assert logged(tmp_path / "resumed") == logged(tmp_path / "out")
+
+
+def train_noting_loads(options, folder):
+    """Train with a writer that is slow, and note which checkpoint this rank loads. Step 4 is a spike."""
+    rank, write, check = int(os.environ["RANK"]), checkpoint.write_manifest, SpikeWatch.check
+    loads = {"load": loop.load, "load_part": loop.load_part}
+
+    def slow(*arguments, **options):
+        time.sleep(0.7)
+        return write(*arguments, **options)
+
+    def noting(name):
+        def load(path, *arguments):
+            with (Path(folder) / f"loads_{rank}").open("a") as file:
+                file.write(f"{name} {path.name}\n")
+            return loads[name](path, *arguments)
+
+        return load
+
+    def check_with_spike(self, parallel, step, step_batch, loss, norm):
+        has_rolled_back = (Path(folder) / f"loads_{rank}").is_file()
+        return check(self, parallel, step, step_batch, loss, norm * (inf if step == 4 and not has_rolled_back else 1))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "write_manifest", slow)
+        patch.setattr(SpikeWatch, "check", check_with_spike)
+        for name in loads:
+            patch.setattr(loop, name, noting(name))
+        train(options)
+
+
+def loads_of(folder, options):
+    in_two_processes(train_noting_loads, {**options, "ddp_backend": "gloo", "logging_steps": 1}, str(folder))
+    return [(folder / f"loads_{rank}").read_text().splitlines() for rank in (0, 1)]
+
+
+def test_all_ranks_roll_back_to_the_checkpoint_that_rank_0_was_writing(tmp_path):
+    options = make_workspace(tmp_path, count=64, save_steps=1, max_steps=6, on_spike="rollback")
+    assert loads_of(tmp_path, options) == [["load checkpoint-3"]] * 2
+
+
+def test_all_ranks_load_the_best_checkpoint_that_rank_0_was_writing(tmp_path):
+    options = make_workspace(
+        tmp_path, count=32, max_steps=3, eval_strategy="steps", eval_steps=2, val_size=0.2, save_strategy="best",
+        load_best_model_at_end=True, learning_rate=3.0, metric_for_best_model="loss", greater_is_better=True,
+    )  # fmt: skip
+    first, second = loads_of(tmp_path, options)
+    assert first == second
+    assert [line.split()[0] for line in first] == ["load_part"]
