@@ -11,7 +11,7 @@ from torch import tensor
 from burnish.losses.pair_values import RunningMean
 from burnish.losses.preference_losses import (
     PAIR_LOSSES,
-    LossShape,
+    LossConstants,
     Pairs,
     Side,
     at_same_rank,
@@ -68,7 +68,7 @@ def named(settings):
 def test_pair_losses_match_trl(case):
     requested = case["settings"]
     pairs = pairs_of(requested["ld_alpha"])
-    shape = LossShape(
+    shape = LossConstants(
         requested["beta"], requested["label_smoothing"], discopop_tau=requested["discopop_tau"],
         divergence=requested["f_divergence_type"], divergence_alpha=requested["f_alpha_divergence_coef"],
     )  # fmt: skip
@@ -87,7 +87,7 @@ def test_pair_losses_match_llamafactory(case):
     requested = case["settings"]
     # It weighs the tokens beyond the shorter answer under the policy alone; burnish under both.
     pairs = pairs_of(requested.get("ld_alpha"), reference_too=False)
-    shape = LossShape(requested["pref_beta"], requested["dpo_label_smoothing"], requested["simpo_gamma"])
+    shape = LossConstants(requested["pref_beta"], requested["dpo_label_smoothing"], requested["simpo_gamma"])
     losses = PAIR_LOSSES[requested["pref_loss"]].of(pairs, shape)
     if weight := requested["pref_bco_weight"]:
         rewards = shape.beta * torch.cat([pairs.chosen.ratio, pairs.rejected.ratio])
@@ -100,7 +100,7 @@ def test_pair_losses_match_llamafactory(case):
 @pytest.mark.parametrize("case", cases("llamafactory", "not_to_match"), ids=lambda case: case["settings"]["pref_loss"])
 def test_mislabelled_llamafactory_losses_differ(case):
     name = {"kto_pair": "bco_pair"}.get(case["settings"]["pref_loss"], case["settings"]["pref_loss"])
-    losses = PAIR_LOSSES[name].of(pairs_of(), LossShape(case["settings"]["pref_beta"]))
+    losses = PAIR_LOSSES[name].of(pairs_of(), LossConstants(case["settings"]["pref_beta"]))
     assert not torch.allclose(losses, tensor(case["losses"], dtype=torch.float64), rtol=1e-2)
 
 
@@ -108,7 +108,7 @@ def test_mislabelled_llamafactory_losses_differ(case):
 def test_losses_without_reference_match_trl(case):
     requested = case["settings"]
     name = {"sigmoid": "cpo", "hinge": "cpo_hinge", "ipo": "cpo_ipo", "simpo": "simpo"}[requested["loss_type"]]
-    shape = LossShape(
+    shape = LossConstants(
         requested["beta"], requested["label_smoothing"], requested["simpo_gamma"], alphapo=requested["alpha"]
     )
     assert PAIR_LOSSES[name].of(pairs_of(), shape).tolist() == pytest.approx(case["losses"], rel=PRINTED)
@@ -159,10 +159,10 @@ def some(side, rows):
 @pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_pair_loss_is_additive_over_micro_batches(name):
     """With what couples them given, as the step knows it."""
-    pairs, shape = random_pairs(), LossShape(label_smoothing=0.1)
+    pairs, shape = random_pairs(), LossConstants(label_smoothing=0.1)
     whole = PAIR_LOSSES[name].of(pairs, shape)
     gradients = torch.autograd.grad(whole.sum(), [pairs.chosen.logps, pairs.rejected.logps], allow_unused=True)
-    matches = matches_of(pairs, name) if PAIR_LOSSES[name].sorts else None
+    matches = matches_of(pairs, name) if PAIR_LOSSES[name].sorts_pairs else None
     share = len(whole) / pairs.chosen.lengths.sum()
     total = 0.0
     for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
@@ -182,14 +182,14 @@ def test_initial_gradient_favors_chosen_over_rejected(name):
     """But by discopop, which was found by search and rises around 0."""
     sums = [torch.full((1,), -9.0, requires_grad=True) for _ in range(2)]
     pairs = Pairs(*(Side(logps, logps.detach(), torch.full((1,), 4.0)) for logps in sums))
-    chosen, rejected = torch.autograd.grad(PAIR_LOSSES[name].of(pairs, LossShape(label_smoothing=0.1)).sum(), sums)
+    chosen, rejected = torch.autograd.grad(PAIR_LOSSES[name].of(pairs, LossConstants(label_smoothing=0.1)).sum(), sums)
     assert chosen < rejected
     assert chosen <= 0 <= rejected
 
 
 def test_sorted_pairs_get_gradient_of_sorted_sum():
     """By the book: sort both sides with their gradients, and compare what stands at the same rank."""
-    pairs, shape = random_pairs(), LossShape()
+    pairs, shape = random_pairs(), LossConstants()
     sums = [pairs.chosen.logps, pairs.rejected.logps]
     one, other = pairs.chosen.ratio.sort().values, pairs.rejected.ratio.sort().values
     plain = -torch.nn.functional.logsigmoid(shape.beta * (one - other)).sum()
@@ -206,7 +206,7 @@ def test_equal_values_get_a_consistent_rank():
 def test_odds_of_a_certain_response_are_finite_with_finite_gradient():
     certain = Side(torch.zeros(2, requires_grad=True), torch.zeros(2), torch.ones(2))
     unsure = Side(tensor([-1e-9, -40.0]).requires_grad_(), torch.zeros(2), torch.ones(2))
-    loss = PAIR_LOSSES["orpo"].of(Pairs(certain, unsure), LossShape()).sum()
+    loss = PAIR_LOSSES["orpo"].of(Pairs(certain, unsure), LossConstants()).sum()
     loss.backward()
     assert torch.isfinite(loss)
     assert torch.isfinite(certain.logps.grad).all()
@@ -216,7 +216,7 @@ def test_odds_of_a_certain_response_are_finite_with_finite_gradient():
 @pytest.mark.parametrize("divergence", ["forward_kl", "js_divergence", "alpha_divergence"])
 def test_divergence_far_from_reference_is_finite(divergence):
     far = Side(tensor([-5000.0, 0.0]).requires_grad_(), tensor([0.0, -5000.0]), torch.ones(2))
-    loss = PAIR_LOSSES["sigmoid"].of(Pairs(far, far), LossShape(divergence=divergence)).sum()
+    loss = PAIR_LOSSES["sigmoid"].of(Pairs(far, far), LossConstants(divergence=divergence)).sum()
     assert torch.isfinite(loss)
 
 

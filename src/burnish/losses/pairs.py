@@ -35,7 +35,7 @@ from burnish.losses.pair_values import (
 )
 from burnish.losses.preference_losses import (
     PAIR_LOSSES,
-    LossShape,
+    LossConstants,
     Matches,
     PairLoss,
     Pairs,
@@ -71,17 +71,17 @@ class PairObjective(AnswersObjective):
         self.losses: list[PairLoss] = [PAIR_LOSSES[name] for name in options.pref_loss]
         self.weights: list[float] = options.pref_loss_weights or [1.0] * len(self.losses)
         self.needs_reference = any(loss.needs_reference for loss in self.losses) or bool(options.pref_bco_weight)
-        self.averages = any(loss.averages for loss in self.losses) and not self.needs_reference
-        self.sorts = next((name for name in options.pref_loss if PAIR_LOSSES[name].sorts), None)
-        self.counts_tokens = any(loss.counts_tokens for loss in self.losses) or bool(options.cpo_alpha)
+        self.uses_means = any(loss.uses_means for loss in self.losses) and not self.needs_reference
+        self.sorting_loss = next((name for name in options.pref_loss if PAIR_LOSSES[name].sorts_pairs), None)
+        self.has_token_mean = any(loss.is_token_mean for loss in self.losses) or bool(options.cpo_alpha)
         self.needs_sum_of_squares = options.use_weighting
         self.baseline = RunningMean()
 
     @property
-    def shape(self) -> LossShape:
+    def constants(self) -> LossConstants:
         """The constants of the losses; a script may change β during a run."""
         options = self.options
-        return LossShape(
+        return LossConstants(
             options.pref_beta, options.dpo_label_smoothing, options.simpo_gamma, options.discopop_tau,
             options.f_divergence_type, options.f_alpha_divergence_coef, options.dpop_lambda, options.alphapo_alpha,
         )  # fmt: skip
@@ -131,10 +131,10 @@ class PairObjective(AnswersObjective):
         of_step: dict[str, Tensor] = {}
         if (row := mean_row(self.head, parallel)) is not None:
             of_step["mean_row"] = row
-        if self.counts_tokens:
+        if self.has_token_mean:
             of_step["pairs_per_token"] = token_share(prepared, parallel)
         prepared = [{**batch, **of_step} for batch in prepared]
-        if self.sorts or (self.options.pref_bco_weight and module.training):
+        if self.sorting_loss or (self.options.pref_bco_weight and module.training):
             prepared = self._with_the_step(module, prepared, parallel)
         if self.options.pref_bco_weight:
             baseline = self.baseline.value.to(parallel.device)
@@ -145,10 +145,10 @@ class PairObjective(AnswersObjective):
         """As ``Objective.iter_eval``, but ranks (AOT) are taken among all pairs of the set, and a mean over tokens is
         over all tokens of the set.
         """
-        if self.sorts:
+        if self.sorting_loss:
             yield from self.prepare_step(module, [parallel.to_device(batch) for batch in batches], parallel)
             return
-        share = token_share(map(parallel.to_device, batches), parallel) if self.counts_tokens else None
+        share = token_share(map(parallel.to_device, batches), parallel) if self.has_token_mean else None
         for batch in batches:
             (prepared,) = self.prepare_step(module, [parallel.to_device(batch)], parallel)
             yield prepared if share is None else {**prepared, "pairs_per_token": share}
@@ -160,11 +160,11 @@ class PairObjective(AnswersObjective):
             pairs = [self._pairs(module(batch), batch) for batch in batches]
         if self.options.pref_bco_weight and module.training:
             self._move_baseline(pairs, batches, parallel)
-        return with_matches(pairs, batches, parallel, self.sorts) if self.sorts else batches
+        return with_matches(pairs, batches, parallel, self.sorting_loss) if self.sorting_loss else batches
 
     def _move_baseline(self, pairs: Sequence[Pairs], batches: Sequence[Batch], parallel: Parallel) -> None:
         rewards = [
-            (self.shape.beta * (pair.chosen.ratio + pair.rejected.ratio) * batch["items"]).sum()
+            (self.constants.beta * (pair.chosen.ratio + pair.rejected.ratio) * batch["items"]).sum()
             for pair, batch in zip(pairs, batches, strict=True)
         ]
         count = 2 * torch.stack([batch["items"].sum() for batch in batches]).sum()
@@ -175,7 +175,7 @@ class PairObjective(AnswersObjective):
         values = self.policy_values(module, batch)
         pairs, items = self._pairs(values, batch), batch["items"]
         losses = sum(
-            weight * loss.of(pairs, self.shape) for weight, loss in zip(self.weights, self.losses, strict=True)
+            weight * loss.of(pairs, self.constants) for weight, loss in zip(self.weights, self.losses, strict=True)
         )
         assert isinstance(losses, Tensor)
         losses = self._with_additions(losses, pairs, values, batch)
@@ -205,11 +205,11 @@ class PairObjective(AnswersObjective):
             losses = losses * wpo_weights(means[0::2], means[1::2])
         if options.pref_bco_weight:
             weight = options.pref_bco_weight
-            losses = (losses + weight * bco(pairs, self.shape, batch["baseline"])) / (1 + weight)
+            losses = (losses + weight * bco(pairs, self.constants, batch["baseline"])) / (1 + weight)
         if options.pref_ftx:
             losses = losses - options.pref_ftx * pairs.chosen.mean
         if options.cpo_alpha:
-            losses = losses + options.cpo_alpha * PAIR_LOSSES["sft"].of(pairs, self.shape)
+            losses = losses + options.cpo_alpha * PAIR_LOSSES["sft"].of(pairs, self.constants)
         return losses
 
     def _measured(self, pairs: Pairs) -> dict[str, Tensor]:
@@ -229,18 +229,20 @@ class PairObjective(AnswersObjective):
             ratio = odds_ratio_loss(pairs)
             metrics |= {"sft_loss": -pairs.chosen.mean, "nll_loss": -pairs.chosen.mean, "odds_ratio_loss": ratio}
             metrics |= {"log_odds_ratio": -ratio, "log_odds_chosen": log_odds(pairs)}
-        if self.counts_tokens:
-            metrics["nll_loss"] = PAIR_LOSSES["sft"].of(pairs, self.shape)
+        if self.has_token_mean:
+            metrics["nll_loss"] = PAIR_LOSSES["sft"].of(pairs, self.constants)
         return metrics
 
     def _reward(self, side: Side) -> Tensor:
         """(P,) β r(y). Without a reference: β times ``_shown``, transformed by AlphaPO."""
-        return self.shape.beta * (side.ratio if self.needs_reference else alphapo(self._shown(side), self.shape))
+        return self.constants.beta * (
+            side.ratio if self.needs_reference else alphapo(self._shown(side), self.constants)
+        )
 
     def _shown(self, side: Side) -> Tensor:
         """(P,) the logged value of a response: the sum of its log-probabilities, or their mean if the loss uses
         means."""
-        return side.mean if self.averages else side.logps
+        return side.mean if self.uses_means else side.logps
 
 
 @check

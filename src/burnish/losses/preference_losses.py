@@ -59,7 +59,7 @@ class Pairs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LossShape:
+class LossConstants:
     """Parameters of a loss.
 
     Args:
@@ -90,112 +90,110 @@ class PairLoss:
     Args:
         of: loss of each pair (P,).
         needs_reference: whether it uses R(y).
-        averages: whether it compares means over tokens, so that rewards are β L̄.
-        smooths: whether it supports label smoothing.
-        diverges: whether r may be replaced by another divergence.
-        sorts: whether the pairs of a step are coupled by their ranks.
-        counts_tokens: whether it is a mean over the tokens of the step.
+        uses_means: whether it compares means over tokens, so that rewards are β L̄.
+        smooths_labels: whether it supports label smoothing.
+        takes_divergence: whether r may be replaced by another divergence.
+        sorts_pairs: whether the pairs of a step are coupled by their ranks.
+        is_token_mean: whether it is a mean over the tokens of the step.
     """
 
-    of: Callable[[Pairs, LossShape], Tensor]
+    of: Callable[[Pairs, LossConstants], Tensor]
     needs_reference: bool = True
-    averages: bool = False
-    smooths: bool = False
-    diverges: bool = False
-    sorts: bool = False
-    counts_tokens: bool = False
+    uses_means: bool = False
+    smooths_labels: bool = False
+    takes_divergence: bool = False
+    sorts_pairs: bool = False
+    is_token_mean: bool = False
 
 
 # --- with a reference -------------------------------------------------------------------------------------------------
 
 
-def sigmoid(pairs: Pairs, shape: LossShape) -> Tensor:
+def sigmoid(pairs: Pairs, constants: LossConstants) -> Tensor:
     """-(1-s) ln σ(βΔ) - s ln σ(-βΔ).  DPO, Rafailov et al. 2023, eq. 7, https://arxiv.org/abs/2305.18290; s as in cDPO,
     Mitchell 2023, https://ericmitchell.ai/cdpo.pdf"""
-    return _smoothed(shape.beta * _delta(pairs, shape), shape.label_smoothing)
+    return _smoothed(constants.beta * _delta(pairs, constants), constants.label_smoothing)
 
 
-def hinge(pairs: Pairs, shape: LossShape) -> Tensor:
+def hinge(pairs: Pairs, constants: LossConstants) -> Tensor:
     """max(0, 1 - βΔ).  RSO, Liu et al. 2023, eq. 12, https://arxiv.org/abs/2309.06657"""
-    return F.relu(1 - shape.beta * _delta(pairs, shape))
+    return F.relu(1 - constants.beta * _delta(pairs, constants))
 
 
-def ipo(pairs: Pairs, shape: LossShape) -> Tensor:
+def ipo(pairs: Pairs, constants: LossConstants) -> Tensor:
     """(r(y+)/|y+| - r(y-)/|y-| - 1/(2β))².  IPO, Azar et al. 2023, eq. 17, https://arxiv.org/abs/2310.12036; means over
     tokens as its authors confirmed for TRL; β is their τ."""
-    return (_mean_delta(pairs, shape) - 1 / (2 * shape.beta)).square()
+    return (_mean_delta(pairs, constants) - 1 / (2 * constants.beta)).square()
 
 
-def sigmoid_norm(pairs: Pairs, shape: LossShape) -> Tensor:
+def sigmoid_norm(pairs: Pairs, constants: LossConstants) -> Tensor:
     """-ln σ(β (r(y+)/|y+| - r(y-)/|y-|)): length-normalized DPO, Tülu 3, Lambert et al. 2024,
     https://arxiv.org/abs/2411.15124"""
-    return -F.logsigmoid(shape.beta * _mean_delta(pairs, shape))
+    return -F.logsigmoid(constants.beta * _mean_delta(pairs, constants))
 
 
-def robust(pairs: Pairs, shape: LossShape) -> Tensor:
+def robust(pairs: Pairs, constants: LossConstants) -> Tensor:
     """[-(1-s) ln σ(βΔ) + s ln σ(-βΔ)] / (1 - 2s), unbiased if a fraction s of pairs is swapped.  rDPO, Chowdhury
-    et al.
-    2024, https://arxiv.org/abs/2403.00409"""
-    x, s = shape.beta * _delta(pairs, shape), shape.label_smoothing
+    et al. 2024, https://arxiv.org/abs/2403.00409"""
+    x, s = constants.beta * _delta(pairs, constants), constants.label_smoothing
     return (-(1 - s) * F.logsigmoid(x) + s * F.logsigmoid(-x)) / (1 - 2 * s)
 
 
-def exo_pair(pairs: Pairs, shape: LossShape) -> Tensor:
+def exo_pair(pairs: Pairs, constants: LossConstants) -> Tensor:
     """q ln(q/(1-s)) + (1-q) ln((1-q)/s) with q = σ(βΔ): the reverse KL to the smoothed labels.  EXO, Ji et al. 2024,
     eq. 16, https://arxiv.org/abs/2402.00856"""
-    x, s = shape.beta * _delta(pairs, shape), torch.tensor(shape.label_smoothing)
+    x, s = constants.beta * _delta(pairs, constants), torch.tensor(constants.label_smoothing)
     towards = x.sigmoid() * (F.logsigmoid(x) - torch.log1p(-s))
     return towards + (-x).sigmoid() * (F.logsigmoid(-x) - torch.log(s))
 
 
-def nca_pair(pairs: Pairs, shape: LossShape) -> Tensor:
+def nca_pair(pairs: Pairs, constants: LossConstants) -> Tensor:
     """-ln σ(βr+) - ½ ln σ(-βr+) - ½ ln σ(-βr-).  NCA, Chen et al. 2024, https://arxiv.org/abs/2402.05369"""
-    chosen, rejected = _rewards(pairs, shape)
+    chosen, rejected = _rewards(pairs, constants)
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
 
 
-def bco_pair(pairs: Pairs, shape: LossShape) -> Tensor:
+def bco_pair(pairs: Pairs, constants: LossConstants) -> Tensor:
     """-ln σ(βr+) - ln σ(-βr-): BCO without a baseline, as in TRL 1.16 (``bco`` has a baseline)."""
-    chosen, rejected = _rewards(pairs, shape)
+    chosen, rejected = _rewards(pairs, constants)
     return -F.logsigmoid(chosen) - F.logsigmoid(-rejected)
 
 
-def sppo_hard(pairs: Pairs, shape: LossShape) -> Tensor:
+def sppo_hard(pairs: Pairs, constants: LossConstants) -> Tensor:
     """(r+ - 1/(2β))² + (r- + 1/(2β))².  SPPO, Wu et al. 2024, https://arxiv.org/abs/2405.00675"""
-    target = 1 / (2 * shape.beta)
+    target = 1 / (2 * constants.beta)
     return (pairs.chosen.ratio - target).square() + (pairs.rejected.ratio + target).square()
 
 
-def apo_zero(pairs: Pairs, shape: LossShape) -> Tensor:
-    """1 - σ(βr+) + σ(βr-), for chosen responses that are better than the model's.  APO, D'Oosterlinck et al. 2024, eq.
-    7,
-    https://arxiv.org/abs/2408.06266"""
-    chosen, rejected = _rewards(pairs, shape)
+def apo_zero(pairs: Pairs, constants: LossConstants) -> Tensor:
+    """1 - σ(βr+) + σ(βr-), for chosen responses that are better than the model's.  APO, D'Oosterlinck et al. 2024,
+    eq. 7, https://arxiv.org/abs/2408.06266"""
+    chosen, rejected = _rewards(pairs, constants)
     return 1 - chosen.sigmoid() + rejected.sigmoid()
 
 
-def apo_down(pairs: Pairs, shape: LossShape) -> Tensor:
+def apo_down(pairs: Pairs, constants: LossConstants) -> Tensor:
     """σ(βr+) + 1 - σ(βΔ), for chosen responses that are worse than the model's.  APO, eq. 8"""
-    chosen, rejected = _rewards(pairs, shape)
+    chosen, rejected = _rewards(pairs, constants)
     return chosen.sigmoid() + 1 - (chosen - rejected).sigmoid()
 
 
-def discopop(pairs: Pairs, shape: LossShape) -> Tensor:
+def discopop(pairs: Pairs, constants: LossConstants) -> Tensor:
     """-(1-m) ln σ(u) + m e^-u with u = βΔ, m = σ(u/τ).  DiscoPOP, Lu et al. 2024, https://arxiv.org/abs/2406.08414"""
-    u = shape.beta * _delta(pairs, shape)
-    modulation = (u / shape.discopop_tau).sigmoid()
+    u = constants.beta * _delta(pairs, constants)
+    modulation = (u / constants.discopop_tau).sigmoid()
     return -(1 - modulation) * F.logsigmoid(u) + modulation * (-u).exp()
 
 
-def aot(pairs: Pairs, shape: LossShape) -> Tensor:
+def aot(pairs: Pairs, constants: LossConstants) -> Tensor:
     """``sigmoid`` of the difference at the same rank: the sorted L(y+) - L(y-) minus the sorted R(y+) - R(y-).  AOT,
     Melnyk et al. 2024, https://arxiv.org/abs/2406.05882"""
     matches = pairs.matches or matches_of(pairs, "aot")
     own = pairs.chosen.logps - pairs.rejected.logps
-    return _smoothed(shape.beta * (own - matches.chosen), shape.label_smoothing)
+    return _smoothed(constants.beta * (own - matches.chosen), constants.label_smoothing)
 
 
-def aot_unpaired(pairs: Pairs, shape: LossShape) -> Tensor:
+def aot_unpaired(pairs: Pairs, constants: LossConstants) -> Tensor:
     """``sigmoid`` of the sorted r(y+) minus the sorted r(y-).  AOT, the unpaired variant.
 
     The two values of a pair belong to two comparisons of the step. The loss value returned for a pair is that of its
@@ -203,22 +201,23 @@ def aot_unpaired(pairs: Pairs, shape: LossShape) -> Tensor:
     in the other pair.
     """
     matches = pairs.matches or matches_of(pairs, "aot_unpaired")
-    of_chosen = _smoothed(shape.beta * (pairs.chosen.ratio - matches.chosen), shape.label_smoothing)
-    of_rejected = _smoothed(shape.beta * (matches.rejected - pairs.rejected.ratio), shape.label_smoothing)
+    of_chosen = _smoothed(constants.beta * (pairs.chosen.ratio - matches.chosen), constants.label_smoothing)
+    of_rejected = _smoothed(constants.beta * (matches.rejected - pairs.rejected.ratio), constants.label_smoothing)
     return of_chosen + of_rejected - of_rejected.detach()
 
 
-def dpop(pairs: Pairs, shape: LossShape) -> Tensor:
+def dpop(pairs: Pairs, constants: LossConstants) -> Tensor:
     """-ln σ(β (Δ - λ max(0, -r(y+)))): penalizes chosen responses that become less likely.  DPO-Positive, Pal et al.
     2024, https://arxiv.org/abs/2402.13228"""
     falls = F.relu(-pairs.chosen.ratio)
-    return _smoothed(shape.beta * (_delta(pairs, shape) - shape.dpop_lambda * falls), shape.label_smoothing)
+    x = constants.beta * (_delta(pairs, constants) - constants.dpop_lambda * falls)
+    return _smoothed(x, constants.label_smoothing)
 
 
 # --- without one ------------------------------------------------------------------------------------------------------
 
 
-def sft(pairs: Pairs, shape: LossShape) -> Tensor:
+def sft(pairs: Pairs, constants: LossConstants) -> Tensor:
     """-log p over the chosen tokens, as each pair's share of the mean over the tokens of the step."""
     share = pairs.pairs_per_token
     if share is None:
@@ -226,9 +225,9 @@ def sft(pairs: Pairs, shape: LossShape) -> Tensor:
     return -pairs.chosen.logps * share
 
 
-def orpo(pairs: Pairs, shape: LossShape) -> Tensor:
+def orpo(pairs: Pairs, constants: LossConstants) -> Tensor:
     """-L̄(y+) - β ln σ(log odds).  ORPO, Hong et al. 2024, eq. 4 to 7, https://arxiv.org/abs/2403.07691; λ = β"""
-    return -pairs.chosen.mean + shape.beta * odds_ratio_loss(pairs)
+    return -pairs.chosen.mean + constants.beta * odds_ratio_loss(pairs)
 
 
 def odds_ratio_loss(pairs: Pairs) -> Tensor:
@@ -242,52 +241,52 @@ def log_odds(pairs: Pairs) -> Tensor:
     return (chosen - _log_of_rest(chosen)) - (rejected - _log_of_rest(rejected))
 
 
-def simpo(pairs: Pairs, shape: LossShape) -> Tensor:
+def simpo(pairs: Pairs, constants: LossConstants) -> Tensor:
     """-ln σ(β (L̄+ - L̄-) - γ).  SimPO, Meng et al. 2024, eq. 6, https://arxiv.org/abs/2405.14734; s as in ``sigmoid``"""
-    chosen, rejected = (alphapo(side.mean, shape) for side in (pairs.chosen, pairs.rejected))
-    return _smoothed(shape.beta * (chosen - rejected) - shape.gamma, shape.label_smoothing)
+    chosen, rejected = (alphapo(side.mean, constants) for side in (pairs.chosen, pairs.rejected))
+    return _smoothed(constants.beta * (chosen - rejected) - constants.gamma, constants.label_smoothing)
 
 
-def cpo(pairs: Pairs, shape: LossShape) -> Tensor:
+def cpo(pairs: Pairs, constants: LossConstants) -> Tensor:
     """``sigmoid`` without a reference.  CPO, Xu et al. 2024, https://arxiv.org/abs/2401.08417"""
-    chosen, rejected = (alphapo(side.logps, shape) for side in (pairs.chosen, pairs.rejected))
-    return _smoothed(shape.beta * (chosen - rejected), shape.label_smoothing)
+    chosen, rejected = (alphapo(side.logps, constants) for side in (pairs.chosen, pairs.rejected))
+    return _smoothed(constants.beta * (chosen - rejected), constants.label_smoothing)
 
 
-def cpo_hinge(pairs: Pairs, shape: LossShape) -> Tensor:
+def cpo_hinge(pairs: Pairs, constants: LossConstants) -> Tensor:
     """max(0, 1 - β (L+ - L-)).  SLiC, Zhao et al. 2023, https://arxiv.org/abs/2305.10425"""
-    chosen, rejected = (alphapo(side.logps, shape) for side in (pairs.chosen, pairs.rejected))
-    return F.relu(1 - shape.beta * (chosen - rejected))
+    chosen, rejected = (alphapo(side.logps, constants) for side in (pairs.chosen, pairs.rejected))
+    return F.relu(1 - constants.beta * (chosen - rejected))
 
 
-def cpo_ipo(pairs: Pairs, shape: LossShape) -> Tensor:
+def cpo_ipo(pairs: Pairs, constants: LossConstants) -> Tensor:
     """(L̄+ - L̄- - 1/(2β))²: ``ipo`` without a reference."""
-    chosen, rejected = (alphapo(side.mean, shape) for side in (pairs.chosen, pairs.rejected))
-    return (chosen - rejected - 1 / (2 * shape.beta)).square()
+    chosen, rejected = (alphapo(side.mean, constants) for side in (pairs.chosen, pairs.rejected))
+    return (chosen - rejected - 1 / (2 * constants.beta)).square()
 
 
 PAIR_LOSSES: Mapping[str, PairLoss] = {
-    "sigmoid": PairLoss(sigmoid, smooths=True, diverges=True),
-    "hinge": PairLoss(hinge, diverges=True),
-    "ipo": PairLoss(ipo, diverges=True),
-    "sigmoid_norm": PairLoss(sigmoid_norm, diverges=True),
-    "robust": PairLoss(robust, smooths=True, diverges=True),
-    "exo_pair": PairLoss(exo_pair, smooths=True, diverges=True),
+    "sigmoid": PairLoss(sigmoid, smooths_labels=True, takes_divergence=True),
+    "hinge": PairLoss(hinge, takes_divergence=True),
+    "ipo": PairLoss(ipo, takes_divergence=True),
+    "sigmoid_norm": PairLoss(sigmoid_norm, takes_divergence=True),
+    "robust": PairLoss(robust, smooths_labels=True, takes_divergence=True),
+    "exo_pair": PairLoss(exo_pair, smooths_labels=True, takes_divergence=True),
     "nca_pair": PairLoss(nca_pair),
     "bco_pair": PairLoss(bco_pair),
     "sppo_hard": PairLoss(sppo_hard),
     "apo_zero": PairLoss(apo_zero),
     "apo_down": PairLoss(apo_down),
-    "discopop": PairLoss(discopop, diverges=True),
-    "aot": PairLoss(aot, smooths=True, sorts=True),
-    "aot_unpaired": PairLoss(aot_unpaired, smooths=True, sorts=True),
-    "dpop": PairLoss(dpop, smooths=True, diverges=True),
-    "sft": PairLoss(sft, needs_reference=False, diverges=True, counts_tokens=True),
-    "orpo": PairLoss(orpo, needs_reference=False, averages=True),
-    "simpo": PairLoss(simpo, needs_reference=False, averages=True, smooths=True),
-    "cpo": PairLoss(cpo, needs_reference=False, smooths=True),
+    "discopop": PairLoss(discopop, takes_divergence=True),
+    "aot": PairLoss(aot, smooths_labels=True, sorts_pairs=True),
+    "aot_unpaired": PairLoss(aot_unpaired, smooths_labels=True, sorts_pairs=True),
+    "dpop": PairLoss(dpop, smooths_labels=True, takes_divergence=True),
+    "sft": PairLoss(sft, needs_reference=False, takes_divergence=True, is_token_mean=True),
+    "orpo": PairLoss(orpo, needs_reference=False, uses_means=True),
+    "simpo": PairLoss(simpo, needs_reference=False, uses_means=True, smooths_labels=True),
+    "cpo": PairLoss(cpo, needs_reference=False, smooths_labels=True),
     "cpo_hinge": PairLoss(cpo_hinge, needs_reference=False),
-    "cpo_ipo": PairLoss(cpo_ipo, needs_reference=False, averages=True),
+    "cpo_ipo": PairLoss(cpo_ipo, needs_reference=False, uses_means=True),
 }
 """The losses, under their names in LLaMA-Factory or TRL if they exist there."""
 
@@ -295,13 +294,13 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
 # --- what may be added to a loss of pairs -----------------------------------------------------------------------------
 
 
-def bco(pairs: Pairs, shape: LossShape, baseline: Tensor) -> Tensor:
+def bco(pairs: Pairs, constants: LossConstants, baseline: Tensor) -> Tensor:
     """(P,) -ln σ(βr+ - δ) - ln σ(-(βr- - δ)).  BCO, Jung et al. 2024, https://arxiv.org/abs/2404.04656
 
     Args:
         baseline: () δ, the running mean of the rewards of both sides.
     """
-    chosen, rejected = _rewards(pairs, shape)
+    chosen, rejected = _rewards(pairs, constants)
     return -F.logsigmoid(chosen - baseline) - F.logsigmoid(baseline - rejected)
 
 
@@ -379,37 +378,37 @@ def _smoothed(x: Tensor, label_smoothing: float) -> Tensor:
     return (1 - label_smoothing) * losses - label_smoothing * F.logsigmoid(-x)
 
 
-def _delta(pairs: Pairs, shape: LossShape) -> Tensor:
-    return divergence(pairs.chosen.ratio, shape) - divergence(pairs.rejected.ratio, shape)
+def _delta(pairs: Pairs, constants: LossConstants) -> Tensor:
+    return divergence(pairs.chosen.ratio, constants) - divergence(pairs.rejected.ratio, constants)
 
 
-def _mean_delta(pairs: Pairs, shape: LossShape) -> Tensor:
-    chosen, rejected = (divergence(side.ratio, shape) / side.lengths for side in (pairs.chosen, pairs.rejected))
+def _mean_delta(pairs: Pairs, constants: LossConstants) -> Tensor:
+    chosen, rejected = (divergence(side.ratio, constants) / side.lengths for side in (pairs.chosen, pairs.rejected))
     return chosen - rejected
 
 
-def _rewards(pairs: Pairs, shape: LossShape) -> tuple[Tensor, Tensor]:
-    return shape.beta * pairs.chosen.ratio, shape.beta * pairs.rejected.ratio
+def _rewards(pairs: Pairs, constants: LossConstants) -> tuple[Tensor, Tensor]:
+    return constants.beta * pairs.chosen.ratio, constants.beta * pairs.rejected.ratio
 
 
-def divergence(ratio: Tensor, shape: LossShape) -> Tensor:
+def divergence(ratio: Tensor, constants: LossConstants) -> Tensor:
     """f'(e^r), which replaces r for a divergence f other than the reverse KL. f-DPO, Wang et al. 2023, table 1,
     https://arxiv.org/abs/2309.16240"""
-    alpha = shape.divergence_alpha
-    if shape.divergence == "forward_kl":
+    alpha = constants.divergence_alpha
+    if constants.divergence == "forward_kl":
         return 1 - (-ratio).clamp(max=_STEEPEST).exp()
-    if shape.divergence == "js_divergence":
+    if constants.divergence == "js_divergence":
         return F.logsigmoid(ratio) + torch.log(torch.tensor(2.0))
-    if shape.divergence == "alpha_divergence" and alpha != 1:
+    if constants.divergence == "alpha_divergence" and alpha != 1:
         return (((alpha - 1) * ratio).clamp(max=_STEEPEST).exp() - 1) / (alpha - 1)
     return ratio
 
 
-def alphapo(logps: Tensor, shape: LossShape) -> Tensor:
+def alphapo(logps: Tensor, constants: LossConstants) -> Tensor:
     """(1 - e^(-αL)) / α.  AlphaPO, Gupta et al. 2025, https://arxiv.org/abs/2501.03884"""
-    if not shape.alphapo:
+    if not constants.alphapo:
         return logps
-    return (1 - (-shape.alphapo * logps).clamp(max=_STEEPEST).exp()) / shape.alphapo
+    return (1 - (-constants.alphapo * logps).clamp(max=_STEEPEST).exp()) / constants.alphapo
 
 
 def _log_of_rest(logp: Tensor) -> Tensor:

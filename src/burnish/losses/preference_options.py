@@ -212,7 +212,7 @@ def check_pairs(options: PairLossChoices) -> list[Problem]:
             )
         )
     smoothing = options.dpo_label_smoothing
-    if smoothing and not any(loss.smooths for loss in losses):
+    if smoothing and not any(loss.smooths_labels for loss in losses):
         what = OptionText(
             '"{dpo_label_smoothing}" applies to sigmoid, robust, exo_pair and aot only. Received: {pref_loss} {}.',
             names[0],
@@ -233,15 +233,15 @@ def check_pairs(options: PairLossChoices) -> list[Problem]:
                 option=("pref_loss", "dpo_label_smoothing"),
             )
         )
-    if options.f_divergence_type != "reverse_kl" and not all(loss.diverges for loss in losses):
-        known = ", ".join(name for name, loss in PAIR_LOSSES.items() if loss.diverges)
+    if options.f_divergence_type != "reverse_kl" and not all(loss.takes_divergence for loss in losses):
+        known = ", ".join(name for name, loss in PAIR_LOSSES.items() if loss.takes_divergence)
         problems.append(
             Problem(
                 OptionText('"{f_divergence_type}" {} applies to {} only.', options.f_divergence_type, known),
                 option="f_divergence_type",
             )
         )
-    if options.use_weighting and any(loss.sorts for loss in losses):
+    if options.use_weighting and any(loss.sorts_pairs for loss in losses):
         problems.append(
             Problem(
                 OptionText('"{use_weighting}" weights individual pairs, but aot compares across pairs.'),

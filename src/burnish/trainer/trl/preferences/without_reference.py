@@ -144,7 +144,7 @@ class ORPOTrainer(PreferenceTrainer):
         )
         logits = outputs.logits[:, -labels.shape[1] :]
         logps = self.get_batch_logps(
-            logits, labels, average_log_prob=self.objective.averages, is_encoder_decoder=self.is_encoder_decoder
+            logits, labels, average_log_prob=self.objective.uses_means, is_encoder_decoder=self.is_encoder_decoder
         )
         chosen, rejected = logps.chunk(2)
         half = len(labels) // 2
@@ -231,4 +231,4 @@ class CPOTrainer(ORPOTrainer):
     def cpo_loss(self, policy_chosen_logps: Tensor, policy_rejected_logps: Tensor) -> tuple[Tensor, ...]:
         """(P,) the loss without the likelihood of the chosen responses, (P,) rewards of both responses."""
         pairs, (loss,) = self._pairs(policy_chosen_logps, policy_rejected_logps), self.objective.losses
-        return loss.of(pairs, self.objective.shape), *self._rewards(pairs)
+        return loss.of(pairs, self.objective.constants), *self._rewards(pairs)
