@@ -137,7 +137,7 @@ def test_rank_without_items_gets_a_batch_without_weight():
 
 def test_rows_of_a_step_are_the_examples_in_its_packs():
     packs = ListedRows([{"input_ids": [1, 2, 3], "labels": [1, 2, 3], "seq_lengths": [1] * n} for n in (1, 2, 3)])
-    cut = StepPartition(batch_size=2, accumulation=1)
+    cut = StepPartition(micro_batch_size=2, accumulation=1)
     loader = RowLoader(packs, lambda rows: {}, cut, seed=0, num_examples=packs.num_examples)
     assert [step.num_rows for step in loader.step_batches()] == [
         sum(packs.num_examples[item] for item in loader.order(0)[at : at + 2]) for at in (0, 2)

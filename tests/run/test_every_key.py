@@ -189,7 +189,7 @@ def of_parts(run, options, prepared):
         dtypes={str(p.dtype) for p in model.parameters()},
         generation=config.to_dict(),
         determinism=torch.are_deterministic_algorithms_enabled(),
-        **{"eval batches": [len(part) for some in run.eval_sets.values() for part in some.parts]},
+        **{"eval batches": [len(part) for some in run.eval_sets.values() for part in some.micro_batches]},
     )  # fmt: skip
 
 

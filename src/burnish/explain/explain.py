@@ -230,7 +230,7 @@ def pieces_of(row: Row, tokenizer: Any, family: Family | None = None) -> list[tu
 def _steps(plan: Plan, prepared: Prepared) -> Section:
     options, steps = plan.options, prepared.steps
     kind = _kind(options)
-    rows = f"effective batch size {steps.batch_size:,}"
+    rows = f"effective batch size {steps.effective_batch_size:,}"
     starter = plan.where("num_processes") or ("the launcher" if plan.world_size > 1 else "")
     lines = [
         Line("per device", f"{options.per_device_train_batch_size:,}", plan.where("per_device_train_batch_size")),

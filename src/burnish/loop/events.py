@@ -10,8 +10,9 @@ fires:
       on_log, on_prediction_step*, on_log, on_evaluate, on_save, ...
     on_epoch_end, ..., on_log (the summary), on_train_end
 
-A callback receives ``args`` (the options), ``state``, ``control`` and, as keywords, the parts of the run. It requests
-an action by setting a flag of ``control``. If it returns another control object, the flags of that object are copied.
+A callback receives ``args`` (the options), ``state``, ``control`` and, as keyword arguments, model, optimizer and other
+objects. It requests an action by setting a flag of ``control``. If it returns another control object, the flags of that
+object are copied.
 """
 
 from __future__ import annotations
@@ -157,17 +158,17 @@ class CallbackHandler:
     Args:
         callbacks: objects with transformers' callback methods. Missing methods are skipped.
         args: the options of the run, passed to each callback.
-        parts: keyword arguments of every event: model, processing_class, optimizer, lr_scheduler, dataloaders.
+        arguments: keyword arguments of every event: model, processing_class, optimizer, lr_scheduler, dataloaders.
     """
 
     def __init__(
-        self, callbacks: Iterable[Any], args: Any, state: TrainerState, control: TrainerControl, **parts: Any
+        self, callbacks: Iterable[Any], args: Any, state: TrainerState, control: TrainerControl, **arguments: Any
     ) -> None:
         self.callbacks = list(callbacks)
         self.args = args
         self.state = state
         self.control = control
-        self.parts = parts
+        self.arguments = arguments
 
     def fire(self, event: str, **details: Any) -> TrainerControl:
         """Call ``event`` on every callback. ``details`` are ``logs`` for on_log and ``metrics`` for on_evaluate."""
@@ -177,7 +178,7 @@ class CallbackHandler:
             method = getattr(callback, event, None)
             if method is None:
                 continue
-            result = method(self.args, self.state, self.control, **self.parts, **details)
+            result = method(self.args, self.state, self.control, **self.arguments, **details)
             if result is not None and result is not self.control:
                 # The loop keeps a reference to this object, so copy the flags.
                 for name in vars(self.control):

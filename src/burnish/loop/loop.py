@@ -201,20 +201,20 @@ class Loop:
             what = f"The {cause} of step {self.state.global_step} is not finite ({numbers})."
             self.stop_at_non_finite(what, step_batch.indices)
 
-    def microstep(self, batch: Batch, num_items: Tensor, is_last: bool) -> Loss:
+    def microstep(self, batch: Batch, divisor: Tensor, is_last: bool) -> Loss:
         """Run forward and backward for one micro-batch. Ranks sync gradients on the last micro-batch of a step only.
 
         The backend averages gradients over ranks. Multiplying the loss by ``world_size`` turns this mean into a sum.
 
         Args:
             batch: one micro-batch on the device.
-            num_items: () items of the whole step, over all micro-batches and ranks; positive.
+            divisor: () items of the whole step, over all micro-batches and ranks, but at least 1.
             is_last: whether this is the last micro-batch of the step.
         """
         with self.parallel.microbatch(self.model, last=is_last), annotate_errors(Activity.FORWARD, batch):
             loss = self.loss(batch)
             with annotate_errors(Activity.BACKWARD):
-                self.parallel.backward(loss.total * (self.parallel.world_size / num_items))
+                self.parallel.backward(loss.total * (self.parallel.world_size / divisor))
         return loss
 
     def loss(self, batch: Batch) -> Loss:
@@ -236,7 +236,12 @@ class Loop:
             self.save()
 
     def log(self) -> None:
-        """Log the means since the last log, and the learning rate of the last step."""
+        """Log the means since the last log, and the learning rate of the last step.
+
+        Raises:
+            NonFiniteError: if a step since the last log was not finite and ``on_non_finite`` is ``stop``. A device with
+                fused updates skips such a step without a device read, so it is only found here.
+        """
         means = self.meter.read(self.state, self.parallel, self.flos_per_token)
         if not means:
             return
@@ -274,6 +279,7 @@ class Loop:
         Sums over items are divided by the items of the set, so the result does not depend on the batch size.
         """
         clock, totals = Clock(), Totals()
+        was_training = self.model.training
         self.set_training_mode(False)
         batches = self.objective.iter_eval(self.model, eval_set, self.parallel)
         for batch in track(batches, "Evaluating", "batches", of=eval_set):
@@ -281,7 +287,7 @@ class Loop:
                 loss = self.loss(batch)
             totals.add(loss, self.objective.num_items(batch))
             self.callbacks.fire("on_prediction_step")
-        self.set_training_mode(True)
+        self.set_training_mode(was_training)
         means = self.objective.report(totals.means(self.parallel))
         metrics = {f"{prefix}_{name}": value for name, value in means.items()}
         metrics |= clock.rates(prefix, num_rows=eval_set.num_rows, num_steps=totals.num_batches)

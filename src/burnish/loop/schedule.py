@@ -65,7 +65,7 @@ class StepPlan:
     steps_per_rate: int = 1  # steps with one learning rate: those of a rollout, where max_steps counts rollouts
 
     @property
-    def batch_size(self) -> int:
+    def effective_batch_size(self) -> int:
         """Number of sequences per training step, over all micro-batches and ranks."""
         return self.trained_per_step or self.rows_per_step
 

@@ -40,6 +40,9 @@ class SingleProcess:
 
     rank: int = 0
     world_size: int = 1
+    is_sharded = False  # these three: see ``Parallel``
+    shards_weights = False
+    frees_weights = False
     checkpoints_layers = False  # a backend's own settings may enable gradient checkpointing as well
 
     def __init__(self, options: ParallelChoices) -> None:
@@ -64,7 +67,7 @@ class SingleProcess:
         """Move the model to the device, and enable checkpointing and compilation. Returns it and the optimizer."""
         self.optimizer = optimizer
         if self.device.type == "cpu" and optimizer is not None:
-            keep_freed_memory(self.is_sharded)
+            keep_freed_memory(is_sharded=self.is_sharded)
         self.ensure_on_device(model)
         if self.options.gradient_checkpointing or self.checkpoints_layers:
             checkpoint_activations(model, self.options.gradient_checkpointing_kwargs)
@@ -105,10 +108,6 @@ class SingleProcess:
     def generating(self, model: nn.Module) -> AbstractContextManager[None]:
         """Context for generation with the bare model, outside of the module that ``prepare`` returned."""
         return nullcontext()
-
-    is_sharded = False
-    shards_weights = False
-    frees_weights = False
 
     def sharded_parts(self, parts: Mapping[str, Part]) -> dict[str, Part]:
         """The parts of a run in the form that a checkpoint stores, if tensors are sharded."""

@@ -70,7 +70,7 @@ class RunFacts:
         share = 100 * self.trainable_parameters / max(self.all_parameters, 1)
         return [
             f"Training for {counted(self.steps.max_steps, 'step')}{self._share_of_data()}",
-            f"  Effective batch size {self.steps.batch_size} = {self.per_device_batch_size} per device"
+            f"  Effective batch size {self.steps.effective_batch_size} = {self.per_device_batch_size} per device"
             f" x {self.accumulation} gradient accumulation x {processes}",
             f"  {self.trainable_parameters:,} of {self.all_parameters:,} parameters are trained ({share:.3g}%)",
         ]

@@ -131,6 +131,8 @@ def train_run(plan: Plan) -> Result:
         loop = build_loop(plan, prepared, parallel, start.checkpoint, callbacks)
         if start.checkpoint is not None:
             loop.load(start.checkpoint)
+            state = loop.state
+            note(f"Resuming from {start.checkpoint}: step {state.global_step} of {state.max_steps}.")
         if options.profile:
             watch(loop, folder / "profile", options)
         if is_first:
@@ -219,7 +221,7 @@ def build_loop(
     scheduler = create_scheduler(optimizer, options, steps.schedule_steps, options.learning_rate, steps.steps_per_rate)
 
     listeners = _listeners(prepared, model, accumulation, parallel, options, callbacks)
-    listeners.parts |= {"optimizer": optimizer, "lr_scheduler": scheduler, "train_dataloader": loader}
+    listeners.arguments |= {"optimizer": optimizer, "lr_scheduler": scheduler, "train_dataloader": loader}
     checkpoints = RetryingCheckpoints(
         output_folder(options), fingerprints=prepared.fingerprints(), limit=options.save_total_limit,
         write_extras=partial(write_companions, model, adapter, prepared.tokenizer),
@@ -232,7 +234,7 @@ def build_loop(
         ),
     )  # fmt: skip
     loop = RunLoop(
-        options, prepared.where, model=module, weights=ModelState(model, adapter), objective=objective,
+        options, prepared.origins, model=module, weights=ModelState(model, adapter), objective=objective,
         parallel=parallel, loader=loader, optimizer=optimizer, scheduler=scheduler, callbacks=listeners,
         checkpoints=checkpoints, eval_sets=eval_sets(prepared, options, parallel, budget),
         flos_per_token=6 * parameters_without_embeddings(model), logs_tokens=counts_tokens(options),

@@ -13,7 +13,6 @@ from burnish.data.origins import Origins, origins_in_words
 from burnish.data.rows.store import Rows
 from burnish.data.rows.streamed import StreamedRows
 from burnish.loop.loop import Loop, TrainOutput
-from burnish.report.console import note
 from burnish.run.plan.options import RunOptions
 
 
@@ -23,11 +22,11 @@ class RunLoop(Loop):
     Args:
         options: options of the run.
         origins: records of the rows.
-        parts: see ``Loop``.
+        components: other arguments of ``Loop``.
     """
 
-    def __init__(self, options: RunOptions, origins: Origins, **parts: Any) -> None:
-        super().__init__(options, **parts)
+    def __init__(self, options: RunOptions, origins: Origins, **components: Any) -> None:
+        super().__init__(options, **components)
         self.origins, self._is_sft = origins, options.stage == "sft"
 
     def train(self) -> TrainOutput:
@@ -66,7 +65,6 @@ class RunLoop(Loop):
             for group, rate, factor in zip(self.optimizer.param_groups, rates, scheduler.lr_lambdas, strict=True):
                 group["initial_lr"] = rate
                 group["lr"] = rate * factor(scheduler.last_epoch)
-        note(f"Resuming from {folder}: step {self.state.global_step} of {self.state.max_steps}.")
 
     def describe_rows(self, indices: Sequence[int]) -> str:
         return origins_in_words(self.origins(indices))

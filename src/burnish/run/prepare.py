@@ -65,7 +65,7 @@ class Prepared:
     sample: RowSet[Row]  # rows that are known in advance: all of them, or a sample when streaming
     eval_rows: Mapping[str, RowSet[Row]]
     steps: StepPlan
-    where: Origins
+    origins: Origins
     sizes: Sizes
     formats: Formats
     stats: DataStats
@@ -96,7 +96,7 @@ def prepare(plan: Plan) -> Prepared:
     raise_if([*check_vocabulary(tokenizer, config, options), *adapter.check(shapes)])
 
     objective = OBJECTIVES[options.stage](options, template, tokenizer)
-    rows, sample, where = training_rows(sets, objective, config, stats, options)
+    rows, sample, origins = training_rows(sets, objective, config, stats, options)
     eval_rows = {name: evaluation_rows(some, name, objective, stats, options) for name, some in sets.eval.items()}
     if not len(sample) and trains(options):
         stats.merge(rows.counted())
@@ -120,8 +120,9 @@ def prepare(plan: Plan) -> Prepared:
     notes += [*sets.notes, *step_notes(options, steps), *schedule_notes(options, steps.schedule_steps)]
     fingerprints = cache(partial(fingerprints_of, plan, _contents(sets, template, objective, options), steps))
     return Prepared(
-        tokenizer, template, config, objective, rows, sample, eval_rows, steps, where, sizes, formats, stats,
-        fingerprints, notes, family,
+        tokenizer=tokenizer, template=template, config=config, objective=objective, rows=rows, sample=sample,
+        eval_rows=eval_rows, steps=steps, origins=origins, sizes=sizes, formats=formats, stats=stats,
+        fingerprints=fingerprints, notes=notes, family=family,
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger("transformers.trainer_callback")  # so that a script can set its log level
 
-PARTS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
+ARGUMENTS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 """Keyword arguments of every event."""
 
 
@@ -37,10 +37,10 @@ class TrainerCallbackHandler(CallbackHandler):
     """Calls callbacks for the loop (``fire``) and for scripts (``handler.on_log(args, state, control, logs)``)."""
 
     def __init__(
-        self, callbacks: list[Any], args: TrainingArguments, state: Any, control: TrainerControl, **parts: Any
+        self, callbacks: list[Any], args: TrainingArguments, state: Any, control: TrainerControl, **arguments: Any
     ) -> None:
-        super().__init__([], args, state, control, **dict.fromkeys(PARTS))
-        self.parts |= parts
+        super().__init__([], args, state, control, **dict.fromkeys(ARGUMENTS))
+        self.arguments |= arguments
         for callback in callbacks:
             self.add_callback(callback)
 
@@ -94,12 +94,12 @@ class TrainerCallbackHandler(CallbackHandler):
         return "\n".join(type(callback).__name__ for callback in self.callbacks)
 
 
-def _part(name: str) -> property:
+def _argument(name: str) -> property:
     def read(self: TrainerCallbackHandler) -> Any:
-        return self.parts[name]
+        return self.arguments[name]
 
     def write(self: TrainerCallbackHandler, value: Any) -> None:
-        self.parts[name] = value
+        self.arguments[name] = value
 
     return property(read, write)
 
@@ -117,8 +117,8 @@ def _event(name: str) -> Callable[..., TrainerControl]:
     return fire
 
 
-for _name in PARTS:
-    setattr(TrainerCallbackHandler, _name, _part(_name))
+for _name in ARGUMENTS:
+    setattr(TrainerCallbackHandler, _name, _argument(_name))
 for _name in EVENTS:
     setattr(TrainerCallbackHandler, _name, _event(_name))
 

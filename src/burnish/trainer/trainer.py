@@ -134,7 +134,7 @@ class Trainer(EvaluationMethods, FileMethods):
             if self.args.restore_callback_states_from_checkpoint:
                 training.restore_callbacks(self.callback_handler, self.state.stateful_callbacks)
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
-        loader, rows = self.callback_handler.parts["train_dataloader"], self._rows_per_step
+        loader, rows = self.callback_handler.arguments["train_dataloader"], self._rows_per_step
         num_rows = loop.plan.max_steps * rows if num_batches(loader) is None else self.num_examples(loader)
         reporting.announce_training(self.args, loop.plan, num_rows, rows, self.get_num_trainable_parameters())
         try:
@@ -151,12 +151,12 @@ class Trainer(EvaluationMethods, FileMethods):
     def _make_loop(self, ignore_keys: list[str] | None) -> TrainerLoop:
         """The loop at step 0. Components are created in the order of their dependencies."""
         args, parallel, handler, loader = self.args, self._parallel, self.callback_handler, self.get_train_dataloader()
-        plan = training.plan_of(self.set_initial_training_values(args, loader), loader, self._accumulation)
+        plan = training.plan_of(self.set_initial_training_values(args, loader), loader)
         training.check_spikes(args, loader, self._inner_steps)
         if not self._overrides("compute_loss"):
             self._capabilities()  # probe the model here rather than inside the first step
         objective = self._objective()
-        handler.args, handler.control, handler.parts["train_dataloader"] = args, self.control, loader
+        handler.args, handler.control, handler.arguments["train_dataloader"] = args, self.control, loader
         weights, batches = TrainerModel(self.model), self._step_batches(loader, plan)
         module, self.optimizer = parallel.prepare(self._module(), self._optimizer_for(plan.max_steps))
         objective.setup(module)
@@ -167,7 +167,7 @@ class Trainer(EvaluationMethods, FileMethods):
         self.current_flos = 0.0
         self._name_trial(self.state)
         handler.state = self.state
-        handler.parts |= {"model": self.model, "optimizer": self.optimizer, "lr_scheduler": scheduler}
+        handler.arguments |= {"model": self.model, "optimizer": self.optimizer, "lr_scheduler": scheduler}
         checkpoints = Checkpoints(
             self._get_output_dir(self._trial), limit=args.save_total_limit, in_background=args.save_in_background,
             fingerprints=training.trainer_fingerprints(args, plan, self._rows_per_step),
@@ -297,17 +297,17 @@ class TrainerLoop(Loop):
         plan: number of steps of the run.
         accumulation: micro-batches per step.
         ignore_keys: outputs of the model that evaluations ignore.
-        parts: other arguments of ``Loop``.
+        components: other arguments of ``Loop``.
     """
 
     def __init__(
-        self, trainer: Trainer, plan: StepPlan, accumulation: int, ignore_keys: list[str] | None, **parts: Any
+        self, trainer: Trainer, plan: StepPlan, accumulation: int, ignore_keys: list[str] | None, **components: Any
     ) -> None:
-        super().__init__(trainer.args, **parts)
+        super().__init__(trainer.args, **components)
         self.trainer, self.plan, self.accumulation, self.ignore_keys = trainer, plan, accumulation, ignore_keys
         self.started_s = time.time()
 
-    def microstep(self, batch: Batch, num_items: Tensor, is_last: bool) -> Loss:
+    def microstep(self, batch: Batch, divisor: Tensor, is_last: bool) -> Loss:
         """The loop's microstep, or ``training_step`` (a mean) if a script computes the loss."""
         trainer = self.trainer
         trainer.accelerator.begin_micro_batch(is_last)
@@ -315,13 +315,13 @@ class TrainerLoop(Loop):
             trainer.current_flos += float(trainer.floating_point_ops(batch))
         with explain_index_errors(trainer.model, batch):
             if not trainer.loss_is_scripted:
-                return super().microstep(batch, num_items, is_last)
-            trainer._step = StepInProgress(num_items, trainer._sums_of(batch))
-            num_items_in_batch = None if trainer._num_items_in_batch(batch, num_items) is None else num_items
+                return super().microstep(batch, divisor, is_last)
+            trainer._step = StepInProgress(divisor, trainer._sums_of(batch))
+            num_items_in_batch = None if trainer._num_items_in_batch(batch, divisor) is None else divisor
             with self.parallel.microbatch(self.model, last=is_last):
                 value = call_training_step(trainer.training_step, self.model, batch, num_items_in_batch)
         sums, trainer._step = trainer._step.sums, StepInProgress()
-        return Loss(without_gradient(value, self.parallel.device) * (num_items / self.parallel.world_size), sums)
+        return Loss(without_gradient(value, self.parallel.device) * (divisor / self.parallel.world_size), sums)
 
     def loss(self, batch: Batch) -> Loss:
         """The objective's loss for the inputs that the trainer prepares. A padding batch counts as zero."""

@@ -90,7 +90,8 @@ def log_compute_dtype(model: nn.Module, autocast: torch.dtype | None, device: to
 
 
 def steps_of_loader(loader: Any, args: TrainingArguments, accumulation: int, inner_steps: int = 1) -> StepPlan:
-    """Number of steps and epochs, computed from this rank's micro-batches. The last step of an epoch may be incomplete.
+    """Number of steps and epochs, computed from this rank's micro-batches, which take the place of rows in the result.
+    The last step of an epoch may be incomplete.
 
     Args:
         loader: the training loader.
@@ -108,10 +109,11 @@ def steps_of_loader(loader: Any, args: TrainingArguments, accumulation: int, inn
     return plan_steps(counted, batches or None, inner_steps=inner_steps)
 
 
-def plan_of(values: tuple[int, int, int, int, int, int | None, int], loader: Any, accumulation: int) -> StepPlan:
+def plan_of(values: tuple[int, int, int, int, int, int | None, int], loader: Any) -> StepPlan:
     """The plan for the result of ``Trainer.set_initial_training_values`` (see ``loaders.training_numbers``)."""
-    num_train_epochs, steps_per_epoch, *_, max_steps = values
-    return StepPlan(num_batches(loader) or None, accumulation, steps_per_epoch, max_steps, num_train_epochs)
+    num_train_epochs, steps_per_epoch, num_rows, _, rows_per_step, _, max_steps = values
+    has_rows = num_batches(loader) is not None
+    return StepPlan(num_rows if has_rows else None, rows_per_step, steps_per_epoch, max_steps, num_train_epochs)
 
 
 def check_spikes(args: TrainingArguments, loader: Any, inner_steps: int) -> None:

@@ -2,8 +2,9 @@
 
 The order is global, and a step takes ``rows_per_step`` items of it. If lengths are known, items are distributed over
 the ranks so that each has about the same number of tokens. Otherwise micro-batch ``m`` of rank ``r`` takes the items
-from ``(m * world_size + r) * batch_size`` on, like accelerate's ``BatchSamplerShard``. A run that resumes with another
-number of ranks therefore sees the same items in the same steps, and its position is two numbers: epoch and position.
+from ``(m * world_size + r) * micro_batch_size`` on, like accelerate's ``BatchSamplerShard``. A run that resumes with
+another number of ranks therefore sees the same items in the same steps, and its position is two numbers: epoch and
+position.
 
 A rank without items in the last, incomplete step gets a blank batch with ``num_items`` 0. When streaming, a micro-batch
 whose examples all give no row (None) is blank too.
@@ -86,14 +87,14 @@ class StepPartition:
     """Division of an order into steps, micro-batches and ranks.
 
     Args:
-        batch_size: items per micro-batch of one rank.
+        micro_batch_size: items per micro-batch of one rank.
         accumulation: micro-batches per step.
         world_size: number of ranks.
         drop_last: drop the last items if they do not fill a micro-batch on every rank.
-        budget: divides a rank's items of a step into micro-batches, instead of ``batch_size``.
+        budget: divides a rank's items of a step into micro-batches, instead of ``micro_batch_size``.
     """
 
-    batch_size: int
+    micro_batch_size: int
     accumulation: int
     world_size: int = 1
     rank: int = 0
@@ -102,7 +103,7 @@ class StepPartition:
 
     @property
     def rows_per_step(self) -> int:
-        return self.batch_size * self.accumulation * self.world_size
+        return self.micro_batch_size * self.accumulation * self.world_size
 
     def micro_batches(
         self, chosen: Sequence[int], lengths: Sequence[int] | None = None, patches: Sequence[int] | None = None
@@ -124,14 +125,14 @@ class StepPartition:
 
     def _in_turn(self, chosen: Sequence[int]) -> list[Sequence[int]]:
         """Return every ``world_size``-th micro-batch, in the order of the items."""
-        across = self.batch_size * self.world_size
-        starts = range(self.rank * self.batch_size, max(1, -(-len(chosen) // across)) * across, across)
-        return [chosen[start : start + self.batch_size] for start in starts]
+        across = self.micro_batch_size * self.world_size
+        starts = range(self.rank * self.micro_batch_size, max(1, -(-len(chosen) // across)) * across, across)
+        return [chosen[start : start + self.micro_batch_size] for start in starts]
 
     def _cut(self, share: Sequence[int], lengths: Sequence[int], patches: Sequence[int] | None) -> list[Sequence[int]]:
         if self.budget is not None:
             return [*self.budget.micro_batches(share, lengths, patches)]
-        return [share[start : start + self.batch_size] for start in range(0, len(share), self.batch_size)]
+        return [share[start : start + self.micro_batch_size] for start in range(0, len(share), self.micro_batch_size)]
 
 
 def balanced(chosen: Sequence[int], lengths: Sequence[int], world_size: int) -> list[list[int]]:
@@ -154,24 +155,24 @@ def balanced(chosen: Sequence[int], lengths: Sequence[int], world_size: int) -> 
     return shares
 
 
-def idle_fraction(parts: Sequence[Sequence[int]], lengths: Sequence[int], world_size: int) -> float:
+def idle_fraction(steps: Sequence[Sequence[int]], lengths: Sequence[int], world_size: int) -> float:
     """Return the fraction of time that ranks wait for each other, if time is proportional to tokens.
 
     Args:
-        parts: items of each step.
+        steps: items of each step.
         lengths: tokens of each item.
         world_size: number of ranks.
     """
-    needed = spent = 0
-    for chosen in parts:
+    num_tokens = num_slots = 0
+    for chosen in steps:
         totals = [sum(lengths[item] for item in share) for share in balanced(chosen, lengths, world_size)]
-        needed += sum(totals)
-        spent += world_size * max(totals)
-    return 1 - needed / spent if spent else 0.0
+        num_tokens += sum(totals)
+        num_slots += world_size * max(totals)  # tokens that all ranks compute in the time of the slowest
+    return 1 - num_tokens / num_slots if num_slots else 0.0
 
 
 def order_of(num_items: int, seed: int, epoch: int, strategy: str = "random", lengths: Sequence[int] | None = None,
-             batch_size: int = 1, buffer_size: int | None = None) -> list[int]:  # fmt: skip
+             items_per_step: int = 1, buffer_size: int | None = None) -> list[int]:  # fmt: skip
     """Return the order of one epoch.
 
     Args:
@@ -180,7 +181,7 @@ def order_of(num_items: int, seed: int, epoch: int, strategy: str = "random", le
         epoch: index of the epoch.
         strategy: "random", "sequential" or "group_by_length".
         lengths: tokens of each item, for "group_by_length".
-        batch_size: items of a step on one rank, for "group_by_length".
+        items_per_step: items of a step on one rank, for "group_by_length".
         buffer_size: shuffle within blocks of this many consecutive items only.
 
     "random" is torch's permutation with seed ``seed + epoch``, which is the order that accelerate's
@@ -190,28 +191,28 @@ def order_of(num_items: int, seed: int, epoch: int, strategy: str = "random", le
     if strategy == "sequential":
         return list(range(num_items))
     if buffer_size is not None:
-        lying_together = (range(num_items)[start : start + buffer_size] for start in range(0, num_items, buffer_size))
-        shuffled = ((part, torch.randperm(len(part), generator=generator).tolist()) for part in lying_together)
-        return [part[place] for part, places in shuffled for place in places]
+        blocks = (range(num_items)[start : start + buffer_size] for start in range(0, num_items, buffer_size))
+        shuffled = ((block, torch.randperm(len(block), generator=generator).tolist()) for block in blocks)
+        return [block[place] for block, places in shuffled for place in places]
     order: list[int] = torch.randperm(num_items, generator=generator).tolist()
     if strategy == "group_by_length" and lengths is not None:
-        return _grouped_by_length(order, lengths, batch_size)
+        return _grouped_by_length(order, lengths, items_per_step)
     return order
 
 
-def _grouped_by_length(order: list[int], lengths: Sequence[int], batch_size: int) -> list[int]:
+def _grouped_by_length(order: list[int], lengths: Sequence[int], items_per_step: int) -> list[int]:
     """Group items of similar length: split the shuffled items into blocks of up to 50 batches and sort each block.
 
     The longest item comes first, so that a run that does not fit into memory fails at once (transformers,
     ``get_length_grouped_indices``).
     """
-    block = max(1, min(len(order) // (batch_size * 4), 50)) * batch_size
-    stretches = [order[start : start + block] for start in range(0, len(order), block)]
-    stretches = [sorted(part, key=lambda item: lengths[item], reverse=True) for part in stretches]
-    longest = max(range(len(stretches)), key=lambda index: lengths[stretches[index][0]], default=0)
-    if stretches:
-        stretches[0][0], stretches[longest][0] = stretches[longest][0], stretches[0][0]
-    return [item for part in stretches for item in part]
+    block_size = max(1, min(len(order) // (items_per_step * 4), 50)) * items_per_step
+    blocks = [order[start : start + block_size] for start in range(0, len(order), block_size)]
+    blocks = [sorted(block, key=lambda item: lengths[item], reverse=True) for block in blocks]
+    longest = max(range(len(blocks)), key=lambda index: lengths[blocks[index][0]], default=0)
+    if blocks:
+        blocks[0][0], blocks[longest][0] = blocks[longest][0], blocks[0][0]
+    return [item for block in blocks for item in block]
 
 
 class StepBatchLoader(Loader):
@@ -290,12 +291,12 @@ class RowLoader(StepBatchLoader):
     @property
     def length(self) -> int:
         """The number of items used in an epoch."""
-        across = self.cut.batch_size * self.cut.world_size
+        across = self.cut.micro_batch_size * self.cut.world_size
         return len(self.items) - (len(self.items) % across if self.cut.drop_last else 0)
 
     def step_batches(self) -> Iterator[StepBatch]:
         """Yield the step batches from the current position to the end of the epoch."""
-        epoch, size, across = self.epoch, self.length, self.cut.batch_size * self.cut.world_size
+        epoch, size, across = self.epoch, self.length, self.cut.micro_batch_size * self.cut.world_size
         order = self.order(epoch)[:size]
         starts = range(self.position, size, self.cut.rows_per_step)
 
@@ -318,12 +319,12 @@ class RowLoader(StepBatchLoader):
                 num_tokens=sum(num_tokens(batch) for batch, part in zip(micro_batches, group, strict=True) if part),
             )
 
-    def _batches(self, parts: Iterator[Sequence[Any]]) -> Iterator[Batch]:
+    def _batches(self, micro_batches: Iterator[Sequence[Any]]) -> Iterator[Batch]:
         """Return the batch of each micro-batch, collated here or by worker processes."""
         items = self.items
         if self.options.dataloader_num_workers == 0 or getattr(items, "is_streamed", False):
-            read = items.__getitems__ if isinstance(items, OnDemand) else lambda part: [items[index] for index in part]
-            rows: Iterator[Any] = (read(part) for part in parts)
+            read = items.__getitems__ if isinstance(items, OnDemand) else lambda some: [items[index] for index in some]
+            rows: Iterator[Any] = (read(each) for each in micro_batches)
             rows = rows if self.ahead is None else self.ahead(rows)
             return (collate_present(some, self.collate, self.blank_row) for some in rows)
         from torch.utils.data import DataLoader
@@ -331,7 +332,7 @@ class RowLoader(StepBatchLoader):
         return iter(
             DataLoader(
                 items,  # type: ignore[arg-type]
-                batch_sampler=list(parts),  # type: ignore[arg-type]
+                batch_sampler=list(micro_batches),  # type: ignore[arg-type]
                 collate_fn=self.collate,
                 num_workers=min(self.options.dataloader_num_workers, os.cpu_count() or 1),
                 prefetch_factor=self.options.dataloader_prefetch_factor,
@@ -344,11 +345,11 @@ class RowLoader(StepBatchLoader):
     def _partition(self, step: list[int]) -> list[Sequence[Any]]:
         """Return this rank's micro-batches of a step: items, or their keys if a row depends on its step."""
         chosen = self._kept(step)
-        parts: list[Sequence[Any]] = self.cut.micro_batches(chosen, self.lengths, self.patches)
+        micro_batches: list[Sequence[Any]] = self.cut.micro_batches(chosen, self.lengths, self.patches)
         if self.keys is None:
-            return parts
+            return micro_batches
         keys = self.keys(chosen)
-        return [[keys[item] for item in part] for part in parts]
+        return [[keys[item] for item in each] for each in micro_batches]
 
     def _examples_in(self, part: Sequence[Any]) -> int:
         return len(part) if self.num_examples is None else sum(self.num_examples[item] for item in part)
@@ -358,7 +359,7 @@ class RowLoader(StepBatchLoader):
 
     def order(self, epoch: int) -> list[int]:
         """Return the items of an epoch in order of use; the same on every rank."""
-        per_step = self.cut.batch_size * self.cut.accumulation
+        per_step = self.cut.micro_batch_size * self.cut.accumulation
         strategy = "group_by_length" if self.options.group_by_length else self.options.train_sampling_strategy
         strategy = "sequential" if self.options.disable_shuffling else strategy
         return order_of(len(self.items), self.seed, epoch, strategy, self.lengths, per_step, self.buffer_size)
@@ -402,16 +403,16 @@ class EvalBatches:
         cut = StepPartition(batch_size, 1, world_size, rank, budget=budget)
         starts = range(0, len(items), cut.rows_per_step)
         steps = (range(start, min(start + cut.rows_per_step, len(items))) for start in starts)
-        self.parts = [part for chosen in steps for part in cut.micro_batches(chosen, lengths, patches)]
+        self.micro_batches = [each for chosen in steps for each in cut.micro_batches(chosen, lengths, patches)]
         self.num_rows = len(items) if num_examples is None else sum(num_examples)
 
     def __len__(self) -> int:
-        return len(self.parts)
+        return len(self.micro_batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        for part in self.parts:
-            batch = self.collate([self.items[index] for index in part or [0]])
-            yield batch if part else _blank(batch)
+        for chosen in self.micro_batches:
+            batch = self.collate([self.items[index] for index in chosen or [0]])
+            yield batch if chosen else _blank(batch)
 
 
 def num_tokens(batch: Batch) -> int:

@@ -76,8 +76,9 @@ def plan(values: Mapping[str, RawValue], extra_checks: Sequence[Check] = ()) -> 
     """
     raise_if(launcher_problems())
     present, problems, foreign = take_absent(values, {**specs(RunOptions), **aliases()})
-    present, names_used, twice = _renamed(present)
-    names_used = {option: word for word, option in names_used.items()}
+    present = _with_variant_stage(present)
+    present, option_names, twice = _renamed(present)
+    names_used = {option: name for name, option in option_names.items()}  # messages show the names of the stage
     options, wrong = build(RunOptions, present)
     provenance = provenance_of(present)
     options = replace(options, **dependent_defaults(options, provenance))
@@ -102,18 +103,29 @@ def plan(values: Mapping[str, RawValue], extra_checks: Sequence[Check] = ()) -> 
     )
 
 
+def _stage_of(values: Mapping[str, RawValue]) -> str | None:
+    """Return the value of ``stage``; None if it is not set or unknown."""
+    stage = str(values["stage"].value) if "stage" in values else ""
+    return stage if stage in OBJECTIVES else None
+
+
+def _with_variant_stage(values: Mapping[str, RawValue]) -> dict[str, RawValue]:
+    """Replace the stage if an option selects a variant of it (``StageObjective.variants``): ``online`` with ``dpo``."""
+    stage = _stage_of(values)
+    for option, variant in OBJECTIVES[stage].variants.items() if stage is not None else ():
+        if option in values and str(values[option].value).lower() == "true":
+            return {**values, "stage": replace(values["stage"], value=variant)}
+    return dict(values)
+
+
 def _renamed(values: Mapping[str, RawValue]) -> tuple[dict[str, RawValue], Mapping[str, str], list[Problem]]:
     """Replace names that have a stage-specific meaning (``StageObjective.option_names``).
 
-    Returns the values, the mapping of names, and a problem for each option that is set under both names.
+    Returns the values, the mapping from these names to options, and a problem for each option that is set under both
+    names.
     """
-    stage = str(values["stage"].value) if "stage" in values else ""
-    if stage not in OBJECTIVES:
-        return dict(values), {}, []
-    for option, variant in OBJECTIVES[stage].variants.items():
-        if option in values and str(values[option].value).lower() == "true":
-            values, stage = {**values, "stage": replace(values["stage"], value=variant)}, variant
-    names = OBJECTIVES[stage].option_names
+    stage = _stage_of(values)
+    names = OBJECTIVES[stage].option_names if stage is not None else {}
     twice = [
         Problem(f'"{key}" and "{names[key]}" are names of the same option; set only one of them.', item.where)
         for key, item in values.items()

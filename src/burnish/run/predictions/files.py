@@ -69,7 +69,7 @@ def write_scores(run: Loop, folder: Path) -> None:
 def _scores_of(run: Loop, batches: Any) -> Iterator[tuple[int, dict[str, float]]]:
     """Yield the index of each pair and its scores."""
     ready = run.objective.iter_eval(run.model, batches, run.parallel)
-    for numbers, batch in zip(batches.parts, ready, strict=True):
+    for numbers, batch in zip(batches.micro_batches, ready, strict=True):
         with run.parallel.precision():
             scores = run.model(batch).tolist()
         for place, number in enumerate(numbers):

@@ -58,7 +58,6 @@ def predict_all(run: Loop, prepared: Prepared, plan: Plan) -> dict[str, float]:
         for name, batches in run.eval_sets.items():
             metrics |= run.evaluate_set(batches, f"predict_{name}" if name else "predict")
         if not OBJECTIVES[options.stage].uses_lm_head:
-            run.set_training_mode(False)
             write_scores(run, folder)
         if run.parallel.rank == 0:
             note("  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name.endswith("_loss")))

@@ -59,7 +59,7 @@ class EpochOrder(Sampler[int]):
         order, start = self.of_epoch(self.epoch), self.start
         self.start = 0
         self.epoch += 1  # for a user's own loader with this sampler, which does not set the epoch
-        own_items = self._mine(order)[start * self.cut.batch_size :]
+        own_items = self._mine(order)[start * self.cut.micro_batch_size :]
         return iter(own_items) if self.keys is None else self._keyed(order, own_items)
 
     def _keyed(self, order: Sequence[int], own_items: Sequence[int]) -> Iterator[Any]:
@@ -72,7 +72,7 @@ class EpochOrder(Sampler[int]):
 
     def of_epoch(self, epoch: int) -> list[int]:
         """The items of all ranks in an epoch, in order."""
-        per_step = self.cut.batch_size * self.cut.accumulation
+        per_step = self.cut.micro_batch_size * self.cut.accumulation
         order = order_of(self.num_items, self.seed, epoch, self.strategy, self.lengths, per_step)
         for since, place, items in self.excluded:
             first = place if epoch == since else 0 if epoch > since else len(order)
@@ -86,7 +86,7 @@ class EpochOrder(Sampler[int]):
     @property
     def across(self) -> int:
         """Number of items of a micro-batch over all ranks."""
-        return self.cut.batch_size * self.cut.world_size
+        return self.cut.micro_batch_size * self.cut.world_size
 
     def _used(self, num_items: int) -> int:
         return num_items - (num_items % self.across if self.cut.drop_last else 0)

@@ -107,7 +107,7 @@ class EvaluationMethods(DataMethods):
         model = self._model_for_evaluation()
         num_rows = self.num_examples(dataloader) if has_length(dataloader) else "Unknown"
         reporting.announce_evaluation(description, num_rows, args.eval_batch_size)
-        self.callback_handler.parts["eval_dataloader"] = dataloader
+        self.callback_handler.arguments["eval_dataloader"] = dataloader
         keeps_all = description == "Prediction"
         gathered = EvaluationResults(args, self._parallel, self.accelerator.gather, self.compute_metrics, keeps_all)
         main = getattr(self.model, "main_input_name", "input_ids")
