@@ -60,6 +60,16 @@ attempts.write_text((attempts.read_text() if attempts.exists() else "") + json.d
 if os.environ["RANK"] == "1" and attempts.read_text().count("\\n") == 1:
     sys.exit(1)
 """
+CONTINUES_WHEN_ASKED = """
+import os, signal, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+signal.signal(signal.SIGUSR1, lambda number, frame: (folder / "heard0").touch())
+(folder / f"ready{os.environ['RANK']}").touch()
+while not (folder / "heard0").exists():
+    time.sleep(0.05)
+(folder / f"finished{os.environ['RANK']}").touch()
+"""
 STOPS_WHEN_ASKED = """
 import os, signal, sys, time
 from pathlib import Path
@@ -160,20 +170,32 @@ def test_failed_run_is_restarted_from_its_checkpoint_with_max_restarts(program, 
     assert with_resume(["a"], str(tmp_path / "nothing")) == ["a"]
 
 
-def test_signal_is_sent_to_rank_0_and_stops_all_processes(program, tmp_path, capfd):
+def status_after_signal(number, each_process, folder):
+    """Start two processes, send the launcher a signal, and return its exit status."""
     script = (
         "import sys; from burnish.run import launch; from burnish.config.options import RawValue\n"
-        f"launch.PROGRAM = ('-c', {STOPS_WHEN_ASKED!r})\n"
-        f"sys.exit(launch.launch([{str(tmp_path)!r}], {{'num_processes': RawValue(2)}}))"
+        f"launch.PROGRAM = ('-c', {each_process!r})\n"
+        f"sys.exit(launch.launch([{str(folder)!r}], {{'num_processes': RawValue(2)}}))"
     )
     running = subprocess.Popen([sys.executable, "-c", script])
     until = time.monotonic() + 30
-    while not (tmp_path / "ready0").exists() or not (tmp_path / "ready1").exists():
+    while not (folder / "ready0").exists() or not (folder / "ready1").exists():
         assert time.monotonic() < until
         time.sleep(0.05)
-    running.send_signal(signal.SIGTERM)
-    assert running.wait(30) == 143
+    running.send_signal(number)
+    return running.wait(30)
+
+
+def test_signal_is_sent_to_rank_0_and_stops_all_processes(tmp_path, capfd):
+    assert status_after_signal(signal.SIGTERM, STOPS_WHEN_ASKED, tmp_path) == 143
     assert not (tmp_path / "heard1").exists()
+    assert capfd.readouterr().err == ""
+
+
+def test_notice_of_a_scheduler_is_sent_to_rank_0_and_stops_nothing(tmp_path, capfd):
+    assert status_after_signal(signal.SIGUSR1, CONTINUES_WHEN_ASKED, tmp_path) == 0
+    assert (tmp_path / "finished0").exists()
+    assert (tmp_path / "finished1").exists()
     assert capfd.readouterr().err == ""
 
 

@@ -131,6 +131,23 @@ def test_run_does_not_remove_the_checkpoint_it_starts_from(
     assert cli.main([*argv, "output_dir=next", "max_steps=2"]) == 0
 
 
+def test_checkpoints_of_another_program_are_not_overwritten(
+    user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = Path("out/checkpoint-2")
+    theirs.mkdir(parents=True)
+    for name in ("trainer_state.json", "model.safetensors", "optimizer.pt"):
+        (theirs / name).write_bytes(b"theirs")
+    Path("out/trainer_log.jsonl").write_text("{}")
+    before = contents()
+    for argv in ([], ["resume=must"]):
+        assert cli.main(["train", "run.yaml", *argv]) == 2
+        assert "contains checkpoints that burnish has not written: checkpoint-2." in read_output(capsys)[1]
+    assert contents() == before
+    trained(AGAIN)
+    assert Path("out/checkpoint-2/manifest.json").is_file()
+
+
 def test_prediction_removes_nothing(user_folder: Path) -> None:
     before = trained(*LORA)
     argv = [*LORA, "adapter_name_or_path=out", "do_predict=true", "val_size=4", AGAIN]

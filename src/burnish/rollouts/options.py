@@ -157,7 +157,7 @@ def preset_of(stage: str, name: str | None) -> dict[str, Any]:
     return PRESETS.get(name or "", {}) if stage == "grpo" else {}
 
 
-class RolloutLossChoices(RolloutOptions, GenerationOptions, ReferenceOptions):
+class GenerationLossChoices(RolloutOptions, GenerationOptions, ReferenceOptions):
     """Options that define a generation and its loss."""
 
     gradient_accumulation_steps: int
@@ -165,7 +165,7 @@ class RolloutLossChoices(RolloutOptions, GenerationOptions, ReferenceOptions):
     stage: str
 
 
-class RolloutStageChoices(RolloutLossChoices, FinetuningOptions, InferOptions):
+class RolloutStageChoices(GenerationLossChoices, FinetuningOptions, InferOptions):
     """Options that this module reads."""
 
     learning_rate: float
@@ -239,7 +239,7 @@ def _count(options: RolloutStageChoices) -> list[Problem]:
     return []
 
 
-def check_sizes(options: RolloutLossChoices) -> list[Problem]:
+def check_sizes(options: GenerationLossChoices) -> list[Problem]:
     found, group = [], options.num_generations
     if group < 2:
         what = f"num_generations must be at least 2: completions of a prompt are compared. Received: {group}."
@@ -283,7 +283,7 @@ def _nearest(number: int, factor: int) -> str:
     return f"Nearest: {', '.join(map(str, near))}."
 
 
-def check_loss(options: RolloutLossChoices) -> list[Problem]:
+def check_loss(options: GenerationLossChoices) -> list[Problem]:
     found = []
     if options.temperature == 0:
         what = "with temperature 0, all completions of a prompt are identical and nothing is learned."
@@ -347,7 +347,7 @@ def rollout_notes(options: RolloutStageChoices) -> list[str]:
     return found
 
 
-def without_effect(options: RolloutLossChoices) -> Mapping[str, str]:
+def without_effect(options: GenerationLossChoices) -> Mapping[str, str]:
     """Option -> the reason why it has no effect with the other options."""
     if not compares_completions(options.stage):
         return dict.fromkeys((*_OF_GRPO, *_OF_RLOO, *_OF_GROUPS), f"stage is {options.stage}")

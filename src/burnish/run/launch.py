@@ -41,10 +41,11 @@ from burnish.parallel.process_counts import (
     world_size,
 )
 from burnish.report import console
+from burnish.run.recovery.interrupt import KEEP_RUNNING
 from burnish.utils.environment import count_in, number_in
 
 PROGRAM = ("-P", "-m", "burnish.train")  # -P: do not import modules from the current folder
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, *KEEP_RUNNING)
 _USER_ERROR = 2
 STALLED = ".stalled"
 """Suffix of a process's failure file, to which ``run/recovery/stall.py`` writes the stacks."""
@@ -286,7 +287,8 @@ class Processes:
                 signal.signal(number, handler)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        self.received = self.received if number == signal.SIGHUP else number  # a closed terminal does not end the run
+        if number not in KEEP_RUNNING:
+            self.received = number
         if self.running[0].poll() is None:
             self.running[0].send_signal(number)
 

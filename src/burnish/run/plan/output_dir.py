@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from burnish.checkpoint.manifest import MANIFEST_NAME
 from burnish.config.checks import check
-from burnish.config.errors import Problem
+from burnish.config.errors import Problem, few
 from burnish.loop.state import STATE_NAME
 from burnish.report.console import RUN_LOG
 from burnish.report.jsonl import LOG_NAME
@@ -58,11 +59,22 @@ def _check_folder(folder: Path, options: RunOptions) -> list[Problem]:
     return (problems_of_sources(options) if trains(options) else []) or _check_contents(folder, options)
 
 
+def _is_foreign(folder: Path) -> bool:
+    """Whether neither the folder nor a checkpoint in it has a file that only burnish writes."""
+    is_run = any((folder / name).is_file() for name in (FINISHED_NAME, *METADATA_NAMES))
+    return not is_run and not any(folder.glob(f"{_CHECKPOINTS}/{MANIFEST_NAME}"))
+
+
 def _check_contents(folder: Path, options: RunOptions) -> list[Problem]:
     inside = sorted(path.name for path in folder.iterdir() if not _BEFORE_A_CHECKPOINT.fullmatch(path.name))
     if not inside or options.overwrite_output_dir or options.resume_from_checkpoint or not trains(options):
         return []
     has_checkpoints = any(folder.glob(_CHECKPOINTS))
+    if has_checkpoints and _is_foreign(folder):
+        names = few(sorted(path.name for path in folder.glob(_CHECKPOINTS)))
+        what = f'output_dir "{folder}" contains checkpoints that burnish has not written: {names}.'
+        why = "The run cannot be resumed from them, and would overwrite them."
+        return [_problem(what, "Set a different output_dir, or set overwrite_output_dir: true.", why)]
     if (has_checkpoints or FINISHED_NAME in inside) and options.resume != "never":
         return []  # the run resumes or is finished; whether it is the same run is checked when the checkpoint is read
     shown = ", ".join(inside[:3]) + (", ..." if len(inside) > 3 else "")

@@ -19,7 +19,7 @@ from burnish.losses.preference_options import ReferenceSyncFields
 from burnish.losses.rollouts.options import LOSSES, OPTION_NAMES, ClipFields, GrpoLossFields
 from burnish.models.generate import SamplingFields
 from burnish.rollouts.objective import ObjectiveChoices
-from burnish.rollouts.options import CompletionFields, RolloutLossChoices, check_loss, check_sizes, without_effect
+from burnish.rollouts.options import CompletionFields, GenerationLossChoices, check_loss, check_sizes, without_effect
 from burnish.trainer.arguments.training import for_argument_parser
 from burnish.trainer.arguments.trl import TrlArguments
 from burnish.trainer.trl.preferences.config import Choices
@@ -35,7 +35,7 @@ _USUAL = (("do_sample", True), ("num_beams", 1), ("use_cache", True))
 
 
 @dataclass
-class RolloutChoices(ObjectiveChoices, RolloutLossChoices, Choices):
+class RolloutChoices(ObjectiveChoices, GenerationLossChoices, Choices):
     """The options that the objective reads, under burnish's names."""
 
     stage: str = "grpo"
