@@ -141,6 +141,30 @@ def test_prompts_are_learned_on_request(explained):
     assert "red" in trained(explained, train_on_prompt=True)
 
 
+NOT_APPLIED = "c: the prompts are plain text, so the chat template is not applied."
+
+
+@pytest.mark.parametrize(("options", "words"), [({}, "green"), ({"train_on_prompt": True}, "redgreen")], ids=str)
+def test_prompt_of_a_text_record_is_learned_on_request(explained, options, words):
+    write(Path("data/c.json"), [{"prompt": "red ", "completion": "green"}])
+    run = prepared(dataset="c", template="chatml", **options)
+    learned = [token for token in run.rows[0]["labels"] if token != IGNORE_INDEX]
+    assert run.tokenizer.decode(learned[:-1]).replace(" ", "") == words
+    assert learned[-1] == run.tokenizer.eos_token_id
+    assert [note for note in run.notes if note.startswith(NOT_APPLIED)]
+
+
+def test_messages_and_models_without_a_template_get_no_note_on_text(explained):
+    write(Path("data/c.json"), [{"prompt": "red ", "completion": "green"}])
+    assert NOT_APPLIED in explained(dataset="c")  # the model has a chat template
+    assert NOT_APPLIED.replace("c:", "a:") not in explained()
+    for place in Path("model").glob("*template*"):
+        place.unlink()
+    config = json.loads(Path("model/tokenizer_config.json").read_text())
+    write(Path("model/tokenizer_config.json"), {k: v for k, v in config.items() if k != "chat_template"})
+    assert NOT_APPLIED not in explained(dataset="c")
+
+
 def test_message_can_set_whether_it_is_learned(explained):
     assert trained(explained, {"train": False}).replace("\n", "") == "stone<|im_end|>"
 

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from burnish.adapters.base import ADAPTERS
-from burnish.config.errors import Problem, UserError
+from burnish.config.errors import Problem, UserError, few
 from burnish.config.options import raise_if
 from burnish.data.batches.batching import lengths_of, splits_rows
 from burnish.data.batches.budget import check_budget
@@ -87,6 +87,7 @@ def prepare(plan: Plan) -> Prepared:
     tokenizer = load_tokenizer(options, notes)
     refused: list[UserError] = []
     family = load_family(options, config, tokenizer, notes, options, refused)
+    has_template = bool(tokenizer.chat_template or options.template)
     template = load_template(options, tokenizer, family=family)
     template.images_refused = next(iter(refused), None)
     notes += configure_tokenizer(template, tokenizer)
@@ -117,6 +118,7 @@ def prepare(plan: Plan) -> Prepared:
     problems += spike_problems(options, objective.inner_steps)
     problems += check_best_model_metric(options, objective.metrics, eval_rows)
     raise_if([*problems, *check_disk(options, config, sizes, formats, steps)])
+    notes += text_notes(sets.members) if has_template else []
     notes += [*sets.notes, *step_notes(options, steps), *schedule_notes(options, steps.schedule_steps)]
     fingerprints = cache(partial(fingerprints_of, plan, _contents(sets, template, objective, options), steps))
     return Prepared(
@@ -251,6 +253,17 @@ def nothing_to_learn(stats: DataStats, options: RunOptions) -> Problem:
         remedy=" ".join(stats.remedies)
         or ("Raise cutoff_len, or correct the data." if stats.has_truncated else "Correct the data."),
     )
+
+
+def text_notes(members: Mapping[str, Sequence[Example]]) -> list[str]:
+    """Return a note if prompts are plain text, which has no chat template, although the model has one."""
+    plain = [name for name, examples in members.items() if len(examples) and examples[0].prompt is not None]
+    if not plain:
+        return []
+    return [
+        f"{few(plain)}: the prompts are plain text, so the chat template is not applied. To apply it, use messages, or "
+        "set formatting: alpaca with columns."
+    ]
 
 
 def unusable_sets(members: Mapping[str, Sequence[Example]], stats: DataStats) -> list[Problem]:

@@ -238,7 +238,8 @@ class Template(ConversationEncoder):
         is_open = not has_end and eos is not None and ids[-1] != eos
         source, target = ids[:trained_from], ids[trained_from:] + array("i", [eos] if is_open else [])
         last = len(target) - (has_end or eos is not None)
-        prompt = Segment(source, lambda: [at >= opening for at in range(len(source))], labels=masked(len(source)))
+        labels = source[:] if self.options.train_on_prompt else masked(len(source))
+        prompt = Segment(source, lambda: [at >= opening for at in range(len(source))], labels=labels)
         return EncodedConversation(
             [(prompt, Segment(target, lambda: [at < last for at in range(len(target))], labels=target))]
         )

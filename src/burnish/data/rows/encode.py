@@ -103,13 +103,17 @@ def _make(
 # --- cache keys and folders -------------------------------------------------------------------------------------------
 
 
+_ENCODING = 2
+"""Version of the encoding: increased by a change of the code after which the same data and settings give other rows."""
+
+
 def _key(data: Any) -> str:
     return blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _made_from(data: str, fingerprint: str | Mapping[str, Any]) -> dict[str, Any]:
     settings = {"settings": fingerprint} if isinstance(fingerprint, str) else dict(fingerprint)
-    made_from = {"burnish": burnish.__version__, "data": data, **settings}
+    made_from = {"burnish": burnish.__version__, "encoding": _ENCODING, "data": data, **settings}
     return dict(json.loads(json.dumps(made_from, default=str)))  # the form in which it is read back and compared
 
 
