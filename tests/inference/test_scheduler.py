@@ -1,6 +1,7 @@
 """Generation over slots: token ids of transformers' ``generate``, independent of concurrent requests."""
 
 import time
+from random import Random
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from burnish.inference.scheduler import Scheduler
 from burnish.inference.slots import SlotLimits
 from burnish.inference.types import Full, GenerationRequest, Sampling
 from representative import representative
-from tiny_models import tiny_model
+from tiny_models import VOCABULARY, tiny_model
 
 ONE_AT_A_TIME = {"bloom", "mamba", "qwen3_next"}
 """Families that keep what they have read in a way of their own."""
@@ -110,6 +111,44 @@ def test_requests_with_a_common_prefix_process_it_once() -> None:
     made = generate_responses(loop, requests)
     assert [answer.filled.cached_tokens for answer in made] == [0, len(shared), len(shared)]
     assert [answer.ids for answer in made] == [generate_alone(model, request.ids, 5) for request in requests]
+
+
+def test_long_prefix_of_a_running_request_is_copied_whole_into_a_slot_with_less_content() -> None:
+    model = model_of("llama")
+    loop, shared = make_scheduler(model, 4), list(range(3, 43))
+    generate_responses(loop, [GenerationRequest(ids, 2) for ids in ([5, 6, 7], [8, 9, 7])])  # short contents
+    collectors = [ResponseCollector(), ResponseCollector()]
+    loop.submit(GenerationRequest(shared, 20), collectors[0])
+    loop.turn()
+    loop.turn()
+    loop.submit(GenerationRequest([*shared, 50], 6), collectors[1])
+    while loop.turn():
+        pass
+    assert collectors[1].filled.cached_tokens == len(shared)
+    assert collectors[1].ids == generate_alone(model, [*shared, 50], 6)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_requests_with_random_prefixes_get_the_log_probabilities_of_the_model(seed: int) -> None:
+    """Prefixes are taken over, copied and moved between slots in every order."""
+    model, random = model_of("llama"), Random(seed)
+    loop = make_scheduler(model, 6)
+    starts = [[random.randrange(3, VOCABULARY) for _ in range(length)] for length in (5, 25, 40)]
+    sent: list[tuple[GenerationRequest, ResponseCollector]] = []
+    for _ in range(120):
+        for _ in range(random.choice([0, 0, 1, 3])):
+            ids = random.choice(starts)[: random.randrange(1, 41)]
+            ids = ids + [random.randrange(3, VOCABULARY) for _ in range(random.choice([0, 1, 4]))]
+            sent.append((GenerationRequest(ids, random.choice([1, 3, 12]), top_logprobs=0), ResponseCollector()))
+            loop.submit(*sent[-1])
+        loop.turn()
+    while loop.turn():
+        pass
+    assert sum(collector.filled.cached_tokens > 0 for _, collector in sent) > 30
+    for request, made in sent:
+        logps = model(input_ids=torch.tensor([request.ids + made.ids])).logits[0].detach().log_softmax(-1)
+        expected = [float(logps[len(request.ids) - 1 + at, token]) for at, token in enumerate(made.ids)]
+        assert [result.logprob for result in made.logprobs] == pytest.approx(expected, abs=1e-3)
 
 
 def test_short_prompt_does_not_wait_for_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:

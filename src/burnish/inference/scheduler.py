@@ -222,6 +222,7 @@ class Scheduler:
             target = min(range(first_free, len(self._slots)), key=lambda at: self._slots[at].used)
             if source != target:
                 self.backend.copy_row(source, target, common)
+                self._slots[target].ids = job.request.ids[:common]  # the length that is swapped
         else:
             target = source
         self._swap_slots(first_free, target)
