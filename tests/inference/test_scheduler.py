@@ -216,6 +216,21 @@ def test_non_finite_row_fails_alone() -> None:
     assert bad.error.code == "non_finite_logits"
 
 
+def test_error_of_a_library_fails_its_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = make_scheduler(model_of("llama"))
+    run = loop.backend.run
+
+    def fails_once(first, rows):
+        monkeypatch.setattr(loop.backend, "run", run)
+        raise TypeError("mixed batches are not supported")
+
+    monkeypatch.setattr(loop.backend, "run", fails_once)
+    (failed,) = generate_responses(loop, [GenerationRequest([5, 6], 4)])
+    assert (failed.reason, str(failed.error)) == ("failed", "TypeError: mixed batches are not supported")
+    (made,) = generate_responses(loop, [GenerationRequest([5, 6], 4)])
+    assert made.ids == generate_alone(loop.model, [5, 6], 4)
+
+
 def test_out_of_memory_fails_its_requests_and_reduces_slots(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -192,6 +192,7 @@ def test_notes_are_printed_once_with_their_values(capsys):
     for step in range(12):
         more = {"completions/clipped_ratio": 0.97, "kl": 12.0, "entropy": 0.1, "reward": 0.4} if step else {}
         notes.on_log(None, state, TrainerControl(), {**log, **more})
+        notes.on_log(None, state, TrainerControl(), {"loss": 0.0, "grad_norm": 1.0})  # a later step on the generation
     output = capsys.readouterr().out
     parts = [
         "near 0 by construction", "97% of the completions end at max_completion_length 64", "12.0 per token",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from burnish.config.errors import Problem, is_out_of_memory
+from burnish.config.errors import Problem, first_line, is_out_of_memory
 from burnish.inference.replies.grammar import GrammarError
 from burnish.inference.sampling import DrawSettings, draw, draw_logps, log_probabilities
 from burnish.inference.slots import Job
@@ -100,7 +100,9 @@ def failed_pass(error: BaseException) -> Problem:
     """Return the problem of the requests in a failed pass."""
     if is_out_of_memory(error):
         return Problem("Not enough memory for this step.", code="out_of_memory")
-    return Problem(str(error).strip().split("\n")[0], code="internal_error")
+    is_plain = isinstance(error, RuntimeError | ValueError | IndexError)
+    message = first_line(error) if is_plain else f"{type(error).__name__}: {first_line(error)}"
+    return Problem(message, code="internal_error")
 
 
 def _is_greedy(job: Job) -> bool:

@@ -363,7 +363,7 @@ class Scheduler:
         """Run a pass. If it fails, its requests fail and the others continue."""
         try:
             run(first, number)
-        except (RuntimeError, MemoryError, IndexError, ValueError) as error:
+        except Exception as error:  # of a model's or a library's code; the other requests must not be affected
             problem = failed_pass(error)
             for slot in self._range(first, number):
                 if slot.job is not None:

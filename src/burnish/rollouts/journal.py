@@ -166,13 +166,7 @@ class RolloutNotesCallback(TrainerCallback):
         if "reward" in logs:
             self._alike = self._alike + 1 if zero_std == 1 else 0
             self._below = self._below + 1 if logs["reward"] < self._first.get("reward", 0.0) else 0
-        if self._alike >= _IN_A_ROW:
-            means = ", ".join(f"{name} {value:.2f}" for name, value in logs.items() if name.endswith("/mean"))
-            found["alike"] = (
-                f"In the last {_IN_A_ROW} logs all completions of each prompt had the same reward, so nothing was "
-                f"learned{f' ({means})' if means else ''}. Use easier or harder prompts, a reward with more values, or "
-                "a higher temperature."
-            )
+            found |= self._of_rewards(logs)
         if logs.get("grad_norm") == 0 and zero_std == 1 and logs.get("reward_std", 0.0) > 0:
             found["between"] = (
                 f"grad_norm is 0 although reward_std is {logs['reward_std']:.2f}: rewards differ between prompts "
@@ -194,6 +188,18 @@ class RolloutNotesCallback(TrainerCallback):
             found["entropy"] = (
                 f"The entropy has fallen from {first:.3g} to {entropy:.3g}: completions barely differ. Set "
                 "epsilon_high: 0.28 (as in DAPO) or entropy_coef, or lower learning_rate."
+            )
+        return found
+
+    def _of_rewards(self, logs: Mapping[str, float]) -> dict[str, str]:
+        """Return the notes on a sequence of logs with rewards. Only the first log of a generation has them."""
+        found: dict[str, str] = {}
+        if self._alike >= _IN_A_ROW:
+            means = ", ".join(f"{name} {value:.2f}" for name, value in logs.items() if name.endswith("/mean"))
+            found["alike"] = (
+                f"In the last {_IN_A_ROW} logs all completions of each prompt had the same reward, so nothing was "
+                f"learned{f' ({means})' if means else ''}. Use easier or harder prompts, a reward with more values, or "
+                "a higher temperature."
             )
         if self._below >= _FALLEN:
             found["reward"] = (
