@@ -101,6 +101,27 @@ def test_parallel_adapters_respond_as_each_alone(model: Path, adapters: dict[str
     assert len({tuple(answer.ids) for answer in made}) > 2
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], (0.3, 0.5, 7, 1.2)),
+        (["temperature=0.9"], (0.9, 0.5, 7, 1.2)),
+        (["temperature=0.95", "top_p=0.7", "top_k=50", "repetition_penalty=1.0"], (0.95, 0.7, 50, 1.0)),
+    ],
+    ids=str,
+)
+def test_sampling_settings_that_are_set_precede_those_of_the_model(
+    words: list[str], expected: tuple[float, ...], tmp_path: Path
+) -> None:
+    folder = saved_model(tmp_path / "model")
+    own = {"temperature": 0.3, "top_p": 0.5, "top_k": 7, "repetition_penalty": 1.2, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(own))
+    serving = serving_of([str(folder), *words])
+    loaded = load_for_inference(serving.options, explicit=serving.provenance)
+    sampling = loaded.defaults
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty) == expected
+
+
 def test_adapter_that_is_not_served_is_rejected(model: Path) -> None:
     loaded = load_for_inference(serving_of([str(model)]).options)
     loop = Scheduler(loaded.model, SlotLimits(1, 64))

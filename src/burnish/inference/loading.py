@@ -10,7 +10,7 @@ together with others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -67,8 +67,9 @@ _SHARE_OF_FREE = 0.9
 
 
 def load_for_inference(
-    options: AnsweringOptions, name: str = "", on_note: Callable[[str], None] | None = None, may_score: bool = False
-) -> LoadedModel:
+    options: AnsweringOptions, name: str = "", on_note: Callable[[str], None] | None = None, may_score: bool = False,
+    explicit: Container[str] = (),
+) -> LoadedModel:  # fmt: skip
     """Load the model that the options name.
 
     Args:
@@ -76,6 +77,7 @@ def load_for_inference(
         name: name of the model. Default: the last part of its path.
         on_note: called with each note.
         may_score: accept a reward model.
+        explicit: names of options that were set, even to their default value.
     Raises:
         UserError: if it cannot be loaded.
     """
@@ -99,7 +101,7 @@ def load_for_inference(
     last = str(adapters[-1] if adapters else options.model_name_or_path)
     return LoadedModel(
         name or expanded(last).resolve().name, options, model, tokenizer, template, form_of(template),
-        tuple(template.stop_token_ids()), default_sampling(options, model), longest_answer(options),
+        tuple(template.stop_token_ids()), default_sampling(options, model, explicit), longest_answer(options),
         context_of(options, config), tuple(served), adapter_context, tuple(notes), head, tuple(differs),
         None if model is None or family is None else ImageReader(model, family, limits_of(options)),
     )  # fmt: skip
@@ -169,16 +171,19 @@ def longest_answer(options: AnsweringOptions) -> int:
 _OWN_SETTINGS = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
-def default_sampling(options: AnsweringOptions, model: nn.Module | None = None) -> Sampling:
+def default_sampling(
+    options: AnsweringOptions, model: nn.Module | None = None, explicit: Container[str] = ()
+) -> Sampling:
     """Return the sampling settings of the options.
 
-    Settings that have their default value are replaced by those of the model's own ``generation_config``.
+    Settings that were not set are those of the model's own ``generation_config``, if it has them.
     """
     plain, config = type(options)(), getattr(model, "generation_config", None)
     values = {}
     for name in _OWN_SETTINGS:
         value, own = getattr(options, name), getattr(config, name, None)
-        values[name] = own if own is not None and value == getattr(plain, name) else value
+        is_set = name in explicit or value != getattr(plain, name)
+        values[name] = value if is_set or own is None else own
     samples = options.do_sample
     if samples and config is not None and getattr(config, "do_sample", None) and values["temperature"] == 0:
         samples = False

@@ -163,7 +163,7 @@ def load_served(
     state.share = 0.1
     serving = serving_of(argv, own=tuple(OWN))
     state.share = 0.3
-    loaded = load_for_inference(serving.options, serving.name, may_score=True)
+    loaded = load_for_inference(serving.options, serving.name, may_score=True, explicit=serving.provenance)
     for sentence in (*notes_of_chat(serving), *loaded.notes):
         log.info(sentence)
     state.share = 0.9

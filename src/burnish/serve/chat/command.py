@@ -106,7 +106,7 @@ def _backend(own: _ChatArguments, is_quiet: bool) -> tuple[Backend, dict[str, An
 
     serving = serving_of(own.others)
     with locate_problems(serving.provenance):
-        loaded = load_for_inference(serving.options, serving.name)
+        loaded = load_for_inference(serving.options, serving.name, explicit=serving.provenance)
     engine = engine_of(loaded)
     settings = {name: getattr(serving.options, name) for name in SETTINGS if name in serving.provenance}
     facts, notes = engine.facts(), notes_of_chat(serving)

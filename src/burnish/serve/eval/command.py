@@ -120,7 +120,7 @@ def _loaded(serving: Serving, options: EvalOptions) -> tuple[LoadedModel, Schedu
     infer_options = serving.options
     if infer_options.template == "none":
         infer_options = replace(infer_options, template="fewshot", missing_control_tokens="split")
-    loaded = load_for_inference(infer_options, serving.name, note)
+    loaded = load_for_inference(infer_options, serving.name, note, explicit=serving.provenance)
     if loaded.model is None:
         what = (
             "multiple-choice tasks need the engine in this process: a remote one returns no prompt log-probabilities."
