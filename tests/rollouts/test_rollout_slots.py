@@ -66,6 +66,21 @@ def test_adapter_that_cannot_be_merged_exactly_is_applied(folder, dtype, options
         assert not model.get_base_model().model.layers[0].self_attn.q_proj.merged
 
 
+def test_adapter_of_a_head_that_is_tied_to_the_embedding_is_applied(folder):
+    """Merging into the shared weight would change the embedding as well."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.lm_head.weight = model.get_input_embeddings().weight
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "lm_head"])).eval()
+    ids = torch.tensor([PROMPTS[0]])
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.2)
+        plain = model(ids).logits
+        with merged(model):
+            torch.testing.assert_close(model(ids).logits, plain, atol=1e-5, rtol=1e-4)
+
+
 def test_completions_of_merged_and_applied_adapter_are_equal(folder):
     model = adapted(folder)
     made = [SlotSource(model, 8, 256, nullcontext, merging=each).complete(PROMPTS, KEYS, LIMITS)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.adapters.base import ADAPTERS, FinetuningOptions, is_frozen, part_problems
+from burnish.adapters.chain import incomplete_chain_notes, write_merged
 from burnish.adapters.lora_fit import CONFIG_NAME, SCORE, WEIGHTS_NAME, Fit, check_fit, raise_unless_fitting
 from burnish.adapters.lora_model import (
     FILE_PREFIX,
@@ -121,6 +122,7 @@ class LoraAdapter:
 
     def attach(self, model: nn.Module) -> nn.Module:
         raise_if(self.check(model))
+        self.notes += incomplete_chain_notes([*self.to_merge, *([self.to_continue] if self.to_continue else [])])
         for folder in self.to_merge:
             load_adapter(model, folder)
             merge_into_base(model)
@@ -169,6 +171,7 @@ class LoraAdapter:
         config = config.to_dict() | {"inference_mode": True, "fan_in_fan_out": any(map(is_conv1d, model.modules()))}
         listed = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         write_json(Path(folder) / CONFIG_NAME, listed, sort_keys=True)
+        write_merged(Path(folder), self.to_merge)
 
     def _new_config(self, model: nn.Module) -> tuple[Fit, list[Problem]]:
         """The configured adapter, and the problems that prevent its creation."""

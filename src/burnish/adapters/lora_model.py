@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -233,11 +234,13 @@ def merged(model: nn.Module) -> Iterator[None]:
 
     The merged weights are separate tensors, and the original weights are restored exactly. Has no effect if merging
     would round the update away or is not defined: a quantized base or one narrower than float32, several adapters,
-    variants such as DoRA.
+    variants such as DoRA, a weight that another module uses as well (a head tied to the embedding).
     """
     is_adapted = any(hasattr(module, "base_layer") for module in model.modules())
     layers = [module for _, module in adapter_modules(model) if hasattr(module, "base_layer")] if is_adapted else []
-    originals = [layer.base_layer.weight.data for layer in layers] if all(map(_merges_exactly, layers)) else []
+    uses = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
+    can_merge = all(_merges_exactly(layer) and uses[id(layer.base_layer.weight)] == 1 for layer in layers)
+    originals = [layer.base_layer.weight.data for layer in layers] if can_merge else []
     try:
         for layer, weight in zip(layers, originals, strict=False):
             (name,) = layer.active_adapters

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.adapters.base import ADAPTERS, FinetuningOptions, raise_unless_same_tensors
+from burnish.adapters.chain import incomplete_chain_notes, write_merged
 from burnish.adapters.lora_fit import CONFIG_NAME, read_weights_header
 from burnish.config.checks import check
 from burnish.config.errors import Problem, UserError, did_you_mean, first_line, is_out_of_memory
@@ -68,6 +69,7 @@ class PeftAdapter:
             return model
         from peft import get_peft_model
 
+        self.notes += incomplete_chain_notes(self.folders)
         model = merge_folders(model, self.folders[:-1])
         self.notes += [f"The adapter {folder} was merged." for folder in self.folders[:-1]]
         self._base = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
@@ -108,6 +110,7 @@ class PeftAdapter:
     def save(self, model: nn.Module, folder: str) -> None:
         name_base(model)
         model.save_pretrained(folder, safe_serialization=True)  # type: ignore[operator]
+        write_merged(Path(folder), self.folders[:-1])
 
     def save_config(self, model: nn.Module, folder: str) -> None:
         self.save(model, folder)  # small; peft loads this file, not peft_state.safetensors

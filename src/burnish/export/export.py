@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import torch
 
+from burnish.adapters.chain import incomplete_chain_notes
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import RawValue, build, raise_if, specs
 from burnish.data.chat.choose import check_template, configure_tokenizer, load_template
@@ -68,8 +69,8 @@ def export(values: Mapping[str, RawValue]) -> Path:
     """
     options = export_options(values)
     adapters = adapter_folders(options)
-    config = load_config(options)
-    notes = [*without_gguf(options), *without_bits(options)]
+    notes = [*without_gguf(options), *without_bits(options), *incomplete_chain_notes(adapters)]
+    config = load_config(options, options.cutoff_len, notes)
     tokenizer, options = tokenizer_of(options, adapters, notes)
     head = reward_head(options, adapters)
     if options.export_format == "gguf":

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from burnish.adapters.base import ADAPTERS
+from burnish.adapters.chain import incomplete_chain_notes
 from burnish.adapters.lora import load_adapter
 from burnish.adapters.lora_fit import check_fit
 from burnish.adapters.lora_model import BASE as WITHOUT
@@ -82,7 +83,7 @@ def load_for_inference(
         UserError: if it cannot be loaded.
     """
     notes: list[str] = []
-    adapters, config = adapter_folders(options), load_config(options)
+    adapters, config = adapter_folders(options), load_config(options, options.cutoff_len, notes)
     tokenizer, options = tokenizer_of(options, adapters, notes)
     options = with_recorded_template(options, tokenizer)
     family = None if is_remote(options) else load_family(options, config, tokenizer, notes, options)
@@ -91,6 +92,7 @@ def load_for_inference(
     notes += configure_tokenizer(template, tokenizer)
     differs = _other_template(template, own, tokenizer)
     notes += differs
+    notes += incomplete_chain_notes(adapters)
     served = _served_folders(options)
     raise_if(problems_of_adapters(options, config, tokenizer, [*adapters, *served.values()]))
     head = None if is_remote(options) else _reward_head(options, adapters, may_score)

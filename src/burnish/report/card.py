@@ -58,6 +58,7 @@ class CardFacts:
         has_prompts: whether the stage trained responses to prompts.
         unnamed: text used in place of a missing ``base_model``.
         folder: folder shown in the commands. Default: the name.
+        merged_adapters: adapters that were merged into the base model before training, in order.
     """
 
     name: str
@@ -82,6 +83,7 @@ class CardFacts:
     has_prompts: bool = True
     unnamed: str = "random weights"
     folder: str = ""
+    merged_adapters: Sequence[str] = ()
 
 
 def write_card(folder: str | Path, facts: CardFacts, metadata: CardData | None = None) -> Path:
@@ -187,6 +189,10 @@ def _use(facts: CardFacts) -> str:
         imports = [f"from peft import {'' if is_named else 'PeftConfig, '}PeftModel", *imports]
         load += [
             f"base = {facts.loader}.from_pretrained({base})",
+            *(
+                f'base = PeftModel.from_pretrained(base, "{Path(name).name}").merge_and_unload()  # as in training'
+                for name in facts.merged_adapters
+            ),
             "model = PeftModel.from_pretrained(base, folder)",
         ]
     else:

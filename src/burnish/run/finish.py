@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch import nn
 
 from burnish.adapters.base import ModelState
+from burnish.adapters.chain import merged_before
 from burnish.checkpoint.checkpoint import output_folder
 from burnish.config.errors import NotSavedError
 from burnish.loop.best import eval_prefix
@@ -234,6 +235,6 @@ def describe(run: Loop, plan: Plan, prepared: Prepared, results: Mapping[str, fl
             options={spec.name: value for spec, value, _ in plan.changed()}, results=results,
             stats=prepared.stats.sentences(),
             has_chat_template=bool(prepared.tokenizer.chat_template),
-            plots=plots,
+            plots=plots, merged_adapters=merged_before(folder),
         ),
     )  # fmt: skip

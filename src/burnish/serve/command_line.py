@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from burnish.adapters.chain import merged_before
 from burnish.checkpoint.checkpoint import Checkpoints
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import RawValue, build, raise_if, specs
@@ -304,18 +305,31 @@ def _newest_checkpoint(folder: Path) -> Path:
     return newest
 
 
+def _base_options_of_run(folder: Path) -> dict[str, RawValue]:
+    """Return the options of the run that made an adapter that also determine its base model: ``model_revision``, and
+    ``rope_scaling`` with the length to which it extended the context."""
+    run = _run_of(folder)
+    if run is None:
+        return {}
+    where = str(run / RUN_YAML)
+    file, _ = read_arguments([where])
+    names = ("model_revision", *(("rope_scaling", "cutoff_len") if "rope_scaling" in file else ()))
+    return {name: RawValue(file[name].value, where) for name in names if name in file}
+
+
 def _of_adapter(folder: Path, values: Mapping[str, RawValue]) -> dict[str, RawValue]:
     try:
         config = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
         base, kind = config["base_model_name_or_path"], config.get("peft_type", "LORA")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"cannot read the base model's name: {error}.", where=str(folder / ADAPTER)) from error
-    found = {"adapter_name_or_path": RawValue([str(folder)], str(folder))}
+    found = {"adapter_name_or_path": RawValue([*merged_before(folder), str(folder)], str(folder))}
     if "model_name_or_path" not in values:
         if not base:
             what = "the adapter does not name its base model."
             raise UserError(what, where=str(folder), remedy="Add model_name_or_path=...")
         found["model_name_or_path"] = RawValue(base, str(folder / ADAPTER))
+        found |= _base_options_of_run(folder)
     if kind != "LORA":
         found["finetuning_type"] = RawValue("peft", str(folder / ADAPTER))
     return found

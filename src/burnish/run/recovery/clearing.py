@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from burnish.adapters.chain import MERGED_NAME
 from burnish.checkpoint.checkpoint import Checkpoints, output_folder
 from burnish.checkpoint.manifest import MANIFEST_NAME
 from burnish.config.errors import Problem
@@ -40,7 +41,8 @@ LEFT_BY_A_RUN = (
     "traceback.txt", "*_results.json", "README.md",
     "training_loss.png", "training_eval_*.png", "training_rewards*.png", "training_margins.png",
     "generated_predictions*.jsonl", "completions.jsonl", "processor_config.json", "preprocessor_config.json",
-    "video_preprocessor_config.json", "adapter_config.json", "adapter_model.safetensors", "value_head.safetensors",
+    "video_preprocessor_config.json", "adapter_config.json", "adapter_model.safetensors", MERGED_NAME,
+    "value_head.safetensors",
     "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json",
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",

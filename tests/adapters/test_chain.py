@@ -1,0 +1,73 @@
+"""The folder of an adapter names everything below it: merged adapters, and how the base model was changed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from burnish.adapters.chain import MERGED_NAME, incomplete_chain_notes, merged_before
+from burnish.cli import main
+from burnish.config.errors import UserError
+from run_outputs import history
+from small_run import as_arguments, make_workspace
+
+pytestmark = pytest.mark.run
+
+
+def trained(folder, **options):
+    defaults = {"finetuning_type": "lora", "max_steps": 6, "learning_rate": 3e-2, "val_size": 0.2,
+                "eval_strategy": "epoch", "save_strategy": "no"}  # fmt: skip
+    workspace = make_workspace(folder.parent, **{**defaults, **options})
+    assert main(["train", *as_arguments({**workspace, "output_dir": str(folder)})]) == 0
+    return [entry["eval_loss"] for entry in history(folder) if "eval_loss" in entry][-1]
+
+
+def loss_of_command(folder, *words):
+    """``eval_loss`` that ``burnish eval`` computes of the folder of a run."""
+    place = folder.parent / f"{folder.name}-evaluation"
+    assert main(["eval", str(folder), f"save_dir={place}", "infer_dtype=float32", *words]) == 0
+    (results,) = place.rglob("eval_results.json")
+    return next(value for name, value in json.loads(results.read_text()).items() if name.endswith("loss"))
+
+
+@pytest.mark.parametrize("again", [{"create_new_adapter": True}, {"chain": 2}], ids=str)
+def test_commands_load_the_adapters_that_were_merged_before_training(tmp_path, capsys, again):
+    first, second = tmp_path / "first", tmp_path / "second"
+    trained(first)
+    chain = ",".join([str(first)] * again.get("chain", 1))
+    new = {name: value for name, value in again.items() if name != "chain"}
+    own = trained(second, adapter_name_or_path=chain, seed=7, **new)
+    assert merged_before(second) == [str(first)]
+    assert loss_of_command(second) == pytest.approx(own, rel=1e-5)
+    exported = tmp_path / "exported"
+    assert main(["export", str(second), f"export_dir={exported}"]) == 0
+    assert not (exported / MERGED_NAME).exists()
+    assert loss_of_command(second, f"model_name_or_path={exported}", "adapter_name_or_path=[]") == pytest.approx(
+        own, rel=1e-4
+    )
+    assert 'from_pretrained(base, "first").merge_and_unload()' in (second / "README.md").read_text()
+    capsys.readouterr()
+    assert loss_of_command(second, f"adapter_name_or_path={second}") != pytest.approx(own, rel=1e-5)
+    assert f"{second} was trained on the base model merged with {first}" in "".join(capsys.readouterr())
+
+
+def test_adapter_of_a_chain_is_reported_without_the_others(tmp_path):
+    folder = tmp_path / "b"
+    folder.mkdir()
+    assert incomplete_chain_notes([folder]) == []
+    (folder / MERGED_NAME).write_text(json.dumps({"merged_adapters": [str(tmp_path / "a")]}))
+    (note,) = incomplete_chain_notes([folder])
+    assert note.endswith(f"set adapter_name_or_path: {tmp_path / 'a'},{folder}")
+    assert incomplete_chain_notes([tmp_path / "a", folder]) == []
+    for wrong in ('{"merged_adapters": 5}', "[]", '{"merged_adapters": [5]}'):
+        (folder / MERGED_NAME).write_text(wrong)
+        with pytest.raises(UserError, match=MERGED_NAME):
+            merged_before(folder)
+
+
+def test_commands_scale_positions_as_in_training(tmp_path):
+    own = trained(tmp_path / "scaled", rope_scaling="linear", cutoff_len=1024)
+    assert loss_of_command(tmp_path / "scaled") == pytest.approx(own, rel=1e-6)
+    assert main(["export", str(tmp_path / "scaled"), f"export_dir={tmp_path / 'exported'}"]) == 0
+    config = json.loads(Path(tmp_path / "exported" / "config.json").read_text())
+    assert config["max_position_embeddings"] >= 1024
