@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from burnish.config.errors import UserError
@@ -175,6 +176,29 @@ def test_interrupted_prediction_continues_with_remaining_records(tmp_path, monke
     assert answer_all(run, questions, config, made.options, partial) == whole
     assert num_requests == [6, 4]
     assert len(lines(partial)) == 1 + 6  # kept until the responses are in another file
+
+
+def test_responses_of_another_model_are_not_continued(tmp_path, monkeypatch):
+    made, prepared, run = run_of(tmp_path, predict_with_generate=True)
+    numbers, generate_all = [], answers_module.generate_all
+
+    def counting(scheduler, requests, *more):
+        numbers.append(len(requests))
+        return generate_all(scheduler, requests, *more)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(answers_module, "generate_all", counting)
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    for _ in range(2):
+        with monkeypatch.context() as patched:
+            patched.setattr("burnish.run.predictions.files.write_whole", full)
+            with pytest.raises(OSError, match="No space"):
+                predict_all(run, prepare(made), made)
+    save_file({name: tensor + 0.1 for name, tensor in weights.items()}, tmp_path / "model" / "model.safetensors")
+    predict_all(run, prepare(made), made)
+    assert numbers == [6, 0, 6]
 
 
 def test_responses_are_kept_until_they_are_written(tmp_path, monkeypatch):

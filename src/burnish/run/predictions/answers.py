@@ -51,7 +51,7 @@ def is_plain(config: Any) -> bool:
 
 def answer_all(
     run: Loop, questions: Sequence[Question], config: Any, options: RunOptions, partial: Path | None = None,
-    likelihoods: dict[int, float] | None = None, family: Family | None = None,
+    likelihoods: dict[int, float] | None = None, family: Family | None = None, model: str = "",
 ) -> list[list[int]]:  # fmt: skip
     """Return the responses in the order of the questions, on every rank.
 
@@ -66,6 +66,7 @@ def answer_all(
             removes it.
         likelihoods: filled with the log-probability of each response in nats, if there are several per prompt.
         family: model family, if prompts may have images.
+        model: text that differs for different weights, so that ``partial`` is not used for another model.
     """
     has_images = any(question.images for question in questions)
     if not is_plain(config):
@@ -76,7 +77,7 @@ def answer_all(
     requests = _requests(questions, config, options)
     own = range(run.parallel.rank, len(requests), run.parallel.world_size)
     images = [list(question.images) for question in questions if question.images]
-    key = key_of(run.state.global_step, requests, images)
+    key = key_of(model, requests, images)
     with FinishedResponses(partial, key) as finished, run.parallel.generating(run.model):
         missing = [at for at in own if at not in finished.responses and _has_room(run, requests[at])]
         _generate(run, missing, requests, questions, options, finished, family if has_images else None)

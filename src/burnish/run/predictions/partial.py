@@ -13,13 +13,26 @@ from burnish.inference.types import GenerationRequest
 from burnish.report.results import write_whole
 
 
-def key_of(step: int, requests: Iterable[GenerationRequest], images: Sequence[Any]) -> str:
-    """Return a hash of everything that responses depend on: the step of the model, prompts, sampling and images."""
-    hashed = sha256(f"{step}{images or ''}".encode())
+def key_of(model: str, requests: Iterable[GenerationRequest], images: Sequence[Any]) -> str:
+    """Return a hash of everything that responses depend on: model, prompts, sampling and images.
+
+    Args:
+        model: text that differs for different weights.
+        requests: the request of each question.
+        images: images of the questions.
+    """
+    hashed = sha256(f"{model}{images or ''}".encode())
     for request in requests:
         hashed.update(
             repr(
-                (request.ids, request.max_new_tokens, request.sampling, sorted(request.stop_ids), request.top_logprobs)
+                (
+                    request.ids,
+                    request.max_new_tokens,
+                    request.min_new_tokens,
+                    request.sampling,
+                    sorted(request.stop_ids),
+                    request.top_logprobs,
+                )
             ).encode()
         )
     return hashed.hexdigest()

@@ -7,6 +7,7 @@ set, in the order of the data. Examples without a prompt are skipped and counted
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -100,7 +101,8 @@ def predict(
     likelihoods: dict[int, float] = {}
     with annotate_errors(Activity.PREDICT):
         requested = [*questions] * options.samples
-        answers = answer_all(run, requested, config, options, partial, likelihoods, prepared.family)
+        model = "" if partial is None else f"step {run.state.global_step} of {json.dumps(prepared.fingerprints())}"
+        answers = answer_all(run, requested, config, options, partial, likelihoods, prepared.family, model)
     decoding = {"skip_special_tokens": options.skip_special_tokens}
     texts = [tokenizer.decode(ids, **decoding) for ids in answers]
     labels = [tokenizer.decode(question.label or [], **decoding) for question in questions]
