@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -127,6 +128,23 @@ def test_adapter_that_is_not_served_is_rejected(model: Path) -> None:
     loop = Scheduler(loaded.model, SlotLimits(1, 64))
     with pytest.raises(UserError, match='unknown adapter "poet"'):
         loop.submit(GenerationRequest([5], 5, adapter="poet"), ResponseCollector())
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"use_dora": True}, "it uses DoRA"),
+        ({"additional_target": ["norm"]}, 'its module "model.layers.0.input_layernorm" of type LlamaRMSNorm was'),
+    ],
+    ids=str,
+)
+def test_adapter_that_cannot_share_a_batch_is_not_served(
+    options: dict[str, Any], reason: str, model: Path, tmp_path: Path
+) -> None:
+    adapter = LoraAdapter(RunOptions(model_name_or_path=str(model), lora_rank=2, lora_target=["q_proj"], **options))
+    adapter.save(adapter.attach(load_model(RunOptions(model_name_or_path=str(model)))), str(tmp_path / "adapter"))
+    with pytest.raises(UserError, match=f'the adapter "a" cannot be served in addition to the model: {reason}'):
+        load_for_inference(serving_of([str(model), f'served_adapters={{"a": "{tmp_path / "adapter"}"}}']).options)
 
 
 def test_adapter_of_another_base_is_rejected(adapters: dict[str, Path], tmp_path: Path) -> None:

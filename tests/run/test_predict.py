@@ -179,7 +179,7 @@ def test_interrupted_prediction_continues_with_remaining_records(tmp_path, monke
 
 
 def test_responses_of_another_model_are_not_continued(tmp_path, monkeypatch):
-    made, prepared, run = run_of(tmp_path, predict_with_generate=True)
+    made, _, run = run_of(tmp_path, predict_with_generate=True)
     numbers, generate_all = [], answers_module.generate_all
 
     def counting(scheduler, requests, *more):

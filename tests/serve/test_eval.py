@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,11 +14,13 @@ import jinja2
 import pytest
 import torch
 
+from burnish.adapters.lora import LoraAdapter
 from burnish.cli import main
 from burnish.config.errors import UserError
 from burnish.inference.loading import load_for_inference
 from burnish.inference.scheduler import Scheduler
 from burnish.inference.slots import SlotLimits
+from burnish.models.load import load_model
 from burnish.run.plan.plan import RunOptions
 from burnish.serve.eval import command
 from burnish.serve.eval.harness import EngineModel
@@ -100,6 +103,23 @@ def test_unpacked_task_is_removed_at_exit(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.stdout.split() == ["a", "1"]
     assert not os.listdir(tmp_path / "temporary")
+
+
+def test_saved_answers_are_those_of_one_adapter_and_precision(model: Path, tmp_path: Path) -> None:
+    """Another adapter in the same folder, or another precision, is another model."""
+    folder, found = tmp_path / "adapter", []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        adapter = LoraAdapter(RunOptions(model_name_or_path=str(model), lora_rank=2, lora_target=["q_proj"]))
+        adapter.save(adapter.attach(load_model(RunOptions(model_name_or_path=str(model)))), str(folder))
+        options = RunOptions(model_name_or_path=str(model), adapter_name_or_path=[str(folder)])
+        loaded = load_for_inference(options)
+        found.append(command._facts(loaded, command.EvalOptions(task="mmlu_test"), []))
+    loaded = replace(loaded, options=replace(options, quantization_bit=4))
+    found.append(command._facts(loaded, command.EvalOptions(task="mmlu_test"), []))
+    assert found[0] != found[1]
+    assert found[1] != found[2]
+    assert {name for name in found[1] if found[1][name] != found[2][name]} == {"quantization"}
 
 
 ESCAPE = "{{ cycler.__init__.__globals__.os.system('exit 1') }}{% set x = 1 %}{# x #}"

@@ -288,6 +288,19 @@ def test_packed_rows_do_not_attend_to_each_other(tmp_path):
     assert logged(packed, "num_tokens") == logged(plain, "num_tokens")
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_packed_evaluation_rows_do_not_attend_to_each_other(tmp_path, packing):
+    rows = [{"prompt": f"After {n} comes ", "completion": str(n + 1)} for n in range(12)]
+    evaluation, losses = {"eval_dataset": Dataset.from_list(rows)}, []
+    torch.manual_seed(0)
+    model = llama(initializer_range=1.0)
+    for eval_packing in (False, True):
+        trainer = make(tmp_path, rows, model, evaluation, max_length=64, packing=packing, eval_packing=eval_packing)
+        losses.append(trainer.evaluate()["eval_loss"])
+        assert (len(trainer.eval_dataset) < len(rows)) is eval_packing
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_model_that_cannot_separate_packed_rows_gets_padding(tmp_path):
     torch.manual_seed(1)
     bloom = transformers.BloomForCausalLM(

@@ -261,6 +261,23 @@ def _merges_exactly(layer: Any) -> bool:
     return is_plain and not (layer.merged or layer.disable_adapters or layer.lora_variant)
 
 
+_OF_ROWS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Modules trained in full that peft can compute with another copy for each row (``ModulesToSaveWrapper``)."""
+
+
+def reason_against_rows(model: nn.Module, name: str) -> str:
+    """Return why rows of a batch cannot use adapter ``name`` while others do not (``rows_through``), or ""."""
+    for path, module in adapter_modules(model):
+        if name not in adapters_in(module):
+            continue
+        if getattr(module, "use_dora", {}).get(name):
+            return "it uses DoRA"
+        whole = getattr(module, "original_module", None)
+        if whole is not None and not isinstance(whole, _OF_ROWS):
+            return f'its module "{path}" of type {type(whole).__name__} was trained in full'
+    return ""
+
+
 @contextmanager
 def rows_through(model: nn.Module, adapters: Sequence[str]) -> Iterator[None]:
     """Context in which each row of a batch uses its own adapter; ``"__base__"`` for none.

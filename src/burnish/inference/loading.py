@@ -25,7 +25,7 @@ from burnish.adapters.chain import incomplete_chain_notes
 from burnish.adapters.lora import load_adapter
 from burnish.adapters.lora_fit import check_fit
 from burnish.adapters.lora_model import BASE as WITHOUT
-from burnish.adapters.lora_model import merge_into_base, rows_through, set_active
+from burnish.adapters.lora_model import merge_into_base, reason_against_rows, rows_through, set_active
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import raise_if
 from burnish.data.chat.chat_template import JinjaFormat
@@ -395,6 +395,10 @@ def _load_side_by_side(model: nn.Module, folders: Mapping[str, Path]) -> Adapter
     """Load adapters into the model. Returns the context in which each row uses its own adapter."""
     for name, folder in folders.items():
         load_adapter(model, folder, name)
+        if reason := reason_against_rows(model, name):
+            what = f'the adapter "{name}" cannot be served in addition to the model: {reason}.'
+            remedy = "Serve it alone, as adapter_name_or_path."
+            raise UserError(what, where=str(folder), remedy=remedy, option="served_adapters")
     set_active(model, [])
     model.eval()
     return partial(_rows, model)

@@ -23,7 +23,7 @@ from burnish.inference.loaded_model import LoadedModel
 from burnish.inference.loading import load_for_inference, slots_of
 from burnish.inference.scheduler import Scheduler
 from burnish.inference.slots import SlotLimits
-from burnish.models.fingerprint import base_fingerprint
+from burnish.models.fingerprint import adapters_fingerprint, base_fingerprint, config_fingerprint
 from burnish.models.patches.packed import pack
 from burnish.report.console import note
 from burnish.report.results import write_whole
@@ -140,7 +140,9 @@ def _facts(loaded: LoadedModel, options: EvalOptions, subjects: Sequence[Subject
     }
     return {
         **settings, "model": base_fingerprint(infer_options, infer_options.seed),
-        "adapters": [str(folder) for folder in infer_options.adapter_name_or_path or []],
+        "config": config_fingerprint(infer_options), "rope_scaling": infer_options.rope_scaling,
+        "quantization": [infer_options.quantization_bit, infer_options.quantization_method],
+        "adapters": adapters_fingerprint(infer_options.adapter_name_or_path, infer_options, "adapter_name_or_path"),
         "template": loaded.template.fingerprint, "seed": infer_options.seed, "infer_dtype": infer_options.infer_dtype,
         "context": loaded.context, "files": {subject.key: subject.fingerprint for subject in subjects},
     }  # fmt: skip

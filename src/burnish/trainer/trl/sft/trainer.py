@@ -100,7 +100,8 @@ class SFTTrainer(TrlTrainer):
             model = attach_peft(model, peft_config, added)
         self.completion_only_loss = learns_completions(args, sample)
         check_objective(args, sample, data_collator, compute_loss_func, formatting_func)
-        self.padding_free = args.padding_free or (args.packing and args.packing_strategy != "wrapped")
+        packs = args.packing or bool(args.eval_packing)  # examples of a pack must not attend to each other
+        self.padding_free = args.padding_free or (packs and args.packing_strategy != "wrapped")
         if data_collator is None:
             data_collator = self._own_collator(model, processing_class, args)
             if self.family is not None:
