@@ -103,6 +103,16 @@ def _facts(spec: OptionSpec) -> Iterator[str]:
 # --- keys of other tools ----------------------------------------------------------------------------------------------
 
 
+def _option_of(alias: str) -> str:
+    """Return the option of an alias, and those it has with some stages."""
+    stages: dict[str, list[str]] = {}
+    for member in OBJECTIVES:
+        if alias in OBJECTIVES[member.name].option_names:
+            stages.setdefault(OBJECTIVES[member.name].option_names[alias], []).append(member.name)
+    others = "".join(f"; with stage {_listed(names)}: `{option}`" for option, names in stages.items())
+    return f"`{aliases()[alias]}`{others}"
+
+
 def _keys_of_others() -> Iterator[str]:
     peers: dict[str, dict[str, Any]] = json.loads(PEERS.read_text(encoding="utf-8"))
     known = specs(RunOptions)
@@ -121,7 +131,7 @@ def _keys_of_others() -> Iterator[str]:
     ]
     yield from _table(("key", "default there", "default here"), rows)
     yield "### Aliases\n"
-    yield from _table(("key", "option"), ((f"`{name}`", f"`{aliases()[name]}`") for name in sorted(aliases())))
+    yield from _table(("key", "option"), ((f"`{name}`", _option_of(name)) for name in sorted(aliases())))
     yield "### Accepted without effect\n\nA note is printed once.\n"
     yield from _table(("reason", "keys"), _without_effect(known))
     yield "### Not supported\n\nRefused with an error, unless the value disables the feature.\n"

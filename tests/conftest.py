@@ -41,6 +41,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         of_now.clear()
 
 
+@pytest.fixture(autouse=True)
+def _errors_name_no_folder_of_this_machine(monkeypatch):
+    """The command that installs an extra is the same wherever the source code is."""
+    monkeypatch.setattr("burnish.config.errors.source_folder", lambda: None)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread():
     torch.set_num_threads(1)

@@ -7,12 +7,15 @@ disk, memory) are ``RuntimeError`` and exit with 1.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from string import Formatter
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 
 @dataclass(frozen=True)
@@ -106,14 +109,32 @@ class UserError(ValueError):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
+@cache
+def source_folder() -> str | None:
+    """The folder of the source code, if burnish was installed from there in editable mode (PEP 610)."""
+    from importlib.metadata import PackageNotFoundError, distribution  # slow to import, and needed for an error only
+
+    try:
+        origin = json.loads(distribution("burnish").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        return None
+    is_editable = origin.get("dir_info", {}).get("editable", False)
+    return unquote(urlsplit(origin["url"]).path) if is_editable else None
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an extra, from the source code if burnish was installed from there."""
+    folder = source_folder()
+    return f'pip install "burnish[{extra}]"' if folder is None else f'pip install -e "{folder}[{extra}]"'
+
+
 class MissingExtraError(UserError):
     """An optional library is not installed. Names the extra that installs it, or the library if there is none."""
 
     def __init__(self, library: str, needed_for: str, extra: str = "", option: str | tuple[str, ...] = ()) -> None:
-        package = f'"burnish[{extra}]"' if extra else library
         super().__init__(
             f"{needed_for} requires the library {library!r}, which is not installed.",
-            remedy=f"Install it with: pip install {package}",
+            remedy=f"Install it with: {install_command(extra) if extra else f'pip install {library}'}",
             option=option,
         )
 

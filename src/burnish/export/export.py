@@ -28,6 +28,7 @@ from burnish.config.options import RawValue, build, raise_if, specs
 from burnish.data.chat.choose import check_template, configure_tokenizer, load_template
 from burnish.data.chat.rendering import PROMPT, Conversation, chat_ids
 from burnish.data.chat.rows import Template
+from burnish.data.chat.truncate import row_length
 from burnish.data.stats import DataStats
 from burnish.export.gguf import check_gguf, gguf_file, write_gguf
 from burnish.export.modelfile import modelfile
@@ -70,7 +71,7 @@ def export(values: Mapping[str, RawValue]) -> Path:
     options = export_options(values)
     adapters = adapter_folders(options)
     notes = [*without_gguf(options), *without_bits(options), *incomplete_chain_notes(adapters)]
-    config = load_config(options, options.cutoff_len, notes)
+    config = load_config(options, row_length(options), notes)
     tokenizer, options = tokenizer_of(options, adapters, notes)
     head = reward_head(options, adapters)
     if options.export_format == "gguf":

@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from burnish.config.errors import MissingExtraError, Problem, UserError
+from burnish.config.errors import MissingExtraError, Problem, UserError, install_command
 from burnish.export.gguf_tokens import add_tokenizer, tokenizer_kind
 from burnish.models.save import whole_or_nothing
 from burnish.run.plan.options import RunOptions
@@ -101,7 +101,7 @@ def check_gguf(config: Any, options: RunOptions) -> list[Problem]:
         return [Problem(what, remedy=remedy, option="export_format")]
     if kind not in OWN_TYPES and not find_spec("llama_cpp"):
         what = f'"export_gguf_type" {kind} requires the quantizer of llama.cpp.'
-        install = f'Install it with pip install "burnish[{LLAMA_EXTRA}]", or set llama_cpp to a build of llama.cpp.'
+        install = f"Install it with {install_command(LLAMA_EXTRA)}, or set llama_cpp to a build of llama.cpp."
         available = f"Available without it: {', '.join(OWN_TYPES)}."
         return [Problem(what, remedy=f"{install} {available}", option="export_gguf_type")]
     rope = getattr(config, "rope_parameters", None) or {}

@@ -1,18 +1,32 @@
-"""A loaded model with tokenizer, template and settings: everything that inference needs besides the engine."""
+"""A loaded model with tokenizer, template and settings, and the adapters that it serves.
+
+Served adapters are not merged: each row of a batch selects one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from burnish.adapters.lora import load_adapter
+from burnish.adapters.lora_model import BASE as WITHOUT
+from burnish.adapters.lora_model import reason_against_rows, rows_through, set_active
+from burnish.config.errors import Problem, UserError
+from burnish.config.options import raise_if
 from burnish.data.chat.rows import Template
 from burnish.inference.images.reading import ImageReader
 from burnish.inference.replies.reply_forms import ReplyForm
 from burnish.inference.slots import AdapterContext
-from burnish.inference.types import Sampling
+from burnish.inference.types import BASE, Sampling
 from burnish.losses.reward import RewardHead
+from burnish.models.source import local_folder
+from burnish.utils.json_files import read_json
 
 if TYPE_CHECKING:
     from burnish.inference.options import AnsweringOptions
@@ -55,3 +69,47 @@ class LoadedModel:
     head: RewardHead | None = None
     template_notes: tuple[str, ...] = ()
     images: ImageReader | None = None
+
+
+def served_folders(options: AnsweringOptions) -> dict[str, Path]:
+    """Return name -> folder of each adapter that is served in addition to the model."""
+    named: dict[str, Path] = {}
+    problems: list[Problem] = []
+    for name, folder in (options.served_adapters or {}).items():
+        if name == BASE:
+            problems.append(Problem(f'"{BASE}" is reserved for the model without an adapter.', where="served_adapters"))
+        try:
+            named[name] = local_folder(folder, options, "served_adapters", ("adapter_*",))
+        except UserError as error:
+            problems += error.problems
+            continue
+        config = named[name] / "adapter_config.json"
+        whole = read_json(config).get("modules_to_save") if config.is_file() else None
+        if whole and len(options.served_adapters or ()) > 1:
+            modules = ", ".join(whole)
+            what = (
+                f'the adapter "{name}" contains modules trained in full ({modules}) and cannot be served with other '
+                "adapters."
+            )
+            problems.append(Problem(what, remedy="Serve it alone, as adapter_name_or_path."))
+    raise_if(problems)
+    return named
+
+
+def load_side_by_side(model: nn.Module, folders: Mapping[str, Path]) -> AdapterContext:
+    """Load adapters into the model. Returns the context in which each row uses its own adapter."""
+    for name, folder in folders.items():
+        load_adapter(model, folder, name)
+        if reason := reason_against_rows(model, name):
+            what = f'the adapter "{name}" cannot be served in addition to the model: {reason}.'
+            remedy = "Serve it alone, as adapter_name_or_path."
+            raise UserError(what, where=str(folder), remedy=remedy, option="served_adapters")
+    set_active(model, [])
+    model.eval()
+    return partial(_rows, model)
+
+
+def _rows(model: nn.Module, names: Sequence[str]) -> Any:
+    if all(name == BASE for name in names):
+        return nullcontext()  # none is active
+    return rows_through(model, [WITHOUT if name == BASE else name for name in names])

@@ -10,10 +10,8 @@ together with others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,37 +22,36 @@ from burnish.adapters.base import ADAPTERS
 from burnish.adapters.chain import incomplete_chain_notes
 from burnish.adapters.lora import load_adapter
 from burnish.adapters.lora_fit import check_fit
-from burnish.adapters.lora_model import BASE as WITHOUT
-from burnish.adapters.lora_model import merge_into_base, reason_against_rows, rows_through, set_active
+from burnish.adapters.lora_model import merge_into_base
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import raise_if
 from burnish.data.chat.chat_template import JinjaFormat
 from burnish.data.chat.choose import RECORDED, configure_tokenizer, load_template, recorded_options
 from burnish.data.chat.rendering import UnreadableTemplate
 from burnish.data.chat.rows import Template
+from burnish.data.chat.truncate import row_length
 from burnish.data.images.options import limits_of
 from burnish.data.stats import DataStats
 from burnish.inference.engine import LocalEngine
 from burnish.inference.images.family import load_family
 from burnish.inference.images.reading import ImageReader
-from burnish.inference.loaded_model import LoadedModel
+from burnish.inference.loaded_model import LoadedModel, load_side_by_side, served_folders
 from burnish.inference.options import is_remote
 from burnish.inference.replies.reply_forms import form_of
 from burnish.inference.scoring import NO_ANSWERS, ScoreEngine
-from burnish.inference.slots import AdapterContext, Deliver, SlotLimits
-from burnish.inference.types import BASE, InferenceEngine, Sampling
+from burnish.inference.slots import Deliver, SlotLimits
+from burnish.inference.types import InferenceEngine, Sampling
 from burnish.loop.types import Example, Message
 from burnish.losses.reward import REWARD_HEADS, RewardHead, ValueHead
 from burnish.models.export import inference_dtype
 from burnish.models.load import context_length, load_config, load_model, raise_if_not_finite
 from burnish.models.quantization.quantize import quantization_of, quantized_by
 from burnish.models.reward_files import BIAS, WEIGHT, kind_of_head, read_head
-from burnish.models.source import adapter_folders, find_source, local_folder
+from burnish.models.source import adapter_folders, find_source
 from burnish.models.tokens import TOKENIZER_FILES, load_tokenizer, resize_embeddings, resized_meta_model
 from burnish.parallel.precision import compute_sentence, loaded_dtype, supported_dtype
 from burnish.parallel.selection import device_of
 from burnish.utils.files import expanded
-from burnish.utils.json_files import read_json
 from burnish.utils.work import track
 
 if TYPE_CHECKING:
@@ -83,7 +80,7 @@ def load_for_inference(
         UserError: if it cannot be loaded.
     """
     notes: list[str] = []
-    adapters, config = adapter_folders(options), load_config(options, options.cutoff_len, notes)
+    adapters, config = adapter_folders(options), load_config(options, row_length(options), notes)
     tokenizer, options = tokenizer_of(options, adapters, notes)
     options = with_recorded_template(options, tokenizer)
     family = None if is_remote(options) else load_family(options, config, tokenizer, notes, options)
@@ -93,11 +90,11 @@ def load_for_inference(
     differs = _other_template(template, own, tokenizer)
     notes += differs
     notes += incomplete_chain_notes(adapters)
-    served = _served_folders(options)
+    served = served_folders(options)
     raise_if(problems_of_adapters(options, config, tokenizer, [*adapters, *served.values()]))
     head = None if is_remote(options) else _reward_head(options, adapters, may_score)
     model = None if is_remote(options) else _model(options, config, tokenizer, adapters, notes, head is None)
-    adapter_context = _load_side_by_side(model, served) if model is not None and served else None
+    adapter_context = load_side_by_side(model, served) if model is not None and served else None
     for sentence in notes:
         (on_note or (lambda text: None))(sentence)
     last = str(adapters[-1] if adapters else options.model_name_or_path)
@@ -364,47 +361,3 @@ def _reward_head(options: AnsweringOptions, adapters: Sequence[Path], may_score:
         remedy = "For scores, use burnish predict, or POST /v1/score/evaluation of burnish api."
         raise UserError(NO_ANSWERS, where=str(adapters[-1] if adapters else options.model_name_or_path), remedy=remedy)
     return None if head is None else head.to(device_of(options))
-
-
-def _served_folders(options: AnsweringOptions) -> dict[str, Path]:
-    """Return name -> folder of each adapter that is served in addition to the model."""
-    named: dict[str, Path] = {}
-    problems: list[Problem] = []
-    for name, folder in (options.served_adapters or {}).items():
-        if name == BASE:
-            problems.append(Problem(f'"{BASE}" is reserved for the model without an adapter.', where="served_adapters"))
-        try:
-            named[name] = local_folder(folder, options, "served_adapters", ("adapter_*",))
-        except UserError as error:
-            problems += error.problems
-            continue
-        config = named[name] / "adapter_config.json"
-        whole = read_json(config).get("modules_to_save") if config.is_file() else None
-        if whole and len(options.served_adapters or ()) > 1:
-            modules = ", ".join(whole)
-            what = (
-                f'the adapter "{name}" contains modules trained in full ({modules}) and cannot be served with other '
-                "adapters."
-            )
-            problems.append(Problem(what, remedy="Serve it alone, as adapter_name_or_path."))
-    raise_if(problems)
-    return named
-
-
-def _load_side_by_side(model: nn.Module, folders: Mapping[str, Path]) -> AdapterContext:
-    """Load adapters into the model. Returns the context in which each row uses its own adapter."""
-    for name, folder in folders.items():
-        load_adapter(model, folder, name)
-        if reason := reason_against_rows(model, name):
-            what = f'the adapter "{name}" cannot be served in addition to the model: {reason}.'
-            remedy = "Serve it alone, as adapter_name_or_path."
-            raise UserError(what, where=str(folder), remedy=remedy, option="served_adapters")
-    set_active(model, [])
-    model.eval()
-    return partial(_rows, model)
-
-
-def _rows(model: nn.Module, names: Sequence[str]) -> Any:
-    if all(name == BASE for name in names):
-        return nullcontext()  # none is active
-    return rows_through(model, [WITHOUT if name == BASE else name for name in names])

@@ -222,7 +222,7 @@ class Scheduler:
             target = min(range(first_free, len(self._slots)), key=lambda at: self._slots[at].used)
             if source != target:
                 self.backend.copy_row(source, target, common)
-                self._slots[target].ids = job.request.ids[:common]  # the length that is swapped
+                self._slots[target].ids = job.request.ids[:common]  # so that all of it is swapped
         else:
             target = source
         self._swap_slots(first_free, target)
@@ -393,9 +393,8 @@ class Scheduler:
         self._deliver(outputs)
 
     def _end(self, job: Job, reason: EndReason, error: Problem | None = None) -> None:
-        if not job.is_over:
-            self._outputs.append((job.callback, StepOutput(reason=reason, error=error)))
-            job.is_over = True
+        self._outputs += [] if job.is_over else [(job.callback, StepOutput(reason=reason, error=error))]
+        job.is_over = True
 
     def _range(self, first: int, number: int) -> list[Slot]:
         return self._slots[first : first + number]

@@ -288,6 +288,9 @@ def pair_notes(options: PairLossChoices, names: list[str]) -> list[str]:
             OptionText(f'{{pref_loss}}: {{}} needs no reference; "{{{name}}}" has no effect.', shown)
             for name in set_options
         ]
+    if "robust" in names and not options.dpo_label_smoothing:
+        text = "{pref_loss}: robust equals sigmoid without {dpo_label_smoothing}, the fraction of swapped pairs."
+        notes.append(OptionText(text))
     if "simpo" in names and options.pref_beta < _PAPER_BETA:
         notes.append(OptionText("{pref_beta} {:g} is too low for SimPO; the paper uses 2.0 to 2.5.", options.pref_beta))
     return notes

@@ -48,7 +48,8 @@ class OptimOptions:
     optim_args: str | None = option(None, "Additional arguments of the optimizer: comma-separated name=value pairs.")
     learning_rate: float = option(
         5e-5,
-        "Peak learning rate. Default for preference stages (dpo, kto): 5e-7 for full and freeze, 5e-6 for adapters.",
+        "Peak learning rate. Default for dpo and kto: 5e-6 for adapters, 5e-7 for full and freeze; for grpo, rloo and "
+        "ppo: 1e-5 and 1e-6.",
         gt=0,
         lt=math.inf,
         aliases=("lr",),

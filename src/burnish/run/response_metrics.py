@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from typing import Protocol, TypeAlias
 
 from burnish.config.checks import check, notes
-from burnish.config.errors import MissingExtraError, Problem
+from burnish.config.errors import MissingExtraError, Problem, install_command
 from burnish.config.options import option
 from burnish.config.registry import Member, Registry
 
@@ -79,10 +79,10 @@ def metric_notes(options: MetricChoices) -> list[str]:
     if not lacking:
         return []
     needed = ", ".join(dict.fromkeys(library for libraries in lacking.values() for library in libraries))
-    install = 'pip install "burnish[metrics]"'
     metrics = ", ".join(lacking)
     return [
-        f"Metrics that require libraries that are not installed ({needed}): {metrics}. Install them with: {install}"
+        f"Metrics that require libraries that are not installed ({needed}): {metrics}. Install them with: "
+        f"{install_command('metrics')}"
     ]
 
 

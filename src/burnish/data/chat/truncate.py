@@ -41,6 +41,11 @@ class EncodingOptions:
     )
 
 
+def row_length(options: EncodingOptions) -> int:
+    """Return the maximum length of a row in tokens."""
+    return options.cutoff_len
+
+
 class EncodingChoices(Protocol):
     """Options that affect rows, whichever class encodes them."""
 

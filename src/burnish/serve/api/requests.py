@@ -209,8 +209,8 @@ class ChatRequest(BaseRequest):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        # Schemas are enforced for required calls only, so the header lists the field.
-        is_strict = any(tool.function.strict for tool in self.tools)
+        # Schemas are enforced for required calls only.
+        is_strict = not self.required and any(tool.function.strict for tool in self.tools)
         return (*super().ignored, *(("tools.function.strict",) if is_strict else ()))
 
     def problems(self, most_choices: int) -> Iterator[APIError]:
