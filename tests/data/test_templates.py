@@ -424,6 +424,21 @@ def test_prompt_ends_where_the_response_begins():
     assert row["input_ids"][: len(template.prompt(example))] == template.prompt(example)
 
 
+@pytest.mark.parametrize("name", ["default", "vicuna", "mistral", "empty"])
+def test_fingerprint_changes_with_the_tokens_at_the_ends_of_rows(name):
+    """Another EOS or BOS token may have been a special token of the tokenizer before."""
+    prints, rows = set(), set()
+    for ends in ({}, {"eos_token": "<think>"}, {"bos_token": "</think>"}):
+        tokenizer = byte_tokenizer()
+        for role, token in ends.items():
+            setattr(tokenizer, role, token)
+        template, _ = loaded(name, tokenizer)
+        prints.add(template.fingerprint)
+        rows.add(str(row_of(template, *HI)))
+    assert len(rows) > 1 or name == "empty"
+    assert len(prints) == 3
+
+
 def test_fingerprint_changes_with_everything_that_affects_rows():
     changes = [{}, {"mask_history": True}, {"cutoff_len": 9}, {"default_system": "x"}, {"tool_format": "glm4"}]
     prints = {loaded("qwen", **options)[0].fingerprint for options in (*changes, {"train_on_eos": "last"})}

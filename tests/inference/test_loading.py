@@ -21,6 +21,7 @@ from burnish.loop.types import Example, Message
 from burnish.models.load import load_model
 from burnish.run.plan.plan import RunOptions
 from burnish.serve.command_line import serving_of
+from burnish.serve.eval.dataset import _recorded
 from small_run import make_model
 from tiny_models import saved_model
 
@@ -164,6 +165,30 @@ def test_training_template_is_recorded_and_found(model: Path, tmp_path: Path) ->
     result = load_for_inference(RunOptions(model_name_or_path=str(tmp_path), missing_control_tokens="split"))
     assert result.template.name == "qwen"
     assert result.template.prompt(QUESTION) == trained.template.prompt(QUESTION)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [([], "RECORDED"), (["default_system=USER"], "USER"), (["default_system=USER", "template=qwen"], "USER")],
+    ids=str,
+)
+def test_template_options_that_are_set_precede_the_recorded_ones(
+    words: list[str], expected: str, model: Path, tmp_path: Path
+) -> None:
+    options = RunOptions(
+        model_name_or_path=str(model), template="qwen", default_system="RECORDED", missing_control_tokens="split"
+    )
+    trained = load_for_inference(options)
+    trained.tokenizer.chat_template = trained.template.jinja()
+    trained.model.save_pretrained(tmp_path)
+    trained.tokenizer.save_pretrained(tmp_path)
+    serving = serving_of([str(tmp_path), "missing_control_tokens=split", *words])
+    result = load_for_inference(serving.options, explicit=serving.provenance)
+    assert result.template.name == "qwen"
+    assert expected in result.tokenizer.decode(result.template.prompt(QUESTION))
+    recorded = {name: item.value for name, item in _recorded(serving).items()}
+    assert recorded.get("template") == (None if "template=qwen" in words else "qwen")
+    assert recorded.get("default_system") == (None if words else "RECORDED")
 
 
 def test_template_different_from_recorded_one_is_reported(model: Path) -> None:

@@ -82,7 +82,7 @@ def load_for_inference(
     notes: list[str] = []
     adapters, config = adapter_folders(options), load_config(options, row_length(options), notes)
     tokenizer, options = tokenizer_of(options, adapters, notes)
-    options = with_recorded_template(options, tokenizer)
+    options = with_recorded_template(options, tokenizer, explicit)
     family = None if is_remote(options) else load_family(options, config, tokenizer, notes, options)
     template = load_template(options, tokenizer, LONG_ENOUGH, family)
     own = tokenizer.chat_template
@@ -195,12 +195,15 @@ def default_sampling(
 # --- template ---------------------------------------------------------------------------------------------------------
 
 
-def with_recorded_template(options: AnsweringOptions, tokenizer: Any) -> Any:
-    """Return the options with the template recorded in the model's folder, unless the options name one."""
+def with_recorded_template(options: AnsweringOptions, tokenizer: Any, explicit: Container[str] = ()) -> Any:
+    """Return the options with the template recorded in the model's folder, unless the options name one. Options of the
+    template that were set precede the recorded ones."""
     if options.template is not None:
         return options
-    where = f"{tokenizer.name_or_path}/tokenizer_config.json"
-    return replace(options, **recorded_options(tokenizer.init_kwargs.get(RECORDED), where))
+    where, plain = f"{tokenizer.name_or_path}/tokenizer_config.json", type(options)()
+    recorded = recorded_options(tokenizer.init_kwargs.get(RECORDED), where)
+    is_set = {name: name in explicit or getattr(options, name) != getattr(plain, name) for name in recorded}
+    return replace(options, **{name: value for name, value in recorded.items() if not is_set[name]})
 
 
 CONVERSATION = (

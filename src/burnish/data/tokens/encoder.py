@@ -59,14 +59,15 @@ class Encoder:
 
     @cached_property
     def identity(self) -> str:
-        """A hash that changes if the ids of any text could change."""
+        """A hash that changes if the ids of any text, or the tokens at its beginning and end, could change."""
         tokenizer = self.tokenizer
         state = (
             self._backend().to_str()
             if tokenizer.is_fast
             else f"{type(tokenizer)} {sorted(tokenizer.get_vocab().items())}"
         )
-        hashed = blake2b(f"{state} {sorted(self._texts.values())}".encode(), digest_size=16)
+        roles = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
+        hashed = blake2b(f"{state} {sorted(self._texts.values())} {roles}".encode(), digest_size=16)
         return hashed.hexdigest()
 
     def hide(self, text: str, *, assistant: bool = False) -> str:

@@ -27,7 +27,6 @@ from burnish.utils.files import expanded, named_where_full, problems_of_folder
 from burnish.utils.json_files import read_object
 
 if TYPE_CHECKING:
-    from burnish.inference.options import AnsweringOptions
     from burnish.run.plan.options import RunOptions
 
 _BESIDE = "predictions"
@@ -99,7 +98,7 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
             "stage": RawValue(stage, here), "predict_with_generate": RawValue(generates, here),
             "do_train": RawValue(False, here), "do_eval": RawValue(not generates, here),
             "do_predict": RawValue(generates or predicts, here),
-            "output_dir": RawValue(str(folder), here), **_recorded(serving.options),
+            "output_dir": RawValue(str(folder), here), **_recorded(serving),
         }  # fmt: skip
         if not serving.options.adapter_name_or_path and serving.options.quantization_bit is None:
             values["finetuning_type"] = RawValue("full", here)  # otherwise a new adapter would be attached
@@ -128,15 +127,17 @@ def _apart(options: RunOptions) -> Path:
     return folder / _BESIDE if folder.resolve() in [Path(str(model)).resolve() for model in models] else folder
 
 
-def _recorded(options: AnsweringOptions) -> dict[str, RawValue]:
-    """Return the template recorded in the model's folder, unless the options name one."""
+def _recorded(serving: Serving) -> dict[str, RawValue]:
+    """Return the template recorded in the model's folder with its options, except those that were set."""
+    options = serving.options
     if options.template is not None:
         return {}
     for folder in [*(options.adapter_name_or_path or [])[::-1], options.model_name_or_path or ""]:
         path = Path(folder) / "tokenizer_config.json"
         if path.is_file():
             recorded = recorded_options(read_object(path).get(RECORDED), str(path))
-            return {name: RawValue(value, str(path)) for name, value in recorded.items() if value is not None}
+            unset = {name: value for name, value in recorded.items() if name not in serving.provenance}
+            return {name: RawValue(value, str(path)) for name, value in unset.items() if value is not None}
     return {}
 
 
