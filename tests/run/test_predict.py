@@ -11,9 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue
+from burnish.data.chat.choose import configure_tokenizer, load_template
 from burnish.data.sets.sources import load_datasets
 from burnish.data.stats import DataStats
 from burnish.inference.batch import generate_all
+from burnish.loop.types import Example, Message
 from burnish.losses.base import check_stage
 from burnish.models.generate import GenerationOptions, check_generation, generate, generation_config, generation_notes
 from burnish.parallel.create import create_parallel
@@ -29,6 +31,7 @@ from burnish.run.predictions.questions import Question, questions_of
 from burnish.run.prepare import prepare
 from burnish.run.response_metrics import METRICS, check_metrics, metric_notes, scores
 from small_run import make_workspace
+from template_cases import byte_tokenizer, template_options
 
 pytestmark = pytest.mark.run
 
@@ -286,11 +289,13 @@ def test_response_ends_before_stop_token(tmp_path):
     assert cut == whole[: whole.index(stop)]
 
 
-def test_response_stays_within_context_length(tmp_path):
+def test_response_stays_within_context_length(tmp_path, capsys):
     made, prepared, run = run_of(tmp_path, predict_with_generate=True)
     run.parts["model"].held.model.config.max_position_embeddings = 10  # shorter than every prompt
-    predict_all(run, prepared, made)
+    metrics = predict_all(run, prepared, made)
     assert {row["predict"] for row in lines(tmp_path / "out" / "generated_predictions.jsonl")} == {""}
+    assert "predict_exact_match" not in metrics
+    assert "6 of 6 prompts leave no room for a response" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("overrides", [{"max_new_tokens": 0, "max_length": 36}, {"max_new_tokens": 30}])
@@ -321,8 +326,6 @@ def test_options_reach_generation(tmp_path):
 
 
 def test_last_response_of_a_conversation_is_generated(tmp_path):
-    from burnish.loop.types import Example, Message
-
     _, prepared, _ = run_of(tmp_path)
     turns = [("user", "red"), ("assistant", "green"), ("user", "blue"), ("assistant", "stone")]
     example = Example(messages=tuple(Message(*turn) for turn in turns))
@@ -332,10 +335,23 @@ def test_last_response_of_a_conversation_is_generated(tmp_path):
     assert prepared.template.encode([example], DataStats())[0]["input_ids"][: len(question.prompt)] == question.prompt
 
 
-def test_prompt_completion_record_is_prompted_without_template(tmp_path):
-    from burnish.loop.types import Example
+def test_reference_does_not_depend_on_cutoff_len():
+    """Also that of a prompt which is longer, and of a response which would be cut off in training."""
+    tokenizer, found = byte_tokenizer(), []
+    for cutoff_len in (2000, 200):
+        template = load_template(template_options(template="qwen3", cutoff_len=cutoff_len), tokenizer)
+        configure_tokenizer(template, tokenizer)
+        for asked, answered in (("word " * 60, "c"), ("q", "word " * 60)):
+            example = Example(messages=(Message("user", asked), Message("assistant", answered)))
+            (question,) = questions_of([example], template, template.stop_token_ids())
+            assert tokenizer.decode(question.label) == f"<think>\n\n</think>\n\n{answered}"
+            found.append(question.prompt)
+    assert found[:2] == found[2:]
 
-    _, prepared, _ = run_of(tmp_path)
+
+@pytest.mark.parametrize("train_on_prompt", [False, True])
+def test_prompt_completion_record_is_prompted_without_template(tmp_path, train_on_prompt):
+    _, prepared, _ = run_of(tmp_path, train_on_prompt=train_on_prompt)
     examples = [Example(prompt="red green", completion=" blue"), Example(text="no question")]
     (question,) = questions_of(examples, prepared.template, prepared.template.stop_token_ids())
     assert prepared.tokenizer.decode(question.prompt) == "red green"

@@ -223,6 +223,11 @@ class Template(ConversationEncoder):
             has_end = example.completion is None and bool(ending)
             yield self._text(opening + ids[text], len(opening), len(opening) + trained_from, has_end)
 
+    def completion_prompt(self, example: Example) -> Ids:
+        """Return the ids before the completion of a text record, as in its row."""
+        (found,) = self._texts([example], DataStats())
+        return array("i") if found is None else found.turns[0][0].ids
+
     def _prompt_ids(self, examples: Sequence[Example]) -> list[Ids]:
         texts = [example.text or example.prompt or "" for example in examples]
         ids = self.form.encoder.encode(filter(None, texts))

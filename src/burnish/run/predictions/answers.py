@@ -79,7 +79,7 @@ def answer_all(
     images = [list(question.images) for question in questions if question.images]
     key = key_of(model, requests, images)
     with FinishedResponses(partial, key) as finished, run.parallel.generating(run.model):
-        missing = [at for at in own if at not in finished.responses and _has_room(run, requests[at])]
+        missing = [at for at in own if at not in finished.responses and has_room(run, questions[at], config)]
         _generate(run, missing, requests, questions, options, finished, family if has_images else None)
     if likelihoods is not None and options.samples > 1:
         for of_rank in run.parallel.gather_objects(finished.log_probabilities):
@@ -95,9 +95,15 @@ def _requests(questions: Sequence[Question], config: Any, options: RunOptions) -
     ]
 
 
-def _has_room(run: Loop, request: GenerationRequest) -> bool:
+def has_room(run: Loop, question: Question, config: Any) -> bool:
     """Return whether a response may have at least one token, given its limit and the context length."""
-    return request.max_new_tokens > 0 and len(request.ids) < (context_length(bare_model(run).config) or LONGEST)
+    context = context_length(bare_model(run).config) or LONGEST
+    return _limit(question, config) > 0 and len(question.prompt) < context
+
+
+def _limit(question: Question, config: Any) -> int:
+    """Return the maximum number of tokens of a response; not positive if the prompt exceeds ``max_length``."""
+    return int(config.max_new_tokens or config.max_length - len(question.prompt))
 
 
 def _generate(
@@ -147,10 +153,9 @@ def _request(number: int, question: Question, config: Any, seed: int) -> Generat
         top_k=config.top_k or 0, top_p=1.0 if config.top_p is None else config.top_p,
         min_p=config.min_p or 0.0, repetition_penalty=config.repetition_penalty or 1.0, seed=seed,
     )  # fmt: skip
-    available = config.max_new_tokens or config.max_length - len(question.prompt)
     return GenerationRequest(
-        question.prompt, available, sampling=sampling, stop_ids=frozenset(config.eos_token_id), index=number,
-        min_new_tokens=config.min_new_tokens or 0,
+        question.prompt, _limit(question, config), sampling=sampling, stop_ids=frozenset(config.eos_token_id),
+        index=number, min_new_tokens=config.min_new_tokens or 0,
     )  # fmt: skip
 
 

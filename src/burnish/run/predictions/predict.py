@@ -29,7 +29,7 @@ from burnish.run.plan.checks import may_stream
 from burnish.run.plan.files import record_needs
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
-from burnish.run.predictions.answers import answer_all, bare_model
+from burnish.run.predictions.answers import answer_all, bare_model, has_room
 from burnish.run.predictions.files import stem_of, write_answers, write_scores
 from burnish.run.predictions.questions import questions_of, with_image_marks
 from burnish.run.prepare import Prepared
@@ -107,7 +107,13 @@ def predict(
     texts = [tokenizer.decode(ids, **decoding) for ids in answers]
     labels = [tokenizer.decode(question.label or [], **decoding) for question in questions]
     prefix = f"predict_{name}" if name else "predict"
-    compared = [at for at, question in enumerate(questions) if question.label is not None]
+    full = [at for at, question in enumerate(questions) if not has_room(run, question, config)]
+    if full:
+        note(
+            f"{len(full)} of {counted(len(questions), 'prompt')} leave no room for a response within the model's "
+            "context or max_length; their predictions are empty and not part of the metrics."
+        )
+    compared = [at for at, question in enumerate(questions) if question.label is not None and at not in full]
     predicted = [texts[first + at] for first in range(0, len(texts), len(labels) or 1) for at in compared]
     found = _scores(predicted, [labels[at] for at in compared], options) if compared or not questions else {}
     metrics = {f"{prefix}_{metric}": round(value, 4) for metric, value in found.items()}
@@ -125,7 +131,7 @@ def predict(
             partial.unlink(missing_ok=True)
         written = f"{counted(len(texts), 'response')} in {path}"
         note(": ".join(filter(None, (written, ", ".join(f"{k} {v:g}" for k, v in metrics.items())))) + ".")
-        if missing := len(questions) - len(compared):
+        if missing := sum(question.label is None for question in questions):
             verb = "has" if missing == 1 else "have"
             note(f"{missing} of {counted(len(questions), 'record')} {verb} no reference response.")
     num_batches = -(-len(questions) // options.per_device_eval_batch_size)

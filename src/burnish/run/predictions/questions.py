@@ -12,7 +12,7 @@ from burnish.data.images.image_file import images_of
 from burnish.data.images.in_rows import without_expansion
 from burnish.data.sets.preferences import has_reference, with_reference
 from burnish.data.stats import DataStats
-from burnish.loop.types import IGNORE_INDEX, Example
+from burnish.loop.types import Example
 from burnish.models.generate import until_stop
 
 
@@ -28,10 +28,12 @@ class Question:
 def questions_of(examples: Sequence[Example], template: Template, stops: Sequence[int]) -> list[Question]:
     """Return the prompts for the last response of each conversation, or for the completion of each prompt.
 
-    Records may be of any kind: conversations, pairs, labelled responses, or prompts without a response.
+    Records may be of any kind: conversations, pairs, labelled responses, or prompts without a response. Those with a
+    response are not truncated.
     """
     examples = [with_reference(example) for example in examples if example.text is None]
-    rows = iter(template.encode([example for example in examples if has_reference(example)], DataStats()))
+    answered = [example for example in examples if has_reference(example)]
+    rows = iter(template.encode_arrays(answered, DataStats(), truncate=False))
     questions = []
     for example in examples:
         if not has_reference(example):
@@ -45,7 +47,7 @@ def questions_of(examples: Sequence[Example], template: Template, stops: Sequenc
             continue
         ids = list(row["input_ids"])
         if example.completion is not None:
-            prompt = ids[: next(i for i, label in enumerate(row["labels"]) if label != IGNORE_INDEX)]
+            prompt = list(template.completion_prompt(example))
             images = row.get("images", ())
         else:
             requested = template.prompt_row(example)
