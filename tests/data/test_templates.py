@@ -424,6 +424,22 @@ def test_prompt_ends_where_the_response_begins():
     assert row["input_ids"][: len(template.prompt(example))] == template.prompt(example)
 
 
+@pytest.mark.parametrize("text", ["a\ufdd0b", "\ufdd0", "x\ufdd0\U000f0000y", "\ufdd0\ufdd0", "\ufdd0<think>"])
+def test_character_that_marks_hidden_tokens_is_ordinary_text_everywhere(text):
+    template, tokenizer = loaded("qwen")
+    examples = [
+        Example(text=text), Example(prompt="P ", completion=text),
+        Example((Message("user", "hi"), Message("assistant", text.replace("<think>", "")))),
+    ]  # fmt: skip
+    for example, row in zip(examples, template.encode(examples, DataStats()), strict=True):
+        written = text if example.messages == () else text.replace("<think>", "")
+        assert written in tokenizer.decode([token for token in row["labels"] if token != -100])
+        num_special = sum(token in tokenizer.added_tokens_decoder for token in row["labels"])
+        assert num_special == 1 + ("<think>" in written)
+    (prompt,) = template.encode_prompts([Example(prompt=text)], DataStats())
+    assert tokenizer.decode(prompt) == text
+
+
 @pytest.mark.parametrize("name", ["default", "vicuna", "mistral", "empty"])
 def test_fingerprint_changes_with_the_tokens_at_the_ends_of_rows(name):
     """Another EOS or BOS token may have been a special token of the tokenizer before."""

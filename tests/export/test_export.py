@@ -126,10 +126,10 @@ def test_ollama_modelfile_is_written_with_the_weights(made, tmp_path):
         ),
         (
             "llama2",  # LLaMA-Factory writes the system message before "[INST]", where training does not have it
-            "{{ range $i, $message := .Messages }}"
-            '{{ if eq $message.Role "user" }}<s>[INST] {{ if and $.System (eq $i 0) }}<<SYS>>\n{{ $.System }}\n<</SYS>>'
-            "\n\n{{ end }}{{ $message.Content }} [/INST]"
-            '{{ else if eq $message.Role "assistant" }}{{ $message.Content }}</s>{{ end }}{{ end }}',
+            "{{ $system := .System }}{{ range .Messages }}"
+            '{{ if eq .Role "user" }}<s>[INST] {{ if $system }}<<SYS>>\n{{ $system }}\n<</SYS>>\n\n{{ $system = "" }}'
+            "{{ end }}{{ .Content }} [/INST]"
+            '{{ else if eq .Role "assistant" }}{{ .Content }}</s>{{ end }}{{ end }}',
         ),
     ],
 )

@@ -72,6 +72,7 @@ def test_gguf_file_contains_tokens_template_and_stop_tokens(tmp_path: Path) -> N
     assert fields["tokenizer.ggml.pre"].contents() == "gpt-2"
     tokens, types = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type"))
     assert types[tokens.index("<|im_end|>")] == 3
+    assert types[tokens.index("<|im_start|>")] == 3  # a special token without a role of its own
     assert fields["tokenizer.ggml.eos_token_id"].contents() == tokens.index("<|im_end|>")
 
 

@@ -185,7 +185,8 @@ def add_tokenizer(writer: Any, folder: Path, tokenizer_json: dict[str, Any], kin
 
 
 def _types(tokenizer: Any, tokens: dict[int, str], kind: TokenizerKind, rows: int) -> list[int]:
-    special, added = set(tokenizer.all_special_ids), set(tokenizer.get_added_vocab().values())
+    marked = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special, added = marked | set(tokenizer.all_special_ids), set(tokenizer.get_added_vocab().values())
     is_sentencepiece = kind.scores is not None
 
     def type_of(number: int) -> int:

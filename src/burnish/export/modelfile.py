@@ -40,26 +40,25 @@ def go_template(spec: TemplateSpec, tokenizer: Any) -> str:
     """The conversation in Ollama's template language.
 
     The text is LLaMA-Factory's, except that a system message that belongs into the first user message is inserted
-    there.
+    there. A variable holds it until then, because ``.Messages`` contains the system message as well.
     """
 
     def written(slots: Slots, content: str) -> str:
         return "".join(slot_text(slot, tokenizer) for slot in slots).replace(CONTENT, content)
 
     system = f"{{{{ if .System }}}}{written(spec.system, '{{ .System }}')}{{{{ end }}}}"
-    messages, message, in_user = "range .Messages", "", ""
+    in_user, content = "", "{{ .Content }}"
     if spec.system_in_user:
-        messages, message, system = "range $i, $message := .Messages", "$message", ""
-        in_user = f"{{{{ if and $.System (eq $i 0) }}}}{written(spec.system[:1], '{{ $.System }}')}{{{{ end }}}}"
-    content = f"{{{{ {message}.Content }}}}"
+        system = "{{ $system := .System }}"
+        text = written(spec.system[:1], "{{ $system }}")
+        in_user = f'{{{{ if $system }}}}{text}{{{{ $system = "" }}}}{{{{ end }}}}'
     return "".join(
         (
             written(spec.prefix, ""),
             system,
-            f"{{{{ {messages} }}}}",
-            f'{{{{ if eq {message}.Role "user" }}}}',
+            '{{ range .Messages }}{{ if eq .Role "user" }}',
             written(spec.user, in_user + content),
-            f'{{{{ else if eq {message}.Role "assistant" }}}}',
+            '{{ else if eq .Role "assistant" }}',
             written(spec.assistant, content),
             "{{ end }}{{ end }}",
         )

@@ -206,12 +206,13 @@ class Template(ConversationEncoder):
 
     def _texts(self, examples: Sequence[Example], stats: DataStats) -> Iterator[EncodedConversation | None]:
         """Encode plain texts and completions. They have no template around them and may contain control tokens."""
-        ending = self.spec.text_end if self.spec else ""
+        ending, escaped = self.spec.text_end if self.spec else "", self.form.encoder.with_control_tokens
+        plain = [e.text + ending if e.text else "" for e in examples]
         texts = [
-            (e.prompt or "") + e.completion if e.completion is not None else e.text and e.text + ending
-            for e in examples
+            escaped(text if e.completion is None else (e.prompt or "") + e.completion)
+            for e, text in zip(examples, plain, strict=True)
         ]
-        prompts = [example.prompt or "" for example in examples]
+        prompts = [escaped(example.prompt or "") for example in examples]
         ids = self.form.encoder.encode(filter(None, (*texts, *prompts)))
         opening = self.opening_ids() if examples else array("i")
         for example, text, prompt in zip(examples, texts, prompts, strict=True):
@@ -229,7 +230,7 @@ class Template(ConversationEncoder):
         return array("i") if found is None else found.turns[0][0].ids
 
     def _prompt_ids(self, examples: Sequence[Example]) -> list[Ids]:
-        texts = [example.text or example.prompt or "" for example in examples]
+        texts = [self.form.encoder.with_control_tokens(e.text or e.prompt or "") for e in examples]
         ids = self.form.encoder.encode(filter(None, texts))
         opening = self.opening_ids() if any(texts) else array("i")
         return [

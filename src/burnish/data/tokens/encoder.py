@@ -77,9 +77,13 @@ class Encoder:
         pattern = self._hidden_or_kept if assistant else self._hidden
         return pattern.sub(lambda found: found[0] if assistant and found[1] else self._codes[found[0]], text)
 
+    def with_control_tokens(self, text: str) -> str:
+        """Return text for ``encode`` in which special tokens keep their meaning: only the mark itself is hidden."""
+        return text.replace(_MARK, self._codes[_MARK]) if _MARK in text else text
+
     def show(self, text: str) -> str:
         """Undo ``hide``."""
-        return self._shown.sub(lambda found: self._texts[found[0]], text)
+        return self._shown.sub(lambda found: self._texts.get(found[0], found[0]), text)
 
     def encode(self, texts: Iterable[str]) -> dict[str, Ids]:
         """Encode each distinct text once. Texts without hidden tokens are encoded in one call of the tokenizer."""
