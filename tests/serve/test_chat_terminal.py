@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,9 @@ class Scripted:
 
     def defaults(self):
         return {"temperature": 0.95}
+
+    def num_tokens(self, url):
+        return None
 
     def close(self) -> None: ...
 
@@ -222,6 +226,90 @@ def test_saved_conversation_is_a_record_and_never_overwritten(tmp_path: Path) ->
     other, _, _ = talk_of()
     other.take(f"/load {tmp_path / 'a.jsonl'}")
     assert (other.system, roles(other)) == ("Be brief.", ["user", "assistant"])
+
+
+WEATHER_CALL = {"name": "f", "arguments": {"a": 1}}
+
+
+@pytest.mark.parametrize("is_text", [False, True])
+@pytest.mark.parametrize("call", [WEATHER_CALL, {"function": WEATHER_CALL}, {"id": "x", "function": WEATHER_CALL}])
+def test_record_of_training_can_be_continued(call: dict, is_text: bool, tmp_path: Path) -> None:
+    """Its calls may lack ids and contents, and its tools may be functions or JSON text."""
+    tools = [TOOL["function"]]
+    record = {
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+            {"role": "user", "content": "Call."}, {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "content": "42"}, {"role": "assistant", "content": "It is 42."},
+        ],
+        "tools": json.dumps(tools) if is_text else tools,
+    }  # fmt: skip
+    (tmp_path / "a.json").write_text(json.dumps(record))
+    talk, backend, out = talk_of()
+    assert talk.take(f"/load {tmp_path / 'a.json'}") == 0
+    for line in ("/system", "/tools", "And now?", "/undo", "/undo"):
+        assert talk.take(line) == 0
+    assert "Be brief." in out.getvalue()
+    (request,) = backend.requests
+    assert request.tools == (TOOL,)
+    asked = request.messages[2]["tool_calls"][0]
+    assert asked["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert request.messages[3]["tool_call_id"] == asked["id"] == call.get("id", "call00100")
+    assert talk.messages == []
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ([], 'must contain a record with "messages"'),
+        ({"messages": [{"role": "user"}]}, 'message 1 must have "content"'),
+        ({"messages": [{"role": "robot", "content": ""}]}, 'message 1 must have a "role"'),
+        ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, 'each of "tool_calls" must have'),
+        ({"messages": [], "tools": [5]}, "a JSON list of tools"),
+        ({"messages": [], "tools": "["}, '"tools" is not valid JSON'),
+    ],
+    ids=str,
+)
+def test_file_that_is_no_conversation_is_reported(record: Any, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(record))
+    talk, _, out = talk_of()
+    talk.take("One?")
+    assert talk.take(f"/load {tmp_path / 'a.json'}") == 1
+    assert expected in out.getvalue().replace("\n", " ")
+    assert roles(talk) == ["user", "assistant"]
+
+
+def test_edited_message_keeps_its_images(image_file: Path) -> None:
+    talk, backend, out = talk_of()
+    talk.take(f"/image {image_file}")
+    talk.take("What is this?")
+    talk.take("/edit")
+    assert "Images of the message: 1." in out.getvalue()
+    talk.take("What is that?")
+    first, second = (request.messages[-1]["content"] for request in backend.requests)
+    assert first[0] == second[0]
+    assert second[1]["text"] == "What is that?"
+
+
+@pytest.fixture
+def image_file(tmp_path: Path) -> Path:
+    image = pytest.importorskip("PIL.Image")
+    image.new("RGB", (4, 4)).save(tmp_path / "i.png")
+    return tmp_path / "i.png"
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        "temperature=-3", "temperature=nan", "top_p=0", "top_p=7", "top_k=-4", "min_p=2", "repetition_penalty=0",
+        "max_new_tokens=0", "presence_penalty=3", f"seed={2**63}",
+    ],
+)  # fmt: skip
+def test_setting_out_of_range_is_refused(pair: str) -> None:
+    talk, _, out = talk_of()
+    assert talk.take(f"/set {pair}") == 1
+    assert pair.partition("=")[0] not in talk.settings
+    assert "must be" in out.getvalue()
 
 
 def test_tokens_can_be_inspected() -> None:

@@ -7,6 +7,7 @@ measurements. Closing the iterator cancels the response.
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import time
@@ -28,6 +29,23 @@ SETTINGS: Mapping[str, type] = {
     "top_k": int, "seed": int, "max_new_tokens": int, "do_sample": bool,
 }  # fmt: skip
 """Settings that the user can change, and their types."""
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0, 2), "top_p": (0, 1), "top_k": (0, math.inf), "min_p": (0, 1), "repetition_penalty": (0, 100),
+    "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "seed": (-(2**63), 2**63 - 1),
+    "max_new_tokens": (1, math.inf),
+}  # fmt: skip
+"""The same ranges as those of the API."""
+_POSITIVE = ("top_p", "repetition_penalty")
+
+
+def within_range(name: str, value: Any) -> Any:
+    """Return the value of a setting. Raises ValueError if it is out of range."""
+    least, most = _RANGES.get(name, (-math.inf, math.inf))
+    if least <= value <= most and not (name in _POSITIVE and value == 0):
+        return value
+    least_shown = "above 0" if name in _POSITIVE else f"at least {least:g}"
+    most_shown = "" if most == math.inf else f" and at most {most:g}"
+    raise ValueError(f"must be {least_shown}{most_shown}. Received: {value}.")
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,19 @@ from typing import Any, Literal
 
 from burnish.config.conversion import as_type
 from burnish.config.errors import UserError, did_you_mean
-from burnish.serve.chat.backends import SETTINGS, AnswerEnded, Backend, Request, WireMessage
+from burnish.serve.chat.backends import SETTINGS, AnswerEnded, Backend, Request, WireMessage, within_range
 from burnish.serve.chat.console import Console
 from burnish.serve.chat.help import HELP
-from burnish.serve.chat.records import read_image, read_record, text_of, user_message
+from burnish.serve.chat.records import (
+    conversation_of,
+    images_in,
+    read_image,
+    read_record,
+    text_of,
+    tool_call,
+    tools_of,
+    user_message,
+)
 from burnish.utils.files import expanded
 
 
@@ -167,7 +176,7 @@ class ChatSession:
                         found["content"] += event.text
                         self.console.stream(event.text)
                     elif event.kind == "call" and event.call is not None:
-                        calls.append(_call(event.call, len(self.messages), len(calls)))
+                        calls.append(tool_call(event.call, len(self.messages), len(calls)))
                     else:
                         ended = event.end
             except KeyboardInterrupt:
@@ -239,7 +248,7 @@ class ChatSession:
             self.settings.pop(name, None)
             if value not in ("", "none", "default"):
                 try:
-                    self.settings[name] = as_type(SETTINGS[name], value)
+                    self.settings[name] = within_range(name, as_type(SETTINGS[name], value))
                 except ValueError as error:
                     raise UserError(f"{name} {error}") from error
             self._from_start.discard(name)
@@ -264,11 +273,11 @@ class ChatSession:
         if text == "off":
             self.tools = []
         elif text:
-            listed = read_record(Path(text))
-            if not isinstance(listed, list) or not all(isinstance(tool, dict) for tool in listed):
+            listed = read_record(expanded(text))
+            if not isinstance(listed, list):
                 raise UserError(f"{text} must contain a JSON list of tools.")
-            self.tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in listed]
-        names = [tool["function"].get("name", "?") for tool in self.tools]
+            self.tools = [*tools_of(listed, text)]
+        names = [tool["function"]["name"] for tool in self.tools]
         self.console.say(f"Tools: {', '.join(names)}." if names else "No tools.", "dim")
 
     def _open_calls(self) -> list[str]:
@@ -307,7 +316,9 @@ class ChatSession:
         place = next((at for at in range(len(self.messages) - 1, -1, -1) if self.messages[at]["role"] == "user"), None)
         if place is None:
             raise UserError("There is no message to edit.")
-        self._prefill = text_of(self.messages[place])
+        self._prefill, self._images = text_of(self.messages[place]), images_in(self.messages[place])
+        if self._images:
+            self.console.say(f"Images of the message: {len(self._images)}. They are sent again with it.", "dim")
         self.messages = self.messages[:place]
 
     def _adapter(self, name: str) -> None:
@@ -377,19 +388,9 @@ class ChatSession:
         self.console.say(f"Written: {path}", "dim")
 
     def _load(self, text: str) -> None:
-        record = read_record(expanded(text))
-        messages = record.get("messages") if isinstance(record, dict) else None
-        if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-            raise UserError(f'{text} must contain a record with "messages".')
-        is_first = bool(messages) and messages[0]["role"] == "system"
-        self.system = messages[0].get("content") or "" if is_first else ""
-        self.messages = messages[is_first:]
-        self.tools = record.get("tools") or []
+        self.system, loaded, tools = conversation_of(read_record(expanded(text)), text)
+        self.messages, self.tools = [*loaded], [*tools]
         self.console.say(f"{len(self.messages)} messages loaded.", "dim")
-
-
-def _call(call: Mapping[str, str], place: int, number: int) -> dict[str, Any]:
-    return {"id": f"call{place:03}{number:02}", "type": "function", "function": dict(call)}
 
 
 def _color_of(chance: float) -> str:
