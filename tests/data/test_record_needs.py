@@ -1,15 +1,18 @@
 """Record types that a stage can request, and its additional columns."""
 
 import json
+from random import Random
 
 import pytest
 
 from burnish.config.errors import UserError
 from burnish.data.options import DataOptions
 from burnish.data.sets.formats import FORMATS
+from burnish.data.sets.preferences import with_other_answers
 from burnish.data.sets.records import RecordNeeds
 from burnish.data.sets.sources import load_datasets
 from burnish.data.stats import DataStats
+from burnish.loop.types import Example
 
 
 def examples(folder, rows, needs, **overrides):
@@ -149,3 +152,15 @@ def test_format_of_an_entry_without_formatting_is_alpaca(prompt):
     columns = {"prompt": prompt, "query": "input", "chosen": "chosen", "rejected": "rejected"}
     (example,) = pairs(rows, columns=columns)
     assert [message.text for message in example.messages] == ["Say red\nnow"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_mismatched_response_is_the_nearest_preceding_one_with_another_text(seed):
+    random = Random(seed)
+    texts = [random.choice("ab" if seed % 2 else "aaab") for _ in range(random.randrange(1, 9))]
+    examples = [Example(prompt="p", completion=text, tag=True) for text in texts]
+    expected = []
+    for place, text in enumerate(texts):
+        before = [texts[place - back] for back in range(1, len(texts))]  # wraps around
+        expected.append(next((other for other in before if other != text), text))
+    assert [example.other for example in with_other_answers(examples)] == expected

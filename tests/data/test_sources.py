@@ -45,6 +45,16 @@ def in_memory(**sets):
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("strategy", ["concat", "interleave_over"])
+def test_held_out_examples_that_are_also_trained_are_reported(strategy):
+    names = f"{data('a.json', numbered(0, 10))},{data('b.json', numbered(10, 60))}"
+    sets = load(42, dataset=names, val_size=0.2, mix_strategy=strategy)
+    number = len([answer for answer in answers(sets.eval[""]) if answer in answers(sets.train)])
+    assert bool(number) is (strategy == "interleave_over")
+    notes = [note.split(" that ")[0] for note in sets.notes if "are also in the training set" in note]
+    assert notes == ([f"{number} of {len(sets.eval[''])} examples"] if number else [])
+
+
 def test_every_file_type_gives_the_same_records():
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     records = numbered(0, 3)

@@ -254,7 +254,7 @@ def test_record_of_training_can_be_continued(call: dict, is_text: bool, tmp_path
     assert request.tools == (TOOL,)
     asked = request.messages[2]["tool_calls"][0]
     assert asked["function"] == {"name": "f", "arguments": '{"a": 1}'}
-    assert request.messages[3]["tool_call_id"] == asked["id"] == call.get("id", "call00100")
+    assert request.messages[3]["tool_call_id"] == asked["id"] == call.get("id", "call00200")
     assert talk.messages == []
 
 

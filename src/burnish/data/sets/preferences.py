@@ -238,14 +238,14 @@ def with_other_answers(examples: Sequence[Example]) -> list[Example]:
     only, not on batches or their order.
     """
     answers = [last_answer(example) for example in examples]
-    before: list[int] = []
-    for place, answer in enumerate(answers):
-        steps = range(1, len(answers))
-        found = next(
-            (place - back for back in steps if response_text(answers[place - back]) != response_text(answer)), place
-        )
-        before.append(found)
-    return [replace(example, other=answers[found]) for example, found in zip(examples, before, strict=True)]
+    texts = list(map(response_text, answers))
+    other = next((place for place in reversed(range(len(texts))) if texts[place] != texts[0]), None)
+    found = []
+    for place, example in enumerate(examples):
+        if place and texts[place - 1] != texts[place]:
+            other = place - 1
+        found.append(replace(example, other=answers[place if other is None else other]))
+    return found
 
 
 def last_answer(example: Example) -> Answer:

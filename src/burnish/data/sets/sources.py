@@ -103,6 +103,7 @@ def load_datasets(
         whole = sets.train
         sets.eval[""] = whole.chosen(held_out).held(stats)
         sets.train = whole.chosen(trained)
+        sets.notes += [] if is_streamed else _repetition_notes(sets.train, sets.eval[""])
     elif options.eval_on_each_dataset:
         sets.eval.update(others)
     elif others:
@@ -115,6 +116,18 @@ def load_datasets(
             sets.train = ListedExamples(with_other_answers(sets.train))
         sets.eval = {name: ListedExamples(with_other_answers(examples)) for name, examples in sets.eval.items()}
     return sets
+
+
+def _repetition_notes(train: Sequence[Example], held_out: Sequence[Example]) -> list[str]:
+    """Return a note if examples that are held out for evaluation are also in the training set."""
+    trained = {(example.source, example.number, example.tag) for example in train}
+    number = sum((example.source, example.number, example.tag) in trained for example in held_out)
+    if not number:
+        return []
+    return [
+        f"{number} of {len(held_out)} examples that val_size holds out are also in the training set, because examples "
+        "are repeated (mix_strategy or num_samples). Set eval_dataset for an independent evaluation."
+    ]
 
 
 def _merge(sets: Sequence[Sequence[Example]], options: DataOptions, seed: int) -> ListedExamples:
