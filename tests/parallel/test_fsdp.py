@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import burnish.run.build  # noqa: F401 - before two processes are forked, not in each of them
 from burnish.cli import main
@@ -188,3 +189,18 @@ def test_a_scaled_loss_gives_the_same_weights_with_and_without_fsdp(tmp_path, mo
     assert plain.keys() == sharded.keys()
     for name, weight in plain.items():
         torch.testing.assert_close(sharded[name], weight, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("targets", ["norm", "embed_tokens,lm_head"])
+def test_adapter_is_written_after_an_evaluation(tmp_path, targets):
+    """Weights of the root module stay gathered after an evaluation: those that an adapter trains in full."""
+    for name, fsdp in (("plain", {}), ("sharded", {"fsdp": "full_shard"})):
+        workspace = make_workspace(
+            tmp_path / name, count=16, max_steps=2, optim="sgd", learning_rate=0.1, save_strategy="no", val_size=0.2,
+            eval_strategy="epoch", additional_target=targets, **KINDS["lora"], **fsdp,
+        )  # fmt: skip
+        assert main(["train", *as_arguments({**workspace, "output_dir": str(tmp_path / name / "run")})]) == 0
+    plain, sharded = (load_file(tmp_path / name / "run" / "adapter_model.safetensors") for name in ("plain", "sharded"))
+    assert plain.keys() == sharded.keys()
+    for name, weight in plain.items():
+        torch.testing.assert_close(sharded[name], weight, rtol=1e-4, atol=1e-5)

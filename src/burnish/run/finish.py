@@ -89,6 +89,7 @@ def write_trained_model(run: Loop, prepared: Prepared, folder: Path) -> None:
     state, parallel = run.parts["model"].held, run.parallel
     assert isinstance(state, ModelState)
     is_adapter = not state.adapter.saves_whole_model
+    parallel.reshard(run.model)  # after an evaluation some weights are still gathered
     save_model(
         state.model, prepared.tokenizer, folder, adapter=state.adapter if is_adapter else None,
         stop_token_ids=prepared.template.stop_token_ids(), whole=parallel.full_tensor if parallel.is_sharded else None,

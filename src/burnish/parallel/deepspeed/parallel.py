@@ -182,7 +182,8 @@ class DeepSpeedParallel(MultiProcess):
         return [weight.ds_tensor.data for weight in trained]
 
     def reshard(self, model: nn.Module) -> None:
-        self.runner.empty_partition_cache()
+        if self.runner is not None:  # a script may save a model before it is trained
+            self.runner.empty_partition_cache()
 
     @contextmanager
     def other_modules(self) -> Iterator[None]:

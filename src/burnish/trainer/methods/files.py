@@ -47,6 +47,7 @@ class FileMethods(OptimizerMethods):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         writes, folder = self.args.should_save, Path(self.args.output_dir if output_dir is None else output_dir)
         if self._parallel.is_sharded:
+            self._parallel.reshard(self.model_wrapped)  # after an evaluation some weights are still gathered
             write_gathered(self.model, folder, self._parallel.full_tensor, writes)
         elif writes:
             write_model(self.accelerator.unwrap_model(self.model), folder, state_dict)
