@@ -281,7 +281,7 @@ def test_dataset_info_key_selects_its_column(explained, name):
 @pytest.mark.parametrize(
     ("column", "sentence"),
     [
-        ("images", 'contains images ("extra"), but llama is a text-only model'),
+        ("images", 'contains images ("extra"), but llama supports text only'),
         ("chosen", "contains preference pairs (chosen)"),
         ("rejected", "contains preference pairs (rejected)"), ("kto_tag", "contains KTO labels (kto_tag)"),
     ],

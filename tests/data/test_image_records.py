@@ -259,7 +259,7 @@ def test_non_image_file_is_rejected_by_its_first_bytes(folder):
 
 
 def test_text_model_rejects_images_by_its_name(folder):
-    with pytest.raises(UserError, match=r'contains images .*"images".*, but qwen2 is a text-only model'):
+    with pytest.raises(UserError, match=r'contains images .*"images".*, but qwen2 supports text only'):
         read(bad(), folder, model_type="qwen2")
 
 

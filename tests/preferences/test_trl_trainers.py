@@ -567,6 +567,25 @@ def test_ref_model_can_be_synced_with_the_policy(folder, tmp_path):
              given={"ref_model": other, "peft_config": LoraConfig(**LORA)}, **arguments)  # fmt: skip
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_reference_moves_at_the_end_of_a_step_with_and_without_evaluations(folder, tmp_path, every):
+    """A reference that equals the policy gives a loss of ln 2, in the next step and in an evaluation after the move."""
+    follows = {"sync_ref_model": True, "ref_model_sync_steps": every, "ref_model_mixup_alpha": 1.0, "max_steps": 4,
+               "learning_rate": 0.05, "optim": "sgd", "beta": 1.0}  # fmt: skip
+    evaluations = {"eval_strategy": "steps", "eval_steps": 1}
+    rows, given = pairs(4), {"eval_dataset": as_set(pairs(4))}
+    plain, evaluated = (
+        make("DPOTrainer", folder / "model", tmp_path / str(len(more)), rows, given, **follows, **more)
+        for more in ({}, evaluations)
+    )
+    plain.train(), evaluated.train()
+    assert losses(evaluated) == losses(plain)
+    after_move = [loss for at, loss in enumerate(losses(plain)) if at % every == 0]
+    assert after_move == pytest.approx([math.log(2)] * len(after_move), abs=1e-5)
+    eval_losses = [log["eval_loss"] for log in evaluated.state.log_history if "eval_loss" in log]
+    assert eval_losses[every - 1 :: every] == pytest.approx([math.log(2)] * (4 // every), abs=1e-5)
+
+
 @pytest.mark.parametrize("trainer", ["SFTTrainer", "ORPOTrainer", "RewardTrainer"])
 def test_encoder_decoder_model_is_rejected(trainer):
     from datasets import Dataset

@@ -67,6 +67,30 @@ def test_trainer_learns_from_texts_and_messages(folder, kind, dataset):
     assert log["kl"] == pytest.approx(0, abs=1e-5)  # the reference is the start
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "What is this?", "image": "a.png"},
+        {"prompt": [{"role": "user", "content": "What is this?"}], "images": ["a.png"]},
+        {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_images_are_refused(folder, kind, record):
+    with pytest.raises(UserError, match="train dataset, record 1: it contains images"):
+        trainer_of(folder, kind, dataset=[record] * 4)
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_reference_that_follows_each_step_equals_the_policy_of_the_next_generation(folder, kind):
+    follows = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
+    trainer = trainer_of(folder, kind, beta=0.04, max_steps=3, learning_rate=0.1, **follows)
+    trainer.train()
+    found = [log["kl"] for log in trainer.state.log_history if "kl" in log]
+    assert found == pytest.approx([0, 0, 0], abs=1e-5)
+
+
 def test_reward_functions_receive_trl_arguments(folder):
     def sees(prompts, completions, completion_ids, answer, trainer_state, log_extra, log_metric, **rest):
         assert not rest

@@ -186,6 +186,7 @@ class Loop:
         if is_applied and not self.follows_metric:
             self.scheduler.step()
         self.optimizer.zero_grad()
+        self.objective.end_step()
 
         self.loader.advance(step_batch)
         self.rollout_buffer.advance()

@@ -95,6 +95,10 @@ class Objective(Protocol):
         """
         return batches
 
+    def end_step(self) -> None:
+        """Called after each step, once the weights are updated, so that a reference can follow the policy."""
+        return
+
     def iter_eval(self, module: nn.Module, batches: Iterable[Batch], parallel: Parallel) -> Iterator[Batch]:
         """Yield the batches of an evaluation set one by one, each prepared as if it were a whole step."""
         for batch in batches:

@@ -207,7 +207,6 @@ class KtoObjective(AnswersObjective):
 
     def prepare_step(self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> Sequence[Batch]:
         """Add the reference's log-probabilities to each micro-batch, and z, () the baseline of the step."""
-        self.step_begins(module)
         total, count = self._ratios_of_others(module, batches, parallel)
         return self._with(self._baseline(total, count, parallel), module, batches, parallel)
 

@@ -123,7 +123,6 @@ class PairObjective(AnswersObjective):
 
     def prepare_step(self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> Sequence[Batch]:
         """Add to each micro-batch the reference's log-probabilities and the values that depend on the whole step."""
-        self.step_begins(module)
         prepared = list(batches)
         if self.needs_reference:
             logps = self._reference_logps(module, batches, parallel)

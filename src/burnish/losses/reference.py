@@ -216,13 +216,13 @@ class MovingReference(Reference):
     def answering(self, module: nn.Module) -> AbstractContextManager[nn.Module]:
         return self.start.answering(module)
 
-    def step_begins(self) -> None:
-        """Called before each training step. Every ``every`` steps the reference moves."""
-        if self.steps and self.steps % self.every == 0:
+    def end_step(self) -> None:
+        """Called after each training step. Every ``every`` steps the reference moves."""
+        self.steps += 1
+        if self.steps % self.every == 0:
             with torch.no_grad():
                 for parameter, value in self.start.values().values():
                     value.lerp_(parameter.to(value), self.share)
-        self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "weights": {name: value for name, (_, value) in self.start.values().items()}}

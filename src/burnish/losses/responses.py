@@ -128,10 +128,9 @@ class AnswersObjective(StageObjective):
             values: SequenceValues = module(batch)
         return values
 
-    def step_begins(self, module: nn.Module) -> None:
-        """Called at the beginning of a step or an evaluation."""
-        if isinstance(self.reference, MovingReference) and module.training:
-            self.reference.step_begins()
+    def end_step(self) -> None:
+        if isinstance(self.reference, MovingReference):
+            self.reference.end_step()
 
     def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
         raise NotImplementedError

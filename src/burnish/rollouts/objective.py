@@ -109,6 +109,7 @@ class RolloutObjective(AnswersObjective):
     """Training on completions of the model itself, compared with others of the same prompt (GRPO and variants)."""
 
     records = "prompts"
+    reads_images = False
     record_columns = ("*",)
     row_columns: ClassVar[Mapping[str, Any]] = {"prompt_input_ids": (0,), "record": BLANK}
     token_columns: ClassVar[Mapping[str, float]] = {PLACE: 0}
@@ -404,7 +405,6 @@ class RolloutObjective(AnswersObjective):
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def prepare_step(self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> Sequence[Batch]:
-        self.step_begins(module)
         prepared = []
         for batch in batches:
             found = parallel.to_device(collated(self.collate_samples, batch["pack"]))

@@ -24,7 +24,7 @@ from burnish.loop.loop import Loop, TrainOutput
 from burnish.loop.protocols import Objective
 from burnish.loop.schedule import StepPlan
 from burnish.loop.state import TrainerState, load_state, preserve_plan
-from burnish.loop.types import Batch, Loss
+from burnish.loop.types import Batch, Loss, StepBatch
 from burnish.parallel.selection import parallel_name
 from burnish.parallel.single import set_seed
 from burnish.run.recovery.spikes import train_with_rollback
@@ -285,6 +285,7 @@ class Trainer(EvaluationMethods, FileMethods):
 class TrainerLoop(Loop):
     """The loop of a ``Trainer``, which calls the trainer's methods that a script may override.
 
+    step         in training mode, also after an evaluation
     microstep    ``training_step`` if a script computes the loss, else the loop's own
     loss         ``_prepare_inputs``, then the objective, within ``compute_loss_context_manager``
     evaluate     ``evaluate``
@@ -306,6 +307,11 @@ class TrainerLoop(Loop):
         super().__init__(trainer.args, **components)
         self.trainer, self.plan, self.accumulation, self.ignore_keys = trainer, plan, accumulation, ignore_keys
         self.started_s = time.time()
+
+    def step(self, step_batch: StepBatch) -> None:
+        """As ``Loop.step``, in training mode. Evaluations, also of callbacks, leave the model in evaluation mode."""
+        self.set_training_mode(True)
+        super().step(step_batch)
 
     def microstep(self, batch: Batch, divisor: Tensor, is_last: bool) -> Loss:
         """The loop's microstep, or ``training_step`` (a mean) if a script computes the loss."""

@@ -142,11 +142,11 @@ class Record:
             if self.values.get(column):
                 reader, is_images = self.layout.reader, column == self.layout.images
                 raise BadRecord(
-                    f'the record contains images ("{column}"), but {reader.model_type} is a text-only model.'
+                    f'the record contains images ("{column}"), but {reader.model_type} supports text only.'
                     if is_images and reader is not None
                     else f'the column "{column}" is not empty, but burnish trains on text only.',
-                    "Choose a model with a vision tower. To train on the text only, remove the column from the file, "
-                    'or leave "images" out of "columns".'
+                    "Images require a model with a vision tower and stage sft, dpo or kto. To train on the text only, "
+                    'remove the column from the file, or leave "images" out of "columns".'
                     if is_images
                     else "To train on the text only, remove the column from the file.",
                     reason="it contains non-text content",

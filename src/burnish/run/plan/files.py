@@ -43,7 +43,7 @@ def record_needs(options: RunOptions, records_of: str = "") -> RecordNeeds:
 def _media_reader(options: RunOptions, reads_images: bool) -> MediaReader | None:
     """Return how images are found, or the type of a text-only model; None if the model's files are not readable."""
     if not reads_images:
-        return MediaReader(model_type=f"stage: {options.stage}")
+        return MediaReader(model_type=f"stage {options.stage}")
     try:
         folder = find_source(options.model_name_or_path, options).folder
         config = {} if folder is None else read_object(folder / "config.json")

@@ -87,6 +87,9 @@ class PaddedObjective(Objective):
     def setup(self, module: nn.Module) -> None:
         self.objective.setup(self.over(module))
 
+    def end_step(self) -> None:
+        self.objective.end_step()
+
     def report(self, values: dict[str, float]) -> dict[str, float]:
         reported: dict[str, float] = self.objective.report(values)
         return reported

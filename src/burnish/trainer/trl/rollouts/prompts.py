@@ -90,6 +90,10 @@ def prompt_rows(
 
 def _example(record: Mapping[str, Any], source: str, number: int, variables: Mapping[str, Any], tools: str) -> Example:
     prompt, extra = record["prompt"], dict(record)
+    parts = [part for turn in prompt for part in _parts_of(turn)] if isinstance(prompt, list) else []
+    if record.get("image") is not None or record.get("images") or any(part.get("type") != "text" for part in parts):
+        what = "it contains images, which GRPOTrainer and RLOOTrainer do not support."
+        raise UserError(what, where=f"{source}, record {number}", remedy="Remove the image column.")
     if merged := {**variables, **(record.get("chat_template_kwargs") or {})}:
         extra["chat_template_kwargs"] = merged
     if isinstance(prompt, str):
@@ -101,6 +105,12 @@ def _example(record: Mapping[str, Any], source: str, number: int, variables: Map
         Message(_ROLES.get(one["role"], "user"), one.get("content") or "", raw=_without_none(one)) for one in prompt
     )
     return Example(messages, tools=tools, source=source, number=number, extra=extra)
+
+
+def _parts_of(turn: Any) -> list[Mapping[str, Any]]:
+    """Return the parts of a message's content; none for text."""
+    content = turn.get("content") if isinstance(turn, Mapping) else None
+    return [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
 
 
 def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
