@@ -3,6 +3,7 @@
 import logging
 import re
 import shutil
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,22 @@ def test_reference_that_follows_each_step_equals_the_policy_of_the_next_generati
     trainer.train()
     found = [log["kl"] for log in trainer.state.log_history if "kl" in log]
     assert found == pytest.approx([0, 0, 0], abs=1e-5)
+
+
+def test_values_that_json_does_not_have_are_passed_as_text_with_a_warning(folder, caplog):
+    seen = []
+
+    def sees(completions, when, **rest):
+        seen.extend(when)
+        return [0.0 for _ in completions]
+
+    dataset = prompts().add_column("when", [date(2024, 1, 1 + at) for at in range(8)])
+    with caplog.at_level("WARNING"):
+        trainer_of(folder, rewards=sees, dataset=dataset, max_steps=1).train()
+    assert (
+        "8 of 8 records of the train dataset: values of type date are passed to reward functions as text" in caplog.text
+    )
+    assert set(map(type, seen)) == {str}
 
 
 def test_reward_functions_receive_trl_arguments(folder):

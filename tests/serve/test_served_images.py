@@ -9,6 +9,8 @@ import zlib
 import pytest
 
 from burnish.cli import main
+from burnish.data.images.sources import MediaReader
+from burnish.inference.images.reading import LOW_PIXELS, ImageReader
 from burnish.inference.loading import engine_of, load_for_inference
 from burnish.run.plan.options import RunOptions
 from burnish.serve.api.body import read
@@ -57,6 +59,13 @@ def test_image_prompt_has_ids_of_training(workspace, loaded):
     row = Prompter(loaded.template, loaded.images).row(chat_request({"url": uri(workspace)}, "What is it?"))
     assert row["input_ids"] == golden_row["input_ids"][:learned]
     assert len(row["images"]) == 1
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, LOW_PIXELS), (2**20, LOW_PIXELS), (65536, 65536)])
+def test_low_detail_does_not_exceed_the_limit_of_the_server(workspace, loaded, limit, expected):
+    reader = ImageReader(loaded.model, loaded.images.family, MediaReader(max_pixels=limit))
+    assert reader.image(uri(workspace), "x", "low").max_pixels == expected
+    assert reader.image(uri(workspace), "x").max_pixels == limit
 
 
 def test_literal_placeholder_is_text(loaded):

@@ -56,6 +56,22 @@ def test_sft_rows_and_loss_match_trl(folder, tmp_path):
     assert trainer.evaluate(trainer.train_dataset)["eval_loss"] < before
 
 
+@pytest.mark.parametrize(
+    ("arguments", "more", "message"),
+    [
+        ({"packing": True, "max_length": 64}, {}, "Packing is not supported for datasets with images"),
+        ({"eval_packing": True, "max_length": 64}, {}, "Packing is not supported for datasets with images"),
+        ({}, {"formatting_func": lambda record: "A wall."}, "the images of the dataset would be left out"),
+    ],
+    ids=["packing", "packed evaluation", "formatting"],
+)
+def test_arguments_that_would_leave_images_out_are_refused(folder, tmp_path, arguments, more, message):
+    records = {"messages": [[USER, ANSWER]] * 2, "images": [[pil.open(folder / "p1_64x48.png")]] * 2}
+    args = options(SFTConfig, tmp_path, **arguments)
+    with pytest.raises(ValueError, match=message):
+        SFTTrainer(str(folder / "model"), args=args, train_dataset=Dataset.from_dict(records), **more)
+
+
 def test_encoded_images_of_an_image_feature_are_not_decoded_again(folder, tmp_path):
     features = Features({"prompt": Value("string"), "images": List(Image())})
     records = {"prompt": ["x", "y"], "images": [[str(folder / "p1_64x48.png")], [str(folder / "p4_48x48.png")]]}

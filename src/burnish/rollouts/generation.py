@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from burnish.config.errors import UserError, first_line
+from burnish.data.stats import DataStats, kept
 from burnish.inference.types import NoiseKey, Sampling
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Example, Ids, Message, Row
@@ -53,14 +54,24 @@ def filters_of(options: GenerationChoices) -> dict[str, float]:
 # --- records -> rows --------------------------------------------------------------------------------------------------
 
 
-def prompt_row(example: Example, ids: Ids) -> Row:
-    """Return the row of a prompt: its ids, and as JSON the record for reward functions."""
+def prompt_row(example: Example, ids: Ids, stats: DataStats) -> Row:
+    """Return the row of a prompt: its ids, and as JSON the record for reward functions. Values that JSON does not have
+    are converted to text, and counted in ``stats``."""
+    converted: set[str] = set()
+
+    def text_of(value: Any) -> str:
+        converted.add(type(value).__name__)
+        return str(value)
+
     columns = {name: value for name, value in example.extra.items() if name not in NOT_COLUMNS}
     if (answer := reference_answer(example)) is not None:
         columns.setdefault("answer", answer)
         columns.setdefault("solution", answer)
     record = {"prompt": shown_prompt(example), "columns": columns, "place": example.place}
-    return {"prompt_input_ids": ids, "record": json.dumps(record, ensure_ascii=False, default=str)}
+    row: Row = {"prompt_input_ids": ids, "record": json.dumps(record, ensure_ascii=False, default=text_of)}
+    for kind in sorted(converted):
+        stats.add(kept(f"values of type {kind} are passed to reward functions as text"), example)
+    return row
 
 
 def reference_answer(example: Example) -> str | None:

@@ -181,7 +181,8 @@ class RolloutObjective(AnswersObjective):
         for example in examples:
             refuse_answered(example)
         ids = self.template.encode_prompts(examples, stats)
-        return [None if one is None else prompt_row(example, one) for example, one in zip(examples, ids, strict=True)]
+        pairs = zip(examples, ids, strict=True)
+        return [None if one is None else prompt_row(example, one, stats) for example, one in pairs]
 
     def inspect(self, rows: Sequence[Row], rows_per_step: int) -> list[str]:
         """Check the columns of the records. Raises UserError if a reward function needs a column that does not

@@ -96,7 +96,8 @@ class MediaReader:
         except BadImage as error:
             message = str(error)
             raise BadImage(message if message.startswith(place) else f"{place} {message}") from None
-        return replace(found, min_pixels=self.min_pixels, max_pixels=max_pixels or self.max_pixels)
+        limits = [limit for limit in (max_pixels, self.max_pixels) if limit is not None]
+        return replace(found, min_pixels=self.min_pixels, max_pixels=min(limits, default=None))
 
     def _nearest(self, name: str) -> Path | None:
         """Return a file of this name at most two levels below the folders or their parents; the search runs once."""

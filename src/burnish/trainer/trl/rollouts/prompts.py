@@ -76,6 +76,10 @@ def prompt_rows(
     ]
     stats.seen += len(examples)
     rows = objective.encode(examples, stats)
+    for reason, number in stats:
+        if reason.kind == "kept":
+            what = str(reason).removeprefix("kept: ")
+            logger.warning(f"{number} of {len(rows)} records of the {name} dataset: {what}.")
     usable: list[Row] = [{**row, "row": at} for at, row in enumerate(rows) if row is not None]
     if not usable:
         template: Any = objective.template

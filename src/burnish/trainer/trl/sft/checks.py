@@ -62,9 +62,17 @@ def check_sft_sets(train_dataset: Any) -> None:
 
 
 def check_objective(
-    args: SFTConfig, sample: dict[str, Any], data_collator: Any, compute_loss_func: Any, formatting_func: Any
-) -> None:
+    args: SFTConfig, sample: dict[str, Any], data_collator: Any, compute_loss_func: Any, formatting_func: Any,
+    has_images: bool = False,
+) -> None:  # fmt: skip
     """Raise for arguments that contradict each other or the data."""
+    if has_images and (args.packing or args.eval_packing):
+        raise ValueError("Packing is not supported for datasets with images. Set `packing=False`.")
+    if has_images and formatting_func is not None and not skips_preparation(args):
+        raise ValueError(
+            "`formatting_func` returns text, so the images of the dataset would be left out. Write the messages to a "
+            "column of the dataset, or remove the images."
+        )
     is_padding_free = args.padding_free or (args.packing and args.packing_strategy != "wrapped")
     if is_padding_free and data_collator is not None:
         raise ValueError("A custom data collator is not supported with padding-free batches.")

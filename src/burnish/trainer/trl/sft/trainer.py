@@ -99,7 +99,8 @@ class SFTTrainer(TrlTrainer):
         if peft_config is not None:
             model = attach_peft(model, peft_config, added)
         self.completion_only_loss = learns_completions(args, sample)
-        check_objective(args, sample, data_collator, compute_loss_func, formatting_func)
+        has_images = self.family is not None
+        check_objective(args, sample, data_collator, compute_loss_func, formatting_func, has_images)
         packs = args.packing or bool(args.eval_packing)  # examples of a pack must not attend to each other
         self.padding_free = args.padding_free or (packs and args.packing_strategy != "wrapped")
         if data_collator is None:
