@@ -185,6 +185,19 @@ def test_randomly_chunked_streams_match_complete_responses(tokenizer) -> None:
         assert folded(Reply(form_named("qwen"), tokenizer, **extra), ids, random_) == expected, tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("tool_format", TOOL_FORMATS.names())
+def test_whitespace_around_calls_does_not_depend_on_chunks(tokenizer, tool_format: str) -> None:
+    """Also after a call that is none, which is content."""
+    write, random_ = TOOL_FORMATS[tool_format].write, random.Random(1)
+    good, other = write([Call("f", {"a": 1})]), write([Call("unknown", {"a": 1})])
+    for text in (f"{other}\n{good}", f"{good}\n\n{good}", f"Hi\n{good} \n{good}\n", f" {other} {good} \n{other}\n"):
+        ids, form = ids_of(tokenizer, text), form_named(tool_format)
+        reply = Reply(form, tokenizer, offered=OFFERED)
+        whole = Whole().add([*reply.feed(ids), *reply.end()])
+        for _ in range(4):
+            assert folded(Reply(form, tokenizer, offered=OFFERED), ids, random_) == whole
+
+
 def test_prompt_ending_in_open_thought_is_detected(tokenizer) -> None:
     form = ReplyForm()
     assert opens_thought(ids_of(tokenizer, "<|im_start|>assistant\n<think>\n"), form, tokenizer)

@@ -231,6 +231,7 @@ class _Parts:
         self._text = ""  # not returned yet
         self._tail = ""  # text that the template writes after the calls that were parsed
         self._has_content = False  # something other than whitespace was returned as content
+        self._drops_blank = True  # whitespace before a marker is dropped: at the beginning and after calls
         self._trims = in_thought  # whitespace at the beginning of the next part belongs to a marker
 
     def feed(self, text: str) -> Iterator[ReplyPiece]:
@@ -257,13 +258,13 @@ class _Parts:
         found = min(((self._text.find(mark), mark) for mark in marks if mark in self._text), default=None)
         if found is None:
             end = len(self._text) - _may_begin(self._text, marks)
-            if marks and not self._has_content and not self._text[:end].strip():
+            if marks and self._drops_blank and not self._text[:end].strip():
                 return [], False  # whitespace before reasoning or a call is not content
             return self._given(end), False
         place, mark = found
         is_blank = not self._text[:place].strip()
         pieces = self._given(place)
-        pieces = [] if is_blank else pieces
+        pieces = [] if is_blank and self._drops_blank else pieces
         if mark == self._tail:
             self._text, self._tail, self._trims = self._text[len(mark) :], "", True
         elif mark == self._opens:
@@ -290,8 +291,12 @@ class _Parts:
 
     def _given(self, length: int) -> list[ReplyPiece]:
         text, self._text = self._text[:length], self._text[length:]
-        self._has_content |= bool(text.strip())
+        self._took_content(text)
         return [ReplyPiece("content", text)] if text else []
+
+    def _took_content(self, text: str) -> None:
+        if text.strip():
+            self._has_content, self._drops_blank = True, False
 
     def _thought(self) -> tuple[list[ReplyPiece], bool]:
         place = self._text.find(self._closes)
@@ -314,7 +319,7 @@ class _Parts:
         pieces = list(self._calls(text))
         self._state = "content"
         if pieces and pieces[-1].call is not None:
-            self._tail, self._trims = self.form.around_calls[1], True
+            self._tail, self._trims, self._drops_blank = self.form.around_calls[1], True, True
         return pieces, True
 
     def _calls(self, text: str) -> Iterator[ReplyPiece]:
@@ -326,5 +331,5 @@ class _Parts:
         if calls and all(call.name in self.offered and isinstance(call.arguments, Mapping) for call in calls):
             yield from (ReplyPiece("call", call=call) for call in calls)
         elif text:
-            self._has_content |= bool(text.strip())
+            self._took_content(text)
             yield ReplyPiece("content", text)
