@@ -146,6 +146,15 @@ def test_several_datasets_are_mixed_with_held_out_records(tmp_path, user):
     assert [entry["step"] for entry in history(tmp_path / "out") if "eval_loss" in entry] == [5, 10]
 
 
+def test_parquet_file_with_a_column_of_maps_is_streamed(user, tmp_path):
+    rows = records(8)
+    maps = pyarrow.array([[("a", 1)]] * len(rows), pyarrow.map_(pyarrow.string(), pyarrow.int64()))
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    pyarrow.parquet.write_table(pyarrow.table({**columns, "more": maps}), tmp_path / "rows.parquet")
+    options = {**user, "dataset": str(tmp_path / "rows.parquet"), "streaming": True, "max_steps": 2}
+    assert main(["train", *as_arguments(options)]) == 0
+
+
 @pytest.mark.parametrize("suffix", [".parquet", ".csv", ".arrow"])
 def test_other_file_types_are_read_in_place(tmp_path, user, monkeypatch, suffix):
     path, table = tmp_path / f"data{suffix}", pyarrow.Table.from_pylist(records(24))

@@ -53,7 +53,25 @@ def open_table(path: Path) -> Table:
     next(read_records(path), None)  # raises if the content has another type
     if suffix == ".arrow":
         return DatasetTable(path, datasets.Dataset(arrow_table(path)), OpenFile(path))
-    return DatasetTable(path, datasets.Dataset.from_parquet(str(path)), OpenFile(path), is_copy=True)
+    features = _readable_features(path)
+    rows = datasets.Dataset.from_parquet(str(path), features=features, columns=[*features])
+    return DatasetTable(path, rows, OpenFile(path), is_copy=True)
+
+
+def _readable_features(path: Path) -> Any:
+    """Return the columns of a Parquet file whose types the datasets library supports; maps are not among them."""
+    import datasets
+    import pyarrow.parquet  # type: ignore[import-untyped, unused-ignore]
+
+    schema = pyarrow.parquet.read_schema(path)
+    unsupported = []
+    for field in schema:
+        try:
+            datasets.Features.from_arrow_schema(pyarrow.schema([field]))
+        except ValueError:
+            unsupported.append(field.name)
+    kept = [field for field in schema if field.name not in unsupported]
+    return datasets.Features.from_arrow_schema(pyarrow.schema(kept, metadata=schema.metadata))
 
 
 class DatasetTable:
