@@ -11,9 +11,19 @@ import pytest
 from burnish.config.errors import MissingExtraError, UserError
 from burnish.data.sets.examples import content_hash
 from burnish.data.sets.mixing import merged_order, sampled, split_rows
+from burnish.data.sets.sources import load_datasets
 from burnish.data.stats import DataStats
 from burnish.loop.types import ContentPart, Example, Message
-from dataset_helpers import alpaca_record, load, load_error, openai_record, role_contents, sharegpt_record, write
+from dataset_helpers import (
+    alpaca_record,
+    data_options,
+    load,
+    load_error,
+    openai_record,
+    role_contents,
+    sharegpt_record,
+    write,
+)
 from representative import representative
 
 datasets = pytest.importorskip("datasets")
@@ -90,6 +100,24 @@ def test_nested_messages_survive_parquet():
 def test_csv_keeps_text_unchanged():
     data("a.csv", 'instruction,output\n007,"1,5 and\nmore"\n')
     assert role_contents(load(dataset="data/a.csv").train[0]) == [("user", "007"), ("assistant", "1,5 and\nmore")]
+
+
+@pytest.mark.parametrize("split", ["train[:10]", "train[:25%]", "train[30:]", "train[5:7]+train[-2:]"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_split_of_a_file_selects_the_records_that_datasets_would(split, streaming):
+    path = data("a.json", numbered(0, 40))
+    expected = datasets.load_dataset("json", data_files=path, split=split, cache_dir="cache")["output"]
+    write(Path("data/dataset_info.json"), {"a": {"file_name": "a.json", "split": split}})
+    options = {"dataset": "a", "streaming": streaming}
+    sets = load_datasets(data_options(**options), 0, DataStats(), may_stream=streaming)
+    assert answers(sets.train[at] for at in range(len(sets.train))) == list(map(int, expected))
+
+
+@pytest.mark.parametrize("split", ["test", "train[", "validation[:3]"])
+def test_other_split_of_a_file_is_refused(split):
+    data("a.json", numbered(0, 4))
+    write(Path("data/dataset_info.json"), {"a": {"file_name": "a.json", "split": split}})
+    assert 'the "split" of a local file must be train, or a part of it.' in load_error(dataset="a")
 
 
 def test_text_is_split_into_lines_as_in_datasets():

@@ -258,7 +258,7 @@ class ModelWithLoss(nn.Module):
         needs_router = bool(self._aux_coefficient)
         of_targets, output = logits_at(self.model, inputs, targets.positions, self._makes_some_logits, needs_router)
         sums = sums_of_logits(of_targets, targets, self._rules)
-        aux = output.aux_loss * targets.counts.sum() if self._aux_coefficient else None
+        aux = output.aux_loss * targets.token_weights.sum() if self._aux_coefficient else None
         return self._loss(sums, aux)
 
     def _loss(self, sums: TokenSums, aux: Tensor | None = None) -> Loss:

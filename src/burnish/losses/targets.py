@@ -48,7 +48,7 @@ class Targets(NamedTuple):
         return cls(positions, labels.flatten()[positions + 1], weights)
 
     @property
-    def counts(self) -> Tensor:
+    def token_weights(self) -> Tensor:
         """(N,) weight of each token, 0 in a padding batch."""
         counts = (self.ids != IGNORE_INDEX).float()
         return counts if self.weights is None else counts * self.weights
@@ -73,7 +73,7 @@ def sums_of_hidden(
     if head.scale != 1.0:
         hidden = hidden * head.scale
     weight = head.linear.weight if weight is None else weight
-    counts: Tensor | None = targets.counts
+    counts: Tensor | None = targets.token_weights
     # Without weights the gradient is not multiplied. On a GPU, testing this would wait for the device.
     if targets.weights is None and hidden.device.type == "cpu" and bool((targets.ids != IGNORE_INDEX).all()):
         counts = None
@@ -82,4 +82,4 @@ def sums_of_hidden(
 
 def sums_of_logits(logits: Tensor, targets: Targets, rules: TokenLoss) -> TokenSums:
     """Loss sums from the logits of the trained positions (N, V)."""
-    return plain_cross_entropy(logits, targets.ids.clamp(min=0), rules, targets.counts)
+    return plain_cross_entropy(logits, targets.ids.clamp(min=0), rules, targets.token_weights)

@@ -127,11 +127,12 @@ def add_mismatched_responses(prepared: Prepared, options: RunOptions) -> Prepare
 def precompute(run: Loop, prepared: Prepared, options: RunOptions) -> list[str]:
     """Precompute reference log-probabilities. Returns notes. A reference model that takes memory is released."""
     objective: Any = run.objective
-    places = [some for some in (prepared.rows, *prepared.eval_rows.values()) if isinstance(some, RowsWithReference)]
+    train_rows: list[Any] = [prepared.rows] if trains(options) else []
+    needed = [rows for rows in (*train_rows, *prepared.eval_rows.values()) if isinstance(rows, RowsWithReference)]
     size, notes = options.per_device_eval_batch_size, list[str]()
-    for rows in places if trains(options) else places[1:]:
+    for rows in needed:
         notes += fill(rows, objective, run.model, run.parallel, size, anew=options.overwrite_cache)
-    if places and not isinstance(objective.reference, DisabledAdapter):
+    if isinstance(prepared.rows, RowsWithReference) and not isinstance(objective.reference, DisabledAdapter):
         objective.reference = None
     return notes
 

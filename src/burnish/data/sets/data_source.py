@@ -23,7 +23,7 @@ class DataSource:
         tags: role names and keys, or None if not specified.
         ranking: whether the description declares preference pairs.
         subset: subset of a hub dataset.
-        split: split of a hub dataset.
+        split: split of a hub dataset; of local files a part of train, such as ``train[:10%]``.
         folder: folder within a hub repository.
         num_samples: number of records to sample.
         is_described: it has an entry in a ``dataset_info.json``; missing keys have LLaMA-Factory's defaults.
@@ -42,3 +42,8 @@ class DataSource:
     folder: str | None = None
     num_samples: int | None = None
     is_described: bool = False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the records are read from files, which have no splits."""
+        return self.kind in ("file", "cloud")

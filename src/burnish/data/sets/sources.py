@@ -246,9 +246,9 @@ class _Loading:
         total = sum(map(len, files))
         if not total:
             return self._examples(source)  # raises an error
-        chosen: Sequence[int] = range(total)
+        chosen = _rows_of_split(source, total)
         if source.num_samples is not None:
-            chosen = sampled(total, source.num_samples, self.generator)
+            chosen = [chosen[at] for at in sampled(len(chosen), source.num_samples, self.generator)]
         found = StreamedSet(files, chosen[: self.options.max_samples], Layout("", {}))
         first = self._objects([found.located(index) for index in range(min(PEEKED, len(found)))])
         layout = layout_of(source, first, _named(source), self._needs(source))
@@ -269,12 +269,33 @@ class _Loading:
                 self.notes.append(f"{path}: {what}")
 
     def _chosen(self, source: DataSource) -> Iterator[Located]:
-        """Yield the records of a source after ``num_samples`` and ``max_samples``."""
+        """Yield the records of a source after ``split``, ``num_samples`` and ``max_samples``."""
         records: Iterable[Located] = _records(source, self.options)
+        if source.is_local and source.split != "train":
+            there = list(records)
+            records = [there[row] for row in _rows_of_split(source, len(there))]
         if source.num_samples is not None:
             there = list(records)
             records = [there[row] for row in sampled(len(there), source.num_samples, self.generator)] if there else []
         return islice(records, self.options.max_samples)
+
+
+def _rows_of_split(source: DataSource, total: int) -> Sequence[int]:
+    """Return the rows of local files that ``split`` selects, such as ``train[:10%]``, as in ``datasets.load_dataset``.
+
+    Raises:
+        UserError: for another split than ``train``: a file has no other.
+    """
+    if not source.is_local or source.split == "train":
+        return range(total)
+    import datasets
+
+    try:
+        parts = datasets.ReadInstruction.from_spec(source.split).to_absolute({"train": total})
+    except (AssertionError, ValueError):
+        what = f'the "split" of a local file must be train, or a part of it. Received: "{source.split}".'
+        raise UserError(what, source.where, remedy='Set "split": "train[:90%]", for example.') from None
+    return [row for part in parts for row in range(part.from_, part.to)]
 
 
 def _unused(name: str, taken: Iterable[str]) -> str:

@@ -66,7 +66,9 @@ class TrainerBase:
     """Name of the training in the model card."""
 
     _num_averaged_losses = 1
-    """Number of processes over which a loss that ``compute_loss`` has already scaled is averaged; 1: it is summed."""
+    """Divisor of a loss that ``compute_loss`` has already divided by the items of the step: the number of processes if
+    each divides by its own items, so that the losses are averaged; 1 if each divides by the items of all, so that they
+    are summed."""
 
     loss_is_scaled_for_ga: bool | None = None
     """True if ``compute_loss`` divides by the number of items of the whole step itself; see ``methods/loss.py``."""

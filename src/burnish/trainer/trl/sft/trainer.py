@@ -275,7 +275,7 @@ class SFTTrainer(TrlTrainer):
             logits = outputs.logits[:, -labels.shape[1] :].flatten(0, 1)[targets.positions]
             sums = sums_of_logits(logits, targets, rules)
         aux = outputs.aux_loss if self.aux_loss_enabled and outputs is not None else None
-        return sums, targets.counts.sum(), aux, outputs
+        return sums, targets.token_weights.sum(), aux, outputs
 
     def _rules(self, head: Head | None) -> TokenLoss:
         is_dft = self.args.loss_type == "dft"
