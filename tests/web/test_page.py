@@ -14,6 +14,7 @@ import time
 import urllib.parse
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -336,14 +337,18 @@ def test_new_rows_arrive_as_events_and_continue_from_the_cursor(page, root) -> N
     assert page.get("/api/poll?runs=nobody&after=%00%ff,x:y")["messages"] == []
 
 
-def test_log_is_text_and_only_listed_files_are_served(page) -> None:
-    run = page.id_of("first")
+def test_log_is_text_and_only_listed_files_are_served(page, root) -> None:
+    run, odd = page.id_of("first"), 'generated_predictions_中文 "1".jsonl'
+    (root / "saves/first" / odd).write_text("{}\n")
     assert "onerror" in page.get(f"/api/runs/{run}/log")["text"]
     names = [file["name"] for file in page.get(f"/api/runs/{run}")["files"]]
     assert "training_loss.png" in names
     assert "model.safetensors" not in names
     status, headers, _ = page.send("GET", f"/api/runs/{run}/download/training_loss.png")
-    assert (status, headers["content-disposition"]) == (200, 'attachment; filename="training_loss.png"')
+    assert (status, headers["content-disposition"]) == (200, "attachment; filename*=UTF-8''training_loss.png")
+    status, headers, body = page.send("GET", f"/api/runs/{run}/download/{quote(odd)}")
+    assert (status, headers["content-disposition"]) == (200, f"attachment; filename*=UTF-8''{quote(odd)}")
+    assert body == "{}\n"
     for name in ("model.safetensors", "..%2frun.yaml", "%2e%2e", "/etc/passwd", ".lock"):
         assert page.send("GET", f"/api/runs/{run}/download/{name}")[0] == 404
 

@@ -13,6 +13,7 @@ from burnish.serve.page.runs.completions import completions
 from burnish.serve.page.runs.log_columns import columns_of
 from burnish.serve.page.runs.report import round_values
 from burnish.serve.page.runs.runs import distinct_names, read_run
+from burnish.serve.page.runs.series import thinned
 
 
 def test_run_can_have_name_tags_and_notes_without_changing_its_folder(page, root) -> None:
@@ -102,6 +103,14 @@ def test_throughput_of_a_run_is_measured_over_its_last_interval(tmp_path: Path) 
     rows[1]["step_seconds"] = 0.5  # half of the second was an evaluation
     (tmp_path / "trainer_log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert read_run(tmp_path).tokens_per_s == 600.0
+
+
+def test_evaluations_of_several_sets_become_columns_and_are_kept() -> None:
+    rows = [{"step": step, "loss": 1.0} for step in range(1, 200)]
+    rows[99:99] = [{"step": 99, "eval_a_loss": 2.0}, {"step": 99, "eval_中文_loss": 3.0}]
+    for columns in (columns_of(rows), thinned(columns_of(rows), 20)):
+        assert [value for value in columns["eval_a_loss"] if value is not None] == [2.0]
+        assert [value for value in columns["eval_中文_loss"] if value is not None] == [3.0]
 
 
 def test_preference_and_rollout_metrics_become_columns() -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -170,7 +171,7 @@ class Api:
         if name not in [file["name"] for file in _files(run.folder)]:
             raise APIError(404, "no_file", "The run has no file with this name.")
         body = await asyncio.to_thread(_downloaded, run.folder / name)
-        headers = {"content-disposition": f'attachment; filename="{name}"'}
+        headers = {"content-disposition": f"attachment; filename*=UTF-8''{quote(name)}"}  # RFC 6266
         return Response(body, headers=headers, media_type="application/octet-stream")
 
     async def held_out(self, request: Request) -> Response:

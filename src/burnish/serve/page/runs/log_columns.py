@@ -69,13 +69,18 @@ def _rows_of(data: bytes) -> list[dict[str, Any]]:
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> Columns:
     """Rows as columns of equal length, with null for missing values; rows without metrics are omitted."""
-    selected = [row for row in rows if "loss" in row or "eval_loss" in row]
+    selected = [row for row in rows if "loss" in row or any(map(is_evaluation, row))]
     found: Columns = {}
     for column, keys in {**_KEYS, **_metrics(selected)}.items():
         values = _column(selected, keys)
         if column == "step" or any(value is not None for value in values):
             found[column] = values
     return found
+
+
+def is_evaluation(name: str) -> bool:
+    """Whether a metric is the loss of an evaluation: ``eval_loss``, or ``eval_<set>_loss`` for one of several sets."""
+    return name.startswith("eval_") and name.endswith("_loss")
 
 
 def _metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.serve.page.runs.files import LOG, foreign_row, history, tail_lines
-from burnish.serve.page.runs.log_columns import MOST_ROWS, Columns, columns_of, log_columns
+from burnish.serve.page.runs.log_columns import MOST_ROWS, Columns, columns_of, is_evaluation, log_columns
 from burnish.utils.files import regular_inside
 
 _LONG_LOG_BYTES, _PLACES, _LOOK_BYTES = 128 * 1024, 64, 4096
@@ -37,7 +37,8 @@ def thinned(columns: Columns, points: int) -> Columns:
     count = len(columns["step"])
     if count <= points:
         return columns
-    indices: set[int] = {index for index, value in enumerate(columns.get("eval_loss", ())) if value is not None}
+    evaluations = [values for name, values in columns.items() if is_evaluation(name)]
+    indices = {at for values in evaluations for at, value in enumerate(values) if value is not None}
     buckets = max(1, points // 4)
     for bucket in range(buckets):
         begin, end = bucket * count // buckets, (bucket + 1) * count // buckets
