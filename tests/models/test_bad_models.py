@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPTNeoConfig
 
 from burnish.config.errors import UserError
 from burnish.models import source
@@ -19,7 +20,7 @@ from burnish.models.load import load_config, load_model
 from burnish.models.options import ModelOptions
 from burnish.models.source import adapter_folders, find_source
 from burnish.models.tokens import load_tokenizer
-from tiny_models import saved_model, tiny_model
+from tiny_models import VOCABULARY, saved_model, tiny_model, tiny_tokenizer
 
 
 def model_problems(name, **options):
@@ -168,6 +169,22 @@ def test_contradictory_config_is_rejected(tmp_path):
     assert '"hidden_size" must be a positive integer. Received: "sixteen"' in model_problems(tmp_path)[0]
     change_json(tmp_path / "config.json", hidden_size=16, num_attention_heads=0)
     assert '"num_attention_heads" must be a positive integer' in model_problems(tmp_path)[0]
+
+
+def test_sizes_may_be_derived_or_differ_between_layers(tmp_path):
+    config = GPTNeoConfig(
+        vocab_size=VOCABULARY, hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global"], 2]],
+        max_position_embeddings=64, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["intermediate_size"] is None
+    assert model_problems(tmp_path) == []
+    other = saved_model(tmp_path / "other")
+    change_json(other / "config.json", intermediate_size=[24, 0])
+    assert '"intermediate_size" must be a positive integer. Received: [24, 0]' in model_problems(other)[0]
+    change_json(other / "config.json", intermediate_size=[24, 24])
+    assert not [problem for problem in model_problems(other) if "positive integer" in problem]
 
 
 def test_model_code_is_not_run_without_trust_remote_code(tmp_path):

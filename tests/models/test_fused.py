@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Mamba2Config
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
 from burnish.kernels.elementwise import ACTIVATIONS, gated, rms_norm
@@ -310,3 +311,22 @@ def test_rotary_function_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
     python_module_with(apply_rotary_pos_emb_vision, monkeypatch)
     options = PatchOptions(leave_out=["rotary function"])
     assert not patch_forwards(Tower(), options, torch.device("cpu"))
+
+
+def test_gated_norm_of_a_state_space_model_is_not_taken_for_a_plain_one() -> None:
+    """Its gate is an optional argument, without which it is an RMS norm."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        Mamba2Config(
+            vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=8, num_heads=4, head_dim=8, expand=2,
+            n_groups=1, chunk_size=8, pad_token_id=0, eos_token_id=2, bos_token_id=1,
+        )
+    ).eval()  # fmt: skip
+    ids = torch.randint(3, 64, (2, 9))
+    with torch.no_grad():
+        expected = model(ids).logits
+        made = patch_forwards(model)
+        assert distance(model(ids).logits, expected) < 1e-5
+    patched = {type(each.owner).__name__ for each in made}
+    assert "Mamba2RMSNorm" in patched
+    assert "MambaRMSNormGated" not in patched

@@ -71,7 +71,9 @@ def _raw_config(folder: Path) -> dict[str, Any]:
 def _wrong_numbers(raw: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each invalid number that transformers would not report."""
     for name, value in raw.items():
-        if name in _COUNTS and not (type(value) is int and value > 0):
+        counts = value if isinstance(value, list) and value else [value]  # a list has a size per layer
+        is_default = value is None and name == "intermediate_size"
+        if name in _COUNTS and not is_default and not all(type(count) is int and count > 0 for count in counts):
             yield f'"{name}" must be a positive integer. Received: {quoted(value)}.'
         if name.endswith(("dropout", "pdrop")) and isinstance(value, int | float) and not 0 <= value <= 1:
             yield f'"{name}" must be from 0 to 1. Received: {quoted(value)}.'

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from types import MethodType
 from typing import Any
 
@@ -101,7 +102,7 @@ def patch_forwards(
 def _norm_of(module: nn.Module) -> Answer:
     """The forward pass of an RMS norm: a module with only a weight vector and an eps."""
     names = [name for name, _ in module.named_parameters()]
-    if names != ["weight"] or module.weight.ndim != 1 or _eps(module) is None:
+    if names != ["weight"] or module.weight.ndim != 1 or _eps(module) is None or not _takes_one_input(module):
         return None
     weight = 1 + torch.rand(module.weight.shape)  # type: ignore[arg-type]
     x = torch.randn(3, len(weight))
@@ -109,6 +110,11 @@ def _norm_of(module: nn.Module) -> Answer:
         if _same(lambda: functional_call(module, {"weight": weight}, (x,)), rms_norm(x, weight, _eps(module), offset)):  # type: ignore[arg-type]
             return _method(forward), NORM
     return None
+
+
+def _takes_one_input(module: nn.Module) -> bool:
+    """Whether the forward pass has a single argument. A gated norm, for example, has a second, optional one."""
+    return len(signature(module.forward).parameters) == 1
 
 
 def _eps(module: Any) -> float | None:
@@ -140,6 +146,8 @@ def _gated_of(module: nn.Module) -> Answer:
     For the test, its linear layers are replaced by three simple functions, so their type does not matter.
     """
     if sorted(name for name, _ in module.named_children()) != _PARTS or list(module.parameters(recurse=False)):
+        return None
+    if not _takes_one_input(module):
         return None
     x = torch.randn(3, 8)
     stand_in = type(module).__new__(type(module))
