@@ -82,10 +82,10 @@ def test_empty_template_matches_llamafactory_and_reports_missing_end_token():
     tokenizer = byte_tokenizer()
     template = load_template(template_options(template="empty"), tokenizer)
     assert learned(row_of(template, *HI), tokenizer) == ["hello"]
-    assert any("no end token" in note for note in configure_tokenizer(template, tokenizer))
+    assert any("no end-of-turn token" in note for note in configure_tokenizer(template, tokenizer))
     stats = DataStats()
     template.encode([Example(HI, source="d.json", number=4)], stats)
-    assert stats.records == {"kept, but its end token does not contribute to the loss": [("d.json", 4)]}
+    assert stats.records == {"kept, but its end-of-turn token does not contribute to the loss": [("d.json", 4)]}
 
 
 def test_custom_template_is_a_small_yaml_file(tmp_path):

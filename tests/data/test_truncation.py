@@ -87,7 +87,7 @@ def test_llamafactory_truncation_cuts_end_tokens_and_is_counted():
     assert not tokenizer.decode(row["input_ids"]).endswith(END)
     assert message == {
         "truncated: messages shortened to cutoff_len": [("d.json", 7)],
-        "kept, but its end token does not contribute to the loss": [("d.json", 7)],
+        "kept, but its end-of-turn token does not contribute to the loss": [("d.json", 7)],
     }
 
 

@@ -83,7 +83,7 @@ def test_gguf_export_prints_its_file_and_reports_progress(tmp_path: Path, capsys
     finally:
         set_watcher(None)
     out = capsys.readouterr().out
-    assert f"{file} (0 MiB): tokens, chat template and end token match those of the exported model." in out
+    assert f"{file} (0 MiB): tokens, chat template and EOS token match those of the exported model." in out
     assert f"llama-server -m {file}" in out
     assert ("Writing the GGUF file", 21, "weights") in recorder.calls
 

@@ -115,7 +115,7 @@ def test_quantized_folder_is_complete_without_temporary_files(made, tmp_path, st
     }  # fmt: skip
     assert [path.name for path in folder.parent.iterdir()] == ["out"]
     card = (folder / "README.md").read_text()
-    assert "GPTQ, 4 bits, groups of 64 inputs, calibrated with 36 examples." in card
+    assert "GPTQ, 4 bits, group size 64, calibrated with 36 examples." in card
     assert "vllm serve out" in card
     header = yaml.safe_load(card.split("---")[1])
     assert header["tags"] == ["burnish", "gptq"]

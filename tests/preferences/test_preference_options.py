@@ -220,7 +220,7 @@ def test_contradictory_preference_options_are_rejected_before_reading(workspace,
     ("changes", "sentence"),
     [
         ({"simpo_gamma": 1.0}, '"simpo_gamma" has no effect: pref_loss is sigmoid.'),
-        ({"pref_loss": "orpo", "ref_model": "other"}, 'pref_loss: orpo needs no reference; "ref_model" has no effect.'),
+        ({"pref_loss": "orpo", "ref_model": "other"}, 'pref_loss: orpo is reference-free; "ref_model" has no effect.'),
         ({"pref_loss": "simpo"}, "pref_beta 0.1 is too low for SimPO; the paper uses 2.0 to 2.5."),
         ({"kto_chosen_weight": 2.0}, '"kto_chosen_weight" has no effect: stage is dpo.'),
         ({"center_rewards_coefficient": 0.1, "stage": "kto"}, '"center_rewards_coefficient" has no effect: stage is'),

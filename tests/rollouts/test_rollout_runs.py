@@ -195,7 +195,7 @@ def test_notes_are_printed_once_with_their_values(capsys):
         notes.on_log(None, state, TrainerControl(), {"loss": 0.0, "grad_norm": 1.0})  # a later step on the generation
     output = capsys.readouterr().out
     parts = [
-        "near 0 by construction", "97% of the completions end at max_completion_length 64", "12.0 per token",
+        "near 0 by construction", "97% of the completions were truncated at max_completion_length 64", "12.0 per token",
         "fallen from 2 to 0.1", "nothing was learned. Use", "grad_norm is 0", "below its first value 0.5",
     ]  # fmt: skip
     for part in parts:

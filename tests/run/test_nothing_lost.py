@@ -142,7 +142,7 @@ def test_checkpoints_of_another_program_are_not_overwritten(
     before = contents()
     for argv in ([], ["resume=must"]):
         assert cli.main(["train", "run.yaml", *argv]) == 2
-        assert "contains checkpoints that burnish has not written: checkpoint-2." in read_output(capsys)[1]
+        assert "contains checkpoints that were not written by burnish: checkpoint-2." in read_output(capsys)[1]
     assert contents() == before
     trained(AGAIN)
     assert Path("out/checkpoint-2/manifest.json").is_file()

@@ -194,7 +194,7 @@ def test_folder_with_other_files_is_rejected_without_overwrite(tmp_path: Path) -
 
 def test_folder_with_checkpoints_is_resumed_by_default(tmp_path: Path) -> None:
     (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
-    assert "that burnish has not written: checkpoint-4." in plan_errors(tmp_path)[0]
+    assert "that were not written by burnish: checkpoint-4." in plan_errors(tmp_path)[0]
     (tmp_path / "out" / "checkpoint-4" / "manifest.json").write_text("{}")
     assert plan(raw_options(tmp_path)).options.resume == "auto"
     assert "an earlier run" in plan_errors(tmp_path, resume="never")[0]

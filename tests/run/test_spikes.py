@@ -209,4 +209,4 @@ def test_run_ends_when_all_examples_are_skipped(tmp_path, capsys):
         lr_scheduler_type="constant",
     )  # fmt: skip
     assert main(["train", *as_arguments(options)]) == 2
-    assert "An epoch has no training step." in capsys.readouterr().err
+    assert "An epoch has no training step left." in capsys.readouterr().err

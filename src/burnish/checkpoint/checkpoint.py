@@ -61,8 +61,8 @@ class CheckpointOptions:
     )
     resume: str = option(
         "auto",
-        "When to resume from the latest checkpoint in output_dir. auto: if there is one; never: do not resume; must: "
-        "resume, or raise an error if there is none.",
+        "When to resume from the latest checkpoint in output_dir. auto: if there is one; never: not at all; must: "
+        "always, and an error is raised if there is none.",
         choices=("auto", "never", "must"),
     )  # fmt: skip
     resume_from_checkpoint: str | bool | None = option(

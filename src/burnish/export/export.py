@@ -206,7 +206,7 @@ def compare_templates(folder: Path, template: Template, options: RunOptions) -> 
     )
     example = readable_example(template)
     if example is None:
-        return ["The template cannot render a plain conversation, so the exported chat template was not checked."]
+        return ["The template cannot render a simple test conversation, so the exported chat template was not checked."]
     row = template.encode([example], DataStats())[0]
     assert row is not None
     chat = as_chat(example)

@@ -81,7 +81,7 @@ def write_gguf(folder: Path, target: Path, options: RunOptions) -> list[str]:
         compare_gguf(folder, incomplete)
         incomplete.replace(target)
     size = target.stat().st_size / 2**20
-    return [f"{target} ({size:,.0f} MiB): tokens, chat template and end token match those of the exported model."]
+    return [f"{target} ({size:,.0f} MiB): tokens, chat template and EOS token match those of the exported model."]
 
 
 def check_gguf(config: Any, options: RunOptions) -> list[Problem]:
@@ -268,5 +268,5 @@ def compare_gguf(folder: Path, target: Path) -> None:
     written = fields["tokenizer.chat_template"].contents() if "tokenizer.chat_template" in fields else None
     ends = fields["tokenizer.ggml.eos_token_id"].contents()
     if differs or written != tokenizer.chat_template or ends != tokenizer.eos_token_id:
-        what = f"tokens ({', '.join(differs[:3])})" if differs else "the chat template or the end token"
+        what = f"tokens ({', '.join(differs[:3])})" if differs else "the chat template or the EOS token"
         raise RuntimeError(f"{target} differs from {folder}: {what}.")

@@ -125,7 +125,7 @@ def quantize_into(folder: Path, source: Path, tokenizer: Any, using: Calibration
 
 
 def _sentence(job: QuantizationJob, before: float, after: float) -> str:
-    group = f"groups of {job.group} inputs" if job.group > 0 else "one scale per output"
+    group = f"group size {job.group}" if job.group > 0 else "one scale per output channel"
     tokens = sum(label != -100 for row in job.held_out for label in row["labels"][1:])
     return (
         f"{job.method.upper()}, {job.bits} bits, {group}, calibrated with {len(job.rows)} examples. Perplexity on "

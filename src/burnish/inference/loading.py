@@ -237,7 +237,7 @@ def _other_template(template: Template, own: Any, tokenizer: Any) -> list[str]:
     try:
         found = JinjaFormat(own, template.options, tokenizer, "the model's own").prompt(example)
     except (UnreadableTemplate, UserError) as error:
-        return [f"The model's own chat template failed on a plain conversation: {error}"]
+        return [f"The model's own chat template failed on a simple test conversation: {error}"]
     ours = template.prompt(example)
     if ours == found:
         return []

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from burnish.kernels.probe import REFUSALS, close, probe_mode, random_tokens, unwrap_peft
 from burnish.utils.patching import Reason, patch, restore, standing
 
-LAST_LAYER = Reason("last layer", "its feed-forward module is computed only where the loss reads its result")
+LAST_LAYER = Reason("last layer", "its feed-forward module is computed only at positions that contribute to the loss")
 _POSITIONS = (1, 4, 5)
 
 

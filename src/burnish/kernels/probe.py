@@ -26,7 +26,7 @@ REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, As
 _NEIGHBOUR, _LENGTH = 9, 13
 _LEAK = 0.05
 _SCALE = 1024.0
-_PROBE = Reason("head", "a probe calls it with larger hidden states")
+_PROBE = Reason("head", "a verification forward pass calls it with larger hidden states")
 
 
 def isolates_sequences(model: nn.Module) -> bool:

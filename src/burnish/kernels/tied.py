@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from burnish.utils.patching import Reason, patch, standing
 
-TIED = Reason("tied embedding", "it shares one gradient with the head")
+TIED = Reason("tied embedding", "its weight is tied to the LM head, so both share one gradient")
 
 
 def is_plain_lookup(module: nn.Module) -> bool:

@@ -143,7 +143,9 @@ class Loop:
                     break
             self.finish_epoch()
             if num_empty == 2:  # the first one may be the end of an epoch in which the run was resumed
-                raise UserError("An epoch has no training step.", remedy="Raise spike_ratio to skip fewer examples.")
+                raise UserError(
+                    "An epoch has no training step left.", remedy="Raise spike_ratio to skip fewer examples."
+                )
         return self.end_training()
 
     def step_batches(self) -> Iterator[StepBatch]:

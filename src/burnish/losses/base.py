@@ -101,7 +101,7 @@ class StageObjective(Objective, Protocol):
         for name, filler in cls.token_columns.items():
             if TOKEN_COLUMNS.setdefault(name, filler) != filler:
                 raise ValueError(
-                    f"{cls.__name__}: another objective declares the token column {name!r} with the fill value "
+                    f"{cls.__name__}: another objective declares the per-token column {name!r} with the padding value "
                     f"{TOKEN_COLUMNS[name]}."
                 )
 

@@ -153,8 +153,8 @@ class KtoObjective(AnswersObjective):
         up, down = options.kto_rejected_weight * others / desirable, options.kto_chosen_weight * desirable / others
         return [
             OptionText(
-                "{:,} responses are desirable and {:,} are not; the weighted ratio is {:.2f} to 1, but KTO recommends "
-                "1 to 1.33. Set {kto_chosen_weight}: {:.2f} to {:.2f}, or {kto_rejected_weight}: {:.2f} to {:.2f}.",
+                "{:,} responses are desirable and {:,} are not; the weighted ratio is {:.2f}:1, but KTO recommends "
+                "1:1 to 1.33:1. Set {kto_chosen_weight}: {:.2f} to {:.2f}, or {kto_rejected_weight}: {:.2f} to {:.2f}.",
                 desirable, others, ratio, up, up * _MOST, down / _MOST, down,
             )
         ]  # fmt: skip

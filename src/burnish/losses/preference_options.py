@@ -285,7 +285,7 @@ def pair_notes(options: PairLossChoices, names: list[str]) -> list[str]:
     if not any(loss.needs_reference for loss in losses) and not options.pref_bco_weight:
         set_options = [name for name in specs(ReferenceOptions) if name in changed]
         notes += [
-            OptionText(f'{{pref_loss}}: {{}} needs no reference; "{{{name}}}" has no effect.', shown)
+            OptionText(f'{{pref_loss}}: {{}} is reference-free; "{{{name}}}" has no effect.', shown)
             for name in set_options
         ]
     if "robust" in names and not options.dpo_label_smoothing:

@@ -70,7 +70,7 @@ def prompt_row(example: Example, ids: Ids, stats: DataStats) -> Row:
     record = {"prompt": shown_prompt(example), "columns": columns, "place": example.place}
     row: Row = {"prompt_input_ids": ids, "record": json.dumps(record, ensure_ascii=False, default=text_of)}
     for kind in sorted(converted):
-        stats.add(kept(f"values of type {kind} are passed to reward functions as text"), example)
+        stats.add(kept(f"values of type {kind} are converted to strings for reward functions"), example)
     return row
 
 

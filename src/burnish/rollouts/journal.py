@@ -175,8 +175,8 @@ class RolloutNotesCallback(TrainerCallback):
             )
         if (cut := logs.get("completions/clipped_ratio", 0.0)) >= _MANY:
             found["cut"] = (
-                f"{cut:.0%} of the completions end at max_completion_length {longest}. Raise it, or check that the "
-                "model and the template have an end token."
+                f"{cut:.0%} of the completions were truncated at max_completion_length {longest}. Raise it, or check "
+                "that the tokenizer and the template have an EOS or end-of-turn token."
             )
         if (kl := logs.get("kl", 0.0)) > _FAR:
             found["kl"] = (
@@ -197,9 +197,9 @@ class RolloutNotesCallback(TrainerCallback):
         if self._alike >= _IN_A_ROW:
             means = ", ".join(f"{name} {value:.2f}" for name, value in logs.items() if name.endswith("/mean"))
             found["alike"] = (
-                f"In the last {_IN_A_ROW} logs all completions of each prompt had the same reward, so nothing was "
-                f"learned{f' ({means})' if means else ''}. Use easier or harder prompts, a reward with more values, or "
-                "a higher temperature."
+                f"In the last {_IN_A_ROW} logs, all completions of each prompt had the same reward, so nothing was "
+                f"learned{f' ({means})' if means else ''}. Use easier or harder prompts, a more fine-grained reward, "
+                "or a higher temperature."
             )
         if self._below >= _FALLEN:
             found["reward"] = (

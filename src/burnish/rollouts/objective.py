@@ -192,8 +192,8 @@ class RolloutObjective(AnswersObjective):
             raise UserError(problems)
         if not self.template.stop_token_ids():
             longest = self.choices.max_completion_length
-            what = f"No completion would end before {longest} tokens: the template and the tokenizer have no end token."
-            raise UserError(what, remedy="Set a template with an end token.", option="template")
+            what = f"No completion would end before {longest} tokens: template and tokenizer have no end-of-turn token."
+            raise UserError(what, remedy="Set a template with an end-of-turn token.", option="template")
         if not (filters := filters_of(self.choices)):
             return []
         names = ", ".join(f"{name} {value:g}" for name, value in filters.items())

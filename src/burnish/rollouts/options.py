@@ -124,7 +124,7 @@ class RolloutOptions(CompletionFields, RolloutLossOptions):
     )
     reward_clip_range: list[float] | None = option(None, "Lower and upper bound of the reward of a completion (RLOO).")
     missing_eos_penalty: float | None = option(
-        None, "Penalty on the reward of a completion without an end token (PPO and online DPO).", ge=0
+        None, "Penalty on the reward of a completion without an EOS token (PPO and online DPO).", ge=0
     )
     drop_zero_variance_groups: bool | str = option(
         False, "What to do with groups whose rewards are all equal: keep them (false), drop them from the step (drop), "

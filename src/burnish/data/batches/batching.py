@@ -272,7 +272,7 @@ def _shifted(row: Row, by: int, begin: int = 0, end: int | None = None) -> list[
     end = len(row["input_ids"]) if end is None else end
     images = [one for one in row.get("images", ()) if one["end"] > begin and one["begin"] < end]
     if any(one["begin"] < begin or one["end"] > end for one in images):
-        what = f"packing would split an image of {images[0]['path']}."
+        what = f"packing would split the tokens of the image {images[0]['path']}."
         raise UserError(
             what, remedy="Set packing_strategy: bfd, which does not split examples.", option="packing_strategy"
         )

@@ -86,13 +86,13 @@ def check_template(options: NamedTemplate) -> list[Problem]:
         return list(error.problems)
     if spec is not None and spec.efficient_eos and options.train_on_prompt:
         what = (
-            f'train_on_prompt is not supported with template "{spec.name}": its turns have no end token, so the first '
-            "token of the next turn is trained as the token that ends a response."
+            f'train_on_prompt is not supported with template "{spec.name}": its turns have no end-of-turn token, so '
+            "the model would learn to end a response with the first token of the next turn."
         )
         return [
             Problem(
                 what,
-                remedy="Remove train_on_prompt, or use a template with an end token per turn.",
+                remedy="Remove train_on_prompt, or use a template with an end-of-turn token.",
                 option="train_on_prompt",
             )
         ]
@@ -262,7 +262,7 @@ def _notes(spec: TemplateSpec, options: NamedTemplate) -> list[str]:
             "markers, and each response ends with EOS. Set template to choose one."
         )
     if spec.name == "empty" and options.template is not None:
-        notes.append('Template "empty" has no end token, so the model does not learn to stop.')
+        notes.append('Template "empty" has no end-of-turn token, so the model does not learn to stop.')
     if spec.reasoning:
         thought = {
             True: "it is trained on",

@@ -30,7 +30,7 @@ SHORTENED = truncated("messages shortened to cutoff_len")
 LEFT_OUT = truncated("turns beyond cutoff_len were removed")
 IMAGES_TOO_LONG = dropped("the images alone exceed cutoff_len; set a lower image_max_pixels", is_length=True)
 NO_TEXT = dropped("no text")
-NO_END = RecordReason("kept, but its end token does not contribute to the loss", "kept")
+NO_END = RecordReason("kept, but its end-of-turn token does not contribute to the loss", "kept")
 
 
 class ConversationEncoder:

@@ -95,7 +95,7 @@ class Marks:
         if len(kinds) != len(images):
             raise BadImage(f'the template outputs "{self.family.mark}" {len(kinds)} times for {len(images)} images')
         if kinds != ["video" if one.frames else "image" for one in images]:
-            raise BadImage("the template outputs images and videos in a different order than the record")
+            raise BadImage("the template outputs images and videos in a different order from that in the record")
 
     def _of(self, image: ImageFile, num_images: int) -> Ids:
         found = self.family.of(image, num_images)

@@ -60,8 +60,8 @@ class GrpoLossFields:
     )
     entropy_coef_min: float = option(0.0, "Lower bound of an adaptive entropy_coef.", ge=0)
     entropy_coef_max: float = option(1.0, "Upper bound of an adaptive entropy_coef.", ge=0)
-    entropy_coef_delta: float = option(0.005, "Change of an adaptive entropy_coef per step.", gt=0)
-    entropy_target: float = option(0.2, "Target entropy per token of an adaptive entropy_coef.", ge=0, unit="nats")
+    entropy_coef_delta: float = option(0.005, "Amount by which an adaptive entropy_coef changes per step.", gt=0)
+    entropy_target: float = option(0.2, "Target entropy per token, used to adapt entropy_coef.", ge=0, unit="nats")
 
 
 @dataclass

@@ -36,7 +36,7 @@ _EPSILONS = ("variance_epsilon", "eps")
 
 
 NORM = Reason("norm", "computed in one pass, a few rows at a time, and rounded once")
-GATED = Reason("gated layer", "gate and product are computed in one pass; their adapters share the input")
+GATED = Reason("gated layer", "the gate activation and its product with the up projection are computed in one pass")
 ACTIVATION = Reason("activation", "computed in one operation instead of several")
 LINEAR = Reason("linear layer", "no bfloat16 copy of its weights is kept for the backward pass")
 EMBEDDING = Reason(

@@ -18,7 +18,7 @@ from burnish.kernels.cpu.packed_linear import has_kernels, packed_linear
 from burnish.parallel.memory import total_memory
 from burnish.utils.patching import Patch, PatchOptions, Reason, allows, patch, restore
 
-PACKED = Reason("packed linear layer", "its weights are reordered for the processor once instead of for each token")
+PACKED = Reason("packed linear layer", "its weights are prepacked for the CPU once instead of for each token")
 _ALL = PatchOptions()
 _SHARE = 1 / 8
 """Fraction of the machine's memory for copies of frozen weights that are kept in addition to them."""

@@ -130,8 +130,8 @@ def check_quantized_export(options: QuantizedExportOptions, shapes: nn.Module) -
     for name, layer in _layers(shapes):
         if layer.in_features % inputs or layer.out_features % outputs:
             what = (
-                f"{method} with {bits} bits requires layers whose number of inputs is a multiple of {inputs} and whose "
-                f"number of outputs is a multiple of {outputs}. "
+                f"{method} with {bits} bits requires layers whose in_features is a multiple of {inputs} and whose "
+                f"out_features is a multiple of {outputs}. "
                 f"{name} has {layer.in_features} and {layer.out_features}."
             )
             other = (

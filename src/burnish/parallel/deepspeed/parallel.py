@@ -332,7 +332,7 @@ def _library(device_type: str) -> Any:
     if not version("deepspeed").startswith(TESTED):
         logging.getLogger("burnish").warning(
             f"DeepSpeed {version('deepspeed')} is installed. burnish was tested with {TESTED}; internal "
-            "attributes that it uses may be different."
+            "DeepSpeed attributes that burnish uses may have changed."
         )
     deepspeed.utils.logging.logger.setLevel("ERROR")
     return deepspeed

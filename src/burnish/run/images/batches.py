@@ -108,8 +108,8 @@ def collator_of(
     if layout.crosses:
         images = image_collator(is_padding_free=False)
         note = (
-            f"{type(model).__name__} cannot separate examples with images that are in the same batch, so each "
-            "batch has one example."
+            f"{type(model).__name__} cannot keep examples with images in the same batch independent of each "
+            "other, so each batch has one example."
         )
         capabilities = replace(capabilities, is_padding_free=False, shares_prefixes=False, notes=(note,))
         return RowCollator(images, images.collate, prepared, left_out), capabilities
@@ -117,12 +117,14 @@ def collator_of(
     is_padding_free = may_be_flat and isolates_images(model, image_collator(is_padding_free=True))
     if not is_padding_free and not isolates_images(model, image_collator(is_padding_free=False)):
         name = type(model).__name__
-        what = f"{name} cannot separate examples with images that are in the same batch, even if it is padded."
+        what = f"{name} cannot keep examples with images in the same batch independent, even in a padded batch."
         raise UserError(what, remedy="Use a different model, such as Qwen2-VL.", option="model_name_or_path")
     if (
         is_padding_free != capabilities.is_padding_free
     ):  # the masks for Gemma separate rows that its own attention would mix
-        note = f"{type(model).__name__} cannot separate adjacent examples with images, so batches are padded."
+        note = (
+            f"{type(model).__name__} cannot keep concatenated examples with images independent, so batches are padded."
+        )
         shares = capabilities.shares_prefixes and is_padding_free
         notes = () if is_padding_free else (note,)
         capabilities = replace(capabilities, is_padding_free=is_padding_free, shares_prefixes=shares, notes=notes)
@@ -133,7 +135,7 @@ def collator_of(
 def _check_single_rows(options: RunOptions, model: Any) -> list[Problem]:
     """Return problems of a model that needs one row per batch because rows with images influence each other."""
     name = type(model).__name__
-    what = f"{name} cannot separate examples with images that are in the same batch, even if it is padded."
+    what = f"{name} cannot keep examples with images in the same batch independent, even in a padded batch."
     problems = []
     if options.stage != "sft":
         why = f"A batch of stage {options.stage} has several sequences for each example."

@@ -61,7 +61,7 @@ def check_generates_here(options: RunOptions) -> list[Problem]:
     if not (is_remote(options) and (options.do_eval or options.do_predict)):
         return []
     name = "infer_backend" if options.infer_url is None else "infer_url"
-    what = f'"{name}" is not supported for a dataset: its responses are generated in this process.'
+    what = f'"{name}" is not supported for predictions on a dataset: responses are generated in this process.'
     return [Problem(what, remedy=f"Remove {name}, or use it with burnish api or burnish chat.", option=name)]
 
 

@@ -149,7 +149,7 @@ def _gathered(sharing: Sharing, shape: DecoderShape, formats: Formats, params: i
         return Term("gathered", live * formats.compute + gradient, reason)
     num_bytes = (ends + layers * layer) * formats.compute + gradient
     what = "all layers" if sharing.keeps_gathered else f"{layers} of {shape.layers} layers"
-    reason = f"embeddings, head and {what}, {formats.compute} bytes per weight, plus the gradient of one layer"
+    reason = f"embeddings, LM head and {what}, {formats.compute} bytes per weight, plus the gradient of one layer"
     return Term("gathered", num_bytes, reason)
 
 

@@ -72,7 +72,7 @@ def _check_contents(folder: Path, options: RunOptions) -> list[Problem]:
     has_checkpoints = any(folder.glob(_CHECKPOINTS))
     if has_checkpoints and _is_foreign(folder):
         names = few(sorted(path.name for path in folder.glob(_CHECKPOINTS)))
-        what = f'output_dir "{folder}" contains checkpoints that burnish has not written: {names}.'
+        what = f'output_dir "{folder}" contains checkpoints that were not written by burnish: {names}.'
         why = "The run cannot be resumed from them, and would overwrite them."
         return [_problem(what, "Set a different output_dir, or set overwrite_output_dir: true.", why)]
     if (has_checkpoints or FINISHED_NAME in inside) and options.resume != "never":

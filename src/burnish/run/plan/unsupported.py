@@ -201,7 +201,7 @@ _absent(
     local_mini_batch_size=None,
     mini_batch_size=None,
 )
-_absent("Completions end at the end tokens of the template.", stop_token=None, stop_token_id=None)
+_absent("Generation stops at the EOS and end-of-turn tokens of the template.", stop_token=None, stop_token_id=None)
 _absent("The KL divergence is estimated by the difference of log-probabilities (k1).", kl_estimator=None)
 _absent("Set model_name_or_path to the policy, and reward_model to the reward model.", sft_model_path=None,
         reward_model_path=None)  # fmt: skip

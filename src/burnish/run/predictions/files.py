@@ -62,7 +62,7 @@ def write_scores(run: Loop, folder: Path) -> None:
             lines = dict(line for of_rank in gathered for line in of_rank)
             records = ({"record": number + 1, **lines[number]} for number in sorted(lines))
             write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
-            note(f"Scores of {counted(len(lines), 'pair')} in {path}.")
+            note(f"The scores of {counted(len(lines), 'pair')} were saved to {path}.")
 
 
 @torch.no_grad()

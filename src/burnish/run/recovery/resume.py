@@ -159,7 +159,7 @@ def refuse_changes_after_the_end(options: RunOptions, done: Mapping[str, Any], n
 
 def _fewer_steps(folder: Path, last: int, steps: StepPlan) -> Problem:
     return Problem(
-        f"its run has already been trained for {counted(last, 'step')}, but max_steps is {steps.max_steps}.",
+        f"its run has already completed {counted(last, 'step')}, but max_steps is {steps.max_steps}.",
         where=str(folder),
         remedy="Set a different output_dir, or set overwrite_output_dir: true to start over.",
         option=("max_steps", "num_train_epochs"),
@@ -280,6 +280,6 @@ def finished_state(folder: Path) -> TrainerState | None:
 def finished_message(folder: Path, step: int) -> str:
     return (
         f"{folder} contains this run, which finished at step {step}: there is nothing to do.\n"
-        "  A larger num_train_epochs or max_steps trains it further. For a run with other settings, set a different "
+        "  To train further, increase num_train_epochs or max_steps. For a run with other settings, set a different "
         "output_dir, or set overwrite_output_dir: true."
     )

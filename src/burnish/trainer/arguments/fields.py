@@ -60,8 +60,8 @@ class Fields(ReportFields, Groups):
     logging_first_step: bool = option(False, "Log the first step as well.")
     resume: str = option(
         "never",
-        "When train() resumes from the latest checkpoint in output_dir. auto: if there is one; never: it does not "
-        "resume; must: resume, or raise an error if there is none.",
+        "When train() resumes from the latest checkpoint in output_dir. auto: if there is one; never: not at all; "
+        "must: always, and an error is raised if there is none.",
     )
     resume_from_checkpoint: str | None = option(
         None, "Not used by the Trainer; a script may pass it to train(resume_from_checkpoint=...)."

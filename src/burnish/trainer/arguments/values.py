@@ -122,7 +122,7 @@ def dictionary_of(name: str, text: str) -> Any:
     except GivenTwice as error:
         raise ValueError(f"`{name}` {error}") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"`{name}` must be a dictionary, as JSON: {error}. Received: {text!r}.") from None
+        raise ValueError(f"`{name}` must be a dictionary, or its JSON text: {error}. Received: {text!r}.") from None
 
 
 def _with_numbers(value: Any) -> Any:

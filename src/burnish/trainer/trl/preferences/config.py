@@ -57,10 +57,10 @@ class PreferenceConfig(TrlArguments):
     }
     refused: ClassVar[Mapping[str, str]] = {
         "rpo_alpha": 'Use loss_type=["sigmoid", "sft"] and loss_weights=[1.0, alpha].',
-        "reference_free": "Use CPOTrainer or ORPOTrainer to train without a reference.",
+        "reference_free": "Use CPOTrainer or ORPOTrainer to train without a reference model.",
         "force_use_ref_model": "A ref_model is always used if it is passed.",
         "model_adapter_name": "The active adapter of the model is trained.",
-        "ref_adapter_name": "The reference is the adapter's initial weights. Pass another reference as ref_model.",
+        "ref_adapter_name": "The reference model has the adapter's initial weights. Pass another one as ref_model.",
         "ref_model_init_kwargs": "Load the reference model yourself and pass it as ref_model.",
         "generate_during_eval": "Use Seq2SeqTrainer, or burnish predict.",
         "padding_value": "Set tokenizer.pad_token.",

@@ -208,7 +208,9 @@ class GRPOConfig(GrpoLossFields, RolloutConfig):
         choices=("sum_then_normalize", "normalize_then_sum"),
     )  # fmt: skip
     scale_rewards: str = option(
-        "group", "Divide the advantages by the standard deviation of the rewards of a group or batch, or not (none).",
+        "group",
+        "Divide the advantages by the standard deviation of the rewards of each group (group) or of the whole "
+        "generation batch (batch), or do not scale them (none).",
         choices=("group", "batch", "none"),
     )  # fmt: skip
 
