@@ -103,7 +103,8 @@ def test_values_that_json_does_not_have_are_passed_as_text_with_a_warning(folder
     with caplog.at_level("WARNING"):
         trainer_of(folder, rewards=sees, dataset=dataset, max_steps=1).train()
     assert (
-        "8 of 8 records of the train dataset: values of type date are converted to strings for reward functions" in caplog.text
+        "8 of 8 records of the train dataset: values of type date are converted to strings for reward functions"
+        in caplog.text
     )
     assert set(map(type, seen)) == {str}
 

@@ -249,3 +249,26 @@ def test_only_unfrozen_parameters_change(train, name):
     before, after = initial_model(folder).state_dict(), AutoModelForCausalLM.from_pretrained(folder).state_dict()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {name for name in before if moves(name)}
+
+
+SMALL = {"vocab_size": 320, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0,
+         "eos_token_id": 2, "bos_token_id": 1}  # fmt: skip
+FAMILIES = {
+    "gemma4_text": {**SMALL, "intermediate_size": 24, "num_key_value_heads": 1, "head_dim": 8, "global_head_dim": 16,
+                    "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8,
+                    "max_position_embeddings": 256, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    "mamba2": {**SMALL, "state_size": 8, "num_heads": 4, "head_dim": 8, "expand": 2, "n_groups": 1, "chunk_size": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_model_whose_layers_differ_trains_and_predicts(tmp_path, family):
+    """The heads of Gemma 4 have two sizes, and the norms of Mamba 2 have a gate."""
+    options = make_workspace(tmp_path, max_steps=1, save_strategy="no", val_size=2)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **FAMILIES[family]))
+    (tmp_path / "model" / "model.safetensors").unlink()
+    model.save_pretrained(tmp_path / "model")
+    assert main(["explain", *as_arguments(options)]) == 0
+    assert main(["train", *as_arguments(options)]) == 0
+    assert main(["predict", str(tmp_path / "out"), "max_new_tokens=3"]) == 0
+    assert (tmp_path / "out/predictions/generated_predictions.jsonl").is_file()

@@ -52,6 +52,7 @@ from burnish.models.tokens import TOKENIZER_FILES, load_tokenizer, resize_embedd
 from burnish.parallel.precision import compute_sentence, loaded_dtype, supported_dtype
 from burnish.parallel.selection import device_of
 from burnish.utils.files import expanded
+from burnish.utils.model_sizes import largest_over_layers
 from burnish.utils.work import track
 
 if TYPE_CHECKING:
@@ -158,8 +159,9 @@ def slot_bytes(model: nn.Module, context: int) -> int:
     """Return the memory of one slot: 2 x layers x key heads x head size x bytes per element x positions."""
     config: Any = model.config
     config = config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    all_heads = largest_over_layers(config, "num_attention_heads") or 1
+    heads = largest_over_layers(config, "num_key_value_heads") or all_heads
+    size = largest_over_layers(config, "head_dim") or config.hidden_size // all_heads
     return int(2 * config.num_hidden_layers * heads * size * next(model.parameters()).element_size() * context)
 
 

@@ -84,8 +84,12 @@ def _blocks_of(name: str, parameter: nn.Parameter, model: nn.Module, is_transpos
 def _head_width(model: nn.Module) -> int:
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
-    width = getattr(text, "head_dim", None) or (hidden // heads if heads and hidden else None)
+    try:
+        heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
+        width = getattr(text, "head_dim", None) or (hidden // heads if heads and hidden else None)
+    except RuntimeError:  # transformers raises it if layers differ
+        what = "use_adam_mini splits queries and keys by head, but the heads of this model differ between layers."
+        raise UserError(what, remedy="Remove use_adam_mini.", option="use_adam_mini") from None
     if width is None:
         what = "use_adam_mini splits queries and keys by head, but the model's config has no num_attention_heads."
         raise UserError(what, remedy="Remove use_adam_mini.", option="use_adam_mini")

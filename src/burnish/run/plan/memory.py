@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from burnish.utils.model_sizes import largest_over_layers
+
 GIB = 2**30
 
 
@@ -39,8 +41,7 @@ class DecoderShape:
 
 
 def _size(config: object, name: str) -> int:
-    value = getattr(config, name, None)
-    return value if isinstance(value, int) else 0
+    return largest_over_layers(config, name) or 0
 
 
 @dataclass(frozen=True)
