@@ -177,6 +177,12 @@ def test_unsupported_optimizer_argument_is_rejected(name):
         Training(name, optim_args="no_such_thing=1")
 
 
+@pytest.mark.parametrize("argument", ["relative_step=True", "scale_parameter=True, warmup_init=True"])
+def test_adafactor_without_the_learning_rate_of_the_run_is_rejected(argument):
+    with pytest.raises(UserError, match="invalid optim_args"):
+        Training("adafactor", optim_args=argument)
+
+
 @pytest.mark.parametrize("name", HERE)
 def test_parameter_without_gradient_is_unchanged(name):
     """And has no state yet: a router's expert that no token went to."""

@@ -265,7 +265,7 @@ FAMILIES = {
 def test_model_whose_layers_differ_trains_and_predicts(tmp_path, family):
     """The heads of Gemma 4 have two sizes, and the norms of Mamba 2 have a gate."""
     options = make_workspace(tmp_path, max_steps=1, save_strategy="no", val_size=2)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **FAMILIES[family]))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family]))
     (tmp_path / "model" / "model.safetensors").unlink()
     model.save_pretrained(tmp_path / "model")
     assert main(["explain", *as_arguments(options)]) == 0

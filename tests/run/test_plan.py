@@ -220,6 +220,35 @@ def test_evaluation_without_dataset_names_both_remedies(tmp_path: Path, wish: di
     assert "val_size" in problem
 
 
+@pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
+def test_schedule_by_metric_requires_evaluations(tmp_path: Path, schedule: str) -> None:
+    (problem,) = plan_errors(tmp_path, lr_scheduler_type=schedule)
+    assert "Set eval_strategy: steps or epoch" in problem
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [{"load_best_model_at_end": "true", "save_steps": "500"}, {"lr_scheduler_type": "greedy"},
+     {"lr_scheduler_type": "reduce_lr_on_plateau"}, {"save_strategy": "best"}],
+)  # fmt: skip
+def test_default_metric_is_refused_if_several_datasets_are_evaluated(tmp_path: Path, wish: dict[str, str]) -> None:
+    values = {"eval_strategy": "steps", "eval_dataset": "debug,other", "eval_on_each_dataset": "true", **wish}
+    options = plan(raw_options(tmp_path, **values)).options
+    (problem,) = checks.check_best_model_metric(options, ["loss"], ["debug", "other"])
+    assert "eval_debug_loss" in str(problem)
+    assert checks.check_best_model_metric(options, ["loss"], [""]) == []
+    unread = dataclasses.replace(
+        options, load_best_model_at_end=False, lr_scheduler_type="linear", save_strategy="steps"
+    )
+    assert checks.check_best_model_metric(unread, ["loss"], ["debug", "other"]) == []
+
+
+@pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy", "constant"])
+def test_warmup_of_a_schedule_without_one_is_noted(tmp_path: Path, schedule: str) -> None:
+    values = {"eval_strategy": "steps", "val_size": "2", "lr_scheduler_type": schedule, "warmup_steps": "3"}
+    assert any("warmup_steps has no effect" in note for note in plan(raw_options(tmp_path, **values)).notes)
+
+
 def test_metric_of_one_dataset_requires_evaluations_on_each(tmp_path: Path) -> None:
     values = {"eval_strategy": "steps", "eval_dataset": "debug,other", "metric_for_best_model": "eval_debug_loss"}
     options = plan(raw_options(tmp_path, **values)).options

@@ -258,6 +258,11 @@ def test_record_of_training_can_be_continued(call: dict, is_text: bool, tmp_path
     assert talk.messages == []
 
 
+def of_part(part: dict[str, Any]) -> dict[str, Any]:
+    """A record with one message of one part."""
+    return {"messages": [{"role": "user", "content": [part]}]}
+
+
 @pytest.mark.parametrize(
     ("record", "expected"),
     [
@@ -267,6 +272,10 @@ def test_record_of_training_can_be_continued(call: dict, is_text: bool, tmp_path
         ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, 'each of "tool_calls" must have'),
         ({"messages": [], "tools": [5]}, "a JSON list of tools"),
         ({"messages": [], "tools": "["}, '"tools" is not valid JSON'),
+        ({"messages": [], "tools": 5}, "a JSON list of tools"),
+        ({"messages": [], "tools": "true"}, "a JSON list of tools"),
+        (of_part({"type": "text", "text": None}), 'message 1 must have "content"'),
+        (of_part({"type": "image_url", "image_url": "a.png"}), '"image_url": {"url"'),
     ],
     ids=str,
 )

@@ -363,6 +363,13 @@ def test_samples_per_second_counts_the_examples_of_packs(tmp_path):
     assert evaluated["eval_samples_per_second"] == pytest.approx(len(TEXTS) / seconds, rel=0.001 + 6e-5 / seconds)
 
 
+@pytest.mark.parametrize("options", [{"packing": True}, {"eval_packing": True}], ids=["packing", "eval-packing"])
+def test_collator_of_the_script_is_refused_for_packs(tmp_path, options):
+    evals = {"eval_dataset": Dataset.from_list(TEXTS), "data_collator": lambda rows: rows}
+    with pytest.raises(ValueError, match="A custom data collator is not supported"):
+        make(tmp_path, TEXTS, trainer=evals, max_length=64, **options)
+
+
 def test_token_count_continues_after_resume(tmp_path):
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 3}
     whole = make(tmp_path, TEXTS * 2, **options)

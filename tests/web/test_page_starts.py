@@ -100,6 +100,17 @@ def test_harmless_values_of_risky_options_and_all_defaults_are_accepted(page, ro
     assert len(started_commands) == 1
 
 
+def test_resume_keeps_run_yaml_until_the_run_accepts_the_options(page, root, started_commands) -> None:
+    sent_run(root, {**USUAL, "output_dir": "sent"})
+    before = (root / "sent" / "run.yaml").read_text()
+    values = {**USUAL, "output_dir": "sent", "learning_rate": 0.5}
+    status, _, text = page.send("POST", "/api/runs", {"values": values, "folder": "resume"})
+    assert status == 201, text
+    assert (root / "sent" / "run.yaml").read_text() == before
+    assert started_commands == [["train", str(root / "sent" / ".requested.yaml")]]
+    assert "learning_rate: 0.5" in (root / "sent" / ".requested.yaml").read_text()
+
+
 def test_option_allowed_by_web_allow_is_accepted(root, tmp_path, started_commands) -> None:
     from web.page_thread import start_page as page_of
 
@@ -303,12 +314,15 @@ def test_link_in_a_folder_is_not_written_through(page, root, monkeypatch, choice
     outside.write_text("as it was")
     folder = root / "saves/linked"
     folder.mkdir(parents=True)
-    for name in ("run.yaml", "launch.json", "outcome.json", "console.log"):
+    written = ".requested.yaml" if choice == "resume" else "run.yaml"
+    for name in (written, "launch.json", "outcome.json", "console.log"):
         (folder / name).symlink_to(outside)
+    if choice == "resume":
+        (folder / "run.yaml").write_text("max_steps: 1\n")
     values = {**USUAL, "output_dir": "saves/linked"}
     assert page.send("POST", "/api/runs", {"values": values, "folder": choice})[0] == 201
     for child in page.site.starter._children:
         child.wait(60)
     assert outside.read_text() == "as it was"
-    assert "model_name_or_path" in (folder / "run.yaml").read_text()
+    assert "model_name_or_path" in (folder / written).read_text()
     assert not (folder / "console.log").is_symlink()

@@ -44,7 +44,7 @@ from burnish.inference.types import InferenceEngine, Sampling
 from burnish.loop.types import Example, Message
 from burnish.losses.reward import REWARD_HEADS, RewardHead, ValueHead
 from burnish.models.export import inference_dtype
-from burnish.models.load import context_length, load_config, load_model, raise_if_not_finite
+from burnish.models.load import context_length, largest_over_layers, load_config, load_model, raise_if_not_finite
 from burnish.models.quantization.quantize import quantization_of, quantized_by
 from burnish.models.reward_files import BIAS, WEIGHT, kind_of_head, read_head
 from burnish.models.source import adapter_folders, find_source
@@ -52,7 +52,6 @@ from burnish.models.tokens import TOKENIZER_FILES, load_tokenizer, resize_embedd
 from burnish.parallel.precision import compute_sentence, loaded_dtype, supported_dtype
 from burnish.parallel.selection import device_of
 from burnish.utils.files import expanded
-from burnish.utils.model_sizes import largest_over_layers
 from burnish.utils.work import track
 
 if TYPE_CHECKING:

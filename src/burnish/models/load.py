@@ -271,6 +271,17 @@ def _not_finite(whose: str, found: list[str], where: str, remedy: str) -> list[P
     return [Problem(what, where, why="Every loss would be NaN.", remedy=remedy)] if found else []
 
 
+def largest_over_layers(config: Any, name: str) -> int | None:
+    """Return a number of a transformers config, or None if it has none. If its layers differ, as the heads of Gemma 4,
+    the largest one: the config itself raises an error then (``per_layer_config``)."""
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:
+        numbers = [getattr(layer, name, None) for layer in config.per_layer_config]
+        return max((number for number in numbers if isinstance(number, int)), default=None)
+    return value if isinstance(value, int) else None
+
+
 def context_length(config: PreTrainedConfig) -> int | None:
     """Context length of the model; None if the config has none or sets no limit."""
     text = config.get_text_config()

@@ -139,7 +139,9 @@ def create_optimizer(
     member = OPTIMIZERS.choose(options.optim, options)
     try:
         return member.value(groups, options, model) if "reads_model" in member.traits else member.value(groups, options)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
+        if isinstance(error, UserError) or not (options.optim_args or isinstance(error, TypeError)):
+            raise
         raise UserError(
             f'invalid optim_args for optim "{options.optim}": {why_not(error)}.',
             option=("optim_args", "optim"),

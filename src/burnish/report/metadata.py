@@ -30,7 +30,9 @@ from burnish.report.results import write_whole
 from burnish.utils.files import appended, regular
 
 LAUNCH, RUN_YAML, EVENTS, OUTCOME = "launch.json", "run.yaml", "events.jsonl", "outcome.json"
-METADATA_NAMES = (LAUNCH, RUN_YAML, EVENTS, OUTCOME, "console.log")
+REQUESTED_YAML = ".requested.yaml"
+"""Options with which a run should be resumed. ``run.yaml`` keeps those of the run until they are accepted."""
+METADATA_NAMES = (LAUNCH, RUN_YAML, REQUESTED_YAML, EVENTS, OUTCOME, "console.log")
 _NOT_SOONER_S = 1.0
 """Minimum seconds between two events of a kind. Events that follow sooner are dropped, except those in ``_ALWAYS``."""
 _ALWAYS = frozenset({"stage", "checkpoint", "stopping", "resumed", "skipped"})

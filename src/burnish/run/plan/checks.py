@@ -17,7 +17,7 @@ from burnish.config.errors import Problem, UserError
 from burnish.data.batches.batching import packs_rows
 from burnish.inference.options import is_remote
 from burnish.loop.best import best_model_metric_name, eval_prefix, missing_metric
-from burnish.loop.schedule import StepPlan
+from burnish.loop.schedule import FOLLOWS_METRIC, StepPlan
 from burnish.loop.state import RATES
 from burnish.losses.base import OBJECTIVES
 from burnish.models.attention_choice import is_flash, requested_attention
@@ -90,6 +90,33 @@ def check_full_eval(options: RunOptions) -> list[Problem]:
         return []
     what = f'"{names[0]}" is not supported with sharded weights (fsdp, deepspeed).'
     return [Problem(what, remedy="Remove it.", option=names[0])]
+
+
+@check
+def check_schedule_by_metric(options: RunOptions) -> list[Problem]:
+    """Check that a schedule that follows a metric has evaluations to follow."""
+    if options.lr_scheduler_type not in FOLLOWS_METRIC or options.eval_strategy != "no" or not trains(options):
+        return []
+    return [
+        Problem(
+            f'"lr_scheduler_type" {options.lr_scheduler_type} changes the learning rate after evaluations, but '
+            "eval_strategy is no.",
+            option=("lr_scheduler_type", "eval_strategy"),
+            remedy="Set eval_strategy: steps or epoch, with eval_dataset or val_size, or select another schedule.",
+        )
+    ]
+
+
+@notes
+def schedule_by_metric_notes(options: RunOptions) -> list[str]:
+    """Return a note if warmup is set for a schedule that has none."""
+    if options.lr_scheduler_type not in (*FOLLOWS_METRIC, "constant") or not (
+        options.warmup_steps or options.warmup_ratio
+    ):
+        return []
+    name = "warmup_steps" if options.warmup_steps else "warmup_ratio"
+    remedy = " For a warmup, set lr_scheduler_type: constant_with_warmup." * (options.lr_scheduler_type == "constant")
+    return [f'{name} has no effect: lr_scheduler_type "{options.lr_scheduler_type}" has no warmup.{remedy}']
 
 
 @notes
@@ -234,7 +261,7 @@ def check_schedule_arguments(options: RunOptions) -> list[Problem]:
 
 
 def check_best_model_metric(options: RunOptions, metrics: Sequence[str] | None, sets: Iterable[str]) -> list[Problem]:
-    """Return a problem if ``metric_for_best_model`` names a metric that no evaluation will compute.
+    """Return a problem if the metric that the run selects by, or that is set, is one that no evaluation will compute.
 
     Args:
         options: options of the run.
@@ -243,7 +270,8 @@ def check_best_model_metric(options: RunOptions, metrics: Sequence[str] | None, 
     """
     name = best_model_metric_name(options)
     known = [f"{eval_prefix(each)}_{metric}" for each in sets for metric in (*(metrics or ()), *RATES)]
-    if not metrics or not options.metric_for_best_model or not known or name in known or not trains(options):
+    is_read = options.metric_for_best_model or (options.eval_strategy != "no" and _reads_metric(options))
+    if not metrics or not is_read or not known or name in known or not trains(options):
         return []
     switch = f"compute_{name.removeprefix('eval_')}"
     problem = missing_metric(name, known)
@@ -252,6 +280,12 @@ def check_best_model_metric(options: RunOptions, metrics: Sequence[str] | None, 
     if name in [f"{eval_prefix(one)}_{metric}" for one in options.eval_dataset or () for metric in metrics]:
         return [replace(problem, remedy=f"Set eval_on_each_dataset: true. {problem.remedy}")]
     return [problem]
+
+
+def _reads_metric(options: RunOptions) -> bool:
+    """Return whether the best model, the end of the run or the learning rate depends on the metric."""
+    follows = options.lr_scheduler_type in FOLLOWS_METRIC or options.early_stopping_steps is not None
+    return follows or bool(options.load_best_model_at_end) or options.save_strategy == "best"
 
 
 def step_notes(options: RunOptions, steps: StepPlan) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from burnish.utils.model_sizes import largest_over_layers
+from burnish.models.load import largest_over_layers
 
 GIB = 2**30
 

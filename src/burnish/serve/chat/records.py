@@ -63,10 +63,21 @@ def _content_of(message: Mapping[str, Any], where: str) -> Any:
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         return ""
-    is_parts = isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
-    if not isinstance(content, str) and not is_parts:
-        raise UserError(f'{where} must have "content": text, or a list of parts. Received: {shortened(content)}.')
+    if not isinstance(content, str) and not (isinstance(content, list) and all(map(_is_part, content))):
+        raise UserError(
+            f'{where} must have "content": text, or a list of parts, each {{"type": "text", "text": text}} or '
+            f'{{"type": "image_url", "image_url": {{"url": text}}}}. Received: {shortened(content)}.'
+        )
     return content
+
+
+def _is_part(part: Any) -> bool:
+    """Return whether a part of a message has a type, and the text or the URL that it requires."""
+    if not isinstance(part, dict) or "type" not in part:
+        return False
+    if part["type"] == "image_url":
+        return isinstance(part.get("image_url"), dict) and isinstance(part["image_url"].get("url"), str)
+    return isinstance(part.get("text", "" if part["type"] != "text" else None), str)
 
 
 def _calls_of(calls: Any, place: int, where: str) -> list[dict[str, Any]]:
@@ -98,6 +109,10 @@ def tools_of(tools: Any, where: str) -> list[dict[str, Any]]:
             tools = json.loads(tools) if tools else []
         except ValueError:
             raise UserError(f'{where}: "tools" is not valid JSON.') from None
+    if isinstance(tools, dict):
+        tools = [tools]
+    if not isinstance(tools or [], list):
+        raise UserError(f"{where} must contain a JSON list of tools, each with a name. Received: {shortened(tools)}.")
     found = []
     for tool in tools or []:
         function = tool.get("function", tool) if isinstance(tool, dict) else None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.report.metadata import LAUNCH, OUTCOME, RUN_YAML, given_yaml, launched, write_outcome
+from burnish.report.metadata import LAUNCH, OUTCOME, REQUESTED_YAML, RUN_YAML, given_yaml, launched, write_outcome
 from burnish.report.results import write_whole
 from burnish.run.plan.config_files import read_arguments
 from burnish.serve.http.child import environment_of_child, start_burnish, tell
@@ -86,8 +86,10 @@ class Starter:
         if not values["overwrite_output_dir"]:
             del values["overwrite_output_dir"]
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / RUN_YAML, given_yaml(values, {}))
-        self._launch(folder, devices)
+        is_resumed = folder_choice == "resume" and (folder / RUN_YAML).is_file()
+        file = REQUESTED_YAML if is_resumed else RUN_YAML
+        write_whole(folder / file, given_yaml(values, {}))
+        self._launch(folder, devices, file)
         return folder
 
     def _check_folder(self, folder: Path, choice: str) -> None:
@@ -131,10 +133,10 @@ class Starter:
             raise APIError(422, "invalid_value", str(error)) from error
         return {name: item.value for name, item in values.items()}
 
-    def _launch(self, folder: Path, devices: list[int] | None) -> None:
+    def _launch(self, folder: Path, devices: list[int] | None, file: str = RUN_YAML) -> None:
         (folder / OUTCOME).unlink(missing_ok=True)
         chosen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
-        argv = ["train", str(folder / RUN_YAML)]
+        argv = ["train", str(folder / file)]
         child = start_burnish(argv, self._place_of(folder), folder / CONSOLE, self._environment() | chosen)
         self._children.append(child)
         launch = launched([], child.pid, ["burnish", *argv])

@@ -74,7 +74,8 @@ def check_objective(
             "column of the dataset, or remove the images."
         )
     is_padding_free = args.padding_free or (args.packing and args.packing_strategy != "wrapped")
-    if is_padding_free and data_collator is not None:
+    packs_evals = args.eval_packing and args.packing_strategy != "wrapped"
+    if (is_padding_free or packs_evals) and data_collator is not None:
         raise ValueError("A custom data collator is not supported with padding-free batches.")
     if args.padding_free and args.per_device_train_batch_size == 1 and not args.packing:
         logger.warning(
