@@ -59,10 +59,26 @@ def test_adapter_of_a_chain_is_reported_without_the_others(tmp_path):
     (note,) = incomplete_chain_notes([folder])
     assert note.endswith(f"set adapter_name_or_path: {tmp_path / 'a'},{folder}")
     assert incomplete_chain_notes([tmp_path / "a", folder]) == []
+    assert incomplete_chain_notes([folder / ".." / "a", folder]) == []
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert incomplete_chain_notes([tmp_path / "link", folder]) == []
     for wrong in ('{"merged_adapters": 5}', "[]", '{"merged_adapters": [5]}'):
         (folder / MERGED_NAME).write_text(wrong)
         with pytest.raises(UserError, match=MERGED_NAME):
             merged_before(folder)
+
+
+def test_missing_folder_of_a_merged_adapter_is_reported_with_its_file(tmp_path, capsys):
+    first, second = tmp_path / "first", tmp_path / "second"
+    trained(first)
+    trained(second, adapter_name_or_path=str(first / ".." / "first"), create_new_adapter=True)
+    assert merged_before(second) == [str(first)]
+    first.rename(tmp_path / "moved")
+    capsys.readouterr()
+    assert main(["export", str(second), f"export_dir={tmp_path / 'exported'}"]) == 2
+    message = capsys.readouterr().err
+    assert str(first) in message
+    assert MERGED_NAME in message
 
 
 def test_commands_scale_positions_as_in_training(tmp_path):

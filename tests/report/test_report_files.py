@@ -266,6 +266,16 @@ def facts(**changes):
     return CardFacts(**{**known, **changes})
 
 
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("/saves/first", "first"), ("/saves/first/checkpoint-2", "first/checkpoint-2"),
+     ("/cache/hub/models--an-owner--a-name/snapshots/0123abcd", "an-owner/a-name")],
+)  # fmt: skip
+def test_card_names_a_merged_adapter(folder, name):
+    text = card_text(facts(is_adapter=True, merged_adapters=[folder]))
+    assert f'PeftModel.from_pretrained(base, "{name}").merge_and_unload()' in text
+
+
 def header(text):
     return yaml.safe_load(text.split("---\n")[1])
 

@@ -249,6 +249,19 @@ def test_warmup_of_a_schedule_without_one_is_noted(tmp_path: Path, schedule: str
     assert any("warmup_steps has no effect" in note for note in plan(raw_options(tmp_path, **values)).notes)
 
 
+@pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
+@pytest.mark.parametrize(("values", "is_noted"), [
+    ({}, False), ({"metric_for_best_model": "accuracy"}, True), ({"greater_is_better": "true"}, True),
+    ({"metric_for_best_model": "accuracy", "lr_scheduler_kwargs": '{"mode": "max"}'}, False),
+])  # fmt: skip
+def test_schedule_with_the_direction_of_a_loss_is_noted(
+    tmp_path: Path, schedule: str, values: dict, is_noted: bool
+) -> None:
+    more = {"eval_strategy": "steps", "val_size": "2", "lr_scheduler_type": schedule, "compute_accuracy": "true"}
+    notes = plan(raw_options(tmp_path, **more, **values)).notes
+    assert any("although higher is better" in note for note in notes) is is_noted
+
+
 def test_metric_of_one_dataset_requires_evaluations_on_each(tmp_path: Path) -> None:
     values = {"eval_strategy": "steps", "eval_dataset": "debug,other", "metric_for_best_model": "eval_debug_loss"}
     options = plan(raw_options(tmp_path, **values)).options

@@ -20,7 +20,7 @@ _KEY = "merged_adapters"
 def write_merged(folder: Path, merged: Sequence[Path]) -> None:
     """Write the folders of the adapters that were merged before the one in ``folder`` was trained, in order."""
     if merged:
-        write_json(folder / MERGED_NAME, {_KEY: [str(each.absolute()) for each in merged]})
+        write_json(folder / MERGED_NAME, {_KEY: [str(each.resolve()) for each in merged]})
 
 
 def merged_before(folder: Path) -> list[str]:
@@ -46,8 +46,8 @@ def incomplete_chain_notes(folders: Sequence[Path]) -> list[str]:
     """
     notes = []
     for at, folder in enumerate(folders):
-        before = {str(each.absolute()) for each in folders[:at]}
-        missing = [name for name in merged_before(folder) if name not in before]
+        before = {each.resolve() for each in folders[:at]}
+        missing = [name for name in merged_before(folder) if Path(name).resolve() not in before]
         if missing:
             chain = ",".join([*merged_before(folder), str(folder)])
             notes.append(

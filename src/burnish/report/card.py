@@ -190,7 +190,7 @@ def _use(facts: CardFacts) -> str:
         load += [
             f"base = {facts.loader}.from_pretrained({base})",
             *(
-                f'base = PeftModel.from_pretrained(base, "{Path(name).name}").merge_and_unload()  # as in training'
+                f'base = PeftModel.from_pretrained(base, "{_public_name(name)}").merge_and_unload()  # as in training'
                 for name in facts.merged_adapters
             ),
             "model = PeftModel.from_pretrained(base, folder)",
@@ -222,6 +222,15 @@ def serving_lines(folder: str, is_adapter: bool = False, gguf: str = "", gives_s
     lines += [f"vllm serve {folder}", f"python -m sglang.launch_server --model-path {folder}"]
     lines += [f"ollama create {Path(folder).name.lower()} -f {folder}/Modelfile"] if gguf else []
     return lines + ([f"llama-server -m {folder}/{gguf}"] if gguf else [])
+
+
+def _public_name(folder: str) -> str:
+    """Return the name under which the card mentions an adapter: its ID if ``folder`` is in the cache of the Hub
+    (``models--OWNER--NAME/snapshots/REVISION``), else its last part, with the folder of the run for a checkpoint."""
+    parts = Path(folder).parts
+    if len(parts) > 2 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
+        return parts[-3].removeprefix("models--").replace("--", "/", 1)
+    return "/".join(parts[-2:] if parts[-1].startswith("checkpoint-") else parts[-1:])
 
 
 def _generate(is_chat: bool) -> list[str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from burnish.adapters.chain import merged_before
+from burnish.adapters.chain import MERGED_NAME, merged_before
 from burnish.checkpoint.checkpoint import Checkpoints
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import RawValue, build, raise_if, specs
@@ -323,7 +323,9 @@ def _of_adapter(folder: Path, values: Mapping[str, RawValue]) -> dict[str, RawVa
         base, kind = config["base_model_name_or_path"], config.get("peft_type", "LORA")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"cannot read the base model's name: {error}.", where=str(folder / ADAPTER)) from error
-    found = {"adapter_name_or_path": RawValue([*merged_before(folder), str(folder)], str(folder))}
+    merged = merged_before(folder)
+    where = folder / MERGED_NAME if merged else folder
+    found = {"adapter_name_or_path": RawValue([*merged, str(folder)], str(where))}
     if "model_name_or_path" not in values:
         if not base:
             what = "the adapter does not name its base model."

@@ -16,7 +16,7 @@ from burnish.config.checks import check, notes
 from burnish.config.errors import Problem, UserError
 from burnish.data.batches.batching import packs_rows
 from burnish.inference.options import is_remote
-from burnish.loop.best import best_model_metric_name, eval_prefix, missing_metric
+from burnish.loop.best import best_model_metric_name, eval_prefix, is_higher_better, missing_metric
 from burnish.loop.schedule import FOLLOWS_METRIC, StepPlan
 from burnish.loop.state import RATES
 from burnish.losses.base import OBJECTIVES
@@ -109,14 +109,19 @@ def check_schedule_by_metric(options: RunOptions) -> list[Problem]:
 
 @notes
 def schedule_by_metric_notes(options: RunOptions) -> list[str]:
-    """Return a note if warmup is set for a schedule that has none."""
-    if options.lr_scheduler_type not in (*FOLLOWS_METRIC, "constant") or not (
-        options.warmup_steps or options.warmup_ratio
-    ):
-        return []
-    name = "warmup_steps" if options.warmup_steps else "warmup_ratio"
-    remedy = " For a warmup, set lr_scheduler_type: constant_with_warmup." * (options.lr_scheduler_type == "constant")
-    return [f'{name} has no effect: lr_scheduler_type "{options.lr_scheduler_type}" has no warmup.{remedy}']
+    """Return notes if warmup is set for a schedule that has none, or if the direction of the metric is not set."""
+    schedule, found = options.lr_scheduler_type, []
+    if schedule in (*FOLLOWS_METRIC, "constant") and (options.warmup_steps or options.warmup_ratio):
+        name = "warmup_steps" if options.warmup_steps else "warmup_ratio"
+        remedy = " For a warmup, set lr_scheduler_type: constant_with_warmup." * (schedule == "constant")
+        found.append(f'{name} has no effect: lr_scheduler_type "{schedule}" has no warmup.{remedy}')
+    if schedule in FOLLOWS_METRIC and is_higher_better(options) and "mode" not in (options.lr_scheduler_kwargs or {}):
+        metric = best_model_metric_name(options)
+        found.append(
+            f'lr_scheduler_type "{schedule}" reduces the learning rate when {metric} rises, although higher is better. '
+            'To reverse it, set lr_scheduler_kwargs: {"mode": "max"}.'
+        )
+    return found
 
 
 @notes
