@@ -438,7 +438,7 @@ def test_presence_penalty_is_not_interpreted_as_repetition_penalty(tmp_path):
 
 @pytest.mark.parametrize(("name", "value"), [("infer_backend", "vllm"), ("infer_url", "http://127.0.0.1:8000")])
 def test_dataset_prediction_with_another_engine_is_rejected(name, value, tmp_path):
-    with pytest.raises(UserError, match=f'"{name}" is not supported for a dataset'):
+    with pytest.raises(UserError, match=f'"{name}" is not supported for predictions on a dataset'):
         run_of(tmp_path, predict_with_generate=True, **{name: value})
 
 

@@ -241,7 +241,7 @@ def test_command_line_is_parsed_by_transformers_parser():
             '`lr_scheduler_kwargs` has the duplicate key "num_cycles"',
         ),
         ("model_init_kwargs", '{"a": {"b": 1, "b": 2}}', '`model_init_kwargs` has the duplicate key "b"'),
-        ("dataset_kwargs", '{"a": 1', "`dataset_kwargs` must be a dictionary, as JSON"),
+        ("dataset_kwargs", '{"a": 1', "`dataset_kwargs` must be a dictionary, or its JSON text"),
     ],
 )
 def test_invalid_dictionary_text_is_rejected_by_name(name, text, message):

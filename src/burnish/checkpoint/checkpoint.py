@@ -62,7 +62,7 @@ class CheckpointOptions:
     resume: str = option(
         "auto",
         "When to resume from the latest checkpoint in output_dir. auto: if there is one; never: not at all; must: "
-        "always, and an error is raised if there is none.",
+        "always; it is an error if there is none.",
         choices=("auto", "never", "must"),
     )  # fmt: skip
     resume_from_checkpoint: str | bool | None = option(

@@ -77,12 +77,14 @@ def compare_fingerprints(
             "change, set resume_despite_changes: true.",
             option=tuple(fatal),
         )
-    return [
-        f"{name} has changed since {folder.name}."
-        if _is_hash(old)
-        else f"{name} was {_short(old)} in {folder.name} and is {_short(new)} now."
-        for name, (old, new) in changed.items()
-    ]
+    return [_accepted(name, *pair, folder.name) for name, pair in changed.items()]
+
+
+def _accepted(name: str, old: Any, new: Any, folder: str) -> str:
+    if _is_hash(old):
+        return f"{name} has changed since {folder}."
+    before, now = _short_pair(old, new)
+    return f"{name} was {before} in {folder} and is {now} now."
 
 
 def _differing_entries(old: Any, new: Any) -> tuple[Any, Any]:
@@ -96,13 +98,18 @@ def _differing_entries(old: Any, new: Any) -> tuple[Any, Any]:
 
 def _difference(name: str, old: Any, new: Any) -> str:
     """Return ``seed was 42, is 7``. For a hash, only that it has changed."""
-    return f"{name} has changed" if _is_hash(old) else f"{name} changed from {_short(old)} to {_short(new)}"
+    return f"{name} has changed" if _is_hash(old) else "{} changed from {} to {}".format(name, *_short_pair(old, new))
 
 
 def _is_hash(value: Any) -> bool:
     return isinstance(value, str) and _HASH.match(value) is not None
 
 
-def _short(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _short_pair(old: Any, new: Any, width: int = 60) -> tuple[str, str]:
+    """Return two different values as short JSON texts that differ: a common beginning of long texts is left out."""
+    texts = [json.dumps(value, default=str) for value in (old, new)]
+    shared = next((i for i, pair in enumerate(zip(*texts, strict=False)) if pair[0] != pair[1]), 0)
+    if shared > width // 2 and max(map(len, texts)) > width:
+        texts = [f"...{text[shared - width // 3 :]}" for text in texts]
+    before, now = (text if len(text) <= width else f"{text[: width - 3]}..." for text in texts)
+    return before, now

@@ -161,7 +161,7 @@ class SingleProcess:
         return gradient
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
-        """() the norm of all gradients together, in float32, on the device.
+        """Return the norm of all gradients together: a scalar in float32, on the device.
 
         Args:
             gradients: those that this process holds.

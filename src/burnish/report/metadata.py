@@ -31,7 +31,7 @@ from burnish.utils.files import appended, regular
 
 LAUNCH, RUN_YAML, EVENTS, OUTCOME = "launch.json", "run.yaml", "events.jsonl", "outcome.json"
 REQUESTED_YAML = ".requested.yaml"
-"""Options with which a run should be resumed. ``run.yaml`` keeps those of the run until they are accepted."""
+"""Options of a requested resume. ``run.yaml`` keeps the options of the run until the request is accepted."""
 METADATA_NAMES = (LAUNCH, RUN_YAML, REQUESTED_YAML, EVENTS, OUTCOME, "console.log")
 _NOT_SOONER_S = 1.0
 """Minimum seconds between two events of a kind. Events that follow sooner are dropped, except those in ``_ALWAYS``."""

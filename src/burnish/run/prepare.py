@@ -130,11 +130,8 @@ def prepare(plan: Plan) -> Prepared:
 
 def _contents(sets: DataSets, template: Template, objective: StageObjective, options: RunOptions) -> dict[str, Any]:
     """What the rows of a run depend on, for its fingerprints."""
-    data = (
-        f"{sets.fingerprint}, shuffled with a buffer of {options.buffer_size}"
-        if options.streaming
-        else sets.fingerprint
-    )
+    # A value that checkpoints contain, not a message: rewording it would reject their resume.
+    data = f"{sets.fingerprint}, shuffled among {options.buffer_size}" if options.streaming else sets.fingerprint
     contents: dict[str, Any] = {
         "data": data, "template": template.form_fingerprint, "tokenizer": template.tokenizer_fingerprint,
         "image_processor": template.image_fingerprint, **objective.contents,

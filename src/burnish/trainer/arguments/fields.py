@@ -61,7 +61,7 @@ class Fields(ReportFields, Groups):
     resume: str = option(
         "never",
         "When train() resumes from the latest checkpoint in output_dir. auto: if there is one; never: not at all; "
-        "must: always, and an error is raised if there is none.",
+        "must: always; it is an error if there is none.",
     )
     resume_from_checkpoint: str | None = option(
         None, "Not used by the Trainer; a script may pass it to train(resume_from_checkpoint=...)."
