@@ -81,6 +81,35 @@ def test_obstacle_in_place_of_deleted_folder_is_reported(
     assert "Raised in" not in err
 
 
+def killed(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_run_that_early_stopping_ended_stays_ended_after_a_kill(
+    user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after the checkpoint of the last step and before the model was written."""
+    stopping = ["val_size=0.25", "eval_strategy=steps", "eval_steps=2", "save_steps=2", "load_best_model_at_end=true",
+                "early_stopping_steps=1", "early_stopping_threshold=100"]  # fmt: skip
+    assert cli.main([*WORDS, *stopping, "output_dir=alone"]) == 0
+    assert "Stopped after step 4 of 8" in read_output(capsys)[0]
+    with monkeypatch.context() as patched:
+        patched.setattr(Loop, "finish_epoch", killed)
+        assert cli.main([*WORDS, *stopping]) == 130
+    assert not Path("out/model.safetensors").exists()
+    assert cli.main([*WORDS, *stopping]) == 0
+    assert "Stopped after step 4 of 8" in read_output(capsys)[0]
+    assert weights("out") == weights("alone")
+    assert cli.main([*WORDS, *stopping]) == 0
+    assert "To train further, increase early_stopping_steps." in read_output(capsys)[0]
+    assert cli.main([*WORDS, *stopping, "max_steps=10"]) == 2
+    assert "early stopping ended this run at step 4, so more steps have no effect" in read_output(capsys)[1]
+    assert cli.main([*WORDS, *stopping, "early_stopping_steps=2"]) == 0
+    assert "Stopped after step 6 of 8" in read_output(capsys)[0]
+    assert cli.main([*WORDS, *stopping, "early_stopping_steps=3", "max_steps=10"]) == 0
+    assert "Stopped after step 8 of 10" in read_output(capsys)[0]
+
+
 def mounted(folder: Path, size: str) -> bool:
     """A small file system of memory, where this user may mount one."""
     folder.mkdir()

@@ -85,6 +85,8 @@ class EarlyStoppingCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         raise_if(_missing_requirements(args))
+        if state.global_step > 0:  # resumed: the run may have been killed after its last evaluation
+            self._stop_without_improvement(control)
 
     def on_evaluate(
         self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
@@ -96,6 +98,9 @@ class EarlyStoppingCallback(TrainerCallback):
             self.early_stopping_patience_counter = 0
         else:
             self.early_stopping_patience_counter += 1
+        self._stop_without_improvement(control)
+
+    def _stop_without_improvement(self, control: TrainerControl) -> None:
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             control.should_training_stop = True
 

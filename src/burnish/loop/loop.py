@@ -127,7 +127,8 @@ class Loop:
         self.callbacks.fire("on_train_begin")
         if self.options.eval_on_start and self.state.global_step == 0:
             self.evaluate()
-        if self.state.global_step == self.state.max_steps and self.loader.is_in_epoch:
+        is_over = self.state.global_step == self.state.max_steps or self.control.should_training_stop
+        if is_over and self.loader.is_in_epoch:
             self.finish_epoch()  # the checkpoint of the last step was saved before the end of its epoch
         num_empty = 0
         while self.state.global_step < self.state.max_steps and not self.control.should_training_stop:

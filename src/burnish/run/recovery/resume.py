@@ -132,10 +132,33 @@ def nothing_left_to_do(
     state = finished_state(folder)
     if last > steps.max_steps or (state is not None and state.max_steps > steps.max_steps):
         raise UserError(_fewer_steps(folder, last, steps))
-    if state is None or state.max_steps < steps.max_steps:
+    if state is None:
+        return ""
+    if state.global_step < state.max_steps:  # ended by early stopping
+        if waits_longer(options, read_finished(folder)):
+            return ""
+        if state.max_steps < steps.max_steps:
+            raise UserError(_ended_early(folder, state.global_step))
+    elif state.max_steps < steps.max_steps:
         return ""
     refuse_changes_after_the_end(options, read_finished(folder), fingerprints())
-    return finished_message(folder, state.global_step)
+    return finished_message(folder, state.global_step, state.max_steps)
+
+
+def waits_longer(options: RunOptions, done: Mapping[str, Any]) -> bool:
+    """Return whether the command allows more evaluations without improvement than the finished run did."""
+    before, now = done["fingerprints"].get("early_stopping_steps"), options.early_stopping_steps
+    return before is not None and (now is None or now > before)
+
+
+def _ended_early(folder: Path, step: int) -> Problem:
+    return Problem(
+        f"early stopping ended this run at step {step}, so more steps have no effect.",
+        where=str(folder),
+        remedy="To train further, increase early_stopping_steps or remove it. To start over, set a different "
+        "output_dir, or set overwrite_output_dir: true.",
+        option=("max_steps", "num_train_epochs", "early_stopping_steps"),
+    )
 
 
 def refuse_changes_after_the_end(options: RunOptions, done: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -193,7 +216,7 @@ def finished_before(options: RunOptions, fingerprints: Callable[[], Mapping[str,
             remedy="Set a different output_dir, or set overwrite_output_dir: true to start over.",
             option="max_steps",
         )
-    return finished_message(folder, done["global_step"])
+    return finished_message(folder, done["global_step"], done["max_steps"])
 
 
 def _lost(folder: Path, lost: Sequence[str]) -> Problem:
@@ -277,9 +300,10 @@ def finished_state(folder: Path) -> TrainerState | None:
         return None
 
 
-def finished_message(folder: Path, step: int) -> str:
+def finished_message(folder: Path, step: int, max_steps: int) -> str:
+    limits = "early_stopping_steps" if step < max_steps else "num_train_epochs or max_steps"
     return (
         f"{folder} contains this run, which finished at step {step}: there is nothing to do.\n"
-        "  To train further, increase num_train_epochs or max_steps. For a run with other settings, set a different "
-        "output_dir, or set overwrite_output_dir: true."
+        f"  To train further, increase {limits}. For a run with other settings, set a different output_dir, or set "
+        "overwrite_output_dir: true."
     )
