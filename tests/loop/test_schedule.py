@@ -114,6 +114,12 @@ def test_unsupported_scheduler_argument_is_named():
         ("polynomial", {"power": -1}),
         ("polynomial", {"lr_end": 1.0}),
         ("inverse_sqrt", {"timescale": -5}),
+        ("cosine_with_min_lr", {}),
+        ("cosine_with_min_lr", {"min_lr": 1e-4, "min_lr_rate": 0.1}),
+        ("cosine_warmup_with_min_lr", {"min_lr_rate": 1.5}),
+        ("warmup_stable_decay", {"num_decay_steps": -3}),
+        ("warmup_stable_decay", {"num_decay_steps": 2.5}),
+        ("cosine", {"num_cycles": True}),
     ],
     ids=str,
 )
@@ -121,6 +127,19 @@ def test_invalid_scheduler_value_is_rejected(name, arguments):
     options = LRScheduleOptions(lr_scheduler_type=name, lr_scheduler_kwargs=arguments)
     with pytest.raises(UserError, match=f'invalid lr_scheduler_kwargs for lr_scheduler_type "{name}": '):
         lr_factor(options, 100, 1e-3)
+
+
+def test_scheduler_value_may_be_text():
+    options = LRScheduleOptions(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": "1e-4"})
+    assert math.isclose(lr_factor(options, 100, 1e-3)(100), 0.1)
+
+
+def test_phases_longer_than_the_run_give_a_note():
+    decay = {"num_decay_steps": 30, "num_stable_steps": 65}
+    options = LRScheduleOptions(lr_scheduler_type="warmup_stable_decay", warmup_steps=5, lr_scheduler_kwargs=decay)
+    (note,) = schedule_notes(options, 99)
+    assert "(warmup_steps 5, num_stable_steps 65, num_decay_steps 30) are longer than the run of 99 steps" in note
+    assert schedule_notes(options, 100) == []
 
 
 def test_warmup_over_all_steps_has_no_decay():

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from burnish.config.conversion import as_type
 from burnish.config.errors import Problem, UserError, why_not
 from burnish.config.options import option
 
@@ -161,13 +162,29 @@ def check_schedule(options: LRScheduleOptions, max_steps: int) -> list[Problem]:
 
 
 def schedule_notes(options: LRScheduleOptions, max_steps: int) -> list[str]:
-    """Return a note if a fractional warmup covers all steps after rounding up, as in a test run of one step."""
+    """Return notes about a schedule that does not fit the run: a fractional warmup covers all steps after rounding up,
+    as in a test run of one step, or the phases of ``warmup_stable_decay`` are longer than the run."""
+    if options.lr_scheduler_type == "warmup_stable_decay":
+        return _phase_notes(options, max_steps)
     if options.warmup_steps >= 1 or not _never_peaks(options, max_steps):
         return []
     name = "warmup_steps" if options.warmup_steps else "warmup_ratio"
     return [
         f"The learning rate never reaches its peak: {name} {options.warmup_steps or options.warmup_ratio:g}, "
         f"rounded up, covers the whole run ({max_steps} step{'s' * (max_steps != 1)})."
+    ]
+
+
+def _phase_notes(options: LRScheduleOptions, max_steps: int) -> list[str]:
+    known = options.lr_scheduler_kwargs or {}
+    phases = {"warmup_steps": warmup_steps_of(options, max_steps)}
+    phases |= {name: int(known[name]) for name in ("num_stable_steps", "num_decay_steps") if known.get(name)}
+    if sum(phases.values()) <= max_steps:
+        return []
+    shown = ", ".join(f"{name} {number}" for name, number in phases.items() if number)
+    return [
+        f"The phases of lr_scheduler_type warmup_stable_decay ({shown}) are longer than the run of {max_steps} steps, "
+        "so the learning rate does not complete its decay."
     ]
 
 
@@ -301,7 +318,12 @@ def lr_factor(options: LRScheduleOptions, max_steps: int, learning_rate: float) 
 
 def _curve_arguments(options: LRScheduleOptions, max_steps: int, warmup: int, learning_rate: float) -> dict[str, Any]:
     """``lr_scheduler_kwargs`` with rates converted to fractions of the peak."""
-    name, arguments = options.lr_scheduler_type, dict(options.lr_scheduler_kwargs or {})
+    name = options.lr_scheduler_type
+    arguments = {key: _argument(key, raw) for key, raw in (options.lr_scheduler_kwargs or {}).items()}
+    if name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
+        arguments = {key: value for key, value in arguments.items() if value is not None}
+        if len({"min_lr", "min_lr_rate"} & arguments.keys()) != 1:
+            raise ValueError("one of min_lr and min_lr_rate is required, and not both")
     if name == "polynomial":
         arguments["lr_init"] = learning_rate
     if name == "warmup_stable_decay" and "num_decay_steps" not in arguments:
@@ -314,6 +336,32 @@ def _curve_arguments(options: LRScheduleOptions, max_steps: int, warmup: int, le
     if "min_lr" in arguments:
         arguments["min_lr_rate"] = arguments.pop("min_lr") / learning_rate
     return arguments
+
+
+_FRACTION, _NOT_NEGATIVE = (0.0, 1.0), (0.0, math.inf)
+_ARGUMENTS: dict[str, tuple[Any, tuple[float, float]]] = {
+    "num_cycles": (float, _NOT_NEGATIVE), "power": (float, _NOT_NEGATIVE), "lr_end": (float, _NOT_NEGATIVE),
+    "min_lr": (float | None, _NOT_NEGATIVE), "min_lr_rate": (float | None, _FRACTION),
+    "min_lr_ratio": (float, _FRACTION), "warmup_lr_rate": (float | None, _FRACTION),
+    "num_decay_steps": (int, _NOT_NEGATIVE), "num_stable_steps": (int | None, _NOT_NEGATIVE),
+    "timescale": (int | None, _NOT_NEGATIVE),
+}  # fmt: skip
+"""Numbers among the arguments of the curves: type, smallest and largest value."""
+
+
+def _argument(name: str, raw: Any) -> Any:
+    """Convert a number that may be text, as YAML reads ``1e-5``. Raises ValueError for a value out of bounds."""
+    if name not in _ARGUMENTS:
+        return raw
+    kind, (lowest, highest) = _ARGUMENTS[name]
+    try:
+        value = as_type(kind, raw)
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from None
+    if value is not None and not lowest <= value <= highest:
+        bounds = "at least 0" if math.isinf(highest) else f"between {lowest:g} and {highest:g}"
+        raise ValueError(f"{name} must be {bounds}. Received: {raw!r}")
+    return value
 
 
 @contextmanager

@@ -255,8 +255,6 @@ def _check_meeting_steps(options: RunOptions, cause: str) -> list[Problem]:
 @check
 def check_schedule_arguments(options: RunOptions) -> list[Problem]:
     """Check the arguments of the learning rate schedule. They do not depend on the length of the run."""
-    if not options.lr_scheduler_kwargs:
-        return []
     try:
         optimizer = SGD([Parameter(torch.zeros(1))], lr=options.learning_rate)
         create_scheduler(optimizer, options, 100, options.learning_rate)
