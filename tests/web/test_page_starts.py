@@ -166,6 +166,11 @@ def test_queue_written_by_others_is_checked_at_start(page, root, started_command
     with pytest.raises(Exception, match="trust_remote_code"):
         page.run(page.site.starter.next_of_queue([]))
     assert started_commands == []
+    (refused,) = page.site.starter.queued()
+    assert "trust_remote_code" in refused["error"]
+    assert "trust_remote_code" in page.send("GET", "/runs")[2]
+    page.run(page.site.starter.next_of_queue([]))  # it is not tried again
+    assert started_commands == []
 
 
 # --- places -----------------------------------------------------------------------------------------------------------

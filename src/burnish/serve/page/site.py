@@ -100,7 +100,7 @@ class Site:
                 self.engines.end_idle()
                 if self.starter.queued():
                     await self.starter.next_of_queue(await self.found())
-            except APIError as refusal:  # the run is out of the queue, and was not started
+            except APIError as refusal:  # shown with the run in the queue
                 log.warning("A queued run was not started: %s", refusal.message)
             except Exception:  # a fault in one round, such as a full disk, must not end the page
                 log.exception("Periodic maintenance of the web UI failed; retrying in two seconds.")

@@ -209,13 +209,23 @@ class Starter:
         return len(left) < len(queue)
 
     async def next_of_queue(self, runs: Iterable[FoundRun]) -> Path | None:
-        """Start the first run of the queue if no run is active."""
-        queue = self.queued()
-        if not queue or any(run.is_alive and run.state != "elsewhere" for run in runs):
+        """Start the first run of the queue if no run is active. A run that cannot be started stays in the queue with
+        the ``error``, and the next one is started.
+
+        Raises:
+            APIError: if the run is refused.
+            OSError: if its files cannot be written.
+        """
+        first = next((one for one in self.queued() if "error" not in one), None)
+        if first is None or any(run.is_alive and run.state != "elsewhere" for run in runs):
             return None
-        first = queue[0]
         self.unqueue(first["number"])
-        return await self.begin(first["values"], first["folder"], first.get("devices"))
+        try:
+            return await self.begin(first["values"], first["folder"], first.get("devices"))
+        except (APIError, OSError) as error:
+            refused = {**first, "error": error.message if isinstance(error, APIError) else str(error)}
+            self.home.write(QUEUE, json.dumps([refused, *self.queued()]))
+            raise
 
 
 def _is_queued_run(one: Any) -> bool:
