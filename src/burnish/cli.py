@@ -225,10 +225,14 @@ NEEDED_BY_EXPORT = (
 """Options that ``burnish export`` reads: full names or prefixes."""
 _RUN = ("run.plan.options:RunOptions",)
 _WEB = ("serve.page.options:WebOptions",)
-_CHAT = ("models.generate:GenerationOptions", "inference.options:InferOptions")
+_LOADED = (
+    "models.options:ModelOptions", "models.quantization.quantize:QuantizationOptions",
+    "data.chat.choose:TemplateOptions", "data.images.options:ImageOptions",
+)  # fmt: skip
+_CHAT = ("models.generate:GenerationOptions", "inference.options:InferOptions", *_LOADED)
 _PREDICT = (
     "serve.eval.dataset:PredictOptions", "data.options:DataOptions", "models.generate:GenerationOptions",
-    "run.response_metrics:MetricOptions",
+    "run.response_metrics:MetricOptions", *_LOADED,
 )  # fmt: skip
 
 
@@ -272,7 +276,8 @@ COMMANDS: dict[str, Command] = {
         "PATH [--adapter name=folder ...] [key=value ...]",
         "serve a model over HTTP with an OpenAI-compatible API",
         "serve.api.command:api",
-        ("serve.api.options:ApiOptions",),
+        ("serve.api.options:ApiOptions", *_CHAT),
+        unread="serve.command_line:UNREAD",
     ),
     "webui": Command(
         "[key=value ...]",
@@ -291,7 +296,7 @@ COMMANDS: dict[str, Command] = {
         "chat with a model in the terminal",
         "serve.chat.command:chat",
         _CHAT,
-        unread="models.generate:PREDICTION_ONLY",
+        unread="serve.command_line:UNREAD",
     ),
     "eval": Command(
         "PATH [PATH ...] [task=mmlu_test | eval_dataset=heldout] [key=value ...]",

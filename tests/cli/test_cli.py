@@ -77,10 +77,12 @@ def test_export_help_lists_the_options_that_its_messages_name(capsys: pytest.Cap
     assert "--overwrite_output_dir" in out
 
 
-def test_chat_help_omits_options_that_only_predictions_read(capsys: pytest.CaptureFixture[str]) -> None:
-    out = burnish(capsys, "chat", "--help")[1]
-    assert all(f"--{name} " not in out for name in PREDICTION_ONLY)
-    assert all(f"--{name} " in out for name in ("temperature", "do_sample", "max_new_tokens", "infer_context"))
+@pytest.mark.parametrize("command", ["chat", "api"])
+def test_help_of_chat_and_api_lists_what_they_read(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = burnish(capsys, command, "--help")[1]
+    assert all(f"--{name} " not in out for name in (*PREDICTION_ONLY, "train_on_prompt"))
+    read = ("temperature", "max_new_tokens", "infer_context", "template", "quantization_bit", "image_max_pixels")
+    assert all(f"--{name} " in out for name in read)
     assert set(PREDICTION_ONLY) < set(specs(GenerationOptions))
 
 

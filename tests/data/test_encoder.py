@@ -1,5 +1,6 @@
 """Tokenization of texts, independent of settings on the tokenizer, with and without offsets."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -61,3 +62,18 @@ def test_error_in_the_tokenizer_library_is_one_sentence(call, kind, monkeypatch)
              "located": lambda: encoder.located(["w1"], [[1]])}  # fmt: skip
     with pytest.raises(UserError, match="its tokenizer cannot encode text: index out of bounds"):
         calls[call]()
+
+
+def test_identity_of_a_slow_tokenizer_covers_its_files_and_settings(tmp_path):
+    from transformers import CTRLTokenizer
+
+    vocab = tmp_path / "vocab.json"
+    vocab.write_text(json.dumps({"<unk>": 0, "a@@": 1, "b": 2, "ab": 3, "b</w>": 4}), encoding="utf-8")
+
+    def identity(merges: str, **settings: bool) -> str:
+        path = tmp_path / "merges.txt"
+        path.write_text(f"#version: 0.2\n{merges}\n\n", encoding="utf-8")
+        return Encoder(CTRLTokenizer(str(vocab), str(path), **settings)).identity
+
+    assert identity("a b</w>") == identity("a b</w>")
+    assert len({identity("a b</w>"), identity("b a</w>"), identity("a b</w>", split_special_tokens=True)}) == 3

@@ -37,6 +37,11 @@ from burnish.utils.files import expanded
 from burnish.utils.json_files import read_object, shortened
 
 ADAPTER, MODEL = "adapter_config.json", "config.json"
+TRAINING_ONLY = ("train_on_prompt", "mask_history", "train_on_eos", "train_from_scratch", "upcast_layernorm",
+                 "use_cache", "init_special_tokens", "new_special_tokens_config")  # fmt: skip
+"""Options of the model and the template that only training reads."""
+UNREAD = (*PREDICTION_ONLY, *TRAINING_ONLY)
+"""Options of the listed groups that ``burnish chat`` and ``burnish api`` do not read."""
 
 
 @dataclass(frozen=True)

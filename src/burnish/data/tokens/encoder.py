@@ -12,12 +12,14 @@ hidden; other added tokens (``<tool_call>`` of Qwen) keep their meaning.
 from __future__ import annotations
 
 import re
+import tempfile
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UNUSABLE, UserError, is_unusable
@@ -61,11 +63,7 @@ class Encoder:
     def identity(self) -> str:
         """A hash that changes if the ids of any text, or the tokens at its beginning and end, could change."""
         tokenizer = self.tokenizer
-        state = (
-            self._backend().to_str()
-            if tokenizer.is_fast
-            else f"{type(tokenizer)} {sorted(tokenizer.get_vocab().items())}"
-        )
+        state = self._backend().to_str() if tokenizer.is_fast else _state_of_slow(tokenizer)
         roles = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
         hashed = blake2b(f"{state} {sorted(self._texts.values())} {roles}".encode(), digest_size=16)
         return hashed.hexdigest()
@@ -176,6 +174,15 @@ class Encoder:
                 shown = self.show(piece)
                 ids += self.continued(shown) if ids else self.plain(shown)
         return ids
+
+
+def _state_of_slow(tokenizer: Any) -> str:
+    """Vocabulary, settings and files (merges, sentencepiece models) of a tokenizer that runs in Python."""
+    settings = {name: value for name, value in tokenizer.init_kwargs.items() if isinstance(value, bool | int | float)}
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_vocabulary(folder)
+        files = {path.name: blake2b(path.read_bytes()).hexdigest() for path in sorted(Path(folder).iterdir())}
+    return f"{type(tokenizer)} {sorted(tokenizer.get_vocab().items())} {sorted(settings.items())} {files}"
 
 
 def _any_of(texts: Iterable[str]) -> str:

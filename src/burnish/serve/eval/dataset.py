@@ -22,7 +22,7 @@ from burnish.run.build import train_run
 from burnish.run.plan.config_files import COMMAND_LINE
 from burnish.run.plan.files import ANY_RECORDS
 from burnish.run.plan.plan import locate_problems, plan
-from burnish.serve.command_line import Serving, paths_of, servings_of
+from burnish.serve.command_line import TRAINING_ONLY, Serving, paths_of, servings_of
 from burnish.utils.files import expanded, named_where_full, problems_of_folder
 from burnish.utils.json_files import read_object
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from burnish.run.plan.options import RunOptions
 
 _BESIDE = "predictions"
-UNREAD = ("predict_with_generate", "tokenized_path", "streaming", "buffer_size")
+UNREAD = ("predict_with_generate", "tokenized_path", "streaming", "buffer_size", *TRAINING_ONLY)
 """Options of the listed groups that ``burnish predict`` does not read."""
 FREE_SOME_SPACE = "Free some space or set a different save_dir, and run the command again."
 
