@@ -20,3 +20,8 @@ def test_long_values_are_shown_from_where_they_differ():
 def test_long_values_that_differ_early_are_shown_from_their_beginning():
     with pytest.raises(UserError, match=r'lora_target changed from "x{56}\.\.\. to "y{56}\.\.\.\.'):
         compare_fingerprints({"lora_target": "x" * 90}, {"lora_target": "y" * 90}, Path("checkpoint-2"))
+
+
+def test_removed_value_is_called_not_set():
+    (note,) = compare_fingerprints({"eval_steps": 500}, {"eval_steps": None}, Path("checkpoint-2"))
+    assert note == "eval_steps was 500 in checkpoint-2 and is not set now."

@@ -106,8 +106,8 @@ def _is_hash(value: Any) -> bool:
 
 
 def _short_pair(old: Any, new: Any, width: int = 60) -> tuple[str, str]:
-    """Return two different values as short JSON texts that differ: a common beginning of long texts is left out."""
-    texts = [json.dumps(value, default=str) for value in (old, new)]
+    """Return two different values as short texts that differ. A common beginning of long JSON texts is left out."""
+    texts = ["not set" if value is None else json.dumps(value, default=str) for value in (old, new)]
     shared = next((i for i, pair in enumerate(zip(*texts, strict=False)) if pair[0] != pair[1]), 0)
     if shared > width // 2 and max(map(len, texts)) > width:
         texts = [f"...{text[shared - width // 3 :]}" for text in texts]
