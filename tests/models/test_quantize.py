@@ -120,6 +120,19 @@ def test_model_is_quantized_while_loading_except_head(bnb, tmp_path):
     assert fp4.weight.quant_state.quant_type == "fp4"
 
 
+def test_dora_over_8_bits_trains_on_a_cpu(bnb, tmp_path):
+    model = load(wide_model(tmp_path / "model"), quantization_bit=8)
+    ids = torch.arange(8)[None]
+    before = model(ids).logits
+    targets = find_targets(model, ["q_proj", "up_proj"])[0]
+    add_adapter(model, "default", LoraConfig(r=4, use_dora=True), targets, [])
+    assert_close(model(ids).logits, before.detach().numpy(), 2e-2)
+    first = model(ids).logits
+    first.square().sum().backward()
+    assert torch.equal(model(ids).logits, first)
+    assert all(layer.lora_B["default"].weight.grad.abs().sum() > 0 for layer in map(model.get_submodule, targets))
+
+
 def test_lora_over_4_bits_matches_formula_and_keeps_base(bnb):
     lora, x = adapted(bnb), torch.randn(3, 5, 64)
     before = lora.base_layer.weight.data.clone()

@@ -178,7 +178,23 @@ def add_adapter(model: nn.Module, name: str, config: Any, targets: Sequence[str]
     for path in whole:
         module: Any = model.get_submodule(path)
         _share(module.original_module, module.modules_to_save[name], copied)
+    if config.use_dora:
+        for path in targets:
+            _keep_scales(model.get_submodule(path))
     set_active(model, [name])
+
+
+def _keep_scales(layer: Any) -> None:
+    """Keep the scales of 8-bit weights on a CPU. peft replaces the weight whenever DoRA reads it, by a copy without
+    scales, which bitsandbytes would use instead of those that it has."""
+    base = getattr(layer, "base_layer", None)
+    if type(getattr(base, "weight", None)).__name__ == "Int8Params":
+        base.register_forward_pre_hook(_without_lost_scales)
+
+
+def _without_lost_scales(base: Any, _: Any) -> None:
+    if base.weight.SCB is None and base.state.SCB is not None:
+        base.weight.CB = None
 
 
 def _draw_again(model: nn.Module, name: str, before: Tensor) -> None:
