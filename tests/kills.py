@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
@@ -138,7 +138,7 @@ def run(folder: Path, argv: list[str], at: int = 0, kind: str = "save", ranks: i
         children[child] = rank
     code = 0
     while children:
-        child, status = os.wait()
+        child, status = _wait_for_first(children)
         children.pop(child)
         if ended := os.waitstatus_to_exitcode(status):
             code = code or ended
@@ -148,6 +148,16 @@ def run(folder: Path, argv: list[str], at: int = 0, kind: str = "save", ranks: i
         output = (folder / "said.txt").read_text(encoding="utf-8")
         raise AssertionError(f"{argv} at {kind} {at}: status {code}\n{output}")
     return code
+
+
+def _wait_for_first(children: Iterable[int]) -> tuple[int, int]:
+    """Wait for one of these processes. This process may have other children, such as a browser of an earlier test."""
+    while True:
+        for child in children:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                return child, status
+        time.sleep(0.005)
 
 
 def free_port() -> int:

@@ -30,7 +30,7 @@ from burnish.utils.json_files import read_object
 
 MOST_PRESETS = 200
 SHOWN = ("name", "group", "control", "default", "choices", "unit", "help", "short", "label", "aliases", "ignored")
-"""Fields of an option that the page receives. The planner also returns fields for the validation of values."""
+"""Fields of an option that the page receives, unless they are empty. The planner returns more, which validate values."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -62,7 +62,10 @@ class Form:
             for one in fields
             if (one["is_secret"] or (one["risky"] and not one["harmless"])) and one["name"] not in allowed
         }
-        shown = [{part: field[part] for part in SHOWN if part in field} for field in fields]
+        shown = [
+            {part: field[part] for part in SHOWN if part == "default" or field.get(part) not in (None, "", [])}
+            for field in fields
+        ]
         boxes = {name: list(options) for name, options in BOXES.items()}
         return ShownJson(
             {"groups": form["groups"], "titles": texts["groups"], "fields": shown, "boxes": boxes, "risky": risky,
