@@ -30,7 +30,7 @@ from burnish.utils.json_files import read_object
 
 MOST_PRESETS = 200
 SHOWN = ("name", "group", "control", "default", "choices", "unit", "help", "short", "label", "aliases", "ignored")
-"""Fields of an option that the page receives, unless they are empty. The planner returns more, which validate values."""
+"""Fields of an option that the page receives, unless they are empty. The planner returns more, to validate values."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 

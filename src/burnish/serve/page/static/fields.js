@@ -36,7 +36,7 @@ function control(field, id, isOff) {
       choices.map((/** @type {string} */ choice) => el("option", { value: choice }, name(choice))),
     );
   }
-  const list = field.choices.length ? `${id}-choices` : null;
+  const list = field.choices ? `${id}-choices` : null;
   const input = el("input", {
     ...common,
     type: "text",
@@ -83,7 +83,7 @@ export function fieldOf(field, { risk, browse } = {}) {
 }
 /** Whether a field matches a search: all words occur in its label, name, help or aliases. @param {Field} field @param {string} text */
 export function isFound(field, text) {
-  const whole = [field.name, field.name.replaceAll("_", " "), labelOf(field), field.help, ...field.aliases]
+  const whole = [field.name, field.name.replaceAll("_", " "), labelOf(field), field.help, ...(field.aliases ?? [])]
     .join(" ")
     .toLowerCase();
   return text

@@ -27,9 +27,7 @@ let answer = {},
   hasTried = false;
 const [found, ...lists] = await Promise.all([get("api/form"), get("api/models"), get("api/datasets")]);
 /** @type {Record<string, any>} */
-const declared = Object.fromEntries(
-  found.fields.map((/** @type {any} */ field) => [field.name, { choices: [], aliases: [], ...field }]),
-);
+const declared = Object.fromEntries(found.fields.map((/** @type {any} */ field) => [field.name, field]));
 $("#loading").remove();
 
 // --- fields -----------------------------------------------------------------------------------------------------------
