@@ -225,10 +225,8 @@ NEEDED_BY_EXPORT = (
 """Options that ``burnish export`` reads: full names or prefixes."""
 _RUN = ("run.plan.options:RunOptions",)
 _WEB = ("serve.page.options:WebOptions",)
-_LOADED = (
-    "models.options:ModelOptions", "models.quantization.quantize:QuantizationOptions",
-    "data.chat.choose:TemplateOptions", "data.images.options:ImageOptions",
-)  # fmt: skip
+_PROMPTS = ("data.chat.choose:TemplateOptions", "data.images.options:ImageOptions")
+_LOADED = ("models.options:ModelOptions", "models.quantization.quantize:QuantizationOptions", *_PROMPTS)
 _CHAT = ("models.generate:GenerationOptions", "inference.options:InferOptions", *_LOADED)
 _PREDICT = (
     "serve.eval.dataset:PredictOptions", "data.options:DataOptions", "models.generate:GenerationOptions",
@@ -276,8 +274,8 @@ COMMANDS: dict[str, Command] = {
         "PATH [--adapter name=folder ...] [key=value ...]",
         "serve a model over HTTP with an OpenAI-compatible API",
         "serve.api.command:api",
-        ("serve.api.options:ApiOptions", *_CHAT),
-        unread="serve.command_line:UNREAD",
+        ("serve.api.options:ApiOptions", "inference.options:InferOptions", *_PROMPTS),
+        unread="inference.options:TRAINING_ONLY",
     ),
     "webui": Command(
         "[key=value ...]",

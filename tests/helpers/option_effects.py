@@ -182,7 +182,7 @@ OPTION_EFFECTS: dict[str, Row] = {
     "max_steps": Row(2, "steps", becomes(2)),
     "dataloader_drop_last": Row(True, "steps", becomes(3), {"max_samples": 5, "max_steps": -1, "num_train_epochs": 3}),
     "lr_scheduler_type": Row("cosine", "rates"),
-    "lr_scheduler_kwargs": Row({"min_lr": 5e-4}, "rates", beside={"lr_scheduler_type": "cosine_with_min_lr"}),
+    "lr_scheduler_kwargs": Row({"num_cycles": 1.5}, "rates", beside={"lr_scheduler_type": "cosine"}),
     "warmup_steps": Row(2, "rates", lambda before, after: after[:2] == [0.0, 5e-4]),
     "warmup_ratio": Row(0.5, "rates", lambda before, after: after[:2] == [0.0, 5e-4]),
     # the optimizer

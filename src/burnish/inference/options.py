@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from burnish.models.quantization.quantize import QuantizationOptions
     from burnish.parallel.options import ParallelOptions
 
+TRAINING_ONLY = ("train_on_prompt", "mask_history", "train_on_eos", "train_from_scratch", "upcast_layernorm",
+                 "use_cache", "init_special_tokens", "new_special_tokens_config")  # fmt: skip
+"""Options of the model and the template that only training reads."""
+
 
 @dataclass
 class InferOptions:

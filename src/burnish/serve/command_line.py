@@ -23,7 +23,7 @@ from burnish.data.chat.choose import TemplateOptions, check_template
 from burnish.data.chat.truncate import EncodingOptions
 from burnish.data.options import DataOptions
 from burnish.inference.loading import writes_answers
-from burnish.inference.options import check_infer, infer_notes
+from burnish.inference.options import TRAINING_ONLY, check_infer, infer_notes
 from burnish.losses.base import OBJECTIVES, options_of
 from burnish.models.check import check_model
 from burnish.models.generate import PREDICTION_ONLY
@@ -37,11 +37,8 @@ from burnish.utils.files import expanded
 from burnish.utils.json_files import read_object, shortened
 
 ADAPTER, MODEL = "adapter_config.json", "config.json"
-TRAINING_ONLY = ("train_on_prompt", "mask_history", "train_on_eos", "train_from_scratch", "upcast_layernorm",
-                 "use_cache", "init_special_tokens", "new_special_tokens_config")  # fmt: skip
-"""Options of the model and the template that only training reads."""
 UNREAD = (*PREDICTION_ONLY, *TRAINING_ONLY)
-"""Options of the listed groups that ``burnish chat`` and ``burnish api`` do not read."""
+"""Options of the groups in the help of ``burnish chat`` that it does not read."""
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,14 @@ from burnish.config.errors import UserError
 from burnish.config.options import RawValue, build, changed_options, option, raise_if
 from burnish.data.chat.choose import RECORDED, recorded_options
 from burnish.inference.loading import writes_answers
+from burnish.inference.options import TRAINING_ONLY
 from burnish.losses.base import OBJECTIVES
 from burnish.report.console import note
 from burnish.run.build import train_run
 from burnish.run.plan.config_files import COMMAND_LINE
 from burnish.run.plan.files import ANY_RECORDS
 from burnish.run.plan.plan import locate_problems, plan
-from burnish.serve.command_line import TRAINING_ONLY, Serving, paths_of, servings_of
+from burnish.serve.command_line import Serving, paths_of, servings_of
 from burnish.utils.files import expanded, named_where_full, problems_of_folder
 from burnish.utils.json_files import read_object
 
