@@ -138,6 +138,7 @@ def test_api_shows_no_secret(user_folder: Path) -> None:
     assert_nowhere(server.said + words, user_folder)
 
 
+@pytest.mark.slow
 def test_page_shows_no_secret(user_folder: Path) -> None:
     server = Server("webui", "web_port=0", "web_home=home")
     here = {"Origin": f"http://127.0.0.1:{server.port}"}

@@ -54,6 +54,7 @@ def test_training_continues_when_its_output_is_closed(where: str, user_folder: P
     assert "Trained 8 steps" in output
 
 
+@pytest.mark.slow
 def test_training_continues_when_its_terminal_is_closed(user_folder: Path) -> None:
     """The terminal's window is closed in the middle of the run: SIGHUP, and every later write fails."""
     child, terminal = pty.fork()

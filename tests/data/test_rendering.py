@@ -138,6 +138,7 @@ def test_forked_process_gets_its_own_worker_and_stale_responses_are_dropped(
     assert original is not None
 
 
+@pytest.mark.slow
 def test_worker_ends_with_its_parent(tmp_path: Path) -> None:
     """Killed in the middle of a rendering, burnish leaves nothing behind that goes on."""
     script = f"""

@@ -18,6 +18,7 @@ from burnish.data.rows.streamed import StreamedRows
 from burnish.data.sets import sources
 from burnish.run import prepare
 from dataset_helpers import write
+from representative import representative_slow
 from run_outputs import KILLS_ITSELF_AFTER_STEP_FIVE, history, same_weights
 from small_run import as_arguments, make_workspace, records
 
@@ -83,7 +84,7 @@ def test_bad_record_stops_run_and_keeps_checkpoints(tmp_path, user, capsys, monk
     assert (tmp_path / "out" / "checkpoint-4").is_dir()
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".arrow"])
+@pytest.mark.parametrize("suffix", representative_slow([".jsonl", ".arrow"], 1))
 @pytest.mark.parametrize("change", ["truncated", "overwritten"])
 def test_file_changed_during_training_is_reported_and_run_resumes_once_restored(
     tmp_path, user, capsys, monkeypatch, suffix, change

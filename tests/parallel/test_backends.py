@@ -356,6 +356,7 @@ def test_process_group_of_a_command_is_closed_but_that_of_a_script_is_not(status
     assert dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_process_group_of_a_script_trainer_is_closed_at_exit():
     script = (
         "import atexit, torch.distributed as dist\n"

@@ -31,6 +31,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator of glibc is told, and this is another")
 def test_step_reuses_memory_freed_by_previous_step() -> None:
     fresh, kept = (_faults(keeps) for keeps in (False, True))
@@ -80,6 +81,7 @@ print(used[1] - used[0])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="the allocator of glibc since 2.33 is asked")
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="a torch without oneDNN")
 def test_kernel_cache_of_past_shapes_is_bounded() -> None:

@@ -4,6 +4,8 @@ import pytest
 from golden_run import golden, make_material
 from trl_runs import golden_set, logs_of, trainer_of
 
+from representative import representative_slow
+
 pytestmark = [
     pytest.mark.run,
 ]
@@ -39,7 +41,7 @@ def trainer_like(case, folder, output, **changes):
     )
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", representative_slow(RUNS, 3))
 def test_five_steps_match_trl(name, folder, tmp_path):
     case = golden()["runs"]["trl"][name]
     trainer = trainer_like(case, folder, tmp_path)

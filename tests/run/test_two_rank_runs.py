@@ -54,6 +54,7 @@ def logged(path):
     return [{k: v for k, v in log.items() if not any(name in k for name in timed)} for log in history(path)]
 
 
+@pytest.mark.slow
 def test_log_after_a_resume_between_two_logs_counts_each_rank_once(tmp_path):
     options = make_workspace(
         tmp_path, count=32, logging_steps=4, save_steps=3, max_steps=4, include_num_input_tokens_seen=True,
@@ -100,11 +101,13 @@ def loads_of(folder, options):
     return [(folder / f"loads_{rank}").read_text().splitlines() for rank in (0, 1)]
 
 
+@pytest.mark.slow
 def test_all_ranks_roll_back_to_the_checkpoint_that_rank_0_was_writing(tmp_path):
     options = make_workspace(tmp_path, count=64, save_steps=1, max_steps=6, on_spike="rollback")
     assert loads_of(tmp_path, options) == [["load checkpoint-3"]] * 2
 
 
+@pytest.mark.slow
 def test_all_ranks_load_the_best_checkpoint_that_rank_0_was_writing(tmp_path):
     options = make_workspace(
         tmp_path, count=32, max_steps=3, eval_strategy="steps", eval_steps=2, val_size=0.2, save_strategy="best",

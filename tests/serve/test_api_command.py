@@ -173,6 +173,7 @@ LOOPS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_looping_chat_template_is_stopped_and_server_continues(tmp_path: Path) -> None:
     (tmp_path / "loops.jinja").write_text(LOOPS, encoding="utf-8")
     process = Process(

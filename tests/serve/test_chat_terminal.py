@@ -395,6 +395,7 @@ def endless_model(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_conversation_in_a_terminal_works(endless_model: Path, tmp_path: Path) -> None:
     main, child = pty.openpty()
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm", "COLUMNS": "100"}

@@ -50,7 +50,7 @@ SCENES = {
 @pytest.mark.parametrize(
     ("scene", "sets"),
     [
-        (scene, sets)
+        pytest.param(scene, sets, marks=pytest.mark.slow if sets == "two sets" else ())
         for scene in SCENES
         for sets in ("one set", "two sets")
         if (scene, sets) != ("the best", "two sets")

@@ -154,6 +154,7 @@ def test_eval_task_opens_no_files_outside(below, outside, task) -> None:
         local_tasks(task, below / "tasks", "en", 0, False)
 
 
+@pytest.mark.slow
 @pytest.mark.run
 def test_linked_template_is_not_shown_by_the_form(page, root, outside) -> None:
     shutil.copytree(MODEL, root / "model")

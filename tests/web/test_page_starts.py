@@ -265,6 +265,7 @@ def test_oversized_run_yaml_stops_no_other_request(page, root) -> None:
     assert page.send("GET", "/api/runs")[0] == 200
 
 
+@pytest.mark.slow
 @pytest.mark.run
 def test_page_jobs_import_no_module_of_a_folder(page, root) -> None:
     """``python -m`` looks into the current folder first, which a run's launch.json names."""
@@ -286,7 +287,7 @@ NAMES = ("run.yaml", "launch.json", "outcome.json", "events.jsonl", "trainer_log
          "trainer_state.json")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", representative_slow(NAMES, ("run.yaml", "launch.json", "trainer_log.jsonl")))
+@pytest.mark.parametrize("name", representative_slow(NAMES, ("run.yaml",)))
 def test_link_in_a_run_shows_nothing_outside_of_the_run(page, root, name) -> None:
     outside = root.parent / "outside.txt"
     row = '{"current_steps": 1, "loss": 0.123456, "state": "failed", "kind": "best", "text": "SECRET", "time": 2e9, '
