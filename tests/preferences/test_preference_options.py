@@ -225,6 +225,8 @@ def test_contradictory_preference_options_are_rejected_before_reading(workspace,
         ({"kto_chosen_weight": 2.0}, '"kto_chosen_weight" has no effect: stage is dpo.'),
         ({"center_rewards_coefficient": 0.1, "stage": "kto"}, '"center_rewards_coefficient" has no effect: stage is'),
         ({"stage": "sft", "pref_beta": 0.2}, '"pref_beta" has no effect: stage is sft.'),
+        ({"neftune_noise_alpha": 5.0}, '"neftune_noise_alpha" has no effect: stage is dpo.'),
+        ({"use_dft_loss": True, "stage": "kto"}, '"use_dft_loss" has no effect: stage is kto.'),
         ({}, "learning_rate 0.001 is high for preference optimization"),
     ],
 )
@@ -260,3 +262,8 @@ def test_full_logits_give_the_same_loss_and_impossible_request_is_rejected(works
     )
     with pytest.raises(UserError, match="fused_loss"):
         losses(workspace, monkeypatch, fused_loss=True)
+
+
+def test_packing_of_evaluations_is_rejected(workspace):
+    with pytest.raises(UserError, match='"eval_packing" is for stage: sft'):
+        plan(run_options(workspace, eval_packing=True))

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -258,3 +259,17 @@ def test_rollback_within_a_rollout_is_rejected_before_loading_the_model(tmp_path
     monkeypatch.setattr("burnish.run.build.load_model", lambda *args, **kwargs: pytest.fail("the model is loaded"))
     with pytest.raises(UserError, match=r"rollback.*not supported if several optimizer steps"):
         train(user(tmp_path, on_spike="rollback"))
+
+
+def test_run_killed_before_its_first_checkpoint_starts_over(tmp_path):
+    options = user(tmp_path, max_steps=2, save_strategy="no")
+    journal = Path(options["output_dir"]) / "completions.jsonl"
+    journal.parent.mkdir(exist_ok=True)
+    journal.write_text('{"step": 1}\n', encoding="utf-8")
+    train(options)
+    assert '{"step": 1}' not in journal.read_text(encoding="utf-8").splitlines()
+
+
+def test_oft_adapter_generates_and_trains(tmp_path):
+    folder = train(user(tmp_path, max_steps=2, save_strategy="no", finetuning_type="oft"))
+    assert (folder / "adapter_model.safetensors").is_file()

@@ -8,7 +8,7 @@ from datasets import Dataset
 from test_rollout_trainers import prompts, trainer_of, variety
 from transformers import AutoTokenizer
 
-from burnish import GRPOTrainer, UserError
+from burnish import GRPOConfig, GRPOTrainer, RLOOConfig, UserError
 from burnish.rollouts.completions import Completion, CompletionSource
 from burnish.trainer.trl.rollouts.tools import ToolDialogue, schemas
 from small_run import make_model
@@ -264,3 +264,24 @@ def test_rollout_function_with_missing_fields_is_rejected(folder):
     trainer = trainer_of(folder, dataset=prompts(), trainer_args={"rollout_func": lambda prompts, trainer: {}})
     with pytest.raises(ValueError, match="rollout_func must return keys"):
         trainer.train()
+
+
+@pytest.mark.parametrize("name", ["env_mask", "logprobs"])
+def test_rollout_function_with_values_for_other_tokens_is_rejected(folder, name):
+    """One too many for a completion, one too few for the next."""
+
+    def rollout(prompts, trainer):
+        values = [[1.0] * (3 if at % 2 else 1) for at in range(len(prompts))]
+        ids = {"prompt_ids": [[5]] * len(prompts), "completion_ids": [[6, 7]] * len(prompts)}
+        return {**ids, "logprobs": None, name: values}
+
+    trainer = trainer_of(folder, dataset=prompts(), trainer_args={"rollout_func": rollout})
+    with pytest.raises(UserError, match=f'1 values of "{name}" for completion 1, which has 2 tokens'):
+        trainer.train()
+
+
+@pytest.mark.parametrize("config", [GRPOConfig, RLOOConfig])
+def test_best_checkpoint_of_rollouts_is_chosen_by_reward(config, tmp_path):
+    args = config(str(tmp_path), use_cpu=True, load_best_model_at_end=True, eval_strategy="steps", eval_steps=2,
+                  save_steps=2)  # fmt: skip
+    assert (args.metric_for_best_model, args.greater_is_better) == ("reward", True)

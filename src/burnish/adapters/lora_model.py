@@ -273,7 +273,7 @@ def _merges_exactly(layer: Any) -> bool:
     if type(layer.base_layer) is not nn.Linear or layer.base_layer.weight.dtype not in (torch.float32, torch.float64):
         return False
     names = layer.active_adapters
-    is_plain = len(names) == 1 and names[0] in layer.lora_A and layer.lora_B[names[0]].bias is None
+    is_plain = len(names) == 1 and names[0] in getattr(layer, "lora_A", ()) and layer.lora_B[names[0]].bias is None
     return is_plain and not (layer.merged or layer.disable_adapters or layer.lora_variant)
 
 

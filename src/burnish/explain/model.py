@@ -13,6 +13,7 @@ from burnish.explain.view import Line, Section
 from burnish.kernels.last_layer import LAST_LAYER
 from burnish.kernels.probe import unwrap_peft
 from burnish.kernels.tied import TIED
+from burnish.losses.base import options_of
 from burnish.losses.neftune import EmbeddingNoise
 from burnish.models.load import SAMPLING, context_length, meta_model, samples_without_sampling
 from burnish.models.patches.attention import PADDING_FREE
@@ -104,7 +105,7 @@ def patched_shapes(options: RunOptions, config: Any, tokenizer: Any) -> nn.Modul
         patch(model, "generation_config.do_sample", True, SAMPLING)
     if not options.torch_compile:
         patch_forwards(model, options, device_of(options))
-    if options.neftune_noise_alpha:
+    if options.neftune_noise_alpha and "neftune_noise_alpha" in options_of(options.stage):
         EmbeddingNoise(unwrap_peft(model).get_input_embeddings(), options.neftune_noise_alpha)
     if options.gradient_checkpointing:
         checkpoint_activations(model, options.gradient_checkpointing_kwargs)

@@ -27,7 +27,7 @@ from burnish.kernels.cross_entropy import TokenLoss, TokenSums
 from burnish.kernels.probe import Capabilities, Head, unwrap_peft
 from burnish.kernels.tied import TIED, TiedEmbedding
 from burnish.loop.types import IGNORE_INDEX, Batch, Example, Loss, Row
-from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
+from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective, options_of
 from burnish.losses.logits import logits_at, model_inputs
 from burnish.losses.neftune import EmbeddingNoise
 from burnish.losses.targets import Targets, collate_trained, sums_of_hidden, sums_of_logits
@@ -71,8 +71,14 @@ class CheckpointingChoices:
     gradient_checkpointing_kwargs: dict[str, Any] | None
 
 
+_OF_TOKENS = ("label_smoothing_factor", "neftune_noise_alpha", "use_dft_loss", "use_eaft_loss")
+"""Options of the loss that only stages of language modeling read."""
+
+
 class LmChoices(CheckpointingChoices, ParallelOptions, PatchOptions, LmOptions):
     """Options of the language modeling loss."""
+
+    stage: str
 
 
 @check
@@ -90,9 +96,12 @@ def check_loss_factors(options: LmChoices) -> list[Problem]:
 
 @notes
 def loss_notes(options: LmChoices) -> list[str]:
-    if options.eaft_alpha == LmOptions().eaft_alpha or options.use_eaft_loss:
-        return []
-    return ['"eaft_alpha" has no effect without use_eaft_loss.']
+    """Return notes on options without effect: outside of language modeling, and of another loss."""
+    unread = [name for name in _OF_TOKENS if name not in options_of(options.stage)] if options.stage else []
+    found = [f'"{name}" has no effect: stage is {options.stage}.' for name in unread if getattr(options, name)]
+    if options.eaft_alpha != LmOptions().eaft_alpha and not options.use_eaft_loss:
+        found.append('"eaft_alpha" has no effect without use_eaft_loss.')
+    return found
 
 
 def token_loss(options: LmChoices, softcap: float | None = None) -> TokenLoss:

@@ -16,7 +16,7 @@ from burnish.losses.preference_losses import PAIR_LOSSES
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 OF_SFT = {"nll": "", "dft": "For TRL's dft, set use_dft_loss: true."}
 REMOVED = {"kto_pair": OptionText("{pref_loss}: kto_pair was removed; use {stage=kto}, or {pref_loss}: bco_pair.")}
-_OF_ANSWERS = ("train_on_prompt", "mask_history", "neat_packing", "predict_with_generate")
+_OF_ANSWERS = ("train_on_prompt", "mask_history", "neat_packing", "eval_packing", "predict_with_generate")
 _PAPER_BETA = 1.0
 _FULL_RATE = 2e-5
 

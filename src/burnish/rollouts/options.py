@@ -174,8 +174,8 @@ class RolloutStageChoices(GenerationLossChoices, FinetuningOptions, InferOptions
 
 _OTHER_ENGINES = ("vllm", "sglang")
 _OF_ANSWERS = (
-    "train_on_prompt", "mask_history", "neat_packing", "packing", "predict_with_generate", "precompute_ref_log_probs",
-    "max_tokens_per_batch",
+    "train_on_prompt", "mask_history", "neat_packing", "packing", "eval_packing", "predict_with_generate",
+    "precompute_ref_log_probs", "max_tokens_per_batch",
 )  # fmt: skip
 _OF_RLOO = ("normalize_advantages", "reward_clip_range")
 _OF_GROUPS = (

@@ -112,6 +112,11 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
         choices=("false", "drop", "refill"),
     )  # fmt: skip
 
+    def _derive(self) -> None:
+        if self.load_best_model_at_end and self.metric_for_best_model is None:
+            self.metric_for_best_model = "reward"  # the loss of a rollout does not measure its quality
+        super()._derive()
+
     def __post_init__(self) -> None:
         value: Any = self.drop_zero_variance_groups
         if value is False:

@@ -351,6 +351,7 @@ class ScriptSource(CompletionSource):
         if wrong:
             name, count = next(iter(wrong.items()))
             raise UserError(f'rollout_func returned {count} values of "{name}" for {len(prompts)} prompts.')
+        _check_lengths(output)
         columns = {name: values for name, values in output.items() if name not in (*needed, "env_mask")}
         masks, logps = output.get("env_mask"), output["logprobs"]
         return [
@@ -364,6 +365,15 @@ class ScriptSource(CompletionSource):
 
     def free(self) -> None:
         return None
+
+
+def _check_lengths(output: Mapping[str, Any]) -> None:
+    """Check that a rollout function returned one value of ``logprobs`` and ``env_mask`` for each token."""
+    for name in ("logprobs", "env_mask"):
+        for number, (ids, values) in enumerate(zip(output["completion_ids"], output.get(name) or (), strict=False), 1):
+            if len(values) != len(ids):
+                what = f'rollout_func returned {len(values)} values of "{name}" for completion {number}, which has '
+                raise UserError(f"{what}{len(ids)} tokens.")
 
 
 def tools_text(tools: Sequence[Tool]) -> str:
