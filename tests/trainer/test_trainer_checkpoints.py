@@ -4,16 +4,18 @@ import copy
 import json
 import math
 import os
+import random
 import shutil
 import signal
 import threading
 import time
 
 import datasets
+import numpy as np
 import pytest
 import torch
 import transformers
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from transformers import EarlyStoppingCallback, PrinterCallback
 
 from burnish import Trainer, UserError
@@ -99,6 +101,43 @@ def test_custom_shuffled_dataloader_resumes_at_its_position(tmp_path):
     whole = trained(tmp_path / "a", kind=Own)
     shutil.copytree(tmp_path / "a" / "checkpoint-3", tmp_path / "b" / "checkpoint-3")
     resumed = trained(tmp_path / "b", resume=True, kind=Own)
+    assert same(weights(whole), weights(resumed))
+
+
+class PythonOrder(Sampler):
+    """An order from Python's or numpy's generator."""
+
+    def __init__(self, draw):
+        self.draw = draw
+
+    def __len__(self):
+        return len(text_rows())
+
+    def __iter__(self):
+        order = list(range(len(self)))
+        self.draw(order)
+        return iter(order)
+
+
+@pytest.mark.parametrize("step", [3, 6, 8])
+@pytest.mark.parametrize("order", ["generator of the loader", "generator of a sampler", "python", "numpy"])
+def test_orders_from_other_generators_resume_at_their_position(tmp_path, order, step):
+    """In the middle of an epoch, in the first one and in the second, and between them."""
+
+    class Own(Trainer):
+        def get_train_dataloader(self):
+            own = torch.Generator().manual_seed(5)
+            ways = {
+                "generator of the loader": {"shuffle": True, "generator": own},
+                "generator of a sampler": {"sampler": RandomSampler(text_rows(), generator=own)},
+                "python": {"sampler": PythonOrder(random.shuffle)},
+                "numpy": {"sampler": PythonOrder(np.random.shuffle)},
+            }
+            return DataLoader(text_rows(), batch_size=4, collate_fn=self.data_collator, **ways[order])
+
+    whole = trained(tmp_path / "a", kind=Own, save_steps=1)
+    shutil.copytree(tmp_path / "a" / f"checkpoint-{step}", tmp_path / "b" / f"checkpoint-{step}")
+    resumed = trained(tmp_path / "b", resume=True, kind=Own, save_steps=1)
     assert same(weights(whole), weights(resumed))
 
 

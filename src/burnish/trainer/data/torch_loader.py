@@ -3,7 +3,7 @@
 ``EpochOrder`` is the sampler of the Trainer's own loaders. The order is a function of (seed, epoch) and can start at
 any position, so a resumed run reads no row twice. A user's loader is iterated unchanged. After a resume it continues
 from its own state, if it has one (``stateful.py``). Otherwise the used batches are skipped, after resetting the
-generator to its state at the beginning of the epoch.
+generators to their state at the beginning of the epoch: those of Python, numpy and torch, and those of the loader.
 
 The position is counted in micro-batches of this rank. Every rank has the same number of them per epoch.
 """
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Sampler
 
+from burnish.checkpoint.snapshot import rng_state, set_rng_state
 from burnish.data.batches.loader import StepBatchLoader, StepPartition, order_of
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, StepBatch
@@ -181,6 +182,8 @@ class TorchLoader(StepBatchLoader):
         self.on_empty, self.pad = on_empty, pad
         self.drawn = 0  # number of micro-batches read from the loader
         self.generator_at_start: Tensor | None = None
+        self.generators_at_start: dict[str, Any] | None = None
+        self.own_generators: list[Tensor] = []  # loaded states of ``generators_of``, until an epoch begins with them
         self.source = stateful_stream(loader, 1 if parallel is None else parallel.world_size)
         self.source_state: Any = None  # state of the source at ``position``, until reading continues from there
 
@@ -229,6 +232,10 @@ class TorchLoader(StepBatchLoader):
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {**super().state_dict(), "generator": self.generator_at_start}
+        if self.generators_at_start is not None:
+            state["generators"] = self.generators_at_start
+        if own := [generator.get_state() for generator in generators_of(self.loader)]:
+            state["own_generators"] = own
         order = order_in(self.loader)
         if order is not None and order.excluded:
             state["left_out"] = order.excluded
@@ -239,6 +246,7 @@ class TorchLoader(StepBatchLoader):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.generator_at_start, self.source_state = state.get("generator"), state.get("source")
+        self.generators_at_start, self.own_generators = state.get("generators"), state.get("own_generators", [])
         order, left_out = order_in(self.loader), [tuple(entry) for entry in state.get("left_out", ())]
         if order is not None and len(left_out) > len(order.excluded):  # a run that rolls back knows later ones, too
             order.excluded = left_out
@@ -247,18 +255,27 @@ class TorchLoader(StepBatchLoader):
         """Yield the loader's batches from the cursor on.
 
         Creating an iterator draws from the global generator (torch's loaders draw the seed of their workers from it,
-        and ``RandomSampler`` its order). When an epoch is resumed, the generator is set to its state at the beginning
-        of the epoch for this, and restored afterwards, so that dropout is the same as without the interruption.
+        and ``RandomSampler`` its order). When an epoch is resumed, all generators are set to their states at the
+        beginning of the epoch for this. The global ones are restored afterwards, so that dropout is the same as without
+        the interruption.
         """
         set_epoch(self.loader, self.epoch)
         order = order_in(self.loader)
         if order is not None:
             order.start = self.position
+        own, self.own_generators = self.own_generators, []
         if self.position == 0:
+            set_generators(self.loader, own)
             self.generator_at_start = torch.get_rng_state()
+            if order is None:
+                states = [generator.get_state() for generator in generators_of(self.loader)]
+                self.generators_at_start = {**rng_state(), "own": states}
             return self._filled(self._in_step(iter(self.loader)))
-        now = torch.get_rng_state()
-        if self.generator_at_start is not None:
+        now = rng_state()
+        if self.generators_at_start is not None:
+            set_rng_state(self.generators_at_start)
+            set_generators(self.loader, self.generators_at_start["own"])
+        elif self.generator_at_start is not None:
             torch.set_rng_state(self.generator_at_start)
         is_resuming = self._restore_state()
         rest = self._in_step(iter(self.loader))
@@ -269,7 +286,7 @@ class TorchLoader(StepBatchLoader):
             )
             for _ in islice(rest, self.position):
                 pass
-        torch.set_rng_state(now)
+        set_rng_state(now)
         return self._filled(rest)
 
     def _restore_state(self) -> bool:
@@ -331,6 +348,22 @@ def order_in(loader: Any) -> EpochOrder | None:
     """The ``EpochOrder`` of one of the Trainer's own loaders; None for others."""
     sampler = getattr(loader, "sampler", None)
     return sampler if isinstance(sampler, EpochOrder) else None
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The generators that a script has passed to a loader and its samplers."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = (getattr(holder, "generator", None) for holder in holders)
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+
+
+def set_generators(loader: Any, states: Sequence[Tensor]) -> None:
+    """Set the generators of a loader to saved states, unless there are others now."""
+    generators = generators_of(loader)
+    if len(generators) == len(states):
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
