@@ -346,6 +346,12 @@ def test_pairs_are_split_into_labelled_examples(folder, tmp_path):
     assert len(losses(trainer)) == 3
 
 
+@pytest.mark.parametrize("labels", [(1, 0), (1.0, 0.0), ("true", "false")])
+def test_labels_may_be_numbers_or_text(folder, tmp_path, labels):
+    rows = [{**row, "label": labels[number % 2]} for number, row in enumerate(verdicts(4))]
+    assert make("KTOTrainer", folder / "model", tmp_path, rows).train_dataset["label"] == [True, False] * 2
+
+
 def test_streamed_dataset_trains(folder, tmp_path):
     streamed = Dataset.from_list(pairs()).to_iterable_dataset()
     assert losses(make("DPOTrainer", folder / "model", tmp_path, streamed))[0] == pytest.approx(math.log(2), abs=1e-6)

@@ -995,3 +995,9 @@ def test_padding_batch_counts_nothing(tmp_path):
     assert padding.total == loop.objective.num_items(trainer._padding_batch(batch)) == 0
     assert all(value == 0 for value in padding.sums.values())
     padding.total.backward()  # the graph is there, so that ranks can sync
+
+
+def test_completion_only_loss_without_completions_is_reported(tmp_path):
+    texts = [{"text": "one two three"}] * 4
+    with pytest.warns(UserWarning, match="`completion_only_loss=True` has no effect: the dataset has no column"):
+        make(tmp_path, texts, completion_only_loss=True)

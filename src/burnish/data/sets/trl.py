@@ -36,7 +36,7 @@ _BESIDE_IDS: Mapping[Kind, Sequence[str]] = {
     "scores": ("margin",),
 }  # fmt: skip
 OF_IDS = "token ids"
-_LABELS = {"true": True, "false": False, "True": True, "False": False}
+_LABELS: Mapping[Any, bool] = {"true": True, "false": False, "True": True, "False": False, 1: True, 0: False}
 _MESSAGES = ("messages", "conversations")
 ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "tool_response"}
 """Roles that published chat templates render. Templates may silently skip other roles."""

@@ -104,6 +104,13 @@ def check_objective(
             "completion. Apply the function to the dataset beforehand, or set `completion_only_loss=False`."
         )
 
+    has_completions = {"completion", "completion_mask", "labels"} & sample.keys() or formatting_func is not None
+    if args.completion_only_loss and not has_completions and not args.assistant_only_loss:
+        notes.warn(
+            "`completion_only_loss=True` has no effect: the dataset has no column `completion`. For conversations, set "
+            "`assistant_only_loss=True` to train on the responses only."
+        )
+
 
 def learns_completions(args: SFTConfig, sample: dict[str, Any]) -> bool:
     """Whether only completions are trained: as set; by default if rows have a prompt and a completion."""
