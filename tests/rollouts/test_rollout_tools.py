@@ -126,6 +126,27 @@ def test_tool_calls_are_executed_and_results_are_not_learned(folder):
     assert len(starts) == 2  # the second turn has noise of its own
 
 
+def test_tool_that_exits_is_a_failed_call(folder):
+    def leave(a: int) -> int:
+        """
+        Leave the program.
+
+        Args:
+            a: a number.
+        """
+        raise SystemExit(a)
+
+    seen = []
+
+    def sees(completions, **_):
+        seen.extend(completions)
+        return [float(len(c)) for c in completions]
+
+    trainer, _ = trained(folder, [[call("leave", a=3), "a"], ["b"], ["c"], ["d"]], tools=(leave,), rewards=sees)
+    assert seen[0][1]["content"] == "{'error': 'Tool leave called sys.exit(3).'}"
+    assert trainer.state.log_history[0]["tools/failure_frequency"] == 1
+
+
 def test_mask_excludes_tool_results(folder):
     trainer, source = trained(folder, [[call("add", a=1, b=1), "2"], ["x"], ["y"], ["z"]])
     source.inner.seen = []

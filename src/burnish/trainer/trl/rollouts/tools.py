@@ -232,9 +232,12 @@ class ToolSource(CompletionSource):
         async def one(call: Mapping[str, Any]) -> Any:
             if call["name"] not in completion.tools:
                 raise ValueError(f"Tool {call['name']} not found.")
-            with ending_forked_processes(f"The tool {call['name']}"):
-                result = completion.tools[call["name"]](**call["arguments"])
-                return await result if inspect.isawaitable(result) else result
+            try:
+                with ending_forked_processes(f"The tool {call['name']}"):
+                    result = completion.tools[call["name"]](**call["arguments"])
+                    return await result if inspect.isawaitable(result) else result
+            except SystemExit as error:
+                raise RuntimeError(f"Tool {call['name']} called sys.exit({error.code}).") from error
 
         async def every() -> list[Any]:
             return await asyncio.gather(*map(one, calls), return_exceptions=True)
