@@ -368,3 +368,8 @@ def test_default_logging_steps_log_50_times_per_run(tmp_path: Path) -> None:
     assert (options.logging_steps, options.logging_first_step, options.eval_steps) == (0.02, True, 500)
     options = plan(raw_options(tmp_path, logging_steps="7", val_size="0.1", eval_strategy="steps")).options
     assert (options.logging_steps, options.logging_first_step, options.eval_steps) == (7, False, None)
+
+
+def test_packed_sequences_of_one_token_are_rejected(tmp_path):
+    with pytest.raises(UserError, match="Packed sequences of 1 token have no token to predict"):
+        plan(raw_options(tmp_path, stage="pt", cutoff_len=1))

@@ -332,6 +332,15 @@ def check_streaming(options: RunOptions) -> list[Problem]:
     return problems
 
 
+@check
+def check_packed_length(options: RunOptions) -> list[Problem]:
+    """Check that a pack has a token to predict: the first one of a sequence is never predicted."""
+    if options.cutoff_len > 1 or not packs_rows(options, OBJECTIVES[options.stage].default_packing):
+        return []
+    what = f"Packed sequences of {options.cutoff_len} token have no token to predict."
+    return [Problem(what, remedy="Set cutoff_len: 2 or more.", option=("cutoff_len", "packing"))]
+
+
 def option_that_needs_all_rows(options: RunOptions) -> str:
     """Return the name of the option that needs all rows before the first step, or ""."""
     if packs_rows(options, OBJECTIVES[options.stage].default_packing):
