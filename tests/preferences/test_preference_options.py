@@ -267,3 +267,9 @@ def test_full_logits_give_the_same_loss_and_impossible_request_is_rejected(works
 def test_packing_of_evaluations_is_rejected(workspace):
     with pytest.raises(UserError, match='"eval_packing" is for stage: sft'):
         plan(run_options(workspace, eval_packing=True))
+
+
+@pytest.mark.parametrize("option", ["ref_model", "ref_model_adapters"])
+def test_missing_reference_is_rejected_before_encoding(workspace, option):
+    with pytest.raises(UserError, match=f'{option} "/no/such/model" is not a folder'):
+        plan(run_options(workspace, **{option: "/no/such/model"}))

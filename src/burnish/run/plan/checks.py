@@ -21,6 +21,7 @@ from burnish.loop.schedule import FOLLOWS_METRIC, StepPlan
 from burnish.loop.state import RATES
 from burnish.losses.base import OBJECTIVES
 from burnish.models.attention_choice import is_flash, requested_attention
+from burnish.models.source import refuse_no_place
 from burnish.optim.builtin import OPTIMIZERS, create_scheduler
 from burnish.parallel import checks as _parallel_checks  # noqa: F401  registers its checks and notes
 from burnish.parallel.deepspeed.settings import zero_stage
@@ -329,6 +330,24 @@ def check_streaming(options: RunOptions) -> list[Problem]:
         why = "which needs the whole dataset before the first step"
         what = f'"streaming" cannot be combined with {name}{stage}, {why}.'
         problems.append(Problem(what, remedy="Remove one of them.", option=("streaming", name)))
+    return problems
+
+
+@check
+def check_places_of_models(options: RunOptions) -> list[Problem]:
+    """Check that folders of reference and reward models exist."""
+    problems: list[Problem] = []
+    for option in (
+        ("ref_model", "ref_model_adapters", "reward_model", "reward_model_adapters") if trains(options) else ()
+    ):
+        value = getattr(options, option)
+        for name in [value] if isinstance(value, str) else value or ():
+            if name.startswith(("http://", "https://")):
+                continue
+            try:
+                refuse_no_place(name, option)
+            except UserError as error:
+                problems += error.problems
     return problems
 
 
