@@ -140,6 +140,8 @@ def test_phases_longer_than_the_run_give_a_note():
     (note,) = schedule_notes(options, 99)
     assert "(warmup_steps 5, num_stable_steps 65, num_decay_steps 30) are longer than the run of 99 steps" in note
     assert schedule_notes(options, 100) == []
+    whole = LRScheduleOptions(lr_scheduler_type="warmup_stable_decay", warmup_ratio=1.0)
+    assert "never reaches its peak" in schedule_notes(whole, 10)[0]
 
 
 def test_warmup_over_all_steps_has_no_decay():

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from datasets import Dataset
 from test_rollout_trainers import prompts, trainer_of, variety
 from transformers import AutoTokenizer
@@ -306,3 +307,13 @@ def test_best_checkpoint_of_rollouts_is_chosen_by_reward(config, tmp_path):
     args = config(str(tmp_path), use_cpu=True, load_best_model_at_end=True, eval_strategy="steps", eval_steps=2,
                   save_steps=2)  # fmt: skip
     assert (args.metric_for_best_model, args.greater_is_better) == ("reward", True)
+
+
+def test_rollout_function_may_return_tensors(folder):
+    def rollout(prompts, trainer):
+        ids = {"prompt_ids": [[5]] * len(prompts), "completion_ids": [[6, 7]] * len(prompts)}
+        return {**ids, "logprobs": torch.full((len(prompts), 2), -1.0), "env_mask": torch.ones(len(prompts), 2)}
+
+    trainer = trainer_of(folder, dataset=prompts(), trainer_args={"rollout_func": rollout})
+    trainer.train()
+    assert trainer.state.global_step == 2

@@ -110,6 +110,23 @@ def test_run_that_early_stopping_ended_stays_ended_after_a_kill(
     assert "Stopped after step 8 of 10" in read_output(capsys)[0]
 
 
+def test_run_that_another_callback_ended_trains_further(
+    user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        handle = Loop.handle_control
+
+        def stop(loop: Any) -> None:
+            loop.control.should_training_stop |= loop.state.global_step == 4
+            handle(loop)
+
+        patched.setattr(Loop, "handle_control", stop)
+        assert cli.main(WORDS) == 0
+    assert "Stopped after step 4 of 8" in read_output(capsys)[0]
+    assert cli.main([*WORDS, "max_steps=10"]) == 0
+    assert "step 10/10" in read_output(capsys)[0]
+
+
 def mounted(folder: Path, size: str) -> bool:
     """A small file system of memory, where this user may mount one."""
     folder.mkdir()

@@ -371,5 +371,5 @@ def test_default_logging_steps_log_50_times_per_run(tmp_path: Path) -> None:
 
 
 def test_packed_sequences_of_one_token_are_rejected(tmp_path):
-    with pytest.raises(UserError, match="Packed sequences of 1 token have no token to predict"):
+    with pytest.raises(UserError, match="With cutoff_len: 1, packed sequences contain no token to predict"):
         plan(raw_options(tmp_path, stage="pt", cutoff_len=1))

@@ -185,8 +185,8 @@ def add_adapter(model: nn.Module, name: str, config: Any, targets: Sequence[str]
 
 
 def _keep_scales(layer: Any) -> None:
-    """Keep the scales of 8-bit weights on a CPU. peft replaces the weight whenever DoRA reads it, by a copy without
-    scales, which bitsandbytes would use instead of those that it has."""
+    """Preserve the quantization scales of 8-bit weights on a CPU. Whenever DoRA reads the weight, peft replaces it with
+    a copy without scales, and bitsandbytes would then discard the ones in use."""
     base: Any = getattr(layer, "base_layer", None)
     if type(getattr(base, "weight", None)).__name__ == "Int8Params":
         base.register_forward_pre_hook(_without_lost_scales)

@@ -61,8 +61,8 @@ class CheckpointOptions:
     )
     resume: str = option(
         "auto",
-        "When to resume from the latest checkpoint in output_dir. auto: if there is one; never: not at all; must: "
-        "always; it is an error if there is none.",
+        "Whether to resume from the latest checkpoint in output_dir. auto: if one exists; never: do not resume; must: "
+        "raise an error if none exists.",
         choices=("auto", "never", "must"),
     )  # fmt: skip
     resume_from_checkpoint: str | bool | None = option(

@@ -164,8 +164,8 @@ def check_schedule(options: LRScheduleOptions, max_steps: int) -> list[Problem]:
 def schedule_notes(options: LRScheduleOptions, max_steps: int) -> list[str]:
     """Return notes about a schedule that does not fit the run: a fractional warmup covers all steps after rounding up,
     as in a test run of one step, or the phases of ``warmup_stable_decay`` are longer than the run."""
-    if options.lr_scheduler_type == "warmup_stable_decay":
-        return _phase_notes(options, max_steps)
+    if options.lr_scheduler_type == "warmup_stable_decay" and (found := _phase_notes(options, max_steps)):
+        return found
     if options.warmup_steps >= 1 or not _never_peaks(options, max_steps):
         return []
     name = "warmup_steps" if options.warmup_steps else "warmup_ratio"
@@ -184,7 +184,7 @@ def _phase_notes(options: LRScheduleOptions, max_steps: int) -> list[str]:
     shown = ", ".join(f"{name} {number}" for name, number in phases.items() if number)
     return [
         f"The phases of lr_scheduler_type warmup_stable_decay ({shown}) are longer than the run of {max_steps} steps, "
-        "so the learning rate does not complete its decay."
+        "so the decay is not completed."
     ]
 
 

@@ -96,7 +96,7 @@ def check_loss_factors(options: LmChoices) -> list[Problem]:
 
 @notes
 def loss_notes(options: LmChoices) -> list[str]:
-    """Return notes on options without effect: outside of language modeling, and of another loss."""
+    """Return notes on loss options that have no effect with the selected stage or loss."""
     unread = [name for name in _OF_TOKENS if name not in options_of(options.stage)] if options.stage else []
     found = [f'"{name}" has no effect: stage is {options.stage}.' for name in unread if getattr(options, name)]
     if options.eaft_alpha != LmOptions().eaft_alpha and not options.use_eaft_loss:

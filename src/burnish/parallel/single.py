@@ -161,7 +161,7 @@ class SingleProcess:
         return gradient
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the norm of all gradients together: a scalar in float32, on the device.
+        """Return the total norm of all gradients, as a float32 scalar on the device.
 
         Args:
             gradients: those that this process holds.

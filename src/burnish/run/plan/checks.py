@@ -356,7 +356,7 @@ def check_packed_length(options: RunOptions) -> list[Problem]:
     """Check that a pack has a token to predict: the first one of a sequence is never predicted."""
     if options.cutoff_len > 1 or not packs_rows(options, OBJECTIVES[options.stage].default_packing):
         return []
-    what = f"Packed sequences of {options.cutoff_len} token have no token to predict."
+    what = f"With cutoff_len: {options.cutoff_len}, packed sequences contain no token to predict."
     return [Problem(what, remedy="Set cutoff_len: 2 or more.", option=("cutoff_len", "packing"))]
 
 

@@ -22,7 +22,8 @@ FINISHED_NAME = ".finished.json"
 """File that marks a finished run and stores its fingerprints, so that the same command recognizes it."""
 _CHECKPOINTS = "checkpoint-*"
 _BEFORE_A_CHECKPOINT = re.compile(
-    rf"\.lock|\.incomplete-.*|\..+\.incomplete|runs|completions\.jsonl|{LOG_NAME}|{RUN_LOG}|{TRACEBACK_NAME}|{'|'.join(METADATA_NAMES)}"
+    rf"\.lock|\.incomplete-.*|\..+\.incomplete|runs|completions\.jsonl|{LOG_NAME}|{RUN_LOG}|{TRACEBACK_NAME}|"
+    rf"{'|'.join(METADATA_NAMES)}"
 )
 """Files of a run that ended before its first checkpoint. The same command starts over and overwrites them."""
 _ANOTHER = "Set a different output_dir."

@@ -134,21 +134,23 @@ def nothing_left_to_do(
         raise UserError(_fewer_steps(folder, last, steps))
     if state is None:
         return ""
-    if state.global_step < state.max_steps:  # ended by early stopping
-        if waits_longer(options, read_finished(folder)):
+    done = read_finished(folder)
+    if ended_early(done):
+        before, now = done["fingerprints"]["early_stopping_steps"], options.early_stopping_steps
+        if now is None or now > before:
             return ""
         if state.max_steps < steps.max_steps:
             raise UserError(_ended_early(folder, state.global_step))
     elif state.max_steps < steps.max_steps:
         return ""
-    refuse_changes_after_the_end(options, read_finished(folder), fingerprints())
-    return finished_message(folder, state.global_step, state.max_steps)
+    refuse_changes_after_the_end(options, done, fingerprints())
+    return finished_message(folder, done)
 
 
-def waits_longer(options: RunOptions, done: Mapping[str, Any]) -> bool:
-    """Return whether the command allows more evaluations without improvement than the finished run did."""
-    before, now = done["fingerprints"].get("early_stopping_steps"), options.early_stopping_steps
-    return before is not None and (now is None or now > before)
+def ended_early(done: Mapping[str, Any]) -> bool:
+    """Return whether early stopping ended a finished run. Another callback may have ended it as well."""
+    stops_early = done["fingerprints"].get("early_stopping_steps") is not None
+    return stops_early and bool(done["global_step"] < done["max_steps"])
 
 
 def _ended_early(folder: Path, step: int) -> Problem:
@@ -216,7 +218,7 @@ def finished_before(options: RunOptions, fingerprints: Callable[[], Mapping[str,
             remedy="Set a different output_dir, or set overwrite_output_dir: true to start over.",
             option="max_steps",
         )
-    return finished_message(folder, done["global_step"], done["max_steps"])
+    return finished_message(folder, done)
 
 
 def _lost(folder: Path, lost: Sequence[str]) -> Problem:
@@ -300,10 +302,10 @@ def finished_state(folder: Path) -> TrainerState | None:
         return None
 
 
-def finished_message(folder: Path, step: int, max_steps: int) -> str:
-    limits = "early_stopping_steps" if step < max_steps else "num_train_epochs or max_steps"
+def finished_message(folder: Path, done: Mapping[str, Any]) -> str:
+    limits = "early_stopping_steps" if ended_early(done) else "num_train_epochs or max_steps"
     return (
-        f"{folder} contains this run, which finished at step {step}: there is nothing to do.\n"
+        f"{folder} contains this run, which finished at step {done['global_step']}: there is nothing to do.\n"
         f"  To train further, increase {limits}. For a run with other settings, set a different output_dir, or set "
         "overwrite_output_dir: true."
     )

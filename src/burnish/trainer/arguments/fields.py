@@ -60,8 +60,8 @@ class Fields(ReportFields, Groups):
     logging_first_step: bool = option(False, "Log the first step as well.")
     resume: str = option(
         "never",
-        "When train() resumes from the latest checkpoint in output_dir. auto: if there is one; never: not at all; "
-        "must: always; it is an error if there is none.",
+        "Whether train() resumes from the latest checkpoint in output_dir. auto: if one exists; never: do not resume; "
+        "must: raise an error if none exists.",
     )
     resume_from_checkpoint: str | None = option(
         None, "Not used by the Trainer; a script may pass it to train(resume_from_checkpoint=...)."

@@ -351,7 +351,7 @@ def order_in(loader: Any) -> EpochOrder | None:
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
-    """The generators that a script has passed to a loader and its samplers."""
+    """Return the ``torch.Generator`` objects of a data loader and its samplers."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     found = (getattr(holder, "generator", None) for holder in holders)
@@ -359,7 +359,7 @@ def generators_of(loader: Any) -> list[torch.Generator]:
 
 
 def set_generators(loader: Any, states: Sequence[Tensor]) -> None:
-    """Set the generators of a loader to saved states, unless there are others now."""
+    """Restore the generators of a data loader from saved states, unless their number has changed."""
     generators = generators_of(loader)
     if len(generators) == len(states):
         for generator, state in zip(generators, states, strict=True):

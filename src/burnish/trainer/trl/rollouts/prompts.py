@@ -112,7 +112,7 @@ def _example(record: Mapping[str, Any], source: str, number: int, variables: Map
 
 
 def _parts_of(turn: Any) -> list[Mapping[str, Any]]:
-    """Return the parts of a message's content, or an empty list if the content is text."""
+    """Return the content parts of a message; an empty list if its content is plain text."""
     content = turn.get("content") if isinstance(turn, Mapping) else None
     return [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
 

@@ -346,7 +346,8 @@ class ScriptSource(CompletionSource):
         self, prompts: Sequence[Sequence[int]], keys: Sequence[NoiseKey], limits: CompletionLimits
     ) -> list[Completion]:
         with ending_forked_processes("rollout_func"):
-            output = dict(self.function([record["prompt"] for record in self.records], self.trainer))
+            returned = dict(self.function([record["prompt"] for record in self.records], self.trainer))
+        output = {name: values.tolist() if hasattr(values, "tolist") else values for name, values in returned.items()}
         needed = ("prompt_ids", "completion_ids", "logprobs")
         if missing := [name for name in needed if name not in output]:
             raise ValueError(f"rollout_func must return keys {set(needed)}, missing {set(missing)}")
@@ -371,9 +372,11 @@ class ScriptSource(CompletionSource):
 
 
 def _check_lengths(output: Mapping[str, Any]) -> None:
-    """Check that a rollout function returned one value of ``logprobs`` and ``env_mask`` for each token."""
+    """Check that ``logprobs`` and ``env_mask`` have one value per token of each completion."""
     for name in ("logprobs", "env_mask"):
-        for number, (ids, values) in enumerate(zip(output["completion_ids"], output.get(name) or (), strict=False), 1):
+        if output.get(name) is None:
+            continue
+        for number, (ids, values) in enumerate(zip(output["completion_ids"], output[name], strict=True), 1):
             if len(values) != len(ids):
                 what = f'rollout_func returned {len(values)} values of "{name}" for completion {number}, which has '
                 raise UserError(f"{what}{len(ids)} tokens.")
