@@ -221,7 +221,9 @@ def test_partially_written_model_does_not_block_the_same_command(
 def test_fewer_steps_than_trained_are_rejected(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R12d."""
     assert cli.main(["train", "run.yaml", "max_steps=3"]) == 2
-    assert "its run has already completed 4 steps, but the options ask for 3." in read_output(capsys)[1]
+    assert (
+        "its run has already completed 4 steps, but max_steps or num_train_epochs asks for 3." in read_output(capsys)[1]
+    )
     assert not Path("out/model.safetensors").exists()
 
 
