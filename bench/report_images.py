@@ -44,7 +44,9 @@ def _describe(facts: Figures) -> str:
         f"A Qwen2.5-VL shape of {facts['weights'] / 1e6:.1f}M weights; {facts['rows']} rows with a JPEG each ({sizes} "
         f"in turn), resized to {MAX_PIXELS:,} pixels at most by the image processor, {ROWS_PER_STEP} rows per step; "
         f"LoRA on the language model, vision tower frozen, {dtype}, one thread for products. TRL and LLaMA-Factory use "
-        "torchvision for images, burnish Pillow. Each runs in a separate process; the first step is not counted."
+        "torchvision for images, burnish Pillow. Three epochs, the default of all: burnish keeps the features of the "
+        "frozen tower, which runs in its first epoch only. Each runs in a separate process; the first step is not "
+        "counted."
     )
 
 

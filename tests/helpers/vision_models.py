@@ -57,11 +57,11 @@ def load_image_model(family: str) -> SimpleNamespace:
     processor, layout = ImageProcessor.of(model, composed.image_processor), ImageLayout.of(model.config)
     patch_vision_model(model)
 
-    def collator(collation: str) -> ImageCollator:
+    def collator(collation: str, one_by_one: bool = False) -> ImageCollator:
         of_text = COLLATE_FUNCTIONS["flat" if collation == "shared" and layout.bidirectional else collation]
         return ImageCollator(
             of_text, of_text, layout, processor, lambda row: row.get("images", []),
-            lambda image: processor.tensors(image.image),
+            lambda image: processor.tensors(image.image), one_by_one,
         )  # fmt: skip
 
     return SimpleNamespace(model=model, processor=processor, layout=layout, collator=collator, composed=composed)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from burnish.adapters.base import ADAPTERS
-from burnish.kernels.model_parts import parts_of, sees
+from burnish.kernels.model_parts import part_at, parts_of, sees
 from burnish.losses.lm import LmOptions, SftObjective
 from burnish.models.images.ahead import PreparedAhead
 from burnish.models.images.collator import ImageCollator, grid_positions
@@ -49,12 +49,12 @@ def models():
     return of
 
 
-def objective_of(result: SimpleNamespace, collation: str) -> SftObjective:
+def objective_of(result: SimpleNamespace, collation: str, one_by_one: bool = False) -> SftObjective:
     choices = SimpleNamespace(**{field.name: field.default for field in fields(LmOptions)})
     more = {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": None, "patches": True, "leave_out": None}
     vars(choices).update(more, device="cpu")
     objective = SftObjective(choices, None)
-    objective.configure(result.capabilities, result.collator(collation))
+    objective.configure(result.capabilities, result.collator(collation, one_by_one))
     return objective
 
 
@@ -138,6 +138,34 @@ def test_model_that_mixes_rows_is_padded(models):
     result = models("qwen3_5")
     assert not isolates_images(result.model, result.collator("flat"))
     assert isolates_images(result.model, result.collator("padded"))
+
+
+@pytest.mark.parametrize("family", FIRST)
+def test_frozen_tower_computes_images_one_by_one(models, family):
+    result, step = models(family), STEPS[family]
+    rows = image_rows(result, step["rows"])
+    parts = parts_of(result.model)
+    for name, weight in result.model.named_parameters():
+        weight.requires_grad_(part_at(name, parts) == "language_model")
+    objective = objective_of(result, "padded", one_by_one=True)
+    batch = objective.collate(rows)
+    assert "pixel_values" not in batch
+    assert len(batch["images"].each) > 1
+    loss = objective.loss(objective.module(result.model), batch).total / objective.num_items(batch)
+    result.model.requires_grad_(True)
+    assert loss.item() == pytest.approx(step["loss"], abs=1e-5)
+
+
+def test_trained_tower_that_computes_images_one_by_one_has_gradients(models):
+    result, step = models("qwen2_5_vl"), STEPS["qwen2_5_vl"]
+    rows = image_rows(result, step["rows"])
+    norms = []
+    for one_by_one in (False, True):
+        result.model.requires_grad_(True).zero_grad()
+        objective = objective_of(result, "flat", one_by_one)
+        objective.loss(objective.module(result.model), objective.collate(rows)).total.backward()
+        norms.append({name: float(p.grad.norm()) for name, p in result.model.named_parameters() if p.grad is not None})
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4, abs=1e-6)
 
 
 def test_image_of_several_rows_is_encoded_once(models):

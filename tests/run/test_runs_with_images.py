@@ -10,6 +10,7 @@ from PIL import Image
 
 from burnish.adapters.base import ADAPTERS
 from burnish.cli import main
+from burnish.models.images import features
 from burnish.run.images.batches import RowCollator, check_processes
 from burnish.run.plan.options import RunOptions
 from image_runs import OTHERS, RECORDS, TEMPLATES, make_workspace, train, write_sets
@@ -122,6 +123,44 @@ def test_resumed_run_is_bitwise_equal(workspace):
     resumed = train(workspace, "resumed", max_steps=6, save_steps=3, save_strategy="steps",
                     resume_from_checkpoint=str(workspace / "resumed" / "checkpoint-3"), **options)  # fmt: skip
     assert same_weights(whole, resumed)
+
+
+def tower_calls(monkeypatch, workspace, out, **options):
+    """Return the losses of a run, and how often the vision tower ran."""
+    calls, made = [], features.image_features
+    with monkeypatch.context() as patched:
+        patched.setattr(features, "image_features", lambda *arguments: calls.append(1) or made(*arguments))
+        folder = train(workspace, out, **options)
+    return folder, len(calls)
+
+
+def test_frozen_tower_computes_each_image_in_first_epoch_only(workspace, monkeypatch):
+    options = {"finetuning_type": "lora"}
+    _, once = tower_calls(monkeypatch, workspace, "features-once", max_steps=1, **options)
+    kept, calls = tower_calls(monkeypatch, workspace, "features-kept", max_steps=3, **options)
+    assert calls == once
+    for name, changes in {"none": {"image_cache": "none"}, "small": {"image_cache_mb": 0}}.items():
+        again, calls = tower_calls(monkeypatch, workspace, f"features-{name}", max_steps=3, **options, **changes)
+        assert calls > once
+        assert losses(kept) == losses(again)
+        assert same_weights(kept, again)
+
+
+def test_features_are_not_cached_if_a_second_model_has_its_own_tower(workspace):
+    options = {"stage": "dpo", "dataset": "pairs", "finetuning_type": "lora", "max_steps": 3,
+               "ref_model": workspace / "qwen2_5_vl"}  # fmt: skip
+    kept = train(workspace, "two-towers", **options)
+    not_kept = train(workspace, "two-towers-not-kept", image_cache="none", **options)
+    assert same_weights(kept, not_kept)
+    before = train(workspace, "two-towers-before", precompute_ref_log_probs=True, **options)
+    assert losses(before) == pytest.approx(losses(kept), abs=2e-5)
+
+
+def test_trained_tower_runs_in_every_step(workspace, monkeypatch):
+    options = {"freeze_vision_tower": False}
+    _, once = tower_calls(monkeypatch, workspace, "tower-1", max_steps=1, **options)
+    _, calls = tower_calls(monkeypatch, workspace, "tower-3", max_steps=3, **options)
+    assert calls > once
 
 
 @pytest.mark.parametrize(

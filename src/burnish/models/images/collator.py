@@ -12,7 +12,7 @@ Each image of a micro-batch is prepared once, even if several rows contain it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ import torch
 
 from burnish.config.errors import UserError
 from burnish.loop.types import IGNORE_INDEX, Batch, Row
-from burnish.models.images.features import ImageFeatures
+from burnish.models.images.features import EncodedImage, FeatureCache, ImageFeatures
 from burnish.models.images.masks import BIDIRECTIONAL
 from burnish.models.images.processor import ImageProcessor, Tensors
 
@@ -106,14 +106,16 @@ class ImageCollator:
         layout, processor: of the model.
         images_of: returns the images of a row.
         prepare: returns the tensors of an image.
+        one_by_one: whether the vision tower computes each image separately.
+        cache: keeps features of images that depend on the image only; None: not kept.
     """
 
     def __init__(
         self, collate: Collate, collate_images: Collate, layout: ImageLayout, processor: ImageProcessor,
-        images_of: ImagesOf, prepare: Prepare,
+        images_of: ImagesOf, prepare: Prepare, one_by_one: bool = False, cache: FeatureCache | None = None,
     ) -> None:  # fmt: skip
         self.collate, self.collate_images, self.layout, self.processor = collate, collate_images, layout, processor
-        self.images_of, self.prepare = images_of, prepare
+        self.images_of, self.prepare, self.one_by_one, self.cache = images_of, prepare, one_by_one, cache
 
     @property
     def is_for_text(self) -> bool:
@@ -140,10 +142,17 @@ class ImageCollator:
             ]
         )
         if distinct:
-            made = self.processor.joined(list(tensors.values())) | self._rows_of(distinct)
             video = self.layout.video_placeholder if any(one.fps for one in distinct.values()) else -1
-            features = ImageFeatures(tuple(made), tuple(counts.values()), tuple(distinct), video_placeholder=video)
-            batch |= {**made, "images": features}
+            features = ImageFeatures((), tuple(counts.values()), tuple(distinct), video_placeholder=video)
+            if self.one_by_one:
+                features.each = [self._alone(key, tensors[key]) for key in distinct]
+                if self.cache is not None:
+                    features.cache, features.sources = self.cache, tuple(distinct.values())
+            else:
+                made = self.processor.joined(list(tensors.values())) | self._rows_of(distinct)
+                features.names = tuple(made)
+                batch |= made
+            batch["images"] = features
         else:
             del batch["image_features"]
         return self._with_positions(batch)
@@ -152,7 +161,11 @@ class ImageCollator:
         """Return a key that is equal for images with the same features."""
         return image.identity, self.layout.needs_row and len(of_row) > 1
 
-    def _rows_of(self, distinct: Mapping[tuple[str, bool], Any]) -> dict[str, torch.Tensor]:
+    def _alone(self, key: tuple[str, bool], tensors: Tensors) -> Tensors:
+        """Return the tensors of an image that the vision tower computes separately."""
+        return tensors if isinstance(tensors, EncodedImage) else {**tensors, **self._rows_of([key])}
+
+    def _rows_of(self, distinct: Collection[tuple[str, bool]]) -> dict[str, torch.Tensor]:
         """Return LLaVA-OneVision's ``batch_num_images``: rows with one image each, then one row with all others. The
         model only checks whether a row has several, so the last number is at least two."""
         if not self.layout.needs_row:

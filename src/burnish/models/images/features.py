@@ -7,6 +7,9 @@ The forward pass of transformers replaces the n-th placeholder of a batch by the
 in several rows (both responses of a pair, several turns) would be computed several times. Here, features are computed
 once, and the selected ones are passed to the model as ``mm_encoder_outputs``. The output of a frozen tower is cached
 with the batch, so that the reference model of a preference run can use it.
+
+On a CPU, a frozen tower computes each image separately. Its output then depends on that image only, so it is the same
+in all epochs and after a resume, and is cached (``ahead``).
 """
 
 # N images, F features of all images, H hidden size, B rows, T tokens
@@ -16,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +34,30 @@ from burnish.utils.patching import Patch, Reason, hook, patches_of
 ENCODED_ONCE = Reason("vision model", "each image of a micro-batch is encoded once")
 
 
+class EncodedImage(dict[str, Tensor]):
+    """The tensors of an image whose features are cached, without pixels.
+
+    Args:
+        tensors: the remaining tensors, such as grids.
+        output: output of the tower of ``model``.
+        model: id of a model.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], output: Any, model: int) -> None:
+        super().__init__(tensors)
+        self.output, self.model = output, model
+
+
+class FeatureCache(Protocol):
+    """Keeps the output of a frozen vision tower for each image."""
+
+    def keep_output(self, image: Any, output: Any, model: int) -> None:
+        """Keep the output of the tower of ``model``, an id, for an image."""
+
+    def prepare_again(self, image: Any) -> Mapping[str, Tensor]:
+        """Return the tensors of an image with its pixels, although its features are cached."""
+
+
 @dataclass
 class ImageFeatures:
     """The images of a micro-batch.
@@ -41,6 +68,9 @@ class ImageFeatures:
         identities: a value per image that is equal for equal images.
         outputs: cached output of a frozen vision tower, by the id of its model.
         video_placeholder: placeholder token of videos; -1 if there is none, or if images use the same.
+        each: the tensors of each image, if the tower computes them one by one; ``names`` is empty then.
+        cache: keeps the output of a frozen tower for each image; None: not kept.
+        sources: the images, for the cache.
     """
 
     names: Sequence[str]
@@ -48,6 +78,9 @@ class ImageFeatures:
     identities: Sequence[object] = ()
     outputs: dict[int, Any] = field(default_factory=dict, repr=False)
     video_placeholder: int = -1
+    each: Sequence[Mapping[str, Tensor]] = field(default=(), repr=False)
+    cache: FeatureCache | None = field(default=None, repr=False)
+    sources: Sequence[Any] = field(default=(), repr=False)
 
     def share_with(self, other: ImageFeatures) -> None:
         """Share the outputs of a frozen tower with another micro-batch of the same images."""
@@ -88,7 +121,6 @@ class ImageFeaturesHook:
         self._model = model
         parts = parts_of(model)
         self._towers = [m for path, m in model.named_modules() if parts.get(path) == "vision_tower"]
-        self._weights = [p for name, p in model.named_parameters() if part_at(name, parts) != "language_model"]
 
     def prepared(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace the image inputs by those of transformers."""
@@ -100,7 +132,7 @@ class ImageFeaturesHook:
             return (args, kwargs)
         tensors = {name: kwargs.pop(name) for name in images.names}
         places = kwargs.pop("image_features").flatten()
-        made = self._features(images, tensors)
+        made = self._features(images, tensors, places.device)
         chosen = places[places > 0] - 1
         if images.video_placeholder < 0:
             kwargs["mm_encoder_outputs"] = {"image": at_places(made, chosen)}
@@ -109,16 +141,20 @@ class ImageFeaturesHook:
             kwargs["mm_encoder_outputs"] = by_kind(made, chosen, is_video)
         return args, kwargs
 
-    def _features(self, images: ImageFeatures, tensors: dict[str, Tensor]) -> Any:
+    def _features(self, images: ImageFeatures, tensors: dict[str, Tensor], device: torch.device) -> Any:
         """Return the output of ``get_image_features``, (N, n, H) or a list of (n, H)."""
         key = id(self._model)
         if key in images.outputs:
             return images.outputs[key]
-        is_frozen = not any(weight.requires_grad for weight in self._weights)
+        is_frozen = not trains_tower(self._model)
         with ExitStack() as modes:
             for tower in self._towers if is_frozen else ():
                 modes.enter_context(evaluating(tower))
-            made = image_features(self._model, tensors)
+            if images.each:
+                outputs = [self._output_of(images, number, is_frozen, device) for number in range(len(images.each))]
+                made = joined_features(outputs)
+            else:
+                made = image_features(self._model, tensors)
         count = len(_joined(_output(made)))
         if count != sum(images.counts):
             raise RuntimeError(
@@ -128,6 +164,28 @@ class ImageFeaturesHook:
         if is_frozen:
             images.outputs[key] = made
         return made
+
+    def _output_of(self, images: ImageFeatures, number: int, is_frozen: bool, device: torch.device) -> Any:
+        """Return the output of the tower for one image: the cached one of a frozen tower if there is one."""
+        tensors, cache = images.each[number], images.cache
+        if isinstance(tensors, EncodedImage):
+            if is_frozen and tensors.model == id(self._model):
+                return tensors.output
+            assert cache is not None
+            tensors = cache.prepare_again(images.sources[number])
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not is_frozen):
+            output = image_features(self._model, {name: tensor.to(device) for name, tensor in tensors.items()})
+        if is_frozen and cache is not None:
+            output = features_only(output)
+            cache.keep_output(images.sources[number], output, id(self._model))
+        return output
+
+
+def trains_tower(model: nn.Module) -> bool:
+    """Return whether any weight of the vision tower or the projector is trained."""
+    inner = unwrap_peft(model)
+    parts = parts_of(inner)
+    return any(p.requires_grad and part_at(name, parts) != "language_model" for name, p in inner.named_parameters())
 
 
 def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
@@ -158,6 +216,18 @@ def num_features(model: nn.Module, tensors: Mapping[str, Tensor]) -> int:
 def _output(made: Any) -> Any:
     """The features in an output of ``get_image_features``: Llama 4 projects them later, in its forward pass."""
     return made.last_hidden_state if made.pooler_output is None else made.pooler_output
+
+
+def features_only(made: Any) -> Any:
+    """Return an output of ``get_image_features`` without the states that its features were computed from."""
+    unused = ("hidden_states", "attentions", *(() if made.pooler_output is None else ("last_hidden_state",)))
+    return replace(made, **{name: None for name in unused if hasattr(made, name)})
+
+
+def bytes_of(made: Any) -> int:
+    """Return the size of an output of ``get_image_features`` in bytes."""
+    features = (_joined(one) for one in (_output(made), *(getattr(made, "deepstack_features", None) or ())))
+    return sum(one.numel() * one.element_size() for one in features)
 
 
 def _with_output(made: Any, features: Any, **more: Any) -> Any:

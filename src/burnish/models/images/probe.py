@@ -67,6 +67,7 @@ def of_drawn(collator: ImageCollator) -> ImageCollator:
     return ImageCollator(
         collator.collate, collator.collate_images, collator.layout, collator.processor,
         lambda row: row.get("images", []), lambda image: collator.processor.tensors(image.image),
+        collator.one_by_one,
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from burnish.kernels.probe import Capabilities
 from burnish.loop.types import Batch, Row
 from burnish.models.images.ahead import PreparedAhead
 from burnish.models.images.collator import ImageCollator, ImageLayout, Prepare
-from burnish.models.images.features import patch_vision_model
+from burnish.models.images.features import patch_vision_model, trains_tower
 from burnish.models.images.on_disk import OnDisk
 from burnish.models.images.probe import isolates_images
 from burnish.models.images.processor import ImageProcessor, Tensors
@@ -99,11 +99,14 @@ def collator_of(
         tensors = _on_disk(options, family, processor, tensors)
     left_out = _left_out(options, family, processor, tensors)
     prepared = _prepared(options, left_out or tensors, getattr(family.processor, "temporal_patch_size", 1))
+    # Whether the features are cached must not change them.
+    one_by_one = next(model.parameters()).device.type == "cpu" and not layout.crosses and not trains_tower(model)
+    cache = prepared if isinstance(prepared, PreparedAhead) and not layout.needs_row else None
 
     def image_collator(is_padding_free: bool, shares: bool = False) -> ImageCollator:
         text = collator(options, pad_id, is_padding_free, shares)
         of_images = collate_padding_free if is_padding_free and layout.bidirectional else text
-        return ImageCollator(text, of_images, layout, processor, images_of, prepared)
+        return ImageCollator(text, of_images, layout, processor, images_of, prepared, one_by_one, cache)
 
     if layout.crosses:
         images = image_collator(is_padding_free=False)
