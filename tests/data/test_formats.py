@@ -43,14 +43,21 @@ def test_empty_input_adds_no_line(empty):
     assert role_contents(only({"instruction": "Add.", "input": empty, "output": "7"}))[0] == ("user", "Add.")
 
 
-def test_history_precedes_as_turns():
-    record = {"instruction": "c", "input": "", "output": "d", "history": [["a", "b"]], "system": ""}
+@pytest.mark.parametrize("history", [[["a", "b"]], '[["a", "b"]]'], ids=["list", "JSON text, as in CSV files"])
+def test_history_precedes_as_turns(history):
+    record = {"instruction": "c", "input": "", "output": "d", "history": history, "system": ""}
     assert role_contents(only(record, columns=ALPACA)) == [
         ("user", "a"),
         ("assistant", "b"),
         ("user", "c"),
         ("assistant", "d"),
     ]
+
+
+def test_history_that_is_no_list_is_reported():
+    record = {"instruction": "c", "input": "", "output": "d", "history": "a, b", "system": ""}
+    message = load_error(dataset="set", dataset_dir={"set": {"records": [record], "columns": ALPACA}})
+    assert '"history" must be a list of pairs [prompt, response]' in message
 
 
 def test_unmapped_column_is_not_read():

@@ -54,20 +54,21 @@ def test_requests_of_several_threads_get_their_own_responses(engine: LocalEngine
 
 
 def test_tokens_of_one_step_are_delivered_together(model) -> None:
-    sizes, ended = [], threading.Event()
+    sizes, reasons, ended = [], [], threading.Event()
 
     def deliver(made) -> None:
         sizes.append(len(made))
         for callback, each in made:
             callback(each)
-        if sum(each.reason is not None for _, each in made) == 3:
+        reasons.extend(each.reason for _, each in made if each.reason is not None)
+        if len(reasons) == 3:
             ended.set()
 
     engine = LocalEngine(model, SlotLimits(4, 64), deliver=deliver)
     result = [Waited() for _ in range(3)]
     for answer in result:
         engine.submit(GenerationRequest([5, 6], 30), answer)
-    ended.wait(20)
+    assert ended.wait(20)
     engine.close()
     assert len(sizes) < sum(len(answer.ids) for answer in result) / 2
 

@@ -249,6 +249,23 @@ def test_warmup_of_a_schedule_without_one_is_noted(tmp_path: Path, schedule: str
     assert any("warmup_steps has no effect" in note for note in plan(raw_options(tmp_path, **values)).notes)
 
 
+@pytest.mark.parametrize(("values", "note"), [
+    ({"eval_steps": "5"}, '"eval_steps" has no effect: eval_strategy is no.'),
+    ({"save_steps": "5", "save_strategy": "epoch"}, '"save_steps" has no effect: save_strategy is epoch.'),
+    ({"logging_steps": "5", "logging_strategy": "epoch"}, '"logging_steps" has no effect: logging_strategy is epoch.'),
+    ({"warmup_ratio": "0.1", "warmup_steps": "3"}, '"warmup_ratio" has no effect: warmup_steps is set.'),
+    ({"mix_strategy": "interleave_under"}, '"mix_strategy" has no effect on a single dataset.'),
+])  # fmt: skip
+def test_unused_interval_is_noted(tmp_path: Path, values: dict, note: str) -> None:
+    assert note in plan(raw_options(tmp_path, **values)).notes
+    assert not any("has no effect" in note for note in plan(raw_options(tmp_path)).notes)
+
+
+def test_logging_steps_that_set_the_interval_of_evaluations_are_not_noted(tmp_path: Path) -> None:
+    values = {"logging_steps": "5", "logging_strategy": "epoch", "eval_strategy": "steps", "val_size": "2"}
+    assert not any("has no effect" in note for note in plan(raw_options(tmp_path, **values)).notes)
+
+
 @pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
 @pytest.mark.parametrize(("values", "is_noted"), [
     ({}, False), ({"metric_for_best_model": "accuracy"}, True), ({"greater_is_better": "true"}, True),

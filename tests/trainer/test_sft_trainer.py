@@ -604,6 +604,11 @@ def test_dataset_without_learned_tokens_after_truncation_is_rejected(tmp_path, p
     assert len(make(tmp_path, [*long, *PAIRS], max_length=20, packing=packing).train_dataset)
 
 
+def test_rows_of_one_token_are_rejected(tmp_path):
+    with pytest.raises(ValueError, match=r"No example of the train dataset has a token to predict.*max_length=1\."):
+        make(tmp_path, [{"text": "word word"}] * 3, max_length=1)
+
+
 def test_missing_or_incompatible_chat_template_is_reported(tmp_path):
     with pytest.raises(ValueError, match=r"`chat_template_path`: the file /.*nowhere\.jinja does not exist"):
         make(tmp_path, CHATS, chat_template_path=str(tmp_path / "nowhere.jinja"))

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as pil
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from burnish import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 from burnish.loop.types import IGNORE_INDEX
+from burnish.models.images import features as image_features_module
+from burnish.models.images.processor import ImageProcessor
 from vision_models import golden, image_models
 
 
@@ -115,3 +117,40 @@ def test_learning_all_tokens_excludes_placeholders_and_reports_it(folder, tmp_pa
     row = trainer.train_dataset[0]
     unlearned = {token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label == IGNORE_INDEX}
     assert unlearned == {trainer.family.placeholder_id}
+
+
+def records_of(folder: Path) -> Dataset:
+    images = [[str(folder / name)] for name in ("p1_64x48.png", "p4_48x48.png")]
+    return Dataset.from_dict({"messages": [[USER, ANSWER]] * 2, "images": images})
+
+
+def test_image_is_decoded_once_and_a_frozen_tower_runs_once(folder, tmp_path, monkeypatch):
+    decoded, towers = [], []
+    tensors, features = ImageProcessor.tensors, image_features_module.image_features
+    monkeypatch.setattr(ImageProcessor, "tensors", lambda *given: decoded.append(1) or tensors(*given))
+    monkeypatch.setattr(image_features_module, "image_features", lambda *given: towers.append(1) or features(*given))
+    results = []
+    for number, frozen in enumerate((True, False)):
+        model = AutoModelForImageTextToText.from_pretrained(folder / "model")
+        if frozen:
+            model.model.visual.requires_grad_(False)
+        args = options(SFTConfig, tmp_path / str(number), max_length=None)
+        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+        trainer = SFTTrainer(model, args=args, train_dataset=records_of(folder), processing_class=tokenizer)
+        decoded.clear()
+        towers.clear()
+        trainer.train()
+        results.append((len(decoded), len(towers)))
+    assert results == [(2, 2), (2, 2)]  # a trained tower computes both images together, in each of two steps
+
+
+def test_override_gets_the_tensors_of_images(folder, tmp_path):
+    seen = []
+
+    class Mine(SFTTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            seen.append(inputs["pixel_values"].shape)
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    Mine(str(folder / "model"), args=options(SFTConfig, tmp_path), train_dataset=records_of(folder)).train()
+    assert len(seen) == 2

@@ -29,7 +29,7 @@ from burnish.data.reading.files import line_of
 from burnish.data.reading.json_files import AN_OBJECT, NO_OBJECT, NotAnObject, Values
 from burnish.data.sets.images import refuse_audio, with_images
 from burnish.data.sets.preferences import with_preference
-from burnish.data.sets.records import ALL_COLUMNS, BadRecord, Layout, Record, as_text, as_turns
+from burnish.data.sets.records import ALL_COLUMNS, BadRecord, Layout, Record, as_list, as_text, as_turns
 from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, as_context, conversation, messages_of
 from burnish.data.stats import DataStats, dropped
 from burnish.loop.types import Example, Message
@@ -77,7 +77,12 @@ def alpaca(record: Record) -> Example:
 
 
 def _history(record: Record) -> Iterator[Message]:
-    for place, pair in enumerate(record.value("history") or ()):
+    turns = record.value("history") or ()
+    turns = turns if not isinstance(turns, str) else as_list(turns)
+    if not isinstance(turns, list | tuple):
+        name = record.layout.columns["history"]
+        raise BadRecord(f'"{name}" must be a list of pairs [prompt, response].', received=shortened(turns))
+    for place, pair in enumerate(turns):
         column = f"{record.layout.columns['history']}[{place}]"
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise BadRecord(f'"{column}" must be a pair [prompt, response].', received=shortened(pair))

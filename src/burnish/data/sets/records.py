@@ -210,13 +210,19 @@ def as_text(value: Any, column: str) -> str:
     raise BadRecord(f'"{column}" must be a string.', remedy, received=shortened(value))
 
 
+def as_list(text: str) -> Any:
+    """Return the list in a JSON text (as in CSV and Parquet files); a text that is not one unchanged."""
+    if not text.lstrip().startswith("["):
+        return text
+    try:
+        return parsed(text)
+    except json.JSONDecodeError:
+        return text
+
+
 def as_turns(value: Any) -> list[Mapping[str, Any]] | None:
     """Return a list of messages, also if it is JSON text (as in CSV and Parquet files); None for other values."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = parsed(value)
-        except json.JSONDecodeError:
-            return None
+    value = as_list(value) if isinstance(value, str) else value
     return value if isinstance(value, list) and all(isinstance(turn, dict) for turn in value) else None
 
 

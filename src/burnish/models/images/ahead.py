@@ -164,6 +164,14 @@ class PreparedAhead:
             self._size_of_kept -= size_of(self._kept.popitem(last=False)[1])
 
 
+def cached(prepare: Prepare, images_of: ImagesOf, processor: Any) -> PreparedAhead:
+    """Return ``prepare`` with the default cache in memory. Args: processor: of transformers."""
+    defaults = ImageCacheOptions()
+    return PreparedAhead(
+        prepare, images_of, 1, 0, defaults.image_cache_mb * 2**20, getattr(processor, "temporal_patch_size", 1)
+    )
+
+
 _MOST_WAITING = 64
 """Maximum number of waiting micro-batches, so that text rows are not read far ahead."""
 

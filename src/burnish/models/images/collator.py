@@ -18,10 +18,11 @@ from itertools import accumulate, groupby
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from burnish.config.errors import UserError
 from burnish.loop.types import IGNORE_INDEX, Batch, Row
-from burnish.models.images.features import EncodedImage, FeatureCache, ImageFeatures
+from burnish.models.images.features import EncodedImage, FeatureCache, ImageFeatures, trains_tower
 from burnish.models.images.masks import BIDIRECTIONAL
 from burnish.models.images.processor import ImageProcessor, Tensors
 
@@ -95,6 +96,12 @@ class ImageLayout:
             getattr(config, "video_token_id", -1) if "mrope_section" in rope else -1,
             getattr(config.vision_config, "tokens_per_second", None),
         )  # fmt: skip
+
+
+def computes_one_by_one(model: nn.Module, layout: ImageLayout) -> bool:
+    """Return whether the vision tower of ``model`` computes each image separately: a frozen one on a CPU."""
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    return on_cpu and not layout.crosses and not trains_tower(model)
 
 
 class ImageCollator:

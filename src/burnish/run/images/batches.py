@@ -23,8 +23,8 @@ from burnish.kernels.model_parts import part_at, parts_of
 from burnish.kernels.probe import Capabilities
 from burnish.loop.types import Batch, Row
 from burnish.models.images.ahead import PreparedAhead
-from burnish.models.images.collator import ImageCollator, ImageLayout, Prepare
-from burnish.models.images.features import patch_vision_model, trains_tower
+from burnish.models.images.collator import ImageCollator, ImageLayout, Prepare, computes_one_by_one
+from burnish.models.images.features import patch_vision_model
 from burnish.models.images.on_disk import OnDisk
 from burnish.models.images.probe import isolates_images
 from burnish.models.images.processor import ImageProcessor, Tensors
@@ -99,8 +99,7 @@ def collator_of(
         tensors = _on_disk(options, family, processor, tensors)
     left_out = _left_out(options, family, processor, tensors)
     prepared = _prepared(options, left_out or tensors, getattr(family.processor, "temporal_patch_size", 1))
-    # Whether the features are cached must not change them.
-    one_by_one = next(model.parameters()).device.type == "cpu" and not layout.crosses and not trains_tower(model)
+    one_by_one = computes_one_by_one(model, layout)  # whether or not features are cached, so that they are equal
     cache = prepared if isinstance(prepared, PreparedAhead) and not layout.needs_row else None
 
     def image_collator(is_padding_free: bool, shares: bool = False) -> ImageCollator:

@@ -14,6 +14,7 @@ from torch.optim import SGD
 
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem, UserError
+from burnish.config.options import changed_options
 from burnish.data.batches.batching import packs_rows
 from burnish.inference.options import is_remote
 from burnish.loop.best import best_model_metric_name, eval_prefix, is_higher_better, missing_metric
@@ -122,6 +123,28 @@ def schedule_by_metric_notes(options: RunOptions) -> list[str]:
             f'lr_scheduler_type "{schedule}" reduces the learning rate when {metric} rises, although higher is better. '
             'To reverse it, set lr_scheduler_kwargs: {"mode": "max"}.'
         )
+    return found
+
+
+@notes
+def interval_notes(options: RunOptions) -> list[str]:
+    """Return notes on intervals in steps whose strategy does not use them, and on a warmup that is set twice."""
+    changed = changed_options(options)
+    used = {
+        "logging_steps": "steps" in (options.logging_strategy, options.eval_strategy),
+        "eval_steps": options.eval_strategy == "steps",
+        "save_steps": options.save_strategy == "steps",
+    }
+    found = []
+    for name, is_used in used.items():
+        if name in changed and not is_used and trains(options):
+            strategy = name.replace("_steps", "_strategy")
+            found.append(f'"{name}" has no effect: {strategy} is {getattr(options, strategy)}.')
+    if options.warmup_ratio and options.warmup_steps:
+        found.append('"warmup_ratio" has no effect: warmup_steps is set.')
+    if len(options.dataset or ()) == 1:
+        names = [name for name in ("mix_strategy", "interleave_probs") if name in changed]
+        found += [f'"{name}" has no effect on a single dataset.' for name in names]
     return found
 
 

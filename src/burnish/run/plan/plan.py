@@ -148,11 +148,10 @@ def dependent_defaults(options: RunOptions, names: Container[str]) -> dict[str, 
     if rates is not None and "learning_rate" not in names:
         defaults["learning_rate"] = rates[0] if options.finetuning_type in ("full", "freeze") else rates[1]
     if "logging_steps" not in names and trains(options):
-        defaults |= {
-            name: value
-            for name, value in (("logging_first_step", True), ("eval_steps", EVAL_STEPS))
-            if name not in names
-        }
+        intervals: dict[str, Any] = {"logging_first_step": True}
+        if options.eval_strategy == "steps":
+            intervals["eval_steps"] = EVAL_STEPS
+        defaults |= {name: value for name, value in intervals.items() if name not in names}
     return defaults
 
 

@@ -21,10 +21,11 @@ from burnish.data.images.image_file import images_of
 from burnish.data.images.sources import MediaReader
 from burnish.data.sets.images import KINDS
 from burnish.loop.types import TOKEN_COLUMNS, Batch, Row
-from burnish.models.images.collator import ImageCollator, ImageLayout
+from burnish.models.images.ahead import cached
+from burnish.models.images.collator import ImageCollator, ImageLayout, Prepare, computes_one_by_one
 from burnish.models.images.features import patch_vision_model
 from burnish.models.images.probe import isolates_images
-from burnish.models.images.processor import ImageProcessor, load_image_processor, video_settings_in
+from burnish.models.images.processor import ImageProcessor, Tensors, load_image_processor, video_settings_in
 from burnish.models.options import ModelOptions
 from burnish.utils.json_files import read_object
 
@@ -100,22 +101,27 @@ class VisionCollator:
         text: collates rows without images.
         pad_id, multiple: of padded rows.
         is_padding_free: whether batches are padding-free.
+        num_workers: number of processes that collate. Without them, prepared images are cached in memory.
+        one_by_one: whether a frozen vision tower on a CPU computes each image separately. Batches then have no tensors
+            of images, which an override of a script may read.
     """
 
     def __init__(
         self, model: Any, family: Family, text: Callable[[Sequence[Any]], Batch], pad_id: int,
-        multiple: int | None = None, is_padding_free: bool = False,
+        multiple: int | None = None, is_padding_free: bool = False, num_workers: int = 0, one_by_one: bool = False,
     ) -> None:  # fmt: skip
         patch_vision_model(model)
         self.text, self.family = text, family
         layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, family.processor, family.options)
+        prepare: Prepare = partial(_tensors, family, processor)
+        cache = None if num_workers else cached(prepare, images_of, family.processor)
+        one_by_one = one_by_one and computes_one_by_one(model, layout)
 
         def collator(flat: bool) -> ImageCollator:
             padded = partial(collate_padded, pad_id=pad_id, pad_to_multiple_of=multiple)
             rows: Any = collate_padding_free if flat else padded
-            return ImageCollator(
-                text, rows, layout, processor, images_of, lambda one: processor.tensors(family.prepared(one))
-            )
+            features = None if layout.needs_row else cache
+            return ImageCollator(text, rows, layout, processor, images_of, cache or prepare, one_by_one, features)
 
         flat = collator(flat=True) if is_padding_free else None
         self.images = flat if flat is not None and isolates_images(model, flat) else collator(flat=False)
@@ -129,6 +135,10 @@ class VisionCollator:
                 )
             return self.text(rows)
         return self.images([_plain(row) for row in rows])
+
+
+def _tensors(family: Family, processor: ImageProcessor, image: Any) -> Tensors:
+    return processor.tensors(family.prepared(image))
 
 
 def _plain(row: Row) -> Row:

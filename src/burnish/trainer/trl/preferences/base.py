@@ -197,7 +197,10 @@ class PreferenceTrainer(OverridableTrainer):
             objective.head = Score(model)
         if self.family is not None:
             capabilities = replace(capabilities, is_padding_free=False, shares_prefixes=False)
-            collate = VisionCollator(model, self.family, partial(collate_padded, pad_id=self._pad), self._pad)
+            text, workers = partial(collate_padded, pad_id=self._pad), self.args.dataloader_num_workers
+            collate = VisionCollator(
+                model, self.family, text, self._pad, num_workers=workers, one_by_one=not self._is_scripted
+            )
         for note in objective.configure(capabilities, collate):
             logger.warning(note)
         if isinstance(objective, AnswersObjective):

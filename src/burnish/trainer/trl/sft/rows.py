@@ -82,6 +82,12 @@ class Preparation:
         dataset = prepared(dataset, name, self._encode(dataset, name, columns, packing), self.args, self._kept(columns))
         if packing:
             return self._packed(dataset, name)
+        limit = self.args.max_length
+        if limit is not None and is_datasets_set(dataset) and len(dataset) and not learns_anything(dataset):
+            raise UserError(
+                f"No example of the {name} dataset has a token to predict. Received: max_length={limit}.",
+                remedy="Increase max_length, or check the labels.",
+            )
         return dataset.shuffle(seed=self.args.seed) if self.args.shuffle_dataset else dataset
 
     def _check(self, packing: bool) -> None:
@@ -200,6 +206,11 @@ class Pack:
         packs: Any = pack(rows, self.limit, self.strategy)
         names = _ROWS if self.strategy == "wrapped" else (*_ROWS, "seq_lengths")
         return {name: [row[name] for row in packs] for name in names}
+
+
+def learns_anything(dataset: Any) -> bool:
+    """Whether a row has a label at a token that is predicted: any but its first."""
+    return any(learns_something(row["labels"][1:]) for row in dataset if row.get("labels") is not None)
 
 
 def learns_something(labels: list[int]) -> bool:

@@ -108,7 +108,7 @@ class SFTTrainer(TrlTrainer):
             if self.family is not None:
                 data_collator = VisionCollator(
                     model, self.family, data_collator, data_collator.pad_token_id, data_collator.pad_to_multiple_of,
-                    self.padding_free,
+                    self.padding_free, args.dataloader_num_workers, type(self) is SFTTrainer,
                 )  # fmt: skip
         self._skip_prepare_dataset = skips_preparation(args)
         tokenizer = inner_tokenizer(processing_class)
