@@ -23,3 +23,9 @@ def representative(cases: Iterable[Any], fast: Container[Any] | int, mark: str =
 def representative_slow(cases: Iterable[Any], fast: Container[Any] | int) -> list[Any]:
     """``representative`` for long cases: the others are left to ``make test-slow``."""
     return representative(cases, fast, "slow")
+
+
+def collected_values(request: pytest.FixtureRequest, name: str) -> set[Any]:
+    """Return the values of a parameter in the collected tests of the module, for a fixture that prepares only those."""
+    calls = (item.callspec for item in request.session.items if item.path == request.path and hasattr(item, "callspec"))
+    return {call.params[name] for call in calls if name in call.params}

@@ -257,3 +257,14 @@ def test_prediction_and_evaluation_commands_read_images(workspace, tmp_path):
     expected = sum(row["loss"] * row["items"] for row in chosen) / sum(row["items"] for row in chosen)
     result = json.loads((tmp_path / "evaluated" / "eval_results.json").read_text())
     assert result["eval_loss"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_features_that_an_evaluation_computed_are_trained_on(workspace, monkeypatch):
+    options = {"finetuning_type": "lora", "max_steps": 2, "eval_dataset": "answers", "eval_strategy": "steps",
+               "eval_steps": 1}  # fmt: skip
+    first = train(workspace, "evaluated-first", eval_on_start=True, **options)
+    later, calls = tower_calls(monkeypatch, workspace, "evaluated-later", **options)
+    _, without = tower_calls(monkeypatch, workspace, "not-evaluated", finetuning_type="lora", max_steps=2)
+    assert losses(first) == losses(later)
+    assert same_weights(first, later)
+    assert calls == without

@@ -14,6 +14,7 @@ from burnish.checkpoint import checkpoint
 from burnish.cli import main
 from burnish.loop import loop
 from burnish.loop.spikes import SpikeWatch
+from representative import collected_values, representative_slow
 from run_outputs import history, weights_in
 from small_run import as_arguments, make_workspace
 from two_processes import in_two_processes, train_with_one_and_two
@@ -28,15 +29,16 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, request):
     """Folders in which one process and two, which share a gloo group, have left what they trained."""
+    kinds = collected_values(request, "kind")
     folder = tmp_path_factory.mktemp("ranks")
     options = make_workspace(folder, max_steps=6, save_strategy="no")
-    train_with_one_and_two(folder, options, KINDS)
+    train_with_one_and_two(folder, options, {kind: KINDS[kind] for kind in KINDS if kind in kinds})
     return folder
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", representative_slow(KINDS, 1))
 def test_two_processes_give_the_weights_of_one(folder, kind):
     started, one, two = (weights_in(path) for path in (folder / "model", folder / "one" / kind, folder / "two" / kind))
     assert any(not torch.equal(one[name], started[name]) for name in started)
