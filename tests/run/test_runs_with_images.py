@@ -15,7 +15,7 @@ from burnish.run.images.batches import RowCollator, check_processes
 from burnish.run.plan.options import RunOptions
 from image_runs import OTHERS, RECORDS, TEMPLATES, make_workspace, train, write_sets
 from representative import representative_slow
-from run_outputs import history, same_weights
+from run_outputs import history, same_weights, weights_in
 from vision_models import golden, image_models
 
 
@@ -230,10 +230,10 @@ def test_truncated_image_is_reported(workspace, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("options", "splits", "message"),
-    [({}, True, "sharded weights"), ({"freeze_vision_tower": False}, False, "ddp_find_unused_parameters"),
-     ({"freeze_vision_tower": False, "ddp_find_unused_parameters": True}, False, ""), ({}, False, "")],
+    [({"deepspeed": "ds_z3.json"}, True, "DeepSpeed stage 3"), ({"fsdp": "full_shard"}, True, ""),
+     ({"freeze_vision_tower": False}, False, ""), ({}, False, "")],
 )  # fmt: skip
-def test_processes_that_would_deadlock_are_rejected(options, splits, message):
+def test_images_with_several_processes_are_rejected_where_they_were_not_tested(options, splits, message):
     chosen = RunOptions(finetuning_type="full", **options)
     model = ADAPTERS["full"](chosen, []).attach(image_models().build("llava")[0])
     result = check_processes(chosen, model, 2, splits)
@@ -268,3 +268,23 @@ def test_features_that_an_evaluation_computed_are_trained_on(workspace, monkeypa
     assert losses(first) == losses(later)
     assert same_weights(first, later)
     assert calls == without
+
+
+@pytest.mark.parametrize("stage", representative_slow(["dpo", "kto"], 1))
+def test_adapter_of_the_tower_is_trained_on_preferences(workspace, stage):
+    dataset = {"dpo": "pairs", "kto": "verdicts"}[stage]
+    options = {"stage": stage, "dataset": dataset, "finetuning_type": "lora", "lora_target": "all", "max_steps": 3,
+               "freeze_vision_tower": False, "freeze_multi_modal_projector": False}  # fmt: skip
+    folder = train(workspace, f"tower-{stage}", **options)
+    adapter = weights_in(folder)
+    assert max(float(weight.abs().max()) for name, weight in adapter.items() if "visual" in name and "lora_B" in name)
+    before = train(workspace, f"tower-{stage}-before", precompute_ref_log_probs=True, **options)
+    assert losses(folder) == pytest.approx(losses(before), abs=2e-5)
+
+
+def test_reference_of_badam_keeps_the_features_of_its_own_weights(workspace):
+    options = {"stage": "dpo", "dataset": "pairs", "use_badam": True, "badam_switch_interval": 2, "max_steps": 8,
+               "freeze_vision_tower": False, "freeze_multi_modal_projector": False, "learning_rate": 1e-2}  # fmt: skip
+    folder = train(workspace, "tower-badam", **options)
+    before = train(workspace, "tower-badam-before", precompute_ref_log_probs=True, **options)
+    assert losses(folder) == pytest.approx(losses(before), abs=2e-5)

@@ -36,7 +36,8 @@ from burnish.loop.protocols import Parallel
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.losses.base import OBJECTIVES, StageObjective
 from burnish.models.attention_choice import requested_attention
-from burnish.models.images.processor import copy_companions
+from burnish.models.images.processor import ImageProcessor, copy_companions
+from burnish.models.images.together import must_run_together, run_tower_in_every_pass
 from burnish.models.load import load_model, raise_if_adapter_not_finite, raise_if_empty, raise_if_not_finite
 from burnish.models.patches.attention import PADDING_FREE
 from burnish.models.patches.capabilities import find_capabilities
@@ -257,6 +258,9 @@ def _configured(
     if prepared.family is not None and has_images(prepared):
         raise_if(check_processes(options, model, parallel.world_size, parallel.shards_weights))
     capabilities, notes, ahead = configure_objective(objective, model, prepared, options)
+    is_together = must_run_together(model, parallel.world_size, parallel.shards_weights)
+    if (family := prepared.family) is not None and has_images(prepared) and is_together:
+        run_tower_in_every_pass(model, ImageProcessor.of(model, family.processor, family.options))
     notes += setup_reward_head(objective, options, parallel)
     setup_completions(objective, model, parallel, options)
     notes += setup_reference(objective, model, adapter, parallel, options, capabilities.is_padding_free)

@@ -8,6 +8,10 @@ in several rows (both responses of a pair, several turns) would be computed seve
 once, and the selected ones are passed to the model as ``mm_encoder_outputs``. The output of a frozen tower is cached
 with the batch, so that the reference model of a preference run can use it.
 
+If all processes must run the tower together, because its weights are sharded or it is trained by several processes
+(``run_in_every_pass``), a process without images in its micro-batch runs it on one small image whose features are not
+used, and each forward pass runs the tower once.
+
 On a CPU, a frozen tower computes each image separately. Its output then depends on that image only, so it is the same
 in all epochs and after a resume, and is cached (``ahead``).
 """
@@ -16,8 +20,8 @@ in all epochs and after a resume, and is cached (``ahead``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -119,8 +123,13 @@ class ImageFeaturesHook:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self.unused: Mapping[str, Tensor] | None = None  # the tensors of ``run_in_every_pass``
+        self._was_trained = trains_tower(model)
         parts = parts_of(model)
         self._towers = [m for path, m in model.named_modules() if parts.get(path) == "vision_tower"]
+        self._outside = [
+            m for path, m in model.named_modules() if parts.get(path, "language_model") != "language_model"
+        ]
 
     def prepared(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace the image inputs by those of transformers."""
@@ -129,6 +138,8 @@ class ImageFeaturesHook:
             rows, blocks = kwargs.pop("attention_rows"), kwargs.pop("attention_blocks")
             kwargs["attention_mask"] = masks_of(self._model, rows, blocks)
         if images is None:
+            if self.unused is not None and "mm_encoder_outputs" not in kwargs:
+                kwargs["mm_encoder_outputs"] = {"image": self._no_features(kwargs, self.unused)}
             return (args, kwargs)
         tensors = {name: kwargs.pop(name) for name in images.names}
         places = kwargs.pop("image_features").flatten()
@@ -141,15 +152,21 @@ class ImageFeaturesHook:
             kwargs["mm_encoder_outputs"] = by_kind(made, chosen, is_video)
         return args, kwargs
 
+    def _is_frozen(self) -> bool:
+        """Return whether the output of the tower never changes. It was never trained, and it has no adapter: a
+        reference is computed with disabled adapters, and BAdam trains one block at a time.
+        """
+        self._was_trained = self._was_trained or trains_tower(self._model)
+        layers = (layer for part in self._outside for layer in part.modules())
+        return not self._was_trained and not any(hasattr(layer, "base_layer") for layer in layers)  # peft's
+
     def _features(self, images: ImageFeatures, tensors: dict[str, Tensor], device: torch.device) -> Any:
         """Return the output of ``get_image_features``, (N, n, H) or a list of (n, H)."""
         key = id(self._model)
-        if key in images.outputs:
+        is_frozen = self._is_frozen()
+        if key in images.outputs and is_frozen and self.unused is None:
             return images.outputs[key]
-        is_frozen = not trains_tower(self._model)
-        with ExitStack() as modes:
-            for tower in self._towers if is_frozen else ():
-                modes.enter_context(evaluating(tower))
+        with self._mode(is_frozen):
             if images.each:
                 outputs = [self._output_of(images, number, is_frozen, device) for number in range(len(images.each))]
                 made = joined_features(outputs)
@@ -165,6 +182,22 @@ class ImageFeaturesHook:
             images.outputs[key] = made
         return made
 
+    @contextmanager
+    def _mode(self, is_frozen: bool) -> Iterator[None]:
+        """Switch a frozen tower to evaluation mode."""
+        with ExitStack() as modes:
+            for tower in self._towers if is_frozen else ():
+                modes.enter_context(evaluating(tower))
+            yield
+
+    def _no_features(self, kwargs: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
+        """Run the tower on an image, and return no feature of it; gradients of its weights are zeros."""
+        given = kwargs.get("input_ids")
+        device = (kwargs["inputs_embeds"] if given is None else given).device
+        with self._mode(self._is_frozen()):
+            made = image_features(self._model, {name: tensor.to(device) for name, tensor in tensors.items()})
+        return at_places(made, torch.zeros(0, dtype=torch.long, device=device))
+
     def _output_of(self, images: ImageFeatures, number: int, is_frozen: bool, device: torch.device) -> Any:
         """Return the output of the tower for one image: the cached one of a frozen tower if there is one."""
         tensors, cache = images.each[number], images.cache
@@ -179,6 +212,17 @@ class ImageFeaturesHook:
             output = features_only(output)
             cache.keep_output(images.sources[number], output, id(self._model))
         return output
+
+
+def run_in_every_pass(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Let the tower of a patched model run once in each forward pass, also in those without images.
+
+    Args:
+        tensors: of a small image, for forward passes without images.
+    """
+    for done in patches_of(model):
+        if done.why is ENCODED_ONCE:
+            done.value.__self__.unused = tensors
 
 
 def trains_tower(model: nn.Module) -> bool:

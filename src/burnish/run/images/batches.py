@@ -19,8 +19,7 @@ from burnish.config.options import raise_if
 from burnish.data.batches.batching import collate_padding_free, collator, sequences_of
 from burnish.data.images.family import Family
 from burnish.data.images.image_file import content_hash, images_of
-from burnish.kernels.model_parts import part_at, parts_of
-from burnish.kernels.probe import Capabilities
+from burnish.kernels.probe import Capabilities, unwrap_peft
 from burnish.loop.types import Batch, Row
 from burnish.models.images.ahead import PreparedAhead
 from burnish.models.images.collator import ImageCollator, ImageLayout, Prepare, computes_one_by_one
@@ -28,6 +27,8 @@ from burnish.models.images.features import patch_vision_model
 from burnish.models.images.on_disk import OnDisk
 from burnish.models.images.probe import isolates_images
 from burnish.models.images.processor import ImageProcessor, Tensors
+from burnish.models.images.together import must_run_together
+from burnish.parallel.selection import parallel_name
 from burnish.run.images.left_out import LeftOut
 from burnish.run.plan.options import RunOptions
 from burnish.run.prepare import Prepared
@@ -43,25 +44,25 @@ def has_images(prepared: Prepared) -> bool:
 
 
 def check_processes(options: RunOptions, model: Any, world_size: int, shards_weights: bool) -> list[Problem]:
-    """Return problems of images with several processes, of which some may have a micro-batch without images.
+    """Return problems of images with several processes.
 
     Args:
         model: the model that is trained.
         shards_weights: whether weights are sharded over processes.
     """
-    if world_size == 1:
+    if not must_run_together(model, world_size, shards_weights):
         return []
-    if shards_weights:
-        what = "images are not supported with sharded weights (DeepSpeed stage 3, FSDP)."
-        why = "A process without images in its micro-batch would not call the vision tower, and the others would hang."
-        return [Problem(what, why=why, remedy="Use DDP, or DeepSpeed stage 1 or 2.")]
-    parts = parts_of(model)
-    trained = any(p.requires_grad and part_at(name, parts) != "language_model" for name, p in model.named_parameters())
-    if not trained or options.ddp_find_unused_parameters:
-        return []
-    what = "training the vision tower or the projector with several processes requires ddp_find_unused_parameters."
-    why = "A process without images in its micro-batch has no gradients for them, and the others would hang."
-    return [Problem(what, why=why, remedy="Set ddp_find_unused_parameters: true.", option="ddp_find_unused_parameters")]
+    if ImageLayout.of(model.config).crosses:
+        name = type(unwrap_peft(model)).__name__
+        what = f"{name} does not support images with several processes if weights are sharded or its tower is trained."
+        return [Problem(what, why=_WHY, remedy="Use DDP and freeze_vision_tower: true.")]
+    if shards_weights and parallel_name(options) == "deepspeed":
+        what = "images are not supported with DeepSpeed stage 3, which was not tested with them."
+        return [Problem(what, why=_WHY, remedy="Use fsdp, DDP, or DeepSpeed stage 1 or 2.", option="deepspeed")]
+    return []
+
+
+_WHY = "A process without images in its micro-batch would not run the vision tower, and the others would wait for it."
 
 
 class RowCollator:
@@ -99,7 +100,8 @@ def collator_of(
         tensors = _on_disk(options, family, processor, tensors)
     left_out = _left_out(options, family, processor, tensors)
     prepared = _prepared(options, left_out or tensors, getattr(family.processor, "temporal_patch_size", 1))
-    one_by_one = computes_one_by_one(model, layout)  # whether or not features are cached, so that they are equal
+    # Whether or not features are cached, so that they are equal. With FSDP each process runs the tower once.
+    one_by_one = computes_one_by_one(model, layout) and parallel_name(options) != "fsdp"
     cache = prepared if isinstance(prepared, PreparedAhead) and not layout.needs_row else None
 
     def image_collator(is_padding_free: bool, shares: bool = False) -> ImageCollator:

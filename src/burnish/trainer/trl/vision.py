@@ -26,6 +26,7 @@ from burnish.models.images.collator import ImageCollator, ImageLayout, Prepare, 
 from burnish.models.images.features import patch_vision_model
 from burnish.models.images.probe import isolates_images
 from burnish.models.images.processor import ImageProcessor, Tensors, load_image_processor, video_settings_in
+from burnish.models.images.together import must_run_together, run_tower_in_every_pass
 from burnish.models.options import ModelOptions
 from burnish.utils.json_files import read_object
 
@@ -125,6 +126,12 @@ class VisionCollator:
 
         flat = collator(flat=True) if is_padding_free else None
         self.images = flat if flat is not None and isolates_images(model, flat) else collator(flat=False)
+
+    def join_processes(self, model: Any, parallel: Any) -> None:
+        """Prepare for training by several processes (``together``). Args: parallel: backend of the run."""
+        if must_run_together(model, parallel.world_size, parallel.shards_weights):
+            run_tower_in_every_pass(model, self.images.processor)
+            self.images.one_by_one = False
 
     def __call__(self, examples: Sequence[Any]) -> Batch:
         rows: list[Row] = [{**example} for example in examples]

@@ -201,6 +201,7 @@ class PreferenceTrainer(OverridableTrainer):
             collate = VisionCollator(
                 model, self.family, text, self._pad, num_workers=workers, one_by_one=not self._is_scripted
             )
+            collate.join_processes(model, self._parallel)
         for note in objective.configure(capabilities, collate):
             logger.warning(note)
         if isinstance(objective, AnswersObjective):

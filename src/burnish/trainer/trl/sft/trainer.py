@@ -131,6 +131,8 @@ class SFTTrainer(TrlTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
+        if isinstance(data_collator, VisionCollator):
+            data_collator.join_processes(self.model, self._parallel)
         self._eval_sums: dict[str, Tensor] = {}
 
     def _own_collator(self, model: Any, processing_class: Any, args: SFTConfig) -> DataCollatorForLanguageModeling:
