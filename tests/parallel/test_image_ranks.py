@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 
 import burnish
-import burnish.run.build  # noqa: F401 - before two processes are forked, not in each of them
+import burnish.run.build
 from image_runs import OTHERS, TEMPLATES, make_workspace
 from representative import collected_values, representative_slow
 from run_outputs import weights_in
@@ -62,8 +62,8 @@ def test_sharded_family_with_a_trained_tower_gives_the_weights_of_one_process(fa
     options = {
         "model_name_or_path": str(folder / family), "dataset": "answers", "dataset_dir": str(folder / "data"),
         "cutoff_len": 512, "max_steps": 3, "per_device_train_batch_size": 2, "finetuning_type": "full",
-        "optim": "sgd", "learning_rate": 1e-2, "use_cpu": True, "save_strategy": "no", "plot_loss": False, "logging_steps": 1,
-        "lr_scheduler_type": "constant", "freeze_vision_tower": False, "eval_dataset": "answers",
+        "optim": "sgd", "learning_rate": 1e-2, "use_cpu": True, "save_strategy": "no", "plot_loss": False,
+        "logging_steps": 1, "lr_scheduler_type": "constant", "freeze_vision_tower": False, "eval_dataset": "answers",
         "eval_strategy": "epoch", "per_device_eval_batch_size": 1, **({"template": template} if template else {}),
     }  # fmt: skip
     train_with_one_and_two(folder, options, {"sharded": FSDP})
@@ -79,7 +79,8 @@ def train_script(folder, out, kind):
     args = {"output_dir": out, "max_steps": 3, "report_to": "none", "save_strategy": "no", "use_cpu": True,
             "bf16": False, "learning_rate": 1e-2, "optim": "sgd", "lr_scheduler_type": "constant",
             "per_device_train_batch_size": 4 // int(os.environ.get("WORLD_SIZE", "1")), "logging_steps": 1,
-            "gradient_checkpointing": False, "ddp_find_unused_parameters": False, "train_sampling_strategy": "sequential", "max_grad_norm": 0.1}  # fmt: skip
+            "gradient_checkpointing": False, "ddp_find_unused_parameters": False, "max_grad_norm": 0.1,
+            "train_sampling_strategy": "sequential"}  # fmt: skip
     user, answer = {"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A wall of bricks."}
     image = sorted(str(path) for path in (Path(folder) / "data").rglob("*.png"))[0]
     images = [[image], [image], [], []]  # the second process has none

@@ -7,6 +7,7 @@ folder without a tokenizer; tokens without a row in the embedding. Does not read
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,12 +42,16 @@ ROW_MULTIPLE = 64
 """A resized embedding has a multiple of this number of rows, for fast matrix products on tensor cores."""
 
 
-def load_tokenizer(options: ModelOptions, notes: list[str] | None = None) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer with right padding and the new tokens of the options.
+def load_tokenizer(
+    options: ModelOptions, notes: list[str] | None = None, adapters: Sequence[Path] = ()
+) -> PreTrainedTokenizerBase:
+    """Load the model's tokenizer with right padding and the new tokens of adapters and options.
 
     Args:
         options: the options of the model.
         notes: receives a sentence if an EOS or padding token had to be chosen.
+        adapters: folders of the adapters that are loaded. The last one with a tokenizer has the tokens that were added
+            when it was trained; they get the same ids.
 
     Raises:
         UserError: if it is missing or cannot be read.
@@ -71,7 +76,10 @@ def load_tokenizer(options: ModelOptions, notes: list[str] | None = None) -> Pre
         raise UserError(what, source.name, remedy="Download its tokenizer files again.") from error
     _check_chat_template(tokenizer.chat_template, source.name)
     _check_ordinary_tokens(tokenizer, source.name)
+    trained = _add_tokens_of_adapters(tokenizer, adapters, notes)
     _add_new_tokens(tokenizer, options, notes)
+    tokenizer.new_tokens = [*trained, *named_tokens(options)]  # data may contain them: data/tokens/encoder.py
+    tokenizer.trained_tokens = trained  # their embeddings are those of the adapter
     _settle_end(tokenizer, notes)
     if getattr(tokenizer, "legacy", None):  # it affects spaces, and transformers 5.23 does not save it
         tokenizer.init_kwargs["legacy"] = True
@@ -121,7 +129,8 @@ def check_vocabulary(
 ) -> list[Problem]:
     """Check that the model's embedding has a row for each token of the tokenizer."""
     rows = config.get_text_config().vocab_size
-    if len(tokenizer) <= rows or options.resize_vocab or named_tokens(options):  # new tokens imply it
+    is_trained = bool(getattr(tokenizer, "trained_tokens", ()))
+    if len(tokenizer) <= rows or options.resize_vocab or named_tokens(options) or is_trained:  # new tokens imply it
         return []
     return [
         Problem(
@@ -199,7 +208,7 @@ def resize_embeddings(
     """
     raise_if(check_vocabulary(tokenizer, model.config, options))
     before = num_embeddings(model)
-    if named_tokens(options) or len(tokenizer) > before:
+    if named_tokens(options) or num_without_embedding(tokenizer) > before:
         patch(model, "has_new_tokens", True, NEW_TOKENS)
     if len(tokenizer) > before:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=ROW_MULTIPLE)
@@ -208,6 +217,11 @@ def resize_embeddings(
             notes.append(f"The embedding was resized from {before:,} to {after:,} rows for {len(tokenizer):,} tokens.")
     if options.init_special_tokens != "noise_init":
         _begin_as_described(model, tokenizer, options)
+
+
+def num_without_embedding(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Number of tokens whose embedding no adapter holds."""
+    return len(tokenizer) - len(getattr(tokenizer, "trained_tokens", ()))
 
 
 def num_embeddings(model: PreTrainedModel) -> int:
@@ -221,11 +235,11 @@ def resized_meta_model(
 ) -> PreTrainedModel:
     """The model without weights, with a row for every token."""
     model = meta_model(deepcopy(config), options.trust_remote_code)  # resizing changes the config
-    grows = len(tokenizer) > num_embeddings(model)
-    if grows:
+    before = num_embeddings(model)
+    if len(tokenizer) > before:
         with torch.device("meta"):
             model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=ROW_MULTIPLE, mean_resizing=False)
-    if grows or named_tokens(options):
+    if named_tokens(options) or num_without_embedding(tokenizer) > before:
         patch(model, "has_new_tokens", True, NEW_TOKENS)
     return model
 
@@ -259,9 +273,41 @@ def _add_new_tokens(tokenizer: PreTrainedTokenizerBase, options: ModelOptions, n
     special = list(descriptions(options)) or options.add_special_tokens
     if special:
         added += tokenizer.add_tokens(special, special_tokens=True)
-    tokenizer.new_tokens = named_tokens(options)  # data may contain them: data/tokens/encoder.py
     if added and not options.resize_vocab:
         notes.append(f"{added} new tokens were added: the embedding is resized (resize_vocab).")
+
+
+def _add_tokens_of_adapters(
+    tokenizer: PreTrainedTokenizerBase, adapters: Sequence[Path], notes: list[str]
+) -> list[str]:
+    """Add the tokens that an adapter's tokenizer has and the model's does not, and return them.
+
+    Raises:
+        UserError: if they would get other ids than when the adapter was trained.
+    """
+    folders = (folder for folder in reversed(adapters) if any((folder / name).is_file() for name in TOKENIZER_FILES))
+    if (folder := next(folders, None)) is None:
+        return []
+    try:
+        trained = tokenizer_in(folder)
+    except BaseException as error:
+        if not is_unusable(error):
+            raise
+        notes.append(f"The tokenizer in {folder} cannot be loaded and is not used: {message_of(error)}")
+        return []
+    known = tokenizer.get_vocab()
+    added = {at: token for at, token in sorted(trained.added_tokens_decoder.items()) if token.content not in known}
+    tokenizer.add_tokens(list(added.values()))
+    words = [token.content for token in added.values()]
+    if tokenizer.convert_tokens_to_ids(words) != list(added):
+        raise UserError(
+            "the tokens that were added when this adapter was trained have other ids with the tokenizer of the model.",
+            where=str(folder),
+            why=f"Tokens: {', '.join(words[:5])}.",
+            remedy="Use the base model that the adapter was trained on.",
+            option="adapter_name_or_path",
+        )
+    return words
 
 
 def _settle_end(tokenizer: PreTrainedTokenizerBase, notes: list[str]) -> None:

@@ -84,7 +84,7 @@ def prepare(plan: Plan) -> Prepared:
     set_seed(options.seed, options.full_determinism)
     sets = load_data(plan, stats)
     config = load_config(options, options.cutoff_len, notes)
-    tokenizer = load_tokenizer(options, notes)
+    tokenizer = load_tokenizer(options, notes, adapter_folders(options))
     refused: list[UserError] = []
     family = load_family(options, config, tokenizer, notes, options, refused)
     has_template = bool(tokenizer.chat_template or options.template)
