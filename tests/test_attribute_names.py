@@ -20,7 +20,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "burnish"
 DECLARED = re.compile(r"^    (?:self\.)?(\w+)\s*[:=]|self\.(\w+)\s*[:=]", re.MULTILINE)
 
 OTHERS = {
-    "tokenizer": {"new_tokens", "legacy"},  # set by models/tokens.py, and of Llama's class
+    "tokenizer": {"new_tokens", "trained_tokens", "legacy"},  # set by models/tokens.py, and of Llama's class
     "config": {
         "get", "items", "is_file", "parent",  # mappings and paths
         "split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler",  # of accelerate
