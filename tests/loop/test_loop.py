@@ -154,10 +154,10 @@ def test_callback_can_stop_the_epoch_and_the_run(tmp_path):
         def on_step_end(self, args, state, control, **kwargs):
             control.should_epoch_stop = state.global_step == 2
 
-    run, _ = make_run(tmp_path, [StopEpochAtTwo()], num_train_epochs=1)
+    run, _ = make_run(tmp_path, [StopEpochAtTwo()], num_train_epochs=2)
     run.train()
-    assert run.state.global_step == 11
-    assert run.loader.state_dict() == {"epoch": 1, "position": 18, "is_in_epoch": False}
+    assert run.state.global_step == 2 + run.state.max_steps // 2
+    assert run.loader.state_dict() == {"epoch": 2, "position": 0, "is_in_epoch": False}
 
 
 def test_best_weights_are_loaded_at_the_end(tmp_path):

@@ -150,6 +150,30 @@ def test_control_returned_by_callback_replaces_the_current_one(tmp_path):
     assert trainer.control is trainer.callback_handler.control
 
 
+def test_run_whose_epochs_are_ended_early_ends_after_its_epochs(tmp_path):
+    class Short:
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_epoch_stop = state.global_step % 2 == 0
+
+    results = []
+    for library, options in ((burnish, arguments), (transformers, transformers_arguments)):
+        callback = type("Mine", (Short, library.TrainerCallback), {})()
+        args = options(tmp_path, num_train_epochs=2, per_device_train_batch_size=2)
+        trainer = library.Trainer(Regression(), args, train_dataset=points(16), callbacks=[callback])
+        results.append((trainer.train().global_step, round(trainer.state.epoch, 4)))
+    assert results[0] == results[1]
+    assert results[0][0] == 4
+
+
+def test_run_stopped_at_the_beginning_of_an_epoch_makes_no_further_step(tmp_path):
+    class Stop(burnish.TrainerCallback):
+        def on_epoch_begin(self, args, state, control, **kwargs):
+            control.should_training_stop = state.epoch >= 1
+
+    trainer = make_trainer(tmp_path, trainer={"callbacks": [Stop()]}, num_train_epochs=2)
+    assert trainer.train().global_step == trainer.state.max_steps // 2
+
+
 def test_event_can_be_fired_by_a_script(tmp_path):
     recorded = []
 

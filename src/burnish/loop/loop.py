@@ -130,9 +130,13 @@ class Loop:
         is_over = self.state.global_step == self.state.max_steps or self.control.should_training_stop
         if is_over and self.loader.is_in_epoch:
             self.finish_epoch()  # the checkpoint of the last step was saved before the end of its epoch
-        num_empty = 0
+        num_empty, has_short_epochs = 0, False
         while self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
+            if has_short_epochs and self.loader.epoch >= self.state.num_train_epochs:
+                break  # a callback ended epochs early, so there are fewer than max_steps steps
             self.callbacks.fire("on_epoch_begin")
+            if self.control.should_training_stop:
+                break
             num_empty += 1
             for step_batch in self.step_batches():
                 num_empty = 0
@@ -142,6 +146,7 @@ class Loop:
                 self.handle_control()
                 if self.control.should_epoch_stop or self.control.should_training_stop:
                     break
+            has_short_epochs = has_short_epochs or self.control.should_epoch_stop
             self.finish_epoch()
             if num_empty == 2:  # the first one may be the end of an epoch in which the run was resumed
                 raise UserError(
