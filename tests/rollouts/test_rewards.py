@@ -124,10 +124,14 @@ def test_missing_reward_function_is_rejected_by_name(entry, message):
     assert message in str(error.value)
 
 
-def test_missing_column_is_detected_before_running():
+def test_missing_column_is_detected_before_running(monkeypatch):
+    monkeypatch.setattr("burnish.rollouts.rewards.builtin.find_spec", lambda name: name)
     (problem,) = missing_columns(load_rewards(["accuracy_reward", "my_rewards.py:exact"]), ["answer"], "gsm8k")
     what = 'accuracy_reward requires the column "solution". gsm8k has: answer.'
-    assert str(problem) == f"{what}\n  Set columns: {{solution: answer}}."
+    assert str(problem) == (
+        f"{what}\n  Add it (in YAML, columns: {{solution: answer}} renames a column), or give the parameter a default "
+        "value."
+    )
 
 
 def test_none_and_nan_are_no_score_and_are_counted():

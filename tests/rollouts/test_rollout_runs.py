@@ -230,7 +230,8 @@ def test_completion_that_never_fits_is_rejected(tmp_path):
         train(user(tmp_path, max_completion_length=250))
 
 
-def test_invalid_data_is_rejected_before_loading_the_model(tmp_path):
+def test_invalid_data_is_rejected_before_loading_the_model(tmp_path, monkeypatch):
+    monkeypatch.setattr("burnish.rollouts.rewards.builtin.find_spec", lambda name: name)
     options = user(tmp_path, reward_funcs=["accuracy_reward"])
     (tmp_path / "data.json").write_text(json.dumps([{"prompt": [{"role": "user", "content": "1 + 1?"}]}] * 8))
     with pytest.raises(ValueError, match='accuracy_reward requires the column "solution"'):

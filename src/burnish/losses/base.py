@@ -158,6 +158,10 @@ class StageObjective(Objective, Protocol):
         """Notes on the training rows. Raises UserError if there is nothing to train on."""
         return []
 
+    def inspect_columns(self, rows: Sequence[Row], source: str) -> list[Problem]:
+        """Problems with the columns of the records of a dataset, of which ``source`` is the name in messages."""
+        return []
+
     def allows_prefix_sharing(self, model: nn.Module) -> bool:
         """Whether tokens without influence on a loss may be skipped. ``model`` may have no weights (meta device)."""
         return False

@@ -24,7 +24,7 @@ from burnish.models.generate import GenerationOptions
 from burnish.rollouts.completions import CompletionLimits, CompletionSource
 from burnish.rollouts.options import RolloutOptions
 from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
-from burnish.rollouts.rewards.functions import RewardFunction
+from burnish.rollouts.rewards.functions import PASSED_BY_NAME, RewardFunction
 from burnish.rollouts.samples import ScoredCompletion
 
 NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
@@ -189,6 +189,8 @@ class Generator:
     ) -> RewardTable:
         records = [json.loads(row["record"]) for row in rows for _ in range(count)]
         columns = {name: None for record in records for name in record["columns"]}
+        # A column that other records of the dataset have is None here.
+        columns |= {name: None for each in self.functions for name in sorted(each.required - PASSED_BY_NAME)}
         completions = [
             sample.text
             if isinstance(record["prompt"], str)

@@ -18,13 +18,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from burnish.checkpoint.parts import Part, Stateful
-from burnish.config.errors import UserError
+from burnish.config.errors import Problem, UserError
 from burnish.inference.types import EVALUATION, ROLLOUT, SHUFFLE, NoiseKey
 from burnish.kernels.philox import permutation
 from burnish.kernels.probe import Capabilities
@@ -121,6 +122,8 @@ class RolloutObjective(AnswersObjective):
     compares_completions = True
     """Whether the advantage of a completion depends on others of the same prompt."""
     min_generations = 2
+    passed_arguments: frozenset[str] | None = frozenset()
+    """Arguments of the reward functions besides the columns and those of every run; None if they are not known."""
     keeps_old_logps: bool = False
     """Whether ``old_logps`` are always computed, for a script that reads them."""
     logs_clipping_of_evaluations: bool = False
@@ -185,10 +188,9 @@ class RolloutObjective(AnswersObjective):
         return [None if one is None else prompt_row(example, one, stats) for example, one in pairs]
 
     def inspect(self, rows: Sequence[Row], rows_per_step: int) -> list[str]:
-        """Check the columns of the records. Raises UserError if a reward function needs a column that does not
-        exist."""
-        columns = {name for row in rows[:100] for name in json.loads(row["record"])["columns"]}
-        if problems := missing_columns(self.functions, columns, "The data"):
+        """Check the columns of the records. Raises UserError if a reward function requires an argument that is not
+        passed."""
+        if problems := self.inspect_columns(rows, "The data"):
             raise UserError(problems)
         if not self.template.stop_token_ids():
             longest = self.choices.max_completion_length
@@ -201,6 +203,12 @@ class RolloutObjective(AnswersObjective):
             f"With {names}, the sampling distribution differs from the policy, so the gradient of the expected reward "
             "is biased. The mean difference in log-probability is logged as sampling/logp_difference."
         ]
+
+    def inspect_columns(self, rows: Sequence[Row], source: str) -> list[Problem]:
+        if self.passed_arguments is None:
+            return []
+        columns = {name for row in islice(rows, 100) for name in json.loads(row["record"])["columns"]}
+        return missing_columns(self.functions, columns, source, self.passed_arguments)
 
     def sequence_title(self, row: Row, name: str) -> str:
         return f"the prompt, {self.choices.num_generations} completions; "

@@ -23,6 +23,7 @@ from burnish.losses.base import OBJECTIVES
 from burnish.losses.preference_options import ReferenceOptions
 from burnish.losses.rollouts.options import CLIPPED, RolloutLossOptions
 from burnish.models.generate import GenerationOptions
+from burnish.rollouts.rewards.builtin import FACTORIES, FUNCTIONS, missing_libraries
 
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"rl_loss_type": "grpo", "rl_beta": 0.04},
@@ -222,11 +223,13 @@ def _rewards(options: RolloutStageChoices) -> list[Problem]:
             "exact_match_reward, ...), or reward_model: <folder>."
         )
         return [Problem(what, remedy=remedy, option="reward_funcs")]
+    names = [str(next(iter(entry), "")) if isinstance(entry, dict) else str(entry) for entry in functions]
+    missing = [problem for name in names for problem in missing_libraries({**FUNCTIONS, **FACTORIES}.get(name), name)]
     count, weights = len(functions) + (options.reward_model is not None), options.reward_weights
     if weights is not None and len(weights) != count:
         what = f"reward_weights must have one weight for each reward. Received: {len(weights)} for {count}."
-        return [Problem(what, option="reward_weights")]
-    return []
+        return [*missing, Problem(what, option="reward_weights")]
+    return missing
 
 
 def _count(options: RolloutStageChoices) -> list[Problem]:

@@ -115,6 +115,8 @@ def prepare(plan: Plan) -> Prepared:
     problems = check_lengths([sample, *eval_rows.values()], config, options) + check_schedule(
         options, steps.schedule_steps
     )
+    for name, some in eval_rows.items():
+        problems += objective.inspect_columns(some, f"The evaluation dataset {name}".rstrip())
     problems += spike_problems(options, objective.inner_steps)
     problems += check_best_model_metric(options, objective.metrics, eval_rows)
     raise_if([*problems, *check_disk(options, config, sizes, formats, steps)])

@@ -12,9 +12,11 @@ import math
 import re
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
 from typing import Any, TypeAlias
 
-from burnish.config.errors import MissingExtraError, UserError
+from burnish.config.errors import MissingExtraError, Problem, UserError
 
 EXTRA = "rewards"
 Completion: TypeAlias = "str | list[dict[str, Any]]"
@@ -269,3 +271,17 @@ FACTORIES: dict[str, Callable[..., Any]] = {
 }
 """Built-in functions that are created from their arguments."""
 FACTORIES |= {f"get_{name}": factory for name, factory in FACTORIES.items()}
+
+
+def missing_libraries(function: Any, name: str) -> list[Problem]:
+    """Return a problem if a built-in reward function needs a library that is not installed.
+
+    Args:
+        function: a value of ``FUNCTIONS`` or ``FACTORIES``, or what a factory has created. Others need nothing.
+        name: name of the function, for the message.
+    """
+    inner = function.func if isinstance(function, partial) else function
+    is_mathematical = inner is accuracy_reward or inner is reasoning_accuracy_reward or inner is CosineScaledReward
+    if not (is_mathematical or isinstance(inner, CosineScaledReward)) or find_spec("math_verify") is not None:
+        return []
+    return list(MissingExtraError("math_verify", name, EXTRA, option="reward_funcs").problems)

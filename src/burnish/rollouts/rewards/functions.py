@@ -13,7 +13,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,15 @@ from types import ModuleType
 from typing import Any
 
 from burnish.config.errors import Problem, UserError, did_you_mean, few, first_line
-from burnish.rollouts.rewards.builtin import FACTORIES, FUNCTIONS
+from burnish.rollouts.rewards.builtin import FACTORIES, FUNCTIONS, missing_libraries
 from burnish.utils.source_files import is_installed, source_digest
 
-PASSED_BY_NAME = frozenset(
-    {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
-)
+_ALWAYS_PASSED = frozenset({"prompts", "completions", "completion_ids", "log_extra", "log_metric"})
+_OF_TRAINERS = {
+    "trainer_state": "GRPOTrainer and RLOOTrainer in Python", "environments": "trainers with an environment_factory",
+}  # fmt: skip
+"""Argument -> who passes it."""
+PASSED_BY_NAME = _ALWAYS_PASSED | _OF_TRAINERS.keys()
 """Arguments of a reward function besides the columns of the records."""
 
 
@@ -41,7 +44,8 @@ class RewardFunction:
         weight: weight of its reward in the sum.
         place: file and line, or name of the module.
         parameters: names of its parameters; None if it takes any (``**kwargs``).
-        required: columns of the records that it needs.
+        required: parameters without a default that are not always passed: columns of the records, ``trainer_state``,
+            ``environments``.
         digest: hash of the source code of its file and of the local files that it imports, for the fingerprint of a
             run.
     """
@@ -71,7 +75,7 @@ def load_rewards(
         folders: folders in which files are looked up besides the working directory.
 
     Raises:
-        UserError: with every entry that is unknown, cannot be imported, or lacks arguments.
+        UserError: with every entry that is unknown, cannot be imported, or lacks arguments or a library.
     """
     loaded: list[RewardFunction] = []
     problems: list[Problem] = []
@@ -93,6 +97,9 @@ def load_rewards(
             what = f"{name} declares {names_of} as positional-only. Reward functions receive keyword arguments."
             problems.append(Problem(what, remedy="Remove the / from its parameters.", option="reward_funcs"))
             continue
+        if missing := missing_libraries(call, name):
+            problems += missing
+            continue
         names[name] = names.get(name, 0) + 1
         name = name if names[name] == 1 else f"{name}_{names[name]}"
         parameters, required = _parameters(call)
@@ -103,17 +110,30 @@ def load_rewards(
     return loaded
 
 
-def missing_columns(functions: Iterable[RewardFunction], columns: Iterable[str], source: str) -> list[Problem]:
-    """Return a problem for each function that needs a column that the records do not have. Args: source: name of the
-    dataset."""
+def missing_columns(
+    functions: Iterable[RewardFunction], columns: Iterable[str], source: str, passed: Container[str] = ()
+) -> list[Problem]:
+    """Return a problem for each function that requires a column that the records do not have, or another argument that
+    is not passed.
+
+    Args:
+        source: name of the dataset.
+        passed: arguments that are passed besides the columns and those of every run: ``trainer_state``, ...
+    """
     known = sorted(columns)
     found = []
     for function in functions:
-        if missing := sorted(function.required - set(known)):
+        missing = sorted(name for name in function.required.difference(known, _OF_TRAINERS))
+        if missing:
             near = next((name for name in known if name in ("answer", "solution", "response", "label")), None)
-            remedy = f"Set columns: {{{missing[0]}: {near or '<name>'}}}."
+            renaming = f"columns: {{{missing[0]}: {near or '<name>'}}}"
+            remedy = f"Add it (in YAML, {renaming} renames a column), or give the parameter a default value."
             there = ", ".join(known) or "no other columns"
             what = f'{function.name} requires the column "{missing[0]}". {source} has: {there}.'
+            found.append(Problem(what, remedy=remedy, option="reward_funcs"))
+        for name in sorted(name for name in function.required & _OF_TRAINERS.keys() if name not in passed):
+            what = f'{function.name} requires the argument "{name}", which only {_OF_TRAINERS[name]} pass.'
+            remedy = f"Give the parameter a default value: {name}=None."
             found.append(Problem(what, remedy=remedy, option="reward_funcs"))
     return found
 
@@ -268,7 +288,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[frozenset[str] | None, fr
     except (TypeError, ValueError):
         return None, frozenset()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    required = frozenset(p.name for p in named if p.default is p.empty) - PASSED_BY_NAME
+    required = frozenset(p.name for p in named if p.default is p.empty) - _ALWAYS_PASSED
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return None if takes_any else frozenset(p.name for p in named), required
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.trainer_utils import EvalLoopOutput
 
 from burnish.config.errors import UserError
+from burnish.config.options import raise_if
 from burnish.data.batches.loader import num_tokens
 from burnish.kernels.token_logps import LogpRules
 from burnish.loop.meter import Totals
@@ -123,6 +124,9 @@ class RolloutTrainer(RewardMethods):
         self.reward_processing_classes = [getattr(one, "tokenizer", None) for one in self.reward_funcs]
         self.objective.functions = self._functions(args)
         self.objective.compute_rewards = self._compute_rewards
+        of_environments = {"environments"} if self.environments is not None else set()
+        is_known = rollout_func is None and not self._overrides("_calculate_rewards")  # both may pass other columns
+        self.objective.passed_arguments = frozenset({"trainer_state"} | of_environments) if is_known else None
         self.objective.logs_clipping_of_evaluations = True  # as in TRL
         self._logged_extra: dict[str, list[Any]] = {}
         self._logged_metrics: dict[str, list[float]] = {}
@@ -135,11 +139,15 @@ class RolloutTrainer(RewardMethods):
             tables = CompletionTablesCallback(choices, Path(args.output_dir))
             self.objective.on_generation = tables.add
             self.add_callback(tables)
+        self._eval_rows: list[tuple[Any, PromptRows]] = []
         self._prompts = self._rows_of(train_dataset, "train")
         self._configure_objective(peft_config)
-        if rollout_func is None:  # it may add columns
+        if rollout_func is None:
             for note in self.objective.inspect(self._prompts, self.objective.rows_per_rank):
                 logger.warning(note)
+        if not self._overrides("get_eval_dataloader"):
+            sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
+            self._eval_rows = [(one, self._rows_of(one, name)) for name, one in sets.items() if one is not None]
 
     # --- the objective ------------------------------------------------------------------------------------------------
 
@@ -251,8 +259,14 @@ class RolloutTrainer(RewardMethods):
     # --- data ---------------------------------------------------------------------------------------------------------
 
     def _rows_of(self, dataset: Any, name: str) -> PromptRows:
+        known = next((rows for one, rows in self._eval_rows if one is dataset and not isinstance(one, list)), None)
+        if known is not None:
+            return known
         kwargs: Any = self.args.chat_template_kwargs
-        return prompt_rows(dataset, name, self.objective, kwargs, tools_text(self.tools))
+        rows = prompt_rows(dataset, name, self.objective, kwargs, tools_text(self.tools))
+        if name != "train":
+            raise_if(self.objective.inspect_columns(rows, f"The {name} dataset"))
+        return rows
 
     @property
     def _accumulation(self) -> int:
