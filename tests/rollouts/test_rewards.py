@@ -442,7 +442,7 @@ def test_length_rewards_match_their_formulas():
     ids = [[1] * n for n in (80, 81, 90, 100, 101)]
     assert public.get_soft_overlong_punishment(100, 20)(completion_ids=ids) == [0, -0.05, -0.5, -1, -1]
     assert public.get_repetition_penalty_reward(2)(completion_ids=[[1, 2, 3, 4], [5] * 5, [1]]) == [0, -0.75, 0]
-    with pytest.raises(UserError, match="max_penalty must be at most 0"):
+    with pytest.raises(UserError, match="max_penalty must be a number of at most 0"):
         public.get_repetition_penalty_reward(max_penalty=1.0)
 
 

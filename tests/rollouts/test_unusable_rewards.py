@@ -63,6 +63,36 @@ def test_missing_library_of_a_reward_is_reported_when_it_is_loaded(no_math_verif
         load_rewards([function])
 
 
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"soft_overlong_punishment": {"max_completion_len": 512, "soft_punish_cache": -1}},
+         "soft_overlong_punishment: soft_punish_cache must be an integer of at least 0. Received: -1."),
+        ({"soft_overlong_punishment": {"max_completion_len": "long", "soft_punish_cache": 8}},
+         "max_completion_len must be an integer of at least 1. Received: 'long'."),
+        ({"repetition_penalty_reward": {"ngram_size": 0}}, "ngram_size must be an integer of at least 1. Received: 0."),
+        ({"repetition_penalty_reward": {"max_penalty": "a"}}, "must be a number of at most 0. Received: 'a'"),
+        ({"json_schema_reward": {"schema": "object"}}, "schema must be a dictionary. Received: 'object'."),
+        ({"json_schema_reward": {"schema": {"properties": {"a": {"type": "strin"}}}}},
+         'type must be one of object, array, string, integer, number, boolean, null. Received: \'strin\'.'),
+        ({"json_schema_reward": {"schema": {"required": "a"}}}, "required must be a list. Received: 'a'."),
+        ({"json_schema_reward": {"schema": {"items": [1]}}}, "items must be a dictionary. Received: [1]."),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_invalid_argument_of_a_built_in_reward_is_reported_when_it_is_loaded(entry, message):
+    with pytest.raises(UserError) as error:
+        load_rewards([entry])
+    assert message in str(error.value)
+
+
+def test_invalid_length_of_the_cosine_reward_is_reported():
+    with pytest.raises(UserError, match=r"max_len must be an integer of at least 1\. Received: 0\."):
+        rewards.get_cosine_scaled_reward(0)
+    with pytest.raises(UserError, match=r"min_value_wrong must be a number\. Received: 'a'\."):
+        rewards.get_cosine_scaled_reward(3, min_value_wrong="a")
+
+
 def test_reward_is_loaded_if_its_library_is_installed(monkeypatch):
     library = ModuleType("math_verify")
     library.__spec__ = ModuleSpec("math_verify", None)
@@ -73,7 +103,7 @@ def test_reward_is_loaded_if_its_library_is_installed(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("needs_level", 'needs_level requires the column "level". The data has: answer, input, instruction, output, solution.'),
+        ("needs_level", 'requires the column "level". The data has: answer, input, instruction, output, solution.'),
         ("needs_state", 'needs_state requires the argument "trainer_state", which only GRPOTrainer and RLOOTrainer in '
          "Python pass.\n  Give the parameter a default value: trainer_state=None."),
         ("needs_environments", 'requires the argument "environments", which only trainers with an environment_factory '

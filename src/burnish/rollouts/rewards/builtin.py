@@ -31,6 +31,21 @@ def text_of(completion: Completion) -> str:
     return completion if isinstance(completion, str) else str(completion[0].get("content") or "")
 
 
+def _invalid(function: str, name: str, expected: str, value: Any) -> UserError:
+    return UserError(f"{function}: {name} must be {expected}. Received: {value!r}.", option="reward_funcs")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _count(function: str, name: str, value: Any, least: int = 1) -> int:
+    """Return an argument that must be an integer of at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise _invalid(function, name, f"an integer of at least {least}", value)
+    return value
+
+
 # --- mathematics ------------------------------------------------------------------------------------------------------
 
 
@@ -119,7 +134,12 @@ class CosineScaledReward:
         self, max_len: int, min_value_wrong: float = -1.0, max_value_wrong: float = -0.5,
         min_value_correct: float = 0.5, max_value_correct: float = 1.0,
     ) -> None:  # fmt: skip
-        self.max_len = max_len
+        self.max_len = _count(self.__name__, "max_len", max_len)
+        values = {"min_value_wrong": min_value_wrong, "max_value_wrong": max_value_wrong,
+                  "min_value_correct": min_value_correct, "max_value_correct": max_value_correct}  # fmt: skip
+        for name, value in values.items():
+            if not _is_number(value):
+                raise _invalid(self.__name__, name, "a number", value)
         self.wrong, self.right = (max_value_wrong, min_value_wrong), (min_value_correct, max_value_correct)
 
     def __call__(
@@ -153,9 +173,9 @@ class RepetitionPenaltyReward:
     __name__ = "repetition_penalty_reward"
 
     def __init__(self, ngram_size: int = 3, max_penalty: float = -1.0) -> None:
-        if max_penalty > 0:
-            raise UserError(f"max_penalty must be at most 0. Received: {max_penalty}.", option="reward_funcs")
-        self.ngram_size, self.max_penalty = ngram_size, max_penalty
+        if not _is_number(max_penalty) or max_penalty > 0:
+            raise _invalid(self.__name__, "max_penalty", "a number of at most 0", max_penalty)
+        self.ngram_size, self.max_penalty = _count(self.__name__, "ngram_size", ngram_size), max_penalty
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float]:
         return [self._penalty(ids) for ids in completion_ids]
@@ -178,7 +198,9 @@ class SoftOverlongPunishment:
     __name__ = "soft_overlong_punishment_reward"
 
     def __init__(self, max_completion_len: int, soft_punish_cache: int) -> None:
-        self.longest, self.cache = max_completion_len, soft_punish_cache
+        name = "soft_overlong_punishment"
+        self.longest = _count(name, "max_completion_len", max_completion_len)
+        self.cache = _count(name, "soft_punish_cache", soft_punish_cache, least=0)
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float]:
         return [self._punishment(len(ids)) for ids in completion_ids]
@@ -218,6 +240,7 @@ class JsonSchemaReward:
     __name__ = "json_schema_reward"
 
     def __init__(self, schema: dict[str, Any]) -> None:
+        _check_schema(schema, "schema")
         self.schema = schema
 
     def __call__(self, completions: Sequence[Completion], **kwargs: Any) -> list[float]:
@@ -234,6 +257,24 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,), "array": (list,), "string": (str,), "integer": (int,), "number": (int, float),
     "boolean": (bool,), "null": (type(None),),
 }  # fmt: skip
+
+
+def _check_schema(schema: Any, place: str) -> None:
+    """Raise UserError if a part of a JSON schema that is checked has another form than expected."""
+    if not isinstance(schema, dict):
+        raise _invalid("json_schema_reward", place, "a dictionary", schema)
+    kinds = schema.get("type")
+    for kind in kinds if isinstance(kinds, list) else [] if kinds is None else [kinds]:
+        if not isinstance(kind, str) or kind not in _JSON_TYPES:
+            raise _invalid("json_schema_reward", f"{place}.type", f"one of {', '.join(_JSON_TYPES)}", kind)
+    for name, kind in (("enum", list), ("required", list), ("properties", dict)):
+        if not isinstance(schema.get(name, kind()), kind):
+            expected = "a list" if kind is list else "a dictionary"
+            raise _invalid("json_schema_reward", f"{place}.{name}", expected, schema[name])
+    for name, part in schema.get("properties", {}).items():
+        _check_schema(part, f"{place}.properties.{name}")
+    if "items" in schema:
+        _check_schema(schema["items"], f"{place}.items")
 
 
 def _fits(value: Any, schema: dict[str, Any]) -> bool:
