@@ -6,10 +6,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
+import torch
 from datasets import Dataset, IterableDataset
 from test_rollout_options import planned
 from test_rollout_runs import user
 from test_rollout_trainers import folder, prompts, trainer_of, variety  # noqa: F401, a fixture
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from burnish import GRPOTrainer, UserError, rewards
 from burnish.config.options import RawValue
@@ -190,3 +192,68 @@ def test_script_may_pass_other_arguments_to_its_reward_functions(folder):  # noq
     trainer = trainer_of(folder, Own, rewards=[graded, variety], max_steps=1)
     trainer.train()
     assert trainer.state.log_history[0]["rewards/graded/mean"] == pytest.approx(0.1)
+
+
+# --- names and models of a trainer ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_trainer_accepts_the_name_of_a_built_in_reward(folder, as_list):  # noqa: F811
+    name = "exact_match_reward"
+    trainer = trainer_of(folder, rewards=[name] if as_list else name)
+    assert trainer.reward_funcs == [rewards.exact_match_reward]
+    assert trainer.reward_func_names == [name]
+
+
+def test_missing_library_of_a_named_reward_is_reported_by_the_trainer(folder, no_math_verify):  # noqa: F811
+    for given in ("accuracy_reward", rewards.accuracy_reward):
+        with pytest.raises(UserError, match="accuracy_reward requires the library 'math_verify'"):
+            trainer_of(folder, rewards=given)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cosine_scaled_reward", "Pass burnish.rewards.get_cosine_scaled_reward(...)."),
+        ("acuracy_reward", 'Did you mean "accuracy_reward"?'),
+        ("nowhere/at/all", '"nowhere/at/all" is not a folder.'),
+        ("my_rewards.py:exact", "Pass a function, the name of a function of burnish.rewards"),
+        ("some/model", 'The reward model "some/model" cannot be loaded'),
+    ],
+)  # fmt: skip
+def test_trainer_rejects_a_name_that_is_no_reward(folder, monkeypatch, name, message):  # noqa: F811
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError) as error:
+        trainer_of(folder, rewards=[name])
+    assert message in str(error.value)
+
+
+def test_module_of_a_script_is_a_reward_function(folder):  # noqa: F811
+    class Length(torch.nn.Module):
+        def forward(self, completions, **_):
+            return [float(len(completion)) for completion in completions]
+
+    trainer = trainer_of(folder, rewards=Length(), max_steps=1)
+    trainer.train()
+    assert trainer.state.log_history[0]["rewards/Length/mean"] > 0
+
+
+def test_reward_model_without_a_known_tokenizer_is_rejected(folder):  # noqa: F811
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_labels=1
+    )
+    with pytest.raises(UserError, match="Pass it in `reward_processing_classes`"):
+        trainer_of(folder, rewards=LlamaForSequenceClassification(config))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reward_model": "localhost:8000", "reward_model_type": "api"}, "must be a URL that starts with http://"),
+        ({"reward_model": "http://localhost:8000"}, "Set reward_model_type: api."),
+    ],
+)
+def test_type_of_a_reward_model_must_match_its_name(tmp_path, options, message):
+    with pytest.raises(UserError) as error:
+        planned(tmp_path, **options)
+    assert message in str(error.value)

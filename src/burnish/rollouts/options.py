@@ -225,11 +225,25 @@ def _rewards(options: RolloutStageChoices) -> list[Problem]:
         return [Problem(what, remedy=remedy, option="reward_funcs")]
     names = [str(next(iter(entry), "")) if isinstance(entry, dict) else str(entry) for entry in functions]
     missing = [problem for name in names for problem in missing_libraries({**FUNCTIONS, **FACTORIES}.get(name), name)]
+    missing += _server(options)
     count, weights = len(functions) + (options.reward_model is not None), options.reward_weights
     if weights is not None and len(weights) != count:
         what = f"reward_weights must have one weight for each reward. Received: {len(weights)} for {count}."
         return [*missing, Problem(what, option="reward_weights")]
     return missing
+
+
+def _server(options: RolloutStageChoices) -> list[Problem]:
+    """A problem if a reward model is a URL and the type is not ``api``, or the reverse."""
+    name, kind = options.reward_model, options.reward_model_type
+    if name is None or name.startswith(("http://", "https://")) == (kind == "api"):
+        return []
+    if kind == "api":
+        what = f"reward_model must be a URL that starts with http:// or https://. Received: {name}."
+        remedy = "Set it to the address of the server, or remove reward_model_type: api."
+        return [Problem(what, remedy=remedy, option="reward_model")]
+    what = f"reward_model is a URL, but reward_model_type is {kind}. Received: {name}."
+    return [Problem(what, remedy="Set reward_model_type: api.", option=("reward_model_type", "reward_model"))]
 
 
 def _count(options: RolloutStageChoices) -> list[Problem]:

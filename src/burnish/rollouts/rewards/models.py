@@ -24,6 +24,7 @@ from burnish.config.errors import UserError, first_line
 from burnish.data.chat.rendering import Conversation, UnreadableTemplate, chat_texts
 from burnish.losses.reward import ValueHead
 from burnish.models.reward_files import WEIGHT, load_reward_model
+from burnish.models.source import refuse_no_place
 
 _AT_ONCE = 8
 _TRIES, _TIMEOUT_S = 3, 30.0
@@ -101,9 +102,18 @@ def reward_model_of(folder: str, adapters: Sequence[str] = (), quantization_bit:
         adapters: folders of its adapters; the last one may contain the head.
 
     Raises:
-        UserError: if there is no head: a new one would give random scores.
+        UserError: if it cannot be loaded, or if there is no head: a new one would give random scores.
     """
-    model, tokenizer, weights = load_reward_model(folder, adapters, quantization_bit)
+    refuse_no_place(folder, "reward_model")
+    try:
+        model, tokenizer, weights = load_reward_model(folder, adapters, quantization_bit)
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        what = f'The reward model "{folder}" cannot be loaded: {first_line(error).removesuffix(".")}.'
+        raise UserError(
+            what, remedy="Set it to the folder or Hub ID of a reward model.", option="reward_model"
+        ) from error
     head = None
     if weights is not None:
         head = ValueHead(weights[WEIGHT].shape[-1])
