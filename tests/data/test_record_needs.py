@@ -138,6 +138,26 @@ def test_pair_whose_responses_begin_with_the_prompt_needs_no_prompt_column(colum
     assert (example.prompt, example.chosen, example.rejected) == ("Hi", "\nHo", "\nHu")
 
 
+@pytest.mark.parametrize(
+    ("record", "entry", "remedy"),
+    [
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, {},
+         "Set formatting: prompt_completion to use the prompts only. To train on the pairs, set stage: dpo without "
+         "online: true."),
+        ({"chosen": "q a", "rejected": "q b"}, {}, 'Add a column "prompt" to use the prompts only.'),
+        ({"prompt": "q", "completion": "a", "label": True}, {}, "To train on the labels, set stage: kto."),
+        ({"prompt": "q", "good": "a", "bad": "b"}, {"columns": {"chosen": "good", "rejected": "bad"}},
+         "Remove chosen, rejected from its entry to use the prompts only."),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, {"ranking": True}, "Remove ranking from its entry"),
+    ],
+)  # fmt: skip
+def test_stage_that_needs_prompts_says_how_to_use_those_of_preferences(record, entry, remedy):
+    options = DataOptions(dataset=["mine"], dataset_dir={"mine": {"records": [record] * 4, **entry}})
+    with pytest.raises(UserError, match=r"Expected: prompts\.") as caught:
+        load_datasets(options, 0, DataStats(), needs=RecordNeeds("prompts", stage="online_dpo"))
+    assert remedy in str(caught.value)
+
+
 @pytest.mark.parametrize("prompt", ["instruction", "question"])
 def test_pairs_with_a_prompt_that_columns_omit_are_rejected_with_its_name(prompt):
     rows = [{prompt: "Say red", "good": "red", "bad": "blue"}]

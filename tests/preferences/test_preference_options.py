@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from safetensors import safe_open
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from burnish.config.errors import UserError
+from burnish.losses.kto import KtoObjective
 from burnish.losses.pairs import PairObjective
 from burnish.losses.reference import InitialWeights, ShardedInitialWeights
 from burnish.parallel.create import create_parallel
@@ -232,6 +234,36 @@ def test_contradictory_preference_options_are_rejected_before_reading(workspace,
 )
 def test_options_without_effect_or_with_unlikely_values_are_reported(workspace, changes, sentence):
     assert any(note.startswith(sentence) for note in plan(run_options(workspace, **changes)).notes)
+
+
+def kto_notes(chosen, rejected):
+    """Notes on 8 desirable and 4 undesirable responses."""
+    objective = object.__new__(KtoObjective)
+    objective.options = SimpleNamespace(
+        kto_chosen_weight=chosen, kto_rejected_weight=rejected, pref_ftx=0.0, kto_loss="kto"
+    )
+    return objective.inspect([{"tag": at < 8} for at in range(12)], 64)
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ((0.0, 1.0), "kto_chosen_weight is 0: desirable responses have no KTO loss. KTO recommends a weighted ratio of "
+         "1:1 to 1.33:1. Set kto_chosen_weight: 0.50 to 0.67."),
+        ((1.0, 0.0), "Set kto_rejected_weight: 1.50 to 2.00."),
+        ((1.0, 1.0), "Set kto_chosen_weight: 0.50 to 0.67, or kto_rejected_weight: 1.50 to 2.00."),
+        ((0.5, 1.0), None),
+    ],
+)  # fmt: skip
+def test_advice_on_kto_weights_is_usable(weights, expected):
+    found = kto_notes(*weights)
+    assert len(found) == (expected is not None)
+    assert expected is None or expected in found[0]
+
+
+def test_kto_weights_of_0_are_rejected():
+    with pytest.raises(UserError, match="kto_chosen_weight and kto_rejected_weight are 0: nothing would be learned"):
+        kto_notes(0.0, 0.0)
 
 
 @pytest.mark.parametrize("changes", [False, True])

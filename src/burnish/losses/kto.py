@@ -143,14 +143,28 @@ class KtoObjective(AnswersObjective):
         others = len(rows) - desirable
         if not desirable or not others:
             raise UserError(_one_kind(len(rows), bool(desirable)))
+        options = self.options
+        if not (options.kto_chosen_weight or options.kto_rejected_weight or options.pref_ftx):
+            what = OptionText("{kto_chosen_weight} and {kto_rejected_weight} are 0: nothing would be learned.")
+            remedy = "Set at least one of them to a positive number."
+            raise UserError(what, remedy=remedy, option=("kto_chosen_weight", "kto_rejected_weight"))
         return [*self._imbalance(desirable, others), *self._few(rows_per_step)]
 
     def _imbalance(self, desirable: int, others: int) -> list[str]:
         options = self.options
-        ratio = options.kto_chosen_weight * desirable / max(options.kto_rejected_weight * others, 1e-9)
+        up, down = options.kto_rejected_weight * others / desirable, options.kto_chosen_weight * desirable / others
+        if not up and not down:
+            return []
+        of_weights = (("kto_chosen_weight", "desirable", up), ("kto_rejected_weight", "undesirable", down))
+        for name, kind, other in of_weights:
+            if not getattr(options, name):
+                low = other if kind == "desirable" else other / _MOST
+                template = f"{{{name}}} is 0: {kind} responses have no KTO loss. KTO recommends a weighted ratio of "
+                template += f"1:1 to 1.33:1. Set {{{name}}}: {{:.2f}} to {{:.2f}}."
+                return [OptionText(template, low, low * _MOST)]
+        ratio = down / options.kto_rejected_weight
         if _LEAST <= ratio <= _MOST:
             return []
-        up, down = options.kto_rejected_weight * others / desirable, options.kto_chosen_weight * desirable / others
         return [
             OptionText(
                 "{:,} responses are desirable and {:,} are not; the weighted ratio is {:.2f}:1, but KTO recommends "

@@ -85,7 +85,7 @@ def _plain(source: DataSource, records: Sequence[Values], where: str, needs: Rec
     """Return the layout of a dataset without preferences."""
     preferred = [part for part in PREFERENCE if (source.columns or {}).get(part)] or ["ranking"] * source.ranking
     if preferred:
-        raise UserError(preference_problem(source.name, preferred, needs.stage))
+        raise UserError(preference_problem(source.name, preferred, needs, is_explicit=True))
     usual = next((member.name for member in FORMATS if _holds(member.traits, needs)), "alpaca")
     is_default = source.is_described and (source.formatting is not None or _has_required(usual, records, needs))
     if source.columns is not None or is_default:
@@ -191,7 +191,7 @@ def _recognized(records: Sequence[Values], where: str, source: DataSource, needs
         if source.formatting is not None:
             claims = {name: columns for name, columns in claims.items() if name == source.formatting}
         elif claims and is_preference(values):
-            raise UserError(preference_problem(source.name, values, "sft", next(iter(claims))))
+            raise UserError(preference_problem(source.name, values, needs, next(iter(claims))))
         if len(claims) > 1:
             claims.pop("text", None)  # together with other columns, "text" usually is their rendered form
         if len(claims) > 1:
@@ -208,7 +208,7 @@ def _recognized(records: Sequence[Values], where: str, source: DataSource, needs
         return layout
     preference = next(filter(is_preference, records), None)
     if preference:
-        raise UserError(preference_problem(source.name, preference, "sft"))
+        raise UserError(preference_problem(source.name, preference, needs))
     raise UserError(_unknown(where, records, source.is_described))
 
 
@@ -242,26 +242,31 @@ def is_preference(values: Values) -> bool:
     return set(_PAIR) <= values.keys() or any(isinstance(values.get(column), bool) for column in _LABEL_COLUMNS)
 
 
-def preference_problem(name: str, columns: Iterable[str], stage: str, readable_as: str = "") -> Problem:
-    """Return the problem that a dataset contains preferences, but the stage expects single responses.
+def preference_problem(
+    name: str, columns: Iterable[str], needs: RecordNeeds, readable_as: str = "", is_explicit: bool = False
+) -> Problem:
+    """Return the problem that a dataset contains preferences, but the stage expects single responses or prompts.
 
     Args:
         name: name of the dataset.
         columns: columns found.
-        stage: stage of the run.
+        needs: the requirements of the stage.
         readable_as: format in which the conversations could be trained as they are, or "".
+        is_explicit: whether ``columns`` are keys of the dataset's entry.
     """
     found = listed(columns)
-    if "chosen" not in found and "rejected" not in found and "ranking" not in found:
-        what, remedy = (
-            "KTO labels",
-            "Set stage: kto to train on the labels, or remove the label column to train on all responses.",
-        )
+    is_pair = "chosen" in found or "rejected" in found or "ranking" in found
+    what = "preference pairs" if is_pair else "KTO labels"
+    if needs.kind == "prompts":
+        prompts = f"Set formatting: {readable_as}" if readable_as else 'Add a column "prompt"'
+        prompts = f"Remove {found} from its entry" if is_explicit else prompts
+        stage = "stage: dpo without online: true" if is_pair else "stage: kto"
+        remedy = f"{prompts} to use the prompts only. To train on the {'pairs' if is_pair else 'labels'}, set {stage}."
+        return Problem(f"dataset {name} contains {what} ({found}). Expected: prompts.", remedy=remedy)
+    if is_pair:
+        remedy = "Set stage: dpo, or set stage: sft and columns: {response: chosen} to train on the chosen responses."
     else:
-        what = "preference pairs"
-        remedy = (
-            f"Set stage: dpo, or set stage: {stage} and columns: {{response: chosen}} to train on the chosen responses."
-        )
+        remedy = "Set stage: kto to train on the labels, or remove the label column to train on all responses."
     if readable_as:
         remedy += f" To train on the conversations, set formatting: {readable_as}."
     return Problem(f"dataset {name} contains {what} ({found}).", remedy=remedy)
