@@ -194,6 +194,20 @@ def test_reference_of_continued_adapter_is_the_initial_adapter(folder, tmp_path)
     assert losses(make("DPOTrainer", again, tmp_path, given=options))[0] == pytest.approx(math.log(2), abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (3, TypeError, "`ref_model` must be a transformers model, or the name or folder of one. Received: 3, of type"),
+        ([1], TypeError, "`ref_model` must be a transformers model"),
+        ("nowhere/at/all", UserError, 'ref_model "nowhere/at/all" is not a folder'),
+    ],
+)
+@pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
+def test_reference_of_another_type_is_rejected(kind, given, error, message, folder, tmp_path):
+    with pytest.raises(error, match=message):
+        make(kind, folder / "model", tmp_path, given={"ref_model": given})
+
+
 def test_reference_can_be_a_model_or_name_but_not_the_policy(folder, tmp_path):
     named = losses(make("DPOTrainer", folder / "model", tmp_path, given={"ref_model": str(folder / "other")}))
     loaded = losses(make("DPOTrainer", folder / "model", tmp_path, given={"ref_model": read(folder / "other")}))

@@ -1,9 +1,11 @@
 """Invalid rollout options, row by row, in YAML and in TRL's configs."""
 
 import pytest
+from datasets import Dataset
 from test_rollout_options import planned
+from test_rollout_trainers import folder, trainer_of, variety  # noqa: F401, a fixture
 
-from burnish import GRPOConfig, RLOOConfig
+from burnish import GRPOConfig, GRPOTrainer, RLOOConfig
 from burnish.config.errors import UserError
 
 BOTH = [
@@ -27,6 +29,8 @@ BOTH = [
     ({"num_iterations": 0}, '"num_iterations" must be at least 1'),
     ({"drop_zero_variance_groups": "fill"}, '"drop_zero_variance_groups" must be one of'),
     ({"scale_rewards": "groups"}, 'Did you mean "group"?'),
+    ({"reward_weights": ["a", 1]}, '"reward_weights" must be a list of numbers. Received: \'a\' as element 1.'),
+    ({"reward_weights": [float("inf")]}, "reward_weights must be finite numbers. Received: [inf]."),
 ]  # fmt: skip
 OF_YAML = [
     ({"reward_funcs": None}, "stage: grpo needs a reward."),
@@ -45,6 +49,12 @@ OF_CONFIGS = [
     (GRPOConfig, {"ds3_gather_for_generation": False}, '"ds3_gather_for_generation" must be True'),
     (GRPOConfig, {"auto_find_batch_size": True}, "a generation batch must consist of whole groups"),
     (GRPOConfig, {"generation_kwargs": {"top": 5}}, '"generation_kwargs" does not accept "top".'),
+    (GRPOConfig, {"generation_kwargs": {1: 5}}, '"generation_kwargs" does not accept "1".'),
+    *(
+        (GRPOConfig, {name: value}, f'"{name}" must be a dictionary, or its JSON text')
+        for name in ("generation_kwargs", "chat_template_kwargs")
+        for value in ([1], 3, "[1]", "abc", "{bad")
+    ),
     (RLOOConfig, {"reward_clip_range": [1.0, 0.0]}, "must be a lower and an upper bound"),
     (RLOOConfig, {"num_generations": 1}, "num_generations must be at least 2"),
 ]
@@ -62,3 +72,25 @@ def test_invalid_python_config_gives_its_error(tmp_path, kind, options, message)
     with pytest.raises((UserError, ValueError)) as error:
         kind(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)
     assert message in str(error.value).replace("`", '"')
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ([], "The train dataset contains no records."),
+        (Dataset.from_list([]), "The train dataset contains no records."),
+        (["a"] * 4, "record 1: it must be a dictionary with the key \"prompt\". Received: 'a'."),
+        ([{"prompt": "a"}, {"text": "a"}], 'record 2: it must be a dictionary with the key "prompt"'),
+        ([{"prompt": "a", "chat_template_kwargs": "x"}], '"chat_template_kwargs" must be a dictionary'),
+    ],
+    ids=str,
+)
+def test_unusable_records_of_a_trainer_are_rejected(folder, dataset, message):  # noqa: F811
+    args = GRPOConfig(str(folder / "out"), use_cpu=True, bf16=False, report_to="none", max_completion_length=6)
+    with pytest.raises(UserError) as error:
+        GRPOTrainer(str(folder / "model"), variety, args, dataset)
+    assert message in str(error.value)
+
+
+def test_one_weight_may_be_a_number(folder):  # noqa: F811
+    assert trainer_of(folder, reward_weights=2).reward_weights.tolist() == [2.0]

@@ -57,8 +57,31 @@ def as_type(annotation: Any, raw: Any) -> Any:
             raise
         except ValueError:
             continue
+    for member in types_allowed:
+        if (clause := _wrong_element(member, raw)) is not None:
+            raise ValueError(clause)
     how = ', as JSON: {"name": value}' if isinstance(raw, str) and raw.strip().startswith("{") else ""
     raise ValueError(f"must be {type_in_words(annotation)}{how}. Received: {raw!r}.")
+
+
+_PLURAL = {float: "numbers", int: "integers", bool: "true or false", str: "text", dict: "mappings"}
+
+
+def _wrong_element(annotation: Any, raw: Any) -> str | None:
+    """Return a clause about the first element of a list with another type than ``list[...]`` declares, if any."""
+    if get_origin(annotation) is not list or (inner := get_args(annotation)[0]) not in _PLURAL:
+        return None
+    try:
+        values = _list(raw)
+    except ValueError:
+        return None
+    for number, value in enumerate(values, 1):
+        try:
+            _as(inner, value)
+        except ValueError:
+            place = f" as element {number}" if len(values) > 1 else ""
+            return f"must be a list of {_PLURAL[inner]}. Received: {value!r}{place}."
+    return None
 
 
 def _as(member: Any, raw: Any) -> Any:

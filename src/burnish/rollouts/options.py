@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from burnish.adapters.base import FinetuningOptions
@@ -211,7 +212,7 @@ def check_rollouts(options: RolloutStageChoices) -> list[Problem]:
     of_groups = (
         [*check_sizes(options), *check_loss(options)] if compares_completions(options.stage) else _count(options)
     )
-    return [*_rewards(options), *of_groups, *_of_other_stages(options)]
+    return [*_rewards(options), *check_weights(options), *of_groups, *_of_other_stages(options)]
 
 
 def _rewards(options: RolloutStageChoices) -> list[Problem]:
@@ -229,8 +230,14 @@ def _rewards(options: RolloutStageChoices) -> list[Problem]:
     count, weights = len(functions) + (options.reward_model is not None), options.reward_weights
     if weights is not None and len(weights) != count:
         what = f"reward_weights must have one weight for each reward. Received: {len(weights)} for {count}."
-        return [*missing, Problem(what, option="reward_weights")]
+        missing.append(Problem(what, option="reward_weights"))
     return missing
+
+
+def check_weights(options: RolloutOptions) -> list[Problem]:
+    infinite = [weight for weight in options.reward_weights or () if not isfinite(weight)]
+    what = f"reward_weights must be finite numbers. Received: {options.reward_weights}."
+    return [Problem(what, option="reward_weights")] * bool(infinite)
 
 
 def _server(options: RolloutStageChoices) -> list[Problem]:

@@ -52,7 +52,7 @@ from burnish.trainer.trl.preferences.scripted import (
 )
 from burnish.trainer.trl.prepared import first_row
 from burnish.trainer.trl.sft.checks import check_sft_sets
-from burnish.trainer.trl.sft.setup import inner_tokenizer, load_named_model, resolve_config, resolve_model
+from burnish.trainer.trl.sft.setup import check_model, inner_tokenizer, load_named_model, resolve_config, resolve_model
 from burnish.trainer.trl.vision import VisionCollator, family_for
 
 _SIDES: Mapping[Kind, tuple[str, ...]] = {"pairs": ("chosen", "rejected"), "verdicts": ("", "kl"), "scores": ()}
@@ -113,6 +113,8 @@ class PreferenceTrainer(OverridableTrainer):
     ) -> None:  # fmt: skip
         args = resolve_config(self.config_class, args, model)
         processing_class = self._take_old_names(processing_class, old, self.config_class)
+        if ref_model is not None:
+            check_model(ref_model, "ref_model")
         if ref_model is not None and ref_model is model:
             raise ValueError(
                 "`model` and `ref_model` must be different objects. Remove `ref_model` to use a copy of the model."
@@ -182,7 +184,9 @@ class PreferenceTrainer(OverridableTrainer):
         """The reference, if it is a separate model."""
         if not self._needs_reference:
             return None
-        second = load_named_model(ref_model, args, None) if isinstance(ref_model, str) else ref_model
+        second = (
+            load_named_model(ref_model, args, None, argument="ref_model") if isinstance(ref_model, str) else ref_model
+        )
         if second is not None:
             refuse_other_vocabulary(self.model, second)
         return second

@@ -122,7 +122,7 @@ class RolloutTrainer(RewardMethods):
         self.objective = self.objective_class(choices, template, self._tokenizer)
         self.reward_funcs = reward_list(reward_funcs, reward_processing_classes)
         self.reward_processing_classes = [getattr(one, "tokenizer", None) for one in self.reward_funcs]
-        self.objective.functions = self._functions(args)
+        self.objective.functions = self._functions()
         self.objective.compute_rewards = self._compute_rewards
         of_environments = {"environments"} if self.environments is not None else set()
         is_known = rollout_func is None and not self._overrides("_calculate_rewards")  # both may pass other columns

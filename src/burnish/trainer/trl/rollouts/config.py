@@ -7,7 +7,6 @@ that burnish does not use are refused.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
@@ -19,9 +18,17 @@ from burnish.losses.preference_options import ReferenceSyncFields
 from burnish.losses.rollouts.options import LOSSES, OPTION_NAMES, ClipFields, GrpoLossFields
 from burnish.models.generate import SamplingFields
 from burnish.rollouts.objective import ObjectiveChoices
-from burnish.rollouts.options import CompletionFields, GenerationLossChoices, check_loss, check_sizes, without_effect
+from burnish.rollouts.options import (
+    CompletionFields,
+    GenerationLossChoices,
+    check_loss,
+    check_sizes,
+    check_weights,
+    without_effect,
+)
 from burnish.trainer.arguments.training import for_argument_parser
 from burnish.trainer.arguments.trl import TrlArguments
+from burnish.trainer.arguments.values import dictionary_of
 from burnish.trainer.trl.preferences.config import Choices
 
 NO_VLLM = "Completions are generated in the training process. Remove use_vllm and vllm_*."
@@ -31,6 +38,7 @@ _OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _OF_BEAMS = ("length_penalty", "early_stopping")
 """Arguments of beam search in transformers, which have no effect on sampling."""
 _WHY_BEAMS = "beam search is not used"
+_EXAMPLES = {"generation_kwargs": '{"top_k": 50}', "chat_template_kwargs": '{"enable_thinking": False}'}
 _USUAL = (("do_sample", True), ("num_beams", 1), ("use_cache", True))
 
 
@@ -142,8 +150,13 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
     def _read_json_texts(self) -> None:
         super()._read_json_texts()
         for name in ("generation_kwargs", "chat_template_kwargs"):
-            if isinstance(value := getattr(self, name), str):
-                setattr(self, name, json.loads(value))
+            value = getattr(self, name)
+            if isinstance(value, str):
+                value = dictionary_of(name, value)
+                setattr(self, name, value)
+            if value is not None and not isinstance(value, Mapping):
+                what = f"`{name}` must be a dictionary, or its JSON text. Received: {value!r}."
+                raise UserError(what, remedy=f"For example, {name}={_EXAMPLES[name]}.", option=name)
 
     def choices(self) -> RolloutChoices:
         """The options that the objective reads. Raises UserError with all their problems."""
@@ -158,7 +171,7 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
         set_here = {n: v for n, v in values.items() if v is not None or type(None) in members(known[n].type)}
         built, problems = build(RolloutChoices, {name: RawValue(value) for name, value in set_here.items()})
         built.stage = self.stage
-        raise_if(map(_with_field_names, [*problems, *check_sizes(built), *check_loss(built)]))
+        raise_if(map(_with_field_names, [*problems, *check_sizes(built), *check_loss(built), *check_weights(built)]))
         return built
 
     def _sampling(self) -> dict[str, Any]:
@@ -167,7 +180,7 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
         kwargs = {
             name: value for name, value in kwargs.items() if (name, value) not in _USUAL and name not in _OF_BEAMS
         }
-        if unknown := [name for name in kwargs if name not in _OF_SAMPLING]:
+        if unknown := [str(name) for name in kwargs if name not in _OF_SAMPLING]:
             what = f'`generation_kwargs` does not accept "{unknown[0]}".{did_you_mean(unknown[0], _OF_SAMPLING)}'
             remedy = f"Available: {', '.join(_OF_SAMPLING)}."
             raise UserError(Problem(what, remedy=remedy, option="generation_kwargs"))

@@ -67,6 +67,9 @@ def prompt_rows(
         raise NotImplementedError(
             f"The {name} dataset must be a datasets.Dataset: prompts are accessed by index. Received: {kind}."
         )
+    if not len(dataset):
+        what = f"The {name} dataset contains no records."
+        raise UserError(what, remedy='Pass at least one record with the column "prompt".', option=f"{name}_dataset")
     if not is_list and "prompt" not in dataset.column_names:
         columns = ", ".join(dataset.column_names)
         raise UserError(f'The {name} dataset requires a column "prompt". Received the columns: {columns}.')
@@ -93,12 +96,19 @@ def prompt_rows(
 
 
 def _example(record: Mapping[str, Any], source: str, number: int, variables: Mapping[str, Any], tools: str) -> Example:
+    if not isinstance(record, Mapping) or "prompt" not in record:
+        what = f'{source}, record {number}: it must be a dictionary with the key "prompt". Received: {record!r:.100}.'
+        raise UserError(what)
     prompt, extra = record["prompt"], dict(record)
     parts = [part for turn in prompt for part in _parts_of(turn)] if isinstance(prompt, list) else []
     if record.get("image") is not None or record.get("images") or any(part.get("type") != "text" for part in parts):
         what = "it contains images, which GRPOTrainer and RLOOTrainer do not support."
         raise UserError(what, where=f"{source}, record {number}", remedy="Remove the image column.")
-    if merged := {**variables, **(record.get("chat_template_kwargs") or {})}:
+    own = record.get("chat_template_kwargs") or {}
+    if not isinstance(own, Mapping):
+        what = f'{source}, record {number}: "chat_template_kwargs" must be a dictionary. Received: {own!r:.100}.'
+        raise UserError(what)
+    if merged := {**variables, **own}:
         extra["chat_template_kwargs"] = merged
     if isinstance(prompt, str):
         return Example(prompt=prompt, source=source, number=number, extra=extra)

@@ -13,7 +13,6 @@ from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import RewardFunction, load_rewards
 from burnish.rollouts.rewards.models import RewardModel
 from burnish.trainer.trl.rollouts.attributes import RolloutAttributes
-from burnish.trainer.trl.rollouts.config import RolloutConfig
 from burnish.trainer.trl.rollouts.tools import (
     Environments,
     ToolSource,
@@ -39,8 +38,8 @@ class RewardMethods(RolloutAttributes):
         """(K,) weights of the reward functions."""
         return torch.tensor([function.weight for function in self.objective.functions])
 
-    def _functions(self, args: RolloutConfig) -> list[RewardFunction]:
-        weights = args.reward_weights
+    def _functions(self) -> list[RewardFunction]:
+        weights = self.objective.choices.reward_weights
         if weights is not None and len(weights) != len(self.reward_funcs):
             raise ValueError(
                 f"The number of reward weights ({len(weights)}) must match the number of reward functions "

@@ -50,10 +50,10 @@ def resolve_config(kind: type[Config], args: Any, model: Any) -> Config:
     return kind(**{name: value for name, value in fields_of(args, kind).items() if name in known and known[name].init})
 
 
-def check_model(model: Any) -> None:
+def check_model(model: Any, argument: str = "model") -> None:
     """Raise TypeError unless ``model`` is a name, a folder, or a model with a config."""
     if not isinstance(model, str) and not hasattr(model, "config"):
-        what = "`model` must be a transformers model, or the name or folder of one. Received: "
+        what = f"`{argument}` must be a transformers model, or the name or folder of one. Received: "
         raise TypeError(f"{what}{shown(model)}.")
 
 
@@ -95,7 +95,9 @@ def resolve_model(
     return model, processing_class, load_chat_template(model, processing_class, path) if path is not None else []
 
 
-def load_named_model(name: str, args: TrlArguments, quantization_config: Any, scores: bool = False) -> Any:
+def load_named_model(
+    name: str, args: TrlArguments, quantization_config: Any, scores: bool = False, argument: str = "model"
+) -> Any:
     """The model of that name or folder, in the class that its config specifies, in float32 by default."""
     kwargs: dict[str, Any] = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
     if quantization_config is not None:
@@ -105,7 +107,7 @@ def load_named_model(name: str, args: TrlArguments, quantization_config: Any, sc
                 "of them."
             )
         kwargs["quantization_config"] = quantization_config
-    refuse_no_place(name, "model")
+    refuse_no_place(name, argument)
     adapter = Path(name) / "adapter_config.json"
     if adapter.is_file() and not any(Path(name).glob("model*.safetensors*")):
         base = read_object(adapter).get("base_model_name_or_path")
