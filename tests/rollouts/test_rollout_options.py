@@ -78,6 +78,22 @@ def test_preset_sets_options_that_are_not_given(tmp_path):
     assert (options.rl_loss_type, options.rl_beta) == ("bnpo", 0.1)
 
 
+def test_note_on_a_preset_tells_which_options_are_used(tmp_path):
+    made = planned(tmp_path, rl_preset="gspo", epsilon=0.2, epsilon_high=0.5)
+    assert (made.options.epsilon, made.options.epsilon_high) == (0.2, 0.5)  # 0.2 is the default without a preset
+    expected = (
+        "rl_preset gspo sets rl_loss_type: grpo, importance_sampling_level: sequence; it does not change options that "
+        "are set: epsilon: 0.2, epsilon_high: 0.5."
+    )
+    assert expected in made.notes
+    made = planned(tmp_path, rl_preset="cispo", rl_loss_type="cispo", epsilon_high=3)
+    assert "rl_preset cispo sets rl_loss_type: cispo; it does not change options that are set: epsilon_high: 3." in (
+        made.notes
+    )
+    made = planned(tmp_path, rl_preset="cispo")
+    assert "rl_preset cispo sets rl_loss_type: cispo, epsilon_high: 5.0." in made.notes
+
+
 def test_preset_changes_nothing_under_another_stage(tmp_path):
     plain, made = (planned(tmp_path, stage="rloo", rl_preset=preset) for preset in (None, "dapo"))
     assert {name for name, value in vars(made.options).items() if value != getattr(plain.options, name)} == {

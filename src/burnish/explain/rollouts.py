@@ -8,7 +8,7 @@ from burnish.explain.view import Line, Section
 from burnish.parallel.selection import device_of
 from burnish.report.pace import counted
 from burnish.rollouts.objective import RolloutObjective
-from burnish.rollouts.options import preset_of
+from burnish.rollouts.options import preset_in_words, preset_of
 from burnish.run.plan.memory import DecoderShape, shown_bytes
 from burnish.run.plan.plan import Plan
 from burnish.run.prepare import Prepared
@@ -37,9 +37,8 @@ def rollouts_section(plan: Plan, prepared: Prepared) -> Iterator[Section]:
         place = f" ({function.place})" if function.place else ""
         lines.append(Line("reward", f"{function.name}{place}, weight {function.weight:g}", plan.where("reward_funcs")))
     if preset := preset_of(options.stage, options.rl_preset):
-        applied = {name: value for name, value in preset.items() if getattr(options, name) == value}
-        text = ", ".join(f"{name}: {value}" for name, value in applied.items())
-        lines.append(Line("preset", f"{options.rl_preset} sets {text}", plan.where("rl_preset")))
+        text = f"{options.rl_preset} {preset_in_words(options, preset)}"
+        lines.append(Line("preset", text, plan.where("rl_preset")))
     lines += [*_phases(plan, prepared, objective)]
     yield Section("Rollouts", lines)
 

@@ -159,6 +159,15 @@ def preset_of(stage: str, name: str | None) -> dict[str, Any]:
     return PRESETS.get(name or "", {}) if stage == "grpo" else {}
 
 
+def preset_in_words(options: RolloutOptions, preset: Mapping[str, Any]) -> str:
+    """Return what a preset sets, and the options that are set and take precedence, as a clause."""
+    used = {name: getattr(options, name) for name in preset}
+    applied = ", ".join(f"{name}: {value}" for name, value in preset.items() if used[name] == value)
+    others = ", ".join(f"{name}: {used[name]}" for name, value in preset.items() if used[name] != value)
+    parts = [f"sets {applied}"] * bool(applied) + [f"does not change options that are set: {others}"] * bool(others)
+    return "; it ".join(parts)
+
+
 class GenerationLossChoices(RolloutOptions, GenerationOptions, ReferenceOptions):
     """Options that define a generation and its loss."""
 
@@ -360,8 +369,7 @@ def rollout_notes(options: RolloutStageChoices) -> list[str]:
         if name in changed
     ]
     if preset := preset_of(options.stage, options.rl_preset):
-        values = ", ".join(f"{name}: {value}" for name, value in preset.items())
-        found.append(f"rl_preset {options.rl_preset} sets {values}.")
+        found.append(f"rl_preset {options.rl_preset} {preset_in_words(options, preset)}.")
     usual, most = ("1e-6 to 5e-6", 2e-5) if options.finetuning_type == "full" else ("1e-5 to 1e-4", 5e-4)
     if options.learning_rate >= most:
         found.append(
