@@ -1,7 +1,10 @@
 """Completions with tools and environments, and completions from a user's own function."""
 
+import asyncio
 import json
+import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -148,6 +151,95 @@ def test_tool_that_exits_is_a_failed_call(folder):
     assert trainer.state.log_history[0]["tools/failure_frequency"] == 1
 
 
+class Silent(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+class Unprintable:
+    def __str__(self):
+        raise ValueError("no text")
+
+
+OWN = type("Own", (BaseException,), {})
+
+
+def odd_tool(outcome):
+    def odd(a: int) -> int:
+        """
+        Do something odd.
+
+        Args:
+            a: a number.
+        """
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    return odd
+
+
+@pytest.mark.parametrize(
+    ("outcome", "content"),
+    [(OWN("gone"), "gone"), (asyncio.CancelledError(), "CancelledError"), (GeneratorExit(), "GeneratorExit"),
+     (KeyError(), "KeyError"), (Silent(), "Silent"), (Unprintable(), "no text")],
+    ids=["own", "cancelled", "exit", "empty", "silent", "unprintable"],
+)  # fmt: skip
+def test_tool_that_fails_in_an_odd_way_is_a_failed_call(folder, outcome, content):
+    seen = []
+
+    def sees(completions, **_):
+        seen.extend(completions)
+        return [float(len(c)) for c in completions]
+
+    turns = [[call("odd", a=3), "a"], ["b"], ["c"], ["d"]]
+    trainer, _ = trained(folder, turns, tools=(odd_tool(outcome),), rewards=sees)
+    assert seen[0][1]["content"] == str({"error": content})
+    assert trainer.state.log_history[0]["tools/failure_frequency"] == 1
+
+
+def test_interrupt_in_a_tool_ends_training(folder):
+    with pytest.raises(KeyboardInterrupt):
+        trained(folder, [[call("odd", a=3), "a"], ["b"], ["c"], ["d"]], tools=(odd_tool(KeyboardInterrupt()),))
+
+
+def test_tools_run_within_an_event_loop(folder):
+    """In a notebook, an event loop is running already."""
+
+    async def notebook():
+        return trained(folder, [[call("slow", a=5), "a"], [call("add", a=1, b=2), "b"], ["c"], ["d"]])
+
+    trainer, _ = asyncio.run(notebook())
+    assert trainer.state.log_history[0]["tools/failure_frequency"] == 0
+
+
+def undocumented(a: int) -> int:
+    return a
+
+
+@pytest.mark.parametrize(
+    ("tools", "error", "message"),
+    [
+        (add, TypeError, "`tools` must be a list of functions"),
+        ([3], TypeError, "`tools` must be functions or methods. Received: 3, of type int."),
+        ([partial(add, b=1)], TypeError, "of type partial"),
+        ([undocumented], UserError, "Cannot generate JSON schema for undocumented because it has no docstring."),
+    ],
+    ids=["function", "number", "partial", "undocumented"],
+)
+def test_tools_of_another_type_are_rejected(folder, tools, error, message):
+    with pytest.raises(error, match=message):
+        trainer_of(folder, dataset=one_prompt(), trainer_args={"tools": tools})
+
+
+@pytest.mark.parametrize(
+    "more", [{"tools": [add]}, {"environment_factory": lambda: environment_of()()}], ids=["tools", "envs"]
+)
+def test_tools_require_prompts_as_messages(folder, more):
+    with pytest.raises(UserError, match="train dataset, record 1: tools and environments require a prompt as a list"):
+        trainer_of(folder, dataset=prompts(), trainer_args=more)
+
+
 def test_mask_excludes_tool_results(folder):
     trainer, source = trained(folder, [[call("add", a=1, b=1), "2"], ["x"], ["y"], ["z"]])
     source.inner.seen = []
@@ -259,6 +351,71 @@ def test_environment_provides_tools_prompt_and_reward(folder):
     assert Counter.made == 4  # kept for the next generation
 
 
+def environment_of(**methods):
+    return type("Game", (Counter,), methods)
+
+
+def raising(error):
+    def reset(self, **record):
+        raise error
+
+    return reset
+
+
+async def reset_later(self, **record):
+    return "go"
+
+
+@pytest.mark.parametrize(
+    ("reset", "message"),
+    [
+        (raising(ValueError("no board")), "train dataset, record 1: Game.reset failed: ValueError: no board."),
+        (raising(SystemExit(3)), "record 1: Game.reset failed: SystemExit: 3."),
+        (raising(OWN("gone")), "record 1: Game.reset failed: Own: gone."),
+        (lambda self: None, "record 1: Game.reset failed: TypeError: "),
+        (lambda self, **record: 3, "Game.reset must return a string or None. Received: 3, of type int."),
+    ],
+    ids=["raises", "exits", "own", "arguments", "number"],
+)
+def test_failed_reset_names_the_environment_and_the_record(folder, reset, message):
+    more = {"environment_factory": environment_of(reset=reset)}
+    trainer = trainer_of(folder, rewards=None, dataset=one_prompt(), max_completion_length=64, trainer_args=more)
+    with pytest.raises(UserError) as error:
+        trainer.train()
+    assert message in str(error.value)
+
+
+def test_interrupt_in_reset_ends_training(folder):
+    more = {"environment_factory": environment_of(reset=raising(KeyboardInterrupt()))}
+    trainer = trainer_of(folder, rewards=None, dataset=one_prompt(), max_completion_length=64, trainer_args=more)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("factory", "error", "message"),
+    [
+        (3, TypeError, "`environment_factory` must be a class or function that creates an environment"),
+        ({"game": 3}, TypeError, "Received: 3, of type int."),
+        ({}, ValueError, "must have at least one entry"),
+        (environment_of(reset=reset_later), ValueError, "Game.reset must be a function without `async`"),
+        ({"game": environment_of()}, UserError, 'record 1: the column "environment" must name an environment .game.'),
+    ],
+    ids=["number", "numbers", "none", "async", "unnamed"],
+)
+def test_unusable_environments_are_rejected_before_training(folder, factory, error, message):
+    with pytest.raises(error, match=message):
+        trainer_of(folder, rewards=variety, dataset=one_prompt(), trainer_args={"environment_factory": factory})
+
+
+def test_reset_does_not_get_the_name_of_the_environment(folder):
+    """As in TRL: the column selects the environment."""
+    strict = environment_of(reset=lambda self, prompt: setattr(self, "count", 0))
+    dataset = [{"prompt": [{"role": "user", "content": "Go."}], "environment": "game"}]
+    more = {"environment_factory": {"game": strict}}
+    trainer_of(folder, rewards=None, dataset=dataset, max_steps=1, max_completion_length=64, trainer_args=more).train()
+
+
 def test_environment_requires_no_data(folder):
     trainer = GRPOTrainer(str(folder / "model"), args=trainer_of(folder).args, environment_factory=Counter)
     trainer.train()
@@ -307,6 +464,82 @@ def test_best_checkpoint_of_rollouts_is_chosen_by_reward(config, tmp_path):
     args = config(str(tmp_path), use_cpu=True, load_best_model_at_end=True, eval_strategy="steps", eval_steps=2,
                   save_steps=2)  # fmt: skip
     assert (args.metric_for_best_model, args.greater_is_better) == ("reward", True)
+
+
+WHOLE = {"prompt_ids": [5], "completion_ids": [6, 7]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (None, "must return a dictionary. Received: nothing."),
+        ([1], "must return a dictionary. Received: list."),
+        ({3: 1}, "must return a dictionary whose keys are strings. Received: the key 3."),
+        ({"completion_ids": 3}, 'must return a list of token ids for "completion_ids" of completion 1. Received: 3.'),
+        ({"completion_ids": "ab"}, "Received: 'ab'."),
+        ({"completion_ids": []}, 'must return at least one token id for "completion_ids" of completion 1.'),
+        ({"prompt_ids": []}, 'must return at least one token id for "prompt_ids" of completion 1.'),
+        ({"completion_ids": [6, 1.5]}, 'must return integers for "completion_ids" of completion 1. Received: 1.5.'),
+        ({"completion_ids": [6, True]}, "must return integers"),
+        ({"completion_ids": [6, 10**6]}, "must return token ids from 0 to 319"),
+        ({"prompt_ids": [-1]}, 'for "prompt_ids" of completion 1. Received: -1.'),
+        ({"logprobs": [-1.0, math.nan]}, 'each token in "logprobs" of completion 1. Received: nan.'),
+        ({"logprobs": [-1.0, -math.inf]}, "Received: -inf."),
+        ({"logprobs": [-1.0, None]}, "Received: None."),
+        ({"logprobs": [-1.0, "a"]}, "Received: 'a'."),
+        ({"logprobs": 1.0}, 'must return a list for "logprobs" of completion 1. Received: 1.0.'),
+        ({"env_mask": [2, 0]}, 'must return 0 or 1 for each token in "env_mask" of completion 1. Received: 2.'),
+        ({"env_mask": [0.5, 0]}, "Received: 0.5."),
+        ({"env_mask": ["a", 0]}, "Received: 'a'."),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_invalid_result_of_a_rollout_function_is_rejected_by_key_and_completion(folder, changes, message):
+    def rollout(prompts, trainer):
+        if not isinstance(changes, dict):
+            return changes
+        values = {**WHOLE, **changes}
+        return {"logprobs": None} | {name: [value] * len(prompts) for name, value in values.items()}
+
+    trainer = trainer_of(folder, dataset=prompts(), trainer_args={"rollout_func": rollout})
+    with pytest.raises(UserError) as error:
+        trainer.train()
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["prompt_ids", "completion_ids"])
+def test_rollout_function_must_return_ids(folder, name):
+    def rollout(prompts, trainer):
+        return {"prompt_ids": [[5]] * 4, "completion_ids": [[6]] * 4, "logprobs": None, name: None}
+
+    trainer = trainer_of(folder, dataset=prompts(), trainer_args={"rollout_func": rollout})
+    with pytest.raises(UserError, match=f'must return a list for "{name}". Received: None.'):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [(3, "must be a function"), (lambda prompts: {}, "must accept the prompts and the trainer as its two arguments")],
+    ids=["number", "function"],
+)
+def test_rollout_function_that_cannot_be_called_is_rejected(folder, function, message):
+    with pytest.raises(TypeError, match=message):
+        trainer_of(folder, dataset=prompts(), trainer_args={"rollout_func": function})
+
+
+def test_value_of_a_rollout_function_that_is_no_list_is_passed_for_each_completion(folder):
+    seen = []
+
+    def rollout(prompts, trainer):
+        ids = {name: [value] * len(prompts) for name, value in WHOLE.items()}
+        return {**ids, "logprobs": None, "env_mask": None, "game": "chess", "more": None}
+
+    def sees(completions, game, more, **_):
+        seen.extend([*game, *more])
+        return [0.0] * len(completions)
+
+    trainer_of(folder, rewards=sees, dataset=prompts(), max_steps=1, trainer_args={"rollout_func": rollout}).train()
+    assert seen == ["chess"] * 4 + [None] * 4
 
 
 def test_rollout_function_may_return_tensors(folder):

@@ -216,7 +216,7 @@ class _Job:
             return await asyncio.gather(*map(limited, functions), return_exceptions=True)
 
         with _time_limit(self.timeout_s + _SLACK_S), _with_own_settings():
-            results = _run(every)
+            results = run_coroutine(every)
         for function, result in zip(functions, results, strict=True):
             if isinstance(result, TimeoutError):
                 raise self._late(function) from None
@@ -349,7 +349,7 @@ def _shown_name(function: RewardFunction) -> str:
     return f"{file}:{function.name}" if file.endswith(".py") else function.name
 
 
-def _run(every: Callable[[], Any]) -> list[Any]:
+def run_coroutine(every: Callable[[], Any]) -> list[Any]:
     """Run a coroutine to completion; in another thread if this one has a running event loop (a notebook)."""
     try:
         asyncio.get_running_loop()

@@ -6,6 +6,7 @@ and the loss in ``losses/rollouts``.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -52,14 +53,15 @@ from burnish.trainer.trl.rollouts.prompts import (
 )
 from burnish.trainer.trl.rollouts.reward_methods import RewardMethods
 from burnish.trainer.trl.rollouts.rewards import reward_list
+from burnish.trainer.trl.rollouts.script_source import ScriptSource, check_rollout_func
 from burnish.trainer.trl.rollouts.scripted import RolloutBatch, ScriptedRollouts, token_values_of
 from burnish.trainer.trl.rollouts.tables import CompletionTablesCallback
 from burnish.trainer.trl.rollouts.tools import (
     Environments,
-    ScriptSource,
     Tool,
     ToolDialogue,
     ToolSource,
+    check_tools,
     schemas,
     tools_text,
 )
@@ -109,8 +111,11 @@ class RolloutTrainer(RewardMethods):
     ) -> None:  # fmt: skip
         args = resolve_config(self.config_class, args, model)
         processing_class = self._take_old_names(processing_class, old, self.config_class)
-        self.environments = None if environment_factory is None else Environments(environment_factory, tools or [])
-        self.tools = self.environments.every_tool() if self.environments is not None else list(tools or [])
+        tools = check_tools(tools)
+        self.environments = None if environment_factory is None else Environments(environment_factory, tools)
+        self.tools = tools if self.environments is None else self.environments.every_tool()
+        if rollout_func is not None:
+            check_rollout_func(rollout_func)
         self.rollout_func = rollout_func
         if train_dataset is None:
             train_dataset = blank_prompts(args, self.environments)
@@ -183,7 +188,8 @@ class RolloutTrainer(RewardMethods):
             most = self.args.max_tool_calling_iterations
             objective.source = ToolSource(objective.source, form, by_name, most, context, self.environments)
         if self.rollout_func is not None:
-            objective.source = ScriptSource(self.rollout_func, self)
+            vocab_size = model.get_input_embeddings().num_embeddings
+            objective.source = ScriptSource(self.rollout_func, self, vocab_size)
 
     def _objective(self) -> Objective:
         return self._scripted if self._is_scripted else self.objective
@@ -264,6 +270,14 @@ class RolloutTrainer(RewardMethods):
             return known
         kwargs: Any = self.args.chat_template_kwargs
         rows = prompt_rows(dataset, name, self.objective, kwargs, tools_text(self.tools))
+        records = [json.loads(row["record"]) for row in rows] if self.tools or self.environments is not None else []
+        for record in records:
+            if isinstance(record["prompt"], str):
+                what = "tools and environments require a prompt as a list of messages. Received: a string."
+                remedy = 'Write it as [{"role": "user", "content": ...}].'
+                raise UserError(what, where=record["place"], remedy=remedy)
+        if self.environments is not None:
+            self.environments.check_records(records)
         if name != "train":
             raise_if(self.objective.inspect_columns(rows, f"The {name} dataset"))
         return rows

@@ -1,4 +1,4 @@
-"""Completion sources with tools, with environments, and with a rollout function of the script.
+"""Completion sources with tools and with environments.
 
 A completion with tools is generated in turns: a turn of the model, then the results of the tools that it called, whose
 tokens are not trained, then the next turn of the model. Ids are never recomputed from text: the ids of results are
@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
-from burnish.config.errors import UserError
+from burnish.config.errors import UserError, first_line
 from burnish.data.chat.chat_template import JinjaFormat
 from burnish.data.chat.choose import TemplateOptions
 from burnish.data.chat.rendering import PROMPT, WHOLE, Conversation, chat_ids
@@ -25,6 +26,7 @@ from burnish.inference.replies.replies import read_whole
 from burnish.inference.replies.reply_forms import ReplyForm, form_of_jinja, opens_thought, schemas_of
 from burnish.inference.types import NoiseKey
 from burnish.rollouts.completions import Completion, CompletionLimits, CompletionSource
+from burnish.rollouts.rewards.compute import run_coroutine
 from burnish.rollouts.rewards.functions import RewardFunction
 from burnish.trainer.notes import logger
 from burnish.utils.forks import ending_forked_processes
@@ -34,8 +36,29 @@ _LONGEST_RUN = 1 << 30
 
 
 def schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Return the JSON schemas of functions, from their signatures and docstrings."""
-    return [get_json_schema(tool) for tool in tools]
+    """Return the JSON schemas of functions, from their signatures and docstrings. Raises UserError if one has none."""
+    found = []
+    for tool in tools:
+        try:
+            found.append(get_json_schema(tool))
+        except (DocstringParsingException, TypeHintParsingException) as error:
+            remedy = "Add type hints, and a docstring with a description and each argument under Args."
+            raise UserError(f"{first_line(error).removesuffix('!')}.", remedy=remedy, option="tools") from error
+    return found
+
+
+def check_tools(tools: Any) -> list[Tool]:
+    """Return the tools of a trainer as a list. Raises TypeError if they are no list of functions."""
+    if tools is not None and not isinstance(tools, list | tuple):
+        raise TypeError(
+            f"`tools` must be a list of functions. Received: {tools!r:.100}, of type {type(tools).__name__}."
+        )
+    for tool in tools or ():
+        if not inspect.isroutine(tool):
+            kind = type(tool).__name__
+            what = f"`tools` must be functions or methods. Received: {tool!r:.100}, of type {kind}."
+            raise TypeError(f"{what} Define a function with type hints and a docstring.")
+    return list(tools or ())
 
 
 class _AnyName(dict[str, Any]):
@@ -229,27 +252,36 @@ class ToolSource(CompletionSource):
     def _call_tools(self, completion: _PendingCompletion, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages with the results of calls, in order; a failure is a result too."""
 
-        async def one(call: Mapping[str, Any]) -> Any:
+        async def one(call: Mapping[str, Any]) -> str:
             if call["name"] not in completion.tools:
                 raise ValueError(f"Tool {call['name']} not found.")
             try:
                 with ending_forked_processes(f"The tool {call['name']}"):
                     result = completion.tools[call["name"]](**call["arguments"])
-                    return await result if inspect.isawaitable(result) else result
+                    return str(await result if inspect.isawaitable(result) else result)
             except SystemExit as error:
                 raise RuntimeError(f"Tool {call['name']} called sys.exit({error.code}).") from error
 
         async def every() -> list[Any]:
             return await asyncio.gather(*map(one, calls), return_exceptions=True)
 
-        results = asyncio.run(every())
+        results = run_coroutine(every)
         self.num_calls += len(calls)
-        self.num_failures += sum(isinstance(result, Exception) for result in results)
-        outcomes = [{"error": str(result)} if isinstance(result, Exception) else result for result in results]
+        # Exceptions that are no ``Exception``, such as CancelledError, are results of gather as well.
+        self.num_failures += sum(isinstance(result, BaseException) for result in results)
+        outcomes = [str({"error": _text_of(r)}) if isinstance(r, BaseException) else r for r in results]
         return [
-            {"role": "tool", "name": call["name"], "content": str(result)}
-            for call, result in zip(calls, outcomes, strict=True)
+            {"role": "tool", "name": call["name"], "content": outcome}
+            for call, outcome in zip(calls, outcomes, strict=True)
         ]
+
+
+def _text_of(error: BaseException) -> str:
+    """Return the message of an exception, or its type if it has none."""
+    try:
+        return str(error) or type(error).__name__
+    except Exception:  # the script's code may raise anything
+        return type(error).__name__
 
 
 class Environments:
@@ -261,6 +293,14 @@ class Environments:
     """
 
     def __init__(self, factories: Any, tools: Sequence[Tool]) -> None:
+        if not (factories.values() if isinstance(factories, Mapping) else [factories]):
+            raise ValueError("`environment_factory` must have at least one entry. Received: an empty dictionary.")
+        for factory in factories.values() if isinstance(factories, Mapping) else [factories]:
+            if not callable(factory):
+                raise TypeError(
+                    "`environment_factory` must be a class or function that creates an environment, or a dictionary of "
+                    f"them by name. Received: {factory!r:.100}, of type {type(factory).__name__}."
+                )
         self.is_named = isinstance(factories, Mapping)
         self.factories: dict[Any, Callable[[], Any]] = dict(factories) if self.is_named else {None: factories}
         self.shared = list(tools)
@@ -273,6 +313,8 @@ class Environments:
             raise ValueError(
                 "Each environment instance returned by `environment_factory` must define a callable `reset`."
             )
+        if inspect.iscoroutinefunction(environment.reset):
+            raise ValueError(f"{type(environment).__name__}.reset must be a function without `async`.")
         return environment
 
     def tools_of(self, environment: Any) -> list[Tool]:
@@ -302,22 +344,56 @@ class Environments:
         used: dict[Any, int] = {}
         self.of_completions = []
         for record, completion in zip(records, pending, strict=True):
-            name = record["columns"].get("environment") if self.is_named else None
-            if name not in self.pools:
-                raise UserError(f'Unknown environment "{name}". Available: {", ".join(map(str, self.pools))}.')
+            name = self._name_of(record)
             place = used[name] = used.get(name, -1) + 1
             if place == len(self.pools[name]):
                 self.pools[name].append(self._create(name))
             environment = self.pools[name][place]
             self.of_completions.append(environment)
-            with ending_forked_processes(f"{type(environment).__name__}.reset"):
-                observed = environment.reset(**{"prompt": record["prompt"], **record["columns"]})
+            observed = self._reset(environment, record)
             tools = self.tools_of(environment)
             completion.tools = {tool.__name__: tool for tool in tools}
             messages = [dict(message) for message in record["prompt"]]
             if observed is not None:
                 messages[-1]["content"] = f"{messages[-1].get('content') or ''}{observed}"
             completion.prompt = completion.changed_prompt = form.prompt_ids(messages, schemas(tools))
+
+    def check_records(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Raise UserError for a record without an environment of ``environment_factory``."""
+        for record in records:
+            self._name_of(record)
+
+    def _name_of(self, record: Mapping[str, Any]) -> Any:
+        name = record["columns"].get("environment") if self.is_named else None
+        if name not in self.pools:
+            received = "no column of this name" if name is None else repr(name)
+            names = ", ".join(map(str, self.pools))
+            what = f'the column "environment" must name an environment ({names}). Received: {received}.'
+            raise UserError(what, where=record["place"], option="environment_factory")
+        return name
+
+    def _reset(self, environment: Any, record: Mapping[str, Any]) -> str | None:
+        """Start an episode. Returns text for the prompt."""
+        name = f"{type(environment).__name__}.reset"
+        columns = {
+            key: value for key, value in record["columns"].items() if not (self.is_named and key == "environment")
+        }
+        try:
+            with ending_forked_processes(name):
+                observed = environment.reset(**{"prompt": record["prompt"], **columns})
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the script's code may raise anything
+            what = f"{name} failed: {type(error).__name__}: {_text_of(error)}"
+            raise UserError(
+                f"{what.removesuffix('.')}.", where=record["place"], option="environment_factory"
+            ) from error
+        if observed is not None and not isinstance(observed, str):
+            what = (
+                f"{name} must return a string or None. Received: {observed!r:.100}, of type {type(observed).__name__}."
+            )
+            raise UserError(what, where=record["place"], option="environment_factory")
+        return observed
 
 
 def _reward_of(kind: Any) -> Callable[..., Any]:
@@ -329,57 +405,6 @@ def _reward_of(kind: Any) -> Callable[..., Any]:
 
         return get_reward
     return lambda environments: [each.get_reward() if type(each) is kind else None for each in environments]
-
-
-class ScriptSource(CompletionSource):
-    """Completions of a rollout function: ``(prompts, trainer) -> {"prompt_ids": ..., "completion_ids": ..., "logprobs":
-    ...}``. Additional keys become columns for the reward functions; ``env_mask`` is 1 for tokens of the model."""
-
-    def __init__(self, function: Callable[..., Mapping[str, Any]], trainer: Any) -> None:
-        self.function, self.trainer = function, trainer
-        self.records: Sequence[Mapping[str, Any]] = ()
-
-    def set_records(self, records: Sequence[Mapping[str, Any]]) -> None:
-        self.records = records
-
-    def complete(
-        self, prompts: Sequence[Sequence[int]], keys: Sequence[NoiseKey], limits: CompletionLimits
-    ) -> list[Completion]:
-        with ending_forked_processes("rollout_func"):
-            returned = dict(self.function([record["prompt"] for record in self.records], self.trainer))
-        output = {name: values.tolist() if hasattr(values, "tolist") else values for name, values in returned.items()}
-        needed = ("prompt_ids", "completion_ids", "logprobs")
-        if missing := [name for name in needed if name not in output]:
-            raise ValueError(f"rollout_func must return keys {set(needed)}, missing {set(missing)}")
-        wrong = {n: len(v) for n, v in output.items() if v is not None and len(v) != len(prompts)}
-        if wrong:
-            name, count = next(iter(wrong.items()))
-            raise UserError(f'rollout_func returned {count} values of "{name}" for {len(prompts)} prompts.')
-        _check_lengths(output)
-        columns = {name: values for name, values in output.items() if name not in (*needed, "env_mask")}
-        masks, logps = output.get("env_mask"), output["logprobs"]
-        return [
-            Completion(
-                list(ids), bool(ids) and ids[-1] in limits.stop_ids, None if masks is None else list(masks[at]),
-                None if logps is None else list(logps[at]), {name: values[at] for name, values in columns.items()},
-                prompt=list(output["prompt_ids"][at]),
-            )
-            for at, ids in enumerate(output["completion_ids"])
-        ]  # fmt: skip
-
-    def free(self) -> None:
-        return None
-
-
-def _check_lengths(output: Mapping[str, Any]) -> None:
-    """Check that ``logprobs`` and ``env_mask`` have one value per token of each completion."""
-    for name in ("logprobs", "env_mask"):
-        if output.get(name) is None:
-            continue
-        for number, (ids, values) in enumerate(zip(output["completion_ids"], output[name], strict=True), 1):
-            if len(values) != len(ids):
-                what = f'rollout_func returned {len(values)} values of "{name}" for completion {number}, which has '
-                raise UserError(f"{what}{len(ids)} tokens.")
 
 
 def tools_text(tools: Sequence[Tool]) -> str:
