@@ -49,7 +49,7 @@ def _of_name(name: str, tokenizer: Any) -> Any:
             what = f'The reward function "{name}" has to be created with its arguments. Received: its name.'
             raise UserError(what, remedy=f"Pass burnish.rewards.{creator}(...).", option="reward_funcs")
     try:
-        model = reward_model_of(name)
+        function = reward_model_of(name)
     except UserError as error:
         if os.path.isdir(name):
             raise
@@ -58,8 +58,8 @@ def _of_name(name: str, tokenizer: Any) -> Any:
             "Pass a function, the name of a function of burnish.rewards, or the folder or Hub ID of a reward model."
         )
         raise UserError(what, remedy=remedy, option="reward_funcs") from error
-    model.tokenizer = tokenizer or model.tokenizer
-    return model
+    function.tokenizer = tokenizer or function.tokenizer
+    return function
 
 
 def _tokenizer_of(model: Any) -> Any:
