@@ -134,8 +134,7 @@ class Loop:
         while self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
             if has_short_epochs and self.loader.epoch >= self.state.num_train_epochs:
                 break  # a callback ended epochs early, so there are fewer than max_steps steps
-            self.callbacks.fire("on_epoch_begin")
-            if self.control.should_training_stop:
+            if self.callbacks.fire("on_epoch_begin").should_training_stop:
                 break
             num_empty += 1
             for step_batch in self.step_batches():

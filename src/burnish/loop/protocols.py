@@ -223,6 +223,7 @@ class Loader(Stateful, Protocol):
     """Yields the step batches of an epoch from the cursor on, each with the cursor after it."""
 
     is_in_epoch: bool  # whether a step was taken since the last ``on_epoch_end``
+    epoch: int  # index of the epoch of the cursor
 
     def step_batches(self) -> Iterator[StepBatch]:
         """Yield the step batches from the cursor to the end of the current epoch. May prefetch."""
