@@ -310,3 +310,14 @@ def test_prompt_tuning_matches_numpy_reference():
     result.loss.backward()
     moving = [name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0]
     assert moving == ["prompt_encoder.default.embedding.weight"]
+
+
+def test_folder_of_an_oft_adapter_is_recognized_before_its_fields(tmp_path):
+    from burnish.adapters.lora_fit import read_adapter_config
+    from burnish.config.errors import UserError
+
+    config = {"peft_type": "OFT", "r": 0, "oft_block_size": 4, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="uses the method OFT") as caught:
+        read_adapter_config(tmp_path)
+    assert caught.value.problems[0].remedy == "Set finetuning_type: oft."

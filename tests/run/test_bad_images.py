@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from burnish.cli import main
+from run_outputs import history
 from vision_models import image_models
 
 TAGS = {
@@ -136,6 +137,31 @@ def test_row_with_damaged_image_is_dropped_on_request(model, tmp_path, monkeypat
     assert "Its example is excluded from the step (1 so far, on_bad_record: drop)." in " ".join(
         capsys.readouterr().err.split()
     )
+
+
+def test_step_without_undamaged_image_does_not_count_in_the_mean_loss(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    made = records(tmp_path)
+    cut(tmp_path, made)
+    more = {"on_bad_record": "drop", "max_steps": len(made), "per_device_train_batch_size": 1, "logging_steps": 1}
+    assert main(run_arguments(model, tmp_path, made, **more)) == 0
+    losses = [entry["loss"] for entry in history(tmp_path / "out") if "loss" in entry]
+    assert losses.count(0) == 1
+    mean = json.loads((tmp_path / "out" / "train_results.json").read_text())["train_loss"]
+    assert mean == pytest.approx(sum(losses) / (len(losses) - 1), rel=1e-3)
+    more = {**more, "output_dir": tmp_path / "together", "logging_steps": len(made)}
+    assert main(run_arguments(model, tmp_path, made, **more)) == 0
+    (together,) = [entry["loss"] for entry in history(tmp_path / "together") if "loss" in entry]
+    assert together == pytest.approx(mean, rel=1e-3)
+
+
+def test_run_whose_images_are_all_damaged_is_an_error(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    made = records(tmp_path)
+    cut(tmp_path, made)
+    assert main(run_arguments(model, tmp_path, made[2:3], on_bad_record="drop")) == 2
+    assert "no step had a token to train on" in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
 def test_missing_pillow_is_reported(model, tmp_path, monkeypatch, capsys):

@@ -33,6 +33,7 @@ class Scripted:
     """Answers in turn; remembers what it was asked."""
 
     name, adapters = "scripted", ("poet",)
+    has_reasoning: bool | None = True
 
     def __init__(self, *answers) -> None:
         self.waiting, self.requests = list(answers), []
@@ -136,6 +137,17 @@ def test_thoughts_are_shown_or_summarized_and_stored_separately() -> None:
     talk.take("/think off")
     talk.take("Three?")
     assert [request.thinks for request in backend.requests] == [None, True, False]
+
+
+def test_reasoning_of_a_template_without_it_cannot_be_switched() -> None:
+    talk, backend, out = talk_of()
+    backend.has_reasoning = False
+    for switch in ("on", "off"):
+        talk.take(f"/think {switch}")
+        assert "The template of this model has no reasoning" in out.getvalue()
+    talk.take("/think hide")
+    talk.take("One?")
+    assert [request.thinks for request in backend.requests] == [None]
 
 
 def test_tool_call_is_shown_and_waits_for_its_result(tmp_path: Path) -> None:

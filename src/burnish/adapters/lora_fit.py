@@ -110,18 +110,18 @@ def read_adapter_config(folder: Path) -> Any:
     if not path.is_file():
         raise UserError(_no_adapter(folder))
     raw = read_object(path)
-    raise_if(Problem(wrong, where=str(path), remedy=FETCH_AGAIN) for wrong in _wrong_values(raw))
+    method = raw.get("peft_type", "LORA")
+    if method == "LORA":  # fields of other methods may have other values
+        raise_if(Problem(wrong, where=str(path), remedy=FETCH_AGAIN) for wrong in _wrong_values(raw))
     if raw.get("task_type") == "SEQ_CLS":
         whole = [name for name in raw.get("modules_to_save") or () if name != "score"]
         raw = {**raw, "task_type": "CAUSAL_LM", "modules_to_save": whole or None}
     if more := _more_than_lora(raw):
         what = f"this adapter uses {more}, which finetuning_type lora does not support."
-        raise UserError(
-            what,
-            where=str(path),
-            remedy="Set finetuning_type: peft to run it through the peft library.",
-            option="finetuning_type",
-        )
+        remedy = "Set finetuning_type: peft to run it through the peft library."
+        if method == "OFT":
+            remedy = "Set finetuning_type: oft."
+        raise UserError(what, where=str(path), remedy=remedy, option="finetuning_type")
     from peft import LoraConfig
 
     try:

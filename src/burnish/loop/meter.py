@@ -37,10 +37,11 @@ class Meter:
         self.filter_non_finite = filter_non_finite
         self.loss = torch.zeros((), device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
         self.run_loss = 0.0  # since the start of the run, including earlier processes
-        self.run_steps = 0
+        self.run_steps = 0  # without those that had no items
         self.metrics = Metrics()  # on this rank
         self.num_items = torch.zeros((), device=device)  # over all ranks
         self.non_finite_steps = torch.zeros((), device=device)
+        self.empty_steps = torch.zeros((), device=device)  # steps without items, since the last log
         self.grad_norm: Tensor | None = None
         self.learning_rate = 0.0  # of the last step
         self.unlogged_steps: list[tuple[Tensor, Sequence[int]]] = []  # since the last log: () is finite, row indices
@@ -78,6 +79,7 @@ class Meter:
             loss = torch.where(torch.isfinite(loss), loss, (self.loss / (1 + self.steps)).to(loss.dtype))
         self.loss += loss
         self.num_items += num_items
+        self.empty_steps += (num_items == 0) & (loss == 0)
         self.metrics.add(sums)
         self.grad_norm, self.learning_rate = grad_norm, learning_rate
         self.steps += 1
@@ -93,19 +95,21 @@ class Meter:
         """
         over_ranks = parallel.sum(torch.cat([self._vector(), self.loss.new_tensor(self.idle_time.read())]))
         extremes = self.metrics.extremes(parallel, over_ranks.dtype)
-        everywhere = [self.num_items.to(over_ranks.dtype), self._norm().to(over_ranks.dtype), *extremes]
+        wide = over_ranks.dtype
+        everywhere = [self.num_items.to(wide), self.empty_steps.to(wide), self._norm().to(wide), *extremes]
         numbers = torch.cat([over_ranks, torch.stack(everywhere)]).tolist()
         loss, non_finite, tokens, rows, *addends, waited_s, passed_s = numbers[: len(over_ranks)]
-        num_items, norm, *ends = numbers[len(over_ranks) :]
+        num_items, num_empty, norm, *ends = numbers[len(over_ranks) :]
         means = {}
         if self.steps:
-            means["loss"] = loss / self.steps
+            means["loss"] = loss / max(self.steps - int(num_empty), 1)
             if self.grad_norm is not None:
                 means["grad_norm"] = norm
             means.update(self.metrics.means(addends, ends, max(num_items, 1.0), parallel.world_size))
             if parallel.world_size > 1 and self.device.type == "cpu":
                 means["waiting"] = waited_s / max(passed_s, 1e-9)
         self.run_loss += loss
+        self.run_steps -= int(num_empty)
         self.rows_here += int(rows)
         self.num_non_finite = int(non_finite) // parallel.world_size
         self.run_num_non_finite += self.num_non_finite
@@ -148,6 +152,7 @@ class Meter:
         self.metrics = Metrics()
         self.num_items = torch.zeros_like(self.num_items)
         self.non_finite_steps = torch.zeros_like(self.non_finite_steps)
+        self.empty_steps = torch.zeros_like(self.empty_steps)
         self.steps = self.tokens = self.rows = 0
         self.logged_steps, self.unlogged_steps = self.unlogged_steps, []
 
@@ -177,7 +182,7 @@ class Meter:
         return {
             "loss": self.loss, "weight": self.num_items, "sums": self.metrics.state_dict(), "steps": self.steps,
             "tokens": self.tokens, "rows": self.rows, "non_finite_steps": self.non_finite_steps,
-            "grad_norm": self.grad_norm, "learning_rate": self.learning_rate,
+            "empty_steps": self.empty_steps, "grad_norm": self.grad_norm, "learning_rate": self.learning_rate,
             "non_finite_indices": _non_finite_indices(self.unlogged_steps),
             "run_loss": self.run_loss, "run_steps": self.run_steps,
         }  # fmt: skip

@@ -32,7 +32,11 @@ class RunLoop(Loop):
     def train(self) -> TrainOutput:
         """Like ``Loop.train``. Raises UserError with the record of an image that cannot be decoded."""
         try:
-            return super().train()
+            output = super().train()
+            if self._is_sft and self.meter.steps_here and not self.meter.run_steps:
+                what = "no step had a token to train on: the images of every example are damaged."
+                raise UserError(what, remedy="Replace the files named above.", option="on_bad_record")
+            return output
         except DamagedImage as error:
             place = self._record_of(error.image)
             if place is None:

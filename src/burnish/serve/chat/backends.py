@@ -116,6 +116,8 @@ class Backend(Protocol):
 
     name: str
     adapters: tuple[str, ...]
+    has_reasoning: bool | None
+    """Whether reasoning can be switched on or off; None if unknown."""
 
     def answer(self, request: Request) -> Iterator[Event]: ...
     def pieces(self, ids: Sequence[int]) -> list[tuple[str, bool]]:
@@ -139,6 +141,7 @@ class LocalBackend:
         self.loaded, self.engine = loaded, engine
         self.name, self.adapters = loaded.name, tuple(loaded.adapters)
         self.prompter = Prompter(loaded.template, loaded.images)
+        self.has_reasoning: bool | None = self.prompter.thinks
 
     def defaults(self) -> dict[str, Any]:
         sampling = self.loaded.defaults
@@ -253,6 +256,8 @@ class ServerBackend:
         url: URL that ends in ``/v1``.
         model: model name; "" for the first one that the server lists.
     """
+
+    has_reasoning: bool | None = None
 
     def __init__(self, url: str, model: str = "") -> None:
         if not url.startswith(("http://", "https://")):

@@ -266,7 +266,10 @@ class ChatSession:
     def _think(self, text: str) -> None:
         if text not in ("on", "off", "hide"):
             raise UserError(f'/think requires on, off or hide. Received: "{text}".')
-        self.thinks = text != "off"
+        if self.backend.has_reasoning is False and text != "hide":
+            raise UserError("The template of this model has no reasoning that can be switched on or off.")
+        # hide: the template's default, unless it can be switched on
+        self.thinks = text == "on" if text != "hide" else True if self.backend.has_reasoning else None
         self.thoughts = "hide" if text == "hide" else "show"
 
     def _tools(self, text: str) -> None:
