@@ -87,3 +87,9 @@ def test_commands_scale_positions_as_in_training(tmp_path):
     assert main(["export", str(tmp_path / "scaled"), f"export_dir={tmp_path / 'exported'}"]) == 0
     config = json.loads(Path(tmp_path / "exported" / "config.json").read_text())
     assert config["max_position_embeddings"] >= 1024
+
+
+def test_length_that_would_change_the_scale_of_positions_is_an_error(tmp_path, capsys):
+    trained(tmp_path / "scaled", rope_scaling="linear", cutoff_len=1024)
+    assert main(["eval", str(tmp_path / "scaled"), "cutoff_len=128"]) == 2
+    assert "trained with rope_scaling for cutoff_len 1024" in capsys.readouterr().err

@@ -319,6 +319,16 @@ def _base_options_of_run(folder: Path) -> dict[str, RawValue]:
     return {name: RawValue(file[name].value, where) for name in names if name in file}
 
 
+def _check_scaling(base: Mapping[str, RawValue], values: Mapping[str, RawValue]) -> list[Problem]:
+    """Return a problem if a ``cutoff_len`` of the command would change the positions that an adapter was trained with."""
+    trained, given = base.get("cutoff_len"), values.get("cutoff_len")
+    if trained is None or given is None or "rope_scaling" in values or str(given.value) == str(trained.value):
+        return []
+    what = f"the adapter was trained with rope_scaling for cutoff_len {trained.value}, which cutoff_len would change."
+    remedy = "Remove cutoff_len, or set rope_scaling as well to scale the positions for this length."
+    return [Problem(what, where=given.where, remedy=remedy, option="cutoff_len")]
+
+
 def _of_adapter(folder: Path, values: Mapping[str, RawValue]) -> dict[str, RawValue]:
     try:
         config = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
@@ -333,7 +343,8 @@ def _of_adapter(folder: Path, values: Mapping[str, RawValue]) -> dict[str, RawVa
             what = "the adapter does not name its base model."
             raise UserError(what, where=str(folder), remedy="Add model_name_or_path=...")
         found["model_name_or_path"] = RawValue(base, str(folder / ADAPTER))
-        found |= _base_options_of_run(folder)
+        found |= (base_options := _base_options_of_run(folder))
+        raise_if(_check_scaling(base_options, values))
     if kind != "LORA":
         found["finetuning_type"] = RawValue("peft", str(folder / ADAPTER))
     return found
