@@ -264,3 +264,11 @@ def test_scripts_use_existing_names_of_burnish(folder):
     files = list((ROOT / folder).rglob("*.py"))
     assert files
     assert {file.name: names for file in files if (names := missing_names(file))} == {}
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("parity*.md")), ids=lambda path: path.stem)
+def test_tables_of_parity_are_made_by_scripts(page):
+    text = re.sub(
+        r"<!-- [\w ]+: made by .*?<!-- end of [\w ]+ -->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL
+    )
+    assert not re.search(r"^\|", text, re.MULTILINE)

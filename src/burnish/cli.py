@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from burnish.config.errors import Problem, UserError, did_you_mean
 from burnish.report.console import print_result
 from burnish.report.work import WorkLine
+from burnish.utils.environment import remove_empty_variables
 from burnish.utils.library_warnings import hide_library_warnings
 from burnish.utils.sigint import exit_quietly, interruptible, stopping_at_once
 from burnish.utils.work import set_watcher
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # GNU OpenMP threads busy-wait for each other, which slows down a loaded machine: ten times slower was measured on
     # two busy cores. The variable is read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    remove_empty_variables()
     if "RANK" in os.environ:
         # torch's C++ code logs harmless warnings, for example that a search for unused parameters found none.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

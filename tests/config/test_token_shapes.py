@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.cli import main
-from burnish.config.secrets import MASK, SecretFormatter, without_secrets
+from burnish.config.secrets import MASK, SecretFormatter, shown, without_secrets
 
 ALNUM = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 HEX = "0123456789abcdef"
@@ -174,3 +174,36 @@ def test_masking_numeric_text_costs_little() -> None:
     began = time.perf_counter()
     assert without_secrets(text) == text
     assert time.perf_counter() - began < 0.5
+
+
+PLAIN = "correcthorse99batteryX"  # no known shape
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"wandb_api_key: # mine\n  {PLAIN}", f"wandb_api_key:\n\n  {PLAIN}",
+        f"hub_token: >-\n  first\n  {PLAIN}\nseed: 3",
+        f"hub_token:\n- a1b2c3\n- {PLAIN}\nseed: 3", f"? hub_token\n: {PLAIN}",
+        f"a:\n  hub_token: |\n    {PLAIN}\n  b: 3",
+        f"Command '['burnish', '--hub_token', '{PLAIN}']'", f"os.environ['HF_TOKEN'] = '{PLAIN}'",
+        f'{{"argv": ["train", "--hub_token", "{PLAIN}"]}}',
+    ],
+)  # fmt: skip
+def test_value_below_or_beside_the_name_of_a_secret_is_masked(text: str) -> None:
+    shown_text = without_secrets(text)
+    assert PLAIN not in shown_text
+    assert MASK in shown_text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["names: ['hub_token', 'run_name']", "pad_token:\n  <pad>", "tokenizer:\n  folder", "The hub_token, which is"],
+)
+def test_text_beside_other_names_is_kept(text: str) -> None:
+    assert without_secrets(text) == text
+
+
+def test_item_after_the_option_of_a_secret_is_masked() -> None:
+    words = ["burnish", "train", "--hub_token", PLAIN, "--seed", "3"]
+    assert shown({"argv": words})["argv"] == [*words[:3], MASK, *words[4:]]

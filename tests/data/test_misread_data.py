@@ -88,14 +88,17 @@ def test_every_placeholder_in_every_column_is_reported(
 @pytest.mark.run
 @pytest.mark.parametrize(
     "content", ['{"text": "red"}\n{"text": "green"}\n', '[\n  {"text": "red"}\n]\n', '[{"text": "red"}]',
-                '\ufeff\n{"text": "red"}\n\n{"text": "green"}\n'], ids=str
+                '\ufeff\n{"text": "red"}\n\n{"text": "green"}\n',
+                '{\n  "version": 1,\n  "rows": [\n    {"text": "red"}\n]}',
+                '# rows\n{"text": "red"}\n{"text": "green"}\n', '["red", "green"]\n["blue", "red"]\n'], ids=str
 )  # fmt: skip
 def test_json_in_a_text_file_is_rejected(content: str, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("data/rows.txt").write_text(content, encoding="utf-8")
     argv = ["stage=pt", "dataset=data/rows.txt", "cutoff_len=32"]
     err = run_error(capsys, *argv)
     assert "data/rows.txt: this .txt file contains JSON" in err
-    assert f"Rename it to rows.{'json' if content.lstrip()[0] == '[' else 'jsonl'} to read" in err
+    is_json = (content[0] == "[" and "{" in content) or content[:2] == "{\n"
+    assert f"Rename it to rows.{'json' if is_json else 'jsonl'} to read" in err
     Path("data/rows.txt").write_text("red [green] {blue}\n{not json}\n", encoding="utf-8")
     assert "its lines are JSON" not in runs(capsys, *argv, "output_dir=other")
 

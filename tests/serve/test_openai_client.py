@@ -254,6 +254,24 @@ def test_a_stop_string_that_cuts_a_constrained_response_short_is_no_end_of_it(
     assert last.finish_reason == "length"
 
 
+def test_a_stop_token_that_cuts_a_constrained_response_short_is_no_end_of_it(real: Real) -> None:
+    schema = {"type": "object", "properties": {"word": {"enum": ["hot"]}}, "required": ["word"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    quote = [at for at in range(len(real.loaded.tokenizer)) if '"' in real.loaded.tokenizer.decode([at])]
+    result = real.client.chat.completions.create(
+        model="demo", messages=ASKED, response_format=wanted, temperature=0, max_tokens=60,
+        extra_body={"stop_token_ids": quote[:64]},
+    )  # fmt: skip
+    assert result.choices[0].finish_reason == "length"
+
+
+def test_schema_of_many_characters_is_refused(real: Real) -> None:
+    schema = {"enum": [f"value {number}" for number in range(60_000)]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match="the maximum is 500,000"):
+        real.client.chat.completions.create(model="demo", messages=ASKED, response_format=wanted)
+
+
 def test_tools_unsupported_by_the_template_are_rejected_by_name(real: Real) -> None:
     if real.loaded.form.tool_format:
         result = real.client.chat.completions.create(

@@ -568,7 +568,7 @@ def test_accelerator_has_public_names_of_accelerate(tmp_path):
     accelerator.save({"a": 1}, tmp_path / "a.pt")
     assert torch.load(tmp_path / "a.pt", weights_only=True) == {"a": 1}
     for refused in (lambda: accelerator.load_state("x"), lambda: accelerator.register_for_checkpointing(object()),
-                    lambda: accelerator.get_tracker("wandb"), accelerator.register_save_state_pre_hook):  # fmt: skip
+                    accelerator.register_save_state_pre_hook):  # fmt: skip
         with pytest.raises(ValueError, match=r"trainer|Trainer"):
             refused()
     names = {name for name in dir(accelerate.Accelerator) if name[0] != "_"}
@@ -678,3 +678,9 @@ def test_hyperparameter_search_prunes_trials_and_separates_their_files(tmp_path)
     trainer.train()  # outside of the search again
     assert not trainer.state.is_hyper_param_search
     assert (tmp_path / "checkpoint-8").is_dir()
+
+
+def test_tracker_that_does_not_exist_is_a_blank_one(tmp_path):
+    pytest.importorskip("accelerate")
+    tracker = make_trainer(tmp_path, max_steps=1).accelerator.get_tracker("wandb")
+    assert type(tracker).__name__ == "GeneralTracker"

@@ -101,6 +101,10 @@ ODD: dict[str, Callable[[Path], None]] = {
     "folders in the place of files": unreadable,
     "links in a circle": lambda folder: os.symlink("launch.json", folder / "launch.json"),
     "given is a folder": made(log(GOOD_ROW), lambda folder: (folder / "run.yaml").mkdir()),
+    "state with a number of too many digits": written(
+        trainer_state_json='{"log_history": [{"step": ' + "9" * 4400 + ', "loss": "nan"}, {"step": true}]}'),
+    "outcome is torn": written(launch_json={**ALIVE, "pid": 2**30}, outcome_json='{"state": "do'),
+    "launch without a host": made(written(launch_json={k: v for k, v in ALIVE.items() if k != "host"}), log(GOOD_ROW)),
     "rows of a data report": written(launch_json={**ALIVE, "rows": {"dropped": "x", "seen": 1e400}}),
     "bytes": lambda folder: (folder / "launch.json").write_bytes(b"\xff\xfe\x00" * 100),
 }  # fmt: skip
@@ -228,3 +232,16 @@ def test_a_token_as_the_name_of_a_column_is_masked(page: Any, root: Path) -> Non
 def _folder(path: Path) -> Path:
     path.mkdir()
     return path
+
+
+def test_reason_of_an_unreadable_folder_is_told(root: Path, odd: dict[str, Path]) -> None:
+    read = {name: read_run(odd[name]) for name in odd}
+    state, torn = read["state with a number of too many digits"], read["outcome is torn"]
+    assert state is not None
+    assert state.state == "unreadable"
+    assert "trainer_state.json" in state.sentence
+    assert torn is not None
+    assert "outcome.json has an invalid format" in torn.sentence
+    without_host = read["launch without a host"]
+    assert without_host is not None
+    assert without_host.state != "elsewhere"

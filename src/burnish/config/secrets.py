@@ -71,7 +71,7 @@ _WORDS = ("token", "key", "secret", "password", "passwd", "passphrase")
 _AFTER_NAME = re.compile(
     rf"""(?P<word>{"|".join(_WORDS)})"""
     r"""
-    (?P<between>["']?(?:[ \t]*[:=][ \t]*|[ ](?=\S))  # hub_token: ..., "hub_token": ..., --hub_token ...
+    (?P<between>["']?\]?(?:[ \t]*[:=][ \t]*|[ ](?=\S)|,[ ]*)  # hub_token: ..., ["hub_token"] = ..., --hub_token ...
         (?:[|>][+-]?[ \t]*)?(?:\r?\n[ \t]*-[ \t]+|\r?\n[ \t]+)?)  # a value on the next line
     (?P<value>"[^"\n]*"?|'[^'\n]*'?|\[[^\]\n]*\]?|\{[^}\n]*\}?|[^\s,}\]"'][^\n,}\]"']*)""",
     re.VERBOSE | re.IGNORECASE,
@@ -127,13 +127,41 @@ def _without(text: str, secrets: list[str]) -> str:
         text = _IN_ADDRESSES.sub(rf"\g<name>\g<parameter>\g<hook>{MASK}", text)
     lower = text.lower()  # a substring search is fast, and most texts contain no secret
     if any(word in lower for word in _WORDS):
-        text = _AFTER_NAME.sub(_masked, text)
+        text = _AFTER_NAME.sub(_masked, _without_blocks(text))
     if any(begin in text for begin, _ in _SHAPES):
         text = _TOKEN.sub(MASK, text)
     if "-----begin " in lower:
         text = _PRIVATE_KEY.sub(rf"\g<1>{MASK}", text)
     has_header = any(word in lower for word in ("bearer", "authorization", "cookie"))
     return _SCHEME.sub(rf"\g<1>{MASK}", text) if has_header else text
+
+
+_KEY = re.compile(
+    r"""^(?P<indent>[ ]*)(?P<item>(?:-[ ]+)*)(?P<ask>\?[ ]+)?["']?(?P<name>[\w-]+)["']?[ \t]*
+    (?(ask)$|:[ \t]*(?:[|>][+-]?\d?)?[ \t]*(?:\#.*)?$)""",
+    re.VERBOSE,
+)
+"""A line of YAML with a key whose value is on the following lines: ``name:``, ``name: >-``, ``? name``."""
+
+
+def _without_blocks(text: str) -> str:
+    """Return YAML with the values of secrets on the lines below their names replaced, except for the first such line,
+    which ``_AFTER_NAME`` finds."""
+    if "\n" not in text:
+        return text
+    lines, inside, is_asked = text.split("\n"), -1, False
+    for number, line in enumerate(lines):
+        if inside >= 0 and line.strip():
+            indent = len(line) - len(line.lstrip(" "))
+            is_value = indent > inside or (indent == inside and line.lstrip().startswith(":" if is_asked else "- "))
+            if is_value and not line.lstrip().startswith("#"):
+                lines[number] = f"{line[:indent]}{': ' if is_asked and indent == inside else ''}{MASK}"
+                continue
+            inside = inside if is_value else -1
+        found = _KEY.match(line.rstrip("\r"))
+        if found and has_secret_name(found["name"]):
+            inside, is_asked = len(found["indent"]) + len(found["item"]), bool(found["ask"])
+    return "\n".join(lines)
 
 
 def _masked(match: re.Match[str]) -> str:
@@ -146,7 +174,7 @@ def _masked(match: re.Match[str]) -> str:
     if is_plain or _NOTHING.fullmatch(match["value"]):
         return match[0]
     if not re.search("[:=]", match["between"]) and not (before and before[0].startswith("--")):
-        return match[0]  # "the hub_token of ..."
+        return match[0]  # "the hub_token of ...", a list of names
     return f"{match['word']}{match['between']}{MASK}"
 
 
@@ -172,7 +200,14 @@ def _shown(value: Any, secrets: list[str]) -> Any:
         }
     if isinstance(value, list | tuple):
         are_numbers = {*map(type, value)} <= {int, float, type(None)}
-        return value if are_numbers else [_shown(item, secrets) for item in value]
+        return (
+            value
+            if are_numbers
+            else [
+                MASK if before and _is_flag_of_secret(before) and isinstance(item, str) else _shown(item, secrets)
+                for before, item in zip(("", *value), value, strict=False)
+            ]
+        )
     return value
 
 
@@ -180,6 +215,11 @@ def _holds_secret(key: Any, value: Any, secrets: list[str]) -> bool:
     if not (isinstance(value, str | list) and value != "" and _may_name_secret(str(key))):
         return False
     return _without(f"{key}: {json.dumps(value)}", secrets).endswith(f": {MASK}")
+
+
+def _is_flag_of_secret(word: Any) -> bool:
+    """Whether an item of a command line is an option whose value, the next item, is a secret."""
+    return isinstance(word, str) and word.startswith("--") and has_secret_name(word[2:])
 
 
 @lru_cache(4096)

@@ -103,6 +103,9 @@ class NoiseKey:
 class Grammar(Protocol):
     """Constrains the next tokens of one response (``grammar.py``). Each request has its own instance."""
 
+    ends: Sequence[int]
+    """Tokens that end a complete response. Another stop token of the request ends an incomplete one."""
+
     def mask(self, logits: Tensor) -> None:
         """Set the (V,) logits of tokens that are not allowed next to -inf, in place."""
         ...

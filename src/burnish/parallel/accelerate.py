@@ -22,7 +22,7 @@ class AccelerateParallel(DdpParallel):
     def open_group(self) -> None:
         self.accelerator = _accelerator(self.options, self.device.type == "cpu")
         self.device = self.accelerator.device
-        if "WORLD_SIZE" not in os.environ:
+        if not os.environ.get("WORLD_SIZE"):
             super().open_group()
 
     def wrapped(self, model: nn.Module) -> nn.Module:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -18,6 +17,7 @@ from burnish.parallel.options import ParallelChoices
 from burnish.parallel.precision import has_fast_bfloat16, slow_products
 from burnish.parallel.process_counts import AUTO
 from burnish.parallel.selection import device_of, parallel_name
+from burnish.utils.environment import launcher_number
 
 
 @check
@@ -68,7 +68,7 @@ def _formats(options: ParallelChoices) -> Iterator[Problem]:
 
 
 def _processes(options: ParallelChoices) -> Iterator[Problem]:
-    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    num_processes = launcher_number("WORLD_SIZE", 1)
     if isinstance(options.num_processes, str) and options.num_processes != AUTO:
         yield Problem(
             f'"num_processes" must be auto or an integer. Received: "{options.num_processes}".',

@@ -91,7 +91,7 @@ class MultiProcess(SingleProcess):
             torch.cuda.set_device(self.device)
         backend = self.options.ddp_backend or ("gloo" if self.device.type == "cpu" else None)
         timeout = timedelta(seconds=self.options.ddp_timeout)
-        if "WORLD_SIZE" in os.environ:
+        if os.environ.get("WORLD_SIZE"):
             _join(backend, timeout)
         else:  # sharding with a single process
             alone = dist.HashStore()  # type: ignore[attr-defined]

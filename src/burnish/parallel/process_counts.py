@@ -22,7 +22,7 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES
 
 def is_launched() -> bool:
     """Whether a launcher started this process, as one of several or as the only one."""
-    return "WORLD_SIZE" in os.environ and "RANK" in os.environ
+    return bool(os.environ.get("WORLD_SIZE") and os.environ.get("RANK"))
 
 
 def num_machines() -> int:

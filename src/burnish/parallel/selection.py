@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from burnish.parallel.accelerate_launch import is_kept_on_cpu
@@ -11,6 +9,7 @@ from burnish.parallel.deepspeed.settings import uses_deepspeed, zero_stage
 from burnish.parallel.fsdp.settings import uses_fsdp
 from burnish.parallel.options import ParallelChoices, ParallelOptions
 from burnish.parallel.process_counts import AUTO
+from burnish.utils.environment import launcher_number
 
 
 def parallel_name(options: ParallelChoices, num_processes: int | None = None) -> str:
@@ -26,7 +25,7 @@ def parallel_name(options: ParallelChoices, num_processes: int | None = None) ->
         return "deepspeed"
     if uses_fsdp(options):
         return "fsdp"
-    count = int(os.environ.get("WORLD_SIZE", "1")) if num_processes is None else num_processes
+    count = launcher_number("WORLD_SIZE", 1) if num_processes is None else num_processes
     return "single" if count == 1 else "ddp"
 
 
@@ -39,4 +38,4 @@ def device_of(options: ParallelOptions) -> torch.device:
 
 def local_rank() -> int:
     """The local rank of this process, set by the launcher."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return launcher_number("LOCAL_RANK", 0)

@@ -82,7 +82,7 @@ def problem(found: Problem | str) -> None:
 
 def is_main_process() -> bool:
     """Return whether this process prints messages that all processes of the run have: rank 0 does."""
-    return os.environ.get("RANK", "0") == "0"
+    return (os.environ.get("RANK") or "0") == "0"
 
 
 def print_result(text: str) -> None:

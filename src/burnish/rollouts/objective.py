@@ -13,7 +13,6 @@ it continues with the same completions.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -78,6 +77,7 @@ from burnish.rollouts.samples import (
     unpacked,
 )
 from burnish.rollouts.token_values import token_values
+from burnish.utils.environment import launcher_number
 
 MAX_PROMPT_BATCHES = 3
 """Maximum number of step batches of prompts per generation with ``drop_zero_variance_groups: refill``."""
@@ -152,7 +152,7 @@ class RolloutObjective(AnswersObjective):
         options = self.choices
         if options.generation_batch_size is None:
             return options.steps_per_generation or options.gradient_accumulation_steps
-        of_all_ranks = options.per_device_train_batch_size * int(os.environ.get("WORLD_SIZE", "1"))
+        of_all_ranks = options.per_device_train_batch_size * launcher_number("WORLD_SIZE", 1)
         return max(1, options.generation_batch_size // of_all_ranks)
 
     @property
@@ -227,7 +227,7 @@ class RolloutObjective(AnswersObjective):
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "infer_exact")
         sampling = {name: getattr(self.choices, name, None) for name in names}
         options = self.choices
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        world_size = launcher_number("WORLD_SIZE", 1)
         completions = options.per_device_train_batch_size * options.gradient_accumulation_steps * world_size
         functions = {each.name: each.digest for each in self.functions}
         return {"reward functions": functions, "sampling": sampling, "completions per step": completions}

@@ -7,7 +7,6 @@ generation, and the reference model with preference learning; ``stage_defaults``
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -25,6 +24,7 @@ from burnish.losses.preference_options import ReferenceOptions
 from burnish.losses.rollouts.options import CLIPPED, RolloutLossOptions
 from burnish.models.generate import GenerationOptions
 from burnish.rollouts.rewards.builtin import FACTORIES, FUNCTIONS, missing_libraries
+from burnish.utils.environment import launcher_number
 
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"rl_loss_type": "grpo", "rl_beta": 0.04},
@@ -281,7 +281,7 @@ def check_sizes(options: GenerationLossChoices) -> list[Problem]:
         names = ("generation_batch_size", "steps_per_generation")
         what = '"generation_batch_size" and "steps_per_generation" set the same number.'
         return [*found, Problem(what, remedy="Set only one of them.", option=names)]
-    per_device, world = options.per_device_train_batch_size, int(os.environ.get("WORLD_SIZE", "1"))
+    per_device, world = options.per_device_train_batch_size, launcher_number("WORLD_SIZE", 1)
     if options.generation_batch_size is not None:
         size, part = options.generation_batch_size, per_device * world
         if size % part:

@@ -320,7 +320,7 @@ def _base_options_of_run(folder: Path) -> dict[str, RawValue]:
 
 
 def _check_scaling(base: Mapping[str, RawValue], values: Mapping[str, RawValue]) -> list[Problem]:
-    """Return a problem if a ``cutoff_len`` of the command would change the positions that an adapter was trained with."""
+    """Return a problem if a ``cutoff_len`` of the command would change the scale of an adapter's positions."""
     trained, given = base.get("cutoff_len"), values.get("cutoff_len")
     if trained is None or given is None or "rope_scaling" in values or str(given.value) == str(trained.value):
         return []

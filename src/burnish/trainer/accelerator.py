@@ -185,11 +185,11 @@ class ParallelAccelerator:
             torch.save(obj, f)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Raise ValueError: trackers are callbacks of the trainer."""
-        raise ValueError(
-            f"The accelerator has no tracker {name!r}. Trackers of report_to are callbacks in "
-            "trainer.callback_handler.callbacks."
-        )
+        """Return a tracker that does nothing, as accelerate does if it has none. The trackers of ``report_to`` are
+        callbacks in ``trainer.callback_handler.callbacks``."""
+        from accelerate.tracking import GeneralTracker
+
+        return GeneralTracker(_blank=True)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Return the optimizer, which the backend has already prepared."""

@@ -31,3 +31,29 @@ def is_offline() -> bool:
 
 def _is_set(name: str) -> bool:
     return os.environ.get(name, "").lower() in {"1", "true", "yes", "on"}
+
+
+LAUNCHER_VARIABLES = (
+    "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR",
+    "MASTER_PORT",
+)  # fmt: skip
+"""Variables that launchers set."""
+
+
+def remove_empty_variables() -> None:
+    """Remove variables of launchers that are set to an empty text, which means that they are not set."""
+    for name in LAUNCHER_VARIABLES:
+        if name in os.environ and not os.environ[name].strip():
+            del os.environ[name]
+
+
+def launcher_number(name: str, default: int) -> int:
+    """Return the number in a variable that a launcher sets; ``default`` if it is empty or not set.
+
+    Raises:
+        ValueError: if it is not a non-negative integer.
+    """
+    text = os.environ.get(name, "").strip()
+    if text and count_in(text, -1) < 0:
+        raise ValueError(f'The environment variable {name} must be a non-negative integer. Received: "{text}".')
+    return count_in(text, default)

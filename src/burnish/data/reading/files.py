@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
@@ -172,9 +172,12 @@ def csv_header(path: Path) -> list[str]:
 def _refuse_json(path: Path) -> None:
     """Raise UserError if the first lines of a text file are JSON: its braces and keys would be trained as text."""
     with path.open("rb") as file:
-        first = [line for line in (line.removeprefix(BOM) for line in islice(file, 10)) if line.strip()][:3]
-    if first and all(_begins_records(line) for line in first[: 1 if first[0].lstrip()[:1] == b"[" else 3]):
-        name = path.with_suffix(".json" if first[0].lstrip()[:1] == b"[" else ".jsonl").name
+        lines = [line.strip() for line in (line.removeprefix(BOM) for line in islice(file, 10)) if line.strip()]
+    if not lines:
+        return
+    is_json = _begins_json(lines)
+    if is_json or 2 * sum(map(_is_record, lines)) > len(lines):
+        name = path.with_suffix(".json" if is_json else ".jsonl").name
         raise UserError(
             "this .txt file contains JSON, which would be used as plain text.",
             where=str(path),
@@ -182,14 +185,19 @@ def _refuse_json(path: Path) -> None:
         )
 
 
-def _begins_records(line: bytes) -> bool:
-    """Return whether a line is a JSON object or begins a list of objects."""
-    if line.lstrip()[:1] == b"[":
-        return line.strip() == b"[" or line.lstrip()[1:].lstrip()[:1] == b"{"
+def _is_record(line: bytes) -> bool:
+    """Return whether a line is a JSON object, or a list that contains more than numbers."""
     try:
-        return isinstance(json.loads(line), dict)
+        value = json.loads(line)
     except (ValueError, RecursionError):
         return False
+    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, str | list | dict) for v in value))
+
+
+def _begins_json(lines: Sequence[bytes]) -> bool:
+    """Return whether stripped lines begin a list of objects, or an object over several lines."""
+    begin = b"".join(lines[:2])
+    return (begin[:1] == b"[" and begin[1:].lstrip()[:1] == b"{") or (lines[0] == b"{" and begin[1:2] in (b'"', b"}"))
 
 
 def read_csv(path: Path) -> Iterator[Values]:

@@ -138,7 +138,7 @@ def _is_stale(folder: Path, options: DataOptions) -> bool:
     manifest = folder / MANIFEST
     if not manifest.is_file() or (options.tokenized_path is None and not is_whole(folder)):
         return True
-    is_mine = os.environ.get("WORLD_SIZE", "1") == "1" or manifest.stat().st_mtime < _STARTED
+    is_mine = (os.environ.get("WORLD_SIZE") or "1") == "1" or manifest.stat().st_mtime < _STARTED
     return options.overwrite_cache and is_mine
 
 

@@ -65,6 +65,7 @@ class Grammars:
         """
         from llguidance import LLMatcher
 
+        _check_size(schema)
         try:
             exact = _with_exact_numbers(schema)
             grammar = LLMatcher.grammar_from_json_schema(json.dumps({**exact, "x-guidance": _COMPACT}))
@@ -90,6 +91,7 @@ class Grammars:
             )
             what = f"a tool call cannot be required {written}."
             raise UserError(what, remedy=f'Use tool_choice: "auto". Supported formats: {known}.', option="tool_format")
+        _check_size(offered)
         each = {"anyOf": [_call_schema(name, schema, row.arguments) for name, schema in offered.items()]}
         one = f"{self._literal(row.opens)} call {self._literal(row.closes)}".strip()
         is_single = only_one or row.between is None
@@ -113,6 +115,16 @@ class Grammars:
         if matcher.is_error():
             raise UserError(_refused(matcher.get_error()))
         return Matched(matcher, self.vocabulary, self._ends, self.tokenizer, waits_for)
+
+
+_MAX_CHARACTERS = 500_000
+"""Maximum size of a schema as JSON. A grammar of this size is made within a second."""
+
+
+def _check_size(schema: Mapping[str, Any]) -> None:
+    size = len(json.dumps(schema))
+    if size > _MAX_CHARACTERS:
+        raise UserError(f"the schema has {size:,} characters as JSON; the maximum is {_MAX_CHARACTERS:,}.")
 
 
 def _call_schema(name: str, schema: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -205,7 +217,8 @@ class Matched:
     """
 
     def __init__(self, matcher: Any, vocabulary: int, ends: Sequence[int], tokenizer: Any, waits_for: str) -> None:
-        self._matcher, self._vocabulary, self._ends = matcher, vocabulary, list(ends)
+        self._matcher, self._vocabulary = matcher, vocabulary
+        self.ends: Sequence[int] = list(ends)
         self._tokenizer, self._waits_for = tokenizer, waits_for
         self._before: list[int] = []
 
@@ -216,7 +229,7 @@ class Matched:
             GrammarError: if the grammar exceeds the library's limits, or allows no token.
         """
         if self._waits_for:
-            logits[self._ends] = -torch.inf
+            logits[list(self.ends)] = -torch.inf
             return
         bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
         self._raise_if_failed()

@@ -260,6 +260,7 @@ def _compose(path: Path, text: str) -> yaml.Node | None:
         mark = error.context_mark if cause else error.problem_mark or error.context_mark
         assert mark is not None
         fault = cause or error.problem or str(error.context)
+        fault = re.sub(r"(alias|anchor) '[^']*'", r"\1", fault)  # the name may be a value that begins with *
         raise _syntax_error(path, text, mark.line + 1, mark.column + 1, fault) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1

@@ -9,7 +9,6 @@ results of the components' checks (``@check`` and ``@notes`` of ``config/checks.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,6 +27,7 @@ from burnish.run.plan import output_dir as _output_dir_check
 from burnish.run.plan.checks import trains
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.unsupported import take_absent
+from burnish.utils.environment import launcher_number
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def plan(values: Mapping[str, RawValue], extra_checks: Sequence[Check] = ()) -> 
         options=options,
         provenance=MappingProxyType(provenance),
         notes=(*foreign, *(renamed(note, names_used) for note in _notes(present, options))),
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        world_size=launcher_number("WORLD_SIZE", 1),
     )
 
 

@@ -8,6 +8,7 @@ options for a template without reasoning, and unknown template variables.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -272,10 +273,11 @@ def _message(message: ChatMessage, call_words: tuple[str, str], thought_words: t
 def _names_read(text: str) -> frozenset[str]:
     """Return the names that a Jinja template reads and does not set."""
     environment = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True)
-    plain = text.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    for mark in ("{%- generation -%}", "{%- endgeneration -%}", "{%- generation %}", "{%- endgeneration %}"):
-        plain = plain.replace(mark, "")
-    return frozenset(meta.find_undeclared_variables(environment.parse(plain)))
+    return frozenset(meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", text))))
+
+
+_GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+"""Marks around the responses of a template, a tag of transformers."""
 
 
 def _literal(value: Any) -> str:

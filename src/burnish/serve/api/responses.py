@@ -183,9 +183,14 @@ class Choice:
                 return
         if made.reason in ("stop", "length"):
             self.reader.end(self.delta)
-            self._finish("stop" if made.reason == "stop" else "length")
+            self._finish("stop" if made.reason == "stop" and not self._is_cut(made.ids) else "length")
         elif made.reason is not None:
             self.error = api_error_of(made)
+
+    def _is_cut(self, ids: Sequence[int]) -> bool:
+        """Return whether a response that must follow a grammar was ended by a stop token of the request."""
+        grammar = self.ask.grammar
+        return grammar is not None and bool(ids) and ids[-1] not in grammar.ends
 
     def _take(self, token: int, logprob: Logprob | None) -> bool:
         """Read one id. Returns true if the response is complete."""
@@ -234,14 +239,14 @@ class RequestAnswer:
     def begin(self, engine: InferenceEngine) -> None:
         """Submit as many choices as the engine has slots. The others follow one by one when a choice ends.
 
-        They go to the end of the queue, so that a request with many choices does not block other requests. With more
-        choices than slots, one slot is left to other requests.
+        They go to the end of the queue, so that a request with many choices does not block other requests. One slot is
+        left to other requests if the choices could take all of them.
 
         Raises:
             APIError: 429 if too many requests are queued, 503 if the engine is closed, 400 for an invalid request.
         """
         slots = engine.facts().slots
-        self._engine, self._at_once = engine, max(1, slots if len(self.choices) <= slots else slots - 1)
+        self._engine, self._at_once = engine, max(1, slots if len(self.choices) < slots else slots - 1)
         try:
             self._submit_more(engine)
         except Full as error:

@@ -50,6 +50,7 @@ from burnish.trainer.arguments.values import (
     trackers_of,
 )
 from burnish.trainer.notes import logger
+from burnish.utils.environment import launcher_number
 
 
 class AcceptsOldNames(type):
@@ -222,15 +223,15 @@ class TrainingArguments(Fields, metaclass=AcceptsOldNames):
 
     @property
     def world_size(self) -> int:
-        return int(os.environ.get("WORLD_SIZE", "1"))
+        return launcher_number("WORLD_SIZE", 1)
 
     @property
     def process_index(self) -> int:
-        return int(os.environ.get("RANK", "0"))
+        return launcher_number("RANK", 0)
 
     @property
     def local_process_index(self) -> int:
-        return int(os.environ.get("LOCAL_RANK", "0"))
+        return launcher_number("LOCAL_RANK", 0)
 
     @property
     def parallel_mode(self) -> ParallelMode:

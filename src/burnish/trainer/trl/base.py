@@ -139,7 +139,8 @@ class TrlTrainer(Trainer):
     def _write_at_the_end(self) -> None:
         """Write the model card, unless nothing is saved."""
         if self.args.save_strategy != "no":
-            self.create_model_card()
+            name = (self.args.hub_model_id or str(self.args.output_dir)).rstrip("/").rpartition("/")[-1]
+            self.create_model_card(model_name=name)
 
     def create_model_card(  # type: ignore[override]
         self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None, **more: Any

@@ -89,6 +89,17 @@ def is_broken(path: Path) -> bool:
     return found is None or (path.name == STATE and not isinstance(found.get("log_history"), list))
 
 
+def has_unreadable_history(path: Path) -> bool:
+    """Whether a state file of another trainer has entries in its log, of which none can be read."""
+    try:
+        with regular_inside(path) as file:
+            found = foreign_row(file.read(2**20))
+    except OSError:
+        return False
+    rows = found.get("log_history") if found else None
+    return isinstance(rows, list) and bool(rows)
+
+
 def tail_lines(path: Path, size: int = _TAIL_BYTES) -> list[dict[str, Any]]:
     """The objects on the last complete lines of a file of any size."""
     try:

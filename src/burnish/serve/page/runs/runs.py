@@ -27,6 +27,7 @@ from burnish.serve.page.runs.files import (
     LOG,
     STATE,
     checkpoints,
+    has_unreadable_history,
     history,
     is_broken,
     is_checkpoint,
@@ -191,6 +192,8 @@ def _read_run(folder: Path) -> FoundRun | None:
     logged = [] if rows else history(folder)
     if not launch and not rows and not logged:
         broken = [name for name in (LAUNCH, LOG, STATE) if is_broken(folder / name)]
+        if not broken and has_unreadable_history(folder / STATE):  # called without any row of it
+            broken = [STATE]
         return _unreadable(folder, f"{broken[0]} has an invalid format") if broken else None
     outcome = object_in(folder / OUTCOME)
     if _time(outcome) < _time(launch):
@@ -210,7 +213,7 @@ def _read_run(folder: Path) -> FoundRun | None:
         loss=_number(trained[-1]["loss"]) if trained else None, eval_loss=_number(evaluated[-1]) if evaluated else None,
         tokens_per_s=_rate(trained), left_s=_seconds(last.get("remaining_time")),
         started=_time(launch) or _changed(folder), changed=changed,
-        sentence=_text(outcome.get("sentence")) or _sentence(state, launch),
+        sentence=_text(outcome.get("sentence")) or _sentence(state, launch, folder),
         remedy=_text(outcome.get("remedy")), checkpoint=max(checkpoints(folder), default=None),
         best=next((_text(event.get("text")) for event in reversed(events) if event.get("kind") == "best"), ""),
         launch=launch, outcome=outcome,
@@ -240,7 +243,7 @@ def run_state(
     if outcome.get("state") in ("done", "stopped", "failed"):
         found: RunState = outcome["state"]
         return found
-    if launch:
+    if launch.get("host"):
         if launch.get("host") != socket.gethostname():
             usual_s = (_number(rows[-1].get("step_seconds")) if rows else None) or 60.0
             return "elsewhere" if time.time() - changed < max(60.0, _SILENT_AFTER * usual_s) else "silent"
@@ -324,8 +327,10 @@ def _rate(rows: Sequence[Mapping[str, Any]]) -> float | None:
     return _number(rows[-1].get("throughput"))
 
 
-def _sentence(state: RunState, launch: Mapping[str, Any]) -> str:
+def _sentence(state: RunState, launch: Mapping[str, Any], folder: Path) -> str:
     host = _text(launch.get("host"))
+    if state == "died" and is_broken(folder / OUTCOME):
+        return f"{OUTCOME} has an invalid format, so it is unknown how the run ended."
     return {
         "died": "The process ended unexpectedly: it was killed, or the machine went down.",
         "elsewhere": f"Running on {host}.",
