@@ -54,7 +54,8 @@ def objective_of(result: SimpleNamespace, collation: str, one_by_one: bool = Fal
     more = {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": None, "patches": True, "leave_out": None}
     vars(choices).update(more, device="cpu")
     objective = SftObjective(choices, None)
-    objective.configure(result.capabilities, result.collator(collation, one_by_one))
+    collator = result.collator(collation, one_by_one=True) if one_by_one else result.collator(collation)
+    objective.configure(result.capabilities, collator)
     return objective
 
 
