@@ -10,6 +10,7 @@ import socket
 import stat
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,7 @@ import burnish
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue
 from burnish.serve.api.options import ApiOptions, check_api, from_environment, needs_key, problems_of_key
+from burnish.serve.http.connections import PIECE_BYTES, LimitedProtocol
 from burnish.serve.http.guards import new_key, same_key
 from burnish.serve.http.hosts import host_name, is_loopback
 from burnish.serve.http.sockets import listen, listen_unix, shown_address
@@ -251,3 +253,13 @@ def test_server_behind_proxy_path_responds_with_and_without_it(serve) -> None:
     assert send(running, "GET", "/llm/v1/models")[0] == 200
     assert send(running, "GET", "/v1/models")[0] == 200
     assert send(running, "GET", "/other/v1/models")[0] == 404
+
+
+@pytest.mark.parametrize(("chunk", "is_refused"), [(b"1\r\na\r\n", True), (b"40\r\n" + b"a" * 64 + b"\r\n", False)])
+def test_beginning_of_a_request_in_tiny_chunks_is_refused(chunk: bytes, is_refused: bool) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    piece = (head + chunk * PIECE_BYTES)[:PIECE_BYTES]
+    connection = SimpleNamespace(cycle=None, headers=[])
+    assert LimitedProtocol._is_of_tiny_chunks(connection, piece) is is_refused  # type: ignore[arg-type]
+    plain = piece.replace(b"chunked", b"gzip")
+    assert not LimitedProtocol._is_of_tiny_chunks(connection, plain)  # type: ignore[arg-type]

@@ -101,9 +101,13 @@ class LimitedProtocol(H11Protocol):
     def _is_of_tiny_chunks(self, piece: bytes) -> bool:
         """Whether a piece of a request's body consists of chunks that cost more than their content. Each chunk has two
         line breaks."""
-        if len(piece) < PIECE_BYTES // 2 or self.cycle is None or not self.cycle.more_body:
+        if len(piece) < PIECE_BYTES // 2:
             return False
-        is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
+        if self.cycle is not None and self.cycle.more_body:
+            is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
+        else:  # the head of a request, and the beginning of its body
+            head, _, piece = piece.partition(b"\r\n\r\n")
+            is_chunked = b"chunked" in head.lower() and len(piece) > PIECE_BYTES // 4
         return is_chunked and piece.count(b"\r\n") * LEAST_CHUNK_BYTES > 2 * len(piece)
 
     def on_response_complete(self) -> None:
