@@ -45,3 +45,10 @@ def _accelerator(options: ParallelChoices, is_on_cpu: bool) -> Any:
             InitProcessGroupKwargs(backend=options.ddp_backend, timeout=timedelta(seconds=options.ddp_timeout)),
         ],
     )
+
+
+def blank_tracker() -> Any:
+    """A tracker of accelerate that does nothing."""
+    from accelerate.tracking import GeneralTracker
+
+    return GeneralTracker(_blank=True)

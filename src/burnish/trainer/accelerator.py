@@ -187,9 +187,9 @@ class ParallelAccelerator:
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker that does nothing, as accelerate does if it has none. The trackers of ``report_to`` are
         callbacks in ``trainer.callback_handler.callbacks``."""
-        from accelerate.tracking import GeneralTracker
+        from burnish.parallel.accelerate import blank_tracker
 
-        return GeneralTracker(_blank=True)
+        return blank_tracker()
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Return the optimizer, which the backend has already prepared."""
