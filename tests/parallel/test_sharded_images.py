@@ -2,6 +2,7 @@
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from datasets import Dataset
 
 import burnish
-import burnish.run.build
+import burnish.run.build  # noqa: F401 - before two processes are forked, not in each of them
 from image_runs import OTHERS, TEMPLATES, make_workspace
 from representative import collected_values, representative_slow
 from run_outputs import weights_in
@@ -18,6 +19,7 @@ from two_processes import in_two_processes, train_with_one_and_two
 pytestmark = pytest.mark.run
 
 FSDP = {"fsdp": "full_shard"}
+ZERO = {"deepspeed": "zero3"}
 KINDS = {
     "tower trained, sharded": {"freeze_vision_tower": False, **FSDP},
     "adapter, sharded": {"finetuning_type": "lora", **FSDP},
@@ -25,6 +27,13 @@ KINDS = {
     "pairs, sharded": {"stage": "dpo", "dataset": "pairs", "finetuning_type": "lora", **FSDP},
     "pairs, tower trained": {"stage": "dpo", "dataset": "pairs", "freeze_vision_tower": False},
 }
+if find_spec("deepspeed") is not None:
+    KINDS |= {
+        "adapter, ZeRO 3": {"finetuning_type": "lora", **ZERO},
+        "tower trained, ZeRO 3": {"freeze_vision_tower": False, **ZERO},
+        "tower trained, ZeRO 2": {"freeze_vision_tower": False, "deepspeed": "zero2"},
+        "pairs, ZeRO 3": {"stage": "dpo", "dataset": "pairs", "finetuning_type": "lora", **ZERO},
+    }
 
 
 @pytest.fixture(scope="module")

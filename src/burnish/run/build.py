@@ -256,7 +256,7 @@ def _configured(
     """
     objective = prepared.objective
     if prepared.family is not None and has_images(prepared):
-        raise_if(check_processes(options, model, parallel.world_size, parallel.shards_weights))
+        raise_if(check_processes(model, parallel.world_size, parallel.shards_weights))
     capabilities, notes, ahead = configure_objective(objective, model, prepared, options)
     is_together = must_run_together(model, parallel.world_size, parallel.shards_weights)
     if (family := prepared.family) is not None and has_images(prepared) and is_together:

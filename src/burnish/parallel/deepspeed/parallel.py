@@ -85,6 +85,7 @@ class DeepSpeedParallel(MultiProcess):
         self.weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         groups = enumerate(optimizer.param_groups)
         self.empty_groups = {number: dict(group) for number, group in groups if not group["params"]}
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it, also in a single process without a launcher
         gives_loss = inspect.signature(type(model).forward).return_annotation in (Loss, "Loss")
         self.runner, *_ = self.deepspeed.initialize(
             model=_AsTuple(model) if gives_loss else model, optimizer=optimizer, config=settings,

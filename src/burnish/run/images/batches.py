@@ -43,7 +43,7 @@ def has_images(prepared: Prepared) -> bool:
     return any(rows.has_images for rows in (prepared.rows, *prepared.eval_rows.values()))
 
 
-def check_processes(options: RunOptions, model: Any, world_size: int, shards_weights: bool) -> list[Problem]:
+def check_processes(model: Any, world_size: int, shards_weights: bool) -> list[Problem]:
     """Return problems of images with several processes.
 
     Args:
@@ -56,9 +56,6 @@ def check_processes(options: RunOptions, model: Any, world_size: int, shards_wei
         name = type(unwrap_peft(model)).__name__
         what = f"{name} does not support images with several processes if weights are sharded or its tower is trained."
         return [Problem(what, why=_WHY, remedy="Use DDP and freeze_vision_tower: true.")]
-    if shards_weights and parallel_name(options) == "deepspeed":
-        what = "images are not supported with DeepSpeed stage 3, which was not tested with them."
-        return [Problem(what, why=_WHY, remedy="Use fsdp, DDP, or DeepSpeed stage 1 or 2.", option="deepspeed")]
     return []
 
 
@@ -101,7 +98,7 @@ def collator_of(
     left_out = _left_out(options, family, processor, tensors)
     prepared = _prepared(options, left_out or tensors, getattr(family.processor, "temporal_patch_size", 1))
     # Whether or not features are cached, so that they are equal. With FSDP each process runs the tower once.
-    one_by_one = computes_one_by_one(model, layout) and parallel_name(options) != "fsdp"
+    one_by_one = computes_one_by_one(model, layout) and parallel_name(options) not in ("fsdp", "deepspeed")
     cache = prepared if isinstance(prepared, PreparedAhead) and not layout.needs_row else None
 
     def image_collator(is_padding_free: bool, shares: bool = False) -> ImageCollator:
