@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 
 import burnish
-import burnish.run.build  # noqa: F401 - before two processes are forked, not in each of them
+import burnish.run.build
 from image_runs import OTHERS, TEMPLATES, make_workspace
 from representative import collected_values, representative_slow
 from run_outputs import weights_in
