@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -124,12 +125,13 @@ class ImageFeaturesHook:
     def __init__(self, model: Any) -> None:
         self._model = model
         self.unused: Mapping[str, Tensor] | None = None  # the tensors of ``run_in_every_pass``
-        self._was_trained = trains_tower(model)
         parts = parts_of(model)
         self._towers = [m for path, m in model.named_modules() if parts.get(path) == "vision_tower"]
+        self._weights = [p for name, p in model.named_parameters() if part_at(name, parts) != "language_model"]
         self._outside = [
             m for path, m in model.named_modules() if parts.get(path, "language_model") != "language_model"
         ]
+        self._was_trained = any(weight.requires_grad for weight in self._weights)
 
     def prepared(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace the image inputs by those of transformers."""
@@ -156,9 +158,13 @@ class ImageFeaturesHook:
         """Return whether the output of the tower never changes. It was never trained, and it has no adapter: a
         reference is computed with disabled adapters, and BAdam trains one block at a time.
         """
-        self._was_trained = self._was_trained or trains_tower(self._model)
+        self._was_trained = self._was_trained or any(weight.requires_grad for weight in self._weights)
+        return not (self._was_trained or self._has_adapter)
+
+    @cached_property
+    def _has_adapter(self) -> bool:
         layers = (layer for part in self._outside for layer in part.modules())
-        return not self._was_trained and not any(hasattr(layer, "base_layer") for layer in layers)  # peft's
+        return any(hasattr(layer, "base_layer") for layer in layers)  # a layer of peft
 
     def _features(self, images: ImageFeatures, tensors: dict[str, Tensor], device: torch.device) -> Any:
         """Return the output of ``get_image_features``, (N, n, H) or a list of (n, H)."""
@@ -191,7 +197,7 @@ class ImageFeaturesHook:
             yield
 
     def _no_features(self, kwargs: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
-        """Run the tower on an image, and return no feature of it; gradients of its weights are zeros."""
+        """Run the tower on an image and discard its features. The gradients of its weights are zeros."""
         given = kwargs.get("input_ids")
         device = (kwargs["inputs_embeds"] if given is None else given).device
         with self._mode(self._is_frozen()):
@@ -263,7 +269,7 @@ def _output(made: Any) -> Any:
 
 
 def features_only(made: Any) -> Any:
-    """Return an output of ``get_image_features`` without the states that its features were computed from."""
+    """Return an output of ``get_image_features`` without hidden states and attentions."""
     unused = ("hidden_states", "attentions", *(() if made.pooler_output is None else ("last_hidden_state",)))
     return replace(made, **{name: None for name in unused if hasattr(made, name)})
 
