@@ -163,6 +163,20 @@ def test_streamed_kto_examples_have_no_step_pairing(folder, tmp_path):
         make("KTOTrainer", folder / "model", tmp_path, streamed, kl_pairing="group").train()
 
 
+def test_pairs_of_kto_are_counted_once_in_messages(folder, tmp_path, caplog):
+    """Both responses of a pair are examples of one record."""
+    rows = [{"prompt": "Hi <image>", "chosen": "yes", "rejected": "no"} for _ in range(8)]
+    make("KTOTrainer", folder / "model", tmp_path, rows)
+    assert "8 of 8 records of the train dataset were kept" in caplog.text
+    assert "(records 1, 2, 3, 4, 5)" in caplog.text
+    for row in rows[2:5]:
+        row["rejected"] = ""
+    with pytest.raises(ValueError, match='"rejected" is empty') as caught:
+        make("KTOTrainer", folder / "model", tmp_path, rows)
+    assert "Same problem in records 4, 5." in str(caught.value)
+    assert '{"prompt": "Hi <image>", "chosen": "yes", "rejected": ""}' in str(caught.value)
+
+
 # --- the reference ----------------------------------------------------------------------------------------------------
 
 

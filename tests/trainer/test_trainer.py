@@ -537,9 +537,10 @@ def test_positional_arguments_match_transformers(tmp_path):
         burnish.TrainingArguments(str(tmp_path), 4, per_device_train_batch_size=2)
 
 
-def test_attributes_read_by_scripts_exist(tmp_path):
+def test_attributes_read_by_scripts_exist(tmp_path, capsys):
     trainer = make_trainer(tmp_path, max_steps=1)
     trainer.train()
+    capsys.readouterr()
     assert trainer.current_flos == 0  # moved to the state by store_flos
     state = trainer.args.distributed_state
     assert (state.num_processes, state.process_index, state.is_main_process, state.use_distributed) == (
@@ -550,6 +551,14 @@ def test_attributes_read_by_scripts_exist(tmp_path):
     )
     with state.main_process_first():
         state.wait_for_everyone()
+    with state.split_between_processes({"a": [1, 2]}) as part:
+        assert part == {"a": [1, 2]}
+    assert state.on_main_process(lambda: "main")() == "main"
+    assert state.on_process(process_index=1)(lambda: "second")() is None
+    state.print("of one process")
+    assert capsys.readouterr().out == "of one process\n"
+    accelerate = pytest.importorskip("accelerate")
+    assert [name for name in dir(accelerate.PartialState) if name[0] != "_" and not hasattr(state, name)] == []
 
 
 def test_accelerator_has_public_names_of_accelerate(tmp_path):

@@ -8,8 +8,8 @@ inside the backend.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property, wraps
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,9 +25,10 @@ from burnish.loop.types import IGNORE_INDEX
 from burnish.parallel.selection import local_rank
 from burnish.trainer.data.in_step import map_tensors
 from burnish.trainer.data.loaders import loader_of_rank
+from burnish.trainer.processes import ProcessMethods
 
 
-class ParallelAccelerator:
+class ParallelAccelerator(ProcessMethods):
     """An accelerator with the names and semantics of accelerate's."""
 
     def __init__(
@@ -66,10 +67,6 @@ class ParallelAccelerator:
     num_processes = property(lambda self: self.parallel.world_size)
     process_index = property(lambda self: self.parallel.rank)
     local_process_index = property(lambda self: local_rank())
-    is_main_process = property(lambda self: self.parallel.rank == 0)
-    is_local_main_process = property(lambda self: local_rank() == 0)
-    is_last_process = property(lambda self: self.parallel.rank == self.parallel.world_size - 1)
-    use_distributed = property(lambda self: self.parallel.world_size > 1)
     multi_device = property(lambda self: self.parallel.world_size > 1)
     gradient_accumulation_steps = property(lambda self: self.gradient_state.plugin_kwargs["num_steps"])
     is_fsdp2 = property(lambda self: self.parallel.shards_weights)
@@ -199,48 +196,6 @@ class ParallelAccelerator:
         """Return the scheduler, which the loop advances."""
         return scheduler
 
-    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Decorate a function so that it runs on the main process only."""
-        return self._only_if(lambda: self.is_main_process, function)
-
-    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Decorate a function so that it runs on the main process of each node only."""
-        return self._only_if(lambda: self.is_local_main_process, function)
-
-    def on_last_process(self, function: Callable[..., Any]) -> Any:
-        """Decorate a function so that it runs on the last process only."""
-        return self._only_if(lambda: self.is_last_process, function)
-
-    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """Decorate a function so that it runs on one process only."""
-        return self._only_if(lambda: self.process_index == (process_index or 0), function)
-
-    def on_local_process(
-        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
-    ) -> Any:
-        """Decorate a function so that it runs on one process of each node only."""
-        return self._only_if(lambda: self.local_process_index == (local_process_index or 0), function)
-
-    def _only_if(self, is_wanted: Callable[[], bool], function: Callable[..., Any] | None) -> Any:
-        if function is None:
-            return lambda inner: self._only_if(is_wanted, inner)
-
-        @wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs) if is_wanted() else None
-
-        return run
-
-    @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Yield this process's slice of a list, tuple, tensor or dict of them. The first processes get the remainder.
-
-        Args:
-            inputs: the values to divide.
-            apply_padding: whether to repeat the last element, so that all processes get the same number.
-        """
-        yield _slice_of(inputs, self.process_index, self.num_processes, apply_padding)
-
     def set_trigger(self) -> None:
         """Set a flag that ``check_trigger`` reports on all processes."""
         self._is_triggered = True
@@ -302,29 +257,11 @@ class ParallelAccelerator:
     def autocast(self) -> AbstractContextManager[Any]:
         return self.parallel.precision()
 
-    def main_process_first(self) -> AbstractContextManager[None]:
-        return self._first(self.is_main_process)
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        return self._first(self.is_local_main_process)
-
-    @contextmanager
-    def _first(self, goes_first: bool) -> Iterator[None]:
-        if not goes_first:
-            self.wait_for_everyone()
-        yield
-        if goes_first:
-            self.wait_for_everyone()
-
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def wait_for_everyone(self) -> None:
         self.parallel.barrier()
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        if self.is_local_main_process:
-            print(*args, **kwargs)
 
     def free_memory(self, *parts: Any) -> tuple[()]:
         if self.device.type == "cuda":
@@ -346,20 +283,6 @@ _REFUSED = {
     "deepspeed_ulysses_dl_adapter": "burnish does not support sequence parallelism.",
 }
 """Methods of accelerate's ``Accelerator`` that raise an error -> the remedy."""
-
-
-def _slice_of(inputs: Any, rank: int, world_size: int, pads: bool) -> Any:
-    """The slice of ``inputs`` for one process, divided as in accelerate."""
-    if isinstance(inputs, dict):
-        return {name: _slice_of(values, rank, world_size, pads) for name, values in inputs.items()}
-    share, rest = divmod(len(inputs), world_size)
-    begin = rank * share + min(rank, rest)
-    part = inputs[begin : begin + share + (rank < rest)]
-    missing = share + (rest > 0) - len(part) if pads else 0
-    if not missing:
-        return part
-    last = inputs[-1:]
-    return torch.cat([part, *[last] * missing]) if isinstance(inputs, Tensor) else part + last * missing
 
 
 class Later:

@@ -159,6 +159,8 @@ def examples_of(
     else:
         stats.seen += len(located)
         examples = [_of_ids(*one, layout, bad) for one in located]
+    is_second = [values.get(SIDE) == "rejected" for values, _, _ in located]  # of the two examples of a record
+    stats.seen -= sum(is_second)
     for at, (values, source, number) in enumerate(located):
         example, problem = examples[at], endless(values.values())
         if problem:
@@ -169,11 +171,22 @@ def examples_of(
         if own := values.get("chat_template_kwargs"):
             example = replace(example, extra={"chat_template_kwargs": own})
         examples[at] = _one_side(example, values)
-        _count_oddities(example, stats)
+        if not is_second[at]:
+            _count_oddities(example, stats)
     if bad and on_bad_record != "drop":
+        bad = _once_per_record(bad)
         bad.sort(key=lambda one: one[0].number)
         raise UserError(bad_records(bad, are_all=on_bad_record == "refuse"))
     return examples
+
+
+def _once_per_record(bad: Bad) -> Bad:
+    """Return each invalid record once, without the column that says which of its responses is used."""
+    found = {record.number: (record, error) for record, error in reversed(bad)}
+    return [
+        (replace(record, values={name: v for name, v in record.values.items() if name != SIDE}), error)
+        for record, error in found.values()
+    ]
 
 
 def _one_side(example: Example, values: Mapping[str, Any]) -> Example:

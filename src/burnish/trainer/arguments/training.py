@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial, wraps
-from types import MappingProxyType, SimpleNamespace
+from functools import wraps
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -50,6 +50,7 @@ from burnish.trainer.arguments.values import (
     trackers_of,
 )
 from burnish.trainer.notes import logger
+from burnish.trainer.processes import ProcessState
 from burnish.utils.environment import launcher_number
 
 
@@ -240,17 +241,11 @@ class TrainingArguments(Fields, metaclass=AcceptsOldNames):
         return ParallelMode.NOT_PARALLEL if self.n_gpu <= 1 else ParallelMode.NOT_DISTRIBUTED
 
     @property
-    def distributed_state(self) -> SimpleNamespace:
-        """The processes of the run, with the attributes of accelerate's ``PartialState``. Read-only."""
-        rank, local_rank, world_size = self.process_index, self.local_process_index, self.world_size
-        return SimpleNamespace(
-            num_processes=world_size, process_index=rank, local_process_index=local_rank, device=self.device,
-            is_main_process=rank == 0, is_local_main_process=local_rank == 0, is_last_process=rank == world_size - 1,
-            use_distributed=world_size > 1, backend=self.ddp_backend,
-            main_process_first=partial(self.main_process_first, local=False),
-            local_main_process_first=partial(self.main_process_first, local=True),
-            wait_for_everyone=lambda: torch.distributed.barrier() if torch.distributed.is_initialized() else None,
-        )  # fmt: skip
+    def distributed_state(self) -> ProcessState:
+        """The processes of the run, with the attributes and methods of accelerate's ``PartialState``."""
+        return ProcessState(
+            self.world_size, self.process_index, self.local_process_index, self.device, self.ddp_backend
+        )
 
     @property
     def should_log(self) -> bool:

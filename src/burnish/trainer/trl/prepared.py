@@ -19,7 +19,7 @@ from burnish.data.rows.encode import encode_rows
 from burnish.data.sets.examples import Located
 from burnish.data.sets.records import Layout
 from burnish.data.sets.trl import SIDE, TrlRecords, examples_of
-from burnish.data.stats import DataStats
+from burnish.data.stats import SHOWN, DataStats
 from burnish.loop.types import Example, Row
 from burnish.trainer.arguments.trl import TrlArguments
 from burnish.trainer.data.loaders import is_datasets_set
@@ -63,11 +63,12 @@ class EncodeRecords:
 
     def warn(self, stats: DataStats, name: str) -> None:
         """Warn once about each kind of record that is dropped or unusual."""
-        for reason, count in stats:
+        for reason, found in sorted(stats.records.items()):
             if reason not in self.warned and reason.kind != "truncated":
                 self.warned.add(reason)
-                places = ", ".join(str(number) for _, number in sorted(stats.records[reason])[:5])
-                what = f"{count} of {stats.seen} records of the {name} dataset were {reason} (records {places})."
+                numbers = sorted({number for _, number in found})
+                places = ", ".join(map(str, numbers[:SHOWN]))
+                what = f"{len(numbers)} of {stats.seen} records of the {name} dataset were {reason} (records {places})."
                 logger.warning(what.replace("cutoff_len", "max_length"))
 
 
