@@ -15,7 +15,13 @@ from burnish.config.errors import UserError
 from burnish.config.options import RawValue
 from burnish.parallel.checks import check_parallel
 from burnish.parallel.options import ParallelOptions
-from burnish.parallel.process_counts import num_gpus, problems_of_machines, processes_here, world_size
+from burnish.parallel.process_counts import (
+    num_gpus,
+    problems_of_machines,
+    processes_here,
+    too_many_processes,
+    world_size,
+)
 from burnish.run import launch as launching
 from burnish.run.launch import launch, with_resume
 from small_run import as_arguments, make_workspace
@@ -233,6 +239,23 @@ def test_num_processes_is_the_requested_or_one_per_gpu(monkeypatch):
     assert processes_here("auto", use_cpu=False) == 1
     monkeypatch.setenv("NNODES", "4")
     assert world_size(ParallelOptions(num_processes=8)) == 32
+
+
+def test_more_processes_than_devices_are_refused(monkeypatch):
+    monkeypatch.delenv("NPROC_PER_NODE", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(2)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    (problem,) = too_many_processes(4, use_cpu=False)
+    assert "num_processes must be at most 3 on this machine (GPUs: 3). Received: 4." in str(problem)
+    assert too_many_processes(3, use_cpu=False) == too_many_processes("auto", use_cpu=False) == []
+    (problem,) = too_many_processes(9, use_cpu=True)
+    assert "num_processes must be at most 8 on this machine (CPU cores: 2). Received: 9." in str(problem)
+    assert too_many_processes(8, use_cpu=True) == []
+    monkeypatch.setenv("NPROC_PER_NODE", "200")
+    (problem,) = too_many_processes("auto", use_cpu=True)
+    assert str(problem).startswith("NPROC_PER_NODE must be at most 8")
+    with pytest.raises(UserError, match="Received: 200"):
+        launch(["num_processes=200"], {"num_processes": RawValue(200), "use_cpu": RawValue(True)})
 
 
 @pytest.mark.parametrize("name", ["NNODES", "NODE_RANK", "NPROC_PER_NODE"])

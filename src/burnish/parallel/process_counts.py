@@ -17,6 +17,8 @@ from burnish.parallel.accelerate_launch import is_kept_on_cpu
 from burnish.utils.environment import count_in
 
 AUTO = "auto"
+_TRIED = 8
+"""Number of processes on CPUs that is accepted on any machine."""
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -126,6 +128,25 @@ def problems_of_machines() -> list[Problem]:
     if not 0 <= machine_rank() < num_machines():
         return [Problem(f"NODE_RANK is {machine_rank()}, but there are {num_machines()} nodes, numbered from 0.")]
     return []
+
+
+def too_many_processes(requested: int | str, use_cpu: bool) -> list[Problem]:
+    """Report more processes than this machine has devices: NCCL permits one per GPU. On CPUs, more processes than
+    cores are slow but work, so up to eight may be started on any machine to try a run.
+
+    Args:
+        requested: ``num_processes``.
+        use_cpu: whether GPUs are ignored.
+    """
+    count, on_cpu = processes_here(requested, use_cpu), use_cpu or is_kept_on_cpu() or not num_gpus()
+    devices = len(os.sched_getaffinity(0)) if on_cpu else num_gpus()
+    most = max(_TRIED, devices) if on_cpu else devices
+    if count <= most:
+        return []
+    name = "num_processes" if requested != AUTO else "NPROC_PER_NODE"
+    what = f"{name} must be at most {most} on this machine ({'CPU cores' if on_cpu else 'GPUs'}: {devices}). "
+    what += f"Received: {count}."
+    return [Problem(what, remedy=f"Set {name} to the number of GPUs per machine.", option="num_processes")]
 
 
 def _number(name: str, default: int) -> int:

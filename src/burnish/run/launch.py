@@ -38,6 +38,7 @@ from burnish.parallel.process_counts import (
     needs_launcher,
     num_machines,
     problems_of_machines,
+    too_many_processes,
     world_size,
 )
 from burnish.report import console
@@ -63,12 +64,13 @@ def launch(argv: Sequence[str], values: Mapping[str, RawValue]) -> int | None:
     Returns:
         Exit status of the run, or None if it should run in this process.
     Raises:
-        UserError: if there are several machines and an environment variable for them is missing.
+        UserError: if a variable for several machines is missing, or if there are more processes than devices.
     """
     request = LaunchRequest.of(values)
     raise_if([*launcher_problems(), *problems_of_machines()])
     if not needs_launcher(request):
         return None
+    raise_if(too_many_processes(request.num_processes, request.use_cpu))
     argv, restarts = list(argv), 0
     num_processes = world_size(request) // num_machines()
     while True:
