@@ -13,7 +13,7 @@ import pytest
 
 import burnish
 from burnish.config.options import specs
-from burnish.report.metadata import launched
+from burnish.report.metadata import launched, write_outcome
 from burnish.run.plan.options import RunOptions
 from representative import representative_slow
 
@@ -109,6 +109,24 @@ def test_resume_keeps_run_yaml_until_the_run_accepts_the_options(page, root, sta
     assert (root / "sent" / "run.yaml").read_text() == before
     assert started_commands == [["train", str(root / "sent" / ".requested.yaml")]]
     assert "learning_rate: 0.5" in (root / "sent" / ".requested.yaml").read_text()
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(("before", "after"), [("done", "done"), ("failed", "failed"), (None, "failed")])
+def test_finished_run_that_cannot_be_continued_stays_finished(page, root, before, after) -> None:
+    sent_run(root, {**USUAL, "output_dir": "sent"})
+    if before is not None:
+        write_outcome(root / "sent", {"state": before}, 60)
+    values = {**USUAL, "output_dir": "sent", "model_name_or_path": "missing"}
+    status, _, text = page.send("POST", "/api/runs", {"values": values, "folder": "resume"})
+    assert status == 201, text
+    for child in page.site.starter._children:
+        child.wait(60)
+    outcome = json.loads((root / "sent/outcome.json").read_text())
+    assert outcome["state"] == after
+    assert outcome["step"] == (60 if before == "done" else 0)
+    assert "missing" in outcome["sentence"]
+    assert outcome["sentence"].startswith("The run was not continued. ") == (before == "done")
 
 
 def test_option_allowed_by_web_allow_is_accepted(root, tmp_path, started_commands) -> None:

@@ -134,6 +134,8 @@ class RunMetadata(TrainerCallback):
         self.event("stage", "saving")
 
 
+ENDED = ("done", "stopped")
+"""States of a run that ended as intended."""
 _AGAIN = "Run the same command again to resume from the last checkpoint."
 
 
@@ -151,6 +153,11 @@ def write_failure(folder: Path, problem: Problem, error: BaseException, step: in
     sentence = " ".join(
         part for part in (f"{problem.where}:" if problem.where else "", problem.what, problem.why) if part
     )
+    before = _launch(folder).get("before")
+    if isinstance(before, dict) and before.get("state") in ENDED:
+        ending = {**before, "sentence": f"The run was not continued. {sentence}", "remedy": problem.remedy}
+        write_outcome(folder, ending, before.get("step", step))
+        return
     trace = "".join(traceback.format_exception(error))
     ending = {"state": "failed", "exit_code": 1, "sentence": sentence, "remedy": problem.remedy, "traceback": trace}
     write_outcome(folder, ending, step)
@@ -158,19 +165,34 @@ def write_failure(folder: Path, problem: Problem, error: BaseException, step: in
 
 def is_of_this_process(folder: Path) -> bool:
     """Return whether ``launch.json`` describes this process. The program that started it may have written the file."""
+    launch, pid = _launch(folder), os.getpid()
+    return launch.get("pid") == pid and launch.get("start_ticks") == start_ticks(pid)
+
+
+def _launch(folder: Path) -> dict[str, Any]:
+    """``launch.json``; empty if it cannot be read."""
     try:
         with regular(folder / LAUNCH) as file:
             launch = json.load(file)
-        return bool(launch["pid"] == os.getpid() and launch["start_ticks"] == start_ticks(os.getpid()))
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return launch if isinstance(launch, dict) else {}
 
 
 # --- process ----------------------------------------------------------------------------------------------------------
 
 
-def launched(devices: Iterable[str], pid: int | None = None, argv: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return the content of ``launch.json``, for this process or for one that it has started."""
+def launched(
+    devices: Iterable[str], pid: int | None = None, argv: Iterable[str] | None = None,
+    before: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the content of ``launch.json``, for this process or for one that it has started.
+
+    Args:
+        devices: devices that the run uses.
+        pid, argv: the started process and its command. Default: those of this process.
+        before: outcome of the run in its folder that is continued. It stays the outcome if the run cannot be continued.
+    """
     from burnish import __version__
 
     pid = os.getpid() if pid is None else pid
@@ -185,6 +207,7 @@ def launched(devices: Iterable[str], pid: int | None = None, argv: Iterable[str]
         "devices": list(devices),
         "time": round(time.time(), 3),
         "burnish": __version__,
+        **({"before": dict(before)} if before else {}),
     }
 
 

@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.report.metadata import LAUNCH, OUTCOME, REQUESTED_YAML, RUN_YAML, given_yaml, launched, write_outcome
+from burnish.report.metadata import (
+    ENDED,
+    LAUNCH,
+    OUTCOME,
+    REQUESTED_YAML,
+    RUN_YAML,
+    given_yaml,
+    launched,
+    write_outcome,
+)
 from burnish.report.results import write_whole
 from burnish.run.plan.config_files import read_arguments
 from burnish.serve.http.child import environment_of_child, start_burnish, tell
@@ -134,12 +143,13 @@ class Starter:
         return {name: item.value for name, item in values.items()}
 
     def _launch(self, folder: Path, devices: list[int] | None, file: str = RUN_YAML) -> None:
+        before = object_in(folder / OUTCOME)
         (folder / OUTCOME).unlink(missing_ok=True)
         chosen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
         argv = ["train", str(folder / file)]
         child = start_burnish(argv, self._place_of(folder), folder / CONSOLE, self._environment() | chosen)
         self._children.append(child)
-        launch = launched([], child.pid, ["burnish", *argv])
+        launch = launched([], child.pid, ["burnish", *argv], before if before.get("state") in ENDED else None)
         write_whole(folder / LAUNCH, json.dumps(launch, indent=1) + "\n")
 
     def _place_of(self, folder: Path) -> Path:
