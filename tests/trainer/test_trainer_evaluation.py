@@ -48,6 +48,46 @@ def test_language_model_loss_does_not_depend_on_batch_size(tmp_path):
     assert result == pytest.approx([result[0]] * 3, rel=1e-5)
 
 
+class TinyForCTC(torch.nn.Module):
+    """A loss that is a mean over rows, although the labels of a row are a sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x, labels=None):
+        return {"loss": (self.weight * x).mean(), "logits": self.weight * x, "scalar": self.weight * 1}
+
+
+def rows_of_ctc(count):
+    return [
+        {"x": torch.tensor(float(n)), "labels": torch.tensor([1] * (n + 1) + [-100] * (count - n))}
+        for n in range(count)
+    ]
+
+
+def test_rows_of_ctc_have_the_same_weight(tmp_path):
+    """However long their labels are, in evaluations and in the micro-batches of a step."""
+    for size in (1, 3, 6):
+        made = make_trainer(tmp_path, model=TinyForCTC(), per_device_eval_batch_size=size)
+        assert made.evaluate(rows_of_ctc(6))["eval_loss"] == pytest.approx(2.5)
+    trained = []
+    for size, count in ((6, 1), (2, 3)):
+        made = make_trainer(
+            tmp_path, model=TinyForCTC(), train=rows_of_ctc(6), per_device_train_batch_size=size,
+            gradient_accumulation_steps=count, max_steps=1, learning_rate=0.1, optim="sgd", max_grad_norm=0,
+        )  # fmt: skip
+        made.train()
+        trained.append(made.model.weight.item())
+    assert trained == pytest.approx([1 - 0.1 * 2.5] * 2)
+
+
+def test_scalar_outputs_of_one_process_stay_scalars(tmp_path):
+    made = make_trainer(tmp_path, model=TinyForCTC(), per_device_eval_batch_size=3, eval_do_concat_batches=False)
+    output = made.predict(rows_of_ctc(6))
+    assert [[value.shape for value in batch] for batch in output.predictions] == [[(3,), ()]] * 2
+
+
 def test_epoch_is_0_until_first_step_has_ended(tmp_path):
     recorded = []
 

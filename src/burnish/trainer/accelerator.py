@@ -241,7 +241,10 @@ class ParallelAccelerator(ProcessMethods):
         return model
 
     def gather(self, values: Any) -> Any:
-        """Concatenate the tensors of all processes, including those in tuples, lists and dicts."""
+        """Concatenate the tensors of all processes, including those in tuples, lists and dicts. As in accelerate, a
+        scalar becomes a vector if there are several processes."""
+        if not self.use_distributed:
+            return values
         return map_tensors(values, lambda tensor: self.parallel.gather(tensor[None] if tensor.dim() == 0 else tensor))
 
     gather_for_metrics = gather

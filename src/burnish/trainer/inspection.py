@@ -62,6 +62,13 @@ def loss_shifts_labels(model: Any) -> bool:
     return is_shifted and not getattr(getattr(base, "config", None), "is_encoder_decoder", False)
 
 
+def averages_rows(model: Any) -> bool:
+    """Whether the loss is a mean over rows although the labels of a row are a sequence: CTC and transducers align the
+    whole sequence, so a long one has no more weight than a short one."""
+    names = [each.__name__ for each in type(base_model(model)).__mro__]
+    return any(name.endswith(("ForCTC", "ForRNNT", "ForTDT")) for name in names)
+
+
 def defers_device_placement(model: Any, args: TrainingArguments) -> bool:
     """Return whether the Trainer leaves the model on its current device when it is created: the model is split over
     several devices, or evaluation converts it to another dtype first."""

@@ -182,7 +182,8 @@ class LossMethods(TrainerBase):
 
     def _num_items(self, inputs: Batch) -> Tensor:
         """() number of items of a micro-batch."""
-        return num_items_of(inputs, inspection.loss_shifts_labels(self.model), self._parallel.device)
+        shifts_labels, averages_rows = inspection.loss_shifts_labels(self.model), inspection.averages_rows(self.model)
+        return num_items_of(inputs, shifts_labels, self._parallel.device, averages_rows)
 
     def _sums_of(self, batch: Batch) -> dict[str, Metric]:
         """Metrics of a micro-batch that do not depend on a script's loss, as in ``Loss.sums``."""
@@ -248,17 +249,18 @@ def weighted_by_zero(loss: Loss) -> Loss:
     return Loss(loss.total * 0, sums)
 
 
-def num_items_of(inputs: Batch, shifts_labels: bool, device: torch.device) -> Tensor:
+def num_items_of(inputs: Batch, shifts_labels: bool, device: torch.device, averages_rows: bool = False) -> Tensor:
     """() number of items of a micro-batch: its labels, or its rows if it has none.
 
     Args:
         inputs: the micro-batch.
         shifts_labels: whether the first label of a row has no loss.
         device: device of the result.
+        averages_rows: whether the loss is a mean over rows rather than labels.
     """
     tensors = tensors_by_name(inputs)
     labels = tensors.get("shift_labels", tensors.get("labels"))
-    if not isinstance(labels, Tensor):
+    if not isinstance(labels, Tensor) or averages_rows:
         rows = find_batch_size(inputs)
         return torch.tensor(float(1 if rows is None else rows), device=device)
     if shifts_labels and "shift_labels" not in inputs:
