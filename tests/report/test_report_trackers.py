@@ -13,12 +13,12 @@ from burnish.config.errors import UserError
 from burnish.config.options import RawValue, build, union
 from burnish.loop.events import CallbackHandler, IntervalOptions
 from burnish.loop.state import TrainerControl, TrainerState
-from burnish.report.options import ReportOptions, check_trackers, counts_tokens, tracker_notes
+from burnish.report.options import HubOptions, ReportOptions, check_trackers, counts_tokens, tracker_notes
 from burnish.report.trackers import TRACKERS, tracker_callbacks, tracker_problems, wanted_trackers
 
 pytestmark = pytest.mark.run
 
-Options = union("Options", ReportOptions, CheckpointOptions, IntervalOptions)
+Options = union("Options", ReportOptions, HubOptions, CheckpointOptions, IntervalOptions)
 
 
 def parsed(**overrides):

@@ -1,84 +1,19 @@
 """Pushing to a hub, tested with a local server that implements huggingface_hub's protocol."""
 
-import base64
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-import huggingface_hub
 import pytest
 import yaml
 from transformers import AutoModelForSequenceClassification
 
+from push_hub import running_hub
 from trainer_run import bert, classes, make_trainer
 
 pytestmark = pytest.mark.run
 
 
-class Hub(ThreadingHTTPServer):
-    """Keeps repositories and commits in memory.
-
-    ``made``: repository -> whether it is private; ``commits``: message and files of each.
-    """
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Answers)
-        self.made, self.commits, self.tokens = {}, [], set()
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
-
-    def files(self):
-        return {name: content for _, files in self.commits for name, content in files.items()}
-
-
-class Answers(BaseHTTPRequestHandler):
-    def do_POST(self):
-        hub, path = self.server, self.path.split("?")[0].removeprefix("/api/")
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        hub.tokens.add(self.headers.get("Authorization"))
-        if path == "repos/create":
-            questions = json.loads(body)
-            name = f"{questions['organization'] or 'me'}/{questions['name']}"
-            hub.made[name] = questions.get("visibility")
-            self.answer({"url": f"{hub.url}/{name}", "name": name})
-        elif path == "validate-yaml":
-            self.answer({"errors": [], "warnings": []})
-        elif "/preupload/" in path:
-            names = [file["path"] for file in json.loads(body)["files"]]
-            self.answer({"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]})
-        else:
-            lines = [json.loads(line) for line in body.splitlines()]
-            files = {
-                line["value"]["path"]: base64.b64decode(line["value"]["content"])
-                for line in lines
-                if line["key"] == "file"
-            }
-            hub.commits.append((lines[0]["value"]["summary"], files))
-            repository = path.removeprefix("models/").split("/commit/")[0]
-            self.answer({"commitUrl": f"{hub.url}/{repository}/commit/1", "commitOid": "1", "success": True})
-
-    def answer(self, content):
-        text = json.dumps(content).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
 def hub(monkeypatch):
-    hub = Hub()
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
-    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.url)
-    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
-    yield hub
-    hub.shutdown()
-    hub.server_close()
+    with running_hub(monkeypatch) as hub:
+        yield hub
 
 
 def pushing(folder, **options):

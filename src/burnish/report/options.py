@@ -11,14 +11,90 @@ import dataclasses
 import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from burnish.checkpoint.checkpoint import CheckpointOptions, output_folder
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem
-from burnish.config.options import option, shared
+from burnish.config.options import option, set_without, shared
 from burnish.config.secrets import has_secret_name
 
 _LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
+
+
+@shared
+@dataclass
+class HubFields:
+    """Options of uploads to the Hugging Face Hub, also of ``TrainingArguments``."""
+
+    push_to_hub: bool = option(
+        False, "Upload the model to the Hugging Face Hub after training, and checkpoints as set by hub_strategy.",
+        risky="it uploads to the Hub with the credentials of the user who started the web UI",
+    )  # fmt: skip
+    hub_model_id: str | None = option(
+        None, "Repository on the Hub. Default: the name of output_dir.", aliases=("push_to_hub_model_id",)
+    )
+    hub_token: str | None = option(
+        None,
+        "Access token for uploads. Default: hf_hub_token, or that of hf auth login.",
+        is_secret=True,
+        aliases=("push_to_hub_token",),
+    )
+    hub_private_repo: bool | None = option(
+        None, "Whether repositories that are created on the Hub are private. Default: as set for the account."
+    )
+    hub_always_push: bool = option(False, "Upload a checkpoint even if the previous upload is still running.")
+    hub_revision: str | None = option(None, "Branch to upload to. Default: main.")
+
+
+@dataclass
+class HubOptions(HubFields):
+    """Upload."""
+
+    hub_strategy: str = option(
+        "every_save",
+        "What to upload during training: nothing (end), the model of each checkpoint (every_save), also the latest "
+        "checkpoint with its optimizer (checkpoint), or every checkpoint (all_checkpoints).",
+        choices=("end", "every_save", "checkpoint", "all_checkpoints"),
+    )
+
+
+def repository_name(model_id: str | None, folder: Path) -> str:
+    """The repository in ``hub_model_id``, by default called like the output folder."""
+    return model_id or folder.absolute().name
+
+
+class UploadChoices(HubOptions, CheckpointOptions):
+    """Options of uploads, and where the model is."""
+
+
+@check
+def check_hub(options: UploadChoices) -> list[Problem]:
+    """Return problems of the repository's name, and of a hub that is switched off."""
+    if not options.push_to_hub:
+        return []
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # (its list of names leaves it out)
+
+    name, problems = repository_name(options.hub_model_id, output_folder(options)), []
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        what = f'"hub_model_id" must be the name of a repository on the Hub, such as user/model. Received: "{name}".'
+        problems.append(Problem(what, option="hub_model_id"))
+    if constants.HF_HUB_OFFLINE:
+        what = '"push_to_hub" is true, but HF_HUB_OFFLINE disables access to the Hub.'
+        problems.append(Problem(what, remedy="Unset HF_HUB_OFFLINE, or remove push_to_hub.", option="push_to_hub"))
+    return problems
+
+
+@notes
+def hub_notes(options: HubOptions) -> list[str]:
+    """Return notes on options of uploads that have no effect, because nothing is uploaded."""
+    names = ("hub_model_id", "hub_token", "hub_strategy", "hub_always_push", "hub_revision")
+    return set_without(options, dict.fromkeys(names, "push_to_hub"))
 
 
 @shared
@@ -56,9 +132,6 @@ class ReportOptions(ReportFields):
         None,
         "Static Space that keeps the Trackio project after the run. false: none.",
         risky="it sends metrics to other machines",
-    )
-    hub_private_repo: bool | None = option(
-        None, "Whether repositories that trackers create on the Hugging Face Hub are private."
     )
     disable_tqdm: bool | None = option(None, "Print each log as a plain line instead of a progress bar.")
     plot_loss: bool = option(True, "Save a plot of the loss to output_dir/training_loss.png.")
@@ -104,7 +177,6 @@ def check_trackers(options: ReportOptions) -> list[Problem]:
 
 _FOR_TRACKERS = (
     "run_name", "project", "logging_dir", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
-    "hub_private_repo",
 )  # fmt: skip
 
 

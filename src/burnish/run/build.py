@@ -61,6 +61,7 @@ from burnish.report.progress import RunFacts
 from burnish.run.agreement import raise_unless_ranks_agree
 from burnish.run.callbacks import callbacks_of
 from burnish.run.finish import finish, next_steps
+from burnish.run.hub import RunUploads
 from burnish.run.images.batches import RowsAhead, check_processes, collator_of, has_images
 from burnish.run.loop import RunLoop
 from burnish.run.plan.checks import trains
@@ -116,9 +117,12 @@ def train_run(plan: Plan) -> Result:
         start = start_of(plan, prepared.fingerprints, prepared.steps)
         for sentence in filter(None, (*start.notes, start.done)):
             note(sentence)
+        uploads = RunUploads(options) if options.push_to_hub and trains(options) and is_first else None
         if start.done:
+            if uploads is not None:
+                uploads.push_model()
             return Result(None, folder)
-        callbacks: list[Any] = [interrupt]
+        callbacks: list[Any] = [interrupt] if uploads is None else [interrupt, uploads]
         metadata = contexts.enter_context(metadata_of(plan, parallel, prepared.stats)) if is_first else None
         if is_first:
             if start.checkpoint is None and options.overwrite_output_dir and trains(options):
@@ -130,6 +134,8 @@ def train_run(plan: Plan) -> Result:
         if options.stall_timeout_s:
             callbacks.append(StallWatch(options.stall_timeout_s))
         loop = build_loop(plan, prepared, parallel, start.checkpoint, callbacks)
+        if uploads is not None:
+            uploads.checkpoints = loop.checkpoints
         if start.checkpoint is not None:
             loop.load(start.checkpoint)
             state = loop.state
@@ -138,7 +144,10 @@ def train_run(plan: Plan) -> Result:
             watch(loop, folder / "profile", options)
         if is_first:
             contexts.enter_context(tee_log(folder))
-        return train_and_finish(loop, plan, prepared, interrupt, metadata)
+        result = train_and_finish(loop, plan, prepared, interrupt, metadata)
+        if uploads is not None:
+            uploads.finish(is_interrupted=result.exit_code is not None and interrupt.exit_code is not None)
+        return result
 
 
 def clean_up_folder(folder: Path, options: RunOptions) -> None:

@@ -45,7 +45,7 @@ from burnish.optim.builtin import OPTIMIZERS, OptimOptions
 from burnish.optim.low_rank import LowRankOptions
 from burnish.optim.muon import MuonOptions
 from burnish.parallel.options import ParallelChoices, ParallelOptions
-from burnish.report.options import ReportOptions
+from burnish.report.options import HubOptions, ReportOptions
 from burnish.report.profile import ProfileOptions
 from burnish.report.trackers import TRACKERS
 from burnish.rollouts.online_pairs import OnlinePairObjective  # noqa: F401  registers its stage
@@ -104,6 +104,7 @@ GROUPS: tuple[type, ...] = (
     ExportOptions,
     QuantizedExportOptions,
     ReportOptions,
+    HubOptions,
     ProfileOptions,
     ParallelOptions,
 )
@@ -121,12 +122,12 @@ if TYPE_CHECKING:  # type checkers do not understand the union; a test compares 
 
     @dataclass
     class RunOptions(
-        KtoOptions, PairOptions, ReferenceOptions, ReportOptions, RolloutOptions, AnsweringOptions, ExportChoices,
-        LmChoices, LoopChoices, PackingChoices, ParallelChoices, RateChoices, TaskOptions, MetricOptions, LigerOptions,
-        PreferenceOptions, BatchingOptions, DataOptions, LoaderOptions, ImageCacheOptions, LRScheduleOptions,
-        OptimOptions, CheckpointOptions, IntervalOptions, SpikeOptions, StepOptions, LoopOptions, EarlyStoppingOptions,
-        ClockOptions,
-        QuantizedExportOptions, ProfileOptions, FreezeOptions, LoraOptions, PeftOptions, OftOptions, PatchOptions,
+        KtoOptions, PairOptions, ReferenceOptions, ReportOptions, HubOptions, RolloutOptions, AnsweringOptions,
+        ExportChoices, LmChoices, LoopChoices, PackingChoices, ParallelChoices, RateChoices, TaskOptions, MetricOptions,
+        LigerOptions, PreferenceOptions, BatchingOptions, DataOptions, LoaderOptions, ImageCacheOptions,
+        LRScheduleOptions, OptimOptions, CheckpointOptions, IntervalOptions, SpikeOptions, StepOptions, LoopOptions,
+        EarlyStoppingOptions, ClockOptions, QuantizedExportOptions, ProfileOptions,
+        FreezeOptions, LoraOptions, PeftOptions, OftOptions, PatchOptions,
         LmOptions, RewardOptions, PpoOptions, AdamMiniOptions, BadamOptions, LowRankOptions, MuonOptions,
     ):  # fmt: skip
         """Every option of a run, flat."""

@@ -345,11 +345,7 @@ _no_effect("the default start method of the platform is used.", "dataloader_mult
 _no_effect("a checkpoint is always saved before a signal stops the run.", "enable_jit_checkpoint")
 _no_effect("the state of callbacks is always restored.", "restore_callback_states_from_checkpoint")
 _absent("Use an output_dir on storage that all nodes share.", save_on_each_node=False)
-_family(
-    "push_to_hub", False, "Remove it, and upload the model after training: hf upload <name> <output_dir>.",
-    "hub_token hub_model_id hub_strategy hub_always_push hub_revision push_to_hub_model_id push_to_hub_organization "
-    "push_to_hub_token",
-)  # fmt: skip
+_absent("Set hub_model_id to <organization>/<name>.", push_to_hub_organization=None)
 _absent("Set model_name_or_path to a folder or a model ID on the Hugging Face Hub.", om_hub_token=None)
 
 # --- reports ----------------------------------------------------------------------------------------------------------

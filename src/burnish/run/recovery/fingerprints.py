@@ -82,7 +82,7 @@ HARMLESS: dict[str, tuple[str, ...]] = {
 """Reason -> options that change neither rows nor arithmetic."""
 HARMLESS_GROUPS = (
     "GenerationOptions", "InferOptions", "MetricOptions", "ExportOptions", "QuantizedExportOptions", "ReportOptions",
-    "ProfileOptions",
+    "HubOptions", "ProfileOptions",
 )  # fmt: skip
 LIBRARIES = ("torch", "transformers")
 _WORK = ("do_eval", "do_predict", "report_to", "plot_loss", "profile")

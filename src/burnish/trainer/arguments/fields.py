@@ -21,7 +21,7 @@ from burnish.loop.schedule import LRScheduleOptions, StepOptions
 from burnish.loop.spikes import SpikeOptions
 from burnish.optim.builtin import OPTIMIZERS, OptimOptions
 from burnish.parallel.options import ParallelChoices, ParallelOptions
-from burnish.report.options import ReportFields
+from burnish.report.options import HubFields, ReportFields
 from burnish.utils.patching import PatchOptions
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ else:
 
 
 @dataclass
-class Fields(ReportFields, Groups):
+class Fields(HubFields, ReportFields, Groups):
     """All arguments, without derived values."""
 
     if TYPE_CHECKING:  # types after __post_init__
@@ -149,13 +149,7 @@ class Fields(ReportFields, Groups):
     batch_eval_metrics: bool = option(False, "Call compute_metrics after each batch.")
     save_on_each_node: bool = option(False, "Save on the first process of each node.")
     enable_jit_checkpoint: bool = option(False, "Save a checkpoint and stop on SIGTERM.")
-    push_to_hub: bool = option(False, "Push the model to the Hub when it is saved.")
-    hub_token: str | None = option(None, "Access token for the Hub.", is_secret=True)
-    hub_private_repo: bool | None = option(None, "Whether the Hub repository is private.")
-    hub_model_id: str | None = option(None, "Hub repository. Default: the name of output_dir.")
     hub_strategy: HubStrategy | str = option("every_save", "When to push to the Hub.")
-    hub_always_push: bool = option(False, "Push even if the previous push is still running.")
-    hub_revision: str | None = option(None, "Branch to push to.")
     ignore_data_skip: bool = option(
         False, "Resume at the start of the epoch instead of the position of the checkpoint."
     )

@@ -18,13 +18,13 @@ from burnish.loop.state import TrainerControl, TrainerState
 from burnish.loop.types import Metric
 from burnish.parallel.create import create_parallel
 from burnish.parallel.single import set_seed
+from burnish.run.hub import Hub
 from burnish.trainer import constructor, inspection, notes, search
 from burnish.trainer.accelerator import ParallelAccelerator
 from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.arguments.values import plain_options
 from burnish.trainer.callbacks import TrainerCallbackHandler, default_callbacks, display_callback
 from burnish.trainer.data.in_step import CONTAINERS, map_items
-from burnish.trainer.files.hub import Hub
 
 
 @dataclass
@@ -250,7 +250,8 @@ class TrainerBase:
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Create the repository ``hub_model_id``, or use the existing one."""
-        self._hub.make_repository(self.args, token, private)
+        if self.args.process_index == 0:
+            self._hub.make_repository(self.args, token, private)
 
     def _save_now(self) -> str:
         """Save a checkpoint of the current step. Returns its folder."""

@@ -26,6 +26,7 @@ from burnish.config.secrets import without_secrets
 from burnish.models.save import SHARD_SIZE, save_config
 from burnish.models.save_gathered import save_gathered, trained_weights_whole
 from burnish.report import results
+from burnish.run.hub import LOCAL_FILES
 from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.files import card
 from burnish.trainer.files.transformers_checkpoints import write_transformers_files
@@ -143,11 +144,11 @@ class FileMethods(OptimizerMethods):
         self._hub.wait()
         return self._hub.upload(
             self.args.output_dir, commit_message, self.args, blocking=blocking, token=token, revision=revision,
-            ignore=[".*", "checkpoint-*"],
+            ignore=LOCAL_FILES,
         )  # fmt: skip
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._hub.is_due(self.args):
+        if self.args.process_index == 0 and self._hub.is_due(self.args):
             self._fire("on_push_begin")
             message = f"Training in progress, step {self.state.global_step}"
             self._hub.push_checkpoint(checkpoint_folder, message, self.args)
