@@ -52,6 +52,10 @@ ABSENT = {
     "ConstantLengthDataset": (
         "{name} was removed from TRL and is not available in burnish. Set SFTConfig(packing=True) to pack examples."
     ),
+    "get_kbit_device_map": (
+        "{name} was removed from TRL and is not available in burnish. Remove it and the argument `device_map`: each "
+        "process uses its own device, also for quantized models."
+    ),
     "setup_chat_format": (
         "{name} was removed from TRL and is not available in burnish. SFTConfig(chat_template_path=...) takes a chat "
         "template from a file, or from another tokenizer with its tokens."

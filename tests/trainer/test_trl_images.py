@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset, Features, Image, List, Value
+from peft import LoraConfig
 from PIL import Image as pil
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from burnish import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 from burnish.loop.types import IGNORE_INDEX
@@ -36,7 +38,7 @@ def cache(tmp_path, monkeypatch):
 def options(kind: Any, tmp_path: Path, **more: Any) -> Any:
     return kind(
         output_dir=str(tmp_path / "out"), report_to="none", max_steps=2, per_device_train_batch_size=2,
-        save_strategy="no", use_cpu=True, bf16=False, logging_steps=1, learning_rate=1e-3, **more,
+        use_cpu=True, bf16=False, logging_steps=1, learning_rate=1e-3, **{"save_strategy": "no", **more},
     )  # fmt: skip
 
 
@@ -154,3 +156,137 @@ def test_override_gets_the_tensors_of_images(folder, tmp_path):
 
     Mine(str(folder / "model"), args=options(SFTConfig, tmp_path), train_dataset=records_of(folder)).train()
     assert len(seen) == 2
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    """A LLaVA model in a folder, whose composed processor needs no torchvision, and an image."""
+    folder = tmp_path_factory.mktemp("llava")
+    model, composed = image_models().build("llava")
+    model.save_pretrained(folder / "model")
+    image_models().save_processor(composed, folder / "model")
+    image_models().write_images(folder, ["p1_64x48.png"])
+    return folder
+
+
+def conversations(folder: Path, image: str = "p1_64x48.png") -> Dataset:
+    """Two conversations with parts, and an ``Image`` feature, like those of llava-instruct-mix-vsft."""
+    question = {"role": "user", "content": [part("text", "What is it?"), part("image", None)]}
+    answer = {"role": "assistant", "content": [part("text", "A wall of bricks.")]}
+    records = {"messages": [[question, answer]] * 2, "images": [[str(folder / image)]] * 2}
+    return Dataset.from_dict(records).cast_column("images", List(Image()))
+
+
+def part(kind: str, text: str | None) -> dict[str, Any]:
+    return {"index": None, "text": text, "type": kind}
+
+
+def collate_with(processor: Any) -> Any:
+    """The collator of TRL's examples: conversation and images to padded tensors."""
+
+    def collate(examples: list[dict[str, Any]]) -> Any:
+        texts = [processor.apply_chat_template(example["messages"], tokenize=False) for example in examples]
+        batch = processor(text=texts, images=[example["images"][0] for example in examples], return_tensors="pt")
+        return batch | {"labels": batch["input_ids"].clone()}
+
+    return collate
+
+
+@pytest.mark.parametrize("keeps_columns", [True, False])
+def test_collator_of_a_script_gets_the_records_with_images(llava, tmp_path, keeps_columns):
+    processor = AutoProcessor.from_pretrained(llava / "model")
+    args = options(SFTConfig, tmp_path, remove_unused_columns=not keeps_columns)
+    data = conversations(llava)
+    trainer = SFTTrainer(
+        str(llava / "model"), args=args, train_dataset=data, eval_dataset=data, processing_class=processor,
+        data_collator=collate_with(processor),
+    )  # fmt: skip
+    assert trainer.train_dataset.column_names == ["messages", "images"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_dataset_with_images_is_prepared_unless_the_script_collates_it(llava, tmp_path):
+    args = options(SFTConfig, tmp_path, dataset_kwargs={"skip_prepare_dataset": True})
+    trainer = SFTTrainer(str(llava / "model"), args=args, train_dataset=conversations(llava))
+    assert {"input_ids", "labels", "images"} <= {*trainer.train_dataset.column_names}
+    trainer.train()
+
+
+OWN_TEMPLATE = (
+    "{% for message in messages %}[{{ message['role'] }}] {% for item in message['content'] %}"
+    "{{ '<image>' if item['type'] == 'image' else item['text'] }}{% endfor %} {% endfor %}"
+)
+
+
+def test_chat_template_of_the_processor_is_used(llava, tmp_path):
+    processor = AutoProcessor.from_pretrained(llava / "model")
+    processor.chat_template = OWN_TEMPLATE
+    args = options(SFTConfig, tmp_path)
+    trainer = SFTTrainer(
+        str(llava / "model"), args=args, train_dataset=conversations(llava), processing_class=processor
+    )
+    text = processor.tokenizer.decode(trainer.train_dataset[0]["input_ids"])
+    assert "[user] What is it?" in text
+    assert "[assistant] A wall of bricks." in text
+    image = pil.open(llava / "p1_64x48.png")
+    prompt = [{"role": "user", "content": "What is it?"}]
+    pairs = Dataset.from_dict(
+        {
+            "prompt": [prompt],
+            "chosen": [[ANSWER]],
+            "rejected": [[{**ANSWER, "content": "A door."}]],
+            "images": [[image]],
+        }
+    )
+    trainer = DPOTrainer(
+        str(llava / "model"), args=options(DPOConfig, tmp_path), train_dataset=pairs, processing_class=processor
+    )
+    assert "[user] " in processor.tokenizer.decode(trainer.train_dataset[0]["prompt_ids"])
+
+
+def test_chat_template_file_replaces_that_of_the_processor(llava, tmp_path):
+    (tmp_path / "own.jinja").write_text(OWN_TEMPLATE)
+    processor = AutoProcessor.from_pretrained(llava / "model")
+    args = options(SFTConfig, tmp_path, chat_template_path=str(tmp_path / "own.jinja"))
+    trainer = SFTTrainer(
+        str(llava / "model"), args=args, train_dataset=conversations(llava), processing_class=processor
+    )
+    assert "[user] " in processor.tokenizer.decode(trainer.train_dataset[0]["input_ids"])
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_saved_model_has_the_image_processor(folder, tmp_path, adapter):
+    args = options(SFTConfig, tmp_path, save_strategy="steps", save_steps=2)
+    lora = LoraConfig(target_modules=["q_proj"]) if adapter else None
+    trainer = SFTTrainer(str(folder / "model"), args=args, train_dataset=records_of(folder), peft_config=lora)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    for saved in (tmp_path / "saved", tmp_path / "out" / "checkpoint-2"):
+        for name in ("preprocessor_config.json", "processor_config.json"):
+            assert (saved / name).read_bytes() == (folder / "model" / name).read_bytes()
+
+
+def test_padding_of_gemma_is_not_counted(tmp_path):
+    model, composed = image_models().build("gemma3")
+    model.save_pretrained(tmp_path / "model")
+    image_models().save_processor(composed, tmp_path / "model")
+    image_models().write_images(tmp_path, ["p1_64x48.png"])
+    short = [USER, {"role": "assistant", "content": "A wall."}]
+    records = {"messages": [[USER, ANSWER], short], "images": [[str(tmp_path / "p1_64x48.png")]] * 2}
+    args = options(SFTConfig, tmp_path)
+    trainer = SFTTrainer(str(tmp_path / "model"), args=args, train_dataset=Dataset.from_dict(records))
+    trainer.train()
+    lengths = [len(row["input_ids"]) for row in trainer.train_dataset]
+    assert lengths[0] != lengths[1]
+    counted = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
+    assert counted[0] == sum(lengths)
+
+
+def test_model_is_saved_after_its_folder_was_removed(llava, tmp_path):
+    shutil.copytree(llava / "model", tmp_path / "model")
+    args = options(SFTConfig, tmp_path, max_length=None)
+    trainer = SFTTrainer(str(tmp_path / "model"), args=args, train_dataset=conversations(llava))
+    shutil.rmtree(tmp_path / "model")
+    trainer.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "model.safetensors").exists()

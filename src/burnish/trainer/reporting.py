@@ -37,7 +37,7 @@ class Count:
 
     def _without_padding(self, batch: Batch, ids: torch.Tensor) -> int:
         """Count tokens by the mask, or by the padding id. Without either all tokens are counted, with one warning."""
-        if "attention_mask" in batch:
+        if "attention_mask" in batch or "num_tokens" in batch:
             return num_tokens(batch)
         if self.padding is not None:
             return int(ids.ne(self.padding).sum())

@@ -184,10 +184,13 @@ def copy_companions(config: Any, folder: Path) -> None:
     if getattr(config, "vision_config", None) is None or not config.name_or_path:
         return
     for name in COMPANIONS:
-        found = cached_file(
-            config.name_or_path, name, local_files_only=True, _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )  # fmt: skip
+        try:
+            found = cached_file(
+                config.name_or_path, name, local_files_only=True, _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+            )  # fmt: skip
+        except OSError:  # the folder of the base model was removed
+            return
         if found is not None and not (folder / name).exists():
             shutil.copyfile(found, folder / name)
 

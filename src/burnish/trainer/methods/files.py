@@ -53,7 +53,11 @@ class FileMethods(OptimizerMethods):
         elif writes:
             write_model(self.accelerator.unwrap_model(self.model), folder, state_dict)
         if writes:
-            write_tokenizer_and_arguments(folder, self._saved_processing_class, self.args)
+            self._write_companions(folder)
+
+    def _write_companions(self, folder: Path) -> None:
+        """Save tokenizer or processor, and the arguments."""
+        write_tokenizer_and_arguments(folder, self._saved_processing_class, self.args)
 
     @property
     def _saved_processing_class(self) -> Any:
@@ -75,7 +79,7 @@ class FileMethods(OptimizerMethods):
             self.save_model(str(folder), _internal_call=True)
             return
         write_configs(self.accelerator.unwrap_model(self.model), folder)
-        write_tokenizer_and_arguments(folder, self._saved_processing_class, self.args)
+        self._write_companions(folder)
         if self.args.save_hf_format:
             write_transformers_files(folder, self.optimizer, self.lr_scheduler)
 

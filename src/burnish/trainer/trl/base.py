@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from burnish.config.errors import UserError, did_you_mean
+from burnish.models.images.processor import copy_companions
 from burnish.trainer import notes
 from burnish.trainer.arguments.old_names import RENAMED
 from burnish.trainer.trainer import Trainer
@@ -135,6 +137,12 @@ class TrlTrainer(Trainer):
                 "Mixture-of-Experts model that returns its router logits, so there is no auxiliary loss to weight."
             )
         self.aux_loss_enabled = hasattr(config, "output_router_logits") and self.router_aux_loss_coef != 0.0
+
+    def _write_companions(self, folder: Path) -> None:
+        """Also save the files of the image processor, which TRL saves with the whole processor."""
+        super()._write_companions(folder)
+        if not hasattr(self._saved_processing_class, "image_processor"):
+            copy_companions(self.accelerator.unwrap_model(self.model).config, folder)
 
     def _write_at_the_end(self) -> None:
         """Write the model card, unless nothing is saved."""

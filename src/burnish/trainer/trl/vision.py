@@ -32,6 +32,8 @@ from burnish.utils.json_files import read_object
 
 SIGHT = MediaReader()
 """Reader of the images of a script: paths relative to the working directory, and only the limits of the processor."""
+MEDIA = ("image", "images", "video", "videos")
+"""Columns of images and videos."""
 NOT_LEARNED = "Image placeholders are masked in the loss (TRL trains on them)."
 
 
@@ -67,7 +69,7 @@ def _settings_of(processing_class: Any) -> dict[str, Any]:
 
 def holds_images(sample: Mapping[str, Any]) -> bool:
     """Return whether a row has a column of images or videos, or messages with parts that are images or videos."""
-    if any(name in sample for name in ("image", "images", "video", "videos")):
+    if any(name in sample for name in MEDIA):
         return True
     turns = (turn for value in sample.values() if isinstance(value, list) for turn in value)
     contents = (turn.get("content") for turn in turns if isinstance(turn, Mapping))

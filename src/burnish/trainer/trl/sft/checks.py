@@ -68,7 +68,7 @@ def check_objective(
     """Raise for arguments that contradict each other or the data."""
     if has_images and (args.packing or args.eval_packing):
         raise ValueError("Packing is not supported for datasets with images. Set `packing=False`.")
-    if has_images and formatting_func is not None and not skips_preparation(args):
+    if has_images and formatting_func is not None and (data_collator is None or not skips_preparation(args)):
         raise ValueError(
             "`formatting_func` returns text, so the images of the dataset would be left out. Write the messages to a "
             "column of the dataset, or remove the images."

@@ -30,7 +30,7 @@ from burnish.trainer.trl.prepared import (
     prepared,
     refuse_transform,
 )
-from burnish.trainer.trl.vision import NOT_LEARNED, SIGHT, with_encoded_images
+from burnish.trainer.trl.vision import SIGHT, with_encoded_images
 
 if TYPE_CHECKING:
     from burnish.trainer.trl.sft.config import SFTConfig
@@ -66,8 +66,6 @@ class Preparation:
         )  # fmt: skip
         self.template = PlainTemplate(options, self.tokenizer, self.family)
         self.names = _ROWS if self.family is None else (*_ROWS, "images")
-        if self.family is not None and not args.assistant_only_loss and not self.completion_only:
-            logger.warning(NOT_LEARNED)
         if args.assistant_only_loss and (note := self.template.note()) is not None:
             logger.warning(note)
 

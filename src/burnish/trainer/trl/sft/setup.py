@@ -89,10 +89,14 @@ def resolve_model(
     if processing_class is None:
         processing_class = load_processing_class(model, args)
     inner_tokenizer(processing_class)  # raises for other types
+    share_chat_template(processing_class)
     if args.eos_token is not None:
         set_eos(model, processing_class, args.eos_token)
-    path = args.chat_template_path
-    return model, processing_class, load_chat_template(model, processing_class, path) if path is not None else []
+    if args.chat_template_path is None:
+        return model, processing_class, []
+    added = load_chat_template(model, processing_class, args.chat_template_path)
+    share_chat_template(processing_class)
+    return model, processing_class, added
 
 
 def load_named_model(
@@ -153,6 +157,13 @@ def inner_tokenizer(processing_class: Any) -> Any:
     if isinstance(processing_class, PreTrainedTokenizerBase):
         return processing_class
     raise TypeError("The `processing_class` must be either a `PreTrainedTokenizerBase` or a `ProcessorMixin`")
+
+
+def share_chat_template(processing_class: Any) -> None:
+    """Give the tokenizer of a processor the processor's chat template, which a script may set on the processor only."""
+    template = getattr(processing_class, "chat_template", None)
+    if isinstance(processing_class, ProcessorMixin) and template is not None:
+        processing_class.tokenizer.chat_template = template
 
 
 def set_eos(model: Any, processing_class: Any, eos_token: str) -> None:

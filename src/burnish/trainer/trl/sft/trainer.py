@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from burnish.data.batches.loader import num_tokens
 from burnish.kernels.cross_entropy import TokenLoss, TokenSums
 from burnish.kernels.probe import Capabilities, Head
 from burnish.loop.types import IGNORE_INDEX, Batch, Loss
@@ -47,7 +48,7 @@ from burnish.trainer.trl.sft.setup import (
     resolve_model,
     set_pad,
 )
-from burnish.trainer.trl.vision import VisionCollator, family_for
+from burnish.trainer.trl.vision import MEDIA, NOT_LEARNED, VisionCollator, family_for
 
 
 class CountAlways(Count):
@@ -56,8 +57,7 @@ class CountAlways(Count):
     def __call__(self, batch: Batch) -> tuple[int, int]:
         rows, tokens = super().__call__(batch)
         if self.how != "all":
-            mask = batch.get("attention_mask")
-            tokens = int(batch["input_ids"].numel() if mask is None else mask.sum())
+            tokens = num_tokens(batch)
         return rows, tokens
 
 
@@ -103,6 +103,8 @@ class SFTTrainer(TrlTrainer):
         check_objective(args, sample, data_collator, compute_loss_func, formatting_func, has_images)
         packs = args.packing or bool(args.eval_packing)  # examples of a pack must not attend to each other
         self.padding_free = args.padding_free or (packs and args.packing_strategy != "wrapped")
+        # As in TRL, the collator of a script gets the records with their images.
+        self._skip_prepare_dataset = skips_preparation(args) if not has_images else data_collator is not None
         if data_collator is None:
             data_collator = self._own_collator(model, processing_class, args)
             if self.family is not None:
@@ -110,12 +112,13 @@ class SFTTrainer(TrlTrainer):
                     model, self.family, data_collator, data_collator.pad_token_id, data_collator.pad_to_multiple_of,
                     self.padding_free, args.dataloader_num_workers, type(self) is SFTTrainer,
                 )  # fmt: skip
-        self._skip_prepare_dataset = skips_preparation(args)
         tokenizer = inner_tokenizer(processing_class)
         self._prepare = Preparation(tokenizer, args, self.completion_only_loss, formatting_func, self.family)
         evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset} if eval_dataset else {}
         self._refuse_masks_without_labels({"train": train_dataset, **evals}, data_collator)
         if not self._skip_prepare_dataset:
+            if has_images and not args.assistant_only_loss and not self.completion_only_loss:
+                logger.warning(NOT_LEARNED)
             self._formatting_func = formatting_func
             train_dataset = self._prepare_dataset(
                 train_dataset, processing_class, args, args.packing, formatting_func, "train"
@@ -192,6 +195,8 @@ class SFTTrainer(TrlTrainer):
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
             self._signature_columns = ["input_ids", "labels", "seq_lengths", "images"]
+            if self.family is not None and self._skip_prepare_dataset:
+                self._signature_columns = ["messages", "prompt", "completion", *MEDIA]
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """On a GPU the collator adds the target positions, because finding them there would wait for the device. Not if
