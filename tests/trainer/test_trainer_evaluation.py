@@ -48,6 +48,27 @@ def test_language_model_loss_does_not_depend_on_batch_size(tmp_path):
     assert result == pytest.approx([result[0]] * 3, rel=1e-5)
 
 
+def decoder(name):
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=64, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, max_position_embeddings=32, max_target_positions=32, dropout=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return kind(config)
+
+
+@pytest.mark.parametrize("name", ["Whisper", "Bart"])
+def test_decoder_that_does_not_shift_its_labels_has_its_own_loss(name, tmp_path):
+    model, rows = decoder(name), text_rows(6)
+    with torch.no_grad():
+        own = [model(**{key: torch.as_tensor(value)[None] for key, value in row.items()}).loss for row in rows]
+    made = make_trainer(tmp_path, model=model, per_device_eval_batch_size=2)
+    counts = torch.tensor([sum(label != -100 for label in row["labels"]) for row in rows])
+    expected = (torch.stack(own) * counts).sum() / counts.sum()
+    assert made.evaluate(rows)["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
 class TinyForCTC(torch.nn.Module):
     """A loss that is a mean over rows, although the labels of a row are a sequence."""
 

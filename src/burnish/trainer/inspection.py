@@ -59,7 +59,17 @@ def loss_shifts_labels(model: Any) -> bool:
     """Whether position t of the logits predicts label t + 1, so that the first label has no loss."""
     base = base_model(model)
     is_shifted = LOSS_MAPPING.get(getattr(base, "loss_type", None) or "") is ForCausalLMLoss
-    return is_shifted and not getattr(getattr(base, "config", None), "is_encoder_decoder", False)
+    is_encoder_decoder = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
+    return is_shifted and not is_encoder_decoder and not computes_its_own_loss(base)
+
+
+def computes_its_own_loss(model: Any) -> bool:
+    """Whether this class of transformers does not call ``loss_function``, which its name selects. The decoders of
+    BART, Whisper, XLNet and others compare the logits at each position with the label at the same position.
+    """
+    forward = inspect.unwrap(type(model).forward)
+    is_of_transformers = getattr(forward, "__module__", "").startswith("transformers.models.")
+    return is_of_transformers and "loss_function" not in forward.__code__.co_names
 
 
 def averages_rows(model: Any) -> bool:
