@@ -12,8 +12,12 @@ from safetensors.torch import load_file
 from test_rollout_runs import train, user
 
 from burnish.config.errors import UserError
+from burnish.config.options import RawValue
 from burnish.data.chat.rendering import limit_rendering
+from burnish.explain.explain import explain
+from burnish.models.options import ModelOptions
 from burnish.rollouts.rewards.models import RewardModel, RewardServer, reward_model_of
+from burnish.run.plan.plan import plan
 from run_outputs import history
 
 PROMPTS, ANSWERS = ["What is it?", "And now, what is it then?", "Hm"], [" A stone.", " No.", " It is what it is."]
@@ -68,6 +72,46 @@ def test_adapter_of_stage_rm_is_a_reward_model_with_its_base(models, tmp_path):
 def test_folder_without_head_is_not_a_reward_model(models):
     with pytest.raises(UserError, match="it is not a reward model"):
         reward_model_of(str(models / "policy"))
+
+
+def hub_cache(folder, names):
+    """A cache of the Hub with copies of folders under the IDs ``org/<name>``."""
+    for name, source in names.items():
+        kept = folder / f"models--org--{name}"
+        shutil.copytree(source, kept / "snapshots" / "abc")
+        (kept / "refs").mkdir()
+        (kept / "refs" / "main").write_text("abc")
+    return ModelOptions(cache_dir=str(folder))
+
+
+def test_model_of_the_hub_is_scored_with_its_own_head(models, tmp_path):
+    """transformers adds a random head to a model without one, and does not know value heads."""
+    names = ("policy", "policy_vhead", "scorer")
+    options = hub_cache(tmp_path, {name: models / name for name in names})
+    for name in names[1:]:
+        scores = reward_model_of(f"org/{name}", options=options)(PROMPTS, ANSWERS)
+        assert scores == pytest.approx(reward_model_of(str(models / name))(PROMPTS, ANSWERS))
+    with pytest.raises(UserError, match=r"org/policy has no .* it is not a reward model"):
+        reward_model_of("org/policy", options=options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reward_model": "{models}/policy"}, "it is not a reward model"),
+        ({"reward_model": "{models}/policy_vhead", "reward_model_adapters": ["org/none"]},
+         'reward_model_adapters "org/none" is not a local folder'),
+        ({"reward_model": "org/none"}, 'reward_model "org/none" is not a local folder'),
+        ({"ref_model": "org/none", "beta": 0.1}, 'ref_model "org/none" is not a local folder'),
+        ({"ref_model": "{models}", "beta": 0.1}, "this folder has no config.json"),
+    ],
+)  # fmt: skip
+def test_unusable_model_is_reported_by_explain(models, tmp_path, options, message):
+    options = {
+        name: value.format(models=models) if isinstance(value, str) else value for name, value in options.items()
+    }
+    with pytest.raises(UserError, match=message):
+        explain(plan({name: RawValue(value, "test") for name, value in {**user(tmp_path), **options}.items()}))
 
 
 def test_language_model_is_not_a_reward_model(models):

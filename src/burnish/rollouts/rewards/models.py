@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from burnish.config.errors import UserError, first_line
 from burnish.data.chat.rendering import Conversation, UnreadableTemplate, chat_texts
 from burnish.losses.reward import ValueHead
+from burnish.models.options import ModelOptions
 from burnish.models.reward_files import WEIGHT, load_reward_model
 from burnish.models.source import refuse_no_place
 
@@ -95,18 +96,21 @@ class RewardModel:
         return scores
 
 
-def reward_model_of(folder: str, adapters: Sequence[str] = (), quantization_bit: int | None = None) -> RewardModel:
+def reward_model_of(
+    folder: str, adapters: Sequence[str] = (), quantization_bit: int | None = None, options: ModelOptions | None = None
+) -> RewardModel:
     """Load a reward model from a folder or hub id.
 
     Args:
         adapters: folders of its adapters; the last one may contain the head.
+        options: options of the hub.
 
     Raises:
         UserError: if it cannot be loaded, or if there is no head: a new one would give random scores.
     """
     refuse_no_place(folder, "reward_model")
     try:
-        model, tokenizer, weights = load_reward_model(folder, adapters, quantization_bit)
+        model, tokenizer, weights = load_reward_model(folder, adapters, quantization_bit, options)
     except UserError:
         raise
     except (OSError, ValueError) as error:
