@@ -1,9 +1,12 @@
 """Reward models as reward functions: a value head, a classifier, a server."""
 
 import json
+import math
 import shutil
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -129,14 +132,27 @@ def test_conversations_require_a_chat_template(models):
         model([[{"role": "user", "content": "a"}]], [[{"role": "assistant", "content": "b"}]])
 
 
+SCORES = {"null": None, "word": "good", "nan": math.nan, "inf": math.inf, "nested": [1.0]}
+
+
 @pytest.fixture
-def server():
+def server(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    seen = set()
+
     class Answers(BaseHTTPRequestHandler):
         def do_POST(self):
             texts = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"]
-            scores = [len(text) for text in texts] if "short" not in texts else [0.0]
-            body = json.dumps({"scores": scores}).encode()
-            self.send_response(200)
+            path = unquote(self.path.removeprefix("/"))
+            if path in ("close", "close once") and path not in seen:
+                seen.update({"close once"} & {path})
+                return self.connection.close()
+            answers = {"short": {"scores": [0.0]}, "list": [1.0], "text": "<html>"}
+            scores = {name: [value] * len(texts) for name, value in SCORES.items()}
+            answer = answers.get(path, {"scores": scores.get(path, [len(text) for text in texts])})
+            body = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+            self.send_response(500 if path == "fails" else 200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -146,16 +162,35 @@ def server():
 
     made = HTTPServer(("127.0.0.1", 0), Answers)
     threading.Thread(target=made.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{made.server_port}/score"
+    yield f"http://127.0.0.1:{made.server_port}"
     made.shutdown()
 
 
 def test_reward_server_scores_texts_and_count_is_checked(server):
-    assert RewardServer(server)(PROMPTS, ANSWERS) == [len(p + a) for p, a in zip(PROMPTS, ANSWERS, strict=True)]
-    with pytest.raises(UserError, match="one number for each of the 2 texts"):
-        RewardServer(server)(["short", "x"], ["", "y"])
+    expected = [len(p + a) for p, a in zip(PROMPTS, ANSWERS, strict=True)]
+    assert (
+        RewardServer(server)(PROMPTS, ANSWERS) == RewardServer(f"{server}/close%20once")(PROMPTS, ANSWERS) == expected
+    )
+    with pytest.raises(UserError, match=r"one finite number for each of the 2 texts\. Received: 1\."):
+        RewardServer(f"{server}/short")(["a", "x"], ["", "y"])
     with pytest.raises(UserError, match="starts with http"):
         RewardServer("file:///etc/passwd")(["a"], ["b"])
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        *((name, f"Received: {value!r} as score 1.") for name, value in SCORES.items()),
+        ("list", "Received: [1.0]."),
+        ("close", "failed 3 times: Remote end closed connection without response."),
+        ("text", "failed 3 times: the response is not JSON (Expecting value: line 1 column 1 (char 0))."),
+        ("fails", 'failed 3 times: HTTP Error 500: Internal Server Error ({"scores": [2]}).'),
+    ],
+)
+def test_unusable_answer_of_a_reward_server_is_reported(server, path, message):
+    with pytest.raises(UserError) as error:
+        RewardServer(f"{server}/{path}")(["a"], ["b"])
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
