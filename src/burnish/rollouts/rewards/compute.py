@@ -59,6 +59,10 @@ _GROUPS_OF_LOG = ("completions/", "clip_ratio/", "time/", "ppo/", "objective/", 
 """Names of values of the log, which ``log_metric`` must not replace, and how further ones begin."""
 
 
+class RewardError(UserError):
+    """Raised if the rewards of a generation batch cannot be computed, on all ranks."""
+
+
 @dataclass
 class RewardTable:
     """The rewards of a generation batch.
