@@ -124,7 +124,11 @@ class PpoObjective(RolloutObjective):
         notes, inner = super().configure(capabilities, collate), unwrap_peft(capabilities.model)
         if self.head is None or aux_coefficient(inner, self.options.router_aux_loss_coef):
             what = "stage: ppo requires a model with a plain linear LM head and no router loss."
-            raise UserError(what, remedy="Set fused_loss: auto and router_aux_loss_coef: 0.", option="stage")
+            remedy = (
+                "Set fused_loss: auto and router_aux_loss_coef: 0. With an adapter, lm_head cannot be trained in full "
+                "(additional_target, or resize_vocab with new tokens)."
+            )
+            raise UserError(what, remedy=remedy, option="stage")
         embedding = inner.get_input_embeddings().weight
         self.value_head = ValueHead(embedding.shape[1]).to(embedding.device)
         return notes

@@ -241,6 +241,10 @@ class _Job:
             kind = "nothing" if values is None else type(values).__name__
             what = f"{name} must return a list with one reward for each completion. Received: {kind}."
             remedy = "Declare the function with async def." if inspect.isawaitable(values) else ""
+            if callable(values):
+                remedy = (
+                    f"If {name} creates the reward function, write {{{name}: {{}}}} in YAML, or pass what it returns."
+                )
             if inspect.iscoroutine(values):
                 values.close()
             raise UserError(what, remedy=remedy, option="reward_funcs")
