@@ -35,8 +35,9 @@ from burnish.models.generate import GenerationOptions
 from burnish.models.reward_files import CRITIC
 from burnish.rollouts.generation import reward_metrics, weighted_rewards
 from burnish.rollouts.metrics import as_metrics, logp_difference
-from burnish.rollouts.objective import ObjectiveChoices, RolloutObjective
+from burnish.rollouts.objective import RolloutObjective
 from burnish.rollouts.options import DefaultsChoices, RolloutOptions
+from burnish.rollouts.prompts import ObjectiveChoices
 from burnish.rollouts.samples import ScoredCompletion
 
 _LONGEST = 1024  # tokens of a completion by default; LLaMA-Factory's max_new_tokens
