@@ -214,9 +214,11 @@ class RolloutObjective(PromptObjective):
         """Set the advantage of each completion of a generation batch. Returns values for the log."""
         groups = groups_of(samples, self.count(is_eval))
         weights = [function.weight for function in self.functions]
-        values = torch.tensor([[float("nan") if r is None else r for r in s.rewards] for s in samples])
+        values = torch.tensor(
+            [[float("nan") if r is None else r for r in s.rewards] for s in samples], dtype=torch.float64
+        )
         found = advantages(
-            values.double().view(len(samples), -1), weights, groups, self.choices, self.leaves_one_out,
+            values.view(len(samples), -1), weights, groups, self.choices, self.leaves_one_out,
             self._penalties(samples),
         )  # fmt: skip
         spread = found.has_spread[found.groups].tolist()
