@@ -214,6 +214,7 @@ def test_reference_of_continued_adapter_is_the_initial_adapter(folder, tmp_path)
         (3, TypeError, "`ref_model` must be a transformers model, or the name or folder of one. Received: 3, of type"),
         ([1], TypeError, "`ref_model` must be a transformers model"),
         ("nowhere/at/all", UserError, 'ref_model "nowhere/at/all" is not a folder'),
+        ("org/none", UserError, 'ref_model "org/none" is not a local folder, is not in the Hub\'s cache'),
     ],
 )
 @pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])

@@ -1,9 +1,12 @@
 """Reward models as reward functions: a value head, a classifier, a server."""
 
 import json
+import math
 import shutil
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -12,8 +15,12 @@ from safetensors.torch import load_file
 from test_rollout_runs import train, user
 
 from burnish.config.errors import UserError
+from burnish.config.options import RawValue
 from burnish.data.chat.rendering import limit_rendering
+from burnish.explain.explain import explain
+from burnish.models.options import ModelOptions
 from burnish.rollouts.rewards.models import RewardModel, RewardServer, reward_model_of
+from burnish.run.plan.plan import plan
 from run_outputs import history
 
 PROMPTS, ANSWERS = ["What is it?", "And now, what is it then?", "Hm"], [" A stone.", " No.", " It is what it is."]
@@ -70,6 +77,46 @@ def test_folder_without_head_is_not_a_reward_model(models):
         reward_model_of(str(models / "policy"))
 
 
+def hub_cache(folder, names):
+    """A cache of the Hub with copies of folders under the IDs ``org/<name>``."""
+    for name, source in names.items():
+        kept = folder / f"models--org--{name}"
+        shutil.copytree(source, kept / "snapshots" / "abc")
+        (kept / "refs").mkdir()
+        (kept / "refs" / "main").write_text("abc")
+    return ModelOptions(cache_dir=str(folder))
+
+
+def test_model_of_the_hub_is_scored_with_its_own_head(models, tmp_path):
+    """transformers adds a random head to a model without one, and does not know value heads."""
+    names = ("policy", "policy_vhead", "scorer")
+    options = hub_cache(tmp_path, {name: models / name for name in names})
+    for name in names[1:]:
+        scores = reward_model_of(f"org/{name}", options=options)(PROMPTS, ANSWERS)
+        assert scores == pytest.approx(reward_model_of(str(models / name))(PROMPTS, ANSWERS))
+    with pytest.raises(UserError, match=r"org/policy has no .* it is not a reward model"):
+        reward_model_of("org/policy", options=options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reward_model": "{models}/policy"}, "it is not a reward model"),
+        ({"reward_model": "{models}/policy_vhead", "reward_model_adapters": ["org/none"]},
+         'reward_model_adapters "org/none" is not a local folder'),
+        ({"reward_model": "org/none"}, 'reward_model "org/none" is not a local folder'),
+        ({"ref_model": "org/none", "beta": 0.1}, 'ref_model "org/none" is not a local folder'),
+        ({"ref_model": "{models}", "beta": 0.1}, "this folder has no config.json"),
+    ],
+)  # fmt: skip
+def test_unusable_model_is_reported_by_explain(models, tmp_path, options, message):
+    options = {
+        name: value.format(models=models) if isinstance(value, str) else value for name, value in options.items()
+    }
+    with pytest.raises(UserError, match=message):
+        explain(plan({name: RawValue(value, "test") for name, value in {**user(tmp_path), **options}.items()}))
+
+
 def test_language_model_is_not_a_reward_model(models):
     from transformers import AutoModelForCausalLM
 
@@ -85,14 +132,27 @@ def test_conversations_require_a_chat_template(models):
         model([[{"role": "user", "content": "a"}]], [[{"role": "assistant", "content": "b"}]])
 
 
+SCORES = {"null": None, "word": "good", "nan": math.nan, "inf": math.inf, "nested": [1.0]}
+
+
 @pytest.fixture
-def server():
+def server(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    seen = set()
+
     class Answers(BaseHTTPRequestHandler):
         def do_POST(self):
             texts = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"]
-            scores = [len(text) for text in texts] if "short" not in texts else [0.0]
-            body = json.dumps({"scores": scores}).encode()
-            self.send_response(200)
+            path = unquote(self.path.removeprefix("/"))
+            if path in ("close", "close once") and path not in seen:
+                seen.update({"close once"} & {path})
+                return self.connection.close()
+            answers = {"short": {"scores": [0.0]}, "list": [1.0], "text": "<html>"}
+            scores = {name: [value] * len(texts) for name, value in SCORES.items()}
+            answer = answers.get(path, {"scores": scores.get(path, [len(text) for text in texts])})
+            body = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+            self.send_response(500 if path == "fails" else 200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -102,16 +162,35 @@ def server():
 
     made = HTTPServer(("127.0.0.1", 0), Answers)
     threading.Thread(target=made.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{made.server_port}/score"
+    yield f"http://127.0.0.1:{made.server_port}"
     made.shutdown()
 
 
 def test_reward_server_scores_texts_and_count_is_checked(server):
-    assert RewardServer(server)(PROMPTS, ANSWERS) == [len(p + a) for p, a in zip(PROMPTS, ANSWERS, strict=True)]
-    with pytest.raises(UserError, match="one number for each of the 2 texts"):
-        RewardServer(server)(["short", "x"], ["", "y"])
+    expected = [len(p + a) for p, a in zip(PROMPTS, ANSWERS, strict=True)]
+    assert (
+        RewardServer(server)(PROMPTS, ANSWERS) == RewardServer(f"{server}/close%20once")(PROMPTS, ANSWERS) == expected
+    )
+    with pytest.raises(UserError, match=r"one finite number for each of the 2 texts\. Received: 1\."):
+        RewardServer(f"{server}/short")(["a", "x"], ["", "y"])
     with pytest.raises(UserError, match="starts with http"):
         RewardServer("file:///etc/passwd")(["a"], ["b"])
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        *((name, f"Received: {value!r} as score 1.") for name, value in SCORES.items()),
+        ("list", "Received: [1.0]."),
+        ("close", "failed 3 times: Remote end closed connection without response."),
+        ("text", "failed 3 times: the response is not JSON (Expecting value: line 1 column 1 (char 0))."),
+        ("fails", 'failed 3 times: HTTP Error 500: Internal Server Error ({"scores": [2]}).'),
+    ],
+)
+def test_unusable_answer_of_a_reward_server_is_reported(server, path, message):
+    with pytest.raises(UserError) as error:
+        RewardServer(f"{server}/{path}")(["a"], ["b"])
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(

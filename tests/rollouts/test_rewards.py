@@ -161,6 +161,7 @@ def test_scores_can_be_a_tensor():
         ([1.0, torch.ones(2), 0.0], "for completion 2; a reward must be a number or None."),
         ([1.0, "2.0", 0.0], "returned '2.0' for completion 2; a reward must be a number or None."),
         ([1.0, 1e39, 0.0], "returned 1e+39 for completion 2"),  # infinite in float32
+        (len, "creates the reward function, write {test_rewards.py:<lambda>: {}} in YAML"),
         (b"abc", "must return a list with one reward for each completion. Received: bytes."),
         (torch.ones(3, device="meta"), "must return a list with one reward for each completion. Received: Tensor."),
     ],

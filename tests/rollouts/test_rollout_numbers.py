@@ -1,14 +1,17 @@
 """Logged metrics of rollouts: every documented name, and its denominator."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+from golden_steps import Options
 from test_rollout_runs import train, user
 
 from burnish.inference.sampling import DrawSettings, draw_logps
 from burnish.inference.types import NoiseKey, Sampling
 from burnish.rollouts.metrics import as_metrics, with_counts
+from burnish.rollouts.objective import RolloutObjective
 from burnish.rollouts.samples import ScoredCompletion
 from run_outputs import history, same_weights
 
@@ -140,3 +143,15 @@ def test_refilled_run_resumed_inside_a_generation_gives_the_same_weights(tmp_pat
     train(refilling(tmp_path, max_steps=3, output_dir=str(tmp_path / "part")))
     parted = train(refilling(tmp_path, max_steps=4, output_dir=str(tmp_path / "part")))
     assert same_weights(whole, parted)
+
+
+def test_large_rewards_that_differ_by_1_have_different_advantages():
+    """float32 does not represent 2**24 + 1."""
+    samples = [SimpleNamespace(row=0, number=at, rewards=[2.0**24 + at % 2]) for at in range(4)]
+    objective = SimpleNamespace(
+        choices=Options(num_generations=4, scale_rewards="none"), leaves_one_out=False, count=lambda is_eval: 4,
+        functions=[SimpleNamespace(name="large", weight=1.0)], _penalties=lambda samples: None,
+    )  # fmt: skip
+    metrics = RolloutObjective.set_advantages(objective, samples)
+    assert [sample.advantage for sample in samples] == [-0.5, 0.5, -0.5, 0.5]
+    assert metrics["rewards/large/mean"] == 2.0**24 + 0.5

@@ -210,7 +210,7 @@ def test_completions_are_printed_and_saved_according_to_options(folder, tmp_path
 def test_reward_model_options_are_applied(monkeypatch):
     requests = []
 
-    def load(name, adapters, bits):
+    def load(name, adapters, bits, options):
         requests.append((name, adapters, bits))
         return SimpleNamespace(to=lambda device: SimpleNamespace(__name__=name))
 

@@ -61,17 +61,23 @@ def test_two_processes_sample_the_completions_and_update_of_one(tmp_path):
 
 FAILS = """
 import os
+calls = 0
 def fails(completions, **kwargs):
-    return [1 / (1 - int(os.environ["RANK"]))] * len(completions)
+    global calls
+    calls += 1
+    return [1 / (1 - int(os.environ["RANK"]) * (calls > {calls}))] * len(completions)
 """
 
 
-def test_failing_reward_on_one_rank_stops_both_with_its_message(tmp_path):
+@pytest.mark.parametrize("calls", [0, 1])
+def test_failing_reward_on_one_rank_stops_both_with_its_message(tmp_path, calls):
     options(str(tmp_path))  # writes the model and the data
-    (tmp_path / "fails.py").write_text(FAILS)
+    (tmp_path / "fails.py").write_text(FAILS.format(calls=calls))
     in_two_processes(run_failing, str(tmp_path), str(tmp_path / "out"), str(tmp_path))
     message = [(tmp_path / rank).read_text() for rank in "01"]
-    assert all("fails.py:fails, line 4: ZeroDivisionError" in each for each in message), message
+    assert all("fails.py:fails, line 7: ZeroDivisionError" in each for each in message), message
+    saved = f"Safe: {tmp_path / 'out' / 'checkpoint-2'}." if calls else "No checkpoint was saved."
+    assert saved in message[0]
 
 
 def run_failing_source(folder: str, message: str) -> None:

@@ -186,6 +186,36 @@ def test_resume_with_changed_reward_is_rejected_unless_accepted(tmp_path):
         train({**options, "max_steps": 4, "on_changed_reward": "accept", "temperature": 0.5})
 
 
+FAILING = """
+import time
+from pathlib import Path
+calls = 0
+
+
+def limited(completions, **kwargs):
+    global calls
+    calls += 1
+    if calls == 2 and (Path(__file__).parent / "fails").exists():
+        {how}
+    return [len(set(text)) / 10 for text in map(str, completions)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [("raise ValueError('no')", "ValueError: no"), ("time.sleep(60)", "has not returned for 1 s")],
+)
+def test_steps_before_a_failing_reward_are_saved(tmp_path, how, message):
+    options = user(tmp_path, save_strategy="no", reward_funcs=[f"{tmp_path}/limited.py:limited"], reward_timeout_s=1.0)
+    (tmp_path / "limited.py").write_text(FAILING.format(how=how))
+    whole = train({**options, "output_dir": str(tmp_path / "whole")})
+    (tmp_path / "fails").touch()
+    with pytest.raises(UserError, match=f"{message}(.|\n)*Safe: .*checkpoint-4"):
+        train(options)
+    (tmp_path / "fails").unlink()
+    assert same_weights(whole, train(options))
+
+
 def test_notes_are_printed_once_with_their_values(capsys):
     options = SimpleNamespace(max_completion_length=64)
     notes, state = RolloutNotesCallback(options), TrainerState()

@@ -218,7 +218,7 @@ def test_missing_library_of_a_named_reward_is_reported_by_the_trainer(folder, no
         ("acuracy_reward", 'Did you mean "accuracy_reward"?'),
         ("nowhere/at/all", '"nowhere/at/all" is not a folder.'),
         ("my_rewards.py:exact", "Pass a function, the name of a function of burnish.rewards"),
-        ("some/model", 'The reward model "some/model" cannot be loaded'),
+        ("some/model", 'reward_model "some/model" is not a local folder, is not in the Hub'),
     ],
 )  # fmt: skip
 def test_trainer_rejects_a_name_that_is_no_reward(folder, monkeypatch, name, message):  # noqa: F811

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
@@ -77,6 +78,18 @@ def test_failed_download_is_reported_with_its_reason(
 ):  # fmt: skip
     with hub(**repositories) as (address, _), pytest.raises(UserError, match=message):
         find(address, monkeypatch, name, cache_dir=str(tmp_path), **options)
+
+
+@pytest.mark.parametrize("token", [TOKEN, ""])
+def test_token_of_the_environment_is_used(tmp_path, monkeypatch, repositories, token):
+    """The Hub's library reads it, too."""
+    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
+    with (
+        hub(**repositories) as (address, _),
+        nullcontext() if token else pytest.raises(UserError, match="hf_hub_token"),
+    ):
+        assert find(address, monkeypatch, "private/model", cache_dir=str(tmp_path)).folder is None
 
 
 def test_cached_config_alone_does_not_count_as_cached_model(tmp_path, monkeypatch, repositories):

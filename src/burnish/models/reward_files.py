@@ -7,7 +7,7 @@ contain one linear layer over the last hidden states; a classifier's has no bias
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.errors import UserError
+from burnish.models.options import ModelOptions
 from burnish.models.quiet import quiet
+from burnish.models.source import local_folder
 from burnish.utils.json_files import read_object, write_json
 from burnish.utils.tensor_files import read_header
 
@@ -26,6 +28,10 @@ CRITIC = "v_head.is_critic"
 """Tensor that marks the value head of PPO, whose model generates text and is no reward model."""
 _SCORE, _KIND = "score.weight", "reward_head"
 _WEIGHTS = ("adapter_model.safetensors", "model.safetensors")
+_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", OLD_VALUE_HEAD)
+_ADAPTER_FILES = ("adapter_*", VALUE_HEAD, OLD_VALUE_HEAD)
+FindsFolder = Callable[[str, ModelOptions, str, Sequence[str]], Path | None]
+"""Returns the folder of a model, by its name, the options of the hub, the name of the option, and file patterns."""
 
 
 def read_head(folders: Sequence[Path], takes_critic: bool = False) -> tuple[dict[str, Tensor], Path] | None:
@@ -191,60 +197,98 @@ def add_score_to_adapter(folder: Path, weights: Mapping[str, Tensor]) -> None:
     write_json(config, raw)
 
 
-def parts_of_reward_model(name: str, adapters: Sequence[str] = ()) -> tuple[str, list[str]]:
+def parts_of_reward_model(folder: Path, adapters: Sequence[str] = ()) -> tuple[str, list[str]]:
     """The base model and the adapters of a reward model, which may be the folder of an adapter.
 
     Raises:
         UserError: if an adapter does not name its base model.
     """
-    config = Path(name) / "adapter_config.json"
-    if not config.is_file() or (Path(name) / "config.json").is_file():
-        return name, [*adapters]
+    config = folder / "adapter_config.json"
+    if not config.is_file() or (folder / "config.json").is_file():
+        return str(folder), [*adapters]
     base = read_object(config).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         remedy = "Set reward_model to the base model, and reward_model_adapters to the adapter."
         raise UserError("the adapter does not name its base model.", str(config), remedy=remedy, option="reward_model")
-    return base, [name, *adapters]
+    return base, [str(folder), *adapters]
+
+
+def reward_model_folders(
+    name: str, adapters: Sequence[str], options: ModelOptions, finds: FindsFolder = local_folder
+) -> list[Path | None]:
+    """The folders of a reward model: its base model, then its adapters in order.
+
+    Args:
+        name: a folder or Hub ID of a model or an adapter.
+        adapters: folders or Hub IDs of its adapters.
+        options: options of the hub.
+        finds: returns the folder of a name, or None if it is not known yet. Default: downloads it if necessary.
+
+    Raises:
+        UserError: for a name that cannot be found.
+    """
+    folder = finds(name, options, "reward_model", _FILES)
+    if folder is None:
+        return [None]
+    base, more = parts_of_reward_model(folder, adapters)
+    found = [folder if base == str(folder) else finds(base, options, "reward_model", _FILES)]
+    return [*found, *(finds(each, options, "reward_model_adapters", _ADAPTER_FILES) for each in more)]
+
+
+def head_of_reward_model(name: str, folders: Sequence[Path]) -> dict[str, Tensor] | None:
+    """The weights of the value head in the last of ``folders`` that has a head; None if it is that of a sequence
+    classifier.
+
+    Args:
+        name: name of the reward model, for error messages.
+
+    Raises:
+        UserError: if there is no head: a new one would give random scores.
+    """
+    found = read_head(folders)
+    if found is None:
+        what = f'{name} has no {VALUE_HEAD} and no "score" weights: it is not a reward model.'
+        raise UserError(what, remedy="Train one with stage: rm, or set a reward function.", option="reward_model")
+    weights, file = found
+    if kind_of_head(file):
+        raise UserError(
+            f"{file} is not a linear layer; reward heads of other types are not supported.", option="reward_model"
+        )
+    return weights if file.name in (VALUE_HEAD, OLD_VALUE_HEAD) else None
 
 
 def load_reward_model(
-    name: str, adapters: Sequence[str] = (), quantization_bit: int | None = None
+    name: str, adapters: Sequence[str] = (), quantization_bit: int | None = None, options: ModelOptions | None = None
 ) -> tuple[Any, Any, dict[str, Tensor] | None]:
     """A reward model for scoring: the model, its tokenizer, and the weights of a value head, or None if the model is a
     sequence classifier, which includes its score head.
 
     Args:
-        name: a folder of a model or an adapter, or a hub id of a sequence classifier.
-        adapters: folders of its adapters, in order.
+        name: a folder or Hub ID of a model or an adapter.
+        adapters: folders or Hub IDs of its adapters, in order.
         quantization_bit: 4 or 8 to quantize while loading.
+        options: options of the hub.
 
     Raises:
-        UserError: if no folder has a head.
+        UserError: if it cannot be found, or no folder has a head.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
 
-    base, merged = parts_of_reward_model(name, adapters)
-    folders = [Path(folder) for folder in (base, *merged)]
+    folders = [path for path in reward_model_folders(name, adapters, options or ModelOptions()) if path is not None]
+    base, *merged = folders
     bits = {4: {"load_in_4bit": True}, 8: {"load_in_8bit": True}}.get(quantization_bit or 0)
     more: dict[str, Any] = {"dtype": torch.float32} if bits is None else {}
     if bits is not None:
         more["quantization_config"] = BitsAndBytesConfig(**bits)
-    found = read_head([folder for folder in folders if folder.is_dir()])
-    if found is None and Path(name).is_dir():
-        what = f'{name} has no {VALUE_HEAD} and no "score" weights: it is not a reward model.'
-        raise UserError(what, remedy="Train one with stage: rm, or set a reward function.", option="reward_model")
-    is_classifier = found is None or found[1].name not in (VALUE_HEAD, OLD_VALUE_HEAD)
-    if found is not None and kind_of_head(found[1]):
-        raise UserError(
-            f"{found[1]} is not a linear layer; reward heads of other types are not supported.", option="reward_model"
-        )
+    weights = head_of_reward_model(name, folders)
     with quiet():
         model = (
             AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, **more)
-            if is_classifier
+            if weights is None
             else AutoModelForCausalLM.from_pretrained(base, **more)
         )
         for adapter in merged:
-            model.load_adapter(adapter)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    return model, tokenizer, None if is_classifier or found is None else found[0]
+            model.load_adapter(str(adapter))
+        own = folders[len(folders) - 1 - len(adapters)]  # the folder of ``name``
+        tokenizer = AutoTokenizer.from_pretrained(own if any(own.glob("tokenizer*")) else base)
+    return model, tokenizer, weights

@@ -12,7 +12,7 @@ import os
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -97,6 +97,15 @@ def refuse_no_place(name: str, option_name: str) -> None:
         raise UserError(_no_folder(name, option_name))
 
 
+def refuse_unavailable(name: str, options: ModelOptions, option_name: str) -> None:
+    """Raise UserError for a name that is not a folder, has no file in the hub's cache, and is not on the hub."""
+    refuse_no_place(name, option_name)
+    if os.path.isdir(expanded(name)) or uses_modelscope() or any(_cached_configs(name, options)):
+        return
+    if (nowhere := _not_on_hub(name, options, option_name)) is not None:
+        raise UserError(nowhere)
+
+
 def local_folder(name: str, options: ModelOptions, option_name: str, patterns: Sequence[str]) -> Path:
     """The local folder with the files of ``name`` that match ``patterns``, downloaded from the hub if necessary.
 
@@ -159,14 +168,18 @@ def is_hub_id(name: str) -> bool:
     return True
 
 
-def _cached_folder(name: str, options: ModelOptions) -> Path | None:
+def _cached_configs(name: str, options: ModelOptions) -> Iterator[Path]:
     from huggingface_hub import try_to_load_from_cache
 
     for file in ("config.json", "adapter_config.json"):
         found = try_to_load_from_cache(name, file, cache_dir=options.cache_dir, revision=options.model_revision)
-        if isinstance(found, str) and (is_offline() or _is_whole(Path(found).parent)):
-            return Path(found).parent
-    return None
+        if isinstance(found, str):
+            yield Path(found)
+
+
+def _cached_folder(name: str, options: ModelOptions) -> Path | None:
+    folders = (path.parent for path in _cached_configs(name, options))
+    return next((folder for folder in folders if is_offline() or _is_whole(folder)), None)
 
 
 def _is_whole(folder: Path) -> bool:
@@ -231,12 +244,15 @@ def _not_on_hub(name: str, options: ModelOptions, option_name: str) -> Problem |
     """The reason why the hub does not provide ``name``, or None if it does. Sends one request, because the libraries'
     own clients retry for a minute before they fail.
     """
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # (its list of names leaves it out)
+
     if is_offline():
         return _offline(name, option_name, "Hub access is disabled (HF_HUB_OFFLINE)")
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     request = urllib.request.Request(f"{endpoint}/api/models/{name}/revision/{options.model_revision}")  # noqa: S310
-    if options.hf_hub_token:
-        request.add_header("Authorization", f"Bearer {options.hf_hub_token}")
+    headers = build_hf_headers(token=options.hf_hub_token or None)  # default: HF_TOKEN, or that of ``hf auth login``
+    if "authorization" in headers:
+        request.add_header("Authorization", headers["authorization"])
     try:
         urllib.request.urlopen(request, timeout=CONNECT_TIMEOUT_S).close()  # noqa: S310 (the hub, or HF_ENDPOINT)
     except urllib.error.HTTPError as error:

@@ -23,7 +23,7 @@ from burnish.loop.types import Example, Ids, Message, Row
 from burnish.models.generate import GenerationOptions
 from burnish.rollouts.completions import CompletionLimits, CompletionSource
 from burnish.rollouts.options import RolloutOptions
-from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
+from burnish.rollouts.rewards.compute import RewardError, RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import PASSED_BY_NAME, RewardFunction
 from burnish.rollouts.samples import ScoredCompletion
 
@@ -174,9 +174,12 @@ class Generator:
         """Call the reward functions. An error on one rank is raised on all ranks."""
         names = [function.name for function in self.functions]
         empty = RewardTable(torch.zeros(0, len(names), dtype=torch.float64), names)
-        table = _on_all_ranks(
-            parallel, lambda: self._call_reward_functions(rows, count, samples, step) if samples else empty
-        )
+        try:
+            table = _on_all_ranks(
+                parallel, lambda: self._call_reward_functions(rows, count, samples, step) if samples else empty
+            )
+        except UserError as error:
+            raise RewardError(error.problems) from error
         for sample, values in zip(samples, table.values.tolist(), strict=True):
             sample.rewards = [None if value != value else value for value in values]
         for name, values in table.extra.items():

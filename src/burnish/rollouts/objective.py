@@ -1,8 +1,8 @@
 """``stage: grpo`` and ``stage: rloo``: training on completions that the model generates itself.
 
-Input: prompts, with columns for reward functions. A step batch of prompts becomes a generation batch: several
-completions of each prompt, with rewards and advantages (``rollout``). It is divided into one or several step batches of
-completions, which may be trained on several times. The loss is ``losses/rollouts`` over the entire step.
+Input: prompts (``prompts.py``), with columns for reward functions. A step batch of prompts becomes a generation batch:
+several completions of each prompt, with rewards and advantages (``rollout``). It is divided into one or several step
+batches of completions, which may be trained on several times. The loss is ``losses/rollouts`` over the entire step.
 
 A generation batch is stored in checkpoints until its last step batch has been used, so a run that is interrupted within
 it continues with the same completions.
@@ -12,46 +12,32 @@ it continues with the same completions.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from burnish.checkpoint.parts import Part, Stateful
-from burnish.config.errors import Problem, UserError
 from burnish.inference.types import EVALUATION, ROLLOUT, SHUFFLE, NoiseKey
 from burnish.kernels.philox import permutation
-from burnish.kernels.probe import Capabilities
 from burnish.kernels.token_logps import LogpRules
 from burnish.loop.modes import evaluating
 from burnish.loop.protocols import Parallel
-from burnish.loop.types import Batch, Example, Loss, Row, StepBatch
-from burnish.losses.base import OBJECTIVES, Collate, RowEncoder
+from burnish.loop.types import Batch, Loss, Row, StepBatch
+from burnish.losses.base import OBJECTIVES, RowEncoder
 from burnish.losses.preference_options import ReferenceOptions
-from burnish.losses.responses import AnswersObjective, PairChoices, scoring
-from burnish.losses.rollouts.loss import BATCH_KEYS, RolloutLoss, RolloutLossChoices
+from burnish.losses.responses import scoring
+from burnish.losses.rollouts.loss import BATCH_KEYS, RolloutLoss
 from burnish.losses.rollouts.options import OPTION_NAMES
 from burnish.models.generate import GenerationOptions
 from burnish.rollouts.advantages import advantages
 from burnish.rollouts.completions import CompletionSource
-from burnish.rollouts.generation import (
-    BLANK,
-    GenerationChoices,
-    Generator,
-    filters_of,
-    length_metrics,
-    metrics_of,
-    prompt_row,
-    reward_metrics,
-)
+from burnish.rollouts.generation import Generator, length_metrics, metrics_of, reward_metrics
 from burnish.rollouts.metrics import (
-    PASSES,
     Counted,
     PhaseTimes,
     as_metrics,
@@ -60,9 +46,9 @@ from burnish.rollouts.metrics import (
     with_counts,
     with_terminated_lengths,
 )
-from burnish.rollouts.options import DefaultsChoices, RolloutOptions, stage_defaults
+from burnish.rollouts.options import RolloutOptions
+from burnish.rollouts.prompts import ObjectiveChoices, PromptObjective
 from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
-from burnish.rollouts.rewards.functions import RewardFunction, load_rewards, missing_columns
 from burnish.rollouts.samples import (
     PLACE,
     ScoredCompletion,
@@ -77,7 +63,6 @@ from burnish.rollouts.samples import (
     unpacked,
 )
 from burnish.rollouts.token_values import token_values
-from burnish.utils.environment import launcher_number
 
 MAX_PROMPT_BATCHES = 3
 """Maximum number of step batches of prompts per generation with ``drop_zero_variance_groups: refill``."""
@@ -98,77 +83,30 @@ class _Generated:
         self.seconds = {name: value + other.seconds[name] for name, value in self.seconds.items()}
 
 
-class ObjectiveChoices(RolloutLossChoices, GenerationChoices, PairChoices):
-    """The options of the objective."""
-
-    gradient_accumulation_steps: int
-    per_device_train_batch_size: int
-
-
 @OBJECTIVES.register("grpo", reads=(RolloutOptions, ReferenceOptions, GenerationOptions, "disable_dropout"))
-class RolloutObjective(AnswersObjective):
+class RolloutObjective(PromptObjective):
     """Training on completions of the model itself, compared with others of the same prompt (GRPO and variants)."""
 
-    records = "prompts"
-    reads_images = False
-    record_columns = ("*",)
-    row_columns: ClassVar[Mapping[str, Any]] = {"prompt_input_ids": (0,), "record": BLANK}
     token_columns: ClassVar[Mapping[str, float]] = {PLACE: 0}
     batch_keys = BATCH_KEYS | {"places", "entropies"}
     option_names = OPTION_NAMES
     learning_rates = (1e-6, 1e-5)
-    logs_rewards = False
     leaves_one_out = False
     compares_completions = True
     """Whether the advantage of a completion depends on others of the same prompt."""
     min_generations = 2
-    passed_arguments: frozenset[str] | None = frozenset()
-    """Arguments of the reward functions besides the columns and those of every run; None if they are not known."""
     keeps_old_logps: bool = False
     """Whether ``old_logps`` are always computed, for a script that reads them."""
     logs_clipping_of_evaluations: bool = False
 
     def __init__(self, options: ObjectiveChoices, template: RowEncoder, tokenizer: Any = None) -> None:
         super().__init__(options, template, tokenizer)
-        self.choices, self.tokenizer = options, tokenizer
         self.token_loss = RolloutLoss(options, self.leaves_one_out)
         self.needs_reference = bool(options.rl_beta)
-        self.functions: list[RewardFunction] = load_rewards(options.reward_funcs, options.reward_weights)
         self.source: CompletionSource | None = None
         self.compute_rewards: Callable[..., RewardTable] = compute_rewards
         self.times = PhaseTimes()
         self.on_generation: Callable[[Sequence[ScoredCompletion], Sequence[str], int, int], None] | None = None
-
-    @classmethod
-    def default_options(cls, choices: DefaultsChoices, /) -> Mapping[str, Any]:
-        decides = choices.load_best_model_at_end or choices.save_strategy == "best"
-        return {**stage_defaults(choices), **({"metric_for_best_model": "reward"} if decides else {})}
-
-    # --- sizes of a generation ----------------------------------------------------------------------------------------
-
-    @property
-    def micro_batches(self) -> int:
-        """Number of micro-batches per rank and generation batch. Each is used ``num_iterations`` times."""
-        options = self.choices
-        if options.generation_batch_size is None:
-            return options.steps_per_generation or options.gradient_accumulation_steps
-        of_all_ranks = options.per_device_train_batch_size * launcher_number("WORLD_SIZE", 1)
-        return max(1, options.generation_batch_size // of_all_ranks)
-
-    @property
-    def steps_per_pass(self) -> int:
-        """Number of steps that use all completions of a generation batch once."""
-        return max(1, self.micro_batches // self.choices.gradient_accumulation_steps)
-
-    @property
-    def inner_steps(self) -> int:
-        return self.steps_per_pass * self.choices.num_iterations
-
-    @property
-    def rows_per_rank(self) -> int:
-        """Number of prompts per rank in a step batch of the loader."""
-        most = max(self.micro_batches, self.choices.gradient_accumulation_steps)
-        return max(1, self.choices.per_device_train_batch_size * most // self.choices.num_generations)
 
     @property
     def needs_old_logps(self) -> bool:
@@ -176,68 +114,6 @@ class RolloutObjective(AnswersObjective):
         has_dropout = not self.choices.disable_dropout
         asks_kl_reward = self.leaves_one_out and self.needs_reference
         return self.inner_steps > 1 or has_dropout or asks_kl_reward or self.keeps_old_logps
-
-    # --- prompts ------------------------------------------------------------------------------------------------------
-
-    def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> Sequence[Row | None]:
-        """Tokenize prompts. Args: truncate: has no effect, because prompts are not truncated."""
-        for example in examples:
-            refuse_answered(example)
-        ids = self.template.encode_prompts(examples, stats)
-        pairs = zip(examples, ids, strict=True)
-        return [None if one is None else prompt_row(example, one, stats) for example, one in pairs]
-
-    def inspect(self, rows: Sequence[Row], rows_per_step: int) -> list[str]:
-        """Check the columns of the records. Raises UserError if a reward function requires an argument that is not
-        passed."""
-        if problems := self.inspect_columns(rows, "The data"):
-            raise UserError(problems)
-        if not self.template.stop_token_ids():
-            longest = self.choices.max_completion_length
-            what = f"No completion would end before {longest} tokens: template and tokenizer have no end-of-turn token."
-            raise UserError(what, remedy="Set a template with an end-of-turn token.", option="template")
-        if not (filters := filters_of(self.choices)):
-            return []
-        names = ", ".join(f"{name} {value:g}" for name, value in filters.items())
-        return [
-            f"With {names}, the sampling distribution differs from the policy, so the gradient of the expected reward "
-            "is biased. The mean difference in log-probability is logged as sampling/logp_difference."
-        ]
-
-    def inspect_columns(self, rows: Sequence[Row], source: str) -> list[Problem]:
-        if self.passed_arguments is None:
-            return []
-        columns = {name for row in islice(rows, 100) for name in json.loads(row["record"])["columns"]}
-        return missing_columns(self.functions, columns, source, self.passed_arguments)
-
-    def sequence_title(self, row: Row, name: str) -> str:
-        return f"the prompt, {self.choices.num_generations} completions; "
-
-    def configure(self, capabilities: Capabilities, collate: Collate) -> list[str]:
-        self.collate_samples = collate
-        return super().configure(capabilities, collate)
-
-    def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
-        """Return the prompts of a micro-batch of the loader without changes; ``items`` is 0 for an empty one."""
-        return {"rows": list(rows), "labels": torch.zeros(len(rows), 1), "items": torch.ones(len(rows))}
-
-    @property
-    def contents(self) -> Mapping[str, Any]:
-        """Return the source code of the reward functions and everything that sampling depends on."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "infer_exact")
-        sampling = {name: getattr(self.choices, name, None) for name in names}
-        options = self.choices
-        world_size = launcher_number("WORLD_SIZE", 1)
-        completions = options.per_device_train_batch_size * options.gradient_accumulation_steps * world_size
-        functions = {each.name: each.digest for each in self.functions}
-        return {"reward functions": functions, "sampling": sampling, "completions per step": completions}
-
-    @property
-    def metrics(self) -> list[str]:
-        """Return the names of evaluation metrics that do not depend on the reward functions."""
-        names = [f"rewards/{function.name}/mean" for function in self.functions]
-        lengths = [f"completions/{end}_length" for end in ("mean", "min", "max")]
-        return ["loss", "reward", "reward_std", "entropy", *names, *lengths, *(f"pass@{k}" for k in PASSES)]
 
     # --- the model ----------------------------------------------------------------------------------------------------
 
@@ -338,9 +214,11 @@ class RolloutObjective(AnswersObjective):
         """Set the advantage of each completion of a generation batch. Returns values for the log."""
         groups = groups_of(samples, self.count(is_eval))
         weights = [function.weight for function in self.functions]
-        values = torch.tensor([[float("nan") if r is None else r for r in s.rewards] for s in samples])
+        values = torch.tensor(
+            [[float("nan") if r is None else r for r in s.rewards] for s in samples], dtype=torch.float64
+        )
         found = advantages(
-            values.double().view(len(samples), -1), weights, groups, self.choices, self.leaves_one_out,
+            values.view(len(samples), -1), weights, groups, self.choices, self.leaves_one_out,
             self._penalties(samples),
         )  # fmt: skip
         spread = found.has_spread[found.groups].tolist()
@@ -494,15 +372,3 @@ class LeaveOneOutObjective(RolloutObjective):
     """Training on completions of the model itself, each compared with the mean of the others of its prompt (RLOO)."""
 
     leaves_one_out = True
-
-
-# --- small parts ------------------------------------------------------------------------------------------------------
-
-
-def refuse_answered(example: Example) -> None:
-    """Reject a prompt that ends with a response. Raises UserError."""
-    prompt: Any = example.extra.get("prompt")
-    last = prompt[-1] if isinstance(prompt, list) and prompt else None
-    if isinstance(last, Mapping) and last.get("role") == "assistant" and not example.extra.get("completion"):
-        what = "a prompt must end with a user message. Received: a prompt that ends with an assistant message."
-        raise UserError(f"{example.place}: {what}", remedy="Move the response to a separate column.")

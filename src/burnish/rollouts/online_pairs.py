@@ -31,8 +31,9 @@ from burnish.losses.responses import AnswersObjective
 from burnish.models.generate import GenerationOptions
 from burnish.rollouts.generation import length_metrics, metrics_of, reward_metrics, weighted_rewards
 from burnish.rollouts.metrics import Counted, as_metrics, with_counts
-from burnish.rollouts.objective import ObjectiveChoices, RolloutObjective
+from burnish.rollouts.objective import RolloutObjective
 from burnish.rollouts.options import RolloutOptions
+from burnish.rollouts.prompts import ObjectiveChoices
 from burnish.rollouts.samples import ScoredCompletion, real_rows
 
 _BLANK: Row = {name: list(value) for name, value in PAIR_COLUMNS.items()}

@@ -35,8 +35,9 @@ from burnish.models.generate import GenerationOptions
 from burnish.models.reward_files import CRITIC
 from burnish.rollouts.generation import reward_metrics, weighted_rewards
 from burnish.rollouts.metrics import as_metrics, logp_difference
-from burnish.rollouts.objective import ObjectiveChoices, RolloutObjective
+from burnish.rollouts.objective import RolloutObjective
 from burnish.rollouts.options import DefaultsChoices, RolloutOptions
+from burnish.rollouts.prompts import ObjectiveChoices
 from burnish.rollouts.samples import ScoredCompletion
 
 _LONGEST = 1024  # tokens of a completion by default; LLaMA-Factory's max_new_tokens
@@ -124,7 +125,11 @@ class PpoObjective(RolloutObjective):
         notes, inner = super().configure(capabilities, collate), unwrap_peft(capabilities.model)
         if self.head is None or aux_coefficient(inner, self.options.router_aux_loss_coef):
             what = "stage: ppo requires a model with a plain linear LM head and no router loss."
-            raise UserError(what, remedy="Set fused_loss: auto and router_aux_loss_coef: 0.", option="stage")
+            remedy = (
+                "Set fused_loss: auto and router_aux_loss_coef: 0. With an adapter, lm_head cannot be trained in full "
+                "(additional_target, or resize_vocab with new tokens)."
+            )
+            raise UserError(what, remedy=remedy, option="stage")
         embedding = inner.get_input_embeddings().weight
         self.value_head = ValueHead(embedding.shape[1]).to(embedding.device)
         return notes

@@ -4,6 +4,7 @@ of damaged images."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from burnish.data.origins import Origins, origins_in_words
 from burnish.data.rows.store import Rows
 from burnish.data.rows.streamed import StreamedRows
 from burnish.loop.loop import Loop, TrainOutput
+from burnish.rollouts.rewards.compute import RewardError
 from burnish.run.plan.options import RunOptions
+from burnish.run.recovery.failure import what_is_safe
 
 
 class RunLoop(Loop):
@@ -30,7 +33,12 @@ class RunLoop(Loop):
         self.origins, self._is_sft = origins, options.stage == "sft"
 
     def train(self) -> TrainOutput:
-        """Like ``Loop.train``. Raises UserError with the record of an image that cannot be decoded."""
+        """Like ``Loop.train``.
+
+        Raises:
+            UserError: with the record of an image that cannot be decoded, or for rewards that cannot be computed; the
+                steps before are saved then.
+        """
         try:
             output = super().train()
             if self._is_sft and self.meter.steps_here and not self.meter.run_steps:
@@ -44,6 +52,20 @@ class RunLoop(Loop):
             what = f'{error.image.place} "{error.image.path}" {error.what}'.strip()
             skips = ", or set on_bad_record: drop to skip such records" if self._is_sft else ""
             raise UserError(what, where=place, remedy=f"Replace the file{skips}.") from None
+        except RewardError as error:
+            saved = self._save_completed_steps()
+            raise UserError([replace(problem, why=saved) for problem in error.problems]) from error
+
+    def _save_completed_steps(self) -> str:
+        """Save a checkpoint of the last step, unless there is one, after a failure between two steps. Returns a
+        sentence that names the newest checkpoint. Collective."""
+        self.checkpoints.wait()
+        step = self.state.global_step
+        if step > 0 and not self.parallel.any(self.checkpoints.path(step).is_dir()):
+            self.set_training_mode(True)  # an evaluation may have failed
+            self.save()
+            self.checkpoints.wait()
+        return what_is_safe(str(self.checkpoints.folder))
 
     def _record_of(self, image: ImageFile) -> str | None:
         """Return the place of the first record that contains an image, or None. When streaming, only the records read

@@ -45,6 +45,7 @@ from burnish.run.plan.checks import check_best_model_metric, evaluates, may_stre
 from burnish.run.plan.files import record_needs
 from burnish.run.plan.memory import Formats
 from burnish.run.plan.options import RunOptions
+from burnish.run.plan.other_models import check_other_models
 from burnish.run.plan.plan import Plan
 from burnish.run.plan.resources import Sizes, check_disk, formats_of, sizes_of
 from burnish.run.recovery.fingerprints import fingerprints_of
@@ -153,6 +154,8 @@ def load_data(plan: Plan, stats: DataStats) -> DataSets:
     """
     options = plan.options
     problems = check_model(options, needs_head=OBJECTIVES[options.stage].uses_lm_head)
+    if trains(options):
+        problems += [problem for problem in check_other_models(options) if problem not in problems]
     only_generates = options.predict_with_generate and not (trains(options) or evaluates(options))
     of_data = replace(options, on_empty_target="keep") if only_generates else options  # every prompt gets a response
     try:

@@ -45,6 +45,7 @@ from burnish.models.source import adapter_folders
 from burnish.run.plan.checks import trains
 from burnish.run.plan.memory import Formats, shown_bytes
 from burnish.run.plan.options import RunOptions
+from burnish.run.plan.other_models import reference_options
 from burnish.run.plan.resources import Sizes, load_dtype
 from burnish.run.prepare import Prepared
 from burnish.run.reference_cache import fill
@@ -165,10 +166,7 @@ def planned_reference(options: RunOptions, sizes: Sizes, formats: Formats) -> st
 def _second(
     objective: StageObjective, model: nn.Module, parallel: Parallel, options: RunOptions, is_padding_free: bool
 ) -> nn.Module:
-    model_options = replace(
-        options, model_name_or_path=options.ref_model, adapter_name_or_path=options.ref_model_adapters,
-        quantization_bit=options.ref_model_quantization_bit, train_from_scratch=False,
-    )  # fmt: skip
+    model_options = reference_options(options)
     config = load_config(model_options)
     dtype, device = (
         load_dtype(options, config, is_frozen=True),

@@ -109,7 +109,7 @@ def reward_model_function(options: RunOptions, parallel: Parallel) -> RewardFunc
     call: Any = RewardServer(name)
     if options.reward_model_type != "api":
         bits = options.reward_model_quantization_bit
-        call = reward_model_of(name, options.reward_model_adapters or (), bits).to(parallel.device)
+        call = reward_model_of(name, options.reward_model_adapters or (), bits, options).to(parallel.device)
     return RewardFunction(call.__name__, call, 1.0 if weights is None else weights[place], name)
 
 

@@ -59,6 +59,10 @@ _GROUPS_OF_LOG = ("completions/", "clip_ratio/", "time/", "ppo/", "objective/", 
 """Names of values of the log, which ``log_metric`` must not replace, and how further ones begin."""
 
 
+class RewardError(UserError):
+    """Raised if the rewards of a generation batch cannot be computed, on all ranks."""
+
+
 @dataclass
 class RewardTable:
     """The rewards of a generation batch.
@@ -237,6 +241,10 @@ class _Job:
             kind = "nothing" if values is None else type(values).__name__
             what = f"{name} must return a list with one reward for each completion. Received: {kind}."
             remedy = "Declare the function with async def." if inspect.isawaitable(values) else ""
+            if callable(values):
+                remedy = (
+                    f"If {name} creates the reward function, write {{{name}: {{}}}} in YAML, or pass what it returns."
+                )
             if inspect.iscoroutine(values):
                 values.close()
             raise UserError(what, remedy=remedy, option="reward_funcs")

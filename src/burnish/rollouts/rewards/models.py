@@ -10,10 +10,13 @@ position is known from the length and not from padding.
 from __future__ import annotations
 
 import json
+import math
+import reprlib
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +26,14 @@ from torch import Tensor, nn
 from burnish.config.errors import UserError, first_line
 from burnish.data.chat.rendering import Conversation, UnreadableTemplate, chat_texts
 from burnish.losses.reward import ValueHead
+from burnish.models.options import ModelOptions
 from burnish.models.reward_files import WEIGHT, load_reward_model
 from burnish.models.source import refuse_no_place
 
 _AT_ONCE = 8
 _TRIES, _TIMEOUT_S = 3, 30.0
+_SHOWN = 200
+"""Maximum number of bytes of a server's message in an error."""
 
 
 class RewardModel:
@@ -95,18 +101,21 @@ class RewardModel:
         return scores
 
 
-def reward_model_of(folder: str, adapters: Sequence[str] = (), quantization_bit: int | None = None) -> RewardModel:
+def reward_model_of(
+    folder: str, adapters: Sequence[str] = (), quantization_bit: int | None = None, options: ModelOptions | None = None
+) -> RewardModel:
     """Load a reward model from a folder or hub id.
 
     Args:
         adapters: folders of its adapters; the last one may contain the head.
+        options: options of the hub.
 
     Raises:
         UserError: if it cannot be loaded, or if there is no head: a new one would give random scores.
     """
     refuse_no_place(folder, "reward_model")
     try:
-        model, tokenizer, weights = load_reward_model(folder, adapters, quantization_bit)
+        model, tokenizer, weights = load_reward_model(folder, adapters, quantization_bit, options)
     except UserError:
         raise
     except (OSError, ValueError) as error:
@@ -139,12 +148,14 @@ class RewardServer:
         answer = self._post(json.dumps({"model": "model", "messages": texts}).encode())
         scores = answer.get("scores") if isinstance(answer, dict) else None
         if not isinstance(scores, list) or len(scores) != len(texts):
-            count = len(scores) if isinstance(scores, list) else "no"
-            what = (
-                f'The reward server {self.url} must return "scores" with one number for each of the {len(texts)} texts.'
-            )
-            raise UserError(f"{what} Received: {count}.", option="reward_model")
-        return [float(score) for score in scores]
+            received = f"{len(scores)}" if isinstance(scores, list) else reprlib.repr(answer)
+        else:
+            wrong = [(at, score) for at, score in enumerate(scores, 1) if not _is_finite(score)]
+            if not wrong:
+                return [float(score) for score in scores]
+            received = f"{reprlib.repr(wrong[0][1])} as score {wrong[0][0]}"
+        what = f'The reward server {self.url} must return "scores" with one finite number for each of the {len(texts)} '
+        raise UserError(f"{what}texts. Received: {received}.", option="reward_model")
 
     def _post(self, body: bytes) -> Any:
         if not self.url.startswith(("http://", "https://")):
@@ -156,12 +167,29 @@ class RewardServer:
             try:
                 with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:  # noqa: S310
                     return json.loads(reply.read())
-            except (urllib.error.URLError, TimeoutError, ValueError) as error:
+            except (OSError, HTTPException, ValueError) as error:  # OSError: base class of urllib's errors
                 if attempt == _TRIES - 1:
-                    what = f"The reward server {self.url} failed {_TRIES} times: {first_line(error)}."
-                    raise UserError(what, option="reward_model") from error
+                    what = f"The reward server {self.url} failed {_TRIES} times: {_reason(error)}."
+                    raise UserError(what, remedy="Check the server and its log.", option="reward_model") from error
                 time.sleep(1 + attempt)
         raise AssertionError("unreachable")
+
+
+def _is_finite(score: Any) -> bool:
+    return isinstance(score, int | float) and math.isfinite(score)
+
+
+def _reason(error: Exception) -> str:
+    """Describe why a request failed, with the beginning of the server's message."""
+    if isinstance(error, urllib.error.HTTPError):
+        try:
+            message = error.read(_SHOWN).decode(errors="replace").strip()
+        except (OSError, HTTPException):
+            message = ""
+        return f"{first_line(error)}{f' ({message.splitlines()[0]})' if message else ''}"
+    if isinstance(error, ValueError):
+        return f"the response is not JSON ({first_line(error)})"
+    return first_line(getattr(error, "reason", error))
 
 
 def _plain_text(value: Any) -> str:

@@ -36,7 +36,7 @@ from burnish.models.fingerprint import (
     place_fingerprint,
 )
 from burnish.models.generate import GenerationOptions
-from burnish.models.reward_files import parts_of_reward_model
+from burnish.models.reward_files import reward_model_folders
 from burnish.optim.builtin import OPTIMIZERS
 from burnish.run.plan.checks import evaluates
 from burnish.run.plan.options import GROUPS, MEMBER_GROUPS, RunOptions
@@ -141,7 +141,8 @@ def fingerprints_of(plan: Plan, contents: Mapping[str, Any], steps: StepPlan) ->
     if options.ref_model:
         prints["ref_model"] = model_fingerprint(options.ref_model, options, "ref_model")
     if options.reward_model and options.reward_model_type != "api":
-        base, adapters = parts_of_reward_model(options.reward_model, options.reward_model_adapters or ())
+        folders = reward_model_folders(options.reward_model, options.reward_model_adapters or (), options)
+        base, *adapters = map(str, folders)
         prints["reward_model"] = model_fingerprint(base, options, "reward_model", reads_text=True)
         prints["reward_model_adapters"] = adapters_fingerprint(adapters, options, "reward_model_adapters")
     found: dict[str, Any] = shown_everywhere(

@@ -9,7 +9,8 @@ from typing import Any
 from transformers import GenerationConfig
 
 from burnish.config.errors import UserError
-from burnish.rollouts.objective import ObjectiveChoices, RolloutObjective
+from burnish.rollouts.objective import RolloutObjective
+from burnish.rollouts.prompts import ObjectiveChoices
 from burnish.trainer.trl.base import argument
 from burnish.trainer.trl.preferences.scripted import OverridableTrainer
 from burnish.trainer.trl.rollouts.config import RolloutConfig

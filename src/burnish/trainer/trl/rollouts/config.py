@@ -17,7 +17,6 @@ from burnish.config.options import RawValue, build, option, raise_if, specs
 from burnish.losses.preference_options import ReferenceSyncFields
 from burnish.losses.rollouts.options import LOSSES, OPTION_NAMES, ClipFields, GrpoLossFields
 from burnish.models.generate import SamplingFields
-from burnish.rollouts.objective import ObjectiveChoices
 from burnish.rollouts.options import (
     CompletionFields,
     GenerationLossChoices,
@@ -26,6 +25,7 @@ from burnish.rollouts.options import (
     check_weights,
     without_effect,
 )
+from burnish.rollouts.prompts import ObjectiveChoices
 from burnish.trainer.arguments.training import for_argument_parser
 from burnish.trainer.arguments.trl import TrlArguments
 from burnish.trainer.arguments.values import dictionary_of

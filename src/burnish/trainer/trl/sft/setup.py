@@ -7,6 +7,7 @@ model. Raises TRL's errors for inconsistent arguments.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,8 @@ from transformers.processing_utils import ProcessorMixin
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from burnish.adapters.peft import PeftAdapter, PeftOptions
-from burnish.models.source import refuse_no_place
+from burnish.models.options import ModelOptions
+from burnish.models.source import refuse_no_place, refuse_unavailable
 from burnish.parallel.precision import supported_dtype
 from burnish.trainer.arguments.trl import TrlArguments
 from burnish.trainer.constructor import fields_of, shown
@@ -111,7 +113,10 @@ def load_named_model(
                 "of them."
             )
         kwargs["quantization_config"] = quantization_config
-    refuse_no_place(name, argument)
+    if "subfolder" in kwargs:
+        refuse_no_place(name, argument)
+    else:
+        refuse_unavailable(name, _hub_options(name, kwargs), argument)
     adapter = Path(name) / "adapter_config.json"
     if adapter.is_file() and not any(Path(name).glob("model*.safetensors*")):
         base = read_object(adapter).get("base_model_name_or_path")
@@ -128,6 +133,15 @@ def load_named_model(
     architecture = (config.architectures or [""])[0]
     made_by: Any = getattr(transformers, architecture, AutoModelForCausalLM)
     return made_by.from_pretrained(name, **kwargs)
+
+
+def _hub_options(name: str, kwargs: Mapping[str, Any]) -> ModelOptions:
+    """The options for finding a model that is loaded with ``kwargs``."""
+    token, revision, cache_dir = (kwargs.get(key) for key in ("token", "revision", "cache_dir"))
+    return ModelOptions(
+        model_name_or_path=name, model_revision=revision or "main", cache_dir=str(cache_dir) if cache_dir else None,
+        hf_hub_token=token if isinstance(token, str) else None,
+    )  # fmt: skip
 
 
 def _dtype(dtype: Any) -> Any:
