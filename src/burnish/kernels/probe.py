@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -109,6 +109,7 @@ class Head:
         scale: factor before the cap (Cohere, Granite).
         softcap: logits become ``softcap * tanh(logit / softcap)`` (Gemma 2).
         only: positions (N,) -> context manager for a forward pass whose hidden states are only read there.
+        scales_input: whether the model applies the factor to the input of ``linear`` (MiniCPM3), not to its output.
     """
 
     backbone: nn.Module
@@ -116,6 +117,11 @@ class Head:
     scale: float = 1.0
     softcap: float | None = None
     only: Only = nullcontext
+    scales_input: bool = False
+
+    def of_linear_inputs(self) -> Head:
+        """The head for inputs of ``linear`` that were captured in the model's own forward pass."""
+        return replace(self, scale=1.0) if self.scales_input else self
 
     def hidden(self, **inputs: Any) -> Tensor:
         states: Tensor = self.backbone(**inputs)[0]
@@ -165,11 +171,14 @@ def find_head(model: nn.Module) -> Head | None:
         head = _claimed_head(model)
         if head is None or type(head.linear) is not nn.Linear or _has_hooks(head.linear):
             return None
-        tokens = random_tokens(model, _LENGTH, seed=3)
-        with probe_mode(model) as logits_of, _scaled_inputs(head.linear):
+        tokens, inputs = random_tokens(model, _LENGTH, seed=3), []
+        keep = hooked(head.linear, "forward_pre", lambda module, args: inputs.append(args[0]), _PROBE)
+        with probe_mode(model) as logits_of, keep, _scaled_inputs(head.linear):
             output = logits_of(tokens)
             hidden = head.hidden(input_ids=tokens, use_cache=False)
-            return head if close(output, head.logits(hidden), model) else None
+            if not close(output, head.logits(hidden), model):
+                return None
+            return replace(head, scales_input=head.scale != 1.0 and not close(inputs[0], hidden, model))
     except REFUSALS:
         return None
 

@@ -42,7 +42,7 @@ def sums_without_logits(
     with head.only(targets.positions), hooked(head.linear, "forward_pre", catch, _CAUGHT):
         outputs = model(**inputs)
     hidden = caught[0][:, -width:].flatten(0, 1)[targets.positions]
-    return sums_of_hidden(hidden, head, targets, rules), outputs
+    return sums_of_hidden(hidden, head.of_linear_inputs(), targets, rules), outputs
 
 
 def flat_inputs(batch: Batch) -> tuple[Batch, Targets, int]:
