@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from burnish.adapters.base import ADAPTERS, ModelState, trainable_summary
 from burnish.config.errors import UserError
@@ -27,6 +27,7 @@ from burnish.models.save import save_model
 from burnish.models.tokens import check_vocabulary, load_tokenizer, resize_embeddings
 from burnish.parallel.single import ParallelOptions, SingleProcess, set_precision
 from burnish.utils.patching import patch_summary
+from small_run import make_model
 from tiny_models import CONFIGS, VOCABULARY, saved_model, tiny_model, tiny_tokenizer, token_ids
 
 
@@ -390,3 +391,16 @@ def test_model_with_adapter_cannot_be_saved_as_full_model(tmp_path):
     add_adapter(model, "default", LoraConfig(r=2), ["model.layers.0.mlp.up_proj"], [])
     with pytest.raises(RuntimeError, match="adapter is still in the model"):
         save_model(model, None, tmp_path)
+
+
+def test_config_that_requires_a_token_keeps_its_own_if_the_tokenizer_has_none(tmp_path):
+    """Configs of some families are checked strictly, and a tokenizer may have no BOS token."""
+    cwm = pytest.importorskip("transformers.models.cwm")
+    sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "bos_token_id": 1}  # fmt: skip
+    model = cwm.CwmForCausalLM(cwm.CwmConfig(**sizes))
+    tokenizer = AutoTokenizer.from_pretrained(make_model(tmp_path / "llama"))
+    assert tokenizer.bos_token_id is None
+    save_model(model, tokenizer, tmp_path / "saved")
+    assert AutoConfig.from_pretrained(tmp_path / "saved").bos_token_id == 1
+    assert AutoConfig.from_pretrained(tmp_path / "saved").pad_token_id == tokenizer.pad_token_id

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from burnish.report.streams import OutputError, visible
 from burnish.serve.chat.backends import AnswerEnded, Event, Request
 from burnish.serve.chat.console import Console, is_typed
 from burnish.serve.chat.help import HELP
+from burnish.serve.chat.records import read_image
 from burnish.serve.chat.session import ChatSession
 from small_run import make_model
 
@@ -310,6 +312,14 @@ def test_edited_message_keeps_its_images(image_file: Path) -> None:
     first, second = (request.messages[-1]["content"] for request in backend.requests)
     assert first[0] == second[0]
     assert second[1]["text"] == "What is that?"
+
+
+def test_truncated_image_is_refused_with_its_name(image_file: Path) -> None:
+    """The header of the file is valid."""
+    content = image_file.read_bytes()
+    image_file.write_bytes(content[: len(content) - 30])
+    with pytest.raises(UserError, match=re.escape(str(image_file))):
+        read_image(image_file)
 
 
 @pytest.fixture

@@ -114,12 +114,23 @@ def align_special_tokens(
         if holder is not None:
             for name in ("bos_token_id", "pad_token_id", "eos_token_id"):
                 if name != "eos_token_id" or holder is config:
-                    setattr(holder, name, getattr(tokenizer, name))
+                    set_token(holder, name, getattr(tokenizer, name))
     if generation is not None:
         before = generation.eos_token_id
         ends = [tokenizer.eos_token_id, *stop_token_ids, *(before if isinstance(before, list) else [before])]
         ends = list(dict.fromkeys(end for end in ends if end is not None and end < rows))
         generation.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+
+
+def set_token(config: Any, name: str, token: int | None) -> None:
+    """Set a special token in a config. A config that requires a number keeps its own if the tokenizer has none."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        setattr(config, name, token)
+    except StrictDataclassError:
+        if token is not None:
+            raise
 
 
 def _save_whole(

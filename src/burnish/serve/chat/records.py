@@ -126,10 +126,11 @@ def tools_of(tools: Any, where: str) -> list[dict[str, Any]]:
 
 def read_image(path: Path) -> tuple[str, tuple[int, int]]:
     """Return the data URI of an image file, and its width and height. Raises UserError if it is not an image."""
-    from burnish.data.images.image_file import BadImage, read_header
+    from burnish.data.images.image_file import BadImage, load, read_header
 
     try:
         found = read_header(path)
+        load(found)  # the beginning of a truncated file is valid
         content = path.read_bytes()
     except BadImage as error:
         raise UserError(f"{path} {error}") from None
