@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from burnish.adapters.base import ADAPTERS, ModelState, trainable_summary
@@ -404,3 +405,20 @@ def test_config_that_requires_a_token_keeps_its_own_if_the_tokenizer_has_none(tm
     save_model(model, tokenizer, tmp_path / "saved")
     assert AutoConfig.from_pretrained(tmp_path / "saved").bos_token_id == 1
     assert AutoConfig.from_pretrained(tmp_path / "saved").pad_token_id == tokenizer.pad_token_id
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("gpt_neox", "gpt_neox.layers.0.attention.bias"), ("gpt2", "transformer.h.0.attn.bias")],
+)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool])
+def test_masks_in_published_files_are_not_taken_for_quantized_weights(family, name, dtype, tmp_path):
+    """Pythia, GPT-J, GPT-Neo and older GPT-2 models were published with the causal mask of each layer."""
+    saved_model(tmp_path, family)
+    tensors = load_file(tmp_path / "model.safetensors") | {name: torch.ones(1, 1, 16, 16, dtype=dtype)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert check_model(ModelOptions(model_name_or_path=str(tmp_path))) == []
+    tensors["model.layers.0.weight"] = torch.ones(16, 16, dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (problem,) = check_model(ModelOptions(model_name_or_path=str(tmp_path)))
+    assert "integers or 8-bit floats" in str(problem)

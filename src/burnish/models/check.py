@@ -156,7 +156,8 @@ def _check_weights(
 
 def _wrongly_declared(folder: Path, raw: dict[str, Any], tensors: dict[str, TensorInfo]) -> list[Problem]:
     """Report integer weights, which need scales, in a model that is not declared as quantized, and the opposite."""
-    matrices = [name for name, info in tensors.items() if len(info.shape) > 1 and info.dtype in _NOT_WEIGHTS]
+    # Masks of GPT-NeoX, GPT-Neo and GPT-J have four dimensions, tables of indices are int64.
+    matrices = [name for name, info in tensors.items() if len(info.shape) in (2, 3) and info.dtype in _NOT_WEIGHTS]
     declared = raw.get("quantization_config")
     if isinstance(declared, dict) and declared:
         method = declared.get("quant_method", "bitsandbytes")
@@ -187,7 +188,8 @@ def _wrongly_declared(folder: Path, raw: dict[str, Any], tensors: dict[str, Tens
 
 _INTEGER_METHODS = ("bitsandbytes", "gptq", "awq")
 """Quantization methods that store weights as integer tensors."""
-_NOT_WEIGHTS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")
+_NOT_WEIGHTS = ("I8", "U8", "I16", "U16", "I32", "U32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")
+"""Dtypes that need scales to be weights."""
 
 
 def weight_files(folder: Path) -> list[Path]:
