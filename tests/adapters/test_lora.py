@@ -21,13 +21,14 @@ from burnish.adapters.base import (
     trainable_summary,
 )
 from burnish.adapters.lora import LoraOptions, learning_rates, load_adapter
-from burnish.adapters.lora_model import merge_into_base, rows_through, set_active
+from burnish.adapters.lora_model import find_targets, linear_layers, merge_into_base, rows_through, set_active
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue, build, union
 from burnish.kernels.lora import lora_update
 from burnish.models.patches.fused import ADAPTED, patch_forwards
 from burnish.parallel.single import set_precision
 from burnish.utils.patching import patches_of
+from every_family import tiny_models
 from tiny_lora import add_lora_adapters, lora_factors
 from tiny_models import CONFIGS, tiny_model, token_ids
 
@@ -793,3 +794,18 @@ def test_corrupt_adapter_is_not_merged(tmp_path):
     assert any(hasattr(m, "base_layer") and not m.merged for m in model.modules())
     base = next(n for n in before if "base_layer.weight" in n)
     assert torch.equal(dict(model.named_parameters())[base], before[base])
+
+
+@pytest.mark.parametrize(
+    ("family", "left_out"), [("deepseek_v4", "o_a_proj"), ("falcon_h1", "out_proj"), ("phimoe", "router")]
+)
+def test_all_leaves_out_layers_that_no_adapter_fits(family, left_out):
+    """A grouped product, the output of a state-space model, and a router inherit from a linear layer."""
+    models = [model for _, model in tiny_models([family])]
+    if not models:
+        pytest.skip(f"{family} is not in this version of transformers")
+    paths, problems = find_targets(models[0], ["all"])
+    assert not problems
+    assert any(path.endswith(left_out) for path in linear_layers(models[0]))
+    assert not any(path.endswith(left_out) for path in paths)
+    assert paths

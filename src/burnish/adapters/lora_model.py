@@ -79,7 +79,11 @@ def find_targets(
     missing = []
     for name in targets:
         if name in _ALL:
-            paths = [path for path in free if path in linear and linear[path] is not head and not _skips(model, path)]
+            paths = [
+                path
+                for path in free
+                if path in linear and linear[path] is not head and not _skips(model, path, linear[path])
+            ]
         else:
             paths = [path for path in free if _names(name, path)]
         if not paths and any(_names(name, path) for path in known):
@@ -421,10 +425,16 @@ def _within(path: str, module: str) -> bool:
     return f"{path}.".startswith(f"{module}.")
 
 
-def _skips(model: nn.Module, path: str) -> bool:
-    """Whether the fast kernels of a state-space model bypass a layer, so that peft refuses to adapt it."""
+def _skips(model: nn.Module, path: str, layer: nn.Module) -> bool:
+    """Whether "all" leaves out a layer: an output of a state-space model that its fast kernels bypass, so that peft
+    refuses to adapt it; or a router or grouped product that inherits from a linear layer and computes something else.
+    """
     family = getattr(getattr(model, "config", None), "model_type", "")
-    return "mamba" in family and path.endswith("out_proj")
+    if path.endswith("out_proj") and ("mamba" in family or family in ("falcon_h1", "nemotron_h")):
+        return True
+    kind = type(getattr(layer, "base_layer", layer))
+    is_other = issubclass(kind, nn.Linear) and kind.__module__.startswith("transformers.models.")
+    return is_other and ("Linear" not in kind.__name__ or "Grouped" in kind.__name__)
 
 
 def _names(name: str, path: str) -> bool:
