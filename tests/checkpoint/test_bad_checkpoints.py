@@ -222,7 +222,7 @@ def test_fewer_steps_than_trained_are_rejected(again: Path, capsys: pytest.Captu
     """R12d."""
     assert cli.main(["train", "run.yaml", "max_steps=3"]) == 2
     assert (
-        "its run has already completed 4 steps, but max_steps or num_train_epochs asks for 3." in read_output(capsys)[1]
+        "the run has already completed 4 steps, but max_steps or num_train_epochs requests 3." in read_output(capsys)[1]
     )
     assert not Path("out/model.safetensors").exists()
 

@@ -24,4 +24,4 @@ def test_grpo_demo_improves_on_held_out_questions(tmp_path, monkeypatch, capsys)
     few = ["max_steps=3", "warmup_steps=0", "logging_steps=1", "eval_strategy=no", "eval_on_start=false"]
     folders = [train_run(demo_plan([*few, f"output_dir=again-{n}"], "demo_grpo.yaml", start)).folder for n in (1, 2)]
     assert same_weights(*folders)
-    assert reward_lines(folders[0]).startswith("reward in training")
+    assert reward_lines(folders[0]).startswith("reward during training")

@@ -126,7 +126,7 @@ def test_finished_run_that_cannot_be_continued_stays_finished(page, root, before
     assert outcome["state"] == after
     assert outcome["step"] == (60 if before == "done" else 0)
     assert "missing" in outcome["sentence"]
-    assert outcome["sentence"].startswith("The run was not continued. ") == (before == "done")
+    assert outcome["sentence"].startswith("The run was not resumed. ") == (before == "done")
 
 
 def test_option_allowed_by_web_allow_is_accepted(root, tmp_path, started_commands) -> None:

@@ -449,7 +449,7 @@ def _no_target(model: nn.Module, name: str, linear: Sequence[str]) -> Problem:
     others = [path for path, _ in model.named_modules() if path and _ends(path, name)]
     what = f"matches no linear layer of {type(model).__name__}"
     if any(path in linear for path in others):
-        remedy = "Set freeze_vision_tower: false or freeze_multi_modal_projector: false, or name other layers."
+        remedy = "Set freeze_vision_tower: false or freeze_multi_modal_projector: false, or select other layers."
         return Problem(
             f'lora_target "{name}" matches only frozen layers of {type(model).__name__}.',
             remedy=remedy,

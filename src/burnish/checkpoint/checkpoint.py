@@ -81,7 +81,7 @@ class CheckpointOptions:
         "Save only the model in checkpoints, without optimizer and RNG states. Training cannot be resumed from them.",
     )
     save_in_background: bool = option(
-        True, "Continue training while a checkpoint is written. Needs memory for a copy of the state."
+        True, "Write checkpoints in the background. Requires memory for a copy of the training state."
     )
     load_best_model_at_end: bool = option(False, "Load the weights of the best evaluation at the end of training.")
     metric_for_best_model: str | None = option(None, "Metric that selects the best checkpoint. Default: eval_loss.")

@@ -86,7 +86,7 @@ def reward_lines(folder: Path) -> str:
     """Return the mean rewards of training and of held-out questions as sparklines."""
     log = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     lines = []
-    for name, title in (("reward", "reward in training"), ("eval_reward", "reward on held-out prompts")):
+    for name, title in (("reward", "reward during training"), ("eval_reward", "reward on held-out prompts")):
         values = [entry[name] for entry in log if name in entry]
         low, high = min(values, default=0.0), max(values, default=0.0)
         bars = "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / ((high - low) or 1))] for value in values)

@@ -99,7 +99,7 @@ def check_request(request: GenerationRequest, limits: SlotLimits, adapters: Sequ
     """Raise UserError for a request that can never be processed."""
     context, problems = limits.context, []
     if not request.ids:
-        problems.append(Problem("the prompt must have at least one token. Received: none."))
+        problems.append(Problem("the prompt must have at least one token. Received: an empty prompt."))
     if len(request.ids) + min(1, request.max_new_tokens) > context:
         what = f"the prompt has {len(request.ids)} tokens; the context for prompt and response together is {context}."
         problems.append(Problem(what, remedy="Shorten the prompt, or raise infer_context."))

@@ -323,7 +323,7 @@ def _curve_arguments(options: LRScheduleOptions, max_steps: int, warmup: int, le
     if name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
         arguments = {key: value for key, value in arguments.items() if value is not None}
         if len({"min_lr", "min_lr_rate"} & arguments.keys()) != 1:
-            raise ValueError("one of min_lr and min_lr_rate is required, and not both")
+            raise ValueError("exactly one of min_lr and min_lr_rate is required")
     if name == "polynomial":
         arguments["lr_init"] = learning_rate
     if name == "warmup_stable_decay" and "num_decay_steps" not in arguments:

@@ -180,7 +180,7 @@ def _wrongly_declared(folder: Path, raw: dict[str, Any], tensors: dict[str, Tens
             f"{len(matrices)} of its weights are integers or 8-bit floats ({matrices[0]}: "
             f"{tensors[matrices[0]].dtype}), but its config.json has no quantization_config.",
             where=str(folder),
-            why="It describes how the weights are scaled; without it they would be loaded unscaled.",
+            why="quantization_config describes how the weights are scaled; without it they would be loaded unscaled.",
             remedy="Download config.json again, or use the unquantized model.",
         )
     ]

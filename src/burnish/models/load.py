@@ -95,7 +95,7 @@ def _check_other_weights(config: PreTrainedConfig, folder: Path) -> None:
     """Raise UserError for a folder from which transformers would load other weights than the ones that are checked."""
     if named := getattr(config, "transformers_weights", None):
         what = f'"transformers_weights" selects the weights in {quoted(named)}.'
-        why = "burnish reads model.safetensors, or the shards of its index, only."
+        why = "burnish reads only model.safetensors, or the shards that its index lists."
         remedy = "Rename that file to model.safetensors, and remove transformers_weights."
         raise UserError(what, where=str(folder / "config.json"), why=why, remedy=remedy)
     if (folder / ADAPTER_CONFIG).is_file() and (folder / "config.json").is_file():

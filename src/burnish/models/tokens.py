@@ -71,7 +71,9 @@ def load_tokenizer(
     except BaseException as error:
         if not is_unusable(error):
             raise
-        what = f"a file has no entry {error}." if isinstance(error, KeyError) else message_of(error)
+        what = (
+            f"one of its files does not contain the key {error}." if isinstance(error, KeyError) else message_of(error)
+        )
         what = f"its tokenizer cannot be loaded: {what}"
         raise UserError(what, source.name, remedy="Download its tokenizer files again.") from error
     _check_chat_template(tokenizer.chat_template, source.name)

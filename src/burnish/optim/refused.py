@@ -13,8 +13,8 @@ _IN_BACKWARD = (
 )
 _NOT_THIS_DEVICE = "it requires a device that burnish does not support"
 _REFUSED = {
-    "lomo": (_IN_BACKWARD, "To train with little memory: use_badam, use_galore, or optim: adafactor."),
-    "adalomo": (_IN_BACKWARD, "To train with little memory: use_badam, use_galore, or optim: adafactor."),
+    "lomo": (_IN_BACKWARD, "To reduce memory, set use_badam or use_galore, or set optim: adafactor."),
+    "adalomo": (_IN_BACKWARD, "To reduce memory, set use_badam or use_galore, or set optim: adafactor."),
     "galore_adamw_layerwise": (_IN_BACKWARD, "Set optim: galore_adamw."),
     "galore_adamw_8bit_layerwise": (_IN_BACKWARD, "Set optim: galore_adamw_8bit."),
     "galore_adafactor_layerwise": (_IN_BACKWARD, "Set optim: galore_adafactor."),

@@ -146,7 +146,8 @@ def too_many_processes(requested: int | str, use_cpu: bool) -> list[Problem]:
     name = "num_processes" if requested != AUTO else "NPROC_PER_NODE"
     what = f"{name} must be at most {most} on this machine ({'CPU cores' if on_cpu else 'GPUs'}: {devices}). "
     what += f"Received: {count}."
-    return [Problem(what, remedy=f"Set {name} to the number of GPUs per machine.", option="num_processes")]
+    remedy = f"Set {name} to {most} or less." if on_cpu else f"Set {name} to the number of GPUs per machine."
+    return [Problem(what, remedy=remedy, option="num_processes")]
 
 
 def _number(name: str, default: int) -> int:

@@ -155,7 +155,7 @@ def write_failure(folder: Path, problem: Problem, error: BaseException, step: in
     )
     before = _launch(folder).get("before")
     if isinstance(before, dict) and before.get("state") in ENDED:
-        ending = {**before, "sentence": f"The run was not continued. {sentence}", "remedy": problem.remedy}
+        ending = {**before, "sentence": f"The run was not resumed. {sentence}", "remedy": problem.remedy}
         write_outcome(folder, ending, before.get("step", step))
         return
     trace = "".join(traceback.format_exception(error))

@@ -256,7 +256,7 @@ def _server(options: RolloutStageChoices) -> list[Problem]:
         return []
     if kind == "api":
         what = f"reward_model must be a URL that starts with http:// or https://. Received: {name}."
-        remedy = "Set it to the address of the server, or remove reward_model_type: api."
+        remedy = "Set it to the URL of the server, or remove reward_model_type: api."
         return [Problem(what, remedy=remedy, option="reward_model")]
     what = f"reward_model is a URL, but reward_model_type is {kind}. Received: {name}."
     return [Problem(what, remedy="Set reward_model_type: api.", option=("reward_model_type", "reward_model"))]

@@ -42,7 +42,7 @@ class RunLoop(Loop):
         try:
             output = super().train()
             if self._is_sft and self.meter.steps_here and not self.meter.run_steps:
-                what = "no step had a token to train on: the images of every example are damaged."
+                what = "no step had a token to train on: the images of all examples are corrupted."
                 raise UserError(what, remedy="Replace the files named above.", option="on_bad_record")
             return output
         except DamagedImage as error:

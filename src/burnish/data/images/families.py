@@ -20,9 +20,9 @@ def family_of(source: Checkpoint) -> Family:
     name = family_name(source.config)
     if name not in FAMILIES:
         if source.composed is None:
-            what = f"Models of type {source.config.model_type} cannot be trained on images: their processor cannot be "
-            remedy = f"Model types that do not need one: {', '.join(sorted(FAMILIES.names()))}."
-            raise UserError(f"{what}loaded.", remedy=remedy)
+            kind, known = source.config.model_type, ", ".join(sorted(FAMILIES.names()))
+            what = f"models of type {kind} cannot be trained on images: their processor cannot be loaded."
+            raise UserError(what, remedy=f"Model types that do not require a processor: {known}.")
         return AnyFamily(source)
     return FAMILIES[name](source)
 

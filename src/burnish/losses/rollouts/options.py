@@ -24,7 +24,9 @@ class ClipFields:
         0.2, "Clip range of the probability ratio: the lower bound is 1 - epsilon.", gt=0, lt=1
     )  # fmt: skip
     epsilon_high: float | None = option(
-        None, "The upper bound of the ratio is 1 + epsilon_high. Default: epsilon. For cispo: the largest ratio.", gt=0,
+        None,
+        "Upper clip range: the upper bound is 1 + epsilon_high. Default: epsilon. For cispo: the maximum ratio.",
+        gt=0,
     )  # fmt: skip
 
 

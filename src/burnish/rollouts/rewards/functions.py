@@ -191,7 +191,7 @@ def _called(factory: Callable[..., Any], name: str, arguments: dict[str, Any]) -
         raise UserError(what, remedy=f"Available: {', '.join(known)}.", option="reward_funcs")
     result = factory(**arguments)
     if not callable(result):
-        raise UserError(f"{name} returned no function. Received: {result!r}.", option="reward_funcs")
+        raise UserError(f"{name} must return a reward function. Received: {result!r}.", option="reward_funcs")
     function: Callable[..., Any] = result
     return function
 
@@ -255,7 +255,7 @@ def _attribute(module: ModuleType, name: str, shown: str) -> Callable[..., Any]:
         return found
     known = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
     what = f'{shown} has no function "{name}".{did_you_mean(name, known)}'
-    remedy = f"It has: {few(known, 8)}." if known else ""
+    remedy = f"Available: {few(known, 8)}." if known else ""
     raise UserError(what, remedy=remedy, option="reward_funcs")
 
 

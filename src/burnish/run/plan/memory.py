@@ -108,7 +108,9 @@ def memory_terms(
     ]
     if copies and formats.compute < formats.trained:
         cast = Term(
-            "cast weights", trained * formats.compute, f"copies that autocast keeps, {formats.compute} bytes each"
+            "cast weights",
+            trained * formats.compute,
+            f"autocast copies of the trained weights, {formats.compute} bytes each",
         )
         terms.insert(1, cast)
     return [term for term in terms if term.num_bytes]

@@ -184,7 +184,7 @@ def refuse_changes_after_the_end(options: RunOptions, done: Mapping[str, Any], n
 
 def _fewer_steps(folder: Path, last: int, steps: StepPlan) -> Problem:
     return Problem(
-        f"its run has already completed {counted(last, 'step')}, but max_steps or num_train_epochs asks for "
+        f"the run has already completed {counted(last, 'step')}, but max_steps or num_train_epochs requests "
         f"{steps.max_steps}.",
         where=str(folder),
         remedy="Set a different output_dir, or set overwrite_output_dir: true to start over.",

@@ -70,7 +70,7 @@ class ApiOptions:
         600.0, "Maximum duration of a request, including the time in the queue.", unit="s", gt=0
     )
     api_drain: float = option(
-        10.0, "Time that running requests have to finish when the server shuts down.", unit="s", ge=0
+        10.0, "Time limit for running requests to finish when the server shuts down.", unit="s", ge=0
     )
     api_reasoning: Literal["field", "inline", "drop"] = option(
         "field",

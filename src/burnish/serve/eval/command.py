@@ -158,7 +158,7 @@ def _measured(serving: Serving, options: EvalOptions, subjects: Sequence[Subject
     start_time = time.monotonic()
     waiting = [subject for subject in subjects if subject.key not in answers.done]
     if len(waiting) < len(subjects):
-        note(f"{len(subjects) - len(waiting)} subjects were evaluated before and are skipped.")
+        note(f"{len(subjects) - len(waiting)} subjects have already been evaluated and are skipped.")
     with progress("Evaluating", len(waiting), "subjects") as advance:
         for subject in waiting:
             (samples,) = run_tasks(model, [subject.config], None, None, options.limit, True)["samples"].values()

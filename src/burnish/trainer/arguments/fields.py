@@ -81,7 +81,7 @@ class Fields(HubFields, ReportFields, Groups):
     )  # fmt: skip
     save_hf_format: bool = option(
         False,
-        "Write checkpoints that transformers can resume from as well (optimizer.pt, scheduler.pt, rng_state.pth).",
+        "Also write the files that transformers needs to resume (optimizer.pt, scheduler.pt, rng_state.pth).",
     )
 
     # --- types that differ
