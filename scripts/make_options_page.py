@@ -24,7 +24,7 @@ from burnish.optim.builtin import OPTIMIZERS
 from burnish.report.trackers import TRACKERS
 from burnish.run.plan.listing import component, shown, shown_bounds
 from burnish.run.plan.plan import RunOptions, aliases
-from burnish.run.plan.unsupported import ABSENT, NO_EFFECT
+from burnish.run.plan.unsupported import NO_EFFECT, UNSUPPORTED
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "options.md"
@@ -135,7 +135,7 @@ def _keys_of_others() -> Iterator[str]:
     yield "### Accepted without effect\n\nA note is printed once.\n"
     yield from _table(("reason", "keys"), _without_effect(known))
     yield "### Not supported\n\nRefused with an error, unless the value disables the feature.\n"
-    yield from _table(("key", "values that disable it", "what to do"), map(_absent, ABSENT))
+    yield from _table(("key", "values that disable it", "what to do"), map(_absent, UNSUPPORTED))
 
 
 def _difference(tool: str, spec: OptionSpec, there: Any) -> str:
@@ -156,7 +156,7 @@ def _without_effect(known: Mapping[str, OptionSpec]) -> Iterator[tuple[str, str]
 
 
 def _absent(name: str) -> tuple[str, str, str]:
-    return f"`{name}`", shown(ABSENT[name].harmless), _escaped(ABSENT[name].instead)
+    return f"`{name}`", shown(UNSUPPORTED[name].harmless), _escaped(UNSUPPORTED[name].instead)
 
 
 # --- markdown ---------------------------------------------------------------------------------------------------------

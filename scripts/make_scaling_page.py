@@ -19,7 +19,7 @@ from burnish.adapters.base import ADAPTERS
 from burnish.models.load import meta_model
 from burnish.run.plan import resources
 from burnish.run.plan.memory import GIB, DecoderShape
-from burnish.run.plan.memory_per_device import shared, sharing_of
+from burnish.run.plan.memory_per_device import sharing_of, terms_per_device
 from burnish.run.plan.plan import RunOptions
 from burnish.run.plan.resources import formats_of, memory_of, sizes_of
 
@@ -72,7 +72,7 @@ def bytes_of(config: Any, method: str, setting: dict[str, Any], num_devices: int
         sizes = sizes_of(ADAPTERS[method](options, []), meta_model(config), options)
     formats, shape = formats_of(options, config, sizes), DecoderShape.of(config)
     terms = memory_of(options, config, sizes, formats, TOKENS)
-    terms = shared(terms, sharing_of(options, num_devices), shape, formats, sizes.total, sizes.trained)
+    terms = terms_per_device(terms, sharing_of(options, num_devices), shape, formats, sizes.total, sizes.trained)
     return sum(term.num_bytes for term in terms)
 
 

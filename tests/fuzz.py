@@ -26,7 +26,7 @@ from torch import _dynamo  # noqa: F401 - seconds at the first optimizer; an imp
 
 import burnish
 from burnish.adapters.lora_fit import read_adapter_config as read_adapter
-from burnish.checkpoint.manifest import faults
+from burnish.checkpoint.manifest import integrity_errors
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue, specs
 from burnish.data.chat.rendering import Conversation, render
@@ -117,7 +117,7 @@ def _tools(text: str, name: str) -> None:
 
 def _manifest(raw: bytes) -> None:
     _written("checkpoint/manifest.json", raw)
-    assert faults(Path("checkpoint"))
+    assert integrity_errors(Path("checkpoint"))
 
 
 def _rows(raw: bytes) -> None:

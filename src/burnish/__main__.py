@@ -5,12 +5,12 @@ Ctrl-C is handled before anything else is imported. Otherwise it would print a t
 
 import sys
 
-from burnish.utils.sigint import stop_at_once
+from burnish.utils.sigint import exit_on_interrupt
 
 
 def main() -> int:
     """Run the command in ``sys.argv`` and return its exit status."""
-    stop_at_once()
+    exit_on_interrupt()
     from burnish.cli import command
 
     return command()

@@ -26,7 +26,7 @@ from burnish.report.console import print_result
 from burnish.report.work import WorkLine
 from burnish.utils.environment import remove_empty_variables
 from burnish.utils.library_warnings import hide_library_warnings
-from burnish.utils.sigint import exit_quietly, interruptible, stopping_at_once
+from burnish.utils.sigint import exit_quietly, exiting_on_interrupt, interruptible
 from burnish.utils.work import set_watcher
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # torch's C++ code logs harmless warnings, for example that a search for unused parameters found none.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     argv = list(sys.argv[1:] if arguments is None else arguments)
-    debug = _take_debug(argv)
+    debug = _pop_debug_flag(argv)
     try:
-        with stopping_at_once():
+        with exiting_on_interrupt():
             return _run(argv)
     except BaseException as error:  # the outermost frame: anything not explained here would print a traceback
         return _explain(error, argv, debug)
@@ -75,15 +75,15 @@ def _run(argv: Arguments) -> int:
         return _planner(argv[1:])
     command = COMMANDS.get(name)
     if command is None:
-        raise UserError(_unknown(name))
+        raise UserError(_unknown_command(name))
     if "--help" in argv or "-h" in argv:
         return _print_command_help(name, argv[1:])
     hide_library_warnings()
     set_watcher(WorkLine())
-    return (_named(command.run) if isinstance(command.run, str) else command.run)(argv[1:])
+    return (_import_object(command.run) if isinstance(command.run, str) else command.run)(argv[1:])
 
 
-def _named(place: str) -> Any:
+def _import_object(place: str) -> Any:
     """Import and return the object that ``module:name`` refers to, with ``module`` relative to burnish."""
     module, _, name = place.partition(":")
     return getattr(import_module(f"burnish.{module}"), name)
@@ -109,7 +109,7 @@ def _output_dir(argv: Arguments) -> str | None:
     return str(output_dir.value) if output_dir is not None else None
 
 
-def _take_debug(argv: Arguments) -> bool:
+def _pop_debug_flag(argv: Arguments) -> bool:
     """Remove ``--debug`` without a value and return whether it was there. ``--debug value`` is an ordinary option."""
     for position, word in enumerate(argv):
         following = argv[position + 1 : position + 2]
@@ -225,14 +225,14 @@ NEEDED_BY_EXPORT = (
     "export_", "llama_cpp", "overwrite_output_dir",
 )  # fmt: skip
 """Options that ``burnish export`` reads: full names or prefixes."""
-_RUN = ("run.plan.options:RunOptions",)
-_WEB = ("serve.page.options:WebOptions",)
-_PROMPTS = ("data.chat.choose:TemplateOptions", "data.images.options:ImageOptions")
-_LOADED = ("models.options:ModelOptions", "models.quantization.quantize:QuantizationOptions", *_PROMPTS)
-_CHAT = ("models.generate:GenerationOptions", "inference.options:InferOptions", *_LOADED)
+_RUN_OPTIONS = ("run.plan.options:RunOptions",)
+_WEB_OPTIONS = ("serve.page.options:WebOptions",)
+_PROMPT_OPTIONS = ("data.chat.choose:TemplateOptions", "data.images.options:ImageOptions")
+_MODEL_OPTIONS = ("models.options:ModelOptions", "models.quantization.quantize:QuantizationOptions", *_PROMPT_OPTIONS)
+_CHAT = ("models.generate:GenerationOptions", "inference.options:InferOptions", *_MODEL_OPTIONS)
 _PREDICT = (
     "serve.eval.dataset:PredictOptions", "data.options:DataOptions", "models.generate:GenerationOptions",
-    "run.response_metrics:MetricOptions", *_LOADED,
+    "run.response_metrics:MetricOptions", *_MODEL_OPTIONS,
 )  # fmt: skip
 
 
@@ -261,32 +261,32 @@ class Command:
 
 _RUN_USAGE = "[run.yaml] [key=value ...] [--key value ...]"
 COMMANDS: dict[str, Command] = {
-    "train": Command(_RUN_USAGE, "fine-tune a model", _train, _RUN),
+    "train": Command(_RUN_USAGE, "fine-tune a model", _train, _RUN_OPTIONS),
     "explain": Command(
-        f"[--all | --json] {_RUN_USAGE}", "dry run: show what train would do, and why", _explain_run, _RUN
+        f"[--all | --json] {_RUN_USAGE}", "dry run: show what train would do, and why", _explain_run, _RUN_OPTIONS
     ),
     "export": Command(
         "[PATH or run.yaml] [key=value ...] [--key value ...]",
         "merge adapters into the base model and save it, also as GGUF, GPTQ or AWQ",
         _export,
-        _RUN,
+        _RUN_OPTIONS,
         NEEDED_BY_EXPORT,
     ),
     "api": Command(
         "PATH [--adapter name=folder ...] [key=value ...]",
         "serve a model over HTTP with an OpenAI-compatible API",
         "serve.api.command:api",
-        ("serve.api.options:ApiOptions", "inference.options:InferOptions", *_PROMPTS),
+        ("serve.api.options:ApiOptions", "inference.options:InferOptions", *_PROMPT_OPTIONS),
         unread="inference.options:TRAINING_ONLY",
     ),
     "webui": Command(
         "[key=value ...]",
         "web UI: configure and monitor runs, chat with the resulting models",
         "serve.page.command:webui",
-        _WEB,
+        _WEB_OPTIONS,
     ),
     "webchat": Command(
-        "PATH [key=value ...]", "open the web UI in a chat with one model", "serve.page.command:webchat", _WEB
+        "PATH [key=value ...]", "open the web UI in a chat with one model", "serve.page.command:webchat", _WEB_OPTIONS
     ),
     "runs": Command(
         "[FOLDER ...] [--json]", "list runs under the given folders and their status", "serve.page.runs.listing:runs"
@@ -315,14 +315,14 @@ COMMANDS: dict[str, Command] = {
         "[dpo | grpo | picture] [key=value ...] [--key value ...]",
         "fine-tune a small model in minutes; dpo: with preferences; grpo: with rewards; picture: on images",
         "demo.command:demo",
-        _RUN,
+        _RUN_OPTIONS,
     ),
     "env": Command("[--health]", "print versions and devices (for bug reports)", _env),
     "version": Command("", "print the version of burnish", _version),
 }
 
 
-def _unknown(name: str) -> Problem:
+def _unknown_command(name: str) -> Problem:
     if name.endswith((".yaml", ".yml", ".json")):
         return Problem(f'"{name}" is a file, not a command.', remedy=f"Try: burnish train {name}")
     if name.startswith("--") or "=" in name:
@@ -368,8 +368,8 @@ def _print_command_help(command: str, argv: Arguments) -> int:
         from burnish.run.plan.listing import list_options
 
         wanted = [word for word in argv if not (word.startswith("-") or "=" in word or word.endswith(CONFIG_SUFFIXES))]
-        options = _named(groups[0]) if len(groups) == 1 else union("Options", *map(_named, groups))
-        unread = _named(COMMANDS[command].unread) if COMMANDS[command].unread else ()
+        options = _import_object(groups[0]) if len(groups) == 1 else union("Options", *map(_import_object, groups))
+        unread = _import_object(COMMANDS[command].unread) if COMMANDS[command].unread else ()
         listed = list_options(options, wanted[0] if wanted else "", COMMANDS[command].beginnings, unread)
         print_result(f"\n{listed.rstrip()}")
     return 0

@@ -35,13 +35,13 @@ OWNERS: dict[str, tuple[str, ...]] = {
 """Library -> the names that are re-exported from it."""
 OWNER_OF = {name: library for library, names in OWNERS.items() for name in names}
 
-_ONLINE = (
+_GENERATING_TRAINER_MESSAGE = (
     "burnish does not provide {name}. For responses that the model generates, use GRPOTrainer or RLOOTrainer, or "
     "`burnish train` with stage: {stage}."
 )
-ABSENT = {
+UNSUPPORTED = {
     **{
-        f"{method}{kind}": _ONLINE.replace("{stage}", stage)
+        f"{method}{kind}": _GENERATING_TRAINER_MESSAGE.replace("{stage}", stage)
         for method, stage in (("PPO", "ppo"), ("OnlineDPO", "dpo and online: true"))
         for kind in ("Config", "Trainer")
     },
@@ -80,4 +80,4 @@ def reexported(name: str) -> Any:
 
 def message_for(name: str) -> str:
     """Return the error message for an unavailable name that scripts commonly import, or "" for any other name."""
-    return ABSENT.get(name, "").replace("{name}", name)
+    return UNSUPPORTED.get(name, "").replace("{name}", name)

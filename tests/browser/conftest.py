@@ -97,12 +97,12 @@ def _end_runs(root: Path) -> None:
     """Runs outlive the page; those of a test end with it."""
     import signal
 
-    from burnish.serve.http.child import tell
+    from burnish.serve.http.child import send_signal
     from burnish.serve.page.runs.runs import find, is_alive
 
     for run in find([root]):
         if run.is_alive:
-            tell(run.launch, signal.SIGKILL, is_alive)
+            send_signal(run.launch, signal.SIGKILL, is_alive)
 
 
 @pytest.fixture

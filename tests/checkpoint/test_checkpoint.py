@@ -15,10 +15,10 @@ import torch
 from burnish.checkpoint import snapshot
 from burnish.checkpoint.checkpoint import Checkpoints, load
 from burnish.checkpoint.comparison import compare_with_checkpoint
-from burnish.checkpoint.manifest import faults, write_manifest
+from burnish.checkpoint.manifest import integrity_errors, write_manifest
 from burnish.checkpoint.snapshot import join, split
 from burnish.config.errors import UserError
-from burnish.utils.files import only_writer
+from burnish.utils.files import exclusive_writer_lock
 from regression_run import StopAt, make_run, same, weights, without_times
 
 pytestmark = pytest.mark.run
@@ -112,14 +112,14 @@ def test_missing_checkpoint_part_is_named(tmp_path):
 
 
 def test_weights_copied_during_next_step_belong_to_their_step(tmp_path, monkeypatch):
-    copied = snapshot._copied
+    copied = snapshot._cpu_copy
 
     def slowly(tensor):
         if threading.current_thread().name == "burnish-checkpoint":
             time.sleep(0.05)  # far longer than a step of this model: without a wait the next update comes first
         return copied(tensor)
 
-    monkeypatch.setattr(snapshot, "_copied", slowly)
+    monkeypatch.setattr(snapshot, "_cpu_copy", slowly)
     monkeypatch.setattr(snapshot, "LARGE_BYTES", 64)
     at_once, _ = trained(tmp_path / "at_once", save_in_background=False)
     later, _ = trained(tmp_path / "later")
@@ -136,9 +136,9 @@ def test_foreign_callbacks_force_synchronous_weight_copies(tmp_path, monkeypatch
                     weight.add_(1.0)
 
     copying = []
-    copied = snapshot._copied
+    copied = snapshot._cpu_copy
     monkeypatch.setattr(
-        snapshot, "_copied", lambda tensor: copying.append(threading.current_thread().name) or copied(tensor)
+        snapshot, "_cpu_copy", lambda tensor: copying.append(threading.current_thread().name) or copied(tensor)
     )
     monkeypatch.setattr(snapshot, "LARGE_BYTES", 64)
     trained(tmp_path / "stranger", callbacks=[Stranger()])
@@ -195,22 +195,22 @@ def test_changed_library_versions_are_reported(tmp_path):
 
 
 def test_two_runs_cannot_write_into_one_folder(tmp_path):
-    with only_writer(tmp_path):
+    with exclusive_writer_lock(tmp_path):
         code = (
-            "import sys; from pathlib import Path; from burnish.utils.files import only_writer\n"
-            "with only_writer(Path(sys.argv[1])): pass"
+            "import sys; from pathlib import Path; from burnish.utils.files import exclusive_writer_lock\n"
+            "with exclusive_writer_lock(Path(sys.argv[1])): pass"
         )
         result = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
     assert "another run is writing" in result.stderr
 
 
 def test_finished_run_leaves_only_checkpoints(tmp_path):
-    with only_writer(tmp_path):
+    with exclusive_writer_lock(tmp_path):
         (tmp_path / "checkpoint-1").mkdir()
-    with pytest.raises(RuntimeError), only_writer(tmp_path):
+    with pytest.raises(RuntimeError), exclusive_writer_lock(tmp_path):
         raise RuntimeError
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
-    with only_writer(tmp_path):
+    with exclusive_writer_lock(tmp_path):
         pass
 
 
@@ -234,7 +234,7 @@ def test_process_killed_while_saving_keeps_previous_checkpoint(tmp_path):
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
         assert Checkpoints(tmp_path).newest()[0] is not None
-        assert all(not faults(path) for path in Checkpoints(tmp_path).all())
+        assert all(not integrity_errors(path) for path in Checkpoints(tmp_path).all())
 
 
 def test_nested_state_round_trip_is_bitwise_equal():

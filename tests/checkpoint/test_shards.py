@@ -14,7 +14,7 @@ from burnish.checkpoint.shards import (
     gather_reports,
     index_name,
     read_sharded,
-    reporting,
+    report_files,
     shard_name,
     write_index,
     write_shard,
@@ -133,7 +133,7 @@ def test_waiting_for_a_silent_rank_times_out(tmp_path):
     with pytest.raises(OSError, match=r"Rank 1 did not write"):
         gather_reports(tmp_path, 2, longest_s=0.1)
     (tmp_path / "own").write_text("own")
-    with reporting(tmp_path, 1, ["own"]):
+    with report_files(tmp_path, 1, ["own"]):
         pass
     assert gather_reports(tmp_path, 2).keys() == {"own"}
 

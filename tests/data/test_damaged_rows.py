@@ -7,7 +7,7 @@ import pytest
 
 from bad_inputs import change, read_output
 from burnish import cli
-from burnish.checkpoint.manifest import own_sha256
+from burnish.checkpoint.manifest import manifest_sha256
 from burnish.data.rows.store import BLOCKS, MANIFEST, read_rows_manifest
 
 pytestmark = pytest.mark.run
@@ -89,7 +89,7 @@ def test_index_of_tokenized_path_with_other_types_is_rejected(capsys: pytest.Cap
     del written["sha256"]
     for name, value in OTHER_TYPES:
         manifest = {**written, name: value}
-        path.write_text(json.dumps({**manifest, "sha256": own_sha256(manifest)}))
+        path.write_text(json.dumps({**manifest, "sha256": manifest_sha256(manifest)}))
         read_output(capsys)
         assert cli.main([*WORDS, "tokenized_path=kept", "output_dir=again"]) == 2, (name, value)
         error = read_output(capsys)[1]

@@ -11,7 +11,7 @@ import torch
 
 from burnish.config.options import RawValue
 from burnish.explain.model import tried_patches
-from burnish.explain.view import Line, Sample, Section, drawn, without_colors
+from burnish.explain.view import Line, Sample, Section, styled_text, without_colors
 from burnish.kernels.tied import TIED
 from burnish.run.plan.memory import DecoderShape, Formats, disk_bytes, layer_bytes_per_token, memory_terms, shown_bytes
 from burnish.run.plan.options import RunOptions
@@ -144,7 +144,7 @@ def test_trained_line_break_is_visible() -> None:
 
 def test_control_characters_of_data_are_shown_as_symbols() -> None:
     sections, samples = [Section("Data", [Line("columns", "a\x1b[2J")])], [Sample("Example", [("b\x1b[31m\x07", True)])]
-    for text in (without_colors(sections, samples), drawn(sections, samples, 80).plain):
+    for text in (without_colors(sections, samples), styled_text(sections, samples, 80).plain):
         assert "a␛[2J" in text
         assert "b␛[31m␇" in text
 
@@ -162,7 +162,7 @@ def test_long_text_is_abbreviated_in_the_middle() -> None:
 def test_terminal_output_has_same_words_in_color() -> None:
     from rich.text import Text
 
-    text = drawn(*an_explanation(), width=100)
+    text = styled_text(*an_explanation(), width=100)
     assert isinstance(text, Text)
     styles = {text.plain[span.start : span.end].strip(): str(span.style) for span in text.spans}
     assert "green" in styles["hi!"]
@@ -173,7 +173,7 @@ def test_terminal_output_has_same_words_in_color() -> None:
 def test_terminal_rows_wrap_between_words() -> None:
     words = [f"word{number}" for number in range(40)]
     sample = Sample("Row 1 of 1", [(" ".join(words[:25]) + " ", False), (" ".join(words[25:]) + "\nand more", True)])
-    lines = drawn([], [sample], width=30).plain.split("\n")[2:]
+    lines = styled_text([], [sample], width=30).plain.split("\n")[2:]
     assert all(len(line) <= 30 for line in lines)
     assert [word for line in lines for word in line.split()] == [*words[:-1], "word39↵", "and", "more"]
 

@@ -17,7 +17,7 @@ from burnish.config.options import RawValue
 from burnish.data.chat.table import table
 from burnish.export.export import _difference, export
 from burnish.export.modelfile import go_template
-from burnish.utils.files import only_writer
+from burnish.utils.files import exclusive_writer_lock
 from representative import representative_slow
 from small_run import make_model
 from template_cases import byte_tokenizer
@@ -217,7 +217,7 @@ def test_new_export_replaces_all_files_of_earlier_export(made, tmp_path, monkeyp
     assert {path.name for path in out.iterdir()} == before
     run(made, out, overwrite_output_dir="true")
     assert not [path.name for path in out.iterdir() if "-of-" in path.name or path.suffix == ".gguf"]
-    with only_writer(out), pytest.raises(UserError, match="another run is writing"):
+    with exclusive_writer_lock(out), pytest.raises(UserError, match="another run is writing"):
         run(made, out, overwrite_output_dir="true")
 
 

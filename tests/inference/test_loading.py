@@ -21,7 +21,7 @@ from burnish.loop.types import Example, Message
 from burnish.models.load import load_model
 from burnish.run.plan.plan import RunOptions
 from burnish.serve.command_line import serving_of
-from burnish.serve.eval.dataset import _recorded
+from burnish.serve.eval.dataset import _recorded_template
 from small_run import make_model
 from tiny_models import saved_model
 
@@ -186,7 +186,7 @@ def test_template_options_that_are_set_precede_the_recorded_ones(
     result = load_for_inference(serving.options, explicit=serving.provenance)
     assert result.template.name == "qwen"
     assert expected in result.tokenizer.decode(result.template.prompt(QUESTION))
-    recorded = {name: item.value for name, item in _recorded(serving).items()}
+    recorded = {name: item.value for name, item in _recorded_template(serving).items()}
     assert recorded.get("template") == (None if "template=qwen" in words else "qwen")
     assert recorded.get("default_system") == (None if words else "RECORDED")
 

@@ -17,7 +17,7 @@ from burnish.inference.options import InferOptions, check_infer, infer_notes, is
 from burnish.inference.remote import process as child
 from burnish.inference.remote.client import RemoteEngine
 from burnish.inference.remote.process import arguments
-from burnish.inference.types import Closed, Full, GenerationRequest, Sampling
+from burnish.inference.types import Closed, GenerationRequest, QueueFullError, Sampling
 from burnish.run.plan.plan import RunOptions
 from small_run import make_model
 from tiny_models import tiny_tokenizer
@@ -162,7 +162,7 @@ def test_too_many_requests_and_requests_to_a_closed_engine_are_rejected(stub: St
     engine.submit(GenerationRequest([3], 9), result[0])
     time.sleep(0.05)
     engine.submit(GenerationRequest([3], 9), result[1])
-    with pytest.raises(Full):
+    with pytest.raises(QueueFullError):
         engine.submit(GenerationRequest([3], 9), ResponseCollector())
     engine.close(drain_s=5)
     assert [answer.reason for answer in result] == ["length", "length"]

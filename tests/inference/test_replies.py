@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from burnish.data.chat.table import table
 from burnish.data.chat.tools.tool_calls import Call
 from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
-from burnish.inference.replies.replies import Reply, Whole, read_whole
+from burnish.inference.replies.replies import ParsedReply, Reply, read_whole
 from burnish.inference.replies.reply_forms import ReplyForm, form_of, opens_thought
 
 SPECIAL = ["<|im_end|>", "<|im_start|>", "[TOOL_CALLS]", "<|tool_call>", "<tool_call|>", "<|tool>", "<tool|>"]
@@ -42,9 +42,9 @@ def ids_of(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def folded(reply: Reply, ids: list[int], random_: random.Random) -> Whole:
+def folded(reply: Reply, ids: list[int], random_: random.Random) -> ParsedReply:
     """Fed in pieces of random sizes."""
-    whole, at, tokens = Whole(), 0, 0
+    whole, at, tokens = ParsedReply(), 0, 0
     while at < len(ids):
         size = random_.randint(1, 3)
         pieces = reply.feed(ids[at : at + size])
@@ -84,7 +84,7 @@ def test_incomplete_final_character_is_emitted_as_replacement(tokenizer) -> None
 def test_stop_string_across_tokens_ends_the_text(tokenizer, text, stop, content, stops) -> None:
     for seed in range(4):
         reply = Reply(ReplyForm(), tokenizer, stop=stop)
-        ids, whole = ids_of(tokenizer, text), Whole()
+        ids, whole = ids_of(tokenizer, text), ParsedReply()
         for i in ids:
             whole.add(reply.feed([i]))
         assert reply.has_stopped == stops, seed
@@ -158,7 +158,7 @@ def test_content_continues_after_apparent_call(tokenizer) -> None:
 def test_first_call_can_be_the_last(tokenizer) -> None:
     text = TOOL_FORMATS["qwen"].write([Call("f", {}), Call("f", {"a": 1})])
     reply = Reply(form_named("qwen"), tokenizer, offered=OFFERED, only_one_call=True)
-    assert Whole().add(reply.feed(ids_of(tokenizer, text))).calls == [Call("f", {})]
+    assert ParsedReply().add(reply.feed(ids_of(tokenizer, text))).calls == [Call("f", {})]
     assert reply.has_stopped
 
 
@@ -166,7 +166,7 @@ def test_control_tokens_are_hidden_unless_requested(tokenizer) -> None:
     ids = ids_of(tokenizer, "a<|im_start|>b<|im_end|>")
     assert read_whole(ids, ReplyForm(), tokenizer).content == "ab"
     reply = Reply(ReplyForm(), tokenizer, skips_special=False, stop_ids=[tokenizer.eos_token_id])
-    assert Whole().add([*reply.feed(ids), *reply.end()]).content == "a<|im_start|>b"
+    assert ParsedReply().add([*reply.feed(ids), *reply.end()]).content == "a<|im_start|>b"
 
 
 def test_randomly_chunked_streams_match_complete_responses(tokenizer) -> None:
@@ -181,7 +181,7 @@ def test_randomly_chunked_streams_match_complete_responses(tokenizer) -> None:
             "in_thought": random_.random() < 0.3,
         }
         whole = Reply(form_named("qwen"), tokenizer, **extra)
-        expected = Whole().add([*whole.feed(ids), *whole.end()])
+        expected = ParsedReply().add([*whole.feed(ids), *whole.end()])
         assert folded(Reply(form_named("qwen"), tokenizer, **extra), ids, random_) == expected, tokenizer.decode(ids)
 
 
@@ -193,7 +193,7 @@ def test_whitespace_around_calls_does_not_depend_on_chunks(tokenizer, tool_forma
     for text in (f"{other}\n{good}", f"{good}\n\n{good}", f"Hi\n{good} \n{good}\n", f" {other} {good} \n{other}\n"):
         ids, form = ids_of(tokenizer, text), form_named(tool_format)
         reply = Reply(form, tokenizer, offered=OFFERED)
-        whole = Whole().add([*reply.feed(ids), *reply.end()])
+        whole = ParsedReply().add([*reply.feed(ids), *reply.end()])
         for _ in range(4):
             assert folded(Reply(form, tokenizer, offered=OFFERED), ids, random_) == whole
 

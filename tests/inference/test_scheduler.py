@@ -19,7 +19,7 @@ from burnish.config.errors import UserError
 from burnish.inference import scheduler as slots
 from burnish.inference.scheduler import Scheduler
 from burnish.inference.slots import SlotLimits
-from burnish.inference.types import Full, GenerationRequest, Sampling
+from burnish.inference.types import GenerationRequest, QueueFullError, Sampling
 from representative import representative
 from tiny_models import VOCABULARY, tiny_model
 
@@ -198,7 +198,7 @@ def test_too_many_waiting_requests_are_rejected() -> None:
     loop = Scheduler(model_of("llama"), SlotLimits(1, 64, waiting=2))
     for _ in range(2):
         loop.submit(GenerationRequest([5], 5), ResponseCollector())
-    with pytest.raises(Full) as refused:
+    with pytest.raises(QueueFullError) as refused:
         loop.submit(GenerationRequest([5], 5), ResponseCollector())
     assert 1 <= refused.value.retry_after_s <= 60
 

@@ -134,12 +134,12 @@ def test_masked_attention_accepts_both_mask_types():
 
 
 def test_kernel_is_selected_by_its_capabilities(monkeypatch):
-    monkeypatch.setattr(attention, "_has", lambda name: name.startswith("torch"))
+    monkeypatch.setattr(attention, "_is_installed", lambda name: name.startswith("torch"))
     assert attention.kernel_for(torch.bfloat16, Scores(window=4)) is attention._torch_varlen
     assert attention.kernel_for(torch.float32, Scores()) is None
     assert attention.kernel_for(torch.bfloat16, Scores(softcap=30.0)) is None
     assert attention.kernel_for(torch.bfloat16, Scores(dropout=0.1)) is None
-    monkeypatch.setattr(attention, "_has", lambda name: True)
+    monkeypatch.setattr(attention, "_is_installed", lambda name: True)
     assert attention.kernel_for(torch.float16, Scores(softcap=30.0, dropout=0.1)) is attention._flash_attn
     assert attention.kernel_for(torch.float16, Scores(sinks=torch.zeros(4))) is None
 
@@ -151,7 +151,7 @@ def test_flash_attention_is_fetched_if_torch_lacks_it_and_kernels_is_installed(m
 
     hub = SimpleNamespace(get_kernel=lambda name, version: Fetched)
     monkeypatch.setitem(sys.modules, "kernels", hub)
-    monkeypatch.setattr(attention, "_has", lambda name: name != "flash_attn")
+    monkeypatch.setattr(attention, "_is_installed", lambda name: name != "flash_attn")
     for remembered in (attention._flash_of_hub, attention._flash_function):
         remembered.cache_clear()
     try:
@@ -192,7 +192,7 @@ def test_compiled_layer_has_no_graph_break_at_torch_kernel(monkeypatch):
         return query * key.mean() + value.mean()
 
     monkeypatch.setattr(attention, "_WITH_KERNELS", {"cpu"})
-    monkeypatch.setitem(attention._FOUND, "flash_attn", False)
+    monkeypatch.setitem(attention._INSTALLED_MODULES, "flash_attn", False)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in)
     tensors = [tensor.bfloat16() for tensor in inputs()]
     compiled = torch.compile(flat_attention, backend="eager", fullgraph=True)

@@ -13,7 +13,7 @@ from burnish.config.options import union
 from burnish.kernels import lora
 from burnish.kernels.lora import LoraForward, LoraTensors, computed_jointly, joint_projections, lora_linear
 from burnish.models.patches.fused import patch_forwards
-from burnish.utils.patching import standing
+from burnish.utils.patching import installed_hook
 from tiny_lora import add_lora_adapters
 from tiny_models import tiny_model
 
@@ -153,7 +153,7 @@ def test_aborted_forward_leaves_no_state():
     first.register_forward_hook(stop)
     with pytest.raises(KeyError), computed_jointly(first, second):
         first(torch.randn(3, INPUTS))
-    assert standing(first, "forward", LoraForward).joint_outputs is None
+    assert installed_hook(first, "forward", LoraForward).joint_outputs is None
 
 
 def test_layer_hooks_are_called():

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from burnish.kernels import lora
 from burnish.kernels.lora import LoraForward, lora_linear
-from burnish.utils.patching import standing
+from burnish.utils.patching import installed_hook
 from tiny_lora import add_lora_adapters, lora_factors
 
 TOKENS, INPUTS, OUTPUTS, RANK = 7, 12, 10, 4
@@ -121,7 +121,7 @@ def layer(base=None, *names, **settings):
 
 
 def is_one_product(made):
-    return standing(made, "forward", LoraForward).tensors(torch.zeros(1, TOKENS, INPUTS), ["one"]) is not None
+    return installed_hook(made, "forward", LoraForward).tensors(torch.zeros(1, TOKENS, INPUTS), ["one"]) is not None
 
 
 def hooked():

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from burnish.kernels.attention import Scores, Sequences, _band, _one, flat_attention
+from burnish.kernels.attention import Scores, Sequences, _attend_one_sequence, _band, flat_attention
 from burnish.kernels.cpu.short import buckets_of, short_attention
 
 MANY = [random.Random(5).randint(1, 70) for _ in range(40)]
@@ -37,7 +37,7 @@ def alone(lengths):
 
 def one_by_one(tensors, lengths, window=None):
     parts = zip(*(torch.split(whole.transpose(0, 1), lengths, 1) for whole in tensors), strict=True)
-    return torch.cat([_one(q, k, v, Scores(0.3, window)).transpose(0, 1) for q, k, v in parts])
+    return torch.cat([_attend_one_sequence(q, k, v, Scores(0.3, window)).transpose(0, 1) for q, k, v in parts])
 
 
 def with_gradients(mixed, tensors):

@@ -208,13 +208,13 @@ def test_nan_in_first_evaluation_does_not_stay_the_best(tmp_path):
 
 
 def test_foreign_callback_finds_complete_checkpoint_in_on_save(tmp_path):
-    from burnish.checkpoint.manifest import faults
+    from burnish.checkpoint.manifest import integrity_errors
 
     result = []
 
     class Upload(TrainerCallback):
         def on_save(self, args, state, control, **kwargs):
-            result.append(faults(tmp_path / f"checkpoint-{state.global_step}"))
+            result.append(integrity_errors(tmp_path / f"checkpoint-{state.global_step}"))
 
     run, _ = make_run(tmp_path, [Upload()], model=Regression(width=20000), save_steps=2, max_steps=6)
     run.train()

@@ -5,7 +5,7 @@ import torch
 
 from burnish.config.errors import UserError
 from burnish.data.batches.batching import pack
-from burnish.data.batches.loader import _blank
+from burnish.data.batches.loader import _without_labels
 from burnish.data.stats import DataStats
 from burnish.loop.types import IGNORE_INDEX, Example
 from burnish.losses.base import OBJECTIVES
@@ -90,7 +90,7 @@ def test_bfloat16_step_is_equal_up_to_rounding():
 
 def test_batch_without_labels_gives_exact_zero_with_a_graph():
     objective, module = fit_objective(model := tiny())
-    blank = _blank(objective.collate(rows(2)))
+    blank = _without_labels(objective.collate(rows(2)))
     loss = objective.loss(module, blank)
     loss.total.backward()
     assert loss.total == 0

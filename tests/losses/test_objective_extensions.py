@@ -11,7 +11,7 @@ from torch import nn
 import regression_run
 from burnish.config.errors import UserError
 from burnish.data.batches.loader import RowLoader, StepPartition
-from burnish.loop.meter import Totals
+from burnish.loop.meter import EvalSums
 from burnish.loop.modes import evaluating
 from burnish.loop.types import ContentPart, Loss, Message, Sum
 from regression_run import Regression, RegressionObjective, make_run, same, weights
@@ -146,7 +146,7 @@ def test_logged_metrics_cover_all_micro_batches_since_last_log(tmp_path):
 
 
 def test_metric_without_counts_is_omitted(tmp_path):
-    totals, (run, _) = Totals(), make_run(tmp_path)
+    totals, (run, _) = EvalSums(), make_run(tmp_path)
     nothing = {"never": Sum(torch.zeros(()), torch.zeros(())), "none": Sum(torch.zeros(()), torch.zeros(()), "min")}
     totals.add(Loss(torch.ones(()), nothing), torch.ones(()))
     assert totals.means(run.parallel) == {"loss": 1.0}

@@ -8,7 +8,7 @@ from test_images import loss_of
 from torch.nn.functional import cross_entropy
 
 from burnish.loop.types import IGNORE_INDEX
-from burnish.models.images.probe import isolates_images, native, of_drawn, random_rows
+from burnish.models.images.probe import collator_of_drawn_images, isolates_images, random_rows, transformers_inputs
 from burnish.models.patches.capabilities import find_capabilities
 from vision_models import load_image_model
 
@@ -29,17 +29,17 @@ def family(request):
         pytest.importorskip("torchvision")
     result = load_image_model(request.param)
     result.name, result.capabilities = request.param, find_capabilities(result.model, padding_free=True)
-    drawn = of_drawn(result.collator("padded"))
+    drawn = collator_of_drawn_images(result.collator("padded"))
     result.rows = [
         _learned(row)
         for row in [*random_rows(result.model, drawn), *itertools.islice(random_rows(result.model, drawn), 1, 2)]
     ]
     result.collator_of_drawn = result.collator
-    result.collator = lambda collation: of_drawn(result.collator_of_drawn(collation))
+    result.collator = lambda collation: collator_of_drawn_images(result.collator_of_drawn(collation))
     result.model.requires_grad_(True).zero_grad()
     total = torch.zeros(())
     for row in result.rows:
-        batch = native(result.model, drawn, row)
+        batch = transformers_inputs(result.model, drawn, row)
         logits = result.model(**batch, use_cache=False).logits[0, :-1]
         total = total + cross_entropy(logits, torch.tensor(row["labels"])[1:], reduction="sum")
     count = sum(label != IGNORE_INDEX for row in result.rows for label in row["labels"][1:])

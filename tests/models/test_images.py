@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from burnish.adapters.base import ADAPTERS
-from burnish.kernels.model_parts import part_at, parts_of, sees
+from burnish.kernels.model_parts import has_vision_tower, part_at, parts_of
 from burnish.losses.lm import LmOptions, SftObjective
-from burnish.models.images.ahead import PreparedAhead
+from burnish.models.images.ahead import ImagePrefetcher
 from burnish.models.images.collator import ImageCollator, grid_positions
 from burnish.models.images.probe import isolates_images
 from burnish.models.patches.capabilities import find_capabilities
@@ -207,7 +207,7 @@ def test_positions_match_transformers(models, family, record):
 def test_every_parameter_belongs_to_a_part(family):
     model, _ = image_models().build(family)
     parts = parts_of(model)
-    assert sees(model)
+    assert has_vision_tower(model)
     assert set(parts.values()) == {"vision_tower", "multi_modal_projector", "language_model"}
     for name, _ in model.named_parameters():
         inside = [path for path in parts if name == path or name.startswith(f"{path}.")]
@@ -269,7 +269,7 @@ def test_images_are_prepared_once_and_prefetched(models):
         recorded.append(image.identity)
         return result.processor.tensors(image.image)
 
-    ahead = PreparedAhead(prepare, lambda row: row["images"], 2, ahead_bytes=1 << 20, kept_bytes=1 << 30)
+    ahead = ImagePrefetcher(prepare, lambda row: row["images"], 2, ahead_bytes=1 << 20, kept_bytes=1 << 30)
     groups = ahead.rows(iter([rows[:2], rows[2:], rows[:2]]))
     assert next(groups) == rows[:2]
     for group in [rows[:2], rows[2:], rows[:2]]:
@@ -285,7 +285,7 @@ def test_cached_images_are_restored_bit_for_bit_in_half_the_memory(models, famil
     image = image_rows(result, STEPS[family]["rows"])[0]["images"][0]
     num_frames = getattr(result.processor.processor, "temporal_patch_size", 1)
     prepare = lambda one: result.processor.tensors(one.image)  # noqa: E731
-    ahead = PreparedAhead(prepare, lambda row: row["images"], 1, 1 << 20, 1 << 30, num_frames)
+    ahead = ImagePrefetcher(prepare, lambda row: row["images"], 1, 1 << 20, 1 << 30, num_frames)
     expected = prepare(image)
     for found in (ahead(image), ahead(image)):
         assert found.keys() == expected.keys()

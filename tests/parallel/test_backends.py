@@ -85,10 +85,10 @@ def test_launcher_requesting_other_parallelism_is_rejected_by_name(kind, monkeyp
 
 def test_dtype_of_accelerate_launch_is_used_if_options_set_none(monkeypatch):
     from burnish import TrainingArguments
-    from burnish.parallel.deepspeed.settings import filled, named
+    from burnish.parallel.deepspeed.settings import filled, zero_preset
     from burnish.run.plan.options import RunOptions
 
-    cuda, overrides = torch.device("cuda"), RunOptions(use_cpu=True, deepspeed=named("zero2"))
+    cuda, overrides = torch.device("cuda"), RunOptions(use_cpu=True, deepspeed=zero_preset("zero2"))
     for reported, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("no", None)):
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", reported)
         assert autocast_dtype(options(), cuda) == dtype
@@ -423,7 +423,7 @@ def test_two_processes_take_the_steps_of_one(folder_of_two):
 
 
 def two_ranks_of_a_language_model(folder):
-    from burnish.data.batches.loader import _blank
+    from burnish.data.batches.loader import _without_labels
     from tiny_shapes import tiny
     from training_step import fit_objective, rows, split_rows
 
@@ -432,7 +432,7 @@ def two_ranks_of_a_language_model(folder):
     wrapped, _ = engine.prepare(module, None)
     mine = [objective.collate(part) for part in split_rows(rows(6), 2)[engine.rank :: 2]]
     if len(mine) == 1:  # three micro-batches over two ranks: the second gets a blank one
-        mine.append(_blank(mine[0]))
+        mine.append(_without_labels(mine[0]))
     weight = engine.sum(torch.stack([objective.num_items(batch) for batch in mine]).sum())
     for index, batch in enumerate(mine):
         with engine.microbatch(wrapped, last=index == len(mine) - 1):

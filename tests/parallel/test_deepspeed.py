@@ -9,7 +9,7 @@ import pytest
 from burnish.config.errors import UserError
 from burnish.parallel.checks import check_parallel, parallel_notes
 from burnish.parallel.deepspeed.parallel import raise_if_locked
-from burnish.parallel.deepspeed.settings import filled, named
+from burnish.parallel.deepspeed.settings import filled, zero_preset
 from burnish.parallel.options import DEEPSPEED_NAMES
 from burnish.parallel.selection import parallel_name
 from burnish.run.plan.plan import RunOptions
@@ -24,7 +24,7 @@ def problems(**options):
 def test_auto_values_are_filled_as_in_transformers():
     options = RunOptions(
         use_cpu=True,
-        deepspeed=named("zero3"),
+        deepspeed=zero_preset("zero3"),
         per_device_train_batch_size=3,
         gradient_accumulation_steps=4,
         max_grad_norm=0.5,
@@ -43,7 +43,7 @@ def test_auto_values_are_filled_as_in_transformers():
 
 def test_values_in_config_file_are_kept(tmp_path):
     own = {
-        **named("zero2"),
+        **zero_preset("zero2"),
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8, "round_robin_gradients": True},
     }
     (tmp_path / "ds.json").write_text(json.dumps(own))
@@ -86,7 +86,7 @@ def test_settings_that_change_results_are_rejected(tmp_path):
 
 
 def test_monitors_and_comments_are_dropped_and_monitors_reported():
-    options = {**named("zero2"), "_comment": "ours", "monitor_config": {"enabled": True}, "comms_config": {}}
+    options = {**zero_preset("zero2"), "_comment": "ours", "monitor_config": {"enabled": True}, "comms_config": {}}
     overrides = RunOptions(use_cpu=True, deepspeed=options)
     assert not problems(deepspeed=options)
     assert not {"_comment", "monitor_config", "comms_config"} & filled(overrides, 64, 2).keys()
@@ -99,7 +99,7 @@ def test_accelerate_settings_are_used(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
     assert parallel_name(RunOptions(use_cpu=True)) == "deepspeed"
     assert filled(RunOptions(use_cpu=True), 64, 2)["zero_optimization"]["stage"] == 3
-    (tmp_path / "ds.json").write_text(json.dumps(named("zero1")))
+    (tmp_path / "ds.json").write_text(json.dumps(zero_preset("zero1")))
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
     assert filled(RunOptions(use_cpu=True), 64, 2)["zero_optimization"]["stage"] == 1
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 import burnish.run.build  # noqa: F401 - before two processes are forked, not in each of them
 from burnish.cli import main
 from burnish.parallel.checks import check_parallel, parallel_notes
-from burnish.parallel.fsdp.parallel import follow
+from burnish.parallel.fsdp.parallel import replace_parameters
 from burnish.parallel.fsdp.settings import FsdpSettings, fsdp_notes, fsdp_settings
 from burnish.parallel.options import ParallelOptions
 from burnish.parallel.selection import parallel_name
@@ -100,14 +100,14 @@ def test_each_process_writes_its_shard_and_an_index_lists_them(folder):
 
 
 def test_damaged_shard_is_detected(folder, tmp_path):
-    from burnish.checkpoint.manifest import faults
+    from burnish.checkpoint.manifest import integrity_errors
 
     shutil.copytree(folder / "two/full/checkpoint-6", tmp_path / "checkpoint-6")
     shard = tmp_path / "checkpoint-6" / "optimizer-00002-of-00002.safetensors"
     damaged = bytearray(shard.read_bytes())
     damaged[-1] ^= 1
     shard.write_bytes(damaged)
-    assert faults(tmp_path / "checkpoint-6") == [f"{shard.name} is corrupted (checksum mismatch)"]
+    assert integrity_errors(tmp_path / "checkpoint-6") == [f"{shard.name} is corrupted (checksum mismatch)"]
 
 
 # --- what is asked for ------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_optimizer_with_states_of_full_weights_is_rejected():
 
     weight = torch.nn.Parameter(torch.ones(4))
     with pytest.raises(UserError, match="Adagrad creates its states from full weights"):
-        follow(torch.optim.Adagrad([weight]), {})
+        replace_parameters(torch.optim.Adagrad([weight]), {})
 
 
 def test_optimizer_that_needs_full_weights_is_rejected_by_name():

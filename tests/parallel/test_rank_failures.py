@@ -10,7 +10,7 @@ import pytest
 
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue
-from burnish.parallel.multi_process import _join
+from burnish.parallel.multi_process import _open_process_group
 from burnish.parallel.process_counts import free_port
 from burnish.run import launch as launching
 from burnish.run.agreement import raise_unless_ranks_agree
@@ -93,7 +93,7 @@ def test_unreachable_process_group_is_reported_with_its_address(address, why, mo
     for name, value in {"MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError) as raised:
-        _join("gloo", timedelta(seconds=1))
+        _open_process_group("gloo", timedelta(seconds=1))
     (problem,) = raised.value.problems
     assert f"{address}:{port} within 1 s (ddp_timeout)" in problem.what
     assert problem.why.startswith(why)

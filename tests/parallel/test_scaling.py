@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from burnish.run.plan.memory import DecoderShape, Formats, Term
-from burnish.run.plan.memory_per_device import Sharing, peaks, shared, sharing_of
+from burnish.run.plan.memory_per_device import Sharing, peaks, sharing_of, terms_per_device
 from burnish.run.plan.plan import RunOptions
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +19,7 @@ TERMS = [Term(name, size, "") for name, size in SIZES.items()]
 
 
 def parts(sharing, formats=FLOAT32):
-    return {term.name: term.num_bytes for term in shared(TERMS, sharing, SHAPE, formats, 100, 100)}
+    return {term.name: term.num_bytes for term in terms_per_device(TERMS, sharing, SHAPE, formats, 100, 100)}
 
 
 def test_each_zero_stage_shards_one_more_part():

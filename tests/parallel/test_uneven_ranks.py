@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from burnish import Trainer
 from burnish.parallel import selection
-from burnish.parallel.ddp import BUFFERS, syncing_arguments
+from burnish.parallel.ddp import SYNC_BUFFERS_ARGUMENT, syncing_arguments
 from burnish.parallel.options import ParallelOptions
 from trainer_run import Regression, make_trainer, points
 from two_processes import in_two_processes
@@ -225,11 +225,11 @@ def test_notes_are_printed_by_rank_0_only(rank_results):
 def test_ddp_defaults_match_transformers_and_torch():
     options = syncing_arguments(ParallelOptions())
     assert options["find_unused_parameters"] is True
-    assert BUFFERS not in options
+    assert SYNC_BUFFERS_ARGUMENT not in options
     assert syncing_arguments(ParallelOptions(gradient_checkpointing=True))["find_unused_parameters"] is False
     overrides = ParallelOptions(ddp_find_unused_parameters=False, ddp_broadcast_buffers=False, ddp_bucket_cap_mb=7)
     assert syncing_arguments(overrides) == {
-        "find_unused_parameters": False, BUFFERS: False, "static_graph": False, "bucket_cap_mb": 7,
+        "find_unused_parameters": False, SYNC_BUFFERS_ARGUMENT: False, "static_graph": False, "bucket_cap_mb": 7,
         "gradient_as_bucket_view": True,
     }  # fmt: skip
 

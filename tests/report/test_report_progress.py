@@ -27,10 +27,10 @@ from burnish.report.pace import Pace, short_loss, short_number, short_time
 from burnish.report.progress import (
     EVAL_LINES,
     TRAIN_LINES,
+    EvenlySpacedEvents,
     PrinterCallback,
     ProgressCallback,
     RunFacts,
-    Thinned,
     _LiveLine,
     progress_callback,
 )
@@ -218,7 +218,7 @@ def test_every_log_of_a_short_run_is_printed(capsys, steps, log_every, shown):
 
 
 def test_thinning_keeps_first_and_last_and_spreads_the_rest():
-    thinned = Thinned(5)
+    thinned = EvenlySpacedEvents(5)
     passed = [step for step in range(1, 101) if thinned.is_due(step, 100)]
     assert passed == [1, 25, 50, 75, 100]
 

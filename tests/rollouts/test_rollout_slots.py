@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from burnish.adapters.lora_model import merged
 from burnish.config.errors import UserError
-from burnish.inference.forward import OverSlots
+from burnish.inference.forward import SlotForward
 from burnish.inference.types import ROLLOUT, NoiseKey, Sampling
 from burnish.models.patches.packed import packed_weights
 from burnish.rollouts.completions import CompletionLimits, SlotSource
@@ -105,14 +105,14 @@ def test_completions_with_packed_and_plain_weights_are_equal(folder, is_adapted,
 def test_out_of_memory_retries_with_fewer_slots(folder, monkeypatch, capsys):
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     whole = SlotSource(model, 6, 256, nullcontext).complete(PROMPTS, KEYS, LIMITS)
-    run, most = OverSlots.run, 6
+    run, most = SlotForward.run, 6
 
     def bounded(self, first, rows):
         if len(rows) > most:
             raise torch.OutOfMemoryError("not enough memory")
         return run(self, first, rows)
 
-    monkeypatch.setattr(OverSlots, "run", bounded)
+    monkeypatch.setattr(SlotForward, "run", bounded)
     source = SlotSource(model, 16, 256, nullcontext)
     assert source.complete(PROMPTS, KEYS, LIMITS) == whole
     assert source.scheduler.facts().slots == 6
@@ -131,7 +131,7 @@ def test_insufficient_memory_for_one_completion_is_rejected(folder, monkeypatch)
         raise torch.OutOfMemoryError("not enough memory")
 
     source.free()
-    monkeypatch.setattr(OverSlots, "run", fails)
+    monkeypatch.setattr(SlotForward, "run", fails)
     with pytest.raises(UserError, match="not enough memory for a single completion"):
         source.complete(PROMPTS, KEYS, LIMITS)
 

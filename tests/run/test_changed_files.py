@@ -26,7 +26,7 @@ from burnish.models.fingerprint import config_fingerprint, model_fingerprint, pl
 from burnish.models.options import ModelOptions
 from burnish.optim.builtin import OPTIMIZERS
 from burnish.run.plan.options import GROUPS, MEMBER_GROUPS, RunOptions
-from burnish.run.recovery.fingerprints import HARMLESS, HARMLESS_GROUPS, plugin_code
+from burnish.run.recovery.fingerprints import UNTRACKED_GROUPS, UNTRACKED_OPTIONS, plugin_code
 from burnish.utils import digests
 from burnish.utils.digests import file_digests
 from burnish.utils.source_files import source_digest
@@ -125,8 +125,8 @@ TEMPLATE = (
 
 def test_every_path_option_is_tested_or_declared_harmless() -> None:
     named = {name for name, spec in specs(RunOptions).items() if spec.names_place and not spec.ignored}
-    of_groups = {n for g in (*GROUPS, *MEMBER_GROUPS) if g.__name__ in HARMLESS_GROUPS for n in specs(g)}
-    declared = {name for names in HARMLESS.values() for name in names} | of_groups | MAY_CHANGE
+    of_groups = {n for g in (*GROUPS, *MEMBER_GROUPS) if g.__name__ in UNTRACKED_GROUPS for n in specs(g)}
+    declared = {name for names in UNTRACKED_OPTIONS.values() for name in names} | of_groups | MAY_CHANGE
     cached = {"cache_dir", "media_dir"}  # models and images are known by their content, wherever they lie
     assert named - declared - cached - PLACES.keys() == set()
     assert PLACES.keys() <= named

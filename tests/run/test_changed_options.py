@@ -17,11 +17,16 @@ from burnish import cli
 from burnish.checkpoint.comparison import MAY_CHANGE
 from burnish.config.options import specs
 from burnish.run.plan.options import GROUPS, MEMBER_GROUPS, RunOptions
-from burnish.run.recovery.fingerprints import BY_CONTENT, HARMLESS, HARMLESS_GROUPS, kept_options
+from burnish.run.recovery.fingerprints import (
+    BY_CONTENT,
+    UNTRACKED_GROUPS,
+    UNTRACKED_OPTIONS,
+    kept_options,
+)
 from option_effects import OPTION_EFFECTS
 
-DECLARED = [name for names in HARMLESS.values() for name in names]
-OF_GROUPS = [name for g in (*GROUPS, *MEMBER_GROUPS) if g.__name__ in HARMLESS_GROUPS for name in specs(g)]
+DECLARED = [name for names in UNTRACKED_OPTIONS.values() for name in names]
+OF_GROUPS = [name for g in (*GROUPS, *MEMBER_GROUPS) if g.__name__ in UNTRACKED_GROUPS for name in specs(g)]
 NOT_OF_A_RESUME = {
     "overwrite_output_dir", "resume", "resume_from_checkpoint", "output_dir", "do_train", "do_eval", "do_predict",
     *(name for name, row in OPTION_EFFECTS.items() if row.beside.keys() & {"do_predict", "do_eval"}),

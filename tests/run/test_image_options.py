@@ -164,7 +164,7 @@ def test_full_image_cache_on_disk_writes_no_more(tmp_path):
     def prepared(image):
         return {"pixel_values": torch.rand(1000), "grid": torch.tensor([[1, image, 3]])}
 
-    cache = on_disk.OnDisk(prepared, str, tmp_path, 10_000)
+    cache = on_disk.ImageDiskCache(prepared, str, tmp_path, 10_000)
     first = {number: cache(number) for number in range(5)}
     assert 0 < len(list(tmp_path.iterdir())) < 5
     for file in tmp_path.iterdir():
@@ -175,12 +175,12 @@ def test_full_image_cache_on_disk_writes_no_more(tmp_path):
 def test_image_memory_limit_is_respected(workspace, monkeypatch):
     recorded = []
 
-    class Recorded(ahead.PreparedAhead):
+    class Recorded(ahead.ImagePrefetcher):
         def __init__(self, prepare, images, threads, ahead_bytes, cache_bytes, num_frames):
             recorded.append((ahead_bytes, cache_bytes))
             super().__init__(prepare, images, threads, ahead_bytes, cache_bytes, num_frames)
 
-    monkeypatch.setattr(batches, "PreparedAhead", Recorded)
+    monkeypatch.setattr(batches, "ImagePrefetcher", Recorded)
     from image_runs import train
 
     train(workspace, "bounded", finetuning_type="lora", max_steps=1, image_ahead_mb=3, image_cache_mb=5)

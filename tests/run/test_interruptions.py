@@ -13,7 +13,7 @@ import pytest
 from bad_inputs import read_output
 from burnish import cli
 from burnish.checkpoint import checkpoint
-from burnish.checkpoint.manifest import faults
+from burnish.checkpoint.manifest import integrity_errors
 from burnish.loop.loop import Loop
 from representative import representative_slow
 
@@ -59,14 +59,14 @@ def test_failed_save_is_reported_once_and_retried(
     assert "out/checkpoint-8 was saved successfully." in out
     assert "could not be saved" in Path("out/run.log").read_text(encoding="utf-8")
     assert sorted(path.name for path in Path("out").glob("*checkpoint-*")) == ["checkpoint-2", "checkpoint-8"]
-    assert not faults(Path("out/checkpoint-8"))
+    assert not integrity_errors(Path("out/checkpoint-8"))
     assert weights("out") == weights("alone")
 
 
 def test_deleted_folder_is_created_again(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_step(5, lambda: shutil.rmtree("out"), monkeypatch)
     assert cli.main([*WORDS, "save_in_background=false"]) in (0, 3)
-    assert not faults(Path("out/checkpoint-8"))
+    assert not integrity_errors(Path("out/checkpoint-8"))
     assert Path("out/model.safetensors").is_file()
 
 
@@ -154,7 +154,7 @@ def test_full_disk_does_not_end_training(user_folder: Path, capsys: pytest.Captu
             patch.setattr(Loop, "step", frees)
             assert cli.main(argv) == 3
         assert "no space left on device" in read_output(capsys)[1]
-        whole = [path.name for path in sorted(Path("small/out").glob("checkpoint-*")) if not faults(path)]
+        whole = [path.name for path in sorted(Path("small/out").glob("checkpoint-*")) if not integrity_errors(path)]
         assert whole == ["checkpoint-2", "checkpoint-8"]
     finally:
         subprocess.run(["umount", "small"], check=True)
@@ -173,7 +173,7 @@ def test_scheduler_notice_saves_a_checkpoint_and_run_continues(
     at_step(2, lambda: os.kill(os.getpid(), signal.SIGUSR1), monkeypatch)
     assert cli.main([*WORDS, "save_strategy=no"]) == 0
     assert [path.name for path in Path("out").glob("checkpoint-*")] == ["checkpoint-3"]
-    assert not faults(Path("out/checkpoint-3"))
+    assert not integrity_errors(Path("out/checkpoint-3"))
 
 
 def test_run_stops_with_a_checkpoint_at_its_time_limit(user_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

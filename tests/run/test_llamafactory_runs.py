@@ -16,7 +16,7 @@ from burnish.config.options import specs
 from burnish.loop.state import TrainerState
 from burnish.parallel.precision import has_fast_bfloat16
 from burnish.run.plan.plan import RunOptions, aliases
-from burnish.run.plan.unsupported import ABSENT, NO_EFFECT
+from burnish.run.plan.unsupported import NO_EFFECT, UNSUPPORTED
 from representative import representative_slow
 from small_run import WALK_THROUGH, make_model, records
 
@@ -337,4 +337,4 @@ def test_every_llamafactory_argument_is_known_or_rejected_by_name():
     names = [name for tool, keys in peers.items() if tool.startswith("LLaMA-Factory") for name in keys]
     assert {"ray_run_name", "reserved_label_len"} <= set(names)
     assert len(names) > 230
-    assert not [name for name in names if name not in {**specs(RunOptions), **aliases(), **ABSENT, **NO_EFFECT}]
+    assert not [name for name in names if name not in {**specs(RunOptions), **aliases(), **UNSUPPORTED, **NO_EFFECT}]

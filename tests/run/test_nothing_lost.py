@@ -22,7 +22,7 @@ from burnish.config.options import specs
 from burnish.loop.loop import Loop
 from burnish.run.plan.options import RunOptions
 from burnish.run.recovery.clearing import SOURCES, BackupOnOverwrite, files_of_run
-from burnish.utils.files import cache_home, only_writer, problems_of_folder
+from burnish.utils.files import cache_home, exclusive_writer_lock, problems_of_folder
 from pair_runs import pairs
 from representative import representative_slow
 
@@ -372,7 +372,10 @@ def test_folder_that_vanishes_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         raise FileNotFoundError(ENOENT, "No such file or directory")
 
     monkeypatch.setattr(Path, "mkdir", missing)
-    with pytest.raises(UserError, match="cannot be created: No such file or directory"), only_writer(tmp_path / "a"):
+    with (
+        pytest.raises(UserError, match="cannot be created: No such file or directory"),
+        exclusive_writer_lock(tmp_path / "a"),
+    ):
         pass
 
 

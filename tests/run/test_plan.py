@@ -15,7 +15,7 @@ from burnish.run.plan import checks
 from burnish.run.plan.checks import trains
 from burnish.run.plan.config_files import split_arguments
 from burnish.run.plan.plan import RunOptions, aliases, component_checks, plan
-from burnish.run.plan.unsupported import ABSENT, NO_EFFECT
+from burnish.run.plan.unsupported import NO_EFFECT, UNSUPPORTED
 from small_run import WALK_THROUGH
 
 
@@ -69,12 +69,12 @@ def test_flash_attn_that_is_not_available_gives_a_note(
     name: str, has_gpu: bool, missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(attention_choice, "_can_be_had", lambda name: False)
+    monkeypatch.setattr(attention_choice, "_is_available", lambda name: False)
     (note,) = (note for note in plan(raw_options(tmp_path, flash_attn=name)).notes if "flash_attn" in note)
     assert f"flash_attn: {name} has no effect without {missing}" in note
     assert attention_choice.requested_attention(ModelOptions(flash_attn=name)) is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(attention_choice, "_can_be_had", lambda name: True)
+    monkeypatch.setattr(attention_choice, "_is_available", lambda name: True)
     assert attention_choice.requested_attention(ModelOptions(flash_attn=name)) == f"flash_attention_{name[-1]}"
 
 
@@ -159,14 +159,14 @@ def test_derived_values_are_reported_with_their_source(tmp_path: Path) -> None:
 
 def test_declared_options_are_not_listed_as_absent() -> None:
     claimed = {**specs(RunOptions), **aliases()}
-    assert not sorted({*ABSENT, *NO_EFFECT} & set(claimed))
+    assert not sorted({*UNSUPPORTED, *NO_EFFECT} & set(claimed))
 
 
 def test_every_option_of_peer_libraries_is_known_or_rejected_by_name(golden_folder: Path) -> None:
     lists = json.loads((golden_folder / "peer_arguments.json").read_text(encoding="utf-8"))
     names = [entry["name"] for entries in lists.values() if isinstance(entries, list) for entry in entries]
     assert "gradient_accumulation_steps" in names
-    assert not [name for name in names if name not in {**specs(RunOptions), **aliases(), **ABSENT, **NO_EFFECT}]
+    assert not [name for name in names if name not in {**specs(RunOptions), **aliases(), **UNSUPPORTED, **NO_EFFECT}]
 
 
 def test_checks_of_every_component_are_called() -> None:

@@ -29,7 +29,7 @@ from burnish.run.predictions.partial import FinishedResponses
 from burnish.run.predictions.predict import _scores, predict_all
 from burnish.run.predictions.questions import Question, questions_of
 from burnish.run.prepare import prepare
-from burnish.run.response_metrics import METRICS, check_metrics, metric_notes, scores
+from burnish.run.response_metrics import METRICS, check_metrics, compute_metrics, metric_notes
 from small_run import make_workspace
 from template_cases import byte_tokenizer, template_options
 
@@ -196,7 +196,7 @@ def test_responses_of_another_model_are_not_continued(tmp_path, monkeypatch):
     weights = load_file(tmp_path / "model" / "model.safetensors")
     for _ in range(2):
         with monkeypatch.context() as patched:
-            patched.setattr("burnish.run.predictions.files.write_whole", full)
+            patched.setattr("burnish.run.predictions.files.write_text_atomically", full)
             with pytest.raises(OSError, match="No space"):
                 predict_all(run, prepare(made), made)
     save_file({name: tensor + 0.1 for name, tensor in weights.items()}, tmp_path / "model" / "model.safetensors")
@@ -212,7 +212,10 @@ def test_responses_are_kept_until_they_are_written(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    for place in ("burnish.run.predictions.predict.scores", "burnish.run.predictions.files.write_whole"):
+    for place in (
+        "burnish.run.predictions.predict.compute_metrics",
+        "burnish.run.predictions.files.write_text_atomically",
+    ):
         with monkeypatch.context() as patched:
             patched.setattr(place, full)
             with pytest.raises(OSError, match="No space"):
@@ -373,7 +376,7 @@ def test_custom_metric_is_selected_by_name(monkeypatch):
         return {"length": sum(map(len, predictions)) / len(predictions)}
 
     options = SimpleNamespace(predict_metrics=["exact_match", "length"])
-    assert scores(["ab", "abcd"], ["ab", "x"], options) == {"exact_match": 0.5, "length": 3.0}
+    assert compute_metrics(["ab", "abcd"], ["ab", "x"], options) == {"exact_match": 0.5, "length": 3.0}
 
 
 def test_bleu_matches_library_on_characters():
@@ -409,7 +412,7 @@ def test_default_metrics_are_computed_as_far_as_their_libraries_are_installed(mo
     assert metric_notes(options)[0].startswith(
         "Metrics that require libraries that are not installed (nltk, jieba, rouge_chinese): bleu-4, rouge."
     )
-    assert scores(["a", "b"], ["a", "c"], options) == {"exact_match": 0.5}
+    assert compute_metrics(["a", "b"], ["a", "c"], options) == {"exact_match": 0.5}
 
 
 def test_unknown_metric_is_rejected_with_nearest_name(tmp_path):

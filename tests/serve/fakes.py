@@ -14,15 +14,15 @@ from burnish.inference.types import (
     BASE,
     Closed,
     EngineFacts,
-    Filled,
-    Full,
     GenerationRequest,
     Logprob,
+    PromptProcessed,
+    QueueFullError,
     RequestHandle,
     Sampling,
     StepOutput,
 )
-from burnish.serve.api.requests import BaseRequest, ChatRequest, unknown_model
+from burnish.serve.api.requests import BaseRequest, ChatRequest, unknown_model_error
 from burnish.serve.api.responses import AnswerCall, Delta
 
 END = 256
@@ -57,7 +57,7 @@ class ScriptedEngine:
             raise UserError("the prompt must have at least one token.")
         with self._lock:
             if len(self._open) >= self.slots + self.limit:
-                raise Full(self.limit, 7.0)
+                raise QueueFullError(self.limit, 7.0)
             number = next(self._numbers)
             self.asks.append(ask)
             self._open[number] = (ask, callback, [-1, *self.script(ask)][: ask.max_new_tokens + 1])
@@ -105,7 +105,7 @@ class ScriptedEngine:
             token = ids.pop(0)
             if token == -1:
                 measured = ask.ids[ask.prompt_logprobs_from :] if ask.prompt_logprobs_from else []
-                made = StepOutput(filled=Filled(2, tuple(_logprob(one, ask) for one in measured)))
+                made = StepOutput(filled=PromptProcessed(2, tuple(_logprob(one, ask) for one in measured)))
                 if ask.max_new_tokens == 0:
                     del self._open[number]
                     made = StepOutput(filled=made.filled, reason="length")
@@ -182,7 +182,7 @@ class FakeServed:
 
     def adapter_of(self, model: str) -> str:
         if model not in {"first", "first:poet", "poet"}:
-            raise unknown_model(model, ["first", "poet"])
+            raise unknown_model_error(model, ["first", "poet"])
         return BASE if model == "first" else "poet"
 
     def counted_prompt(self, request: ChatRequest) -> tuple[list[int], list[dict[str, int]]]:

@@ -25,7 +25,7 @@ from burnish.run.plan.plan import RunOptions
 from burnish.serve.eval import command
 from burnish.serve.eval.harness import EngineModel
 from burnish.serve.eval.local_tasks import Subject, local_tasks
-from burnish.serve.eval.results import Answers, Chosen, accuracies, accuracy, chosen, compared
+from burnish.serve.eval.results import ChoiceResult, SavedAnswers, accuracies, accuracy, choice_result, comparison_table
 from small_run import make_model
 
 pytestmark = pytest.mark.run
@@ -223,16 +223,16 @@ def subject(key: str, category: str = "") -> Subject:
 
 
 def test_no_accuracy_without_reference_answers() -> None:
-    unknown = chosen({"filtered_resps": [(-1.0, False), (-0.5, True)], "target": ""})
+    unknown = choice_result({"filtered_resps": [(-1.0, False), (-0.5, True)], "target": ""})
     assert (unknown.letter, unknown.is_right) == ("B", None)
     assert accuracies([subject("law")], {"law": [unknown]}) == {"num_questions": 1, "num_answered": 0}
-    right = chosen({"filtered_resps": [(-1.0, False), (-0.5, True)], "target": "B"})
+    right = choice_result({"filtered_resps": [(-1.0, False), (-0.5, True)], "target": "B"})
     assert right.is_right
     assert sum(right.chances) == pytest.approx(1)
 
 
 def test_averages_are_over_questions_and_categories() -> None:
-    done = {"x": [Chosen("A", (), True)] * 3, "y": [Chosen("B", (), False)]}
+    done = {"x": [ChoiceResult("A", (), True)] * 3, "y": [ChoiceResult("B", (), False)]}
     result = accuracies([subject("x", "STEM"), subject("y")], done)
     assert (result["accuracy"], result["macro_accuracy"]) == (75.0, 50.0)
     assert result["accuracy_stderr"] == pytest.approx(100 * (0.75 * 0.25 / 3) ** 0.5, abs=1e-3)
@@ -241,26 +241,26 @@ def test_averages_are_over_questions_and_categories() -> None:
 
 
 def test_paired_error_counts_differing_questions() -> None:
-    of = [{"x": [Chosen("A", (), right) for right in rights]} for rights in ((1, 1, 0, 0), (1, 1, 1, 0))]
-    assert compared(["one", "two"], [subject("x")], of)[2].split() == ["two", "75.00", "+25.00", "±", "21.65"]
+    of = [{"x": [ChoiceResult("A", (), right) for right in rights]} for rights in ((1, 1, 0, 0), (1, 1, 1, 0))]
+    assert comparison_table(["one", "two"], [subject("x")], of)[2].split() == ["two", "75.00", "+25.00", "±", "21.65"]
 
 
 def test_responses_of_another_model_are_discarded(tmp_path: Path) -> None:
-    Answers(tmp_path, {"model": 1}).add(subject("x"), [Chosen("A", (0.5, 0.5), True)])
-    assert Answers(tmp_path, {"model": 1}).done == {"x": [Chosen("A", (0.5, 0.5), True)]}
-    assert Answers(tmp_path, {"model": 2}).done == {}
+    SavedAnswers(tmp_path, {"model": 1}).add(subject("x"), [ChoiceResult("A", (0.5, 0.5), True)])
+    assert SavedAnswers(tmp_path, {"model": 1}).done == {"x": [ChoiceResult("A", (0.5, 0.5), True)]}
+    assert SavedAnswers(tmp_path, {"model": 2}).done == {}
 
 
 def test_restarted_evaluation_does_not_lose_finished_subjects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    Answers(tmp_path, {"model": 1}).add(subject("x"), [Chosen("A", (0.5, 0.5), True)])
+    SavedAnswers(tmp_path, {"model": 1}).add(subject("x"), [ChoiceResult("A", (0.5, 0.5), True)])
     with monkeypatch.context() as patched:
         patched.setattr("burnish.report.results.os.replace", full)
         with pytest.raises(OSError, match="No space"):
-            Answers(tmp_path, {"model": 1})
-    assert Answers(tmp_path, {"model": 1}).done == {"x": [Chosen("A", (0.5, 0.5), True)]}
+            SavedAnswers(tmp_path, {"model": 1})
+    assert SavedAnswers(tmp_path, {"model": 1}).done == {"x": [ChoiceResult("A", (0.5, 0.5), True)]}
 
 
 def test_dataset_is_evaluated_as_in_a_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def test_idle_connections_above_file_limit_do_not_stop_server_or_fill_log(starte
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The port of a small server with a head's time of half a second, and at most 8 connections."""
-    monkeypatch.setattr(connections, "HEAD_S", 0.5)
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.5)
     monkeypatch.setattr("burnish.serve.http.server.most_connections", lambda: 8)
 
     async def app(scope, receive, send) -> None:
@@ -175,7 +175,9 @@ def test_active_request_is_not_interrupted_and_idle_connections_are_closed(quick
 
 
 def test_requests_without_body_are_closed_for_new_ones(quick: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HEAD_S", 30.0)  # a busy machine may take half a second between two packets
+    monkeypatch.setattr(
+        connections, "HEADER_TIMEOUT_S", 30.0
+    )  # a busy machine may take half a second between two packets
     head = b"POST /slow HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n"
     (busy,) = opened(quick, 1, head + b"{}")
     assert status_of(quick) == 200  # so the request before it has been read, and its connection is not idle

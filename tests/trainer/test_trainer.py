@@ -15,7 +15,7 @@ from transformers import DataCollatorWithPadding, default_data_collator
 
 import burnish
 from burnish import Trainer, TrainingArguments, UserError
-from burnish.reexports import ABSENT, OWNER_OF
+from burnish.reexports import OWNER_OF, UNSUPPORTED
 from burnish.trainer import reporting
 from representative import representative_slow
 from trainer_run import (
@@ -509,7 +509,7 @@ def test_metrics_are_printed_and_saved(tmp_path, capsys):
     assert trainer.metrics_format({"train_runtime": 61.0})["train_runtime"] == "0:01:01.00"
 
 
-@pytest.mark.parametrize("name", [*ABSENT, "Trainers"])
+@pytest.mark.parametrize("name", [*UNSUPPORTED, "Trainers"])
 def test_unavailable_name_is_rejected_with_an_alternative(name):
     with pytest.raises(ImportError, match=name) as refused:
         exec(f"from burnish import {name}")  # as a script writes it

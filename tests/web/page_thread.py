@@ -16,7 +16,7 @@ from burnish.serve.page.app import application
 from burnish.serve.page.home import Home
 from burnish.serve.page.options import WebOptions
 from burnish.serve.page.session import Sessions
-from burnish.serve.page.site import Site, _mark_of_source
+from burnish.serve.page.site import Site, _source_version
 from serve.server_thread import serve_app
 
 
@@ -60,7 +60,7 @@ def described_options() -> str:
     """What a page keeps of the planner's answer, so that not every test starts a planner."""
     from burnish.serve.page.planner_process import form
 
-    return json.dumps({"mark": _mark_of_source(), **form()})
+    return json.dumps({"mark": _source_version(), **form()})
 
 
 @contextmanager

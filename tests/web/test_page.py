@@ -27,7 +27,7 @@ from burnish.serve.page.command import read_options
 from burnish.serve.page.home import Home
 from burnish.serve.page.layout import BOXES, DEPENDS, PRESETS
 from burnish.serve.page.places import Roots
-from burnish.serve.page.runs.follow import FilePosition, cursor_text, end_of, news, read_cursor
+from burnish.serve.page.runs.follow import FilePosition, cursor_text, end_of, new_events, read_cursor
 from burnish.serve.page.runs.log_columns import columns_of
 from burnish.serve.page.runs.series import thinned
 from burnish.serve.page.words import language_of, page_words
@@ -290,13 +290,13 @@ def test_reconnecting_reader_receives_every_row_once(tmp_path) -> None:
             pending = pending[cut:]
             if draw.random() < 0.5:
                 place = read_cursor(cursor).get("a" * 12, FilePosition())
-                for name, data, behind in news("a" * 12, folder, place, log=False):
+                for name, data, behind in new_events("a" * 12, folder, place, log=False):
                     place = behind
                     if name == "rows":
                         recorded += data["columns"]["step"]
                 cursor = cursor_text({"a" * 12: place})
         file.write(pending)
-    for name, data, _ in news("a" * 12, folder, read_cursor(cursor)["a" * 12], log=False):
+    for name, data, _ in new_events("a" * 12, folder, read_cursor(cursor)["a" * 12], log=False):
         if name == "rows":
             recorded += data["columns"]["step"]
     assert recorded == list(range(1, written + 1))
@@ -304,7 +304,7 @@ def test_reconnecting_reader_receives_every_row_once(tmp_path) -> None:
 
 def test_truncated_log_is_fetched_again(tmp_path) -> None:
     (tmp_path / "trainer_log.jsonl").write_text('{"current_steps": 1, "loss": 1}\n')
-    names = [name for name, _, _ in news("b" * 12, tmp_path, FilePosition(rows=1000), log=False)]
+    names = [name for name, _, _ in new_events("b" * 12, tmp_path, FilePosition(rows=1000), log=False)]
     assert names[0] == "resync"
 
 
@@ -313,15 +313,15 @@ def test_log_of_a_run_is_followed_from_its_current_end(name: str, tmp_path: Path
     (tmp_path / name).write_text("step 1\n")
     place = end_of(tmp_path, None)
     (tmp_path / name).write_text("step 1\nstep 2\n")
-    assert [data["text"] for _, data, _ in news("b" * 12, tmp_path, place, log=True)] == ["step 2\n"]
+    assert [data["text"] for _, data, _ in new_events("b" * 12, tmp_path, place, log=True)] == ["step 2\n"]
 
 
 def test_log_of_a_run_that_was_started_over_is_fetched_again(tmp_path: Path) -> None:
     (tmp_path / "run.log").write_text("step 1\nstep 2\n")
     place = end_of(tmp_path, None)
     (tmp_path / "run.log").write_text("step 1\n")
-    assert [name for name, _, _ in news("b" * 12, tmp_path, place, log=True)] == ["resync"]
-    assert [name for name, _, _ in news("b" * 12, tmp_path, place, log=False)] == []
+    assert [name for name, _, _ in new_events("b" * 12, tmp_path, place, log=True)] == ["resync"]
+    assert [name for name, _, _ in new_events("b" * 12, tmp_path, place, log=False)] == []
 
 
 def test_new_rows_arrive_as_events_and_continue_from_the_cursor(page, root) -> None:

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import pytest
 
-from burnish.data.images.sources import stored
+from burnish.data.images.sources import store_image
 from burnish.loop.types import ContentPart, Example, Message
 from burnish.serve.page.planner_process import question_of
 from burnish.serve.page.routes.images import SIDE, Images
@@ -51,7 +51,7 @@ def test_image_below_a_root_is_shown_as_thumbnail(page, root) -> None:
 
 def test_image_stored_as_bytes_in_a_dataset_is_found_by_hash(page, root, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
-    path = stored(drawn((20, 10)))
+    path = store_image(drawn((20, 10)))
     assert shown(page, path)[0] == 200
     other = tmp_path / "cache/images/ab/notes.png"
     other.parent.mkdir(parents=True)

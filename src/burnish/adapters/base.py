@@ -20,12 +20,12 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from burnish.checkpoint.snapshot import named_once
+from burnish.checkpoint.snapshot import named_tensors_without_duplicates
 from burnish.config.checks import notes
 from burnish.config.errors import Problem, UserError, did_you_mean, few, shape_in_words
 from burnish.config.options import option
 from burnish.config.registry import Registry
-from burnish.kernels.model_parts import PartName, part_at, parts_of, sees
+from burnish.kernels.model_parts import PartName, has_vision_tower, part_at, parts_of
 from burnish.kernels.probe import unwrap_peft
 
 
@@ -106,17 +106,17 @@ def frozen_parts(options: FinetuningOptions) -> set[PartName]:
 
 def part_problems(options: FinetuningOptions, model: nn.Module) -> list[Problem]:
     """Problems of the options that select the trained parts of a vision model."""
-    if sees(model):
+    if has_vision_tower(model):
         if len(frozen_parts(options)) < 3:
             return []
         what = "vision tower, projector and language model are all frozen: nothing is left to train."
-        return [Problem(what, remedy="Set freeze_language_model: false.", option=tuple(_PARTS))]
-    requested = [name for name, usual in _PARTS.items() if getattr(options, name) != usual]
+        return [Problem(what, remedy="Set freeze_language_model: false.", option=tuple(_FREEZE_OPTIONS))]
+    requested = [name for name, usual in _FREEZE_OPTIONS.items() if getattr(options, name) != usual]
     what = f"{type(unwrap_peft(model)).__name__} is a text-only model without a vision tower."
     return [Problem(f'"{name}" cannot be set: {what}', remedy="Remove it.", option=name) for name in requested]
 
 
-_PARTS = {
+_FREEZE_OPTIONS = {
     "freeze_vision_tower": True, "freeze_multi_modal_projector": True, "freeze_language_model": False,
     "train_mm_proj_only": False,
 }  # fmt: skip
@@ -124,7 +124,7 @@ _PARTS = {
 
 def is_frozen(model: nn.Module, options: FinetuningOptions) -> Callable[[str], bool]:
     """A function from the path of a module or parameter to whether its part is frozen."""
-    if not sees(model):
+    if not has_vision_tower(model):
         return lambda path: False
     parts, frozen = parts_of(model), frozen_parts(options)
     return lambda path: part_at(path, parts) in frozen
@@ -146,7 +146,7 @@ class ModelState:
 
 def trainable_summary(model: nn.Module) -> tuple[int, int]:
     """(number of trainable parameters, number of all parameters). A tied weight counts once."""
-    sizes = [(_size(p), p.requires_grad) for p in model.parameters()]
+    sizes = [(_num_elements(p), p.requires_grad) for p in model.parameters()]
     return sum(n for n, trains in sizes if trains), sum(n for n, _ in sizes)
 
 
@@ -158,10 +158,10 @@ def parameters_without_embeddings(model: nn.Module) -> int:
     forward pass, twice as much for the backward pass, without the attention products.
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    return sum(_size(parameter) for parameter in model.parameters() if id(parameter) not in embeddings)
+    return sum(_num_elements(parameter) for parameter in model.parameters() if id(parameter) not in embeddings)
 
 
-def _size(parameter: nn.Parameter) -> int:
+def _num_elements(parameter: nn.Parameter) -> int:
     """Number of elements of a parameter. bitsandbytes packs two 4-bit numbers into a byte."""
     per_element = 2 * parameter.element_size() if type(parameter).__name__ == "Params4bit" else 1
     # With ZeRO-3 a sharded weight is an empty tensor.
@@ -180,7 +180,7 @@ def parameter_lines(model: nn.Module, options: FinetuningOptions) -> list[str]:
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and persistent buffer. A tied weight is listed once, under its first name."""
-    return {name: tensor.detach() for name, tensor in named_once(model).items()}
+    return {name: tensor.detach() for name, tensor in named_tensors_without_duplicates(model).items()}
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:

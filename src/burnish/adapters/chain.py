@@ -14,13 +14,13 @@ from burnish.config.errors import UserError, few
 from burnish.utils.json_files import read_object, write_json
 
 MERGED_NAME = "merged_adapters.json"
-_KEY = "merged_adapters"
+_METADATA_KEY = "merged_adapters"
 
 
 def write_merged(folder: Path, merged: Sequence[Path]) -> None:
     """Write the folders of the adapters that were merged before the one in ``folder`` was trained, in order."""
     if merged:
-        write_json(folder / MERGED_NAME, {_KEY: [str(each.resolve()) for each in merged]})
+        write_json(folder / MERGED_NAME, {_METADATA_KEY: [str(each.resolve()) for each in merged]})
 
 
 def merged_before(folder: Path) -> list[str]:
@@ -32,9 +32,9 @@ def merged_before(folder: Path) -> list[str]:
     path = folder / MERGED_NAME
     if not path.is_file():
         return []
-    names = read_object(path).get(_KEY)
+    names = read_object(path).get(_METADATA_KEY)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UserError(f'Expected a list of adapter folders under "{_KEY}".', where=str(path))
+        raise UserError(f'Expected a list of adapter folders under "{_METADATA_KEY}".', where=str(path))
     return list(names)
 
 

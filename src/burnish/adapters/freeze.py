@@ -20,7 +20,7 @@ from burnish.adapters.base import ADAPTERS, FinetuningOptions, frozen_parts, unk
 from burnish.adapters.full import FullAdapter
 from burnish.config.errors import Problem
 from burnish.config.options import option, raise_if
-from burnish.kernels.model_parts import part_at, parts_of, sees
+from burnish.kernels.model_parts import has_vision_tower, part_at, parts_of
 
 
 @dataclass
@@ -71,7 +71,7 @@ class FreezeAdapter(FullAdapter):
         inside = {part for layer in layers for name, _ in layer.named_parameters() for part in name.split(".")[:-1]}
         requested = [name for name in self._options.freeze_trainable_modules if name != "all"]
         problems += unknown_names("freeze_trainable_modules", requested, sorted(inside), "module in the layers")
-        outside = sorted({name for name, _ in _outside(model)})
+        outside = sorted({name for name, _ in _modules_outside_layers(model)})
         extra = self._options.freeze_extra_modules or []
         return problems + unknown_names("freeze_extra_modules", extra, outside, "module outside the layers")
 
@@ -97,7 +97,7 @@ class FreezeAdapter(FullAdapter):
             ]
         return []
 
-    def _chosen(self, layers: Sequence[nn.Module]) -> Sequence[nn.Module]:
+    def _trained_layers(self, layers: Sequence[nn.Module]) -> Sequence[nn.Module]:
         """The trained layers."""
         count = self._options.freeze_trainable_layers
         if self._options.use_llama_pro:
@@ -115,14 +115,14 @@ class FreezeAdapter(FullAdapter):
                 f"freeze_trainable_layers is {requested}, but the model has {len(layers)} layers: all are trained."
             )
         modules = set(self._options.freeze_trainable_modules)
-        for layer in self._chosen(layers):
+        for layer in self._trained_layers(layers):
             for name, parameter in layer.named_parameters():
                 if "all" in modules or modules & set(name.split(".")[:-1]):
                     parameter.requires_grad_(parameter.is_floating_point())
-        for name, module in _outside(model):
+        for name, module in _modules_outside_layers(model):
             if name in (self._options.freeze_extra_modules or []):
                 module.requires_grad_(True)
-        parts = parts_of(model) if sees(model) else {}
+        parts = parts_of(model) if has_vision_tower(model) else {}
         frozen = frozen_parts(self._options)
         for name, parameter in model.named_parameters():
             part = part_at(name, parts)
@@ -135,7 +135,7 @@ class FreezeAdapter(FullAdapter):
 
 def decoder_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
     """The decoder layers and their path: the ModuleList with the config's number of layers, else the longest."""
-    parts = parts_of(model) if sees(model) else {}
+    parts = parts_of(model) if has_vision_tower(model) else {}
     stacks = [
         (path, list(m))
         for path, m in model.named_modules()
@@ -147,7 +147,7 @@ def decoder_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
     return max(fitting, key=lambda stack: len(stack[1]), default=("", []))
 
 
-def _outside(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _modules_outside_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield (last part of the name, module) for modules with parameters outside of the layers."""
     path, _ = decoder_layers(model)
     for name, module in model.named_modules():

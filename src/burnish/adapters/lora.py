@@ -39,8 +39,8 @@ from burnish.adapters.lora_model import (
 )
 from burnish.config.checks import notes
 from burnish.config.errors import Problem, few
-from burnish.config.options import changed_options, option, raise_if, set_without
-from burnish.utils.files import from_anywhere
+from burnish.config.options import changed_options, ineffective_option_notes, option, raise_if
+from burnish.utils.files import absolute_if_local
 from burnish.utils.json_files import write_json
 
 DEFAULT = "default"
@@ -89,7 +89,7 @@ def lora_notes(options: FinetuningOptions) -> list[str]:
         "loraplus_lr_embedding": "loraplus_lr_ratio",
         "create_new_adapter": "adapter_name_or_path",
     }
-    return set_without(options, switches)
+    return ineffective_option_notes(options, switches)
 
 
 class LoraChoices(LoraOptions, FinetuningOptions):
@@ -110,7 +110,7 @@ class LoraAdapter:
         self.to_continue = folders[-1] if continues else None
         self.notes: list[str] = []
         self.config: Any = None  # peft's LoraConfig
-        self._beginning = Beginning({})
+        self._initial = InitialFactors({})
 
     def check(self, model: nn.Module) -> list[Problem]:
         problems = []
@@ -131,11 +131,11 @@ class LoraAdapter:
             fit = Fit.of_folder(self.to_continue)
             self._put_in(model, fit)
             fill_adapter(model, self.to_continue, fit)
-            self.notes += _continued(model, self.to_continue, fit.config, self.options)
+            self.notes += _notes_on_existing_adapter(model, self.to_continue, fit.config, self.options)
         else:
             fit, _ = self._new_config(model)
             self._put_in(model, fit)
-            self.notes += _chosen(model, self.options, fit)
+            self.notes += _notes_on_new_adapter(model, self.options, fit)
         train_only(model, DEFAULT)
         return model
 
@@ -143,18 +143,18 @@ class LoraAdapter:
         add_adapter(model, DEFAULT, fit.config, fit.targets, fit.whole)
         self.config = fit.config
         if str(fit.config.init_lora_weights).startswith("pissa"):
-            self._beginning = Beginning.of(model)
+            self._initial = InitialFactors.of(model)
 
     def reference(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return self._beginning.instead(model) if self._beginning else disabled(model)
+        return self._initial.applied(model) if self._initial else disabled(model)
 
     def state(self, model: nn.Module) -> dict[str, Tensor]:
         state = adapter_state(model, DEFAULT)
-        return self._beginning.less(state) if self._beginning else state
+        return self._initial.to_saved_state(state) if self._initial else state
 
     def load_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
         raise_unless_fitting(self.state(model), state)
-        load_adapter_state(model, DEFAULT, self._beginning.taken(model, state) if self._beginning else state)
+        load_adapter_state(model, DEFAULT, self._initial.from_saved_state(model, state) if self._initial else state)
 
     def save(self, model: nn.Module, folder: str) -> None:
         from safetensors.torch import save_file
@@ -167,7 +167,7 @@ class LoraAdapter:
     def save_config(self, model: nn.Module, folder: str) -> None:
         if self.config is None:
             raise RuntimeError("No adapter is attached, so there is nothing to save.")
-        config = self._beginning.as_lora(self.config) if self._beginning else self.config
+        config = self._initial.saved_config(self.config) if self._initial else self.config
         config = config.to_dict() | {"inference_mode": True, "fan_in_fan_out": any(map(is_conv1d, model.modules()))}
         listed = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         write_json(Path(folder) / CONFIG_NAME, listed, sort_keys=True)
@@ -178,7 +178,7 @@ class LoraAdapter:
         from peft import LoraConfig
 
         options = self.options
-        extra = options.additional_target or _new_tokens(model)
+        extra = options.additional_target or _modules_with_new_tokens(model)
         whole, problems = find_modules(model, extra)
         frozen = is_frozen(model, options)
         targets, missing = find_targets(model, options.lora_target, left_out=whole, is_frozen=frozen)
@@ -189,14 +189,14 @@ class LoraAdapter:
             lora_dropout=options.lora_dropout, use_rslora=options.use_rslora, use_dora=options.use_dora,
             init_lora_weights=cast(Any, decomposition if options.pissa_init else True),
             target_modules=cast(Any, set(shortest_names(targets, model))), modules_to_save=sorted(extra) or None,
-            base_model_name_or_path=from_anywhere(getattr(getattr(model, "config", None), "name_or_path", None)),
+            base_model_name_or_path=absolute_if_local(getattr(getattr(model, "config", None), "name_or_path", None)),
         )  # fmt: skip
         fit = Fit(config, targets, whole)
         return fit, [*problems, *missing, *part_problems(options, model), *fit.problems(model)]
 
 
 @dataclass
-class Beginning:
+class InitialFactors:
     """Initial factors that PiSSA split off from the weights: ``W = W_res + s B0 A0`` (Meng et al. 2024, section 3,
     https://arxiv.org/abs/2404.02948).
 
@@ -210,21 +210,21 @@ class Beginning:
     state: dict[str, Tensor]
 
     @classmethod
-    def of(cls, model: nn.Module) -> Beginning:
+    def of(cls, model: nn.Module) -> InitialFactors:
         return cls({key: tensor.clone() for key, tensor in adapter_state(model, DEFAULT).items()})
 
     def __bool__(self) -> bool:
         return bool(self.state)
 
-    def less(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def to_saved_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert the state of the adapter to LoRA for the original weights."""
         a = {k: torch.cat([state[k], initial]) for k, initial in self.state.items() if k.endswith(_FACTORS[0])}
         b = {k: torch.cat([state[k], -initial], 1) for k, initial in self.state.items() if k.endswith(_FACTORS[1])}
         return {**state, **a, **b}
 
-    def taken(self, model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Inverse of ``less``. If the state started from another decomposition, that becomes the initial one, and the
-        base weights are recomputed. On the same device the decomposition is exactly the same.
+    def from_saved_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Inverse of ``to_saved_state``. If the state started from another decomposition, that becomes the initial one,
+        and the base weights are recomputed. On the same device the decomposition is exactly the same.
         """
         found = dict(state)
         for key_a, a0 in [item for item in self.state.items() if item[0].endswith(_FACTORS[0])]:
@@ -241,7 +241,7 @@ class Beginning:
         return found
 
     @contextmanager
-    def instead(self, model: nn.Module) -> Iterator[None]:
+    def applied(self, model: nn.Module) -> Iterator[None]:
         """Context in which the model computes as before the adapter was attached."""
         state = {key: tensor.clone() for key, tensor in adapter_state(model, DEFAULT).items()}
         load_adapter_state(model, DEFAULT, self.state)
@@ -250,7 +250,7 @@ class Beginning:
         finally:
             load_adapter_state(model, DEFAULT, state)
 
-    def as_lora(self, config: Any) -> Any:
+    def saved_config(self, config: Any) -> Any:
         """The config of the saved adapter: twice the rank, the same scale."""
         scaling = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
         rank = 2 * config.r
@@ -260,7 +260,7 @@ class Beginning:
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
 
 
-def _new_tokens(model: nn.Module) -> list[str]:
+def _modules_with_new_tokens(model: nn.Module) -> list[str]:
     """Names of embedding and head if the vocabulary has new rows, which would stay random if frozen."""
     if not getattr(model, "has_new_tokens", False):
         return []
@@ -269,7 +269,7 @@ def _new_tokens(model: nn.Module) -> list[str]:
     return sorted({path.split(".")[-1] for path in paths})
 
 
-def _continued(model: nn.Module, folder: Path, config: Any, options: LoraOptions) -> list[str]:
+def _notes_on_existing_adapter(model: nn.Module, folder: Path, config: Any, options: LoraOptions) -> list[str]:
     """Notes on an existing adapter: options that it does not follow, and another base model."""
     kept = {"lora_rank": config.r, "lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout}
     ignored = [name for name, value in changed_options(options).items() if name in kept and value != kept[name]]
@@ -284,7 +284,7 @@ def _continued(model: nn.Module, folder: Path, config: Any, options: LoraOptions
     return notes
 
 
-def _chosen(model: nn.Module, options: LoraOptions, fit: Fit) -> list[str]:
+def _notes_on_new_adapter(model: nn.Module, options: LoraOptions, fit: Fit) -> list[str]:
     """Notes on automatic choices for a new adapter."""
     notes = []
     if options.additional_target:

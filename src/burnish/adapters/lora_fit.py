@@ -16,15 +16,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from burnish.adapters.base import raise_unless_same_tensors
-from burnish.adapters.lora_model import FILE_PREFIX, features, linear_layers
+from burnish.adapters.lora_model import FILE_PREFIX, layer_features, linear_layers
 from burnish.config.errors import Problem, UserError, few, shape_in_words
 from burnish.config.options import raise_if
-from burnish.utils.json_files import FETCH_AGAIN, quoted, read_object
+from burnish.utils.json_files import DAMAGED_FILE_REMEDY, quoted, read_object
 from burnish.utils.tensor_files import TensorInfo, read_header
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
-_OTHERS = (
+_UNSUPPORTED_FIELDS = (
     "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "megatron_config",
     "monteclora_config", "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config",
 )  # fmt: skip
@@ -61,13 +61,13 @@ class Fit:
         whole: dict[str, None] = {}
         base: dict[str, str] = {}
         for key in read_weights_header(folder):
-            path, kind = _place(key)
+            path, kind = _split_tensor_name(key)
             holder = path.rpartition(".")[0]
             if kind in _FACTORS:
                 targets[path] = None
             elif kind == _BASE:
                 base[key] = f"{path}.weight"
-            elif module := _copied(holder, config.modules_to_save or ()):
+            elif module := _trained_module_of(holder, config.modules_to_save or ()):
                 whole[module] = None
             else:
                 base[key] = path
@@ -82,7 +82,7 @@ class Fit:
 
     def problems(self, model: nn.Module) -> list[Problem]:
         """Find layers that do not support the settings."""
-        sides = {path: min(_sides(model.get_submodule(path))) for path in self.targets}
+        sides = {path: min(_layer_shape(model.get_submodule(path))) for path in self.targets}
         small = next((path for path, side in sides.items() if self.config.r > side), None)
         if small is None or not str(self.config.init_lora_weights).startswith("pissa"):
             return []
@@ -112,11 +112,11 @@ def read_adapter_config(folder: Path) -> Any:
     raw = read_object(path)
     method = raw.get("peft_type", "LORA")
     if method == "LORA":  # fields of other methods may have other values
-        raise_if(Problem(wrong, where=str(path), remedy=FETCH_AGAIN) for wrong in _wrong_values(raw))
+        raise_if(Problem(wrong, where=str(path), remedy=DAMAGED_FILE_REMEDY) for wrong in _wrong_values(raw))
     if raw.get("task_type") == "SEQ_CLS":
         whole = [name for name in raw.get("modules_to_save") or () if name != "score"]
         raw = {**raw, "task_type": "CAUSAL_LM", "modules_to_save": whole or None}
-    if more := _more_than_lora(raw):
+    if more := _unsupported_feature(raw):
         what = f"this adapter uses {more}, which finetuning_type lora does not support."
         remedy = "Set finetuning_type: peft to run it through the peft library."
         if method == "OFT":
@@ -132,7 +132,7 @@ def read_adapter_config(folder: Path) -> Any:
 
 
 _TEXT, _NUMBER, _COUNT, _FLAG = "text", "a positive number", "a positive integer", "true or false"
-_KINDS = {
+_FIELD_TYPES = {
     "r": _COUNT, "lora_alpha": _NUMBER, "use_rslora": _FLAG, "use_dora": _FLAG, "lora_bias": _FLAG,
     "rank_pattern": _COUNT, "alpha_pattern": _NUMBER, "base_model_name_or_path": _TEXT, "target_modules": _TEXT,
     "modules_to_save": _TEXT,
@@ -141,7 +141,7 @@ _KINDS = {
 
 def _wrong_values(raw: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each value of a type that peft does not write."""
-    for name, kind in _KINDS.items():
+    for name, kind in _FIELD_TYPES.items():
         value = raw.get(name)
         is_pattern = name.endswith("_pattern")
         if value is None:
@@ -150,14 +150,14 @@ def _wrong_values(raw: Mapping[str, Any]) -> Iterator[str]:
             yield f'"{name}" must be a mapping of names to {kind}. Received: {quoted(value)}.'
             continue
         items = list(value.values()) if is_pattern else value if isinstance(value, list) else [value]
-        if not all(_is(kind, item) for item in items):
+        if not all(_has_type(kind, item) for item in items):
             yield f'"{name}" must be {kind}. Received: {quoted(value)}.'
     dropout = raw.get("lora_dropout", 0)
     if not (_is_number(dropout) and 0 <= dropout < 1):
         yield f'"lora_dropout" must be at least 0 and below 1. Received: {quoted(dropout)}.'
 
 
-def _is(kind: str, value: Any) -> bool:
+def _has_type(kind: str, value: Any) -> bool:
     if kind == _TEXT:
         return isinstance(value, str)
     if kind == _FLAG:
@@ -169,13 +169,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _more_than_lora(raw: Mapping[str, Any]) -> str:
+def _unsupported_feature(raw: Mapping[str, Any]) -> str:
     """The feature that LoRA does not have, such as another method; "" if there is none."""
     if raw.get("peft_type") != "LORA":
         return f"the method {raw.get('peft_type')}"
     if raw.get("bias", "none") != "none":
         return f"bias: {raw['bias']}"
-    return next((name for name in _OTHERS if raw.get(name)), "")
+    return next((name for name in _UNSUPPORTED_FIELDS if raw.get(name)), "")
 
 
 def check_fit(model: nn.Module, folder: Path) -> list[Problem]:
@@ -190,20 +190,22 @@ def check_fit(model: nn.Module, folder: Path) -> list[Problem]:
     absent = [path for path in fit.targets if path not in places] + [path for path in fit.whole if path not in modules]
     if absent:
         what = f"the adapter is for a model with {few(absent, 1)}, which {type(model).__name__} does not have."
-        return [_misfit(folder, fit, what)]
-    other = [text for key, info in header.items() if (text := _difference(model, fit, key, info))]
+        return [_mismatch_problem(folder, fit, what)]
+    other = [text for key, info in header.items() if (text := _shape_difference(model, fit, key, info))]
     if other:
         more = f" ({len(other)} tensors differ)" if len(other) > 1 else ""
-        return [_misfit(folder, fit, f"the adapter does not fit this {type(model).__name__}: {other[0]}{more}.")]
+        return [
+            _mismatch_problem(folder, fit, f"the adapter does not fit this {type(model).__name__}: {other[0]}{more}.")
+        ]
     return fit.problems(model)
 
 
 def raise_unless_fitting(own: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> None:
     """Raise UserError if a checkpoint's adapter does not match the one of this run."""
-    ranks = {_rank(own), _rank(loaded)}
-    if None not in ranks and len(ranks) == 2 and own.keys() == loaded.keys():
-        what = f"the adapter in the checkpoint has rank {_rank(loaded)}, but this run uses rank {_rank(own)}."
-        raise UserError(what, remedy=f"Set lora_rank: {_rank(loaded)}, or start a new run in a different output_dir.")
+    own_rank, rank = _rank_of_state(own), _rank_of_state(loaded)
+    if own_rank != rank and None not in (own_rank, rank) and own.keys() == loaded.keys():
+        what = f"the adapter in the checkpoint has rank {rank}, but this run uses rank {own_rank}."
+        raise UserError(what, remedy=f"Set lora_rank: {rank}, or start a new run in a different output_dir.")
     raise_unless_same_tensors(own, loaded, "the adapter's weights")
 
 
@@ -224,7 +226,7 @@ def read_weights_header(folder: Path) -> dict[str, TensorInfo]:
     )
 
 
-def _copied(holder: str, names: Sequence[str]) -> str:
+def _trained_module_of(holder: str, names: Sequence[str]) -> str:
     """The fully trained module that a tensor of the module at ``holder`` belongs to, or "". As in peft, a name matches
     every path that ends with it as a string.
     """
@@ -233,7 +235,7 @@ def _copied(holder: str, names: Sequence[str]) -> str:
     return next((path for path in paths if path.endswith(tuple(names))), "")
 
 
-def _place(key: str) -> tuple[str, str]:
+def _split_tensor_name(key: str) -> tuple[str, str]:
     """Split a name in a file: (path in the model, factor), or ("lm_head.weight", "") for a tensor of a fully trained
     module."""
     name = key.removeprefix(FILE_PREFIX)
@@ -243,18 +245,18 @@ def _place(key: str) -> tuple[str, str]:
     return name, ""
 
 
-def _sides(module: nn.Module) -> tuple[int, int]:
+def _layer_shape(module: nn.Module) -> tuple[int, int]:
     """(I, O) of a linear layer; (vocabulary size, width) of an embedding."""
     if isinstance(module, nn.Embedding):
         return module.num_embeddings, module.embedding_dim
-    return features(module)
+    return layer_features(module)
 
 
-def _difference(model: nn.Module, fit: Fit, key: str, info: TensorInfo) -> str:
+def _shape_difference(model: nn.Module, fit: Fit, key: str, info: TensorInfo) -> str:
     """The difference in shape between a tensor of the file and the model; "" if it fits."""
-    path, kind = _place(key)
+    path, kind = _split_tensor_name(key)
     if kind in _FACTORS:
-        inputs, outputs = _sides(model.get_submodule(path))
+        inputs, outputs = _layer_shape(model.get_submodule(path))
         rank = fit.rank_at(path)
         a, b, vector = (rank, inputs), (outputs, rank), (outputs,)
         expected = dict(zip(_FACTORS, (a, b, vector, a, b, vector), strict=True))[kind]
@@ -270,12 +272,12 @@ def _difference(model: nn.Module, fit: Fit, key: str, info: TensorInfo) -> str:
     return f"{path} {kind} is {found} in the adapter, but {expected_shape} is expected".replace("  ", " ")
 
 
-def _rank(state: Mapping[str, Tensor]) -> int | None:
+def _rank_of_state(state: Mapping[str, Tensor]) -> int | None:
     ranks = {len(tensor) for key, tensor in state.items() if key.endswith(("lora_A.weight", "lora_embedding_A"))}
     return ranks.pop() if len(ranks) == 1 else None
 
 
-def _misfit(folder: Path, fit: Fit, what: str) -> Problem:
+def _mismatch_problem(folder: Path, fit: Fit, what: str) -> Problem:
     base = fit.config.base_model_name_or_path
     remedy = f"It was trained on {base}." if base else "Set model_name_or_path to the model that it was trained on."
     return Problem(what, where=str(folder), remedy=remedy)

@@ -28,7 +28,7 @@ BASE = "__base__"
 """Adapter name for rows without adapter in ``rows_through``, as in peft."""
 ROWS = Reason("adapted layer", "each row of a batch uses its own adapter")
 
-_ALL = {"all", "all-linear"}
+_ALL_LINEAR = {"all", "all-linear"}
 _FACTORS = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "modules_to_save"}
 """Names under which peft's modules store an adapter's weights, each in a dict by adapter name."""
 
@@ -74,19 +74,19 @@ def find_targets(
     linear = linear_layers(model)
     head = output_head(model)
     known = [path for path in [*linear, *embeddings(model)] if not is_frozen(path)]
-    free = [path for path in known if not any(_within(path, whole) for whole in left_out)]
+    free = [path for path in known if not any(_is_inside(path, whole) for whole in left_out)]
     found: dict[str, None] = {}
     missing = []
     for name in targets:
-        if name in _ALL:
+        if name in _ALL_LINEAR:
             paths = [
                 path
                 for path in free
-                if path in linear and linear[path] is not head and not _skips(model, path, linear[path])
+                if path in linear and linear[path] is not head and not _is_left_out_of_all(model, path, linear[path])
             ]
         else:
-            paths = [path for path in free if _names(name, path)]
-        if not paths and any(_names(name, path) for path in known):
+            paths = [path for path in free if _matches_path(name, path)]
+        if not paths and any(_matches_path(name, path) for path in known):
             what = f'lora_target "{name}" matches layers that additional_target already trains in full.'
             missing.append(
                 Problem(
@@ -123,7 +123,7 @@ def find_modules(model: nn.Module, names: Sequence[str]) -> tuple[list[str], lis
     """
     paths = [path for path, _ in model.named_modules() if path]
     found = [path for path in paths if path.endswith(tuple(names))]
-    outer = [path for path in found if not any(_within(path, other) for other in found if other != path)]
+    outer = [path for path in found if not any(_is_inside(path, other) for other in found if other != path)]
     known = list(dict.fromkeys(path.split(".")[-1] for path in paths if not path.split(".")[-1].isdigit()))
     missing = [
         Problem(
@@ -174,14 +174,14 @@ def add_adapter(model: nn.Module, name: str, config: Any, targets: Sequence[str]
         raise UserError(f"peft rejects this adapter: {error}") from error
     model.train(mode)
     if not is_shape and config.init_lora_weights is True:
-        _draw_again(model, name, before)
+        _reinitialize_in_float32(model, name, before)
     for path, parameter in model.named_parameters():
         if _file_name(path, name) and "modules_to_save" not in path:
             parameter.data = parameter.data.float()
     copied: dict[int, nn.Parameter] = {}
     for path in whole:
         module: Any = model.get_submodule(path)
-        _share(module.original_module, module.modules_to_save[name], copied)
+        _tie_copied_parameters(module.original_module, module.modules_to_save[name], copied)
     if config.use_dora:
         for path in targets:
             _keep_scales(model.get_submodule(path))
@@ -193,15 +193,15 @@ def _keep_scales(layer: Any) -> None:
     a copy without scales, and bitsandbytes would then discard the ones in use."""
     base: Any = getattr(layer, "base_layer", None)
     if type(getattr(base, "weight", None)).__name__ == "Int8Params":
-        base.register_forward_pre_hook(_without_lost_scales)
+        base.register_forward_pre_hook(_restore_scales)
 
 
-def _without_lost_scales(base: Any, _: Any) -> None:
+def _restore_scales(base: Any, _: Any) -> None:
     if base.weight.SCB is None and base.state.SCB is not None:
         base.weight.CB = None
 
 
-def _draw_again(model: nn.Module, name: str, before: Tensor) -> None:
+def _reinitialize_in_float32(model: nn.Module, name: str, before: Tensor) -> None:
     """Repeat peft's random initialization of A in float32, layer by layer."""
     after = torch.get_rng_state()
     torch.set_rng_state(before)
@@ -281,7 +281,7 @@ def _merges_exactly(layer: Any) -> bool:
     return is_plain and not (layer.merged or layer.disable_adapters or layer.lora_variant)
 
 
-_OF_ROWS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_LAYERS_WITH_ROW_ADAPTERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Modules trained in full that peft can compute with another copy for each row (``ModulesToSaveWrapper``)."""
 
 
@@ -293,7 +293,7 @@ def reason_against_rows(model: nn.Module, name: str) -> str:
         if getattr(module, "use_dora", {}).get(name):
             return "it uses DoRA"
         whole = getattr(module, "original_module", None)
-        if whole is not None and not isinstance(whole, _OF_ROWS):
+        if whole is not None and not isinstance(whole, _LAYERS_WITH_ROW_ADAPTERS):
             return f'its module "{path}" of type {type(whole).__name__} was trained in full'
     return ""
 
@@ -340,7 +340,7 @@ def merge_into_base(model: nn.Module) -> nn.Module:
                 remedy="Merge it into the full-precision base model: run burnish export without quantization_bit.",
             )
     before = [(layer, dict(layer.base_layer.named_parameters(recurse=False))) for _, layer in layers]
-    broken = [path for path, layer in layers if not _merges(layer)]
+    broken = [path for path, layer in layers if not _merge_layer(layer)]
     if broken:
         for layer, parameters in before:
             layer.merged_adapters.clear()
@@ -351,13 +351,13 @@ def merge_into_base(model: nn.Module) -> nn.Module:
             remedy="The adapter is corrupted, or training diverged; use an earlier checkpoint.",
         )
     for path, module in modules:
-        model.set_submodule(path, module.base_layer if hasattr(module, "base_layer") else _in_use(module))
+        model.set_submodule(path, module.base_layer if hasattr(module, "base_layer") else _active_module(module))
     vars(model).pop("peft_config", None)
-    _settle_tie(model)
+    _update_tie_in_config(model)
     return model
 
 
-def _merges(layer: Any) -> bool:
+def _merge_layer(layer: Any) -> bool:
     """Merge one layer into new tensors, because its weights may be shared with another module. False if not finite."""
     base, dtype = layer.base_layer, layer.base_layer.weight.dtype
     for name, parameter in list(base.named_parameters(recurse=False)):
@@ -371,7 +371,7 @@ def _merges(layer: Any) -> bool:
     return True
 
 
-def _in_use(module: Any) -> nn.Module:
+def _active_module(module: Any) -> nn.Module:
     """The active copy of a fully trained module, or the original module if none is active."""
     names = [name for name in module.active_adapters if name in module.modules_to_save]
     used: nn.Module = module.modules_to_save[names[-1]] if names else module.original_module
@@ -417,15 +417,15 @@ def _file_name(path: str, name: str) -> str:
 # --- parts ----------------------------------------------------------------------------------------------------------
 
 
-def _ends(path: str, name: str) -> bool:
+def _is_path_suffix(path: str, name: str) -> bool:
     return path == name or path.endswith(f".{name}")
 
 
-def _within(path: str, module: str) -> bool:
+def _is_inside(path: str, module: str) -> bool:
     return f"{path}.".startswith(f"{module}.")
 
 
-def _skips(model: nn.Module, path: str, layer: nn.Module) -> bool:
+def _is_left_out_of_all(model: nn.Module, path: str, layer: nn.Module) -> bool:
     """Whether "all" leaves out a layer: an output of a state-space model that its fast kernels bypass, so that peft
     refuses to adapt it; or a router or grouped product that inherits from a linear layer and computes something else.
     """
@@ -437,16 +437,16 @@ def _skips(model: nn.Module, path: str, layer: nn.Module) -> bool:
     return is_other and ("Linear" not in kind.__name__ or "Grouped" in kind.__name__)
 
 
-def _names(name: str, path: str) -> bool:
+def _matches_path(name: str, path: str) -> bool:
     """Whether ``name`` is a suffix of ``path``, or a regular expression that matches all of it."""
-    if _ends(path, name):
+    if _is_path_suffix(path, name):
         return True
     return bool(re.search(r"[*+?|()\[\]^$\\]", name) and re.fullmatch(name, path))
 
 
 def _no_target(model: nn.Module, name: str, linear: Sequence[str]) -> Problem:
     short = list(dict.fromkeys(path.split(".")[-1] for path in linear))
-    others = [path for path, _ in model.named_modules() if path and _ends(path, name)]
+    others = [path for path, _ in model.named_modules() if path and _is_path_suffix(path, name)]
     what = f"matches no linear layer of {type(model).__name__}"
     if any(path in linear for path in others):
         remedy = "Set freeze_vision_tower: false or freeze_multi_modal_projector: false, or select other layers."
@@ -467,7 +467,7 @@ def _is_finite(module: nn.Module) -> bool:
     return all(p.is_meta or bool(torch.isfinite(p).all()) for p in module.parameters())
 
 
-def _share(original: nn.Module, copied_module: nn.Module, copied: dict[int, nn.Parameter]) -> None:
+def _tie_copied_parameters(original: nn.Module, copied_module: nn.Module, copied: dict[int, nn.Parameter]) -> None:
     for (name, parameter), (_, own) in zip(original.named_parameters(), copied_module.named_parameters(), strict=True):
         shared = copied.setdefault(id(parameter), own)
         if shared is not own:
@@ -475,7 +475,7 @@ def _share(original: nn.Module, copied_module: nn.Module, copied: dict[int, nn.P
             copied_module.get_submodule(holder).register_parameter(leaf, shared)
 
 
-def _settle_tie(model: nn.Module) -> None:
+def _update_tie_in_config(model: nn.Module) -> None:
     """Update the config if embedding and head are no longer tied, because loading depends on it."""
     config = getattr(model, "config", None)
     if config is None or not getattr(config, "tie_word_embeddings", False):
@@ -501,7 +501,7 @@ def is_packed(module: nn.Module) -> bool:
     return isinstance(getattr(module, "qweight", None), Tensor) and hasattr(module, "in_features")
 
 
-def features(layer: nn.Module) -> tuple[int, int]:
+def layer_features(layer: nn.Module) -> tuple[int, int]:
     """(I, O) of a linear layer."""
     if is_conv1d(layer):
         weight: Tensor = layer.weight  # type: ignore[assignment]

@@ -27,7 +27,7 @@ from burnish.adapters.lora_fit import CONFIG_NAME, read_weights_header
 from burnish.config.checks import check
 from burnish.config.errors import Problem, UserError, did_you_mean, first_line, is_out_of_memory
 from burnish.config.options import option, raise_if
-from burnish.utils.files import check_texts_below_roots, from_anywhere
+from burnish.utils.files import absolute_if_local, check_texts_below_roots
 from burnish.utils.json_files import quoted, read_object
 
 
@@ -87,7 +87,7 @@ class PeftAdapter:
         table for inference. That table is trained further, even if a network computed it before.
         """
         is_prompt = _config_in(Path(folder)).is_prompt_learning
-        wrapped: nn.Module = _with_adapter(model, Path(folder), is_trainable=not is_prompt)
+        wrapped: nn.Module = _load_peft_model(model, Path(folder), is_trainable=not is_prompt)
         if is_prompt:
             wrapped.prompt_encoder.requires_grad_(True)
             self.notes.append(f"The prompt of {folder} is loaded as trainable embeddings.")
@@ -122,10 +122,10 @@ class PeftAdapter:
         raw_config: Any = self.options.peft_config  # the trainer passes an object
         if isinstance(raw_config, PeftConfig):
             return raw_config
-        raw = dict(_described(raw_config))
+        raw = dict(_raw_peft_config(raw_config))
         check_texts_below_roots(raw)
         kind = str(raw.pop("peft_type", "")).upper()
-        known = _methods()
+        known = _peft_config_classes()
         if kind not in known:
             what = f'peft_config: unknown peft_type "{kind}".{did_you_mean(kind, known)}'
             raise UserError(what, remedy=f"Available: {', '.join(sorted(known))}.", option="peft_config")
@@ -193,7 +193,7 @@ def merge_folders(model: nn.Module, folders: Sequence[Path]) -> nn.Module:
         UserError: for a method that cannot be merged.
     """
     for folder in folders:
-        wrapped: Any = _with_adapter(model, folder)
+        wrapped: Any = _load_peft_model(model, folder)
         if wrapped.active_peft_config.is_prompt_learning:
             what = "a trained prompt does not change the weights, so it cannot be merged."
             raise UserError(
@@ -213,7 +213,7 @@ def folder_problems(folder: Path) -> list[Problem]:
     return []
 
 
-def _with_adapter(model: nn.Module, folder: Path, is_trainable: bool = False) -> Any:
+def _load_peft_model(model: nn.Module, folder: Path, is_trainable: bool = False) -> Any:
     """The model with the adapter in ``folder``, in peft's wrapper. Raises UserError if its files cannot be used."""
     from peft import PeftModel
 
@@ -236,7 +236,7 @@ def _config_in(folder: Path) -> Any:
 
     path = folder / CONFIG_NAME
     raw = read_object(path) if path.is_file() else {}
-    kind, known = raw.get("peft_type"), _methods()
+    kind, known = raw.get("peft_type"), _peft_config_classes()
     if not isinstance(kind, str) or kind not in known:
         guess = did_you_mean(str(kind), known)
         what = f'"peft_type" must be a method of the installed peft. Received: {quoted(kind)}.{guess}'
@@ -248,7 +248,7 @@ def _config_in(folder: Path) -> Any:
         raise UserError(f"peft rejects this adapter's config: {str(error).rstrip('.')}.", where=str(path)) from error
 
 
-def _methods() -> dict[str, Any]:
+def _peft_config_classes() -> dict[str, Any]:
     """Name of each method of the installed peft -> the class of its config."""
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
@@ -259,7 +259,7 @@ def _is_wrapped(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
 
 
-def _described(raw_config: dict[str, Any] | str | None) -> Mapping[str, Any]:
+def _raw_peft_config(raw_config: dict[str, Any] | str | None) -> Mapping[str, Any]:
     """The mapping itself, or the one in the file or folder that it names."""
     if raw_config is None:
         what = "finetuning_type peft requires peft_config."
@@ -283,4 +283,4 @@ def _described(raw_config: dict[str, Any] | str | None) -> Mapping[str, Any]:
 def name_base(model: Any) -> None:
     """Set the base model's name in a peft model's configs so that it can be found from any folder."""
     for config in model.peft_config.values():
-        config.base_model_name_or_path = from_anywhere(config.base_model_name_or_path)
+        config.base_model_name_or_path = absolute_if_local(config.base_model_name_or_path)

@@ -9,8 +9,8 @@ In:  parts by name, a step number, the fingerprints of what the run depends on.
 Out: ``output_dir/checkpoint-<step>/`` with ``model.safetensors`` (or ``adapter_model.safetensors``),
      ``trainer_state.json``, ``<part>.safetensors`` and ``<part>.json``, ``manifest.json``.
      Sharded parts are written by all ranks (``checkpoint/shards.py``).
-Refuses: damaged checkpoints, and checkpoints of another run (``comparison.py``). ``files.only_writer`` prevents two
-runs from writing to the same folder.
+Refuses: damaged checkpoints, and checkpoints of another run (``comparison.py``). ``exclusive_writer_lock`` in
+``utils/files.py`` prevents two runs from writing to the same folder.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from burnish.checkpoint.manifest import faults, flush_folders, write_manifest
+from burnish.checkpoint.manifest import flush_folders, integrity_errors, write_manifest
 from burnish.checkpoint.parts import Part
 from burnish.checkpoint.shards import (
     ShardedTensor,
     gather_reports,
     index_name,
     read_sharded,
-    reporting,
+    report_files,
     shard_name,
     write_index,
     write_shard,
@@ -194,7 +194,9 @@ class Checkpoints:
         pending = _PendingSave(step, target, temporary, taken, sharded, copies_later, best)
         write = partial(self._write_all if self.rank == 0 else self._write_own, pending)
         if self.in_background:
-            self._writer = threading.Thread(target=self._guarded, args=(write,), name="burnish-checkpoint")
+            self._writer = threading.Thread(
+                target=self._write_catching_errors, args=(write,), name="burnish-checkpoint"
+            )
             self._writer.start()
         else:
             write()
@@ -213,13 +215,13 @@ class Checkpoints:
         for stem in pending.sharded:
             write_index(pending.temporary, stem, self.world_size)
         write_manifest(pending.temporary, pending.step, self.fingerprints, reported)
-        self._put_in_place(pending.temporary, pending.target)
+        self._replace_target(pending.temporary, pending.target)
         self._rotate(keep={pending.target.name, Path(pending.best).name if pending.best else ""})
 
     def _write_own(self, pending: _PendingSave) -> None:
         """Write the shards of a rank other than 0, and report them to rank 0."""
         names = [shard_name(stem, self.rank, self.world_size) for stem in pending.sharded]
-        with reporting(pending.temporary, self.rank, names):
+        with report_files(pending.temporary, self.rank, names):
             self._write_shards(pending)
 
     def _write_shards(self, pending: _PendingSave) -> None:
@@ -287,7 +289,7 @@ class Checkpoints:
         """Wait until the background save has copied the weights."""
         self._has_copies.wait()
 
-    def _put_in_place(self, temporary: Path, target: Path) -> None:
+    def _replace_target(self, temporary: Path, target: Path) -> None:
         replaced = self.folder / f"{_TEMPORARY}replaced-{target.name}"
         if os.path.lexists(target):
             target.rename(replaced)
@@ -304,7 +306,7 @@ class Checkpoints:
             failure, self._failure = self._failure, None
             raise failure
 
-    def _guarded(self, write: Callable[[], None]) -> None:
+    def _write_catching_errors(self, write: Callable[[], None]) -> None:
         try:
             write()
         except Exception as error:  # re-raised by wait() in the training thread
@@ -331,7 +333,7 @@ class Checkpoints:
         """The newest valid checkpoint, and a sentence for each newer one that is damaged."""
         skipped: list[str] = []
         for path in reversed(self.all()):
-            wrong = faults(path)
+            wrong = integrity_errors(path)
             if not wrong:
                 return path, skipped
             skipped.append(f"{path} was skipped: {'; '.join(wrong[:3])}.")
@@ -353,7 +355,7 @@ def load(folder: Path, parts: Mapping[str, Part], rank: int = 0) -> None:
     Raises:
         UserError: if the folder is damaged, lacks a part of this run, or contains another optimizer's state.
     """
-    wrong = faults(folder)
+    wrong = integrity_errors(folder)
     if wrong:
         raise UserError(f"{'; '.join(wrong)}.", where=str(folder), remedy=valid_checkpoints_beside(folder))
     for name, part in parts.items():
@@ -364,10 +366,10 @@ def load(folder: Path, parts: Mapping[str, Part], rank: int = 0) -> None:
         elif has_part(folder, stem):
             state = _read_part(folder, stem, by_shards=part.shards is not None)
             if part.refuses is not None:
-                _raise_if(part.refuses(part.state_dict(), state), folder)
+                _raise_if_problem(part.refuses(part.state_dict(), state), folder)
             part.load_state_dict(state)
         elif not part.on_each_rank:  # with more ranks than before, new ranks start without a state
-            _raise_if(part.missing(folder, name, stem), folder)
+            _raise_if_problem(part.missing(folder, name, stem), folder)
 
 
 def _states_of_ranks(folder: Path, part: Part) -> list[Any]:
@@ -378,7 +380,7 @@ def _states_of_ranks(folder: Path, part: Part) -> list[Any]:
     return states
 
 
-def _raise_if(problem: Problem | None, folder: Path) -> None:
+def _raise_if_problem(problem: Problem | None, folder: Path) -> None:
     if problem is not None:
         remedy = problem.remedy or valid_checkpoints_beside(folder)
         raise UserError(dataclasses.replace(problem, where=str(folder), remedy=remedy))
@@ -422,7 +424,7 @@ def _read_part(folder: Path, stem: str, by_shards: bool = False) -> Any:
 
 def valid_checkpoints_beside(folder: Path) -> str:
     """A remedy that lists the valid checkpoints next to ``folder``."""
-    there = [path.name for path in Checkpoints(folder.parent).all() if path != folder and not faults(path)]
+    there = [path.name for path in Checkpoints(folder.parent).all() if path != folder and not integrity_errors(path)]
     return (
         f"Other complete checkpoints: {', '.join(there)}." if there else "Start over with overwrite_output_dir: true."
     )

@@ -29,21 +29,21 @@ def write_manifest(
         folder: the temporary folder of the checkpoint.
         step: number of completed steps.
         fingerprints: what the run depends on.
-        known: files that other ranks have flushed and measured: name -> result of ``measured``.
+        known: files that other ranks have flushed: name -> result of ``flushed_file_entry``.
     """
     files = dict(known or {})
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST_NAME):
         name = path.relative_to(folder).as_posix()
         if name not in files:
-            files[name] = measured(path)
+            files[name] = flushed_file_entry(path)
     manifest = {"format": FORMAT, "global_step": step, "files": files, "fingerprints": fingerprints}
-    manifest["sha256"] = own_sha256(manifest)
+    manifest["sha256"] = manifest_sha256(manifest)
     target = folder / MANIFEST_NAME
     write_json(target, manifest, sort_keys=True)
     _flush(target)
 
 
-def measured(path: Path) -> dict[str, Any]:
+def flushed_file_entry(path: Path) -> dict[str, Any]:
     """Flush a file, and return its size and hash."""
     _flush(path)
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
@@ -58,14 +58,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = read_object(path, needs=[("files", dict), ("global_step", int), ("fingerprints", dict)])
     except UserError as error:
         raise ValueError(f"its {MANIFEST_NAME} is corrupted ({error.problems[0].what.rstrip('.')})") from error
-    if manifest.get("sha256") != own_sha256(manifest):
+    if manifest.get("sha256") != manifest_sha256(manifest):
         raise ValueError(f"its {MANIFEST_NAME} is corrupted (checksum mismatch)")
     if not all(map(_is_entry, manifest["files"].items())):
         raise ValueError(f"its {MANIFEST_NAME} is invalid (it lists files that are not in this folder)")
     return manifest
 
 
-def own_sha256(manifest: Mapping[str, Any]) -> str:
+def manifest_sha256(manifest: Mapping[str, Any]) -> str:
     """Hash of a manifest without its own hash. It protects the fingerprints like the files."""
     rest = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()
@@ -80,7 +80,7 @@ def _is_entry(item: tuple[str, Any]) -> bool:
     return is_inside and isinstance(value, dict) and {"bytes", "sha256"} <= value.keys()
 
 
-def faults(folder: Path, contents: bool = True) -> list[str]:
+def integrity_errors(folder: Path, contents: bool = True) -> list[str]:
     """Reasons why a checkpoint is damaged, as clauses; empty if every byte is as it was written.
 
     Args:

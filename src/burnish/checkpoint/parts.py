@@ -33,7 +33,7 @@ class ModelPart(Stateful, Protocol):
     file_stem: str  # "model" or "adapter_model"
 
 
-def _plainly_missing(folder: Path, name: str, stem: str) -> Problem:
+def _missing_part(folder: Path, name: str, stem: str) -> Problem:
     what = f'this checkpoint has no "{name}" ({stem}), so training cannot be resumed from it.'
     return Problem(what, remedy="Resume from a different checkpoint, or start a new run in a different output_dir.")
 
@@ -63,7 +63,7 @@ class Part:
     shards: Shards | None = None
     is_saved: bool = True
     refuses: Callable[[Mapping[str, Any], Mapping[str, Any]], Problem | None] | None = None
-    missing: Callable[[Path, str, str], Problem] = _plainly_missing
+    missing: Callable[[Path, str, str], Problem] = _missing_part
 
     def stem_of(self, rank: int) -> str:
         return f"{self.stem}_{rank}" if self.on_each_rank else self.stem
@@ -110,8 +110,8 @@ def parts_of(
         save_only_model: save weights and state only. Such a checkpoint cannot be resumed.
     """
     parts = {
-        "model": Part(weights, weights.file_stem, missing=_other_weights),
-        "optimizer": Part(optimizer, "optimizer", refuses=_another_optimizer),
+        "model": Part(weights, weights.file_stem, missing=_mismatched_weights),
+        "optimizer": Part(optimizer, "optimizer", refuses=_mismatched_optimizer),
         "scheduler": Part(scheduler, "scheduler"),
         **{
             name: held if isinstance(held, Part) else Part(held, _STEMS.get(name, name))
@@ -123,7 +123,7 @@ def parts_of(
     return {name: replace(part, is_saved=name in saved) for name, part in parts.items()}
 
 
-def _other_weights(folder: Path, name: str, stem: str) -> Problem:
+def _mismatched_weights(folder: Path, name: str, stem: str) -> Problem:
     is_adapter = (folder / "adapter_model.safetensors").is_file()
     return Problem(
         f"this checkpoint contains {'an adapter' if is_adapter else 'a full model'}, but this run trains "
@@ -132,7 +132,7 @@ def _other_weights(folder: Path, name: str, stem: str) -> Problem:
     )
 
 
-def _another_optimizer(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> Problem | None:
+def _mismatched_optimizer(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> Problem | None:
     """Return a problem if ``loaded`` is the state of another optimizer.
 
     That is the case if it lacks entries of ``own``, or if both have settings that the other lacks. If only one has

@@ -31,12 +31,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from burnish.checkpoint.manifest import measured
+from burnish.checkpoint.manifest import flushed_file_entry
 from burnish.config.errors import UserError
 from burnish.utils.json_files import write_json
 
-_LOOKS_EVERY_S = 0.02
-_LONGEST_S = 3600.0
+_POLL_INTERVAL_S = 0.02
+_REPORT_TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -172,18 +172,18 @@ def read_sharded(folder: Path, stem: str) -> dict[str, ShardedTensor]:
 
 
 @contextmanager
-def reporting(folder: Path, rank: int, names: Sequence[str]) -> Iterator[None]:
+def report_files(folder: Path, rank: int, names: Sequence[str]) -> Iterator[None]:
     """Report the files ``names`` of this rank after the block has written them, or the error."""
     try:
         yield
-        report: dict[str, Any] = {"files": {name: measured(folder / name) for name in names}}
+        report: dict[str, Any] = {"files": {name: flushed_file_entry(folder / name) for name in names}}
     except Exception as error:
-        _say(folder, rank, {"error": f"{type(error).__name__}: {error}"})
+        _write_report(folder, rank, {"error": f"{type(error).__name__}: {error}"})
         raise
-    _say(folder, rank, report)
+    _write_report(folder, rank, report)
 
 
-def gather_reports(folder: Path, world_size: int, longest_s: float = _LONGEST_S) -> dict[str, Any]:
+def gather_reports(folder: Path, world_size: int, longest_s: float = _REPORT_TIMEOUT_S) -> dict[str, Any]:
     """Wait for the reports of all ranks except rank 0.
 
     Args:
@@ -200,11 +200,11 @@ def gather_reports(folder: Path, world_size: int, longest_s: float = _LONGEST_S)
     files: dict[str, Any] = {}
     until = time.monotonic() + longest_s
     for rank in range(1, world_size):
-        path = _path(folder, rank)
+        path = _report_path(folder, rank)
         while not path.is_file():
             if time.monotonic() > until:
                 raise OSError(f"Rank {rank} did not write its shard of {folder.name} within {longest_s:.0f} s.")
-            time.sleep(_LOOKS_EVERY_S)
+            time.sleep(_POLL_INTERVAL_S)
         report = json.loads(path.read_text(encoding="utf-8"))
         if "error" in report:
             raise OSError(f"Rank {rank} could not write its shard of {folder.name}: {report['error']}")
@@ -213,11 +213,11 @@ def gather_reports(folder: Path, world_size: int, longest_s: float = _LONGEST_S)
     return files
 
 
-def _say(folder: Path, rank: int, what: dict[str, Any]) -> None:
+def _write_report(folder: Path, rank: int, what: dict[str, Any]) -> None:
     marker = folder / f".rank-{rank}.begun"
     marker.write_text(json.dumps(what), encoding="utf-8")
-    os.replace(marker, _path(folder, rank))
+    os.replace(marker, _report_path(folder, rank))
 
 
-def _path(folder: Path, rank: int) -> Path:
+def _report_path(folder: Path, rank: int) -> Path:
     return folder / f".rank-{rank}.json"

@@ -36,10 +36,10 @@ def split(state: Any, *, copy: bool = True, leave_large: bool = False) -> tuple[
 
     def walk(value: Any, path: str) -> Any:
         if isinstance(value, Tensor | LocalShard):
-            place = first_at.setdefault(_identity(value) or path, path)
+            place = first_at.setdefault(_tensor_key(value) or path, path)
             if place == path:
-                is_copied = (copy and not (leave_large and value.nbytes > LARGE_BYTES)) or _is_part(value)
-                tensors[path] = _copied(value) if is_copied else value.detach()
+                is_copied = (copy and not (leave_large and value.nbytes > LARGE_BYTES)) or _may_share_storage(value)
+                tensors[path] = _cpu_copy(value) if is_copied else value.detach()
             return {_TENSOR: place}
         if value is None or isinstance(value, bool | int | float | str):
             return value
@@ -73,7 +73,7 @@ def join(tensors: Mapping[str, Any], data: Any) -> Any:
     return {key: join(tensors, item) for key, item in data.items()}
 
 
-def named_once(model: nn.Module, left_out: Collection[str] = ()) -> dict[str, Tensor]:
+def named_tensors_without_duplicates(model: nn.Module, left_out: Collection[str] = ()) -> dict[str, Tensor]:
     """Every weight and persistent buffer of a model, without copies. A shared tensor is listed under its first name
     only.
     """
@@ -86,7 +86,7 @@ def named_once(model: nn.Module, left_out: Collection[str] = ()) -> dict[str, Te
     return found
 
 
-def _identity(tensor: Tensor | LocalShard) -> Any:
+def _tensor_key(tensor: Tensor | LocalShard) -> Any:
     """A key that is equal for two names of the same tensor, such as the shared code table of 8-bit moments. None if the
     tensor is empty or has no address.
     """
@@ -100,7 +100,7 @@ def _identity(tensor: Tensor | LocalShard) -> Any:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _is_part(tensor: Tensor | LocalShard) -> bool:
+def _may_share_storage(tensor: Tensor | LocalShard) -> bool:
     """Whether other tensors may share its storage, which a file cannot express."""
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
         return False
@@ -111,13 +111,13 @@ def copy_large(tensors: dict[str, Any]) -> None:
     """Replace the tensors that ``split`` did not copy with copies."""
     for path, tensor in tensors.items():
         if tensor.nbytes > LARGE_BYTES:
-            tensors[path] = _copied(tensor)
+            tensors[path] = _cpu_copy(tensor)
 
 
-def _copied(tensor: Any) -> Any:
+def _cpu_copy(tensor: Any) -> Any:
     """A contiguous copy on the CPU. From a GPU the copy is the transfer itself."""
     if isinstance(tensor, LocalShard):
-        return replace(tensor, tensor=_copied(tensor.tensor))
+        return replace(tensor, tensor=_cpu_copy(tensor.tensor))
     tensor = tensor.detach()
     on_cpu = tensor.to("cpu")
     return (on_cpu.clone() if on_cpu.data_ptr() == tensor.data_ptr() else on_cpu).contiguous()

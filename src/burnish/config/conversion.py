@@ -17,7 +17,7 @@ from burnish.config.bounds import DEEPEST_NODE, MOST_NODES
 
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 _NONE = {"none", "null", "~", ""}
-_WORDS = {
+_TYPE_NAMES = {
     float: "a number", int: "an integer", bool: "true or false", str: "text", list: "a list", dict: "a mapping",
 }  # fmt: skip
 
@@ -31,7 +31,7 @@ def members(annotation: Any) -> tuple[Any, ...]:
 
 def type_in_words(annotation: Any) -> str:
     """The type for an error message: "a number", "true or false", "a list"."""
-    names = [_WORDS.get(get_origin(m) or m) for m in members(annotation) if m is not type(None)]
+    names = [_TYPE_NAMES.get(get_origin(m) or m) for m in members(annotation) if m is not type(None)]
     return " or ".join(dict.fromkeys(n for n in names if n)) or "text"
 
 
@@ -52,8 +52,8 @@ def as_type(annotation: Any, raw: Any) -> Any:
         return None
     for member in sorted((m for m in types_allowed if m is not type(None)), key=_specificity):
         try:
-            return _as(member, raw)
-        except GivenTwice:
+            return _convert_to_member(member, raw)
+        except DuplicateKeyError:
             raise
         except ValueError:
             continue
@@ -64,12 +64,12 @@ def as_type(annotation: Any, raw: Any) -> Any:
     raise ValueError(f"must be {type_in_words(annotation)}{how}. Received: {raw!r}.")
 
 
-_PLURAL = {float: "numbers", int: "integers", bool: "true or false", str: "text", dict: "mappings"}
+_PLURAL_TYPE_NAMES = {float: "numbers", int: "integers", bool: "true or false", str: "text", dict: "mappings"}
 
 
 def _wrong_element(annotation: Any, raw: Any) -> str | None:
     """Return a clause about the first element of a list with another type than ``list[...]`` declares, if any."""
-    if get_origin(annotation) is not list or (inner := get_args(annotation)[0]) not in _PLURAL:
+    if get_origin(annotation) is not list or (inner := get_args(annotation)[0]) not in _PLURAL_TYPE_NAMES:
         return None
     try:
         values = _list(raw)
@@ -77,14 +77,14 @@ def _wrong_element(annotation: Any, raw: Any) -> str | None:
         return None
     for number, value in enumerate(values, 1):
         try:
-            _as(inner, value)
+            _convert_to_member(inner, value)
         except ValueError:
             place = f" as element {number}" if len(values) > 1 else ""
-            return f"must be a list of {_PLURAL[inner]}. Received: {value!r}{place}."
+            return f"must be a list of {_PLURAL_TYPE_NAMES[inner]}. Received: {value!r}{place}."
     return None
 
 
-def _as(member: Any, raw: Any) -> Any:
+def _convert_to_member(member: Any, raw: Any) -> Any:
     origin = get_origin(member) or member
     if origin is Literal:
         return _literal(member, raw)
@@ -98,7 +98,7 @@ def _as(member: Any, raw: Any) -> Any:
     value = reader(raw)
     inner = get_args(member)
     if origin is list and inner:
-        return [_as(inner[0], item) for item in value]
+        return [_convert_to_member(inner[0], item) for item in value]
     return value
 
 
@@ -161,7 +161,7 @@ def _list(raw: Any) -> list[Any]:
     if isinstance(raw, str):
         if raw.strip().startswith("["):
             try:
-                return list(json.loads(raw, object_pairs_hook=each_key_once))
+                return list(json.loads(raw, object_pairs_hook=object_without_duplicate_keys))
             except json.JSONDecodeError:  # without quotes, as after a shell: [a, b]
                 raw = raw.strip()[1:].removesuffix("]")
         return [part.strip() for part in raw.split(",") if part.strip()]
@@ -174,7 +174,7 @@ def _dict(raw: Any) -> dict[str, Any]:
     if isinstance(raw, Mapping):
         return dict(raw)
     if isinstance(raw, str) and raw.strip().startswith("{"):
-        return dict(json.loads(raw, object_pairs_hook=each_key_once))
+        return dict(json.loads(raw, object_pairs_hook=object_without_duplicate_keys))
     raise ValueError
 
 
@@ -190,25 +190,25 @@ def literal(text: str) -> bool | int | float | str:
     return text
 
 
-class GivenTwice(ValueError):
+class DuplicateKeyError(ValueError):
     """A JSON or YAML object has a duplicate key. The message is a clause."""
 
 
-def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """``object_pairs_hook`` for JSON written by a user: create the object. Raises GivenTwice for a duplicate key."""
+def object_without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """``object_pairs_hook`` for JSON written by a user: create the object. Raises DuplicateKeyError."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         shown = json.dumps(found, ensure_ascii=False)
-        raise GivenTwice(
+        raise DuplicateKeyError(
             f'has the duplicate key "{twice}". Received: {shown if len(shown) <= 100 else shown[:96] + " ..."}.'
         )
     return found
 
 
-def yaml_of_each_key_once(text: str, loader: Any) -> Any:
-    """Parse YAML written by a user with ``loader``, a class of PyYAML. Raises GivenTwice for a duplicate key.
+def yaml_without_duplicate_keys(text: str, loader: Any) -> Any:
+    """Parse YAML written by a user with ``loader``, a class of PyYAML. Raises DuplicateKeyError.
 
     A key that ``<<`` merges in may be repeated, as the YAML specification allows.
     """
@@ -220,17 +220,17 @@ def yaml_of_each_key_once(text: str, loader: Any) -> Any:
             for key, _ in node.value:
                 if isinstance(key.value, str) and key.value != "<<" and first.setdefault(key.value, key) is not key:
                     lines = " and ".join(f"line {one.start_mark.line + 1}" for one in (first[key.value], key))
-                    raise GivenTwice(f'has the duplicate key "{key.value}", in {lines}.')
+                    raise DuplicateKeyError(f'has the duplicate key "{key.value}", in {lines}.')
             return node
 
     one = Loader(text)
     try:
         root = one.get_single_node()
         if num_nodes(root) > MOST_NODES:
-            raise GivenTwice(f"expands to more than {MOST_NODES:,} values through its aliases (*).")
+            raise DuplicateKeyError(f"expands to more than {MOST_NODES:,} values through its aliases (*).")
         return None if root is None else one.construct_document(root)
     except RecursionError:
-        raise GivenTwice("nests lists and mappings too deeply.") from None
+        raise DuplicateKeyError("nests lists and mappings too deeply.") from None
 
 
 def num_nodes(root: Any) -> int:

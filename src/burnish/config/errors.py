@@ -203,7 +203,7 @@ def shape_in_words(shape: Iterable[int]) -> str:
     return "x".join(map(str, shape)) or "a single number"
 
 
-def why_not(error: Exception) -> str:
+def argument_error_in_words(error: Exception) -> str:
     """A clause about arguments that a function does not accept, without Python's wording."""
     name = str(error).partition("() got an unexpected keyword argument ")[2]
     return (
@@ -221,7 +221,7 @@ def did_you_mean(name: str, known: Iterable[str], limit: int = 1) -> str:
     return f" Did you mean {' or '.join(repr(n).replace(chr(39), chr(34)) for n in near)}?" if near else ""
 
 
-_MEMORY_TEXTS = (
+_OUT_OF_MEMORY_TEXTS = (
     "DefaultCPUAllocator", "not enough memory", "out of memory", "Cannot allocate memory", "can't allocate memory",
     "CUDNN_STATUS_NOT_SUPPORTED",
 )  # fmt: skip
@@ -230,5 +230,7 @@ _MEMORY_TEXTS = (
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out. torch's error is recognized by its name to avoid importing torch."""
     names = {kind.__name__ for kind in type(error).__mro__}
-    is_torch = "OutOfMemoryError" in names or ("RuntimeError" in names and any(t in str(error) for t in _MEMORY_TEXTS))
+    is_torch = "OutOfMemoryError" in names or (
+        "RuntimeError" in names and any(t in str(error) for t in _OUT_OF_MEMORY_TEXTS)
+    )
     return isinstance(error, MemoryError) or is_torch

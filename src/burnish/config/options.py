@@ -26,7 +26,7 @@ from burnish.config.conversion import as_type, members, type_in_words
 from burnish.config.errors import OptionText, Problem, UserError, did_you_mean
 from burnish.config.secrets import has_secret_name, keep_secret
 
-Built = TypeVar("Built")
+OptionsT = TypeVar("OptionsT")
 
 
 def option(
@@ -75,7 +75,7 @@ def option(
     return field(default=default, metadata=metadata, repr=not is_secret)
 
 
-def shared(fields: type[Built]) -> type[Built]:
+def shared(fields: type[OptionsT]) -> type[OptionsT]:
     """Decorator: the dataclass is no group of options; its options belong to each group that inherits from it."""
     _SHARED.add(fields)
     return fields
@@ -139,7 +139,7 @@ def specs(group: type) -> dict[str, OptionSpec]:
             if f.default is not MISSING
             else (f.default_factory() if f.default_factory is not MISSING else None)
         )
-        meta = f.metadata or _inherited(group, f.name)
+        meta = f.metadata or _inherited_metadata(group, f.name)
         found[f.name] = OptionSpec(
             name=f.name,
             type=hints[f.name],
@@ -181,7 +181,7 @@ def union(name: str, *groups: type, doc: str = "") -> type:
     return dataclass(made)
 
 
-def build(group: type[Built], raw_values: Mapping[str, RawValue]) -> tuple[Built, list[Problem]]:
+def build(group: type[OptionsT], raw_values: Mapping[str, RawValue]) -> tuple[OptionsT, list[Problem]]:
     """Create an instance of ``group`` from raw values. Returns it, and all problems.
 
     For unknown names the most similar option is suggested; aliases are resolved; each value is converted to its
@@ -231,12 +231,12 @@ def convert(spec: OptionSpec, raw: Any) -> Any:
     """
     choices = spec.choices
     known = [str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in choices or ()]
-    if known and isinstance(raw, Mapping | list) and str in members(spec.type) and not _open_text(spec):
+    if known and isinstance(raw, Mapping | list) and str in members(spec.type) and not _allows_any_text(spec):
         raise ValueError(f"must be one of {', '.join(known)}. Received: {raw!r}.")
     value = as_type(spec.type, raw)
     if choices and value is not None:
         for item in value if isinstance(value, list) else [value]:
-            if item not in [*choices, *spec.refused()] and not (isinstance(item, str) and _open_text(spec)):
+            if item not in [*choices, *spec.refused()] and not (isinstance(item, str) and _allows_any_text(spec)):
                 raise ValueError(
                     f'must be one of {", ".join(known)}. Received: "{item}".{did_you_mean(str(item), known)}'
                 )
@@ -269,7 +269,7 @@ def changed_options(options: Any) -> dict[str, Any]:
     return {n: getattr(options, n) for n, s in specs(options.__class__).items() if getattr(options, n) != s.default}
 
 
-def set_without(options: Any, switches: Mapping[str, str]) -> list[str]:
+def ineffective_option_notes(options: Any, switches: Mapping[str, str]) -> list[str]:
     """A sentence for each option that was set without effect, because the option that it depends on was not set.
 
     Args:
@@ -284,7 +284,7 @@ def set_without(options: Any, switches: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _open_text(spec: OptionSpec) -> bool:
+def _allows_any_text(spec: OptionSpec) -> bool:
     # "str | Literal[...]": the choices are suggestions, any text is allowed.
     return str in members(spec.type) and spec.raw_choices is None
 
@@ -327,7 +327,7 @@ def _declarer(group: type, name: str) -> type:
     return next((c for c in owners if c not in _SHARED), group)
 
 
-def _inherited(group: type, name: str) -> Mapping[str, Any]:
+def _inherited_metadata(group: type, name: str) -> Mapping[str, Any]:
     """The metadata of the nearest base that declares the field with ``option``."""
     fields = (vars(c).get("__dataclass_fields__", {}).get(name) for c in group.__mro__[1:])
     return next((f.metadata for f in fields if f and "unit" in f.metadata), {})

@@ -19,9 +19,9 @@ from functools import lru_cache
 from typing import Any
 
 MASK = "<secret>"
-SHORTEST = 6
+MIN_SECRET_LENGTH = 6
 """Shorter values would match ordinary words."""
-_NAMES = re.compile(r"(^|_)(TOKEN|KEY|APIKEY|ACCESSKEY|SECRET|PASSWORD|PASSWD|PASSPHRASE)$", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"(^|_)(TOKEN|KEY|APIKEY|ACCESSKEY|SECRET|PASSWORD|PASSWD|PASSPHRASE)$", re.IGNORECASE)
 _IN_ADDRESSES = re.compile(
     r"(?<=://)(?P<name>[^/\s:@]*:)[^/\s@]+(?=@)"
     r"|(?<=://)[\w.~-]{16,}(?=@)"
@@ -67,25 +67,27 @@ _SCHEME = re.compile(
     re.IGNORECASE,
 )
 _PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(?=-----END |\Z)", re.DOTALL)
-_WORDS = ("token", "key", "secret", "password", "passwd", "passphrase")
+_SECRET_WORDS = ("token", "key", "secret", "password", "passwd", "passphrase")
 _AFTER_NAME = re.compile(
-    rf"""(?P<word>{"|".join(_WORDS)})"""
+    rf"""(?P<word>{"|".join(_SECRET_WORDS)})"""
     r"""
     (?P<between>["']?\]?(?:[ \t]*[:=][ \t]*|[ ](?=\S)|,[ ]*)  # hub_token: ..., ["hub_token"] = ..., --hub_token ...
         (?:[|>][+-]?[ \t]*)?(?:\r?\n[ \t]*-[ \t]+|\r?\n[ \t]+)?)  # a value on the next line
     (?P<value>"[^"\n]*"?|'[^'\n]*'?|\[[^\]\n]*\]?|\{[^}\n]*\}?|[^\s,}\]"'][^\n,}\]"']*)""",
     re.VERBOSE | re.IGNORECASE,
 )
-_OF_TEXT = frozenset({"pad", "eos", "bos", "unk", "sep", "cls", "mask", "image", "video", "audio", "stop", "special"})
+_TOKEN_PREFIXES_WITHOUT_SECRET = frozenset(
+    {"pad", "eos", "bos", "unk", "sep", "cls", "mask", "image", "video", "audio", "stop", "special"}
+)
 """Words before "token" that name a token of a tokenizer, such as ``pad_token``."""
-_OF_TABLE = frozenset(
+_KEY_PREFIXES_WITHOUT_SECRET = frozenset(
     ["column", "dict", "foreign", "group", "json", "object", "partition", "primary", "public", "record", "row", "sort"]
 )
 """Words before "key" that name a key of a table, such as ``sort_key``."""
-_JOINED = frozenset({"api", "access", "account", "sharedaccess", "auth", "refresh", "session"})
+_SECRET_NAME_PREFIXES = frozenset({"api", "access", "account", "sharedaccess", "auth", "refresh", "session"})
 """Words directly before "key" or "token" in a secret's name, such as ``apikey``."""
-_RANDOM = re.compile(r"""["']?(?=\D*\d)(?=[^a-z]*[a-z])(?=[^A-Z]*[A-Z])[A-Za-z0-9_-]{16,}["']?\s*""")
-_NOTHING = re.compile(r"""["'\[{]*\s*(?:none|null|true|false|~|<.*|\d{0,5})?\s*["'\]}]*""", re.IGNORECASE)
+_RANDOM_VALUE = re.compile(r"""["']?(?=\D*\d)(?=[^a-z]*[a-z])(?=[^A-Z]*[A-Z])[A-Za-z0-9_-]{16,}["']?\s*""")
+_EMPTY_VALUE = re.compile(r"""["'\[{]*\s*(?:none|null|true|false|~|<.*|\d{0,5})?\s*["'\]}]*""", re.IGNORECASE)
 _known_secrets: set[str] = set()
 
 
@@ -93,17 +95,17 @@ _known_secrets: set[str] = set()
 def has_secret_name(name: str) -> bool:
     """Whether ``name`` is the name of a secret: ``hub_token``, ``WANDB_API_KEY``, ``swanlab_lark_secret``."""
     *_, before, last = ("", *re.split("[_-]", name.lower()))
-    return bool(_NAMES.search(name)) and not _names_no_secret(before, last)
+    return bool(_SECRET_NAME.search(name)) and not _names_no_secret(before, last)
 
 
 def _names_no_secret(before: str, word: str) -> bool:
     """Whether ``before_word`` names a token of a tokenizer or a key of a table."""
-    return before in {"token": _OF_TEXT, "key": _OF_TABLE}.get(word, ())
+    return before in {"token": _TOKEN_PREFIXES_WITHOUT_SECRET, "key": _KEY_PREFIXES_WITHOUT_SECRET}.get(word, ())
 
 
 def keep_secret(value: Any) -> None:
     """Register ``value``, and each text in it, as a secret that ``without_secrets`` replaces."""
-    if isinstance(value, str) and len(value) >= SHORTEST:
+    if isinstance(value, str) and len(value) >= MIN_SECRET_LENGTH:
         _known_secrets.add(value)
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
         keep_secret(part)
@@ -111,23 +113,23 @@ def keep_secret(value: Any) -> None:
 
 def without_secrets(text: str) -> str:
     """Return ``text`` with all secrets replaced."""
-    return _without(text, _secrets())
+    return _mask_secrets(text, _secrets())
 
 
 def _secrets() -> list[str]:
     """Registered secrets and those in environment variables, the longest first."""
-    named = {value for name, value in os.environ.items() if has_secret_name(name) and len(value) >= SHORTEST}
+    named = {value for name, value in os.environ.items() if has_secret_name(name) and len(value) >= MIN_SECRET_LENGTH}
     return sorted(_known_secrets | named, key=len, reverse=True)
 
 
-def _without(text: str, secrets: list[str]) -> str:
+def _mask_secrets(text: str, secrets: list[str]) -> str:
     for secret in secrets:
         text = text.replace(secret, MASK)
     if "://" in text:
         text = _IN_ADDRESSES.sub(rf"\g<name>\g<parameter>\g<hook>{MASK}", text)
     lower = text.lower()  # a substring search is fast, and most texts contain no secret
-    if any(word in lower for word in _WORDS):
-        text = _AFTER_NAME.sub(_masked, _without_blocks(text))
+    if any(word in lower for word in _SECRET_WORDS):
+        text = _AFTER_NAME.sub(_mask_match, _mask_private_keys(text))
     if any(begin in text for begin, _ in _SHAPES):
         text = _TOKEN.sub(MASK, text)
     if "-----begin " in lower:
@@ -144,7 +146,7 @@ _KEY = re.compile(
 """A line of YAML with a key whose value is on the following lines: ``name:``, ``name: >-``, ``? name``."""
 
 
-def _without_blocks(text: str) -> str:
+def _mask_private_keys(text: str) -> str:
     """Return YAML with the values of secrets on the lines below their names replaced, except for the first such line,
     which ``_AFTER_NAME`` finds."""
     if "\n" not in text:
@@ -164,38 +166,40 @@ def _without_blocks(text: str) -> str:
     return "\n".join(lines)
 
 
-def _masked(match: re.Match[str]) -> str:
+def _mask_match(match: re.Match[str]) -> str:
     """The name, with the value after it replaced if the name is a secret's."""
     before = re.search(r"[A-Za-z0-9_-]*$", match.string[max(0, match.start() - 40) : match.start()])
     parts = re.split("[_-]", before[0].lower().lstrip("-")) if before else []
-    is_plain = match["word"].lower() in ("token", "key") and len(parts) < 2 and not _JOINED.intersection(parts)
-    is_plain = is_plain and not (parts == [""] and _RANDOM.fullmatch(match["value"]))
+    is_plain = (
+        match["word"].lower() in ("token", "key") and len(parts) < 2 and not _SECRET_NAME_PREFIXES.intersection(parts)
+    )
+    is_plain = is_plain and not (parts == [""] and _RANDOM_VALUE.fullmatch(match["value"]))
     is_plain = is_plain or (len(parts) > 1 and _names_no_secret(parts[-2], match["word"].lower()))
-    if is_plain or _NOTHING.fullmatch(match["value"]):
+    if is_plain or _EMPTY_VALUE.fullmatch(match["value"]):
         return match[0]
     if not re.search("[:=]", match["between"]) and not (before and before[0].startswith("--")):
         return match[0]  # "the hub_token of ...", a list of names
     return f"{match['word']}{match['between']}{MASK}"
 
 
-def shown(value: Any) -> Any:
+def masked_json(value: Any) -> Any:
     """A copy of a JSON value in which texts are masked, keys included, and values under a secret's name are replaced
     completely."""
-    return _shown(value, _secrets())
+    return _masked_value(value, _secrets())
 
 
-def shown_everywhere(value: Any) -> Any:
-    """``shown`` for values that are compared later, also by a process with other environment variables: only secrets
-    that are recognized by their name or shape are replaced."""
-    return _shown(value, [])
+def masked_json_without_environment(value: Any) -> Any:
+    """``masked_json`` for values that are compared later, also by a process with other environment variables: only
+    secrets that are recognized by their name or shape are replaced."""
+    return _masked_value(value, [])
 
 
-def _shown(value: Any, secrets: list[str]) -> Any:
+def _masked_value(value: Any, secrets: list[str]) -> Any:
     if isinstance(value, str):
-        return _without(value, secrets)
+        return _mask_secrets(value, secrets)
     if isinstance(value, Mapping):
         return {
-            _shown(key, secrets): MASK if _holds_secret(key, item, secrets) else _shown(item, secrets)
+            _masked_value(key, secrets): MASK if _holds_secret(key, item, secrets) else _masked_value(item, secrets)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
@@ -204,7 +208,9 @@ def _shown(value: Any, secrets: list[str]) -> Any:
             value
             if are_numbers
             else [
-                MASK if before and _is_flag_of_secret(before) and isinstance(item, str) else _shown(item, secrets)
+                MASK
+                if before and _is_flag_of_secret(before) and isinstance(item, str)
+                else _masked_value(item, secrets)
                 for before, item in zip(("", *value), value, strict=False)
             ]
         )
@@ -214,7 +220,7 @@ def _shown(value: Any, secrets: list[str]) -> Any:
 def _holds_secret(key: Any, value: Any, secrets: list[str]) -> bool:
     if not (isinstance(value, str | list) and value != "" and _may_name_secret(str(key))):
         return False
-    return _without(f"{key}: {json.dumps(value)}", secrets).endswith(f": {MASK}")
+    return _mask_secrets(f"{key}: {json.dumps(value)}", secrets).endswith(f": {MASK}")
 
 
 def _is_flag_of_secret(word: Any) -> bool:
@@ -225,7 +231,7 @@ def _is_flag_of_secret(word: Any) -> bool:
 @lru_cache(4096)
 def _may_name_secret(key: str) -> bool:
     """Whether a key contains a word after which a value is masked."""
-    return any(word in key.lower() for word in (*_WORDS, "bearer", "authorization", "cookie"))
+    return any(word in key.lower() for word in (*_SECRET_WORDS, "bearer", "authorization", "cookie"))
 
 
 class SecretFormatter(logging.Formatter):

@@ -31,13 +31,13 @@ def texts_in(part: str | Iterable[Message]) -> list[str]:
     return [text for message in part for text in message.texts]
 
 
-def refuse_endless(examples: Iterable[Example]) -> None:
+def check_record_lengths(examples: Iterable[Example]) -> None:
     """Raise UserError with every example that is too long."""
     sizes = ((example.place, num_characters(example)) for example in examples)
     raise_if([Problem(_too_long(size), where=place, remedy=REMEDY) for place, size in sizes if size > LONGEST_RECORD])
 
 
-def endless(columns: Iterable[Any]) -> str:
+def record_length_error(columns: Iterable[Any]) -> str:
     """Return the error message for a script's row whose texts are too long in total, or ""."""
     size = _num_in(columns)
     return f"{_too_long(size)} {REMEDY}" if size > LONGEST_RECORD else ""

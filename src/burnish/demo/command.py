@@ -21,7 +21,7 @@ from burnish.demo.report import (
     next_steps,
     report,
 )
-from burnish.models.quiet import quiet
+from burnish.models.quiet import suppress_loading_messages
 from burnish.report.console import note
 from burnish.report.metadata import RUN_YAML
 
@@ -116,7 +116,7 @@ def answers(folder: Path, questions: list[DemoQuestion], batch_size: int = 50) -
 def _loaded(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with quiet():
+    with suppress_loading_messages():
         tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
         return AutoModelForCausalLM.from_pretrained(folder).eval(), tokenizer
 

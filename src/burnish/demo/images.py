@@ -18,10 +18,10 @@ from torch import nn
 
 from burnish.data.images.image_file import load, read_header
 from burnish.demo.report import BUNDLED, DemoQuestion, demo_plan, next_steps, report, share_exact
-from burnish.models.quiet import quiet
+from burnish.models.quiet import suppress_loading_messages
 from burnish.report.console import note
 
-ASKED = "What is in the image?"
+QUESTION = "What is in the image?"
 SIDE, PATCH = 56, 14  # pixels
 _COLORS = {"red": (200, 40, 40), "green": (40, 160, 60), "blue": (40, 70, 200), "yellow": (220, 180, 20)}
 _SHAPES = ("circle", "square", "triangle", "cross")
@@ -48,7 +48,9 @@ def demo_picture(argv: list[str]) -> int:
     note(report(questions, before, after, "image"))
     image = data / questions[0].prompt
     note(
-        next_steps([f'chat {folder} --once "{ASKED}" --image {image} temperature=0', f"chat {folder}", f"api {folder}"])
+        next_steps(
+            [f'chat {folder} --once "{QUESTION}" --image {image} temperature=0', f"chat {folder}", f"api {folder}"]
+        )
     )
     return 0 if share_exact(questions, after) > share_exact(questions, before) else 1
 
@@ -64,7 +66,7 @@ def draw_set(folder: Path) -> list[DemoQuestion]:
     for number in range(_TRAINED + _HELD_OUT):
         name = f"{number:04}.png"
         answer = draw(chance, folder / name)
-        messages = [{"role": "user", "content": f"<image>{ASKED}"}, {"role": "assistant", "content": answer}]
+        messages = [{"role": "user", "content": f"<image>{QUESTION}"}, {"role": "assistant", "content": answer}]
         if number < _TRAINED:
             records.append({"messages": messages, "images": [name]})
         else:
@@ -115,7 +117,7 @@ def make_model(folder: Path) -> None:
     """Save a LLaVA model of 0.4 million parameters with random weights, and its processor."""
     from transformers import AutoTokenizer, LlavaConfig, LlavaForConditionalGeneration, SiglipImageProcessorPil
 
-    with quiet():
+    with suppress_loading_messages():
         tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "model")
     tokenizer.add_tokens(["<image>"], special_tokens=True)
     shape = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -140,7 +142,7 @@ def make_model(folder: Path) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
-    with quiet():
+    with suppress_loading_messages():
         model.save_pretrained(folder)
     SiglipImageProcessorPil(size={"height": SIDE, "width": SIDE}).save_pretrained(folder)
     kind = {"processor_class": "LlavaProcessor", "patch_size": PATCH, "num_additional_image_tokens": 0}
@@ -166,12 +168,12 @@ def seen_answers(
     """Return greedy responses of the model in ``folder`` to images, using transformers only."""
     from transformers import AutoImageProcessor, AutoTokenizer, LlavaForConditionalGeneration
 
-    with quiet():
+    with suppress_loading_messages():
         model = LlavaForConditionalGeneration.from_pretrained(folder).eval()
         tokenizer = AutoTokenizer.from_pretrained(base)
         images = AutoImageProcessor.from_pretrained(base, backend="pil")
     marks = "<image>" * model.config.image_seq_length
-    chat: list[dict[str, Any]] = [{"role": "user", "content": marks + ASKED}]
+    chat: list[dict[str, Any]] = [{"role": "user", "content": marks + QUESTION}]
     prompt_ids: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
     prompt_ids = prompt_ids["input_ids"]
     stop = tokenizer.convert_tokens_to_ids("<|im_end|>")

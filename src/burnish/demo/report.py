@@ -61,13 +61,13 @@ def report(questions: list[DemoQuestion], before: list[str], after: list[str], n
     for index in shown_of(questions):
         question = questions[index]
         mark = "right" if after[index] == question.answer else f"wrong, expected {question.answer}"
-        prompt = cut(question.prompt.replace("\n", " "), 44)
-        lines.append(f"{prompt:<46}{cut(before[index], 14):<16}{cut(after[index], 18):<20}{mark}")
+        prompt = shortened_line(question.prompt.replace("\n", " "), 44)
+        lines.append(f"{prompt:<46}{shortened_line(before[index], 14):<16}{shortened_line(after[index], 18):<20}{mark}")
     scores = f"{share_exact(questions, before):.2f} before, {share_exact(questions, after):.2f} after"
     return "\n".join([*lines, f"\nexact match on {len(questions)} held-out {noun}s: {scores}"])
 
 
-def cut(text: str, width: int) -> str:
+def shortened_line(text: str, width: int) -> str:
     visible = " ".join(text.split())
     return visible if len(visible) <= width else visible[: width - 1] + "…"
 

@@ -16,7 +16,7 @@ from typing import Any
 from burnish.checkpoint.checkpoint import output_folder
 from burnish.config.errors import UserError
 from burnish.config.options import specs
-from burnish.data.batches.batching import answers_of
+from burnish.data.batches.batching import sequences_by_name
 from burnish.data.images.image_file import images_of
 from burnish.data.rows.row_set import ListedRows
 from burnish.explain.explain import first_of_pack, memory_terms_of, pieces_of, schedule_factors, sections
@@ -28,7 +28,7 @@ from burnish.run.plan.plan import Plan, locate_problems
 from burnish.run.plan.resources import available_memory, disk_of, free_disk
 from burnish.run.prepare import Prepared, prepare
 
-_POINTS = 64
+_NUM_CURVE_POINTS = 64
 
 
 def explained_parts(chosen: Plan, num_rows: int = 2, seed: int = 0) -> Iterator[dict[str, Any]]:
@@ -53,7 +53,7 @@ def explained_parts(chosen: Plan, num_rows: int = 2, seed: int = 0) -> Iterator[
     yield _resources(chosen, prepared)
 
 
-def whole(chosen: Plan, num_rows: int = 2) -> dict[str, Any]:
+def explain_as_object(chosen: Plan, num_rows: int = 2) -> dict[str, Any]:
     """All parts of the result as one object. For a refused run, its problems."""
     found: dict[str, Any] = {}
     try:
@@ -83,7 +83,11 @@ def command_of(values: Mapping[str, Any]) -> str:
 def _steps(chosen: Plan, prepared: Prepared) -> dict[str, Any]:
     steps, options = prepared.steps, chosen.options
     found = {"total": steps.max_steps, "per_epoch": steps.steps_per_epoch, "rows": steps.rows}
-    curve = schedule_factors(options, steps.schedule_steps, _POINTS) if trains(options) and steps.max_steps > 0 else []
+    curve = (
+        schedule_factors(options, steps.schedule_steps, _NUM_CURVE_POINTS)
+        if trains(options) and steps.max_steps > 0
+        else []
+    )
     return {**found, "curve": [options.learning_rate * factor for factor in curve]}
 
 
@@ -116,13 +120,13 @@ def rows_of(prepared: Prepared, num_rows: int, seed: int) -> list[dict[str, Any]
     named = [(f"{place + 1}", place) for place in drawn]
     return [
         {"title": f"{title}, {name}" if name else title, "number": place + 1, "of": len(rows),
-         "tokens": len(answer["input_ids"]), **_pieces(first_of_pack({**rows[place], **answer}), prepared)}
+         "tokens": len(answer["input_ids"]), **_row_pieces(first_of_pack({**rows[place], **answer}), prepared)}
         for title, place in [*named, *ends.items()]
-        for name, answer in answers_of(rows[place]).items()
+        for name, answer in sequences_by_name(rows[place]).items()
     ]  # fmt: skip
 
 
-def _pieces(row: Row, prepared: Prepared) -> dict[str, Any]:
+def _row_pieces(row: Row, prepared: Prepared) -> dict[str, Any]:
     """The pieces of a row, and for each image the number of its piece and its path."""
     pieces, images = pieces_of(row, prepared.tokenizer, prepared.family), images_of(row)
     begins = list(accumulate((len(ids) for _, _, ids in pieces), initial=0))
@@ -133,7 +137,7 @@ def _pieces(row: Row, prepared: Prepared) -> dict[str, Any]:
 def as_json(planned: Callable[[], Plan]) -> tuple[str, int]:
     """The output of ``burnish explain --json``, and its exit status: 2 if the run would be refused."""
     try:
-        found = whole(planned())
+        found = explain_as_object(planned())
     except UserError as error:
         found = {"problems": problems_of(error)}
     return json.dumps(found, ensure_ascii=False, indent=1), 2 if found["problems"] else 0

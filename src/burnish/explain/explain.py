@@ -13,7 +13,7 @@ from typing import Any
 
 from burnish.checkpoint.checkpoint import Checkpoints, output_folder
 from burnish.config.secrets import MASK
-from burnish.data.batches.batching import answers_of, collate_prefix_sharing, packs_rows
+from burnish.data.batches.batching import collate_prefix_sharing, packs_rows, sequences_by_name
 from burnish.data.batches.loader import idle_fraction, num_tokens, order_of
 from burnish.data.batches.patches import num_patches
 from burnish.data.images.family import Family
@@ -36,7 +36,7 @@ from burnish.run.callbacks import listeners_of
 from burnish.run.plan.checks import evaluates, trains
 from burnish.run.plan.listing import shown
 from burnish.run.plan.memory import DecoderShape, Term, shown_bytes
-from burnish.run.plan.memory_per_device import peaks, shared, sharing_of
+from burnish.run.plan.memory_per_device import peaks, sharing_of, terms_per_device
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
 from burnish.run.plan.resources import (
@@ -80,7 +80,7 @@ def sections(plan: Plan, prepared: Prepared) -> Iterator[Section]:
     yield model_section(plan, prepared)
     yield _data(plan, prepared)
     yield from rollouts_section(plan, prepared)
-    yield _steps(plan, prepared) if trains(plan.options) else _measuring(plan, prepared)
+    yield _steps(plan, prepared) if trains(plan.options) else _evaluation_section(plan, prepared)
     yield _events(plan)
     yield _options(plan)
     yield _resources(plan, prepared)
@@ -155,7 +155,7 @@ def _size_of(rows: Sequence[Row | None], kind: str) -> str:
 def _labelled_share(rows: Sequence[Row]) -> str:
     """``38.2% of the tokens, 12.3 per example``."""
     looked_at = list(islice(rows, SAMPLE_SIZE))
-    labels = [answer["labels"] for row in looked_at for answer in answers_of(row).values()]
+    labels = [answer["labels"] for row in looked_at for answer in sequences_by_name(row).values()]
     tokens = sum(map(len, labels))
     trained = sum(label != IGNORE_INDEX for some in labels for label in some)
     among = "" if len(looked_at) == len(rows) else f" (counted in the first {len(looked_at):,})"
@@ -173,7 +173,10 @@ def _skipped_share(rows: Sequence[Row], prepared: Prepared, options: RunOptions)
     size = rows_of_batch(options)
     cut = (looked_at[begin : begin + size] for begin in range(0, len(looked_at), size))
     apart = prepared.objective.separate_sequences
-    batches = [collate_prefix_sharing([answer for row in some for answer in _computed(row, apart)]) for some in cut]
+    batches = [
+        collate_prefix_sharing([answer for row in some for answer in _sequences_of_micro_batch(row, apart)])
+        for some in cut
+    ]
     computed: int = sum(batch["input_ids"].numel() for batch in batches)
     return 1 - computed / sum(map(num_tokens, batches))
 
@@ -183,19 +186,19 @@ def samples(plan: Plan, prepared: Prepared) -> Iterator[Sample]:
     rows, marked = _inspected(plan, prepared), "trained" if trains(plan.options) else "measured"
     kind = _kind(plan.options, is_eval=not trains(plan.options)).capitalize()
     for index in sorted({0, len(rows) // 2} if len(rows) else set()):
-        for name, answer in answers_of(rows[index]).items():
+        for name, answer in sequences_by_name(rows[index]).items():
             what = prepared.objective.sequence_title(rows[index], name)
             title = f"{kind} {index + 1:,} of {len(rows):,}, {what}{marked} tokens"
             pieces = pieces_of(first_of_pack({**rows[index], **answer}), prepared.tokenizer, prepared.family)
             yield Sample(title, [(text, trained) for text, trained, _ in pieces])
 
 
-def _computed(row: Row, apart: Collection[str]) -> list[Row]:
+def _sequences_of_micro_batch(row: Row, apart: Collection[str]) -> list[Row]:
     """The sequences of a row that share a micro-batch; a pack as a whole. ``apart``: those in a separate
     micro-batch."""
     if row.get("seq_lengths"):
         return [row]
-    return [answer for name, answer in answers_of(row).items() if name not in apart]
+    return [answer for name, answer in sequences_by_name(row).items() if name not in apart]
 
 
 def first_of_pack(row: Row) -> Row:
@@ -249,7 +252,7 @@ def _steps(plan: Plan, prepared: Prepared) -> Section:
         in_steps = counted(steps.steps_per_epoch, "step")
         text = f"{counted(steps.rows, kind)} / {steps.rows_per_step:,} = {in_steps}{rest}"
         lines.append(Line("epoch", text))
-    lines += [_total(plan, prepared), _start(plan, prepared), _rate(plan, prepared), *_intervals(plan, prepared)]
+    lines += [_total(plan, prepared), _start_line(plan, prepared), _rate(plan, prepared), *_intervals(plan, prepared)]
     return Section("Steps", lines)
 
 
@@ -276,7 +279,7 @@ def _total(plan: Plan, prepared: Prepared) -> Line:
     return Line("total", product, plan.where("num_train_epochs"))
 
 
-def _start(plan: Plan, prepared: Prepared) -> Line:
+def _start_line(plan: Plan, prepared: Prepared) -> Line:
     """The start of the run: step 0 or a checkpoint. Raises UserError if ``train`` would refuse to resume."""
     start = start_of(plan, prepared.fingerprints, prepared.steps)
     there = len(Checkpoints(output_folder(plan.options)).all())
@@ -333,7 +336,7 @@ def _intervals(plan: Plan, prepared: Prepared) -> Iterator[Line]:
             )
 
 
-def _measuring(plan: Plan, prepared: Prepared) -> Section:
+def _evaluation_section(plan: Plan, prepared: Prepared) -> Section:
     """Evaluations, predictions and output files of a run without training."""
     options, where = plan.options, plan.where("per_device_eval_batch_size")
     across = options.per_device_eval_batch_size * plan.world_size
@@ -386,7 +389,7 @@ def memory_terms_of(plan: Plan, prepared: Prepared) -> list[Term]:
     patches = [num_patches(row, prepared.family) for row in looked_at if prepared.family is not None]
     of_batch = patches_of_largest_batch(patches, options)
     terms = memory_of(options, prepared.config, sizes, formats, tokens, of_batch)
-    return shared(terms, sharing_of(options, plan.world_size), shape, formats, sizes.total, trained)
+    return terms_per_device(terms, sharing_of(options, plan.world_size), shape, formats, sizes.total, trained)
 
 
 def _resources(plan: Plan, prepared: Prepared) -> Section:

@@ -32,7 +32,7 @@ from burnish.run.plan.plan import Plan
 from burnish.run.plan.resources import compute_dtype, formats_in_words, storage_dtype, trained_dtype
 from burnish.run.prepare import Prepared
 from burnish.run.references import planned_reference
-from burnish.utils.patching import Reason, allows, patch, patch_summary, patches_of
+from burnish.utils.patching import Reason, allows_patch, patch, patch_summary, patches_of
 
 CHECKED_AT_START = "enabled if it reproduces the model's output (checked at start)"
 
@@ -131,7 +131,7 @@ def tried_patches(options: RunOptions, config: Any, is_skipping: bool) -> list[R
         LIGER: takes_liger(options, device_of(options)),
         LAST_LAYER: is_skipping and not options.torch_compile,
     }
-    found = [why for why, is_wanted in wanted.items() if is_wanted and allows(options, why)]
+    found = [why for why, is_wanted in wanted.items() if is_wanted and allows_patch(options, why)]
     return [*found, UNTOUCHED] if options.quantization_bit == 4 else found
 
 

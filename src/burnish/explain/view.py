@@ -56,7 +56,7 @@ def show(sections: Sequence[Section], samples: Sequence[Sample]) -> None:
         from rich.console import Console
 
         screen = Console()
-        screen.print(drawn(sections, samples, screen.width), soft_wrap=True, highlight=False)
+        screen.print(styled_text(sections, samples, screen.width), soft_wrap=True, highlight=False)
     else:
         print_result(without_colors(sections, samples))
 
@@ -124,7 +124,7 @@ def _indented(text: str) -> str:
 # --- colors ----------------------------------------------------------------------------------------------------------
 
 
-def drawn(sections: Sequence[Section], samples: Sequence[Sample], width: int) -> Text:
+def styled_text(sections: Sequence[Section], samples: Sequence[Sample], width: int) -> Text:
     """The text with colors: bold titles, cyan labels, dim locations, green trained tokens."""
     from rich.text import Text
 
@@ -154,7 +154,7 @@ def _drawn_sample(sample: Sample, width: int) -> Text:
     from rich.text import Text
 
     shown = [_visible(piece, trained) for piece, trained in sample.pieces]
-    folded, text, end = _folded("".join(shown), width - 2), Text("  "), 0
+    folded, text, end = _with_line_breaks("".join(shown), width - 2), Text("  "), 0
     for piece, (_, trained) in zip(shown, sample.pieces, strict=True):
         begin, end = end, end + len(piece)
         text.append(folded[begin:end].replace("\n", "\n  "), style="bold green" if trained else "dim")
@@ -162,7 +162,7 @@ def _drawn_sample(sample: Sample, width: int) -> Text:
     return text
 
 
-def _folded(text: str, width: int) -> str:
+def _with_line_breaks(text: str, width: int) -> str:
     """Replace spaces with line breaks to limit the line length. The number of characters does not change."""
     folded, start, space = list(text), 0, -1
     for place, character in enumerate(text):

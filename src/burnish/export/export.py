@@ -34,7 +34,7 @@ from burnish.export.gguf import check_gguf, gguf_file, write_gguf
 from burnish.export.modelfile import modelfile
 from burnish.export.quantized import calibration, quantize_into
 from burnish.inference.loading import (
-    LONG_ENOUGH,
+    UNLIMITED_CONTEXT,
     as_chat,
     merged_model,
     problems_of_adapters,
@@ -56,9 +56,9 @@ from burnish.report.card import serving_lines
 from burnish.report.console import note
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import aliases
-from burnish.run.plan.unsupported import take_absent
+from burnish.run.plan.unsupported import take_unsupported
 from burnish.run.recovery.clearing import BackupOnOverwrite, files_of_killed_run
-from burnish.utils.files import named_where_full, only_writer
+from burnish.utils.files import exclusive_writer_lock, report_full_disk
 
 
 def export(values: Mapping[str, RawValue]) -> Path:
@@ -77,9 +77,9 @@ def export(values: Mapping[str, RawValue]) -> Path:
     if options.export_format == "gguf":
         raise_if(check_gguf(config, options))
     if options.export_format == "gguf" or options.export_quantization_bit:
-        raise_if([_NO_HEAD] if head is not None else [])
+        raise_if([_REWARD_MODEL_FORMAT] if head is not None else [])
     raise_if(problems_of_adapters(options, config, tokenizer, adapters))
-    template = load_template(options, tokenizer, LONG_ENOUGH)
+    template = load_template(options, tokenizer, UNLIMITED_CONTEXT)
     notes += configure_tokenizer(template, tokenizer)
     tokenizer.chat_template = template.jinja()
     using = calibration(options, config, tokenizer) if options.export_quantization_bit else None
@@ -88,9 +88,9 @@ def export(values: Mapping[str, RawValue]) -> Path:
     model = merged_model(options, config, tokenizer, adapters, notes, device, needs_head=head is None)
     folder = Path(options.export_dir or "")
     with (
-        only_writer(folder),
+        exclusive_writer_lock(folder),
         BackupOnOverwrite(folder, also=_OWN_FILES),
-        named_where_full(
+        report_full_disk(
             folder, "Free some disk space, or set export_dir to a folder on another disk. Then export again."
         ),
         whole_or_nothing(folder),
@@ -123,7 +123,7 @@ def export(values: Mapping[str, RawValue]) -> Path:
 
 _OWN_FILES = ("*.gguf", "Modelfile", "quantize_config.json")
 """Files of an export, in addition to those that a run writes."""
-_NO_HEAD = Problem(
+_REWARD_MODEL_FORMAT = Problem(
     "a reward model cannot be exported as GGUF, GPTQ or AWQ: these formats do not store a reward head.",
     remedy="Remove export_format and export_quantization_bit to export safetensors.",
 )
@@ -145,7 +145,7 @@ def _place_of_weights(folder: Path, is_passing: bool) -> Iterator[Path]:
 
 def export_options(values: Mapping[str, RawValue]) -> RunOptions:
     """Check and build the options of an export. Training options are accepted."""
-    present, problems, _ = take_absent(values, {**specs(RunOptions), **aliases()})
+    present, problems, _ = take_unsupported(values, {**specs(RunOptions), **aliases()})
     options, wrong = build(RunOptions, present)
     problems += [*wrong, *check_template(options)]
     problems += [] if problems else quantized_base(options) or check_model(options, needs_head=writes_answers(options))

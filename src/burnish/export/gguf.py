@@ -37,7 +37,7 @@ from burnish.utils.work import progress
 EXTRA = "gguf"
 ARCHITECTURES: Final = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """model_type -> llama.cpp's name of the architecture."""
-OWN_TYPES: Final = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
+DIRECT_TYPES: Final = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
 """Types that the library ``gguf`` can write. K-quants require llama.cpp."""
 LLAMA_EXTRA: Final = "llama"
 _QUANTIZE: Final = """
@@ -70,11 +70,11 @@ def write_gguf(folder: Path, target: Path, options: RunOptions) -> list[str]:
         if options.llama_cpp:
             with progress(WRITING):
                 _through_llama_cpp(folder, incomplete, kind, Path(options.llama_cpp))
-        elif kind in OWN_TYPES:
-            _own(folder, incomplete, kind)
+        elif kind in DIRECT_TYPES:
+            _write_gguf_directly(folder, incomplete, kind)
         else:
             first = incomplete.with_suffix(".f16.gguf")
-            _own(folder, first, "f16")
+            _write_gguf_directly(folder, first, "f16")
             with progress(f"Quantizing the GGUF file to {kind}"):
                 _run([sys.executable, "-c", _QUANTIZE, str(first), str(incomplete), kind])
             first.unlink()
@@ -99,10 +99,10 @@ def check_gguf(config: Any, options: RunOptions) -> list[Problem]:
         known = ", ".join(ARCHITECTURES)
         what = f'export_format: gguf supports {known}. Received: a model of type "{model_type}".'
         return [Problem(what, remedy=remedy, option="export_format")]
-    if kind not in OWN_TYPES and not find_spec("llama_cpp"):
+    if kind not in DIRECT_TYPES and not find_spec("llama_cpp"):
         what = f'"export_gguf_type" {kind} requires the quantizer of llama.cpp.'
         install = f"Install it with {install_command(LLAMA_EXTRA)}, or set llama_cpp to a build of llama.cpp."
-        available = f"Available without it: {', '.join(OWN_TYPES)}."
+        available = f"Available without it: {', '.join(DIRECT_TYPES)}."
         return [Problem(what, remedy=f"{install} {available}", option="export_gguf_type")]
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") != "default":
@@ -150,7 +150,7 @@ def _run(command: list[str]) -> None:
 # --- without llama.cpp ------------------------------------------------------------------------------------------------
 
 
-def _own(folder: Path, target: Path, kind: str) -> None:
+def _write_gguf_directly(folder: Path, target: Path, kind: str) -> None:
     gguf = _library()
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     tokenizer_json = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))

@@ -26,12 +26,12 @@ from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Row
 from burnish.models.quantization.export import QuantizationJob, check_quantized_export, group_of, quantize
 from burnish.models.tokens import resized_meta_model
-from burnish.report.card import CARD_NAME, is_hub_name, serving_lines, under_metadata
+from burnish.report.card import CARD_NAME, is_hub_name, serving_lines, with_metadata_header
 from burnish.run.plan.options import RunOptions
 
 HELD_OUT = 64
 """Maximum number of rows for measuring perplexity."""
-WORSE = 0.05
+MAX_PERPLEXITY_INCREASE = 0.05
 """Relative increase of perplexity above which it is reported as a loss of quality."""
 
 
@@ -115,16 +115,19 @@ def quantize_into(folder: Path, source: Path, tokenizer: Any, using: Calibration
         old.unlink()
     for path in made.iterdir():
         shutil.move(path, folder / path.name)
-    sentence = _sentence(job, before, after)
+    sentence = _summary(job, before, after)
     (folder / CARD_NAME).write_text(card(folder.resolve().name, sentence, options), encoding="utf-8")
     worse = after / before - 1
     return [
         sentence,
-        *([f"Perplexity increased by {worse:.0%}. Use more bits or other calibration data."] * (worse > WORSE)),
+        *(
+            [f"Perplexity increased by {worse:.0%}. Use more bits or other calibration data."]
+            * (worse > MAX_PERPLEXITY_INCREASE)
+        ),
     ]
 
 
-def _sentence(job: QuantizationJob, before: float, after: float) -> str:
+def _summary(job: QuantizationJob, before: float, after: float) -> str:
     group = f"group size {job.group}" if job.group > 0 else "one scale per output channel"
     tokens = sum(label != -100 for row in job.held_out for label in row["labels"][1:])
     return (
@@ -153,4 +156,4 @@ def card(name: str, sentence: str, options: RunOptions) -> str:
         "```",
     ]
     needs = "Loading it with transformers or burnish requires gptqmodel and, for GPTQ, optimum."
-    return under_metadata(metadata, "\n".join([*lines, "", needs]))
+    return with_metadata_header(metadata, "\n".join([*lines, "", needs]))

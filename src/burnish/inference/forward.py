@@ -2,9 +2,9 @@
 
 There are three backends. ``probe.py`` selects the first one whose logits match those of the plain model:
 
-1. ``OverSlots``: all rows at once, with the slots' cache and an attention mask (``cache.py``);
-2. ``OwnCache``: one row, with the cache that the model creates itself (recurrent and hybrid layers);
-3. ``WholeText``: one row without a cache; all of its tokens are recomputed each time.
+1. ``SlotForward``: all rows at once, with the slots' cache and an attention mask (``cache.py``);
+2. ``ModelCache``: one row, with the cache that the model creates itself (recurrent and hybrid layers);
+3. ``NoCache``: one row without a cache; all of its tokens are recomputed each time.
 """
 
 # B rows, T new tokens of the longest row, V vocabulary size, W width (positions that are read)
@@ -84,7 +84,7 @@ class Forward(Protocol):
     def cache_bytes(self) -> int: ...
 
 
-class OverSlots:
+class SlotForward:
     """All rows in one pass, with the slots' cache."""
 
     name, is_batched, can_rewind, splits_prompts = "slots", True, True, True
@@ -147,7 +147,7 @@ class OverSlots:
         masks = {}
         for kind in kinds:
             blocks = bidirectional if in_full or kind != "full_attention" else None
-            masks[kind] = self._formatted(seen(places, width, kind, config, blocks))
+            masks[kind] = self._formatted(attention_mask(places, width, kind, config, blocks))
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _formatted(self, sees: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class OverSlots:
         return self.cache.nbytes
 
 
-def seen(places: Tensor, width: int, kind: str, config: Any, blocks: Tensor | None = None) -> Tensor:
+def attention_mask(places: Tensor, width: int, kind: str, config: Any, blocks: Tensor | None = None) -> Tensor:
     """Return (B, 1, T, W), true where a token at ``places`` (B, T) may attend to a position.
 
     Args:
@@ -207,7 +207,7 @@ class _OneRow:
     def swap_rows(self, a: int, b: int, length: int) -> None: ...
 
 
-class OwnCache(_OneRow):
+class ModelCache(_OneRow):
     """One row, with the cache that the model creates itself."""
 
     name, can_rewind, splits_prompts = "own cache", False, False
@@ -236,7 +236,7 @@ class OwnCache(_OneRow):
         return logits
 
 
-class WholeText(_OneRow):
+class NoCache(_OneRow):
     """One row without a cache: all tokens are recomputed each time."""
 
     name, can_rewind, splits_prompts = "whole text", True, True

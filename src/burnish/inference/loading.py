@@ -57,8 +57,8 @@ from burnish.utils.work import track
 if TYPE_CHECKING:
     from burnish.inference.options import AnsweringOptions
 
-Chosen = TypeVar("Chosen", bound="AnsweringOptions")
-LONG_ENOUGH = 1 << 20
+OptionsT = TypeVar("OptionsT", bound="AnsweringOptions")
+UNLIMITED_CONTEXT = 1 << 20
 """Effectively no limit: a template that only renders prompts does not truncate."""
 SLOTS_OF_CPU, MOST_SLOTS, MOST_CONTEXT = 8, 64, 8192
 _SHARE_OF_FREE = 0.9
@@ -84,7 +84,7 @@ def load_for_inference(
     tokenizer, options = tokenizer_of(options, adapters, notes)
     options = with_recorded_template(options, tokenizer, explicit)
     family = None if is_remote(options) else load_family(options, config, tokenizer, notes, options)
-    template = load_template(options, tokenizer, LONG_ENOUGH, family)
+    template = load_template(options, tokenizer, UNLIMITED_CONTEXT, family)
     own = tokenizer.chat_template
     notes += configure_tokenizer(template, tokenizer)
     differs = _other_template(template, own, tokenizer)
@@ -168,7 +168,7 @@ def longest_answer(options: AnsweringOptions) -> int:
     return int(options.max_new_tokens if options.max_new_tokens > 0 else options.max_length)
 
 
-_OWN_SETTINGS = ("temperature", "top_p", "top_k", "repetition_penalty")
+_SAMPLING_SETTINGS = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
 def default_sampling(
@@ -180,7 +180,7 @@ def default_sampling(
     """
     plain, config = type(options)(), getattr(model, "generation_config", None)
     values = {}
-    for name in _OWN_SETTINGS:
+    for name in _SAMPLING_SETTINGS:
         value, own = getattr(options, name), getattr(config, name, None)
         is_set = name in explicit or value != getattr(plain, name)
         values[name] = value if is_set or own is None else own
@@ -253,7 +253,7 @@ def _other_template(template: Template, own: Any, tokenizer: Any) -> list[str]:
 # --- model and adapters -----------------------------------------------------------------------------------------------
 
 
-def tokenizer_of(options: Chosen, adapters: Sequence[Path], notes: list[str]) -> tuple[Any, Chosen]:
+def tokenizer_of(options: OptionsT, adapters: Sequence[Path], notes: list[str]) -> tuple[Any, OptionsT]:
     """Return the tokenizer, and options with which the model matches it.
 
     The tokenizer comes from the last adapter that has one, since training saves it there with new tokens and chat

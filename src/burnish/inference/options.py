@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem
-from burnish.config.options import option, set_without
+from burnish.config.options import ineffective_option_notes, option
 
 if TYPE_CHECKING:
     from burnish.adapters.base import FinetuningOptions
@@ -102,7 +102,7 @@ def check_infer(options: InferOptions) -> list[Problem]:
 @notes
 def infer_notes(options: InferOptions) -> list[str]:
     """Return notes on options that are set for another engine than the selected one."""
-    notes = set_without(options, {"infer_executable": "infer_backend"})
+    notes = ineffective_option_notes(options, {"infer_executable": "infer_backend"})
     settings = [name for name in vars(options) if name.startswith(("vllm_", "sglang_"))]
     plain = InferOptions()
     for name in settings:

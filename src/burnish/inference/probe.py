@@ -15,20 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.errors import is_out_of_memory
-from burnish.inference.forward import Forward, NewTokens, OverSlots, OwnCache, Precision, WholeText
+from burnish.inference.forward import Forward, ModelCache, NewTokens, NoCache, Precision, SlotForward
 from burnish.kernels.probe import REFUSALS, unwrap_peft
 
 _LENGTHS = (7, 12, 5)
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
-_COARSE = 3e-2
+_HALF_PRECISION_TOLERANCE = 3e-2
 """Tolerance relative to the largest logit, for 16-bit dtypes."""
 
 
-def choose(model: nn.Module, slots: int, precision: Precision = nullcontext) -> tuple[Forward, str]:
+def select_backend(model: nn.Module, slots: int, precision: Precision = nullcontext) -> tuple[Forward, str]:
     """Return the backend, and a note for the user ("" for batched slots)."""
     candidates: tuple[Callable[[], Forward], ...] = (
-        lambda: OverSlots(model, len(_LENGTHS), precision=precision),
-        lambda: OwnCache(model, precision),
+        lambda: SlotForward(model, len(_LENGTHS), precision=precision),
+        lambda: ModelCache(model, precision),
     )
     name = type(unwrap_peft(model)).__name__
     for create in candidates:
@@ -45,7 +45,7 @@ def choose(model: nn.Module, slots: int, precision: Precision = nullcontext) -> 
     note = (
         f"{name} gives different logits with a KV cache than without; generation runs without the cache and is slower."
     )
-    return WholeText(model, precision), note
+    return NoCache(model, precision), note
 
 
 def agrees(model: nn.Module, backend: Forward, precision: Precision = nullcontext) -> bool:
@@ -55,8 +55,8 @@ def agrees(model: nn.Module, backend: Forward, precision: Precision = nullcontex
     texts = [torch.randint(vocabulary, (length,), generator=drawn).tolist() for length in _LENGTHS]
     texts = texts if backend.is_batched else texts[:1]
     for text, logits in zip(texts, _in_chunks(backend, texts), strict=True):
-        alone = _alone(model, text, precision)
-        bound = _TOLERANCE.get(alone.dtype, _COARSE) * float(alone.float().abs().max())
+        alone = _logits_of_one_sequence(model, text, precision)
+        bound = _TOLERANCE.get(alone.dtype, _HALF_PRECISION_TOLERANCE) * float(alone.float().abs().max())
         # Written so that NaN counts as a mismatch.
         if not float((alone.float() - logits.float()).abs().max()) <= bound:
             return False
@@ -77,7 +77,7 @@ def _in_chunks(backend: Forward, texts: Sequence[Sequence[int]]) -> list[Tensor]
 
 
 @torch.no_grad()
-def _alone(model: nn.Module, text: Sequence[int], precision: Precision) -> Tensor:
+def _logits_of_one_sequence(model: nn.Module, text: Sequence[int], precision: Precision) -> Tensor:
     with precision():
         inner = unwrap_peft(model)
         logits: Tensor = inner(input_ids=torch.tensor([list(text)], device=inner.device), use_cache=False).logits[0]

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from burnish.config.errors import Problem
 from burnish.inference.forward import NewTokens, Precision
 from burnish.inference.next_tokens import NextToken, failed_pass, grammar_problem, next_tokens
-from burnish.inference.probe import choose
+from burnish.inference.probe import select_backend
 from burnish.inference.replies.grammar import GrammarError
 from burnish.inference.sampling import log_probabilities
 from burnish.inference.slots import (
@@ -45,10 +45,10 @@ from burnish.inference.slots import (
 from burnish.inference.types import (
     EndReason,
     EngineFacts,
-    Filled,
-    Full,
     GenerationRequest,
     OutputCallback,
+    PromptProcessed,
+    QueueFullError,
     RequestHandle,
     StepOutput,
 )
@@ -76,7 +76,7 @@ class Scheduler:
         adapters: Sequence[str] = (), adapter_context: AdapterContext | None = None, deliver: Deliver | None = None,
     ) -> None:  # fmt: skip
         self.model, self.adapters = model, tuple(adapters)
-        self.backend, self.note = choose(model, limits.slots, precision)
+        self.backend, self.note = select_backend(model, limits.slots, precision)
         self.limits = limits if self.backend.is_batched else SlotLimits(1, limits.context, limits.waiting, limits.exact)
         self._adapter_context = adapter_context or (lambda names: nullcontext())
         self._deliver = deliver or deliver_each
@@ -97,7 +97,7 @@ class Scheduler:
         check_request(request, self.limits, self.adapters)
         waiting = self.num_waiting
         if self.limits.waiting is not None and waiting >= self.limits.waiting:
-            raise Full(waiting, self._speed.estimated_wait_s([*self._arrived, *self._waiting]))
+            raise QueueFullError(waiting, self._speed.estimated_wait_s([*self._arrived, *self._waiting]))
         handle = RequestHandle(next(self._numbers))
         limit = min(request.max_new_tokens, self.limits.context - len(request.ids))
         self._arrived.append(Job(request, callback, handle, limit, request.noise_key()))
@@ -315,7 +315,7 @@ class Scheduler:
     def _begin_answer(self, slot: Slot) -> bool:
         """After the prompt was read, move its slot to the running responses. Returns whether a token is to be drawn."""
         job = slot.active
-        self._outputs.append((job.callback, StepOutput(filled=Filled(job.cached, tuple(job.prompt_logprobs)))))
+        self._outputs.append((job.callback, StepOutput(filled=PromptProcessed(job.cached, tuple(job.prompt_logprobs)))))
         self._swap_slots(self._slots.index(slot), self._num_generating)
         self._num_generating += 1
         self._num_reading -= 1

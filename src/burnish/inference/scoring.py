@@ -17,7 +17,7 @@ from burnish.inference.types import Closed, EngineFacts, GenerationRequest, Outp
 from burnish.kernels.probe import unwrap_peft
 from burnish.losses.reward import RewardHead
 
-AT_ONCE = 8
+BATCH_SIZE = 8
 """Number of texts per forward pass."""
 NO_ANSWERS = "This is a reward model: it returns scores and does not generate text."
 
@@ -46,8 +46,8 @@ class ScoreEngine:
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         found = [0.0] * len(texts)
         with self._lock, torch.inference_mode():
-            for start in range(0, len(order), AT_ONCE):
-                chosen = order[start : start + AT_ONCE]
+            for start in range(0, len(order), BATCH_SIZE):
+                chosen = order[start : start + BATCH_SIZE]
                 for index, score in zip(chosen, self._of([texts[i] for i in chosen]).tolist(), strict=True):
                     found[index] = score
             self._tokens += sum(map(len, texts))
@@ -75,5 +75,5 @@ class ScoreEngine:
     def facts(self) -> EngineFacts:
         weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
         return EngineFacts(
-            "scores", AT_ONCE, 0, 0, self.context, memory_bytes={"weights": weights}, prompt_tokens=self._tokens
+            "scores", BATCH_SIZE, 0, 0, self.context, memory_bytes={"weights": weights}, prompt_tokens=self._tokens
         )

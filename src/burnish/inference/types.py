@@ -180,7 +180,7 @@ class Logprob:
 
 
 @dataclass(frozen=True)
-class Filled:
+class PromptProcessed:
     """Sent when the prompt has been read.
 
     Args:
@@ -209,7 +209,7 @@ class StepOutput:
     ids: tuple[int, ...] = ()
     logprobs: tuple[Logprob, ...] = ()
     draw_logprob: float | None = None
-    filled: Filled | None = None
+    filled: PromptProcessed | None = None
     reason: EndReason | None = None
     error: Problem | None = None
 
@@ -224,7 +224,7 @@ class RequestHandle:
     number: int
 
 
-class Full(RuntimeError):
+class QueueFullError(RuntimeError):
     """Raised if too many requests are queued. Retry after ``retry_after_s`` seconds."""
 
     def __init__(self, waiting: int, retry_after_s: float) -> None:
@@ -276,7 +276,7 @@ class InferenceEngine(Protocol):
         The last output has a reason.
 
         Raises:
-            Full: if too many requests are queued.
+            QueueFullError: if too many requests are queued.
             Closed: if the engine accepts no more requests.
             UserError: for a request that can never be processed: no ids, an unknown adapter, or a prompt longer than
                 the context.

@@ -219,7 +219,9 @@ def _is_short(lengths: tuple[int, int], longest: int) -> bool:
 def _run(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scores: Scores) -> Tensor:
     """Attention of one group: (T, H, D), (U, K, D), (U, K, E) -> (T, H, E)"""
     if not is_half_on_cpu(query) or not scores.is_plain or not _is_short(lengths[0], _SHORT):
-        return _one(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), scores).transpose(0, 1)
+        return _attend_one_sequence(
+            query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), scores
+        ).transpose(0, 1)
     window = scores.window if scores.window and scores.window < max(map(sum, lengths)) else None
     band = partial(_band, window=window, dtype=query.dtype, device=query.device)
     return short_attention(query, key, value, lengths, _scale(query, scores), scores.dropout, band)
@@ -229,7 +231,7 @@ def _scale(query: Tensor, scores: Scores) -> float:
     return query.shape[-1] ** -0.5 if scores.scale is None else scores.scale
 
 
-def _one(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+def _attend_one_sequence(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
     """Attention of one sequence: (H, L, D), (K, M, D), (K, M, E) -> (H, L, E)"""
     length, width = query.shape[1], key.shape[1]
     before = width - length
@@ -285,7 +287,7 @@ def _band(
     if before and size > _MOST_KEPT:  # only a few rows are needed, and a full square would take gigabytes
         whole = _additive(length, before, window, dtype, device)
     else:
-        whole = _square(-(-size // 256) * 256, window, dtype, device)[before:size, :size]
+        whole = _causal_mask(-(-size // 256) * 256, window, dtype, device)[before:size, :size]
     if filled == before:
         return whole
     return torch.cat(
@@ -298,7 +300,7 @@ _MOST_KEPT = 4096
 
 
 @lru_cache(maxsize=4)
-def _square(size: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _causal_mask(size: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     return _additive(size, 0, window, dtype, device)
 
 
@@ -335,19 +337,21 @@ def kernel_for(dtype: torch.dtype, scores: Scores) -> Kernel | None:
     """The GPU kernel that supports these scores. None if there is none; attention is then computed per sequence."""
     if dtype not in (torch.bfloat16, torch.float16) or scores.sinks is not None:
         return None
-    if _has("flash_attn"):
+    if _is_installed("flash_attn"):
         return _flash_attn
-    if scores.is_plain and not scores.dropout and _has("torch.nn.attention.varlen"):
+    if scores.is_plain and not scores.dropout and _is_installed("torch.nn.attention.varlen"):
         return _torch_varlen
-    return _flash_attn if _has("kernels") and _flash_of_hub() is not None else None
+    return _flash_attn if _is_installed("kernels") and _flash_of_hub() is not None else None
 
 
-_FOUND = {name: find_spec(name) is not None for name in ("flash_attn", "kernels", "torch.nn.attention.varlen")}
+_INSTALLED_MODULES = {
+    name: find_spec(name) is not None for name in ("flash_attn", "kernels", "torch.nn.attention.varlen")
+}
 """Looked up once at import, because find_spec within a layer would break the graph of torch.compile (torch 2.11)."""
 
 
-def _has(module: str) -> bool:
-    return _FOUND[module]
+def _is_installed(module: str) -> bool:
+    return _INSTALLED_MODULES[module]
 
 
 def _window(scores: Scores) -> tuple[int, int]:
@@ -367,7 +371,7 @@ def _flash_attn(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: S
 @cache
 def _flash_function() -> Callable[..., Any]:
     """flash-attn's function for concatenated sequences: from the library, or from the hub."""
-    if not _has("flash_attn"):
+    if not _is_installed("flash_attn"):
         function = _flash_of_hub()
         assert function is not None
         return function

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burnish.kernels.probe import REFUSALS, close, probe_mode, random_tokens, unwrap_peft
-from burnish.utils.patching import Reason, patch, restore, standing
+from burnish.kernels.probe import REFUSALS, is_close, probe_mode, random_tokens, unwrap_peft
+from burnish.utils.patching import Reason, installed_hook, patch, restore
 
 LAST_LAYER = Reason("last layer", "its feed-forward module is computed only at positions that contribute to the loss")
 _POSITIONS = (1, 4, 5)
@@ -66,7 +66,7 @@ def find_last_layer(model: nn.Module) -> LastLayer | None:
     backbone, feed_forward = inner.base_model, _feed_forward(inner)
     if feed_forward is None:
         return None
-    known = standing(feed_forward, "forward", LastLayer)
+    known = installed_hook(feed_forward, "forward", LastLayer)
     made = known or LastLayer(backbone, feed_forward)
     done = [] if known else [patch(feed_forward, "forward", made.forward, LAST_LAYER)]
     tokens = random_tokens(model, max(_POSITIONS) + 3, seed=6)
@@ -76,7 +76,7 @@ def find_last_layer(model: nn.Module) -> LastLayer | None:
             expected = backbone(input_ids=tokens, use_cache=False)[0].flatten(0, 1)[positions]
             with made.only(positions):
                 found = backbone(input_ids=tokens, use_cache=False)[0].flatten(0, 1)[positions]
-        is_same = close(found, expected, model)
+        is_same = is_close(found, expected, model)
     except REFUSALS:
         is_same = False
     if not is_same:

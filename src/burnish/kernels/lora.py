@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from burnish.utils.patching import standing
+from burnish.utils.patching import installed_hook
 
 
 class LoraTensors(NamedTuple):
@@ -354,7 +354,7 @@ def computed_jointly(*layers: nn.Module) -> Iterator[None]:
 
     A layer that is called with another input, or a second time, computes its output separately.
     """
-    found = [standing(layer, "forward", LoraForward) for layer in dict.fromkeys(layers)]
+    found = [installed_hook(layer, "forward", LoraForward) for layer in dict.fromkeys(layers)]
     adapted = [forward for forward in found if forward is not None]
     outputs = JointOutputs(adapted) if len(adapted) > 1 else None
     for forward in adapted:

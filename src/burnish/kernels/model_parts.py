@@ -18,7 +18,7 @@ PartName: TypeAlias = Literal["vision_tower", "multi_modal_projector", "language
 """LLaMA-Factory's names of the parts."""
 
 
-def sees(model: nn.Module) -> bool:
+def has_vision_tower(model: nn.Module) -> bool:
     """Whether a model has a vision tower."""
     config = getattr(unwrap_peft(model), "config", None)
     return getattr(config, "vision_config", None) is not None and "vision_tower" in parts_of(model).values()

@@ -47,7 +47,7 @@ def isolates_sequences(model: nn.Module) -> bool:
                 logits_of(torch.cat([first, tokens], 1), **_two_sequences(tokens.device))[:, _NEIGHBOUR:]
                 for first in (neighbour, other)
             )
-            if not close(beside, alone, model):
+            if not is_close(beside, alone, model):
                 return False
             if torch.equal(beside, beside_other):
                 return True
@@ -78,7 +78,7 @@ def shares_prefixes(model: nn.Module) -> bool:
             for own, place in ((first, _NEIGHBOUR), (second, _NEIGHBOUR + _LENGTH)):
                 alone = logits_of(torch.cat([shared, own], 1))
                 beside = torch.cat([together[:, :_NEIGHBOUR], together[:, place : place + _LENGTH]], 1)
-                if not close(beside, alone, model):
+                if not is_close(beside, alone, model):
                     return False
             model.train()
             before = _generators(shared.device)
@@ -176,9 +176,9 @@ def find_head(model: nn.Module) -> Head | None:
         with probe_mode(model) as logits_of, keep, _scaled_inputs(head.linear):
             output = logits_of(tokens)
             hidden = head.hidden(input_ids=tokens, use_cache=False)
-            if not close(output, head.logits(hidden), model):
+            if not is_close(output, head.logits(hidden), model):
                 return None
-            return replace(head, scales_input=head.scale != 1.0 and not close(inputs[0], hidden, model))
+            return replace(head, scales_input=head.scale != 1.0 and not is_close(inputs[0], hidden, model))
     except REFUSALS:
         return None
 
@@ -190,7 +190,7 @@ def makes_some_logits(model: nn.Module) -> bool:
         with probe_mode(model) as logits_of:
             whole, some = logits_of(tokens), logits_of(tokens, logits_to_keep=chosen)
         # A trained prompt before the tokens (peft's prompt tuning) shifts the positions.
-        return whole.shape[1] == _LENGTH and close(some, whole[:, chosen], model)
+        return whole.shape[1] == _LENGTH and is_close(some, whole[:, chosen], model)
     except REFUSALS:
         return False
 
@@ -202,7 +202,7 @@ def preserves_logits(model: nn.Module, change: Callable[[], object]) -> bool:
     with probe_mode(model) as logits_of:
         before = logits_of(tokens)
         change()
-        return close(logits_of(tokens), before, model)
+        return is_close(logits_of(tokens), before, model)
 
 
 def unwrap_peft(model: nn.Module) -> Any:
@@ -307,7 +307,7 @@ def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def close(a: Tensor, b: Tensor, model: nn.Module) -> bool:
+def is_close(a: Tensor, b: Tensor, model: nn.Module) -> bool:
     """Whether both are equal up to rounding in the coarsest dtype of the weights: half of its digits agree."""
     tolerance = max(torch.finfo(dtype).eps for dtype in _formats(model)) ** 0.5
     return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max())

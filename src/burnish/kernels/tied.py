@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from burnish.utils.patching import Reason, patch, standing
+from burnish.utils.patching import Reason, installed_hook, patch
 
 TIED = Reason("tied embedding", "its weight is tied to the LM head, so both share one gradient")
 
@@ -42,7 +42,7 @@ class TiedEmbedding:
     def of(cls, embedding: nn.Module) -> TiedEmbedding | None:
         """The ``TiedEmbedding`` of ``embedding``, patched in if necessary. None if it does more than looking up
         rows."""
-        before = standing(embedding, "forward", cls)
+        before = installed_hook(embedding, "forward", cls)
         if before is not None or not is_plain_lookup(embedding):
             return before
         made = cls(embedding)  # type: ignore[arg-type]

@@ -178,7 +178,7 @@ class _LinearTokenLogps(torch.autograd.Function):
             gradients = Gradients.zero(hidden, weight, bias, ctx.needs)
             for part, logits in _chunks(h, w, b):
                 if ctx.rules.entropy_gradient:
-                    _slopes(logits, targets[part], upstream[part], of_entropy[part], ctx.rules.softcap)
+                    _write_logit_gradients(logits, targets[part], upstream[part], of_entropy[part], ctx.rules.softcap)
                 else:  # d(-logp) / d(logits) times -upstream; the token's other values are not needed again
                     rules = TokenLoss(softcap=ctx.rules.softcap)
                     token_values(logits, targets[part], -upstream[part].float(), rules, True)
@@ -186,7 +186,7 @@ class _LinearTokenLogps(torch.autograd.Function):
         return (*gradients, *[None] * 5)
 
 
-_SAME = 1e-5
+_RELATIVE_TOLERANCE = 1e-5
 """Relative difference of two gradients that are the same but for rounding errors in float32."""
 
 
@@ -195,7 +195,11 @@ def _common_factor(upstream: Tensor, expected: Tensor) -> float | None:
     received, known = upstream.double(), expected.double()
     square = known.square().sum()
     factor = float((received * known).sum() / square) if square > 0 else 0.0
-    is_same = bool(((received - factor * known).abs() <= _SAME * received.abs().max()).all()) if len(known) else True
+    is_same = (
+        bool(((received - factor * known).abs() <= _RELATIVE_TOLERANCE * received.abs().max()).all())
+        if len(known)
+        else True
+    )
     return factor if is_same else None
 
 
@@ -208,7 +212,9 @@ def _chunks(h: Tensor, w: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, 
         yield part, logits_into(h[part], w, bias, whole)
 
 
-def _slopes(logits: Tensor, targets: Tensor, of_logps: Tensor, of_entropy: Tensor, softcap: float | None) -> None:
+def _write_logit_gradients(
+    logits: Tensor, targets: Tensor, of_logps: Tensor, of_entropy: Tensor, softcap: float | None
+) -> None:
     """Overwrite logits (n, V) with the gradient of Σ of_logps · log p(target) + of_entropy · H:
     of_logps (one_hot(target) - p) - of_entropy p (log p + H), times ``1 - (logit / softcap)²`` if logits are capped."""
     capped = softcap * torch.tanh(logits.float() / softcap) if softcap else logits.float()

@@ -36,7 +36,7 @@ from burnish.config.errors import NonFiniteError, UserError
 from burnish.config.options import option
 from burnish.loop.best import BestChoices, best_model_metric, eval_prefix, remember_best
 from burnish.loop.events import CallbackHandler
-from burnish.loop.meter import Clock, Meter, Totals
+from burnish.loop.meter import Clock, EvalSums, Meter
 from burnish.loop.metrics import joined_by_name
 from burnish.loop.protocols import EvalSet, Loader, Objective, Parallel
 from burnish.loop.rollout import RolloutBuffer
@@ -286,7 +286,7 @@ class Loop:
 
         Sums over items are divided by the items of the set, so the result does not depend on the batch size.
         """
-        clock, totals = Clock(), Totals()
+        clock, totals = Clock(), EvalSums()
         was_training = self.model.training
         self.set_training_mode(False)
         batches = self.objective.iter_eval(self.model, eval_set, self.parallel)

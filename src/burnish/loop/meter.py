@@ -206,7 +206,7 @@ def _non_finite_indices(steps: Sequence[tuple[Tensor, Sequence[int]]]) -> list[i
     return [index for is_finite, (_, indices) in zip(finite, steps, strict=True) if not is_finite for index in indices]
 
 
-class Totals:
+class EvalSums:
     """Sums over an evaluation set, kept on the device until its end."""
 
     def __init__(self) -> None:

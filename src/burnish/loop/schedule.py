@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from burnish.config.conversion import as_type
-from burnish.config.errors import Problem, UserError, why_not
+from burnish.config.errors import Problem, UserError, argument_error_in_words
 from burnish.config.options import option
 
 
@@ -319,7 +319,7 @@ def lr_factor(options: LRScheduleOptions, max_steps: int, learning_rate: float) 
 def _curve_arguments(options: LRScheduleOptions, max_steps: int, warmup: int, learning_rate: float) -> dict[str, Any]:
     """``lr_scheduler_kwargs`` with rates converted to fractions of the peak."""
     name = options.lr_scheduler_type
-    arguments = {key: _argument(key, raw) for key, raw in (options.lr_scheduler_kwargs or {}).items()}
+    arguments = {key: _checked_argument(key, raw) for key, raw in (options.lr_scheduler_kwargs or {}).items()}
     if name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
         arguments = {key: value for key, value in arguments.items() if value is not None}
         if len({"min_lr", "min_lr_rate"} & arguments.keys()) != 1:
@@ -349,7 +349,7 @@ _ARGUMENTS: dict[str, tuple[Any, tuple[float, float]]] = {
 """Numbers among the arguments of the curves: type, smallest and largest value."""
 
 
-def _argument(name: str, raw: Any) -> Any:
+def _checked_argument(name: str, raw: Any) -> Any:
     """Convert a number that may be text, as YAML reads ``1e-5``. Raises ValueError for a value out of bounds."""
     if name not in _ARGUMENTS:
         return raw
@@ -371,5 +371,5 @@ def refused_by_schedule(options: LRScheduleOptions) -> Iterator[None]:
         yield
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:
         name = options.lr_scheduler_type
-        what = f'invalid lr_scheduler_kwargs for lr_scheduler_type "{name}": {why_not(error)}'
+        what = f'invalid lr_scheduler_kwargs for lr_scheduler_type "{name}": {argument_error_in_words(error)}'
         raise UserError(f"{what.rstrip('.')}.", option=("lr_scheduler_kwargs", "lr_scheduler_type")) from error

@@ -19,7 +19,7 @@ from burnish.utils.json_files import read_object, write_json
 STATE_NAME = "trainer_state.json"
 RATES = ("runtime", "samples_per_second", "steps_per_second")
 """Names of the timings of an evaluation, without its prefix."""
-_NEEDED = (("global_step", int), ("max_steps", int), ("log_history", list))
+_REQUIRED_FIELDS = (("global_step", int), ("max_steps", int), ("log_history", list))
 
 
 class IntervalChoices(Protocol):
@@ -93,18 +93,18 @@ class TrainerState:
     @classmethod
     def load_from_json(cls, json_path: str) -> TrainerState:
         state = cls()
-        state.load_state_dict(read_object(Path(json_path), needs=_NEEDED))
+        state.load_state_dict(read_object(Path(json_path), needs=_REQUIRED_FIELDS))
         return state
 
 
-_PLANNED = ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size",
+_PLAN_FIELDS = ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size",
             "is_local_process_zero", "is_world_process_zero")  # fmt: skip
 
 
 @contextmanager
 def preserve_plan(state: TrainerState) -> Iterator[None]:
     """Restore the planned number of steps and intervals after the block, in which a checkpoint is loaded."""
-    planned = {name: getattr(state, name) for name in _PLANNED}
+    planned = {name: getattr(state, name) for name in _PLAN_FIELDS}
     yield
     state.load_state_dict(planned)
 

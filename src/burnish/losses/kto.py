@@ -30,7 +30,7 @@ from burnish.losses.preference_options import PreferenceOptions, ReferenceOption
 from burnish.losses.responses import AnswersObjective, PairChoices, scoring
 from burnish.losses.sequence_logps import SequenceValues, collate_sequences, mean_row, with_images
 
-FEW_RECORDS = 8
+MIN_EXAMPLES_PER_STEP = 8
 """With fewer records per step the mean over them is unreliable."""
 _LEAST, _MOST = 1.0, 4 / 3
 """Recommended range of desirable weight times count over undesirable weight times count (Ethayarajh et al. 2024, eq.
@@ -148,7 +148,7 @@ class KtoObjective(AnswersObjective):
             what = OptionText("{kto_chosen_weight} and {kto_rejected_weight} are 0: nothing would be learned.")
             remedy = "Set at least one of them to a positive number."
             raise UserError(what, remedy=remedy, option=("kto_chosen_weight", "kto_rejected_weight"))
-        return [*self._imbalance(desirable, others), *self._few(rows_per_step)]
+        return [*self._imbalance(desirable, others), *self._small_step_notes(rows_per_step)]
 
     def _imbalance(self, desirable: int, others: int) -> list[str]:
         options = self.options
@@ -173,8 +173,8 @@ class KtoObjective(AnswersObjective):
             )
         ]  # fmt: skip
 
-    def _few(self, rows_per_step: int) -> list[str]:
-        if rows_per_step >= FEW_RECORDS or not self.has_baseline:
+    def _small_step_notes(self, rows_per_step: int) -> list[str]:
+        if rows_per_step >= MIN_EXAMPLES_PER_STEP or not self.has_baseline:
             return []
         number = f"{rows_per_step} example{'s' if rows_per_step > 1 else ''}"
         return [
@@ -222,7 +222,7 @@ class KtoObjective(AnswersObjective):
     def prepare_step(self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> Sequence[Batch]:
         """Add the reference's log-probabilities to each micro-batch, and z, () the baseline of the step."""
         total, count = self._ratios_of_others(module, batches, parallel)
-        return self._with(self._baseline(total, count, parallel), module, batches, parallel)
+        return self._batches_with_reference(self._baseline(total, count, parallel), module, batches, parallel)
 
     def iter_eval(self, module: nn.Module, batches: Iterable[Batch], parallel: Parallel) -> Iterator[Batch]:
         """Two passes over the set, because z is the mean over the whole set."""
@@ -232,7 +232,7 @@ class KtoObjective(AnswersObjective):
             total, count = total + more[0], count + more[1]
         baseline = self._baseline(total, count, parallel)
         for batch in batches:
-            yield from self._with(baseline, module, [parallel.to_device(batch)], parallel)
+            yield from self._batches_with_reference(baseline, module, [parallel.to_device(batch)], parallel)
 
     def _ratios_of_others(
         self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel
@@ -256,7 +256,9 @@ class KtoObjective(AnswersObjective):
         total, count = parallel.sum(torch.stack([total, count])).unbind()
         return (total / count.clamp(min=1)).clamp(min=0)
 
-    def _with(self, baseline: Tensor, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> list[Batch]:
+    def _batches_with_reference(
+        self, baseline: Tensor, module: nn.Module, batches: Sequence[Batch], parallel: Parallel
+    ) -> list[Batch]:
         more: dict[str, Any] = {"baseline": baseline}
         if (row := mean_row(self.head, parallel)) is not None:
             more["mean_row"] = row
@@ -272,14 +274,14 @@ class KtoObjective(AnswersObjective):
         losses = kto(ratio, tag, batch["baseline"], options.pref_beta, weights)
         if options.pref_ftx:
             losses = losses - options.pref_ftx * tag * values.logps / batch["lengths"]
-        metrics = self._measured(values, ratio.detach(), batch)
+        metrics = self._response_metrics(values, ratio.detach(), batch)
         total = (losses * items).sum()
         if values.aux is not None:
             metrics["aux_loss"] = (values.aux * items.sum()).detach()
             total = total + self.aux_coefficient * values.aux * items.sum()
         return Loss(total, metrics, outputs=options.pref_beta * ratio.detach())
 
-    def _measured(self, values: SequenceValues, ratio: Tensor, batch: Batch) -> dict[str, Metric]:
+    def _response_metrics(self, values: SequenceValues, ratio: Tensor, batch: Batch) -> dict[str, Metric]:
         """Means over the desirable responses and over the undesirable ones."""
         items, found = batch["items"], dict[str, Metric]()
         for name, mask in (("chosen", batch["tag"]), ("rejected", ~batch["tag"])):

@@ -32,9 +32,9 @@ from burnish.losses.logits import logits_at, model_inputs
 from burnish.losses.neftune import EmbeddingNoise
 from burnish.losses.targets import Targets, collate_trained, sums_of_hidden, sums_of_logits
 from burnish.parallel.options import ParallelOptions
-from burnish.utils.patching import PatchOptions, allows
+from burnish.utils.patching import PatchOptions, allows_patch
 
-_EVERYTHING = PatchOptions()
+_ALL_PATCHES = PatchOptions()
 
 
 @dataclass
@@ -71,7 +71,7 @@ class CheckpointingChoices:
     gradient_checkpointing_kwargs: dict[str, Any] | None
 
 
-_OF_TOKENS = ("label_smoothing_factor", "neftune_noise_alpha", "use_dft_loss", "use_eaft_loss")
+_TOKEN_LOSS_OPTIONS = ("label_smoothing_factor", "neftune_noise_alpha", "use_dft_loss", "use_eaft_loss")
 """Options of the loss that only stages of language modeling read."""
 
 
@@ -97,7 +97,7 @@ def check_loss_factors(options: LmChoices) -> list[Problem]:
 @notes
 def loss_notes(options: LmChoices) -> list[str]:
     """Return notes on loss options that have no effect with the selected stage or loss."""
-    unread = [name for name in _OF_TOKENS if name not in options_of(options.stage)] if options.stage else []
+    unread = [name for name in _TOKEN_LOSS_OPTIONS if name not in options_of(options.stage)] if options.stage else []
     found = [f'"{name}" has no effect: stage is {options.stage}.' for name in unread if getattr(options, name)]
     if options.eaft_alpha != LmOptions().eaft_alpha and not options.use_eaft_loss:
         found.append('"eaft_alpha" has no effect without use_eaft_loss.')
@@ -234,14 +234,14 @@ class ModelWithLoss(nn.Module):
 
     def __init__(
         self, model: nn.Module, head: Head | None, makes_some_logits: bool, options: LmChoices,
-        patches: PatchOptions = _EVERYTHING, batch_keys: Collection[str] = (),
+        patches: PatchOptions = _ALL_PATCHES, batch_keys: Collection[str] = (),
     ) -> None:  # fmt: skip
         super().__init__()
         inner = unwrap_peft(model)
         self.model = model
         self._batch_keys = batch_keys
         self._head = head
-        self._tied = tied_embedding(inner, head) if head is not None and allows(patches, TIED) else None
+        self._tied = tied_embedding(inner, head) if head is not None and allows_patch(patches, TIED) else None
         self._rules = token_loss(options, head.softcap if head else None)
         self._makes_some_logits = makes_some_logits
         self._aux_coefficient = aux_coefficient(inner, options.router_aux_loss_coef)

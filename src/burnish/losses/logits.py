@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from burnish.loop.types import IGNORE_INDEX, Batch
 
-_OF_EVERY_LOSS = frozenset(
+_LOSS_COLUMNS = frozenset(
     {
         "labels", "loss_weights", "content_hashes", "target_positions", "num_tokens", "owner", "lengths", "items",
     }
@@ -27,7 +27,7 @@ def model_inputs(batch: Batch, batch_keys: Collection[str] = ()) -> dict[str, An
     """The model inputs of a micro-batch, without its ``batch_keys``. The cache is disabled, because with a cache the
     sequences of a padding-free row would attend to each other.
     """
-    found = {name: value for name, value in batch.items() if name not in _OF_EVERY_LOSS and name not in batch_keys}
+    found = {name: value for name, value in batch.items() if name not in _LOSS_COLUMNS and name not in batch_keys}
     return {**found, "use_cache": False}
 
 

@@ -47,7 +47,7 @@ from burnish.losses.preference_losses import (
     wpo_weights,
 )
 from burnish.losses.preference_options import (
-    OF_SFT,
+    SFT_LOSSES,
     PairOptions,
     PreferenceChoices,
     PreferenceOptions,
@@ -179,7 +179,7 @@ class PairObjective(AnswersObjective):
         assert isinstance(losses, Tensor)
         losses = self._with_additions(losses, pairs, values, batch)
         metrics: dict[str, Metric] = {
-            name: (value * items).sum() for name, value in self._measured(pairs).items()
+            name: (value * items).sum() for name, value in self._pair_metrics(pairs).items()
         } | token_metrics(values, batch)
         total = (losses * items).sum()
         if values.aux is not None:
@@ -211,10 +211,10 @@ class PairObjective(AnswersObjective):
             losses = losses + options.cpo_alpha * PAIR_LOSSES["sft"].of(pairs, self.constants)
         return losses
 
-    def _measured(self, pairs: Pairs) -> dict[str, Tensor]:
+    def _pair_metrics(self, pairs: Pairs) -> dict[str, Tensor]:
         """(P,) of each metric, without gradient. A tie does not count as accurate."""
         pairs = detached(pairs)
-        chosen, rejected = (self._shown(side) for side in pairs[:2])
+        chosen, rejected = (self._logged_logps(side) for side in pairs[:2])
         rewards = [self._reward(side) for side in pairs[:2]]
         metrics = {
             "rewards/chosen": rewards[0],
@@ -233,12 +233,12 @@ class PairObjective(AnswersObjective):
         return metrics
 
     def _reward(self, side: Side) -> Tensor:
-        """(P,) β r(y). Without a reference: β times ``_shown``, transformed by AlphaPO."""
+        """(P,) β r(y). Without a reference: β times ``_logged_logps``, transformed by AlphaPO."""
         return self.constants.beta * (
-            side.ratio if self.needs_reference else alphapo(self._shown(side), self.constants)
+            side.ratio if self.needs_reference else alphapo(self._logged_logps(side), self.constants)
         )
 
-    def _shown(self, side: Side) -> Tensor:
+    def _logged_logps(self, side: Side) -> Tensor:
         """(P,) the logged value of a response: the sum of its log-probabilities, or their mean if the loss uses
         means."""
         return side.mean if self.uses_means else side.logps
@@ -252,5 +252,5 @@ def check_pair_stage(options: PreferenceChoices) -> list[Problem]:
     return [
         Problem(OptionText('"{pref_loss}": {} is a loss of {stage=sft}.', name), option="pref_loss")
         for name in options.pref_loss
-        if name in OF_SFT
+        if name in SFT_LOSSES
     ]

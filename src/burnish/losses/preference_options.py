@@ -14,11 +14,13 @@ from burnish.losses.base import OBJECTIVES, options_of
 from burnish.losses.preference_losses import PAIR_LOSSES
 
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-OF_SFT = {"nll": "", "dft": "For TRL's dft, set use_dft_loss: true."}
-REMOVED = {"kto_pair": OptionText("{pref_loss}: kto_pair was removed; use {stage=kto}, or {pref_loss}: bco_pair.")}
-_OF_ANSWERS = ("train_on_prompt", "mask_history", "neat_packing", "eval_packing", "predict_with_generate")
+SFT_LOSSES = {"nll": "", "dft": "For TRL's dft, set use_dft_loss: true."}
+REMOVED_LOSSES = {
+    "kto_pair": OptionText("{pref_loss}: kto_pair was removed; use {stage=kto}, or {pref_loss}: bco_pair.")
+}
+_SFT_ONLY_OPTIONS = ("train_on_prompt", "mask_history", "neat_packing", "eval_packing", "predict_with_generate")
 _PAPER_BETA = 1.0
-_FULL_RATE = 2e-5
+_MAX_USUAL_RATE = 2e-5
 
 
 @shared
@@ -101,7 +103,7 @@ class PairOptions(DpoFields):
 
     pref_loss: list[str] = option(
         ["sigmoid"], "Preference loss. Several losses are summed.", choices=tuple(PAIR_LOSSES),
-        refused=lambda: (*REMOVED, "nll", "dft"),
+        refused=lambda: (*REMOVED_LOSSES, "nll", "dft"),
         aliases=("loss_type", "dpo_loss"),
     )  # fmt: skip
     pref_loss_weights: list[float] | None = option(
@@ -137,14 +139,20 @@ class PreferenceChoices(PairLossChoices, ReferenceOptions):
 @check
 def check_preferences(options: PreferenceChoices) -> list[Problem]:
     """Report options that contradict each other or require rows of another stage."""
-    if not _compares(options.stage):
+    if not _trains_on_preferences(options.stage):
         has_dft = "dft" in options.pref_loss
         return (
-            [Problem('"loss_type" must be a preference loss. Received: dft.', remedy=OF_SFT["dft"], option="pref_loss")]
+            [
+                Problem(
+                    '"loss_type" must be a preference loss. Received: dft.',
+                    remedy=SFT_LOSSES["dft"],
+                    option="pref_loss",
+                )
+            ]
             if has_dft
             else []
         )
-    problems = [_only_sft(name) for name in _OF_ANSWERS if getattr(options, name)]
+    problems = [_sft_only_problem(name) for name in _SFT_ONLY_OPTIONS if getattr(options, name)]
     if options.packing:
         problems.append(
             Problem(
@@ -156,7 +164,7 @@ def check_preferences(options: PreferenceChoices) -> list[Problem]:
     return problems + check_reference(options, options.streaming)
 
 
-def _compares(stage: str) -> bool:
+def _trains_on_preferences(stage: str) -> bool:
     """Whether a stage learns from preferences: pairs, or labelled responses."""
     return OBJECTIVES[stage].records in ("pairs", "verdicts")
 
@@ -185,7 +193,7 @@ def check_reference(options: ReferenceOptions, streams: bool) -> list[Problem]:
     )
 
 
-def _only_sft(name: str) -> Problem:
+def _sft_only_problem(name: str) -> Problem:
     return Problem(f'"{name}" is for stage: sft; preference losses apply to the responses only.',
                    remedy="Remove it.", option=name)  # fmt: skip
 
@@ -198,7 +206,7 @@ def check_pair_losses(options: PreferenceChoices) -> list[Problem]:
 
 def check_pairs(options: PairLossChoices) -> list[Problem]:
     names, weights = options.pref_loss, options.pref_loss_weights
-    problems = [Problem(REMOVED[name], option="pref_loss") for name in names if name in REMOVED]
+    problems = [Problem(REMOVED_LOSSES[name], option="pref_loss") for name in names if name in REMOVED_LOSSES]
     losses = [PAIR_LOSSES[name] for name in names if name in PAIR_LOSSES]
     if weights is not None and len(weights) != len(names):
         what = OptionText(
@@ -256,7 +264,11 @@ def check_pairs(options: PairLossChoices) -> list[Problem]:
 def preference_notes(options: PreferenceChoices) -> list[str]:
     """Notes on options without effect, or with a probably unintended value."""
     stage = options.stage
-    groups = (PreferenceOptions, ReferenceOptions, *(m.options for m in OBJECTIVES if m.options and _compares(m.name)))
+    groups = (
+        PreferenceOptions,
+        ReferenceOptions,
+        *(m.options for m in OBJECTIVES if m.options and _trains_on_preferences(m.name)),
+    )
     read = options_of(stage)
     unread = dict.fromkeys(name for group in groups for name in specs(group) if name not in read)
     found = [f'"{name}" has no effect: stage is {stage}.' for name in unread if name in changed_options(options)]
@@ -297,7 +309,7 @@ def pair_notes(options: PairLossChoices, names: list[str]) -> list[str]:
 
 
 def _rate_notes(options: PreferenceChoices, usual: str) -> list[str]:
-    if options.finetuning_type != "full" or options.learning_rate < _FULL_RATE:
+    if options.finetuning_type != "full" or options.learning_rate < _MAX_USUAL_RATE:
         return []
     return [
         f"learning_rate {options.learning_rate:g} is high for preference optimization (typically "

@@ -48,7 +48,7 @@ def refuse_sharded_weights(parallel: Parallel) -> None:
         raise UserError(what, remedy="Remove it, or use DDP, ZeRO-1 or ZeRO-2.", option="sync_ref_model")
 
 
-def trained_of(model: nn.Module) -> dict[str, nn.Parameter]:
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable weights, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
@@ -95,7 +95,7 @@ class InitialWeights(Reference):
     parts: Mapping[str, Stateful] = {}
 
     def __init__(self, model: nn.Module) -> None:
-        self.held = {name: (p, p.detach().clone()) for name, p in trained_of(model).items()}
+        self.held = {name: (p, p.detach().clone()) for name, p in trainable_parameters(model).items()}
         self._model: nn.Module | None = None
 
     def as_model(self, model: nn.Module) -> nn.Module:
@@ -181,7 +181,7 @@ class SeparateModel(Reference):
             UserError: if the trained weights are not among its weights.
         """
         model: Any = self.module.model
-        own, trained = dict(model.named_parameters()), trained_of(policy)
+        own, trained = dict(model.named_parameters()), trainable_parameters(policy)
         if any(name not in own or own[name].shape != parameter.shape for name, parameter in trained.items()):
             what = (
                 '"sync_ref_model" updates the reference model towards the policy, but "ref_model" does not '

@@ -23,7 +23,7 @@ from burnish.loop.types import Batch, Row
 from burnish.losses.base import Collate
 from burnish.losses.lm import hidden_and_weight, tied_embedding
 from burnish.losses.logits import logits_at, model_inputs, target_positions
-from burnish.utils.patching import PatchOptions, allows
+from burnish.utils.patching import PatchOptions, allows_patch
 
 
 class SequenceValues(NamedTuple):
@@ -103,7 +103,9 @@ class SequenceModel(nn.Module):
         self._batch_keys, self._patches = batch_keys, patches
         self.model = model
         self._head = head
-        self._tied = tied_embedding(unwrap_peft(model), head) if head is not None and allows(patches, TIED) else None
+        self._tied = (
+            tied_embedding(unwrap_peft(model), head) if head is not None and allows_patch(patches, TIED) else None
+        )
         self._makes_some_logits = makes_some_logits
         self._rules = rules
         self._needs_router = needs_router

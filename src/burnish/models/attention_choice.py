@@ -28,7 +28,7 @@ _FLASH_LIBRARIES = {
 }
 """Name -> its module and its package. If the package is missing, transformers downloads a kernel from the hub."""
 
-_OTHERS = ("eager", "sdpa", "flex_attention")
+_OTHER_IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
 _KERNEL = re.compile(r"[^/:@]+/[^/:@]+(@[^/:]+)?(:[^/:]+)?")
 """owner/name of a kernel on the hub, optionally with a revision and a function name."""
 
@@ -48,7 +48,7 @@ def _missing(options: ModelOptions) -> str:
 
     if not torch.cuda.is_available():
         return "a GPU"
-    return "" if _can_be_had(str(name)) else f"the library {_FLASH_LIBRARIES[str(name)][1]}"
+    return "" if _is_available(str(name)) else f"the library {_FLASH_LIBRARIES[str(name)][1]}"
 
 
 @notes
@@ -73,16 +73,16 @@ def attention_problems(options: ModelOptions) -> Iterator[Problem]:
             remedy="Remove one of them.",
             option=("attn_implementation", "flash_attn"),
         )
-    if name is None or name in _OTHERS:
+    if name is None or name in _OTHER_IMPLEMENTATIONS:
         return
     if not is_flash(name):
-        known = [*_OTHERS, *_FLASH_LIBRARIES]
+        known = [*_OTHER_IMPLEMENTATIONS, *_FLASH_LIBRARIES]
         yield Problem(
             f'Unknown attn_implementation "{name}".{did_you_mean(name, known)}',
             remedy=f"Available: {', '.join(known)}, and kernels on the Hub, such as kernels-community/flash-attn2.",
             option="attn_implementation",
         )
-    elif not _can_be_had(name):
+    elif not _is_available(name):
         package = _FLASH_LIBRARIES.get(name, ("", "kernels"))[1]
         other = " (or kernels)" if package != "kernels" else ""
         yield Problem(
@@ -92,7 +92,7 @@ def attention_problems(options: ModelOptions) -> Iterator[Problem]:
         )
 
 
-def _can_be_had(name: str) -> bool:
+def _is_available(name: str) -> bool:
     module = _FLASH_LIBRARIES.get(name, ("", ""))[0]
     if module and find_spec(module.split(".")[0]) is not None:
         return True

@@ -18,9 +18,9 @@ from burnish.models.generation_settings import generation_file_problems
 from burnish.models.load import load_config, meta_model, weight_problems
 from burnish.models.options import ModelOptions
 from burnish.models.quantization.quantize import check_quantized_files
-from burnish.models.quiet import quiet, refused_conversions
+from burnish.models.quiet import explain_conversion_errors, suppress_loading_messages
 from burnish.models.source import find_source, shard_names
-from burnish.utils.json_files import FETCH_AGAIN, quoted, read_object
+from burnish.utils.json_files import DAMAGED_FILE_REMEDY, quoted, read_object
 from burnish.utils.tensor_files import TensorInfo, read_headers
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def _raw_config(folder: Path) -> dict[str, Any]:
     raw = read_object(path)
     if not isinstance(raw.get("model_type"), str):
         what = 'it has no "model_type", so the model type is unknown.'
-        raise UserError(what, where=str(path), remedy=FETCH_AGAIN)
-    raise_if(Problem(wrong, where=str(path), remedy=FETCH_AGAIN) for wrong in _wrong_numbers(raw))
+        raise UserError(what, where=str(path), remedy=DAMAGED_FILE_REMEDY)
+    raise_if(Problem(wrong, where=str(path), remedy=DAMAGED_FILE_REMEDY) for wrong in _wrong_numbers(raw))
     return raw
 
 
@@ -226,7 +226,7 @@ def compare_with_model(
         return list(error.problems)
     state = {name: torch.empty(info.shape, device="meta") for name, info in tensors.items()}
     try:
-        with quiet(), refused_conversions(str(folder)):
+        with suppress_loading_messages(), explain_conversion_errors(str(folder)):
             loaded: Any = type(model).from_pretrained(
                 None,
                 config=config,

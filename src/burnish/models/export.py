@@ -15,7 +15,7 @@ import torch
 from burnish.checkpoint.checkpoint import CheckpointOptions
 from burnish.config.checks import notes
 from burnish.config.errors import NotSavedError, Problem, first_line
-from burnish.config.options import option, set_without
+from burnish.config.options import ineffective_option_notes, option
 from burnish.models.options import ModelOptions
 from burnish.utils.files import problems_of_folder
 
@@ -57,7 +57,7 @@ class ExportOptions:
 
 def without_gguf(options: ExportOptions) -> list[str]:
     """A sentence for each GGUF option that has no effect, because the export has another format."""
-    return set_without(options, {"export_gguf_type": "export_format", "llama_cpp": "export_format"})
+    return ineffective_option_notes(options, {"export_gguf_type": "export_format", "llama_cpp": "export_format"})
 
 
 @notes
@@ -71,7 +71,7 @@ class ExportChoices(ModelOptions, ExportOptions, CheckpointOptions):
     """Options of the export's destination."""
 
 
-OF_A_RUN = ("adapter_config.json", "trainer_state.json", "launch.json", "checkpoint-*")
+RUN_FILES = ("adapter_config.json", "trainer_state.json", "launch.json", "checkpoint-*")
 """Files that identify the folder of an adapter or of a finished or running training."""
 
 
@@ -97,7 +97,7 @@ def problems_of_export(options: ExportChoices, others: list[Path], left_over: Co
     if any(folder.resolve() == other.resolve() for other in others):
         what = f'export_dir "{folder}" is the input folder; it would be overwritten.'
         return [Problem(what, remedy="Set a different export_dir.", option="export_dir")]
-    if existing := [path.name for name in OF_A_RUN for path in folder.glob(name)]:
+    if existing := [path.name for name in RUN_FILES for path in folder.glob(name)]:
         what = f'export_dir "{folder}" contains a training run ({existing[0]}).'
         return [Problem(what, remedy="Set a different export_dir.", option="export_dir")]
     inside = sorted({path.name for path in folder.iterdir()} - {*left_over}) if folder.is_dir() else []
@@ -130,14 +130,14 @@ def upload(folder: Path, options: ExportChoices) -> str:
     try:
         repository = hub.create_repo(name, private=True, exist_ok=True)
         hub.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message="Upload the exported model")
-    except refusals() as error:
+    except hub_errors() as error:
         what = f"{folder} was written but could not be uploaded to {name}: {first_line(error).rstrip('.')}."
         remedy = f"After fixing that, run: hf upload {name} {folder}"
         raise NotSavedError(Problem(what, remedy=remedy)) from error
     return str(repository)
 
 
-def refusals() -> tuple[type[BaseException], ...]:
+def hub_errors() -> tuple[type[BaseException], ...]:
     """Exceptions of the hub's library when the hub or the network fails, including those of its HTTP client."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

@@ -51,7 +51,7 @@ def _weights_digest(folder: Path) -> hashlib._Hash:
     return digest
 
 
-_SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "use_cache", "torch_dtype", "dtype")
+_IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version", "architectures", "use_cache", "torch_dtype", "dtype")
 """Keys of a config that do not affect results. The dtype of the weights is in their headers."""
 
 
@@ -64,7 +64,7 @@ def config_fingerprint(options: ModelOptions) -> str:
 
 def _config_digest(folder: Path, runs_code: bool) -> str:
     raw = read_object(folder / "config.json")
-    relevant = {name: value for name, value in raw.items() if name not in _SAYS_NOTHING and value is not None}
+    relevant = {name: value for name, value in raw.items() if name not in _IGNORED_CONFIG_KEYS and value is not None}
     digest = hashlib.sha256(json.dumps(relevant, sort_keys=True).encode())
     for path in sorted(folder.rglob("*.py")) if runs_code else ():
         _add_content(digest, path)

@@ -142,9 +142,9 @@ def generation_config(
     return config
 
 
-_REFUSED = (ValueError, TypeError, LookupError, AttributeError, NotImplementedError, OSError)
+_GENERATION_ERRORS = (ValueError, TypeError, LookupError, AttributeError, NotImplementedError, OSError)
 """Errors of transformers' ``generate`` for settings of a model that it checks only then."""
-_STATIC_STEP = 64
+_STATIC_LENGTH_MULTIPLE = 64
 """With a static cache each shape is compiled, so prompts are padded to a multiple of this number of tokens."""
 
 
@@ -170,7 +170,7 @@ def generate(
         if room > 0:
             limited = copy.deepcopy(config)
             limited.max_new_tokens, limited.max_length = room, None
-            made = _together(model, [prompts[index] for index in together], limited)
+            made = _generate_batch(model, [prompts[index] for index in together], limited)
             for index, answer in zip(together, made, strict=True):
                 answers[index] = answer
     return answers
@@ -183,12 +183,12 @@ def _available(prompt_length: int, config: Any, context: int | None) -> int:
 
 
 @torch.no_grad()
-def _together(model: nn.Module, prompts: Sequence[Sequence[int]], config: Any) -> list[list[int]]:
+def _generate_batch(model: nn.Module, prompts: Sequence[Sequence[int]], config: Any) -> list[list[int]]:
     """Generate responses to B prompts, of at most ``config.max_new_tokens`` tokens."""
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
     if config.cache_implementation == "static":  # to compile few shapes
-        longest = -(-longest // _STATIC_STEP) * _STATIC_STEP
+        longest = -(-longest // _STATIC_LENGTH_MULTIPLE) * _STATIC_LENGTH_MULTIPLE
     padded = [[config.pad_token_id] * (longest - len(p)) + list(p) for p in prompts]
     mask = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
     is_mixed = config.cache_implementation == "static" and torch.is_autocast_enabled(device.type)
@@ -203,7 +203,7 @@ def _together(model: nn.Module, prompts: Sequence[Sequence[int]], config: Any) -
             generation_config=config,
             **cache,
         )
-    except _REFUSED as error:
+    except _GENERATION_ERRORS as error:
         what = f"transformers cannot generate with these settings: {message_of(error)}"
         raise UserError(what, remedy="Correct generation_config.json of the model.") from error
     return [until_stop(ids, config.eos_token_id) for ids in made[:, longest:].tolist()]

@@ -31,7 +31,7 @@ from burnish.models.quantization.quantize import (
     quantized_by,
     use_kernels_that_train,
 )
-from burnish.models.quiet import quiet, refused_conversions
+from burnish.models.quiet import explain_conversion_errors, suppress_loading_messages
 from burnish.models.source import find_source, hub_arguments
 from burnish.utils.activity import Activity, annotate_errors
 from burnish.utils.json_files import quoted
@@ -187,7 +187,7 @@ def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
     from transformers import GenerationConfig
 
     try:
-        with torch.device("meta"), quiet():
+        with torch.device("meta"), suppress_loading_messages():
             model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     except (*UNUSABLE, ImportError) as error:
         raise_if_torchvision_is_broken(error)
@@ -370,7 +370,7 @@ def _pretrained_model(
         raise_if(generation_file_problems(source.folder))
     talks = redirect_stdout(sys.stderr) if quantized_by(config) else nullcontext()  # gptqmodel prints a lot
     try:
-        with quiet(), talks, refused_conversions(source.name):
+        with suppress_loading_messages(), talks, explain_conversion_errors(source.name):
             loaded: Any = auto_class(config).from_pretrained(
                 source.name,
                 config=config,
@@ -397,7 +397,7 @@ def _pretrained_model(
     return model
 
 
-_HEAD = re.compile(r"(lm_head|embed_out|output)\.")
+_HEAD_NAME = re.compile(r"(lm_head|embed_out|output)\.")
 
 
 def weight_problems(where: str, model: nn.Module, found: Mapping[str, Any], needs_head: bool) -> list[Problem]:
@@ -415,9 +415,9 @@ def weight_problems(where: str, model: nn.Module, found: Mapping[str, Any], need
             )
         )
     if not needs_head:
-        missing = [name for name in missing if not _HEAD.search(name)]
+        missing = [name for name in missing if not _HEAD_NAME.search(name)]
     if missing:
-        is_headless = all(_HEAD.search(name) for name in missing)
+        is_headless = all(_HEAD_NAME.search(name) for name in missing)
         problems.append(
             Problem(
                 f"the weights have no {few(missing)}, which {class_name} needs."

@@ -9,7 +9,7 @@ from burnish.config.errors import UserError
 
 
 @contextmanager
-def refused_conversions(where: str) -> Iterator[None]:
+def explain_conversion_errors(where: str) -> Iterator[None]:
     """Convert transformers' error about tensors that it cannot combine to a UserError about the files."""
     try:
         yield
@@ -23,7 +23,7 @@ def refused_conversions(where: str) -> Iterator[None]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def suppress_loading_messages() -> Iterator[None]:
     """Suppress transformers' progress bar and report in the ``with`` block. burnish prints their content once."""
     from transformers.utils import logging
 

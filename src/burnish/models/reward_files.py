@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from burnish.config.errors import UserError
 from burnish.models.options import ModelOptions
-from burnish.models.quiet import quiet
+from burnish.models.quiet import suppress_loading_messages
 from burnish.models.source import local_folder
 from burnish.utils.json_files import read_object, write_json
 from burnish.utils.tensor_files import read_header
@@ -137,7 +137,7 @@ def save_classifier(model: nn.Module, tokenizer: Any, weights: Mapping[str, Tens
     config = copy.deepcopy(inner.config)
     config.num_labels, config.dtype = 1, inner.config.dtype
     config.pad_token_id = pad_of_classifier(tokenizer)
-    with torch.device("meta"), quiet():
+    with torch.device("meta"), suppress_loading_messages():
         classifier = AutoModelForSequenceClassification.from_config(config)
     backbone = inner.base_model.state_dict()
     prefix = classifier.base_model_prefix
@@ -146,7 +146,7 @@ def save_classifier(model: nn.Module, tokenizer: Any, weights: Mapping[str, Tens
     classifier.load_state_dict(state, assign=True)
     for old in folder.glob("model*.safetensors*"):
         old.unlink()
-    with quiet():
+    with suppress_loading_messages():
         classifier.save_pretrained(folder)
 
 
@@ -281,7 +281,7 @@ def load_reward_model(
     if bits is not None:
         more["quantization_config"] = BitsAndBytesConfig(**bits)
     weights = head_of_reward_model(name, folders)
-    with quiet():
+    with suppress_loading_messages():
         model = (
             AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, **more)
             if weights is None

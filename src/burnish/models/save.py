@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.models.images.processor import copy_companions
-from burnish.models.quiet import quiet
+from burnish.models.quiet import suppress_loading_messages
 from burnish.models.save_gathered import save_gathered, trained_weights_whole
 from burnish.utils.work import progress
 
@@ -150,7 +150,7 @@ def _save_whole(
         return
     state = state_in(model, target_dtype)
     # transformers reverts its own conversions (experts), omits tied weights and creates the shards.
-    with quiet():
+    with suppress_loading_messages():
         model.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)  # type: ignore[operator]
     config.dtype = loaded_in  # save_pretrained sets it to the dtype of the parameters in memory
     save_config(model, folder, target_dtype)

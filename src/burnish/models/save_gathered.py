@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burnish.checkpoint.snapshot import named_once
-from burnish.models.quiet import quiet
+from burnish.checkpoint.snapshot import named_tensors_without_duplicates
+from burnish.models.quiet import suppress_loading_messages
 from burnish.utils.json_files import write_json
 
 
@@ -36,7 +36,7 @@ def save_gathered(
         whole: gathers a sharded weight; a collective operation.
         writes: whether this rank writes. The others only take part in gathering.
     """
-    state = named_once(model, getattr(model, "_keys_to_ignore_on_save", None) or ())
+    state = named_tensors_without_duplicates(model, getattr(model, "_keys_to_ignore_on_save", None) or ())
 
     def fetched(name: str) -> Tensor | None:
         tensor = whole(state[name]).detach()
@@ -47,7 +47,7 @@ def save_gathered(
     if _is_converted(model):
         tensors = {name: fetched(name) for name in state}
         if writes:
-            with quiet():
+            with suppress_loading_messages():
                 model.save_pretrained(folder, state_dict=tensors, max_shard_size=max_shard_size)  # type: ignore[operator]
         return
     from safetensors.torch import save_file

@@ -24,7 +24,7 @@ from burnish.config.options import raise_if
 from burnish.models.options import ModelOptions
 from burnish.utils.environment import is_offline, uses_modelscope
 from burnish.utils.files import check_folder_below_roots, expanded
-from burnish.utils.json_files import FETCH_AGAIN, read_object
+from burnish.utils.json_files import DAMAGED_FILE_REMEDY, read_object
 
 CONNECT_TIMEOUT_S = 5.0
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?$")
@@ -67,7 +67,7 @@ def find_source(
     if os.path.isdir(path):  # unlike Path.is_dir, false for a name that is too long
         check_folder_below_roots(path)
         return ModelSource(str(path), path)
-    refuse_no_place(name, option_name)
+    check_model_path(name, option_name)
     if uses_modelscope():
         folder = _modelscope_folder(name, options, option_name, with_weights)
         return ModelSource(str(folder), folder, has_weights=_is_whole(folder))
@@ -81,7 +81,7 @@ def find_source(
     return ModelSource(name, None)
 
 
-def refuse_no_place(name: str, option_name: str) -> None:
+def check_model_path(name: str, option_name: str) -> None:
     """Raise UserError for the name of a file, or a path that does not exist."""
     path = expanded(name)
     if os.path.isdir(path):
@@ -99,7 +99,7 @@ def refuse_no_place(name: str, option_name: str) -> None:
 
 def refuse_unavailable(name: str, options: ModelOptions, option_name: str) -> None:
     """Raise UserError for a name that is not a folder, has no file in the hub's cache, and is not on the hub."""
-    refuse_no_place(name, option_name)
+    check_model_path(name, option_name)
     if os.path.isdir(expanded(name)) or uses_modelscope() or any(_cached_configs(name, options)):
         return
     if (nowhere := _not_on_hub(name, options, option_name)) is not None:
@@ -199,7 +199,7 @@ def shard_names(index: Path) -> set[str]:
     names = set(map(str, read_object(index, needs=[("weight_map", dict)])["weight_map"].values()))
     if outside := sorted(name for name in names if Path(name).is_absolute() or ".." in Path(name).parts):
         what = f'it names a file outside of its folder: "{outside[0]}".'
-        raise UserError(what, where=str(index), remedy=FETCH_AGAIN)
+        raise UserError(what, where=str(index), remedy=DAMAGED_FILE_REMEDY)
     return names
 
 
@@ -256,7 +256,7 @@ def _not_on_hub(name: str, options: ModelOptions, option_name: str) -> Problem |
     try:
         urllib.request.urlopen(request, timeout=CONNECT_TIMEOUT_S).close()  # noqa: S310 (the hub, or HF_ENDPOINT)
     except urllib.error.HTTPError as error:
-        return _refused(name, options, option_name, endpoint, error)
+        return _hub_error_problem(name, options, option_name, endpoint, error)
     except OSError as error:  # base class of urllib's errors, time-outs and refused connections
         return _offline(name, option_name, f"{endpoint} cannot be reached ({getattr(error, 'reason', error)})")
     return None
@@ -285,7 +285,7 @@ def _nearest_folders(path: Path) -> list[str]:
     ]
 
 
-def _folder_meant(name: str) -> str:
+def _similar_folder(name: str) -> str:
     """`` Did you mean "demo-run"?``: a local folder with a similar name, for a name that is also a valid hub id."""
     place = expanded(name).parent
     beside = [str(item) for item in place.iterdir() if item.is_dir()] if os.path.isdir(place) else []
@@ -294,13 +294,13 @@ def _folder_meant(name: str) -> str:
 
 def _offline(name: str, option_name: str, why: str) -> Problem:
     return Problem(
-        f'{option_name} "{name}" is not a local folder, is not in the Hub\'s cache, and {why}.{_folder_meant(name)}',
+        f'{option_name} "{name}" is not a local folder, is not in the Hub\'s cache, and {why}.{_similar_folder(name)}',
         remedy="Set it to the path of a folder, or download the model first on a machine with network access.",
         option=option_name,
     )
 
 
-def _refused(
+def _hub_error_problem(
     name: str, options: ModelOptions, option_name: str, endpoint: str, error: urllib.error.HTTPError
 ) -> Problem:
     """The problem for an HTTP error of the hub. A header contains the reason (huggingface_hub, utils/_http.py,
@@ -322,7 +322,7 @@ def _refused(
         )
     if error.code in {401, 403, 404}:
         return Problem(
-            f"{here} has no such model, or you have no access to it ({error.code}).{_folder_meant(name)}",
+            f"{here} has no such model, or you have no access to it ({error.code}).{_similar_folder(name)}",
             remedy="Check the name and model_revision; for a private or gated model, set hf_hub_token.",
             option=option_name,
         )

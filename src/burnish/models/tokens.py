@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from burnish.config.conversion import GivenTwice, yaml_of_each_key_once
+from burnish.config.conversion import DuplicateKeyError, yaml_without_duplicate_keys
 from burnish.config.errors import Problem, UserError, is_unusable
 from burnish.config.options import raise_if
 from burnish.models.load import message_of, meta_model
 from burnish.models.options import ModelOptions
 from burnish.models.source import find_source, hub_arguments
-from burnish.utils.files import regular
+from burnish.utils.files import open_regular_file
 from burnish.utils.json_files import quoted, read_object
 from burnish.utils.patching import Reason, patch
 
@@ -82,7 +82,7 @@ def load_tokenizer(
     _add_new_tokens(tokenizer, options, notes)
     tokenizer.new_tokens = [*trained, *named_tokens(options)]  # data may contain them: data/tokens/encoder.py
     tokenizer.trained_tokens = trained  # their embeddings are those of the adapter
-    _settle_end(tokenizer, notes)
+    _ensure_eos_token(tokenizer, notes)
     if getattr(tokenizer, "legacy", None):  # it affects spaces, and transformers 5.23 does not save it
         tokenizer.init_kwargs["legacy"] = True
     if tokenizer.pad_token is None:
@@ -169,15 +169,15 @@ def _read_descriptions(path: Path) -> Any:
     import yaml
 
     try:
-        with regular(path) as file:
+        with open_regular_file(path) as file:
             text = file.read().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"new_special_tokens_config cannot be read: {error}.", option="new_special_tokens_config"
         ) from error
     try:
-        found = yaml_of_each_key_once(text, yaml.SafeLoader)
-    except GivenTwice as error:
+        found = yaml_without_duplicate_keys(text, yaml.SafeLoader)
+    except DuplicateKeyError as error:
         raise UserError(
             f"new_special_tokens_config {error}", where=str(path), option="new_special_tokens_config"
         ) from error
@@ -218,7 +218,7 @@ def resize_embeddings(
         if notes is not None:
             notes.append(f"The embedding was resized from {before:,} to {after:,} rows for {len(tokenizer):,} tokens.")
     if options.init_special_tokens != "noise_init":
-        _begin_as_described(model, tokenizer, options)
+        _initialize_from_descriptions(model, tokenizer, options)
 
 
 def num_without_embedding(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -247,7 +247,9 @@ def resized_meta_model(
 
 
 @torch.no_grad()
-def _begin_as_described(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: ModelOptions) -> None:
+def _initialize_from_descriptions(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: ModelOptions
+) -> None:
     """Initialize each described token with the mean of its description's tokens plus noise.
 
     Applies to the embedding and to an untied head. The noise has the standard deviation 1 / sqrt(width of a row).
@@ -312,7 +314,7 @@ def _add_tokens_of_adapters(
     return words
 
 
-def _settle_end(tokenizer: PreTrainedTokenizerBase, notes: list[str]) -> None:
+def _ensure_eos_token(tokenizer: PreTrainedTokenizerBase, notes: list[str]) -> None:
     if tokenizer.eos_token is not None:
         return
     vocabulary = tokenizer.get_vocab()

@@ -29,12 +29,20 @@ from torch.optim import AdamW, Optimizer
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import changed_options, option
-from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions, Turns, adam_arguments, asked_by, only_adamw
+from burnish.optim.builtin import (
+    OPTIMIZERS,
+    Groups,
+    OptimOptions,
+    Turns,
+    adam_arguments,
+    only_adamw,
+    selected_by_switch,
+)
 from burnish.parallel.options import ParallelOptions
 
 logger = logging.getLogger(__name__)
-_IN_A_LAYER = re.compile(r"^(.*?\.\d+)\.")
-_NOT_FOR = {
+_LAYER_PREFIX = re.compile(r"^(.*?\.\d+)\.")
+_UNUSED_OPTIONS_BY_MODE = {
     "layer": ("badam_update_ratio", "badam_mask_mode"),
     "ratio": ("badam_start_block", "badam_switch_mode", "badam_verbose"),
 }
@@ -107,7 +115,7 @@ def badam_notes(options: BadamChoices) -> list[str]:
     """Notes on options of the other mode of BAdam."""
     if not _is_chosen(options):
         return []  # reported for the whole group
-    unread = [name for name in changed_options(options) if name in _NOT_FOR[options.badam_mode]]
+    unread = [name for name in changed_options(options) if name in _UNUSED_OPTIONS_BY_MODE[options.badam_mode]]
     return [f'"{name}" has no effect with badam_mode {options.badam_mode}.' for name in unread]
 
 
@@ -118,7 +126,7 @@ def _is_chosen(options: BadamChoices) -> bool:
 # --- what a run will train --------------------------------------------------------------------------------------------
 
 
-def turns_of(sizes: Mapping[str, int], options: BadamChoices, max_steps: int, copies: bool) -> Turns:
+def plan_turns(sizes: Mapping[str, int], options: BadamChoices, max_steps: int, copies: bool) -> Turns:
     """Plan which weights a run trains, and the memory it needs.
 
     Args:
@@ -131,7 +139,7 @@ def turns_of(sizes: Mapping[str, int], options: BadamChoices, max_steps: int, co
     rounds = 1 if options.badam_switch_interval < 1 else max(1, -(-max_steps // options.badam_switch_interval))
     planned = _turns_of_entries if options.badam_mode == "ratio" else _turns_of_blocks
     found = planned(sizes, blocks, options, rounds, copies)
-    outside = [name for name in sizes if not _IN_A_LAYER.match(name)]
+    outside = [name for name in sizes if not _LAYER_PREFIX.match(name)]
     shown = ", ".join(outside[:4]) + (f" and {len(outside) - 4:,} more" if len(outside) > 4 else "")
     never = f"{sum(sizes[name] for name in outside):,}, outside the layers: {shown}"
     return replace(found, lines=(*found.lines, ("never trained", never))) if outside else found
@@ -140,14 +148,14 @@ def turns_of(sizes: Mapping[str, int], options: BadamChoices, max_steps: int, co
 def _turns_of_blocks(
     sizes: Mapping[str, int], blocks: Mapping[str, int], options: BadamChoices, rounds: int, copies: bool
 ) -> Turns:
-    raise_if_no_start(len(blocks), options)
+    check_start_block(len(blocks), options)
     order = [block_at(options, len(blocks), number) for number in range(min(rounds, len(blocks)))]
     names, counts = list(blocks), [list(blocks.values())[place] for place in dict.fromkeys(order)]
     shown = ", ".join(map(str, order[:8])) + (", ..." if rounds > min(len(order), 8) else "")
     idle = len(blocks) - len(counts)
     how = (
         f"{len(blocks)}, {names[0]} to {names[-1]}, {options.badam_switch_mode}: {shown}; "
-        + _often(rounds, options.badam_switch_interval)
+        + _switching_in_words(rounds, options.badam_switch_interval)
         + (f"; {idle} {'is' if idle == 1 else 'are'} not trained in this run" if idle else "")
     )
     most = max(counts)
@@ -157,16 +165,17 @@ def _turns_of_blocks(
 def _turns_of_entries(
     sizes: Mapping[str, int], blocks: Mapping[str, int], options: BadamChoices, rounds: int, copies: bool
 ) -> Turns:
-    inside = [name for name in sizes if _IN_A_LAYER.match(name)]
+    inside = [name for name in sizes if _LAYER_PREFIX.match(name)]
     moved = sum(max(1, round(sizes[name] * options.badam_update_ratio)) for name in inside)
-    how = f"{moved:,} entries at a time, {options.badam_mask_mode}; {_often(rounds, options.badam_switch_interval)}"
+    switching = _switching_in_words(rounds, options.badam_switch_interval)
+    how = f"{moved:,} entries at a time, {options.badam_mask_mode}; {switching}"
     how += "; in total at most the number of trainable parameters above" if rounds > 1 else ""
     total = sum(blocks.values())
     # AdamW's two moments and the float32 copy have 4 bytes each, the index of an entry has 8.
     return Turns(min(total, rounds * moved), total, moved * (8 + 4 + 8), (("entries", how),))
 
 
-def _often(rounds: int, interval: int) -> str:
+def _switching_in_words(rounds: int, interval: int) -> str:
     return (
         f"switched {'after each update' if interval == 1 else f'every {interval:,} updates'}, {rounds:,} times"
         if rounds > 1
@@ -174,7 +183,9 @@ def _often(rounds: int, interval: int) -> str:
     )
 
 
-@OPTIMIZERS.register("badam", options=BadamOptions, keeps_load_precision=True, turns=turns_of, **asked_by("use_badam"))
+@OPTIMIZERS.register(
+    "badam", options=BadamOptions, keeps_load_precision=True, turns=plan_turns, **selected_by_switch("use_badam")
+)
 def badam(groups: Groups, options: BadamChoices) -> Optimizer:
     """AdamW on one block of layers at a time."""
     made = _LayerAdam if options.badam_mode == "layer" else _RatioAdam
@@ -258,7 +269,7 @@ class _LayerAdam(_BlockAdam):
     def __init__(self, groups: Groups, options: BadamChoices) -> None:
         super().__init__(groups, options)
         self.blocks = blocks_of([name for group in groups for name in group["param_names"]])
-        raise_if_no_start(len(self.blocks), options)
+        check_start_block(len(self.blocks), options)
         self._activate()
 
     @property
@@ -300,7 +311,7 @@ class _LayerAdam(_BlockAdam):
                 moved.grad = None
 
 
-def raise_if_no_start(num_blocks: int, options: BadamChoices) -> None:
+def check_start_block(num_blocks: int, options: BadamChoices) -> None:
     """Raise UserError if there are no blocks, or if the start block does not exist."""
     start = options.badam_start_block
     if not num_blocks:
@@ -382,7 +393,7 @@ def blocks_of(names: Sequence[str]) -> dict[str, set[str]]:
     """Layer prefix (``model.layers.3``) -> names of its parameters, in order of the layers."""
     blocks: dict[str, set[str]] = {}
     for name in names:
-        match = _IN_A_LAYER.match(name)
+        match = _LAYER_PREFIX.match(name)
         if match:
             blocks.setdefault(match[1], set()).add(name)
     return dict(

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from burnish.optim.builtin import ADAM_ONLY, OPTIMIZERS, Groups, OptimOptions, adam_arguments, optim_arguments
 
 LIBRARY = "bitsandbytes"
-LEAVES_OUT = {"Lion": ("adam_epsilon",), "RMSprop": ADAM_ONLY}
+UNUSED_OPTIONS = {"Lion": ("adam_epsilon",), "RMSprop": ADAM_ONLY}
 
 
 def _adam(options: OptimOptions) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def _ademamix(options: OptimOptions) -> dict[str, Any]:
     return {"betas": betas, "eps": options.adam_epsilon, **arguments}
 
 
-def _member(class_name: str, arguments: Callable[[Any], dict[str, Any]], summary: str, **fixed: Any) -> Any:
+def _bnb_optimizer(class_name: str, arguments: Callable[[Any], dict[str, Any]], summary: str, **fixed: Any) -> Any:
     """A function that creates one of the library's optimizers."""
 
     def make(groups: Groups, options: OptimOptions, model: nn.Module | None = None) -> Optimizer:
@@ -85,9 +85,9 @@ def _register() -> None:
             bits, is_paged = (8 if "8bit" in name else 32), name.startswith("paged_")
             fixed = {"optim_bits": bits} | ({"is_paged": True} if is_paged else {})
             summary = f"{title}, moments in {bits} bits{', paged to CPU memory' if is_paged else ''} (bitsandbytes)."
-            leaves_out = LEAVES_OUT.get(class_name, ())
+            leaves_out = UNUSED_OPTIONS.get(class_name, ())
             OPTIMIZERS.register(name, library=LIBRARY, leaves_out=leaves_out, reads_model=True)(
-                _member(class_name, arguments, summary, **fixed)
+                _bnb_optimizer(class_name, arguments, summary, **fixed)
             )
 
 

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from burnish.config.checks import check, notes
 from burnish.config.conversion import literal
-from burnish.config.errors import MissingExtraError, Problem, UserError, why_not
+from burnish.config.errors import MissingExtraError, Problem, UserError, argument_error_in_words
 from burnish.config.options import changed_options, option, raise_if
 from burnish.config.registry import Registry
 from burnish.loop.schedule import LRScheduleOptions, lr_factor, refused_by_schedule
@@ -81,7 +81,7 @@ def check_optimizer(options: OptimOptions) -> list[Problem]:
     return missing_library(member.name)
 
 
-_FAR_TOO_HIGH = 1.0
+_MAX_PLAUSIBLE_RATE = 1.0
 
 
 @notes
@@ -93,13 +93,13 @@ def optimizer_notes(options: OptimOptions) -> list[str]:
             f"learning_rate {options.learning_rate:g} is far above the usual range (1e-6 to 1e-3 for AdamW), and the "
             "loss will probably diverge. Set learning_rate: 1e-5 for full fine-tuning, or 1e-4 for LoRA."
         ]
-        if options.learning_rate >= _FAR_TOO_HIGH
+        if options.learning_rate >= _MAX_PLAUSIBLE_RATE
         else []
     )
-    return far + _no_effect(member.name, OPTIMIZERS.unread(member, options)) + left_out(member.name, options)
+    return far + _no_effect(member.name, OPTIMIZERS.unread(member, options)) + unused_option_notes(member.name, options)
 
 
-def left_out(name: str, options: OptimOptions) -> list[str]:
+def unused_option_notes(name: str, options: OptimOptions) -> list[str]:
     """Notes on changed fields of ``OptimOptions`` that the optimizer ``name`` does not use."""
     changed = changed_options(options)
     return _no_effect(name, [field for field in OPTIMIZERS.get(name).traits.get("leaves_out", ()) if field in changed])
@@ -143,7 +143,7 @@ def create_optimizer(
         if isinstance(error, UserError) or not (options.optim_args or isinstance(error, TypeError)):
             raise
         raise UserError(
-            f'invalid optim_args for optim "{options.optim}": {why_not(error)}.',
+            f'invalid optim_args for optim "{options.optim}": {argument_error_in_words(error)}.',
             option=("optim_args", "optim"),
         ) from error
 
@@ -245,7 +245,7 @@ ADAM_ONLY = ("adam_beta1", "adam_beta2", "adam_epsilon")
 """Options that an optimizer without Adam's moments does not use. Its own settings are in ``optim_args``."""
 
 
-def asked_by(switch: str) -> dict[str, Any]:
+def selected_by_switch(switch: str) -> dict[str, Any]:
     """Arguments of ``register`` for a member that is selected by its own option ``switch`` as well as by its name."""
     return {"switch": switch, "when": lambda options: bool(getattr(options, switch, False))}
 

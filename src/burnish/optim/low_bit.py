@@ -21,7 +21,7 @@ from burnish.utils.patching import Reason, hook
 
 LIBRARY = "torchao"
 _KIND = "quantized as"
-_PLAIN = Reason("optimizer", "its moments are saved in checkpoints as plain tensors")
+_PLAIN_MOMENTS = Reason("optimizer", "its moments are saved in checkpoints as plain tensors")
 
 
 @OPTIMIZERS.register("adamw_torch_8bit", library=LIBRARY)
@@ -42,18 +42,18 @@ def adamw_4bit(groups: Groups, options: OptimOptions) -> Optimizer:
 
 def _wrapped(kind: Any, groups: Groups, options: OptimOptions) -> Optimizer:
     made: Optimizer = kind(copied(groups), **adam_arguments(options))
-    hook(made, "state_dict_post", partial(_each, _taken_apart), _PLAIN)
-    hook(made, "load_state_dict_pre", partial(_each, _put_together), _PLAIN)
+    hook(made, "state_dict_post", partial(_map_moments, _to_plain), _PLAIN_MOMENTS)
+    hook(made, "load_state_dict_pre", partial(_map_moments, _from_plain), _PLAIN_MOMENTS)
     return Delegating(groups, options.learning_rate, [made])
 
 
-def _each(change: Callable[[Any], Any], optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+def _map_moments(change: Callable[[Any], Any], optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Apply ``change`` to every moment of every parameter."""
     moments = state["state"].items()
     return {**state, "state": {index: {n: change(value) for n, value in own.items()} for index, own in moments}}
 
 
-def _taken_apart(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Convert a tensor of the library's own class to plain tensors and data. Other values are returned unchanged."""
     if not isinstance(value, Tensor) or type(value) is Tensor:
         return value
@@ -62,7 +62,7 @@ def _taken_apart(value: Any) -> Any:
     return {_KIND: type(value).__name__, "parts": {name: getattr(value, name) for name in names}, "attributes": plain}
 
 
-def _put_together(value: Any) -> Any:
+def _from_plain(value: Any) -> Any:
     if not isinstance(value, dict) or _KIND not in value:
         return value
     from torchao.optim.subclass_4bit import OptimState4bit

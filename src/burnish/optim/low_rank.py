@@ -32,10 +32,18 @@ from torch.optim import Optimizer
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import option
-from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions, asked_by, left_out, missing_library, optim_arguments
+from burnish.optim.builtin import (
+    OPTIMIZERS,
+    Groups,
+    OptimOptions,
+    missing_library,
+    optim_arguments,
+    selected_by_switch,
+    unused_option_notes,
+)
 from burnish.optim.delegating import Delegating, copied
 
-WITHIN = {
+INNER_OPTIMIZERS = {
     "adamw_torch": "adamw_torch", "adamw_torch_fused": "adamw_torch", "adafactor": "adafactor",
     "adamw_bnb_8bit": "adamw_bnb_8bit", "adamw_8bit": "adamw_bnb_8bit", "paged_adamw_8bit": "paged_adamw_8bit",
     "galore_adamw": "adamw_torch", "galore_adafactor": "adafactor", "galore_adamw_8bit": "adamw_bnb_8bit",
@@ -104,7 +112,7 @@ def check_low_rank(options: LowRankChoices) -> list[Problem]:
     if not (options.use_galore or options.use_apollo):
         return []
     switch = "use_galore" if options.use_galore else "use_apollo"
-    problems = _check_within(options, switch)
+    problems = _check_inner_optimizer(options, switch)
     if options.finetuning_type == "lora":
         what = f'"{switch}" projects full matrices, but "finetuning_type" lora trains low-rank ones.'
         problems.append(
@@ -117,12 +125,12 @@ def check_low_rank(options: LowRankChoices) -> list[Problem]:
 def low_rank_notes(options: OptimOptions) -> list[str]:
     """Notes on options that the optimizer of the small matrices does not use."""
     member = OPTIMIZERS.choose(options.optim, options)
-    return left_out(WITHIN[options.optim], options) if member.options is LowRankOptions else []
+    return unused_option_notes(INNER_OPTIMIZERS[options.optim], options) if member.options is LowRankOptions else []
 
 
-def _check_within(options: LowRankChoices, switch: str) -> list[Problem]:
+def _check_inner_optimizer(options: LowRankChoices, switch: str) -> list[Problem]:
     """Check that ``optim`` can update the small matrices."""
-    able = [name for name, within in WITHIN.items() if options.use_galore or within == "adamw_torch"]
+    able = [name for name, within in INNER_OPTIMIZERS.items() if options.use_galore or within == "adamw_torch"]
     if options.optim not in able:
         return [
             Problem(
@@ -130,7 +138,7 @@ def _check_within(options: LowRankChoices, switch: str) -> list[Problem]:
                 option=(switch, "optim"),
             )
         ]
-    return missing_library(WITHIN[options.optim])
+    return missing_library(INNER_OPTIMIZERS[options.optim])
 
 
 class Method(NamedTuple):
@@ -146,7 +154,7 @@ class Method(NamedTuple):
     scale_front: bool = False
 
 
-@OPTIMIZERS.register("galore_adamw", "galore_adafactor", options=LowRankOptions, **asked_by("use_galore"))
+@OPTIMIZERS.register("galore_adamw", "galore_adafactor", options=LowRankOptions, **selected_by_switch("use_galore"))
 def galore(groups: Groups, options: LowRankChoices) -> Optimizer:
     """GaLore: moments for the largest directions of the gradient."""
     return LowRank(groups, options, _galore_method(options))
@@ -156,7 +164,7 @@ def galore(groups: Groups, options: LowRankChoices) -> Optimizer:
 OPTIMIZERS.register("galore_adamw_8bit", options=LowRankOptions, library="bitsandbytes")(galore)
 
 
-@OPTIMIZERS.register("apollo_adamw", options=LowRankOptions, **asked_by("use_apollo"))
+@OPTIMIZERS.register("apollo_adamw", options=LowRankOptions, **selected_by_switch("use_apollo"))
 def apollo(groups: Groups, options: LowRankChoices) -> Optimizer:
     """APOLLO: the gradient, scaled by factors that AdamW gives in a low-rank space."""
     return LowRank(groups, options, _apollo_method(options))
@@ -239,8 +247,8 @@ class LowRank(Delegating):
             {"params": [next(remaining) for _ in group["params"]], "weight_decay": 0.0, "lr": 1.0}
             for group in self.param_groups[self.num_plain :]
         ]
-        within = OPTIMIZERS[WITHIN[self.options.optim]]
-        self.inner = [within([*plain, *small], _Within(self.options))]
+        within = OPTIMIZERS[INNER_OPTIMIZERS[self.options.optim]]
+        self.inner = [within([*plain, *small], _InnerOptions(self.options))]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -333,7 +341,7 @@ class LowRank(Delegating):
         }
 
 
-class _Within:
+class _InnerOptions:
     """Options of the inner optimizer, without ``optim_args``, which belong to the projection."""
 
     def __init__(self, options: OptimOptions) -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from burnish.config.checks import check
 from burnish.config.errors import Problem
 from burnish.config.options import option
-from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions, asked_by, only_adamw, optim_arguments
+from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions, only_adamw, optim_arguments, selected_by_switch
 from burnish.optim.delegating import Delegating, copied
 from burnish.optim.low_rank import in_layers, split_groups
 
@@ -34,7 +34,7 @@ def check_muon(options: OptimOptions) -> list[Problem]:
     return only_adamw(options, "use_muon", "muon")
 
 
-@OPTIMIZERS.register("muon", options=MuonOptions, **asked_by("use_muon"))
+@OPTIMIZERS.register("muon", options=MuonOptions, **selected_by_switch("use_muon"))
 def muon(groups: Groups, options: OptimOptions) -> Optimizer:
     """Muon for the matrices in layers, AdamW for the rest."""
     matrices, rest = split_groups(groups, in_layers)

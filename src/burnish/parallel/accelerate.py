@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from burnish.parallel.ddp import BUFFERS, DdpParallel, syncing_arguments
+from burnish.parallel.ddp import SYNC_BUFFERS_ARGUMENT, DdpParallel, syncing_arguments
 from burnish.parallel.options import ParallelChoices
 
 
@@ -35,7 +35,7 @@ def _accelerator(options: ParallelChoices, is_on_cpu: bool) -> Any:
     from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
     syncing = syncing_arguments(options)
-    if syncing.pop(BUFFERS, True) is False:
+    if syncing.pop(SYNC_BUFFERS_ARGUMENT, True) is False:
         syncing["broadcast_buffers"] = False  # accelerate's name of the argument
     return Accelerator(
         cpu=is_on_cpu,

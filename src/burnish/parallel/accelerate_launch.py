@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from burnish.config.errors import Problem
 from burnish.parallel.options import ParallelOptions
 
-_FORMAT = "ACCELERATE_MIXED_PRECISION"
+_PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 _COMPILER = "ACCELERATE_DYNAMO_BACKEND"
-_NOT_PARALLEL = {
+_UNSUPPORTED_PARALLELISM = {
     "tensor": "PARALLELISM_CONFIG_TP_SIZE", "context": "PARALLELISM_CONFIG_CP_SIZE",
     "sequence": "PARALLELISM_CONFIG_SP_SIZE",
 }  # fmt: skip
@@ -29,7 +29,7 @@ def mixed_precision(options: ParallelOptions) -> str:
         return "fp16"
     if options.pure_bf16:
         return "no"
-    requested = "bf16" if options.bf16 else _asked(_FORMAT)
+    requested = "bf16" if options.bf16 else _environment_value(_PRECISION_VARIABLE)
     return requested if requested in ("bf16", "fp16") else "no"
 
 
@@ -38,13 +38,13 @@ def is_kept_on_cpu() -> bool:
 
 
 def launched_problems(options: ParallelOptions) -> Iterator[Problem]:
-    for kind, variable in _NOT_PARALLEL.items():
+    for kind, variable in _UNSUPPORTED_PARALLELISM.items():
         if int(os.environ.get(variable) or 1) > 1:
             what = f"{variable} is {os.environ[variable]}: burnish does not support {kind} parallelism."
             yield Problem(what, remedy="Set it to 1, and shard the weights with fsdp: full_shard or deepspeed: zero3.")
-    if not _sets_format(options) and _asked(_FORMAT) not in ("", "no", "bf16", "fp16"):
+    if not _sets_precision(options) and _environment_value(_PRECISION_VARIABLE) not in ("", "no", "bf16", "fp16"):
         yield Problem(
-            f'{_FORMAT} is "{_asked(_FORMAT)}": burnish supports bf16 and fp16.',
+            f'{_PRECISION_VARIABLE} is "{_environment_value(_PRECISION_VARIABLE)}": burnish supports bf16 and fp16.',
             remedy="Set mixed_precision: bf16 in accelerate's config file, or bf16: true in the run's YAML file.",
         )
     if is_true(os.environ.get("ACCELERATE_USE_MEGATRON_LM")):
@@ -52,9 +52,10 @@ def launched_problems(options: ParallelOptions) -> Iterator[Problem]:
 
 
 def launched_notes(options: ParallelOptions) -> Iterator[str]:
-    if not _sets_format(options) and (requested := mixed_precision(options)) != "no":
-        yield f"{_FORMAT} is {requested}, and bf16, fp16 and pure_bf16 are not enabled, so {requested}: true is used."
-    if _asked(_COMPILER) not in ("", "no"):
+    if not _sets_precision(options) and (requested := mixed_precision(options)) != "no":
+        unset = "bf16, fp16 and pure_bf16 are not enabled"
+        yield f"{_PRECISION_VARIABLE} is {requested}, and {unset}, so {requested}: true is used."
+    if _environment_value(_COMPILER) not in ("", "no"):
         yield f"{_COMPILER} has no effect: set torch_compile and torch_compile_backend instead."
 
 
@@ -62,9 +63,9 @@ def is_true(value: object) -> bool:
     return str(value).strip().lower() in ("true", "1", "yes", "on")
 
 
-def _sets_format(options: ParallelOptions) -> bool:
+def _sets_precision(options: ParallelOptions) -> bool:
     return bool(options.bf16 or options.fp16 or options.pure_bf16)
 
 
-def _asked(variable: str) -> str:
+def _environment_value(variable: str) -> str:
     return os.environ.get(variable, "").strip().lower()

@@ -18,14 +18,14 @@ from burnish.parallel.options import ParallelChoices
 from burnish.utils.patching import Reason, record
 
 CHECKPOINTED = Reason("layer under gradient checkpointing", "gradient_checkpointing is set")
-_OF_TORCH = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
-_OF_MODELS = {"every_n_layers": 1, "offload": False}
+_TORCH_ARGUMENTS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+_BURNISH_ARGUMENTS = {"every_n_layers": 1, "offload": False}
 """Further arguments of transformers 5.23's models, and their neutral values."""
 
 
 def checkpointing_problems(options: ParallelChoices) -> Iterator[Problem]:
     """Problems of ``gradient_checkpointing_kwargs``."""
-    kwargs, known = options.gradient_checkpointing_kwargs or {}, [*_OF_TORCH, *_OF_MODELS, "selective"]
+    kwargs, known = options.gradient_checkpointing_kwargs or {}, [*_TORCH_ARGUMENTS, *_BURNISH_ARGUMENTS, "selective"]
     for name in [name for name in kwargs if name not in known]:
         yield Problem(
             f'"gradient_checkpointing_kwargs": unknown key "{name}".{did_you_mean(name, known)}',
@@ -72,7 +72,7 @@ def checkpoint_activations(model: nn.Module, kwargs: dict[str, Any] | None) -> N
     arguments = {"use_reentrant": False, **(kwargs or {})}
     if arguments.pop("selective", False):
         arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_what_is_costly)
-    model_arguments = {name: arguments.pop(name, usual) for name, usual in _OF_MODELS.items()}
+    model_arguments = {name: arguments.pop(name, usual) for name, usual in _BURNISH_ARGUMENTS.items()}
     if next(model.parameters()).device.type == "cpu":  # activations are in main memory already
         model_arguments["offload"] = False
     record(model, partial(_enable, able[0], arguments, model_arguments), CHECKPOINTED)
@@ -83,7 +83,7 @@ def _enable(model: Any, arguments: dict[str, Any], model_arguments: dict[str, An
         model.enable_input_require_grads()  # reentrant checkpointing requires an input with a gradient
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(arguments, **model_arguments)
-    elif model_arguments == _OF_MODELS:
+    elif model_arguments == _BURNISH_ARGUMENTS:
         model.gradient_checkpointing_enable(arguments)
     else:
         raise ValueError(
@@ -92,12 +92,12 @@ def _enable(model: Any, arguments: dict[str, Any], model_arguments: dict[str, An
         )
 
 
-_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "aten::_int_mm"}
+_MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "aten::_int_mm"}
 """Without baddbmm and products into an existing tensor (``aten::addmm.out``), because their results are overwritten."""
 
 
 def _keep_what_is_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Policy of ``selective``: keep the results of matrix products and attention, and recompute the rest."""
     name: str = operation.name()  # attention of torch, flash-attn, or the model
-    is_costly = name in _PRODUCTS or "attention" in name or "attn" in name
+    is_costly = name in _MATRIX_PRODUCTS or "attention" in name or "attn" in name
     return CheckpointPolicy.MUST_SAVE if is_costly else CheckpointPolicy.PREFER_RECOMPUTE

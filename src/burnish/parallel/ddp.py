@@ -84,8 +84,10 @@ def average(gradients: Sequence[Tensor], world_size: int) -> None:
             gradient.copy_(mean.view_as(gradient))
 
 
-_OF_TORCH = inspect.signature(DistributedDataParallel).parameters
-BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OF_TORCH else "broadcast_buffers"  # before torch 2.13
+_DDP_PARAMETERS = inspect.signature(DistributedDataParallel).parameters
+SYNC_BUFFERS_ARGUMENT = (
+    "forward_sync_buffers" if "forward_sync_buffers" in _DDP_PARAMETERS else "broadcast_buffers"
+)  # before torch 2.13
 
 
 def syncing_arguments(options: ParallelChoices) -> dict[str, Any]:
@@ -101,7 +103,7 @@ def syncing_arguments(options: ParallelChoices) -> dict[str, Any]:
         "gradient_as_bucket_view": True,  # gradients are views of the communication buckets, which saves a copy
     }
     if options.ddp_broadcast_buffers is False:  # true is torch's default
-        arguments[BUFFERS] = False
+        arguments[SYNC_BUFFERS_ARGUMENT] = False
     if options.ddp_bucket_cap_mb is not None:
         arguments["bucket_cap_mb"] = options.ddp_bucket_cap_mb
     return arguments

@@ -40,7 +40,7 @@ _opened: list[Any] = []
 """Groups opened by backends of this process. Others belong to the script."""
 
 
-def _join(backend: str | None, timeout: timedelta) -> None:
+def _open_process_group(backend: str | None, timeout: timedelta) -> None:
     """Open the process group that the environment variables describe, and wait until all processes have connected.
 
     Raises:
@@ -92,7 +92,7 @@ class MultiProcess(SingleProcess):
         backend = self.options.ddp_backend or ("gloo" if self.device.type == "cpu" else None)
         timeout = timedelta(seconds=self.options.ddp_timeout)
         if os.environ.get("WORLD_SIZE"):
-            _join(backend, timeout)
+            _open_process_group(backend, timeout)
         else:  # sharding with a single process
             alone = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, timeout=timeout, store=alone, rank=0, world_size=1)
@@ -137,7 +137,7 @@ class MultiProcess(SingleProcess):
         dist.barrier()
 
 
-def with_weights(parts: Mapping[str, Part]) -> list[str]:
+def parts_with_weights(parts: Mapping[str, Part]) -> list[str]:
     """Names of the parts besides model and optimizer with their own weights, such as the head of a reward model."""
     return [name for name, part in parts.items()
             if name not in ("model", "optimizer") and callable(getattr(part.held, "parameters", None))]  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_SMALL = 2**20
+_MIN_OFFLOADED_BYTES = 2**20
 """Tensors below this number of bytes are not moved, because the transfer would cost more than it saves."""
 
 
@@ -28,7 +28,7 @@ class Offloading:
         smallest: tensors below this number of bytes are not moved.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, smallest: int = _SMALL) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, smallest: int = _MIN_OFFLOADED_BYTES) -> None:
         self.smallest = smallest
         shapes = {tuple(parameter.shape) for parameter in model.parameters()}
         self._weights = shapes | {shape[::-1] for shape in shapes}

@@ -17,9 +17,9 @@ from burnish.parallel.accelerate_launch import is_kept_on_cpu
 from burnish.utils.environment import count_in
 
 AUTO = "auto"
-_TRIED = 8
+_MAX_TESTED_CPU_PROCESSES = 8
 """Number of processes on CPUs that is accepted on any machine."""
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def is_launched() -> bool:
@@ -73,7 +73,7 @@ def world_size(options: ProcessOptions) -> int:
 
 def num_gpus() -> int:
     """Number of GPUs visible to this process, without a library that would initialize them."""
-    for variable in _VISIBLE:
+    for variable in _DEVICE_VARIABLES:
         if variable in os.environ:
             return len([name for name in os.environ[variable].split(",") if name.strip() not in ("", "-1")])
     nvidia = Path("/proc/driver/nvidia/gpus")
@@ -140,7 +140,7 @@ def too_many_processes(requested: int | str, use_cpu: bool) -> list[Problem]:
     """
     count, on_cpu = processes_here(requested, use_cpu), use_cpu or is_kept_on_cpu() or not num_gpus()
     devices = len(os.sched_getaffinity(0)) if on_cpu else num_gpus()
-    most = max(_TRIED, devices) if on_cpu else devices
+    most = max(_MAX_TESTED_CPU_PROCESSES, devices) if on_cpu else devices
     if count <= most:
         return []
     name = "num_processes" if requested != AUTO else "NPROC_PER_NODE"

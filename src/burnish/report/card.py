@@ -20,7 +20,7 @@ from yaml import YAMLError
 
 import burnish
 from burnish.config.secrets import has_secret_name, without_secrets
-from burnish.report.results import write_whole
+from burnish.report.results import write_text_atomically
 
 CARD_NAME = "README.md"
 
@@ -89,7 +89,7 @@ class CardFacts:
 def write_card(folder: str | Path, facts: CardFacts, metadata: CardData | None = None) -> Path:
     path = Path(folder) / CARD_NAME
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, without_secrets(card_text(facts, metadata)))
+    write_text_atomically(path, without_secrets(card_text(facts, metadata)))
     return path
 
 
@@ -100,8 +100,10 @@ def card_text(facts: CardFacts, metadata: CardData | None = None) -> str:
         facts: facts about the model.
         metadata: replaces ``hub_metadata(facts)``.
     """
-    sections = [_opening(facts), _use(facts), _training(facts), _results(facts), _rows(facts), _versions()]
-    return under_metadata(metadata or hub_metadata(facts), "\n\n".join(section for section in sections if section))
+    sections = [_opening(facts), _usage_section(facts), _training(facts), _results(facts), _rows(facts), _versions()]
+    return with_metadata_header(
+        metadata or hub_metadata(facts), "\n\n".join(section for section in sections if section)
+    )
 
 
 def hub_metadata(facts: CardFacts) -> ModelCardData:
@@ -115,7 +117,7 @@ def hub_metadata(facts: CardFacts) -> ModelCardData:
     )  # fmt: skip
 
 
-def under_metadata(metadata: CardData, text: str) -> str:
+def with_metadata_header(metadata: CardData, text: str) -> str:
     """Return ``text`` below a YAML block with its metadata."""
     return f"---\n{metadata.to_yaml()}\n---\n\n{text}\n"
 
@@ -146,31 +148,31 @@ def is_hub_name(name: str) -> bool:
 
 def _opening(facts: CardFacts) -> str:
     product = _ADAPTERS.get(facts.method, "An adapter") if facts.is_adapter else "A model"
-    origin = _shown(facts.base_model) if facts.base_model else facts.unnamed
+    origin = _public_form(facts.base_model) if facts.base_model else facts.unnamed
     made = f"for {origin}, created by" if facts.is_adapter else f"created from {origin} by"
     share = 100 * facts.trainable_parameters / max(facts.all_parameters, 1)
     lines = [
         f"# {facts.name}",
-        f"{product} {made} {facts.stage_title or facts.stage} on {_listed(facts.datasets)}. "
+        f"{product} {made} {facts.stage_title or facts.stage} on {_names_in_words(facts.datasets)}. "
         f"{facts.trainable_parameters:,} of {facts.all_parameters:,} parameters were trained ({share:.3g}%).",
     ]
     lines += [f"![{shown}]({name})" for shown, name in facts.plots.items()]
     return "\n\n".join(lines)
 
 
-def _shown(name: str) -> str:
+def _public_form(name: str) -> str:
     """Return a hub id unchanged, but only the last part of a local path, so that no local folder is published."""
     return f"`{name}`" if is_hub_name(name) else f"`{Path(name).name or name}`"
 
 
-def _listed(names: Sequence[str]) -> str:
+def _names_in_words(names: Sequence[str]) -> str:
     if not names:
         return "an unnamed dataset"
-    *others, last = [_shown(name) for name in names]
+    *others, last = [_public_form(name) for name in names]
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _use(facts: CardFacts) -> str:
+def _usage_section(facts: CardFacts) -> str:
     if not facts.loader:
         return (
             "## How to use it\n\nUse the script that defines the model class; `model.safetensors` contains the weights."

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from burnish.config.errors import Problem
 from burnish.config.secrets import without_secrets
-from burnish.report.streams import encodable, let_go, say, visible
+from burnish.report.streams import encodable, redirect_to_null, say, visible
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -93,7 +93,7 @@ def print_result(text: str) -> None:
 def _print(text: str, label: str, color: str, stream: TextIO | None) -> None:
     """Print ``text`` if possible. A closed terminal is not an error: training continues without it."""
     text = visible(text)
-    _keep(f"{label}: {text}" if label else text)
+    _record_line(f"{label}: {text}" if label else text)
     if stream is None or not is_terminal(stream):
         say(f"{label}: {text}" if label else text, stream)
         return
@@ -101,7 +101,7 @@ def _print(text: str, label: str, color: str, stream: TextIO | None) -> None:
         _draw(encodable(without_secrets(text), stream), label, color, stream)
     except OSError:  # the terminal is gone
         end_live()
-        let_go(stream)
+        redirect_to_null(stream)
 
 
 def _draw(text: str, label: str, color: str, stream: TextIO) -> None:
@@ -202,36 +202,36 @@ def end_live() -> None:
 
 RUN_LOG = "run.log"
 """Log file in ``output_dir`` with every note, warning and problem of a run, with timestamps."""
-_log: Path | None = None
-_before: deque[str] = deque(maxlen=200)
+_log_path: Path | None = None
+_lines_before_log: deque[str] = deque(maxlen=200)
 """Messages printed before the log file was opened, during preparation of the run."""
 
 
 @contextmanager
 def tee_log(folder: Path) -> Iterator[None]:
     """Also write messages to the log file of the run inside the ``with`` block, preceded by earlier messages."""
-    global _log
-    _log = folder / RUN_LOG
-    _write_log(_before)
-    _before.clear()
+    global _log_path
+    _log_path = folder / RUN_LOG
+    _write_log(_lines_before_log)
+    _lines_before_log.clear()
     try:
         yield
     finally:
-        _log = None
+        _log_path = None
 
 
-def _keep(text: str) -> None:
+def _record_line(text: str) -> None:
     line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {without_secrets(text)}\n"
-    if _log is None:
-        _before.append(line)
+    if _log_path is None:
+        _lines_before_log.append(line)
     else:
         _write_log([line])
 
 
 def _write_log(lines: Iterable[str]) -> None:
-    assert _log is not None
+    assert _log_path is not None
     # A full disk must not stop the run.
-    with suppress(OSError), _log.open("a", encoding="utf-8", errors="backslashreplace") as file:
+    with suppress(OSError), _log_path.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(lines)
 
 

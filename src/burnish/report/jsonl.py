@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from burnish.loop.events import TrainerCallback
 from burnish.loop.state import RATES
 from burnish.report.pace import Pace, clock_time
-from burnish.report.results import write_whole
+from burnish.report.results import write_text_atomically
 
 if TYPE_CHECKING:
     from burnish.loop.state import TrainerControl, TrainerState
@@ -58,7 +58,9 @@ class JsonlCallback(TrainerCallback):
         self.pace.start(state.global_step, state.num_input_tokens_seen)
         self._row_s, self._row_step = time.monotonic(), state.global_step
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept_rows(self.path, state.global_step)))
+        write_text_atomically(
+            self.path, "".join(json.dumps(row) + "\n" for row in kept_rows(self.path, state.global_step))
+        )
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if not self._is_training or not logs:
@@ -123,13 +125,13 @@ def row_of(logs: Mapping[str, Any], state: TrainerState, pace: Pace) -> dict[str
     return {name: value for name, value in values.items() if value is not None}
 
 
-_NO_MEASURES = {"loss", "learning_rate", "epoch", "total_flos", "num_input_tokens_seen", "grad_norm", "waiting",
+_NON_METRICS = {"loss", "learning_rate", "epoch", "total_flos", "num_input_tokens_seen", "grad_norm", "waiting",
                 "skipped_steps"}  # fmt: skip
 
 
 def is_measure(name: str) -> bool:
     """Return whether a logged number measures the model, rather than progress or speed."""
-    return name not in _NO_MEASURES and not name.startswith("train_") and not name.endswith(RATES)
+    return name not in _NON_METRICS and not name.startswith("train_") and not name.endswith(RATES)
 
 
 def kept_rows(path: Path, step: int) -> list[dict[str, Any]]:
@@ -139,11 +141,11 @@ def kept_rows(path: Path, step: int) -> list[dict[str, Any]]:
     """
     if step == 0 or not path.is_file():
         return []
-    rows = filter(None, map(whole_row, path.read_text(encoding="utf-8", errors="replace").splitlines()))
+    rows = filter(None, map(parse_row, path.read_text(encoding="utf-8", errors="replace").splitlines()))
     return [row for row in rows if row.get("current_steps", step + 1) <= step and any("loss" in name for name in row)]
 
 
-def whole_row(line: str | bytes) -> dict[str, Any] | None:
+def parse_row(line: str | bytes) -> dict[str, Any] | None:
     """Return the object on a line, or None if the line is incomplete or not an object."""
     try:
         row = json.loads(line)

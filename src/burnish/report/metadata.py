@@ -26,16 +26,16 @@ from burnish.config.errors import Problem, skipped_steps_message
 from burnish.config.secrets import has_secret_name, without_secrets
 from burnish.loop.events import TrainerCallback
 from burnish.loop.state import TrainerControl, TrainerState
-from burnish.report.results import write_whole
-from burnish.utils.files import appended, regular
+from burnish.report.results import write_text_atomically
+from burnish.utils.files import open_for_appending, open_regular_file
 
 LAUNCH, RUN_YAML, EVENTS, OUTCOME = "launch.json", "run.yaml", "events.jsonl", "outcome.json"
 REQUESTED_YAML = ".requested.yaml"
 """Options of a requested resume. ``run.yaml`` keeps the options of the run until the request is accepted."""
 METADATA_NAMES = (LAUNCH, RUN_YAML, REQUESTED_YAML, EVENTS, OUTCOME, "console.log")
-_NOT_SOONER_S = 1.0
-"""Minimum seconds between two events of a kind. Events that follow sooner are dropped, except those in ``_ALWAYS``."""
-_ALWAYS = frozenset({"stage", "checkpoint", "stopping", "resumed", "skipped"})
+_MIN_WRITE_INTERVAL_S = 1.0
+"""Minimum seconds between two events of a kind. Others are dropped, except those in ``_UNTHROTTLED_EVENTS``."""
+_UNTHROTTLED_EVENTS = frozenset({"stage", "checkpoint", "stopping", "resumed", "skipped"})
 
 
 class RunMetadata(TrainerCallback):
@@ -68,17 +68,17 @@ class RunMetadata(TrainerCallback):
 
     def event(self, kind: str, text: str, **more: Any) -> None:
         now_s = time.time()
-        if kind not in _ALWAYS and now_s - self._written_s.get(kind, 0.0) < _NOT_SOONER_S:
+        if kind not in _UNTHROTTLED_EVENTS and now_s - self._written_s.get(kind, 0.0) < _MIN_WRITE_INTERVAL_S:
             return
         self._written_s[kind] = now_s
         row = {"time": round(now_s, 3), "step": self._step, "kind": kind, "text": text, **more}
-        with suppress(OSError), appended(self.folder / EVENTS) as file:
+        with suppress(OSError), open_for_appending(self.folder / EVENTS) as file:
             file.write(without_secrets(json.dumps(row, ensure_ascii=False)).encode(errors="backslashreplace") + b"\n")
 
     def stopped(self, exit_code: int) -> None:
         """Record that a signal stopped the run. It can be resumed."""
         sentence = f"Stopped at step {self._step}."
-        self._ending = {"state": "stopped", "exit_code": exit_code, "sentence": sentence, "remedy": _AGAIN}
+        self._ending = {"state": "stopped", "exit_code": exit_code, "sentence": sentence, "remedy": _RESUME_REMEDY}
 
     def __enter__(self) -> RunMetadata:
         return self
@@ -91,14 +91,14 @@ class RunMetadata(TrainerCallback):
         elif isinstance(error, KeyboardInterrupt | SystemExit):
             code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 130
             sentence = f"Stopped at step {self._step}, without a checkpoint of that step."
-            ending = {"state": "stopped", "exit_code": code, "sentence": sentence, "remedy": _AGAIN}
+            ending = {"state": "stopped", "exit_code": code, "sentence": sentence, "remedy": _RESUME_REMEDY}
             write_outcome(self.folder, ending, self._step)
         else:
             write_failure(self.folder, self._described(error), error, self._step)
 
     def _write(self, name: str, text: str) -> None:
         with suppress(OSError):  # a failed write of metadata must not stop the training
-            write_whole(self.folder / name, without_secrets(text))
+            write_text_atomically(self.folder / name, without_secrets(text))
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -134,16 +134,16 @@ class RunMetadata(TrainerCallback):
         self.event("stage", "saving")
 
 
-ENDED = ("done", "stopped")
+FINAL_STATES = ("done", "stopped")
 """States of a run that ended as intended."""
-_AGAIN = "Run the same command again to resume from the last checkpoint."
+_RESUME_REMEDY = "Run the same command again to resume from the last checkpoint."
 
 
 def write_outcome(folder: Path, ending: Mapping[str, Any], step: int) -> None:
     """Write ``outcome.json`` atomically."""
     row = {"sentence": "", "remedy": "", "traceback": "", **ending, "step": step, "time": round(time.time(), 3)}
     with suppress(OSError):
-        write_whole(folder / OUTCOME, without_secrets(json.dumps(row, ensure_ascii=False, indent=1)) + "\n")
+        write_text_atomically(folder / OUTCOME, without_secrets(json.dumps(row, ensure_ascii=False, indent=1)) + "\n")
 
 
 def write_failure(folder: Path, problem: Problem, error: BaseException, step: int = 0) -> None:
@@ -154,7 +154,7 @@ def write_failure(folder: Path, problem: Problem, error: BaseException, step: in
         part for part in (f"{problem.where}:" if problem.where else "", problem.what, problem.why) if part
     )
     before = _launch(folder).get("before")
-    if isinstance(before, dict) and before.get("state") in ENDED:
+    if isinstance(before, dict) and before.get("state") in FINAL_STATES:
         ending = {**before, "sentence": f"The run was not resumed. {sentence}", "remedy": problem.remedy}
         write_outcome(folder, ending, before.get("step", step))
         return
@@ -172,7 +172,7 @@ def is_of_this_process(folder: Path) -> bool:
 def _launch(folder: Path) -> dict[str, Any]:
     """``launch.json``; empty if it cannot be read."""
     try:
-        with regular(folder / LAUNCH) as file:
+        with open_regular_file(folder / LAUNCH) as file:
             launch = json.load(file)
     except (OSError, ValueError, RecursionError):
         return {}
@@ -243,7 +243,7 @@ def boot_id() -> str:
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-OF_ONE_START = ("overwrite_output_dir", "resume", "resume_from_checkpoint")
+START_ONLY_OPTIONS = ("overwrite_output_dir", "resume", "resume_from_checkpoint")
 """Options that control how a run begins. In the file that resumes the run they would start it over."""
 
 

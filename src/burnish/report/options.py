@@ -17,7 +17,7 @@ from typing import Any
 from burnish.checkpoint.checkpoint import CheckpointOptions, output_folder
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem
-from burnish.config.options import option, set_without, shared
+from burnish.config.options import ineffective_option_notes, option, shared
 from burnish.config.secrets import has_secret_name
 
 _LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
@@ -94,7 +94,7 @@ def check_hub(options: UploadChoices) -> list[Problem]:
 def hub_notes(options: HubOptions) -> list[str]:
     """Return notes on options of uploads that have no effect, because nothing is uploaded."""
     names = ("hub_model_id", "hub_token", "hub_strategy", "hub_always_push", "hub_revision")
-    return set_without(options, dict.fromkeys(names, "push_to_hub"))
+    return ineffective_option_notes(options, dict.fromkeys(names, "push_to_hub"))
 
 
 @shared
@@ -175,7 +175,7 @@ def check_trackers(options: ReportOptions) -> list[Problem]:
     return problems
 
 
-_FOR_TRACKERS = (
+_TRACKER_OPTIONS = (
     "run_name", "project", "logging_dir", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
 )  # fmt: skip
 
@@ -187,7 +187,7 @@ def tracker_notes(options: ReportOptions) -> list[str]:
 
     if wanted_trackers(options.report_to):
         return []
-    changed = [f.name for f in dataclasses.fields(ReportOptions) if f.name in _FOR_TRACKERS]
+    changed = [f.name for f in dataclasses.fields(ReportOptions) if f.name in _TRACKER_OPTIONS]
     defaults = ReportOptions()
     unused = [name for name in changed if getattr(options, name) != getattr(defaults, name)]
     return [f'"{name}" has no effect: report_to lists no tracker.' for name in unused]

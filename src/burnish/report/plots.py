@@ -74,18 +74,18 @@ def plot_margins(margins: Mapping[str, Sequence[float]], folder: str | Path, tit
         return []
     figure, axes = _figure()
     least, most = (pick(map(pick, finite.values())) for pick in (min, max))
-    edges = _edges(min(least, 0.0), max(most, 0.0))
+    edges = _bin_edges(min(least, 0.0), max(most, 0.0))
     for (name, of_set), color in zip(finite.items(), cycle(_COLORS)):
         right = sum(value > 0 for value in of_set) / len(of_set)
         label = f"{name}: {right:.0%} of {len(of_set):,} pairs ranked correctly"
         axes.hist(of_set, bins=edges, color=color, alpha=0.55 if len(finite) > 1 else 0.8, label=label)
     axes.axvline(0.0, color=_GREY, linewidth=1.2)
-    _dress(axes, "margin of each pair", title, has_legend=True, below="score(chosen) - score(rejected)")
+    _style_axes(axes, "margin of each pair", title, has_legend=True, below="score(chosen) - score(rejected)")
     axes.set_ylabel("pairs", color=_GREY)
-    return [_saved(figure, Path(folder) / "training_margins.png")]
+    return [_save_figure(figure, Path(folder) / "training_margins.png")]
 
 
-def _edges(least: float, most: float) -> list[float]:
+def _bin_edges(least: float, most: float) -> list[float]:
     """Return the edges of about thirty bins, one of which is 0."""
     width = max(most - least, 1e-6) / 30
     first, last = math.floor(least / width), math.ceil(most / width)
@@ -135,9 +135,9 @@ def _draw(path: Path, label: str, title: str, found: Sequence[Curve], is_noisy: 
             _draw_noisy(axes, curve, color)
         else:
             axes.plot(curve.steps, curve.values, color=color, marker="o", markersize=4, label=_set_name(curve.name))
-    _dress(axes, label, title, has_legend=is_noisy or len(found) > 1)
+    _style_axes(axes, label, title, has_legend=is_noisy or len(found) > 1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    return _saved(figure, path)
+    return _save_figure(figure, path)
 
 
 def _figure() -> tuple[Figure, Axes]:
@@ -150,7 +150,7 @@ def _figure() -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
-def _saved(figure: Figure, path: Path) -> Path:
+def _save_figure(figure: Figure, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():  # about characters missing from matplotlib's font, such as Chinese ones
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
@@ -171,7 +171,7 @@ def _set_name(name: str) -> str:
     return "_".join(name.split("_")[1:-1]) or name
 
 
-def _dress(axes: Axes, label: str, title: str, has_legend: bool, below: str = "step") -> None:
+def _style_axes(axes: Axes, label: str, title: str, has_legend: bool, below: str = "step") -> None:
     axes.set_title(f"{title}: {label}" if title else label, loc="left", fontsize=11, color="#22272b")
     axes.set_xlabel(below, color=_GREY)
     axes.grid(True, color="#e3e7ea", linewidth=0.8)

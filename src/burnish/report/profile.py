@@ -71,7 +71,7 @@ def check_profile(options: ProfileChoices) -> list[Problem]:
     ]
 
 
-def watch(run: Loop, folder: Path, options: ProfileOptions) -> None:
+def start_profiling(run: Loop, folder: Path, options: ProfileOptions) -> None:
     """Time the parts of the run from now on, and write the results to ``folder`` after enough steps."""
     if run.parallel.rank != 0:
         return

@@ -97,7 +97,7 @@ class ProgressCallback(TrainerCallback):
     def __init__(self, facts: RunFacts | None = None, pace: Pace | None = None) -> None:
         self.facts = facts
         self.pace = pace or Pace()
-        self.seen = Seen()
+        self.seen = LatestMetrics()
         self._is_training = False
         self._first_step = 0
 
@@ -105,10 +105,13 @@ class ProgressCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self.pace.start(state.global_step, state.num_input_tokens_seen)
-        self.seen = Seen(state.global_step, state.max_steps)
+        self.seen = LatestMetrics(state.global_step, state.max_steps)
         self._first_step = state.global_step
         num_logs, num_evaluations = self.facts.num_events if self.facts is not None else (math.inf, math.inf)
-        self._train_lines, self._eval_lines = Thinned(TRAIN_LINES, num_logs), Thinned(EVAL_LINES, num_evaluations)
+        self._train_lines, self._eval_lines = (
+            EvenlySpacedEvents(TRAIN_LINES, num_logs),
+            EvenlySpacedEvents(EVAL_LINES, num_evaluations),
+        )
         self._interval_started = False
         self._is_training = True
         _print_facts(self.facts, state)
@@ -168,7 +171,7 @@ class ProgressCallback(TrainerCallback):
             return
         self._is_training = False
         console.end_live()
-        for line in _closing(self.seen, state, self.pace, self._first_step):
+        for line in _summary_lines(self.seen, state, self.pace, self._first_step):
             console.note(line)
 
 
@@ -200,7 +203,7 @@ def _rounded(value: float) -> float:
     return 0.0 if abs(value) < ROUNDING else value
 
 
-class Seen:
+class LatestMetrics:
     """The most recent logged numbers. The live line is drawn from them in a separate thread."""
 
     def __init__(self, step: int = 0, max_steps: int = 0) -> None:
@@ -242,7 +245,7 @@ class Seen:
         return f"step {GAP.join(entries)}"
 
 
-class Thinned:
+class EvenlySpacedEvents:
     """Selects at most ``most`` events of a run, evenly spaced, including the first and the last.
 
     If there are up to twice as many, all are selected, so that a log of regular steps has no gaps.
@@ -265,7 +268,7 @@ class Thinned:
 class _LiveLine:
     """A line that fits the terminal: as many values as there is room for, and a bar in the remaining space."""
 
-    def __init__(self, seen: Seen, pace: Pace) -> None:
+    def __init__(self, seen: LatestMetrics, pace: Pace) -> None:
         self.seen = seen
         self.pace = pace
 
@@ -300,20 +303,20 @@ def _eval_losses(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.startswith("eval_") and name.endswith("_loss")}
 
 
-_OF_COMPLETIONS = ("_reward", "_reward_std", "_entropy", "/mean_length", "/clipped_ratio")
+_COMPLETION_METRICS = ("_reward", "_reward_std", "_entropy", "/mean_length", "/clipped_ratio")
 
 
 def _eval_line(state: TrainerState, metrics: Mapping[str, Any]) -> str:
     """Return the losses and metrics of an evaluation, without its duration."""
     shown = {n: v for n, v in metrics.items() if isinstance(v, int | float) and not n.endswith(RATES) and n != "epoch"}
     if any(name.endswith("/mean_length") for name in shown):  # metrics of completions: the log has many more
-        shown = {name: value for name, value in shown.items() if name.endswith(_OF_COMPLETIONS) or "_pass@" in name}
+        shown = {name: value for name, value in shown.items() if name.endswith(_COMPLETION_METRICS) or "_pass@" in name}
     entries = (f"{name} {short_loss(value)}" for name, value in shown.items())
     where = [f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}"] if state.max_steps else []
     return GAP.join([*where, *entries])
 
 
-def _closing(seen: Seen, state: TrainerState, pace: Pace, first_step: int) -> Iterator[str]:
+def _summary_lines(seen: LatestMetrics, state: TrainerState, pace: Pace, first_step: int) -> Iterator[str]:
     """Yield one or two lines that summarize the run.
 
     Args:

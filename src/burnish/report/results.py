@@ -41,11 +41,11 @@ def save_metrics(split: str, metrics: Mapping[str, Any], folder: str | Path, com
     _write_json(path, metrics)
     if combined:
         together = folder / ALL_RESULTS
-        _write_json(together, {**_before(together), **metrics})
+        _write_json(together, {**_earlier_metrics(together), **metrics})
     return path
 
 
-def _before(path: Path) -> dict[str, Any]:
+def _earlier_metrics(path: Path) -> dict[str, Any]:
     """Return the metrics of earlier parts of the run. A damaged file counts as empty, to keep the new metrics."""
     try:
         return read_object(path) if path.is_file() else {}
@@ -76,13 +76,13 @@ def speed_metrics(
 
 def format_metrics(split: str, metrics: Mapping[str, Any]) -> str:
     """Format metrics as aligned lines below a heading, sorted by name."""
-    formatted = {name: _word(name, value) for name, value in sorted(metrics.items())}
+    formatted = {name: _format_value(name, value) for name, value in sorted(metrics.items())}
     names, values = max(map(len, formatted), default=0), max(map(len, formatted.values()), default=0)
     lines = [f"  {name:<{names}} = {word:>{values}}" for name, word in formatted.items()]
     return "\n".join([f"***** {split} metrics *****", *lines])
 
 
-def _word(name: str, value: Any) -> str:
+def _format_value(name: str, value: Any) -> str:
     if name.endswith("_runtime"):
         return clock_time(value)
     if name == "total_flos":
@@ -91,10 +91,10 @@ def _word(name: str, value: Any) -> str:
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:
-    write_whole(path, json.dumps(data, indent=4, sort_keys=True) + "\n")
+    write_text_atomically(path, json.dumps(data, indent=4, sort_keys=True) + "\n")
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_text_atomically(path: Path, text: str) -> None:
     """Write a file atomically: it contains the old text or the new one, even if the disk fills up."""
     temporary = path.with_name(f".{path.name}.incomplete")
     try:

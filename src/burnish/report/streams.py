@@ -14,12 +14,12 @@ from typing import TextIO
 
 from burnish.config.secrets import without_secrets
 
-_PLAIN = str.maketrans(
+_ASCII_REPLACEMENTS = str.maketrans(
     {"⟦": "[[", "⟧": "]]", "↵": "\\n", "…": "...", "→": "->", "·": ".", "×": "x", "─": "-", "━": "#",
      "▁": "_", "▂": ".", "▃": ":", "▄": "-", "▅": "=", "▆": "+", "▇": "*", "█": "#"}
 )  # fmt: skip
 
-_PICTURES = (
+_CONTROL_CHARACTERS = (
     {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
     | {127: 0x2421}
     | dict.fromkeys((*range(128, 160), 0x202A, 0x202B, 0x202D, 0x202E, *range(0x2066, 0x206A)), 0xFFFD)
@@ -51,7 +51,7 @@ def say(text: str, stream: TextIO | None, *, must: bool = False, end: str = "\n"
     try:
         print(encodable(without_secrets(text) if blots else text, stream), end=end, file=stream, flush=True)
     except OSError as error:
-        let_go(stream)
+        redirect_to_null(stream)
         if must and isinstance(error, BrokenPipeError):
             raise
         if must:
@@ -64,7 +64,7 @@ def visible(text: str) -> str:
 
     Text from a file or a model could otherwise move the cursor, clear the screen or reorder what is shown.
     """
-    return text.translate(_PICTURES)
+    return text.translate(_CONTROL_CHARACTERS)
 
 
 def encodable(text: str, stream: TextIO) -> str:
@@ -74,7 +74,7 @@ def encodable(text: str, stream: TextIO) -> str:
         text.encode(encoding)
         return text
     except UnicodeEncodeError:
-        return text.translate(_PLAIN).encode(encoding, "backslashreplace").decode(encoding)
+        return text.translate(_ASCII_REPLACEMENTS).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def can_draw(stream: TextIO) -> bool:
@@ -82,7 +82,7 @@ def can_draw(stream: TextIO) -> bool:
     return encodable("⟦▁█⟧", stream) == "⟦▁█⟧"
 
 
-def let_go(stream: TextIO | None) -> None:
+def redirect_to_null(stream: TextIO | None) -> None:
     """Redirect a broken stream to the null device; otherwise Python reports an error when flushing it at exit."""
     if stream is None:
         return

@@ -25,11 +25,11 @@ from burnish.config.options import raise_if
 from burnish.config.registry import Registry
 
 TRACKERS: Registry[Callable[[], Any]] = Registry("tracker")
-"""Traits of a tracker: ``needs``, a ``Needs``, if it has requirements."""
+"""Traits of a tracker: ``needs``, a ``Requirements``, if it has requirements."""
 
 
 @dataclass(frozen=True)
-class Needs:
+class Requirements:
     """Requirements of a tracker.
 
     Args:
@@ -43,21 +43,21 @@ class Needs:
     variable: str = ""
 
 
-_OF_TRANSFORMERS: dict[str, Needs] = {
-    "azure_ml": Needs(("azureml.core.run",), "azureml-sdk"),
-    "clearml": Needs(("clearml",), "clearml"),
-    "codecarbon": Needs(("codecarbon",), "codecarbon"),
-    "comet_ml": Needs(("comet_ml",), "comet-ml"),
-    "dagshub": Needs(("dagshub", "mlflow"), "dagshub mlflow"),
-    "dvclive": Needs(("dvclive",), "dvclive"),
-    "flyte": Needs(("flytekit",), "flytekit"),
-    "kubeflow": Needs((), variable="KUBEFLOW_TRAINER_SERVER_URL"),
-    "mlflow": Needs(("mlflow",), "mlflow"),
-    "neptune": Needs(("neptune",), "neptune"),
-    "swanlab": Needs(("swanlab",), "swanlab"),
-    "tensorboard": Needs(("tensorboard|tensorboardX",), "tensorboard"),
-    "trackio": Needs(("trackio",), "trackio"),
-    "wandb": Needs(("wandb",), "wandb"),
+_TRANSFORMERS_TRACKERS: dict[str, Requirements] = {
+    "azure_ml": Requirements(("azureml.core.run",), "azureml-sdk"),
+    "clearml": Requirements(("clearml",), "clearml"),
+    "codecarbon": Requirements(("codecarbon",), "codecarbon"),
+    "comet_ml": Requirements(("comet_ml",), "comet-ml"),
+    "dagshub": Requirements(("dagshub", "mlflow"), "dagshub mlflow"),
+    "dvclive": Requirements(("dvclive",), "dvclive"),
+    "flyte": Requirements(("flytekit",), "flytekit"),
+    "kubeflow": Requirements((), variable="KUBEFLOW_TRAINER_SERVER_URL"),
+    "mlflow": Requirements(("mlflow",), "mlflow"),
+    "neptune": Requirements(("neptune",), "neptune"),
+    "swanlab": Requirements(("swanlab",), "swanlab"),
+    "tensorboard": Requirements(("tensorboard|tensorboardX",), "tensorboard"),
+    "trackio": Requirements(("trackio",), "trackio"),
+    "wandb": Requirements(("wandb",), "wandb"),
 }
 
 
@@ -67,7 +67,7 @@ def _callback_of_transformers(name: str) -> Any:
     return INTEGRATION_TO_CALLBACK[name]()
 
 
-for _name, _needs in _OF_TRANSFORMERS.items():
+for _name, _needs in _TRANSFORMERS_TRACKERS.items():
     TRACKERS.register(_name, needs=_needs)(partial(_callback_of_transformers, _name))
 
 
@@ -127,12 +127,12 @@ def _problems_of(name: str) -> list[Problem]:
     ]
 
 
-def _needs_of(name: str) -> Needs:
-    needs: Needs = TRACKERS.get(name).traits.get("needs", Needs())
+def _needs_of(name: str) -> Requirements:
+    needs: Requirements = TRACKERS.get(name).traits.get("needs", Requirements())
     return needs
 
 
-def _missing(needs: Needs) -> str:
+def _missing(needs: Requirements) -> str:
     """Return the first missing requirement, or ""."""
     if needs.variable and not os.environ.get(needs.variable):
         return f"the environment variable {needs.variable}"

@@ -65,7 +65,7 @@ def advantages(
     r = torch.where(is_scored, weighted, torch.nan)
     used = r if not leave_one_out else _penalized(r, penalties, options)
     if leave_one_out:
-        values = _left_out(used, groups)
+        values = _leave_one_out(used, groups)
         values = _standardized(values) if options.normalize_advantages else values
     elif options.multi_objective_aggregation == "normalize_then_sum":
         each = torch.stack([_scaled_by_group(column, groups).nan_to_num(0.0) for column in rewards.unbind(1)], 1)
@@ -73,7 +73,7 @@ def advantages(
         values = _standardized(torch.where(is_scored, z, torch.nan))
     else:
         values = _scaled(r, groups, options.scale_rewards)
-    has_spread = _has_spread(used, groups)
+    has_spread = _has_different_values(used, groups)
     deviation = _deviation(r[is_scored])
     metrics = {
         "reward": float(r[is_scored].mean()) if is_scored.any() else float("nan"),
@@ -100,7 +100,7 @@ def _centered(values: Tensor, groups: Tensor) -> Tensor:
     """Return (C,) values minus the mean of their group, exactly 0 if all values of a group are equal."""
     sums, counts = _group_sums(values, groups)
     centered = values - (sums / counts)[groups]
-    return torch.where(_has_spread(values, groups)[groups] | values.isnan(), centered, 0.0)
+    return torch.where(_has_different_values(values, groups)[groups] | values.isnan(), centered, 0.0)
 
 
 def _scaled_by_group(values: Tensor, groups: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def _scaled(r: Tensor, groups: Tensor, scale: bool | str) -> Tensor:
     return centered / (_deviation(r[~r.isnan()]) + _SMALL) if scale == "batch" else centered
 
 
-def _left_out(r: Tensor, groups: Tensor) -> Tensor:
+def _leave_one_out(r: Tensor, groups: Tensor) -> Tensor:
     """Return (C,) r minus the mean of the other scored completions of the group; 0 if there is no other."""
     sums, counts = _group_sums(r, groups)
     others = (counts - 1)[groups]
@@ -134,7 +134,7 @@ def _deviation(values: Tensor) -> Tensor:
     return values.std() if len(values) > 1 else values.new_zeros(())
 
 
-def _has_spread(values: Tensor, groups: Tensor) -> Tensor:
+def _has_different_values(values: Tensor, groups: Tensor) -> Tensor:
     """Return (P,) whether two scored completions of the group differ."""
     num_groups = int(groups.max()) + 1 if len(groups) else 0
     low = torch.full((num_groups,), torch.inf, dtype=torch.float64)

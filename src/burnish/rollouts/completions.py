@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # imported late: they load transformers, which an error on a 
 
 SLOTS_CPU, SLOTS_GPU = 64, 256
 """Maximum number of concurrent completions if ``max_concurrent_completions`` does not limit it."""
-_WORTH_WAITING = 4
+_MIN_TOKENS_WORTH_WAITING = 4
 """A completion waits for another one with the same prompt if this saves at least this number of tokens."""
 
 
@@ -116,7 +116,7 @@ class SlotSource(CompletionSource):
         from burnish.inference.slots import SlotLimits
 
         self.model, self.precision, self.merging, self.packing = model, precision, merging, packing
-        self.limits = SlotLimits(num_slots, context, exact=exact, worth_waiting=_WORTH_WAITING)
+        self.limits = SlotLimits(num_slots, context, exact=exact, worth_waiting=_MIN_TOKENS_WORTH_WAITING)
         self.scheduler: Scheduler | None = None
 
     def complete(
@@ -150,7 +150,7 @@ class SlotSource(CompletionSource):
                     draw_logprobs=limits.wants_logps, noise=keys[at],
                 )  # fmt: skip
                 on_stop = partial(ended.add, at)
-                scheduler.submit(request, _sink(found[at], logps[at], on_stop, failed, advance))
+                scheduler.submit(request, _output_callback(found[at], logps[at], on_stop, failed, advance))
             while scheduler.turn():
                 if failed:
                     scheduler.cancel_all()
@@ -184,7 +184,7 @@ class SlotSource(CompletionSource):
             self.scheduler.free()
 
 
-def _sink(
+def _output_callback(
     ids: list[int],
     logps: list[float],
     on_stop: Callable[[], None],

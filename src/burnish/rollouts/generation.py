@@ -29,9 +29,9 @@ from burnish.rollouts.samples import ScoredCompletion
 
 NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 """Columns of a record that are not passed to reward functions, because they are converted to other arguments."""
-BLANK = '{"prompt": "", "columns": {}, "place": ""}'
+BLANK_PROMPT = '{"prompt": "", "columns": {}, "place": ""}'
 """Record of a prompt that only fills an empty micro-batch."""
-_ANSWERING = ("assistant", "function")
+_RESPONSE_ROLES = ("assistant", "function")
 T = TypeVar("T")
 
 
@@ -41,14 +41,18 @@ class GenerationChoices(RolloutOptions, GenerationOptions):
     seed: int
 
 
-_NEUTRAL: dict[str, tuple[float | None, ...]] = {
+_DISABLED_VALUES: dict[str, tuple[float | None, ...]] = {
     "top_p": (1.0,), "top_k": (0,), "min_p": (None, 0.0), "repetition_penalty": (1.0,),
 }  # fmt: skip
 
 
 def filters_of(options: GenerationChoices) -> dict[str, float]:
     """Return the options, with their values, that make the sampling distribution differ from the policy."""
-    return {name: getattr(options, name) for name, neutral in _NEUTRAL.items() if getattr(options, name) not in neutral}
+    return {
+        name: getattr(options, name)
+        for name, neutral in _DISABLED_VALUES.items()
+        if getattr(options, name) not in neutral
+    }
 
 
 # --- records -> rows --------------------------------------------------------------------------------------------------
@@ -76,7 +80,7 @@ def prompt_row(example: Example, ids: Ids, stats: DataStats) -> Row:
 
 def reference_answer(example: Example) -> str | None:
     """Return the response in a record of supervised fine-tuning."""
-    if example.messages and example.messages[-1].role in _ANSWERING:
+    if example.messages and example.messages[-1].role in _RESPONSE_ROLES:
         return example.messages[-1].text
     return example.completion
 

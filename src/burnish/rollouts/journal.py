@@ -18,8 +18,8 @@ from typing import Any
 from burnish.loop.events import TrainerCallback
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report.console import note, table
-from burnish.report.progress import Thinned
-from burnish.report.results import write_whole
+from burnish.report.progress import EvenlySpacedEvents
+from burnish.report.results import write_text_atomically
 from burnish.rollouts.options import RolloutOptions
 from burnish.rollouts.samples import ScoredCompletion
 
@@ -54,7 +54,7 @@ class CompletionsCallback(TrainerCallback):
         self.has_advantages = has_advantages
         self.options, self.path = options, None if folder is None else folder / JOURNAL_NAME
         self.newest: list[dict[str, Any]] = []
-        self._tables = Thinned(_TABLES)
+        self._tables = EvenlySpacedEvents(_TABLES)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.path is None or not state.is_world_process_zero:
@@ -62,7 +62,7 @@ class CompletionsCallback(TrainerCallback):
         lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
         lines = [line for line in lines if _step_of(line) <= state.global_step] if state.global_step else []
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, "".join(f"{line}\n" for line in lines))
+        write_text_atomically(self.path, "".join(f"{line}\n" for line in lines))
 
     def add(self, samples: Sequence[ScoredCompletion], names: Sequence[str], step: int, generation: int) -> None:
         """Add a generation batch. Called on the main process."""
@@ -85,11 +85,11 @@ class CompletionsCallback(TrainerCallback):
         if self.options.log_unique_prompts:
             lines = [line for line in lines if line["sample"] == lines[0]["sample"]]
         most = self.options.num_completions_to_print
-        if not (chosen := _spread(lines, most)):
+        if not (chosen := _select_lines(lines, most)):
             return
         names = list(chosen[0]["rewards"])
         rows = [
-            [line["prompt"], line["completion"], *(_shown(line["rewards"][name]) for name in names),
+            [line["prompt"], line["completion"], *(_format_reward(line["rewards"][name]) for name in names),
              *([f"{line['advantage']:+.2f}"] if self.has_advantages else [])]
             for line in chosen
         ]  # fmt: skip
@@ -105,7 +105,7 @@ def _step_of(line: str) -> int:
         return 1 << 60
 
 
-def _spread(lines: list[dict[str, Any]], most: int | None) -> list[dict[str, Any]]:
+def _select_lines(lines: list[dict[str, Any]], most: int | None) -> list[dict[str, Any]]:
     """Return up to ``most`` lines, first the best and the worst completion of a prompt with different rewards."""
     if most is None or most >= len(lines):
         return lines
@@ -117,16 +117,16 @@ def _spread(lines: list[dict[str, Any]], most: int | None) -> list[dict[str, Any
     return [*ends, *rest][:most]
 
 
-def _shown(reward: float | None) -> str:
+def _format_reward(reward: float | None) -> str:
     return "none" if reward is None else f"{reward:.2f}"
 
 
 # --- notes ------------------------------------------------------------------------------------------------------------
 
-_IN_A_ROW = 10
+_ZERO_VARIANCE_LOGS = 10
 """Number of generations without differing rewards in any group after which a note is printed."""
 _MANY, _FAR, _LITTLE = 0.9, 10.0, 0.1
-_FALLEN = 5
+_REWARD_DROP_LOGS = 5
 """Number of consecutive logs with a lower reward than the first after which a note is printed."""
 
 
@@ -149,12 +149,12 @@ class RolloutNotesCallback(TrainerCallback):
         for name in ("reward", "entropy"):
             if name in logs and not math.isnan(logs[name]):
                 self._first.setdefault(name, logs[name])
-        for name, sentence in self._found(logs).items():
+        for name, sentence in self._notes_of(logs).items():
             if sentence and name not in self._reported:
                 self._reported.add(name)
                 note(sentence)
 
-    def _found(self, logs: Mapping[str, float]) -> dict[str, str]:
+    def _notes_of(self, logs: Mapping[str, float]) -> dict[str, str]:
         """Return the name of a note -> its text, "" if it does not apply."""
         found: dict[str, str] = {}
         zero_std, longest = logs.get("frac_reward_zero_std"), self.options.max_completion_length
@@ -194,16 +194,16 @@ class RolloutNotesCallback(TrainerCallback):
     def _of_rewards(self, logs: Mapping[str, float]) -> dict[str, str]:
         """Return the notes on a sequence of logs with rewards. Only the first log of a generation has them."""
         found: dict[str, str] = {}
-        if self._alike >= _IN_A_ROW:
+        if self._alike >= _ZERO_VARIANCE_LOGS:
             means = ", ".join(f"{name} {value:.2f}" for name, value in logs.items() if name.endswith("/mean"))
             found["alike"] = (
-                f"In the last {_IN_A_ROW} logs, all completions of each prompt had the same reward, so nothing was "
-                f"learned{f' ({means})' if means else ''}. Use easier or harder prompts, a more fine-grained reward, "
-                "or a higher temperature."
+                f"In the last {_ZERO_VARIANCE_LOGS} logs, all completions of each prompt had the same reward, so "
+                f"nothing was learned{f' ({means})' if means else ''}. Use easier or harder prompts, a more "
+                "fine-grained reward, or a higher temperature."
             )
-        if self._below >= _FALLEN:
+        if self._below >= _REWARD_DROP_LOGS:
             found["reward"] = (
                 f"The reward {logs['reward']:.3g} has been below its first value {self._first['reward']:.3g} for "
-                f"{_FALLEN} logs. Lower learning_rate, or use more completions per step."
+                f"{_REWARD_DROP_LOGS} logs. Lower learning_rate, or use more completions per step."
             )
         return found

@@ -19,7 +19,7 @@ from burnish.loop.state import TrainerControl, TrainerState
 from burnish.loop.types import Batch, Metric, Sum
 from burnish.rollouts.samples import ScoredCompletion
 
-PASSES = (1, 2, 4, 8, 16, 32, 64)
+PASS_AT_K_VALUES = (1, 2, 4, 8, 16, 32, 64)
 """Values of k for pass@k."""
 Counted: TypeAlias = "list[float | str]"
 """Total, count, and reduction: ``mean``, ``min`` or ``max``."""
@@ -94,13 +94,13 @@ def pass_at_k(samples: Sequence[ScoredCompletion], count: int) -> dict[str, floa
         return {}
     right = [sum(v or 0 for v in values[at : at + count]) for at in range(0, len(values), count)]
     found = {}
-    for k in [k for k in PASSES if k <= count]:
-        missed = [_none_of(count, int(c), k) for c in right]
+    for k in [k for k in PASS_AT_K_VALUES if k <= count]:
+        missed = [_probability_of_no_pass(count, int(c), k) for c in right]
         found[f"pass@{k}"] = 1 - sum(missed) / len(missed)
     return found
 
 
-def _none_of(count: int, right: int, k: int) -> float:
+def _probability_of_no_pass(count: int, right: int, k: int) -> float:
     """Return the probability that k of ``count`` completions, of which ``right`` are correct, are all wrong."""
     product = 1.0
     for at in range(count - right + 1, count + 1):

@@ -50,7 +50,7 @@ from burnish.rollouts.options import RolloutOptions
 from burnish.rollouts.prompts import ObjectiveChoices, PromptObjective
 from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.samples import (
-    PLACE,
+    PLACE_COLUMN,
     ScoredCompletion,
     collated,
     columns_of,
@@ -69,7 +69,7 @@ MAX_PROMPT_BATCHES = 3
 
 
 @dataclass
-class _Generated:
+class _GenerationResult:
     """Completions of all ranks, ordered by group; metrics of each call of the reward functions; and the seconds of each
     phase on this rank."""
 
@@ -77,7 +77,7 @@ class _Generated:
     tables: list[Mapping[str, Sequence[float]]]
     seconds: dict[str, float]
 
-    def add(self, other: _Generated) -> None:
+    def add(self, other: _GenerationResult) -> None:
         self.samples += other.samples
         self.tables += other.tables
         self.seconds = {name: value + other.seconds[name] for name, value in self.seconds.items()}
@@ -87,7 +87,7 @@ class _Generated:
 class RolloutObjective(PromptObjective):
     """Training on completions of the model itself, compared with others of the same prompt (GRPO and variants)."""
 
-    token_columns: ClassVar[Mapping[str, float]] = {PLACE: 0}
+    token_columns: ClassVar[Mapping[str, float]] = {PLACE_COLUMN: 0}
     batch_keys = BATCH_KEYS | {"places", "entropies"}
     option_names = OPTION_NAMES
     learning_rates = (1e-6, 1e-5)
@@ -178,7 +178,7 @@ class RolloutObjective(PromptObjective):
             metrics["frac_groups_dropped"] = 1 - len(used) / max(len(every), 1)
         return used[:num_samples], with_counts(metrics, every, names, self.count()), step_batch
 
-    def _generate(self, module: nn.Module, step_batch: StepBatch, parallel: Parallel, step: int) -> _Generated:
+    def _generate(self, module: nn.Module, step_batch: StepBatch, parallel: Parallel, step: int) -> _GenerationResult:
         """Generate the completions of a step batch of prompts on all ranks, with rewards and log-probabilities.
         Collective."""
         rows = [row for batch in step_batch.batches for row in real_rows(batch)]
@@ -190,7 +190,7 @@ class RolloutObjective(PromptObjective):
         seconds["logps"] = time.perf_counter() - start
         found = parallel.gather_objects((own, table.metrics))
         every = sorted((sample for samples, _ in found for sample in samples), key=lambda s: (s.row, s.number))
-        return _Generated(every, [logged for _, logged in found], seconds)
+        return _GenerationResult(every, [logged for _, logged in found], seconds)
 
     def count(self, is_eval: bool = False) -> int:
         """Return the number of completions per prompt."""

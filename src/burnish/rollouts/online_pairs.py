@@ -36,7 +36,7 @@ from burnish.rollouts.options import RolloutOptions
 from burnish.rollouts.prompts import ObjectiveChoices
 from burnish.rollouts.samples import ScoredCompletion, real_rows
 
-_BLANK: Row = {name: list(value) for name, value in PAIR_COLUMNS.items()}
+_BLANK_PAIR: Row = {name: list(value) for name, value in PAIR_COLUMNS.items()}
 
 
 @OBJECTIVES.register(
@@ -159,7 +159,7 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
     def _collated_pairs(self, pairs: Sequence[Row]) -> Batch:
         if pairs:
             return self.collate_pairs(pairs)
-        batch = self.collate_pairs([_BLANK])
+        batch = self.collate_pairs([_BLANK_PAIR])
         return {**batch, "items": torch.zeros_like(batch["items"])}
 
     def num_items(self, batch: Batch) -> Tensor:

@@ -21,7 +21,7 @@ from burnish.inference.options import InferOptions
 from burnish.loop.events import IntervalOptions
 from burnish.losses.base import OBJECTIVES
 from burnish.losses.preference_options import ReferenceOptions
-from burnish.losses.rollouts.options import CLIPPED, RolloutLossOptions
+from burnish.losses.rollouts.options import CLIPPED_LOSSES, RolloutLossOptions
 from burnish.models.generate import GenerationOptions
 from burnish.rollouts.rewards.builtin import FACTORIES, FUNCTIONS, missing_libraries
 from burnish.utils.environment import launcher_number
@@ -184,16 +184,16 @@ class RolloutStageChoices(GenerationLossChoices, FinetuningOptions, InferOptions
 
 
 _OTHER_ENGINES = ("vllm", "sglang")
-_OF_ANSWERS = (
+_SFT_ONLY_OPTIONS = (
     "train_on_prompt", "mask_history", "neat_packing", "packing", "eval_packing", "predict_with_generate",
     "precompute_ref_log_probs", "max_tokens_per_batch",
 )  # fmt: skip
-_OF_RLOO = ("normalize_advantages", "reward_clip_range")
-_OF_GROUPS = (
+_RLOO_OPTIONS = ("normalize_advantages", "reward_clip_range")
+_GROUP_OPTIONS = (
     "num_generations_eval", "num_iterations", "generation_batch_size", "steps_per_generation", "epsilon",
     "epsilon_high", "drop_zero_variance_groups",
 )  # fmt: skip
-_OF_GRPO = (
+_GRPO_OPTIONS = (
     "rl_loss_type", "delta", "importance_sampling_level", "multi_objective_aggregation", "scale_rewards",
     "use_bias_correction_kl", "off_policy_mask_threshold", "top_entropy_quantile", "entropy_coef",
     "use_adaptive_entropy", "rl_preset",
@@ -219,9 +219,11 @@ def check_rollouts(options: RolloutStageChoices) -> list[Problem]:
         what, remedy = '"temperature" must be greater than 0. Received: 0.', "Set a low temperature, such as 0.1."
         return [Problem(what, remedy=remedy, option="temperature")]
     of_groups = (
-        [*check_sizes(options), *check_loss(options)] if compares_completions(options.stage) else _count(options)
+        [*check_sizes(options), *check_loss(options)]
+        if compares_completions(options.stage)
+        else _check_num_generations(options)
     )
-    return [*_rewards(options), *check_weights(options), *of_groups, *_of_other_stages(options)]
+    return [*_rewards(options), *check_weights(options), *of_groups, *_unsupported_with_generation(options)]
 
 
 def _rewards(options: RolloutStageChoices) -> list[Problem]:
@@ -235,7 +237,7 @@ def _rewards(options: RolloutStageChoices) -> list[Problem]:
         return [Problem(what, remedy=remedy, option="reward_funcs")]
     names = [str(next(iter(entry), "")) if isinstance(entry, dict) else str(entry) for entry in functions]
     missing = [problem for name in names for problem in missing_libraries({**FUNCTIONS, **FACTORIES}.get(name), name)]
-    missing += _server(options)
+    missing += _check_reward_server(options)
     count, weights = len(functions) + (options.reward_model is not None), options.reward_weights
     if weights is not None and len(weights) != count:
         what = f"reward_weights must have one weight for each reward. Received: {len(weights)} for {count}."
@@ -249,7 +251,7 @@ def check_weights(options: RolloutOptions) -> list[Problem]:
     return [Problem(what, option="reward_weights")] * bool(infinite)
 
 
-def _server(options: RolloutStageChoices) -> list[Problem]:
+def _check_reward_server(options: RolloutStageChoices) -> list[Problem]:
     """A problem if a reward model is a URL and the type is not ``api``, or the reverse."""
     name, kind = options.reward_model, options.reward_model_type
     if name is None or name.startswith(("http://", "https://")) == (kind == "api"):
@@ -262,7 +264,7 @@ def _server(options: RolloutStageChoices) -> list[Problem]:
     return [Problem(what, remedy="Set reward_model_type: api.", option=("reward_model_type", "reward_model"))]
 
 
-def _count(options: RolloutStageChoices) -> list[Problem]:
+def _check_num_generations(options: RolloutStageChoices) -> list[Problem]:
     """For stages that do not compare all completions of a prompt."""
     least, count = getattr(OBJECTIVES[options.stage], "min_generations", 1), options.num_generations
     if count == 1 < least or count > 1 == least:
@@ -288,7 +290,7 @@ def check_sizes(options: GenerationLossChoices) -> list[Problem]:
             what = (
                 f"generation_batch_size {size} is not a multiple of per_device_train_batch_size × processes = {part}."
             )
-            return [*found, Problem(what, remedy=_nearest(size, part), option="generation_batch_size")]
+            return [*found, Problem(what, remedy=_nearest_multiples(size, part), option="generation_batch_size")]
         steps = size // part
     else:
         steps = options.steps_per_generation or options.gradient_accumulation_steps
@@ -306,12 +308,14 @@ def check_sizes(options: GenerationLossChoices) -> list[Problem]:
             f"{group}."
         )
         found.append(
-            Problem(what, remedy=_nearest(own, group), option=("num_generations", "per_device_train_batch_size"))
+            Problem(
+                what, remedy=_nearest_multiples(own, group), option=("num_generations", "per_device_train_batch_size")
+            )
         )
     return found
 
 
-def _nearest(number: int, factor: int) -> str:
+def _nearest_multiples(number: int, factor: int) -> str:
     near = [value for value in (number // factor * factor, -(-number // factor) * factor) if value]
     return f"Nearest: {', '.join(map(str, near))}."
 
@@ -339,7 +343,7 @@ def check_loss(options: GenerationLossChoices) -> list[Problem]:
     return found
 
 
-def _of_other_stages(options: RolloutStageChoices) -> list[Problem]:
+def _unsupported_with_generation(options: RolloutStageChoices) -> list[Problem]:
     found = []
     if options.infer_backend in _OTHER_ENGINES:
         what = f'"infer_backend" {options.infer_backend} is not supported with stage: {options.stage}.'
@@ -352,7 +356,7 @@ def _of_other_stages(options: RolloutStageChoices) -> list[Problem]:
     return found + [
         Problem(f'"{name}" is not supported with stage: {options.stage}: the model learns from its own completions.',
                 remedy="Remove it.", option=name)
-        for name in _OF_ANSWERS if getattr(options, name)
+        for name in _SFT_ONLY_OPTIONS if getattr(options, name)
     ]  # fmt: skip
 
 
@@ -382,12 +386,12 @@ def rollout_notes(options: RolloutStageChoices) -> list[str]:
 def without_effect(options: GenerationLossChoices) -> Mapping[str, str]:
     """Option -> the reason why it has no effect with the other options."""
     if not compares_completions(options.stage):
-        return dict.fromkeys((*_OF_GRPO, *_OF_RLOO, *_OF_GROUPS), f"stage is {options.stage}")
+        return dict.fromkeys((*_GRPO_OPTIONS, *_RLOO_OPTIONS, *_GROUP_OPTIONS), f"stage is {options.stage}")
     if options.stage == "rloo":
-        return dict.fromkeys((*_OF_GRPO, "missing_eos_penalty"), "stage is rloo")
-    loss, found = options.rl_loss_type, dict.fromkeys((*_OF_RLOO, "missing_eos_penalty"), "stage is grpo")
+        return dict.fromkeys((*_GRPO_OPTIONS, "missing_eos_penalty"), "stage is rloo")
+    loss, found = options.rl_loss_type, dict.fromkeys((*_RLOO_OPTIONS, "missing_eos_penalty"), "stage is grpo")
     of_losses = {
-        "delta": CLIPPED, "epsilon": CLIPPED, "epsilon_high": (*CLIPPED, "cispo"),
+        "delta": CLIPPED_LOSSES, "epsilon": CLIPPED_LOSSES, "epsilon_high": (*CLIPPED_LOSSES, "cispo"),
         "sapo_temperature_pos": ("sapo",), "sapo_temperature_neg": ("sapo",), "vespo_k_pos": ("vespo",),
         "vespo_k_neg": ("vespo",), "vespo_lambda_pos": ("vespo",), "vespo_lambda_neg": ("vespo",),
     }  # fmt: skip

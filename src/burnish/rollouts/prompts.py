@@ -16,8 +16,8 @@ from burnish.loop.types import Batch, Example, Row
 from burnish.losses.base import Collate, RowEncoder
 from burnish.losses.responses import AnswersObjective, PairChoices
 from burnish.losses.rollouts.loss import RolloutLossChoices
-from burnish.rollouts.generation import BLANK, GenerationChoices, filters_of, prompt_row
-from burnish.rollouts.metrics import PASSES
+from burnish.rollouts.generation import BLANK_PROMPT, GenerationChoices, filters_of, prompt_row
+from burnish.rollouts.metrics import PASS_AT_K_VALUES
 from burnish.rollouts.options import DefaultsChoices, stage_defaults
 from burnish.rollouts.rewards.functions import RewardFunction, load_rewards, missing_columns
 from burnish.utils.environment import launcher_number
@@ -36,7 +36,7 @@ class PromptObjective(AnswersObjective):
     records = "prompts"
     reads_images = False
     record_columns = ("*",)
-    row_columns: ClassVar[Mapping[str, Any]] = {"prompt_input_ids": (0,), "record": BLANK}
+    row_columns: ClassVar[Mapping[str, Any]] = {"prompt_input_ids": (0,), "record": BLANK_PROMPT}
     logs_rewards = False
     passed_arguments: frozenset[str] | None = frozenset()
     """Arguments of the reward functions besides the columns and those of every run; None if they are not known."""
@@ -137,7 +137,7 @@ class PromptObjective(AnswersObjective):
         """Return the names of evaluation metrics that do not depend on the reward functions."""
         names = [f"rewards/{function.name}/mean" for function in self.functions]
         lengths = [f"completions/{end}_length" for end in ("mean", "min", "max")]
-        return ["loss", "reward", "reward_std", "entropy", *names, *lengths, *(f"pass@{k}" for k in PASSES)]
+        return ["loss", "reward", "reward_std", "entropy", *names, *lengths, *(f"pass@{k}" for k in PASS_AT_K_VALUES)]
 
 
 def refuse_answered(example: Example) -> None:

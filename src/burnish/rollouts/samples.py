@@ -22,7 +22,7 @@ from burnish.losses.sequence_logps import collate_sequences
 
 Item = TypeVar("Item")
 
-PLACE = "completion_place"
+PLACE_COLUMN = "completion_place"
 """Column of a row with a value per token: its index among the completion tokens of the pack."""
 _PER_TOKEN = ("old_logps", "ref_logps", "sampler_logps", "entropies", "old_values", "token_advantages", "returns")
 
@@ -138,7 +138,9 @@ def rows_of(pack: dict[str, Tensor]) -> list[Row]:
         whole = ids[begin : begin + prompt + length]
         begin += prompt + length
         labels = [IGNORE_INDEX] * prompt + whole[prompt:]
-        rows.append({"input_ids": whole, "labels": labels, PLACE: [0] * prompt + [*range(first, first + length)]})
+        rows.append(
+            {"input_ids": whole, "labels": labels, PLACE_COLUMN: [0] * prompt + [*range(first, first + length)]}
+        )
     return rows
 
 
@@ -152,13 +154,13 @@ def collated(collate: Collate, pack: dict[str, Tensor]) -> Batch:
     """
     rows = rows_of(pack)
     if not rows:
-        blank: Row = {"input_ids": [0, 0], "labels": [IGNORE_INDEX, 0], PLACE: [0, 0]}
+        blank: Row = {"input_ids": [0, 0], "labels": [IGNORE_INDEX, 0], PLACE_COLUMN: [0, 0]}
         batch = collate_sequences(collate, [blank])
-        places, zero = batch.pop(PLACE), torch.zeros(1)
+        places, zero = batch.pop(PLACE_COLUMN), torch.zeros(1)
         none = {name: zero for name in _PER_TOKEN if name in pack}
         return {**batch, **none, "items": zero, "advantages": zero, "token_mask": zero, "places": places.flatten()[1:]}
     batch = collate_sequences(collate, rows)
-    places = batch.pop(PLACE).flatten()[batch["target_positions"] + 1]
+    places = batch.pop(PLACE_COLUMN).flatten()[batch["target_positions"] + 1]
     batch |= {"items": torch.ones(len(rows)), "advantages": pack["advantages"].float(), "places": places}
     batch["token_mask"] = pack["mask"][places].float()
     return batch | {name: pack[name][places] for name in _PER_TOKEN if name in pack}

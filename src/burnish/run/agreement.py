@@ -36,7 +36,9 @@ def raise_unless_ranks_agree(plan: Plan, fingerprints: Mapping[str, Any], num_ro
         **_options(plan.options), **fingerprints, "rows": num_rows, "python": platform.python_version(),
         "torch": torch.__version__,
     }  # fmt: skip
-    everyone: list[tuple[str, dict[str, Any]]] = parallel.gather_objects((socket.gethostname(), _plain(own_state)))
+    everyone: list[tuple[str, dict[str, Any]]] = parallel.gather_objects(
+        (socket.gethostname(), _json_values(own_state))
+    )
     problems = [
         _problem(rank, host, differences)
         for rank, (host, other) in enumerate(everyone)
@@ -55,7 +57,7 @@ def _options(options: RunOptions) -> dict[str, Any]:
     return values
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+def _json_values(values: Mapping[str, Any]) -> dict[str, Any]:
     plain: dict[str, Any] = json.loads(json.dumps(dict(values), default=str))
     return plain
 
@@ -63,7 +65,9 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Sequence[str]:
     secrets = {name for name, spec in specs(RunOptions).items() if spec.is_secret}
     return [
-        f"{name} differs" if name in secrets else f"{name} is {_short(other.get(name))} instead of {_short(value)}"
+        f"{name} differs"
+        if name in secrets
+        else f"{name} is {_shortened_json(other.get(name))} instead of {_shortened_json(value)}"
         for name, value in first.items()
         if other.get(name) != value
     ]
@@ -77,6 +81,6 @@ def _problem(rank: int, host: str, differences: Sequence[str]) -> Problem:
     )
 
 
-def _short(value: Any) -> str:
+def _shortened_json(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -54,9 +54,9 @@ from burnish.parallel.precision import compute_sentence, loaded_dtype
 from burnish.parallel.selection import local_rank
 from burnish.parallel.single import set_seed
 from burnish.report.console import note, set_log_levels, tee_log, warn
-from burnish.report.metadata import METADATA_NAMES, OF_ONE_START, RUN_YAML, RunMetadata, given_yaml
+from burnish.report.metadata import METADATA_NAMES, RUN_YAML, START_ONLY_OPTIONS, RunMetadata, given_yaml
 from burnish.report.options import counts_tokens
-from burnish.report.profile import watch
+from burnish.report.profile import start_profiling
 from burnish.report.progress import RunFacts
 from burnish.run.agreement import raise_unless_ranks_agree
 from burnish.run.callbacks import callbacks_of
@@ -71,7 +71,7 @@ from burnish.run.plan.plan import Plan
 from burnish.run.plan.resources import compute_dtype, counts_of, formats_in, formats_in_words, load_dtype
 from burnish.run.prepare import Prepared, prepare
 from burnish.run.recovery.clearing import BackupOnOverwrite
-from burnish.run.recovery.failure import TRACEBACK_NAME, described
+from burnish.run.recovery.failure import TRACEBACK_NAME, failure_problem
 from burnish.run.recovery.interrupt import InterruptCallback
 from burnish.run.recovery.resume import accumulation_for, start_of
 from burnish.run.recovery.saving import RetryingCheckpoints, status_of
@@ -80,8 +80,8 @@ from burnish.run.recovery.stall import StallWatch
 from burnish.run.references import add_mismatched_responses, add_reference_columns, precompute, setup_reference
 from burnish.run.reward_heads import setup_reward_head
 from burnish.run.rollouts import rollout_callbacks, setup_completions, with_numbers
-from burnish.utils.files import only_writer
-from burnish.utils.patching import allows
+from burnish.utils.files import exclusive_writer_lock
+from burnish.utils.patching import allows_patch
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def train_run(plan: Plan) -> Result:
     set_log_levels(options, is_first, local_rank() == 0)
     with ExitStack() as contexts:
         if is_first:
-            contexts.enter_context(only_writer(folder, METADATA_NAMES))
+            contexts.enter_context(exclusive_writer_lock(folder, METADATA_NAMES))
         interrupt = contexts.enter_context(InterruptCallback(parallel.any, options.max_train_seconds))
         start = start_of(plan, prepared.fingerprints, prepared.steps)
         for sentence in filter(None, (*start.notes, start.done)):
@@ -141,7 +141,7 @@ def train_run(plan: Plan) -> Result:
             state = loop.state
             note(f"Resuming from {start.checkpoint}: step {state.global_step} of {state.max_steps}.")
         if options.profile:
-            watch(loop, folder / "profile", options)
+            start_profiling(loop, folder / "profile", options)
         if is_first:
             contexts.enter_context(tee_log(folder))
         result = train_and_finish(loop, plan, prepared, interrupt, metadata)
@@ -170,7 +170,7 @@ def train_and_finish(
     if interrupt.exit_code is not None:
         if metadata is not None:
             metadata.stopped(interrupt.exit_code)
-            for sentence in how_to_continue(folder):
+            for sentence in resume_instructions(folder):
                 note(sentence)
         return Result(output, folder, exit_code=interrupt.exit_code)
     metrics = finish(loop, plan, prepared, output)
@@ -178,7 +178,7 @@ def train_and_finish(
     return Result(output, folder, metrics, status_of(loop.checkpoints), commands)
 
 
-def how_to_continue(folder: Path) -> list[str]:
+def resume_instructions(folder: Path) -> list[str]:
     """Return the newest checkpoint of an interrupted run and the command that resumes it."""
     newest, _ = Checkpoints(folder).newest()
     if newest is None:
@@ -189,10 +189,10 @@ def how_to_continue(folder: Path) -> list[str]:
 def metadata_of(plan: Plan, parallel: Parallel, stats: DataStats) -> RunMetadata:
     """Create the metadata files of the run: its process and its options."""
     folder = output_folder(plan.options)
-    metadata = RunMetadata(folder, partial(described, output_dir=str(folder)))
+    metadata = RunMetadata(folder, partial(failure_problem, output_dir=str(folder)))
     values = {name: getattr(plan.options, name) for name in plan.provenance if hasattr(plan.options, name)}
     rows = {"seen": stats.seen, "dropped": sum(count for reason, count in stats if reason.kind == "dropped")}
-    metadata.begin(given_yaml(values, plan.provenance, OF_ONE_START, plan.command), [str(parallel.device)], rows)
+    metadata.begin(given_yaml(values, plan.provenance, START_ONLY_OPTIONS, plan.command), [str(parallel.device)], rows)
     return metadata
 
 
@@ -383,14 +383,14 @@ def configure_objective(
     """
     device, notes = next(model.parameters()).device, []
     is_asked = options.enable_liger_kernel is not None
-    if takes_liger(options, device) and (is_asked or (not options.torch_compile and allows(options, LIGER))):
+    if takes_liger(options, device) and (is_asked or (not options.torch_compile and allows_patch(options, LIGER))):
         notes = apply_liger(model, options.liger_kernel_config, is_asked=is_asked)
     if not options.torch_compile:  # the compiler fuses by itself
         patch_forwards(model, options)
     capabilities = find_capabilities(
         model, padding_free=wants_padding_free(options), own_attention=takes_own_attention(options),
         prefix_sharing=wants_prefix_sharing(objective, model, options, device),
-        last_layer=allows(options, LAST_LAYER) and not options.torch_compile,
+        last_layer=allows_patch(options, LAST_LAYER) and not options.torch_compile,
         head_of=None if options.fused_loss is False else model,
     )  # fmt: skip
     if options.needed_tokens_only and not capabilities.shares_prefixes:
@@ -406,7 +406,7 @@ def configure_objective(
 
 def takes_own_attention(options: RunOptions) -> bool:
     """Return whether burnish's attention may replace the model's."""
-    return requested_attention(options) is None and allows(options, PADDING_FREE)
+    return requested_attention(options) is None and allows_patch(options, PADDING_FREE)
 
 
 def wants_padding_free(options: RunOptions) -> bool:

@@ -31,7 +31,7 @@ from burnish.run.plan.resources import counts_of
 from burnish.run.predictions.predict import predict_all
 from burnish.run.prepare import Prepared
 from burnish.run.recovery.failure import failure_in_words
-from burnish.run.recovery.fingerprints import work_of
+from burnish.run.recovery.fingerprints import post_training_options
 from burnish.run.recovery.resume import write_finished
 from burnish.run.reward_heads import save_head
 
@@ -75,9 +75,9 @@ def finish(run: Loop, plan: Plan, prepared: Prepared, output: TrainOutput | None
         plots = reports.write(draw_plots, run, options, margins) or {}
         reports.write(describe, run, plan, prepared, results, plots)
         reports.raise_if_missing()
-        reports.write(write_finished, folder, run.state, prepared.fingerprints(), work_of(options))
+        reports.write(write_finished, folder, run.state, prepared.fingerprints(), post_training_options(options))
         reports.raise_if_missing()
-        note(written(folder))
+        note(output_message(folder))
     return results
 
 
@@ -98,12 +98,12 @@ def write_trained_model(run: Loop, prepared: Prepared, folder: Path) -> None:
     save_head(run.objective, state.model, prepared.tokenizer, folder, is_adapter=is_adapter, parallel=parallel)
 
 
-_SHOWN = ("*model*.safetensors", "README.md", "training_loss.png", "generated_predictions.jsonl")
+_LISTED_FILES = ("*model*.safetensors", "README.md", "training_loss.png", "generated_predictions.jsonl")
 
 
-def written(folder: Path) -> str:
+def output_message(folder: Path) -> str:
     """Return a message with the output folder and its most important files."""
-    files = [path.name for pattern in _SHOWN for path in sorted(folder.glob(pattern))]
+    files = [path.name for pattern in _LISTED_FILES for path in sorted(folder.glob(pattern))]
     more = f" and {len(files) - 4} more" if len(files) > 5 else ""
     return f"Written to {folder}: {', '.join(files[:4] if more else files)}{more}."
 

@@ -16,13 +16,13 @@ from burnish.checkpoint.checkpoint import CHECKPOINT_PREFIX, Checkpoints, output
 from burnish.config.errors import NotSavedError, Problem, UserError, first_line
 from burnish.loop.events import TrainerCallback
 from burnish.loop.state import TrainerControl, TrainerState
-from burnish.models.export import refusals
+from burnish.models.export import hub_errors
 from burnish.report.console import RUN_LOG, note, warn
 from burnish.report.metadata import METADATA_NAMES
 from burnish.report.options import repository_name
 from burnish.run.plan.options import RunOptions
 
-_ONLY_TO_CONTINUE = ("optimizer", "scheduler", "rng_state", "stream", "meter", "manifest")
+_RESUME_FILES = ("optimizer", "scheduler", "rng_state", "stream", "meter", "manifest")
 """Beginnings of the files of a checkpoint that are only needed to resume."""
 LOCAL_FILES = [".*", f"{CHECKPOINT_PREFIX}-*"]
 """Patterns of files in ``output_dir`` that are not uploaded."""
@@ -86,7 +86,7 @@ class Hub:
         The model is uploaded to the root of the repository. A checkpoint is uploaded to a separate folder, with
         everything needed to resume from it.
         """
-        without = [f"{part}*" for part in _ONLY_TO_CONTINUE]
+        without = [f"{part}*" for part in _RESUME_FILES]
         self.uploads.append(self.upload(folder, message, options, blocking=False, token=token, ignore=without))
         into = {"checkpoint": "last-checkpoint", "all_checkpoints": Path(folder).name}.get(options.hub_strategy)
         if into is not None:
@@ -118,7 +118,7 @@ class RunUploads(TrainerCallback):
         self.checkpoints: Checkpoints | None = None
         try:
             self.hub.make_repository(options, self.token, None)
-        except refusals() as error:
+        except hub_errors() as error:
             name = repository_name(options.hub_model_id, self.folder)
             what = f"The repository {name} cannot be created on the Hub: {first_line(error)}"
             remedy = "Set hub_token to a token with write access or run hf auth login, or remove push_to_hub."
@@ -156,7 +156,7 @@ class RunUploads(TrainerCallback):
         local = [*LOCAL_FILES, *METADATA_NAMES, RUN_LOG]
         try:
             self.hub.upload(self.folder, "End of training", self.options, blocking=True, token=self.token, ignore=local)
-        except refusals() as error:
+        except hub_errors() as error:
             name = self.hub.repository
             what = f"{self.folder} was written but could not be uploaded to {name}: {first_line(error).rstrip('.')}."
             remedy = "After fixing that, run the same command again; it only uploads the model."

@@ -50,8 +50,8 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, *KEEP_RUNNING)
 _USER_ERROR = 2
 STALLED = ".stalled"
 """Suffix of a process's failure file, to which ``run/recovery/stall.py`` writes the stacks."""
-_GRACE_S = 3.0
-_LOOKS_EVERY_S = 0.05
+_TERMINATION_GRACE_S = 3.0
+_POLL_INTERVAL_S = 0.05
 _LAST_LINES = 12
 
 
@@ -145,7 +145,7 @@ class Processes:
         self.world_size = count * num_machines()
         self.ranks = [machine_rank() * count + place for place in range(count)]
         common = self._environment(count)
-        self.running = [self._started(argv, place, rank, common) for place, rank in enumerate(self.ranks)]
+        self.running = [self._start_process(argv, place, rank, common) for place, rank in enumerate(self.ranks)]
 
     def _environment(self, count: int) -> dict[str, str]:
         """Return the common environment. Unless OMP_NUM_THREADS is set, the cores are divided evenly."""
@@ -156,7 +156,7 @@ class Processes:
         variables.setdefault("MASTER_PORT", "29500")
         return variables
 
-    def _started(
+    def _start_process(
         self, argv: Sequence[str], place: int, rank: int, common: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
         environment = {
@@ -179,10 +179,12 @@ class Processes:
         with self._forwarding():
             try:
                 while self._are_running() and not self._is_over():
-                    time.sleep(_LOOKS_EVERY_S)
-                until = time.monotonic() + _GRACE_S
+                    time.sleep(_POLL_INTERVAL_S)
+                until = time.monotonic() + _TERMINATION_GRACE_S
                 while self._are_running() and time.monotonic() < until:
-                    time.sleep(_LOOKS_EVERY_S)  # time for processes to notice the failure and clear their progress bar
+                    time.sleep(
+                        _POLL_INTERVAL_S
+                    )  # time for processes to notice the failure and clear their progress bar
             finally:
                 self._kill()
         if self._has_stopped() or not any(map(self._has_failed, self.running)):

@@ -16,7 +16,7 @@ from burnish.data.rows.streamed import StreamedRows
 from burnish.loop.loop import Loop, TrainOutput
 from burnish.rollouts.rewards.compute import RewardError
 from burnish.run.plan.options import RunOptions
-from burnish.run.recovery.failure import what_is_safe
+from burnish.run.recovery.failure import newest_checkpoint_message
 
 
 class RunLoop(Loop):
@@ -65,7 +65,7 @@ class RunLoop(Loop):
             self.set_training_mode(True)  # an evaluation may have failed
             self.save()
             self.checkpoints.wait()
-        return what_is_safe(str(self.checkpoints.folder))
+        return newest_checkpoint_message(str(self.checkpoints.folder))
 
     def _record_of(self, image: ImageFile) -> str | None:
         """Return the place of the first record that contains an image, or None. When streaming, only the records read

@@ -20,7 +20,7 @@ from burnish.data.batches.budget import check_budget
 from burnish.data.chat.choose import configure_tokenizer, load_template
 from burnish.data.chat.rows import Template
 from burnish.data.images.family import Family
-from burnish.data.length import refuse_endless
+from burnish.data.length import check_record_lengths
 from burnish.data.origins import Origins
 from burnish.data.rows.encode import encode_rows
 from burnish.data.rows.row_set import ListedRows, RowSet, packed
@@ -224,7 +224,7 @@ def encode(
     truncate = not splits_rows(options, objective.default_packing, is_eval)
 
     def encoded(batch: Sequence[Example], counted: DataStats) -> Sequence[Row | None]:
-        refuse_endless(batch)
+        check_record_lengths(batch)
         return objective.encode(batch, counted, truncate=truncate)
 
     return encode_rows(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import burnish
 from burnish.config.errors import NotSavedError, UserError
-from burnish.data.rows.encode import atomic_replace, begin_place, locked
+from burnish.data.rows.encode import atomic_replace, create_row_folder, folder_lock
 from burnish.data.rows.reference_logps import RowsWithReference
 from burnish.data.rows.store import RowWriter, open_rows
 from burnish.kernels.probe import unwrap_peft
@@ -44,15 +44,15 @@ def fill(
         anew: ignore the cache.
     """
     folder = cache_home() / "reference" / key_of(rows, objective, module, parallel, size)
-    cached = None if anew else _kept(folder)
+    cached = None if anew else _read_cache(folder)
     if all(parallel.gather_objects(cached is not None)):
         rows.restore(cached or [])
         return [f"Reference log-probabilities of {len(rows):,} examples were loaded from the cache: {folder}."]
     rows.fill(objective, module, parallel, size)
-    return [] if parallel.rank else _keep(rows, folder)
+    return [] if parallel.rank else _write_cache(rows, folder)
 
 
-def _kept(folder: Path) -> list[Row] | None:
+def _read_cache(folder: Path) -> list[Row] | None:
     """Return cached numbers, or None if there are none or they are damaged."""
     try:
         return list(open_rows(folder))
@@ -60,10 +60,10 @@ def _kept(folder: Path) -> list[Row] | None:
         return None
 
 
-def _keep(rows: RowsWithReference, folder: Path) -> list[str]:
+def _write_cache(rows: RowsWithReference, folder: Path) -> list[str]:
     try:
-        begin_place(folder.parent)
-        with locked(folder), atomic_replace(folder) as partial:
+        create_row_folder(folder.parent)
+        with folder_lock(folder), atomic_replace(folder) as partial:
             writer = RowWriter(partial)
             for number in range(len(rows)):
                 writer.add(number, rows.numbers(number))
@@ -90,10 +90,10 @@ def key_of(rows: RowsWithReference, objective: Any, module: nn.Module, parallel:
         hashed.update(json.dumps(facts, sort_keys=True).encode())
         for name, tensor in bare.state_dict(keep_vars=True).items():
             if isinstance(tensor, Tensor) and id(tensor) not in trained:
-                _add(hashed, name, parallel.full_tensor(tensor))
+                _update_hash(hashed, name, parallel.full_tensor(tensor))
     for batch in rows.batches(objective, size):
         for name, tensor in tensors_of(batch):
-            _add(hashed, name, tensor)
+            _update_hash(hashed, name, tensor)
     return hashed.hexdigest()
 
 
@@ -106,7 +106,7 @@ def tensors_of(batch: Batch) -> Iterator[tuple[str, Tensor]]:
             yield name, batch[name]
 
 
-def _add(hashed: Any, name: str, tensor: Tensor) -> None:
+def _update_hash(hashed: Any, name: str, tensor: Tensor) -> None:
     hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
     values: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     hashed.update(values)

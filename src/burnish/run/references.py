@@ -49,7 +49,7 @@ from burnish.run.plan.other_models import reference_options
 from burnish.run.plan.resources import Sizes, load_dtype
 from burnish.run.prepare import Prepared
 from burnish.run.reference_cache import fill
-from burnish.utils.patching import allows
+from burnish.utils.patching import allows_patch
 
 
 def setup_reference(
@@ -76,12 +76,12 @@ def _reference_of(
     is_padding_free: bool,
 ) -> tuple[Reference, list[str]]:  # fmt: skip
     if options.ref_model is not None:
-        second = SeparateModel(_second(objective, model, parallel, options, is_padding_free))
+        second = SeparateModel(_load_reference_model(objective, model, parallel, options, is_padding_free))
         sentence = f"The reference is {options.ref_model}, a second model in memory."
         if not options.sync_ref_model:
             return second, [sentence]
         refuse_sharded_weights(parallel)
-        return _following(second.beside(model), sentence, options)
+        return _moving_reference(second.beside(model), sentence, options)
     if is_base(options) and not options.sync_ref_model:
         return DisabledAdapter(adapter, model), ["The reference is the model without the adapter."]
     if options.precompute_ref_log_probs:
@@ -95,10 +95,10 @@ def _reference_of(
     if not options.sync_ref_model:
         return ShardedInitialWeights(parallel) if parallel.shards_weights else InitialWeights(model), [sentence]
     refuse_sharded_weights(parallel)
-    return _following(InitialWeights(model), sentence, options)
+    return _moving_reference(InitialWeights(model), sentence, options)
 
 
-def _following(
+def _moving_reference(
     start: InitialWeights | SeparateModel, sentence: str, options: RunOptions
 ) -> tuple[MovingReference, list[str]]:
     every, share = options.ref_model_sync_steps, options.ref_model_mixup_alpha
@@ -163,7 +163,7 @@ def planned_reference(options: RunOptions, sizes: Sizes, formats: Formats) -> st
     return f"a copy of the initial trainable weights; costs {size} of memory and {passes}{moves}"
 
 
-def _second(
+def _load_reference_model(
     objective: StageObjective, model: nn.Module, parallel: Parallel, options: RunOptions, is_padding_free: bool
 ) -> nn.Module:
     model_options = reference_options(options)
@@ -181,7 +181,7 @@ def _second(
     patch_vision_model(second)
     if not options.torch_compile:
         patch_forwards(second, options)
-    if is_padding_free and not _reads_alike(model, second, options):
+    if is_padding_free and not _supports_same_batches(model, second, options):
         raise UserError(
             f'"ref_model" {options.ref_model} does not support the padding-free batches of the policy: '
             "it cannot separate concatenated sequences.",
@@ -191,9 +191,9 @@ def _second(
     return objective.module_of_reference(second)
 
 
-def _reads_alike(model: nn.Module, second: nn.Module, options: RunOptions) -> bool:
+def _supports_same_batches(model: nn.Module, second: nn.Module, options: RunOptions) -> bool:
     """Return whether the second model supports padding-free rows, and prefix sharing if the policy uses it."""
-    own_attention = requested_attention(options) is None and allows(options, PADDING_FREE)
+    own_attention = requested_attention(options) is None and allows_patch(options, PADDING_FREE)
     is_padding_free = make_padding_free(second, own_attention=own_attention).is_padding_free
     return is_padding_free and (not shares_prefixes(model) or shares_prefixes(second))
 

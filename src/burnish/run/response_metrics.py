@@ -95,7 +95,7 @@ def _missing_libraries(member: Member[AnswerMetric]) -> list[str]:
     return [library for library in member.traits.get("libraries", ()) if not find_spec(library)]
 
 
-def scores(predictions: Sequence[str], labels: Sequence[str], options: MetricChoices) -> dict[str, float]:
+def compute_metrics(predictions: Sequence[str], labels: Sequence[str], options: MetricChoices) -> dict[str, float]:
     """Compute the metrics selected by the options whose libraries are installed."""
     results: dict[str, float] = {}
     for name in options.predict_metrics:

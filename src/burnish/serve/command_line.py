@@ -31,8 +31,8 @@ from burnish.report.metadata import LAUNCH, RUN_YAML
 from burnish.run.plan.config_files import COMMAND_LINE, CONFIG_SUFFIXES, merge, path_of, read_arguments
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import aliases, provenance_of
-from burnish.run.plan.unsupported import take_absent
-from burnish.serve.run_folder import data_seen_from, models_seen_from
+from burnish.run.plan.unsupported import take_unsupported
+from burnish.serve.run_folder import absolute_data_options, absolute_model_options
 from burnish.utils.files import expanded
 from burnish.utils.json_files import read_object, shortened
 
@@ -90,16 +90,16 @@ def serving_of(
         uses_own_data = "eval_dataset" in of_run or "val_size" in of_run
         if with_data and with_loss:
             of_run, reference = _with_loss_of_run(path, values, of_run, uses_own_data)
-        values = {**of_run, **found_in(path, values), **values}
+        values = {**of_run, **options_of_folder(path, values), **values}
     elif trained := _trained_by(values):
         uses_own_data = with_data and not flags.keys() & {"dataset", "eval_dataset", "val_size"}
         if with_loss:
             reference = _model_before({name: item.value for name, item in values.items()}, path or "")
-        values = {**{k: v for k, v in values.items() if k not in _NAMES}, **found_in(trained, {})}
+        values = {**{k: v for k, v in values.items() if k not in _NAMES}, **options_of_folder(trained, {})}
     values = {**_base_of_adapter(values), **values}
     name = path or str(_value(values, "adapter_name_or_path") or _value(values, "model_name_or_path") or "")
     name = Path(name).stem if _is_config(name) else Path(name).name
-    return replace(_checked(values, rest, name), uses_own_data=uses_own_data, reference=reference)
+    return replace(_checked_serving(values, rest, name), uses_own_data=uses_own_data, reference=reference)
 
 
 def notes_of_chat(serving: Serving) -> list[str]:
@@ -121,7 +121,7 @@ def export_values(argv: Sequence[str]) -> dict[str, RawValue]:
     values = merge(file, flags, aliases())
     if path and not _is_config(path):
         of_run = {name: item for name, item in data_of_run(path, values).items() if name in specs(TemplateOptions)}
-        return {**of_run, **found_in(path, values), **values}
+        return {**of_run, **options_of_folder(path, values), **values}
     return {**_base_of_adapter(values), **values}
 
 
@@ -131,7 +131,7 @@ def _base_of_adapter(values: Mapping[str, RawValue]) -> dict[str, RawValue]:
     if not adapters or "model_name_or_path" in values:
         return {}
     first = expanded(str(adapters[0] if isinstance(adapters, list) else adapters).split(",")[0].strip())
-    found = _of_adapter(first, values) if (first / ADAPTER).is_file() else {}
+    found = _options_of_adapter(first, values) if (first / ADAPTER).is_file() else {}
     return {"model_name_or_path": found["model_name_or_path"]} if found else {}
 
 
@@ -164,8 +164,8 @@ def servings_of(
 _NAMES = ("model_name_or_path", "adapter_name_or_path")
 
 
-def _checked(values: Mapping[str, RawValue], rest: Mapping[str, RawValue], name: str) -> Serving:
-    present, problems, _ = take_absent(values, {**specs(RunOptions), **aliases()})
+def _checked_serving(values: Mapping[str, RawValue], rest: Mapping[str, RawValue], name: str) -> Serving:
+    present, problems, _ = take_unsupported(values, {**specs(RunOptions), **aliases()})
     options, wrong = build(RunOptions, present)
     problems += [*wrong, *check_template(options), *check_infer(options)]
     problems += [] if problems else check_model(options, needs_head=writes_answers(options))
@@ -199,7 +199,7 @@ def _trained_by(values: Mapping[str, RawValue]) -> str | None:
     return str(folder)
 
 
-def found_in(path: str, values: Mapping[str, RawValue]) -> dict[str, RawValue]:
+def options_of_folder(path: str, values: Mapping[str, RawValue]) -> dict[str, RawValue]:
     """Return the options for the content of a folder: a model, an adapter with its base, or a run's checkpoints."""
     folder, where = expanded(path), path
     if not folder.is_dir():
@@ -207,7 +207,7 @@ def found_in(path: str, values: Mapping[str, RawValue]) -> dict[str, RawValue]:
     if not any((folder / name).is_file() for name in (ADAPTER, MODEL)):
         folder = _newest_checkpoint(folder)
     if (folder / ADAPTER).is_file():
-        return _of_adapter(folder, values)
+        return _options_of_adapter(folder, values)
     return {"model_name_or_path": RawValue(str(folder), where)}
 
 
@@ -227,7 +227,7 @@ def data_of_run(path: str, values: Mapping[str, RawValue]) -> dict[str, RawValue
     found = {name: item for name, item in file.items() if name in names}
     launch_folder = read_object(folder / LAUNCH).get("folder") if (folder / LAUNCH).is_file() else None
     if isinstance(launch_folder, str):
-        moved = data_seen_from(Path(launch_folder), {name: item.value for name, item in found.items()})
+        moved = absolute_data_options(Path(launch_folder), {name: item.value for name, item in found.items()})
         found |= {name: RawValue(value, where) for name, value in moved.items()}
     own_sets = (
         ("dataset", "eval_dataset", "val_size", "tokenized_path")
@@ -259,11 +259,11 @@ def _with_loss_of_run(
     launch_folder = read_object(folder / LAUNCH).get("folder") if (folder / LAUNCH).is_file() else None
     given = {name: item.value for name, item in file.items()}
     if isinstance(launch_folder, str):
-        given |= models_seen_from(Path(launch_folder), given)
+        given |= absolute_model_options(Path(launch_folder), given)
     names = options_of(stage) - {"predict_with_generate"}
     found = {name: RawValue(value, where) for name, value in given.items() if name in names}
     if "reward_funcs" in found and "reward_funcs" not in values and not _are_built_in(found["reward_funcs"].value):
-        raise UserError(_own_code(path, found["reward_funcs"].value))
+        raise UserError(_reward_code_problem(path, found["reward_funcs"].value))
     return {**found, **of_run}, {} if "ref_model" in values else _model_before(given, where)
 
 
@@ -285,7 +285,7 @@ def _are_built_in(rewards: Any) -> bool:
     return all(str(name).strip().isidentifier() for name in names)
 
 
-def _own_code(path: str, rewards: Any) -> Problem:
+def _reward_code_problem(path: str, rewards: Any) -> Problem:
     what = "the run's reward functions are Python code, which is not executed because only run.yaml refers to it. "
     what += f"Received: {shortened(rewards)}"
     return Problem(what, path, remedy="Pass them on the command line: reward_funcs=...", option="reward_funcs")
@@ -329,7 +329,7 @@ def _check_scaling(base: Mapping[str, RawValue], values: Mapping[str, RawValue])
     return [Problem(what, where=given.where, remedy=remedy, option="cutoff_len")]
 
 
-def _of_adapter(folder: Path, values: Mapping[str, RawValue]) -> dict[str, RawValue]:
+def _options_of_adapter(folder: Path, values: Mapping[str, RawValue]) -> dict[str, RawValue]:
     try:
         config = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
         base, kind = config["base_model_name_or_path"], config.get("peft_type", "LORA")

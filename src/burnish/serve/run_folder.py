@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 
-def data_seen_from(place: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+def absolute_data_options(place: Path, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the dataset options that have relative paths, with absolute paths.
 
     Args:
@@ -31,7 +31,7 @@ def data_seen_from(place: Path, values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def models_seen_from(place: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+def absolute_model_options(place: Path, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options with relative paths of models and adapters, converted to absolute paths.
 
     Args:

@@ -101,7 +101,7 @@ class ParallelAccelerator(ProcessMethods):
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """A loader that omits the first ``num_batches`` batches in each iteration."""
-        return Later(dataloader, num_batches)
+        return SkippedLoader(dataloader, num_batches)
 
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
         """Do nothing: the trackers of ``report_to`` start with training."""
@@ -131,11 +131,11 @@ class ParallelAccelerator(ProcessMethods):
         )
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name not in _REFUSED:
+        if name not in _UNSUPPORTED_METHODS:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
         def refuse(*args: Any, **kwargs: Any) -> None:
-            raise ValueError(f"accelerator.{name} is not supported. {_REFUSED[name]}")
+            raise ValueError(f"accelerator.{name} is not supported. {_UNSUPPORTED_METHODS[name]}")
 
         return refuse
 
@@ -276,10 +276,10 @@ class ParallelAccelerator(ProcessMethods):
             torch.distributed.destroy_process_group()
 
 
-_PARTS = "The trainer saves and loads checkpoints itself: see TrainerCallback.on_save."
-_REFUSED = {
-    "register_save_state_pre_hook": _PARTS,
-    "register_load_state_pre_hook": _PARTS,
+_CHECKPOINT_HINT = "The trainer saves and loads checkpoints itself: see TrainerCallback.on_save."
+_UNSUPPORTED_METHODS = {
+    "register_save_state_pre_hook": _CHECKPOINT_HINT,
+    "register_load_state_pre_hook": _CHECKPOINT_HINT,
     "lomo_backward": "burnish does not support LOMO.",
     "profile": "Use torch.profiler.profile, or burnish train with profile: true.",
     "maybe_context_parallel": "burnish does not support context parallelism.",
@@ -288,7 +288,7 @@ _REFUSED = {
 """Methods of accelerate's ``Accelerator`` that raise an error -> the remedy."""
 
 
-class Later:
+class SkippedLoader:
     """A loader that omits its first batches."""
 
     def __init__(self, loader: Any, num_passed: int) -> None:

@@ -72,7 +72,7 @@ def check_accelerator(accelerator: object) -> None:
         raise UserError(f"{what}{type(accelerator).__name__}.", remedy=remedy)
 
 
-def own_arguments(args: object, kind: type[TrainingArguments] = TrainingArguments) -> TrainingArguments:
+def as_training_arguments(args: object, kind: type[TrainingArguments] = TrainingArguments) -> TrainingArguments:
     """burnish's arguments: as given, converted to ``kind`` by their names, or the defaults."""
     if args is None:
         logger.info(f"No {kind.__name__} passed; using output_dir=tmp_trainer.")
@@ -92,11 +92,11 @@ def fields_of(args: object, kind: type[TrainingArguments]) -> dict[str, Any]:
         TypeError: if it is something else.
     """
     if not hasattr(args, "output_dir") or isinstance(args, type):
-        raise TypeError(f"`args` must be an instance of {kind.__name__}. Received: {shown(args)}.")
+        raise TypeError(f"`args` must be an instance of {kind.__name__}. Received: {value_and_type(args)}.")
     return vars(args)
 
 
-def shown(value: object) -> str:
+def value_and_type(value: object) -> str:
     """``4, of type int``; for a long value, only the type."""
     text = repr(value)
     return f"{text}, of type {type(value).__name__}" if len(text) <= 40 else f"an object of type {type(value).__name__}"
@@ -139,7 +139,7 @@ def check_model_argument(model: Any, model_init: Any) -> None:
         raise ValueError("`Trainer` requires either `model` or `model_init`, but not both.")
     if model is not None and not isinstance(model, nn.Module):
         remedy = " Load it first, with AutoModelForCausalLM.from_pretrained." if isinstance(model, str) else ""
-        raise TypeError(f"`model` must be a torch.nn.Module. Received: {shown(model)}.{remedy}")
+        raise TypeError(f"`model` must be a torch.nn.Module. Received: {value_and_type(model)}.{remedy}")
     if (size := getattr(model, "tp_size", None) or 1) > 1:
         raise ValueError(
             f"Tensor parallelism is not supported. The model was loaded with tp_plan or tp_size over {size} processes. "
@@ -150,7 +150,9 @@ def check_model_argument(model: Any, model_init: Any) -> None:
 def optimizer_pair(optimizers: Any) -> tuple[Any, Any]:
     """``optimizers``, which must be a pair (optimizer or None, learning rate scheduler or None)."""
     if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
-        raise TypeError(f"`optimizers` must be a tuple (optimizer, lr_scheduler). Received: {shown(optimizers)}.")
+        raise TypeError(
+            f"`optimizers` must be a tuple (optimizer, lr_scheduler). Received: {value_and_type(optimizers)}."
+        )
     return optimizers[0], optimizers[1]
 
 
@@ -159,7 +161,7 @@ def callback_list(callbacks: Any) -> list[Any]:
     if callbacks is None:
         return []
     if not isinstance(callbacks, list | tuple):
-        raise TypeError(f"`callbacks` must be a list of callbacks. Received: {shown(callbacks)}.")
+        raise TypeError(f"`callbacks` must be a list of callbacks. Received: {value_and_type(callbacks)}.")
     return list(callbacks)
 
 
@@ -167,7 +169,7 @@ def check_optimizers(optimizers: tuple[Any, Any], optimizer_cls_and_kwargs: Any,
     pair = optimizer_cls_and_kwargs
     if pair is not None and not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[1], dict)):
         what = "`optimizer_cls_and_kwargs` must be a tuple (optimizer class, its arguments as a dict). Received: "
-        raise TypeError(f"{what}{shown(pair)}.")
+        raise TypeError(f"{what}{value_and_type(pair)}.")
     if optimizer_cls_and_kwargs is not None and optimizers[0] is not None:
         raise RuntimeError("`optimizers` and `optimizer_cls_and_kwargs` cannot be combined.")
     if model_init is not None and optimizers != (None, None):
@@ -184,7 +186,7 @@ def check_sets(args: TrainingArguments, train_dataset: Any, eval_dataset: Any, c
         what = f"train_dataset must be one dataset. Received: {type(train_dataset).__name__} with the splits {names}."
         raise UserError(what, remedy=f'Pass one split: dataset["{next(iter(train_dataset))}"].')
     if compute_metrics is not None and not callable(compute_metrics):
-        raise TypeError(f"`compute_metrics` must be a function. Received: {shown(compute_metrics)}.")
+        raise TypeError(f"`compute_metrics` must be a function. Received: {value_and_type(compute_metrics)}.")
     by_batch = compute_metrics if args.batch_eval_metrics else None
     if by_batch is not None and "compute_result" not in inspect.signature(by_batch).parameters:
         raise ValueError(

@@ -118,8 +118,8 @@ def num_positions(model: nn.Module) -> int | None:
         return None
     ids = inside.get_input_embeddings() if hasattr(inside, "get_input_embeddings") else None
     tables = (one for one in inside.modules() if isinstance(one, nn.Embedding) and one is not ids)
-    return context if any(0 <= table.num_embeddings - context <= _MORE_POSITIONS for table in tables) else None
+    return context if any(0 <= table.num_embeddings - context <= _POSITION_OFFSET for table in tables) else None
 
 
-_MORE_POSITIONS = 2
+_POSITION_OFFSET = 2
 """Rows of OPT's embedding of positions that no position uses."""

@@ -1,4 +1,4 @@
-"""What the processes of a run do apart from each other, with the names of accelerate's ``PartialState``.
+"""Run code on some processes of a run only, or in a given order, with the names of accelerate's ``PartialState``.
 
 ``trainer.accelerator`` and ``TrainingArguments.distributed_state`` have these methods. In: the number of this process
 and how many there are. Out: decorators, slices and ``with`` blocks for some of the processes.
@@ -43,29 +43,29 @@ class ProcessMethods(ABC):
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
         """Decorate a function so that it runs on the main process only."""
-        return self._only_if(lambda: self.is_main_process, function)
+        return self._run_if(lambda: self.is_main_process, function)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
         """Decorate a function so that it runs on the main process of each node only."""
-        return self._only_if(lambda: self.is_local_main_process, function)
+        return self._run_if(lambda: self.is_local_main_process, function)
 
     def on_last_process(self, function: Callable[..., Any]) -> Any:
         """Decorate a function so that it runs on the last process only."""
-        return self._only_if(lambda: self.is_last_process, function)
+        return self._run_if(lambda: self.is_last_process, function)
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
         """Decorate a function so that it runs on one process only."""
-        return self._only_if(lambda: self.process_index == (process_index or 0), function)
+        return self._run_if(lambda: self.process_index == (process_index or 0), function)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
         """Decorate a function so that it runs on one process of each node only."""
-        return self._only_if(lambda: self.local_process_index == (local_process_index or 0), function)
+        return self._run_if(lambda: self.local_process_index == (local_process_index or 0), function)
 
-    def _only_if(self, is_wanted: Callable[[], bool], function: Callable[..., Any] | None) -> Any:
+    def _run_if(self, is_wanted: Callable[[], bool], function: Callable[..., Any] | None) -> Any:
         if function is None:
-            return lambda inner: self._only_if(is_wanted, inner)
+            return lambda inner: self._run_if(is_wanted, inner)
 
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -85,14 +85,14 @@ class ProcessMethods(ABC):
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """Run the ``with`` block in the main process first."""
-        return self._first(self.is_main_process)
+        return self._runs_first(self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
         """Run the ``with`` block in the main process of each node first."""
-        return self._first(self.is_local_main_process)
+        return self._runs_first(self.is_local_main_process)
 
     @contextmanager
-    def _first(self, goes_first: bool) -> Iterator[None]:
+    def _runs_first(self, goes_first: bool) -> Iterator[None]:
         if not goes_first:
             self.wait_for_everyone()
         try:

@@ -28,12 +28,12 @@ from burnish.config.errors import UserError
 from burnish.config.options import option
 from burnish.trainer import notes
 from burnish.trainer.arguments.training import TrainingArguments, for_argument_parser
-from burnish.trainer.data.generation import Writing, generation_settings_of, written
+from burnish.trainer.data.generation import GenerationSettings, generate_with_slots, generation_settings_of
 from burnish.trainer.trainer import Trainer
 
-_AHEAD = 16
+_PREFETCHED_BATCHES = 16
 """Number of batches that are generated at once."""
-USUAL_MAX_LENGTH = 20
+DEFAULT_MAX_LENGTH = 20
 """Default ``max_length`` of generation configs (transformers, ``GenerationConfig``)."""
 
 
@@ -120,13 +120,13 @@ class Seq2SeqTrainer(Trainer):
     def _generating(self, kwargs: dict[str, Any]) -> Iterator[None]:
         before = self._gen_kwargs
         if kwargs or before is None:
-            self._gen_kwargs = self._with_usual(kwargs)
+            self._gen_kwargs = self._with_defaults(kwargs)
         try:
             yield
         finally:
             self._gen_kwargs = before
 
-    def _with_usual(self, overrides: dict[str, Any]) -> dict[str, Any]:
+    def _with_defaults(self, overrides: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the call, with the defaults that ``args`` may set."""
         args, merged = self.args, {name: value for name, value in overrides.items() if value is not None}
         if args.generation_max_length is not None and not {"max_length", "max_new_tokens"} & set(merged):
@@ -150,7 +150,7 @@ class Seq2SeqTrainer(Trainer):
         ids = self._written.pop(id(inputs), None)
         inputs = self._prepare_inputs(inputs)
         if ids is None:
-            ids = self._generate(inputs, self._with_usual(gen_kwargs or self._gen_kwargs or {}))
+            ids = self._generate(inputs, self._with_defaults(gen_kwargs or self._gen_kwargs or {}))
         labels = inputs.get("labels")
         loss = None if labels is None else super().prediction_step(model, inputs, True, ignore_keys)[0]
         if self.args.prediction_loss_only:
@@ -160,9 +160,11 @@ class Seq2SeqTrainer(Trainer):
     def _read_ahead(self, dataloader: Any, only_loss: bool) -> Iterable[Any]:
         """Yield the batches of an evaluation. If slots support it, several batches are generated at once
         (``generation.py``)."""
-        batches, how = iter(dataloader), None if only_loss else self._writing()
-        while how is not None and (some := list(islice(batches, _AHEAD))):
-            ids = written(self.model, [self._prepare_inputs(one) for one in some], how, self.args.eval_batch_size)
+        batches, how = iter(dataloader), None if only_loss else self._generation_settings()
+        while how is not None and (some := list(islice(batches, _PREFETCHED_BATCHES))):
+            ids = generate_with_slots(
+                self.model, [self._prepare_inputs(one) for one in some], how, self.args.eval_batch_size
+            )
             if ids is None:
                 how = None
             else:
@@ -170,13 +172,13 @@ class Seq2SeqTrainer(Trainer):
             yield from some
         yield from batches
 
-    def _writing(self) -> Writing | None:
+    def _generation_settings(self) -> GenerationSettings | None:
         """Settings for generation with slots in this evaluation; None if ``model.generate`` is used."""
         is_ours = type(self).prediction_step is Seq2SeqTrainer.prediction_step
         is_whole = self._parallel.world_size == 1 and not self._parallel.is_sharded
         if not (is_ours and is_whole and self.args.predict_with_generate):
             return None
-        return generation_settings_of(self.model, self._with_usual(self._gen_kwargs or {}))
+        return generation_settings_of(self.model, self._with_defaults(self._gen_kwargs or {}))
 
     def _generate(self, inputs: Any, kwargs: dict[str, Any]) -> Tensor:
         """Generate (B, T) ids. Decoder inputs are omitted if the collator created them from the labels."""
@@ -191,7 +193,7 @@ class Seq2SeqTrainer(Trainer):
     def _padded(self, ids: Tensor) -> Tensor:
         """Pad (B, T) to the maximum length that the model's config allows, so that all batches have the same width."""
         config: Any = self.model.generation_config
-        longest = [config.max_length or USUAL_MAX_LENGTH, (config.max_new_tokens or 0) + 1]
+        longest = [config.max_length or DEFAULT_MAX_LENGTH, (config.max_new_tokens or 0) + 1]
         width = next((width for width in longest if width > ids.shape[-1]), ids.shape[-1])
         missing = width - ids.shape[-1]
         return torch.nn.functional.pad(ids, (0, missing), value=self._padding_id()) if missing else ids

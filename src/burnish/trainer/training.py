@@ -38,10 +38,10 @@ from burnish.trainer.callbacks import TrainerCallbackHandler
 from burnish.trainer.data.torch_loader import num_batches, order_in
 from burnish.trainer.files.transformers_checkpoints import is_foreign
 from burnish.trainer.notes import logger
-from burnish.utils.files import only_writer
+from burnish.utils.files import exclusive_writer_lock
 from burnish.utils.patching import Reason, record, restore
 
-WATCHED = Reason("module", "its outputs are checked (debug)")
+OUTPUT_CHECK = Reason("module", "its outputs are checked (debug)")
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def prepared_for_training(
 
         align_special_tokens(model, processing_class)
     if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
-        record(model, lambda: DebugUnderflowOverflow(model), WATCHED)
+        record(model, lambda: DebugUnderflowOverflow(model), OUTPUT_CHECK)
     records = [] if noise is None else record(model, lambda: activate_neftune(model, noise, accelerator), NOISE)
     # A compiler fuses operations itself. On a CPU only adapters benefit: with rows of 86 tokens nothing else is faster.
     if not args.torch_compile and (device.type != "cpu" or any(map(is_plain_lora_layer, model.modules()))):
@@ -142,7 +142,7 @@ def exclusive_writer(folder: str, args: TrainingArguments) -> Iterator[None]:
     if args.save_strategy == "no" or not args.should_save:
         yield
         return
-    with only_writer(Path(folder)):
+    with exclusive_writer_lock(Path(folder)):
         yield
 
 

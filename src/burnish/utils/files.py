@@ -81,7 +81,7 @@ def is_below(path: Path, roots: Iterable[Path]) -> bool:
     return any(resolved.is_relative_to(root) for root in roots)
 
 
-def odd_kind(path: Path) -> str:
+def special_file_kind(path: Path) -> str:
     """The kind of a special file ("a folder", "a pipe", ...), because reading it may block forever; "" for others."""
     try:
         mode = path.stat().st_mode
@@ -96,10 +96,10 @@ def _kind(mode: int) -> str:
 
 def is_endless(path: Path) -> bool:
     """Whether reading or writing ``path`` may never end: a pipe, a socket, a device."""
-    return bool(odd_kind(path)) and not path.is_dir()
+    return bool(special_file_kind(path)) and not path.is_dir()
 
 
-def regular(path: Path) -> BinaryIO:
+def open_regular_file(path: Path) -> BinaryIO:
     """Open a regular file for reading. Raises OSError for other kinds: reading a pipe may block, a device may not
     end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -109,16 +109,16 @@ def regular(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def regular_inside(path: Path) -> BinaryIO:
-    """Open a file for reading like ``regular``. Also raises OSError for a link that leads out of the file's folder, so
-    that a folder from outside cannot expose another file of this machine.
+def open_regular_file_inside(path: Path) -> BinaryIO:
+    """Open a file for reading like ``open_regular_file``. Also raises OSError for a link that leads out of the file's
+    folder, so that a folder from outside cannot expose another file of this machine.
     """
     if path.is_symlink() and Path(os.path.realpath(path)).parent != Path(os.path.realpath(path.parent)):
         raise OSError(errno.ELOOP, "it is a link that points to another folder", str(path))
-    return regular(path)
+    return open_regular_file(path)
 
 
-def appended(path: Path) -> BinaryIO:
+def open_for_appending(path: Path) -> BinaryIO:
     """Open a file for appending. A link or pipe in its place is removed first, because it would lead elsewhere or
     block.
     """
@@ -140,7 +140,7 @@ def error_number(error: BaseException) -> int | None:
 
 
 @contextmanager
-def named_where_full(place: Path, remedy: str) -> Iterator[None]:
+def report_full_disk(place: Path, remedy: str) -> Iterator[None]:
     """Convert errors about a full disk in the block to NotSavedError with ``place``, because the system's error does
     not name it."""
     try:
@@ -159,7 +159,7 @@ def open_lock(path: Path) -> TextIO:
 
 
 @contextmanager
-def only_writer(folder: Path, traces: Collection[str] = ()) -> Iterator[None]:
+def exclusive_writer_lock(folder: Path, traces: Collection[str] = ()) -> Iterator[None]:
     """Lock ``folder`` for this process. A folder created here is removed again if nothing is left in it.
 
     Args:
@@ -235,7 +235,7 @@ def broken_link(path: Path) -> Path | None:
     return None
 
 
-def from_anywhere(model: str | None) -> str | None:
+def absolute_if_local(model: str | None) -> str | None:
     """A model name that is valid in any working directory: a local folder becomes an absolute path."""
     return str(Path(model).resolve()) if model and Path(model).is_dir() else model or None
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def ending_forked_processes(name: str) -> Iterator[None]:
+def end_forked_processes(name: str) -> Iterator[None]:
     """End a process that was forked inside the block and leaves it, with a message and exit status 1; silently with its
     own status if it leaves through ``sys.exit``.
 

@@ -11,21 +11,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from burnish.config.conversion import GivenTwice, each_key_once
+from burnish.config.conversion import DuplicateKeyError, object_without_duplicate_keys
 from burnish.config.errors import UserError
-from burnish.utils.files import odd_kind, regular
+from burnish.utils.files import open_regular_file, special_file_kind
 
-FETCH_AGAIN = "Download the file again, or correct it."
+DAMAGED_FILE_REMEDY = "Download the file again, or correct it."
 _KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "nothing"}
 
 
-def read_json(path: Path, remedy: str = FETCH_AGAIN) -> Any:
+def read_json(path: Path, remedy: str = DAMAGED_FILE_REMEDY) -> Any:
     """The data of a JSON file.
 
     Raises:
         UserError: if it is not valid JSON, with line and column.
     """
-    if kind := odd_kind(path):
+    if kind := special_file_kind(path):
         raise UserError(f'"{path}" is {kind}, not a file.', remedy=remedy)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -42,7 +42,9 @@ def read_json(path: Path, remedy: str = FETCH_AGAIN) -> Any:
         raise UserError(f"not valid JSON: {error}.", where=str(path), remedy=remedy) from None
 
 
-def read_object(path: Path, remedy: str = FETCH_AGAIN, needs: Iterable[tuple[str, type]] = ()) -> dict[str, Any]:
+def read_object(
+    path: Path, remedy: str = DAMAGED_FILE_REMEDY, needs: Iterable[tuple[str, type]] = ()
+) -> dict[str, Any]:
     """The data of a JSON file with an object.
 
     Args:
@@ -67,11 +69,11 @@ def read_settings(path: Path) -> Any:
     duplicate key.
     """
     try:
-        with regular(path) as file:
-            return json.load(file, object_pairs_hook=each_key_once)
+        with open_regular_file(path) as file:
+            return json.load(file, object_pairs_hook=object_without_duplicate_keys)
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from error
-    except GivenTwice:
+    except DuplicateKeyError:
         raise
     except ValueError as error:
         raise ValueError(f"is not JSON: {error}") from error

@@ -24,8 +24,8 @@ def hide_library_warnings() -> None:
     for message, category in _WARNINGS:
         warnings.filterwarnings("ignore", message, category)
     for name in _LOGGED:
-        logging.getLogger(name).addFilter(_is_shown)
+        logging.getLogger(name).addFilter(_is_not_hidden)
 
 
-def _is_shown(record: logging.LogRecord) -> bool:
+def _is_not_hidden(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(_LOGGED[record.name])

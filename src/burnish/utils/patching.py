@@ -132,7 +132,7 @@ def restore(patches: Iterable[Patch]) -> None:
         elif later is not None:
             later.before = done.before
         else:
-            _put_back(done)
+            _restore_attribute(done)
 
 
 @contextmanager
@@ -158,13 +158,13 @@ def python_modules(model: nn.Module) -> list[ModuleType]:
     return [sys.modules[name] for name in names if name in sys.modules]
 
 
-def standing(owner: Any, name: str, kind: type[T]) -> T | None:
+def installed_hook(owner: Any, name: str, kind: type[T]) -> T | None:
     """The object of class ``kind`` to which the method ``owner.name`` is bound; None if it is another."""
     found = getattr(vars(owner).get(name), "__self__", None)
     return found if isinstance(found, kind) else None
 
 
-def allows(options: PatchOptions, why: Reason) -> bool:
+def allows_patch(options: PatchOptions, why: Reason) -> bool:
     """Whether a run makes patches of this kind."""
     return options.patches and why.kind not in (options.leave_out or ())
 
@@ -208,7 +208,7 @@ def _list_of(owner: Any) -> list[Patch]:
     return found
 
 
-def _put_back(done: Patch) -> None:
+def _restore_attribute(done: Patch) -> None:
     holder, leaf = _place(done.owner, done.name)
     if vars(holder).get(leaf, NOTHING) is not done.value:
         return

@@ -13,7 +13,7 @@ def shared_beginning(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-class OnDemand(Sequence[T_co]):
+class LazySequence(Sequence[T_co]):
     """A sequence that creates its items on access. Subclasses implement ``__len__`` and ``item``."""
 
     def item(self, index: int, /) -> T_co:

@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 INTERRUPTED = 128 + int(SIGINT)
 
 
-def stop_at_once() -> None:
+def exit_on_interrupt() -> None:
     """Make Ctrl-C end the process with one line from now on, until ``interruptible`` is called."""
     if _is_ours_to_take(getsignal(SIGINT)):
         signal(SIGINT, _stop)
 
 
-class stopping_at_once:
+class exiting_on_interrupt:
     """Context in which Ctrl-C ends the process with one line, until ``interruptible`` is called. Restores the
     handler."""
 
     def __enter__(self) -> None:
         self.before = getsignal(SIGINT)
-        stop_at_once()
+        exit_on_interrupt()
 
     def __exit__(self, *error: object) -> None:
         if _is_ours_to_take(self.before):

@@ -47,10 +47,10 @@ def _sources(files: Sequence[Path]) -> Iterator[bytes]:
             seen.add(path)
             raw = path.read_bytes()
             yield raw
-            waiting += _imported(path, raw)
+            waiting += _imported_files(path, raw)
 
 
-def _imported(path: Path, raw: bytes) -> Iterator[Path]:
+def _imported_files(path: Path, raw: bytes) -> Iterator[Path]:
     """Yield the files of the same package, and the local files, that the code ``raw`` in ``path`` imports."""
     try:
         with without_garbage_collection():  # Python below 3.11.8 may fail if it runs meanwhile (gh-106905)

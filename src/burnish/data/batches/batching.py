@@ -98,10 +98,10 @@ def packs_rows(options: PackingChoices, default: str | None, is_eval: bool = Fal
 
 def splits_rows(options: PackingChoices, default: str | None, is_eval: bool = False) -> bool:
     """Return whether the packing strategy splits long rows itself, so that rows need no truncation."""
-    return packs_rows(options, default, is_eval) and strategy_of(options, default) != "bfd"
+    return packs_rows(options, default, is_eval) and packing_strategy_of(options, default) != "bfd"
 
 
-def strategy_of(options: PackingChoices, default: str | None) -> str:
+def packing_strategy_of(options: PackingChoices, default: str | None) -> str:
     return options.packing_strategy or default or "bfd"
 
 
@@ -158,7 +158,7 @@ def collate_padding_free(rows: Sequence[Row]) -> Batch:
         "max_length_q": max(lengths),
         "max_length_k": max(lengths),
     }
-    for name in _columns_of_tokens(rows):
+    for name in _token_columns_in(rows):
         batch[name] = torch.tensor([[value for row in rows for value in _column(row, name)]])
     return batch
 
@@ -189,7 +189,7 @@ def collate_prefix_sharing(rows: Sequence[Row]) -> Batch:
         if segment.is_last:
             predicted = sequences[segment.sequence]
             batch["labels"][0, end] = predicted["labels"][segment.end]
-            for name in set(_columns_of_tokens(rows)) - INPUT_COLUMNS.keys():
+            for name in set(_token_columns_in(rows)) - INPUT_COLUMNS.keys():
                 batch[name][0, end] = _column(predicted, name)[segment.end]
     batch["num_tokens"] = sum(len(sequence["input_ids"]) for sequence in sequences)
     if not any(segment.path for segment in nodes):
@@ -225,7 +225,7 @@ def collate_padded(
         "attention_mask": filled(([1] * len(sequence["input_ids"]) for sequence in sequences), 0),
         "labels": filled((s["labels"] for s in sequences), pad_id if learns_padding else IGNORE_INDEX),
     }
-    for name in _columns_of_tokens(rows):
+    for name in _token_columns_in(rows):
         batch[name] = filled((_column(sequence, name) for sequence in sequences), TOKEN_COLUMNS[name])
     return batch
 
@@ -236,7 +236,7 @@ def lengths_of(row: Mapping[str, Any]) -> list[int]:
     return list(row.get("seq_lengths") or map(len, ids))
 
 
-def answers_of(row: Mapping[str, Any]) -> dict[str, Row]:
+def sequences_by_name(row: Mapping[str, Any]) -> dict[str, Row]:
     """Return the sequences of a row by name: "chosen" and "rejected", "" and "kl" with a KTO label, else ""."""
     prefixes = [name.removesuffix("input_ids") for name in row if name.endswith("input_ids")]
     return {
@@ -258,12 +258,12 @@ def _slice(row: Row, begin: int, end: int) -> Row:
     part: Row = {"input_ids": row["input_ids"][begin:end], "labels": row["labels"][begin:end]}
     for name in TOKEN_COLUMNS.keys() & row.keys():
         part[name] = row[name][begin:end]
-    if images := _shifted(row, -begin, begin, end):
+    if images := _shifted_images(row, -begin, begin, end):
         part["images"] = images
     return part
 
 
-def _shifted(row: Row, by: int, begin: int = 0, end: int | None = None) -> list[dict[str, Any]]:
+def _shifted_images(row: Row, by: int, begin: int = 0, end: int | None = None) -> list[dict[str, Any]]:
     """Return the images within the tokens ``begin`` to ``end``, with positions moved by ``by`` tokens.
 
     Raises:
@@ -283,7 +283,7 @@ def _concatenated(rows: Sequence[Row], name: str) -> list[int]:
     return [value for row in rows for value in row[name]]
 
 
-def _columns_of_tokens(rows: Sequence[Row]) -> list[str]:
+def _token_columns_in(rows: Sequence[Row]) -> list[str]:
     return [name for name in TOKEN_COLUMNS if any(name in row for row in rows)]
 
 
@@ -310,9 +310,9 @@ def pack(rows: Sequence[Row], capacity: int, strategy: str = "bfd", drop_incompl
     if strategy == "wrapped":
         return list(_blocks(rows, capacity, drop_incomplete))
     if strategy == "bfd_split":
-        rows = [part for row in rows for part in _split(row, capacity)]
+        rows = [part for row in rows for part in _split_row(row, capacity)]
     plan = pack_best_fit([len(row["input_ids"]) for row in rows], capacity)
-    return [_joined([rows[index] for index in chosen]) for chosen in plan]
+    return [_concatenated_row([rows[index] for index in chosen]) for chosen in plan]
 
 
 def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -360,26 +360,26 @@ def _blocks(rows: Sequence[Row], capacity: int, drop_incomplete: bool) -> Iterat
             free -= end - begin
             begin = end
             if free == 0:
-                yield _joined(parts)
+                yield _concatenated_row(parts)
                 parts, free = [], capacity
     if parts and not drop_incomplete:
-        yield _joined(parts)
+        yield _concatenated_row(parts)
 
 
-def _split(row: Row, capacity: int) -> Iterator[Row]:
+def _split_row(row: Row, capacity: int) -> Iterator[Row]:
     length = len(row["input_ids"])
     return (_slice(row, begin, min(begin + capacity, length)) for begin in range(0, length, capacity))
 
 
-def _joined(rows: Sequence[Row]) -> Row:
+def _concatenated_row(rows: Sequence[Row]) -> Row:
     joined: Row = {
         "input_ids": _concatenated(rows, "input_ids"),
         "labels": _concatenated(rows, "labels"),
         "seq_lengths": [len(row["input_ids"]) for row in rows],
     }
-    for name in _columns_of_tokens(rows):
+    for name in _token_columns_in(rows):
         joined[name] = [value for row in rows for value in _column(row, name)]
     begins = accumulate(joined["seq_lengths"], initial=0)
-    if images := [one for row, begin in zip(rows, begins, strict=False) for one in _shifted(row, begin)]:
+    if images := [one for row, begin in zip(rows, begins, strict=False) for one in _shifted_images(row, begin)]:
         joined["images"] = images
     return joined

@@ -27,7 +27,7 @@ from burnish.data.batches.budget import Budget
 from burnish.data.options import DataOptions
 from burnish.loop.protocols import Loader
 from burnish.loop.types import IGNORE_INDEX, Batch, Row, StepBatch
-from burnish.utils.sequences import OnDemand
+from burnish.utils.sequences import LazySequence
 
 
 def ignore_signals(worker: int) -> None:
@@ -115,21 +115,23 @@ class StepPartition:
             patches: image patches of each item, for the budget.
         """
         if lengths is None or (self.world_size == 1 and self.budget is None):
-            return self._in_turn(chosen)
+            return self._every_nth_micro_batch(chosen)
         if self.world_size == 1:
-            return self._cut(list(chosen), lengths, patches) or [[]]
-        shares = [self._cut(share, lengths, patches) for share in balanced(chosen, lengths, self.world_size)]
+            return self._split_share(list(chosen), lengths, patches) or [[]]
+        shares = [self._split_share(share, lengths, patches) for share in balanced(chosen, lengths, self.world_size)]
         most = max(1, *map(len, shares))
         own_share = shares[self.rank]
         return [*own_share, *([[]] * (most - len(own_share)))]
 
-    def _in_turn(self, chosen: Sequence[int]) -> list[Sequence[int]]:
+    def _every_nth_micro_batch(self, chosen: Sequence[int]) -> list[Sequence[int]]:
         """Return every ``world_size``-th micro-batch, in the order of the items."""
         across = self.micro_batch_size * self.world_size
         starts = range(self.rank * self.micro_batch_size, max(1, -(-len(chosen) // across)) * across, across)
         return [chosen[start : start + self.micro_batch_size] for start in starts]
 
-    def _cut(self, share: Sequence[int], lengths: Sequence[int], patches: Sequence[int] | None) -> list[Sequence[int]]:
+    def _split_share(
+        self, share: Sequence[int], lengths: Sequence[int], patches: Sequence[int] | None
+    ) -> list[Sequence[int]]:
         if self.budget is not None:
             return [*self.budget.micro_batches(share, lengths, patches)]
         return [share[start : start + self.micro_batch_size] for start in range(0, len(share), self.micro_batch_size)]
@@ -305,8 +307,8 @@ class RowLoader(StepBatchLoader):
         batches = self._batches(part or order[:1] for group in again for part in group)
         for start, group in zip(starts, steps, strict=True):
             end = min(start + self.cut.rows_per_step, size)
-            indices = self._kept(order[start:end])
-            micro_batches = [_blank(next(batches)) if not part else next(batches) for part in group]
+            indices = self._without_excluded(order[start:end])
+            micro_batches = [_without_labels(next(batches)) if not part else next(batches) for part in group]
             if not indices:  # all rows of the step are skipped, so there is no step
                 self.position = end
                 continue
@@ -323,7 +325,9 @@ class RowLoader(StepBatchLoader):
         """Return the batch of each micro-batch, collated here or by worker processes."""
         items = self.items
         if self.options.dataloader_num_workers == 0 or getattr(items, "is_streamed", False):
-            read = items.__getitems__ if isinstance(items, OnDemand) else lambda some: [items[index] for index in some]
+            read = (
+                items.__getitems__ if isinstance(items, LazySequence) else lambda some: [items[index] for index in some]
+            )
             rows: Iterator[Any] = (read(each) for each in micro_batches)
             rows = rows if self.ahead is None else self.ahead(rows)
             return (collate_present(some, self.collate, self.blank_row) for some in rows)
@@ -344,7 +348,7 @@ class RowLoader(StepBatchLoader):
 
     def _partition(self, step: list[int]) -> list[Sequence[Any]]:
         """Return this rank's micro-batches of a step: items, or their keys if a row depends on its step."""
-        chosen = self._kept(step)
+        chosen = self._without_excluded(step)
         micro_batches: list[Sequence[Any]] = self.cut.micro_batches(chosen, self.lengths, self.patches)
         if self.keys is None:
             return micro_batches
@@ -354,7 +358,7 @@ class RowLoader(StepBatchLoader):
     def _examples_in(self, part: Sequence[Any]) -> int:
         return len(part) if self.num_examples is None else sum(self.num_examples[item] for item in part)
 
-    def _kept(self, chosen: list[int]) -> list[int]:
+    def _without_excluded(self, chosen: list[int]) -> list[int]:
         return [item for item in chosen if item not in self.excluded] if self.excluded else chosen
 
     def order(self, epoch: int) -> list[int]:
@@ -387,7 +391,7 @@ def collate_present(
 ) -> Batch:
     """Collate the rows that are not None. Return a blank micro-batch if there are none."""
     present = [row for row in rows if row is not None]
-    return collate(present) if present else _blank(collate([blank_row]))
+    return collate(present) if present else _without_labels(collate([blank_row]))
 
 
 class EvalBatches:
@@ -412,7 +416,7 @@ class EvalBatches:
     def __iter__(self) -> Iterator[Batch]:
         for chosen in self.micro_batches:
             batch = self.collate([self.items[index] for index in chosen or [0]])
-            yield batch if chosen else _blank(batch)
+            yield batch if chosen else _without_labels(batch)
 
 
 def num_tokens(batch: Batch) -> int:
@@ -426,10 +430,10 @@ def num_tokens(batch: Batch) -> int:
     return 0 if ids is None else ids.numel()
 
 
-def _blank(batch: Batch) -> Batch:
+def _without_labels(batch: Batch) -> Batch:
     """Return a batch of the same shape without labels to train on, including nested batches."""
     blank = {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
     for name, value in batch.items():
         if isinstance(value, dict) and "labels" in value:
-            blank[name] = _blank(value)
+            blank[name] = _without_labels(value)
     return blank | {"items": torch.zeros_like(batch["items"])} if "items" in batch else blank

@@ -60,9 +60,9 @@ def segments(sequences: Sequence[Row], least_skipped: int = _LEAST_SKIPPED) -> l
     A segment comes after those that it continues. If nothing is shared, segments are in the order of the sequences. A
     sequence without trained tokens has no segment.
     """
-    bounds = [_learned(sequence["labels"]) for sequence in sequences]
+    bounds = [_trained_range(sequence["labels"]) for sequence in sequences]
     needed = [number for number, (_, last) in enumerate(bounds) if last > 0]
-    shareable = _contents(sequences, {number: bounds[number][0] - 1 for number in needed})
+    shareable = _comparable_contents(sequences, {number: bounds[number][0] - 1 for number in needed})
     # In sorted order, neighbours have the longest common prefixes.
     order = sorted(needed, key=shareable.__getitem__)
     common = [shared_beginning(shareable[a], shareable[b]) for a, b in pairwise(order)]
@@ -84,7 +84,7 @@ def segments(sequences: Sequence[Row], least_skipped: int = _LEAST_SKIPPED) -> l
     return nodes if any(segment.path for segment in nodes) else sorted(nodes, key=lambda segment: segment.sequence)
 
 
-def _contents(sequences: Sequence[Row], lengths: Mapping[int, int]) -> dict[int, list[Any]]:
+def _comparable_contents(sequences: Sequence[Row], lengths: Mapping[int, int]) -> dict[int, list[Any]]:
     """Return comparable values for the first positions of sequences: ids, or (id, hash) pairs if any row has images."""
     if not any("content_hashes" in sequences[number] for number in lengths):
         return {number: list(sequences[number]["input_ids"][:length]) for number, length in lengths.items()}
@@ -98,7 +98,7 @@ def _hashes(sequence: Row) -> Iterable[int]:
     return sequence.get("content_hashes") or repeat(0)
 
 
-def _learned(labels: Sequence[int]) -> tuple[int, int]:
+def _trained_range(labels: Sequence[int]) -> tuple[int, int]:
     """Return the positions of the first and last predicted and trained token, or (0, 0) if there is none."""
     places = range(1, len(labels))
     first = next((place for place in places if labels[place] != IGNORE_INDEX), 0)

@@ -26,16 +26,16 @@ from burnish.data.chat.rendering import (
     Part,
     Rendering,
     UnreadableTemplate,
-    in_parts,
-    marked,
     render,
+    text_to_parts,
+    with_processor_text,
 )
 from burnish.data.images.family import Family
 from burnish.loop.types import IMAGE, VIDEO
 
 Chat: TypeAlias = list[dict[str, Any]]
 Tools: TypeAlias = "list[Any] | None"
-_AT_ONCE = 64
+_CONVERSATIONS_PER_CALL = 64
 """Number of conversations rendered in one request."""
 NO_CALLS = "the chat template does not support tool calls"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -94,7 +94,7 @@ class Renderer:
     def content(self, text: str) -> Any:
         """Return the content of a message in the form that the template accepts: text or parts."""
         if self.family is not None and (IMAGE in text or VIDEO in text):
-            return in_parts(text)
+            return text_to_parts(text)
         return [{"type": "text", "text": text}] if self.in_parts else text
 
     def writes_messages(self) -> bool:
@@ -102,8 +102,8 @@ class Renderer:
 
     def rendered(self, conversations: Sequence[tuple[Chat, Tools]]) -> Iterator[Rendered | UnreadableTemplate]:
         """Yield each conversation with the spans of its responses, or the error if that is impossible."""
-        for start in range(0, len(conversations), _AT_ONCE):
-            some = conversations[start : start + _AT_ONCE]
+        for start in range(0, len(conversations), _CONVERSATIONS_PER_CALL):
+            some = conversations[start : start + _CONVERSATIONS_PER_CALL]
             wanted = [Conversation(chat, tools, *self._parts(chat, tools)) for chat, tools in some]
             found = iter(self._render(wanted))
             for (chat, tools), each in zip(some, wanted, strict=True):
@@ -152,7 +152,7 @@ class Renderer:
             found += render(self.tokenizer, list(group), template)
         if self.family is None or self.family.chat_template_text == self.family.mark:
             return found
-        return [marked(each, self.family) for each in found]
+        return [with_processor_text(each, self.family) for each in found]
 
     def around(self, chat: Chat, place: int, tools: Tools) -> tuple[str, str] | None:
         """Return the text before and after the content of one message, or None if the template omits the content."""

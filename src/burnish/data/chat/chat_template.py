@@ -16,7 +16,7 @@ from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.data.chat.answers import NO_CALLS, Chat, Rendered, Renderer, Tools, common_end, common_start
-from burnish.data.chat.labels import NO_MESSAGE, Segment, TemplateChoices, Turn
+from burnish.data.chat.labels import EMPTY_MESSAGE, Segment, TemplateChoices, Turn
 from burnish.data.chat.rendering import UnreadableTemplate
 from burnish.data.chat.table import TemplateSpec
 from burnish.data.chat.tools.tools import ToolError, function_schema, read_calls, read_tools
@@ -26,13 +26,13 @@ from burnish.data.tokens.encoder import Encoder
 from burnish.loop.types import Example, Ids, Message
 
 _THOUGHT, _CALL = TemplateSpec.thought_words, TemplateSpec.tool_call_words
-_WORDS = tuple(variant for word in (*_THOUGHT, *_CALL) for variant in (word, word.strip()))
-_ANSWERING = ("assistant", "function")
+_MARKERS = tuple(variant for word in (*_THOUGHT, *_CALL) for variant in (word, word.strip()))
+_RESPONSE_ROLES = ("assistant", "function")
 WITH_TOOLS = (
     "Set template to a named template that fits the model, such as qwen, llama3 or mistral: these format tools. "
     "Otherwise, use a chat template that supports tools, or remove the tool calls."
 )
-TWO_QUESTIONS = kept("consecutive user messages without a response")
+CONSECUTIVE_USER_MESSAGES = kept("consecutive user messages without a response")
 UNUSED_TOOLS = kept("the chat template does not show tools, so the model does not see those of the record")
 
 
@@ -62,8 +62,8 @@ class JinjaFormat:
     def read_special_tokens(self) -> None:
         """Read the tokenizer's special tokens. Called again after they change."""
         controls = () if self.family is None else self.family.controls
-        self.encoder = Encoder(self.tokenizer, _WORDS, str(self.templates), controls)
-        self.renderer = Renderer(self.templates, self.tokenizer, not_ends=(*_WORDS, *controls), family=self.family)
+        self.encoder = Encoder(self.tokenizer, _MARKERS, str(self.templates), controls)
+        self.renderer = Renderer(self.templates, self.tokenizer, not_ends=(*_MARKERS, *controls), family=self.family)
         if not self.renderer.writes_messages():
             what = f"The chat template ({self.name}) does not output the content of user and assistant messages."
             raise UserError(what, why=self.renderer.refusal, remedy="Correct it, or set a different template.")
@@ -125,7 +125,7 @@ class JinjaFormat:
                 reason = self._reason(example, rendered) if is_of_template else dropped(str(rendered))
                 stats.add(reason, example)
             elif any(first.role == second.role == "user" for first, second in pairwise(example.messages)):
-                stats.add(TWO_QUESTIONS, example)
+                stats.add(CONSECUTIVE_USER_MESSAGES, example)
             elif example.tools and not self._shows_tools:
                 stats.add(UNUSED_TOOLS, example)
             found.append(None if isinstance(rendered, ValueError) else rendered)
@@ -158,9 +158,9 @@ class JinjaFormat:
 
     def _input(self, example: Example) -> tuple[Chat, Tools] | ValueError:
         """Return the template's input for an example, or the reason why it is dropped."""
-        if not example.messages or example.messages[-1].role not in _ANSWERING:
+        if not example.messages or example.messages[-1].role not in _RESPONSE_ROLES:
             return UnreadableTemplate("the last message is not a response")
-        if example.messages[0].role in _ANSWERING:
+        if example.messages[0].role in _RESPONSE_ROLES:
             return UnreadableTemplate("the first message is a response")
         try:
             return self._chat(example), self._tools(example)
@@ -264,7 +264,7 @@ def _messages(example: Example, rendered: Rendered, index: int) -> tuple[Message
     """Return prompt and response message of a turn. The prompt is empty if a response follows another one."""
     place = rendered.answers[index] - (len(rendered.chat) - len(example.messages))
     question = example.messages[place - 1]
-    return question if question.role not in _ANSWERING else NO_MESSAGE, example.messages[place]
+    return question if question.role not in _RESPONSE_ROLES else EMPTY_MESSAGE, example.messages[place]
 
 
 def _with_options(chat_template: str, options: TemplateChoices) -> str:

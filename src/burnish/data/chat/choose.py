@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 import yaml
 
 from burnish.config.checks import check
-from burnish.config.conversion import GivenTwice, yaml_of_each_key_once
+from burnish.config.conversion import DuplicateKeyError, yaml_without_duplicate_keys
 from burnish.config.errors import Problem, UserError, did_you_mean
 from burnish.config.options import RawValue, build, option, raise_if
 from burnish.data.chat.chat_template import JinjaFormat
@@ -30,7 +30,7 @@ from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
 from burnish.data.images.families import check_family
 from burnish.data.images.family import Family
 from burnish.data.tokens.encoder import Encoder
-from burnish.utils.files import check_below_roots, odd_kind
+from burnish.utils.files import check_below_roots, special_file_kind
 
 FALLBACK = TemplateSpec("empty", empty_thought="", tool_list_format="default")
 """Default for a tokenizer without a chat template: no markers, EOS after each response."""
@@ -215,8 +215,8 @@ def _named_spec(name: str | None) -> TemplateSpec | None:
 
 def _spec_from_file(path: Path) -> TemplateSpec:
     try:
-        row = yaml_of_each_key_once(_read(path), yaml.SafeLoader)
-    except GivenTwice as error:
+        row = yaml_without_duplicate_keys(_read(path), yaml.SafeLoader)
+    except DuplicateKeyError as error:
         raise UserError(f"The template file {error}", where=str(path)) from error
     except yaml.YAMLError as error:
         mark, fault = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
@@ -231,7 +231,7 @@ def _spec_from_file(path: Path) -> TemplateSpec:
 
 
 def _read(path: Path) -> str:
-    if kind := odd_kind(path):
+    if kind := special_file_kind(path):
         raise UserError(f'Expected "template" to be a file. "{path}" is {kind}.', option="template")
     check_below_roots(path)
     try:

@@ -17,7 +17,13 @@ from itertools import chain
 from typing import Any
 
 from burnish.data.chat.labels import EncodedConversation, Segment, Turn, concatenated, masked
-from burnish.data.chat.preferences import IMAGE_CUT, pair_rows, unpaired_rows, with_answer, with_other
+from burnish.data.chat.preferences import (
+    IMAGE_TRUNCATED,
+    pair_rows,
+    unpaired_rows,
+    with_answer,
+    with_mismatched_response,
+)
 from burnish.data.chat.truncate import EncodingChoices, fit_turns, refuse_long
 from burnish.data.images.image_file import ImageFile
 from burnish.data.images.in_rows import images_column, images_of_segments
@@ -104,7 +110,9 @@ class ConversationEncoder:
             UserError: if a row is too long and ``on_too_long`` is "raise".
         """
         own = self._answers(examples, stats)
-        beside = iter(self._answers([with_other(one) for one in examples if one.other is not None], DataStats()))
+        beside = iter(
+            self._answers([with_mismatched_response(one) for one in examples if one.other is not None], DataStats())
+        )
         others = [None if example.other is None else next(beside) for example in examples]
         return unpaired_rows(examples, own, others, self.encoding, self.cutoff_len, stats)
 
@@ -214,7 +222,7 @@ class ConversationEncoder:
         sizes = {(one.place, one.path): one.end - one.begin for one in images}
         if encoded.turns and all(sizes[key] == size for key, size in left.items()):
             return True
-        stats.add(IMAGES_TOO_LONG if sum(sizes.values()) > self.cutoff_len else IMAGE_CUT, example)
+        stats.add(IMAGES_TOO_LONG if sum(sizes.values()) > self.cutoff_len else IMAGE_TRUNCATED, example)
         return False
 
     def _joined(self, encoded: EncodedConversation) -> Row:

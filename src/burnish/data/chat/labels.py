@@ -23,7 +23,7 @@ from burnish.config.options import option
 from burnish.data.images.image_file import ImageFile
 from burnish.loop.types import IGNORE_INDEX, Ids, Message
 
-NO_MESSAGE = Message("user", "")
+EMPTY_MESSAGE = Message("user", "")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Segment:
 
     ids: Ids
     content: Callable[[], Sequence[bool]]
-    message: Message = NO_MESSAGE
+    message: Message = EMPTY_MESSAGE
     begin: int = 0
     trailing: int = 0
     labels: Ids = field(default_factory=lambda: array("i"))
@@ -70,10 +70,12 @@ class Segment:
         """Return the segment with only the tokens at these positions."""
         weights = self.weights and [self.weights[i] for i in positions]
         ids, labels = (array("i", [values[i] for i in positions]) for values in (self.ids, self.labels))
-        return replace(self, ids=ids, labels=labels, weights=weights, images=_still_there(self.images, positions))
+        return replace(
+            self, ids=ids, labels=labels, weights=weights, images=_images_of_positions(self.images, positions)
+        )
 
 
-def _still_there(images: Sequence[ImageFile], positions: Sequence[int]) -> list[ImageFile]:
+def _images_of_positions(images: Sequence[ImageFile], positions: Sequence[int]) -> list[ImageFile]:
     """Return the images with their token spans after only the tokens at ``positions`` remain."""
     spans = [(bisect_left(positions, one.begin), bisect_left(positions, one.end)) for one in images]
     return [replace(one, begin=begin, end=end) for one, (begin, end) in zip(images, spans, strict=True)]
@@ -160,14 +162,14 @@ def check_learning(options: TemplateChoices) -> list[Problem]:
 
 
 @dataclass(frozen=True)
-class Ends:
+class EndTokens:
     """Ids of the end tokens, and the id that closes the row if turns have no end token."""
 
     token_ids: frozenset[int]
     closing_id: int | None = None
 
 
-def label_turns(turns: Sequence[Turn], options: TemplateChoices, ends: Ends) -> list[Turn]:
+def label_turns(turns: Sequence[Turn], options: TemplateChoices, ends: EndTokens) -> list[Turn]:
     """Return the turns of a conversation with labels."""
     before = [None, *(response.message for _, response in turns)]
     last = len(turns) - 1
@@ -175,7 +177,7 @@ def label_turns(turns: Sequence[Turn], options: TemplateChoices, ends: Ends) -> 
 
 
 def _labelled(
-    prompt: Segment, response: Segment, before: Message | None, is_last: bool, options: TemplateChoices, ends: Ends
+    prompt: Segment, response: Segment, before: Message | None, is_last: bool, options: TemplateChoices, ends: EndTokens
 ) -> Turn:
     """Return the turn with labels. ``before`` is the response that precedes it."""
     labels, weight_of_end = _prompt_labels(prompt, options, ends), None
@@ -191,7 +193,7 @@ def _labelled(
     )
 
 
-def _response_labels(response: Segment, is_last: bool, options: TemplateChoices, ends: Ends) -> Ids:
+def _response_labels(response: Segment, is_last: bool, options: TemplateChoices, ends: EndTokens) -> Ids:
     ids, train = response.ids, response.message.train
     is_trained = train if train is not None else is_last or not options.mask_history
     labels = ids[:] if is_trained else masked(len(ids))
@@ -205,7 +207,7 @@ def _response_labels(response: Segment, is_last: bool, options: TemplateChoices,
     return labels
 
 
-def _prompt_labels(prompt: Segment, options: TemplateChoices, ends: Ends) -> Ids:
+def _prompt_labels(prompt: Segment, options: TemplateChoices, ends: EndTokens) -> Ids:
     ids, begin = prompt.ids, prompt.begin
     labels = ids[:] if options.train_on_prompt else masked(len(ids))
     if prompt.message.train is not None:

@@ -32,9 +32,9 @@ from burnish.data.chat.rendering import (
     Rendering,
     UnreadableTemplate,
     chat_ids,
-    marked,
     marked_ids,
     render,
+    with_processor_text,
 )
 from burnish.data.chat.table import TemplateSpec
 from burnish.data.images.family import Family
@@ -45,13 +45,13 @@ from burnish.data.tokens.encoder import Encoder
 from burnish.loop.types import IGNORE_INDEX, Example, Ids, Message, Row
 from burnish.utils.sequences import shared_beginning
 
-PARTED = kept(
+RETOKENIZED_PROMPT = kept(
     "the prompt is tokenized differently when it is followed by the response; the loss starts at the first "
     "token that differs"
 )
 KL_IDS = "KL_completion_ids"
-_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_NOT_ENDS = tuple(
+_GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_NEVER_END_TOKENS = tuple(
     form for word in (*TemplateSpec.thought_words, *TemplateSpec.tool_call_words) for form in (word, word.strip())
 )
 
@@ -98,7 +98,7 @@ class PlainTemplate(ConversationEncoder):
         self.encoder = Encoder(tokenizer, controls=() if family is None else family.controls)
         template = tokenizer.chat_template
         self._templates = dict(template) if isinstance(template, dict) else {"default": template or ""}
-        self._is_marked = any(_MARK.search(text) for text in self._templates.values())
+        self._is_marked = any(_GENERATION_MARKER.search(text) for text in self._templates.values())
         self._renderers: dict[str, Renderer] = {}
         self._prompt_cache: dict[tuple[str, int], Ids] | None = None
 
@@ -115,14 +115,16 @@ class PlainTemplate(ConversationEncoder):
             rows = super().encode_pairs(examples, stats)
             self._prompt_cache = None
             return rows
-        chosen, rejected = ([_of_ids(one.extra, f"{side}_ids") for one in examples] for side in ("chosen", "rejected"))
+        chosen, rejected = (
+            [_turn_from_token_ids(one.extra, f"{side}_ids") for one in examples] for side in ("chosen", "rejected")
+        )
         return pair_rows(examples, chosen, rejected, self.options, self.cutoff_len, stats)
 
     def encode_unpaired(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:
         if not any("completion_ids" in example.extra for example in examples):
             return super().encode_unpaired(examples, stats)
-        own = [_of_ids(example.extra, "completion_ids") for example in examples]
-        beside = [_of_ids(one.extra, KL_IDS) if one.extra.get(KL_IDS) else None for one in examples]
+        own = [_turn_from_token_ids(example.extra, "completion_ids") for example in examples]
+        beside = [_turn_from_token_ids(one.extra, KL_IDS) if one.extra.get(KL_IDS) else None for one in examples]
         return unpaired_rows(examples, own, beside, self.options, self.cutoff_len, stats)
 
     # --- texts --------------------------------------------------------------------------------------------------------
@@ -222,7 +224,7 @@ class PlainTemplate(ConversationEncoder):
             for one, size in zip(examples, contexts, strict=True)
         ]
         for example, size, one in zip(examples, contexts, conversations, strict=True):
-            *prompt, whole = [marked(each, marks.family) for each in render(self.tokenizer, [one])]
+            *prompt, whole = [with_processor_text(each, marks.family) for each in render(self.tokenizer, [one])]
             if error := next((each.error for each in (*prompt, whole) if each.error is not None), None):
                 raise UserError(_not_rendered(error, one), where=example.place) from error
             try:
@@ -278,13 +280,13 @@ class PlainTemplate(ConversationEncoder):
         labels = array("i", columns.get("labels", ids))
         masks = ["assistant_masks"] if self.options.train_on_prompt else ["completion_mask", "assistant_masks"]
         for name in masks if "labels" not in columns else ():
-            labels = _where(columns[name], labels) if name in columns else labels
+            labels = _mask_labels(columns[name], labels) if name in columns else labels
         return EncodedConversation([(_segment(ids[:0], labels[:0]), _segment(ids, labels))])
 
     def _begin(self, prompt: Sequence[int], whole: Ids, example: Example, stats: DataStats) -> int:
         begin = shared_beginning(prompt, whole)
         if begin < len(prompt):
-            stats.add(PARTED, example)
+            stats.add(RETOKENIZED_PROMPT, example)
         return begin
 
     def _trained_from(
@@ -302,7 +304,7 @@ class PlainTemplate(ConversationEncoder):
         if not self.options.train_on_prompt:
             labels[:begin] = masked(begin)
         if mask is not None:
-            labels = _where(mask, labels)
+            labels = _mask_labels(mask, labels)
         prompt = _segment(ids[:begin], labels[:begin], [one for one in images if one.end <= begin])
         answer = _segment(ids[begin:], labels[begin:], shifted((one for one in images if one.end > begin), -begin))
         return EncodedConversation([(prompt, answer)])
@@ -361,7 +363,9 @@ class PlainTemplate(ConversationEncoder):
         opening = "".join(f"{{%- set {name} = {json.dumps(value)} %}}" for name, value in sorted(variables.items()))
         if opening not in self._renderers:
             templates = {name: opening + text for name, text in self._templates.items()}
-            self._renderers[opening] = Renderer(templates, self.tokenizer, not_ends=_NOT_ENDS, family=self.family)
+            self._renderers[opening] = Renderer(
+                templates, self.tokenizer, not_ends=_NEVER_END_TOKENS, family=self.family
+            )
         return self._renderers[opening]
 
 
@@ -395,13 +399,13 @@ def _segment(ids: Ids, labels: Ids, images: Sequence[ImageFile] = ()) -> Segment
     return Segment(ids, lambda: [True] * len(ids), labels=labels, images=images)
 
 
-def _where(mask: Sequence[int], labels: Ids) -> Ids:
+def _mask_labels(mask: Sequence[int], labels: Ids) -> Ids:
     return array("i", [label if bit else IGNORE_INDEX for label, bit in zip(labels, mask, strict=True)])
 
 
 # --- columns of token ids ---------------------------------------------------------------------------------------------
 
 
-def _of_ids(columns: Mapping[str, Any], name: str) -> Turn:
+def _turn_from_token_ids(columns: Mapping[str, Any], name: str) -> Turn:
     prompt, response = array("i", columns.get("prompt_ids") or []), array("i", columns[name])
     return _segment(prompt, masked(len(prompt))), _segment(response, response)

@@ -20,13 +20,13 @@ from burnish.data.stats import DataStats, RecordReason, dropped
 from burnish.loop.types import Example, Row
 from burnish.utils.sequences import shared_beginning
 
-EQUAL_AFTER_CUT = dropped("chosen and rejected are identical after truncation to cutoff_len", is_length=True)
-NOTHING_LEFT = dropped("a response is empty after truncation to cutoff_len", is_length=True)
+IDENTICAL_AFTER_TRUNCATION = dropped("chosen and rejected are identical after truncation to cutoff_len", is_length=True)
+EMPTY_AFTER_TRUNCATION = dropped("a response is empty after truncation to cutoff_len", is_length=True)
 TOO_LONG = dropped("longer than cutoff_len", is_length=True)
-IMAGE_CUT = dropped(
+IMAGE_TRUNCATED = dropped(
     "truncation to cutoff_len would split an image; raise cutoff_len, or lower image_max_pixels", is_length=True
 )
-CUT = RecordReason("truncated to cutoff_len", "truncated", is_length=True)
+TRUNCATED = RecordReason("truncated to cutoff_len", "truncated", is_length=True)
 
 
 def with_answer(example: Example, side: str) -> Example:
@@ -37,7 +37,7 @@ def with_answer(example: Example, side: str) -> Example:
     return replace(alone, messages=(*example.messages, *answer))
 
 
-def with_other(example: Example) -> Example:
+def with_mismatched_response(example: Example) -> Example:
     """Return the prompt of a labelled response with another record's response, if it has the same type."""
     other = example.other
     if other is None or isinstance(other, str) != (example.completion is not None):
@@ -60,9 +60,9 @@ def pair_rows(
     _refuse_long(examples, pairs, options, available)
     rows: list[Row | None] = []
     for example, pair in zip(examples, pairs, strict=True):
-        fitted = None if pair is None else _fitted(example, pair, options, available, stats)
+        fitted = None if pair is None else _truncate_to_fit(example, pair, options, available, stats)
         if fitted is not None and fitted[1].ids == fitted[2].ids:
-            stats.add(EQUAL_AFTER_CUT, example)
+            stats.add(IDENTICAL_AFTER_TRUNCATION, example)
             fitted = None
         if fitted is None:
             rows.append(None)
@@ -81,12 +81,12 @@ def unpaired_rows(
     _refuse_long(examples, own, options, available)
     rows: list[Row | None] = []
     for example, turn, other in zip(examples, own, others, strict=True):
-        fitted = None if turn is None else _fitted(example, turn, options, available, stats)
+        fitted = None if turn is None else _truncate_to_fit(example, turn, options, available, stats)
         if fitted is None:
             rows.append(None)
             continue
         row: Row = {**_columns(fitted[0], fitted[1], ""), "tag": bool(example.tag)}
-        beside = None if other is None else _fitted(example, other, options, available, DataStats())
+        beside = None if other is None else _truncate_to_fit(example, other, options, available, DataStats())
         rows.append(row if beside is None else row | _columns(beside[0], beside[1], "kl_"))
     return rows
 
@@ -101,10 +101,10 @@ def _with_one_prompt(chosen: Turn, rejected: Turn) -> list[Segment]:
     start = Segment(
         prompt.ids[:shared], lambda: prompt.content()[:shared], labels=prompt.labels[:shared], images=images
     )
-    return [start, *(_lengthened(*turn, shared) for turn in (chosen, rejected))]
+    return [start, *(_prepend_to_response(*turn, shared) for turn in (chosen, rejected))]
 
 
-def _lengthened(prompt: Segment, response: Segment, at: int) -> Segment:
+def _prepend_to_response(prompt: Segment, response: Segment, at: int) -> Segment:
     rest = prompt.ids[at:]
     return Segment(
         rest + response.ids, lambda: [*[False] * len(rest), *response.content()], labels=rest + response.labels
@@ -124,7 +124,7 @@ def _length(encoded: Sequence[Segment]) -> int:
     return len(prompt.ids) + max(len(response.ids) for response in responses)
 
 
-def _fitted(
+def _truncate_to_fit(
     example: Example, encoded: Sequence[Segment], options: EncodingChoices, available: int, stats: DataStats
 ) -> list[Segment] | None:
     """Return a prompt and its responses truncated to ``available`` tokens, or None if dropped, counted in ``stats``."""
@@ -135,17 +135,17 @@ def _fitted(
             return None
         fitted = fit_segments(encoded[0], encoded[1:], available, options.truncation)
         if fitted is not None:
-            stats.add(CUT, example)
-    if fitted is not None and not _keeps(encoded[0], fitted[0]):
-        stats.add(IMAGE_CUT, example)
+            stats.add(TRUNCATED, example)
+    if fitted is not None and not _keeps_all_images(encoded[0], fitted[0]):
+        stats.add(IMAGE_TRUNCATED, example)
         return None
     if fitted is None or not all(response.is_trained for response in fitted[1:]):
-        stats.add(NOTHING_LEFT, example)
+        stats.add(EMPTY_AFTER_TRUNCATION, example)
         return None
     return fitted
 
 
-def _keeps(before: Segment, after: Segment) -> bool:
+def _keeps_all_images(before: Segment, after: Segment) -> bool:
     """Return whether a truncated prompt has all of its images completely."""
     return [one.end - one.begin for one in before.images] == [one.end - one.begin for one in after.images]
 

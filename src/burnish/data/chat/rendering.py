@@ -127,14 +127,14 @@ def _raise_first(found: Sequence[Rendering]) -> None:
             raise each.error
 
 
-def in_parts(text: str) -> list[dict[str, str]]:
+def text_to_parts(text: str) -> list[dict[str, str]]:
     """Return a text with image placeholders as the parts that chat templates accept."""
     kinds = {IMAGE: "image", VIDEO: "video"}
     pieces = [piece for piece in re.split(f"([{IMAGE}{VIDEO}])", text) if piece]
     return [{"type": kinds[p]} if p in kinds else {"type": "text", "text": p} for p in pieces]
 
 
-def marked(found: Rendering, family: Family) -> Rendering:
+def with_processor_text(found: Rendering, family: Family) -> Rendering:
     """Return a rendering with the text that the family's processor adds around the placeholder of each image."""
     pieces = found.text.split(family.mark)
     added = len(family.chat_template_text) - len(family.mark)
@@ -156,14 +156,14 @@ def chat_ids(tokenizer: Any, conversations: Sequence[Conversation]) -> list[list
         UnreadableTemplate: if the template cannot render a conversation.
     """
     if not _renders_with_transformers(tokenizer):
-        return [list(_own(tokenizer, each, return_dict=True)["input_ids"]) for each in conversations]
+        return [list(_custom_chat_template(tokenizer, each, return_dict=True)["input_ids"]) for each in conversations]
     return _texts(tokenizer, render(tokenizer, conversations))["input_ids"]  # type: ignore[no-any-return]
 
 
 def chat_texts(tokenizer: Any, conversations: Sequence[Conversation]) -> list[str]:
     """Return the texts of ``tokenizer.apply_chat_template``. Arguments and errors as of ``chat_ids``."""
     if not _renders_with_transformers(tokenizer):
-        return [_own(tokenizer, each, tokenize=False) for each in conversations]
+        return [_custom_chat_template(tokenizer, each, tokenize=False) for each in conversations]
     found = render(tokenizer, conversations)
     _raise_first(found)
     return [each.text for each in found]
@@ -174,7 +174,7 @@ def _renders_with_transformers(tokenizer: Any) -> bool:
     return bool(type(tokenizer).apply_chat_template.__module__ == "transformers.tokenization_utils_base")
 
 
-def _own(tokenizer: Any, one: Conversation, **how: Any) -> Any:
+def _custom_chat_template(tokenizer: Any, one: Conversation, **how: Any) -> Any:
     """Return the result of a tokenizer that overrides ``apply_chat_template``. Mistral's has no Jinja template."""
     return tokenizer.apply_chat_template(
         one.chat, tools=one.tools, add_generation_prompt=one.parts[0][1], **how, **one.variables

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 from burnish.config.errors import UserError
 from burnish.data.chat.encoding import NO_TEXT, ConversationEncoder
-from burnish.data.chat.labels import EncodedConversation, Ends, Segment, TemplateChoices, Turn, label_turns, masked
+from burnish.data.chat.labels import EncodedConversation, EndTokens, Segment, TemplateChoices, Turn, label_turns, masked
 from burnish.data.chat.table import TemplateSpec
 from burnish.data.images.family import Family
 from burnish.data.images.image_file import BadImage, UnsupportedMedia
@@ -146,7 +146,7 @@ class Template(ConversationEncoder):
         form = self.form.answering_last() if last_only else self.form
         word = form.closing_word
         closing = None if word is None else int(self.tokenizer.convert_tokens_to_ids(word))
-        ends = Ends(self.end_ids(), closing if self.spec and not last_only else None)
+        ends = EndTokens(self.end_ids(), closing if self.spec and not last_only else None)
         trained_ids = frozenset() if self.options.train_on_eos == "none" else ends.token_ids
         examples = examples if self.marks is None else [cleaned(example) for example in examples]
         written = examples if self.marks is None else [self.marks.for_template(example) for example in examples]

@@ -31,7 +31,9 @@ from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
 CONTENT = "{{content}}"
 _MARKER = re.compile(r"<\|[^<>|\s]+\|?>|<[^<>|\s]+\|>|<｜[^<>\s]+｜>")
 
-_OTHER_NAMES = re.compile(r".*\{\{\s*\w+\s*\}\}.*|\{\w+\}", re.DOTALL)  # {{query}}, {{ content }}; {sep} by itself
+_UNKNOWN_PLACEHOLDER = re.compile(
+    r".*\{\{\s*\w+\s*\}\}.*|\{\w+\}", re.DOTALL
+)  # {{query}}, {{ content }}; {sep} by itself
 _TAGS = re.compile(rf"(?P<opens><(?P<tag>\w+)>\s*){re.escape(CONTENT)}(?P<closes>\s*</(?P=tag)>)")
 
 
@@ -112,7 +114,7 @@ class TemplateSpec:
     def opening_words(self) -> list[str]:
         """Stop words that open a message but do not end one, such as ``<|im_start|>`` in ChatML."""
         slots = (self.prefix, self.system, self.user, self.assistant, self.observation, self.function)
-        heads = "".join(map(_head, slots))
+        heads = "".join(map(_text_before_content, slots))
         return [word for word in self.stop_words if word in heads]
 
     @property
@@ -123,7 +125,7 @@ class TemplateSpec:
         return f"{tags['closes']}\n{tags['opens']}" if tags else "\n"
 
 
-def _head(slots: Slots) -> str:
+def _text_before_content(slots: Slots) -> str:
     """Return the text before the content."""
     texts = [slot.name if isinstance(slot, Token) else slot for slot in slots]
     return "".join(texts).partition(CONTENT)[0]
@@ -144,7 +146,7 @@ def read_row(name: str, row: Mapping[str, Any], where: str = "") -> TemplateSpec
     values: dict[str, Any] = {}
     for key in known & set(row):
         try:
-            values[key] = _READERS.get(key, _plain)(row[key])
+            values[key] = _READERS.get(key, _string)(row[key])
         except (TypeError, ValueError) as error:
             problems.append(Problem(f'"{key}" of template "{name}" {error}', where=where))
     if row.get("replace_eos") and not row.get("stop_words"):
@@ -184,7 +186,7 @@ def _slots(value: Any) -> Slots:
 def _slot(item: Any) -> str | Token:
     if item in ("{bos}", "{eos}"):
         return Token(f"{item[1:-1]}_token", item[1:-1])
-    if isinstance(item, str) and not _OTHER_NAMES.fullmatch(item.replace(CONTENT, "")):
+    if isinstance(item, str) and not _UNKNOWN_PLACEHOLDER.fullmatch(item.replace(CONTENT, "")):
         return item
     if isinstance(item, Mapping) and list(item) in (["token"], ["token_if_known"]):
         (kind, name), *_ = item.items()
@@ -216,7 +218,7 @@ def _words(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _two_words(value: Any) -> tuple[str, ...]:
+def _marker_pair(value: Any) -> tuple[str, ...]:
     markers = _words(value)
     if len(markers) != 2:
         raise ValueError(f"must be two strings, an opening and a closing marker. Received: {value!r}.")
@@ -229,7 +231,7 @@ def _flag(value: Any) -> bool:
     return value
 
 
-def _plain(value: Any) -> str:
+def _string(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"must be a string. Received: {value!r}.")
     return value
@@ -239,14 +241,14 @@ def _tool_format(value: Any) -> str:
     if value not in TOOL_FORMATS:
         near = did_you_mean(str(value), TOOL_FORMATS.names())
         raise ValueError(f"must be one of {', '.join(TOOL_FORMATS.names())}. Received: {value!r}.{near}")
-    return _plain(value)
+    return _string(value)
 
 
 _READERS: dict[str, Any] = {
     "prefix": _constant_slots,
     **dict.fromkeys(("system", "user", "assistant", "observation", "function"), _message_slots),
     **dict.fromkeys(("stop_words", "markers"), _words),
-    **dict.fromkeys(("thought_words", "tool_call_words"), _two_words),
+    **dict.fromkeys(("thought_words", "tool_call_words"), _marker_pair),
     **dict.fromkeys(("tool_format", "tool_list_format"), _tool_format),
     **dict.fromkeys(
         ("replace_eos", "efficient_eos", "reasoning", "system_in_user", "tools_open_system", "markers_are_text"), _flag

@@ -120,7 +120,7 @@ def _content(prompt: Segment, responses: Sequence[Segment], available: int) -> l
     if len(prompt.ids) + longest <= available:
         return [prompt, *responses]
     removable = [list(segment.content()) for segment in (prompt, *responses)]
-    least_prompt, least_response = _least(removable[0]), max(map(_least, removable[1:]))
+    least_prompt, least_response = _min_length(removable[0]), max(map(_min_length, removable[1:]))
     if least_prompt + least_response > available:
         return None
     of_prompt, of_response = infer_seqlen(len(prompt.ids), longest, available)
@@ -128,7 +128,7 @@ def _content(prompt: Segment, responses: Sequence[Segment], available: int) -> l
     of_response = min(max(of_response, least_response), available - of_prompt)
     sizes = [of_prompt, *[of_response] * len(responses)]
     return [
-        segment if len(segment.ids) <= size else segment.only(_kept(content, size))
+        segment if len(segment.ids) <= size else segment.only(_kept_positions(content, size))
         for segment, content, size in zip((prompt, *responses), removable, sizes, strict=True)
     ]
 
@@ -172,15 +172,15 @@ def _last(segment: Segment, length: int) -> Segment:
     return segment if size <= length else segment.only(range(size - length, size))
 
 
-def _least(content: Sequence[bool]) -> int:
+def _min_length(content: Sequence[bool]) -> int:
     """Return the minimum length of a segment: everything but its content, and one token of content."""
     return len(content) - sum(content) + any(content)
 
 
-def _kept(content: Sequence[bool], length: int) -> list[int]:
+def _kept_positions(content: Sequence[bool], length: int) -> list[int]:
     """Return the positions kept in a segment of ``length``. The longest message is shortened first, from its end."""
     runs = _runs(content)
-    level = _level([len(run) for run in runs], length - (len(content) - sum(content)))
+    level = _divide_budget([len(run) for run in runs], length - (len(content) - sum(content)))
     removed = {place for run, count in zip(runs, level, strict=True) for place in run[count:]}
     return [place for place in range(len(content)) if place not in removed]
 
@@ -196,7 +196,7 @@ def _runs(content: Sequence[bool]) -> list[list[int]]:
     return runs
 
 
-def _level(lengths: Sequence[int], budget: int) -> list[int]:
+def _divide_budget(lengths: Sequence[int], budget: int) -> list[int]:
     """Divide ``budget`` tokens between messages as evenly as their lengths allow: the longest are truncated first."""
     limits = [0] * len(lengths)
     left = min(budget, sum(lengths))

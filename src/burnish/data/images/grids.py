@@ -119,7 +119,7 @@ class Qwen(Family):
         return [*super().identity, sorted(self.source.video_settings.items())]
 
 
-class Stamped(Qwen):
+class TimestampedVideo(Qwen):
     """The time of each pair of frames of a video is in the text, and the model processes each pair as an image."""
 
     limits_all_frames = True
@@ -142,7 +142,7 @@ class Stamped(Qwen):
 
 
 @FAMILIES.register("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", words=("<|image_pad|>",))
-class Qwen3(Stamped):
+class Qwen3(TimestampedVideo):
     """Like Qwen2-VL, with ``<1.5 seconds>`` before each pair of frames of a video."""
 
     video_template_text = "<|video_pad|>"
@@ -163,7 +163,7 @@ class Qwen3(Stamped):
 
 
 @FAMILIES.register("glm4v", "glm4v_moe", "glm_ocr", words=("<|image|>",))
-class Glm(Stamped):
+class Glm(TimestampedVideo):
     """``<|begin_of_image|>``, a placeholder per merged patch, ``<|end_of_image|>``; the same for each pair of frames of
     a video, followed by its time in seconds."""
 

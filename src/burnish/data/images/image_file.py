@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from burnish.config.errors import MissingExtraError, UserError
 from burnish.data.images.headers import upright_size
-from burnish.utils.files import odd_kind
+from burnish.utils.files import special_file_kind
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -41,7 +41,7 @@ _AVERAGED, _BOX, _NEAREST = ("L", "LA", "RGB", "RGBA", "CMYK", "YCbCr"), 4, 0
 _ORIENTATION = 0x0112  # EXIF tag; values 5 to 8 swap width and height
 _ORIENTATION_KEYS = frozenset(("exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"))
 """Keys of ``image.info`` from which Pillow reads an orientation."""
-_TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270",
+_TRANSPOSE_METHODS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270",
           7: "TRANSVERSE", 8: "ROTATE_90"}  # fmt: skip
 
 
@@ -116,11 +116,11 @@ class ImageFile:
     def as_json(self) -> dict[str, Any]:
         """Return the image as it is stored in a row; ``from_json`` reads it."""
         own = vars(self)
-        found = {name: own[name] for name in _OF_IMAGE}  # ten times as fast as asdict
+        found = {name: own[name] for name in _IMAGE_FIELDS}  # ten times as fast as asdict
         if self.content:
             found["content"] = self.content
         if self.frames:
-            frames = [{name: getattr(frame, name) for name in _OF_FRAME} for frame in self.frames]
+            frames = [{name: getattr(frame, name) for name in _FRAME_FIELDS} for frame in self.frames]
             found |= {"frames": frames, "fps": self.fps}
         return found
 
@@ -135,8 +135,8 @@ class ImageFile:
         return cls(**{**found, "frames": frames, "fps": found.get("fps") or 0.0})
 
 
-_OF_IMAGE = tuple(one.name for one in fields(ImageFile) if one.name not in ("content", "frames", "fps"))
-_OF_FRAME = ("path", "width", "height", "num_bytes", "modified_ns")
+_IMAGE_FIELDS = tuple(one.name for one in fields(ImageFile) if one.name not in ("content", "frames", "fps"))
+_FRAME_FIELDS = ("path", "width", "height", "num_bytes", "modified_ns")
 
 
 def images_of(row: Mapping[str, Any], prefix: str = "") -> list[ImageFile]:
@@ -163,7 +163,7 @@ def read_header(path: str | Path, **known: Any) -> ImageFile:
     """
     path = os.path.abspath(path)
     status = os.stat(path)
-    if not S_ISREG(status.st_mode) and (kind := odd_kind(Path(path))) != "a folder":
+    if not S_ISREG(status.st_mode) and (kind := special_file_kind(Path(path))) != "a folder":
         raise BadImage(f"is {kind}, which is not supported.")  # a pipe without a writer would block
     width, height, is_animated = _measured(path, status.st_size, status.st_mtime_ns)
     of_file = {"num_bytes": status.st_size, "modified_ns": status.st_mtime_ns, "is_animated": is_animated, **known}
@@ -251,7 +251,7 @@ def _decoded(file: str | BytesIO, image: ImageFile, size: int) -> Image:
             opened.load()
             return _rotated(_without_alpha(opened), turn)
     except (BadImage, OSError, SyntaxError, EOFError) as error:  # Pillow raises SyntaxError for a broken PNG
-        raise DamagedImage(image, cut_off(error, size)) from None
+        raise DamagedImage(image, decoding_error_in_words(error, size)) from None
 
 
 def thumbnail(content: bytes, side: int) -> bytes:
@@ -273,11 +273,11 @@ def thumbnail(content: bytes, side: int) -> bytes:
             small = opened.resize(size, _BOX if opened.mode in _AVERAGED else _NEAREST)
             _rotated(_without_alpha(small), turn).convert("RGB").save(made, "JPEG", quality=85)
     except (OSError, SyntaxError, EOFError, ValueError) as error:
-        raise error if isinstance(error, BadImage) else BadImage(cut_off(error, len(content))) from None
+        raise error if isinstance(error, BadImage) else BadImage(decoding_error_in_words(error, len(content))) from None
     return made.getvalue()
 
 
-def cut_off(error: BaseException, num_bytes: int) -> str:
+def decoding_error_in_words(error: BaseException, num_bytes: int) -> str:
     """Return the end of the error message for an image with a valid header that cannot be decoded."""
     if isinstance(error, BadImage):
         return str(error)
@@ -323,7 +323,7 @@ def _opened(path: str | BytesIO) -> Image:
             width, height = _size_of_large(path)
             raise BadImage(f"has {width}x{height} pixels; the maximum is {MAX_PIXELS:,}.") from None
         except UnidentifiedImageError:
-            raise BadImage(_no_image(path)) from None
+            raise BadImage(_not_an_image(path)) from None
         except (OSError, SyntaxError, ValueError) as error:
             if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
                 raise
@@ -356,7 +356,7 @@ def _bytes_of(path: str | BytesIO) -> BinaryIO:
     return open(path, "rb") if isinstance(path, str) else BytesIO(path.getvalue())
 
 
-def _no_image(path: str | BytesIO) -> str:
+def _not_an_image(path: str | BytesIO) -> str:
     with _bytes_of(path) as file:
         begin = file.read(12)
     if not begin:
@@ -383,4 +383,4 @@ def _without_alpha(image: Image) -> Image:
 def _rotated(image: Image, turn: int) -> Image:
     from PIL import Image as pil
 
-    return image.transpose(pil.Transpose[_TURNS[turn]]) if turn in _TURNS else image
+    return image.transpose(pil.Transpose[_TRANSPOSE_METHODS[turn]]) if turn in _TRANSPOSE_METHODS else image

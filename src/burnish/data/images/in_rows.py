@@ -22,7 +22,7 @@ from burnish.loop.types import IGNORE_INDEX, IMAGE, VIDEO, ContentPart, Example,
 if TYPE_CHECKING:
     from burnish.data.chat.labels import Segment, Turn
 
-PLAIN = "\ufffd"
+MARK_REPLACEMENT = "\ufffd"
 """Replacement for the characters ``IMAGE`` and ``VIDEO`` in the text of a record."""
 _RESERVED = re.compile(f"[{IMAGE}{VIDEO}]")
 
@@ -41,9 +41,9 @@ def cleaned(example: Example) -> Example:
 
 def _clean(message: Message) -> Message:
     if isinstance(message.content, str):
-        return replace(message, content=_RESERVED.sub(PLAIN, message.content))
+        return replace(message, content=_RESERVED.sub(MARK_REPLACEMENT, message.content))
     parts = (
-        replace(part, value=_RESERVED.sub(PLAIN, part.value)) if part.kind == "text" else part
+        replace(part, value=_RESERVED.sub(MARK_REPLACEMENT, part.value)) if part.kind == "text" else part
         for part in message.content
     )
     return replace(message, content=tuple(parts))

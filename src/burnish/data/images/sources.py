@@ -26,8 +26,8 @@ from burnish.config.errors import UserError
 from burnish.data.images.image_file import BadImage, ImageFile, in_memory, read_header
 from burnish.utils.files import cache_home, check_below_roots
 
-_NO_BASE64 = re.compile(r"[^A-Za-z0-9+/=\s]")
-_BASE64_BEGINS = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
+_NOT_BASE64_CHARACTER = re.compile(r"[^A-Za-z0-9+/=\s]")
+_BASE64_PREFIXES = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
 _SHOWN = 60
 
 
@@ -113,13 +113,13 @@ class MediaReader:
         if isinstance(value, Mapping):
             value = next((value[key] for key in ("bytes", "path") if value.get(key) is not None), value)
         if isinstance(value, bytes | bytearray):
-            return stored(bytes(value)), "", True
+            return store_image(bytes(value)), "", True
         if isinstance(value, str) and value.startswith("data:"):
-            return stored(_decoded(value, place)), "", True
+            return store_image(_decoded(value, place)), "", True
         if isinstance(value, str | os.PathLike):
-            return self.file(os.fspath(value), place), f'"{_short(os.fspath(value))}"', False
+            return self.file(os.fspath(value), place), f'"{_shortened(os.fspath(value))}"', False
         if callable(getattr(value, "save", None)) and hasattr(value, "getexif"):
-            return stored(_as_png(value)), "", True
+            return store_image(_as_png(value)), "", True
         received = type(value).__name__ if value is not None else "null"
         raise BadImage(f"{place} must be a path, a data URI, bytes or a Pillow image. Received: {received}.")
 
@@ -147,7 +147,7 @@ class MediaReader:
         return found
 
 
-def stored(content: bytes) -> str:
+def store_image(content: bytes) -> str:
     """Store content in the cache unless it exists, and return the path of the file."""
     name = sha256(content).hexdigest()
     path = cache_home() / "images" / name[:2] / name
@@ -161,14 +161,16 @@ def stored(content: bytes) -> str:
 
 def _is_base64_image(value: Any) -> bool:
     """Return whether a value is the base64 of a JPEG, PNG, GIF or WebP file, rather than a path."""
-    return isinstance(value, str) and value.startswith(_BASE64_BEGINS) and len(value) > _SHOWN
+    return isinstance(value, str) and value.startswith(_BASE64_PREFIXES) and len(value) > _SHOWN
 
 
 def _decoded(uri: str, place: str) -> bytes:
     head, _, body = uri.partition(",")
     if not head.startswith("data:") or not head.endswith(";base64"):
-        raise BadImage(f'{place}: the data URI must begin with "data:image/...;base64,". Received: "{_short(head)}".')
-    if broken := _NO_BASE64.search(body):
+        raise BadImage(
+            f'{place}: the data URI must begin with "data:image/...;base64,". Received: "{_shortened(head)}".'
+        )
+    if broken := _NOT_BASE64_CHARACTER.search(body):
         raise BadImage(f"{place}: invalid base64 at character {broken.start() + 1:,}.")
     try:
         return b64decode(body)
@@ -189,6 +191,6 @@ def _as_png(image: Any) -> bytes:
     return file.getvalue()
 
 
-def _short(text: str) -> str:
+def _shortened(text: str) -> str:
     text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -24,14 +24,14 @@ from burnish.data.reading.json_files import (
     count,
     decoded,
     json_places,
+    not_an_object_error,
     read_json_records,
-    refused,
     text_lines,
 )
-from burnish.utils.files import check_below_roots, odd_kind
+from burnish.utils.files import check_below_roots, special_file_kind
 
 _CSV_FIELD = 2**31 - 1
-_NOT_DATA = (".", "LICENSE", "README", "dataset_info", "dataset_dict")
+_IGNORED_FILE_PREFIXES = (".", "LICENSE", "README", "dataset_info", "dataset_dict")
 """Name prefixes of files in a dataset folder that contain no data."""
 
 
@@ -54,7 +54,7 @@ def read_records(path: Path, refuses_others: bool = True) -> Iterator[Values]:
 def _objects(path: Path, records: Iterator[Values]) -> Iterator[Values]:
     for number, values in enumerate(records, start=1):
         if isinstance(values, NotAnObject):
-            raise refused(path, number, values)
+            raise not_an_object_error(path, number, values)
         yield values
 
 
@@ -88,15 +88,17 @@ def data_files(path: Path, is_download: bool = False) -> list[Path]:
 
 def _files_of(path: Path) -> list[Path]:
     if not path.is_dir():
-        return [_known(path)]
+        return [_checked_data_file(path)]
     if (path / "state.json").is_file() and any(path.glob("*.arrow")):  # written by datasets' save_to_disk
         return sorted(path.glob("*.arrow"))
-    inside = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith(_NOT_DATA))
+    inside = sorted(
+        file for file in path.iterdir() if file.is_file() and not file.name.startswith(_IGNORED_FILE_PREFIXES)
+    )
     if not inside:
         folders = ", ".join(sorted(f.name for f in path.iterdir() if f.is_dir()))
         remedy = f"Use one of its subfolders: {folders}." if folders else f"Supported types: {_types()}."
         raise UserError(f'the folder "{path}" contains no data files.', remedy=remedy)
-    files = [_known(file) for file in inside]
+    files = [_checked_data_file(file) for file in inside]
     suffixes = [file.suffix.lower() for file in files]
     if len({READERS[suffix] for suffix in suffixes}) > 1:
         listed = ", ".join(f"{suffix} ({suffixes.count(suffix)})" for suffix in sorted(set(suffixes)))
@@ -110,7 +112,7 @@ def missing_file(path: Path, where: str = "") -> Problem:
     folder = path.absolute().parent
     if not folder.is_dir():
         return Problem(f'"{path.name}" does not exist: there is no folder "{folder}".', where=where)
-    names = sorted(file.name for file in folder.iterdir() if not file.name.startswith(_NOT_DATA))
+    names = sorted(file.name for file in folder.iterdir() if not file.name.startswith(_IGNORED_FILE_PREFIXES))
     near = get_close_matches(path.name, names, n=3, cutoff=0.5) or names[:5]
     remedy = f"The folder contains: {', '.join(near)}." if near else "The folder is empty."
     return Problem(f'the file "{path.absolute()}" does not exist.', where=where, remedy=remedy)
@@ -133,8 +135,8 @@ def loading_script(path: Path | str, where: str = "") -> Problem:
     )
 
 
-def _known(path: Path) -> Path:
-    if kind := odd_kind(path):
+def _checked_data_file(path: Path) -> Path:
+    if kind := special_file_kind(path):
         raise UserError(f'Expected a regular file. "{path}" is {kind}.', remedy="Copy its records to a file.")
     if path.suffix.lower() not in READERS:
         raise UserError(unknown_type(path))
@@ -252,7 +254,7 @@ def _rows_of(path: Path, kind: str, batches: Callable[[], Iterable[Any]]) -> Ite
             batch.validate(full=True)  # pyarrow would follow offsets that point outside the file
             yield from batch.to_pylist()
     except (pyarrow.lib.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(_not_of_type(path, kind, error)) from None
+        raise UserError(_invalid_file(path, kind, error)) from None
 
 
 def arrow_table(path: Path) -> Any:
@@ -271,10 +273,10 @@ def arrow_table(path: Path) -> Any:
         try:
             return pyarrow.ipc.open_file(source).read_all()
         except pyarrow.lib.ArrowInvalid as error:
-            raise UserError(_not_of_type(path, "Arrow", error)) from None
+            raise UserError(_invalid_file(path, "Arrow", error)) from None
 
 
-def _not_of_type(path: Path, kind: str, error: Exception) -> Problem:
+def _invalid_file(path: Path, kind: str, error: Exception) -> Problem:
     first = first_line(error, 200).rstrip(".")
     return Problem(
         f"invalid or incomplete {kind} file: {first}.",

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from burnish.config.conversion import GivenTwice, each_key_once
+from burnish.config.conversion import DuplicateKeyError, object_without_duplicate_keys
 from burnish.config.errors import Problem, UserError
 from burnish.utils.json_files import shortened
 
@@ -24,7 +24,7 @@ Values: TypeAlias = Mapping[str, Any]
 """One record as read: column -> value."""
 
 BOM = b"\xef\xbb\xbf"
-_NOT_TEXT = {
+_SIGNATURES_OF_OTHER_FORMATS = {
     b"\xff\xfe\0\0": ("UTF-32", "Convert it: iconv -f utf-32 -t utf-8 old > new"),
     b"\0\0\xfe\xff": ("UTF-32", "Convert it: iconv -f utf-32 -t utf-8 old > new"),
     b"\xff\xfe": ("UTF-16", "Convert it: iconv -f utf-16 -t utf-8 old > new"),
@@ -52,12 +52,12 @@ class UnreadableJson(json.JSONDecodeError):
     """Raised for syntactically complete JSON that cannot be used; it has no position in the text."""
 
 
-_ONCE = json.JSONDecoder(object_pairs_hook=each_key_once)
+_DECODER = json.JSONDecoder(object_pairs_hook=object_without_duplicate_keys)
 
 
 def parsed_file(text: str) -> Any:
     """Like ``parsed``, but also raises UnreadableJson for an object with a duplicate key."""
-    return parsed(text, _ONCE.decode)
+    return parsed(text, _DECODER.decode)
 
 
 def parsed(text: str, decode: Callable[[str], Any] = json.loads) -> Any:
@@ -71,7 +71,7 @@ def parsed(text: str, decode: Callable[[str], Any] = json.loads) -> Any:
         return decode(text)
     except json.JSONDecodeError:
         raise
-    except GivenTwice as error:
+    except DuplicateKeyError as error:
         raise UnreadableJson(f"it {error}".rstrip("."), text, 0) from error
     except ValueError as error:
         raise UnreadableJson("it contains a number with too many digits", text, 0) from error
@@ -85,12 +85,13 @@ def _json_list(path: Path) -> Iterator[Values]:
         records = parsed_file(text)
     except json.JSONDecodeError as error:
         is_placed = not isinstance(error, UnreadableJson)
+        valid = count(sum(1 for _ in _element_starts(text, _DECODER)), "record")
         raise UserError(
             f"invalid JSON: {error.msg} (column {error.colno})."
             if is_placed
             else f"the JSON cannot be read: {error.msg}.",
             where=f"{path}, line {error.lineno}" if is_placed else str(path),
-            why=f"The file is valid up to this position ({count(sum(1 for _ in _starts(text, _ONCE)), 'record')}).",
+            why=f"The file is valid up to this position ({valid}).",
             remedy="The file ends early. Check that it was copied completely."
             if error.pos >= len(text.rstrip())
             else "",
@@ -183,16 +184,16 @@ class NotAnObject(dict[str, Any]):
         self.received = received
 
 
-NO_OBJECT = "expected an object with named columns."
-AN_OBJECT = 'For example: {"instruction": "...", "output": "..."}.'
+NOT_AN_OBJECT = "expected an object with named columns."
+OBJECT_EXAMPLE = 'For example: {"instruction": "...", "output": "..."}.'
 
 
-def refused(path: Path | str, number: int, record: NotAnObject) -> UserError:
-    what = f"{NO_OBJECT} Received: {shortened(record.received)}"
-    return UserError(what, where=f"{path}, record {number}", remedy=AN_OBJECT)
+def not_an_object_error(path: Path | str, number: int, record: NotAnObject) -> UserError:
+    what = f"{NOT_AN_OBJECT} Received: {shortened(record.received)}"
+    return UserError(what, where=f"{path}, record {number}", remedy=OBJECT_EXAMPLE)
 
 
-def _starts(text: str, decoder: json.JSONDecoder) -> Iterator[int]:
+def _element_starts(text: str, decoder: json.JSONDecoder) -> Iterator[int]:
     """Yield the start of each complete element of a JSON list, up to the first that ``decoder`` cannot parse."""
     at = text.index("[") + 1
     while True:
@@ -211,7 +212,7 @@ def json_places(path: Path) -> Iterator[int]:
         yield from (line for line, text in enumerate(text_lines(path), start=1) if text.strip())
         return
     text, line, counted = whole_text(path), 1, 0
-    for start in _starts(text, json.JSONDecoder()):
+    for start in _element_starts(text, json.JSONDecoder()):
         line += text.count("\n", counted, start)
         counted = start
         yield line
@@ -237,7 +238,7 @@ def text_lines(path: Path) -> Iterator[str]:
 def _not_utf8(path: Path, line: int, offset: int, raw: bytes, error: UnicodeDecodeError) -> Problem:
     byte = error.object[error.start]
     where = f"{path}, line {line}"
-    for begin, (received, remedy) in _NOT_TEXT.items() if line == 1 else ():
+    for begin, (received, remedy) in _SIGNATURES_OF_OTHER_FORMATS.items() if line == 1 else ():
         if raw.startswith(begin):
             return Problem(f"expected UTF-8. Received: {received}.", where, remedy=remedy)
     return Problem(

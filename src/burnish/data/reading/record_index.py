@@ -30,7 +30,7 @@ from burnish.data.reading.json_files import (
     json_places,
     parsed_file,
 )
-from burnish.utils.sequences import OnDemand
+from burnish.utils.sequences import LazySequence
 
 
 class Table(Protocol):
@@ -98,7 +98,7 @@ class DatasetTable:
         return found
 
 
-class RecordIndex(OnDemand[Values]):
+class RecordIndex(LazySequence[Values]):
     """Records of a text file, located by the byte range of their lines.
 
     JSON Lines files are read directly and must not change.

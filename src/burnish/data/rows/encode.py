@@ -34,7 +34,7 @@ from burnish.data.sets.examples import content_hash
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Row
 from burnish.utils.collection import without_garbage_collection
-from burnish.utils.files import cache_home, check_folder_below_roots, named_where_full, open_lock
+from burnish.utils.files import cache_home, check_folder_below_roots, open_lock, report_full_disk
 from burnish.utils.work import progress
 
 Encode: TypeAlias = "Callable[[Sequence[Any], DataStats], Sequence[Row | None]]"
@@ -45,8 +45,8 @@ Encoded: TypeAlias = "tuple[Sequence[Row | None], DataStats]"
 
 BATCH_SIZE = 1000
 """Default number of examples encoded together: enough for all threads of a tokenizer."""
-_STARTED = time.time()
-IN_CACHE = "Set the environment variable BURNISH_CACHE to a writable folder."
+_PROCESS_START = time.time()
+CACHE_REMEDY = "Set the environment variable BURNISH_CACHE to a writable folder."
 
 
 def encode_rows(
@@ -75,19 +75,19 @@ def encode_rows(
         writer = RowWriter()
         _encode_all(examples, encode, stats, writer, BATCH_SIZE, 1, title)
         return writer.in_memory()
-    made_from = _made_from(data or content_hash(examples), fingerprint)
+    made_from = _encoding_inputs(data or content_hash(examples), fingerprint)
     if places is None:  # part of the key, since the statistics name records by file and number
         places = "\n".join(f"{example.source}:{example.number}" for example in examples)
     folder = _folder(options, name, made_from, places)
-    with locked(folder, "Set a different tokenized_path." if options.tokenized_path else IN_CACHE):
+    with folder_lock(folder, "Set a different tokenized_path." if options.tokenized_path else CACHE_REMEDY):
         if _is_stale(folder, options):
-            _make(folder, examples, encode, made_from, options, title)
+            _encode_into(folder, examples, encode, made_from, options, title)
         _refuse_others(folder, made_from, options, has_data=bool(examples))
         stats.merge(DataStats.from_json(read_rows_manifest(folder)["stats"]))
         return open_rows(folder, is_cache=options.tokenized_path is None)
 
 
-def _make(
+def _encode_into(
     folder: Path, examples: Sequence[Any], encode: Encode, made_from: Mapping[str, Any], options: DataOptions,
     title: str | None,
 ) -> None:  # fmt: skip
@@ -111,7 +111,7 @@ def _key(data: Any) -> str:
     return blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _made_from(data: str, fingerprint: str | Mapping[str, Any]) -> dict[str, Any]:
+def _encoding_inputs(data: str, fingerprint: str | Mapping[str, Any]) -> dict[str, Any]:
     settings = {"settings": fingerprint} if isinstance(fingerprint, str) else dict(fingerprint)
     made_from = {"burnish": burnish.__version__, "encoding": _ENCODING, "data": data, **settings}
     return dict(json.loads(json.dumps(made_from, default=str)))  # the form in which it is read back and compared
@@ -138,7 +138,7 @@ def _is_stale(folder: Path, options: DataOptions) -> bool:
     manifest = folder / MANIFEST
     if not manifest.is_file() or (options.tokenized_path is None and not is_whole(folder)):
         return True
-    is_mine = (os.environ.get("WORLD_SIZE") or "1") == "1" or manifest.stat().st_mtime < _STARTED
+    is_mine = (os.environ.get("WORLD_SIZE") or "1") == "1" or manifest.stat().st_mtime < _PROCESS_START
     return options.overwrite_cache and is_mine
 
 
@@ -174,16 +174,16 @@ def _difference(key: str, before: Any, now: Any) -> str:
 
 
 @contextmanager
-def locked(folder: Path, remedy: str = IN_CACHE) -> Iterator[None]:
+def folder_lock(folder: Path, remedy: str = CACHE_REMEDY) -> Iterator[None]:
     """Hold an exclusive lock for a folder; other processes wait. The lock is released when the process ends."""
-    begin_place(folder.parent, remedy)
-    is_full = named_where_full(folder.parent, f"Free some space. {remedy}")
+    create_row_folder(folder.parent, remedy)
+    is_full = report_full_disk(folder.parent, f"Free some space. {remedy}")
     with is_full, open_lock(folder.parent / f".{folder.name}.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def begin_place(folder: Path, remedy: str = IN_CACHE) -> None:
+def create_row_folder(folder: Path, remedy: str = CACHE_REMEDY) -> None:
     """Create a folder for rows. Raises UserError if it cannot be created or written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from burnish.loop.types import IGNORE_INDEX, Row
 
 Key: TypeAlias = tuple[int, int | None]
 """A row index, and the index of the row whose completion it is paired with."""
-_KEPT = 4096
+_CACHE_SIZE = 4096
 """Size of the row cache. A row is read twice: when its step is partitioned, and when it is collated."""
 
 
@@ -58,7 +58,7 @@ class RowsWithMismatched(RowsOver):
 
     def _fetch(self, numbers: Sequence[int]) -> None:
         missing = [number for number in dict.fromkeys(numbers) if number not in self._at_hand]
-        if len(self._at_hand) + len(missing) > _KEPT:
+        if len(self._at_hand) + len(missing) > _CACHE_SIZE:
             self._at_hand = {number: self._at_hand[number] for number in numbers if number in self._at_hand}
         self._at_hand.update(zip(missing, self.rows.__getitems__(missing), strict=True))
 
@@ -66,8 +66,8 @@ class RowsWithMismatched(RowsOver):
         row, beside = self._at_hand[number], None if other is None else self._at_hand[other]
         if row is None or beside is None:
             return row
-        begin = _begin(row)
-        whole = (answer_of(beside), list(beside["labels"][_begin(beside) :]))
+        begin = _first_trained_position(row)
+        whole = (answer_of(beside), list(beside["labels"][_first_trained_position(beside) :]))
         answer, labels = (part[: self.limit - begin] for part in whole)
         more = {"kl_input_ids": [*row["input_ids"][:begin], *answer], "kl_labels": [IGNORE_INDEX] * begin + labels}
         if images := [one for one in row.get("images", ()) if one["end"] <= begin]:
@@ -92,8 +92,8 @@ def keys_of(chosen: Sequence[int], answers: Sequence[Any]) -> dict[int, Key]:
 
 def answer_of(row: Row) -> list[int]:
     """Return the tokens of a row from the first trained token on."""
-    return list(row["input_ids"][_begin(row) :])
+    return list(row["input_ids"][_first_trained_position(row) :])
 
 
-def _begin(row: Row) -> int:
+def _first_trained_position(row: Row) -> int:
     return next(at for at, label in enumerate(row["labels"]) if label != IGNORE_INDEX)

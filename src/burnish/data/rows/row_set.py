@@ -10,15 +10,15 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from burnish.config.errors import UserError
-from burnish.data.batches.batching import PackingChoices, lengths_of, pack, packs_rows, strategy_of
+from burnish.data.batches.batching import PackingChoices, lengths_of, pack, packing_strategy_of, packs_rows
 from burnish.data.stats import DataStats
 from burnish.loop.types import Row
-from burnish.utils.sequences import OnDemand
+from burnish.utils.sequences import LazySequence
 
 RowT_co = TypeVar("RowT_co", bound="Row | None", covariant=True)
 
 
-class RowSet(OnDemand[RowT_co]):
+class RowSet(LazySequence[RowT_co]):
     """Base class for the rows of a dataset. Subclasses define ``__len__`` and ``item``."""
 
     is_streamed = False
@@ -119,7 +119,7 @@ def packed(
     """
     if not packs_rows(options, default, is_eval):
         return rows
-    packs = pack(rows, capacity, strategy_of(options, default), options.drop_incomplete_block)
+    packs = pack(rows, capacity, packing_strategy_of(options, default), options.drop_incomplete_block)
     if not packs and (tokens := sum(rows.lengths)):
         what = f"The {'evaluation' if is_eval else 'training'} set has {tokens:,} tokens, less than one block of "
         what += f"cutoff_len {capacity:,}, and drop_incomplete_block drops incomplete blocks."

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from zlib import crc32
 
-from burnish.checkpoint.manifest import own_sha256
+from burnish.checkpoint.manifest import manifest_sha256
 from burnish.config.errors import Problem, UserError
 from burnish.data.rows.row_set import RowSet
 from burnish.data.stats import DataStats
@@ -43,7 +43,7 @@ BLOCK_ROWS, BLOCK_NUMBERS = 1000, 1 << 20
 """Maximum number of rows per block, and the total sequence length at which a block is full."""
 
 _ORIGIN = "origin"
-_OF_BLOCK = ("begin", "end", "rows", "crc32")
+_BLOCK_KEYS = ("begin", "end", "rows", "crc32")
 _KINDS = {int: "i", float: "d"}  # type code of array.array for lists of this type
 _REMEDY = "Delete the folder to tokenize the dataset again."
 
@@ -165,7 +165,7 @@ def read_rows_manifest(folder: Path) -> dict[str, Any]:
         raise UserError(
             "the tokenized dataset was written by a different version of burnish.", str(folder), remedy=_REMEDY
         )
-    if manifest.get("sha256") != own_sha256(manifest):
+    if manifest.get("sha256") != manifest_sha256(manifest):
         what = f'"{MANIFEST}" of the tokenized dataset is corrupted (checksum mismatch).'
         raise UserError(Problem(what, str(folder), remedy=_REMEDY))
     if not _has_known_types(manifest):
@@ -183,7 +183,7 @@ def _has_known_types(manifest: Mapping[str, Any]) -> bool:
     blocks, made_from = manifest.get("blocks"), manifest.get("made_from", {})
     if not (isinstance(blocks, list) and blocks and isinstance(made_from, dict)):
         return False
-    numbers = [block.get(name) if isinstance(block, dict) else None for block in blocks for name in _OF_BLOCK]
+    numbers = [block.get(name) if isinstance(block, dict) else None for block in blocks for name in _BLOCK_KEYS]
     try:
         numbers.append(DataStats.from_json(manifest.get("stats", {"seen": 0, "records": []})).seen)
     except (KeyError, TypeError, ValueError):
@@ -245,7 +245,7 @@ class RowWriter:
         self._write(self._index())
         self._file.close()
         manifest = {"layout": LAYOUT, "rows": len(self._origins), "blocks": self._blocks, **known}
-        manifest["sha256"] = own_sha256(json.loads(json.dumps(manifest)))
+        manifest["sha256"] = manifest_sha256(json.loads(json.dumps(manifest)))
         write_json(self.folder / MANIFEST, manifest, indent=1)
 
     def _index(self) -> pyarrow.RecordBatch:

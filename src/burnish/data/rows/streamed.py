@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from burnish.data.length import refuse_endless
+from burnish.data.length import check_record_lengths
 from burnish.data.rows.encode import Encode
 from burnish.data.rows.row_set import RowSet
 from burnish.data.sets.examples import Examples
@@ -43,7 +43,7 @@ class StreamedRows(RowSet["Row | None"]):
         stats = DataStats()
         found = self.examples.make(examples, stats)
         present = [example for example in found if example is not None]
-        refuse_endless(present)
+        check_record_lengths(present)
         rows = iter(self.encode(present, stats))
         made = [None if example is None else next(rows) for example in found]
         for row in filter(None, made):

@@ -33,9 +33,20 @@ ONLINE, REMOTE = "ONLINE", "REMOTE:"
 
 Info: TypeAlias = Mapping[str, Any]
 
-_PLACES = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name", "file_name", "records")
-_KEYS = {*_PLACES, "formatting", "ranking", "subset", "split", "folder", "num_samples", "columns", "tags", "file_sha1"}
-_TEXTS = (*_PLACES[:-1], "formatting", "subset", "split", "folder")
+_LOCATION_KEYS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name", "file_name", "records")
+_KEYS = {
+    *_LOCATION_KEYS,
+    "formatting",
+    "ranking",
+    "subset",
+    "split",
+    "folder",
+    "num_samples",
+    "columns",
+    "tags",
+    "file_sha1",
+}
+_STRING_KEYS = (*_LOCATION_KEYS[:-1], "formatting", "subset", "split", "folder")
 _COLUMNS = ("prompt", "query", "response", "history", "messages", "system", "tools", "text", *MEDIA[:3], *PREFERENCE)
 
 
@@ -70,7 +81,7 @@ def find_sources(
             if info is not None and name in info:
                 sources.append(_described(name, info[name], where, folder))
             else:
-                sources.append(_bare(name, folder, info, where, bare, option_name))
+                sources.append(_source_without_entry(name, folder, info, where, bare, option_name))
         except UserError as error:
             problems += error.problems
     raise_if(problems)
@@ -128,7 +139,7 @@ def _described(name: str, entry: Any, info_where: str, folder: Path | None) -> D
     if not isinstance(entry, Mapping):
         raise UserError(f"expected an object. Received: {entry!r}.", where)
     raise_if(_entry_problems(entry, where))
-    kind, location = _place(entry, where, folder)
+    kind, location = _location(entry, where, folder)
     described = {
         key: entry[key]
         for key in ("subset", "folder", "num_samples", "formatting", "columns", "tags", "ranking")
@@ -165,17 +176,17 @@ def _entry_problems(entry: Info, where: str) -> Iterator[Problem]:
     number = entry.get("num_samples")
     if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
         yield Problem(f'"num_samples" must be a positive integer. Received: {number!r}.', where)
-    for key in _TEXTS:
+    for key in _STRING_KEYS:
         value = entry.get(key)
-        if (value == "" and key in _PLACES) or not isinstance(value, str | os.PathLike | None):
+        if (value == "" and key in _LOCATION_KEYS) or not isinstance(value, str | os.PathLike | None):
             yield Problem(f'"{key}" must be a string. Received: {value!r}.', where)
     if not isinstance(entry.get("ranking", False), bool):
         yield Problem(f'"ranking" must be true or false. Received: {entry["ranking"]!r}.', where)
 
 
-def _place(entry: Info, where: str, folder: Path | None) -> tuple[SourceKind, Any]:
+def _location(entry: Info, where: str, folder: Path | None) -> tuple[SourceKind, Any]:
     """Return the location of the records. If an entry has several, LLaMA-Factory's precedence applies."""
-    locations = {key: entry[key] for key in _PLACES if entry.get(key) is not None}
+    locations = {key: entry[key] for key in _LOCATION_KEYS if entry.get(key) is not None}
     if "ms_hub_url" in locations and (uses_modelscope() or "hf_hub_url" not in locations):
         return "ms_hub", locations["ms_hub_url"]
     if "hf_hub_url" in locations:
@@ -218,7 +229,7 @@ def _inside(folder: Path | None, file_name: str, where: str) -> Path:
 # --- paths ------------------------------------------------------------------------------------------------------------
 
 
-def _bare(
+def _source_without_entry(
     name: str, folder: Path | None, info: Info | None, where: str, bare: Mapping[str, Any], option_name: str
 ) -> DataSource:  # fmt: skip
     """Return the source for a name without an entry: a file or folder, relative to here or to ``dataset_dir``."""

@@ -18,12 +18,12 @@ from burnish.config.errors import Problem, UserError
 from burnish.data.length import texts_in
 from burnish.data.reading.json_files import Values
 from burnish.data.reading.record_index import Table
-from burnish.data.sets.formats import Bad, bad_records, converted, place, same_in
+from burnish.data.sets.formats import BadRecords, bad_records, converted, place, same_problem_in
 from burnish.data.sets.preferences import last_answer, response_text
 from burnish.data.sets.records import Layout
 from burnish.data.stats import DataStats, dropped, kept
 from burnish.loop.types import Example, Message
-from burnish.utils.sequences import OnDemand
+from burnish.utils.sequences import LazySequence
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -34,7 +34,7 @@ Located: TypeAlias = tuple[Values, str, int]
 EMPTY = dropped("all responses are empty")
 EMPTY_KEPT = kept("a response is empty")
 MARKS = ("<image>", "<video>", "<audio>")
-MARKED = kept("{mark} is tokenized as plain text")
+MARK_IN_TEXT = kept("{mark} is tokenized as plain text")
 
 
 def content_hash(examples: Sequence[Example]) -> str:
@@ -71,7 +71,7 @@ def _identity(value: Any) -> str:
 # --- examples in memory, and streamed examples ------------------------------------------------------------------------
 
 
-class Examples(OnDemand[Example]):
+class Examples(LazySequence[Example]):
     """Base class for the examples of a run, or of one dataset."""
 
     is_streamed = False
@@ -122,7 +122,7 @@ class ListedExamples(Examples):
     def make(self, indices: Sequence[int], stats: DataStats) -> list[Example | None]:
         return [self.examples[index] for index in indices]
 
-    def make_one(self, index: int, stats: DataStats, on_bad_record: str, bad: Bad) -> Example:
+    def make_one(self, index: int, stats: DataStats, on_bad_record: str, bad: BadRecords) -> Example:
         return self.examples[index]
 
     def chosen(self, indices: Sequence[int]) -> ListedExamples:
@@ -169,7 +169,7 @@ class StreamedSet:
             number -= len(file)
         raise IndexError(index)
 
-    def make_one(self, index: int, stats: DataStats, on_bad_record: str, bad: Bad) -> Example | None:
+    def make_one(self, index: int, stats: DataStats, on_bad_record: str, bad: BadRecords) -> Example | None:
         """Return an example. If its record breaks the format, return None and add the problem to ``bad``."""
         return next(converted([self.located(index)], self.layout, stats, on_bad_record, bad))
 
@@ -220,7 +220,7 @@ class StreamedExamples(Examples):
         return [one and self._with_other(one, index) for one, index in zip(found, indices, strict=True)]
 
     def _read(self, indices: Sequence[int], stats: DataStats) -> list[Example | None]:
-        bad: Bad = []
+        bad: BadRecords = []
         places = [self.order[index] for index in indices]
         found = [self.sets[int(s)].make_one(int(row), stats, self.on_bad_record, bad) for s, row in places]
         if bad and self.on_bad_record != "drop":
@@ -228,7 +228,7 @@ class StreamedExamples(Examples):
         return with_answers(found, self.on_empty_target, stats)
 
     def _with_other(self, example: Example, index: int) -> Example:
-        for back in range(1, min(len(self), LOOKED_BACK + 1)):
+        for back in range(1, min(len(self), MISMATCH_WINDOW + 1)):
             try:
                 (before,) = self._read([(index - back) % len(self)], DataStats())
             except UserError:  # a bad record raises when it is accessed itself
@@ -266,7 +266,7 @@ class StreamedExamples(Examples):
         return blake2b(json.dumps(known).encode() + self.order.tobytes(), digest_size=16).hexdigest()
 
 
-LOOKED_BACK = 100
+MISMATCH_WINDOW = 100
 """Number of earlier records searched for a response with another text."""
 
 
@@ -298,7 +298,7 @@ def with_answers(
             if not all(answer.strip() for answer in answers):
                 stats.add(EMPTY_KEPT, example)
             for mark in marks_in(example):
-                stats.add(MARKED.format(mark=mark), example)
+                stats.add(MARK_IN_TEXT.format(mark=mark), example)
         found.append(None if is_empty else example)
     if empty and on_empty_target == "raise":
         raise UserError(empty_problem(empty, are_all=len(empty) == len(examples)))
@@ -325,7 +325,7 @@ def _answers(example: Example) -> list[str]:
 
 def empty_problem(empty: Sequence[Example], are_all: bool) -> Problem:
     """Return the problem that the responses of ``empty`` are empty."""
-    others = same_in([example.number for example in empty[1:]])
+    others = same_problem_in([example.number for example in empty[1:]])
     what = "the assistant turn is empty."
     remedy = "Fill in the response, or set on_empty_target: drop."
     if are_all:

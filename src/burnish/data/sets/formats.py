@@ -26,7 +26,7 @@ from burnish.config.bounds import DEEPEST_NODE
 from burnish.config.errors import Problem, UserError, few
 from burnish.config.registry import Registry
 from burnish.data.reading.files import line_of
-from burnish.data.reading.json_files import AN_OBJECT, NO_OBJECT, NotAnObject, Values
+from burnish.data.reading.json_files import NOT_AN_OBJECT, OBJECT_EXAMPLE, NotAnObject, Values
 from burnish.data.sets.images import refuse_audio, with_images
 from burnish.data.sets.preferences import with_preference
 from burnish.data.sets.records import ALL_COLUMNS, BadRecord, Layout, Record, as_list, as_text, as_turns
@@ -103,11 +103,15 @@ def _finds_turns(role_key: str) -> Callable[[Values], Mapping[str, str] | None]:
     return find
 
 
-_BESIDE = {"system": "system", "tools": "tools"}
+_SHARED_COLUMNS = {"system": "system", "tools": "tools"}
 
 
 @FORMATS.register(
-    "sharegpt", columns={"messages": "conversations"}, optional=_BESIDE, tags=SHAREGPT_TAGS, finds=_finds_turns("from")
+    "sharegpt",
+    columns={"messages": "conversations"},
+    optional=_SHARED_COLUMNS,
+    tags=SHAREGPT_TAGS,
+    finds=_finds_turns("from"),
 )
 def sharegpt(record: Record) -> Example:
     """A list of messages with "from" and "value", or the keys set in the tags."""
@@ -115,7 +119,7 @@ def sharegpt(record: Record) -> Example:
 
 
 @FORMATS.register(
-    "openai", columns={"messages": "messages"}, optional=_BESIDE, tags=OPENAI_TAGS, finds=_finds_turns("role")
+    "openai", columns={"messages": "messages"}, optional=_SHARED_COLUMNS, tags=OPENAI_TAGS, finds=_finds_turns("role")
 )
 def openai(record: Record) -> Example:
     """A list of messages with "role" and "content". Tool calls are in "tool_calls"."""
@@ -123,7 +127,10 @@ def openai(record: Record) -> Example:
 
 
 @FORMATS.register(
-    "prompt_completion", columns={"prompt": "prompt", "response": "completion"}, optional=_BESIDE, tags=OPENAI_TAGS
+    "prompt_completion",
+    columns={"prompt": "prompt", "response": "completion"},
+    optional=_SHARED_COLUMNS,
+    tags=OPENAI_TAGS,
 )
 def prompt_completion(record: Record) -> Example:
     """A prompt and a completion, both text or both lists of messages. Only the completion is trained."""
@@ -165,7 +172,7 @@ def text(record: Record) -> Example:
     return record.example(text=record.text("text"))
 
 
-Bad: TypeAlias = "list[tuple[Record, BadRecord]]"
+BadRecords: TypeAlias = "list[tuple[Record, BadRecord]]"
 """Records that break their format, each with its error."""
 
 
@@ -183,7 +190,7 @@ def convert_records(
     Raises:
         UserError: if records break the format and are not dropped, or if no example remains.
     """
-    bad: Bad = []
+    bad: BadRecords = []
     examples = [e for e in converted(records, layout, stats, on_bad_record, bad) if e is not None]
     if bad and (on_bad_record != "drop" or not examples):
         raise UserError(bad_records(bad, are_all=not examples))
@@ -191,7 +198,7 @@ def convert_records(
 
 
 def converted(
-    records: Iterable[tuple[Values, str, int]], layout: Layout, stats: DataStats, on_bad_record: str, bad: Bad
+    records: Iterable[tuple[Values, str, int]], layout: Layout, stats: DataStats, on_bad_record: str, bad: BadRecords
 ) -> Iterator[Example | None]:
     """Yield the example of each record. A record that breaks the format yields None and is added to ``bad``."""
     read = FORMATS[layout.format]
@@ -202,7 +209,7 @@ def converted(
         try:
             if isinstance(values, NotAnObject):
                 received = shortened(values.received)
-                raise BadRecord(NO_OBJECT, AN_OBJECT, reason="not an object", received=received)
+                raise BadRecord(NOT_AN_OBJECT, OBJECT_EXAMPLE, reason="not an object", received=received)
             columns = values if ALL_COLUMNS in layout.needs.columns else layout.needs.columns
             _check_depth(values, columns)
             if layout.reader is None or layout.reader.model_type:
@@ -226,7 +233,7 @@ def _check_depth(values: Values, columns: Iterable[str]) -> None:
     """Raise BadRecord if a column that rows store is nested deeper than code that follows it can read."""
     for name in columns:
         level, depth = [values.get(name)], 0
-        while level := [inside for each in level if isinstance(each, list | dict) for inside in _inside(each)]:
+        while level := [inside for each in level if isinstance(each, list | dict) for inside in _nested_values(each)]:
             depth += 1
             if depth > DEEPEST_NODE:
                 raise BadRecord(
@@ -234,11 +241,11 @@ def _check_depth(values: Values, columns: Iterable[str]) -> None:
                 )
 
 
-def _inside(value: list[Any] | dict[str, Any]) -> Iterable[Any]:
+def _nested_values(value: list[Any] | dict[str, Any]) -> Iterable[Any]:
     return value if isinstance(value, list) else value.values()
 
 
-def bad_records(bad: Bad, are_all: bool) -> list[Problem]:
+def bad_records(bad: BadRecords, are_all: bool) -> list[Problem]:
     """Return a problem for each kind of fault, located at its first record. The last problem has the remedy."""
     kinds: dict[str, list[tuple[Record, BadRecord]]] = {}
     for record, error in bad:
@@ -253,13 +260,13 @@ def bad_records(bad: Bad, are_all: bool) -> list[Problem]:
 
 def _bad_kind(found: Sequence[tuple[Record, BadRecord]]) -> Problem:
     first, error = found[0]
-    others = same_in([record.number for record, _ in found[1:]])
+    others = same_problem_in([record.number for record, _ in found[1:]])
     remedy = " ".join(filter(None, (others, error.remedy)))
     shown = "" if isinstance(first.values, NotAnObject) else f"Record: {shortened(first.values)}"
     return Problem(error.what, place(first.source, first.number), shown, remedy)
 
 
-def same_in(numbers: Sequence[int]) -> str:
+def same_problem_in(numbers: Sequence[int]) -> str:
     """Return ``Same problem in records 9, 12, 40 and 3 more.``, or "" for no numbers."""
     if not numbers:
         return ""

@@ -35,7 +35,7 @@ KINDS = {
 _SOURCES = ("image", "image_url", "video", "video_url", "url", "path", "base64", "bytes")
 """Keys of a part that may hold its image or video."""
 ANIMATED = kept("an image has several frames; only the first is used")
-BEFORE = 'no "<image>" in the text: images are placed before the first user message'
+IMAGES_BEFORE_TEXT = 'no "<image>" in the text: images are placed before the first user message'
 _AUDIO = ("audio", "input_audio", "audio_url")
 _MARK = re.compile("(<image>|<video>)")
 
@@ -120,7 +120,7 @@ def with_images(record: Record, example: Example) -> Example:
     assert reader is not None
     columns = {"image": record.layout.images, "video": record.layout.videos}
     values = {kind: _column_values(record, column) for kind, column in columns.items()}
-    has_parts = any(_parts(message) for message in _all(example))
+    has_parts = any(_parts(message) for message in _all_messages(example))
     marks = dict.fromkeys(MARKS, 0)
     if any(value is not None for value in values.values()):
         texts = _texts(example)
@@ -145,7 +145,7 @@ def with_images(record: Record, example: Example) -> Example:
         if places[kind] != len(of_kind) and (has_parts or any(marks.values())):
             _refuse_count(kind, len(of_kind), places[kind], has_parts)
     if not has_parts and not any(marks.values()):
-        record.layout.notes[BEFORE] = None
+        record.layout.notes[IMAGES_BEFORE_TEXT] = None
         messages = _before_first_user(example.messages, found)
     else:
         left = {kind: iter(of_kind) for kind, of_kind in found.items()}
@@ -156,7 +156,7 @@ def with_images(record: Record, example: Example) -> Example:
 
 
 def _num_empty(example: Example, kind: str) -> int:
-    return sum(part.kind == kind and part.value is None for message in _all(example) for part in message.parts)
+    return sum(part.kind == kind and part.value is None for message in _all_messages(example) for part in message.parts)
 
 
 def _refuse_count(kind: str, images: int, places: int, is_part: bool) -> None:
@@ -177,7 +177,7 @@ def _column_values(record: Record, column: str) -> Sequence[Any] | None:
     return value if isinstance(value, list | tuple) else [value]
 
 
-def _all(example: Example) -> tuple[Message, ...]:
+def _all_messages(example: Example) -> tuple[Message, ...]:
     answers = (answer for answer in (example.chosen, example.rejected) if isinstance(answer, tuple))
     return example.messages if example.chosen is None else (*example.messages, *chain.from_iterable(answers))
 
@@ -188,13 +188,13 @@ def _parts(message: Message) -> list[ContentPart]:
 
 
 def _texts(example: Example) -> list[str]:
-    texts = [text for message in _all(example) for text in message.texts]
+    texts = [text for message in _all_messages(example) for text in message.texts]
     return [*texts, *filter(None, (example.system, example.prompt))]
 
 
 def _refuse_places(example: Example) -> None:
     """Raise BadRecord for images in responses of pairs and in system messages."""
-    answers = _all(example)[len(example.messages) :]
+    answers = _all_messages(example)[len(example.messages) :]
     if any(_parts(one) or _MARK.search(one.text) for one in answers):
         raise BadRecord("a response of the pair contains an image.", "Put the images into the prompt.")
     if example.system and _MARK.search(example.system):

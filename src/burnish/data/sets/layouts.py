@@ -46,7 +46,9 @@ def layout_of(source: DataSource, records: Sequence[Values], where: str, needs: 
     if missing := [column for column in needs.columns if column not in (*found, ALL_COLUMNS)]:
         what = f"stage: {needs.stage} requires the column {_quoted(missing)}. Found: {listed(found)}."
         raise UserError(what, where=where, option="stage")
-    layout = _preferred(source, records, where, needs) if needs.compares else _plain(source, records, where, needs)
+    layout = (
+        _preference_layout(source, records, where, needs) if needs.compares else _plain(source, records, where, needs)
+    )
     sees = needs.reader is not None and not needs.reader.model_type
     unnamed = [column for column in found if column in MEDIA] if sees and source.columns is None else []
     media = tuple(c for c in dict.fromkeys((*layout.media, *unnamed)) if c not in needs.columns)
@@ -71,8 +73,10 @@ def _kind_of(source: DataSource, records: Sequence[Values]) -> str:
         return "pairs"
     if any(map(is_preference, records)):
         return "verdicts"
-    known = [member.name for member in FORMATS if _holds(member.traits, ANSWERS)]
-    has_response = any(_claim(FORMATS.get(name).traits, values, ANSWERS) for name in known for values in records)
+    known = [member.name for member in FORMATS if _is_of_record_kind(member.traits, ANSWERS)]
+    has_response = any(
+        _matching_columns(FORMATS.get(name).traits, values, ANSWERS) for name in known for values in records
+    )
     return "answers" if has_response else "prompts"
 
 
@@ -86,7 +90,7 @@ def _plain(source: DataSource, records: Sequence[Values], where: str, needs: Rec
     preferred = [part for part in PREFERENCE if (source.columns or {}).get(part)] or ["ranking"] * source.ranking
     if preferred:
         raise UserError(preference_problem(source.name, preferred, needs, is_explicit=True))
-    usual = next((member.name for member in FORMATS if _holds(member.traits, needs)), "alpaca")
+    usual = next((member.name for member in FORMATS if _is_of_record_kind(member.traits, needs)), "alpaca")
     is_default = source.is_described and (source.formatting is not None or _has_required(usual, records, needs))
     if source.columns is not None or is_default:
         layout = named_layout(source.formatting or usual, source.columns, source.tags)
@@ -97,7 +101,7 @@ def _plain(source: DataSource, records: Sequence[Values], where: str, needs: Rec
     return _recognized(records, where, source, needs)
 
 
-def _holds(traits: Mapping[str, Any], needs: RecordNeeds) -> bool:
+def _is_of_record_kind(traits: Mapping[str, Any], needs: RecordNeeds) -> bool:
     """Return whether a format holds records of the required kind."""
     return bool(traits.get("holds", "answers") == ("answers" if needs.kind == "prompts" else needs.kind))
 
@@ -186,8 +190,10 @@ def _has_required(name: str, records: Sequence[Values], needs: RecordNeeds = ANS
 def _recognized(records: Sequence[Values], where: str, source: DataSource, needs: RecordNeeds) -> Layout:
     """Detect the layout from the first record of a known format, limited to the source's format if it names one."""
     for values in records:
-        known = (member for member in FORMATS if _holds(member.traits, needs))
-        claims = {member.name: columns for member in known if (columns := _claim(member.traits, values, needs))}
+        known = (member for member in FORMATS if _is_of_record_kind(member.traits, needs))
+        claims = {
+            member.name: columns for member in known if (columns := _matching_columns(member.traits, values, needs))
+        }
         if source.formatting is not None:
             claims = {name: columns for name, columns in claims.items() if name == source.formatting}
         elif claims and is_preference(values):
@@ -212,7 +218,7 @@ def _recognized(records: Sequence[Values], where: str, source: DataSource, needs
     raise UserError(_unknown(where, records, source.is_described))
 
 
-def _claim(traits: Mapping[str, Any], values: Values, needs: RecordNeeds) -> Mapping[str, str] | None:
+def _matching_columns(traits: Mapping[str, Any], values: Values, needs: RecordNeeds) -> Mapping[str, str] | None:
     if "finds" in traits:
         found: Mapping[str, str] | None = traits["finds"](values)
         return found
@@ -275,7 +281,7 @@ def preference_problem(
 # --- preferences ------------------------------------------------------------------------------------------------------
 
 
-def _preferred(source: DataSource, records: Sequence[Values], where: str, needs: RecordNeeds) -> Layout:
+def _preference_layout(source: DataSource, records: Sequence[Values], where: str, needs: RecordNeeds) -> Layout:
     """Return the layout of a dataset of preference pairs or labelled responses."""
     found = _columns_of(records)
     columns = dict(source.columns) if source.columns is not None else _preferred_columns(source, records, found)
@@ -358,7 +364,7 @@ def _labels_in_words(verdicts: Mapping[Any, bool]) -> str:
 
 def _unknown(where: str, records: Sequence[Values], is_described: bool) -> Problem:
     found = _columns_of(records)
-    known = "; ".join(f"{name}: {_needed(name)}" for name in FORMATS.names())
+    known = "; ".join(f"{name}: {_required_columns_in_words(name)}" for name in FORMATS.names())
     proposal = json.dumps(proposed_columns(found) or {"prompt": "...", "response": "..."})
     remedy = f"Set the columns, for example formatting: alpaca, columns: {proposal}"
     if is_described:
@@ -368,7 +374,7 @@ def _unknown(where: str, records: Sequence[Values], is_described: bool) -> Probl
     )
 
 
-def _needed(name: str) -> str:
+def _required_columns_in_words(name: str) -> str:
     layout = named_layout(name)
     return " and ".join(layout.columns[part] for part in layout.columns if part in layout.required)
 

@@ -22,7 +22,7 @@ from burnish.utils.sequences import shared_beginning
 
 ANSWERING = ("assistant", "function")
 _WORDS = {"true": True, "false": False}
-SAME = "chosen and rejected are identical."
+IDENTICAL_RESPONSES = "chosen and rejected are identical."
 
 
 def with_preference(record: Record, example: Example) -> Example:
@@ -88,7 +88,7 @@ def common_prompt(chosen: str, rejected: str) -> str:
     """Return the common prefix of two texts, up to the last blank, so that no word is split."""
     common = chosen[: shared_beginning(chosen, rejected)]
     if common in (chosen, rejected):
-        raise BadRecord(SAME if chosen == rejected else "one response is a prefix of the other.")
+        raise BadRecord(IDENTICAL_RESPONSES if chosen == rejected else "one response is a prefix of the other.")
     return common[: max(common.rfind(" "), common.rfind("\n"), 0)]
 
 
@@ -98,7 +98,7 @@ def _conversations(
     """Return the example with responses made of messages. Common leading messages are added to the prompt."""
     shared = shared_beginning(chosen, rejected)
     if chosen == rejected:
-        raise BadRecord(SAME, reason="chosen and rejected are identical")
+        raise BadRecord(IDENTICAL_RESPONSES, reason="chosen and rejected are identical")
     before, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     for part, answer in (("chosen", chosen), ("rejected", rejected)):
         column = record.layout.columns[part]
@@ -136,7 +136,7 @@ def _check_role(record: Record, column: str, last: Message) -> None:
 
 def _checked(example: Example, chosen: Answer, rejected: Answer) -> Example:
     if chosen == rejected:
-        raise BadRecord(SAME, reason="chosen and rejected are identical")
+        raise BadRecord(IDENTICAL_RESPONSES, reason="chosen and rejected are identical")
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         spoken = answer if isinstance(answer, str) else answer[-1].text
         if not spoken.strip():
@@ -187,10 +187,10 @@ def unpaired(examples: Sequence[Example]) -> Iterator[Example]:
         for example in examples:
             answer = example.chosen if is_chosen else example.rejected
             assert answer is not None
-            yield replace(_alone(example, answer), tag=is_chosen)
+            yield replace(_with_one_response(example, answer), tag=is_chosen)
 
 
-def _alone(example: Example, answer: Answer) -> Example:
+def _with_one_response(example: Example, answer: Answer) -> Example:
     """Return the example of a pair with one response."""
     alone = replace(example, chosen=None, rejected=None, margin=None)
     if isinstance(answer, str):
@@ -204,7 +204,7 @@ def with_reference(example: Example) -> Example:
     The reference is the chosen response of a pair, or a response that is neither empty nor labelled as undesirable.
     """
     if example.chosen is not None:
-        return _alone(example, example.chosen)
+        return _with_one_response(example, example.chosen)
     example = replace(example, tag=None, other=None) if example.tag is not False else _without_response(example)
     return example if example.text is not None or _has_response(example) else _without_response(example)
 

@@ -21,7 +21,7 @@ from burnish.config.errors import MissingExtraError, Problem, UserError, first_l
 from burnish.config.options import raise_if
 from burnish.data.options import DataOptions, check_data
 from burnish.data.reading.files import csv_header, data_files, read_records
-from burnish.data.reading.json_files import NotAnObject, Values, refused
+from burnish.data.reading.json_files import NotAnObject, Values, not_an_object_error
 from burnish.data.reading.record_index import DatasetTable, Table, open_table
 from burnish.data.sets.data_source import DataSource
 from burnish.data.sets.dataset_info import INFO_NAME, ONLINE, REMOTE, find_sources
@@ -38,7 +38,7 @@ from burnish.utils.files import check_below_roots
 
 __all__ = ["DataOptions", "DataSets", "check_data", "load_datasets"]
 
-PEEKED = 20
+NUM_DETECTION_RECORDS = 20
 """Number of first records used to detect and check the layout."""
 SAMPLE_SIZE = 1000
 """Number of first records searched for a column when streaming."""
@@ -198,15 +198,15 @@ class _Loading:
         return [source for source in found if self.searches_hubs or source.kind in ("file", "records")]
 
     def _examples(self, source: DataSource) -> ListedExamples:
-        records = self._chosen(source)
-        first = list(islice(records, PEEKED))
+        records = self._selected_records(source)
+        first = list(islice(records, NUM_DETECTION_RECORDS))
         if not first:
-            raise UserError("the dataset contains no records.", where=_named(source))
+            raise UserError("the dataset contains no records.", where=_name_in_errors(source))
         peeked = self._objects(first)
-        layout = layout_of(source, peeked, _named(source), self._needs(source))
+        layout = layout_of(source, peeked, _name_in_errors(source), self._needs(source))
         examples = convert_records(chain(first, records), layout, self.stats, self.options.on_bad_record)
         if layout.awaited:
-            raise UserError(missing_columns(layout, layout.awaited, peeked, _named(source)))
+            raise UserError(missing_columns(layout, layout.awaited, peeked, _name_in_errors(source)))
         self._add_notes(source, layout)
         return ListedExamples(self._with_kto_labels(examples, source) if self.needs.kind == "verdicts" else examples)
 
@@ -218,7 +218,7 @@ class _Loading:
             return found
         values, source, number = located[0]
         assert isinstance(values, NotAnObject)
-        raise refused(source, number, values)
+        raise not_an_object_error(source, number, values)
 
     def _needs(self, source: DataSource) -> RecordNeeds:
         """Return the requirements for the records of a source, with the folders in which its images may be."""
@@ -238,7 +238,7 @@ class _Loading:
         if not any(example.chosen is not None for example in examples):
             return examples
         self.notes.append(
-            f"{_named(source)}: each pair becomes a desirable (chosen) and an undesirable (rejected) example."
+            f"{_name_in_errors(source)}: each pair becomes a desirable (chosen) and an undesirable (rejected) example."
         )
         return list(unpaired(examples))
 
@@ -250,8 +250,8 @@ class _Loading:
         if source.num_samples is not None:
             chosen = [chosen[at] for at in sampled(len(chosen), source.num_samples, self.generator)]
         found = StreamedSet(files, chosen[: self.options.max_samples], Layout("", {}))
-        first = self._objects([found.located(index) for index in range(min(PEEKED, len(found)))])
-        layout = layout_of(source, first, _named(source), self._needs(source))
+        first = self._objects([found.located(index) for index in range(min(NUM_DETECTION_RECORDS, len(found)))])
+        layout = layout_of(source, first, _name_in_errors(source), self._needs(source))
         if self.needs.kind == "verdicts" and "chosen" in layout.columns:  # a record becomes two examples
             return self._examples(source)
         never = layout.awaited.difference(*(found.located(index)[0] for index in range(min(SAMPLE_SIZE, len(found)))))
@@ -261,14 +261,14 @@ class _Loading:
 
     def _add_notes(self, source: DataSource, layout: Layout) -> None:
         """Add warnings about the format of a dataset."""
-        self.notes += [f"{_named(source)}: {note}." for note in layout.notes]
+        self.notes += [f"{_name_in_errors(source)}: {note}." for note in layout.notes]
         for path in data_files(source.location) if source.kind == "file" and layout.format == "text" else ():
             if columns := csv_header(path):
                 what = f"the first line looks like the header of a CSV file ({', '.join(columns)}), but a .txt file is "
                 what += f"used as plain text. Rename it to {path.with_suffix('.csv').name} to read its columns."
                 self.notes.append(f"{path}: {what}")
 
-    def _chosen(self, source: DataSource) -> Iterator[Located]:
+    def _selected_records(self, source: DataSource) -> Iterator[Located]:
         """Yield the records of a source after ``split``, ``num_samples`` and ``max_samples``."""
         records: Iterable[Located] = _records(source, self.options)
         if source.is_local and source.split != "train":
@@ -304,7 +304,7 @@ def _unused(name: str, taken: Iterable[str]) -> str:
     return next(candidate for candidate in candidates if candidate not in taken)
 
 
-def _named(source: DataSource) -> str:
+def _name_in_errors(source: DataSource) -> str:
     """Return the name of a dataset in errors about its columns: its file, and its entry if it has one."""
     if source.kind != "file":
         return source.where

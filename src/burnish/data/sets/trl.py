@@ -13,15 +13,15 @@ from typing import Any, Literal, TypeAlias
 
 from burnish.config.errors import UserError
 from burnish.data.images.sources import MediaReader
-from burnish.data.length import endless
-from burnish.data.sets.examples import MARKED, Located, marks_in
-from burnish.data.sets.formats import Bad, bad_records, converted
+from burnish.data.length import record_length_error
+from burnish.data.sets.examples import MARK_IN_TEXT, Located, marks_in
+from burnish.data.sets.formats import BadRecords, bad_records, converted
 from burnish.data.sets.preferences import unpaired
 from burnish.data.sets.records import BadRecord, Layout, Record
 from burnish.data.sets.turns import OPENAI_TAGS
 from burnish.data.stats import DataStats, kept
 from burnish.loop.types import Example
-from burnish.utils.sequences import OnDemand
+from burnish.utils.sequences import LazySequence
 
 Kind: TypeAlias = Literal["texts", "pairs", "verdicts", "scores"]
 IDS: Mapping[Kind, Sequence[str]] = {
@@ -31,11 +31,11 @@ IDS: Mapping[Kind, Sequence[str]] = {
     "scores": ("chosen_ids", "rejected_ids"),
 }
 """Required columns of a dataset of token ids."""
-_BESIDE_IDS: Mapping[Kind, Sequence[str]] = {
+_COLUMNS_BESIDES_IDS: Mapping[Kind, Sequence[str]] = {
     "texts": ("labels", "completion_mask", "assistant_masks"), "pairs": (), "verdicts": ("KL_completion_ids",),
     "scores": ("margin",),
 }  # fmt: skip
-OF_IDS = "token ids"
+IDS_LAYOUT = "token ids"
 _LABELS: Mapping[Any, bool] = {"true": True, "false": False, "True": True, "False": False, 1: True, 0: False}
 _MESSAGES = ("messages", "conversations")
 ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "tool_response"}
@@ -60,8 +60,8 @@ def trl_layout(
         ValueError: if required columns are missing.
     """
     if set(IDS[kind]) <= sample.keys():
-        names = [name for name in (*IDS[kind], *_BESIDE_IDS[kind]) if name in sample]
-        return Layout(OF_IDS, {name: name for name in names}, verbatim=True)
+        names = [name for name in (*IDS[kind], *_COLUMNS_BESIDES_IDS[kind]) if name in sample]
+        return Layout(IDS_LAYOUT, {name: name for name in names}, verbatim=True)
     messages = next((name for name in _MESSAGES if has_turns(sample.get(name))), None)
     if kind in ("pairs", "scores") or (kind == "verdicts" and {"chosen", "rejected"} <= sample.keys()):
         named, columns = "preference", {"chosen": "chosen", "rejected": "rejected"}
@@ -99,7 +99,7 @@ def has_turns(value: Any, *keys: str) -> bool:
     return is_list and any(key in value[0] for key in keys or ("role", "from"))
 
 
-class TrlRecords(OnDemand[Located]):
+class TrlRecords(LazySequence[Located]):
     """The records of a dataset, read on access: (values, dataset name, number from 1).
 
     Args:
@@ -124,7 +124,11 @@ class TrlRecords(OnDemand[Located]):
         columns = self.dataset[list(places)]
         rows = zip(*columns.values(), strict=True)
         return [
-            ({**dict(zip(columns, values, strict=True)), **({SIDE: side} if side else {})}, self.source, place + 1)
+            (
+                {**dict(zip(columns, values, strict=True)), **({PAIR_SIDE_COLUMN: side} if side else {})},
+                self.source,
+                place + 1,
+            )
             for values, place, side in zip(rows, places, sides, strict=True)
         ]
 
@@ -135,7 +139,7 @@ class TrlRecords(OnDemand[Located]):
         return block * self.BLOCK + within % size, self.sides[within // size]
 
 
-SIDE = "burnish_side"
+PAIR_SIDE_COLUMN = "burnish_side"
 """Column that says which response of a pair becomes a labelled response."""
 
 
@@ -153,16 +157,18 @@ def examples_of(
     Raises:
         UserError: with all of these records that break their format, unless they are dropped.
     """
-    bad: Bad = []
-    if layout.format != OF_IDS:
+    bad: BadRecords = []
+    if layout.format != IDS_LAYOUT:
         examples = list(converted(located, layout, stats, on_bad_record, bad))
     else:
         stats.seen += len(located)
         examples = [_of_ids(*one, layout, bad) for one in located]
-    is_second = [values.get(SIDE) == "rejected" for values, _, _ in located]  # of the two examples of a record
+    is_second = [
+        values.get(PAIR_SIDE_COLUMN) == "rejected" for values, _, _ in located
+    ]  # of the two examples of a record
     stats.seen -= sum(is_second)
     for at, (values, source, number) in enumerate(located):
-        example, problem = examples[at], endless(values.values())
+        example, problem = examples[at], record_length_error(values.values())
         if problem:
             bad.append((Record(values, source, number, layout), BadRecord(problem)))
         if example is None or problem:
@@ -180,21 +186,21 @@ def examples_of(
     return examples
 
 
-def _once_per_record(bad: Bad) -> Bad:
+def _once_per_record(bad: BadRecords) -> BadRecords:
     """Return each invalid record once, without the column that says which of its responses is used."""
     found = {record.number: (record, error) for record, error in reversed(bad)}
     return [
-        (replace(record, values={name: v for name, v in record.values.items() if name != SIDE}), error)
+        (replace(record, values={name: v for name, v in record.values.items() if name != PAIR_SIDE_COLUMN}), error)
         for record, error in found.values()
     ]
 
 
 def _one_side(example: Example, values: Mapping[str, Any]) -> Example:
-    side = values.get(SIDE)
+    side = values.get(PAIR_SIDE_COLUMN)
     return example if side is None else next(one for one in unpaired([example]) if one.tag is (side == "chosen"))
 
 
-def _of_ids(values: Mapping[str, Any], source: str, number: int, layout: Layout, bad: Bad) -> Example | None:
+def _of_ids(values: Mapping[str, Any], source: str, number: int, layout: Layout, bad: BadRecords) -> Example | None:
     """Return the example of a record of token ids. The template reads its columns from ``extra``."""
     extra = {name: values[name] for name in layout.columns if values.get(name) is not None}
     label: Any = extra.get("label")
@@ -210,7 +216,7 @@ def _of_ids(values: Mapping[str, Any], source: str, number: int, layout: Layout,
 def _count_oddities(example: Example, stats: DataStats) -> None:
     """Count probable mistakes that some template or model may still support."""
     for mark in marks_in(example):
-        stats.add(MARKED.format(mark=mark), example)
+        stats.add(MARK_IN_TEXT.format(mark=mark), example)
     answers = [one for one in (example.chosen, example.rejected) if isinstance(one, tuple)]
     raws = [message.raw or {} for message in (*example.messages, *(m for answer in answers for m in answer))]
     roles = [raw.get("role") for raw in raws]

@@ -28,7 +28,9 @@ OPENAI_TAGS = {
     "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
     "observation_tag": "tool", "function_tag": "function_call", "system_tag": "system",
 }  # fmt: skip
-TEXT_LOST = truncated("text alongside a tool call was removed (a turn is either text or a tool call)", is_length=False)
+TEXT_BESIDE_CALL = truncated(
+    "text alongside a tool call was removed (a turn is either text or a tool call)", is_length=False
+)
 
 
 def conversation(record: Record, messages: Sequence[Message]) -> Example:
@@ -65,7 +67,7 @@ def message_of(layout: Layout, turn: Mapping[str, Any], place: str) -> Message:
         raise BadRecord(f'"{place}" has no "{content_key}". Found: {listed(turn)}.')
     elif role in ("function", "observation") and isinstance(content, dict):
         content = json.dumps(content, ensure_ascii=False)
-    train, weight = _learned(turn, place)
+    train, weight = _train_and_weight(turn, place)
     return Message(role, content_of(layout, content, f"{place}.{content_key}"), train, weight)
 
 
@@ -83,13 +85,13 @@ def _verbatim(layout: Layout, turn: Mapping[str, Any], place: str) -> Message:
         raise BadRecord(f'"{place}.content" is null.')
     if layout.reader is not None and isinstance(content, list):
         seen = content_of(layout, content, f"{place}.content")
-        return Message(_spoken(raw), seen, raw={**raw, "content": raw_content(content)})
+        return Message(_role_in_prompt(raw), seen, raw={**raw, "content": raw_content(content)})
     parts = content if isinstance(content, list) else [{"text": content}]
     text = "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
-    return Message(_spoken(raw), text, raw=raw)
+    return Message(_role_in_prompt(raw), text, raw=raw)
 
 
-def _spoken(raw: Mapping[str, Any]) -> RoleName:
+def _role_in_prompt(raw: Mapping[str, Any]) -> RoleName:
     return ROLES.get(str(raw.get("role")), "assistant")
 
 
@@ -135,7 +137,7 @@ def _calls(layout: Layout, calls: Any, content: Any, place: str) -> str:
     if spoken.startswith("<think>") and spoken.endswith("</think>"):
         return f"{spoken}\n\n{written}"
     if spoken:
-        layout.dropped_parts.append(TEXT_LOST)
+        layout.dropped_parts.append(TEXT_BESIDE_CALL)
     return written
 
 
@@ -148,7 +150,7 @@ def _arguments(value: Any) -> Any:
         return value  # not JSON; the template decides what to do with it
 
 
-def _learned(turn: Mapping[str, Any], place: str) -> tuple[bool | None, float]:
+def _train_and_weight(turn: Mapping[str, Any], place: str) -> tuple[bool | None, float]:
     """Return (train, weight) of a message. As in OpenAI's format, a weight of 0 excludes the message from the loss."""
     train, weight = turn.get("train"), turn.get("weight")
     if train is not None and not isinstance(train, bool):

@@ -54,9 +54,9 @@ class Encoder:
         self._codes = {text: _MARK + chr(_FIRST + index) for index, text in enumerate([*specials, _MARK])}
         self._texts = {code: text for text, code in self._codes.items()}
         self._hints = {text[0] for text in self._codes if text}
-        hidden, kept = _any_of([*specials, _MARK]), _any_of(filter(None, keep))
+        hidden, kept = _alternatives_pattern([*specials, _MARK]), _alternatives_pattern(filter(None, keep))
         self._hidden, self._hidden_or_kept = re.compile(hidden), re.compile(f"({kept})|{hidden}")
-        self._control = re.compile(f"({_any_of(self._tokens)})")
+        self._control = re.compile(f"({_alternatives_pattern(self._tokens)})")
         self._shown = re.compile(f"{_MARK}.", re.DOTALL)
 
     @cached_property
@@ -185,7 +185,7 @@ def _state_of_slow(tokenizer: Any) -> str:
     return f"{type(tokenizer)} {sorted(tokenizer.get_vocab().items())} {sorted(settings.items())} {files}"
 
 
-def _any_of(texts: Iterable[str]) -> str:
+def _alternatives_pattern(texts: Iterable[str]) -> str:
     """Return a pattern that matches any of the texts, longest first."""
     return "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)"  # (?!) matches nowhere
 

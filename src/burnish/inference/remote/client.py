@@ -25,11 +25,11 @@ from burnish.inference.types import (
     Closed,
     EndReason,
     EngineFacts,
-    Filled,
-    Full,
     GenerationRequest,
     Logprob,
     OutputCallback,
+    PromptProcessed,
+    QueueFullError,
     RequestHandle,
     StepOutput,
 )
@@ -83,7 +83,7 @@ class RemoteEngine:
         with self._lock:
             waiting = len(self._open) - self._running
             if self._limit is not None and waiting >= self._limit:
-                raise Full(waiting, 1.0)
+                raise QueueFullError(waiting, 1.0)
             handle = RequestHandle(next(self._numbers))
             cancelled = self._open[handle.number] = threading.Event()
         threading.Thread(target=self._run, args=(request, callback, handle, cancelled), daemon=True).start()
@@ -140,7 +140,7 @@ class RemoteEngine:
         """Pass results on as they arrive, one id or several at a time. Returns why the response ended."""
         with self._lock:
             self._sums[0] += len(request.ids)
-        callback(StepOutput(filled=Filled()))
+        callback(StepOutput(filled=PromptProcessed()))
         reader = _TextReader(self.tokenizer)
         reason: EndReason = "length"
         chunks = self._server.chunks("completions", self._body(request))

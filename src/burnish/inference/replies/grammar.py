@@ -50,11 +50,11 @@ class Grammars:
             what = f"llguidance does not support this tokenizer ({error})."
             raise UserError(what, remedy="Describe the format in the prompt instead.") from error
 
-    def json_object(self, waits_for: str = "") -> Matched:
+    def json_object(self, waits_for: str = "") -> GrammarState:
         """Return a grammar for any JSON object."""
         return self.json_schema({"type": "object"}, waits_for)
 
-    def json_schema(self, schema: Mapping[str, Any], waits_for: str = "") -> Matched:
+    def json_schema(self, schema: Mapping[str, Any], waits_for: str = "") -> GrammarState:
         """Return a grammar for JSON that matches a schema.
 
         Args:
@@ -75,7 +75,7 @@ class Grammars:
 
     def calls(
         self, tool_format: str, offered: Mapping[str, Mapping[str, Any]], *, only_one: bool = False, waits_for: str = ""
-    ) -> Matched:  # fmt: skip
+    ) -> GrammarState:  # fmt: skip
         """Return a grammar for calls of the offered functions, and nothing else.
 
         Raises:
@@ -106,7 +106,7 @@ class Grammars:
         ids = {word: self.tokenizer.convert_tokens_to_ids(word) for word in tokens}
         return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part)
 
-    def _matched(self, grammar: str, waits_for: str) -> Matched:
+    def _matched(self, grammar: str, waits_for: str) -> GrammarState:
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._inner, grammar, log_level=0)
@@ -114,7 +114,7 @@ class Grammars:
             matcher.compute_bitmask()  # a circular definition fails here
         if matcher.is_error():
             raise UserError(_refused(matcher.get_error()))
-        return Matched(matcher, self.vocabulary, self._ends, self.tokenizer, waits_for)
+        return GrammarState(matcher, self.vocabulary, self._ends, self.tokenizer, waits_for)
 
 
 _MAX_CHARACTERS = 500_000
@@ -206,7 +206,7 @@ class GrammarError(Exception):
     """Raised if the library fails in the middle of a response."""
 
 
-class Matched:
+class GrammarState:
     """The state of a grammar for one response.
 
     Args:
@@ -236,7 +236,7 @@ class Matched:
         allowed = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten().bool()
         if not allowed.any():
             raise GrammarError("no token is allowed next")
-        logits[~_as_long(allowed, len(logits))] = -torch.inf
+        logits[~_padded_to_vocabulary(allowed, len(logits))] = -torch.inf
 
     def take(self, token: int) -> None:
         """Advance by a token of the response. Raises GrammarError if the grammar does not allow it."""
@@ -254,7 +254,7 @@ class Matched:
             raise GrammarError(_first_line(self._matcher.get_error()))
 
 
-def _as_long(allowed: Tensor, length: int) -> Tensor:
+def _padded_to_vocabulary(allowed: Tensor, length: int) -> Tensor:
     """Return (V,) with tokens beyond the tokenizer's vocabulary not allowed."""
     if len(allowed) >= length:
         return allowed[:length]

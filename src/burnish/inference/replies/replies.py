@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from burnish.data.chat.tools.tool_calls import Call, Offered
+from burnish.data.chat.tools.tool_calls import Call, ToolSchemas
 from burnish.inference.replies.reply_forms import ReplyForm
 
 PieceKind: TypeAlias = Literal["content", "thought", "call"]
@@ -44,14 +44,14 @@ class ReplyPiece:
 
 
 @dataclass
-class Whole:
+class ParsedReply:
     """A complete reply."""
 
     content: str = ""
     thought: str = ""
     calls: list[Call] = field(default_factory=list)
 
-    def add(self, pieces: Iterable[ReplyPiece]) -> Whole:
+    def add(self, pieces: Iterable[ReplyPiece]) -> ParsedReply:
         for piece in pieces:
             if piece.call is not None:
                 self.calls.append(piece.call)
@@ -78,7 +78,7 @@ class Reply:
     """
 
     def __init__(
-        self, form: ReplyForm, tokenizer: Any, *, offered: Offered | None = None, stop: Sequence[str] = (),
+        self, form: ReplyForm, tokenizer: Any, *, offered: ToolSchemas | None = None, stop: Sequence[str] = (),
         stop_ids: Iterable[int] = (), in_thought: bool = False, skips_special: bool = True,
         only_one_call: bool = False,
     ) -> None:  # fmt: skip
@@ -87,7 +87,7 @@ class Reply:
             marks += [*form.reader.openings, form.reader.closing]
         self._outputs = CharacterDecoder(tokenizer, [mark for mark in marks if mark], stop_ids, skips_special)
         self._stops = _Stops(stop)
-        self._parts = _Parts(form, offered or {}, in_thought)
+        self._parts = _ReplySplitter(form, offered or {}, in_thought)
         self._only_one_call = only_one_call
         self._since = 0
         self.has_stopped = False
@@ -123,12 +123,12 @@ class Reply:
 
 
 def read_whole(
-    ids: Sequence[int], form: ReplyForm, tokenizer: Any, *, offered: Offered | None = None,
+    ids: Sequence[int], form: ReplyForm, tokenizer: Any, *, offered: ToolSchemas | None = None,
     stop_ids: Iterable[int] = (), in_thought: bool = False,
-) -> Whole:  # fmt: skip
+) -> ParsedReply:  # fmt: skip
     """Parse a complete response."""
     reply = Reply(form, tokenizer, offered=offered, stop_ids=stop_ids, in_thought=in_thought)
-    return Whole().add([*reply.feed(ids), *reply.end()])
+    return ParsedReply().add([*reply.feed(ids), *reply.end()])
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
@@ -160,12 +160,12 @@ class CharacterDecoder:
         self._ids.append(token)
         whole = self._decode(self._ids)
         is_half = whole.endswith(_BROKEN) and len(self._ids) - self._given <= _LONGEST_CHARACTER
-        return "" if is_half else self._give(whole)
+        return "" if is_half else self._new_text(whole)
 
     def end(self) -> str:
-        return self._give(self._decode(self._ids)) if len(self._ids) > self._given else ""
+        return self._new_text(self._decode(self._ids)) if len(self._ids) > self._given else ""
 
-    def _give(self, whole: str) -> str:
+    def _new_text(self, whole: str) -> str:
         new = whole[len(self._decode(self._ids[: self._given])) :]
         self._ids = self._ids[self._given :]
         self._given = len(self._ids)
@@ -218,10 +218,10 @@ def _may_begin(text: str, markers: Iterable[str]) -> int:
 # --- content, reasoning, calls ----------------------------------------------------------------------------------------
 
 
-class _Parts:
+class _ReplySplitter:
     """Splits text into content, reasoning and tool calls."""
 
-    def __init__(self, form: ReplyForm, offered: Offered, in_thought: bool) -> None:
+    def __init__(self, form: ReplyForm, offered: ToolSchemas, in_thought: bool) -> None:
         self.form, self.offered = form, offered
         self._opens, self._closes = form.thought_words
         self._reader = form.reader if offered else None

@@ -11,7 +11,7 @@ from burnish.data.chat.chat_template import JinjaFormat
 from burnish.data.chat.rendering import UnreadableTemplate
 from burnish.data.chat.rows import Template
 from burnish.data.chat.table import CONTENT, TemplateSpec, Token
-from burnish.data.chat.tools.tool_calls import Call, CallReader, Offered
+from burnish.data.chat.tools.tool_calls import Call, CallReader, ToolSchemas
 from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
 
 
@@ -97,7 +97,7 @@ def _written_format(form: JinjaFormat) -> str:
     return next((name for name, reader in readers if reader and _reads(reader, written, schema)), "")
 
 
-def _reads(reader: CallReader, text: str, schema: Offered) -> bool:
+def _reads(reader: CallReader, text: str, schema: ToolSchemas) -> bool:
     begin = min((text.find(opening) for opening in reader.openings_for(schema) if opening in text), default=-1)
     return begin >= 0 and reader.read(text[begin:], schema) == [_SAMPLE]
 

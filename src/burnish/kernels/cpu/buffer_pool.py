@@ -22,8 +22,8 @@ _HUGE_PAGE = 2**21
 _SMALLEST = 2**22
 """Minimum number of bytes of a tensor in the pool. torch's allocator reuses the memory of smaller ones well."""
 
-_free: list[mmap.mmap] = []
-_choosing = Lock()
+_free_blocks: list[mmap.mmap] = []
+_pool_lock = Lock()
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -31,9 +31,9 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     count = prod(shape) * dtype.itemsize
     if device.type != "cpu" or count < _SMALLEST:
         return torch.empty(shape, dtype=dtype, device=device)
-    block = _taken(-(-count // _HUGE_PAGE) * _HUGE_PAGE)
+    block = _take_block(-(-count // _HUGE_PAGE) * _HUGE_PAGE)
     array = np.frombuffer(block, dtype=np.uint8, count=count)
-    weakref.finalize(array, _free.append, block).atexit = False  # torch keeps the array as long as its storage
+    weakref.finalize(array, _free_blocks.append, block).atexit = False  # torch keeps the array as long as its storage
     return torch.from_numpy(array).view(dtype).view(shape)
 
 
@@ -44,20 +44,20 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return empty(tuple(tensor.shape), dtype, tensor.device).copy_(tensor)
 
 
-def _taken(size: int) -> mmap.mmap:
+def _take_block(size: int) -> mmap.mmap:
     """Take the smallest free block with at least ``size`` bytes. If all are too small, a new one replaces the largest.
     Sizes differ from step to step, and the pool should not exceed the number of blocks in use at once.
     """
-    with _choosing:
-        chosen = min((block for block in _free if len(block) >= size), key=len, default=None)
+    with _pool_lock:
+        chosen = min((block for block in _free_blocks if len(block) >= size), key=len, default=None)
         if chosen is not None:
-            _free.remove(chosen)
-        elif _free:
-            _free.remove(max(_free, key=len))
-    return _fresh(size) if chosen is None else chosen
+            _free_blocks.remove(chosen)
+        elif _free_blocks:
+            _free_blocks.remove(max(_free_blocks, key=len))
+    return _new_block(size) if chosen is None else chosen
 
 
-def _fresh(size: int) -> mmap.mmap:
+def _new_block(size: int) -> mmap.mmap:
     if not hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(-1, size)
     # Private: by default a forked process would share the block, and write to it.

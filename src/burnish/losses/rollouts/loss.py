@@ -26,7 +26,7 @@ from torch import Tensor
 
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Loss, Metric, Sum
-from burnish.losses.rollouts.options import CLIPPED, RolloutLossOptions
+from burnish.losses.rollouts.options import CLIPPED_LOSSES, RolloutLossOptions
 
 BATCH_KEYS = frozenset(
     {
@@ -50,8 +50,8 @@ BATCH_KEYS = frozenset(
 - ``logp_gradients``: (N,) gradient of the loss with respect to the log-probabilities; absent if it depends on them.
 """
 _TOKENS_SHARE = ("dapo", "bnpo", "cispo", "vespo")
-_EACH_COMPLETION_IS_A_MEAN = ("grpo", "sapo")
-_TIE = 1e-6
+_LOSSES_WITH_COMPLETION_MEANS = ("grpo", "sapo")
+_ENTROPY_TIE_MARGIN = 1e-6
 _LEAST_LOG, _MOST_LOG = math.log(1e-8), 20.0
 
 
@@ -101,7 +101,7 @@ class RolloutLoss:
 
     def token_weights(self, mask: Tensor, owner: Tensor, num_completions: int) -> Tensor:
         """Return (N,) the weight of each token in the sum, from ``token_mask`` (N,) and ``owner`` (N,)."""
-        if self.name in _EACH_COMPLETION_IS_A_MEAN:
+        if self.name in _LOSSES_WITH_COMPLETION_MEANS:
             return mask / _sums(mask, owner, num_completions).clamp(min=1)[owner]
         return mask / self.options.max_completion_length if self.name == "dr_grpo" else mask
 
@@ -171,7 +171,7 @@ class RolloutLoss:
             return Loss(self._of_completions(tokens, batch), metrics | self._clip_shares(tokens))
         per_token = self._policy_loss(tokens, metrics)
         if self.options.off_policy_mask_threshold is not None:
-            per_token = per_token * self._near_policy(tokens, batch)
+            per_token = per_token * self._off_policy_mask(tokens, batch)
         if "entropy_mask" in batch:
             per_token = per_token * batch["entropy_mask"]
         if self.beta:
@@ -183,7 +183,7 @@ class RolloutLoss:
         # The ratio of a masked token may be infinite, and infinity times 0 is NaN.
         total = torch.where(tokens.mask > 0, per_token * batch["token_weights"], 0).sum()
         if self.has_bonus:
-            total = self._with_bonus(total, entropy, batch, metrics, is_training)
+            total = self._with_entropy_bonus(total, entropy, batch, metrics, is_training)
         return Loss(total, metrics)
 
     def _of_completions(self, tokens: _Tokens, batch: Batch) -> Tensor:
@@ -209,14 +209,14 @@ class RolloutLoss:
     def _policy_loss(self, tokens: _Tokens, metrics: dict[str, Metric]) -> Tensor:
         """Return (N,) the loss of each token."""
         options, ratio, advantage = self.options, tokens.ratio, tokens.advantage
-        if self.name in CLIPPED:
+        if self.name in CLIPPED_LOSSES:
             metrics |= self._clip_shares(tokens)
             clipped = ratio.clamp(1 - options.epsilon, 1 + self.epsilon_high)
             bounded = ratio.clamp(max=options.delta) if options.delta else ratio
             return -torch.minimum(bounded * advantage, clipped * advantage)
         if self.name == "cispo":
             is_clipped = (ratio > self.epsilon_high) & (advantage > 0)
-            metrics["cispo_clip_ratio"] = self._share(is_clipped.float(), tokens)
+            metrics["cispo_clip_ratio"] = self._fraction(is_clipped.float(), tokens)
             return -ratio.clamp(max=self.epsilon_high).detach() * advantage * tokens.logps
         if self.name == "sapo":
             tau = torch.where(advantage > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
@@ -235,7 +235,7 @@ class RolloutLoss:
         factors: Tensor = (decay + k * w - decay * w.exp()).exp().nan_to_num(0.0)
         return factors
 
-    def _near_policy(self, tokens: _Tokens, batch: Batch) -> Tensor:
+    def _off_policy_mask(self, tokens: _Tokens, batch: Batch) -> Tensor:
         """Return (N,) 0 for tokens of a completion with A < 0 whose mean log-ratio to the sampling distribution is too
         large, else 1."""
         most, drawn = self.options.off_policy_mask_threshold, batch.get("sampler_logps")
@@ -245,7 +245,7 @@ class RolloutLoss:
         each: Tensor = is_near.to(away.dtype)[tokens.owner]
         return each
 
-    def _with_bonus(
+    def _with_entropy_bonus(
         self, total: Tensor, entropy: Tensor, batch: Batch, metrics: dict[str, Metric], is_training: bool
     ) -> Tensor:
         counted = _bonus_mask(batch)
@@ -262,7 +262,7 @@ class RolloutLoss:
         low = (tokens.ratio < 1 - self.options.epsilon) & (tokens.advantage < 0)
         high = (tokens.ratio > 1 + self.epsilon_high) & (tokens.advantage > 0)
         found: dict[str, Metric] = {
-            f"clip_ratio/{name}_mean": self._share(clipped.float(), tokens)
+            f"clip_ratio/{name}_mean": self._fraction(clipped.float(), tokens)
             for name, clipped in (("low", low), ("high", high), ("region", low | high))
         }
         counts = (tokens.lengths > 0).sum().float()
@@ -273,7 +273,7 @@ class RolloutLoss:
             found[f"clip_ratio/{name}"] = Sum(extreme.detach(), counts, reduction)  # type: ignore[arg-type]
         return found
 
-    def _share(self, values: Tensor, tokens: _Tokens) -> Sum:
+    def _fraction(self, values: Tensor, tokens: _Tokens) -> Sum:
         """Return the mean over tokens, or over completions for ratios per completion."""
         if not self.is_per_completion:
             return _mean_of_tokens(values, tokens.mask)
@@ -350,7 +350,7 @@ def high_entropy_masks(
     own = torch.cat([entropy[mask > 0] for entropy, mask in zip(entropies, masks, strict=True)]).detach().float()
     every = parallel.gather(own)
     threshold = linear_quantile(every, 1 - share) if len(every) else 0.0
-    least = threshold - _TIE * abs(threshold)
+    least = threshold - _ENTROPY_TIE_MARGIN * abs(threshold)
     return [(entropy.detach() >= least).to(mask.dtype) * mask for entropy, mask in zip(entropies, masks, strict=True)]
 
 

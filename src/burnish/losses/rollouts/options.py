@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from burnish.config.options import option, shared
 
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-LOSSES = (*CLIPPED, "cispo", "sapo", "vespo")
+CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+LOSSES = (*CLIPPED_LOSSES, "cispo", "sapo", "vespo")
 OPTION_NAMES = {"loss_type": "rl_loss_type", "beta": "rl_beta"}
 
 

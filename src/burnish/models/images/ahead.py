@@ -49,7 +49,7 @@ _BYTES_PER_TOKEN = 20_000
 """Estimated bytes per placeholder before the first image is prepared: 18,816 for Qwen2.5-VL."""
 
 
-class PreparedAhead:
+class ImagePrefetcher:
     """Prepares images in advance; a ``Prepare``.
 
     Args:
@@ -98,7 +98,7 @@ class PreparedAhead:
             if self._model is None:
                 self._model = model
             if self._model != model:
-                self._model = _SEVERAL
+                self._model = _SEVERAL_ROWS
                 for identity in [name for name, tensors in self._kept.items() if isinstance(tensors, EncodedImage)]:
                     self._size_of_kept -= size_of(self._kept.pop(identity))
                 return
@@ -121,7 +121,7 @@ class PreparedAhead:
             expected = sum(self._begin(image) for row in rows if row for image in self._images_of(row))
             waiting.append((rows, expected))
             begun += expected
-            while len(waiting) > 1 and (begun > self._ahead_bytes or len(waiting) > _MOST_WAITING):
+            while len(waiting) > 1 and (begun > self._ahead_bytes or len(waiting) > _MAX_WAITING):
                 done, size = waiting.popleft()
                 begun -= size
                 yield done
@@ -164,19 +164,19 @@ class PreparedAhead:
             self._size_of_kept -= size_of(self._kept.popitem(last=False)[1])
 
 
-def cached(prepare: Prepare, images_of: ImagesOf, processor: Any) -> PreparedAhead:
+def cached(prepare: Prepare, images_of: ImagesOf, processor: Any) -> ImagePrefetcher:
     """Return ``prepare`` with the default cache in memory. Args: processor: of transformers."""
     defaults = ImageCacheOptions()
-    return PreparedAhead(
+    return ImagePrefetcher(
         prepare, images_of, 1, 0, defaults.image_cache_mb * 2**20, getattr(processor, "temporal_patch_size", 1)
     )
 
 
-_MOST_WAITING = 64
+_MAX_WAITING = 64
 """Maximum number of waiting micro-batches, so that text rows are not read far ahead."""
 
 
-_SEVERAL = -1
+_SEVERAL_ROWS = -1
 """In place of the id of the model whose features are cached: several models compute features, and none are cached."""
 
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.errors import UserError
-from burnish.kernels.model_parts import part_at, parts_of, sees
+from burnish.kernels.model_parts import has_vision_tower, part_at, parts_of
 from burnish.kernels.probe import unwrap_peft
 from burnish.loop.modes import evaluating
 from burnish.models.images.masks import masks_of
@@ -93,7 +93,7 @@ class ImageFeatures:
             other.outputs = self.outputs
 
 
-_SINCE = "5.18.0"
+_MIN_TRANSFORMERS = "5.18.0"
 """The first version of transformers whose vision models take ``mm_encoder_outputs``."""
 
 
@@ -102,16 +102,16 @@ def check_transformers() -> None:
     from packaging.version import Version
     from transformers import __version__
 
-    if Version(__version__) < Version(_SINCE):
-        what = f"Images require transformers {_SINCE} or later. Received: {__version__}."
-        raise UserError(what, remedy=f'Run: pip install "transformers>={_SINCE}".')
+    if Version(__version__) < Version(_MIN_TRANSFORMERS):
+        what = f"Images require transformers {_MIN_TRANSFORMERS} or later. Received: {__version__}."
+        raise UserError(what, remedy=f'Run: pip install "transformers>={_MIN_TRANSFORMERS}".')
 
 
 def patch_vision_model(model: nn.Module) -> list[Patch]:
     """Let ``model`` take the inputs above. Does nothing without a vision tower or if it was called before."""
     inner = unwrap_peft(model)
     is_patched = any(done.why is ENCODED_ONCE for done in patches_of(model))
-    if is_patched or not sees(model) or not hasattr(inner.base_model, "get_image_features"):
+    if is_patched or not has_vision_tower(model) or not hasattr(inner.base_model, "get_image_features"):
         return []
     check_transformers()
     image_hook = ImageFeaturesHook(inner)
@@ -148,7 +148,7 @@ class ImageFeaturesHook:
         made = self._features(images, tensors, places.device)
         chosen = places[places > 0] - 1
         if images.video_placeholder < 0:
-            kwargs["mm_encoder_outputs"] = {"image": at_places(made, chosen)}
+            kwargs["mm_encoder_outputs"] = {"image": select_features(made, chosen)}
         else:
             is_video = kwargs["input_ids"].flatten()[places > 0] == images.video_placeholder
             kwargs["mm_encoder_outputs"] = by_kind(made, chosen, is_video)
@@ -202,7 +202,7 @@ class ImageFeaturesHook:
         device = (kwargs["inputs_embeds"] if given is None else given).device
         with self._mode(self._is_frozen()):
             made = image_features(self._model, {name: tensor.to(device) for name, tensor in tensors.items()})
-        return at_places(made, torch.zeros(0, dtype=torch.long, device=device))
+        return select_features(made, torch.zeros(0, dtype=torch.long, device=device))
 
     def _output_of(self, images: ImageFeatures, number: int, is_frozen: bool, device: torch.device) -> Any:
         """Return the output of the tower for one image: the cached one of a frozen tower if there is one."""
@@ -293,30 +293,32 @@ def joined_features(made: Sequence[Any]) -> Any:
     more = {}
     if between is not None:
         layers = range(len(between))
-        more["deepstack_features"] = [_together([one.deepstack_features[n] for one in made]) for n in layers]
-    return _with_output(made[0], _together([_output(one) for one in made]), **more)
+        more["deepstack_features"] = [
+            _concatenated_outputs([one.deepstack_features[n] for one in made]) for n in layers
+        ]
+    return _with_output(made[0], _concatenated_outputs([_output(one) for one in made]), **more)
 
 
-def _together(features: Sequence[Tensor | Sequence[Tensor]]) -> Tensor | tuple[Tensor]:
+def _concatenated_outputs(features: Sequence[Tensor | Sequence[Tensor]]) -> Tensor | tuple[Tensor]:
     joined = torch.cat([_joined(one) for one in features])
     return joined if isinstance(features[0], Tensor) else (joined,)
 
 
-def at_places(made: Any, chosen: Tensor) -> Any:
+def select_features(made: Any, chosen: Tensor) -> Any:
     """Select the features ``chosen`` (M,) from the output of the tower, in their order; for Qwen3-VL also those of its
     intermediate layers (``deepstack_features``)."""
     between = getattr(made, "deepstack_features", None)
-    more = {} if between is None else {"deepstack_features": [_chosen(one, chosen) for one in between]}
-    return _with_output(made, _chosen(_output(made), chosen), **more)
+    more = {} if between is None else {"deepstack_features": [_select(one, chosen) for one in between]}
+    return _with_output(made, _select(_output(made), chosen), **more)
 
 
 def by_kind(made: Any, chosen: Tensor, is_video: Tensor) -> dict[str, Any]:
     """The features ``chosen`` (M,) as ``mm_encoder_outputs``: of images and of videos apart. Args: is_video: (M,)."""
     kinds = {"image": chosen[~is_video], "video": chosen[is_video]}
-    return {kind: at_places(made, places) for kind, places in kinds.items() if len(places)}
+    return {kind: select_features(made, places) for kind, places in kinds.items() if len(places)}
 
 
-def _chosen(features: Tensor | Sequence[Tensor], chosen: Tensor) -> Tensor | tuple[Tensor]:
+def _select(features: Tensor | Sequence[Tensor], chosen: Tensor) -> Tensor | tuple[Tensor]:
     """Select features (M, H), as a tensor or a tuple of one, like the input."""
     found = _joined(features)[chosen]
     return found if isinstance(features, Tensor) else (found,)

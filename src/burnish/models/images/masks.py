@@ -38,12 +38,15 @@ def masks_of(model: Any, rows: Tensor, blocks: Tensor) -> Any:
     seen = together & (causal | block)
     full = together & causal if model.config.model_type.startswith("gemma4") else seen
     if "sliding_attention" not in (kinds or ()):
-        return _as_taken(full, model)
+        return _in_attention_format(full, model)
     near = at > at[:, None] - (window or len(at))
-    return {"full_attention": _as_taken(full, model), "sliding_attention": _as_taken(seen & near, model)}
+    return {
+        "full_attention": _in_attention_format(full, model),
+        "sliding_attention": _in_attention_format(seen & near, model),
+    }
 
 
-def _as_taken(mask: Tensor, model: Any) -> Tensor:
+def _in_attention_format(mask: Tensor, model: Any) -> Tensor:
     mask = mask.unsqueeze(1)
     if model.config._attn_implementation != "eager":
         return mask

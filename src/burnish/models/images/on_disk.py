@@ -27,7 +27,7 @@ _KINDS = ((256, torch.uint8), (32_768, torch.int16))
 """Maximum number of values in a table -> dtype of the indices."""
 
 
-class OnDisk:
+class ImageDiskCache:
     """Preprocess images, or read their tensors from files. A ``collator.Prepare``.
 
     Args:

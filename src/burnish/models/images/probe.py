@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burnish.kernels.probe import REFUSALS, close, probe_mode, unwrap_peft
+from burnish.kernels.probe import REFUSALS, is_close, probe_mode, unwrap_peft
 from burnish.loop.types import IGNORE_INDEX, Batch, Row
 from burnish.models.images.collator import ImageCollator
 from burnish.models.images.features import num_features
@@ -47,22 +47,24 @@ def isolates_images(model: nn.Module, collator: ImageCollator) -> bool:
     Args:
         model: vision model after ``features.patch_vision_model``.
     """
-    collator = of_drawn(collator)
+    collator = collator_of_drawn_images(collator)
     try:
         with probe_mode(model) as logits_of:
             rows = list(random_rows(model, collator))
-            expected = [logits_of(**_on(model, native(model, collator, row)))[0] for row in rows]
+            expected = [
+                logits_of(**_inputs_on_device(model, transformers_inputs(model, collator, row)))[0] for row in rows
+            ]
             for changed in (None, *(number for number, row in enumerate(rows) if row["images"])):
-                others = [_negated(row) if number == changed else row for number, row in enumerate(rows)]
-                found = _by_row(logits_of(**_on(model, collator(others))), rows)
-                if not all(close(found[n], expected[n], model) for n in range(len(rows)) if n != changed):
+                others = [_with_inverted_images(row) if number == changed else row for number, row in enumerate(rows)]
+                found = _by_row(logits_of(**_inputs_on_device(model, collator(others))), rows)
+                if not all(is_close(found[n], expected[n], model) for n in range(len(rows)) if n != changed):
                     return False
             return True
     except REFUSALS:
         return False
 
 
-def of_drawn(collator: ImageCollator) -> ImageCollator:
+def collator_of_drawn_images(collator: ImageCollator) -> ImageCollator:
     """Return the collator for the rows of the check."""
     return ImageCollator(
         collator.collate, collator.collate_images, collator.layout, collator.processor,
@@ -116,7 +118,7 @@ def _num_tokens(model: nn.Module, collator: ImageCollator, drawn: RandomImage, n
     return num_features(model, tensors)
 
 
-def native(model: nn.Module, collator: ImageCollator, row: Row) -> Batch:
+def transformers_inputs(model: nn.Module, collator: ImageCollator, row: Row) -> Batch:
     """Return the inputs of a single row as transformers' processors prepare them: without positions and masks."""
     ids = torch.tensor([row["input_ids"]])
     is_image = (ids == collator.layout.placeholder).long()
@@ -133,14 +135,14 @@ def native(model: nn.Module, collator: ImageCollator, row: Row) -> Batch:
     return batch
 
 
-def _negated(row: Row) -> Row:
+def _with_inverted_images(row: Row) -> Row:
     from PIL import ImageChops
 
     placed = [replace(p, identity=f"{p.identity} negated", image=ImageChops.invert(p.image)) for p in row["images"]]
     return {**row, "images": placed}
 
 
-def _on(model: nn.Module, batch: Batch) -> dict[str, Any]:
+def _inputs_on_device(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Move the model inputs of a batch to its device."""
     device = next(model.parameters()).device
     left_out = ("labels", "num_tokens", "content_hashes", "sequence")

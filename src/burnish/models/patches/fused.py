@@ -29,7 +29,7 @@ from burnish.kernels.elementwise import ACTIVATIONS, activated, gains, gated, rm
 from burnish.kernels.lora import LoraForward, computed_jointly, is_plain_lora_layer
 from burnish.kernels.probe import REFUSALS
 from burnish.models.patches.rotation import ROTATION, patch_rotations
-from burnish.utils.patching import Patch, PatchOptions, Reason, allows, patch
+from burnish.utils.patching import Patch, PatchOptions, Reason, allows_patch, patch
 
 _TOLERANCE = 1e-5  # relative to the maximum, in float32
 _EPSILONS = ("variance_epsilon", "eps")
@@ -48,14 +48,14 @@ ADAPTED = Reason(
     "the base layer and the LoRA update are computed in one matrix multiplication, and the input is saved once",
 )
 
-Answer = tuple[Callable[[nn.Module], Callable[..., Any]], Reason] | None
+Replacement = tuple[Callable[[nn.Module], Callable[..., Any]], Reason] | None
 """A function that creates the forward pass of a module, and the reason for the patch. None if there is none."""
 
-_EVERYTHING = PatchOptions()
+_ALL_PATCHES = PatchOptions()
 
 
 def forwards_of(
-    model: nn.Module, device: torch.device, options: PatchOptions = _EVERYTHING
+    model: nn.Module, device: torch.device, options: PatchOptions = _ALL_PATCHES
 ) -> list[tuple[nn.Module, Callable[[nn.Module], Callable[..., Any]], Reason]]:
     """The modules whose forward pass can be replaced, with the function that creates the new one, and the reason. Does
     not change the run's random state.
@@ -66,12 +66,12 @@ def forwards_of(
         options: options that disable patches.
     """
     found = []
-    of_device = (*_OF_ANY, *(_OF_CPU if device.type == "cpu" else ()))
+    of_device = (*_FOR_ANY_DEVICE, *(_FOR_CPU if device.type == "cpu" else ()))
     with torch.random.fork_rng(devices=[]):
         for module in model.modules():
             answers = (make(module) for make in of_device if "forward" not in vars(module))
             answer = next((answer for answer in answers if answer is not None), None)
-            if answer is not None and allows(options, answer[1]):
+            if answer is not None and allows_patch(options, answer[1]):
                 found.append((module, *answer))
     return found
 
@@ -82,7 +82,7 @@ def _method(forward: Callable[..., Any]) -> Callable[[nn.Module], Callable[..., 
 
 
 def patch_forwards(
-    model: nn.Module, options: PatchOptions = _EVERYTHING, device: torch.device | None = None
+    model: nn.Module, options: PatchOptions = _ALL_PATCHES, device: torch.device | None = None
 ) -> list[Patch]:
     """Replace all forward passes that can be replaced.
 
@@ -93,13 +93,13 @@ def patch_forwards(
     device = device or next((weight.device for weight in model.parameters()), torch.device("cpu"))
     forwards = forwards_of(model, device, options)
     made = [patch(module, "forward", forward(module), why) for module, forward, why in forwards]
-    return made + (patch_rotations(model) if device.type == "cpu" and allows(options, ROTATION) else [])
+    return made + (patch_rotations(model) if device.type == "cpu" and allows_patch(options, ROTATION) else [])
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
 
 
-def _norm_of(module: nn.Module) -> Answer:
+def _norm_of(module: nn.Module) -> Replacement:
     """The forward pass of an RMS norm: a module with only a weight vector and an eps."""
     names = [name for name, _ in module.named_parameters()]
     if names != ["weight"] or module.weight.ndim != 1 or _eps(module) is None or not _takes_one_input(module):
@@ -107,7 +107,8 @@ def _norm_of(module: nn.Module) -> Answer:
     weight = 1 + torch.rand(module.weight.shape)  # type: ignore[arg-type]
     x = torch.randn(3, len(weight))
     for forward, offset in ((_plain_norm, 0.0), (_offset_norm, 1.0)):
-        if _same(lambda: functional_call(module, {"weight": weight}, (x,)), rms_norm(x, weight, _eps(module), offset)):  # type: ignore[arg-type]
+        fused = rms_norm(x, weight, _eps(module), offset)  # type: ignore[arg-type]
+        if _gives_same_output(lambda: functional_call(module, {"weight": weight}, (x,)), fused):
             return _method(forward), NORM
     return None
 
@@ -140,7 +141,7 @@ def _normed(module: Any, x: Tensor, offset: float) -> Tensor:
 _PARTS = ["act_fn", "down_proj", "gate_proj", "up_proj"]
 
 
-def _gated_of(module: nn.Module) -> Answer:
+def _gated_of(module: nn.Module) -> Replacement:
     """The forward pass of ``down(activation(gate(x)) * up(x))``: a module with only these four parts.
 
     For the test, its linear layers are replaced by three simple functions, so their type does not matter.
@@ -154,14 +155,14 @@ def _gated_of(module: nn.Module) -> Answer:
     nn.Module.__init__(stand_in)
     vars(stand_in).update({name: value for name, value in vars(module).items() if not name.startswith("_")})
     stand_in.act_fn = module.act_fn
-    stand_in.gate_proj, stand_in.up_proj, stand_in.down_proj = _Times(2.0), _Times(3.0), _Times(5.0)
+    stand_in.gate_proj, stand_in.up_proj, stand_in.down_proj = _Scaled(2.0), _Scaled(3.0), _Scaled(5.0)
     for name in ACTIVATIONS:
-        if _same(lambda: type(module).forward(stand_in, x), 5 * activated(2 * x, name) * (3 * x)):
+        if _gives_same_output(lambda: type(module).forward(stand_in, x), 5 * activated(2 * x, name) * (3 * x)):
             return _method(_FORWARDS[name]), GATED
     return None
 
 
-class _Times(nn.Module):
+class _Scaled(nn.Module):
     def __init__(self, factor: float) -> None:
         super().__init__()
         self.factor = factor
@@ -188,7 +189,7 @@ _FORWARDS = {name: _gated_with(name) for name in ACTIVATIONS}
 # --- low-rank updates -------------------------------------------------------------------------------------------------
 
 
-def _adapted_of(module: nn.Module) -> Answer:
+def _adapted_of(module: nn.Module) -> Replacement:
     """The forward pass of a module with a linear layer and low-rank factors, such as peft's."""
     return (lambda one: LoraForward(one).forward, ADAPTED) if is_plain_lora_layer(module) else None
 
@@ -198,7 +199,7 @@ def _adapted_of(module: nn.Module) -> Answer:
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
-def _attention_of(module: nn.Module) -> Answer:
+def _attention_of(module: nn.Module) -> Replacement:
     """The forward pass of a module with adapters on several projections: its own, in a context that computes these
     adapters together. It needs no test, because each call checks that they share an input.
     """
@@ -214,7 +215,7 @@ def _attended(module: Any, *args: Any, **kwargs: Any) -> Any:
 # --- linear layers ----------------------------------------------------------------------------------------------------
 
 
-def _linear_of(module: nn.Module) -> Answer:
+def _linear_of(module: nn.Module) -> Replacement:
     """The forward pass of torch's linear layer, which needs no test, or of a tested one with a transposed weight
     (GPT-2). Only for trained weights, because frozen ones are loaded in the compute dtype.
     """
@@ -231,7 +232,7 @@ def _is_transposed(module: nn.Module) -> bool:
     weight, bias = torch.randn(own["weight"].shape), torch.randn(own["bias"].shape)
     x = torch.randn(3, len(weight))
     inputs = {"weight": weight, "bias": bias}
-    return own["weight"].requires_grad and _same(
+    return own["weight"].requires_grad and _gives_same_output(
         lambda: functional_call(module, inputs, (x,)), torch.addmm(bias, x, weight)
     )
 
@@ -261,7 +262,7 @@ def _narrower(module: Any, input: Tensor) -> torch.dtype | None:
 # --- patch embeddings -------------------------------------------------------------------------------------------------
 
 
-def _embedding_of(module: nn.Module) -> Answer:
+def _embedding_of(module: nn.Module) -> Replacement:
     """The forward pass of a convolution whose kernels do not overlap. It needs no test, because each call checks that
     the input consists of single patches, as in the vision towers of Qwen and GLM.
     """
@@ -283,7 +284,7 @@ def _embedded(module: Any, input: Tensor) -> Tensor:
 # --- activations ------------------------------------------------------------------------------------------------------
 
 
-def _activation_of(module: nn.Module) -> Answer:
+def _activation_of(module: nn.Module) -> Replacement:
     """The forward pass of an activation that consists of several operations (GPT-2), as one torch operation.
 
     Applies to modules without parameters or submodules, except torch's own, which are single operations.
@@ -293,7 +294,7 @@ def _activation_of(module: nn.Module) -> Answer:
         return None
     x = torch.linspace(-4, 4, 33)
     for name, forward in _ACTIVATED.items():
-        if _same(lambda: module(x), activated(x, name)):
+        if _gives_same_output(lambda: module(x), activated(x, name)):
             return _method(forward), ACTIVATION
     return None
 
@@ -310,11 +311,11 @@ def _activated_with(activation: str) -> Callable[..., Tensor]:
 _ACTIVATED = {name: _activated_with(name) for name in ("gelu", "gelu_tanh")}
 
 
-_OF_ANY = (_adapted_of, _attention_of)
-_OF_CPU = (_norm_of, _gated_of, _activation_of, _linear_of, _embedding_of)
+_FOR_ANY_DEVICE = (_adapted_of, _attention_of)
+_FOR_CPU = (_norm_of, _gated_of, _activation_of, _linear_of, _embedding_of)
 
 
-def _same(plain: Callable[[], Any], ours: Tensor) -> bool:
+def _gives_same_output(plain: Callable[[], Any], ours: Tensor) -> bool:
     """Whether a module's output equals that of burnish's function. False if the module refuses the input."""
     try:
         with torch.no_grad():

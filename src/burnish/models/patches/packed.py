@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from burnish.kernels.cpu.packed_linear import has_kernels, packed_linear
 from burnish.parallel.memory import total_memory
-from burnish.utils.patching import Patch, PatchOptions, Reason, allows, patch, restore
+from burnish.utils.patching import Patch, PatchOptions, Reason, allows_patch, patch, restore
 
 PACKED = Reason("packed linear layer", "its weights are prepacked for the CPU once instead of for each token")
 _ALL = PatchOptions()
@@ -33,7 +33,7 @@ def packing(
         is_compiled: whether the model was compiled, which packed weights would undo.
         options: options that disable patches.
     """
-    return partial(packed_weights, model) if allows(options, PACKED) and not is_compiled else nullcontext
+    return partial(packed_weights, model) if allows_patch(options, PACKED) and not is_compiled else nullcontext
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from torch.nn import functional
 
 from burnish.config.checks import notes
 from burnish.config.errors import MissingExtraError, Problem
-from burnish.config.options import option, set_without
+from burnish.config.options import ineffective_option_notes, option
 from burnish.loop.types import IGNORE_INDEX, Row
 from burnish.models.quantization.quantize import LIBRARY_OF, quantized_by, use_kernels_that_train
 from burnish.utils.work import progress
@@ -41,7 +41,7 @@ EXTRA = "gptq"
 GROUPS: Final = (128, 64, 32)
 """Group sizes that kernels support. The largest that divides the inputs of every layer is used."""
 _AWQ_OUTPUTS = 64  # gptqmodel 7.7 searches for the best clipping in batches of this many outputs
-_WORD = 32  # bits of a packed word, along inputs and along outputs
+_PACKED_WORD_BITS = 32  # bits of a packed word, along inputs and along outputs
 
 
 @dataclass
@@ -71,7 +71,9 @@ class QuantizedExportOptions:
 def without_bits(options: QuantizedExportOptions) -> list[str]:
     """A sentence for each quantized export option that has no effect, because the export is not quantized."""
     parts = ("method", "dataset", "nsamples", "maxlen")
-    return set_without(options, {f"export_quantization_{part}": "export_quantization_bit" for part in parts})
+    return ineffective_option_notes(
+        options, {f"export_quantization_{part}": "export_quantization_bit" for part in parts}
+    )
 
 
 @notes
@@ -125,7 +127,7 @@ def check_quantized_export(options: QuantizedExportOptions, shapes: nn.Module) -
     if not _layers(shapes):  # GPT-2 has none
         what = f"{type(shapes).__name__} has no torch.nn.Linear layers, and only those can be quantized."
         problems.append(Problem(what, remedy="Remove export_quantization_bit."))
-    inputs = _WORD // math.gcd(_WORD, bits or _WORD)
+    inputs = _PACKED_WORD_BITS // math.gcd(_PACKED_WORD_BITS, bits or _PACKED_WORD_BITS)
     outputs = _AWQ_OUTPUTS if method == "awq" else inputs
     for name, layer in _layers(shapes):
         if layer.in_features % inputs or layer.out_features % outputs:
@@ -172,7 +174,7 @@ def quantize(job: QuantizationJob, folder: Path) -> tuple[float, float]:
     with progress(f"Quantizing with {job.method}"), log.open("wb") as log_file:
         done = subprocess.run(  # noqa: S603 (an argument list)
             [sys.executable, "-P", "-m", __name__, str(task.resolve())], stdin=subprocess.DEVNULL, stdout=log_file,
-            stderr=subprocess.STDOUT, env=_surroundings(job), check=False,
+            stderr=subprocess.STDOUT, env=_process_environment(job), check=False,
         )  # fmt: skip
     if done.returncode:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-8:]
@@ -182,7 +184,7 @@ def quantize(job: QuantizationJob, folder: Path) -> tuple[float, float]:
     return result["before"], result["after"]
 
 
-def _surroundings(job: QuantizationJob) -> dict[str, str]:
+def _process_environment(job: QuantizationJob) -> dict[str, str]:
     """The environment of the process. On few cores gptqmodel 7.7 requests more workers than it creates
     (utils/threadx.py), and torch would compile a kernel for a few rows.
     """

@@ -23,7 +23,7 @@ from torch import nn
 
 from burnish.config.checks import check, notes
 from burnish.config.errors import MissingExtraError, Problem
-from burnish.config.options import changed_options, option, raise_if, set_without
+from burnish.config.options import changed_options, ineffective_option_notes, option, raise_if
 from burnish.models.options import ModelOptions
 from burnish.utils.patching import Reason, patch
 
@@ -106,7 +106,7 @@ def check_quantization(options: QuantizationChoices) -> list[Problem]:
 @notes
 def quantization_notes(options: QuantizationOptions) -> list[str]:
     switches = dict.fromkeys(("quantization_type", "double_quantization"), "quantization_bit")
-    notes = set_without(options, switches)
+    notes = ineffective_option_notes(options, switches)
     if options.quantization_bit == 8:
         notes += [
             f'"{name}" has no effect: it applies to 4-bit quantization only.'

@@ -6,8 +6,8 @@ DeepSpeed clips gradients and updates weights when it is called. The loop comput
 decides whether a step is applied. Only this module imports DeepSpeed.
 
 ``bf16: true`` has the meaning of DeepSpeed and transformers: the forward pass uses weights in bfloat16, and float32
-copies are sharded. Several attributes of DeepSpeed that are used here are not documented; ``TESTED`` is the version
-that was tested. Tested with gloo on CPUs only.
+copies are sharded. Several attributes of DeepSpeed that are used here are not documented; ``TESTED_VERSION`` is the
+version that was tested. Tested with gloo on CPUs only.
 
 Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054
 """
@@ -40,13 +40,13 @@ from burnish.loop.types import Loss
 from burnish.parallel.accelerate_launch import mixed_precision
 from burnish.parallel.deepspeed.settings import filled, zero_stage
 from burnish.parallel.deepspeed.shards import AdapterShards, FlatSlice, StateShards, WeightShards
-from burnish.parallel.multi_process import MultiProcess, with_weights
+from burnish.parallel.multi_process import MultiProcess, parts_with_weights
 from burnish.parallel.options import ParallelChoices
 from burnish.parallel.single import set_precision
 from burnish.utils.files import expanded
 
-TESTED = "0.19"
-_USER = -1
+TESTED_VERSION = "0.19"
+_GENERATION_MODULE_ID = -1
 """Id of a module that uses a weight. ZeRO-3 releases a weight after the last module that uses it."""
 
 
@@ -148,12 +148,12 @@ class DeepSpeedParallel(MultiProcess):
         weights: list[Any] = [weight for weight in model.parameters() if hasattr(weight, "ds_id")]
         with self.other_modules(), self._gathered(weights):
             for weight in weights:
-                weight.ds_active_sub_modules.add(_USER)
+                weight.ds_active_sub_modules.add(_GENERATION_MODULE_ID)
             try:
                 yield
             finally:
                 for weight in weights:
-                    weight.ds_active_sub_modules.discard(_USER)
+                    weight.ds_active_sub_modules.discard(_GENERATION_MODULE_ID)
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
         with self._gathered([tensor]):
@@ -172,7 +172,7 @@ class DeepSpeedParallel(MultiProcess):
         with_shards["model"] = replace(parts["model"], shards=weights, is_collective=is_adapter)
         if "optimizer" in parts:
             with_shards["optimizer"] = replace(parts["optimizer"], shards=StateShards(self))
-        for name in with_weights(parts):
+        for name in parts_with_weights(parts):
             of_part: Any = parts[name].held
             shards = AdapterShards(self, list(of_part.parameters()))
             with_shards[name] = replace(parts[name], shards=shards, is_collective=True)
@@ -330,9 +330,9 @@ def _library(device_type: str) -> Any:
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     import deepspeed
 
-    if not version("deepspeed").startswith(TESTED):
+    if not version("deepspeed").startswith(TESTED_VERSION):
         logging.getLogger("burnish").warning(
-            f"DeepSpeed {version('deepspeed')} is installed. burnish was tested with {TESTED}; internal "
+            f"DeepSpeed {version('deepspeed')} is installed. burnish was tested with {TESTED_VERSION}; internal "
             "DeepSpeed attributes that burnish uses may have changed."
         )
     deepspeed.utils.logging.logger.setLevel("ERROR")

@@ -23,7 +23,7 @@ from burnish.parallel.options import DEEPSPEED_NAMES, ParallelChoices
 from burnish.utils.json_files import json_beside, read_settings
 
 AUTO = "auto"
-_SAYS_AGAIN: dict[str, tuple[str, Callable[[ParallelChoices], Any]]] = {
+_DUPLICATED_OPTIONS: dict[str, tuple[str, Callable[[ParallelChoices], Any]]] = {
     "train_micro_batch_size_per_gpu": (
         "per_device_train_batch_size", lambda options: options.per_device_train_batch_size
     ),
@@ -33,16 +33,16 @@ _SAYS_AGAIN: dict[str, tuple[str, Callable[[ParallelChoices], Any]]] = {
     "fp16": ("fp16", lambda options: mixed_precision(options) == "fp16"),
 }  # fmt: skip
 """Key -> the option with the same meaning, and its value."""
-_OF_THE_MACHINE = {
+_ALLOWED_KEYS = {
     "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "train_batch_size",
     "activation_checkpointing", "communication_data_type", "prescale_gradients", "gradient_predivide_factor",
     "sparse_gradients", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler",
     "comms_logger", "aio", "checkpoint", "torch_autocast", "bfloat16",
 }  # fmt: skip
 """Settings of memory, communication and printing. The batch size follows from the options."""
-_OBSERVING = {"comms_config", "monitor_config", "tensorboard", "wandb", "csv_monitor", "comet"}
+_LOGGING_KEYS = {"comms_config", "monitor_config", "tensorboard", "wandb", "csv_monitor", "comet"}
 """Settings of DeepSpeed's monitors, which do not affect results. They are ignored."""
-_OWN = {
+_REPLACED_BY_OPTIONS = {
     "optimizer": "use optim, learning_rate and weight_decay instead",
     "scheduler": "use lr_scheduler_type and warmup_steps instead",
 }
@@ -68,7 +68,7 @@ def raw_settings(options: ParallelChoices) -> dict[str, Any]:
     """
     source = _source(options)
     if isinstance(source, str) and source in DEEPSPEED_NAMES:
-        return named(source)
+        return zero_preset(source)
     if isinstance(source, str):
         source = read_settings(Path(source))
     if not isinstance(source, Mapping):
@@ -76,7 +76,7 @@ def raw_settings(options: ParallelChoices) -> dict[str, Any]:
     return copy.deepcopy({key: value for key, value in source.items() if not str(key).startswith("_")})
 
 
-def named(name: str) -> dict[str, Any]:
+def zero_preset(name: str) -> dict[str, Any]:
     """Preset for a ZeRO stage. Everything else is filled in from the options."""
     stage, _, offload = name.removeprefix("zero").partition("_")
     zero: dict[str, Any] = {"stage": int(stage), "overlap_comm": True, "contiguous_gradients": True}
@@ -103,7 +103,7 @@ def filled(options: ParallelChoices, hidden_size: int, world_size: int, on_cpu: 
         on_cpu: whether to disable pinned memory and overlapping streams, which require a GPU.
     """
     settings = raw_settings(options)
-    for name in ("optimizer", "scheduler", *_OBSERVING):
+    for name in ("optimizer", "scheduler", *_LOGGING_KEYS):
         settings.pop(name, None)
     settings["train_micro_batch_size_per_gpu"] = options.per_device_train_batch_size
     # burnish decides at each micro-batch whether the step ends. The last step of an epoch may have fewer micro-batches.
@@ -114,7 +114,7 @@ def filled(options: ParallelChoices, hidden_size: int, world_size: int, on_cpu: 
     settings["zero_force_ds_cpu_optimizer"] = False
     settings.setdefault("steps_per_print", 10**9)
     for name in ("bf16", "fp16"):
-        settings.setdefault(name, {})["enabled"] = bool(_SAYS_AGAIN[name][1](options))
+        settings.setdefault(name, {})["enabled"] = bool(_DUPLICATED_OPTIONS[name][1](options))
     if on_cpu and settings["fp16"]["enabled"]:  # a CPU has no fast float16 kernels
         settings["fp16"]["enabled"], settings["bf16"]["enabled"] = False, True
     zero = settings.setdefault("zero_optimization", {"stage": 0})
@@ -151,11 +151,11 @@ def deepspeed_problems(options: ParallelChoices) -> Iterator[Problem]:
         yield Problem(f"the DeepSpeed config file {error}.", where, option="deepspeed")
         return
     for key, value in settings.items():
-        if key in _SAYS_AGAIN:
+        if key in _DUPLICATED_OPTIONS:
             yield from _difference(where, key, value, options)
-        elif key in _OWN:
+        elif key in _REPLACED_BY_OPTIONS:
             yield from _own_section(where, key, value)
-        elif key not in _OF_THE_MACHINE | _OBSERVING:
+        elif key not in _ALLOWED_KEYS | _LOGGING_KEYS:
             yield Problem(
                 f'"{key}" of the DeepSpeed config is not supported.',
                 where,
@@ -170,10 +170,12 @@ def deepspeed_notes(options: ParallelChoices) -> Iterator[str]:
         return
     if zero_stage(options) == 0:
         yield '"deepspeed": ZeRO stage 0 shards nothing, so torch\'s DDP is used instead.'
-    for key in sorted(_OBSERVING & raw_settings(options).keys()):
+    for key in sorted(_LOGGING_KEYS & raw_settings(options).keys()):
         yield f'"{key}" of the DeepSpeed config has no effect: logging is configured with report_to.'
     yield from (
-        f'"{key}" of the DeepSpeed config is "auto": {_OWN[key]}.' for key in _OWN if key in raw_settings(options)
+        f'"{key}" of the DeepSpeed config is "auto": {_REPLACED_BY_OPTIONS[key]}.'
+        for key in _REPLACED_BY_OPTIONS
+        if key in raw_settings(options)
     )
 
 
@@ -192,7 +194,7 @@ def _source(options: ParallelChoices) -> Any:
 def _difference(where: str, key: str, value: Any, options: ParallelChoices) -> Iterator[Problem]:
     """Report a setting of the file that contradicts an option."""
     requested = value.get("enabled", AUTO) if isinstance(value, Mapping) else value
-    name, value_of = _SAYS_AGAIN[key]
+    name, value_of = _DUPLICATED_OPTIONS[key]
     option = value_of(options)
     if requested not in (AUTO, option):
         yield Problem(
@@ -211,7 +213,7 @@ def _own_section(where: str, key: str, value: Any) -> Iterator[Problem]:
         yield Problem(
             f'"{key}" of the DeepSpeed config is not supported.',
             where,
-            remedy=f"Remove it from the file; {_OWN[key]}.",
+            remedy=f"Remove it from the file; {_REPLACED_BY_OPTIONS[key]}.",
             option="deepspeed",
         )
 

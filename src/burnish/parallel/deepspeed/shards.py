@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from burnish.checkpoint.parts import Stateful
 from burnish.checkpoint.shards import LocalShard
-from burnish.checkpoint.snapshot import named_once
+from burnish.checkpoint.snapshot import named_tensors_without_duplicates
 from burnish.config.errors import UserError
 
 
@@ -51,7 +51,7 @@ class WeightShards:
 
     def state_dict(self, held: Any) -> dict[str, Any]:
         trains = {id(weight) for weight in self.engine.weights}
-        weights: dict[str, Any] = named_once(held.model)
+        weights: dict[str, Any] = named_tensors_without_duplicates(held.model)
         return {
             name: self.engine.piece(weight) if id(weight) in trains else self._still(weight)
             for name, weight in weights.items()
@@ -66,7 +66,7 @@ class WeightShards:
         return LocalShard(shard[:count], self.engine.rank * size, tuple(weight.ds_shape))
 
     def load_state_dict(self, held: Any, state: Mapping[str, Any]) -> None:
-        weights: dict[str, Any] = named_once(held.model)
+        weights: dict[str, Any] = named_tensors_without_duplicates(held.model)
         _raise_unless_same(weights, state)
         trains = {id(weight) for weight in self.engine.weights}
         for name, weight in weights.items():

@@ -34,7 +34,7 @@ from burnish.checkpoint.shards import LocalShard, ShardedTensor
 from burnish.config.errors import UserError, did_you_mean
 from burnish.loop.types import Loss
 from burnish.parallel.fsdp.settings import FsdpSettings, fsdp_settings
-from burnish.parallel.multi_process import MultiProcess, with_weights
+from burnish.parallel.multi_process import MultiProcess, parts_with_weights
 from burnish.parallel.options import ParallelChoices
 from burnish.parallel.single import layers_of
 
@@ -74,7 +74,7 @@ class FsdpParallel(MultiProcess):
         self.shard(model)
         after = dict(model.named_parameters(remove_duplicate=False))
         if optimizer is not None:
-            follow(optimizer, {id(parameter): after[name] for name, parameter in before.items()})
+            replace_parameters(optimizer, {id(parameter): after[name] for name, parameter in before.items()})
         return model, optimizer
 
     def shard(self, model: nn.Module) -> None:
@@ -142,7 +142,7 @@ class FsdpParallel(MultiProcess):
         with_shards["model"] = replace(parts["model"], shards=ModelShards(is_adapter), is_collective=is_adapter)
         if "optimizer" in parts:
             with_shards["optimizer"] = replace(parts["optimizer"], shards=OptimizerShards())
-        for name in with_weights(parts):
+        for name in parts_with_weights(parts):
             with_shards[name] = replace(parts[name], shards=ModelShards(gathers=True), is_collective=True)
         return with_shards
 
@@ -202,7 +202,7 @@ def local_shard_of(value: Any) -> Any:
     """This rank's piece of a sharded tensor. Other values are returned unchanged."""
     if not isinstance(value, DTensor):
         return value
-    shard, begin = local(value.detach()), _begin_of(value)
+    shard, begin = local(value.detach()), _first_element_of_shard(value)
     is_copy = begin is None  # another replica stores the same shard
     return LocalShard(shard.flatten()[:0] if is_copy else shard, begin or 0, tuple(value.shape))
 
@@ -222,7 +222,7 @@ def placed(value: Any, like: Any) -> Any:
     )
 
 
-def _begin_of(tensor: DTensor) -> int | None:
+def _first_element_of_shard(tensor: DTensor) -> int | None:
     """Position of the first element of this rank's rows; None if an earlier replica has the same rows."""
     where = tensor.device_mesh.get_coordinate() or [0]
     if len(where) == 2 and where[0] > 0:
@@ -240,7 +240,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def follow(optimizer: Optimizer, moved: Mapping[int, nn.Parameter]) -> None:
+def replace_parameters(optimizer: Optimizer, moved: Mapping[int, nn.Parameter]) -> None:
     """Make the optimizer update the sharded weights instead of the original ones.
 
     Args:
@@ -285,11 +285,11 @@ def _wrapped_alone(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
         wrapped = [module for module in model.modules() if type(module).__name__ in settings.layer_classes]
         return wrapped[::-1]
     if settings.min_num_params:
-        return _large(model, settings.min_num_params)
+        return _modules_of_min_size(model, settings.min_num_params)
     return layers_of(model)
 
 
-def _large(model: nn.Module, least: int) -> list[nn.Module]:
+def _modules_of_min_size(model: nn.Module, least: int) -> list[nn.Module]:
     """Modules with at least ``least`` parameters, not counting those of selected modules inside them."""
     modules: list[nn.Module] = []
 

@@ -21,9 +21,9 @@ from burnish.parallel.options import ParallelOptions
 from burnish.utils.json_files import json_beside, read_settings
 
 OFF: tuple[Any, ...] = (None, False, "", [], {}, "no_shard")
-_WORDS = {"full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard", "offload", "auto_wrap"}
+_FSDP_WORDS = {"full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard", "offload", "auto_wrap"}
 _STRATEGIES = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard", "5": "hybrid_shard_zero2"}
-_READ = {
+_SUPPORTED_KEYS = {
     "sharding_strategy", "reshard_after_forward", "offload_params", "cpu_offload", "transformer_layer_cls_to_wrap",
     "transformer_cls_to_wrap", "min_num_params", "activation_checkpointing", "dp_replicate_size",
 }  # fmt: skip
@@ -74,7 +74,7 @@ def uses_fsdp(options: ParallelOptions) -> bool:
 
 def fsdp_settings(options: ParallelOptions) -> FsdpSettings:
     """Parse the settings of options that were checked before."""
-    flags, values = _words(options), _values(options)
+    flags, values = _fsdp_words(options), _values(options)
     strategy = _strategy(flags, values)
     layers = values.get("transformer_layer_cls_to_wrap", values.get("transformer_cls_to_wrap")) or ()
     layers = [name.strip() for name in layers.split(",")] if isinstance(layers, str) else layers
@@ -108,14 +108,14 @@ def fsdp_problems(options: ParallelOptions) -> Iterator[Problem]:
             remedy="Set fsdp: full_shard, or remove it.",
             option=("fsdp_config", "fsdp"),
         )
-    for word in sorted(_words(options) - _WORDS):
-        yield Problem(f'"fsdp": unknown value "{word}".{did_you_mean(word, _WORDS)}', option="fsdp")
+    for word in sorted(_fsdp_words(options) - _FSDP_WORDS):
+        yield Problem(f'"fsdp": unknown value "{word}".{did_you_mean(word, _FSDP_WORDS)}', option="fsdp")
     for key, setting in _log_request().items():
-        if key not in _READ and key not in _WITHOUT_EFFECT and setting.lower() not in ("", "false", "none"):
+        if key not in _SUPPORTED_KEYS and key not in _WITHOUT_EFFECT and setting.lower() not in ("", "false", "none"):
             what = f'the environment variable FSDP_{key.upper()} is "{setting}", which burnish does not support.'
             yield Problem(what, remedy="Remove the setting from accelerate's config file, or unset the variable.")
     try:
-        known = [*_READ, *_WITHOUT_EFFECT]
+        known = [*_SUPPORTED_KEYS, *_WITHOUT_EFFECT]
         for key in _values(options):
             if key not in known:
                 yield Problem(f'"fsdp_config": unknown key "{key}".{did_you_mean(key, known)}', option="fsdp_config")
@@ -127,7 +127,7 @@ def fsdp_notes(options: ParallelOptions) -> Iterator[str]:
     """Notes on settings of other versions and their meaning here."""
     if not uses_fsdp(options):
         return
-    values = _given(options)
+    values = _config_values(options)
     for key in values:
         if key in _WITHOUT_EFFECT and key not in ("version", "fsdp"):
             yield f'"fsdp_config": "{key}" has no effect: {_WITHOUT_EFFECT[key]}'
@@ -145,7 +145,7 @@ def _strategy(flags: set[str], values: Mapping[str, Any]) -> str:
     return strategy or next((word for word in sorted(flags) if "shard" in word), "full_shard")
 
 
-def _words(options: ParallelOptions) -> set[str]:
+def _fsdp_words(options: ParallelOptions) -> set[str]:
     """The words of ``"full_shard auto_wrap"``, ``["full_shard", "auto_wrap"]``, or true."""
     if options.fsdp in OFF or isinstance(options.fsdp, bool):
         return set()
@@ -154,10 +154,13 @@ def _words(options: ParallelOptions) -> set[str]:
 
 
 def _values(options: ParallelOptions) -> dict[str, Any]:
-    return {**{name: value for name, value in _log_request().items() if name in _READ}, **_given(options)}
+    return {
+        **{name: value for name, value in _log_request().items() if name in _SUPPORTED_KEYS},
+        **_config_values(options),
+    }
 
 
-def _given(options: ParallelOptions) -> dict[str, Any]:
+def _config_values(options: ParallelOptions) -> dict[str, Any]:
     """``fsdp_config``, without the prefix ``fsdp_`` that keys may have.
 
     Raises:

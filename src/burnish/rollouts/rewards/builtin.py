@@ -54,7 +54,7 @@ def accuracy_reward(
 ) -> Scores:
     """Return 1 if the answer of a completion is mathematically equal to ``solution``, else 0; None if the solution
     cannot be parsed. Needs math-verify. The answer must be in LaTeX; a boxed one takes precedence."""
-    return _compared([text_of(completion) for completion in completions], solution, log_extra)
+    return _compare_with_solutions([text_of(completion) for completion in completions], solution, log_extra)
 
 
 def reasoning_accuracy_reward(
@@ -62,19 +62,19 @@ def reasoning_accuracy_reward(
     log_extra: LogExtra = None, **kwargs: Any,
 ) -> Scores:  # fmt: skip
     """Like ``accuracy_reward`` for the text after the last delimiter (default: ``</think>``); 0 without one."""
-    return _compared(
-        [_behind(text_of(completion), reasoning_delimiters or ["</think>"]) for completion in completions],
+    return _compare_with_solutions(
+        [_text_after(text_of(completion), reasoning_delimiters or ["</think>"]) for completion in completions],
         solution,
         log_extra,
     )
 
 
-def _behind(text: str, delimiters: Sequence[str]) -> str | None:
+def _text_after(text: str, delimiters: Sequence[str]) -> str | None:
     found = next((delimiter for delimiter in delimiters if delimiter in text), None)
     return None if found is None else text.split(found)[-1]
 
 
-def _compared(texts: Sequence[str | None], solutions: Sequence[str], log_extra: LogExtra) -> Scores:
+def _compare_with_solutions(texts: Sequence[str | None], solutions: Sequence[str], log_extra: LogExtra) -> Scores:
     """Compare each text with its solution; None is an unfinished reasoning."""
     scores: Scores = []
     golds, answers = [], []
@@ -248,7 +248,7 @@ class JsonSchemaReward:
 
     def _holds(self, text: str) -> bool:
         try:
-            return _fits(json.loads(text), self.schema)
+            return _matches_schema(json.loads(text), self.schema)
         except (ValueError, RecursionError):
             return False
 
@@ -277,7 +277,7 @@ def _check_schema(schema: Any, place: str) -> None:
         _check_schema(schema["items"], f"{place}.items")
 
 
-def _fits(value: Any, schema: dict[str, Any]) -> bool:
+def _matches_schema(value: Any, schema: dict[str, Any]) -> bool:
     kinds = schema.get("type")
     names = [kinds] if isinstance(kinds, str) else kinds or []
     is_flag = isinstance(value, bool)
@@ -286,12 +286,12 @@ def _fits(value: Any, schema: dict[str, Any]) -> bool:
     if "enum" in schema and value not in schema["enum"]:
         return False
     if isinstance(value, list):
-        return all(_fits(item, schema.get("items", {})) for item in value)
+        return all(_matches_schema(item, schema.get("items", {})) for item in value)
     if not isinstance(value, dict):
         return True
     properties = schema.get("properties", {})
     return set(schema.get("required", ())) <= value.keys() and all(
-        _fits(value[name], part) for name, part in properties.items() if name in value
+        _matches_schema(value[name], part) for name, part in properties.items() if name in value
     )
 
 

@@ -36,7 +36,7 @@ from torch import Tensor
 import burnish
 from burnish.config.errors import UserError, first_line
 from burnish.rollouts.rewards.functions import PASSED_BY_NAME, RewardFunction
-from burnish.utils.forks import ending_forked_processes
+from burnish.utils.forks import end_forked_processes
 
 log = logging.getLogger(__name__)
 _SEARCH_S = 10.0
@@ -45,9 +45,9 @@ _SHOWN = 80
 _PACKAGE = str(Path(burnish.__file__).parent)
 _PATIENCE_S = 5.0
 """Seconds for a function to end after it was interrupted."""
-_SLACK_S = 0.5
+_THREAD_GRACE_S = 0.5
 """Seconds for coroutines to end at their time limit before one that blocks the event loop is interrupted."""
-_OF_LOG = frozenset(
+_RESERVED_METRICS = frozenset(
     {
         "loss", "reward", "reward_std", "frac_reward_zero_std", "frac_groups_dropped", "kl", "kl_coef", "entropy",
         "entropy_coef", "policy_loss", "aux_loss", "cispo_clip_ratio", "vespo/phi_seq_mean", "grad_norm",
@@ -55,7 +55,7 @@ _OF_LOG = frozenset(
         "tools/call_frequency", "tools/failure_frequency",
     }
 )  # fmt: skip
-_GROUPS_OF_LOG = ("completions/", "clip_ratio/", "time/", "ppo/", "objective/", "pass@")
+_RESERVED_PREFIXES = ("completions/", "clip_ratio/", "time/", "ppo/", "objective/", "pass@")
 """Names of values of the log, which ``log_metric`` must not replace, and how further ones begin."""
 
 
@@ -122,7 +122,9 @@ def compute_rewards(
         **(extra_arguments or {}),
         **_log_functions(table, len(completions)),
     }  # fmt: skip
-    job = _Job(arguments, list(places) or [f"completion {at + 1}" for at in range(len(completions))], timeout_s, step)
+    job = _RewardCall(
+        arguments, list(places) or [f"completion {at + 1}" for at in range(len(completions))], timeout_s, step
+    )
     waiting = {}
     for at, function in enumerate(functions):
         if function.is_async:
@@ -156,7 +158,7 @@ def _log_functions(table: RewardTable, num_completions: int) -> dict[str, Callab
 
     def log_metric_of(function: RewardFunction) -> Callable[[str, float], None]:
         def log_metric(name: str, value: float) -> None:
-            if _is_of_log(name, table.names):
+            if _is_reserved(name, table.names):
                 what = (
                     f'{_shown_name(function)} called log_metric("{name}", ...), but a metric with this name is '
                     "already logged."
@@ -170,7 +172,7 @@ def _log_functions(table: RewardTable, num_completions: int) -> dict[str, Callab
 
 
 @dataclass
-class _Job:
+class _RewardCall:
     arguments: dict[str, Any]
     places: list[str]
     timeout_s: float
@@ -182,17 +184,17 @@ class _Job:
                 if threading.current_thread() is threading.main_thread():
                     return self._scores(function)
                 return _in_another_thread(lambda: self._scores(function), self.timeout_s)
-        except (_TimeUp, NotDoneError, TimeoutError) as error:
-            if not isinstance(error, _TimeUp | NotDoneError):
+        except (_TimeLimitReached, NotDoneError, TimeoutError) as error:
+            if not isinstance(error, _TimeLimitReached | NotDoneError):
                 raise self._failed(function, error) from error
-            raise self._late(function) from None
+            raise self._timeout_error(function) from None
         except (UserError, KeyboardInterrupt):
             raise
         except BaseException as error:  # the user's code may raise anything, such as CancelledError
             raise self._failed(function, error) from error
 
     def _scores(self, function: RewardFunction) -> Any:
-        with ending_forked_processes(_shown_name(function)):
+        with end_forked_processes(_shown_name(function)):
             scores = function.call(**self._arguments_of(function))
             return list(scores) if isinstance(scores, Iterator) else scores
 
@@ -203,10 +205,10 @@ class _Job:
 
         async def one(function: RewardFunction) -> Any:
             try:
-                with ending_forked_processes(_shown_name(function)):
+                with end_forked_processes(_shown_name(function)):
                     scores: Awaitable[Any] = function.call(**self._arguments_of(function))
                     return await scores
-            except _TimeUp:  # it blocks the event loop
+            except _TimeLimitReached:  # it blocks the event loop
                 return TimeoutError()
             except (KeyboardInterrupt, asyncio.CancelledError):
                 raise
@@ -219,11 +221,11 @@ class _Job:
         async def every() -> list[Any]:
             return await asyncio.gather(*map(limited, functions), return_exceptions=True)
 
-        with _time_limit(self.timeout_s + _SLACK_S), _with_own_settings():
+        with _time_limit(self.timeout_s + _THREAD_GRACE_S), _with_own_settings():
             results = run_coroutine(every)
         for function, result in zip(functions, results, strict=True):
             if isinstance(result, TimeoutError):
-                raise self._late(function) from None
+                raise self._timeout_error(function) from None
             if isinstance(result, UserError):
                 raise result
             if isinstance(result, BaseException):
@@ -296,14 +298,14 @@ class _Job:
             if time.monotonic() > deadline:
                 break
             one = {n: [v[at]] if isinstance(v, list) and len(v) == count else v for n, v in arguments.items()}
-            one |= dict.fromkeys(one.keys() & {"log_extra", "log_metric"}, _ignored)
+            one |= dict.fromkeys(one.keys() & {"log_extra", "log_metric"}, _do_nothing)
             try:
                 with (
                     _time_limit(max(0.1, deadline - time.monotonic())),
-                    ending_forked_processes(_shown_name(function)),
+                    end_forked_processes(_shown_name(function)),
                 ):
                     function.call(**one)
-            except _TimeUp:
+            except _TimeLimitReached:
                 break
             except KeyboardInterrupt:
                 raise
@@ -314,7 +316,7 @@ class _Job:
                 return f' {place[:1].upper()}{place[1:]}, completion "{cut}".'
         return ""
 
-    def _late(self, function: RewardFunction) -> UserError:
+    def _timeout_error(self, function: RewardFunction) -> UserError:
         what = (
             f"{_shown_name(function)} has not returned for {self.timeout_s:g} s (reward_timeout_s), on "
             f"{len(self.places)} completions of step {self.step}."
@@ -323,10 +325,10 @@ class _Job:
         return UserError(what, remedy=remedy, option=("reward_timeout_s", "reward_funcs"))
 
 
-def _is_of_log(name: str, functions: Sequence[str]) -> bool:
+def _is_reserved(name: str, functions: Sequence[str]) -> bool:
     """Whether the log of a run, or its evaluation, has a value of its own under this name."""
     of_functions = {f"rewards/{function}/{kind}" for function in functions for kind in ("mean", "std", "none")}
-    return name in _OF_LOG | of_functions or name.startswith(_GROUPS_OF_LOG)
+    return name in _RESERVED_METRICS | of_functions or name.startswith(_RESERVED_PREFIXES)
 
 
 def _copied(value: Any) -> Any:
@@ -348,7 +350,7 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def _ignored(*_: Any) -> None:
+def _do_nothing(*_: Any) -> None:
     return None
 
 
@@ -391,14 +393,14 @@ def _with_own_settings() -> Iterator[None]:
         os.close(folder)
 
 
-class _TimeUp(BaseException):
+class _TimeLimitReached(BaseException):
     """Raised at a time limit. Not an ``Exception``, so that a function that catches all exceptions does not
     continue."""
 
 
 @contextmanager
 def _time_limit(seconds: float, name: str = "A reward function") -> Iterator[None]:
-    """Raise ``_TimeUp`` inside the block after ``seconds``, in the main thread of a system with this signal.
+    """Raise ``_TimeLimitReached`` inside the block after ``seconds``, in the main thread of a system with this signal.
 
     The signal is SIGVTALRM, sent by a timer thread: SIGALRM is left to the functions, and math-verify sets it.
     """
@@ -407,7 +409,7 @@ def _time_limit(seconds: float, name: str = "A reward function") -> Iterator[Non
         return
 
     def raise_it(*_: Any) -> None:
-        raise _TimeUp
+        raise _TimeLimitReached
 
     before = signal.signal(signal.SIGVTALRM, raise_it)
     main = threading.get_ident()

@@ -25,11 +25,11 @@ from burnish.rollouts.rewards.builtin import FACTORIES, FUNCTIONS, missing_libra
 from burnish.utils.source_files import is_installed, source_digest
 
 _ALWAYS_PASSED = frozenset({"prompts", "completions", "completion_ids", "log_extra", "log_metric"})
-_OF_TRAINERS = {
+_TRAINER_ONLY_ARGUMENTS = {
     "trainer_state": "GRPOTrainer and RLOOTrainer in Python", "environments": "trainers with an environment_factory",
 }  # fmt: skip
 """Argument -> who passes it."""
-PASSED_BY_NAME = _ALWAYS_PASSED | _OF_TRAINERS.keys()
+PASSED_BY_NAME = _ALWAYS_PASSED | _TRAINER_ONLY_ARGUMENTS.keys()
 """Arguments of a reward function besides the columns of the records."""
 
 
@@ -123,7 +123,7 @@ def missing_columns(
     known = sorted(columns)
     found = []
     for function in functions:
-        missing = sorted(name for name in function.required.difference(known, _OF_TRAINERS))
+        missing = sorted(name for name in function.required.difference(known, _TRAINER_ONLY_ARGUMENTS))
         if missing:
             near = next((name for name in known if name in ("answer", "solution", "response", "label")), None)
             renaming = f"columns: {{{missing[0]}: {near or '<name>'}}}"
@@ -131,8 +131,8 @@ def missing_columns(
             there = ", ".join(known) or "no other columns"
             what = f'{function.name} requires the column "{missing[0]}". {source} has: {there}.'
             found.append(Problem(what, remedy=remedy, option="reward_funcs"))
-        for name in sorted(name for name in function.required & _OF_TRAINERS.keys() if name not in passed):
-            what = f'{function.name} requires the argument "{name}", which only {_OF_TRAINERS[name]} pass.'
+        for name in sorted(name for name in function.required & _TRAINER_ONLY_ARGUMENTS.keys() if name not in passed):
+            what = f'{function.name} requires the argument "{name}", which only {_TRAINER_ONLY_ARGUMENTS[name]} pass.'
             remedy = f"Give the parameter a default value: {name}=None."
             found.append(Problem(what, remedy=remedy, option="reward_funcs"))
     return found
@@ -150,7 +150,7 @@ def _resolved(entry: Any, folders: Sequence[Path]) -> tuple[Callable[..., Any], 
         ((name, arguments),) = entry.items()
         return _with_arguments(str(name), dict(arguments or {}), folders)
     if callable(entry):
-        return entry, name_of(entry), _place(entry), _digest(entry)
+        return entry, name_of(entry), _source_location(entry), _digest(entry)
     if not isinstance(entry, str):
         what = f"an entry of reward_funcs must be a name or a function. Received: {entry!r}."
         raise UserError(what, option="reward_funcs")
@@ -161,18 +161,18 @@ def _with_arguments(
     name: str, arguments: dict[str, Any] | None, folders: Sequence[Path]
 ) -> tuple[Callable[..., Any], str, str, str]:
     if name in FACTORIES:
-        call = _called(FACTORIES[name], name, arguments or {})
+        call = _call_factory(FACTORIES[name], name, arguments or {})
         return call, name_of(call), f"burnish.rewards.{name}", ""
-    function = _found(name, folders)
+    function = _find_function(name, folders)
     shown = name.rpartition(":")[2] if ":" in name else name.rpartition(".")[2]
     if arguments is None:
-        return function, shown, _place(function), _digest(function)
+        return function, shown, _source_location(function), _digest(function)
     is_factory = not inspect.signature(function).parameters.keys() & PASSED_BY_NAME
-    call = _called(function, name, arguments) if is_factory else partial(function, **arguments)
-    return call, name_of(call) if is_factory else shown, _place(function), _digest(function) + repr(arguments)
+    call = _call_factory(function, name, arguments) if is_factory else partial(function, **arguments)
+    return call, name_of(call) if is_factory else shown, _source_location(function), _digest(function) + repr(arguments)
 
 
-def _called(factory: Callable[..., Any], name: str, arguments: dict[str, Any]) -> Callable[..., Any]:
+def _call_factory(factory: Callable[..., Any], name: str, arguments: dict[str, Any]) -> Callable[..., Any]:
     signature = inspect.signature(factory)
     needed = [
         p.name for p in signature.parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
@@ -203,7 +203,7 @@ _EXAMPLES = {
 }
 
 
-def _found(name: str, folders: Sequence[Path]) -> Callable[..., Any]:
+def _find_function(name: str, folders: Sequence[Path]) -> Callable[..., Any]:
     if name in FUNCTIONS:
         return FUNCTIONS[name]
     if ":" in name:
@@ -307,7 +307,7 @@ def _code_of(function: Callable[..., Any]) -> Any:
     return inner if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner)
 
 
-def _place(function: Callable[..., Any]) -> str:
+def _source_location(function: Callable[..., Any]) -> str:
     try:
         file = inspect.getsourcefile(_code_of(function))
         return f"{Path(file).name}, line {inspect.getsourcelines(_code_of(function))[1]}" if file else ""

@@ -28,9 +28,9 @@ from burnish.data.chat.rendering import Conversation, UnreadableTemplate, chat_t
 from burnish.losses.reward import ValueHead
 from burnish.models.options import ModelOptions
 from burnish.models.reward_files import WEIGHT, load_reward_model
-from burnish.models.source import refuse_no_place
+from burnish.models.source import check_model_path
 
-_AT_ONCE = 8
+_BATCH_SIZE = 8
 _TRIES, _TIMEOUT_S = 3, 30.0
 _SHOWN = 200
 """Maximum number of bytes of a server's message in an error."""
@@ -67,8 +67,8 @@ class RewardModel:
         ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         order = sorted(range(len(ids)), key=lambda at: len(ids[at]))
         scores = [0.0] * len(ids)
-        for start in range(0, len(order), _AT_ONCE):
-            part = order[start : start + _AT_ONCE]
+        for start in range(0, len(order), _BATCH_SIZE):
+            part = order[start : start + _BATCH_SIZE]
             for at, score in zip(part, self._scores([ids[at] for at in part]).tolist(), strict=True):
                 scores[at] = score
         return scores
@@ -113,7 +113,7 @@ def reward_model_of(
     Raises:
         UserError: if it cannot be loaded, or if there is no head: a new one would give random scores.
     """
-    refuse_no_place(folder, "reward_model")
+    check_model_path(folder, "reward_model")
     try:
         model, tokenizer, weights = load_reward_model(folder, adapters, quantization_bit, options)
     except UserError:

@@ -21,15 +21,15 @@ from burnish.data.images.family import Family
 from burnish.data.images.image_file import content_hash, images_of
 from burnish.kernels.probe import Capabilities, unwrap_peft
 from burnish.loop.types import Batch, Row
-from burnish.models.images.ahead import PreparedAhead
+from burnish.models.images.ahead import ImagePrefetcher
 from burnish.models.images.collator import ImageCollator, ImageLayout, Prepare, computes_one_by_one
 from burnish.models.images.features import patch_vision_model
-from burnish.models.images.on_disk import OnDisk
+from burnish.models.images.on_disk import ImageDiskCache
 from burnish.models.images.probe import isolates_images
 from burnish.models.images.processor import ImageProcessor, Tensors
 from burnish.models.images.together import must_run_together
 from burnish.parallel.selection import parallel_name
-from burnish.run.images.left_out import LeftOut
+from burnish.run.images.left_out import SkipDamagedImages
 from burnish.run.plan.options import RunOptions
 from burnish.run.prepare import Prepared
 from burnish.utils.files import cache_home
@@ -55,11 +55,13 @@ def check_processes(model: Any, world_size: int, shards_weights: bool) -> list[P
     if ImageLayout.of(model.config).crosses:
         name = type(unwrap_peft(model)).__name__
         what = f"{name} does not support images with several processes if weights are sharded or its tower is trained."
-        return [Problem(what, why=_WHY, remedy="Use DDP and freeze_vision_tower: true.")]
+        return [Problem(what, why=_WAITING_REASON, remedy="Use DDP and freeze_vision_tower: true.")]
     return []
 
 
-_WHY = "A process without images in its micro-batch would not run the vision tower, and the others would wait for it."
+_WAITING_REASON = (
+    "A process without images in its micro-batch would not run the vision tower, and the others would wait for it."
+)
 
 
 class RowCollator:
@@ -67,9 +69,11 @@ class RowCollator:
 
     ahead: RowsAhead | None
 
-    def __init__(self, images: ImageCollator, text: Collate, prepared: Prepare, left_out: LeftOut | None) -> None:
+    def __init__(
+        self, images: ImageCollator, text: Collate, prepared: Prepare, left_out: SkipDamagedImages | None
+    ) -> None:
         self.images, self.text, self.left_out = images, text, left_out
-        self.ahead = prepared.rows if isinstance(prepared, PreparedAhead) else None
+        self.ahead = prepared.rows if isinstance(prepared, ImagePrefetcher) else None
 
     def __call__(self, rows: Sequence[Row]) -> Batch:
         if not any("images" in row for row in rows) and not self.images.is_for_text:
@@ -95,11 +99,11 @@ def collator_of(
     tensors: Prepare = partial(_tensors, family, processor)
     if options.image_cache == "disk":
         tensors = _on_disk(options, family, processor, tensors)
-    left_out = _left_out(options, family, processor, tensors)
+    left_out = _damaged_image_handler(options, family, processor, tensors)
     prepared = _prepared(options, left_out or tensors, getattr(family.processor, "temporal_patch_size", 1))
     # Whether or not features are cached, so that they are equal. With FSDP each process runs the tower once.
     one_by_one = computes_one_by_one(model, layout) and parallel_name(options) not in ("fsdp", "deepspeed")
-    cache = prepared if isinstance(prepared, PreparedAhead) and not layout.needs_row else None
+    cache = prepared if isinstance(prepared, ImagePrefetcher) and not layout.needs_row else None
 
     def image_collator(is_padding_free: bool, shares: bool = False) -> ImageCollator:
         text = collator(options, pad_id, is_padding_free, shares)
@@ -156,14 +160,16 @@ def _tensors(family: Family, processor: ImageProcessor, image: Any) -> Tensors:
     return processor.tensors(family.prepared(image))
 
 
-def _on_disk(options: RunOptions, family: Family, processor: ImageProcessor, tensors: Prepare) -> OnDisk:
+def _on_disk(options: RunOptions, family: Family, processor: ImageProcessor, tensors: Prepare) -> ImageDiskCache:
     """Return ``tensors`` with a cache on disk, in a folder for the settings that the tensors depend on."""
     made_by = [version("transformers"), version("torch"), family.identity, processor.identity]
     name = sha256(json.dumps(made_by, sort_keys=True, default=str).encode()).hexdigest()[:32]
-    return OnDisk(tensors, content_hash, cache_home() / "preprocessed" / name, options.image_cache_mb * 2**20)
+    return ImageDiskCache(tensors, content_hash, cache_home() / "preprocessed" / name, options.image_cache_mb * 2**20)
 
 
-def _left_out(options: RunOptions, family: Family, processor: ImageProcessor, tensors: Prepare) -> LeftOut | None:
+def _damaged_image_handler(
+    options: RunOptions, family: Family, processor: ImageProcessor, tensors: Prepare
+) -> SkipDamagedImages | None:
     """Return the object that skips rows with damaged images if this is requested; not for preference training, where
     pairs and not labels are trained."""
     if options.on_bad_record != "drop" or options.stage != "sft":
@@ -174,7 +180,7 @@ def _left_out(options: RunOptions, family: Family, processor: ImageProcessor, te
 
         return processor.tensors(Image.new("RGB", family.given_sizes(image)[-1], "white"))
 
-    return LeftOut(tensors, blank)
+    return SkipDamagedImages(tensors, blank)
 
 
 def _prepared(options: RunOptions, prepare: Prepare, num_frames: int) -> Prepare:
@@ -183,4 +189,4 @@ def _prepared(options: RunOptions, prepare: Prepare, num_frames: int) -> Prepare
         return prepare
     threads = max(1, min(8, (os.cpu_count() or 2) - 1))
     cache_bytes = options.image_cache_mb * 2**20 if options.image_cache == "memory" else 0
-    return PreparedAhead(prepare, images_of, threads, options.image_ahead_mb * 2**20, cache_bytes, num_frames)
+    return ImagePrefetcher(prepare, images_of, threads, options.image_ahead_mb * 2**20, cache_bytes, num_frames)

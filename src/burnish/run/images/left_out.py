@@ -1,7 +1,7 @@
 """Skip rows whose images turn out to be damaged when they are decoded (``on_bad_record: drop``).
 
-``LeftOut`` returns the tensors of a white image of the same size for a damaged one, so that the tokens of the row stay
-the same, and removes the labels of such rows. Each file is reported once.
+``SkipDamagedImages`` returns the tensors of a white image of the same size for a damaged one, so that the tokens of the
+row stay the same, and removes the labels of such rows. Each file is reported once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from burnish.loop.types import IGNORE_INDEX, Row
 from burnish.report.console import warn
 
 
-class LeftOut:
+class SkipDamagedImages:
     """Prepares images and records damaged ones.
 
     Args:

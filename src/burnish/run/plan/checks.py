@@ -22,7 +22,7 @@ from burnish.loop.schedule import FOLLOWS_METRIC, StepPlan
 from burnish.loop.state import RATES
 from burnish.losses.base import OBJECTIVES
 from burnish.models.attention_choice import is_flash, requested_attention
-from burnish.models.source import refuse_no_place
+from burnish.models.source import check_model_path
 from burnish.optim.builtin import OPTIMIZERS, create_scheduler
 from burnish.parallel import checks as _parallel_checks  # noqa: F401  registers its checks and notes
 from burnish.parallel.deepspeed.settings import zero_stage
@@ -247,10 +247,10 @@ def check_best_model(options: RunOptions) -> list[Problem]:
                 option=concerned,
             )
         ]
-    return _check_meeting_steps(options, cause)
+    return _check_evaluation_at_checkpoints(options, cause)
 
 
-def _check_meeting_steps(options: RunOptions, cause: str) -> list[Problem]:
+def _check_evaluation_at_checkpoints(options: RunOptions, cause: str) -> list[Problem]:
     """Check that every checkpoint coincides with an evaluation, if both are set in steps."""
     if options.eval_strategy != "steps" or options.save_strategy != "steps":
         return []
@@ -297,7 +297,7 @@ def check_best_model_metric(options: RunOptions, metrics: Sequence[str] | None, 
     """
     name = best_model_metric_name(options)
     known = [f"{eval_prefix(each)}_{metric}" for each in sets for metric in (*(metrics or ()), *RATES)]
-    is_read = options.metric_for_best_model or (options.eval_strategy != "no" and _reads_metric(options))
+    is_read = options.metric_for_best_model or (options.eval_strategy != "no" and _depends_on_metric(options))
     if not metrics or not is_read or not known or name in known or not trains(options):
         return []
     switch = f"compute_{name.removeprefix('eval_')}"
@@ -309,7 +309,7 @@ def check_best_model_metric(options: RunOptions, metrics: Sequence[str] | None, 
     return [problem]
 
 
-def _reads_metric(options: RunOptions) -> bool:
+def _depends_on_metric(options: RunOptions) -> bool:
     """Return whether the best model, the end of the run or the learning rate depends on the metric."""
     follows = options.lr_scheduler_type in FOLLOWS_METRIC or options.early_stopping_steps is not None
     return follows or bool(options.load_best_model_at_end) or options.save_strategy == "best"
@@ -368,7 +368,7 @@ def check_places_of_models(options: RunOptions) -> list[Problem]:
             if name.startswith(("http://", "https://")):
                 continue
             try:
-                refuse_no_place(name, option)
+                check_model_path(name, option)
             except UserError as error:
                 problems += error.problems
     return problems

@@ -25,7 +25,7 @@ from burnish.config.bounds import LARGEST_CONFIG_BYTES, MOST_NODES
 from burnish.config.conversion import num_nodes
 from burnish.config.errors import Problem, UserError, did_you_mean
 from burnish.config.options import RawValue
-from burnish.utils.files import expanded, odd_kind
+from burnish.utils.files import expanded, special_file_kind
 
 COMMAND_LINE = "the command line"
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
@@ -173,19 +173,19 @@ def read_config(path: Path) -> dict[str, RawValue]:
         raise UserError(
             f'expected lines of the form "key: value". Received: a {kind}.',
             where=f"{path}, line {root.start_mark.line + 1}",
-            remedy=f"A file with the options of a run is expected here. {_if_records(path)}",
+            remedy=f"A file with the options of a run is expected here. {_dataset_hint(path)}",
         )
     return _entries(path, root, parsed)
 
 
-def _if_records(path: Path) -> str:
+def _dataset_hint(path: Path) -> str:
     return f"If it is a dataset, pass it as dataset={path}, or as eval_dataset={path} to burnish eval."
 
 
 def _text_of(path: Path) -> str:
     if path.is_dir():
         raise UserError(f'Expected a .yaml or .json file. "{path}" is a folder.{_listed(path)}')
-    if kind := odd_kind(path):
+    if kind := special_file_kind(path):
         raise UserError(f'Expected a .yaml or .json file. "{path}" is {kind}.')
     if not path.is_file():
         raise UserError(f'File "{path}" does not exist.{_nearest_file(path)}')
@@ -193,7 +193,7 @@ def _text_of(path: Path) -> str:
         raw = file.read(LARGEST_CONFIG_BYTES + 1)
     if len(raw) > LARGEST_CONFIG_BYTES:
         what = f"expected a file with options, of at most {LARGEST_CONFIG_BYTES:,} bytes."
-        raise UserError(what, where=str(path), remedy=_if_records(path))
+        raise UserError(what, where=str(path), remedy=_dataset_hint(path))
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -238,7 +238,7 @@ def _json_values(path: Path, text: str) -> dict[str, Any]:
 
 
 # PyYAML's message for an error that it detects late -> the error at the place where it began.
-_CAUSES = {
+_YAML_ERROR_CAUSES = {
     "could not find expected ':'": 'expected ": " between the key and its value',
     "found unexpected end of stream": "this quotation mark is never closed",
 }
@@ -256,7 +256,7 @@ def _compose(path: Path, text: str) -> yaml.Node | None:
         what = "lists and mappings are nested too deeply."
         raise UserError(what, where=str(path), remedy="Reduce the nesting.") from None
     except yaml.MarkedYAMLError as error:
-        cause = _CAUSES.get(error.problem or "")
+        cause = _YAML_ERROR_CAUSES.get(error.problem or "")
         mark = error.context_mark if cause else error.problem_mark or error.context_mark
         assert mark is not None
         fault = cause or error.problem or str(error.context)
@@ -290,7 +290,7 @@ def _entries(path: Path, root: yaml.MappingNode, parsed: dict[str, Any] | None) 
     if problems:
         raise UserError(problems)
     return {
-        key.value: RawValue(parsed[key.value] if parsed is not None else _written(value), _line(path, key))
+        key.value: RawValue(parsed[key.value] if parsed is not None else _top_level_value(value), _line(path, key))
         for key, value in _pairs(root)
     }
 
@@ -344,7 +344,7 @@ def _bases(node: yaml.Node) -> list[yaml.Node]:
     return list(node.value) if isinstance(node, yaml.SequenceNode) else [node]
 
 
-def _written(node: yaml.Node) -> Any:
+def _top_level_value(node: yaml.Node) -> Any:
     """Return a top-level value: scalars as text, None for null, containers with parsed contents."""
     if isinstance(node, yaml.ScalarNode):
         nothing = node.style is None and node.value in {"", "~", "null", "Null", "NULL"}

@@ -79,7 +79,7 @@ def _number(settings: Mapping[str, object], name: str, default: int) -> int:
     return int(value) if isinstance(value, int | float) else default
 
 
-def shared(
+def terms_per_device(
     terms: Sequence[Term], sharing: Sharing, shape: DecoderShape, formats: Formats, params: int, trained: int
 ) -> list[Term]:
     """Return the terms for one device.
@@ -94,15 +94,15 @@ def shared(
     """
     if sharing.stage == 0:
         return list(terms)
-    per_device = [_shared(term, sharing) for term in terms if term.name != "cast weights"]
+    per_device = [_sharded_term(term, sharing) for term in terms if term.name != "cast weights"]
     if sharing.engine == "deepspeed" and trained:
         # DeepSpeed keeps weights and gradients in the compute dtype. ZeRO updates float32 copies of the weights, even
         # if they are float32, from float32 copies of the gradients.
-        per_device = [_halved(term, formats) for term in per_device]
+        per_device = [_in_compute_dtype(term, formats) for term in per_device]
         copies = Term("optimizer", 2 * trained * 4, f"{trained:,} weights and their gradients x 4 bytes")
         per_device = [
             *per_device[:2],
-            _shared(copies, sharing, "float32 copies"),
+            _sharded_term(copies, sharing, "float32 copies"),
             *per_device[2:],
             _bucket(sharing, shape, formats, trained),
         ]
@@ -111,12 +111,12 @@ def shared(
     return [term for term in per_device if term.num_bytes]
 
 
-_FROM_STAGE = {"optimizer": 1, "gradients": 2, "weights": 3}
+_SHARDED_FROM_ZERO_STAGE = {"optimizer": 1, "gradients": 2, "weights": 3}
 
 
-def _shared(term: Term, sharing: Sharing, name_on_device: str = "") -> Term:
+def _sharded_term(term: Term, sharing: Sharing, name_on_device: str = "") -> Term:
     name = name_on_device or term.name
-    if term.name not in _FROM_STAGE or sharing.stage < _FROM_STAGE[term.name]:
+    if term.name not in _SHARDED_FROM_ZERO_STAGE or sharing.stage < _SHARDED_FROM_ZERO_STAGE[term.name]:
         return replace(term, name=name)
     is_away = sharing.offloads_weights if term.name == "weights" else sharing.offloads_states
     if is_away:
@@ -125,7 +125,7 @@ def _shared(term: Term, sharing: Sharing, name_on_device: str = "") -> Term:
     return Term(name, -(-term.num_bytes // sharing.num_processes), reason)
 
 
-def _halved(term: Term, formats: Formats) -> Term:
+def _in_compute_dtype(term: Term, formats: Formats) -> Term:
     """Return a term counted in the compute dtype instead of the dtype of the trained weights."""
     if term.name not in ("weights", "gradients") or formats.trained <= formats.compute:
         return term

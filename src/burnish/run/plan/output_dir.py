@@ -16,17 +16,17 @@ from burnish.run.plan.checks import trains
 from burnish.run.plan.options import RunOptions
 from burnish.run.recovery.clearing import EARLIER_RUN, problems_of_sources
 from burnish.run.recovery.failure import TRACEBACK_NAME
-from burnish.utils.files import is_endless, odd_kind, problems_of_folder
+from burnish.utils.files import is_endless, problems_of_folder, special_file_kind
 
 FINISHED_NAME = ".finished.json"
 """File that marks a finished run and stores its fingerprints, so that the same command recognizes it."""
 _CHECKPOINTS = "checkpoint-*"
-_BEFORE_A_CHECKPOINT = re.compile(
+_FILES_BEFORE_FIRST_CHECKPOINT = re.compile(
     rf"\.lock|\.incomplete-.*|\..+\.incomplete|runs|completions\.jsonl|{LOG_NAME}|{RUN_LOG}|{TRACEBACK_NAME}|"
     rf"{'|'.join(METADATA_NAMES)}"
 )
 """Files of a run that ended before its first checkpoint. The same command starts over and overwrites them."""
-_ANOTHER = "Set a different output_dir."
+_DIFFERENT_FOLDER_REMEDY = "Set a different output_dir."
 
 
 @check
@@ -42,7 +42,7 @@ def check_output_dir(options: RunOptions) -> list[Problem]:
         return [_problem(f'output_dir "{folder}" cannot be created: {error.strerror}.')]
 
 
-def _problem(what: str, remedy: str = _ANOTHER, why: str = "") -> Problem:
+def _problem(what: str, remedy: str = _DIFFERENT_FOLDER_REMEDY, why: str = "") -> Problem:
     return Problem(what, why=why, remedy=remedy, option="output_dir")
 
 
@@ -53,7 +53,7 @@ def _check_folder(folder: Path, options: RunOptions) -> list[Problem]:
     if options.model_name_or_path and folder.is_dir() and model.is_dir() and folder.samefile(model):
         return [_problem(f'output_dir "{folder}" is also model_name_or_path, and the base model would be overwritten.')]
     if folder.is_dir() and (odd := [path for path in sorted(folder.iterdir()) if is_endless(path)]):
-        what = f'output_dir "{folder}" contains {odd_kind(odd[0])} instead of a file: {odd[0].name}.'
+        what = f'output_dir "{folder}" contains {special_file_kind(odd[0])} instead of a file: {odd[0].name}.'
         return [_problem(what, "Remove it, or set a different output_dir.", why="Writing to it would block forever.")]
     if not folder.is_dir():
         return []
@@ -67,7 +67,7 @@ def _is_foreign(folder: Path) -> bool:
 
 
 def _check_contents(folder: Path, options: RunOptions) -> list[Problem]:
-    inside = sorted(path.name for path in folder.iterdir() if not _BEFORE_A_CHECKPOINT.fullmatch(path.name))
+    inside = sorted(path.name for path in folder.iterdir() if not _FILES_BEFORE_FIRST_CHECKPOINT.fullmatch(path.name))
     if not inside or options.overwrite_output_dir or options.resume_from_checkpoint or not trains(options):
         return []
     has_checkpoints = any(folder.glob(_CHECKPOINTS))

@@ -26,7 +26,7 @@ from burnish.run.plan import checks as _cross_checks
 from burnish.run.plan import output_dir as _output_dir_check
 from burnish.run.plan.checks import trains
 from burnish.run.plan.options import RunOptions
-from burnish.run.plan.unsupported import take_absent
+from burnish.run.plan.unsupported import take_unsupported
 from burnish.utils.environment import launcher_number
 
 
@@ -75,18 +75,18 @@ def plan(values: Mapping[str, RawValue], extra_checks: Sequence[Check] = ()) -> 
         UserError: with every problem of the options.
     """
     raise_if(launcher_problems())
-    present, problems, foreign = take_absent(values, {**specs(RunOptions), **aliases()})
+    present, problems, foreign = take_unsupported(values, {**specs(RunOptions), **aliases()})
     present = _with_variant_stage(present)
     present, option_names, twice = _renamed(present)
     names_used = {option: name for name, option in option_names.items()}  # messages show the names of the stage
     options, wrong = build(RunOptions, present)
     provenance = provenance_of(present)
     options = replace(options, **dependent_defaults(options, provenance))
-    doubtful = _doubtful(present)
+    doubtful = _options_with_invalid_values(present)
 
     def run_checks(checks: Sequence[Check]) -> list[Problem]:
         found = (problem for check in checks for problem in check(options))
-        return [_placed(problem, provenance) for problem in found if doubtful.isdisjoint(problem.options)]
+        return [_with_location(problem, provenance) for problem in found if doubtful.isdisjoint(problem.options)]
 
     problems += [*twice, *wrong, *run_checks(component_checks())]
     if problems:
@@ -172,20 +172,20 @@ def locate_problems(provenance: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(_placed(problem, provenance) for problem in error.problems) from error
+        raise UserError(_with_location(problem, provenance) for problem in error.problems) from error
 
 
 def component_checks() -> list[Check]:
     """Return all registered checks, in the order in which the options of their modules are declared."""
-    return sorted(CHECKS, key=_position)
+    return sorted(CHECKS, key=_declaration_order)
 
 
 def component_notes() -> list[Notes]:
     """Return all registered functions that return notes, in the same order."""
-    return sorted(NOTES, key=_position)
+    return sorted(NOTES, key=_declaration_order)
 
 
-def _position(function: Callable[[Any], Any]) -> int:
+def _declaration_order(function: Callable[[Any], Any]) -> int:
     """Return the position of a function's module in declaration order, which does not depend on import order."""
     return _order_of_modules().get(function.__module__, len(_order_of_modules()))
 
@@ -197,7 +197,7 @@ def _order_of_modules() -> dict[str, int]:
     return {module: place for place, module in enumerate(modules)}
 
 
-def _doubtful(present: Mapping[str, RawValue]) -> set[str]:
+def _options_with_invalid_values(present: Mapping[str, RawValue]) -> set[str]:
     """Return options that have their default value only because the given value or name was invalid.
 
     Checks that involve one of them are skipped, because they would report a consequence of that error.
@@ -216,7 +216,7 @@ def _doubtful(present: Mapping[str, RawValue]) -> set[str]:
     return names
 
 
-def _placed(problem: Problem, provenance: Mapping[str, str]) -> Problem:
+def _with_location(problem: Problem, provenance: Mapping[str, str]) -> Problem:
     """Return ``problem`` with the place of the first of its options that was set, unless it already has a place."""
     if problem.where:
         return problem

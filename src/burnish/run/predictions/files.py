@@ -15,7 +15,7 @@ import torch
 from burnish.loop.loop import Loop
 from burnish.report.console import note
 from burnish.report.pace import counted
-from burnish.report.results import write_whole
+from burnish.report.results import write_text_atomically
 
 ANSWERS_NAME = "generated_predictions"
 
@@ -47,7 +47,7 @@ def write_answers(
         if samples is not None:
             line["samples"] = [{"text": text, "logprob": logprob} for text, logprob in samples[at]]
         lines.append(json.dumps(line, ensure_ascii=False) + "\n")
-    write_whole(path, "".join(lines))
+    write_text_atomically(path, "".join(lines))
 
 
 def write_scores(run: Loop, folder: Path) -> None:
@@ -61,7 +61,7 @@ def write_scores(run: Loop, folder: Path) -> None:
             path = folder / f"{stem_of(name)}.jsonl"
             lines = dict(line for of_rank in gathered for line in of_rank)
             records = ({"record": number + 1, **lines[number]} for number in sorted(lines))
-            write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
+            write_text_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
             note(f"The scores of {counted(len(lines), 'pair')} were saved to {path}.")
 
 

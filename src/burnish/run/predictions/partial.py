@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from burnish.inference.types import GenerationRequest
-from burnish.report.results import write_whole
+from burnish.report.results import write_text_atomically
 
 
 def key_of(model: str, requests: Iterable[GenerationRequest], images: Sequence[Any]) -> str:
@@ -58,7 +58,7 @@ class FinishedResponses:
         if self.path is not None:
             self._read(self.path)
             records = [{"of": self.key}, *map(self._record, self.responses)]
-            write_whole(self.path, "".join(json.dumps(record) + "\n" for record in records))
+            write_text_atomically(self.path, "".join(json.dumps(record) + "\n" for record in records))
             self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
         return self
 

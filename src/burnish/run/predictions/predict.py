@@ -33,7 +33,7 @@ from burnish.run.predictions.answers import answer_all, bare_model, has_room
 from burnish.run.predictions.files import stem_of, write_answers, write_scores
 from burnish.run.predictions.questions import questions_of, with_image_marks
 from burnish.run.prepare import Prepared
-from burnish.run.response_metrics import scores
+from burnish.run.response_metrics import compute_metrics
 from burnish.utils.activity import Activity, annotate_errors
 
 
@@ -54,7 +54,7 @@ def predict_all(run: Loop, prepared: Prepared, plan: Plan) -> dict[str, float]:
             with_all, options.seed, DataStats(), may_stream(options), needs=needs
         ).eval
         for name, examples in sets.items():
-            metrics |= predict(run, prepared, options, _prompted(examples, needs.kind), name, folder)
+            metrics |= predict(run, prepared, options, _prompts_of(examples, needs.kind), name, folder)
     else:
         for name, batches in run.eval_sets.items():
             metrics |= run.evaluate_set(batches, f"predict_{name}" if name else "predict")
@@ -68,7 +68,7 @@ def predict_all(run: Loop, prepared: Prepared, plan: Plan) -> dict[str, float]:
     return metrics
 
 
-def _prompted(examples: Sequence[Example], kind: str) -> list[Example]:
+def _prompts_of(examples: Sequence[Example], kind: str) -> list[Example]:
     """Return the examples to respond to, given the kind of their records.
 
     Plain text is the prompt where records are prompts. A pair that was split into two labelled responses is one prompt.
@@ -144,9 +144,9 @@ def _scores(texts: Sequence[str], labels: Sequence[str], options: RunOptions) ->
     Responses to the same prompt are not independent observations, so they are averaged first.
     """
     if options.samples == 1 or not labels:
-        return scores(texts, labels, options)
+        return compute_metrics(texts, labels, options)
     number = len(labels)
-    each = [scores(texts[at::number], [labels[at]] * options.samples, options) for at in range(number)]
+    each = [compute_metrics(texts[at::number], [labels[at]] * options.samples, options) for at in range(number)]
     results: dict[str, float] = {}
     for name in each[0]:
         values = [one[name] for one in each]

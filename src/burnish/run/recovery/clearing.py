@@ -28,15 +28,15 @@ from burnish.run.plan.options import RunOptions
 from burnish.utils.files import LOCK, expanded, remove
 
 EARLIER_RUN = ".earlier-run"
-_MOVING = ".earlier-run.incomplete"
-_REMOVED = ".incomplete-earlier-run"
+_BACKUP_FOLDER = ".earlier-run.incomplete"
+_DISCARDED_FOLDER = ".incomplete-earlier-run"
 SOURCES = (
     "model_name_or_path", "adapter_name_or_path", "ref_model", "ref_model_adapters", "dataset_dir", "tokenized_path",
     "new_special_tokens_config", "template", "peft_config", "fsdp_config", "deepspeed",
     "reward_model", "reward_model_adapters", "media_dir",
 )  # fmt: skip
 """Options that name files or folders which a run reads, besides its datasets."""
-LEFT_BY_A_RUN = (
+RUN_OUTPUT_FILES = (
     ".finished.json", "trainer_log.jsonl", "run.log", "events.jsonl", "outcome.json", "trainer_state.json",
     "traceback.txt", "*_results.json", "README.md",
     "training_loss.png", "training_eval_*.png", "training_rewards*.png", "training_margins.png",
@@ -54,16 +54,18 @@ def files_of_run(folder: Path) -> list[Path]:
     """Return the files and checkpoints in ``folder`` that a run wrote. Symbolic links are not followed."""
     if not folder.is_dir():
         return []
-    files = {path for pattern in LEFT_BY_A_RUN for path in folder.glob(pattern) if path.is_file() or path.is_symlink()}
+    files = {
+        path for pattern in RUN_OUTPUT_FILES for path in folder.glob(pattern) if path.is_file() or path.is_symlink()
+    }
     return [*Checkpoints(folder).all(), *sorted(files)]
 
 
 def files_of_killed_run(folder: Path, patterns: Sequence[str] = ()) -> set[str]:
     """Names of the files in ``folder`` left by a process that was killed inside ``BackupOnOverwrite(folder, also)``."""
     names = {LOCK}
-    moving = folder / _MOVING
+    moving = folder / _BACKUP_FOLDER
     if moving.is_dir() and not any(moving.iterdir()):  # killed before there was anything to move, or after the last
-        names.add(_MOVING)
+        names.add(_BACKUP_FOLDER)
     if (folder / EARLIER_RUN).is_dir():
         paths = [*files_of_run(folder), *(path for pattern in patterns for path in folder.glob(pattern))]
         names |= {EARLIER_RUN, *(path.name for path in paths)}
@@ -116,10 +118,10 @@ class BackupOnOverwrite(TrainerCallback):
 
     def __init__(self, folder: Path, also: Sequence[str] = ()) -> None:
         self.folder, self.aside, self.also = folder, folder / EARLIER_RUN, also
-        self.moving = folder / _MOVING
+        self.moving = folder / _BACKUP_FOLDER
 
     def __enter__(self) -> BackupOnOverwrite:
-        remove(self.folder / _REMOVED)
+        remove(self.folder / _DISCARDED_FOLDER)
         if _has_checkpoint(self.folder):  # a killed run has a checkpoint, so its files stay
             self._discard()
         is_of_a_killed_run = self.aside.is_dir()
@@ -147,8 +149,8 @@ class BackupOnOverwrite(TrainerCallback):
 
     def _discard(self) -> None:
         if self.aside.is_dir():
-            self.aside.rename(self.folder / _REMOVED)
-            remove(self.folder / _REMOVED)
+            self.aside.rename(self.folder / _DISCARDED_FOLDER)
+            remove(self.folder / _DISCARDED_FOLDER)
 
     def move_back(self) -> None:
         """Move everything back and delete files that the failed run wrote under the same names."""

@@ -27,7 +27,7 @@ from burnish.config.errors import NonFiniteError, NotSavedError, Problem, UserEr
 from burnish.config.secrets import without_secrets
 from burnish.report import console
 from burnish.report.metadata import is_of_this_process, write_failure
-from burnish.report.streams import OutputError, let_go, say
+from burnish.report.streams import OutputError, redirect_to_null, say
 from burnish.utils.activity import Activity, interrupted_by
 from burnish.utils.environment import count_in
 from burnish.utils.files import error_number
@@ -46,18 +46,18 @@ def explain_failure(error: BaseException, output_dir: str | None, debug: bool = 
     """
     console.end_live()
     if output_dir is not None and is_of_this_process(Path(output_dir)):
-        write_failure(Path(output_dir), described(error, output_dir), error)
+        write_failure(Path(output_dir), failure_problem(error, output_dir), error)
     if debug:
         say("".join(traceback.format_exception(error)), sys.stderr)
     if isinstance(error, KeyboardInterrupt):
         return _interrupted(output_dir)
     if isinstance(error, BrokenPipeError):
-        let_go(sys.stdout)
+        redirect_to_null(sys.stdout)
         return 128 + signal.SIGPIPE  # for example, burnish explain | head: the reader is gone, no message is needed
     if isinstance(error, OutputError):
         console.problem(str(error))
         return 1
-    explained = _found(error, output_dir)
+    explained = _known_cause(error, output_dir)
     if isinstance(explained, UserError):
         # All processes find the same error. With another launcher, one process per machine prints it.
         is_first = count_in(os.environ.get("LOCAL_RANK", "")) == 0 or count_in(os.environ.get("WORLD_SIZE", "")) < 2
@@ -75,13 +75,13 @@ def _is_not_permitted(error: BaseException) -> bool:
     return any(error_number(cause) in _PERMISSION for cause in causes(error))
 
 
-def described(error: BaseException, output_dir: str | None) -> Problem:
+def failure_problem(error: BaseException, output_dir: str | None) -> Problem:
     """Return the description of a failure as one problem."""
-    explained = _found(error, output_dir)
+    explained = _known_cause(error, output_dir)
     return explained.problems[0] if isinstance(explained, UserError) else explained
 
 
-def _found(error: BaseException, output_dir: str | None) -> UserError | Problem:
+def _known_cause(error: BaseException, output_dir: str | None) -> UserError | Problem:
     """Return the first known cause of an error: a user error, or the description of a machine failure."""
     for cause in causes(error):
         explained = cause if isinstance(cause, UserError) else failure_in_words(cause, output_dir)
@@ -105,7 +105,7 @@ def failure_in_words(error: BaseException, output_dir: str | None) -> Problem | 
     if isinstance(error, NotSavedError):
         return error.problem
     if isinstance(error, NonFiniteError):
-        return Problem(str(error), why=what_is_safe(output_dir))
+        return Problem(str(error), why=newest_checkpoint_message(output_dir))
     number = error_number(error)
     if is_out_of_memory(error) or number == errno.ENOMEM:
         return _out_of_memory(error)
@@ -114,43 +114,43 @@ def failure_in_words(error: BaseException, output_dir: str | None) -> Problem | 
     if number not in _DISK:
         return None
     what, remedy = _DISK[number]
-    safe, more = what_is_safe(output_dir), " or set save_total_limit: 1"
+    safe, more = newest_checkpoint_message(output_dir), " or set save_total_limit: 1"
     return Problem(
         what.format(place=_place(error, output_dir), reason=_reason(error)),
         why=safe,
-        remedy=remedy.format(more=more if safe.startswith(_SAFE) else ""),
+        remedy=remedy.format(more=more if safe.startswith(_SAVED_PREFIX) else ""),
     )
 
 
 # --- disk -------------------------------------------------------------------------------------------------------------
 
 
-_GO_ON = "run the same command again to resume."
-_FULL = (
+_RESUME_HINT = "run the same command again to resume."
+_DISK_FULL = (
     "The disk is full: {place} could not be written.",
-    f"Free some disk space{{more}}, then {_GO_ON}",
+    f"Free some disk space{{more}}, then {_RESUME_HINT}",
 )
-_IN_THE_WAY = (
+_PATH_CONFLICT = (
     "{place} cannot be written or read: {reason}.",
-    f"A different file or folder exists at this path: move it, then {_GO_ON}",
+    f"A different file or folder exists at this path: move it, then {_RESUME_HINT}",
 )
 _NO_MORE_FILES = (
     "This process cannot open more files: {place}.",
-    f"Raise the limit (ulimit -n), then {_GO_ON}",
+    f"Raise the limit (ulimit -n), then {_RESUME_HINT}",
 )
-_FAILS = (
+_IO_FAILURE = (
     "{place} cannot be written or read: {reason}.",
-    f"The disk or its connection failed: once it works again, {_GO_ON}",
+    f"The disk or its connection failed: once it works again, {_RESUME_HINT}",
 )
 _TOO_LARGE = (
     "A file would exceed the file size limit: {place} could not be written.",
     "Raise the limit (ulimit -f), or write to another file system.",
 )
 _DISK = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _FULL),
-    **dict.fromkeys((errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.EEXIST), _IN_THE_WAY),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _DISK_FULL),
+    **dict.fromkeys((errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.EEXIST), _PATH_CONFLICT),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), _NO_MORE_FILES),
-    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENODEV), _FAILS),
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENODEV), _IO_FAILURE),
     errno.EFBIG: _TOO_LARGE,
 }
 """errno -> (what is wrong, remedy)."""
@@ -162,7 +162,7 @@ def _not_permitted(error: BaseException, output_dir: str | None) -> Problem:
     is_ours = output_dir is not None and (file is None or str(file).startswith(str(output_dir)))
     return Problem(
         f"{_place(error, output_dir)} cannot be {'written' if is_ours else 'opened'}: {_reason(error)}.",
-        why=what_is_safe(output_dir) if is_ours else "",
+        why=newest_checkpoint_message(output_dir) if is_ours else "",
         remedy="Change its permissions, or set a different output_dir." if is_ours else "Change its permissions.",
     )
 
@@ -177,7 +177,7 @@ def _reason(error: BaseException) -> str:
     return message.rstrip(".").lower()
 
 
-def what_is_safe(output_dir: str | None) -> str:
+def newest_checkpoint_message(output_dir: str | None) -> str:
     """Name the newest complete checkpoint. A folder with a manifest is complete, so its files are not read."""
     if output_dir is None:
         return ""
@@ -186,10 +186,10 @@ def what_is_safe(output_dir: str | None) -> str:
     from burnish.checkpoint.manifest import MANIFEST_NAME
 
     complete = [path for path in Checkpoints(output_dir).all() if (path / MANIFEST_NAME).is_file()]
-    return f"{_SAFE}{complete[-1]}." if complete else "No checkpoint was saved."
+    return f"{_SAVED_PREFIX}{complete[-1]}." if complete else "No checkpoint was saved."
 
 
-_SAFE = "Safe: "
+_SAVED_PREFIX = "Safe: "
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def _out_of_memory(error: BaseException) -> Problem:
     needed, free = _requested(str(error)), _free(str(error))
     sizes = [f"{_size(needed)} requested" if needed else "", f"{_size(free)} free" if free else ""]
     figures = " and ".join(word for word in sizes if word)
-    by, helps = _wanted_by(error)
+    by, helps = _memory_advice(error)
     return Problem(
         f"Out of memory{by}{': ' + figures if figures else ''}.",
         why="Memory is used by weights, gradients, optimizer states and activations. Activations grow with the number "
@@ -238,7 +238,7 @@ _ADVICE = {
 """Activity -> (when memory ran out, settings that help)."""
 
 
-def _wanted_by(error: BaseException) -> tuple[str, str]:
+def _memory_advice(error: BaseException) -> tuple[str, str]:
     """Return when memory ran out, with the size of the micro-batch, and settings that help."""
     interrupted = interrupted_by(error)
     if interrupted is None:
@@ -297,18 +297,18 @@ def _interrupted(output_dir: str | None) -> int:
         if partial_files
         else ""
     )
-    console.warn(f"Stopped by Ctrl-C. {answers or what_is_safe(output_dir)}".strip())
+    console.warn(f"Stopped by Ctrl-C. {answers or newest_checkpoint_message(output_dir)}".strip())
     return 128 + signal.SIGINT
 
 
 def _unexpected(error: BaseException, output_dir: str | None) -> Problem:
     """Return a problem with error type, first line of its message, deepest location in burnish, and checkpoint."""
     first = next(iter(str(error).strip().splitlines()), "")
-    what = f"{type(error).__name__}: {_cut(first, 300)}" if first else type(error).__name__
+    what = f"{type(error).__name__}: {_truncated(first, 300)}" if first else type(error).__name__
     inside = f"{os.sep}burnish{os.sep}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if inside in frame.filename]
-    safe = what_is_safe(output_dir)
-    remedy = f"{safe} Run the same command again to resume from it." if safe.startswith(_SAFE) else ""
+    safe = newest_checkpoint_message(output_dir)
+    remedy = f"{safe} Run the same command again to resume from it." if safe.startswith(_SAVED_PREFIX) else ""
     if not frames:
         return Problem(_sentence(what), remedy=remedy)
     deepest = frames[-1]
@@ -321,7 +321,7 @@ def _sentence(text: str) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
-def _cut(text: str, width: int) -> str:
+def _truncated(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 3]}..."
 
 

@@ -1,9 +1,9 @@
 """Fingerprints of everything that a run depends on, stored in each checkpoint and compared before a run resumes.
 
 Data, template, tokenizer, adapters and base model are identified by content, so that folders may be moved. Every other
-option is stored, except those listed in ``HARMLESS``, which change neither the rows, nor their order, nor the
+option is stored, except those listed in ``UNTRACKED_OPTIONS``, which change neither the rows, nor their order, nor the
 arithmetic of a step, and those in ``BY_CONTENT``, whose content is stored instead. A new option therefore prevents
-resuming until it is listed as harmless. Options that may change are in ``checkpoint.comparison.MAY_CHANGE``; changes
+resuming until it is listed as untracked. Options that may change are in ``checkpoint.comparison.MAY_CHANGE``; changes
 are applied and reported. Any other change is an error.
 """
 
@@ -21,7 +21,7 @@ from burnish.adapters.base import ADAPTERS
 from burnish.checkpoint.comparison import EVALUATION, MAY_CHANGE
 from burnish.config.options import specs
 from burnish.config.registry import Registry
-from burnish.config.secrets import shown_everywhere
+from burnish.config.secrets import masked_json_without_environment
 from burnish.data.chat.table import TEMPLATES
 from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
 from burnish.data.sets.formats import FORMATS
@@ -59,7 +59,7 @@ BY_CONTENT: dict[str, tuple[str, ...]] = {
     "rows_per_step": ("per_device_train_batch_size", "gradient_accumulation_steps"),
 }  # fmt: skip
 """Fingerprint -> options that it covers."""
-HARMLESS: dict[str, tuple[str, ...]] = {
+UNTRACKED_OPTIONS: dict[str, tuple[str, ...]] = {
     "whether to train, evaluate and predict": ("do_train", "do_eval", "do_predict", "eval_on_start"),
     "access tokens": ("hf_hub_token", "ms_hub_token"),
     "how examples are tokenized and loaded": (
@@ -80,21 +80,21 @@ HARMLESS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 """Reason -> options that change neither rows nor arithmetic."""
-HARMLESS_GROUPS = (
+UNTRACKED_GROUPS = (
     "GenerationOptions", "InferOptions", "MetricOptions", "ExportOptions", "QuantizedExportOptions", "ReportOptions",
     "HubOptions", "ProfileOptions",
 )  # fmt: skip
 LIBRARIES = ("torch", "transformers")
-_WORK = ("do_eval", "do_predict", "report_to", "plot_loss", "profile")
+_POST_TRAINING_OPTIONS = ("do_eval", "do_predict", "report_to", "plot_loss", "profile")
 
 
 def kept_options() -> list[str]:
     """Return the options whose values are stored in a checkpoint."""
-    left_out = {name for names in (*BY_CONTENT.values(), *HARMLESS.values()) for name in names}
+    left_out = {name for names in (*BY_CONTENT.values(), *UNTRACKED_OPTIONS.values()) for name in names}
     return [
         name
         for group in (*GROUPS, *MEMBER_GROUPS)
-        if group.__name__ not in HARMLESS_GROUPS
+        if group.__name__ not in UNTRACKED_GROUPS
         for name, spec in specs(group).items()
         if name not in left_out and not spec.ignored and not spec.is_secret
     ]
@@ -117,9 +117,12 @@ def may_change(options: RunOptions) -> frozenset[str]:
     return (MAY_CHANGE - EVALUATION if decides else MAY_CHANGE) | accepted
 
 
-def work_of(options: RunOptions) -> dict[str, Any]:
+def post_training_options(options: RunOptions) -> dict[str, Any]:
     """Return the options for work other than training, as JSON data. A finished run does not repeat that work."""
-    names = [*_WORK, *(HARMLESS["evaluation"] if options.do_predict or evaluates(options) else ())]
+    names = [
+        *_POST_TRAINING_OPTIONS,
+        *(UNTRACKED_OPTIONS["evaluation"] if options.do_predict or evaluates(options) else ()),
+    ]
     if options.do_predict:
         names += [*specs(GenerationOptions), *specs(MetricOptions)]
     values: dict[str, Any] = json.loads(json.dumps({name: getattr(options, name) for name in names}, default=str))
@@ -145,7 +148,7 @@ def fingerprints_of(plan: Plan, contents: Mapping[str, Any], steps: StepPlan) ->
         base, *adapters = map(str, folders)
         prints["reward_model"] = model_fingerprint(base, options, "reward_model", reads_text=True)
         prints["reward_model_adapters"] = adapters_fingerprint(adapters, options, "reward_model_adapters")
-    found: dict[str, Any] = shown_everywhere(
+    found: dict[str, Any] = masked_json_without_environment(
         prints
         | plugin_code(options)
         | {

@@ -36,7 +36,7 @@ KEEP_RUNNING = {
     signal.SIGHUP: "The terminal was closed: saving a checkpoint after this step, then continuing. To stop: kill {pid}",
 }
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *KEEP_RUNNING)
-TIME_IS_UP = 124
+TIME_LIMIT_EXIT_CODE = 124
 """Exit status of a run ended by ``max_train_seconds``, the same as that of ``timeout`` (1)."""
 
 
@@ -78,7 +78,7 @@ class InterruptCallback(TrainerCallback):
         if not self._has_stopped:
             return None
         if self._is_time_up and self.received is None:
-            return TIME_IS_UP
+            return TIME_LIMIT_EXIT_CODE
         return 128 + (self.received or signal.SIGTERM)  # only another process may have received the signal
 
     # --- the signals --------------------------------------------------------------------------------------------------
@@ -111,13 +111,13 @@ class InterruptCallback(TrainerCallback):
         if is_ctrl_c and not (is_first and self._is_training):
             raise KeyboardInterrupt
         if not self._is_training:
-            _say(f"{signal.Signals(number).name}: stopped.")
+            _write_to_stderr(f"{signal.Signals(number).name}: stopped.")
             raise SystemExit(128 + number)
         if not is_first:
             return  # schedulers repeat the signal
         self.received = signal.Signals(number)
         again = " Press Ctrl-C again to stop immediately, without a checkpoint." if is_ctrl_c else ""
-        _say(f"{self.received.name}: stopping after this step, with a checkpoint.{again}")
+        _write_to_stderr(f"{self.received.name}: stopping after this step, with a checkpoint.{again}")
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class InterruptCallback(TrainerCallback):
         is_over = self.max_seconds is not None and time.monotonic() - self._began >= self.max_seconds
         if is_over and not self._is_time_up:
             self._is_time_up = True
-            _say(f"max_train_seconds {self.max_seconds:g}: stopping after this step, with a checkpoint.")
+            _write_to_stderr(f"max_train_seconds {self.max_seconds:g}: stopping after this step, with a checkpoint.")
         return self.received is not None or self._is_time_up
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -171,7 +171,7 @@ class InterruptCallback(TrainerCallback):
         control.should_save = control.should_training_stop = True
 
 
-def _say(text: str) -> None:
+def _write_to_stderr(text: str) -> None:
     # The signal may have interrupted print(), which is not reentrant.
     if is_main_process():
         with suppress(OSError):  # the terminal may be gone

@@ -15,18 +15,18 @@ from typing import Any
 
 from burnish.checkpoint.checkpoint import Checkpoints, output_folder, valid_checkpoints_beside
 from burnish.checkpoint.comparison import AFTER_THE_END, compare_fingerprints, compare_with_checkpoint
-from burnish.checkpoint.manifest import faults, read_manifest
+from burnish.checkpoint.manifest import integrity_errors, read_manifest
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import raise_if, specs
 from burnish.loop.schedule import StepPlan
 from burnish.loop.state import STATE_NAME, TrainerState, load_state
 from burnish.report.pace import counted
-from burnish.report.results import write_whole
+from burnish.report.results import write_text_atomically
 from burnish.run.plan.checks import trains
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.output_dir import FINISHED_NAME
 from burnish.run.plan.plan import Plan
-from burnish.run.recovery.fingerprints import may_change, values_of, work_of
+from burnish.run.recovery.fingerprints import may_change, post_training_options, values_of
 from burnish.utils.files import check_folder_below_roots
 from burnish.utils.json_files import read_object
 
@@ -89,7 +89,7 @@ def refuse_changed_options(options: RunOptions) -> None:
     folder = output_folder(options)
     if not is_resuming(options) or isinstance(options.resume_from_checkpoint, str) or options.resume_despite_changes:
         return
-    saved = (path for path in reversed(Checkpoints(folder).all()) if not faults(path, contents=False))
+    saved = (path for path in reversed(Checkpoints(folder).all()) if not integrity_errors(path, contents=False))
     if (newest := next(saved, None)) is None:
         return
     known = specs(RunOptions)
@@ -112,7 +112,7 @@ def check_checkpoint(requested: Path, checkpoints: Checkpoints) -> list[Problem]
         return [
             Problem(f'resume_from_checkpoint "{requested}" {what}.', remedy=remedy, option="resume_from_checkpoint")
         ]
-    wrong = faults(requested)
+    wrong = integrity_errors(requested)
     return (
         [Problem(f"{'; '.join(wrong[:3])}.", where=str(requested), remedy=valid_checkpoints_beside(requested))]
         if wrong
@@ -167,7 +167,7 @@ def refuse_changes_after_the_end(options: RunOptions, done: Mapping[str, Any], n
     """Raise UserError if the command of a finished run was changed so that the result would differ."""
     folder, allows_changes = output_folder(options), options.resume_despite_changes
     compare_fingerprints(done["fingerprints"], now, folder, allows_changes, AFTER_THE_END)
-    before, work = done.get("work", {}), work_of(options)
+    before, work = done.get("work", {}), post_training_options(options)
     changed = [name for name in work if name in before and before[name] != work[name]]
     if changed and not allows_changes:
         what = "; ".join(
@@ -210,7 +210,7 @@ def finished_before(options: RunOptions, fingerprints: Callable[[], Mapping[str,
         done["fingerprints"], fingerprints(), folder, options.resume_despite_changes, may_change(options)
     )
     if lost := lost_files(folder, done):
-        raise UserError(_lost(folder, lost))
+        raise UserError(_missing_files_problem(folder, lost))
     if done["max_steps"] < steps.max_steps:
         raise UserError(
             f"this run ended after {counted(done['global_step'], 'step')} and kept no checkpoint, so it cannot "
@@ -222,7 +222,7 @@ def finished_before(options: RunOptions, fingerprints: Callable[[], Mapping[str,
     return finished_message(folder, done)
 
 
-def _lost(folder: Path, lost: Sequence[str]) -> Problem:
+def _missing_files_problem(folder: Path, lost: Sequence[str]) -> Problem:
     return Problem(
         f"this run is finished, but {'; '.join(lost[:3])}.",
         where=str(folder),
@@ -265,7 +265,7 @@ def write_finished(folder: Path, state: TrainerState, fingerprints: Mapping[str,
         "global_step": state.global_step, "max_steps": state.max_steps, "files": _sizes(folder),
         "fingerprints": dict(fingerprints), "work": dict(work),
     }  # fmt: skip
-    write_whole(folder / FINISHED_NAME, json.dumps(done, indent=2) + "\n")
+    write_text_atomically(folder / FINISHED_NAME, json.dumps(done, indent=2) + "\n")
 
 
 def _sizes(folder: Path) -> dict[str, int]:

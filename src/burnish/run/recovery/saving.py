@@ -18,7 +18,7 @@ from burnish.checkpoint.parts import Part
 from burnish.report.console import note, warn
 from burnish.utils.files import error_number, remove
 
-NOT_ALL_SAVED = 3
+CHECKPOINT_FAILED_EXIT_CODE = 3
 """Exit status of a run that finished, but could not save an intermediate checkpoint."""
 
 
@@ -41,7 +41,7 @@ class RetryingCheckpoints(Checkpoints):
             if self._writer is None:
                 self._report_recovery()
         except Exception as error:
-            self._take(error, target)
+            self._record_failure(error, target)
         return target
 
     def wait(self) -> None:
@@ -51,7 +51,7 @@ class RetryingCheckpoints(Checkpoints):
         try:
             super().wait()
         except Exception as error:
-            self._take(error, self.path(self.last_step or 0))
+            self._record_failure(error, self.path(self.last_step or 0))
         else:
             if saved:
                 self._report_recovery()
@@ -68,7 +68,7 @@ class RetryingCheckpoints(Checkpoints):
         if self.folder.is_dir() and shutil.disk_usage(self.folder).free < needed:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    def _take(self, error: Exception, target: Path) -> None:
+    def _record_failure(self, error: Exception, target: Path) -> None:
         """Report a failure of the machine; raise any other error."""
         if error_number(error) is None:
             raise error
@@ -89,4 +89,4 @@ class RetryingCheckpoints(Checkpoints):
 
 def status_of(checkpoints: Checkpoints) -> int | None:
     """Return the exit status of a finished run; None if every checkpoint was saved."""
-    return NOT_ALL_SAVED if getattr(checkpoints, "failed", ()) else None
+    return CHECKPOINT_FAILED_EXIT_CODE if getattr(checkpoints, "failed", ()) else None

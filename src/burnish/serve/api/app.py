@@ -33,11 +33,11 @@ from burnish.serve.api.requests import (
     ScoreRequest,
     TokenizeRequest,
     read_request,
-    unknown_model,
+    unknown_model_error,
 )
 from burnish.serve.http.bodies import json_object
 from burnish.serve.http.errors import APIError, openai_error
-from burnish.serve.http.guards import Guard, Rules, bearer, under
+from burnish.serve.http.guards import Guard, Rules, bearer, with_and_without_prefix
 from burnish.serve.http.hosts import LOOPBACK_NAMES, is_loopback
 from burnish.serve.http.json_response import Json
 
@@ -50,12 +50,12 @@ log = logging.getLogger("burnish.api")
 refused = logging.getLogger("burnish.refused")  # clients without a key can cause these: one line a minute (http/server)
 _REFUSED = frozenset({401, 403, 421, 431})
 OPEN_PATHS = ("/healthz", "/readyz", "/health")
-ABSENT = tuple(f"/v1/{name}" for name in (
+UNSUPPORTED_PATHS = tuple(f"/v1/{name}" for name in (
     "assistants", "audio", "batches", "embeddings", "files", "fine_tuning", "images", "moderations", "realtime",
     "responses", "threads", "uploads", "vector_stores",
 ))  # fmt: skip
 """OpenAI endpoints that do not exist here. Other unknown paths are not echoed, because they may contain a key."""
-THERE_IS = (
+AVAILABLE_PATHS = (
     "Available: POST /v1/chat/completions, /v1/completions, /v1/score/evaluation, /tokenize, /detokenize, and GET "
     "/v1/models, /version, /readyz, /metrics."
 )
@@ -113,7 +113,7 @@ def application(options: ApiOptions, state: ServerState, key: str | None) -> ASG
     )
     headers = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
     guard = Guard(routes.router, rules, bearer(key, OPEN_PATHS), openai_error, headers, routes.seen)
-    return under(options.api_root_path, guard)
+    return with_and_without_prefix(options.api_root_path, guard)
 
 
 class Routes:
@@ -148,7 +148,7 @@ class Routes:
                 *(Route(path, route, methods=["GET"]) for path, route in gets.items()),
             ],
             redirect_slashes=False,  # redirecting would use request.url, and with it the Host header
-            default=_nothing_there,
+            default=_unknown_url,
         )
         self.paths = {*posts, *gets}
 
@@ -242,7 +242,7 @@ class Routes:
         for entry in self.state.models:
             if entry["id"] == name:
                 return Json(entry)
-        raise unknown_model(name, [entry["id"] for entry in self.state.models])
+        raise unknown_model_error(name, [entry["id"] for entry in self.state.models])
 
     async def healthz(self, request: Request) -> Any:
         return Json({"status": "alive"})
@@ -282,7 +282,7 @@ class Routes:
         if body_fields.messages is None:
             ids = await self._in_order(service.text_prompt, body_fields.prompt)
         else:
-            continues = not body_fields.add_generation_prompt and _ends(body_fields.messages)
+            continues = not body_fields.add_generation_prompt and _ends_with_assistant(body_fields.messages)
             chat: dict[str, Any] = {
                 key: body[key] for key in ("messages", "tools", "chat_template_kwargs") if key in body
             }
@@ -322,12 +322,12 @@ class Routes:
             if not 0 < len(ids[-1]) <= most:
                 message = f'"{param}" has {len(ids[-1]):,} tokens. Expected: 1 to {most:,}.'
                 raise APIError(400, "context_length_exceeded", message, param=param)
-        from burnish.inference.scoring import AT_ONCE
+        from burnish.inference.scoring import BATCH_SIZE
 
         order = sorted(range(len(ids)), key=lambda place: len(ids[place]))
         scores = [0.0] * len(ids)
-        for start in range(0, len(order), AT_ONCE):  # other requests are served in between
-            some = order[start : start + AT_ONCE]
+        for start in range(0, len(order), BATCH_SIZE):  # other requests are served in between
+            some = order[start : start + BATCH_SIZE]
             found_scores = await self._in_order(scorer.scores, [ids[place] for place in some])
             for place, score in zip(some, found_scores, strict=True):
                 scores[place] = score
@@ -341,7 +341,9 @@ class Routes:
         if not isinstance(text, list):
             message = f'"messages[{place}]" must be a string or a list of messages.'
             raise APIError(400, "invalid_type", message, param=f"messages[{place}]")
-        return self._read(ChatRequest, {"model": model, "messages": text, "continue_final_message": _ends(text)})
+        return self._read(
+            ChatRequest, {"model": model, "messages": text, "continue_final_message": _ends_with_assistant(text)}
+        )
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -374,12 +376,12 @@ class Routes:
         )  # fmt: skip
 
 
-def _ends(messages: Any) -> bool:
+def _ends_with_assistant(messages: Any) -> bool:
     """Return whether a conversation ends with an assistant message."""
     last = messages[-1] if isinstance(messages, list) and messages else None
     return isinstance(last, dict) and last.get("role") == "assistant"
 
 
-async def _nothing_there(scope: Any, receive: Any, send: Any) -> None:
-    named = next((known for known in ABSENT if str(scope["path"]).startswith(known)), "This URL")
-    raise APIError(404, "unknown_url", f"{named} does not exist. {THERE_IS}")
+async def _unknown_url(scope: Any, receive: Any, send: Any) -> None:
+    named = next((known for known in UNSUPPORTED_PATHS if str(scope["path"]).startswith(known)), "This URL")
+    raise APIError(404, "unknown_url", f"{named} does not exist. {AVAILABLE_PATHS}")

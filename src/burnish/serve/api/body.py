@@ -23,12 +23,12 @@ def problem(code: str, message: str, at: str = "") -> PydanticCustomError:
     return PydanticCustomError("problem", "{message}", {"code": code, "message": message, "at": at})
 
 
-def _whole(value: Any) -> Any:
+def _whole_float_to_int(value: Any) -> Any:
     """Convert whole floats: JSON has a single number type, so 1.0 is 1."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Integer = Annotated[int, BeforeValidator(_whole)]
+Integer = Annotated[int, BeforeValidator(_whole_float_to_int)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Stop = Annotated[str, Field(min_length=1)]
 TEXT_OR_OTHER = Discriminator(lambda value: "·text" if isinstance(value, str) else "·other")
@@ -58,10 +58,10 @@ def read(kind: type[AnyBody], body: Mapping[str, Any]) -> AnyBody:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        raise together([_api_error_of(found) for found in error.errors(include_url=False)]) from error
+        raise combine_errors([_api_error_of(found) for found in error.errors(include_url=False)]) from error
 
 
-def together(problems: Sequence[APIError]) -> APIError:
+def combine_errors(problems: Sequence[APIError]) -> APIError:
     """Combine problems into one error."""
     first, sentences = problems[0], [problem.message for problem in problems[:_MOST_SHOWN]]
     if len(problems) > _MOST_SHOWN:

@@ -14,12 +14,12 @@ from typing import Any
 from burnish.inference.types import Logprob
 from burnish.serve.api.responses import AnswerCall, Choice, Delta
 
-Shown = Callable[[int], tuple[str, bytes]]
+TokenText = Callable[[int], tuple[str, bytes]]
 """Token id -> its text and bytes."""
 
 
 @dataclass(frozen=True)
-class Shared:
+class ResponseFields:
     """Values that all chunks of a completion share.
 
     Args:
@@ -37,14 +37,14 @@ class Shared:
     created: int
     name: str
     fingerprint: str
-    shown: Shown
+    shown: TokenText
     has_logprobs: bool = False
     has_ids: bool = False
     has_usage: bool = False
 
 
 @dataclass(frozen=True)
-class Wire(Shared):
+class ChatResponseWriter(ResponseFields):
     """Writes one chat completion. ``prompt_ids`` are included if token ids are requested."""
 
     prompt_ids: Sequence[int] = ()

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from burnish.serve.api.responses import OutputQueue
 
 log = logging.getLogger("burnish.api")
-OWN = frozenset(field.name for field in fields(ApiOptions))
-_LAST_WORDS_S = 2.0
+API_OPTIONS = frozenset(field.name for field in fields(ApiOptions))
+_FINAL_EVENTS_S = 2.0
 """Time in seconds for the last events of streams after their requests were cancelled."""
 _SWITCH_S = 0.001
 """Thread switch interval in seconds, instead of Python's 5 ms. Each event is a system call, after which the sending
@@ -89,7 +89,7 @@ def read_options(argv: Sequence[str]) -> ApiOptions:
     path, others = path_of(argv)
     file, flags = read_arguments(argv if path.endswith(CONFIG_SUFFIXES) else others)
     merged = merge(file, flags, {})
-    own_values: Mapping[str, RawValue] = {name: item for name, item in merged.items() if name in OWN}
+    own_values: Mapping[str, RawValue] = {name: item for name, item in merged.items() if name in API_OPTIONS}
     problems = [*problems_of_key(own_values, COMMAND_LINE), *_without_prefix(merged)]
     options, wrong = build(ApiOptions, {**own_values, **from_environment(own_values)})
     raise_if([*problems, *wrong, *check_api(options)])
@@ -100,7 +100,7 @@ def read_options(argv: Sequence[str]) -> ApiOptions:
 def _without_prefix(merged: Mapping[str, RawValue]) -> Iterator[Problem]:
     """Yield a problem for each option of the server that is written without its prefix, such as ``port``."""
     for name, item in merged.items():
-        if name not in OWN and f"api_{name}" in OWN:
+        if name not in API_OPTIONS and f"api_{name}" in API_OPTIONS:
             yield Problem(f'Unknown option "{name}". Did you mean "api_{name}"?', where=item.where)
 
 
@@ -115,7 +115,7 @@ async def _serve(
         loop = asyncio.get_running_loop()
         say(f"Loading {path_of(argv)[0] or 'the model'} ...", sys.stdout)
         loaded, engine, outputs = await in_thread(lambda: load_served(argv, options, state, loop))
-        _open(loaded, engine, outputs, options, state)
+        _create_service(loaded, engine, outputs, options, state)
         for line in opening_lines(loaded, engine, options, key, found):
             say(line, sys.stdout, blots=False)
         while engine.facts().is_alive or state.phase == "draining":
@@ -161,7 +161,7 @@ def load_served(
     from burnish.serve.command_line import notes_of_chat, serving_of
 
     state.share = 0.1
-    serving = serving_of(argv, own=tuple(OWN))
+    serving = serving_of(argv, own=tuple(API_OPTIONS))
     state.share = 0.3
     loaded = load_for_inference(serving.options, serving.name, may_score=True, explicit=serving.provenance)
     for sentence in (*notes_of_chat(serving), *loaded.notes):
@@ -171,7 +171,7 @@ def load_served(
     return loaded, engine_of(loaded, options.api_max_waiting, outputs.deliver), outputs
 
 
-def _open(
+def _create_service(
     loaded: LoadedModel, engine: InferenceEngine, outputs: OutputQueue, options: ApiOptions, state: ServerState
 ) -> None:
     """Create the service. From now on requests are processed."""
@@ -238,27 +238,27 @@ def opening_lines(
 async def drain(options: ApiOptions, state: ServerState) -> None:
     """Graceful shutdown: stop accepting requests, wait up to ``api_drain`` seconds, then cancel the running ones."""
     from burnish.data.chat.rendering import stop_rendering
-    from burnish.serve.api.responses import DRAINING
+    from burnish.serve.api.responses import SHUTDOWN_ERROR
 
     service, phase = state.service, state.phase
     if service is None:
         return
     state.phase = "draining" if phase != "failed" else phase
-    await _until(lambda: not service.in_progress, options.api_drain)
+    await _wait_until(lambda: not service.in_progress, options.api_drain)
     for answer in list(service.in_progress):
-        answer.fail(DRAINING)
-    await _until(lambda: not service.in_progress, _LAST_WORDS_S / 2)
+        answer.fail(SHUTDOWN_ERROR)
+    await _wait_until(lambda: not service.in_progress, _FINAL_EVENTS_S / 2)
     for pool in (state.prompts, state.opening):
         pool.shutdown(wait=False, cancel_futures=True)
     stop_rendering()
     closing: Awaitable[Any] = in_thread(service.served.engine.close)
     try:
-        await asyncio.wait_for(closing, _LAST_WORDS_S / 2)
+        await asyncio.wait_for(closing, _FINAL_EVENTS_S / 2)
     except TimeoutError:
         log.warning("The engine did not stop in time; exiting without waiting for its current step.")
 
 
-async def _until(is_true: Callable[[], bool], seconds: float) -> None:
+async def _wait_until(is_true: Callable[[], bool], seconds: float) -> None:
     loop = asyncio.get_running_loop()
     until = loop.time() + seconds
     while not is_true() and loop.time() < until:

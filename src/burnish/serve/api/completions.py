@@ -17,13 +17,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from burnish.inference.types import GenerationRequest, Logprob
-from burnish.serve.api.chat_responses import Wire, usage_of
+from burnish.serve.api.chat_responses import ChatResponseWriter, usage_of
 from burnish.serve.api.requests import ChatRequest, CompletionRequest
 from burnish.serve.api.responses import Choice, Delta, OutputQueue, RequestAnswer, queue_full
-from burnish.serve.api.text_responses import Echo, TextLog, TextWire
+from burnish.serve.api.text_responses import EchoedPrompt, TextLogprobs, TextResponseWriter
 from burnish.serve.http.errors import APIError, openai_error, to_json
 from burnish.serve.http.json_response import Json
-from burnish.serve.http.stream import EventStream, event_text, until_gone
+from burnish.serve.http.stream import EventStream, event_text, wait_for_disconnect
 
 if TYPE_CHECKING:
     from burnish.serve.api.served import ServedModel
@@ -33,7 +33,7 @@ CHARACTERS_PER_TOKEN = 16
 """Prompts with more characters than this per token of context are rejected before tokenization."""
 MOST_LOGPROBS = 2**18
 """Maximum number of prompt log-probabilities in one response."""
-_WRITTEN_IN_PLACE = 1000
+_MAX_LOGPROBS_IN_EVENT_LOOP = 1000
 """Responses with more log-probabilities are serialized in a thread, so that the event loop is not blocked."""
 
 
@@ -182,7 +182,7 @@ def respond(
 
     def end() -> None:
         service.end(answer)
-        _note(stats, answer, prepared.num_prompt_tokens)
+        _update_stats(stats, answer, prepared.num_prompt_tokens)
         over()
 
     if is_stream:
@@ -194,9 +194,9 @@ def respond(
             folded[index].add(delta)
         usage = usage_of(prepared.num_prompt_tokens, answer.choices)
         size = sum(len(each.logprobs) for each in folded) + sum(len(each.prompt_logprobs) for each in answer.choices)
-        return await _written(lambda: to_json(prepared.whole(folded, usage)), size)
+        return await _write_response(lambda: to_json(prepared.whole(folded, usage)), size)
 
-    return Watched(whole, end, headers)
+    return CancelOnDisconnect(whole, end, headers)
 
 
 async def _events(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
@@ -209,18 +209,18 @@ async def _events(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, 
         yield event_text(to_json(openai_error(refusal)))
 
 
-async def _written(write: Callable[[], bytes], num_logprobs: int) -> bytes:
-    return await asyncio.to_thread(write) if num_logprobs > _WRITTEN_IN_PLACE else write()
+async def _write_response(write: Callable[[], bytes], num_logprobs: int) -> bytes:
+    return await asyncio.to_thread(write) if num_logprobs > _MAX_LOGPROBS_IN_EVENT_LOOP else write()
 
 
-class Watched:
+class CancelOnDisconnect:
     """A complete response that watches the connection: if the client disconnects, generation is cancelled at once."""
 
     def __init__(self, made: Callable[[], Any], over: Callable[[], None], headers: dict[str, str]) -> None:
         self.made, self.over, self.headers = made, over, headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        making, gone = asyncio.ensure_future(self.made()), asyncio.ensure_future(until_gone(receive))
+        making, gone = asyncio.ensure_future(self.made()), asyncio.ensure_future(wait_for_disconnect(receive))
         try:
             both: set[asyncio.Future[Any]] = {making, gone}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -232,7 +232,7 @@ class Watched:
             self.over()
 
 
-def _note(stats: RequestStats, answer: RequestAnswer, num_prompt_tokens: int) -> None:
+def _update_stats(stats: RequestStats, answer: RequestAnswer, num_prompt_tokens: int) -> None:
     stats.prompt_tokens, stats.new_tokens, stats.first_token_s = (
         num_prompt_tokens,
         answer.num_tokens,
@@ -265,7 +265,7 @@ def prepared_chat(service: CompletionService, request: ChatRequest) -> PreparedR
         )
         for index in range(request.n)
     ]
-    wire = Wire(
+    wire = ChatResponseWriter(
         id=f"chatcmpl-{secrets.token_hex(16)}", created=int(time.time()), name=request.model,
         fingerprint=served.fingerprint, shown=served.shown, has_logprobs=request.num_logprobs is not None,
         has_ids=request.return_token_ids, has_usage=request.include_usage, prompt_ids=prompt,
@@ -306,11 +306,11 @@ def prepared_completion(
             )
             raise APIError(400, "invalid_value", message, param="logprobs")
     choices = [
-        Choice(_text_ask(service, request, prompt, index), served.text_reader(request))
+        Choice(_text_generation_request(service, request, prompt, index), served.text_reader(request))
         for prompt in prompts
         for index in range(request.num_made)
     ]
-    wire = TextWire(
+    wire = TextResponseWriter(
         id=f"cmpl-{secrets.token_hex(16)}", created=int(time.time()), name=request.model,
         fingerprint=served.fingerprint, shown=served.shown, has_logprobs=request.num_logprobs is not None,
         has_ids=request.return_token_ids, has_usage=request.include_usage,
@@ -320,18 +320,18 @@ def prepared_completion(
 
     def whole(folded: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
         written = []
-        for place, index in enumerate(_best(folded, request.num_made, request.n)):
-            log = TextLog(wire.shown)
+        for place, index in enumerate(_best_responses(folded, request.num_made, request.n)):
+            log = TextLogprobs(wire.shown)
             written.append(wire.choice(place, folded[index], log, echoes[index], choices[index].prompt_logprobs))
         return wire.body(written, usage)
 
     async def events(answer: RequestAnswer) -> AsyncGenerator[bytes, None]:
-        logs, to_echo = [TextLog(wire.shown) for _ in choices], list(echoes)
+        logs, to_echo = [TextLogprobs(wire.shown) for _ in choices], list(echoes)
         async for index, delta in answer.deltas():
             echo, to_echo[index] = to_echo[index], None
             measured = choices[index].prompt_logprobs if echo is not None else ()
             event = partial(_text_event, wire, index, delta, logs[index], echo, measured)
-            yield await _written(event, len(measured))
+            yield await _write_response(event, len(measured))
         if wire.has_usage:
             yield event_text(to_json(wire.chunk([], usage_of(num_prompt_tokens, choices))))
 
@@ -339,7 +339,12 @@ def prepared_completion(
 
 
 def _text_event(
-    wire: TextWire, index: int, delta: Delta, log: TextLog, echo: Echo | None, measured: Sequence[Logprob]
+    wire: TextResponseWriter,
+    index: int,
+    delta: Delta,
+    log: TextLogprobs,
+    echo: EchoedPrompt | None,
+    measured: Sequence[Logprob],
 ) -> bytes:
     """Return one delta as an event of a stream, or b"" if it is empty. ``measured`` are the prompt's tokens."""
     choice = wire.choice(index, delta, log, echo, measured)
@@ -347,7 +352,7 @@ def _text_event(
     return event_text(to_json(wire.chunk([choice]))) if has_content else b""
 
 
-def _text_ask(
+def _text_generation_request(
     service: CompletionService, request: CompletionRequest, prompt: list[int], index: int
 ) -> GenerationRequest:
     ask = service.ask(request, prompt, index)
@@ -358,11 +363,11 @@ def _text_ask(
     return replace(ask, prompt_logprobs_from=1 if request.logprobs is not None else max(1, len(prompt) - 1))
 
 
-def _echo(served: ServedModel, request: CompletionRequest, prompt: list[int]) -> Echo | None:
-    return Echo(served.text_of(prompt), prompt) if request.echo else None
+def _echo(served: ServedModel, request: CompletionRequest, prompt: list[int]) -> EchoedPrompt | None:
+    return EchoedPrompt(served.text_of(prompt), prompt) if request.echo else None
 
 
-def _best(folded: Sequence[Delta], best_of: int, n: int) -> list[int]:
+def _best_responses(folded: Sequence[Delta], best_of: int, n: int) -> list[int]:
     """Return the indices of the n responses to each prompt with the highest mean token log-probability, best first.
 
     If no more than n were generated, all are returned in order.

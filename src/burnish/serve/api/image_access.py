@@ -23,8 +23,8 @@ from burnish.serve.http.errors import APIError
 from burnish.serve.http.fetching import NotFetchedError, fetched
 
 FETCH_TIMEOUT_S = 10.0
-CLOSED_ADDRESS = "is a URL, and this server does not fetch URLs. Send a data URI. (See the option allow_image_urls.)"
-CLOSED_FILE = "must be a data URI (data:image/png;base64,...); files are not opened. (See the option media_root.)"
+URLS_DISABLED = "is a URL, and this server does not fetch URLs. Send a data URI. (See the option allow_image_urls.)"
+FILES_DISABLED = "must be a data URI (data:image/png;base64,...); files are not opened. (See the option media_root.)"
 
 
 class ImageAccess:
@@ -67,7 +67,7 @@ class ImageAccess:
         if part.image_url is None:
             return False
         url = part.image_url.url
-        return not url.startswith("data:") or len(url) > characters_of(self.most_bytes)
+        return not url.startswith("data:") or len(url) > max_data_uri_length(self.most_bytes)
 
     def _part(self, part: TextPart, param: str) -> TextPart:
         assert part.image_url is not None
@@ -83,26 +83,26 @@ class ImageAccess:
             )
         if _is_address(url):
             if not self.hosts:
-                raise closed(url, param)
+                raise access_disabled_error(url, param)
             try:
                 return fetched(url, self.hosts, self.most_bytes, FETCH_TIMEOUT_S)
             except NotFetchedError as error:
                 raise _refusal(str(error), param) from None
         if self.root is None:
-            raise closed(url, param)
+            raise access_disabled_error(url, param)
         return read_below(self.root, _path_of(url, param), self.most_bytes, param)
 
 
-def closed(url: str, param: str) -> APIError:
+def access_disabled_error(url: str, param: str) -> APIError:
     """Return the error for an image URL or path if fetching or file access is disabled."""
-    return _refusal(CLOSED_ADDRESS if _is_address(url) else CLOSED_FILE, param)
+    return _refusal(URLS_DISABLED if _is_address(url) else FILES_DISABLED, param)
 
 
 def _is_address(url: str) -> bool:
     return url.lower().startswith(("http://", "https://"))
 
 
-def characters_of(num_bytes: int) -> int:
+def max_data_uri_length(num_bytes: int) -> int:
     """Return the maximum length of a data URI for an image of this size. Base64 encodes three bytes as four letters."""
     return num_bytes * 4 // 3 + 100
 
@@ -133,7 +133,7 @@ def read_below(root: Path, path: str, most_bytes: int, param: str) -> bytes:
     try:
         real = Path(os.path.realpath(root / path, strict=True))
         inner = real.relative_to(root)
-        handle = _opened_below(root, inner.parts)
+        handle = _open_below(root, inner.parts)
     except (OSError, ValueError):
         raise refusal from None
     status = os.fstat(handle)
@@ -147,7 +147,7 @@ def read_below(root: Path, path: str, most_bytes: int, param: str) -> bytes:
     return content
 
 
-def _opened_below(root: Path, parts: Sequence[str]) -> int:
+def _open_below(root: Path, parts: Sequence[str]) -> int:
     """Return a file descriptor for the file at ``parts`` below ``root``. Raises OSError, also for links."""
     if not parts:
         raise OSError(errno.EISDIR, "a folder")

@@ -54,7 +54,7 @@ def _joined(content: str | list[TextPart]) -> str | list[TextPart]:
     return "".join(getattr(part, part.type) for part in content)
 
 
-def _object_text(value: Any) -> Any:
+def _arguments_as_json(value: Any) -> Any:
     """Return an object as JSON text. Some clients send the object itself."""
     if isinstance(value, dict):
         return json.dumps(value, ensure_ascii=False)
@@ -69,7 +69,7 @@ def _object_text(value: Any) -> Any:
 
 class CalledFunction(Body):
     name: str
-    arguments: Annotated[str, BeforeValidator(_object_text)]
+    arguments: Annotated[str, BeforeValidator(_arguments_as_json)]
 
 
 class ToolCall(Body):

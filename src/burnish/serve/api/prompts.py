@@ -24,14 +24,22 @@ from burnish.data.images.image_file import MAX_PIXELS, BadImage, ImageFile
 from burnish.data.stats import DataStats
 from burnish.inference.images.reading import ImageReader
 from burnish.loop.types import ContentPart, Example, Message, Row
-from burnish.serve.api.image_access import closed
+from burnish.serve.api.image_access import access_disabled_error
 from burnish.serve.api.messages import MOST_IMAGES, ChatMessage, ImageUrl, TextPart
 from burnish.serve.api.requests import ChatRequest
 from burnish.serve.http.errors import APIError
 
-_UNWRITABLE = (ValueError, KeyError, TypeError, AttributeError)
-THOUGHTLESS = ("none", "minimal")
-_SETTLED = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now"}
+_RENDERING_ERRORS = (ValueError, KeyError, TypeError, AttributeError)
+NO_REASONING_EFFORTS = ("none", "minimal")
+_RESERVED_VARIABLES = {
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "bos_token",
+    "eos_token",
+    "raise_exception",
+    "strftime_now",
+}
 """Variables of a chat template that requests may not set."""
 
 
@@ -60,7 +68,7 @@ class Prompter:
         template = self._under(json.dumps(self._arguments(request), sort_keys=True))
         try:
             row = dict(template.prompt_row(self.example(request)))
-        except _UNWRITABLE as error:
+        except _RENDERING_ERRORS as error:
             raise self._unwritable(error) from error
         if request.continue_final_message:
             row["input_ids"] = [*row["input_ids"], *self._continuation(template, request.messages[-1].text)]
@@ -79,7 +87,7 @@ class Prompter:
             (row,) = self.template.encode_arrays(
                 [self.example(request.model_copy(update={"continue_final_message": False}))], DataStats()
             )
-        except _UNWRITABLE as error:
+        except _RENDERING_ERRORS as error:
             raise self._unwritable(error) from error
         if row is None:
             raise APIError(400, "invalid_value", "The last assistant message is empty.", param="messages")
@@ -145,7 +153,7 @@ class Prompter:
     def _image(self, image_url: ImageUrl, param: str) -> ImageFile:
         assert self.images is not None
         if not image_url.url.startswith("data:"):
-            raise closed(image_url.url, param)
+            raise access_disabled_error(image_url.url, param)
         try:
             return self.images.image(image_url.url, param, image_url.detail)
         except BadImage as error:
@@ -163,11 +171,13 @@ class Prompter:
         """Return the request's template variables, after checking them."""
         variables = dict(request.chat_template_kwargs)
         effort = request.reasoning_effort
-        if effort is not None and (self.thinks or effort not in THOUGHTLESS):  # "none" is valid for every template
+        if effort is not None and (
+            self.thinks or effort not in NO_REASONING_EFFORTS
+        ):  # "none" is valid for every template
             if not self.thinks:
                 message = "The model's template does not support reasoning: remove reasoning_effort from the request."
                 raise APIError(400, "unsupported_parameter", message, param="reasoning_effort")
-            variables.setdefault("enable_thinking", effort not in THOUGHTLESS)
+            variables.setdefault("enable_thinking", effort not in NO_REASONING_EFFORTS)
             if "reasoning_effort" in self.reads:
                 variables.setdefault("reasoning_effort", effort)
         for name, value in variables.items():
@@ -197,13 +207,13 @@ class Prompter:
         """Names of the variables that the template uses and requests may set."""
         if self.template.spec is not None:
             return frozenset({"enable_thinking", "preserve_thinking"} if self.template.spec.reasoning else ())
-        return self._variables() - _SETTLED
+        return self._variables() - _RESERVED_VARIABLES
 
     def _variables(self) -> frozenset[str]:
         """Names of the variables that the chat template uses."""
         form = self.template.form
         assert isinstance(form, JinjaFormat)
-        return _names_read("\0".join(form.templates.values()))
+        return _template_variables("\0".join(form.templates.values()))
 
     def _with_variables(self, arguments: str) -> Template:
         """Return the template with the given variables (JSON text)."""
@@ -270,7 +280,7 @@ def _message(message: ChatMessage, call_words: tuple[str, str], thought_words: t
 
 
 @lru_cache(maxsize=8)
-def _names_read(text: str) -> frozenset[str]:
+def _template_variables(text: str) -> frozenset[str]:
     """Return the names that a Jinja template reads and does not set."""
     environment = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True)
     return frozenset(meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", text))))

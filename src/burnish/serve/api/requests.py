@@ -21,10 +21,10 @@ from burnish.serve.api.body import (
     Stop,
     TokenId,
     api_error,
+    combine_errors,
     problem,
     read,
     shown,
-    together,
 )
 from burnish.serve.api.messages import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, ChatMessage, NamedTool, Tool
 from burnish.serve.http.errors import APIError
@@ -89,7 +89,7 @@ class StreamingOptions(Body):
     include_usage: bool = False
 
 
-def _bias(values: dict[str, float]) -> dict[str, float]:
+def _checked_logit_bias(values: dict[str, float]) -> dict[str, float]:
     for key in values:
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise problem("invalid_value", f"must be a token id. Received: {shown(key)}.", f".{key[:80]}")
@@ -113,7 +113,9 @@ class BaseRequest(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     logit_bias: Annotated[
-        dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES), AfterValidator(_bias)
+        dict[str, Annotated[float, Field(ge=-100, le=100)]],
+        Field(max_length=MOST_BIASES),
+        AfterValidator(_checked_logit_bias),
     ] = Field(default={})
     seed: Annotated[Integer, Field(ge=-_INT64, lt=_INT64)] | None = None
     stop: Annotated[
@@ -358,10 +360,10 @@ def read_request(kind: type[AnyRequest], body: Mapping[str, Any], most_choices: 
             api_error("unsupported_parameter", name, message) for name in request.ignored if name not in UNSUPPORTED
         ]
     if problems:
-        raise together(problems)
+        raise combine_errors(problems)
     return request
 
 
-def unknown_model(name: str, known: list[str]) -> APIError:
+def unknown_model_error(name: str, known: list[str]) -> APIError:
     message = f'The model "{name[:100]}" does not exist. Available: {", ".join(known)}.'
     return APIError(404, "model_not_found", message, param="model")

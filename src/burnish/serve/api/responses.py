@@ -22,11 +22,11 @@ from typing import Literal, Protocol, TypeAlias
 from burnish.config.errors import UserError
 from burnish.inference.types import (
     Closed,
-    Full,
     GenerationRequest,
     InferenceEngine,
     Logprob,
     OutputCallback,
+    QueueFullError,
     RequestHandle,
     StepOutput,
 )
@@ -249,7 +249,7 @@ class RequestAnswer:
         self._engine, self._at_once = engine, max(1, slots if len(self.choices) < slots else slots - 1)
         try:
             self._submit_more(engine)
-        except Full as error:
+        except QueueFullError as error:
             self.cancel()
             raise queue_full(error.retry_after_s) from error
         except APIError:
@@ -257,14 +257,14 @@ class RequestAnswer:
             raise
 
     def _submit_more(self, engine: InferenceEngine) -> None:
-        """Submit pending choices. Raises Full or APIError."""
+        """Submit pending choices. Raises QueueFullError or APIError."""
         in_progress = sum(choice.handle is not None and not choice.is_over for choice in self.choices)
         while self._pending and in_progress < self._at_once:
             choice = self._pending[0]
             try:
                 choice.handle = engine.submit(choice.ask, self.outputs.to(self._taker(choice)))
             except Closed as error:
-                raise DRAINING from error
+                raise SHUTDOWN_ERROR from error
             except UserError as error:
                 raise APIError(400, "invalid_value", str(error)) from error
             self._pending.popleft()
@@ -275,7 +275,7 @@ class RequestAnswer:
         assert self._engine is not None
         try:
             self._submit_more(self._engine)
-        except Full:
+        except QueueFullError:
             asyncio.get_running_loop().call_later(_RETRY_S, self._go_on)
         except APIError as refusal:
             self.fail(refusal)
@@ -343,14 +343,14 @@ _STATUS = {"grammar_failed": 400, "non_finite_logits": 503, "out_of_memory": 503
 def api_error_of(made: StepOutput) -> APIError:
     """Return the error for a request that the engine ended prematurely."""
     if made.error is None:
-        return DRAINING
+        return SHUTDOWN_ERROR
     if made.reason == "cancelled":
         return APIError(504, "timeout", "The request timed out (api_timeout).")
     code = made.error.code if made.error.code in _STATUS else "internal_error"
     return APIError(_STATUS[code], code, made.error.what)
 
 
-DRAINING = APIError(503, "draining", "The server is shutting down; the response is incomplete.")
+SHUTDOWN_ERROR = APIError(503, "draining", "The server is shutting down; the response is incomplete.")
 
 
 def queue_full(retry_after_s: float) -> APIError:

@@ -23,7 +23,7 @@ from burnish.inference.replies.reply_forms import ReplyForm, opens_thought, sche
 from burnish.inference.scoring import ScoreEngine
 from burnish.inference.types import BASE, Grammar, InferenceEngine
 from burnish.serve.api.prompts import Prompter
-from burnish.serve.api.requests import BaseRequest, ChatRequest, CompletionRequest, unknown_model
+from burnish.serve.api.requests import BaseRequest, ChatRequest, CompletionRequest, unknown_model_error
 from burnish.serve.api.responses import AnswerCall, Delta
 from burnish.serve.http.errors import APIError
 
@@ -60,7 +60,7 @@ class ServedModel:
     def adapter_of(self, model: str) -> str:
         """Return the adapter (or BASE) for a request's ``model``. Raises APIError 404."""
         if model not in self._names:
-            raise unknown_model(model, list(self._names))
+            raise unknown_model_error(model, list(self._names))
         return self._names[model]
 
     def models(self) -> list[dict[str, Any]]:

@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from burnish.inference.types import Logprob
-from burnish.serve.api.chat_responses import Shared, Shown, finite
+from burnish.serve.api.chat_responses import ResponseFields, TokenText, finite
 from burnish.serve.api.responses import Delta
 
 
 @dataclass
-class Echo:
+class EchoedPrompt:
     """The prompt at the beginning of a choice (``echo``): its text and tokens."""
 
     text: str
     ids: Sequence[int]
 
 
-class TextLog:
+class TextLogprobs:
     """The legacy ``logprobs`` object of one choice, built token by token."""
 
-    def __init__(self, shown: Shown) -> None:
+    def __init__(self, shown: TokenText) -> None:
         self.shown, self.offset = shown, 0
         self.start()
 
@@ -61,11 +61,16 @@ class TextLog:
 
 
 @dataclass(frozen=True)
-class TextWire(Shared):
+class TextResponseWriter(ResponseFields):
     """Writes one text completion."""
 
     def choice(
-        self, index: int, delta: Delta, log: TextLog, echo: Echo | None = None, measured: Sequence[Logprob] = ()
+        self,
+        index: int,
+        delta: Delta,
+        log: TextLogprobs,
+        echo: EchoedPrompt | None = None,
+        measured: Sequence[Logprob] = (),
     ) -> dict[str, Any]:
         """Convert one delta to a choice, preceded by the prompt if ``echo`` is given.
 

@@ -38,7 +38,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 _POSITIVE = ("top_p", "repetition_penalty")
 
 
-def within_range(name: str, value: Any) -> Any:
+def checked_setting(name: str, value: Any) -> Any:
     """Return the value of a setting. Raises ValueError if it is out of range."""
     least, most = _RANGES.get(name, (-math.inf, math.inf))
     if least <= value <= most and not (name in _POSITIVE and value == 0):

@@ -22,7 +22,7 @@ _FENCE = "```"
 _QUOTES = '"""'
 
 
-def _folded(line: str) -> str:
+def _wrapped_line(line: str) -> str:
     width = get_terminal_size().columns - 1
     column = len(line) - len(line.split("  ", 1)[-1].lstrip()) if "  " in line else 0
     indent = " " * (column if column < width // 2 else 4 if column else 0)
@@ -59,7 +59,7 @@ class Console:
 
     def tell(self, text: str, color: str = "") -> None:
         """Print text wrapped to the width of the terminal. Columns of tables are preserved."""
-        self.say("\n".join(_folded(line) for line in text.splitlines()), color)
+        self.say("\n".join(_wrapped_line(line) for line in text.splitlines()), color)
 
     def colored(self, text: str, color: str) -> str:
         if not (color and text and self.has_colors):

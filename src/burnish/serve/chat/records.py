@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.utils.files import regular
+from burnish.utils.files import open_regular_file
 from burnish.utils.json_files import shortened
 
 
 def read_record(path: Path) -> Any:
     """Return the JSON value in a file, or in its first line."""
     try:
-        with regular(path) as file:
+        with open_regular_file(path) as file:
             text = file.read().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}.") from error

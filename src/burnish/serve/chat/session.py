@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from burnish.config.conversion import as_type
 from burnish.config.errors import UserError, did_you_mean
-from burnish.serve.chat.backends import SETTINGS, AnswerEnded, Backend, Request, WireMessage, within_range
+from burnish.serve.chat.backends import SETTINGS, AnswerEnded, Backend, Request, WireMessage, checked_setting
 from burnish.serve.chat.console import Console
 from burnish.serve.chat.help import HELP
 from burnish.serve.chat.records import (
@@ -88,7 +88,7 @@ class ChatSession:
             return 0
         try:
             if word in ("clear", "/new"):
-                self.begin_anew()
+                self.start_conversation()
             elif word.startswith("/"):
                 return self._command(word[1:], rest.strip())
             else:
@@ -105,14 +105,14 @@ class ChatSession:
             "help": lambda _: self.console.tell(HELP), "system": self._system, "set": self._set,
             "think": self._think, "tools": self._tools, "answer": self._answer, "retry": lambda _: self._retry(),
             "undo": lambda _: self._undo(), "edit": lambda _: self._edit(), "adapter": self._adapter,
-            "both": self._both, "tokens": self._tokens, "prompt": lambda _: self._prompt(), "save": self._save,
-            "load": self._load, "image": self._image,
+            "both": self._compare_adapters, "tokens": self._tokens, "prompt": lambda _: self._prompt(),
+            "save": self._save, "load": self._load, "image": self._image,
         }  # fmt: skip
         if name not in commands:
             raise UserError(f"Unknown command: /{name}.{did_you_mean(name, commands)} /help lists the commands.")
         return commands[name](rest) or 0
 
-    def begin_anew(self) -> None:
+    def start_conversation(self) -> None:
         self.messages, self._images = [], []
         self.last, self._retries = None, 0
         self.console.say("New conversation.", "dim")
@@ -143,7 +143,7 @@ class ChatSession:
         before, self.messages = self.messages, messages
         found = None
         try:
-            found = self._listen(self._request())
+            found = self._print_response(self._request())
         finally:
             self.messages = before if found is None else [*messages, found]
         return int(found is None)
@@ -156,7 +156,7 @@ class ChatSession:
         request = Request([*first, *self.messages], settings, tuple(self.tools), self.thinks, self.adapter)
         return replace(request, **changes)
 
-    def _listen(self, request: Request) -> WireMessage | None:
+    def _print_response(self, request: Request) -> WireMessage | None:
         """Print a response as it arrives. Returns it as a message, or None if it failed."""
         found: WireMessage = {"role": "assistant", "content": ""}
         thought, began, thought_s = "", time.monotonic(), 0.0
@@ -236,7 +236,7 @@ class ChatSession:
             self.console.say(self.system or "No system message is set.", "dim")
             return
         self.system = text
-        self.begin_anew()
+        self.start_conversation()
 
     def _set(self, text: str) -> None:
         if not text:
@@ -248,7 +248,7 @@ class ChatSession:
             self.settings.pop(name, None)
             if value not in ("", "none", "default"):
                 try:
-                    self.settings[name] = within_range(name, as_type(SETTINGS[name], value))
+                    self.settings[name] = checked_setting(name, as_type(SETTINGS[name], value))
                 except ValueError as error:
                     raise UserError(f"{name} {error}") from error
             self._from_start.discard(name)
@@ -325,25 +325,25 @@ class ChatSession:
         self.messages = self.messages[:place]
 
     def _adapter(self, name: str) -> None:
-        self.adapter = self._known(name)
+        self.adapter = self._adapter_in_requests(name)
 
-    def _known(self, name: str) -> str:
+    def _adapter_in_requests(self, name: str) -> str:
         """Return the name of an adapter as used in requests. Raises UserError if it is unknown."""
         known = ("base", *self.backend.adapters)
         if name not in known:
             raise UserError(f'Unknown adapter "{name}". Available: {", ".join(known)}.')
         return "" if name == "base" else name
 
-    def _both(self, name: str) -> None:
+    def _compare_adapters(self, name: str) -> None:
         """Respond to the last message with the current model and with another one. The conversation does not change."""
-        other = self._known(name)
+        other = self._adapter_in_requests(name)
         messages = self.messages[:-1] if self.messages and self.messages[-1]["role"] == "assistant" else self.messages
         if not messages:
             raise UserError("There is no message yet.")
         first = [{"role": "system", "content": self.system}] if self.system else []
         for adapter in (self.adapter, other):
             self.console.say(f"{adapter or 'base'}:", "bold")
-            self._listen(self._request(messages=[*first, *messages], adapter=adapter))
+            self._print_response(self._request(messages=[*first, *messages], adapter=adapter))
 
     def _tokens(self, text: str) -> None:
         last = self._last_ids()

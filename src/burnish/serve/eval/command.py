@@ -26,12 +26,12 @@ from burnish.inference.slots import SlotLimits
 from burnish.models.fingerprint import adapters_fingerprint, base_fingerprint, config_fingerprint
 from burnish.models.patches.packed import pack
 from burnish.report.console import note
-from burnish.report.results import write_whole
+from burnish.report.results import write_text_atomically
 from burnish.serve.command_line import Serving, servings_of
 from burnish.serve.eval.harness import EngineModel, check_harness, run_tasks
 from burnish.serve.eval.local_tasks import Subject, local_tasks
-from burnish.serve.eval.results import Answers, accuracies, chosen, compared, log_lines, write
-from burnish.utils.files import named_where_full, problems_of_folder
+from burnish.serve.eval.results import SavedAnswers, accuracies, choice_result, comparison_table, log_lines, write
+from burnish.utils.files import problems_of_folder, report_full_disk
 from burnish.utils.json_files import read_object
 from burnish.utils.work import progress
 
@@ -79,23 +79,23 @@ def evaluate(argv: Sequence[str]) -> int:
     servings = servings_of(argv, OWN, with_data=True, with_loss=True)
     options, wrong = build(EvalOptions, servings[0].rest)
     raise_if([*wrong, *_problems(options, servings[0])])
-    from burnish.serve.eval.dataset import FREE_SOME_SPACE, evaluate_dataset, folder_beside
+    from burnish.serve.eval.dataset import FREE_SOME_SPACE, default_results_folder, evaluate_dataset
 
     if options.task is None:
-        return evaluate_dataset(servings, options.save_dir or folder_beside(argv, servings, "evaluation"))
+        return evaluate_dataset(servings, options.save_dir or default_results_folder(argv, servings, "evaluation"))
     if options.task.startswith(HARNESS):
         check_harness()
         for serving in servings:
-            with named_where_full(Path(options.save_dir or ""), FREE_SOME_SPACE):
+            with report_full_disk(Path(options.save_dir or ""), FREE_SOME_SPACE):
                 _through_harness(serving, options, len(servings) > 1)
         return 0
     draws = options.shots == "random"
     subjects = local_tasks(options.task, options.task_dir, options.lang, options.n_shot, draws)
     check_harness()
-    with named_where_full(Path(options.save_dir or ""), FREE_SOME_SPACE):
+    with report_full_disk(Path(options.save_dir or ""), FREE_SOME_SPACE):
         done = [_measured(serving, options, subjects, len(servings) > 1) for serving in servings]
     if len(servings) > 1:
-        for line in compared([serving.name for serving in servings], subjects, done):
+        for line in comparison_table([serving.name for serving in servings], subjects, done):
             note(line)
     return 0
 
@@ -153,7 +153,7 @@ def _measured(serving: Serving, options: EvalOptions, subjects: Sequence[Subject
     loaded, loop = _loaded(serving, options)
     facts = _facts(loaded, options, subjects)
     folder = _folder_of(serving, options, is_one_of)
-    answers = Answers(folder, facts)
+    answers = SavedAnswers(folder, facts)
     model = EngineModel(loop, loaded.template, loaded.form, loaded.name, loaded.options.seed, is_benchmark=True)
     start_time = time.monotonic()
     waiting = [subject for subject in subjects if subject.key not in answers.done]
@@ -162,7 +162,7 @@ def _measured(serving: Serving, options: EvalOptions, subjects: Sequence[Subject
     with progress("Evaluating", len(waiting), "subjects") as advance:
         for subject in waiting:
             (samples,) = run_tasks(model, [subject.config], None, None, options.limit, True)["samples"].values()
-            answers.add(subject, [chosen(sample) for sample in sorted(samples, key=lambda one: one["doc_id"])])
+            answers.add(subject, [choice_result(sample) for sample in sorted(samples, key=lambda one: one["doc_id"])])
             advance(1)
     found = accuracies(subjects, answers.done) | {"seconds": round(time.monotonic() - start_time, 2), "of": facts}
     found |= {"versions": {"burnish": __version__, **{name: version(name) for name in ("torch", "transformers")}}}
@@ -195,4 +195,4 @@ def _through_harness(serving: Serving, options: EvalOptions, is_one_of: bool) ->
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "eval_results.json"
         before = read_object(path, "Move it, or set a different save_dir.") if path.is_file() else {}
-        write_whole(path, json.dumps(before | found, indent=2, default=str) + "\n")
+        write_text_atomically(path, json.dumps(before | found, indent=2, default=str) + "\n")

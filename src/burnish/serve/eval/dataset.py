@@ -24,13 +24,13 @@ from burnish.run.plan.config_files import COMMAND_LINE
 from burnish.run.plan.files import ANY_RECORDS
 from burnish.run.plan.plan import locate_problems, plan
 from burnish.serve.command_line import Serving, paths_of, servings_of
-from burnish.utils.files import expanded, named_where_full, problems_of_folder
+from burnish.utils.files import expanded, problems_of_folder, report_full_disk
 from burnish.utils.json_files import read_object
 
 if TYPE_CHECKING:
     from burnish.run.plan.options import RunOptions
 
-_BESIDE = "predictions"
+_RESULTS_FOLDER = "predictions"
 UNREAD = ("predict_with_generate", "tokenized_path", "streaming", "buffer_size", *TRAINING_ONLY)
 """Options of the listed groups that ``burnish predict`` does not read."""
 FREE_SOME_SPACE = "Free some space or set a different save_dir, and run the command again."
@@ -56,10 +56,12 @@ def predict_sets(argv: Sequence[str]) -> int:
     if any(not (serving.options.eval_dataset or serving.options.val_size) for serving in servings):
         what = "nothing to predict: eval_dataset is not set, and no run.yaml in the model's folder sets it."
         raise UserError(what, remedy="Set it, for example eval_dataset=heldout", option="eval_dataset")
-    return evaluate_dataset(servings, options.save_dir or folder_beside(argv, servings, _BESIDE), predicts=True)
+    return evaluate_dataset(
+        servings, options.save_dir or default_results_folder(argv, servings, _RESULTS_FOLDER), predicts=True
+    )
 
 
-def folder_beside(argv: Sequence[str], servings: Sequence[Serving], name: str) -> str | None:
+def default_results_folder(argv: Sequence[str], servings: Sequence[Serving], name: str) -> str | None:
     """Return the default folder for results: ``name`` in the folder of the only model, or None for ``output_dir``."""
     paths, _ = paths_of(argv)
     folder = expanded(paths[0]) if paths else Path()
@@ -83,7 +85,7 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
     command = "predict" if predicts else "eval"
     here = f"burnish {command}"
     for serving in servings:
-        folder = Path(save_dir or _apart(serving.options)) / (serving.name if len(servings) > 1 else "")
+        folder = Path(save_dir or _separate_output_dir(serving.options)) / (serving.name if len(servings) > 1 else "")
         values = {name: RawValue(value, here) for name, value in changed_options(serving.options).items()}
         writes, stage = writes_answers(serving.options), serving.options.stage
         generates = writes and (predicts or serving.options.predict_with_generate)
@@ -99,7 +101,7 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
             "stage": RawValue(stage, here), "predict_with_generate": RawValue(generates, here),
             "do_train": RawValue(False, here), "do_eval": RawValue(not generates, here),
             "do_predict": RawValue(generates or predicts, here),
-            "output_dir": RawValue(str(folder), here), **_recorded(serving),
+            "output_dir": RawValue(str(folder), here), **_recorded_template(serving),
         }  # fmt: skip
         if not serving.options.adapter_name_or_path and serving.options.quantization_bit is None:
             values["finetuning_type"] = RawValue("full", here)  # otherwise a new adapter would be attached
@@ -113,7 +115,7 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
             given = {name: item.value for name, item in serving.reference.items()}
             places = {name: item.where for name, item in serving.reference.items()}
             made = replace(made, options=replace(made.options, **given), provenance={**made.provenance, **places})
-        with locate_problems(serving.provenance), named_where_full(folder, FREE_SOME_SPACE):
+        with locate_problems(serving.provenance), report_full_disk(folder, FREE_SOME_SPACE):
             result = train_run(made)
         rows.append((serving.name, dict(result.metrics)))
     if len(rows) > 1:
@@ -122,13 +124,13 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
     return 0
 
 
-def _apart(options: RunOptions) -> Path:
+def _separate_output_dir(options: RunOptions) -> Path:
     """Return ``output_dir``, or a subfolder if it is the model's own folder, whose files would be overwritten."""
     folder, models = Path(options.output_dir or ""), (options.model_name_or_path, *(options.adapter_name_or_path or ()))
-    return folder / _BESIDE if folder.resolve() in [Path(str(model)).resolve() for model in models] else folder
+    return folder / _RESULTS_FOLDER if folder.resolve() in [Path(str(model)).resolve() for model in models] else folder
 
 
-def _recorded(serving: Serving) -> dict[str, RawValue]:
+def _recorded_template(serving: Serving) -> dict[str, RawValue]:
     """Return the template recorded in the model's folder with its options, except those that were set."""
     options = serving.options
     if options.template is not None:

@@ -28,7 +28,7 @@ from burnish.utils.json_files import quoted, read_object
 LETTERS = "ABCDEFGHIJ"
 SPLITS = ("dev", "val", "validation", "test", "train")
 _COLUMNS = ("question", "A", "B", "C", "D", "answer")
-_HEADS = {
+_INTRODUCTIONS = {
     "en": "The following are multiple choice questions (with answers) about {subject}.\n\n",
     "zh": "以下是中国关于{subject}考试的单项选择题，请选出其中的正确答案。\n\n",
 }
@@ -86,10 +86,10 @@ def local_tasks(task: str, task_dir: str | Path, lang: str, num_shots: int, draw
     found = []
     for key, path in sorted(files.items()):
         entry, examples = mapping.get(key, {}), shots.get(key)
-        subject = entry.get("name", key.replace("_", " ")).translate(_NO_BRACES)
+        subject = entry.get("name", key.replace("_", " ")).translate(_BRACES_TO_PARENTHESES)
         config = {
             **_questions_of(path, examples, split, lang), "task": f"{name}_{key}", "output_type": "multiple_choice",
-            "description": _HEADS[lang].format(subject=subject),
+            "description": _INTRODUCTIONS[lang].format(subject=subject),
             "target_delimiter": "", "metric_list": [{"metric": "acc"}],
             "num_fewshot": min(num_shots, _count(examples)) if examples else 0,
             "fewshot_config": {"sampler": "default" if draws else "first_n"},
@@ -99,7 +99,7 @@ def local_tasks(task: str, task_dir: str | Path, lang: str, num_shots: int, draw
     return found
 
 
-_NO_BRACES = str.maketrans("{}", "()")
+_BRACES_TO_PARENTHESES = str.maketrans("{}", "()")
 """The harness renders a description as a Jinja template without a sandbox, so names of subjects have no braces."""
 
 

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from burnish.report.results import write_whole
+from burnish.report.results import write_text_atomically
 from burnish.serve.eval.local_tasks import LETTERS, Subject
 
 CATEGORIES = ("STEM", "Social Sciences", "Humanities", "Other")
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChoiceResult:
     """Result of one question. ``is_right`` is None if there is no reference answer."""
 
     letter: str
@@ -34,16 +34,16 @@ class Chosen:
     is_right: bool | None
 
 
-def chosen(sample: Mapping[str, Any]) -> Chosen:
+def choice_result(sample: Mapping[str, Any]) -> ChoiceResult:
     """Return the result of a sample logged by the harness: the choice with the largest log-probability."""
     scores = [score for score, _ in sample["filtered_resps"]]
     most = max(scores)
     weights = [math.exp(score - most) for score in scores]
     letter, right_of = LETTERS[scores.index(most)], str(sample["target"])
-    return Chosen(letter, tuple(w / sum(weights) for w in weights), letter == right_of if right_of else None)
+    return ChoiceResult(letter, tuple(w / sum(weights) for w in weights), letter == right_of if right_of else None)
 
 
-class Answers:
+class SavedAnswers:
     """Saved answers (``answers.jsonl``): the finished subjects, each with all of its questions.
 
     Args:
@@ -53,14 +53,14 @@ class Answers:
 
     def __init__(self, folder: Path | None, facts: Mapping[str, Any]) -> None:
         self.folder, self.facts = folder, json.loads(json.dumps(facts))
-        self.done: dict[str, list[Chosen]] = {}
+        self.done: dict[str, list[ChoiceResult]] = {}
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self.path = folder / "answers.jsonl"
             self._read()
             self._write_all()
 
-    def add(self, subject: Subject, answers: Sequence[Chosen]) -> None:
+    def add(self, subject: Subject, answers: Sequence[ChoiceResult]) -> None:
         self.done[subject.key] = list(answers)
         if self.folder is not None:
             with self.path.open("a", encoding="utf-8") as file:
@@ -73,10 +73,10 @@ class Answers:
         with suppress(ValueError, KeyError, IndexError):  # the last lines may be incomplete
             if json.loads(lines[0]) != {"of": self.facts}:
                 return
-            found: dict[str, list[Chosen]] = {}
+            found: dict[str, list[ChoiceResult]] = {}
             for line in lines[1:]:
                 record = json.loads(line)
-                one = Chosen(record["chosen"], tuple(record["chances"]), record["right"])
+                one = ChoiceResult(record["chosen"], tuple(record["chances"]), record["right"])
                 found.setdefault(record["subject"], []).append(one)
                 if record["index"] + 1 == record["of"]:
                     self.done[record["subject"]] = found[record["subject"]]
@@ -84,10 +84,10 @@ class Answers:
     def _write_all(self) -> None:
         """Rewrite the file without incomplete subjects."""
         text = json.dumps({"of": self.facts}) + "\n"
-        write_whole(self.path, text + "".join(_lines(key, each) for key, each in self.done.items()))
+        write_text_atomically(self.path, text + "".join(_lines(key, each) for key, each in self.done.items()))
 
 
-def _lines(key: str, answers: Sequence[Chosen]) -> str:
+def _lines(key: str, answers: Sequence[ChoiceResult]) -> str:
     records = (
         {"subject": key, "index": at, "of": len(answers), "chosen": one.letter,
          "chances": [round(chance, 6) for chance in one.chances],
@@ -108,7 +108,7 @@ def accuracy(rights: Sequence[bool]) -> dict[str, float]:
     }
 
 
-def accuracies(subjects: Sequence[Subject], done: Mapping[str, Sequence[Chosen]]) -> dict[str, Any]:
+def accuracies(subjects: Sequence[Subject], done: Mapping[str, Sequence[ChoiceResult]]) -> dict[str, Any]:
     """Return accuracies: over all questions, by category, averaged over subjects, and by subject."""
     right_of = {s.key: [one.is_right for one in done[s.key] if one.is_right is not None] for s in subjects}
     right_of = {key: rights for key, rights in right_of.items() if rights}
@@ -134,16 +134,16 @@ def log_lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def write(
-    folder: Path, subjects: Sequence[Subject], done: Mapping[str, Sequence[Chosen]], found: Mapping[str, Any]
+    folder: Path, subjects: Sequence[Subject], done: Mapping[str, Sequence[ChoiceResult]], found: Mapping[str, Any]
 ) -> None:  # fmt: skip
     letters = {s.key: {str(at): one.letter for at, one in enumerate(done[s.key])} for s in subjects}
-    write_whole(folder / "results.json", json.dumps(letters, indent=2))
-    write_whole(folder / "results.log", "\n".join(log_lines(found)) + "\n")
-    write_whole(folder / "eval_results.json", json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    write_text_atomically(folder / "results.json", json.dumps(letters, indent=2))
+    write_text_atomically(folder / "results.log", "\n".join(log_lines(found)) + "\n")
+    write_text_atomically(folder / "eval_results.json", json.dumps(found, indent=2, ensure_ascii=False) + "\n")
 
 
-def compared(
-    names: Sequence[str], subjects: Sequence[Subject], each: Sequence[Mapping[str, Sequence[Chosen]]]
+def comparison_table(
+    names: Sequence[str], subjects: Sequence[Subject], each: Sequence[Mapping[str, Sequence[ChoiceResult]]]
 ) -> list[str]:
     """Return a table of models on the same questions: accuracy, and difference to the first model.
 

@@ -1,8 +1,8 @@
 """The body of a request as one JSON object, read strictly.
 
 In: a request. Out: a dict. Rejected: a content type other than JSON; a body that exceeds the size limit (declared or
-received), takes longer than ``SLOWEST_S``, is not a JSON object, or is nested deeper than ``DEEPEST``; duplicate keys;
-NaN and infinity; lone surrogates. Form data and compressed bodies are not supported.
+received), takes longer than ``BODY_TIMEOUT_S``, is not a JSON object, or is nested deeper than ``MAX_DEPTH``; duplicate
+keys; NaN and infinity; lone surrogates. Form data and compressed bodies are not supported.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from burnish.serve.http.errors import APIError
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-SLOWEST_S = 30.0
-DEEPEST = 64
-IN_A_THREAD = 256 * 1024
+BODY_TIMEOUT_S = 30.0
+MAX_DEPTH = 64
+PARSE_IN_THREAD_BYTES = 256 * 1024
 """Bodies larger than this, in bytes, are parsed in a thread so that they do not block other streams."""
 
 
@@ -35,7 +35,7 @@ async def json_object(request: Request) -> dict[str, Any]:
             415, "not_json", f'The header must be "Content-Type: application/json". Received: "{kind[:80]}".'
         )
     body = await whole_body(request)
-    if len(body) > IN_A_THREAD:
+    if len(body) > PARSE_IN_THREAD_BYTES:
         return await asyncio.to_thread(parse_object, body)
     return parse_object(body)
 
@@ -45,10 +45,10 @@ async def whole_body(request: Request) -> bytes:
     from starlette.requests import ClientDisconnect  # here, because the terminal chat validates bodies without a server
 
     try:
-        async with asyncio.timeout(SLOWEST_S):
+        async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.body()
     except TimeoutError as error:
-        message = f"The body must arrive within {SLOWEST_S:g} seconds."
+        message = f"The body must arrive within {BODY_TIMEOUT_S:g} seconds."
         raise APIError(408, "request_timeout", message, headers={"Connection": "close"}) from error
     except ClientDisconnect as error:
         raise APIError(400, "invalid_json", "The connection was closed before the body was complete.") from error
@@ -63,18 +63,18 @@ def parse_object(body: bytes) -> dict[str, Any]:
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise _broken(f"byte {error.start} is not UTF-8") from error
+        raise _invalid_json(f"byte {error.start} is not UTF-8") from error
     try:
-        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+        value = json.loads(text, object_pairs_hook=_object_without_duplicate_keys, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        raise _broken(f"{error.msg} at line {error.lineno}, column {error.colno}") from error
+        raise _invalid_json(f"{error.msg} at line {error.lineno}, column {error.colno}") from error
     except RecursionError as error:
-        raise _broken(_TOO_DEEP) from error
+        raise _invalid_json(_TOO_DEEP) from error
     except ValueError as error:
-        raise _broken("a number has too many digits") from error
+        raise _invalid_json("a number has too many digits") from error
     if not isinstance(value, dict):
         raise APIError(400, "invalid_type", f"The body must be a JSON object. Received: {json_type(value)}.")
-    if (path := _half_character(value)) is not None:
+    if (path := _unpaired_surrogate_path(value)) is not None:
         raise APIError(
             400,
             "invalid_value",
@@ -93,11 +93,11 @@ def json_type(value: Any) -> str:
     return next((word for kind, word in kinds if isinstance(value, kind)), "null")
 
 
-def _broken(why: str) -> APIError:
+def _invalid_json(why: str) -> APIError:
     return APIError(400, "invalid_json", f"The body must be JSON: {why}.")
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object_without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()
@@ -106,29 +106,29 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _no_number(word: str) -> NoReturn:
-    raise _broken(f"{word} is not a valid JSON number")
+def _refuse_constant(word: str) -> NoReturn:
+    raise _invalid_json(f"{word} is not a valid JSON number")
 
 
-def _half_character(value: Any, depth: int = 1) -> str | None:
+def _unpaired_surrogate_path(value: Any, depth: int = 1) -> str | None:
     """Path of the first lone surrogate in a value, beginning with a dot or a bracket; None if there is none."""
     if isinstance(value, str):
         is_whole = value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
         return None if is_whole else ""
     if not isinstance(value, list | dict):
         return None
-    if depth > DEEPEST:
-        raise _broken(_TOO_DEEP)
-    if isinstance(value, dict) and any(_half_character(key) is not None for key in value):
+    if depth > MAX_DEPTH:
+        raise _invalid_json(_TOO_DEEP)
+    if isinstance(value, dict) and any(_unpaired_surrogate_path(key) is not None for key in value):
         return ""
     for place, item in enumerate(value) if isinstance(value, list) else value.items():
-        inside = _half_character(item, depth + 1)
+        inside = _unpaired_surrogate_path(item, depth + 1)
         if inside is not None:
             return f"[{place}]{inside}" if isinstance(value, list) else f".{_shown(str(place))}{inside}"
     return None
 
 
-_TOO_DEEP = f"it is nested more than {DEEPEST} levels deep"
+_TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 
 
 def _shown(text: str) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from burnish.utils.files import ROOTS, appended
+from burnish.utils.files import ROOTS, open_for_appending
 
 NOT_FOR_CHILDREN = ("BURNISH_KEY", "API_KEY")
 """Server keys that are removed from the environment of children, which could leak them in a log or crash report."""
@@ -33,14 +33,14 @@ def start_burnish(
 
     Python's option -P prevents imports of modules from ``folder``, which may contain untrusted files.
     """
-    with appended(output) as file:
+    with open_for_appending(output) as file:
         return subprocess.Popen(  # noqa: S603  (a list of words, the first of which we chose)
             [sys.executable, "-P", "-m", "burnish", *argv], cwd=folder, env=environment,
             stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, close_fds=True,
         )  # fmt: skip
 
 
-def tell(
+def send_signal(
     launch: Mapping[str, Any], number: signal.Signals, is_alive: Callable[[Mapping[str, Any]], bool]
 ) -> bool:  # fmt: skip
     """Send a signal to the process of ``launch``. Returns False if that process is no longer running.

@@ -2,9 +2,9 @@
 
 uvicorn closes a connection that is idle after a response, but not one that never completes its headers. Without limits,
 a client without a key can exhaust the file descriptors of the process. The headers of each request must arrive within
-``HEAD_S``. When there are too many connections, the oldest one that waits for headers or for a body is closed; if all
-connections are in use, the new one is closed. A body in chunks of a few bytes is not read, because parsing a chunk
-takes as long as parsing thousands of bytes.
+``HEADER_TIMEOUT_S``. When there are too many connections, the oldest one that waits for headers or for a body is
+closed; if all connections are in use, the new one is closed. A body in chunks of a few bytes is not read, because
+parsing a chunk takes as long as parsing thousands of bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEAD_S = 10.0
+HEADER_TIMEOUT_S = 10.0
 MOST_CONNECTIONS = 512
 EVERY_S = 60.0
 PIECE_BYTES, LEAST_CHUNK_BYTES = 8192, 16
@@ -127,7 +127,7 @@ class LimitedProtocol(H11Protocol):
 
     def _expect_head(self) -> None:
         self.waiting[self] = None
-        self._head_timer = self.loop.call_later(HEAD_S, self.drop)
+        self._head_timer = self.loop.call_later(HEADER_TIMEOUT_S, self.drop)
 
     def _forget_head(self) -> None:
         self.waiting.pop(self, None)

@@ -33,14 +33,14 @@ from burnish.serve.http.hosts import LOOPBACK_NAMES, host_name, is_address
 from burnish.serve.http.json_response import Json
 
 MOST_HEADERS, MOST_HEADER_BYTES = 64, 16 * 1024
-EFFECTS = frozenset({"POST", "PUT", "DELETE", "PATCH"})
+STATE_CHANGING_METHODS = frozenset({"POST", "PUT", "DELETE", "PATCH"})
 _CORS = {
     "access-control-allow-headers": "authorization, content-type",
     "access-control-allow-methods": "GET, POST",
     "access-control-expose-headers": "x-request-id, x-burnish-ignored, retry-after",
     "vary": "origin",
 }
-_READ_ON = frozenset({401, 404, 405, 413, 415, 503})
+_DISCARD_BODY_STATUSES = frozenset({401, 404, 405, 413, 415, 503})
 MOST_DISCARDED = 32 * 2**20
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 log = logging.getLogger("burnish.serve.http")
@@ -69,7 +69,7 @@ class Rules:
     max_body_bytes: int = 4 * 2**20
 
 
-def only(request: Request, name: str) -> str | None:
+def single_header(request: Request, name: str) -> str | None:
     """Return the value of a header that may appear at most once.
 
     Raises:
@@ -98,7 +98,7 @@ def bearer(key: str | None, open_paths: Collection[str]) -> Admit:
         if key is None or request.scope["path"] in open_paths:
             return
         challenge = {"WWW-Authenticate": "Bearer"}
-        received = only(request, "authorization")
+        received = single_header(request, "authorization")
         if received is None:
             raise APIError(
                 401, "missing_api_key", 'An API key is required: "Authorization: Bearer KEY".', headers=challenge
@@ -136,7 +136,9 @@ class Guard:
         received = request.headers.getlist("x-request-id")  # the client's own id, if it is safe in logs and headers
         is_harmless = len(received) == 1 and _ID.fullmatch(received[0])
         request_id = scope["burnish.request_id"] = received[0] if is_harmless else f"req-{secrets.token_hex(12)}"
-        answer = _Answer(send, receive, {**self.headers, "x-request-id": request_id}, self.rules.max_body_bytes)
+        answer = _MeteredResponse(
+            send, receive, {**self.headers, "x-request-id": request_id}, self.rules.max_body_bytes
+        )
         scope["app"] = self  # so that routes raise an exception for unknown paths
         try:
             self._check(request, answer)
@@ -153,7 +155,7 @@ class Guard:
             if self.seen is not None:
                 self.seen(scope["path"], answer.status, time.monotonic() - began_s, request_id)
 
-    def _check(self, request: Request, answer: _Answer) -> None:
+    def _check(self, request: Request, answer: _MeteredResponse) -> None:
         pairs = request.headers.raw
         if len(pairs) > MOST_HEADERS or sum(len(name) + len(value) for name, value in pairs) > MOST_HEADER_BYTES:
             message = f"A request may have at most {MOST_HEADERS} headers, with {MOST_HEADER_BYTES} bytes in total."
@@ -164,19 +166,19 @@ class Guard:
             answer.headers |= {"access-control-allow-origin": origin, **_CORS}
         if request.method != "OPTIONS" or origin is None:  # browsers send no key with a preflight request
             self.admit(request)
-        length = only(request, "content-length")
+        length = single_header(request, "content-length")
         if length is not None and int(length) > self.rules.max_body_bytes:  # h11 has verified that it is a number
             raise _too_large(self.rules.max_body_bytes)
 
-    async def _refuse(self, refusal: APIError, scope: Scope, receive: Receive, answer: _Answer) -> None:
-        if refusal.status in _READ_ON and not answer.has_body:
+    async def _refuse(self, refusal: APIError, scope: Scope, receive: Receive, answer: _MeteredResponse) -> None:
+        if refusal.status in _DISCARD_BODY_STATUSES and not answer.has_body:
             await _discard(receive)
         if answer.status == 0:  # otherwise the response has begun, and the stream reports the error itself
             response = Json(self.as_object(refusal), refusal.status, headers=refusal.headers)
             await response(scope, receive, answer)
 
 
-class _Answer:
+class _MeteredResponse:
     """Wraps ``send``, which records the status and adds common headers, and ``receive``, which counts the body.
 
     ``has_body`` is true when the request has been read to its end.
@@ -221,7 +223,7 @@ async def _discard(receive: Receive) -> None:
                     return
 
 
-def under(prefix: str, app: ASGIApp) -> ASGIApp:
+def with_and_without_prefix(prefix: str, app: ASGIApp) -> ASGIApp:
     """Serve ``app`` with and without ``prefix``, since a proxy may or may not strip it."""
     prefix = prefix.rstrip("/")
 
@@ -251,7 +253,7 @@ def check_host(request: Request, rules: Rules) -> str:
     Raises:
         APIError: 421 if the host is not allowed.
     """
-    host = only(request, "host") or ""
+    host = single_header(request, "host") or ""
     name = host_name(host)
     if name in rules.hosts or (rules.any_address and is_address(name)):
         return host.lower()
@@ -266,18 +268,18 @@ def check_origin(request: Request, host: str, rules: Rules) -> str | None:
     Raises:
         APIError: 403.
     """
-    origin = only(request, "origin")
+    origin = single_header(request, "origin")
     if origin is None:
-        if rules.effects_need_origin and request.method in EFFECTS:
-            raise _foreign("no origin")
+        if rules.effects_need_origin and request.method in STATE_CHANGING_METHODS:
+            raise _foreign_origin_error("no origin")
         return None
     is_own = rules.own_origin and origin.lower() == f"{request.scope.get('scheme', 'http')}://{host}"
     if not (is_own or origin in rules.origins):
-        raise _foreign(f'"{origin[:100]}"')
-    if is_own and only(request, "sec-fetch-site") not in {None, "same-origin"}:
-        raise _foreign("a request from another site")
+        raise _foreign_origin_error(f'"{origin[:100]}"')
+    if is_own and single_header(request, "sec-fetch-site") not in {None, "same-origin"}:
+        raise _foreign_origin_error("a request from another site")
     return None if is_own else origin
 
 
-def _foreign(received: str) -> APIError:
+def _foreign_origin_error(received: str) -> APIError:
     return APIError(403, "origin_not_allowed", f"Requests from this origin are not allowed. Received: {received}.")

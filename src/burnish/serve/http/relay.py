@@ -16,7 +16,7 @@ from starlette.types import Send
 
 from burnish.serve.http.errors import APIError
 
-_PASSED = (b"content-type", b"x-burnish-ignored", b"retry-after")
+_FORWARDED_HEADERS = (b"content-type", b"x-burnish-ignored", b"retry-after")
 
 
 class Relay(StreamingResponse):
@@ -29,7 +29,7 @@ class Relay(StreamingResponse):
     async def stream_response(self, send: Send) -> None:
         async for event in self.events:
             if isinstance(event, h11.Response):
-                headers = [(name, value) for name, value in event.headers if name in _PASSED]
+                headers = [(name, value) for name, value in event.headers if name in _FORWARDED_HEADERS]
                 headers.append((b"x-accel-buffering", b"no"))
                 await send({"type": "http.response.start", "status": event.status_code, "headers": headers})
             else:
@@ -76,7 +76,7 @@ async def exchange(
             await writer.wait_closed()
 
 
-async def ask(socket_path: str, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+async def request_json(socket_path: str, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
     """Return the status and the whole body of a short response."""
     status, data = 0, b""
     async for event in exchange(socket_path, method, path, body):

@@ -61,7 +61,7 @@ async def serve(
     _answer_signals(signalled)
     serving, beginning = asyncio.ensure_future(server.serve(sockets=[found])), asyncio.ensure_future(begin())
     try:
-        await _first(signalled, serving, beginning)
+        await _wait_for_first(signalled, serving, beginning)
         if signalled.done():
             await drain()
     finally:
@@ -74,7 +74,7 @@ async def serve(
     return 128 + (signalled.result() if signalled.done() else signal.SIGTERM)
 
 
-async def _first(
+async def _wait_for_first(
     signalled: asyncio.Future[int], serving: asyncio.Future[None], beginning: asyncio.Future[None]
 ) -> None:
     """Wait for a signal, for the server to end, or for ``begin`` to fail."""

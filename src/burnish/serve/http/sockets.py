@@ -37,11 +37,11 @@ def listen(host: str, port: int, option: str) -> socket.socket:
         found.listen(WAITING_CONNECTIONS)
     except OSError as error:
         found.close()
-        raise UserError(_not_had(error, host, port, option)) from error
+        raise UserError(_listen_problem(error, host, port, option)) from error
     return found
 
 
-def _not_had(error: OSError, host: str, port: int, option: str) -> Problem:
+def _listen_problem(error: OSError, host: str, port: int, option: str) -> Problem:
     if error.errno == errno.EADDRINUSE:
         return Problem(
             f"Port {port} of {host} is in use by another process.",
@@ -60,7 +60,7 @@ def listen_unix(path: str) -> socket.socket:
     Raises:
         UserError: if another process listens there, or the path is not a socket.
     """
-    _clear(path)
+    _remove_stale_socket(path)
     found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         found.bind(path)
@@ -72,20 +72,20 @@ def listen_unix(path: str) -> socket.socket:
     return found
 
 
-def _clear(path: str) -> None:
+def _remove_stale_socket(path: str) -> None:
     """Remove the stale socket of a killed process."""
     try:
         is_socket = stat.S_ISSOCK(os.lstat(path).st_mode)
     except FileNotFoundError:
         return
-    if is_socket and not _answers(path):
+    if is_socket and not _accepts_connections(path):
         os.unlink(path)
     else:
         what = "Another process is listening on it" if is_socket else "A file that is not a socket exists at this path"
         raise UserError(f'Cannot create the socket "{path}". {what}.', remedy="Set a different path.")
 
 
-def _answers(path: str) -> bool:
+def _accepts_connections(path: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)

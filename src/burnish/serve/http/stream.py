@@ -23,7 +23,7 @@ HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # otherwise nginx would buffer the events
 }
-ALIVE = b": alive\n\n"
+KEEP_ALIVE = b": alive\n\n"
 
 
 def event_text(data: bytes, name: str = "", cursor: str = "") -> bytes:
@@ -33,7 +33,7 @@ def event_text(data: bytes, name: str = "", cursor: str = "") -> bytes:
     return b"\n".join([*lines, b"data: " + data, b"", b""])
 
 
-async def until_gone(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
     """Return when the client disconnects. The body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -80,4 +80,4 @@ class EventStream(StreamingResponse):
             await asyncio.sleep(max(self.alive_s - (time.monotonic() - self._last_s), 0.05))
             if not self._is_sending and time.monotonic() - self._last_s >= self.alive_s:
                 self._last_s = time.monotonic()
-                await send({"type": "http.response.body", "body": ALIVE, "more_body": True})
+                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})

@@ -31,7 +31,15 @@ from burnish.serve.page.routes.picking import Picking
 from burnish.serve.page.routes.shelf import Shelf
 from burnish.serve.page.runs.completions import completions
 from burnish.serve.page.runs.files import checkpoints, run_yaml_text, tail_lines
-from burnish.serve.page.runs.follow import FilePosition, console_of, cursor_text, end_of, log_text, news, read_cursor
+from burnish.serve.page.runs.follow import (
+    FilePosition,
+    console_of,
+    cursor_text,
+    end_of,
+    log_text,
+    new_events,
+    read_cursor,
+)
 from burnish.serve.page.runs.predictions import predictions
 from burnish.serve.page.runs.run_warnings import warnings_of
 from burnish.serve.page.runs.runs import FoundRun, id_of
@@ -39,8 +47,8 @@ from burnish.serve.page.runs.series import series, thinned
 from burnish.serve.page.site import Answer, Site
 
 _LOOKS_EVERY_S, _LISTS_EVERY_S = 0.25, 2.0
-_FIGURES = (".png", ".yaml", ".jsonl", ".json", ".log")
-_NOT_OFFERED = ("tokenizer", "config.json", "adapter_config", "generation_config")
+_DOWNLOAD_SUFFIXES = (".png", ".yaml", ".jsonl", ".json", ".log")
+_EXCLUDED_DOWNLOADS = ("tokenizer", "config.json", "adapter_config", "generation_config")
 _LOG_BYTES = 256 * 1024
 MOST_STREAMS = 50
 
@@ -272,15 +280,17 @@ class Api:
             found = {run.id: run for run in await self.site.found()}
         wanted = [found[one] for one in ids if one in found] if ids else list(found.values())
         log = request.query_params.get("log") == "1"
-        return await asyncio.to_thread(_collected, wanted, cursor, log, bool(ids))
+        return await asyncio.to_thread(_collect_messages, wanted, cursor, log, bool(ids))
 
 
-def _collected(wanted: list[FoundRun], cursor: str, log: bool, is_followed: bool) -> tuple[list[tuple[str, Any]], str]:
+def _collect_messages(
+    wanted: list[FoundRun], cursor: str, log: bool, is_followed: bool
+) -> tuple[list[tuple[str, Any]], str]:
     places, messages = read_cursor(cursor), []
     now = {}
     for run in wanted[:100]:
         place = places.get(run.id) or (FilePosition() if is_followed else end_of(run.folder, None))
-        for name, data, behind in news(run.id, run.folder, place, log):
+        for name, data, behind in new_events(run.id, run.folder, place, log):
             place = behind
             if is_followed or name in ("run", "gone"):
                 messages.append((name, data))
@@ -297,7 +307,7 @@ def _files(folder: Path) -> list[dict[str, Any]]:
     """Files that may be downloaded: metrics, YAML, logs, plots. No weights."""
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        is_offered = path.suffix in _FIGURES and not path.name.startswith((".", *_NOT_OFFERED))
+        is_offered = path.suffix in _DOWNLOAD_SUFFIXES and not path.name.startswith((".", *_EXCLUDED_DOWNLOADS))
         if is_offered and path.is_file() and not path.is_symlink() and path.stat().st_size < 64 * 2**20:
             found.append({"name": path.name, "bytes": path.stat().st_size})
     return found

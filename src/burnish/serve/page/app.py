@@ -25,7 +25,7 @@ from burnish.config.secrets import without_secrets
 from burnish.report.pace import short_time
 from burnish.serve.http.bodies import json_object, whole_body
 from burnish.serve.http.errors import APIError, page_error
-from burnish.serve.http.guards import Guard, Rules, under
+from burnish.serve.http.guards import Guard, Rules, with_and_without_prefix
 from burnish.serve.http.hosts import LOOPBACK_NAMES, is_loopback
 from burnish.serve.http.json_response import ShownJson
 from burnish.serve.http.static import MemoryFiles
@@ -38,7 +38,7 @@ from burnish.serve.page.runs.report import curves, table
 from burnish.serve.page.runs.run_warnings import warnings_of
 from burnish.serve.page.runs.runs import ALIVE
 from burnish.serve.page.runs.series import picture, series, small_picture
-from burnish.serve.page.session import COOKIE, LASTS_S, Sessions
+from burnish.serve.page.session import COOKIE, SESSION_LIFETIME_S, Sessions
 from burnish.serve.page.site import Site
 from burnish.serve.page.words import FOLDER as WORDS
 from burnish.serve.page.words import LANGUAGES, page_words, requested_language, translator
@@ -86,7 +86,7 @@ def application(site: Site, sessions: Sessions) -> ASGIApp:
         max_body_bytes=32 * 2**20,
     )  # fmt: skip
     pages = GZipMiddleware(Pages(site, sessions).router, minimum_size=1024)  # streams of events are left as they are
-    return under(options.web_root_path, Guard(pages, rules, sessions.admit, page_error, HEADERS))
+    return with_and_without_prefix(options.web_root_path, Guard(pages, rules, sessions.admit, page_error, HEADERS))
 
 
 class Pages:
@@ -240,7 +240,7 @@ def _is_ours(to: str) -> bool:
 
 def _cookie(name: str, value: str, is_secure: bool) -> str:
     secure = "; Secure" if is_secure else ""
-    return f"{name}={value}; Path=/; Max-Age={LASTS_S}; HttpOnly; SameSite=Strict{secure}"
+    return f"{name}={value}; Path=/; Max-Age={SESSION_LIFETIME_S}; HttpOnly; SameSite=Strict{secure}"
 
 
 def _summary(columns: dict[str, list[Any]]) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def read_options(argv: Sequence[str]) -> tuple[WebOptions, str]:
         for name, item in values.items()
         if name not in _OWN
     ]
-    options = _built({name: item for name, item in values.items() if name in _OWN}, problems)
+    options = _build_options({name: item for name, item in values.items() if name in _OWN}, problems)
     if page not in ("runs", "new", "chat", "export", "compare"):
         raise UserError(f'Unknown page "{page}".', remedy="Choose one of: runs, new, chat, export, compare.")
     return options, page
@@ -108,21 +108,21 @@ def read_named(argv: Sequence[str]) -> tuple[WebOptions, NamedModel]:
     """
     path, rest = path_of(argv)
     _, flags = split_arguments(rest)
-    options = _built({name: item for name, item in flags.items() if name in _OWN}, [])
+    options = _build_options({name: item for name, item in flags.items() if name in _OWN}, [])
     others = {name: item.value for name, item in flags.items() if name not in _OWN}
     if not path and "model_name_or_path" not in others:
         raise UserError("burnish webchat requires a model.", remedy="Usage: burnish webchat PATH")
     here = [str(Path(path).absolute()) if Path(path).exists() else path] if path else []
-    flat = [word for name, value in others.items() for word in (f"--{name}", *_as_words(value))]
+    flat = [word for name, value in others.items() for word in (f"--{name}", *_as_strings(value))]
     name = path or str(others["model_name_or_path"])
     return options, NamedModel(name, (*here, *flat), Path.cwd())
 
 
-def _as_words(value: object) -> list[str]:
+def _as_strings(value: object) -> list[str]:
     return [str(one) for one in value] if isinstance(value, list) else [str(value)]
 
 
-def _built(values: Mapping[str, RawValue], problems: Sequence[Problem]) -> WebOptions:
+def _build_options(values: Mapping[str, RawValue], problems: Sequence[Problem]) -> WebOptions:
     options, wrong = build(WebOptions, {**values, **from_variables(ENVIRONMENT, values, os.environ)})
     raise_if([*problems, *wrong, *check_web(options, values, COMMAND_LINE)])
     assert isinstance(options, WebOptions)

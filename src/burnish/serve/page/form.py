@@ -16,7 +16,7 @@ from starlette.responses import Response
 from burnish.config.errors import UserError
 from burnish.data.sets.dataset_info import INFO_NAME
 from burnish.data.sets.formats import FORMATS
-from burnish.report.results import write_whole
+from burnish.report.results import write_text_atomically
 from burnish.run.plan.config_files import read_arguments
 from burnish.serve.http.bodies import json_object
 from burnish.serve.http.errors import APIError, to_shown_json
@@ -180,7 +180,7 @@ def _add_entry(file: Path, name: str, entry: dict[str, Any]) -> None:
             409, "name_taken", f'{file.name} already describes another dataset as "{name}". Choose a different name.'
         )
     try:
-        write_whole(file, json.dumps({**known, name: entry}, indent=2, ensure_ascii=False) + "\n")
+        write_text_atomically(file, json.dumps({**known, name: entry}, indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
         raise APIError(422, "not_written", f"Cannot write {file.name}: {error.strerror}.") from error
 

@@ -47,7 +47,7 @@ class Roots:
             raise outside
         return resolved
 
-    def hold(self, path: Path) -> bool:
+    def contains(self, path: Path) -> bool:
         """Return whether a path, with links resolved, is inside a root."""
         return is_below(path, self.roots)
 

@@ -17,9 +17,9 @@ from burnish.serve.http.errors import APIError
 from burnish.serve.http.guards import same_key
 
 COOKIE = "burnish"
-LASTS_S = 30 * 86400
-MOST_WRONG = 10
-_OPEN = ("/sign-in", "/healthz")
+SESSION_LIFETIME_S = 30 * 86400
+MAX_FAILED_ATTEMPTS = 10
+_PUBLIC_PATHS = ("/sign-in", "/healthz")
 
 
 class Sessions:
@@ -27,18 +27,18 @@ class Sessions:
 
     def __init__(self, key: str | None) -> None:
         self.key = key
-        self._wrong: deque[float] = deque(maxlen=MOST_WRONG)
+        self._wrong: deque[float] = deque(maxlen=MAX_FAILED_ATTEMPTS)
 
     def admit(self, request: Request) -> None:
         """Raises APIError if a request is not signed in."""
         path = request.scope["path"]
-        is_open = self.key is None or path in _OPEN or path.startswith("/static/")
+        is_open = self.key is None or path in _PUBLIC_PATHS or path.startswith("/static/")
         if not is_open and not self.knows(request.cookies.get(COOKIE, "")):
             raise _sign_in(path, request.method)
 
     def made(self) -> str:
         """A new cookie value: expiry time and its signature."""
-        ends = str(int(time.time()) + LASTS_S)
+        ends = str(int(time.time()) + SESSION_LIFETIME_S)
         return f"{ends}.{self._proof(ends)}"
 
     def knows(self, value: str) -> bool:
@@ -55,7 +55,7 @@ class Sessions:
     def check_key(self, key: str) -> None:
         """Raises APIError 403 for a wrong key, 429 after too many of them."""
         now = time.monotonic()
-        if len(self._wrong) == MOST_WRONG and now - self._wrong[0] < 60:
+        if len(self._wrong) == MAX_FAILED_ATTEMPTS and now - self._wrong[0] < 60:
             raise APIError(
                 429, "too_many", "Too many failed sign-in attempts. Wait one minute.", headers={"Retry-After": "60"}
             )

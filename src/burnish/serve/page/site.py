@@ -51,7 +51,7 @@ class Site:
     async def form(self) -> dict[str, Any]:
         """The planner's description of all options; kept as long as the files that declare them are the same."""
         if not self._form:
-            mark = await asyncio.to_thread(_mark_of_source)
+            mark = await asyncio.to_thread(_source_version)
             cached = self.home.read("form.json")
             if not isinstance(cached, dict) or cached.get("mark") != mark:
                 cached = {"mark": mark, **await self.planner.whole({"form": True})}
@@ -106,7 +106,7 @@ class Site:
                 log.exception("Periodic maintenance of the web UI failed; retrying in two seconds.")
 
 
-def _mark_of_source() -> str:
+def _source_version() -> str:
     """Changes with burnish's own files and with the packages that add options to it."""
     files = Path(burnish.__file__).parent.rglob("*.py")
     points = ((package, point) for package in distributions() for point in package.entry_points)

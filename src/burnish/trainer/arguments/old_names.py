@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from burnish.run.plan.unsupported import EARLIER
+from burnish.run.plan.unsupported import REMOVED_OPTIONS
 from burnish.trainer import notes
 
 Arguments = dict[str, Any]
@@ -26,7 +26,7 @@ RENAMED = {
 }
 """Earlier name -> current name."""
 
-WITHOUT_EFFECT = {**EARLIER, "push_to_hub_organization": "set the organization in hub_model_id."}
+WITHOUT_EFFECT = {**REMOVED_OPTIONS, "push_to_hub_organization": "set the organization in hub_model_id."}
 """Earlier name -> the reason why it has no effect."""
 
 FLAGS = {today: [f"--{old}" for old in RENAMED if RENAMED[old] == today] for today in RENAMED.values()}

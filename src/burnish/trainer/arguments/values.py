@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from burnish.config.conversion import GivenTwice, as_type, each_key_once, literal, members
+from burnish.config.conversion import DuplicateKeyError, as_type, literal, members, object_without_duplicate_keys
 from burnish.config.errors import did_you_mean
 from burnish.trainer.arguments.fields import Fields
 
@@ -118,8 +118,8 @@ def dictionary_of(name: str, text: str) -> Any:
         ValueError: if it is not JSON, or has a duplicate key.
     """
     try:
-        return _with_numbers(json.loads(text, object_pairs_hook=each_key_once))
-    except GivenTwice as error:
+        return _with_numbers(json.loads(text, object_pairs_hook=object_without_duplicate_keys))
+    except DuplicateKeyError as error:
         raise ValueError(f"`{name}` {error}") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"`{name}` must be a dictionary, or its JSON text: {error}. Received: {text!r}.") from None

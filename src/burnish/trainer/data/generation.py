@@ -32,7 +32,7 @@ _INPUTS = {"input_ids", "attention_mask", "labels"}
 
 
 @dataclass(frozen=True)
-class Writing:
+class GenerationSettings:
     """Settings of all responses of an evaluation.
 
     Args:
@@ -48,7 +48,7 @@ class Writing:
     padding: int
 
 
-def generation_settings_of(model: Any, kwargs: Mapping[str, Any]) -> Writing | None:
+def generation_settings_of(model: Any, kwargs: Mapping[str, Any]) -> GenerationSettings | None:
     """The settings of ``model.generate(**kwargs)``. None if slots do not support them."""
     if not isinstance(model, GenerationMixin) or type(model).generate is not GenerationMixin.generate:
         return None
@@ -70,13 +70,15 @@ def generation_settings_of(model: Any, kwargs: Mapping[str, Any]) -> Writing | N
     padding = config.pad_token_id if config.pad_token_id is not None else next(iter(stops), None)
     if padding is None:
         padding = 0  # no response ends early
-    return Writing(config.max_new_tokens, config.max_length, config.min_new_tokens or 0, stops, padding)
+    return GenerationSettings(config.max_new_tokens, config.max_length, config.min_new_tokens or 0, stops, padding)
 
 
-def written(model: Any, batches: Sequence[Mapping[str, Any]], how: Writing, slots: int) -> list[Tensor] | None:
+def generate_with_slots(
+    model: Any, batches: Sequence[Mapping[str, Any]], how: GenerationSettings, slots: int
+) -> list[Tensor] | None:
     """Per batch (B, T + N) ids: the padded prompts and their responses. None if slots do not support the model or
     batches."""
-    by_batch = [_asks(batch, how) for batch in batches]
+    by_batch = [_requests_of_batch(batch, how) for batch in batches]
     if any(one is None for one in by_batch):
         return None
     flat = [request for one in by_batch for request in one or ()]
@@ -86,10 +88,10 @@ def written(model: Any, batches: Sequence[Mapping[str, Any]], how: Writing, slot
         return None
     with packed_weights(model):
         answers = iter(generate_all(loop, flat))
-    return [_laid_out(batch["input_ids"], [next(answers) for _ in batch["input_ids"]], how) for batch in batches]
+    return [_padded_outputs(batch["input_ids"], [next(answers) for _ in batch["input_ids"]], how) for batch in batches]
 
 
-def _asks(batch: Mapping[str, Any], how: Writing) -> list[GenerationRequest] | None:
+def _requests_of_batch(batch: Mapping[str, Any], how: GenerationSettings) -> list[GenerationRequest] | None:
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if set(batch) - _INPUTS or not isinstance(ids, Tensor) or not isinstance(mask, Tensor) or mask.shape != ids.shape:
         return None
@@ -102,7 +104,7 @@ def _asks(batch: Mapping[str, Any], how: Writing) -> list[GenerationRequest] | N
     return [GenerationRequest(prompt, room, stop_ids=stops, min_new_tokens=how.min_new_tokens) for prompt in prompts]
 
 
-def _laid_out(prompts: Tensor, answers: Sequence[Finished], how: Writing) -> Tensor:
+def _padded_outputs(prompts: Tensor, answers: Sequence[Finished], how: GenerationSettings) -> Tensor:
     rows = [[*answer.ids, *([] if answer.stop is None else [answer.stop])] for answer in answers]
     longest = max(map(len, rows))
     new = torch.tensor([[*row, *[how.padding] * (longest - len(row))] for row in rows], dtype=prompts.dtype)

@@ -27,7 +27,7 @@ def stateful_stream(loader: Any, world_size: int) -> Stateful | None:
     rows = getattr(dataset, "dataset", None) if world_size > 1 else dataset
     if not _has_state(dataset) or not _has_state(rows) or getattr(loader, "num_workers", None):
         return None
-    if not isinstance(rows, IterableDataset) or any(map(_forgets, _inner(rows))):
+    if not isinstance(rows, IterableDataset) or any(map(_has_unsaved_buffer, _pipeline_stages(rows))):
         return None
     return dataset
 
@@ -50,7 +50,7 @@ def _has_state(stream: Any) -> bool:
     return callable(getattr(stream, "state_dict", None)) and callable(getattr(stream, "load_state_dict", None))
 
 
-def _inner(dataset: Any) -> Iterator[Any]:
+def _pipeline_stages(dataset: Any) -> Iterator[Any]:
     """The stages of an ``IterableDataset`` of ``datasets``, last one first. Empty for other sets."""
     waiting = [getattr(dataset, "_ex_iterable", None)]
     while waiting:
@@ -60,7 +60,7 @@ def _inner(dataset: Any) -> Iterator[Any]:
             waiting += [getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())]
 
 
-def _forgets(stage: Any) -> bool:
+def _has_unsaved_buffer(stage: Any) -> bool:
     """Whether a stage buffers rows outside of its state (``IterableDataset.state_dict``, datasets 5.2)."""
     reads_tables = getattr(getattr(stage, "formatting", None), "is_table", False)
     return type(stage).__name__ == "BufferShuffledExamplesIterable" or (reads_tables and hasattr(stage, "function"))

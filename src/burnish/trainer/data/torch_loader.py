@@ -54,13 +54,13 @@ class EpochOrder(Sampler[int]):
 
     def __len__(self) -> int:
         """Number of items of this rank in a whole epoch."""
-        return len(self._mine(range(self._used(self.num_items))))
+        return len(self._items_of_rank(range(self._num_used(self.num_items))))
 
     def __iter__(self) -> Iterator[Any]:
         order, start = self.of_epoch(self.epoch), self.start
         self.start = 0
         self.epoch += 1  # for a user's own loader with this sampler, which does not set the epoch
-        own_items = self._mine(order)[start * self.cut.micro_batch_size :]
+        own_items = self._items_of_rank(order)[start * self.cut.micro_batch_size :]
         return iter(own_items) if self.keys is None else self._keyed(order, own_items)
 
     def _keyed(self, order: Sequence[int], own_items: Sequence[int]) -> Iterator[Any]:
@@ -78,21 +78,21 @@ class EpochOrder(Sampler[int]):
         for since, place, items in self.excluded:
             first = place if epoch == since else 0 if epoch > since else len(order)
             order = order[:first] + [item for item in order[first:] if item not in items]
-        return order[: self._used(len(order))]
+        return order[: self._num_used(len(order))]
 
     def num_batches(self, epoch: int = 0) -> int:
         """Number of micro-batches of this rank in an epoch; the same on every rank."""
-        return -(-(len(self.of_epoch(epoch)) if self.excluded else self._used(self.num_items)) // self.across)
+        return -(-(len(self.of_epoch(epoch)) if self.excluded else self._num_used(self.num_items)) // self.across)
 
     @property
     def across(self) -> int:
         """Number of items of a micro-batch over all ranks."""
         return self.cut.micro_batch_size * self.cut.world_size
 
-    def _used(self, num_items: int) -> int:
+    def _num_used(self, num_items: int) -> int:
         return num_items - (num_items % self.across if self.cut.drop_last else 0)
 
-    def _mine(self, order: Sequence[int]) -> list[int]:
+    def _items_of_rank(self, order: Sequence[int]) -> list[int]:
         return [item for part in self.cut.micro_batches(order) for item in part]
 
 
@@ -204,7 +204,7 @@ class TorchLoader(StepBatchLoader):
                 micro_batches,
                 cursor={"epoch": self.epoch, "position": used},
                 epoch=self.epoch + min(used / total, 1.0),
-                indices=Taken(order_in(self.loader), self.epoch, before, used),
+                indices=RowIndicesOfStep(order_in(self.loader), self.epoch, before, used),
                 num_rows=sum(rows for rows, _ in counts),
                 num_tokens=sum(tokens for _, tokens in counts),
             )
@@ -270,7 +270,7 @@ class TorchLoader(StepBatchLoader):
             if order is None:
                 states = [generator.get_state() for generator in generators_of(self.loader)]
                 self.generators_at_start = {**rng_state(), "own": states}
-            return self._filled(self._in_step(iter(self.loader)))
+            return self._with_padding_batches(self._in_step(iter(self.loader)))
         now = rng_state()
         if self.generators_at_start is not None:
             set_rng_state(self.generators_at_start)
@@ -287,7 +287,7 @@ class TorchLoader(StepBatchLoader):
             for _ in islice(rest, self.position):
                 pass
         set_rng_state(now)
-        return self._filled(rest)
+        return self._with_padding_batches(rest)
 
     def _restore_state(self) -> bool:
         """Restore the state of the loader or its dataset. Returns False if it has to be read from the beginning."""
@@ -304,7 +304,7 @@ class TorchLoader(StepBatchLoader):
             return batches
         return (batch if is_own else self.pad(batch) for batch, is_own in equalize_batches(batches, self.parallel))
 
-    def _filled(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def _with_padding_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield ``batches``, and padding batches if this rank has none of the last rows of an epoch."""
         num_batches, last = self.position, None
         for last in batches:
@@ -316,7 +316,7 @@ class TorchLoader(StepBatchLoader):
                 yield self.pad(last)
 
 
-class Taken(Sequence[int]):
+class RowIndicesOfStep(Sequence[int]):
     """The rows of a step over all ranks, by their index in the set. Empty for a script's own loader.
 
     They are computed on demand, which happens after a failed step.
@@ -326,12 +326,12 @@ class Taken(Sequence[int]):
         self.order, self.epoch, self.first, self.end = order, epoch, first, end
 
     def __len__(self) -> int:
-        return len(self._found())
+        return len(self._indices())
 
     def __getitem__(self, index: Any) -> Any:
-        return self._found()[index]
+        return self._indices()[index]
 
-    def _found(self) -> list[int]:
+    def _indices(self) -> list[int]:
         if self.order is None:
             return []
         return self.order.of_epoch(self.epoch)[self.first * self.order.across : self.end * self.order.across]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from burnish.trainer.arguments.training import TrainingArguments
 
 
-_SAYS_NOTHING = {
+_OMITTED_ARGUMENTS = {
     "output_dir", "logging_dir", "run_name", "report_to", "disable_tqdm", "push_to_hub", "local_rank", "resume",
     "resume_from_checkpoint", "dataloader_pin_memory", "activation_checkpointing",
     "trackio_space_id", "project", "do_train", "do_eval", "do_predict",
@@ -31,7 +31,7 @@ _SAYS_NOTHING = {
 """Arguments that concern the machine or logging, not the model."""
 
 
-_MADE = ("input_ids", "attention_mask", "labels", "completion_mask", "assistant_masks", "seq_lengths")
+_GENERATED_COLUMNS = ("input_ids", "attention_mask", "labels", "completion_mask", "assistant_masks", "seq_lengths")
 
 
 def write_trainer_card(trainer: Any, folder: Path, values: Mapping[str, Any]) -> None:
@@ -80,7 +80,9 @@ def _loader(model: Any) -> str:
 
 def _arguments(args: TrainingArguments) -> dict[str, Any]:
     """The arguments that differ from their defaults."""
-    values = {name: getattr(args, name) for name in args.declared if name not in _SAYS_NOTHING and "hub" not in name}
+    values = {
+        name: getattr(args, name) for name in args.declared if name not in _OMITTED_ARGUMENTS and "hub" not in name
+    }
     settings = {n: plain(v) for n, v in values.items() if v is not None and plain(v) != plain(args.declared[n].default)}
     return {
         name: value for name, value in settings.items() if isinstance(value, str | int | float | list) and value != []
@@ -105,6 +107,6 @@ def _data(trainer: Any) -> list[str]:
 
 
 def _size(rows: Any) -> str:
-    columns = [name for name in getattr(rows, "column_names", None) or [] if name not in _MADE]
+    columns = [name for name in getattr(rows, "column_names", None) or [] if name not in _GENERATED_COLUMNS]
     suffix = f" of {', '.join(columns)}" if columns else ""
     return f"{len(rows):,} rows{suffix}" if hasattr(rows, "__len__") else f"a streaming dataset{suffix}"

@@ -85,7 +85,7 @@ class TrainerBase:
         preprocess_logits_for_metrics: Callable[..., Any] | None = None, tokenizer: Any = None,
     ) -> None:  # fmt: skip
         constructor.warn_about_unused_overrides(type(self))
-        self.args: TrainingArguments = constructor.own_arguments(args, self.arguments_class)
+        self.args: TrainingArguments = constructor.as_training_arguments(args, self.arguments_class)
         args = self.args
         set_seed(args.seed, args.full_determinism)
         constructor.apply_accelerator_accumulation(args)

@@ -18,7 +18,7 @@ from burnish.data.rows.arrow import arrow_table
 from burnish.data.rows.encode import encode_rows
 from burnish.data.sets.examples import Located
 from burnish.data.sets.records import Layout
-from burnish.data.sets.trl import SIDE, TrlRecords, examples_of
+from burnish.data.sets.trl import PAIR_SIDE_COLUMN, TrlRecords, examples_of
 from burnish.data.stats import SHOWN, DataStats
 from burnish.loop.types import Example, Row
 from burnish.trainer.arguments.trl import TrlArguments
@@ -127,7 +127,7 @@ class EncodeStream:
     def __call__(self, columns: Columns, indices: list[int]) -> Columns:
         records = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         if self.splits_pairs:
-            records = [{**record, SIDE: side} for side in ("chosen", "rejected") for record in records]
+            records = [{**record, PAIR_SIDE_COLUMN: side} for side in ("chosen", "rejected") for record in records]
             indices = indices * 2
         stats = DataStats()
         located = [(values, f"{self.name} dataset", at + 1) for values, at in zip(records, indices, strict=True)]

@@ -30,11 +30,11 @@ from burnish.models.images.together import must_run_together, run_tower_in_every
 from burnish.models.options import ModelOptions
 from burnish.utils.json_files import read_object
 
-SIGHT = MediaReader()
+MEDIA_READER = MediaReader()
 """Reader of the images of a script: paths relative to the working directory, and only the limits of the processor."""
 MEDIA = ("image", "images", "video", "videos")
 """Columns of images and videos."""
-NOT_LEARNED = "Image placeholders are masked in the loss (TRL trains on them)."
+PLACEHOLDERS_MASKED = "Image placeholders are masked in the loss (TRL trains on them)."
 
 
 def family_for(model: Any, processing_class: Any, tokenizer: Any, sample: Mapping[str, Any]) -> Family | None:
@@ -43,7 +43,7 @@ def family_for(model: Any, processing_class: Any, tokenizer: Any, sample: Mappin
     Raises:
         ValueError: for a text-only model.
     """
-    if not holds_images(sample):
+    if not has_images(sample):
         return None
     config = model.config
     if getattr(config, "vision_config", None) is None:
@@ -67,7 +67,7 @@ def _settings_of(processing_class: Any) -> dict[str, Any]:
     return {key: value for key, value in vars(processing_class).items() if isinstance(value, int | str)}
 
 
-def holds_images(sample: Mapping[str, Any]) -> bool:
+def has_images(sample: Mapping[str, Any]) -> bool:
     """Return whether a row has a column of images or videos, or messages with parts that are images or videos."""
     if any(name in sample for name in MEDIA):
         return True

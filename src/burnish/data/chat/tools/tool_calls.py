@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-Offered: TypeAlias = Mapping[str, Mapping[str, Any]]
+ToolSchemas: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Function name -> JSON schema of its parameters."""
 
 
@@ -41,13 +41,13 @@ class CallReader:
         only_at_start: calls can occur only at the start of a response.
     """
 
-    read: Callable[[str, Offered], list[Call] | None]
+    read: Callable[[str, ToolSchemas], list[Call] | None]
     openings: tuple[str, ...] = ()
     closing: str = ""
     opens_with_name: bool = False
     only_at_start: bool = False
 
-    def openings_for(self, offered: Offered) -> tuple[str, ...]:
+    def openings_for(self, offered: ToolSchemas) -> tuple[str, ...]:
         return (*self.openings, *(f"{name}\n" for name in offered)) if self.opens_with_name else self.openings
 
 
@@ -69,7 +69,7 @@ def _each_between(opening: str, closing: str, one: Callable[[str], list[Call] | 
     """Return a parser of calls, each between two words, with only whitespace around them."""
     pattern = re.compile(f"{re.escape(opening)}(.*?){re.escape(closing)}", re.DOTALL)
 
-    def read(text: str, offered: Offered) -> list[Call] | None:
+    def read(text: str, offered: ToolSchemas) -> list[Call] | None:
         if pattern.sub("", text).strip():
             return None
         return _joined([one(found.strip()) for found in pattern.findall(text)])
@@ -96,7 +96,7 @@ def _lines_of_json(text: str) -> list[Call] | None:
     return _as_calls(values)
 
 
-def read_action(text: str, offered: Offered) -> list[Call] | None:
+def read_action(text: str, offered: ToolSchemas) -> list[Call] | None:
     """Parse ``Action: name``, ``Action Input: {...}``, any number of times."""
     decoder, calls, at = json.JSONDecoder(), [], 0
     pattern = re.compile(r"\s*Action:[ \t]*([^\n]*?)[ \t]*\nAction Input:\s*")
@@ -112,7 +112,7 @@ def read_action(text: str, offered: Offered) -> list[Call] | None:
     return calls or None
 
 
-def read_named_line(text: str, offered: Offered) -> list[Call] | None:
+def read_named_line(text: str, offered: ToolSchemas) -> list[Call] | None:
     """Parse a name, a line break and JSON."""
     name, line_break, arguments = text.strip().partition("\n")
     try:
@@ -121,12 +121,12 @@ def read_named_line(text: str, offered: Offered) -> list[Call] | None:
         return None
 
 
-def json_after(word: str, key: str = "arguments") -> Callable[[str, Offered], list[Call] | None]:
+def json_after(word: str, key: str = "arguments") -> Callable[[str, ToolSchemas], list[Call] | None]:
     """Return a parser of JSON with an optional word before it."""
     return lambda text, offered: _json_calls(text.strip().removeprefix(word), key)
 
 
-def tagged(call: str, argument: str) -> Callable[[str, Offered], list[Call] | None]:
+def tagged(call: str, argument: str) -> Callable[[str, ToolSchemas], list[Call] | None]:
     """Return a parser of calls with a tag per argument.
 
     Args:
@@ -135,7 +135,7 @@ def tagged(call: str, argument: str) -> Callable[[str, Offered], list[Call] | No
     """
     one, each = re.compile(call, re.DOTALL), re.compile(argument, re.DOTALL)
 
-    def read(text: str, offered: Offered) -> list[Call] | None:
+    def read(text: str, offered: ToolSchemas) -> list[Call] | None:
         found = list(one.finditer(text))
         if not found or one.sub("", text).strip() or any(each.sub("", call["inside"]).strip() for call in found):
             return None
@@ -277,7 +277,7 @@ def _gemma4(text: str) -> list[Call] | None:
         return None
 
 
-def json_between(opening: str, closing: str) -> Callable[[str, Offered], list[Call] | None]:
+def json_between(opening: str, closing: str) -> Callable[[str, ToolSchemas], list[Call] | None]:
     """Return a parser of calls that are JSON, each between two words."""
     return _each_between(opening, closing, _json_calls)
 

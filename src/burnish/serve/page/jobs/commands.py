@@ -153,7 +153,7 @@ class Commands:
 
     def _facts(self, job: StartedJob) -> dict[str, Any]:
         if job.ended is None:
-            self._look(job)
+            self._update_status(job)
         state = "running" if job.ended is None else "done" if job.status == 0 else "failed"
         seconds = (job.ended or time.time()) - job.began
         return {
@@ -165,7 +165,7 @@ class Commands:
             "seconds": seconds,
         }
 
-    def _look(self, job: StartedJob) -> None:
+    def _update_status(self, job: StartedJob) -> None:
         """If the process of a job has ended, record its end and exit status."""
         child = self._children.get(job.id)
         if child is None and not is_alive(job.launch):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.serve.http.errors import APIError
-from burnish.serve.http.relay import ask
+from burnish.serve.http.relay import request_json
 from burnish.serve.page.home import Home
 from burnish.serve.page.jobs.starting import Starter
 from burnish.serve.page.options import NamedModel
@@ -81,10 +81,10 @@ class Engines:
     async def states(self) -> list[dict[str, Any]]:
         """State of every engine."""
         for one in self._all.values():
-            await self._look(one)
+            await self._update_state(one)
         return [{"id": e.id, "name": e.name, "state": e.state, "said": e.message} for e in self._all.values()]
 
-    async def _look(self, one: RunningEngine) -> None:
+    async def _update_state(self, one: RunningEngine) -> None:
         if one.child.poll() is not None:
             one.state = "ended"
             text = one.log.read_text(encoding="utf-8", errors="replace") if one.log.is_file() else ""
@@ -93,7 +93,7 @@ class Engines:
         if one.state == "ready":
             return
         try:
-            status, body = await ask(str(one.socket), "GET", "/readyz")
+            status, body = await request_json(str(one.socket), "GET", "/readyz")
         except APIError:
             return
         one.state = "ready" if status == 200 else "loading"

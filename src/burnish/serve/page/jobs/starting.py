@@ -18,7 +18,7 @@ from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.report.metadata import (
-    ENDED,
+    FINAL_STATES,
     LAUNCH,
     OUTCOME,
     REQUESTED_YAML,
@@ -27,9 +27,9 @@ from burnish.report.metadata import (
     launched,
     write_outcome,
 )
-from burnish.report.results import write_whole
+from burnish.report.results import write_text_atomically
 from burnish.run.plan.config_files import read_arguments
-from burnish.serve.http.child import environment_of_child, start_burnish, tell
+from burnish.serve.http.child import environment_of_child, send_signal, start_burnish
 from burnish.serve.http.errors import APIError
 from burnish.serve.page.home import Home
 from burnish.serve.page.permissions import check_values
@@ -37,7 +37,7 @@ from burnish.serve.page.places import Roots
 from burnish.serve.page.runs.files import object_in, run_yaml_text
 from burnish.serve.page.runs.follow import CONSOLE
 from burnish.serve.page.runs.runs import FoundRun, is_alive
-from burnish.serve.run_folder import data_seen_from
+from burnish.serve.run_folder import absolute_data_options
 
 QUEUE = "queue.json"
 
@@ -97,7 +97,7 @@ class Starter:
         folder.mkdir(parents=True, exist_ok=True)
         is_resumed = folder_choice == "resume" and (folder / RUN_YAML).is_file()
         file = REQUESTED_YAML if is_resumed else RUN_YAML
-        write_whole(folder / file, given_yaml(values, {}))
+        write_text_atomically(folder / file, given_yaml(values, {}))
         self._launch(folder, devices, file)
         return folder
 
@@ -130,7 +130,7 @@ class Starter:
             APIError: 409 if it has no file, 422 if the file names paths that the web UI may not access.
         """
         values, place = await asyncio.to_thread(self._values_of, run), self._place_of(run.folder)
-        return await self.checked(values | (data_seen_from(place, values) if place != self.places.first else {}))
+        return await self.checked(values | (absolute_data_options(place, values) if place != self.places.first else {}))
 
     def _values_of(self, run: FoundRun) -> dict[str, Any]:
         """The values in a run's ``run.yaml``."""
@@ -149,13 +149,13 @@ class Starter:
         argv = ["train", str(folder / file)]
         child = start_burnish(argv, self._place_of(folder), folder / CONSOLE, self._environment() | chosen)
         self._children.append(child)
-        launch = launched([], child.pid, ["burnish", *argv], before if before.get("state") in ENDED else None)
-        write_whole(folder / LAUNCH, json.dumps(launch, indent=1) + "\n")
+        launch = launched([], child.pid, ["burnish", *argv], before if before.get("state") in FINAL_STATES else None)
+        write_text_atomically(folder / LAUNCH, json.dumps(launch, indent=1) + "\n")
 
     def _place_of(self, folder: Path) -> Path:
         """Folder in which the run was started, if it is inside a root: relative paths in its file start there."""
         before = object_in(folder / LAUNCH).get("folder")
-        if isinstance(before, str) and self.places.hold(Path(before)):
+        if isinstance(before, str) and self.places.contains(Path(before)):
             return Path(before)
         return self.places.first
 
@@ -189,7 +189,7 @@ class Starter:
             APIError: 409 if the process cannot be identified as that of the run.
         """
         number = signal.SIGTERM if how == "save" else signal.SIGKILL
-        if not tell(run.launch, number, is_alive):
+        if not send_signal(run.launch, number, is_alive):
             raise APIError(409, "not_running", "The run has no running process on this machine.")
         if how != "save":
             ending = {"state": "stopped", "exit_code": 137, "sentence": f"Stopped immediately, at step {run.step}.",

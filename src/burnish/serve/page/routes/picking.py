@@ -54,7 +54,7 @@ class Picking:
                 for depth in range(DEPTH):
                     for path in root.glob("/".join(["*"] * (depth + 1)) + "/" + name):
                         is_hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-                        if not is_hidden and self.site.places.hold(path):
+                        if not is_hidden and self.site.places.contains(path):
                             found.append({"path": self.site.places.shown(path.parent), "kind": kind, **_facts_of(path)})
                         if len(found) >= MOST_FOUND:
                             return found
@@ -74,7 +74,7 @@ class Picking:
                     for name, entry in list(object_in(path).items())[:MOST_FOUND]:
                         file_name = entry.get("file_name") if isinstance(entry, dict) else None
                         local = path.parent / file_name if isinstance(file_name, str) else None
-                        is_inside = local is not None and self.site.places.hold(local)
+                        is_inside = local is not None and self.site.places.contains(local)
                         named |= {local.resolve()} if local is not None and is_inside else set()
                         file = self._file(local) if local is not None and is_inside and _is_file(local) else {}
                         found.append({"name": str(name), "folder": folder, **file})
@@ -87,7 +87,7 @@ class Picking:
                 is_hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
                 if is_hidden or path.name == INFO_NAME or not _may_hold_records(path):
                     continue
-                if not self.site.places.hold(path):
+                if not self.site.places.contains(path):
                     continue
                 if path.resolve() not in named and not runs & {path.parent, path.parent.parent}:
                     yield {"name": self.site.places.shown(path), "folder": "", **self._file(path)}

@@ -15,7 +15,7 @@ from typing import Any
 from burnish.loop.state import STATE_NAME
 from burnish.report.jsonl import LOG_NAME
 from burnish.report.metadata import RUN_YAML
-from burnish.utils.files import regular_inside
+from burnish.utils.files import open_regular_file_inside
 
 LOG, STATE = LOG_NAME, STATE_NAME
 _TAIL_BYTES = 64 * 1024
@@ -26,7 +26,7 @@ def object_in(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > 2**20:
             return {}
-        with regular_inside(path) as file:
+        with open_regular_file_inside(path) as file:
             value = foreign_json(file.read())
     except (OSError, ValueError, RecursionError):
         return {}
@@ -36,7 +36,7 @@ def object_in(path: Path) -> dict[str, Any]:
 def run_yaml_text(folder: Path, most: int = 2**16) -> str:
     """The text of a run's ``run.yaml``; "" if there is none in its folder."""
     try:
-        with regular_inside(folder / RUN_YAML) as file:
+        with open_regular_file_inside(folder / RUN_YAML) as file:
             return file.read(most).decode("utf-8", "replace")
     except OSError:
         return ""
@@ -79,7 +79,7 @@ def is_broken(path: Path) -> bool:
     if not os.path.lexists(path) or (path.is_file() and path.stat().st_size == 0):
         return False
     try:
-        with regular_inside(path) as file:
+        with open_regular_file_inside(path) as file:
             text = file.read(2**20)
     except OSError:
         return True
@@ -92,7 +92,7 @@ def is_broken(path: Path) -> bool:
 def has_unreadable_history(path: Path) -> bool:
     """Whether a state file of another trainer has entries in its log, of which none can be read."""
     try:
-        with regular_inside(path) as file:
+        with open_regular_file_inside(path) as file:
             found = foreign_row(file.read(2**20))
     except OSError:
         return False
@@ -103,7 +103,7 @@ def has_unreadable_history(path: Path) -> bool:
 def tail_lines(path: Path, size: int = _TAIL_BYTES) -> list[dict[str, Any]]:
     """The objects on the last complete lines of a file of any size."""
     try:
-        with regular_inside(path) as file:
+        with open_regular_file_inside(path) as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - size))
             data = file.read(size)
@@ -120,7 +120,7 @@ def history(folder: Path) -> list[dict[str, Any]]:
         try:
             if path.stat().st_size > 64 * 2**20:
                 continue
-            with regular_inside(path) as file:
+            with open_regular_file_inside(path) as file:
                 state = json.loads(file.read(), parse_constant=str)  # long, and few of its numbers are looked at
         except (OSError, ValueError, RecursionError):
             continue

@@ -23,11 +23,11 @@ from burnish.serve.page.runs.files import LOG
 from burnish.serve.page.runs.listing import facts
 from burnish.serve.page.runs.log_columns import columns_of, rows_since
 from burnish.serve.page.runs.runs import FoundRun, read_run
-from burnish.utils.files import regular_inside
+from burnish.utils.files import open_regular_file_inside
 
 CONSOLE = "console.log"
 MOST_ROWS_BYTES, MOST_LOG_BYTES, _LOOK_BACK_BYTES = 512 * 1024, 16 * 1024, 512
-_PART = re.compile(r"([0-9a-f]{12}):(\d{1,15}):(\d{1,15}):(\d{1,15}):([0-9a-f]{0,8})")
+_CURSOR_PART = re.compile(r"([0-9a-f]{12}):(\d{1,15}):(\d{1,15}):(\d{1,15}):([0-9a-f]{0,8})")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def read_cursor(text: str) -> dict[str, FilePosition]:
     """Parse the cursor of a client; an invalid one means the beginning."""
     found = {}
     for part in text[:4096].split(","):
-        if match := _PART.fullmatch(part):
+        if match := _CURSOR_PART.fullmatch(part):
             found[match[1]] = FilePosition(int(match[2]), int(match[3]), int(match[4]), match[5])
     return found
 
@@ -56,7 +56,7 @@ def cursor_text(cursor: Cursor) -> str:
     return ",".join(f"{id}:{p.rows}:{p.events}:{p.console}:{p.mark}" for id, p in cursor.items())
 
 
-def news(id: str, folder: Path, place: FilePosition, log: bool) -> Iterator[tuple[str, Any, FilePosition]]:
+def new_events(id: str, folder: Path, place: FilePosition, log: bool) -> Iterator[tuple[str, Any, FilePosition]]:
     """(event, data, position after it) of one run, in order.
 
     Args:
@@ -80,7 +80,7 @@ def news(id: str, folder: Path, place: FilePosition, log: bool) -> Iterator[tupl
     for event in events:
         yield "event", {**event, "run": id}, place
     run = read_run(folder)
-    if run is not None and (mark := mark_of(run)) != place.mark:
+    if run is not None and (mark := state_hash(run)) != place.mark:
         place = replace(place, mark=mark)
         yield "run", facts(run), place
     if log:
@@ -110,7 +110,7 @@ def log_text(path: Path, begin: int, end: int) -> tuple[str, int]:
     """
     before = max(0, begin - _LOOK_BACK_BYTES)
     try:
-        with regular_inside(path) as file:
+        with open_regular_file_inside(path) as file:
             file.seek(before)
             data = file.read(end - before)
             is_all = not file.read(1)
@@ -124,7 +124,7 @@ def log_text(path: Path, begin: int, end: int) -> tuple[str, int]:
     return whole[len(same) :], before + len(data)
 
 
-def mark_of(run: FoundRun) -> str:
+def state_hash(run: FoundRun) -> str:
     """Changes whenever the displayed state of a run changes."""
     shown = [run.state, run.step, run.total, run.loss, run.eval_loss, run.checkpoint, run.sentence, run.best]
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()[:8]
@@ -133,7 +133,7 @@ def mark_of(run: FoundRun) -> str:
 def end_of(folder: Path, run: FoundRun | None) -> FilePosition:
     """The position at the end of all current messages."""
     return FilePosition(
-        _size(folder / LOG), _size(folder / EVENTS), _size(console_of(folder)), mark_of(run) if run else ""
+        _size(folder / LOG), _size(folder / EVENTS), _size(console_of(folder)), state_hash(run) if run else ""
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from burnish.loop.state import RATES
 from burnish.serve.page.runs.files import foreign_row
-from burnish.utils.files import regular_inside
+from burnish.utils.files import open_regular_file_inside
 
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "step": ("current_steps", "step"), "loss": ("loss",), "eval_loss": ("eval_loss",), "lr": ("lr", "learning_rate"),
@@ -43,7 +43,7 @@ def rows_since(path: Path, offset: int, most_bytes: int = MOST_BYTES) -> tuple[l
 
 def _whole_lines(path: Path, offset: int, most_bytes: int) -> bytes:
     try:
-        with regular_inside(path) as file:
+        with open_regular_file_inside(path) as file:
             file.seek(offset)
             data = file.read(most_bytes)
     except OSError:
@@ -107,10 +107,10 @@ def _column(rows: Sequence[Mapping[str, Any]], keys: tuple[str, ...]) -> list[An
         with suppress(OverflowError):
             if math.isfinite(sum(value for value in values if value is not None)):
                 return values
-    return list(map(_as_said, values))
+    return list(map(_json_number, values))
 
 
-def _as_said(value: Any) -> Any:
+def _json_number(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity") else None
     if value != value:

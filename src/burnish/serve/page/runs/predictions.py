@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.serve.page.runs.files import foreign_row
-from burnish.utils.files import regular_inside
+from burnish.utils.files import open_regular_file_inside
 
 STEM = "generated_predictions"
 _MOST_ROWS, _MOST_BYTES, _MOST_LETTERS, _MOST_IMAGES = 20, 4 * 2**20, 20_000, 16
@@ -40,7 +40,7 @@ def predictions(folder: Path, name: str = "", offset: int = 0) -> dict[str, Any]
     rows: list[dict[str, Any]] = []
     end = None
     try:
-        with regular_inside(folder / chosen) as file:
+        with open_regular_file_inside(folder / chosen) as file:
             file.seek(offset)
             lines = file.read(_MOST_BYTES).splitlines(keepends=True)
             whole = [line for line in lines if line.endswith(b"\n")]

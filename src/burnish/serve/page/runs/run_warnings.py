@@ -64,7 +64,7 @@ def find_warnings(
     if rows.get("dropped"):
         yield RunWarning("warning_dropped", {"count": rows["dropped"], "seen": rows.get("seen", 0)})
     yield from _evaluation(_points(columns, "eval_loss"))
-    odd = [step for name in ("loss", "eval_loss") for step in _odd(columns, name)]
+    odd = [step for name in ("loss", "eval_loss") for step in _non_finite_steps(columns, name)]
     if odd:
         yield RunWarning("warning_not_finite", {"count": len(odd), "step": min(odd)})
     counts = [event.get("count", 1) for event in events if event.get("kind") == "skipped"]
@@ -102,7 +102,7 @@ def _zeros_at_the_end(columns: Columns, name: str) -> list[int]:
     return [step for step, _ in takewhile(lambda pair: pair[1] == 0, numbers)]
 
 
-def _odd(columns: Columns, name: str) -> list[int]:
+def _non_finite_steps(columns: Columns, name: str) -> list[int]:
     """The steps whose value is NaN or infinite."""
     values = columns.get(name, ())
     if str not in set(map(type, values)):

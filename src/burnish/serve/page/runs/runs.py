@@ -42,7 +42,7 @@ RunState: TypeAlias = Literal[
 ]  # fmt: skip
 RunKind: TypeAlias = Literal["train", "predict", "eval"]
 ALIVE: frozenset[str] = frozenset({"starting", "running", "saving", "evaluating", "stopping", "elsewhere"})
-SETTLED: frozenset[str] = frozenset({"stopped", "done", "failed", "died", "unreadable"})
+FINAL_STATES: frozenset[str] = frozenset({"stopped", "done", "failed", "died", "unreadable"})
 """States that last until a file of the run changes."""
 _READ = (
     "", LOG, STATE, LAUNCH, OUTCOME, EVENTS, RUN_YAML, "all_results.json", "train_results.json", "predict_results.json",
@@ -51,7 +51,7 @@ _READ = (
 """The folder of a run, and the files from which it is read."""
 DEPTH, MOST_FOLDERS, LONGEST_S = 4, 5000, 2.0
 MOST_CHARACTERS = 4000
-_SILENT_AFTER = 10
+_SILENT_AFTER_INTERVALS = 10
 """A run on another machine counts as silent after this multiple of the usual time between two rows."""
 
 
@@ -124,15 +124,15 @@ def find(roots: Sequence[Path], known: KnownRuns | None = None) -> list[FoundRun
 
 def _read_if_changed(place: str, folder: Path, known: KnownRuns) -> FoundRun | None:
     marks, run = known.get(place, ((), None))
-    now = tuple(_mark(f"{place}/{name}") for name in _READ)
-    if run is None or run.state not in SETTLED or marks != now:
+    now = tuple(_file_version(f"{place}/{name}") for name in _READ)
+    if run is None or run.state not in FINAL_STATES or marks != now:
         run = read_run(folder)
         if run is not None:
             known[place] = now, run
     return run
 
 
-def _mark(path: str) -> tuple[int, ...]:
+def _file_version(path: str) -> tuple[int, ...]:
     """Changes when a file is written or replaced, or when an entry of a folder is added or removed."""
     try:
         found = os.lstat(path)
@@ -157,7 +157,7 @@ def run_folders(root: Path) -> Iterator[Path]:
             yield folder
         if depth < DEPTH:
             waiting += [
-                (Path(entry.path), depth + 1) for entry in sorted(entries, key=_name) if _is_worth_a_look(entry)
+                (Path(entry.path), depth + 1) for entry in sorted(entries, key=_name) if _may_contain_runs(entry)
             ]
 
 
@@ -165,7 +165,7 @@ def _name(entry: os.DirEntry[str]) -> str:
     return entry.name
 
 
-def _is_worth_a_look(entry: os.DirEntry[str]) -> bool:
+def _may_contain_runs(entry: os.DirEntry[str]) -> bool:
     if entry.name.startswith((".", "__", "node_modules")) or is_checkpoint(entry.name):
         return False
     try:
@@ -206,7 +206,7 @@ def _read_run(folder: Path) -> FoundRun | None:
     state = run_state(launch, outcome, rows, events, folder, changed)
     kind = "train" if trained else _kind(folder, launch)
     return FoundRun(
-        id=id_of(folder), folder=folder, name=folder.name, maker=_maker(folder, launch, rows), state=state,
+        id=id_of(folder), folder=folder, name=folder.name, maker=_framework(folder, launch, rows), state=state,
         kind=kind, metrics={} if kind == "train" else _metrics(folder, kind),
         step=_whole(last.get("current_steps", last.get("step", outcome.get("step", 0)))),
         total=_whole(last.get("total_steps", last.get("max_steps", 0))), epoch=_number(last.get("epoch")),
@@ -246,7 +246,7 @@ def run_state(
     if launch.get("host"):
         if launch.get("host") != socket.gethostname():
             usual_s = (_number(rows[-1].get("step_seconds")) if rows else None) or 60.0
-            return "elsewhere" if time.time() - changed < max(60.0, _SILENT_AFTER * usual_s) else "silent"
+            return "elsewhere" if time.time() - changed < max(60.0, _SILENT_AFTER_INTERVALS * usual_s) else "silent"
         if not is_alive(launch):
             return "died"
         return _stage(events)
@@ -275,7 +275,7 @@ def _stage(events: Sequence[Mapping[str, Any]]) -> RunState:
     return "starting"
 
 
-def _maker(folder: Path, launch: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+def _framework(folder: Path, launch: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     if launch or (folder / ".finished.json").is_file():
         return "burnish"
     return "LLaMA-Factory" if rows else "transformers"

@@ -12,7 +12,7 @@ from typing import Any
 
 from burnish.serve.page.runs.files import LOG, foreign_row, history, tail_lines
 from burnish.serve.page.runs.log_columns import MOST_ROWS, Columns, columns_of, is_evaluation, log_columns
-from burnish.utils.files import regular_inside
+from burnish.utils.files import open_regular_file_inside
 
 _LONG_LOG_BYTES, _PLACES, _LOOK_BYTES = 128 * 1024, 64, 4096
 
@@ -80,7 +80,7 @@ def small_picture(folder: Path) -> str:
     if size <= _LONG_LOG_BYTES:
         return picture(series(folder)[0])
     rows: list[Mapping[str, Any]] = []
-    with suppress(OSError), regular_inside(path) as file:
+    with suppress(OSError), open_regular_file_inside(path) as file:
         for place in range(_PLACES):
             file.seek(place * size // _PLACES)
             lines = map(foreign_row, file.read(_LOOK_BYTES).split(b"\n")[1 if place else 0 : -1])

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from burnish.report.results import write_whole
+from burnish.report.results import write_text_atomically
 from burnish.serve.http.errors import APIError
 from burnish.serve.page.runs.files import object_in
 from burnish.serve.page.runs.runs import FoundRun
@@ -39,7 +39,7 @@ def delete(run: FoundRun, roots: Sequence[Path]) -> str:
     place = root / TRASH / id
     try:
         place.mkdir(parents=True)
-        write_whole(place / _ENTRY, json.dumps({"folder": str(folder), "name": run.name}))
+        write_text_atomically(place / _ENTRY, json.dumps({"folder": str(folder), "name": run.name}))
         os.rename(folder, place / "run")
     except OSError as error:
         shutil.rmtree(place, ignore_errors=True)

@@ -19,7 +19,7 @@ from burnish.data.batches.batching import collate_padded
 from burnish.data.batches.loader import num_tokens
 from burnish.data.sets.trl import Kind
 from burnish.loop.loop import TrainOutput
-from burnish.loop.meter import Totals
+from burnish.loop.meter import EvalSums
 from burnish.loop.protocols import Objective
 from burnish.loop.types import Batch, Loss, Row
 from burnish.losses.pair_values import PAIR_COLUMNS
@@ -35,7 +35,7 @@ from burnish.trainer.reporting import Count
 from burnish.trainer.trl.preferences.collator import REFERENCE, Padded, PaddedBySide, column_of, rows_of_padded
 from burnish.trainer.trl.preferences.config import PreferenceConfig, WithReference
 from burnish.trainer.trl.preferences.objective import (
-    ReadyBatches,
+    EvalBatchesWithReference,
     Score,
     capabilities_and_collator,
     padding_batch,
@@ -150,7 +150,7 @@ class PreferenceTrainer(OverridableTrainer):
         )  # fmt: skip
         self._second_model = self._second(ref_model, args)
         self._configure_objective(peft_config)
-        self._totals = Totals()
+        self._totals = EvalSums()
         self._inspect(args)
         if self._precomputes_reference:
             self._precompute_reference()
@@ -404,13 +404,15 @@ class PreferenceTrainer(OverridableTrainer):
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
     ) -> Any:  # fmt: skip
-        self._totals, module = Totals(), self._model_for_evaluation()
+        self._totals, module = EvalSums(), self._model_for_evaluation()
         ready = partial(self._objective().iter_eval, module, parallel=self._parallel)
         with torch.no_grad():
+            with_reference = EvalBatchesWithReference(
+                dataloader, lambda batches: ready(batches=batches), self._parallel, self._padding_batch
+            )
             output = super().evaluation_loop(
-                ReadyBatches(dataloader, lambda batches: ready(batches=batches), self._parallel, self._padding_batch),
-                description, prediction_loss_only, ignore_keys, metric_key_prefix,
-            )  # fmt: skip
+                with_reference, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
         means = self.objective.report(self._totals.means(self._parallel))
         metrics: Any = output.metrics
         metrics.update({f"{metric_key_prefix}_{name}": v for name, v in means.items() if name != "loss"})

@@ -39,8 +39,8 @@ class Choices(PairChoices, KtoOptions, RewardOptions, ReferenceOptions):
     gradient_checkpointing_kwargs: dict[str, Any] | None = None
 
 
-_NOT_READ = ("label_smoothing_factor", "neftune_noise_alpha")  # a mean over all labels; handled by the Trainer
-_TOGETHER = "prompt and completion are truncated together, to max_length."
+_IGNORED_FIELDS = ("label_smoothing_factor", "neftune_noise_alpha")  # a mean over all labels; handled by the Trainer
+_TRUNCATED_TOGETHER = "prompt and completion are truncated together, to max_length."
 
 
 @dataclass
@@ -48,8 +48,8 @@ class PreferenceConfig(TrlArguments):
     """Fields shared by the preference configs."""
 
     without_effect: ClassVar[Mapping[str, str]] = {
-        "max_prompt_length": _TOGETHER,
-        "max_completion_length": _TOGETHER,
+        "max_prompt_length": _TRUNCATED_TOGETHER,
+        "max_completion_length": _TRUNCATED_TOGETHER,
         "label_pad_token_id": "labels are created internally.",
         "use_logits_to_keep": "logits of prompt tokens are never computed.",
         "use_liger_loss": "the full logits are never materialized.",
@@ -88,9 +88,9 @@ class PreferenceConfig(TrlArguments):
         Raises:
             UserError: with all problems.
         """
-        known = {word for spec in specs(Choices).values() for word in (spec.name, *spec.aliases)} - {*_NOT_READ}
+        known = {word for spec in specs(Choices).values() for word in (spec.name, *spec.aliases)} - {*_IGNORED_FIELDS}
         today = {name: self.led.get(name, name) for name in self.__dataclass_fields__}
-        values = {name: self._given(word) for word, name in today.items() if name in known}
+        values = {name: self._option_value(word) for word, name in today.items() if name in known}
         built, problems = build(Choices, {name: RawValue(value) for name, value in values.items()})
         raise_if(self.in_own_words([*problems, *self._contradictions(built)]))
         return built
@@ -99,7 +99,7 @@ class PreferenceConfig(TrlArguments):
         """Notes on options without effect, or with a probably unintended value."""
         return []
 
-    def _given(self, name: str) -> Any:
+    def _option_value(self, name: str) -> Any:
         """The value of a field in the form of burnish's option."""
         value = getattr(self, name)
         return getattr(value, "value", value)
@@ -207,7 +207,7 @@ class WithoutReference(PreferenceConfig):
     )
     refused: ClassVar[Mapping[str, str]] = _without(PreferenceConfig.refused, "generate_during_eval")
 
-    max_completion_length: int | None = option(None, f"No effect: {_TOGETHER}", ge=1)
+    max_completion_length: int | None = option(None, f"No effect: {_TRUNCATED_TOGETHER}", ge=1)
     generate_during_eval: bool = option(False, "Not supported. Use burnish predict.")
     is_encoder_decoder: bool | None = option(
         None, "Whether the model is an encoder-decoder, which is not supported. Default: detected from the model."
@@ -216,7 +216,7 @@ class WithoutReference(PreferenceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_completion_length is not None:
-            self._warn(f"`max_completion_length` has no effect: {_TOGETHER}")
+            self._warn(f"`max_completion_length` has no effect: {_TRUNCATED_TOGETHER}")
         if self.generate_during_eval:
             remedy = PreferenceConfig.refused["generate_during_eval"]
             raise UserError("`generate_during_eval` must be False. Received: True.", remedy=remedy)
@@ -240,7 +240,7 @@ class ORPOConfig(WithoutReference):
         return built
 
 
-_CPO = {"sigmoid": "cpo", "hinge": "cpo_hinge", "ipo": "cpo_ipo", "simpo": "simpo"}
+_CPO_LOSSES = {"sigmoid": "cpo", "hinge": "cpo_hinge", "ipo": "cpo_ipo", "simpo": "simpo"}
 """TRL's name of a loss without a reference -> burnish's name."""
 
 
@@ -251,7 +251,7 @@ class CPOConfig(WithoutReference):
     led: ClassVar[Mapping[str, str]] = {"alpha": "alphapo_alpha"}
 
     beta: float = option(0.1, "β of the preference loss.", gt=0)
-    loss_type: str = option("sigmoid", "Preference loss.", choices=(*_CPO, "alphapo"))
+    loss_type: str = option("sigmoid", "Preference loss.", choices=(*_CPO_LOSSES, "alphapo"))
     label_smoothing: float = option(0.0, "Assumed fraction of pairs with swapped labels.", ge=0, lt=0.5)
     cpo_alpha: float = option(
         1.0, "Weight of the supervised loss on chosen responses in CPO (mean over the tokens of the step).", ge=0
@@ -264,9 +264,9 @@ class CPOConfig(WithoutReference):
             self.loss_type, self.cpo_alpha = "simpo", 0.0
         super().__post_init__()
 
-    def _given(self, name: str) -> Any:
-        value = super()._given(name)
-        return _CPO.get(value, value) if name == "loss_type" else value
+    def _option_value(self, name: str) -> Any:
+        value = super()._option_value(name)
+        return _CPO_LOSSES.get(value, value) if name == "loss_type" else value
 
     def _contradictions(self, choices: Choices) -> list[Problem]:
         return check_pairs(choices)

@@ -55,7 +55,7 @@ def padding_batch(batch: Batch) -> PaddingBatch:
     return PaddingBatch({**batch, **kl, "items": torch.zeros_like(batch["items"])})
 
 
-class ReadyBatches:
+class EvalBatchesWithReference:
     """The batches of an evaluation with reference log-probabilities, the same number on every rank.
 
     Args:
@@ -75,12 +75,12 @@ class ReadyBatches:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in self.ready(_InStep(self.loader, self.parallel, self.pad)):
+        for batch in self.ready(_EqualizedLoader(self.loader, self.parallel, self.pad)):
             # Its rows are counted by the first tensor; a padded batch of TRL is not changed.
             yield {"items": batch["items"], **batch} if "items" in batch else batch
 
 
-class _InStep:
+class _EqualizedLoader:
     """A loader that can be iterated several times, with the same number of batches on all ranks."""
 
     def __init__(self, loader: Any, parallel: Parallel, pad: Callable[[Batch], Batch]) -> None:
@@ -106,7 +106,7 @@ def capabilities_and_collator(
         skips_tokens: whether tokens without influence on a loss are skipped, if possible.
         scores: whether the model is a sequence classifier.
     """
-    may, target = may_be_padding_free(model), _AllHidden(model) if scores else model
+    may, target = may_be_padding_free(model), _HiddenStatesOfClassifier(model) if scores else model
     capabilities = find_capabilities(
         target, padding_free=may, prefix_sharing=may and skips_tokens, head_of=None if scores else model
     )
@@ -124,7 +124,7 @@ def capabilities_and_collator(
     return capabilities, partial(collate_padded, pad_id=pad, pad_to_multiple_of=multiple)
 
 
-class _AllHidden(nn.Module):
+class _HiddenStatesOfClassifier(nn.Module):
     """Wraps a sequence classifier to return the hidden states of all tokens, for probes."""
 
     def __init__(self, model: nn.Module) -> None:

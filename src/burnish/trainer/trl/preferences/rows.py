@@ -26,7 +26,7 @@ from burnish.trainer.data.loaders import is_datasets_set
 from burnish.trainer.notes import logger
 from burnish.trainer.trl.preferences.config import PreferenceConfig
 from burnish.trainer.trl.prepared import EncodeRecords, first_row, hashable_by_class, prepared, refuse_transform
-from burnish.trainer.trl.vision import SIGHT, with_encoded_images
+from burnish.trainer.trl.vision import MEDIA_READER, with_encoded_images
 
 Columns = dict[str, list[Any]]
 NAMES: Mapping[Kind, tuple[str, ...]] = {
@@ -58,7 +58,7 @@ def preference_rows(
     """
     refuse_transform(dataset)
     dataset = dataset if template.family is None else with_encoded_images(dataset)
-    sample, reader = first_row(dataset), None if template.family is None else SIGHT
+    sample, reader = first_row(dataset), None if template.family is None else MEDIA_READER
     names = NAMES[kind] if reader is None else (*NAMES[kind], "images", *(["kl_images"] * (kind == "verdicts")))
     splits = kind == "verdicts" and {"chosen", "rejected"} <= sample.keys() and not set(IDS[kind]) <= sample.keys()
     is_known = hashable_by_class(template.tokenizer)
@@ -109,7 +109,7 @@ def with_kl_answers(rows: Any, name: str) -> Any:
     within blocks of ``WINDOW`` records.
     """
     if not is_datasets_set(rows):
-        return rows.map(_looking_back, batched=True, batch_size=WINDOW)
+        return rows.map(_with_mismatched_completions, batched=True, batch_size=WINDOW)
     if any(rows["KL_completion_ids"]):
         return rows
     hashes = [hash(tuple(ids)) for ids in rows["completion_ids"]]
@@ -128,7 +128,7 @@ WINDOW = 1000
 """Number of records of a stream that are matched together."""
 
 
-def _looking_back(columns: Columns) -> Columns:
+def _with_mismatched_completions(columns: Columns) -> Columns:
     completions = columns["completion_ids"]
     if any(columns["KL_completion_ids"]):
         return columns

@@ -115,7 +115,7 @@ class Scripted(PaddedObjective):
         return self._prepared
 
     def iter_eval(self, module: nn.Module, batches: Iterable[Batch], parallel: Parallel) -> Iterator[Batch]:
-        read = _Seen(batches, self.collated, parallel)
+        read = _RecordedBatches(batches, self.collated, parallel)
         for ready in self.objective.iter_eval(self.over(module), read, parallel):
             made = ScriptedBatch(read.padded.popleft(), ready)
             self._prepared = [*self._prepared[-1:], made]  # a reader may be one batch ahead
@@ -150,7 +150,7 @@ class Scripted(PaddedObjective):
 
 
 @dataclass
-class _Seen:
+class _RecordedBatches:
     """The objective's batches of a loader, which can be iterated twice. ``padded``: the batches of the last
     iteration."""
 

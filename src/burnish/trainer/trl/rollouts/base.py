@@ -21,7 +21,7 @@ from burnish.config.errors import UserError
 from burnish.config.options import raise_if
 from burnish.data.batches.loader import num_tokens
 from burnish.kernels.token_logps import LogpRules
-from burnish.loop.meter import Totals
+from burnish.loop.meter import EvalSums
 from burnish.loop.protocols import Objective
 from burnish.loop.types import Batch, Loss, Metric
 from burnish.losses.reference import InitialWeights, MovingReference
@@ -47,9 +47,9 @@ from burnish.trainer.trl.rollouts.prompts import (
     PromptTemplate,
     blank_prompts,
     end_tokens,
-    of_prompts,
     prompt_rows,
     room_for_prompts,
+    without_repeats,
 )
 from burnish.trainer.trl.rollouts.reward_methods import RewardMethods
 from burnish.trainer.trl.rollouts.rewards import reward_list
@@ -312,7 +312,7 @@ class RolloutTrainer(RewardMethods):
         if not self._overrides("_get_train_sampler"):
             return sampler
         size, repeats = args.generation_batch_size or 1, args.num_iterations * self.objective.micro_batches
-        return of_prompts(sampler, args.num_generations, size, repeats)
+        return without_repeats(sampler, args.num_generations, size, repeats)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """Return a sampler of prompts. An override may return one of TRL, which yields a prompt for each completion."""
@@ -387,7 +387,7 @@ class RolloutTrainer(RewardMethods):
     ) -> Any:  # fmt: skip
         """Generate completions of the prompts of a dataset, and measure rewards and lengths. The noise is the same each
         time."""
-        module, totals = self._model_for_evaluation(), Totals()
+        module, totals = self._model_for_evaluation(), EvalSums()
         reporting.announce_evaluation(description, self.num_examples(dataloader), self.args.eval_batch_size)
         prompts = (batch for batch, is_own in equalize_batches(dataloader, self._parallel) if is_own)
         with torch.no_grad(), self.compute_loss_context_manager():

@@ -32,14 +32,14 @@ from burnish.trainer.arguments.values import dictionary_of
 from burnish.trainer.trl.preferences.config import Choices
 
 NO_VLLM = "Completions are generated in the training process. Remove use_vllm and vllm_*."
-_OF_VLLM = "completions are generated in the training process."
+_NO_VLLM_EFFECT = "completions are generated in the training process."
 _NO_PADDING = "completions are not padded."
-_OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _OF_BEAMS = ("length_penalty", "early_stopping")
 """Arguments of beam search in transformers, which have no effect on sampling."""
-_WHY_BEAMS = "beam search is not used"
+_NO_BEAM_SEARCH = "beam search is not used"
 _EXAMPLES = {"generation_kwargs": '{"top_k": 50}', "chat_template_kwargs": '{"enable_thinking": False}'}
-_USUAL = (("do_sample", True), ("num_beams", 1), ("use_cache", True))
+_FIXED_GENERATION_ARGUMENTS = (("do_sample", True), ("num_beams", 1), ("use_cache", True))
 
 
 @dataclass
@@ -75,7 +75,7 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
                 "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
                 "vllm_importance_sampling_cap", "vllm_guided_decoding_regex",
             ),
-            _OF_VLLM,
+            _NO_VLLM_EFFECT,
         ),
     }  # fmt: skip
     refused: ClassVar[Mapping[str, str]] = {
@@ -98,7 +98,7 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
     top_p: float = 1.0
     top_k: int = 0
     generation_kwargs: dict[str, Any] | str | None = option(
-        None, f"Additional sampling options: {', '.join(_OF_SAMPLING)}."
+        None, f"Additional sampling options: {', '.join(_SAMPLING_FIELDS)}."
     )
     chat_template_kwargs: dict[str, Any] | str | None = option(None, "Arguments of the chat template.")
     shuffle_dataset: bool | None = option(True, "Shuffle the prompts.")
@@ -178,11 +178,13 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
         """Return the sampling options of ``generation_kwargs``."""
         kwargs: Mapping[str, Any] = self.generation_kwargs or {}  # type: ignore[assignment]
         kwargs = {
-            name: value for name, value in kwargs.items() if (name, value) not in _USUAL and name not in _OF_BEAMS
+            name: value
+            for name, value in kwargs.items()
+            if (name, value) not in _FIXED_GENERATION_ARGUMENTS and name not in _OF_BEAMS
         }
-        if unknown := [str(name) for name in kwargs if name not in _OF_SAMPLING]:
-            what = f'`generation_kwargs` does not accept "{unknown[0]}".{did_you_mean(unknown[0], _OF_SAMPLING)}'
-            remedy = f"Available: {', '.join(_OF_SAMPLING)}."
+        if unknown := [str(name) for name in kwargs if name not in _SAMPLING_FIELDS]:
+            what = f'`generation_kwargs` does not accept "{unknown[0]}".{did_you_mean(unknown[0], _SAMPLING_FIELDS)}'
+            remedy = f"Available: {', '.join(_SAMPLING_FIELDS)}."
             raise UserError(Problem(what, remedy=remedy, option="generation_kwargs"))
         return dict(kwargs)
 
@@ -196,7 +198,7 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
         changed = {one.name for one in fields(self) if one.init and getattr(self, one.name) != one.default}
         reasons = ((field_names.get(name, name), why) for name, why in without_effect(choices).items())
         of_beams = [
-            (f"generation_kwargs.{name}", _WHY_BEAMS) for name in self.generation_kwargs or () if name in _OF_BEAMS
+            (f"generation_kwargs.{name}", _NO_BEAM_SEARCH) for name in self.generation_kwargs or () if name in _OF_BEAMS
         ]
         return [
             f'"{name}" has no effect: {why}.'

@@ -163,7 +163,7 @@ def end_tokens(model: Any) -> list[int]:
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
-class _OfPrompts(Sampler[int]):
+class _SamplerWithoutRepeats(Sampler[int]):
     def __init__(self, sampler: Sampler[int], count: int, size: int, repeats: int) -> None:
         self.sampler, self.count, self.size, self.repeats = sampler, count, size, repeats
 
@@ -178,7 +178,7 @@ class _OfPrompts(Sampler[int]):
             deque(islice(numbers, self.size * (self.repeats - 1)), maxlen=0)
 
 
-def of_prompts(sampler: Any, count: int, size: int, repeats: int) -> Any:
+def without_repeats(sampler: Any, count: int, size: int, repeats: int) -> Any:
     """Return a sampler that yields each prompt once, for a script's sampler.
 
     A sampler of TRL yields a prompt for each of its completions, and each generation batch as often as it is trained
@@ -191,4 +191,4 @@ def of_prompts(sampler: Any, count: int, size: int, repeats: int) -> Any:
         return sampler
     first = [*islice(copy.deepcopy(sampler), count)]
     is_repeated = len(first) == count and len(set(first)) == 1
-    return _OfPrompts(sampler, count, size, repeats) if is_repeated else sampler
+    return _SamplerWithoutRepeats(sampler, count, size, repeats) if is_repeated else sampler

@@ -16,9 +16,9 @@ from typing import Any
 from burnish.config.errors import UserError
 from burnish.inference.types import NoiseKey
 from burnish.rollouts.completions import Completion, CompletionLimits, CompletionSource
-from burnish.utils.forks import ending_forked_processes
+from burnish.utils.forks import end_forked_processes
 
-_NEEDED = ("prompt_ids", "completion_ids", "logprobs")
+_REQUIRED_KEYS = ("prompt_ids", "completion_ids", "logprobs")
 _OF_TOKENS = ("logprobs", "env_mask")
 """Keys with a value per token of each completion; None if there are none."""
 
@@ -61,10 +61,10 @@ class ScriptSource(CompletionSource):
     def complete(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[NoiseKey], limits: CompletionLimits
     ) -> list[Completion]:
-        with ending_forked_processes("rollout_func"):
+        with end_forked_processes("rollout_func"):
             returned = self.function([record["prompt"] for record in self.records], self.trainer)
         output = checked_output(returned, len(prompts), self.vocab_size)
-        columns = {name: values for name, values in output.items() if name not in (*_NEEDED, "env_mask")}
+        columns = {name: values for name, values in output.items() if name not in (*_REQUIRED_KEYS, "env_mask")}
         masks, logps = output.get("env_mask"), output["logprobs"]
         return [
             Completion(
@@ -91,14 +91,14 @@ def checked_output(returned: Any, count: int, vocab_size: int) -> dict[str, Any]
     if not isinstance(returned, Mapping):
         kind = "nothing" if returned is None else type(returned).__name__
         raise _error(f"must return a dictionary. Received: {kind}.")
-    if missing := [name for name in _NEEDED if name not in returned]:
-        raise _error(f"must return keys {', '.join(_NEEDED)}. Missing: {', '.join(missing)}.")
+    if missing := [name for name in _REQUIRED_KEYS if name not in returned]:
+        raise _error(f"must return keys {', '.join(_REQUIRED_KEYS)}. Missing: {', '.join(missing)}.")
     if odd := [name for name in returned if not isinstance(name, str)]:
         raise _error(f"must return a dictionary whose keys are strings. Received: the key {odd[0]!r}.")
     output: dict[str, Any] = {}
     for name, values in returned.items():
         listed = _as_list(values)
-        is_column = name not in (*_NEEDED, *_OF_TOKENS)
+        is_column = name not in (*_REQUIRED_KEYS, *_OF_TOKENS)
         if listed is None and values is None and name in _OF_TOKENS:
             output[name] = None
             continue
@@ -114,7 +114,7 @@ def checked_output(returned: Any, count: int, vocab_size: int) -> dict[str, Any]
     for name in _OF_TOKENS:
         if output.get(name) is not None:
             pairs = zip(output["completion_ids"], output[name], strict=True)
-            output[name] = [_of_tokens(name, number, *pair) for number, pair in enumerate(pairs, 1)]
+            output[name] = [_checked_token_values(name, number, *pair) for number, pair in enumerate(pairs, 1)]
     return output
 
 
@@ -158,7 +158,7 @@ def _is_integer(value: Any) -> bool:
         return False
 
 
-def _of_tokens(name: str, number: int, ids: Sequence[int], values: Any) -> list[Any]:
+def _checked_token_values(name: str, number: int, ids: Sequence[int], values: Any) -> list[Any]:
     """Return the log-probabilities or the mask of a completion."""
     found, place = _as_list(values), f'"{name}" of completion {number}'
     if found is None:

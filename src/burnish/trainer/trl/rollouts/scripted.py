@@ -36,7 +36,7 @@ _NUMBERS = {
 """Values per token of a sample -> TRL's key of a padded batch."""
 
 
-_NEEDED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
+_REQUIRED_TENSORS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
 """Keys that the loss reads of every batch of completions."""
 
 
@@ -141,7 +141,7 @@ class ScriptedRollouts(PaddedObjective):
     ) -> None:  # fmt: skip
         super().__init__(objective, over, parallel)
         self.pad, self.token_values, self.generate = pad, token_values, generate
-        self._request: _Request | None = None
+        self._request: _GenerationRequest | None = None
         objective.keeps_old_logps = objective.leaves_one_out
         self._prepared: list[RolloutBatch] = []  # of the step's micro-batches, those whose loss was not computed yet
 
@@ -167,7 +167,7 @@ class ScriptedRollouts(PaddedObjective):
             return self.objective.rollout(self.over(module), step_batch, parallel, step, more)
         rows = [row for batch in step_batch.batches for row in real_rows(batch)]
         module.train()
-        request = self._request = _Request(
+        request = self._request = _GenerationRequest(
             rows,
             self.objective.count(),
             lambda: self.objective.generation(self.over(module), step_batch, parallel, step, more),
@@ -184,14 +184,14 @@ class ScriptedRollouts(PaddedObjective):
 
     # --- completions of a script ---
 
-    def _of_script(self, request: _Request) -> dict[str, Any]:
+    def _of_script(self, request: _GenerationRequest) -> dict[str, Any]:
         """Return the padded batch that the script generates, without entries that are None."""
         assert self.generate is not None
         self._request = request
         values = self.generate(request.records())
-        missing = [name for name in _NEEDED if not isinstance(values.get(name), Tensor)]
+        missing = [name for name in _REQUIRED_TENSORS if not isinstance(values.get(name), Tensor)]
         if missing:
-            what = f"_generate_and_score_completions must return the tensors {', '.join(_NEEDED)}. Missing: "
+            what = f"_generate_and_score_completions must return the tensors {', '.join(_REQUIRED_TENSORS)}. Missing: "
             remedy = "Return them, or change the result of the original method."
             raise UserError(f"{what}{', '.join(missing)}.", remedy=remedy)
         return {name: value for name, value in values.items() if value is not None and name != "num_items_in_batch"}
@@ -219,7 +219,7 @@ class ScriptedRollouts(PaddedObjective):
 
     def _step_batch(self, source: StepBatch, values: Mapping[str, Any], parts: Sequence[Sequence[int]]) -> StepBatch:
         """A step batch of completions of a script's batch. Args: parts: their places, of each micro-batch."""
-        of_parts = [{name: taken(value, part) for name, value in values.items()} for part in parts]
+        of_parts = [{name: select_completions(value, part) for name, value in values.items()} for part in parts]
         found = step_batch_of(source, [samples_of(each, None) for each in of_parts], None, {})
         for batch, each in zip(found.batches, of_parts, strict=True):
             batch["script"] = each
@@ -250,7 +250,7 @@ class ScriptedRollouts(PaddedObjective):
                 yield {"pack": pack}, ready
             return
         rows = [row for batch in batches for row in real_rows(batch)]
-        request = _Request(
+        request = _GenerationRequest(
             rows,
             self.objective.count(is_eval=True),
             lambda: self.objective.evaluation(self.over(module), rows, parallel),
@@ -310,7 +310,7 @@ class ScriptedRollouts(PaddedObjective):
 
 
 @dataclass
-class _Request:
+class _GenerationRequest:
     """The records of a call of a script's ``_generate_and_score_completions``.
 
     Args:
@@ -339,7 +339,7 @@ def num_rows(values: Mapping[str, Any]) -> int:
     return len(values["completion_ids"])
 
 
-def taken(value: Any, places: Sequence[int]) -> Any:
+def select_completions(value: Any, places: Sequence[int]) -> Any:
     """The values of the completions at some places; a scalar is that of all."""
     if isinstance(value, Tensor):
         return value[list(places)] if value.ndim else value

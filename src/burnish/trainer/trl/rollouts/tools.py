@@ -29,7 +29,7 @@ from burnish.rollouts.completions import Completion, CompletionLimits, Completio
 from burnish.rollouts.rewards.compute import run_coroutine
 from burnish.rollouts.rewards.functions import RewardFunction
 from burnish.trainer.notes import logger
-from burnish.utils.forks import ending_forked_processes
+from burnish.utils.forks import end_forked_processes
 
 Tool = Callable[..., Any]
 _LONGEST_RUN = 1 << 30
@@ -61,7 +61,7 @@ def check_tools(tools: Any) -> list[Tool]:
     return list(tools or ())
 
 
-class _AnyName(dict[str, Any]):
+class _SchemasWithUnknownNames(dict[str, Any]):
     """Schemas by name. A call of an unknown name is parsed as a call and fails when it is run."""
 
     def __contains__(self, name: object) -> bool:
@@ -71,7 +71,7 @@ class _AnyName(dict[str, Any]):
         return {}
 
 
-class _Plain(TemplateOptions, EncodingOptions):
+class _DefaultTemplateOptions(TemplateOptions, EncodingOptions):
     """The options of a chat template without changes."""
 
 
@@ -92,11 +92,13 @@ class ToolDialogue:
         self._has_warned = False
         if not tokenizer.chat_template:
             raise UserError("Tools require a chat template, but the tokenizer has none.", option="tools")
-        self.form: ReplyForm = form_of_jinja(JinjaFormat(tokenizer.chat_template, _Plain(), tokenizer, "own"))
+        self.form: ReplyForm = form_of_jinja(
+            JinjaFormat(tokenizer.chat_template, _DefaultTemplateOptions(), tokenizer, "own")
+        )
         if self.form.reader is None:
             what = "The chat template does not support tool calls, or uses an unknown format for them."
             raise UserError(what, remedy="Use the chat template of a model that supports tool calls.", option="tools")
-        self.offered = _AnyName(schemas_of(self.tools))
+        self.offered = _SchemasWithUnknownNames(schemas_of(self.tools))
         self.results_of([{"role": "tool", "name": next(iter(self.offered), "tool"), "content": "1"}])
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -256,7 +258,7 @@ class ToolSource(CompletionSource):
             if call["name"] not in completion.tools:
                 raise ValueError(f"Tool {call['name']} not found.")
             try:
-                with ending_forked_processes(f"The tool {call['name']}"):
+                with end_forked_processes(f"The tool {call['name']}"):
                     result = completion.tools[call["name"]](**call["arguments"])
                     return str(await result if inspect.isawaitable(result) else result)
             except SystemExit as error:
@@ -379,7 +381,7 @@ class Environments:
             key: value for key, value in record["columns"].items() if not (self.is_named and key == "environment")
         }
         try:
-            with ending_forked_processes(name):
+            with end_forked_processes(name):
                 observed = environment.reset(**{"prompt": record["prompt"], **columns})
         except KeyboardInterrupt:
             raise

@@ -16,7 +16,7 @@ from burnish.loop.types import IGNORE_INDEX, Batch
 from burnish.losses.targets import Targets, sums_of_hidden
 from burnish.utils.patching import Reason, hooked
 
-_CAUGHT = Reason("head", "the loss is computed from hidden states, without logits")
+_LOSS_WITHOUT_LOGITS = Reason("head", "the loss is computed from hidden states, without logits")
 
 
 def sums_without_logits(
@@ -39,7 +39,7 @@ def sums_without_logits(
         caught.append(args[0])
         return (args[0][:, :0], *args[1:])
 
-    with head.only(targets.positions), hooked(head.linear, "forward_pre", catch, _CAUGHT):
+    with head.only(targets.positions), hooked(head.linear, "forward_pre", catch, _LOSS_WITHOUT_LOGITS):
         outputs = model(**inputs)
     hidden = caught[0][:, -width:].flatten(0, 1)[targets.positions]
     return sums_of_hidden(hidden, head.of_linear_inputs(), targets, rules), outputs

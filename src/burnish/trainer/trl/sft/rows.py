@@ -30,7 +30,7 @@ from burnish.trainer.trl.prepared import (
     prepared,
     refuse_transform,
 )
-from burnish.trainer.trl.vision import SIGHT, with_encoded_images
+from burnish.trainer.trl.vision import MEDIA_READER, with_encoded_images
 
 if TYPE_CHECKING:
     from burnish.trainer.trl.sft.config import SFTConfig
@@ -106,7 +106,7 @@ class Preparation:
         truncate = not packing and self.args.max_length is not None
         is_known = hashable_by_class(self.tokenizer)
         return EncodeRecords(
-            trl_layout("texts", sample, self.args.dataset_text_field, None if self.family is None else SIGHT),
+            trl_layout("texts", sample, self.args.dataset_text_field, None if self.family is None else MEDIA_READER),
             partial(self.template.encode_arrays, truncate=truncate), self.names,
             f"{self.template.fingerprint} {truncate}" if is_known else None, formatting=formatting,
         )  # fmt: skip
@@ -162,13 +162,13 @@ class Formatting:
 
 def formats_batches(function: Callable[[Any], Any], row: Any) -> bool:
     """Whether a ``formatting_func`` takes a batch and returns its texts, tested with a row and with a batch of one."""
-    if isinstance(_returned(function, row), str):
+    if isinstance(_result_or_none(function, row), str):
         return False
-    returned = _returned(function, _in_batch(row))
+    returned = _result_or_none(function, _in_batch(row))
     return isinstance(returned, list) and len(returned) == 1 and isinstance(returned[0], str)
 
 
-def _returned(function: Callable[[Any], Any], argument: Any) -> Any:
+def _result_or_none(function: Callable[[Any], Any], argument: Any) -> Any:
     try:
         return function(argument)
     except Exception:  # any error of a script's function; it is raised when the dataset is prepared

@@ -25,10 +25,10 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from burnish.adapters.peft import PeftAdapter, PeftOptions
 from burnish.models.options import ModelOptions
-from burnish.models.source import refuse_no_place, refuse_unavailable
+from burnish.models.source import check_model_path, refuse_unavailable
 from burnish.parallel.precision import supported_dtype
 from burnish.trainer.arguments.trl import TrlArguments
-from burnish.trainer.constructor import fields_of, shown
+from burnish.trainer.constructor import fields_of, value_and_type
 from burnish.trainer.inspection import is_peft_model
 from burnish.trainer.notes import logger
 from burnish.utils.json_files import read_object
@@ -56,7 +56,7 @@ def check_model(model: Any, argument: str = "model") -> None:
     """Raise TypeError unless ``model`` is a name, a folder, or a model with a config."""
     if not isinstance(model, str) and not hasattr(model, "config"):
         what = f"`{argument}` must be a transformers model, or the name or folder of one. Received: "
-        raise TypeError(f"{what}{shown(model)}.")
+        raise TypeError(f"{what}{value_and_type(model)}.")
 
 
 def model_id(model: Any) -> str:
@@ -114,7 +114,7 @@ def load_named_model(
             )
         kwargs["quantization_config"] = quantization_config
     if "subfolder" in kwargs:
-        refuse_no_place(name, argument)
+        check_model_path(name, argument)
     else:
         refuse_unavailable(name, _hub_options(name, kwargs), argument)
     adapter = Path(name) / "adapter_config.json"

@@ -48,7 +48,7 @@ from burnish.trainer.trl.sft.setup import (
     resolve_model,
     set_pad,
 )
-from burnish.trainer.trl.vision import MEDIA, NOT_LEARNED, VisionCollator, family_for
+from burnish.trainer.trl.vision import MEDIA, PLACEHOLDERS_MASKED, VisionCollator, family_for
 
 
 class CountAlways(Count):
@@ -118,7 +118,7 @@ class SFTTrainer(TrlTrainer):
         self._refuse_masks_without_labels({"train": train_dataset, **evals}, data_collator)
         if not self._skip_prepare_dataset:
             if has_images and not args.assistant_only_loss and not self.completion_only_loss:
-                logger.warning(NOT_LEARNED)
+                logger.warning(PLACEHOLDERS_MASKED)
             self._formatting_func = formatting_func
             train_dataset = self._prepare_dataset(
                 train_dataset, processing_class, args, args.packing, formatting_func, "train"
