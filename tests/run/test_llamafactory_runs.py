@@ -316,7 +316,6 @@ REJECTED = {
     '"flash_attn": true': ("flash_attn: true", "Set flash_attn: fa2"),
     "init_special_tokens": ("init_special_tokens: description", "Set init_special_tokens: desc_init"),
     "target_modules": ("target_modules: q_proj", "Set lora_target"),
-    "push_to_hub": ("push_to_hub: true\nhub_model_id: me/mine", "Remove it, and upload the model"),
 }
 
 
