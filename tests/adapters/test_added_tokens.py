@@ -49,6 +49,7 @@ def test_evaluation_and_predictions_use_the_tokens_of_the_adapter(first, tmp_pat
     assert prompts[0] == prompts[1]
 
 
+@pytest.mark.slow
 def test_a_later_run_keeps_the_tokens_and_appends_its_own(first, tmp_path):
     folder, own = first
     before = ids_of(folder)

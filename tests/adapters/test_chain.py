@@ -8,6 +8,7 @@ import pytest
 from burnish.adapters.chain import MERGED_NAME, incomplete_chain_notes, merged_before
 from burnish.cli import main
 from burnish.config.errors import UserError
+from representative import representative_slow
 from run_outputs import history
 from small_run import as_arguments, make_workspace
 
@@ -30,7 +31,7 @@ def loss_of_command(folder, *words):
     return next(value for name, value in json.loads(results.read_text()).items() if name.endswith("loss"))
 
 
-@pytest.mark.parametrize("again", [{"create_new_adapter": True}, {"chain": 2}], ids=str)
+@pytest.mark.parametrize("again", representative_slow([{"create_new_adapter": True}, {"chain": 2}], 1), ids=str)
 def test_commands_load_the_adapters_that_were_merged_before_training(tmp_path, capsys, again):
     first, second = tmp_path / "first", tmp_path / "second"
     trained(first)
@@ -81,6 +82,7 @@ def test_missing_folder_of_a_merged_adapter_is_reported_with_its_file(tmp_path, 
     assert MERGED_NAME in message
 
 
+@pytest.mark.slow
 def test_commands_scale_positions_as_in_training(tmp_path):
     own = trained(tmp_path / "scaled", rope_scaling="linear", cutoff_len=1024)
     assert loss_of_command(tmp_path / "scaled") == pytest.approx(own, rel=1e-6)

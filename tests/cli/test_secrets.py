@@ -208,7 +208,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
 
 WITHOUT_OPTIONS_OF_A_RUN = {"env", "version", "runs", "webui"}
 """Commands that take none of a run's secrets."""
-SLOW = {"demo", "GGUF", "answers of a server that is away"}
+SLOW = {"demo", "GGUF", "answers of a server that is away", "predict"}
 
 
 def test_every_command_is_covered_by_the_secrets_test() -> None:

@@ -85,7 +85,7 @@ def test_bad_record_stops_run_and_keeps_checkpoints(tmp_path, user, capsys, monk
 
 
 @pytest.mark.parametrize("suffix", representative_slow([".jsonl", ".arrow"], 1))
-@pytest.mark.parametrize("change", ["truncated", "overwritten"])
+@pytest.mark.parametrize("change", representative_slow(["truncated", "overwritten"], 1))
 def test_file_changed_during_training_is_reported_and_run_resumes_once_restored(
     tmp_path, user, capsys, monkeypatch, suffix, change
 ):
@@ -132,12 +132,14 @@ def test_encode_ahead_has_no_effect_and_note_names_streaming(user, capsys):
     assert "Set streaming: true to tokenize it during training" in message
 
 
+@pytest.mark.slow
 def test_different_buffer_size_is_a_different_run(tmp_path, user, capsys):
     assert run(user) == 0
     assert run(user, buffer_size=4, max_steps=12) == 2
     assert "shuffled among 8" in "".join(capsys.readouterr())
 
 
+@pytest.mark.slow
 def test_several_datasets_are_mixed_with_held_out_records(tmp_path, user):
     lines = "".join(json.dumps(record) + "\n" for record in records(9))
     write(tmp_path / "more.jsonl", lines)
@@ -156,7 +158,7 @@ def test_parquet_file_with_a_column_of_maps_is_streamed(user, tmp_path):
     assert main(["train", *as_arguments(options)]) == 0
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".arrow"])
+@pytest.mark.parametrize("suffix", representative_slow([".parquet", ".csv", ".arrow"], 1))
 def test_other_file_types_are_read_in_place(tmp_path, user, monkeypatch, suffix):
     path, table = tmp_path / f"data{suffix}", pyarrow.Table.from_pylist(records(24))
     if suffix == ".csv":

@@ -23,6 +23,7 @@ from burnish.run.plan.plan import Plan, plan
 from burnish.run.plan.resources import formats_in, memory_of
 from burnish.run.prepare import Prepared, prepare
 from burnish.utils.patching import patches_in_words, patches_of
+from representative import representative_slow
 from small_run import make_model, make_workspace
 
 pytestmark = pytest.mark.run
@@ -73,6 +74,11 @@ CASES = {
     "files in bfloat16": {"files": "bfloat16"},
     "badam, files in bfloat16": {"files": "bfloat16", "use_badam": True, "badam_switch_interval": 2},
 }
+
+
+OFTEN = ("full", "full under bf16", "lora", "freeze", "dora", "checkpointing", "packing", "full by adafactor",
+         "full by apollo", "badam, a turn for each", "files in bfloat16")  # fmt: skip
+"""Cases of every run of the tests; the others are left to ``make test-slow``."""
 
 
 class Watch:
@@ -168,9 +174,7 @@ def claims_of_activations(made: Plan, prepared: Prepared, watch: Watch) -> None:
         assert is_at_most or saved > 0.45 * expected
 
 
-@pytest.mark.parametrize(
-    "name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE if name not in CASES)]
-)
+@pytest.mark.parametrize("name", representative_slow([*CASES, *(name for name in LARGE if name not in CASES)], OFTEN))
 def test_run_matches_explain(name: str, models: dict[str, Path], tmp_path: Path, monkeypatch: Any) -> None:
     method, _, optimizer = name.partition(" by ")
     overrides = CASES[name] if name in CASES else {**METHODS[method], **OPTIMIZERS[optimizer]}

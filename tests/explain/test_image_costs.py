@@ -46,7 +46,11 @@ def initial_counts(towers):
 
 @pytest.mark.parametrize(
     ("stage", "dataset", "more"),
-    [("sft", "answers", {}), ("dpo", "pairs", {}), ("kto", "verdicts", {"per_device_train_batch_size": 8})],
+    [
+        ("dpo", "pairs", {}),
+        pytest.param("sft", "answers", {}, marks=pytest.mark.slow),
+        pytest.param("kto", "verdicts", {"per_device_train_batch_size": 8}, marks=pytest.mark.slow),
+    ],
 )
 def test_vision_tower_runs_once_per_image_of_a_step(workspace, towers, monkeypatch, stage, dataset, more):
     from burnish.loop.loop import Loop
@@ -68,6 +72,7 @@ def test_vision_tower_runs_once_per_image_of_a_step(workspace, towers, monkeypat
     assert sum(towers["patches"][calls:]) == sum(wide * high for wide, high in grids.values())
 
 
+@pytest.mark.slow
 def test_image_is_decoded_once_in_several_epochs(workspace, towers):
     options = {"finetuning_type": "lora", "per_device_train_batch_size": 1}
     train(workspace, "epochs-1", max_steps=4, **options)

@@ -72,6 +72,7 @@ def test_stalled_run_ends_with_stack_traces_of_its_processes(monkeypatch, capfd)
     assert "Process 1 of 2" in output
 
 
+@pytest.mark.slow
 def test_finished_run_is_no_longer_watched():
     script = STANDS_STILL[: STANDS_STILL.index("def waits")] + "watch.on_train_end(None, None, None)\ntime.sleep(1.2)\n"
     source = str(Path(launching.__file__).parents[2])

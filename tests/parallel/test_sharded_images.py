@@ -50,7 +50,7 @@ def folder(tmp_path_factory, request):
     return folder
 
 
-@pytest.mark.parametrize("kind", representative_slow(KINDS, 1))
+@pytest.mark.parametrize("kind", representative_slow(KINDS, 0))
 def test_two_processes_with_images_give_the_weights_of_one(folder, kind):
     one, two = (weights_in(folder / count / kind) for count in ("one", "two"))
     assert one.keys() == two.keys()

@@ -171,6 +171,7 @@ def rank_results(tmp_path_factory):
     return json.loads(json.dumps(measured(folder / "one"))), *ranks
 
 
+@pytest.mark.slow
 def test_loader_state_of_rank_0_resumes_on_both_ranks(rank_results):
     """Six rows to a step: at its end the first rank has read nine of twelve, so both read on from the tenth."""
     for rank, to in zip(rank_results[1:], (21, 24), strict=True):

@@ -15,6 +15,7 @@ from burnish.models.patches.capabilities import find_capabilities
 from burnish.parallel.options import ParallelOptions
 from burnish.parallel.single import SingleProcess
 from burnish.utils.patching import PatchOptions
+from representative import representative_slow
 
 pytestmark = [
     pytest.mark.run,
@@ -53,7 +54,7 @@ def assert_same(case, logs, norms, steps=5):
                 assert norms[name.replace(".default", "")] == pytest.approx(norm, rel=NORM), name
 
 
-@pytest.mark.parametrize("name", OF_LLAMAFACTORY)
+@pytest.mark.parametrize("name", representative_slow(OF_LLAMAFACTORY, ("rm", "dpo_sigmoid")))
 def test_five_steps_match_llamafactory(name, folder, monkeypatch):
     case = golden()["runs"]["llamafactory"][name]
     options = {key: value for key, value in case["settings"].items() if key not in ("do_train", "disable_shuffling")}
@@ -69,7 +70,7 @@ def test_first_step_baseline_matches_llamafactory(folder, monkeypatch):
     assert_same(case, *run(folder, monkeypatch, **options), steps=1)
 
 
-@pytest.mark.parametrize("name", OF_TRL)
+@pytest.mark.parametrize("name", representative_slow(OF_TRL, ("dpo_sigmoid", "dpo_mpo")))
 def test_five_steps_match_trl(name, folder, monkeypatch):
     case = golden()["runs"]["trl"][name]
     requested = case["settings"]

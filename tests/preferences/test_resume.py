@@ -39,6 +39,7 @@ def weights(folder):
 
 
 RARELY = (
+    "a reference that follows", "rm",
     "aot", "rm, lora", "dpo, full", "dpo, an adapter that is continued", "a second model that follows", "bco",
     "a reference that is asked beforehand", "kto, other answers of the step",
 )  # fmt: skip

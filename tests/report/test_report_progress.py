@@ -322,6 +322,7 @@ def test_terminal_gets_one_live_line_and_its_cursor_back():
     assert shown.count("\n") < 30
 
 
+@pytest.mark.slow
 def test_no_color_disables_colors():
     shown = in_terminal(NO_COLOR="1")
     assert not re.search(r"\x1b\[(\d;)?(3|9)\d", shown)

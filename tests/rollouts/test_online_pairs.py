@@ -50,6 +50,7 @@ def test_resumed_run_gives_the_same_weights(whole, tmp_path):
     assert same_weights(run / "checkpoint-4", resumed / "checkpoint-4")
 
 
+@pytest.mark.slow
 def test_evaluation_changes_nothing(whole, tmp_path):
     folder, _ = whole
     options = {"val_size": 4, "eval_strategy": "steps", "num_generations_eval": 2, "save_steps": 4}

@@ -12,6 +12,7 @@ from burnish.config.errors import UserError
 from burnish.inference.loading import writes_answers
 from burnish.models.reward_files import CRITIC, load_reward_model
 from burnish.serve.command_line import serving_of
+from representative import representative_slow
 from run_outputs import history, same_weights
 
 FOREIGN = ("num_generations", "steps_per_generation", "num_iterations")
@@ -78,7 +79,7 @@ def test_steps_count_rollouts_with_one_learning_rate_each(whole, tmp_path):
     assert [entry["learning_rate"] for entry in log] == pytest.approx([1e-3] * 4 + [5e-4] * 4)
 
 
-@pytest.mark.parametrize("stopped", [1, 3, 4])
+@pytest.mark.parametrize("stopped", representative_slow([3, 1, 4], 1))
 def test_run_resumed_inside_a_rollout_gives_the_same_weights(whole, tmp_path, stopped):
     folder, run = whole
     out = tmp_path / "out"
@@ -99,6 +100,7 @@ def test_evaluation_changes_nothing(whole, tmp_path):
     assert all("eval_reward" in entry for entry in history(a) if "eval_runtime" in entry)
 
 
+@pytest.mark.slow
 def test_update_does_not_depend_on_micro_batching(whole, tmp_path):
     folder, _ = whole
     options = {"max_steps": 1, "save_steps": 1, "ppo_epochs": 1, "infer_exact": True}

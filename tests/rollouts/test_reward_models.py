@@ -205,6 +205,7 @@ def test_chat_template_of_a_reward_model_is_rendered_with_limits(models, templat
         model([[{"role": "user", "content": "q"}]], [[{"role": "assistant", "content": "a"}]])
 
 
+@pytest.mark.slow
 def test_reward_model_can_be_combined_with_functions(models, tmp_path):
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
     (models / "policy_vhead" / "chat_template.jinja").write_text(template)

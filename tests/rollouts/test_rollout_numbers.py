@@ -13,6 +13,7 @@ from burnish.inference.types import NoiseKey, Sampling
 from burnish.rollouts.metrics import as_metrics, with_counts
 from burnish.rollouts.objective import RolloutObjective
 from burnish.rollouts.samples import ScoredCompletion
+from representative import representative_slow
 from run_outputs import history, same_weights
 
 OF_A_GENERATION = {
@@ -35,7 +36,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", representative_slow(CASES, ("grpo", "rloo")))
 def test_log_has_every_metric(tmp_path, name):
     options, names = CASES[name]
     run = train(user(tmp_path, max_steps=1, save_strategy="no", **{**ENDS, **options}))
@@ -129,6 +130,7 @@ def test_refill_samples_more_prompts_until_the_step_is_full(tmp_path):
     assert all(entry["grad_norm"] > 0 for entry in log)
 
 
+@pytest.mark.slow
 def test_refill_samples_at_most_three_times_as_many_prompts(tmp_path):
     options = refilling(tmp_path, max_steps=2, logging_steps=1)
     (tmp_path / "sometimes.py").write_text("def sometimes(prompts, **kwargs):\n    return [1.0] * len(prompts)\n")

@@ -21,6 +21,7 @@ from burnish.rollouts.completions import CompletionLimits, SlotSource
 from burnish.rollouts.journal import RolloutNotesCallback
 from burnish.run.build import train_run
 from burnish.run.plan.plan import plan
+from representative import representative_slow
 from run_outputs import history, same_weights
 from small_run import make_model, make_workspace
 
@@ -127,7 +128,7 @@ def test_kv_cache_is_freed_before_first_backward_pass(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "more",
-    [
+    representative_slow([
         {"stage": "rloo", "beta": 0.05, "num_generations": 2},
         {"beta": 0.04, "loss_type": "grpo", "reward_funcs": ["{}/my_rewards.py:short", "{}/my_rewards.py:often_none"]},
         {"top_entropy_quantile": 0.5, "entropy_coef": 0.01, "temperature": 0.8},
@@ -136,7 +137,7 @@ def test_kv_cache_is_freed_before_first_backward_pass(tmp_path, monkeypatch):
         {"steps_per_generation": 1, "num_iterations": 1, "scale_rewards": "batch", "mask_truncated_completions": True},
         {"drop_zero_variance_groups": "drop", "reward_funcs": ["{}/my_rewards.py:often_none"], "top_k": 20},
         {"padding_free": False, "scale_rewards": "none", "num_iterations": 1, "steps_per_generation": None},
-    ],
+    ], 2),
 )  # fmt: skip
 def test_all_variants_run(tmp_path, more):
     functions = [each.format(tmp_path) for each in more.pop("reward_funcs", ["{}/my_rewards.py:short"])]
@@ -203,7 +204,10 @@ def limited(completions, **kwargs):
 
 @pytest.mark.parametrize(
     ("how", "message"),
-    [("raise ValueError('no')", "ValueError: no"), ("time.sleep(60)", "has not returned for 1 s")],
+    [
+        ("raise ValueError('no')", "ValueError: no"),
+        pytest.param("time.sleep(60)", "has not returned for 1 s", marks=pytest.mark.slow),
+    ],
 )
 def test_steps_before_a_failing_reward_are_saved(tmp_path, how, message):
     options = user(tmp_path, save_strategy="no", reward_funcs=[f"{tmp_path}/limited.py:limited"], reward_timeout_s=1.0)
@@ -301,6 +305,7 @@ def test_run_killed_before_its_first_checkpoint_starts_over(tmp_path):
     assert '{"step": 1}' not in journal.read_text(encoding="utf-8").splitlines()
 
 
+@pytest.mark.slow
 def test_oft_adapter_generates_and_trains(tmp_path):
     folder = train(user(tmp_path, max_steps=2, save_strategy="no", finetuning_type="oft"))
     assert (folder / "adapter_model.safetensors").is_file()

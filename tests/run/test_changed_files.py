@@ -31,6 +31,7 @@ from burnish.utils import digests
 from burnish.utils.digests import file_digests
 from burnish.utils.source_files import source_digest
 from pair_runs import pairs
+from representative import representative_slow
 from small_run import make_model, records
 
 pytestmark = pytest.mark.run
@@ -269,7 +270,7 @@ def own_stage(stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("own_stage")
-@pytest.mark.parametrize("part", WITHIN)
+@pytest.mark.parametrize("part", representative_slow(WITHIN, 4))
 def test_run_with_a_part_changed_in_place_is_not_resumed(part: str, capsys: pytest.CaptureFixture[str]) -> None:
     place = WITHIN[part]
     place.before()
@@ -282,7 +283,9 @@ def test_run_with_a_part_changed_in_place_is_not_resumed(part: str, capsys: pyte
 
 
 @pytest.mark.usefixtures("own_stage")
-@pytest.mark.parametrize("option", PLACES)
+@pytest.mark.parametrize(
+    "option", representative_slow(PLACES, ("reward_funcs", "dataset", "model_name_or_path", "ref_model", "template"))
+)
 def test_run_with_changed_file_content_is_not_resumed(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -162,6 +162,7 @@ def test_config_keys_without_effect_on_results_do_not_prevent_a_resume(half: Pat
     assert same_bits()
 
 
+@pytest.mark.slow
 @pytest.mark.run
 def test_different_initial_adapter_prevents_resume(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lora = ["finetuning_type=lora", "max_steps=2"]

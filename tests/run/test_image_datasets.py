@@ -5,6 +5,7 @@ import json
 import pytest
 
 from burnish.cli import main
+from representative import representative_slow
 from run_outputs import history
 from vision_models import image_models
 
@@ -43,7 +44,7 @@ def answers_of(stage, number):
     return {"output": f"It is number {number}.", **({"kto_tag": number % 2 == 0} if stage == "kto" else {})}
 
 
-@pytest.mark.parametrize("form", ["alpaca", "sharegpt"])
+@pytest.mark.parametrize("form", representative_slow(["sharegpt", "alpaca"], 1))
 @pytest.mark.parametrize("stage", ["sft", "dpo", "kto"])
 def test_each_image_dataset_format_trains(workspace, form, stage):
     name = f"{form}_{stage}"

@@ -130,6 +130,7 @@ def test_missing_torchvision_backend_is_reported(workspace):
         lengths(workspace, image_backend="torchvision")
 
 
+@pytest.mark.slow
 def test_image_cache_on_disk_is_shared_by_runs(workspace, monkeypatch, tmp_path):
     from image_runs import train
 

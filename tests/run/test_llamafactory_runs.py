@@ -104,7 +104,7 @@ def test_walk_through_command_runs_unchanged(workspace):
 SMALLER = {"max_samples": "60", "save_steps": "10", "eval_steps": "10", "badam_switch_interval": "3"}
 
 
-@pytest.mark.parametrize("written_as", ["command", "yaml", "json"])
+@pytest.mark.parametrize("written_as", representative_slow(["yaml", "command", "json"], 1))
 def test_walk_through_on_60_rows_runs_in_every_config_format(workspace, written_as):
     options = {**as_mapping(WALK_THROUGH.split()), **SMALLER}
     if written_as == "command":
@@ -215,6 +215,7 @@ def test_config_file_with_4_bit_base_trains(workspace, more):
 OFF = {"neftune_noise_alpha": "0", "quantization_method": "hqq", "flash_attn": "fa2"}
 
 
+@pytest.mark.slow
 def test_options_set_to_off_train_like_none(workspace):
     """A value that turns an option off; and preferences that this machine, or the run, has no use for."""
     assert main(["train", written(SFT + LORA + "bf16: true\nmax_steps: 3\noutput_dir: saves/none\n")]) == 0

@@ -13,6 +13,7 @@ from burnish.cli import main
 from burnish.models.load import context_length
 from burnish.parallel import precision
 from burnish.run import build
+from representative import representative_slow
 from small_run import as_arguments, make_workspace
 
 pytestmark = pytest.mark.run
@@ -60,7 +61,7 @@ def stretched(kind):
 ROPE = {"linear": linear, "yarn": stretched("yarn"), "llama3": stretched("llama3")}
 
 
-@pytest.mark.parametrize("kind", ROPE)
+@pytest.mark.parametrize("kind", representative_slow(ROPE, 1))
 def test_rope_scaling_is_applied_to_trained_and_saved_model(train, kind):
     model, folder = train(rope_scaling=kind, cutoff_len=512)
     config = AutoConfig.from_pretrained(folder)
@@ -189,6 +190,7 @@ def test_additional_target_trains_matching_modules_and_resumes(train, capsys, na
     assert all(not torch.equal(further[key], stored[key]) for key in whole)
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_in_order_as_in_peft(train):
     lora = {"finetuning_type": "lora", "learning_rate": 5e-2}
     _, first = train("first", lora_rank=2, **lora)
@@ -213,7 +215,7 @@ def test_adapters_are_merged_in_order_as_in_peft(train):
     assert third != is_resuming
 
 
-@pytest.mark.parametrize("iterations", [-1, 8])
+@pytest.mark.parametrize("iterations", representative_slow([-1, 8], 1))
 def test_pissa_trains_largest_directions_and_is_saved_as_lora(train, tmp_path, iterations):
     pissa = {"pissa_init": True, "pissa_iter": iterations, "pissa_convert": True, "lora_rank": 4}
     model, folder = train(finetuning_type="lora", learning_rate=1e-8, **pissa)

@@ -28,7 +28,7 @@ def losses(folder):
     return [entry["loss"] for entry in history(folder) if "loss" in entry]
 
 
-@pytest.mark.parametrize("family", TEMPLATES)
+@pytest.mark.parametrize("family", representative_slow(TEMPLATES, 3))
 def test_first_loss_matches_transformers(workspace, family):
     rows = [row for row in golden()["llamafactory"] if row["family"] == family and not row["options"]]
     chosen = [row for row in rows if row["record"] in RECORDS]
@@ -75,7 +75,7 @@ def test_model_that_mixes_rows_uses_one_row_per_batch(workspace, capsys):
         {"padding_free": False}, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
         {"packing": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "cutoff_len": 1024},
         {"max_tokens_per_batch": 130}, {"image_cache": "none"}, {"dataloader_num_workers": 1},
-    ], 3),
+    ], 2),
     ids=lambda cut: next(iter(cut)),
 )  # fmt: skip
 def test_update_does_not_depend_on_micro_batching(workspace, cut):
@@ -146,6 +146,7 @@ def test_frozen_tower_computes_each_image_in_first_epoch_only(workspace, monkeyp
         assert same_weights(kept, again)
 
 
+@pytest.mark.slow
 def test_features_are_not_cached_if_a_second_model_has_its_own_tower(workspace):
     options = {"stage": "dpo", "dataset": "pairs", "finetuning_type": "lora", "max_steps": 3,
                "ref_model": workspace / "qwen2_5_vl"}  # fmt: skip
@@ -156,6 +157,7 @@ def test_features_are_not_cached_if_a_second_model_has_its_own_tower(workspace):
     assert losses(before) == pytest.approx(losses(kept), abs=2e-5)
 
 
+@pytest.mark.slow
 def test_trained_tower_runs_in_every_step(workspace, monkeypatch):
     options = {"freeze_vision_tower": False}
     _, once = tower_calls(monkeypatch, workspace, "tower-1", max_steps=1, **options)
@@ -164,7 +166,11 @@ def test_trained_tower_runs_in_every_step(workspace, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changed", "named"), [("the image processor", "image_processor"), ("the pixels of an image", "data")]
+    ("changed", "named"),
+    [
+        pytest.param("the image processor", "image_processor", marks=pytest.mark.slow),
+        ("the pixels of an image", "data"),
+    ],
 )
 def test_a_run_is_not_resumed_with_other_pixels(workspace, tmp_path, capsys, changed, named):
     for name in ("qwen2_5_vl", "data"):
@@ -258,6 +264,7 @@ def test_prediction_and_evaluation_commands_read_images(workspace, tmp_path):
     assert result["eval_loss"] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_features_that_an_evaluation_computed_are_trained_on(workspace, monkeypatch):
     options = {"finetuning_type": "lora", "max_steps": 2, "eval_dataset": "answers", "eval_strategy": "steps",
                "eval_steps": 1}  # fmt: skip
@@ -281,6 +288,7 @@ def test_adapter_of_the_tower_is_trained_on_preferences(workspace, stage):
     assert losses(folder) == pytest.approx(losses(before), abs=2e-5)
 
 
+@pytest.mark.slow
 def test_reference_of_badam_keeps_the_features_of_its_own_weights(workspace):
     options = {"stage": "dpo", "dataset": "pairs", "use_badam": True, "badam_switch_interval": 2, "max_steps": 8,
                "freeze_vision_tower": False, "freeze_multi_modal_projector": False, "learning_rate": 1e-2}  # fmt: skip

@@ -119,6 +119,7 @@ def test_rollback_requires_a_checkpoint(user, monkeypatch, capsys):
     assert "There is no checkpoint to roll back to. Reduce save_steps." in re.sub(r"\s+", " ", capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_resumed_run_still_skips_excluded_rows(user, tmp_path, monkeypatch):
     options = {**user, "on_spike": "go_back", "lr_scheduler_type": "constant"}  # the earlier name of the value
     spoil(monkeypatch, user, float("nan"))

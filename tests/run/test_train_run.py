@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish.cli import main
 from burnish.loop.meter import Meter
+from representative import representative_slow
 from run_outputs import KILLS_ITSELF_AFTER_STEP_FIVE, history, same_weights, weights_in
 from small_run import as_arguments, make_workspace, records
 
@@ -243,7 +244,7 @@ def test_dataset_without_learned_tokens_is_rejected_before_writing(tmp_path, cap
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("cut", [(8, 1), (4, 2), (1, 8)])
+@pytest.mark.parametrize("cut", representative_slow([(4, 2), (8, 1), (1, 8)], 1))
 @pytest.mark.parametrize(
     "layout",
     [{}, {"padding_free": False}, {"packing": True}, {"max_tokens_per_batch": 64},
@@ -334,7 +335,12 @@ def test_first_log_numbers_match_run_and_explain(options, tmp_path, capsys, monk
 
 @pytest.mark.run
 @pytest.mark.parametrize(
-    ("steps", "logged"), [(3, [1, 2, 3]), (60, [1, *range(2, 61, 2)]), (101, [1, *range(3, 100, 3), 101])]
+    ("steps", "logged"),
+    [
+        (3, [1, 2, 3]),
+        (60, [1, *range(2, 61, 2)]),
+        pytest.param(101, [1, *range(3, 100, 3), 101], marks=pytest.mark.slow),
+    ],
 )
 def test_about_50_steps_including_first_and_last_are_logged(steps, logged, tmp_path):
     options = make_workspace(tmp_path, count=4, max_steps=steps, save_strategy="no")

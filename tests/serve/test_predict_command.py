@@ -84,6 +84,7 @@ def test_run_predicts_its_held_out_records_and_keeps_its_files(place: Path) -> N
     assert (place / "writes/run.yaml").read_text() == options
 
 
+@pytest.mark.slow
 def test_temperature_0_is_greedy_decoding(place: Path) -> None:
     results = []
     for options in (["temperature=0"], ["do_sample=false"]):
@@ -175,7 +176,14 @@ def test_relative_dataset_path_of_a_run_is_found_from_another_folder(
 # --- runs of other stages ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "num_prompts"), [("dpo", 4), ("lora", 4), ("kto", 9), ("grpo", 4), ("own", 4)])
+@pytest.mark.parametrize(
+    ("name", "num_prompts"),
+    [
+        ("lora", 4),
+        ("kto", 9),
+        *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ("dpo", "grpo", "own")),
+    ],
+)
 def test_run_of_each_stage_answers_the_prompts_that_it_held_out(methods: Path, name: str, num_prompts: int) -> None:
     assert main(["predict", str(methods / name), "max_new_tokens=3", "bf16=false"]) == 0
     result = lines(methods / name / "predictions/generated_predictions.jsonl")

@@ -36,6 +36,7 @@ def test_gpt2_alpaca_example_trains_with_added_pad_token_and_generates(folder):
     assert len(answered.stdout) > 1  # after so little training, whatever it says will do
 
 
+@pytest.mark.slow
 def test_example_prompt_is_that_of_alpaca(folder):
     sys.path.insert(0, str(EXAMPLES))
     try:

@@ -50,7 +50,9 @@ SCENES = {
 @pytest.mark.parametrize(
     ("scene", "sets"),
     [
-        pytest.param(scene, sets, marks=pytest.mark.slow if sets == "two sets" else ())
+        pytest.param(
+            scene, sets, marks=() if sets == "one set" and scene in ("the usual", "the best") else pytest.mark.slow
+        )
         for scene in SCENES
         for sets in ("one set", "two sets")
         if (scene, sets) != ("the best", "two sets")

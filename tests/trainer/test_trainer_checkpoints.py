@@ -21,6 +21,7 @@ from transformers import EarlyStoppingCallback, PrinterCallback
 from burnish import Trainer, UserError
 from burnish.checkpoint import checkpoint
 from burnish.trainer.training import requested_checkpoint
+from representative import representative_slow
 from trainer_run import (
     Regression,
     arguments,
@@ -119,7 +120,7 @@ class PythonOrder(Sampler):
         return iter(order)
 
 
-@pytest.mark.parametrize("step", [3, 6, 8])
+@pytest.mark.parametrize("step", representative_slow([3, 6, 8], 1))
 @pytest.mark.parametrize("order", ["generator of the loader", "generator of a sampler", "python", "numpy"])
 def test_orders_from_other_generators_resume_at_their_position(tmp_path, order, step):
     """In the middle of an epoch, in the first one and in the second, and between them."""
@@ -193,7 +194,7 @@ STREAMED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, 
 
 
 @pytest.mark.parametrize("kind", ["__call__", "of_datasets", "shuffled"])
-@pytest.mark.parametrize("step", [3, 12])
+@pytest.mark.parametrize("step", representative_slow([12, 3], 1))
 def test_stateful_stream_resumes_from_its_state(tmp_path, kind, step):
     """Four rows to a step, 32 to an epoch: step 3 stands in the second shard of eight, step 12 in the second epoch.
     What a shuffle buffer holds is in no state, so such a stream is read again, and all end in the same bits."""
@@ -315,6 +316,7 @@ def test_burnish_checkpoint_resumes_in_transformers_on_request(tmp_path):
     assert resumed.state.global_step == 9
 
 
+@pytest.mark.slow
 def test_adapter_checkpoints_resume_in_both_directions(tmp_path):
     lora = parity.seeded(parity.with_lora)
     for begins, is_resuming, more in ((theirs, trained, {}), (trained, theirs, {"save_hf_format": True})):

@@ -34,6 +34,7 @@ def test_sentence_pair_example_stops_early_and_keeps_the_best(tiny_bert, tmp_pat
     assert len(list((tmp_path / "out").glob("checkpoint-*"))) == 1
 
 
+@pytest.mark.slow
 def test_interrupted_iterator_resumes_at_next_item(tmp_path):
     assert "nothing twice, nothing left out" in run_script("interrupted_iterator.py", folder=tmp_path).stdout
 

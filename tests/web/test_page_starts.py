@@ -112,7 +112,14 @@ def test_resume_keeps_run_yaml_until_the_run_accepts_the_options(page, root, sta
 
 
 @pytest.mark.run
-@pytest.mark.parametrize(("before", "after"), [("done", "done"), ("failed", "failed"), (None, "failed")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("done", "done"),
+        pytest.param("failed", "failed", marks=pytest.mark.slow),
+        pytest.param(None, "failed", marks=pytest.mark.slow),
+    ],
+)
 def test_finished_run_that_cannot_be_continued_stays_finished(page, root, before, after) -> None:
     sent_run(root, {**USUAL, "output_dir": "sent"})
     if before is not None:
