@@ -22,7 +22,7 @@ from burnish.config.registry import Registry
 from burnish.losses.base import OBJECTIVES
 from burnish.optim.builtin import OPTIMIZERS
 from burnish.report.trackers import TRACKERS
-from burnish.run.plan.listing import component, shown, shown_bounds
+from burnish.run.plan.listing import component, format_value, shown_bounds
 from burnish.run.plan.plan import RunOptions, aliases
 from burnish.run.plan.unsupported import NO_EFFECT, UNSUPPORTED
 
@@ -84,12 +84,12 @@ def _row(spec: OptionSpec) -> tuple[str, str, str]:
 def _default(spec: OptionSpec) -> str:
     if spec.default is None:
         return ""
-    return f"{shown(spec.default)}{f' {spec.unit}' if spec.unit else ''}"
+    return f"{format_value(spec.default)}{f' {spec.unit}' if spec.unit else ''}"
 
 
 def _facts(spec: OptionSpec) -> Iterator[str]:
     if spec.choices:
-        yield f"One of {_listed(shown(choice) for choice in spec.choices)}."
+        yield f"One of {_listed(format_value(choice) for choice in spec.choices)}."
     elif spec.type_name in ("a list", "a mapping"):
         yield f"{spec.type_name.capitalize()}."
     if bounds := shown_bounds(spec):
@@ -124,7 +124,7 @@ def _keys_of_others() -> Iterator[str]:
         yield f"{tool}: {_listed(same)}.\n"
     yield "### Same name, different default or meaning\n"
     rows = [
-        (f"`{name}`", f"{shown(there)} ({tool})", difference)
+        (f"`{name}`", f"{format_value(there)} ({tool})", difference)
         for tool, keys in peers.items()
         for name, there in keys.items()
         if name in known and not known[name].ignored and (difference := _difference(tool, known[name], there))
@@ -142,7 +142,7 @@ def _difference(tool: str, spec: OptionSpec, there: Any) -> str:
     """Return the default or the meaning here if it differs from that of another tool, else ""."""
     if spec.name in OTHER_MEANING and tool.startswith("TRL"):
         return OTHER_MEANING[spec.name]
-    return "" if there == "?" or shown(spec.default) == shown(there) else shown(spec.default)
+    return "" if there == "?" or format_value(spec.default) == format_value(there) else format_value(spec.default)
 
 
 def _without_effect(known: Mapping[str, OptionSpec]) -> Iterator[tuple[str, str]]:
@@ -156,7 +156,7 @@ def _without_effect(known: Mapping[str, OptionSpec]) -> Iterator[tuple[str, str]
 
 
 def _absent(name: str) -> tuple[str, str, str]:
-    return f"`{name}`", shown(UNSUPPORTED[name].harmless), _escaped(UNSUPPORTED[name].instead)
+    return f"`{name}`", format_value(UNSUPPORTED[name].harmless), _escaped(UNSUPPORTED[name].instead)
 
 
 # --- markdown ---------------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ UNSUPPORTED = {
 """Name that was removed from its library or is not supported yet -> error message, with the placeholder ``{name}``."""
 
 
-def reexported(name: str) -> Any:
+def reexport(name: str) -> Any:
     """Return the object called ``name`` from the library that owns it.
 
     Raises:

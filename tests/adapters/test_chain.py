@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from burnish.adapters.chain import MERGED_NAME, incomplete_chain_notes, merged_before
+from burnish.adapters.chain import MERGED_NAME, incomplete_chain_notes, previously_merged
 from burnish.cli import main
 from burnish.config.errors import UserError
 from representative import representative_slow
@@ -38,7 +38,7 @@ def test_commands_load_the_adapters_that_were_merged_before_training(tmp_path, c
     chain = ",".join([str(first)] * again.get("chain", 1))
     new = {name: value for name, value in again.items() if name != "chain"}
     own = trained(second, adapter_name_or_path=chain, seed=7, **new)
-    assert merged_before(second) == [str(first)]
+    assert previously_merged(second) == [str(first)]
     assert loss_of_command(second) == pytest.approx(own, rel=1e-5)
     exported = tmp_path / "exported"
     assert main(["export", str(second), f"export_dir={exported}"]) == 0
@@ -66,14 +66,14 @@ def test_adapter_of_a_chain_is_reported_without_the_others(tmp_path):
     for wrong in ('{"merged_adapters": 5}', "[]", '{"merged_adapters": [5]}'):
         (folder / MERGED_NAME).write_text(wrong)
         with pytest.raises(UserError, match=MERGED_NAME):
-            merged_before(folder)
+            previously_merged(folder)
 
 
 def test_missing_folder_of_a_merged_adapter_is_reported_with_its_file(tmp_path, capsys):
     first, second = tmp_path / "first", tmp_path / "second"
     trained(first)
     trained(second, adapter_name_or_path=str(first / ".." / "first"), create_new_adapter=True)
-    assert merged_before(second) == [str(first)]
+    assert previously_merged(second) == [str(first)]
     first.rename(tmp_path / "moved")
     capsys.readouterr()
     assert main(["export", str(second), f"export_dir={tmp_path / 'exported'}"]) == 2

@@ -15,7 +15,7 @@ from burnish.config.errors import NonFiniteError, Problem, UserError
 from burnish.run.plan.memory import Formats
 from burnish.run.recovery import failure
 from burnish.run.recovery.failure import TRACEBACK_NAME, explain_failure
-from burnish.utils.activity import Activity, annotate_errors, interrupted_by
+from burnish.utils.activity import Activity, annotate_errors, interrupted_activity
 from burnish.utils.files import error_number
 from small_run import as_arguments, make_workspace
 
@@ -230,7 +230,7 @@ def test_out_of_memory_remedy_depends_on_activity_not_function_names(capsys, act
             return bytearray(2**60)
 
     error = raised(renamed)
-    assert interrupted_by(error) == (activity, 6)
+    assert interrupted_activity(error) == (activity, 6)
     when, helps = failure._ADVICE[activity]
     text = " ".join(explained_failure(capsys, error)[1].split())
     assert f"Out of memory {when} of 6 tokens" in text

@@ -11,7 +11,7 @@ from test_bad_command_lines import EXPECTED
 from test_bad_options import REJECTED
 
 from burnish import cli
-from burnish.config.errors import OptionText, Problem, UserError, renamed
+from burnish.config.errors import OptionText, Problem, UserError, rename_options
 from burnish.run.plan.plan import component_checks, component_notes
 
 pytestmark = [pytest.mark.run, pytest.mark.usefixtures("config_folder")]
@@ -79,6 +79,6 @@ def test_load_best_model_is_rejected_with_schedule_free_optimizer(capsys: pytest
 def test_options_in_a_message_are_structured_data() -> None:
     text = OptionText('"{pref_beta}" is {:g}; {stage=kto} has pref_beta.', 0.5, names={"pref_beta": "alias"})
     assert text == '"alias" is 0.5; stage: kto has pref_beta.'
-    assert renamed(text, {"stage=kto": "a KTOTrainer"}) == '"alias" is 0.5; a KTOTrainer has pref_beta.'
-    assert renamed(text, {"pref_beta": "beta"}) == '"beta" is 0.5; stage: kto has pref_beta.'
-    assert renamed("pref_beta", {"pref_beta": "beta"}) == "pref_beta"
+    assert rename_options(text, {"stage=kto": "a KTOTrainer"}) == '"alias" is 0.5; a KTOTrainer has pref_beta.'
+    assert rename_options(text, {"pref_beta": "beta"}) == '"beta" is 0.5; stage: kto has pref_beta.'
+    assert rename_options("pref_beta", {"pref_beta": "beta"}) == "pref_beta"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.cli import main
-from burnish.config.secrets import MASK, SecretFormatter, masked_json, without_secrets
+from burnish.config.secrets import MASK, SecretFormatter, mask_json, without_secrets
 
 ALNUM = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 HEX = "0123456789abcdef"
@@ -206,4 +206,4 @@ def test_text_beside_other_names_is_kept(text: str) -> None:
 
 def test_item_after_the_option_of_a_secret_is_masked() -> None:
     words = ["burnish", "train", "--hub_token", PLAIN, "--seed", "3"]
-    assert masked_json({"argv": words})["argv"] == [*words[:3], MASK, *words[4:]]
+    assert mask_json({"argv": words})["argv"] == [*words[:3], MASK, *words[4:]]

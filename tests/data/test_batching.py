@@ -22,7 +22,7 @@ from burnish.data.batches.batching import (
     splits_rows,
 )
 from burnish.data.options import DataOptions
-from burnish.data.rows.row_set import ListedRows, packed
+from burnish.data.rows.row_set import ListedRows, pack_rows
 from burnish.loop.types import IGNORE_INDEX
 
 Options = union("Options", BatchingOptions, DataOptions)
@@ -198,9 +198,9 @@ def test_evaluation_packs_like_training_by_default():
 
 def test_pretraining_splits_long_text_and_fine_tuning_keeps_rows_whole():
     rows = ListedRows([row(0, 5), row(10, 4)])
-    assert [lengths_of(p) for p in packed(rows, Options(), "wrapped", 6)] == [[5, 1], [3]]
-    assert [lengths_of(p) for p in packed(rows, Options(packing=True), None, 6)] == [[5], [4]]
-    assert packed(rows, Options(), None, 6) is rows
+    assert [lengths_of(p) for p in pack_rows(rows, Options(), "wrapped", 6)] == [[5, 1], [3]]
+    assert [lengths_of(p) for p in pack_rows(rows, Options(packing=True), None, 6)] == [[5], [4]]
+    assert pack_rows(rows, Options(), None, 6) is rows
 
 
 @pytest.mark.parametrize(

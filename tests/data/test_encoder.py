@@ -36,7 +36,7 @@ def test_located_texts_match_tokenizer_ids_and_offsets():
     for text in CORPUS:
         plain = made(text, add_special_tokens=False, return_offsets_mapping=True)
         positions = range(len(text) + 1)
-        ((ids, borders),) = Encoder(made).located([text], [positions])
+        ((ids, borders),) = Encoder(made).encode_with_boundaries([text], [positions])
         assert list(ids) == plain["input_ids"] == list(Encoder(made).encode([text])[text])
         for position, (ended, started) in zip(positions, borders, strict=True):
             assert ended == sum(end <= position for _, end in plain["offset_mapping"])
@@ -59,7 +59,7 @@ def test_error_in_the_tokenizer_library_is_one_sentence(call, kind, monkeypatch)
     monkeypatch.setattr(encoder, "_backend", lambda: backend)
     monkeypatch.setattr(encoder.tokenizer, "encode", fails, raising=False)
     calls = {"encode": lambda: encoder.encode(["w1"]), "plain": lambda: encoder.plain("w1"),
-             "located": lambda: encoder.located(["w1"], [[1]])}  # fmt: skip
+             "located": lambda: encoder.encode_with_boundaries(["w1"], [[1]])}  # fmt: skip
     with pytest.raises(UserError, match="its tokenizer cannot encode text: index out of bounds"):
         calls[call]()
 

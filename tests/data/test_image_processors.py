@@ -84,7 +84,7 @@ def test_gemma_pan_and_scan_crops_match_its_processor(folder, name, text):
     assert row["input_ids"] == made["input_ids"][0].tolist()
     processor = ImageProcessor(composed.image_processor, ["pixel_values"], result.options)
     (image,) = images_of(row)
-    assert torch.equal(processor.tensors(result.prepared(image))["pixel_values"], made["pixel_values"])
+    assert torch.equal(processor.tensors(result.prepare(image))["pixel_values"], made["pixel_values"])
     assert (len(made["pixel_values"]) > 1) == (name != NAMES[0])
 
 
@@ -117,7 +117,7 @@ def test_mllama_text_attends_to_preceding_images(folder):
     layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, composed.image_processor)
     collate = ImageCollator(
         COLLATE_FUNCTIONS["padded"], COLLATE_FUNCTIONS["padded"], layout, processor, images_of,
-        lambda image: processor.tensors(result.prepared(image)),
+        lambda image: processor.tensors(result.prepare(image)),
     )  # fmt: skip
     template = PlainTemplate(PlainOptions(None, "keep_start"), result.tokenizer, result)
     for pieces in ([NAMES[0], "What?"], ["See ", NAMES[0], NAMES[1], " and ", NAMES[2], "?"]):
@@ -244,7 +244,7 @@ def test_pixtral_images_have_complete_placeholders(folder, name):
     processor = ImageProcessor.of(model, composed.image_processor, result.options)
     for image in map(read_header, map(folder.joinpath, NAMES)):
         count = result.of(image).count(result.placeholder_id)
-        assert num_features(model, processor.tensors(result.prepared(image))) == count
+        assert num_features(model, processor.tensors(result.prepare(image))) == count
 
 
 def test_image_with_aspect_ratio_above_200_is_rejected_before_its_step(tmp_path):

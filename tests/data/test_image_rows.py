@@ -94,7 +94,7 @@ def test_rows_match_llamafactory(case, folder):
     images = images_of(row)
     sizes = [list(result.given_sizes(image)[-1]) for image in images]
     assert sizes == case.get("sizes_given_to_the_processor", [])
-    assert [result.resized(image).size for image in images] == [tuple(size) for size in sizes]
+    assert [result.resize(image).size for image in images] == [tuple(size) for size in sizes]
     stored = [at for image in images for at in range(image.begin, image.end)]
     placeholders = [at for at, token in enumerate(row["input_ids"]) if token == result.placeholder_id]
     assert set(placeholders) <= set(stored)
@@ -106,7 +106,7 @@ def test_rows_match_llamafactory(case, folder):
 )
 def test_upright_pixels_on_white_match_llamafactory(case, folder):
     row, result, _ = encoded(case, folder)
-    images = [result.prepared(image) for image in images_of(row)]
+    images = [result.prepare(image) for image in images_of(row)]
     pixels = np.asarray(result.processor(images=images, return_tensors="np")["pixel_values"], np.float64).ravel()
     ramp = (7919 * np.arange(len(pixels)) % 1009) / 1009 - 0.5
     expected = case["tensors"]["pixel_values"]
@@ -237,8 +237,8 @@ def test_an_image_resized_before_the_processor_has_the_pixels_of_its_own_resize(
     image = read_header(tmp_path / f"p3_{size}.png", min_pixels=1024)
     tensors = [
         result.processor(images=[pixels], return_tensors="np")
-        for pixels in (result.resized(image), result.prepared(image))
+        for pixels in (result.resize(image), result.prepare(image))
     ]
-    assert result.prepared(image).size == result.processed(*result.given_sizes(image)[-1])
+    assert result.prepare(image).size == result.resized_size(*result.given_sizes(image)[-1])
     for key in ("pixel_values", "image_grid_thw"):
         assert np.array_equal(tensors[0][key], tensors[1][key])

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from burnish.data.batches.budget import Budget
-from burnish.data.batches.loader import EvalBatches, LoaderOptions, RowLoader, StepPartition, balanced, idle_fraction
+from burnish.data.batches.loader import (
+    EvalBatches,
+    LoaderOptions,
+    RowLoader,
+    StepPartition,
+    balance_over_ranks,
+    idle_fraction,
+)
 from burnish.data.rows.row_set import ListedRows
 
 
@@ -290,7 +297,7 @@ def test_known_lengths_balance_tokens_between_ranks():
         tokens = [sum(lengths[item] for item in share) for share in shares]
         assert max(tokens) - min(tokens) <= max(lengths) / 2
         assert {len(share) for share in shares} == {4}
-    assert balanced([0, 1, 2], [5, 1, 1], 2) == [[0], [1, 2]]
+    assert balance_over_ranks([0, 1, 2], [5, 1, 1], 2) == [[0], [1, 2]]
     assert idle_fraction([[0, 1]], [3, 1], 2) == pytest.approx(1 / 3)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from burnish.config.errors import MissingExtraError, UserError
 from burnish.data.sets.examples import content_hash
-from burnish.data.sets.mixing import merged_order, sampled, split_rows
+from burnish.data.sets.mixing import merged_order, sample_rows, split_rows
 from burnish.data.sets.sources import load_datasets
 from burnish.data.stats import DataStats
 from burnish.loop.types import ContentPart, Example, Message
@@ -294,7 +294,7 @@ def test_num_samples_samples_rows_and_repeats_if_too_few():
     many = [*numpy.random.permutation(3).tolist(), *numpy.random.choice(3, 4).tolist()]
     info = {"a": {"records": numbered(0, 10), "num_samples": 4}, "b": {"records": numbered(0, 3), "num_samples": 7}}
     assert answers(load(7, dataset="a,b", dataset_dir=info).train) == few + many
-    assert sampled(5, 5, numpy.random.RandomState(0)) != [0, 1, 2, 3, 4]
+    assert sample_rows(5, 5, numpy.random.RandomState(0)) != [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(("num_rows", "val_size"), [(1000, 0.1), (24, 0.3), (24, 5), (7, 1), (3, 0.01)])

@@ -16,7 +16,7 @@ from burnish.data.reading.record_index import open_table
 from burnish.data.rows.streamed import StreamedRows
 from burnish.data.sets.examples import ListedExamples
 from burnish.data.sets.sources import load_datasets
-from burnish.data.stats import DataStats, dropped
+from burnish.data.stats import DataStats, drop_reason
 from burnish.loop.types import IGNORE_INDEX, Example
 from dataset_helpers import alpaca_record, data_options, load, write
 
@@ -148,7 +148,7 @@ def number_rows(count):
     def encode(examples, stats):
         for example in examples:
             if example.number % 5 == 0:
-                stats.add(dropped("a fifth"), example)
+                stats.add(drop_reason("a fifth"), example)
         stats.seen += len(examples)
         numbers = [example.number for example in examples]
         return [None if n % 5 == 0 else {"input_ids": [n] * (n % 3 + 1), "labels": [n]} for n in numbers]
@@ -161,7 +161,7 @@ def test_each_example_is_counted_once_for_repeated_rows():
     rows.__getitems__([0, 1, 5])
     rows.__getitems__([1, 5, 6])
     rows.__getitems__([0, 5])
-    counted = rows.counted()
+    counted = rows.statistics()
     assert counted.seen == 4
     assert counted.records == {"dropped: a fifth": [("a", 0), ("a", 5)]}
 

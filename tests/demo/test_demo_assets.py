@@ -14,7 +14,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from burnish.demo.command import DemoQuestion, demo_plan, demo_questions, preferred
+from burnish.demo.command import DemoQuestion, demo_plan, demo_questions, preference_accuracy
 from burnish.demo.report import answered_right, report
 
 pytestmark = pytest.mark.run
@@ -167,7 +167,7 @@ def test_preference_demo_trains_on_pairs_and_reports_the_likelier_answer():
     assert (run.stage, run.dataset, run.max_steps) == ("dpo", ["demo_pairs"], 3)
     pairs = demo_questions("pairs_heldout")[::20]
     swapped = [DemoQuestion(pair.prompt, pair.wrong, pair.answer) for pair in pairs]
-    assert preferred(DEMO / "model", pairs) == 1 - preferred(DEMO / "model", swapped) > 0.5
+    assert preference_accuracy(DEMO / "model", pairs) == 1 - preference_accuracy(DEMO / "model", swapped) > 0.5
 
 
 def test_demo_suggests_a_question_that_it_has_just_answered_correctly():

@@ -34,9 +34,7 @@ def expected(vision_model, row):
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     is_image = (ids == vision_model.layout.placeholder).long()
     if row["images"]:
-        inputs |= vision_model.processor.joined(
-            [vision_model.processor.tensors(image.image) for image in row["images"]]
-        )
+        inputs |= vision_model.processor.join([vision_model.processor.tensors(image.image) for image in row["images"]])
     names = {"gemma3": "token_type_ids", "qwen2_5_vl": "mm_token_type_ids", "qwen3_vl": "mm_token_type_ids"}
     if name := names.get(vision_model.model.config.model_type):
         inputs[name] = is_image

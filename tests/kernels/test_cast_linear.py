@@ -7,7 +7,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from burnish.kernels.cpu.cast_linear import cast_linear
-from burnish.kernels.elementwise import gated
+from burnish.kernels.elementwise import gate_product
 from burnish.kernels.recomputed import recipe_of
 from burnish.models.patches.fused import patch_forwards
 from tiny_models import tiny_model
@@ -133,7 +133,7 @@ def gradients_of_gated_layer(may_be_again, saved=None):
     gate, up = (torch.randn(40, 64).bfloat16().requires_grad_() for _ in range(2))
     weight = torch.randn(24, 64, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved is not None and saved.append(x), x)[1], lambda x: x):
-        product = gated(gate, up, "silu")
+        product = gate_product(gate, up, "silu")
         made = cast_linear(product if may_be_again else product.view_as(product), weight, None, torch.bfloat16)
     made.float().square().sum().backward()
     return gate.grad, up.grad, weight.grad
@@ -149,11 +149,11 @@ def test_product_is_recomputed_bitwise_equal_and_not_saved():
 
 def test_modified_product_is_saved():
     gate, up = (torch.randn(4, 8, requires_grad=True) for _ in range(2))
-    product = gated(gate, up, "silu")
+    product = gate_product(gate, up, "silu")
     assert recipe_of(product) is not None
     assert recipe_of(product * 1) is None
     with torch.no_grad():
         product.mul_(2)
     assert recipe_of(product) is None
     with torch.no_grad():
-        assert recipe_of(gated(gate, up, "silu")) is None
+        assert recipe_of(gate_product(gate, up, "silu")) is None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Mamba2Config
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
-from burnish.kernels.elementwise import ACTIVATIONS, gated, rms_norm
+from burnish.kernels.elementwise import ACTIVATIONS, gate_product, rms_norm
 from burnish.models.patches import rotation
 from burnish.models.patches.fused import patch_forwards
 from burnish.utils.patching import PatchOptions, restore
@@ -63,7 +63,7 @@ def test_rms_norm_and_gradients_match_formula(offset: float) -> None:
 def test_gated_product_and_gradients_match_formula(activation: str) -> None:
     torch.manual_seed(0)
     gate, up = torch.randn(2, ROWS // 2, WIDTH), torch.randn(2, ROWS // 2, WIDTH)
-    ours = outcome(lambda g, u: gated(g, u, activation), gate, up)
+    ours = outcome(lambda g, u: gate_product(g, u, activation), gate, up)
     for mine, plain in zip(ours, outcome(lambda g, u: formula_gated(g, u, activation), gate, up), strict=True):
         assert distance(mine, plain) < 1e-6
 
@@ -72,7 +72,7 @@ def test_bfloat16_fused_ops_are_as_accurate_as_plain_ones() -> None:
     torch.manual_seed(0)
     x, up, weight = torch.randn(ROWS, WIDTH).bfloat16(), torch.randn(ROWS, WIDTH).bfloat16(), torch.rand(WIDTH) + 0.5
     pairs = [
-        (lambda g, u: gated(g, u, "silu"), lambda g, u: formula_gated(g, u, "silu"), (x, up)),
+        (lambda g, u: gate_product(g, u, "silu"), lambda g, u: formula_gated(g, u, "silu"), (x, up)),
         (lambda x, w: rms_norm(x, w, 1e-6), lambda x, w: plain_norm(x, w), (x, weight.bfloat16())),
     ]
     for ours, plain, inputs in pairs:

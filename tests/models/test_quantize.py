@@ -20,7 +20,7 @@ from burnish.config.errors import UserError
 from burnish.models.load import load_model
 from burnish.models.patches.fused import patch_forwards
 from burnish.models.quantization import quantize
-from burnish.models.quantization.quantize import check_quantization, check_quantized_files, quantized_by
+from burnish.models.quantization.quantize import check_quantization, check_quantized_files, quantization_method_of
 from burnish.run.plan.plan import RunOptions
 from dense_weights import dense
 from small_run import as_arguments, make_model, make_workspace
@@ -282,7 +282,7 @@ def test_missing_quantization_library_is_reported_with_its_extra(monkeypatch):
 def test_prequantized_files_are_not_requantized_or_fully_trained(monkeypatch):
     monkeypatch.setattr(quantize, "find_spec", lambda name: SimpleNamespace())
     config = SimpleNamespace(quantization_config={"quant_method": "awq"})
-    assert quantized_by(config) == "awq"
+    assert quantization_method_of(config) == "awq"
     assert not check_quantized_files(options(), config)
     assert "quantization_bit" in str(check_quantized_files(options(quantization_bit=4), config)[0])
     assert "finetuning_type: lora" in str(check_quantized_files(options(finetuning_type="full"), config)[0])

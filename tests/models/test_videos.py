@@ -57,7 +57,7 @@ def _built(name, folder):
             layout,
             processor,
             images_of,
-            lambda image: processor.tensors(family.prepared(image)),
+            lambda image: processor.tensors(family.prepare(image)),
         )
 
     rows = {case: _row(family, gold, folder) for case, gold in cases.items()}
@@ -74,7 +74,7 @@ def _row(family, gold, folder):
     if gold["image"]:
         options.insert(0, read_header(folder / gold["image"]))
     ids = array("i", family.tokenizer.encode(gold["text"], add_special_tokens=False))
-    made = Marks(family).expanded(ids, options)
+    made = Marks(family).expand(ids, options)
     return {"input_ids": list(made.ids), "labels": list(made.ids), "images": images_column(made.images)}
 
 
@@ -86,7 +86,7 @@ def test_video_rows_tensors_and_positions_match_transformers(models, name, case)
     assert row["input_ids"] == gold["input_ids"]
     video = images_of(row)[-1]
     assert [list(result.family.video_grid(video))] == gold["video_grid_thw"]
-    patches, _ = result.family.prepared(video)
+    patches, _ = result.family.prepare(video)
     assert result.family.patches_of(video) == len(patches)
     assert float(patches.mean()) == pytest.approx(gold["mean"], abs=LEVEL)
     assert float(abs(patches).mean()) == pytest.approx(gold["abs"], abs=LEVEL)

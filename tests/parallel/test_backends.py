@@ -85,14 +85,14 @@ def test_launcher_requesting_other_parallelism_is_rejected_by_name(kind, monkeyp
 
 def test_dtype_of_accelerate_launch_is_used_if_options_set_none(monkeypatch):
     from burnish import TrainingArguments
-    from burnish.parallel.deepspeed.settings import filled, zero_preset
+    from burnish.parallel.deepspeed.settings import fill_settings, zero_preset
     from burnish.run.plan.options import RunOptions
 
     cuda, overrides = torch.device("cuda"), RunOptions(use_cpu=True, deepspeed=zero_preset("zero2"))
     for reported, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("no", None)):
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", reported)
         assert autocast_dtype(options(), cuda) == dtype
-        assert filled(overrides, 64, 2)[reported if dtype else "bf16"]["enabled"] is (dtype is not None)
+        assert fill_settings(overrides, 64, 2)[reported if dtype else "bf16"]["enabled"] is (dtype is not None)
         assert TrainingArguments(use_cpu=True).mixed_precision == reported
         assert any("ACCELERATE_MIXED_PRECISION" in note for note in parallel_notes(options())) is (dtype is not None)
         assert mixed_precision(options(bf16=True)) == "bf16"

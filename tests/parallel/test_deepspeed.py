@@ -9,7 +9,7 @@ import pytest
 from burnish.config.errors import UserError
 from burnish.parallel.checks import check_parallel, parallel_notes
 from burnish.parallel.deepspeed.parallel import raise_if_locked
-from burnish.parallel.deepspeed.settings import filled, zero_preset
+from burnish.parallel.deepspeed.settings import fill_settings, zero_preset
 from burnish.parallel.options import DEEPSPEED_NAMES
 from burnish.parallel.selection import parallel_name
 from burnish.run.plan.plan import RunOptions
@@ -30,7 +30,7 @@ def test_auto_values_are_filled_as_in_transformers():
         max_grad_norm=0.5,
         bf16=True,
     )
-    settings = filled(options, hidden_size=100, world_size=2)
+    settings = fill_settings(options, hidden_size=100, world_size=2)
     assert settings["train_micro_batch_size_per_gpu"] == 3
     assert settings["gradient_clipping"] == 0.5
     assert settings["bf16"] == {"enabled": True}
@@ -47,7 +47,9 @@ def test_values_in_config_file_are_kept(tmp_path):
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8, "round_robin_gradients": True},
     }
     (tmp_path / "ds.json").write_text(json.dumps(own))
-    settings = filled(RunOptions(use_cpu=True, deepspeed=str(tmp_path / "ds.json")), hidden_size=100, world_size=2)
+    settings = fill_settings(
+        RunOptions(use_cpu=True, deepspeed=str(tmp_path / "ds.json")), hidden_size=100, world_size=2
+    )
     assert settings["zero_optimization"] == own["zero_optimization"]
     assert settings["zero_allow_untested_optimizer"] is True
 
@@ -57,7 +59,7 @@ def test_zero_stages_are_selected_by_name(name):
     options = RunOptions(use_cpu=True, deepspeed=name)
     assert not problems(deepspeed=name)
     assert parallel_name(options) == ("single" if name == "zero0" else "deepspeed")
-    zero = filled(options, 64, 2, on_cpu=True)["zero_optimization"]
+    zero = fill_settings(options, 64, 2, on_cpu=True)["zero_optimization"]
     assert zero["stage"] == int(name[4])
     assert ("offload_optimizer" in zero) is name.endswith("offload")
     assert any("stage 0" in note for note in parallel_notes(options)) is (name == "zero0")
@@ -89,7 +91,7 @@ def test_monitors_and_comments_are_dropped_and_monitors_reported():
     options = {**zero_preset("zero2"), "_comment": "ours", "monitor_config": {"enabled": True}, "comms_config": {}}
     overrides = RunOptions(use_cpu=True, deepspeed=options)
     assert not problems(deepspeed=options)
-    assert not {"_comment", "monitor_config", "comms_config"} & filled(overrides, 64, 2).keys()
+    assert not {"_comment", "monitor_config", "comms_config"} & fill_settings(overrides, 64, 2).keys()
     assert [note.split('"')[1] for note in parallel_notes(overrides)] == ["comms_config", "monitor_config"]
     assert '"tensor_parallel"' in problems(deepspeed={**options, "tensor_parallel": {"autotp_size": 2}})[0]
 
@@ -98,10 +100,10 @@ def test_accelerate_settings_are_used(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
     assert parallel_name(RunOptions(use_cpu=True)) == "deepspeed"
-    assert filled(RunOptions(use_cpu=True), 64, 2)["zero_optimization"]["stage"] == 3
+    assert fill_settings(RunOptions(use_cpu=True), 64, 2)["zero_optimization"]["stage"] == 3
     (tmp_path / "ds.json").write_text(json.dumps(zero_preset("zero1")))
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
-    assert filled(RunOptions(use_cpu=True), 64, 2)["zero_optimization"]["stage"] == 1
+    assert fill_settings(RunOptions(use_cpu=True), 64, 2)["zero_optimization"]["stage"] == 1
 
 
 def test_stale_lock_of_killed_compilation_is_reported(tmp_path):

@@ -21,7 +21,7 @@ def wrap(place):
         model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
         model[0].weight.requires_grad_(False).fill_(first)
         model[1].weight.data.fill_(float(engine.rank))
-        wrapped = engine.wrapped(model)
+        wrapped = engine.wrap(model)
         weights = [weight.detach()[0, 0].item() for weight in wrapped.parameters()]
         result[name] = [bool(wrapped.parameters_to_ignore), *weights]
     Path(f"{place}.{engine.rank}").write_text(json.dumps(result))

@@ -13,7 +13,7 @@ import pytest
 
 import burnish
 from burnish.cli import main
-from burnish.report.metadata import RunMetadata, boot_id, given_yaml, launched, start_ticks
+from burnish.report.metadata import RunMetadata, boot_id, given_yaml, launch_record, start_ticks
 from burnish.serve.page.runs.files import tail_lines
 from burnish.serve.page.runs.runs import find, is_alive, read_run, run_folders
 from small_run import make_model, records
@@ -99,7 +99,7 @@ def test_rejected_run_leaves_no_files(workspace):
 def test_error_is_reported_to_the_launching_process(workspace):
     folder = Path("saves/first")
     folder.mkdir(parents=True)
-    (folder / "launch.json").write_text(json.dumps(launched(["cpu"])))
+    (folder / "launch.json").write_text(json.dumps(launch_record(["cpu"])))
     assert main(["train", "run.yaml", "dataset=nowhere"]) == 2
     assert read_run(folder).state == "failed"
     assert "nowhere" in read_run(folder).sentence
@@ -137,7 +137,7 @@ def test_stopped_killed_and_continued_runs_are_distinguished(workspace):
 
 
 def test_foreign_process_with_same_pid_is_not_the_run(workspace):
-    launch = launched(["cpu"])
+    launch = launch_record(["cpu"])
     assert is_alive(launch)
     assert not is_alive({**launch, "start_ticks": launch["start_ticks"] + 1})
     assert not is_alive({**launch, "boot_id": "another"})
@@ -171,7 +171,7 @@ def test_runs_of_other_libraries_and_damaged_folders_are_listed(tmp_path):
     (loop / "again").symlink_to(tmp_path)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    (elsewhere / "launch.json").write_text(json.dumps({**launched([]), "host": "another-host"}))
+    (elsewhere / "launch.json").write_text(json.dumps({**launch_record([]), "host": "another-host"}))
     runs = {run.name: run for run in find([tmp_path])}
     assert set(runs) == {"factory", "trl", "elsewhere", "broken"}
     assert (runs["broken"].state, runs["broken"].step) == ("unreadable", 0)

@@ -16,7 +16,7 @@ from burnish.report.card import CardFacts, card_text, is_hub_name, write_card
 from burnish.report.jsonl import JsonlCallback
 from burnish.report.metadata import RunMetadata, write_failure
 from burnish.report.pace import Pace
-from burnish.report.plots import curves, plot_history, smoothed
+from burnish.report.plots import curves, plot_history, smooth
 from burnish.report.results import (
     format_metrics,
     save_metrics,
@@ -230,15 +230,15 @@ def test_moving_average_matches_llamafactory():
     expected = [4.0, 4.0 * weight + 2.0 * (1 - weight)]
     expected.append(expected[-1] * weight + 3.0 * (1 - weight))
     expected.append(expected[-1] * weight + 1.0 * (1 - weight))
-    assert smoothed([4.0, 2.0, 3.0, 1.0]) == pytest.approx(expected, rel=1e-12)
-    assert smoothed([]) == []
+    assert smooth([4.0, 2.0, 3.0, 1.0]) == pytest.approx(expected, rel=1e-12)
+    assert smooth([]) == []
 
 
 def test_non_finite_loss_leaves_a_gap_and_average_continues():
     history = [{"loss": 1.0, "step": 1}, {"loss": math.inf, "step": 2}, {"loss": 1.0, "step": 3}]
     (curve,) = curves(history, ["loss"])
     assert math.isnan(curve.values[1])
-    averages = smoothed(curve.values)
+    averages = smooth(curve.values)
     assert math.isnan(averages[1])
     assert averages[2] == 1.0
 

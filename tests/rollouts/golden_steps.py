@@ -16,7 +16,7 @@ from burnish.config.options import union
 from burnish.data.batches.batching import BatchingOptions, collator
 from burnish.kernels.probe import find_head
 from burnish.kernels.token_logps import LogpRules
-from burnish.loop.metrics import joined_by_name
+from burnish.loop.metrics import join_metrics_by_name
 from burnish.loop.types import IGNORE_INDEX
 from burnish.losses.rollouts.loss import BATCH_KEYS, RolloutLoss
 from burnish.losses.sequence_logps import SequenceModel, collate_sequences
@@ -174,7 +174,7 @@ class Golden:
 
     def _means(self, sums):
         """Means over the step, of metrics that are means over their own counts."""
-        metrics = {n: m for n, m in joined_by_name(sums).items() if getattr(m, "reduction", "") == "mean"}
+        metrics = {n: m for n, m in join_metrics_by_name(sums).items() if getattr(m, "reduction", "") == "mean"}
         pairs = self.parallel.sum(torch.stack([torch.stack([m.total, m.count]) for m in metrics.values()]).double())
         return {name: total / count for name, (total, count) in zip(metrics, pairs.tolist(), strict=True)}
 

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from burnish.adapters.lora_model import merged
+from burnish.adapters.lora_model import merge_temporarily
 from burnish.config.errors import UserError
 from burnish.inference.forward import SlotForward
 from burnish.inference.types import ROLLOUT, NoiseKey, Sampling
@@ -45,7 +45,7 @@ def test_merged_adapter_gives_same_logits_and_restores_weights(folder):
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     with torch.no_grad():
         plain, base = model(ids).logits, model.get_base_model()
-        with merged(base):
+        with merge_temporarily(base):
             layer = base.model.layers[0].self_attn.q_proj
             assert layer.merged
             assert not torch.equal(
@@ -53,7 +53,7 @@ def test_merged_adapter_gives_same_logits_and_restores_weights(folder):
             )
             torch.testing.assert_close(model(ids).logits, plain, atol=1e-5, rtol=1e-4)
         assert torch.equal(model(ids).logits, plain)
-        with pytest.raises(KeyError), merged(base):
+        with pytest.raises(KeyError), merge_temporarily(base):
             raise KeyError
     assert not layer.merged
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
@@ -62,7 +62,7 @@ def test_merged_adapter_gives_same_logits_and_restores_weights(folder):
 @pytest.mark.parametrize(("dtype", "options"), [(torch.bfloat16, {}), (torch.float32, {"use_dora": True})])
 def test_adapter_that_cannot_be_merged_exactly_is_applied(folder, dtype, options):
     model = adapted(folder, dtype, **options)
-    with merged(model):
+    with merge_temporarily(model):
         assert not model.get_base_model().model.layers[0].self_attn.q_proj.merged
 
 
@@ -77,14 +77,14 @@ def test_adapter_of_a_head_that_is_tied_to_the_embedding_is_applied(folder):
             if "lora_B" in name:
                 weight.normal_(std=0.2)
         plain = model(ids).logits
-        with merged(model):
+        with merge_temporarily(model):
             torch.testing.assert_close(model(ids).logits, plain, atol=1e-5, rtol=1e-4)
 
 
 def test_completions_of_merged_and_applied_adapter_are_equal(folder):
     model = adapted(folder)
     made = [SlotSource(model, 8, 256, nullcontext, merging=each).complete(PROMPTS, KEYS, LIMITS)
-            for each in (nullcontext, partial(merged, model))]  # fmt: skip
+            for each in (nullcontext, partial(merge_temporarily, model))]  # fmt: skip
     assert made[0] == made[1]
 
 
@@ -94,7 +94,7 @@ def test_completions_with_packed_and_plain_weights_are_equal(folder, is_adapted,
     model = adapted(folder) if is_adapted else AutoModelForCausalLM.from_pretrained(folder).eval()
     precision = partial(torch.autocast, "cpu", dtype, enabled=dtype != torch.float32)
     made = [
-        SlotSource(model, 8, 256, precision, merging=partial(merged, model), packing=each).complete(
+        SlotSource(model, 8, 256, precision, merging=partial(merge_temporarily, model), packing=each).complete(
             PROMPTS, KEYS, LIMITS
         )
         for each in (nullcontext, partial(packed_weights, model))

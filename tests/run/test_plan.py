@@ -152,7 +152,7 @@ def test_plan_is_immutable(tmp_path: Path) -> None:
 
 def test_derived_values_are_reported_with_their_source(tmp_path: Path) -> None:
     made = plan(raw_options(tmp_path, seed="7", save_steps="500"))
-    changed = {spec.name: (value, where) for spec, value, where in made.changed()}
+    changed = {spec.name: (value, where) for spec, value, where in made.non_default_options()}
     assert changed["seed"] == (7, "run.yaml, line 4")
     assert "save_steps" not in changed
 

@@ -12,7 +12,7 @@ from burnish.config.errors import Problem, UserError
 from burnish.data.rows.encode import encode_rows
 from burnish.data.rows.row_set import ListedRows
 from burnish.data.rows.store import MANIFEST
-from burnish.data.stats import DataStats, dropped
+from burnish.data.stats import DataStats, drop_reason
 from burnish.loop.types import IGNORE_INDEX, Example, Message
 from burnish.run.prepare import SAMPLE_SIZE, sample_of
 from burnish.utils.work import set_watcher
@@ -46,7 +46,7 @@ class Encoder:
     def row(self, example, stats):
         n = int(example.messages[-1].content)
         if n % 7 == 0:
-            stats.add(dropped("a seventh"), example)
+            stats.add(drop_reason("a seventh"), example)
             return None
         row = {"input_ids": [n] * (n % 5 + 1), "labels": [IGNORE_INDEX] * (n % 5) + [n]}
         return {**row, "loss_weights": [0.1] * (n % 5 + 1)} if n % 3 == 0 else row

@@ -20,7 +20,7 @@ from burnish.serve.api.options import ApiOptions, check_api
 from burnish.serve.api.requests import ChatRequest
 from burnish.serve.http import fetching
 from burnish.serve.http.errors import APIError
-from burnish.serve.http.fetching import NotFetchedError, fetched, is_global
+from burnish.serve.http.fetching import NotFetchedError, fetch, is_global
 
 CONTENT = b"not a real image, and nobody asks here"
 HOST = "images.test"
@@ -33,7 +33,7 @@ def request_of(url):
 
 def access_error(access, url):
     with pytest.raises(APIError) as result:
-        access.opened(request_of(url))
+        access.load_images(request_of(url))
     assert result.value.status == 400
     assert result.value.param == "messages[0].content[1].image_url.url"
     return result.value.message
@@ -91,7 +91,7 @@ def test_image_of_an_allowed_host_is_included(as_public):
     with web(good) as server:
         access = ImageAccess([f"{HOST.upper()}:{server.port}"])
         assert access.needs(request_of(server.url))
-        opened = access.opened(request_of(server.url))
+        opened = access.load_images(request_of(server.url))
     url = opened.messages[0].parts[1].image_url.url
     assert url.startswith("data:image/any;base64,")
     assert not access.needs(opened)
@@ -117,7 +117,7 @@ def test_image_urls_are_rejected_unless_a_host_is_allowed():
 def test_other_hosts_and_misleading_urls_are_rejected(monkeypatch, url):
     monkeypatch.setattr(fetching, "getaddrinfo", lambda *_, **__: pytest.fail("a name was looked up"))
     with pytest.raises(NotFetchedError):
-        fetched(url, {HOST}, 100, 1.0)
+        fetch(url, {HOST}, 100, 1.0)
     access_error(ImageAccess([HOST]), url)
 
 
@@ -137,13 +137,13 @@ def test_private_addresses_are_never_connected_to(monkeypatch, address):
     for addresses in (result, [public, *result]):  # also where a public one comes first
         monkeypatch.setattr(fetching, "getaddrinfo", lambda *_, given=addresses, **__: given)
         with pytest.raises(NotFetchedError, match="not public"):
-            fetched(f"http://{HOST}/a.png", {HOST}, 100, 1.0)
+            fetch(f"http://{HOST}/a.png", {HOST}, 100, 1.0)
 
 
 def test_allowed_numeric_address_is_checked():
     for host in ("127.0.0.1", "0x7f000001", "2130706433", "127.1", "localhost"):
         with pytest.raises(NotFetchedError, match=r"not public|cannot be resolved"):
-            fetched(f"http://{host}/a.png", {host}, 100, 1.0)
+            fetch(f"http://{host}/a.png", {host}, 100, 1.0)
 
 
 def test_public_addresses_are_global():
@@ -161,7 +161,7 @@ def test_dns_rebinding_is_prevented(monkeypatch):
     monkeypatch.setattr(fetching, "getaddrinfo", lambda h, p, **_: [(socket.AF_INET, 1, 6, "", (next(answers), p))])
     monkeypatch.setattr(fetching, "create_connection", connect)
     with pytest.raises(NotFetchedError, match="could not be fetched"):
-        fetched(f"http://{HOST}/a.png", {HOST}, 100, 1.0)
+        fetch(f"http://{HOST}/a.png", {HOST}, 100, 1.0)
     assert connected == [("93.184.215.14", 80)]
 
 
@@ -230,7 +230,7 @@ def test_slow_host_times_out(as_public, what):
     with web(drip) as server:
         begin = time.monotonic()
         with pytest.raises(NotFetchedError, match=r"took more than 0\.3 s"):
-            fetched(server.url, {f"{HOST}:{server.port}"}, 10_000, 0.3)
+            fetch(server.url, {f"{HOST}:{server.port}"}, 10_000, 0.3)
         assert time.monotonic() - begin < 2.0
 
 

@@ -16,7 +16,7 @@ KEY = "a-key-of-tests-0123456789"
 def make_runs(root: Path) -> None:
     """Runs whose files a page reads: one of burnish that is done, one of LLaMA-Factory, one of transformers, a failed
     one."""
-    from burnish.report.metadata import launched
+    from burnish.report.metadata import launch_record
 
     first = root / "saves" / "first"
     first.mkdir(parents=True)
@@ -31,7 +31,7 @@ def make_runs(root: Path) -> None:
     rows.insert(20, {"current_steps": 20, "total_steps": 40, "eval_loss": 0.5, "epoch": 1.0, "percentage": 50.0,
                      "elapsed_time": "0:00:10", "remaining_time": "0:00:10", "time": 1.79e9 + 20.5})  # fmt: skip
     (first / "trainer_log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    launch = {**launched(["cpu"]), "pid": 2**22 + 1, "time": 1.79e9, "folder": str(root)}
+    launch = {**launch_record(["cpu"]), "pid": 2**22 + 1, "time": 1.79e9, "folder": str(root)}
     (first / "launch.json").write_text(json.dumps(launch))
     (first / "run.yaml").write_text('model_name_or_path: "model"\nlearning_rate: 0.0001\noutput_dir: "saves/first"\n')
     (first / "events.jsonl").write_text(

@@ -70,7 +70,7 @@ def start_page(root: Path, home: Path, key: str | None, **options: Any) -> Itera
     site = Site(overrides, Home(overrides.web_home))
     site.home.write("form.json", described_options())
     port, end = serve_app(application(site, sessions), loop)
-    yield Page(port, site, sessions, loop, sessions.made())
+    yield Page(port, site, sessions, loop, sessions.new_cookie())
     site.planner.end()
     site.engines.end_all()
     end()

@@ -13,7 +13,7 @@ from burnish.config.errors import UserError
 from burnish.data.sets.sources import load_datasets
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
-from burnish.serve.page.planner_process import held_out, question_of
+from burnish.serve.page.planner_process import held_out_example, question_of
 
 DEMO = Path(burnish.__file__).parent / "demo"
 VALUES = {
@@ -25,21 +25,21 @@ VALUES = {
 def test_record_is_one_that_the_run_holds_out() -> None:
     from burnish.run.plan.options import RunOptions
 
-    result = held_out(VALUES, 3)
+    result = held_out_example(VALUES, 3)
     options = RunOptions(**{**VALUES, "val_size": 5.0, "max_samples": 50, "dataset": ["demo_train"]})
     sets = load_datasets(options, options.seed, DataStats())
     record = sets.eval[""][2]
     assert (result["user"], result["answer"]) == tuple(message.content for message in record.messages)
     assert (result["number"], result["of"], result["place"]) == (3, 5, record.place)
     assert result["place"] not in {example.place for example in sets.train}
-    assert held_out(VALUES)["number"] in range(1, 6)
+    assert held_out_example(VALUES)["number"] in range(1, 6)
 
 
 def test_missing_held_out_record_is_rejected() -> None:
     with pytest.raises(UserError, match="val_size"):
-        held_out({**VALUES, "val_size": "0"})
+        held_out_example({**VALUES, "val_size": "0"})
     with pytest.raises(UserError, match="between 1 and 5"):
-        held_out(VALUES, 6)
+        held_out_example(VALUES, 6)
     with pytest.raises(UserError, match="without a prompt"):
         question_of(Example(text="Once upon a time", source="a.txt", number=1))
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from burnish.cli import main
-from burnish.report.metadata import launched
+from burnish.report.metadata import launch_record
 from burnish.serve.page.runs import runs as found_runs
 from burnish.serve.page.runs.runs import KnownRuns, find, read_run
 
 HUGE = "9" * 400
-ALIVE = {**launched([]), "time": 1.79e9}
+ALIVE = {**launch_record([]), "time": 1.79e9}
 DONE = {"state": "done", "time": 1.8e9, "sentence": "", "step": 3}
 
 

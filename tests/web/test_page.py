@@ -20,7 +20,7 @@ import pytest
 
 import burnish
 from burnish.config.errors import UserError
-from burnish.report.metadata import launched
+from burnish.report.metadata import launch_record
 from burnish.serve.http.errors import APIError
 from burnish.serve.page.app import _figure, _short
 from burnish.serve.page.command import read_options
@@ -29,7 +29,7 @@ from burnish.serve.page.layout import BOXES, DEPENDS, PRESETS
 from burnish.serve.page.places import Roots
 from burnish.serve.page.runs.follow import FilePosition, cursor_text, end_of, new_events, read_cursor
 from burnish.serve.page.runs.log_columns import columns_of
-from burnish.serve.page.runs.series import thinned
+from burnish.serve.page.runs.series import downsample
 from burnish.serve.page.words import language_of, page_words
 from web.conftest import KEY
 from web.page_thread import start_page
@@ -98,15 +98,15 @@ def test_ten_wrong_keys_a_minute_block_sign_in_and_no_page_shows_the_key(page) -
 
 def test_session_ends_with_its_time_and_with_the_key(page) -> None:
     sessions = page.sessions
-    assert sessions.knows(sessions.made())
-    ends, _, proof = sessions.made().partition(".")
+    assert sessions.knows(sessions.new_cookie())
+    ends, _, proof = sessions.new_cookie().partition(".")
     assert not sessions.knows(f"{int(ends) + 1}.{proof}")
     other = "0" if proof[-1] != "0" else "1"
     assert not sessions.knows(f"{ends}.{proof[:-1]}{other}")
     assert not sessions.knows("")
     past = str(int(time.time()) - 1)
     assert not sessions.knows(f"{past}.{sessions._proof(past)}")
-    assert not type(sessions)("another key of sixteen").knows(sessions.made())
+    assert not type(sessions)("another key of sixteen").knows(sessions.new_cookie())
 
 
 @pytest.mark.parametrize("origin", ["", "null", "https://evil.example", "http://localhost:1", "http://127.0.0.1"])
@@ -268,7 +268,7 @@ def test_thinning_keeps_minimum_and_maximum_of_every_interval() -> None:
     rows[1234]["loss"], rows[4321]["loss"] = 99.0, -99.0
     rows[77]["loss"] = float("inf")
     columns = columns_of(rows)
-    few = thinned(columns, 200)
+    few = downsample(columns, 200)
     assert len(few["step"]) <= 450
     assert {1234, 4321, 77, 0, 4999} <= set(few["step"])
     assert few["loss"][few["step"].index(77)] == "Infinity"
@@ -277,7 +277,7 @@ def test_thinning_keeps_minimum_and_maximum_of_every_interval() -> None:
 def test_reconnecting_reader_receives_every_row_once(tmp_path) -> None:
     draw, folder = random.Random(11), tmp_path / "run"
     folder.mkdir()
-    (folder / "launch.json").write_text(json.dumps(launched([])))
+    (folder / "launch.json").write_text(json.dumps(launch_record([])))
     path, recorded, written = folder / "trainer_log.jsonl", [], 0
     cursor, pending = "", b""
     with path.open("ab", buffering=0) as file:
@@ -418,7 +418,7 @@ def test_folder_with_a_run_is_not_overwritten_without_confirmation(page, root, m
     status, _, text = page.send("POST", "/api/runs", {"values": values, "folder": "another"})
     assert status == 201
     assert (root / "saves/first-2/run.yaml").is_file()
-    (root / "saves/first/launch.json").write_text(json.dumps(launched([])))
+    (root / "saves/first/launch.json").write_text(json.dumps(launch_record([])))
     status, _, text = page.send("POST", "/api/runs", {"values": values, "folder": "overwrite"})
     assert (status, json.loads(text)["error"]["code"]) == (409, "folder_in_use")
 
@@ -427,7 +427,7 @@ def test_folder_with_a_run_is_not_overwritten_without_confirmation(page, root, m
 def test_signal_is_sent_only_to_the_verified_process_of_the_run(page, root) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     run = root / "saves/first/launch.json"
-    options = {**launched([], child.pid), "time": time.time()}
+    options = {**launch_record([], child.pid), "time": time.time()}
     (root / "saves/first/outcome.json").unlink()
     identity = page.id_of("first")
     for wrong in ({"start_ticks": options["start_ticks"] + 1}, {"boot_id": "x"}, {"pid": 1}, {"pid": -1}):
@@ -442,7 +442,7 @@ def test_signal_is_sent_only_to_the_verified_process_of_the_run(page, root) -> N
 
 def test_queue_survives_the_page_and_continues(root, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("burnish.serve.page.jobs.starting.start_burnish", lambda *_: _Ended())
-    (root / "saves/first/launch.json").write_text(json.dumps({**launched([]), "time": 1.9e9}))
+    (root / "saves/first/launch.json").write_text(json.dumps({**launch_record([]), "time": 1.9e9}))
     values = {"model_name_or_path": "m", "dataset": "d", "output_dir": "saves/next"}
     with start_page(root, tmp_path / "home", KEY) as page:
         status, _, text = page.send("POST", "/api/runs", {"values": values, "when": "queue"})
@@ -455,11 +455,11 @@ def test_queue_survives_the_page_and_continues(root, tmp_path, monkeypatch) -> N
         from burnish.serve.page.runs.runs import find
 
         assert page.run(starter.next_of_queue(find([root]))) is None  # the other one still runs
-        (root / "saves/first/launch.json").write_text(json.dumps({**launched([]), "start_ticks": 1}))
+        (root / "saves/first/launch.json").write_text(json.dumps({**launch_record([]), "start_ticks": 1}))
         (root / "trl/trainer_state.json").unlink()
         assert page.run(starter.next_of_queue(find([root]))) == root / "saves/next"
-        assert starter.queued() == []
-        assert asyncio.run(page.site.found(0.0))
+        assert starter.queued_jobs() == []
+        assert asyncio.run(page.site.find_runs(0.0))
 
 
 @pytest.mark.parametrize("queue", [[{"number": "x"}], [{"number": 1, "values": 3}], [{}], [7], {"a": 1}])

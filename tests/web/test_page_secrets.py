@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from burnish.report.metadata import launched
+from burnish.report.metadata import launch_record
 
 TOKEN = "hf_AbCdEfGhIjKlMnOpQrStUvWxYz01234567"
 WORD = "correct-horse-battery"
@@ -26,7 +26,12 @@ def foreign(root: Path) -> Path:
     """The folder of a run with tokens in every file."""
     folder = root / "foreign"
     folder.mkdir()
-    launch = {**launched([]), "pid": 2**22 + 1, "folder": str(root), "argv": ["burnish", f"--hub_token={WORD}", TOKEN]}
+    launch = {
+        **launch_record([]),
+        "pid": 2**22 + 1,
+        "folder": str(root),
+        "argv": ["burnish", f"--hub_token={WORD}", TOKEN],
+    }
     (folder / "launch.json").write_text(json.dumps(launch | {"user": TOKEN}))
     (folder / "run.yaml").write_text(YAML)
     outcome = {"state": "failed", "time": 2e9, "sentence": f"hub_token: {WORD} is wrong", "remedy": f"Not {TOKEN}."}

@@ -13,7 +13,7 @@ import pytest
 
 import burnish
 from burnish.config.options import specs
-from burnish.report.metadata import launched, write_outcome
+from burnish.report.metadata import launch_record, write_outcome
 from burnish.run.plan.options import RunOptions
 from representative import representative_slow
 
@@ -44,7 +44,7 @@ def sent_run(root: Path, values: dict[str, Any], text: str = "") -> None:
     """The folder of a run that somebody sent, below a root."""
     folder = root / "sent"
     folder.mkdir(exist_ok=True)
-    launch = {**launched([]), "pid": 2**22 + 1, "folder": str(root)}
+    launch = {**launch_record([]), "pid": 2**22 + 1, "folder": str(root)}
     (folder / "launch.json").write_text(json.dumps(launch))
     lines = [f"{name}: {json.dumps(value)}" for name, value in values.items()]
     (folder / "run.yaml").write_text(text or "\n".join(lines) + "\n")
@@ -191,7 +191,7 @@ def test_queue_written_by_others_is_checked_at_start(page, root, started_command
     with pytest.raises(Exception, match="trust_remote_code"):
         page.run(page.site.starter.next_of_queue([]))
     assert started_commands == []
-    (refused,) = page.site.starter.queued()
+    (refused,) = page.site.starter.queued_jobs()
     assert "trust_remote_code" in refused["error"]
     assert "trust_remote_code" in page.send("GET", "/runs")[2]
     page.run(page.site.starter.next_of_queue([]))  # it is not tried again
@@ -246,7 +246,7 @@ def test_relative_path_is_resolved_from_the_run_folder(page, root, started_comma
     (root.parent / "secret").mkdir()
     (deep / "link").symlink_to(root.parent / "secret")
     sent_run(root, {"model_name_or_path": "link/model", "output_dir": "sent"})
-    (root / "sent/launch.json").write_text(json.dumps({**launched([]), "pid": 2**22 + 1, "folder": str(deep)}))
+    (root / "sent/launch.json").write_text(json.dumps({**launch_record([]), "pid": 2**22 + 1, "folder": str(deep)}))
     status, _, text = page.send("POST", f"/api/runs/{page.id_of('sent')}/continue", {})
     assert (status, json.loads(text)["error"]["option"]) == (422, "model_name_or_path")
     values = {"model_name_or_path": "m", "dataset": "link/x.json", "dataset_dir": "deep", "output_dir": "saves/y"}
@@ -295,7 +295,9 @@ def test_oversized_run_yaml_stops_no_other_request(page, root) -> None:
 def test_page_jobs_import_no_module_of_a_folder(page, root) -> None:
     """``python -m`` looks into the current folder first, which a run's launch.json names."""
     sent_run(root, {**USUAL, "output_dir": "sent"})
-    (root / "sent/launch.json").write_text(json.dumps({**launched([]), "pid": 2**22 + 1, "folder": str(root / "sent")}))
+    (root / "sent/launch.json").write_text(
+        json.dumps({**launch_record([]), "pid": 2**22 + 1, "folder": str(root / "sent")})
+    )
     code = f"open({str(root / 'PWNED')!r}, 'a').write(__file__)\nraise SystemExit(1)\n"
     for folder in (root, root / "sent"):
         for module in ("yaml", "torch", "burnish", "json", "numpy", "logging", "sitecustomize"):

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from burnish.report.metadata import launched
+from burnish.report.metadata import launch_record
 from burnish.serve.page.runs.completions import completions
 from burnish.serve.page.runs.log_columns import columns_of
 from burnish.serve.page.runs.report import round_values
 from burnish.serve.page.runs.runs import distinct_names, read_run
-from burnish.serve.page.runs.series import thinned
+from burnish.serve.page.runs.series import downsample
 
 
 def test_run_can_have_name_tags_and_notes_without_changing_its_folder(page, root) -> None:
@@ -60,7 +60,7 @@ def test_deleted_run_can_be_restored_until_the_trash_is_emptied(page, root) -> N
 def test_active_run_is_not_deleted_and_trash_entry_leads_to_no_other_folder(page, root) -> None:
     run = page.id_of("first")
     (root / "saves/first/outcome.json").unlink()
-    (root / "saves/first/launch.json").write_text(json.dumps(launched([])))
+    (root / "saves/first/launch.json").write_text(json.dumps(launch_record([])))
     assert page.send("DELETE", f"/api/runs/{run}", {})[0] == 409
     entry = root / ".burnish-trash" / "aa"
     (entry / "run").mkdir(parents=True)
@@ -80,7 +80,7 @@ def test_predictions_and_evaluations_are_listed_by_type(page, root) -> None:
     ):  # fmt: skip
         folder = root / "saves" / name
         folder.mkdir()
-        (folder / "launch.json").write_text(json.dumps({**launched([], argv=argv), "pid": 2**22 + 1}))
+        (folder / "launch.json").write_text(json.dumps({**launch_record([], argv=argv), "pid": 2**22 + 1}))
         (folder / "run.yaml").write_text(options)
         (folder / "predict_results.json").write_text('{"predict_rouge-1": 41.2, "odd": "x"}')
     kinds = {run["name"]: run["kind"] for run in page.get("/api/runs")["runs"]}
@@ -108,7 +108,7 @@ def test_throughput_of_a_run_is_measured_over_its_last_interval(tmp_path: Path) 
 def test_evaluations_of_several_sets_become_columns_and_are_kept() -> None:
     rows = [{"step": step, "loss": 1.0} for step in range(1, 200)]
     rows[99:99] = [{"step": 99, "eval_a_loss": 2.0}, {"step": 99, "eval_中文_loss": 3.0}]
-    for columns in (columns_of(rows), thinned(columns_of(rows), 20)):
+    for columns in (columns_of(rows), downsample(columns_of(rows), 20)):
         assert [value for value in columns["eval_a_loss"] if value is not None] == [2.0]
         assert [value for value in columns["eval_中文_loss"] if value is not None] == [3.0]
 

@@ -16,11 +16,13 @@ WAITS = "import sys; sys.stdin.read()"
 
 @pytest.fixture
 def site(tmp_path):
-    def started(argv, log):
+    def start_command(argv, log):
         return subprocess.Popen([sys.executable, "-c", WAITS], stdin=subprocess.PIPE)
 
-    places = SimpleNamespace(first=tmp_path, shown=str)
-    return SimpleNamespace(home=Home(str(tmp_path / "home")), places=places, starter=SimpleNamespace(started=started))
+    places = SimpleNamespace(first=tmp_path, display_path=str)
+    return SimpleNamespace(
+        home=Home(str(tmp_path / "home")), places=places, starter=SimpleNamespace(start_command=start_command)
+    )
 
 
 def begin(site, folder):

@@ -23,7 +23,7 @@ def write_merged(folder: Path, merged: Sequence[Path]) -> None:
         write_json(folder / MERGED_NAME, {_METADATA_KEY: [str(each.resolve()) for each in merged]})
 
 
-def merged_before(folder: Path) -> list[str]:
+def previously_merged(folder: Path) -> list[str]:
     """Return the folders of the adapters that were merged before the one in ``folder`` was trained, in order.
 
     Raises:
@@ -47,9 +47,9 @@ def incomplete_chain_notes(folders: Sequence[Path]) -> list[str]:
     notes = []
     for at, folder in enumerate(folders):
         before = {each.resolve() for each in folders[:at]}
-        missing = [name for name in merged_before(folder) if Path(name).resolve() not in before]
+        missing = [name for name in previously_merged(folder) if Path(name).resolve() not in before]
         if missing:
-            chain = ",".join([*merged_before(folder), str(folder)])
+            chain = ",".join([*previously_merged(folder), str(folder)])
             notes.append(
                 f"{folder} was trained on the base model merged with {few(missing)}, which adapter_name_or_path does "
                 f"not contain. To include it, set adapter_name_or_path: {chain}"

@@ -26,7 +26,7 @@ from burnish.adapters.lora_model import (
     FILE_PREFIX,
     adapter_state,
     add_adapter,
-    disabled,
+    disable_adapters,
     embeddings,
     find_modules,
     find_targets,
@@ -146,7 +146,7 @@ class LoraAdapter:
             self._initial = InitialFactors.of(model)
 
     def reference(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return self._initial.applied(model) if self._initial else disabled(model)
+        return self._initial.detach_temporarily(model) if self._initial else disable_adapters(model)
 
     def state(self, model: nn.Module) -> dict[str, Tensor]:
         state = adapter_state(model, DEFAULT)
@@ -241,7 +241,7 @@ class InitialFactors:
         return found
 
     @contextmanager
-    def applied(self, model: nn.Module) -> Iterator[None]:
+    def detach_temporarily(self, model: nn.Module) -> Iterator[None]:
         """Context in which the model computes as before the adapter was attached."""
         state = {key: tensor.clone() for key, tensor in adapter_state(model, DEFAULT).items()}
         load_adapter_state(model, DEFAULT, self.state)

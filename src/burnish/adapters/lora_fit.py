@@ -19,7 +19,7 @@ from burnish.adapters.base import raise_unless_same_tensors
 from burnish.adapters.lora_model import FILE_PREFIX, layer_features, linear_layers
 from burnish.config.errors import Problem, UserError, few, shape_in_words
 from burnish.config.options import raise_if
-from burnish.utils.json_files import DAMAGED_FILE_REMEDY, quoted, read_object
+from burnish.utils.json_files import DAMAGED_FILE_REMEDY, quote_value, read_object
 from burnish.utils.tensor_files import TensorInfo, read_header
 
 CONFIG_NAME = "adapter_config.json"
@@ -147,14 +147,14 @@ def _wrong_values(raw: Mapping[str, Any]) -> Iterator[str]:
         if value is None:
             continue
         if is_pattern and not isinstance(value, Mapping):
-            yield f'"{name}" must be a mapping of names to {kind}. Received: {quoted(value)}.'
+            yield f'"{name}" must be a mapping of names to {kind}. Received: {quote_value(value)}.'
             continue
         items = list(value.values()) if is_pattern else value if isinstance(value, list) else [value]
         if not all(_has_type(kind, item) for item in items):
-            yield f'"{name}" must be {kind}. Received: {quoted(value)}.'
+            yield f'"{name}" must be {kind}. Received: {quote_value(value)}.'
     dropout = raw.get("lora_dropout", 0)
     if not (_is_number(dropout) and 0 <= dropout < 1):
-        yield f'"lora_dropout" must be at least 0 and below 1. Received: {quoted(dropout)}.'
+        yield f'"lora_dropout" must be at least 0 and below 1. Received: {quote_value(dropout)}.'
 
 
 def _has_type(kind: str, value: Any) -> bool:

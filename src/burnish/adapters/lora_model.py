@@ -233,7 +233,7 @@ def train_only(model: nn.Module, name: str) -> None:
 
 
 @contextmanager
-def disabled(model: nn.Module) -> Iterator[None]:
+def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Context in which the model computes without any adapter."""
     trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
     modules = [module for _, module in adapter_modules(model)]
@@ -249,7 +249,7 @@ def disabled(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def merged(model: nn.Module) -> Iterator[None]:
+def merge_temporarily(model: nn.Module) -> Iterator[None]:
     """Context in which adapted layers compute with merged weights, so that a token needs one product per layer.
 
     The merged weights are separate tensors, and the original weights are restored exactly. Has no effect if merging

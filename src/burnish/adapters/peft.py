@@ -28,7 +28,7 @@ from burnish.config.checks import check
 from burnish.config.errors import Problem, UserError, did_you_mean, first_line, is_out_of_memory
 from burnish.config.options import option, raise_if
 from burnish.utils.files import absolute_if_local, check_texts_below_roots
-from burnish.utils.json_files import quoted, read_object
+from burnish.utils.json_files import quote_value, read_object
 
 
 @dataclass
@@ -74,7 +74,7 @@ class PeftAdapter:
         self.notes += [f"The adapter {folder} was merged." for folder in self.folders[:-1]]
         self._base = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
         if self.folders:
-            return self._continued(model, str(self.folders[-1]))
+            return self._continue_adapter(model, str(self.folders[-1]))
         config = self._config()
         try:
             wrapped: nn.Module = get_peft_model(model, config)
@@ -82,7 +82,7 @@ class PeftAdapter:
             raise UserError(f"peft_config cannot be applied to this model: {error}", option="peft_config") from error
         return wrapped
 
-    def _continued(self, model: nn.Module, folder: str) -> nn.Module:
+    def _continue_adapter(self, model: nn.Module, folder: str) -> nn.Module:
         """Load the adapter in ``folder`` to train it further. peft saves and loads a trained prompt as an embedding
         table for inference. That table is trained further, even if a network computed it before.
         """
@@ -239,7 +239,7 @@ def _config_in(folder: Path) -> Any:
     kind, known = raw.get("peft_type"), _peft_config_classes()
     if not isinstance(kind, str) or kind not in known:
         guess = did_you_mean(str(kind), known)
-        what = f'"peft_type" must be a method of the installed peft. Received: {quoted(kind)}.{guess}'
+        what = f'"peft_type" must be a method of the installed peft. Received: {quote_value(kind)}.{guess}'
         raise UserError(what, where=str(path), remedy="A newer version of peft may support it.")
     check_texts_below_roots(raw)
     try:

@@ -77,10 +77,10 @@ def compare_fingerprints(
             "change, set resume_despite_changes: true.",
             option=tuple(fatal),
         )
-    return [_accepted(name, *pair, folder.name) for name, pair in changed.items()]
+    return [_accepted_change(name, *pair, folder.name) for name, pair in changed.items()]
 
 
-def _accepted(name: str, old: Any, new: Any, folder: str) -> str:
+def _accepted_change(name: str, old: Any, new: Any, folder: str) -> str:
     if _is_hash(old):
         return f"{name} has changed since {folder}."
     before, now = _short_pair(old, new)

@@ -52,7 +52,7 @@ class Problem:
 class OptionText(str):
     """A sentence that refers to options by name, so that it can be rendered with other names for them.
 
-    >>> OptionText("{pref_beta} must be {}.", 1).renamed({"pref_beta": "beta"})
+    >>> OptionText("{pref_beta} must be {}.", 1).rename({"pref_beta": "beta"})
     'beta must be 1.'
 
     Args:
@@ -72,7 +72,7 @@ class OptionText(str):
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         return str, (str(self),)
 
-    def renamed(self, names: Mapping[str, str]) -> OptionText:
+    def rename(self, names: Mapping[str, str]) -> OptionText:
         return OptionText(self.template, *self.values, names={**self.names, **names})
 
 
@@ -81,9 +81,9 @@ class _OptionNames(dict[str, str]):
         return name.replace("=", ": ")
 
 
-def renamed(sentence: str, names: Mapping[str, str]) -> str:
+def rename_options(sentence: str, names: Mapping[str, str]) -> str:
     """``sentence`` with other names for its options: option -> name. A plain string is returned unchanged."""
-    return sentence.renamed(names) if isinstance(sentence, OptionText) else sentence
+    return sentence.rename(names) if isinstance(sentence, OptionText) else sentence
 
 
 class UserError(ValueError):

@@ -75,7 +75,7 @@ def option(
     return field(default=default, metadata=metadata, repr=not is_secret)
 
 
-def shared(fields: type[OptionsT]) -> type[OptionsT]:
+def shared_options(fields: type[OptionsT]) -> type[OptionsT]:
     """Decorator: the dataclass is no group of options; its options belong to each group that inherits from it."""
     _SHARED.add(fields)
     return fields

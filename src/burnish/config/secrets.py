@@ -182,14 +182,14 @@ def _mask_match(match: re.Match[str]) -> str:
     return f"{match['word']}{match['between']}{MASK}"
 
 
-def masked_json(value: Any) -> Any:
+def mask_json(value: Any) -> Any:
     """A copy of a JSON value in which texts are masked, keys included, and values under a secret's name are replaced
     completely."""
     return _masked_value(value, _secrets())
 
 
-def masked_json_without_environment(value: Any) -> Any:
-    """``masked_json`` for values that are compared later, also by a process with other environment variables: only
+def mask_json_without_environment(value: Any) -> Any:
+    """``mask_json`` for values that are compared later, also by a process with other environment variables: only
     secrets that are recognized by their name or shape are replaced."""
     return _masked_value(value, [])
 

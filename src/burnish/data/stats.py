@@ -47,17 +47,17 @@ class RecordReason(str):
         return RecordReason, (str(self), self.kind, self.is_length, self.remedy)
 
 
-def dropped(why: str, is_length: bool = False, remedy: str = "") -> RecordReason:
+def drop_reason(why: str, is_length: bool = False, remedy: str = "") -> RecordReason:
     """Return a reason for records that are not trained on."""
     return RecordReason(f"dropped: {why}", "dropped", is_length, remedy)
 
 
-def truncated(what: str, is_length: bool = True) -> RecordReason:
+def truncation_reason(what: str, is_length: bool = True) -> RecordReason:
     """Return a reason for records that lost content."""
     return RecordReason(f"truncated: {what}", "truncated", is_length)
 
 
-def kept(what: str) -> RecordReason:
+def keep_reason(what: str) -> RecordReason:
     """Return a reason for records that are trained on, but may contain a mistake."""
     return RecordReason(f"kept: {what}", "kept")
 
@@ -86,7 +86,7 @@ class DataStats:
     def count(self, reason: str) -> int:
         return sum(len(found) for each, found in self.records.items() if each == reason)
 
-    def dropped(self, examples: Sequence[Example]) -> Sequence[str]:
+    def drop_reasons(self, examples: Sequence[Example]) -> Sequence[str]:
         """Return the reasons why ``examples`` were dropped, or an empty list if at least one of them is used."""
         reasons = [reason for reason in self.records if reason.kind == "dropped"]
         places = {(example.source, example.number) for example in examples[: sum(map(self.count, reasons)) + 1]}

@@ -40,7 +40,7 @@ def demo(argv: list[str]) -> int:
     run = demo_plan(argv[is_dpo:], name)
     questions, pairs = demo_questions(), demo_questions("pairs_heldout") if is_dpo else []
     note(f"Generating responses to {len(questions)} held-out questions before training ...")
-    before, knew = answers(BUNDLED / "model", questions), preferred(BUNDLED / "model", pairs)
+    before, knew = answers(BUNDLED / "model", questions), preference_accuracy(BUNDLED / "model", pairs)
     result = train_run(run)
     if result.exit_code is not None:
         return result.exit_code
@@ -48,7 +48,7 @@ def demo(argv: list[str]) -> int:
     after = answers(folder, questions)
     note(report(questions, before, after))
     if is_dpo:
-        share = f"{knew:.2f} before, {preferred(folder, pairs):.2f} after"
+        share = f"{knew:.2f} before, {preference_accuracy(folder, pairs):.2f} after"
         note(f"preference accuracy on {len(pairs)} held-out pairs: {share}")
     note(next_steps(_commands(folder, answered_right(questions, after))))
     return 0
@@ -106,14 +106,14 @@ def demo_questions(name: str = "heldout") -> list[DemoQuestion]:
 
 def answers(folder: Path, questions: list[DemoQuestion], batch_size: int = 50) -> list[str]:
     """Return greedy responses of the model in ``folder``."""
-    model, tokenizer = _loaded(folder)
+    model, tokenizer = _load_model(folder)
     found: list[str] = []
     for start in range(0, len(questions), batch_size):
         found += _answer_batch(model, tokenizer, [q.prompt for q in questions[start : start + batch_size]])
     return found
 
 
-def _loaded(folder: Path) -> tuple[Any, Any]:
+def _load_model(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with suppress_loading_messages():
@@ -132,13 +132,13 @@ def _answer_batch(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
     return [text.strip() for text in texts]
 
 
-def preferred(folder: Path, pairs: list[DemoQuestion]) -> float:
+def preference_accuracy(folder: Path, pairs: list[DemoQuestion]) -> float:
     """Return the fraction of pairs whose chosen response is likelier than the rejected one, in [0, 1]."""
     import torch
 
     if not pairs:
         return 0.0
-    model, tokenizer = _loaded(folder)
+    model, tokenizer = _load_model(folder)
 
     def logp(question: DemoQuestion, answer: str) -> float:
         turns = [{"role": "user", "content": question.prompt}]

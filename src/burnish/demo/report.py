@@ -44,21 +44,21 @@ def share_exact(questions: list[DemoQuestion], found: list[str]) -> float:
     return sum(q.answer == text for q, text in zip(questions, found, strict=True)) / len(questions)
 
 
-def shown_of(questions: list[DemoQuestion]) -> list[int]:
+def questions_in_table(questions: list[DemoQuestion]) -> list[int]:
     """Return the indices of the questions in the table, spread over the set."""
     return list(range(0, len(questions), max(1, len(questions) // SHOWN)))[:SHOWN]
 
 
 def answered_right(questions: list[DemoQuestion], after: list[str]) -> str | None:
     """Return a question of one line in the table that was answered correctly, or None."""
-    right = [questions[at].prompt for at in shown_of(questions) if after[at] == questions[at].answer]
+    right = [questions[at].prompt for at in questions_in_table(questions) if after[at] == questions[at].answer]
     return next((prompt for prompt in reversed(right) if "\n" not in prompt), None)
 
 
 def report(questions: list[DemoQuestion], before: list[str], after: list[str], noun: str = "question") -> str:
     """Return a table of questions spread over the set, and the scores before and after."""
     lines = [f"\n{noun:<46}{'before':<16}{'after':<20}"]
-    for index in shown_of(questions):
+    for index in questions_in_table(questions):
         question = questions[index]
         mark = "right" if after[index] == question.answer else f"wrong, expected {question.answer}"
         prompt = shortened_line(question.prompt.replace("\n", " "), 44)

@@ -29,12 +29,12 @@ from burnish.loop.types import IGNORE_INDEX, Row
 from burnish.losses.base import OBJECTIVES
 from burnish.parallel.precision import full_eval_dtype, loaded_dtype, name_of
 from burnish.parallel.selection import device_of
-from burnish.report.pace import counted
+from burnish.report.pace import format_count
 from burnish.report.progress import counted_epochs
 from burnish.rollouts.options import draws_completions
 from burnish.run.callbacks import listeners_of
 from burnish.run.plan.checks import evaluates, trains
-from burnish.run.plan.listing import shown
+from burnish.run.plan.listing import format_value
 from burnish.run.plan.memory import DecoderShape, Term, shown_bytes
 from burnish.run.plan.memory_per_device import peaks, sharing_of, terms_per_device
 from burnish.run.plan.options import RunOptions
@@ -93,7 +93,7 @@ def sections(plan: Plan, prepared: Prepared) -> Iterator[Section]:
 
 
 def _data(plan: Plan, prepared: Prepared) -> Section:
-    options, rows, is_trained = plan.options, _inspected(plan, prepared), trains(plan.options)
+    options, rows, is_trained = plan.options, _inspected_rows(plan, prepared), trains(plan.options)
     kind = _kind(options, is_eval=not is_trained)
     named = options.dataset if is_trained or options.val_size else options.eval_dataset
     by = "dataset" if named is options.dataset else "eval_dataset"
@@ -135,7 +135,7 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
     return Section("Data", lines)
 
 
-def _inspected(plan: Plan, prepared: Prepared) -> RowSet[Row]:
+def _inspected_rows(plan: Plan, prepared: Prepared) -> RowSet[Row]:
     """The training rows. For a run without training, the rows of the first evaluation set."""
     return prepared.sample if trains(plan.options) else next(iter(prepared.eval_rows.values()), ListedRows(()))
 
@@ -147,9 +147,9 @@ def _kind(options: RunOptions, is_eval: bool = False) -> str:
 def _size_of(rows: Sequence[Row | None], kind: str) -> str:
     """``4,000 examples``, ``2,012 packs of 4,000 examples``."""
     if kind == "example":
-        return counted(len(rows), "example")
+        return format_count(len(rows), "example")
     num_rows = sum(len(row.get("seq_lengths", [0])) for row in rows if row)
-    return f"{counted(len(rows), 'pack')} of {counted(num_rows, 'example')}"
+    return f"{format_count(len(rows), 'pack')} of {format_count(num_rows, 'example')}"
 
 
 def _labelled_share(rows: Sequence[Row]) -> str:
@@ -183,7 +183,7 @@ def _skipped_share(rows: Sequence[Row], prepared: Prepared, options: RunOptions)
 
 def samples(plan: Plan, prepared: Prepared) -> Iterator[Sample]:
     """The first row and the one in the middle."""
-    rows, marked = _inspected(plan, prepared), "trained" if trains(plan.options) else "measured"
+    rows, marked = _inspected_rows(plan, prepared), "trained" if trains(plan.options) else "measured"
     kind = _kind(plan.options, is_eval=not trains(plan.options)).capitalize()
     for index in sorted({0, len(rows) // 2} if len(rows) else set()):
         for name, answer in sequences_by_name(rows[index]).items():
@@ -248,9 +248,9 @@ def _steps(plan: Plan, prepared: Prepared) -> Section:
         lines.append(Line("micro-batches", text, plan.where("max_tokens_per_batch")))
     if steps.rows is not None:
         last = steps.rows % steps.rows_per_step
-        rest = f"; the last step has {counted(last, kind)}" if last and not options.dataloader_drop_last else ""
-        in_steps = counted(steps.steps_per_epoch, "step")
-        text = f"{counted(steps.rows, kind)} / {steps.rows_per_step:,} = {in_steps}{rest}"
+        rest = f"; the last step has {format_count(last, kind)}" if last and not options.dataloader_drop_last else ""
+        in_steps = format_count(steps.steps_per_epoch, "step")
+        text = f"{format_count(steps.rows, kind)} / {steps.rows_per_step:,} = {in_steps}{rest}"
         lines.append(Line("epoch", text))
     lines += [_total(plan, prepared), _start_line(plan, prepared), _rate(plan, prepared), *_intervals(plan, prepared)]
     return Section("Steps", lines)
@@ -273,9 +273,9 @@ def _total(plan: Plan, prepared: Prepared) -> Line:
     options, steps = plan.options, prepared.steps
     if options.max_steps > 0:
         share = f" = {counted_epochs(steps.epochs)}" if steps.epochs is not None else ""
-        return Line("total", f"{counted(steps.max_steps, 'step')}{share}", plan.where("max_steps"))
-    epochs = counted(options.num_train_epochs, "epoch")
-    product = f"{steps.steps_per_epoch:,} x {epochs} = {counted(steps.max_steps, 'step')}"
+        return Line("total", f"{format_count(steps.max_steps, 'step')}{share}", plan.where("max_steps"))
+    epochs = format_count(options.num_train_epochs, "epoch")
+    product = f"{steps.steps_per_epoch:,} x {epochs} = {format_count(steps.max_steps, 'step')}"
     return Line("total", product, plan.where("num_train_epochs"))
 
 
@@ -283,7 +283,7 @@ def _start_line(plan: Plan, prepared: Prepared) -> Line:
     """The start of the run: step 0 or a checkpoint. Raises UserError if ``train`` would refuse to resume."""
     start = start_of(plan, prepared.fingerprints, prepared.steps)
     there = len(Checkpoints(output_folder(plan.options)).all())
-    removed = f"{counted(there, 'checkpoint')} in output_dir {'is' if there == 1 else 'are'} removed"
+    removed = f"{format_count(there, 'checkpoint')} in output_dir {'is' if there == 1 else 'are'} removed"
     text = f"at step 0; {removed}" if there else "at step 0"
     if start.checkpoint is not None:
         text = start.done or f"from {start.checkpoint}, at step {load_state(start.checkpoint).global_step:,}."
@@ -294,7 +294,7 @@ def _rate(plan: Plan, prepared: Prepared) -> Line:
     """Peak learning rate, warmup, and a plot of the schedule."""
     options, total = plan.options, prepared.steps.schedule_steps
     warmup = warmup_steps_of(options, total)
-    rise = f" after {counted(warmup, 'step')} of warmup" if warmup else ""
+    rise = f" after {format_count(warmup, 'step')} of warmup" if warmup else ""
     curve = "".join(
         _BARS[min(int(value * len(_BARS)), len(_BARS) - 1)] for value in schedule_factors(options, total, _WIDTH)
     )
@@ -342,7 +342,7 @@ def _evaluation_section(plan: Plan, prepared: Prepared) -> Section:
     across = options.per_device_eval_batch_size * plan.world_size
     lines = []
     for name, rows in prepared.eval_rows.items():
-        batches = counted(math.ceil(len(rows) / across), "batch", "batches")
+        batches = format_count(math.ceil(len(rows) / across), "batch", "batches")
         lines.append(Line("batches", f"{batches} of {across:,} {_kind(options, is_eval=True)}s {name}".rstrip(), where))
     if options.max_tokens_per_batch is not None:
         text = f"split where they exceed {options.max_tokens_per_batch:,} tokens"
@@ -373,9 +373,11 @@ def _options(plan: Plan) -> Section:
     """Every option that differs from its default."""
     lines = [
         Line(
-            spec.name, f"{MASK if spec.is_secret else shown(value)} (default {shown(spec.default)})", where or _DERIVED
+            spec.name,
+            f"{MASK if spec.is_secret else format_value(value)} (default {format_value(spec.default)})",
+            where or _DERIVED,
         )
-        for spec, value, where in plan.changed()
+        for spec, value, where in plan.non_default_options()
     ]
     return Section("Options that differ from their defaults", lines)
 
@@ -383,9 +385,9 @@ def _options(plan: Plan) -> Section:
 def memory_terms_of(plan: Plan, prepared: Prepared) -> list[Term]:
     """Memory of the run on each device, as a list of terms."""
     options, sizes, formats = plan.options, prepared.sizes, prepared.formats
-    tokens = tokens_of_largest_batch(_inspected(plan, prepared), options)
+    tokens = tokens_of_largest_batch(_inspected_rows(plan, prepared), options)
     shape, trained = DecoderShape.of(prepared.config.get_text_config()), sizes.active if trains(options) else 0
-    looked_at = islice(_inspected(plan, prepared), SAMPLE_SIZE) if prepared.family is not None else ()
+    looked_at = islice(_inspected_rows(plan, prepared), SAMPLE_SIZE) if prepared.family is not None else ()
     patches = [num_patches(row, prepared.family) for row in looked_at if prepared.family is not None]
     of_batch = patches_of_largest_batch(patches, options)
     terms = memory_of(options, prepared.config, sizes, formats, tokens, of_batch)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from burnish.explain.view import Line, Section
 from burnish.parallel.selection import device_of
-from burnish.report.pace import counted
+from burnish.report.pace import format_count
 from burnish.rollouts.objective import RolloutObjective
 from burnish.rollouts.options import preset_in_words, preset_of
 from burnish.run.plan.memory import DecoderShape, shown_bytes
@@ -23,12 +23,12 @@ def rollouts_section(plan: Plan, prepared: Prepared) -> Iterator[Section]:
     group, longest = options.num_generations, options.max_completion_length
     prompts = objective.rows_per_rank * plan.world_size
     drawn = prompts * group
-    steps = counted(objective.inner_steps, "step")
+    steps = format_count(objective.inner_steps, "step")
     passes = f", each trained on {options.num_iterations} times" if options.num_iterations > 1 else ""
     sampling = [f"temperature {options.temperature:g}"]
     sampling += [f"top_p {options.top_p:g}"] * (options.top_p < 1) + [f"top_k {options.top_k}"] * (options.top_k > 0)
     lines = [
-        Line("prompts", f"{counted(prompts, 'prompt')} per generation batch", plan.where("steps_per_generation")),
+        Line("prompts", f"{format_count(prompts, 'prompt')} per generation batch", plan.where("steps_per_generation")),
         Line("completions", f"x {group} = {drawn:,} for {steps}{passes}", plan.where("num_generations")),
         Line("tokens", f"at most {longest:,} per completion, {drawn * longest:,} in total; {', '.join(sampling)}",
              plan.where("max_completion_length")),

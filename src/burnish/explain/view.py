@@ -64,13 +64,13 @@ def show(sections: Sequence[Section], samples: Sequence[Sample]) -> None:
 def without_colors(sections: Sequence[Section], samples: Sequence[Sample], width: int = 100) -> str:
     """The text without colors."""
     blocks = ["\n".join([section.title, *_section_lines(section, width)]) for section in sections]
-    blocks += [f"{sample.title} in {_OPEN} {_CLOSE}\n{_indented(_marked(sample))}" for sample in samples]
+    blocks += [f"{sample.title} in {_OPEN} {_CLOSE}\n{_indent(_mark_sample(sample))}" for sample in samples]
     return "\n\n".join(blocks)
 
 
 def _section_lines(section: Section, width: int) -> Iterator[str]:
     for line in section.lines:
-        yield from _wrapped(line, width, label_width(section))
+        yield from _wrap_line(line, width, label_width(section))
 
 
 def label_width(section: Section) -> int:
@@ -79,7 +79,7 @@ def label_width(section: Section) -> int:
     return min(max(_LABEL_WIDTH, longest + 2), _WIDEST_LABEL) if longest else 0
 
 
-def _wrapped(line: Line, width: int, labels: int) -> Iterator[str]:
+def _wrap_line(line: Line, width: int, labels: int) -> Iterator[str]:
     """Wrap ``label   text  (where)``. Continuation lines are aligned with the text. A label that is too long gets
     its own line."""
     width_left = max(30, min(width, _WIDEST) - labels - 2)
@@ -101,7 +101,7 @@ def _short_place(where: str) -> str:
     return re.sub(r"[^\s]*/([^/\s]+, line \d+)", r"\1", where)
 
 
-def _marked(sample: Sample) -> str:
+def _mark_sample(sample: Sample) -> str:
     return "".join(
         f"{_OPEN}{_visible(text, trained)}{_CLOSE}" if trained else _visible(text, trained)
         for text, trained in sample.pieces
@@ -117,7 +117,7 @@ def _visible(text: str, trained: bool) -> str:
     return text.replace("\n", "↵\n") if trained else text
 
 
-def _indented(text: str) -> str:
+def _indent(text: str) -> str:
     return textwrap.indent(text.rstrip("\n"), "  ", lambda line: True)
 
 
@@ -143,7 +143,7 @@ def _drawn_line(line: Line, width: int, labels: int) -> Text:
     """One line in the layout of ``without_colors``, with colors."""
     from rich.text import Text
 
-    text = Text("\n".join(_wrapped(line, width, labels)) + "\n")
+    text = Text("\n".join(_wrap_line(line, width, labels)) + "\n")
     text.stylize("cyan", 2, 2 + len(line.label))
     if line.where:
         text.stylize("dim", text.plain.rfind("("))

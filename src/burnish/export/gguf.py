@@ -207,7 +207,7 @@ def _tensors(weights: Sequence[tuple[Path, str]], config: dict[str, Any]) -> Ite
     names = gguf.get_tensor_name_map(
         gguf.MODEL_ARCH[ARCHITECTURES[config["model_type"]].upper()], config["num_hidden_layers"]
     )
-    permuted = _rotated(config)
+    permuted = _rotation_order(config)
     for path, name in weights:
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
@@ -216,7 +216,7 @@ def _tensors(weights: Sequence[tuple[Path, str]], config: dict[str, Any]) -> Ite
             yield found, permuted(name, file.get_tensor(name))
 
 
-def _rotated(config: dict[str, Any]) -> Callable[[str, Tensor], Tensor]:
+def _rotation_order(config: dict[str, Any]) -> Callable[[str, Tensor], Tensor]:
     """A function that reorders the rows of queries and keys for llama.cpp's llama architecture. Its rotary positions
     rotate adjacent pairs, while Hugging Face's files have the two halves of a head.
     """

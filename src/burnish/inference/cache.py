@@ -41,7 +41,7 @@ class SlotPlaces:
         return slice(self.first, self.first + len(self.positions))
 
 
-def _resized(x: Tensor, slots: int, capacity: int) -> Tensor:
+def _resize(x: Tensor, slots: int, capacity: int) -> Tensor:
     new = x.new_zeros(slots, x.shape[1], capacity, x.shape[3])
     rows, length = min(slots, len(x)), min(capacity, x.shape[2])
     new[:rows, :, :length] = x[:rows, :, :length]
@@ -73,7 +73,7 @@ class SlotCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store keys and values (B, H, T, D) of new tokens. Returns those of all tokens, (B, H, width, D)."""
-        place = self._placed()
+        place = self._places()
         new = (key_states, value_states)
         if layer_idx not in self._layers:
             self._layers[layer_idx] = tuple(
@@ -85,17 +85,17 @@ class SlotCache(Cache):
             stored[row, :, place.positions] = states.transpose(1, 2).to(stored.dtype)
         return tuple(stored[rows, :, : place.width] for stored in self._layers[layer_idx])
 
-    def _placed(self) -> SlotPlaces:
+    def _places(self) -> SlotPlaces:
         if self.place is None:
             raise RuntimeError("No cache slots were set for this forward pass.")
         return self.place
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        place = self._placed()
+        place = self._places()
         return place.width - place.positions.shape[1]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self._placed().width, 0
+        return self._places().width, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.capacity
@@ -117,7 +117,7 @@ class SlotCache(Cache):
         if (slots, capacity) == (self.slots, self.capacity):
             return
         for number, layer in self._layers.items():  # layer by layer, to avoid holding two copies of all layers
-            self._layers[number] = tuple(_resized(x, slots, capacity) for x in layer)
+            self._layers[number] = tuple(_resize(x, slots, capacity) for x in layer)
         self.slots, self.capacity = slots, capacity
 
     def copy_row(self, source: int, target: int, length: int) -> None:

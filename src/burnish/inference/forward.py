@@ -147,10 +147,10 @@ class SlotForward:
         masks = {}
         for kind in kinds:
             blocks = bidirectional if in_full or kind != "full_attention" else None
-            masks[kind] = self._formatted(attention_mask(places, width, kind, config, blocks))
+            masks[kind] = self._attention_mask(attention_mask(places, width, kind, config, blocks))
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _formatted(self, sees: Tensor) -> Tensor:
+    def _attention_mask(self, sees: Tensor) -> Tensor:
         if self.model.config._attn_implementation in _BOOLEAN:
             return sees
         return torch.zeros(sees.shape, device=sees.device, dtype=self.model.dtype).masked_fill(~sees, -torch.inf)

@@ -45,13 +45,13 @@ from burnish.loop.types import Example, Message
 from burnish.losses.reward import REWARD_HEADS, RewardHead, ValueHead
 from burnish.models.export import inference_dtype
 from burnish.models.load import context_length, largest_over_layers, load_config, load_model, raise_if_not_finite
-from burnish.models.quantization.quantize import quantization_of, quantized_by
+from burnish.models.quantization.quantize import quantization_method_of, quantization_of
 from burnish.models.reward_files import BIAS, WEIGHT, kind_of_head, read_head
 from burnish.models.source import adapter_folders, find_source
 from burnish.models.tokens import TOKENIZER_FILES, load_tokenizer, resize_embeddings, resized_meta_model
 from burnish.parallel.precision import compute_sentence, loaded_dtype, supported_dtype
 from burnish.parallel.selection import device_of
-from burnish.utils.files import expanded
+from burnish.utils.files import expand_user
 from burnish.utils.work import track
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def load_for_inference(
         (on_note or (lambda text: None))(sentence)
     last = str(adapters[-1] if adapters else options.model_name_or_path)
     return LoadedModel(
-        name or expanded(last).resolve().name, options, model, tokenizer, template, form_of(template),
+        name or expand_user(last).resolve().name, options, model, tokenizer, template, form_of(template),
         tuple(template.stop_token_ids()), default_sampling(options, model, explicit), longest_answer(options),
         context_of(options, config), tuple(served), adapter_context, tuple(notes), head, tuple(differs),
         None if model is None or family is None else ImageReader(model, family, limits_of(options)),
@@ -311,7 +311,7 @@ def _model(
     """Return the model on its device and in its dtype. Adapters of a quantized base model are not merged."""
     device = device_of(options)
     if method := quantization_of(options, config):
-        dtype: Any = "auto" if quantized_by(config) else supported_dtype(loaded_dtype(config), device)
+        dtype: Any = "auto" if quantization_method_of(config) else supported_dtype(loaded_dtype(config), device)
         model: nn.Module = load_model(
             options, dtype=dtype, config=config, device=device, notes=notes, needs_head=needs_head
         )

@@ -48,10 +48,12 @@ def next_tokens(jobs: Sequence[Job], logits: Tensor) -> list[NextToken | Problem
                 settings[at] = _draw_settings(job, logits.shape[1])
             except GrammarError as error:
                 problems[at] = grammar_problem(error)
-    tokens = _drawn(logits, settings, len(jobs))
+    tokens = _draw_tokens(logits, settings, len(jobs))
     whole = [at for at in range(len(jobs)) if at not in problems]
     logps = _draw_logps([at for at in whole if jobs[at].request.draw_logprobs], jobs, logits, tokens)
-    reported = _reported([at for at in whole if jobs[at].request.top_logprobs is not None], jobs, logits, tokens)
+    reported = _reported_logprobs(
+        [at for at in whole if jobs[at].request.top_logprobs is not None], jobs, logits, tokens
+    )
     ids = tokens.tolist()
     return [
         problems.get(at) or NextToken(ids[at], logps.get(at), (reported[at],) if at in reported else ())
@@ -59,7 +61,7 @@ def next_tokens(jobs: Sequence[Job], logits: Tensor) -> list[NextToken | Problem
     ]
 
 
-def _drawn(logits: Tensor, settings: dict[int, DrawSettings], number: int) -> Tensor:
+def _draw_tokens(logits: Tensor, settings: dict[int, DrawSettings], number: int) -> Tensor:
     """(N,) token ids: drawn for the rows that have settings, the most likely ones for the others."""
     if len(settings) == number:
         return draw(logits, list(settings.values()))
@@ -78,7 +80,7 @@ def _draw_logps(rows: Sequence[int], jobs: Sequence[Job], logits: Tensor, tokens
     return dict(zip(rows, draw_logps(logits[list(rows)], settings, tokens[list(rows)]).tolist(), strict=True))
 
 
-def _reported(rows: Sequence[int], jobs: Sequence[Job], logits: Tensor, tokens: Tensor) -> dict[int, Logprob]:
+def _reported_logprobs(rows: Sequence[int], jobs: Sequence[Job], logits: Tensor, tokens: Tensor) -> dict[int, Logprob]:
     """Return the log-probabilities that responses report, by row."""
     if not rows:
         return {}

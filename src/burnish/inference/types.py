@@ -49,7 +49,7 @@ class Sampling:
     bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
 
-    def changed(self, settings: Mapping[str, Any]) -> Sampling:
+    def with_settings(self, settings: Mapping[str, Any]) -> Sampling:
         """Return these settings with some of them replaced.
 
         Args:

@@ -151,7 +151,7 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     groups, width = heads // key.shape[-3], key.shape[-2]
     scale = _scale(query, scores)
     # Query heads that share a key head are stacked to one matrix, so that the key is not repeated.
-    folded, key, value = query.reshape(-1, groups * length, size), _batched(key), _batched(value)
+    folded, key, value = query.reshape(-1, groups * length, size), _flatten_batch(key), _flatten_batch(value)
     # The scale is applied within the product, which is summed in float32. Scaling an operand would round once more.
     made = torch.baddbmm(folded.new_zeros(1, 1, 1), folded, key.transpose(1, 2), beta=0, alpha=scale)
     made = made.view(*leading, heads, length, width)
@@ -164,7 +164,7 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     return torch.bmm(weights.reshape(-1, groups * length, width), value).view(*leading, heads, length, -1)
 
 
-def _batched(x: Tensor) -> Tensor:
+def _flatten_batch(x: Tensor) -> Tensor:
     """(..., K, M, D) -> (N, M, D)"""
     return x.reshape(-1, *x.shape[-2:])
 

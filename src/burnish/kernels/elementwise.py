@@ -2,9 +2,9 @@
 
 In:  hidden states. Out: the results of these formulas, in the dtype of the next product.
 
-    rms_norm(x)   = x / sqrt(mean(x²) + eps) * (offset + weight)      (https://arxiv.org/abs/1910.07467)
-    gated(g, u)   = activation(g) * u                                 (https://arxiv.org/abs/2002.05202)
-    rotated(x)    = x * cos + (-x2, x1) * sin, where x = (x1, x2)     (https://arxiv.org/abs/2104.09864)
+    rms_norm(x)        = x / sqrt(mean(x²) + eps) * (offset + weight)      (https://arxiv.org/abs/1910.07467)
+    gate_product(g, u) = activation(g) * u                                 (https://arxiv.org/abs/2002.05202)
+    apply_rotary(x)    = x * cos + (-x2, x1) * sin, where x = (x1, x2)     (https://arxiv.org/abs/2104.09864)
 
 With separate torch operations, each step of a formula writes a tensor of the size of the hidden states to memory, and
 keeps it if a gradient is needed; under autocast every linear layer after a norm casts its float32 output again. Here a
@@ -52,7 +52,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     return normed
 
 
-def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+def gate_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """Compute ``activation(gate) * up``, (..., I) each, in their dtype. On a CPU the result may be recomputed later.
 
     Args:
@@ -61,10 +61,10 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     product: Tensor = _Gated.apply(gate, up, activation)  # type: ignore[no-untyped-call]
     if not product.requires_grad:
         return product
-    return may_be_recomputed(product, partial(_gated_by_blocks, activation=activation), gate, up)
+    return may_be_recomputed(product, partial(_gate_product_by_blocks, activation=activation), gate, up)
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary positions, computed in float32, without a gradient. Equal in all bits to separate operations.
 
     Args:
@@ -166,10 +166,10 @@ class _RmsNorm(torch.autograd.Function):
         return grad_x, grad_scale.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None, None
 
 
-def _gated_by_blocks(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+def _gate_product_by_blocks(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     product = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
     for g, u, into in _blocks(_rows(gate), _rows(up), _rows(product)):
-        torch.mul(activated(g, activation), u, out=into)
+        torch.mul(apply_activation(g, activation), u, out=into)
     return product
 
 
@@ -178,7 +178,7 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
-        return _gated_by_blocks(gate, up, activation)
+        return _gate_product_by_blocks(gate, up, activation)
 
     @staticmethod
     @once_differentiable
@@ -186,12 +186,12 @@ class _Gated(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         grad_gate, grad_up = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (gate, up))
         for g, u, some, of_gate, of_up in _blocks(*map(_rows, (gate, up, grad, grad_gate, grad_up))):
-            torch.mul(some, activated(g, ctx.activation), out=of_up)
+            torch.mul(some, apply_activation(g, ctx.activation), out=of_up)
             _write_activation_grad((some * u).to(g.dtype), g, ctx.activation, of_gate)
         return grad_gate, grad_up, None
 
 
-def activated(x: Tensor, activation: str) -> Tensor:
+def apply_activation(x: Tensor, activation: str) -> Tensor:
     if activation == "silu":
         return F.silu(x)
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")

@@ -143,7 +143,7 @@ class _LoraLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float, dropout: float
     ) -> Tensor:
         with without_autocast(x):
-            a, b = a.to(x.dtype), scaled(b, scaling, x.dtype)
+            a, b = a.to(x.dtype), scale_factor(b, scaling, x.dtype)
             mask, h = _down(rows(x), row_major_transpose(a), dropout)
             output = layer_output(x, weight, bias)
             rows(output).addmm_(h, row_major_transpose(b))
@@ -186,7 +186,7 @@ def layer_output(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return output
 
 
-def scaled(b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
+def scale_factor(b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
     """B (O, r) times the scaling, rounded once."""
     return (b * scaling).to(dtype)
 
@@ -248,7 +248,7 @@ class _JointProjections(torch.autograd.Function):
         ctx.scalings, ctx.ranks = scalings, [len(a) for a in factors_a]
         with without_autocast(x):
             a = torch.cat(factors_a).to(x.dtype)  # (R, I)
-            each_b = [scaled(b, scaling, x.dtype) for b, scaling in zip(factors_b, scalings, strict=True)]
+            each_b = [scale_factor(b, scaling, x.dtype) for b, scaling in zip(factors_b, scalings, strict=True)]
             # Contiguous: for columns of a wider tensor a CPU would use other kernels than for ``lora_linear``.
             each_h = [h.contiguous() for h in torch.split(rows(x) @ row_major_transpose(a), ctx.ranks, 1)]  # (N, r_k)
             outputs = tuple(layer_output(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))

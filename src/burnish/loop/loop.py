@@ -37,7 +37,7 @@ from burnish.config.options import option
 from burnish.loop.best import BestChoices, best_model_metric, eval_prefix, remember_best
 from burnish.loop.events import CallbackHandler
 from burnish.loop.meter import Clock, EvalSums, Meter
-from burnish.loop.metrics import joined_by_name
+from burnish.loop.metrics import join_metrics_by_name
 from burnish.loop.protocols import EvalSet, Loader, Objective, Parallel
 from burnish.loop.rollout import RolloutBuffer
 from burnish.loop.schedule import follows_metric
@@ -199,7 +199,7 @@ class Loop:
         self.rollout_buffer.advance()
         self.state.global_step += 1
         self.state.epoch = step_batch.epoch
-        sums = joined_by_name([each.sums for each in losses])
+        sums = join_metrics_by_name([each.sums for each in losses])
         self.meter.add_step(step_batch, loss, num_items, sums, norm, is_finite, learning_rate)
         if self.spikes is not None:
             self.spikes.check(self.parallel, self.state.global_step, step_batch, loss, norm)

@@ -17,7 +17,7 @@ from burnish.loop.protocols import Parallel
 from burnish.loop.types import Metric, Sum
 
 
-def joined(metrics: Sequence[Metric]) -> Metric:
+def join_metrics(metrics: Sequence[Metric]) -> Metric:
     """Combine one metric of several micro-batches, in their order. The result is detached from the autograd graph."""
     first = metrics[0]
     if isinstance(first, Tensor):
@@ -34,13 +34,13 @@ def joined(metrics: Sequence[Metric]) -> Metric:
     return Sum(values.amin() if first.reduction == "min" else values.amax(), counts.sum(), first.reduction)
 
 
-def joined_by_name(several: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Apply ``joined`` to each name. A name may be missing from some micro-batches."""
+def join_metrics_by_name(several: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Apply ``join_metrics`` to each name. A name may be missing from some micro-batches."""
     by_name: dict[str, list[Metric]] = {}
     for metrics in several:
         for name, metric in metrics.items():
             by_name.setdefault(name, []).append(metric)
-    return {name: joined(metrics) for name, metrics in by_name.items()}
+    return {name: join_metrics(metrics) for name, metrics in by_name.items()}
 
 
 class Metrics:
@@ -50,7 +50,7 @@ class Metrics:
         self.by_name: dict[str, Metric] = {}
 
     def add(self, metrics: Mapping[str, Metric]) -> None:
-        self.by_name = joined_by_name([self.by_name, metrics])
+        self.by_name = join_metrics_by_name([self.by_name, metrics])
 
     def addends(self, dtype: torch.dtype) -> list[Tensor]:
         """() tensors to sum over ranks, in the order that ``means`` expects. A plain metric adds its sum, a ``Sum`` its

@@ -49,11 +49,11 @@ class RolloutBuffer:
         self.batches, self.position = [], 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"world_size": self.world_size, "left": [_saved(batch) for batch in self.remaining()]}
+        return {"world_size": self.world_size, "left": [_batch_state(batch) for batch in self.remaining()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the buffer of this rank."""
-        self.batches, self.position = _loaded(state), 0
+        self.batches, self.position = _load_batches(state), 0
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore the buffer from those of all ranks that saved it. Another number of ranks divides it again.
@@ -72,20 +72,20 @@ class RolloutBuffer:
                 remedy="Resume with the same number of processes, or from a checkpoint between two rollouts.",
             )
         else:
-            steps = zip(*(_loaded(state) for state in states), strict=True)
+            steps = zip(*(_load_batches(state) for state in states), strict=True)
             self.batches, self.position = [self.redistribute(parts, self.rank, self.world_size) for parts in steps], 0
 
 
 # Checkpoints store the ``indices`` of a step batch as "items".
 
 
-def _saved(batch: StepBatch) -> dict[str, Any]:
+def _batch_state(batch: StepBatch) -> dict[str, Any]:
     fields = dict(vars(batch))
     fields["items"] = list(fields.pop("indices"))
     return fields
 
 
-def _loaded(state: Mapping[str, Any]) -> list[StepBatch]:
+def _load_batches(state: Mapping[str, Any]) -> list[StepBatch]:
     """The step batches in a buffer's ``state_dict``."""
     return [
         StepBatch(**{"indices" if name == "items" else name: v for name, v in fields.items()})

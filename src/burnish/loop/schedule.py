@@ -309,7 +309,7 @@ def lr_factor(options: LRScheduleOptions, max_steps: int, learning_rate: float) 
         UserError: if ``lr_scheduler_kwargs`` has an argument or value that the schedule does not accept.
     """
     warmup, curve = warmup_steps_of(options, max_steps), _FACTORS[options.lr_scheduler_type]
-    with refused_by_schedule(options):
+    with report_schedule_errors(options):
         arguments = _curve_arguments(options, max_steps, warmup, learning_rate)
         for step in (0, warmup, (warmup + max_steps) // 2, max_steps):
             curve(step, warmup, max_steps, **arguments)
@@ -365,7 +365,7 @@ def _checked_argument(name: str, raw: Any) -> Any:
 
 
 @contextmanager
-def refused_by_schedule(options: LRScheduleOptions) -> Iterator[None]:
+def report_schedule_errors(options: LRScheduleOptions) -> Iterator[None]:
     """Convert errors that a schedule raises for its arguments to UserError."""
     try:
         yield

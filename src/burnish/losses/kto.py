@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from burnish.config.checks import check, notes
 from burnish.config.errors import OptionText, Problem, UserError
-from burnish.config.options import option, shared
+from burnish.config.options import option, shared_options
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Example, Loss, Metric, Row, Sum
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
@@ -37,7 +37,7 @@ _LEAST, _MOST = 1.0, 4 / 3
 8)."""
 
 
-@shared
+@shared_options
 @dataclass
 class KtoFields:
     """The option of KTO's KL term, also of TRL's ``KTOConfig``."""
@@ -182,7 +182,7 @@ class KtoObjective(AnswersObjective):
             "gradient_accumulation_steps."
         ]
 
-    def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
+    def _collate(self, collate: Collate, rows: Sequence[Row]) -> Batch:
         """The micro-batch, with ``items`` (P,) and ``tag`` (P,) bool of its records. ``kl`` is a separate micro-batch
         of the mismatched responses with its own ``items``.
         """

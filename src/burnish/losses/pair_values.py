@@ -54,7 +54,7 @@ def two_answers(row: Row) -> list[Row]:
     ]
 
 
-def detached(pairs: Pairs) -> Pairs:
+def detach_pairs(pairs: Pairs) -> Pairs:
     chosen, rejected = (Side(*(values.detach() for values in side)) for side in (pairs.chosen, pairs.rejected))
     return pairs._replace(chosen=chosen, rejected=rejected)
 

@@ -27,7 +27,7 @@ from burnish.losses.base import OBJECTIVES, Collate, RowEncoder
 from burnish.losses.pair_values import (
     PAIR_COLUMNS,
     RunningMean,
-    detached,
+    detach_pairs,
     token_metrics,
     token_share,
     two_answers,
@@ -104,7 +104,7 @@ class PairObjective(AnswersObjective):
         """Encode pairs. They are always truncated to ``cutoff_len``; ``truncate`` has no effect."""
         return self.template.encode_pairs(examples, stats)
 
-    def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
+    def _collate(self, collate: Collate, rows: Sequence[Row]) -> Batch:
         """The micro-batch with ``items`` (P,), the weights of its pairs, and ``reference`` (S,) if precomputed."""
         batch = collate_sequences(collate, [answer for row in rows for answer in two_answers(row)])
         batch["items"] = torch.ones(len(rows))
@@ -185,7 +185,7 @@ class PairObjective(AnswersObjective):
         if values.aux is not None:
             metrics["aux_loss"] = (values.aux * items.sum()).detach()
             total = total + self.aux_coefficient * values.aux * items.sum()
-        rewards = [self._reward(side) for side in detached(pairs)[:2]]
+        rewards = [self._reward(side) for side in detach_pairs(pairs)[:2]]
         return Loss(total, metrics, outputs=torch.stack(rewards, 1).flatten())
 
     def _pairs(self, values: SequenceValues, batch: Batch) -> Pairs:
@@ -213,7 +213,7 @@ class PairObjective(AnswersObjective):
 
     def _pair_metrics(self, pairs: Pairs) -> dict[str, Tensor]:
         """(P,) of each metric, without gradient. A tie does not count as accurate."""
-        pairs = detached(pairs)
+        pairs = detach_pairs(pairs)
         chosen, rejected = (self._logged_logps(side) for side in pairs[:2])
         rewards = [self._reward(side) for side in pairs[:2]]
         metrics = {

@@ -112,7 +112,7 @@ class PairLoss:
 def sigmoid(pairs: Pairs, constants: LossConstants) -> Tensor:
     """-(1-s) ln σ(βΔ) - s ln σ(-βΔ).  DPO, Rafailov et al. 2023, eq. 7, https://arxiv.org/abs/2305.18290; s as in cDPO,
     Mitchell 2023, https://ericmitchell.ai/cdpo.pdf"""
-    return _smoothed(constants.beta * _delta(pairs, constants), constants.label_smoothing)
+    return _smoothed_log_sigmoid(constants.beta * _delta(pairs, constants), constants.label_smoothing)
 
 
 def hinge(pairs: Pairs, constants: LossConstants) -> Tensor:
@@ -190,7 +190,7 @@ def aot(pairs: Pairs, constants: LossConstants) -> Tensor:
     Melnyk et al. 2024, https://arxiv.org/abs/2406.05882"""
     matches = pairs.matches or matches_of(pairs, "aot")
     own = pairs.chosen.logps - pairs.rejected.logps
-    return _smoothed(constants.beta * (own - matches.chosen), constants.label_smoothing)
+    return _smoothed_log_sigmoid(constants.beta * (own - matches.chosen), constants.label_smoothing)
 
 
 def aot_unpaired(pairs: Pairs, constants: LossConstants) -> Tensor:
@@ -201,8 +201,10 @@ def aot_unpaired(pairs: Pairs, constants: LossConstants) -> Tensor:
     in the other pair.
     """
     matches = pairs.matches or matches_of(pairs, "aot_unpaired")
-    of_chosen = _smoothed(constants.beta * (pairs.chosen.ratio - matches.chosen), constants.label_smoothing)
-    of_rejected = _smoothed(constants.beta * (matches.rejected - pairs.rejected.ratio), constants.label_smoothing)
+    of_chosen = _smoothed_log_sigmoid(constants.beta * (pairs.chosen.ratio - matches.chosen), constants.label_smoothing)
+    of_rejected = _smoothed_log_sigmoid(
+        constants.beta * (matches.rejected - pairs.rejected.ratio), constants.label_smoothing
+    )
     return of_chosen + of_rejected - of_rejected.detach()
 
 
@@ -211,7 +213,7 @@ def dpop(pairs: Pairs, constants: LossConstants) -> Tensor:
     2024, https://arxiv.org/abs/2402.13228"""
     falls = F.relu(-pairs.chosen.ratio)
     x = constants.beta * (_delta(pairs, constants) - constants.dpop_lambda * falls)
-    return _smoothed(x, constants.label_smoothing)
+    return _smoothed_log_sigmoid(x, constants.label_smoothing)
 
 
 # --- without one ------------------------------------------------------------------------------------------------------
@@ -244,13 +246,13 @@ def log_odds(pairs: Pairs) -> Tensor:
 def simpo(pairs: Pairs, constants: LossConstants) -> Tensor:
     """-ln σ(β (L̄+ - L̄-) - γ).  SimPO, Meng et al. 2024, eq. 6, https://arxiv.org/abs/2405.14734; s as in ``sigmoid``"""
     chosen, rejected = (alphapo(side.mean, constants) for side in (pairs.chosen, pairs.rejected))
-    return _smoothed(constants.beta * (chosen - rejected) - constants.gamma, constants.label_smoothing)
+    return _smoothed_log_sigmoid(constants.beta * (chosen - rejected) - constants.gamma, constants.label_smoothing)
 
 
 def cpo(pairs: Pairs, constants: LossConstants) -> Tensor:
     """``sigmoid`` without a reference.  CPO, Xu et al. 2024, https://arxiv.org/abs/2401.08417"""
     chosen, rejected = (alphapo(side.logps, constants) for side in (pairs.chosen, pairs.rejected))
-    return _smoothed(constants.beta * (chosen - rejected), constants.label_smoothing)
+    return _smoothed_log_sigmoid(constants.beta * (chosen - rejected), constants.label_smoothing)
 
 
 def cpo_hinge(pairs: Pairs, constants: LossConstants) -> Tensor:
@@ -370,7 +372,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None
 # --- small words used above -------------------------------------------------------------------------------------------
 
 
-def _smoothed(x: Tensor, label_smoothing: float) -> Tensor:
+def _smoothed_log_sigmoid(x: Tensor, label_smoothing: float) -> Tensor:
     """(P,) -(1-s) ln σ(x) - s ln σ(-x)"""
     losses = -F.logsigmoid(x)
     if not label_smoothing:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from burnish.config.checks import check, notes
 from burnish.config.errors import OptionText, Problem
-from burnish.config.options import changed_options, option, shared, specs
+from burnish.config.options import changed_options, option, shared_options, specs
 from burnish.losses.base import OBJECTIVES, options_of
 from burnish.losses.preference_losses import PAIR_LOSSES
 
@@ -23,7 +23,7 @@ _PAPER_BETA = 1.0
 _MAX_USUAL_RATE = 2e-5
 
 
-@shared
+@shared_options
 @dataclass
 class ReferenceSyncFields:
     """Options of a reference that follows the policy, also of TRL's configs."""
@@ -39,7 +39,7 @@ class ReferenceSyncFields:
     )
 
 
-@shared
+@shared_options
 @dataclass
 class PrecomputeFields:
     """The option of a reference that is evaluated beforehand, also of TRL's configs."""
@@ -51,7 +51,7 @@ class PrecomputeFields:
     )  # fmt: skip
 
 
-@shared
+@shared_options
 @dataclass
 class DpoFields:
     """Options of losses of pairs, also of TRL's ``DPOConfig``."""

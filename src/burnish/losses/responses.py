@@ -84,7 +84,7 @@ class AnswersObjective(StageObjective):
 
     def configure(self, capabilities: Capabilities, collate: Collate) -> list[str]:
         """Store how the model computes its logits, as ``LmObjective.configure``."""
-        self.collate, inner = partial(self._collated, collate), unwrap_peft(capabilities.model)
+        self.collate, inner = partial(self._collate, collate), unwrap_peft(capabilities.model)
         if aux_coefficient(inner, self.options.router_aux_loss_coef) and is_reentrant(self.options):
             raise UserError(ROUTER_WITHOUT_GRADIENT)
         self.makes_some_logits = capabilities.makes_some_logits
@@ -132,7 +132,7 @@ class AnswersObjective(StageObjective):
         if isinstance(self.reference, MovingReference):
             self.reference.end_step()
 
-    def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
+    def _collate(self, collate: Collate, rows: Sequence[Row]) -> Batch:
         raise NotImplementedError
 
     def _reference_logps(self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> list[Tensor]:

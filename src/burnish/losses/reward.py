@@ -198,7 +198,7 @@ class RewardObjective(StageObjective):
 
     def configure(self, capabilities: Capabilities, collate: Collate) -> list[str]:
         """Create the head if needed, as ``LmObjective.configure``."""
-        self.collate, inner = partial(self._collated, collate), unwrap_peft(capabilities.model)
+        self.collate, inner = partial(self._collate, collate), unwrap_peft(capabilities.model)
         self.only = capabilities.only
         if self.head is None:
             width = inner.get_input_embeddings().weight.shape[1]
@@ -222,7 +222,7 @@ class RewardObjective(StageObjective):
         assert self.head is not None
         return ((f"v_head.{name}", parameter) for name, parameter in self.head.named_parameters())
 
-    def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
+    def _collate(self, collate: Collate, rows: Sequence[Row]) -> Batch:
         """The micro-batch with ``items`` (P,) and ``margin`` (P,) of its pairs."""
         batch = collate_scored(collate, [answer for row in rows for answer in two_answers(row)])
         margins = torch.tensor([row.get("margin", 0.0) for row in rows])

@@ -20,7 +20,7 @@ from burnish.models.options import ModelOptions
 from burnish.models.quantization.quantize import check_quantized_files
 from burnish.models.quiet import explain_conversion_errors, suppress_loading_messages
 from burnish.models.source import find_source, shard_names
-from burnish.utils.json_files import DAMAGED_FILE_REMEDY, quoted, read_object
+from burnish.utils.json_files import DAMAGED_FILE_REMEDY, quote_value, read_object
 from burnish.utils.tensor_files import TensorInfo, read_headers
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ def _wrong_numbers(raw: Mapping[str, Any]) -> Iterator[str]:
         counts = value if isinstance(value, list) and value else [value]  # a list has a size per layer
         is_default = value is None and name == "intermediate_size"
         if name in _COUNTS and not is_default and not all(type(count) is int and count > 0 for count in counts):
-            yield f'"{name}" must be a positive integer. Received: {quoted(value)}.'
+            yield f'"{name}" must be a positive integer. Received: {quote_value(value)}.'
         if name.endswith(("dropout", "pdrop")) and isinstance(value, int | float) and not 0 <= value <= 1:
-            yield f'"{name}" must be from 0 to 1. Received: {quoted(value)}.'
+            yield f'"{name}" must be from 0 to 1. Received: {quote_value(value)}.'
     yield from _too_large(raw)
 
 
@@ -85,7 +85,7 @@ def _too_large(raw: Mapping[str, Any]) -> Iterator[str]:
     for name, value in raw.items():
         most = _MAX_LAYERS if name in _LAYERS else _MAX_HEAD if name.endswith(("head_dim", "rotary_dim")) else None
         if most is not None and isinstance(value, int | float) and value > most:
-            yield f'"{name}" must be at most {most}. Received: {quoted(value)}.'
+            yield f'"{name}" must be at most {most}. Received: {quote_value(value)}.'
         elif isinstance(value, Mapping):
             yield from _too_large(value)
 

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem, UserError
-from burnish.config.options import option, shared
+from burnish.config.options import option, shared_options
 from burnish.kernels.probe import unwrap_peft
 from burnish.models.load import message_of
 
 
-@shared
+@shared_options
 @dataclass
 class SamplingFields:
     """Options of sampling."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import Problem, UserError
-from burnish.utils.json_files import DAMAGED_FILE_REMEDY, quoted, read_object
+from burnish.utils.json_files import DAMAGED_FILE_REMEDY, quote_value, read_object
 
 _FILES = ("generation_config.json", "config.json")
 """transformers takes the settings from the first of these that exists."""
@@ -95,7 +95,7 @@ _RULES: dict[str, Rule] = {name: rule for rule, names in _BY_RULE for name in na
 def setting_problems(settings: Mapping[str, Any], where: str) -> list[Problem]:
     """One problem per generation setting that is not null and of a wrong type or outside its range."""
     return [
-        Problem(f'"{name}" must be {rule[0]}. Received: {quoted(value)}.', where=where, remedy=DAMAGED_FILE_REMEDY)
+        Problem(f'"{name}" must be {rule[0]}. Received: {quote_value(value)}.', where=where, remedy=DAMAGED_FILE_REMEDY)
         for name, rule in _RULES.items()
         if (value := settings.get(name)) is not None and not rule[1](value)
     ]

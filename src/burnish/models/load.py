@@ -28,13 +28,13 @@ from burnish.models.options import ModelOptions
 from burnish.models.quantization.quantize import (
     keep_as_loaded,
     quantization_arguments,
-    quantized_by,
+    quantization_method_of,
     use_kernels_that_train,
 )
 from burnish.models.quiet import explain_conversion_errors, suppress_loading_messages
 from burnish.models.source import find_source, hub_arguments
 from burnish.utils.activity import Activity, annotate_errors
-from burnish.utils.json_files import quoted
+from burnish.utils.json_files import quote_value
 from burnish.utils.patching import Reason, patch
 from burnish.utils.work import progress
 
@@ -94,7 +94,7 @@ def _check_kernels(config: PreTrainedConfig, options: ModelOptions, where: str) 
 def _check_other_weights(config: PreTrainedConfig, folder: Path) -> None:
     """Raise UserError for a folder from which transformers would load other weights than the ones that are checked."""
     if named := getattr(config, "transformers_weights", None):
-        what = f'"transformers_weights" selects the weights in {quoted(named)}.'
+        what = f'"transformers_weights" selects the weights in {quote_value(named)}.'
         why = "burnish reads only model.safetensors, or the shards that its index lists."
         remedy = "Rename that file to model.safetensors, and remove transformers_weights."
         raise UserError(what, where=str(folder / "config.json"), why=why, remedy=remedy)
@@ -368,7 +368,7 @@ def _pretrained_model(
     source = find_source(options.model_name_or_path, options, with_weights=True)
     if source.folder is not None:
         raise_if(generation_file_problems(source.folder))
-    talks = redirect_stdout(sys.stderr) if quantized_by(config) else nullcontext()  # gptqmodel prints a lot
+    talks = redirect_stdout(sys.stderr) if quantization_method_of(config) else nullcontext()  # gptqmodel prints a lot
     try:
         with suppress_loading_messages(), talks, explain_conversion_errors(source.name):
             loaded: Any = auto_class(config).from_pretrained(

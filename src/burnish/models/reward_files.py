@@ -57,7 +57,7 @@ def _value_head(folder: Path) -> tuple[dict[str, Tensor], Path] | None:
     if not file.is_file() or not read_header(file):
         return None
     found = load_file(file)
-    return (found if kind_of_head(file) else _checked(found, file)), file
+    return (found if kind_of_head(file) else _check_head(found, file)), file
 
 
 def kind_of_head(file: Path) -> tuple[str, int] | None:
@@ -80,10 +80,10 @@ def _old_value_head(folder: Path) -> tuple[dict[str, Tensor], Path] | None:
     except (RuntimeError, EOFError, UnpicklingError) as error:
         what = f"it cannot be read as weights: {str(error).splitlines()[0] if str(error) else 'it is empty'}"
         raise UserError(f"{what.rstrip('.')}.", where=str(file), remedy="Download or copy it again.") from error
-    return _checked(found, file), file
+    return _check_head(found, file), file
 
 
-def _checked(found: Mapping[str, Tensor], file: Path) -> dict[str, Tensor]:
+def _check_head(found: Mapping[str, Tensor], file: Path) -> dict[str, Tensor]:
     if WEIGHT not in found:
         raise UserError(f"it has no {WEIGHT}. Found: {', '.join(found) or 'nothing'}.", where=str(file))
     return dict(found)

@@ -23,7 +23,7 @@ from burnish.config.errors import MissingExtraError, Problem, UserError, did_you
 from burnish.config.options import raise_if
 from burnish.models.options import ModelOptions
 from burnish.utils.environment import is_offline, uses_modelscope
-from burnish.utils.files import check_folder_below_roots, expanded
+from burnish.utils.files import check_folder_below_roots, expand_user
 from burnish.utils.json_files import DAMAGED_FILE_REMEDY, read_object
 
 CONNECT_TIMEOUT_S = 5.0
@@ -63,7 +63,7 @@ def find_source(
     if not name or not name.strip():
         remedy = "Set it to a local model folder or a model ID on the Hub."
         raise UserError(f"{option_name} is not set.", remedy=remedy, option=option_name)
-    path = expanded(name)
+    path = expand_user(name)
     if os.path.isdir(path):  # unlike Path.is_dir, false for a name that is too long
         check_folder_below_roots(path)
         return ModelSource(str(path), path)
@@ -83,7 +83,7 @@ def find_source(
 
 def check_model_path(name: str, option_name: str) -> None:
     """Raise UserError for the name of a file, or a path that does not exist."""
-    path = expanded(name)
+    path = expand_user(name)
     if os.path.isdir(path):
         return
     if os.path.exists(path):
@@ -100,7 +100,7 @@ def check_model_path(name: str, option_name: str) -> None:
 def refuse_unavailable(name: str, options: ModelOptions, option_name: str) -> None:
     """Raise UserError for a name that is not a folder, has no file in the hub's cache, and is not on the hub."""
     check_model_path(name, option_name)
-    if os.path.isdir(expanded(name)) or uses_modelscope() or any(_cached_configs(name, options)):
+    if os.path.isdir(expand_user(name)) or uses_modelscope() or any(_cached_configs(name, options)):
         return
     if (nowhere := _not_on_hub(name, options, option_name)) is not None:
         raise UserError(nowhere)
@@ -152,7 +152,7 @@ def hub_arguments(options: ModelOptions) -> dict[str, Any]:
         "cache_dir": options.cache_dir,
         "token": options.hf_hub_token,
         "trust_remote_code": options.trust_remote_code,
-        "local_files_only": is_offline() or os.path.isdir(expanded(options.model_name_or_path or "")),
+        "local_files_only": is_offline() or os.path.isdir(expand_user(options.model_name_or_path or "")),
     }
 
 
@@ -263,7 +263,7 @@ def _not_on_hub(name: str, options: ModelOptions, option_name: str) -> Problem |
 
 
 def _no_folder(name: str, option_name: str) -> Problem:
-    near = _nearest_folders(expanded(name))
+    near = _nearest_folders(expand_user(name))
     guess = f" Did you mean {' or '.join(near)}?" if near else ""
     remedy = "Set it to a folder with a model, or to the name of a model on the Hub."
     return Problem(f'{option_name} "{name}" is not a folder.{guess}', option=option_name, remedy=remedy)
@@ -287,7 +287,7 @@ def _nearest_folders(path: Path) -> list[str]:
 
 def _similar_folder(name: str) -> str:
     """`` Did you mean "demo-run"?``: a local folder with a similar name, for a name that is also a valid hub id."""
-    place = expanded(name).parent
+    place = expand_user(name).parent
     beside = [str(item) for item in place.iterdir() if item.is_dir()] if os.path.isdir(place) else []
     return did_you_mean(name, beside)
 

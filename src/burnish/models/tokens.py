@@ -21,7 +21,7 @@ from burnish.models.load import message_of, meta_model
 from burnish.models.options import ModelOptions
 from burnish.models.source import find_source, hub_arguments
 from burnish.utils.files import open_regular_file
-from burnish.utils.json_files import quoted, read_object
+from burnish.utils.json_files import quote_value, read_object
 from burnish.utils.patching import Reason, patch
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _check_chat_template(template: Any, where: str) -> None:
     """Raise UserError if a chat template is neither text nor texts by name."""
     texts = template.values() if isinstance(template, dict) else [template] if template is not None else []
     if wrong := [text for text in texts if not isinstance(text, str)]:
-        what = f"the chat template of its tokenizer must be a string. Received: {quoted(wrong[0])}."
+        what = f"the chat template of its tokenizer must be a string. Received: {quote_value(wrong[0])}."
         raise UserError(what, where=where, remedy="Correct chat_template in tokenizer_config.json.")
 
 

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from burnish.config.checks import check
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import option
-from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions, adam_arguments, only_adamw, selected_by_switch
+from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions, adam_arguments, only_adamw, switch_arguments
 
 _QUERY_OR_KEY = re.compile(r"(^|\.)(q_proj|k_proj|wq|wk|query|key|q_lin|k_lin)\.(lora_B\.\w+\.)?weight$")
 
@@ -49,7 +49,7 @@ def check_adam_mini(options: OptimOptions) -> list[Problem]:
     return only_adamw(options, "use_adam_mini", "adam_mini")
 
 
-@OPTIMIZERS.register("adam_mini", options=AdamMiniOptions, reads_model=True, **selected_by_switch("use_adam_mini"))
+@OPTIMIZERS.register("adam_mini", options=AdamMiniOptions, reads_model=True, **switch_arguments("use_adam_mini"))
 def adam_mini(groups: Groups, options: OptimOptions, model: nn.Module) -> Optimizer:
     """AdamW with one second moment per block."""
     transposed = {

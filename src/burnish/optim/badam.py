@@ -36,7 +36,7 @@ from burnish.optim.builtin import (
     Turns,
     adam_arguments,
     only_adamw,
-    selected_by_switch,
+    switch_arguments,
 )
 from burnish.parallel.options import ParallelOptions
 
@@ -184,7 +184,7 @@ def _switching_in_words(rounds: int, interval: int) -> str:
 
 
 @OPTIMIZERS.register(
-    "badam", options=BadamOptions, keeps_load_precision=True, turns=plan_turns, **selected_by_switch("use_badam")
+    "badam", options=BadamOptions, keeps_load_precision=True, turns=plan_turns, **switch_arguments("use_badam")
 )
 def badam(groups: Groups, options: BadamChoices) -> Optimizer:
     """AdamW on one block of layers at a time."""

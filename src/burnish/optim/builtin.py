@@ -29,7 +29,7 @@ from burnish.config.conversion import literal
 from burnish.config.errors import MissingExtraError, Problem, UserError, argument_error_in_words
 from burnish.config.options import changed_options, option, raise_if
 from burnish.config.registry import Registry
-from burnish.loop.schedule import LRScheduleOptions, lr_factor, refused_by_schedule
+from burnish.loop.schedule import LRScheduleOptions, lr_factor, report_schedule_errors
 
 Groups: TypeAlias = list[dict[str, Any]]
 OPTIMIZERS: Registry[Callable[..., Optimizer]] = Registry("optimizer")
@@ -245,7 +245,7 @@ ADAM_ONLY = ("adam_beta1", "adam_beta2", "adam_epsilon")
 """Options that an optimizer without Adam's moments does not use. Its own settings are in ``optim_args``."""
 
 
-def selected_by_switch(switch: str) -> dict[str, Any]:
+def switch_arguments(switch: str) -> dict[str, Any]:
     """Arguments of ``register`` for a member that is selected by its own option ``switch`` as well as by its name."""
     return {"switch": switch, "when": lambda options: bool(getattr(options, switch, False))}
 
@@ -298,7 +298,7 @@ def create_scheduler(
         learning_rate: peak learning rate.
         steps_per_rate: optimizer steps per value of the schedule.
     """
-    with refused_by_schedule(options):
+    with report_schedule_errors(options):
         if options.lr_scheduler_type == "reduce_lr_on_plateau":
             return ReduceLROnPlateau(optimizer, **(options.lr_scheduler_kwargs or {}))
         if options.lr_scheduler_type == "greedy":

@@ -49,6 +49,6 @@ class Delegating(Optimizer):
             optimizer.load_state_dict(dict(saved))
 
 
-def copied(groups: Groups, keep: Sequence[str] = ("lr", "weight_decay")) -> Groups:
+def copy_groups(groups: Groups, keep: Sequence[str] = ("lr", "weight_decay")) -> Groups:
     """Copy groups for an inner optimizer, because torch adds its settings to the dicts."""
     return [{"params": list(g["params"])} | {name: g[name] for name in keep if name in g} for g in groups]

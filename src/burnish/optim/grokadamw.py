@@ -24,7 +24,7 @@ def grokadamw(groups: Groups, options: OptimOptions) -> Optimizer:
 
     root.handlers[:] = handlers
     root.setLevel(level)
-    made: Optimizer = _numbered(GrokAdamW)(groups, **adam_arguments(options))
+    made: Optimizer = _number_state(GrokAdamW)(groups, **adam_arguments(options))
     return made
 
 
@@ -35,7 +35,7 @@ def _moments(group: dict[str, Any]) -> dict[str, Any]:
     return {"state": {str(i): group["state"][p] for i, p in enumerate(group["params"]) if p in group["state"]}}
 
 
-def _numbered(kind: Any) -> Any:
+def _number_state(kind: Any) -> Any:
     """The library's class with a state dict that identifies moments by the index of their parameter in the group."""
 
     class NumberedGrokAdamW(kind):  # type: ignore[misc]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions, adam_arguments
-from burnish.optim.delegating import Delegating, copied
+from burnish.optim.delegating import Delegating, copy_groups
 from burnish.utils.patching import Reason, hook
 
 LIBRARY = "torchao"
@@ -29,7 +29,7 @@ def adamw_8bit(groups: Groups, options: OptimOptions) -> Optimizer:
     """AdamW with 8-bit moments (torchao)."""
     from torchao.optim import AdamW8bit
 
-    return _wrapped(AdamW8bit, groups, options)
+    return _wrap_optimizer(AdamW8bit, groups, options)
 
 
 @OPTIMIZERS.register("adamw_torch_4bit", library=LIBRARY)
@@ -37,11 +37,11 @@ def adamw_4bit(groups: Groups, options: OptimOptions) -> Optimizer:
     """AdamW with 4-bit moments (torchao)."""
     from torchao.optim import AdamW4bit
 
-    return _wrapped(AdamW4bit, groups, options)
+    return _wrap_optimizer(AdamW4bit, groups, options)
 
 
-def _wrapped(kind: Any, groups: Groups, options: OptimOptions) -> Optimizer:
-    made: Optimizer = kind(copied(groups), **adam_arguments(options))
+def _wrap_optimizer(kind: Any, groups: Groups, options: OptimOptions) -> Optimizer:
+    made: Optimizer = kind(copy_groups(groups), **adam_arguments(options))
     hook(made, "state_dict_post", partial(_map_moments, _to_plain), _PLAIN_MOMENTS)
     hook(made, "load_state_dict_pre", partial(_map_moments, _from_plain), _PLAIN_MOMENTS)
     return Delegating(groups, options.learning_rate, [made])

@@ -38,10 +38,10 @@ from burnish.optim.builtin import (
     OptimOptions,
     missing_library,
     optim_arguments,
-    selected_by_switch,
+    switch_arguments,
     unused_option_notes,
 )
-from burnish.optim.delegating import Delegating, copied
+from burnish.optim.delegating import Delegating, copy_groups
 
 INNER_OPTIMIZERS = {
     "adamw_torch": "adamw_torch", "adamw_torch_fused": "adamw_torch", "adafactor": "adafactor",
@@ -154,7 +154,7 @@ class Method(NamedTuple):
     scale_front: bool = False
 
 
-@OPTIMIZERS.register("galore_adamw", "galore_adafactor", options=LowRankOptions, **selected_by_switch("use_galore"))
+@OPTIMIZERS.register("galore_adamw", "galore_adafactor", options=LowRankOptions, **switch_arguments("use_galore"))
 def galore(groups: Groups, options: LowRankChoices) -> Optimizer:
     """GaLore: moments for the largest directions of the gradient."""
     return LowRank(groups, options, _galore_method(options))
@@ -164,7 +164,7 @@ def galore(groups: Groups, options: LowRankChoices) -> Optimizer:
 OPTIMIZERS.register("galore_adamw_8bit", options=LowRankOptions, library="bitsandbytes")(galore)
 
 
-@OPTIMIZERS.register("apollo_adamw", options=LowRankOptions, **selected_by_switch("use_apollo"))
+@OPTIMIZERS.register("apollo_adamw", options=LowRankOptions, **switch_arguments("use_apollo"))
 def apollo(groups: Groups, options: LowRankChoices) -> Optimizer:
     """APOLLO: the gradient, scaled by factors that AdamW gives in a low-rank space."""
     return LowRank(groups, options, _apollo_method(options))
@@ -230,14 +230,14 @@ class LowRank(Delegating):
         self.sides: dict[int, list[Tensor | None]] = {}  # index of a projected parameter -> P and Q, or one of them
         self.lengths: dict[int, Tensor] = {}  # APOLLO: index of a projected parameter -> () norm of its last step
 
-    def projected(self) -> list[tuple[nn.Parameter, dict[str, Any]]]:
+    def projected_parameters(self) -> list[tuple[nn.Parameter, dict[str, Any]]]:
         """Every projected parameter with its group."""
         return [(p, group) for group in self.param_groups[self.num_plain :] for p in group["params"]]
 
     def _make_inner(self) -> None:
-        plain = copied(self.param_groups[: self.num_plain])
+        plain = copy_groups(self.param_groups[: self.num_plain])
         self.small = []
-        for parameter, _ in self.projected():
+        for parameter, _ in self.projected_parameters():
             (m, n), (left, right) = parameter.shape, sides_of(parameter.shape, self.method.side)
             rank = min(self.method.rank, m, n)
             zeros = torch.zeros(rank if left else m, rank if right else n, device=parameter.device)
@@ -259,7 +259,7 @@ class LowRank(Delegating):
             own["lr"] = followed["lr"]
         self.inner[0].step()
         self.updates += 1
-        for index, (parameter, group) in enumerate(self.projected()):
+        for index, (parameter, group) in enumerate(self.projected_parameters()):
             if parameter.grad is not None:
                 step = self._galore_step(index) if not self.method.growth else self._apollo_step(index, parameter.grad)
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
@@ -270,7 +270,7 @@ class LowRank(Delegating):
     def _project(self) -> None:
         """Set the gradient R of every small matrix, with new directions at the interval."""
         is_time = self.updates % self.method.interval == 0
-        for index, (parameter, _) in enumerate(self.projected()):
+        for index, (parameter, _) in enumerate(self.projected_parameters()):
             if parameter.grad is None:
                 continue
             gradient = parameter.grad.float()
@@ -313,10 +313,10 @@ class LowRank(Delegating):
         norm, before = (torch.linalg.vector_norm(x, dim=along, keepdim=along is not None) for x in (small, small.grad))
         step = gradient.float() * (norm / correction / (before + 1e-8))
         root = math.sqrt(method.scale)
-        step = self._limited(index, step * root) if method.scale_front else self._limited(index, step) * root
+        step = self._limit_growth(index, step * root) if method.scale_front else self._limit_growth(index, step) * root
         return -correction * step
 
-    def _limited(self, index: int, step: Tensor) -> Tensor:
+    def _limit_growth(self, index: int, step: Tensor) -> Tensor:
         """``step``, limited to 1.01 times the norm of the previous step."""
         length = torch.linalg.vector_norm(step)
         if index in self.lengths:
@@ -333,7 +333,7 @@ class LowRank(Delegating):
         if state["inner"]:
             self._make_inner()
         super().load_state_dict(state)
-        devices = [parameter.device for parameter, _ in self.projected()]
+        devices = [parameter.device for parameter, _ in self.projected_parameters()]
         self.lengths = {int(i): length.to(devices[int(i)]) for i, length in state["lengths"].items()}
         self.sides = {
             int(i): [None if side is None else side.to(devices[int(i)]) for side in pair]

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from burnish.config.checks import check
 from burnish.config.errors import Problem
 from burnish.config.options import option
-from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions, only_adamw, optim_arguments, selected_by_switch
-from burnish.optim.delegating import Delegating, copied
+from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions, only_adamw, optim_arguments, switch_arguments
+from burnish.optim.delegating import Delegating, copy_groups
 from burnish.optim.low_rank import in_layers, split_groups
 
 
@@ -34,15 +34,17 @@ def check_muon(options: OptimOptions) -> list[Problem]:
     return only_adamw(options, "use_muon", "muon")
 
 
-@OPTIMIZERS.register("muon", options=MuonOptions, **selected_by_switch("use_muon"))
+@OPTIMIZERS.register("muon", options=MuonOptions, **switch_arguments("use_muon"))
 def muon(groups: Groups, options: OptimOptions) -> Optimizer:
     """Muon for the matrices in layers, AdamW for the rest."""
     matrices, rest = split_groups(groups, in_layers)
     moved: list[Optimizer] = []
     if matrices:
         arguments = {"adjust_lr_fn": "match_rms_adamw", **optim_arguments(options)}
-        moved.append(torch.optim.Muon(copied(matrices), lr=options.learning_rate, **arguments))
+        moved.append(torch.optim.Muon(copy_groups(matrices), lr=options.learning_rate, **arguments))
     if rest:
         betas = (options.adam_beta1, options.adam_beta2)
-        moved.append(torch.optim.AdamW(copied(rest), lr=options.learning_rate, betas=betas, eps=options.adam_epsilon))
+        moved.append(
+            torch.optim.AdamW(copy_groups(rest), lr=options.learning_rate, betas=betas, eps=options.adam_epsilon)
+        )
     return Delegating([*matrices, *rest], options.learning_rate, moved)

@@ -25,7 +25,7 @@ class AccelerateParallel(DdpParallel):
         if not os.environ.get("WORLD_SIZE"):
             super().open_group()
 
-    def wrapped(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module) -> nn.Module:
         return cast(nn.Module, self.accelerator.prepare_model(model))
 
 

@@ -31,9 +31,9 @@ class DdpParallel(MultiProcess):
         model, optimizer = super().prepare(model, optimizer)
         # torch's wrapper only syncs weights that require a gradient when it is created.
         self.averages_itself = bool(getattr(optimizer, "changes_what_trains", False))
-        return (model if self.averages_itself else self.wrapped(model)), optimizer
+        return (model if self.averages_itself else self.wrap(model)), optimizer
 
-    def wrapped(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module) -> nn.Module:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model  # torch refuses to wrap a model without trainable weights
         frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}

@@ -122,7 +122,7 @@ class MultiProcess(SingleProcess):
         rows = [shape[0] for shape in shapes]
         filled_shapes = [shape for shape in shapes if shape[0]] or shapes
         largest = [max(rows), *map(max, list(zip(*filled_shapes, strict=True))[1:])]
-        filled = _filled(value, largest).contiguous()
+        filled = _pad_to_sizes(value, largest).contiguous()
         parts = [torch.empty_like(filled) for _ in shapes]
         dist.all_gather(parts, filled)
         return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
@@ -166,7 +166,7 @@ def _is_open() -> bool:
     return dist.is_initialized() and any(dist.group.WORLD is group for group in _opened)
 
 
-def _filled(value: Tensor, sizes: Sequence[int]) -> Tensor:
+def _pad_to_sizes(value: Tensor, sizes: Sequence[int]) -> Tensor:
     """Copy ``value`` into the corner of a tensor of ``sizes``. Larger dimensions are truncated, which only affects
     dimensions without rows.
     """

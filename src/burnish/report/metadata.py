@@ -63,7 +63,7 @@ class RunMetadata(TrainerCallback):
         """
         (self.folder / OUTCOME).unlink(missing_ok=True)
         self._write(RUN_YAML, run_yaml)
-        self._write(LAUNCH, json.dumps({**launched(devices), "rows": dict(rows)}, indent=1) + "\n")
+        self._write(LAUNCH, json.dumps({**launch_record(devices), "rows": dict(rows)}, indent=1) + "\n")
         self.event("stage", "loading")
 
     def event(self, kind: str, text: str, **more: Any) -> None:
@@ -75,7 +75,7 @@ class RunMetadata(TrainerCallback):
         with suppress(OSError), open_for_appending(self.folder / EVENTS) as file:
             file.write(without_secrets(json.dumps(row, ensure_ascii=False)).encode(errors="backslashreplace") + b"\n")
 
-    def stopped(self, exit_code: int) -> None:
+    def record_stop(self, exit_code: int) -> None:
         """Record that a signal stopped the run. It can be resumed."""
         sentence = f"Stopped at step {self._step}."
         self._ending = {"state": "stopped", "exit_code": exit_code, "sentence": sentence, "remedy": _RESUME_REMEDY}
@@ -182,7 +182,7 @@ def _launch(folder: Path) -> dict[str, Any]:
 # --- process ----------------------------------------------------------------------------------------------------------
 
 
-def launched(
+def launch_record(
     devices: Iterable[str], pid: int | None = None, argv: Iterable[str] | None = None,
     before: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip

@@ -17,13 +17,13 @@ from typing import Any
 from burnish.checkpoint.checkpoint import CheckpointOptions, output_folder
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem
-from burnish.config.options import ineffective_option_notes, option, shared
+from burnish.config.options import ineffective_option_notes, option, shared_options
 from burnish.config.secrets import has_secret_name
 
 _LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
 
 
-@shared
+@shared_options
 @dataclass
 class HubFields:
     """Options of uploads to the Hugging Face Hub, also of ``TrainingArguments``."""
@@ -97,7 +97,7 @@ def hub_notes(options: HubOptions) -> list[str]:
     return ineffective_option_notes(options, dict.fromkeys(names, "push_to_hub"))
 
 
-@shared
+@shared_options
 @dataclass
 class ReportFields:
     """Options of logs and trackers, also of ``TrainingArguments``."""

@@ -71,7 +71,7 @@ def short_time(seconds: float) -> str:
     return f"{hours}:{minutes % 60:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
-def counted(number: float, noun: str, nouns: str = "") -> str:
+def format_count(number: float, noun: str, nouns: str = "") -> str:
     """Format a count: ``1 step``, ``1,200 steps``, ``0.5 epochs``. ``nouns`` is an irregular plural."""
     label = noun if number == 1 else nouns or f"{noun}s"
     return f"{number:,} {label}" if isinstance(number, int) else f"{number:g} {label}"

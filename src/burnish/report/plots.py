@@ -103,7 +103,7 @@ def curves(history: Sequence[Mapping[str, Any]], names: Iterable[str]) -> list[C
     return found
 
 
-def smoothed(values: Sequence[float]) -> list[float]:
+def smooth(values: Sequence[float]) -> list[float]:
     """Return an exponential moving average of ``values``. Smoothing grows with their number.
 
     s_0 = x_0, s_t = w s_(t-1) + (1 - w) x_t, with w = 1.8 (sigmoid(n / 20) - 1/2) for n values: 0 for few values, 0.9
@@ -161,7 +161,7 @@ def _save_figure(figure: Figure, path: Path) -> Path:
 def _draw_noisy(axes: Axes, curve: Curve, color: str) -> None:
     marker = "o" if len(curve.values) == 1 else ""
     axes.plot(curve.steps, curve.values, color=color, alpha=0.35, linewidth=1, marker=marker, label="original")
-    axes.plot(curve.steps, smoothed(curve.values), color=color, linewidth=1.8, label="smoothed")
+    axes.plot(curve.steps, smooth(curve.values), color=color, linewidth=1.8, label="smoothed")
 
 
 def _set_name(name: str) -> str:

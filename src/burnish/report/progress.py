@@ -22,7 +22,7 @@ from burnish.loop.state import RATES
 from burnish.report import console
 from burnish.report.console import GAP, bar
 from burnish.report.options import ReportOptions
-from burnish.report.pace import ROUNDING, Pace, counted, short_loss, short_number, short_time
+from burnish.report.pace import ROUNDING, Pace, format_count, short_loss, short_number, short_time
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -66,10 +66,10 @@ class RunFacts:
 
     def messages(self) -> list[str]:
         """Return the numbers of transformers' "Running training" banner, in three lines."""
-        processes = counted(self.world_size, "process", "processes")
+        processes = format_count(self.world_size, "process", "processes")
         share = 100 * self.trainable_parameters / max(self.all_parameters, 1)
         return [
-            f"Training for {counted(self.steps.max_steps, 'step')}{self._share_of_data()}",
+            f"Training for {format_count(self.steps.max_steps, 'step')}{self._share_of_data()}",
             f"  Effective batch size {self.steps.effective_batch_size} = {self.per_device_batch_size} per device"
             f" x {self.accumulation} gradient accumulation x {processes}",
             f"  {self.trainable_parameters:,} of {self.all_parameters:,} parameters are trained ({share:.3g}%)",
@@ -78,12 +78,12 @@ class RunFacts:
     def _share_of_data(self) -> str:
         if self.steps.rows is None or self.steps.epochs is None:
             return " on a streamed dataset"
-        return f": {counted_epochs(self.steps.epochs)} of {counted(self.steps.rows, self.unit)}"
+        return f": {counted_epochs(self.steps.epochs)} of {format_count(self.steps.rows, self.unit)}"
 
 
 def counted_epochs(epochs: float) -> str:
     """``1 epoch``, ``16 epochs``, ``2.35 epochs``."""
-    return counted(round(epochs, 2), "epoch")
+    return format_count(round(epochs, 2), "epoch")
 
 
 def progress_callback(options: ReportOptions, facts: RunFacts | None = None) -> TrainerCallback:
@@ -188,17 +188,17 @@ class PrinterCallback(TrainerCallback):
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_local_process_zero or not logs:
             return
-        entries = (f"{k} {self._shown(k, v)}" for k, v in logs.items() if k != "total_flos")
+        entries = (f"{k} {self._format(k, v)}" for k, v in logs.items() if k != "total_flos")
         console.note(f"step {state.global_step}/{state.max_steps}{GAP}{GAP.join(entries)}")
 
     @staticmethod
-    def _shown(name: str, value: Any) -> Any:
+    def _format(name: str, value: Any) -> Any:
         if not isinstance(value, float):
             return value
-        return f"{value if name == 'learning_rate' else _rounded(value):.4g}"
+        return f"{value if name == 'learning_rate' else _round_number(value):.4g}"
 
 
-def _rounded(value: float) -> float:
+def _round_number(value: float) -> float:
     """Return a logged number without a rounding error of 0."""
     return 0.0 if abs(value) < ROUNDING else value
 
@@ -237,7 +237,7 @@ class LatestMetrics:
         if self.eval_loss is not None:
             yield _EVAL, short_loss(self.eval_loss), ""
         for name, value in self.metrics.items():
-            yield f"{name} ", f"{_rounded(value):.4g}", ""
+            yield f"{name} ", f"{_round_number(value):.4g}", ""
 
     def plain_line(self, pace: Pace) -> str:
         """Return ``step  50/1200  loss 1.2345  1:23 left  lr 2.0e-04  12.3k tok/s``, without the evaluation loss."""
@@ -292,7 +292,7 @@ class _LiveLine:
 
 
 def _print_facts(facts: RunFacts | None, state: TrainerState) -> None:
-    for line in facts.messages() if facts else [f"Training for {counted(state.max_steps, 'step')}"]:
+    for line in facts.messages() if facts else [f"Training for {format_count(state.max_steps, 'step')}"]:
         console.note(line)
     if state.global_step:
         console.note(f"  resumed from step {state.global_step:,}")
@@ -326,11 +326,11 @@ def _summary_lines(seen: LatestMetrics, state: TrainerState, pace: Pace, first_s
         first_step: step at which this process started; above 0 in a resumed run.
     """
     summary, tokens_per_second = seen.summary, pace.tokens_per_second(state.num_input_tokens_seen)
-    end = f"Trained {counted(state.global_step - first_step, 'step')}"
+    end = f"Trained {format_count(state.global_step - first_step, 'step')}"
     resumed = f" since step {first_step:,}" if first_step else ""
     if state.global_step < state.max_steps:
         end = f"Stopped after step {state.global_step:,} of {state.max_steps:,}"
-        resumed = f", {counted(state.global_step - first_step, 'step')}{resumed}" if first_step else ""
+        resumed = f", {format_count(state.global_step - first_step, 'step')}{resumed}" if first_step else ""
     parts = [f"{end}{resumed} in {short_time(summary.get('train_runtime', pace.elapsed_s))}"]
     if "train_loss" in summary:
         parts.append(f"mean loss {short_loss(summary['train_loss'])}")

@@ -63,16 +63,16 @@ def advantages(
     is_scored = ~rewards.isnan().all(1)
     weighted = (rewards * torch.tensor(list(weights), dtype=torch.float64)).nansum(1)
     r = torch.where(is_scored, weighted, torch.nan)
-    used = r if not leave_one_out else _penalized(r, penalties, options)
+    used = r if not leave_one_out else _penalize(r, penalties, options)
     if leave_one_out:
         values = _leave_one_out(used, groups)
-        values = _standardized(values) if options.normalize_advantages else values
+        values = _standardize(values) if options.normalize_advantages else values
     elif options.multi_objective_aggregation == "normalize_then_sum":
-        each = torch.stack([_scaled_by_group(column, groups).nan_to_num(0.0) for column in rewards.unbind(1)], 1)
+        each = torch.stack([_scale_by_group(column, groups).nan_to_num(0.0) for column in rewards.unbind(1)], 1)
         z = (each * torch.tensor(list(weights), dtype=torch.float64)).sum(1)
-        values = _standardized(torch.where(is_scored, z, torch.nan))
+        values = _standardize(torch.where(is_scored, z, torch.nan))
     else:
-        values = _scaled(r, groups, options.scale_rewards)
+        values = _scale(r, groups, options.scale_rewards)
     has_spread = _has_different_values(used, groups)
     deviation = _deviation(r[is_scored])
     metrics = {
@@ -83,7 +83,7 @@ def advantages(
     return Advantages(values.nan_to_num(0.0), r, has_spread, groups, metrics)
 
 
-def _penalized(r: Tensor, penalties: Tensor | None, options: RolloutOptions) -> Tensor:
+def _penalize(r: Tensor, penalties: Tensor | None, options: RolloutOptions) -> Tensor:
     if options.reward_clip_range is not None:
         r = r.clamp(*options.reward_clip_range)
     return r if penalties is None else r - penalties.double().cpu()
@@ -96,23 +96,23 @@ def _group_sums(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros(num_groups, dtype=torch.float64).index_add(0, groups, values.nan_to_num(0.0)), counts
 
 
-def _centered(values: Tensor, groups: Tensor) -> Tensor:
+def _center(values: Tensor, groups: Tensor) -> Tensor:
     """Return (C,) values minus the mean of their group, exactly 0 if all values of a group are equal."""
     sums, counts = _group_sums(values, groups)
     centered = values - (sums / counts)[groups]
     return torch.where(_has_different_values(values, groups)[groups] | values.isnan(), centered, 0.0)
 
 
-def _scaled_by_group(values: Tensor, groups: Tensor) -> Tensor:
-    centered = _centered(values, groups)
+def _scale_by_group(values: Tensor, groups: Tensor) -> Tensor:
+    centered = _center(values, groups)
     squares, counts = _group_sums(centered.square(), groups)
     return centered / ((squares / (counts - 1).clamp(min=1)).sqrt() + _SMALL)[groups]
 
 
-def _scaled(r: Tensor, groups: Tensor, scale: bool | str) -> Tensor:
+def _scale(r: Tensor, groups: Tensor, scale: bool | str) -> Tensor:
     if scale in (True, "group"):
-        return _scaled_by_group(r, groups)
-    centered = _centered(r, groups)
+        return _scale_by_group(r, groups)
+    centered = _center(r, groups)
     return centered / (_deviation(r[~r.isnan()]) + _SMALL) if scale == "batch" else centered
 
 
@@ -124,7 +124,7 @@ def _leave_one_out(r: Tensor, groups: Tensor) -> Tensor:
     return torch.where((others > 0) | r.isnan(), values, 0.0)
 
 
-def _standardized(values: Tensor) -> Tensor:
+def _standardize(values: Tensor) -> Tensor:
     known = values[~values.isnan()]
     return (values - known.mean()) / (_deviation(known) + _SMALL) if len(known) else values
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from burnish.config.errors import UserError, first_line
-from burnish.data.stats import DataStats, kept
+from burnish.data.stats import DataStats, keep_reason
 from burnish.inference.types import NoiseKey, Sampling
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Example, Ids, Message, Row
@@ -74,7 +74,7 @@ def prompt_row(example: Example, ids: Ids, stats: DataStats) -> Row:
     record = {"prompt": shown_prompt(example), "columns": columns, "place": example.place}
     row: Row = {"prompt_input_ids": ids, "record": json.dumps(record, ensure_ascii=False, default=text_of)}
     for kind in sorted(converted):
-        stats.add(kept(f"values of type {kind} are converted to strings for reward functions"), example)
+        stats.add(keep_reason(f"values of type {kind} are converted to strings for reward functions"), example)
     return row
 
 

@@ -45,10 +45,10 @@ def with_counts(
             counts[name] = ended if name.endswith("terminated_length") else every
         elif name.startswith("time/"):
             counts[name] = 1
-    return {name: _counted(name, value, counts.get(name, every)) for name, value in metrics.items()}
+    return {name: _metric_count(name, value, counts.get(name, every)) for name, value in metrics.items()}
 
 
-def _counted(name: str, value: float, count: int) -> Counted:
+def _metric_count(name: str, value: float, count: int) -> Counted:
     kind = name.rpartition("/")[2].partition("_")[0] if name.startswith("completions/") else "mean"
     if kind in ("min", "max"):
         return [value, float(count), kind]

@@ -52,15 +52,15 @@ from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.samples import (
     PLACE_COLUMN,
     ScoredCompletion,
-    collated,
+    collate_pack,
     columns_of,
-    compared,
     groups_of,
-    packed,
-    partitioned,
+    informative_samples,
+    pack_samples,
+    partition_samples,
     real_rows,
     step_batch_of,
-    unpacked,
+    unpack_samples,
 )
 from burnish.rollouts.token_values import token_values
 
@@ -158,7 +158,7 @@ class RolloutObjective(PromptObjective):
             drops == "refill"
             and more is not None
             and batches < MAX_PROMPT_BATCHES
-            and num_samples > len(compared(generated.samples))
+            and num_samples > len(informative_samples(generated.samples))
         ):
             further = next(more, None)
             if further is None:
@@ -174,7 +174,7 @@ class RolloutObjective(PromptObjective):
             self.on_generation(every, names, step + 1, step // self.inner_steps)
         used = every
         if drops in ("drop", "refill"):
-            used = compared(every)
+            used = informative_samples(every)
             metrics["frac_groups_dropped"] = 1 - len(used) / max(len(every), 1)
         return used[:num_samples], with_counts(metrics, every, names, self.count()), step_batch
 
@@ -253,7 +253,7 @@ class RolloutObjective(PromptObjective):
         for number in range(self.inner_steps // self.steps_per_pass):
             order = permutation(len(samples), (self.choices.seed, SHUFFLE), self.shuffle_number(generation, number))
             size = self.choices.per_device_train_batch_size
-            passes += partitioned(samples, order, self.steps_per_pass, size, parallel.rank, parallel.world_size)
+            passes += partition_samples(samples, order, self.steps_per_pass, size, parallel.rank, parallel.world_size)
         step_batches, columns = [], columns_of(samples)
         for number, micro_batches in enumerate(passes):
             step_batches.append(step_batch_of(source, micro_batches, columns, metrics if number == 0 else {}))
@@ -265,9 +265,9 @@ class RolloutObjective(PromptObjective):
 
     def _redistribute(self, parts: Sequence[StepBatch], rank: int, world_size: int) -> StepBatch:
         packs = [batch["pack"] for part in parts for batch in part.batches]
-        samples = [sample for pack in packs for sample in unpacked(pack)]
+        samples = [sample for pack in packs for sample in unpack_samples(pack)]
         size, columns = self.choices.per_device_train_batch_size, columns_of(samples)
-        (micro_batches,) = partitioned(samples, range(len(samples)), 1, size, rank, world_size)
+        (micro_batches,) = partition_samples(samples, range(len(samples)), 1, size, rank, world_size)
         return step_batch_of(parts[0], micro_batches, columns, parts[0].batches[0]["metrics"])
 
     # --- passes without a gradient ------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ class RolloutObjective(PromptObjective):
     def prepare_step(self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> Sequence[Batch]:
         prepared = []
         for batch in batches:
-            found = parallel.to_device(collated(self.collate_samples, batch["pack"]))
+            found = parallel.to_device(collate_pack(self.collate_samples, batch["pack"]))
             weights = self.token_loss.token_weights(found["token_mask"], found["owner"], len(found["items"]))
             prepared.append({**found, "token_weights": weights, "metrics": batch.get("metrics", {})})
         entropies = [batch["entropies"] for batch in prepared] if self.token_loss.masks_entropy else None
@@ -344,9 +344,9 @@ class RolloutObjective(PromptObjective):
         each with its prepared micro-batch."""
         every, numbers = self.evaluation(module, [row for batch in batches for row in real_rows(batch)], parallel)
         size, columns = self.choices.per_device_train_batch_size, columns_of(every)
-        steps = partitioned(every, range(len(every)), 1, size, parallel.rank, parallel.world_size)
+        steps = partition_samples(every, range(len(every)), 1, size, parallel.rank, parallel.world_size)
         for number, part in enumerate(steps[0]):
-            batch: Batch = {"pack": packed(part, columns), "metrics": numbers if number == 0 else {}}
+            batch: Batch = {"pack": pack_samples(part, columns), "metrics": numbers if number == 0 else {}}
             for prepared in self.prepare_step(module, [batch], parallel):
                 yield batch["pack"], prepared
 

@@ -84,7 +84,7 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
         return found
 
     def configure(self, capabilities: Capabilities, collate: Collate) -> list[str]:
-        self.collate_pairs = partial(PairObjective._collated, self, collate)
+        self.collate_pairs = partial(PairObjective._collate, self, collate)
         return super().configure(capabilities, collate)
 
     @property

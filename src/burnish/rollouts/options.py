@@ -16,7 +16,7 @@ from burnish.adapters.base import FinetuningOptions
 from burnish.checkpoint.checkpoint import CheckpointOptions
 from burnish.config.checks import check, notes
 from burnish.config.errors import OptionText, Problem
-from burnish.config.options import changed_options, option, shared
+from burnish.config.options import changed_options, option, shared_options
 from burnish.inference.options import InferOptions
 from burnish.loop.events import IntervalOptions
 from burnish.losses.base import OBJECTIVES
@@ -38,7 +38,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Values of each preset. An option that is set takes precedence."""
 
 
-@shared
+@shared_options
 @dataclass
 class CompletionFields:
     """Options of stages that generate completions, and of TRL's ``GRPOConfig`` and ``RLOOConfig``."""
@@ -223,7 +223,7 @@ def check_rollouts(options: RolloutStageChoices) -> list[Problem]:
         if compares_completions(options.stage)
         else _check_num_generations(options)
     )
-    return [*_rewards(options), *check_weights(options), *of_groups, *_unsupported_with_generation(options)]
+    return [*_rewards(options), *check_weights(options), *of_groups, *_generation_problems(options)]
 
 
 def _rewards(options: RolloutStageChoices) -> list[Problem]:
@@ -343,7 +343,7 @@ def check_loss(options: GenerationLossChoices) -> list[Problem]:
     return found
 
 
-def _unsupported_with_generation(options: RolloutStageChoices) -> list[Problem]:
+def _generation_problems(options: RolloutStageChoices) -> list[Problem]:
     found = []
     if options.infer_backend in _OTHER_ENGINES:
         what = f'"infer_backend" {options.infer_backend} is not supported with stage: {options.stage}.'

@@ -155,8 +155,8 @@ class PpoObjective(RolloutObjective):
         if is_eval:
             return {**self._score_metrics(weighted_rewards(samples, self.functions)), **self._function_metrics(samples)}
         scores, lengths = self._scores(samples), torch.tensor([len(sample.ids) for sample in samples])
-        old, values = (_joined([getattr(s, name) for s in samples]) for name in ("old_logps", "old_values"))
-        ref = _joined([s.ref_logps for s in samples]) if self.needs_reference else old
+        old, values = (_join_values([getattr(s, name) for s in samples]) for name in ("old_logps", "old_values"))
+        ref = _join_values([s.ref_logps for s in samples]) if self.needs_reference else old
         coefficient = self.coefficient.coefficient
         found = estimates(old, ref, values, scores, lengths, coefficient, self.choices)
         sizes = lengths.tolist()
@@ -230,6 +230,6 @@ def _inputs(batch: Batch) -> Batch:
     return {name: value for name, value in batch.items() if name != "metrics"}
 
 
-def _joined(columns: Sequence[list[float] | None]) -> Tensor:
+def _join_values(columns: Sequence[list[float] | None]) -> Tensor:
     """Return (N,) the values of all tokens."""
     return torch.tensor([value for column in columns for value in column or ()], dtype=torch.float64)

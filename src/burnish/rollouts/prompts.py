@@ -117,7 +117,7 @@ class PromptObjective(AnswersObjective):
         self.collate_samples = collate
         return super().configure(capabilities, collate)
 
-    def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
+    def _collate(self, collate: Collate, rows: Sequence[Row]) -> Batch:
         """Return the prompts of a micro-batch of the loader without changes; ``items`` is 0 for an empty one."""
         return {"rows": list(rows), "labels": torch.zeros(len(rows), 1), "items": torch.ones(len(rows))}
 

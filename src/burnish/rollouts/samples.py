@@ -73,7 +73,7 @@ def columns_of(samples: Sequence[ScoredCompletion]) -> list[str]:
     return [name for name in _PER_TOKEN if samples and all(getattr(s, name) is not None for s in samples)]
 
 
-def packed(samples: Sequence[ScoredCompletion], columns: Sequence[str] | None = None) -> dict[str, Tensor]:
+def pack_samples(samples: Sequence[ScoredCompletion], columns: Sequence[str] | None = None) -> dict[str, Tensor]:
     """Convert samples to tensors. The inverse of ``rows_of``, with token and completion counts.
 
     Args:
@@ -92,7 +92,7 @@ def packed(samples: Sequence[ScoredCompletion], columns: Sequence[str] | None = 
     return found
 
 
-def unpacked(pack: dict[str, Tensor]) -> list[ScoredCompletion]:
+def unpack_samples(pack: dict[str, Tensor]) -> list[ScoredCompletion]:
     """Return the samples of a pack."""
     ids, prompts, completions, mask = (pack[name].tolist() for name in ("ids", "prompts", "completions", "mask"))
     numbers = {name: pack[name].tolist() for name in _PER_TOKEN if name in pack}
@@ -119,10 +119,11 @@ def step_batch_of(
     """Return a step batch of completions.
 
     Args:
-        source: has epoch, cursor and items. columns: names of values per token, as in ``packed``. metrics: values for
-            the log.
+        source: has epoch, cursor and items.
+        columns: names of values per token, as in ``pack_samples``.
+        metrics: values for the log.
     """
-    batches: list[Batch] = [{"pack": packed(part, columns)} for part in micro_batches]
+    batches: list[Batch] = [{"pack": pack_samples(part, columns)} for part in micro_batches]
     batches[0]["metrics"] = metrics
     used = [sample for part in micro_batches for sample in part]
     num_tokens = sum(len(sample.prompt) + len(sample.ids) for sample in used)
@@ -144,7 +145,7 @@ def rows_of(pack: dict[str, Tensor]) -> list[Row]:
     return rows
 
 
-def collated(collate: Collate, pack: dict[str, Tensor]) -> Batch:
+def collate_pack(collate: Collate, pack: dict[str, Tensor]) -> Batch:
     """Return the micro-batch of a pack.
 
     Returns:
@@ -166,7 +167,7 @@ def collated(collate: Collate, pack: dict[str, Tensor]) -> Batch:
     return batch | {name: pack[name][places] for name in _PER_TOKEN if name in pack}
 
 
-def partitioned(
+def partition_samples(
     samples: Sequence[Item],
     order: Sequence[int],
     num_steps: int,
@@ -196,7 +197,7 @@ def partitioned(
     return steps
 
 
-def compared(samples: Sequence[ScoredCompletion]) -> list[ScoredCompletion]:
+def informative_samples(samples: Sequence[ScoredCompletion]) -> list[ScoredCompletion]:
     """Completions of the groups whose rewards differ."""
     return [sample for sample in samples if sample.is_compared]
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from burnish.loop.protocols import Parallel
 from burnish.losses.base import Collate
-from burnish.rollouts.samples import ScoredCompletion, collated, packed
+from burnish.rollouts.samples import ScoredCompletion, collate_pack, pack_samples
 
 
 def token_values(
@@ -26,7 +26,7 @@ def token_values(
     passes = max(len(part) for part in parallel.gather_objects(range(0, len(samples), size)))
     for at in range(passes):
         part = samples[at * size : (at + 1) * size]
-        batch = parallel.to_device(collated(collate, packed(part)))
+        batch = parallel.to_device(collate_pack(collate, pack_samples(part)))
         values = module(batch)
         number = sum(len(sample.ids) for sample in part)
         per_token = [values.token_logps, values.token_entropy]

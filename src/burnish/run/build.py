@@ -169,7 +169,7 @@ def train_and_finish(
         loop.checkpoints.wait()  # finish a checkpoint in the background before the folder is unlocked
     if interrupt.exit_code is not None:
         if metadata is not None:
-            metadata.stopped(interrupt.exit_code)
+            metadata.record_stop(interrupt.exit_code)
             for sentence in resume_instructions(folder):
                 note(sentence)
         return Result(output, folder, exit_code=interrupt.exit_code)
@@ -215,7 +215,7 @@ def build_loop(
     set_seed(options.seed, options.full_determinism)
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
     model = trained_model(prepared, adapter, parallel, options)
-    capabilities, ahead = _configured(prepared, model, adapter, parallel, options)
+    capabilities, ahead = _configure(prepared, model, adapter, parallel, options)
 
     accumulation = options.gradient_accumulation_steps
     if objective.rows_per_rank is None:
@@ -255,7 +255,7 @@ def build_loop(
     return loop
 
 
-def _configured(
+def _configure(
     prepared: Prepared, model: Any, adapter: ModelAdapter, parallel: Parallel, options: RunOptions
 ) -> tuple[Capabilities, RowsAhead | None]:
     """Configure the objective for the model, with its reward head, completions and reference.

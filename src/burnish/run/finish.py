@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch import nn
 
 from burnish.adapters.base import ModelState
-from burnish.adapters.chain import merged_before
+from burnish.adapters.chain import previously_merged
 from burnish.checkpoint.checkpoint import output_folder
 from burnish.config.errors import NotSavedError
 from burnish.loop.best import eval_prefix
@@ -192,7 +192,7 @@ def last_evaluation(run: Loop, options: RunOptions) -> dict[str, float]:
 def count_streamed(prepared: Prepared) -> None:
     """Report the statistics of rows that were encoded during training (streaming)."""
     if prepared.rows.is_streamed:
-        prepared.stats.merge(prepared.rows.counted())
+        prepared.stats.merge(prepared.rows.statistics())
         for sentence in prepared.stats.sentences():
             warn(sentence)
 
@@ -233,9 +233,9 @@ def describe(run: Loop, plan: Plan, prepared: Prepared, results: Mapping[str, fl
             method=options.finetuning_type, trainable_parameters=trainable, all_parameters=total,
             is_adapter=not trained.adapter.saves_whole_model,
             loads_in_peft=(folder / "adapter_config.json").is_file(),
-            options={spec.name: value for spec, value, _ in plan.changed()}, results=results,
+            options={spec.name: value for spec, value, _ in plan.non_default_options()}, results=results,
             stats=prepared.stats.sentences(),
             has_chat_template=bool(prepared.tokenizer.chat_template),
-            plots=plots, merged_adapters=merged_before(folder),
+            plots=plots, merged_adapters=previously_merged(folder),
         ),
     )  # fmt: skip

@@ -23,7 +23,7 @@ from burnish.data.images.family import Family
 from burnish.data.length import check_record_lengths
 from burnish.data.origins import Origins
 from burnish.data.rows.encode import encode_rows
-from burnish.data.rows.row_set import ListedRows, RowSet, packed
+from burnish.data.rows.row_set import ListedRows, RowSet, pack_rows
 from burnish.data.rows.streamed import StreamedRows
 from burnish.data.sets.examples import ListedExamples
 from burnish.data.sets.preferences import with_references
@@ -101,7 +101,7 @@ def prepare(plan: Plan) -> Prepared:
     rows, sample, origins = training_rows(sets, objective, config, stats, options)
     eval_rows = {name: evaluation_rows(some, name, objective, stats, options) for name, some in sets.eval.items()}
     if not len(sample) and trains(options):
-        stats.merge(rows.counted())
+        stats.merge(rows.statistics())
         raise UserError(nothing_to_learn(stats, options))
     raise_if(unusable_sets(sets.members, stats))
     steps = NO_STEPS
@@ -181,7 +181,7 @@ def training_rows(
         streamed = StreamedRows(sets.train, objective.encode, partial(refuse_long, config))
         return streamed, sample_of(streamed), Origins(sets.train, streamed, None)
     plain = encode(sets.train, objective, stats, options, data=sets.fingerprint)
-    pack = partial(packed, options=options, default=objective.default_packing, capacity=options.cutoff_len)
+    pack = partial(pack_rows, options=options, default=objective.default_packing, capacity=options.cutoff_len)
     rows = pack(plain)
     return rows, rows, Origins(sets.train, plain, None if rows is plain else pack)
 
@@ -190,7 +190,7 @@ def evaluation_rows(
     examples: Sequence[Example], name: str, objective: StageObjective, stats: DataStats, options: RunOptions
 ) -> RowSet[Row]:
     rows = encode(examples, objective, stats, options, name)
-    return packed(rows, options, objective.default_packing, options.cutoff_len, is_eval=True)
+    return pack_rows(rows, options, objective.default_packing, options.cutoff_len, is_eval=True)
 
 
 def check_lengths(sets: Sequence[RowSet[Row]], config: Any, options: RunOptions) -> list[Problem]:
@@ -274,7 +274,7 @@ def text_notes(members: Mapping[str, Sequence[Example]]) -> list[str]:
 
 def unusable_sets(members: Mapping[str, Sequence[Example]], stats: DataStats) -> list[Problem]:
     """Return problems of datasets without usable examples, while other datasets have some."""
-    reasons = {name: stats.dropped(examples) for name, examples in members.items()}
+    reasons = {name: stats.drop_reasons(examples) for name, examples in members.items()}
     return [
         Problem(
             f"0 of {len(members[name]):,} examples are usable: {'; '.join(counted_reasons)}.",

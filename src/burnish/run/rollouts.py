@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from burnish.adapters.lora_model import merged
+from burnish.adapters.lora_model import merge_temporarily
 from burnish.checkpoint.checkpoint import output_folder
 from burnish.data.rows.row_set import RowsOver
 from burnish.loop.protocols import Parallel
@@ -63,7 +63,7 @@ def setup_completions(objective: StageObjective, model: Any, parallel: Parallel,
 def merging(model: Any, parallel: Parallel) -> Callable[[], AbstractContextManager[None]]:
     """Return a context in which a trained adapter is merged into the weights, or, with sharded weights, applied
     unmerged."""
-    return nullcontext if parallel.shards_weights else partial(merged, model)
+    return nullcontext if parallel.shards_weights else partial(merge_temporarily, model)
 
 
 def rollout_callbacks(objective: StageObjective, options: RunOptions) -> list[Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from burnish.adapters.chain import MERGED_NAME, merged_before
+from burnish.adapters.chain import MERGED_NAME, previously_merged
 from burnish.checkpoint.checkpoint import Checkpoints
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import RawValue, build, raise_if, specs
@@ -33,8 +33,8 @@ from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import aliases, provenance_of
 from burnish.run.plan.unsupported import take_unsupported
 from burnish.serve.run_folder import absolute_data_options, absolute_model_options
-from burnish.utils.files import expanded
-from burnish.utils.json_files import read_object, shortened
+from burnish.utils.files import expand_user
+from burnish.utils.json_files import read_object, shorten_value
 
 ADAPTER, MODEL = "adapter_config.json", "config.json"
 UNREAD = (*PREDICTION_ONLY, *TRAINING_ONLY)
@@ -91,7 +91,7 @@ def serving_of(
         if with_data and with_loss:
             of_run, reference = _with_loss_of_run(path, values, of_run, uses_own_data)
         values = {**of_run, **options_of_folder(path, values), **values}
-    elif trained := _trained_by(values):
+    elif trained := _output_dir_of(values):
         uses_own_data = with_data and not flags.keys() & {"dataset", "eval_dataset", "val_size"}
         if with_loss:
             reference = _model_before({name: item.value for name, item in values.items()}, path or "")
@@ -130,7 +130,7 @@ def _base_of_adapter(values: Mapping[str, RawValue]) -> dict[str, RawValue]:
     adapters = _value(values, "adapter_name_or_path")
     if not adapters or "model_name_or_path" in values:
         return {}
-    first = expanded(str(adapters[0] if isinstance(adapters, list) else adapters).split(",")[0].strip())
+    first = expand_user(str(adapters[0] if isinstance(adapters, list) else adapters).split(",")[0].strip())
     found = _options_of_adapter(first, values) if (first / ADAPTER).is_file() else {}
     return {"model_name_or_path": found["model_name_or_path"]} if found else {}
 
@@ -148,7 +148,7 @@ def servings_of(
     """
     paths, others = paths_of(argv)
     found = [serving_of([*path, *others], own, with_data, with_loss) for path in ([[path] for path in paths] or [[]])]
-    folders = [expanded(path).absolute().parent for path in paths]
+    folders = [expand_user(path).absolute().parent for path in paths]
     parts = [(*folder.parts, one.name) for folder, one in zip(folders, found, strict=False)]
     names, depth = [one.name for one in found], 1
     while len({*names}) < len(names):
@@ -191,7 +191,7 @@ def _value(values: Mapping[str, RawValue], key: str) -> Any:
     return values[key].value if key in values else None
 
 
-def _trained_by(values: Mapping[str, RawValue]) -> str | None:
+def _output_dir_of(values: Mapping[str, RawValue]) -> str | None:
     """Return the ``output_dir`` of a training configuration if it contains a model, else None."""
     folder = _value(values, "output_dir")
     if folder is None or not any((Path(str(folder)) / name).is_file() for name in (ADAPTER, MODEL)):
@@ -201,7 +201,7 @@ def _trained_by(values: Mapping[str, RawValue]) -> str | None:
 
 def options_of_folder(path: str, values: Mapping[str, RawValue]) -> dict[str, RawValue]:
     """Return the options for the content of a folder: a model, an adapter with its base, or a run's checkpoints."""
-    folder, where = expanded(path), path
+    folder, where = expand_user(path), path
     if not folder.is_dir():
         return {"model_name_or_path": RawValue(path, where)}
     if not any((folder / name).is_file() for name in (ADAPTER, MODEL)):
@@ -218,7 +218,7 @@ def data_of_run(path: str, values: Mapping[str, RawValue]) -> dict[str, RawValue
         path: the folder.
         values: options of the command. If they name a dataset, the run's own datasets are omitted.
     """
-    folder = _run_of(expanded(path))
+    folder = _run_of(expand_user(path))
     if folder is None:
         return {}
     where = str(folder / RUN_YAML)
@@ -251,7 +251,7 @@ def _with_loss_of_run(
         uses_own_data: whether the datasets are those of the run.
     """
     stage, chosen = _value(of_run, "stage") or "sft", _value(values, "stage")
-    folder = _run_of(expanded(path))
+    folder = _run_of(expand_user(path))
     if folder is None or not (stage == chosen or (uses_own_data and chosen is None)) or stage not in OBJECTIVES:
         return {name: item for name, item in of_run.items() if name != "stage"}, {}
     where = str(folder / RUN_YAML)
@@ -287,7 +287,7 @@ def _are_built_in(rewards: Any) -> bool:
 
 def _reward_code_problem(path: str, rewards: Any) -> Problem:
     what = "the run's reward functions are Python code, which is not executed because only run.yaml refers to it. "
-    what += f"Received: {shortened(rewards)}"
+    what += f"Received: {shorten_value(rewards)}"
     return Problem(what, path, remedy="Pass them on the command line: reward_funcs=...", option="reward_funcs")
 
 
@@ -335,7 +335,7 @@ def _options_of_adapter(folder: Path, values: Mapping[str, RawValue]) -> dict[st
         base, kind = config["base_model_name_or_path"], config.get("peft_type", "LORA")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"cannot read the base model's name: {error}.", where=str(folder / ADAPTER)) from error
-    merged = merged_before(folder)
+    merged = previously_merged(folder)
     where = folder / MERGED_NAME if merged else folder
     found = {"adapter_name_or_path": RawValue([*merged, str(folder)], str(where))}
     if "model_name_or_path" not in values:

@@ -155,7 +155,7 @@ class Seq2SeqTrainer(Trainer):
         loss = None if labels is None else super().prediction_step(model, inputs, True, ignore_keys)[0]
         if self.args.prediction_loss_only:
             return loss, None, None
-        return loss, self._padded(ids), None if labels is None else self._padded(labels)
+        return loss, self._pad(ids), None if labels is None else self._pad(labels)
 
     def _read_ahead(self, dataloader: Any, only_loss: bool) -> Iterable[Any]:
         """Yield the batches of an evaluation. If slots support it, several batches are generated at once
@@ -190,7 +190,7 @@ class Seq2SeqTrainer(Trainer):
         ids: Tensor = model.generate(**model_inputs, **kwargs)
         return ids
 
-    def _padded(self, ids: Tensor) -> Tensor:
+    def _pad(self, ids: Tensor) -> Tensor:
         """Pad (B, T) to the maximum length that the model's config allows, so that all batches have the same width."""
         config: Any = self.model.generation_config
         longest = [config.max_length or DEFAULT_MAX_LENGTH, (config.max_new_tokens or 0) + 1]

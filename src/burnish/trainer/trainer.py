@@ -39,7 +39,7 @@ from burnish.trainer.methods.loss import (
     call_accepting,
     call_training_step,
     explain_index_errors,
-    weighted_by_zero,
+    weight_by_zero,
     without_gradient,
 )
 from burnish.trainer.notes import logger
@@ -81,7 +81,7 @@ class Trainer(EvaluationMethods, FileMethods):
             self._begin(trial)
             into = self._get_output_dir(trial)
             folder = training.requested_checkpoint(resume_from_checkpoint, into, self.args)
-            ready = training.prepared_for_training(
+            ready = training.prepare_for_training(
                 self.model, self.args, self.accelerator, self.processing_class, self.neftune_noise_alpha
             )
             signals = training.stop_on_signals(self, self.args, self._parallel)
@@ -339,7 +339,7 @@ class TrainerLoop(Loop):
             loss = self.objective.loss(self.model, inputs)
         trainer._step = StepInProgress()
         trainer._empty_cache_if_due()
-        return weighted_by_zero(loss) if isinstance(batch, PaddingBatch) else loss
+        return weight_by_zero(loss) if isinstance(batch, PaddingBatch) else loss
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate with ``Trainer.evaluate``, which logs each set and calls the callbacks."""

@@ -45,7 +45,7 @@ OUTPUT_CHECK = Reason("module", "its outputs are checked (debug)")
 
 
 @contextmanager
-def prepared_for_training(
+def prepare_for_training(
     model: nn.Module, args: TrainingArguments, accelerator: ParallelAccelerator, processing_class: Any,
     noise: float | None,
 ) -> Iterator[None]:  # fmt: skip

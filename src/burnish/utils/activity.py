@@ -52,13 +52,13 @@ class annotate_errors:
     ) -> None:
         if error is None:
             return
-        inner = interrupted_by(error)
+        inner = interrupted_activity(error)
         ids = (self.batch or {}).get("input_ids")
         num_tokens = None if ids is None else int(ids.numel())
         activity, tokens = inner or (self.activity, None)
         setattr(error, _NAME, Interrupted(activity, num_tokens if tokens is None else tokens))
 
 
-def interrupted_by(error: BaseException) -> Interrupted | None:
+def interrupted_activity(error: BaseException) -> Interrupted | None:
     """The activity that ``error`` interrupted; None if it was raised outside of all blocks."""
     return getattr(error, _NAME, None)

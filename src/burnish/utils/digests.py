@@ -28,7 +28,7 @@ _SHOWN_BYTES = 2**32
 
 def file_digests(paths: Sequence[Path]) -> list[bytes]:
     """Return the digest of the content of each file."""
-    known = [_kept(path) for path in paths]
+    known = [_cached_content(path) for path in paths]
     unread = [path for path, digest in zip(paths, known, strict=True) if digest is None]
     total = sum(path.stat().st_size for path in unread)
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
@@ -66,7 +66,7 @@ def _place(path: Path) -> Path:
     return cache_home() / "digests" / f"{name}.json"
 
 
-def _kept(path: Path) -> bytes | None:
+def _cached_content(path: Path) -> bytes | None:
     try:
         found = json.loads(_place(path).read_text(encoding="utf-8"))
         return bytes.fromhex(found["sha256"]) if found["identity"] == _identity(path) else None

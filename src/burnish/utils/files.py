@@ -35,7 +35,7 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def expanded(path: str | Path) -> Path:
+def expand_user(path: str | Path) -> Path:
     """The path with ``~`` and ``~name`` expanded; unchanged if there is no such user."""
     return Path(os.path.expanduser(path))
 
@@ -58,7 +58,7 @@ def check_texts_below_roots(value: Any) -> None:
         for item in value.values() if isinstance(value, Mapping) else value:
             check_texts_below_roots(item)
     elif isinstance(value, str) and os.environ.get(ROOTS):
-        path = expanded(value.removeprefix("file://"))
+        path = expand_user(value.removeprefix("file://"))
         if path.is_absolute() or ".." in path.parts or os.path.lexists(path):
             check_below_roots(path)
 

@@ -97,13 +97,13 @@ def json_in_words(value: Any) -> str:
     return _KINDS.get(type(value), type(value).__name__)
 
 
-def shortened(value: Any, length: int = 160) -> str:
+def shorten_value(value: Any, length: int = 160) -> str:
     """Format a value for an error message: as JSON if possible, at most ``length`` characters."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     text = text.encode(errors="backslashreplace").decode()  # a lone surrogate could not be printed
     return text if len(text) <= length else text[: length - 4] + " ..."
 
 
-def quoted(value: Any, length: int = 160) -> str:
-    """As ``shortened``, with text in quotation marks, so that ``"5"`` differs from ``5``."""
-    return shortened(json.dumps(value, ensure_ascii=False, default=str), length)
+def quote_value(value: Any, length: int = 160) -> str:
+    """As ``shorten_value``, with text in quotation marks, so that ``"5"`` differs from ``5``."""
+    return shorten_value(json.dumps(value, ensure_ascii=False, default=str), length)

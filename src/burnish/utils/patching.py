@@ -136,7 +136,7 @@ def restore(patches: Iterable[Patch]) -> None:
 
 
 @contextmanager
-def hooked(module: nn.Module, event: str, function: Callable[..., Any], why: Reason) -> Iterator[None]:
+def add_hook(module: nn.Module, event: str, function: Callable[..., Any], why: Reason) -> Iterator[None]:
     """Add a hook for the duration of the ``with`` block."""
     made = hook(module, event, function, why)
     try:
@@ -181,8 +181,8 @@ def patches_in_words(reasons: Iterable[tuple[str, Reason]]) -> list[str]:
         by_name[name] += count
     nouns = {"forward": "forward method"}
     return [
-        f"{_counted(total, nouns.get(name, name))}: "
-        + ", ".join(_counted(n, why.kind) for (of, why), n in counts.items() if of == name)
+        f"{_format_count(total, nouns.get(name, name))}: "
+        + ", ".join(_format_count(n, why.kind) for (of, why), n in counts.items() if of == name)
         for name, total in by_name.most_common()
     ]
 
@@ -192,7 +192,7 @@ def patch_summary(model: nn.Module) -> list[str]:
     return patches_in_words((done.name, done.why) for done in patches_of(model))
 
 
-def _counted(count: int, noun: str) -> str:
+def _format_count(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 

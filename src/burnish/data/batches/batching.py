@@ -145,12 +145,12 @@ def collate_padding_free(rows: Sequence[Row]) -> Batch:
     """
     lengths = [length for row in rows for length in lengths_of(row)]
     begins = list(accumulate(lengths, initial=0))
-    labels = _concatenated(rows, "labels")
+    labels = _concatenate(rows, "labels")
     for begin in begins[:-1]:
         labels[begin] = IGNORE_INDEX
     cu_seq_lens = torch.tensor(begins, dtype=torch.int32)
     batch: Batch = {
-        "input_ids": torch.tensor([_concatenated(rows, "input_ids")]),
+        "input_ids": torch.tensor([_concatenate(rows, "input_ids")]),
         "labels": torch.tensor([labels]),
         "position_ids": torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0),
         "cu_seq_lens_q": cu_seq_lens,
@@ -279,7 +279,7 @@ def _shifted_images(row: Row, by: int, begin: int = 0, end: int | None = None) -
     return [{**one, "begin": one["begin"] + by, "end": one["end"] + by} for one in images]
 
 
-def _concatenated(rows: Sequence[Row], name: str) -> list[int]:
+def _concatenate(rows: Sequence[Row], name: str) -> list[int]:
     return [value for row in rows for value in row[name]]
 
 
@@ -373,8 +373,8 @@ def _split_row(row: Row, capacity: int) -> Iterator[Row]:
 
 def _concatenated_row(rows: Sequence[Row]) -> Row:
     joined: Row = {
-        "input_ids": _concatenated(rows, "input_ids"),
-        "labels": _concatenated(rows, "labels"),
+        "input_ids": _concatenate(rows, "input_ids"),
+        "labels": _concatenate(rows, "labels"),
         "seq_lengths": [len(row["input_ids"]) for row in rows],
     }
     for name in _token_columns_in(rows):

@@ -118,7 +118,9 @@ class StepPartition:
             return self._every_nth_micro_batch(chosen)
         if self.world_size == 1:
             return self._split_share(list(chosen), lengths, patches) or [[]]
-        shares = [self._split_share(share, lengths, patches) for share in balanced(chosen, lengths, self.world_size)]
+        shares = [
+            self._split_share(share, lengths, patches) for share in balance_over_ranks(chosen, lengths, self.world_size)
+        ]
         most = max(1, *map(len, shares))
         own_share = shares[self.rank]
         return [*own_share, *([[]] * (most - len(own_share)))]
@@ -137,7 +139,7 @@ class StepPartition:
         return [share[start : start + self.micro_batch_size] for start in range(0, len(share), self.micro_batch_size)]
 
 
-def balanced(chosen: Sequence[int], lengths: Sequence[int], world_size: int) -> list[list[int]]:
+def balance_over_ranks(chosen: Sequence[int], lengths: Sequence[int], world_size: int) -> list[list[int]]:
     """Distribute the items of one step over ranks, with about equal numbers of tokens and at most one item difference.
 
     From longest to shortest, each item goes to the rank with the fewest tokens that has room (Graham 1969, longest
@@ -167,7 +169,7 @@ def idle_fraction(steps: Sequence[Sequence[int]], lengths: Sequence[int], world_
     """
     num_tokens = num_slots = 0
     for chosen in steps:
-        totals = [sum(lengths[item] for item in share) for share in balanced(chosen, lengths, world_size)]
+        totals = [sum(lengths[item] for item in share) for share in balance_over_ranks(chosen, lengths, world_size)]
         num_tokens += sum(totals)
         num_slots += world_size * max(totals)  # tokens that all ranks compute in the time of the slowest
     return 1 - num_tokens / num_slots if num_slots else 0.0
@@ -198,11 +200,11 @@ def order_of(num_items: int, seed: int, epoch: int, strategy: str = "random", le
         return [block[place] for block, places in shuffled for place in places]
     order: list[int] = torch.randperm(num_items, generator=generator).tolist()
     if strategy == "group_by_length" and lengths is not None:
-        return _grouped_by_length(order, lengths, items_per_step)
+        return _group_by_length(order, lengths, items_per_step)
     return order
 
 
-def _grouped_by_length(order: list[int], lengths: Sequence[int], items_per_step: int) -> list[int]:
+def _group_by_length(order: list[int], lengths: Sequence[int], items_per_step: int) -> list[int]:
     """Group items of similar length: split the shuffled items into blocks of up to 50 batches and sort each block.
 
     The longest item comes first, so that a run that does not fit into memory fails at once (transformers,

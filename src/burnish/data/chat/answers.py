@@ -100,7 +100,7 @@ class Renderer:
     def writes_messages(self) -> bool:
         return self._around_in_sample(0) is not None and self._around_in_sample(1) is not None
 
-    def rendered(self, conversations: Sequence[tuple[Chat, Tools]]) -> Iterator[Rendered | UnreadableTemplate]:
+    def render_all(self, conversations: Sequence[tuple[Chat, Tools]]) -> Iterator[Rendered | UnreadableTemplate]:
         """Yield each conversation with the spans of its responses, or the error if that is impossible."""
         for start in range(0, len(conversations), _CONVERSATIONS_PER_CALL):
             some = conversations[start : start + _CONVERSATIONS_PER_CALL]
@@ -109,7 +109,7 @@ class Renderer:
             for (chat, tools), each in zip(some, wanted, strict=True):
                 parts = [next(found) for _ in each.parts]
                 try:
-                    yield self._rendered(chat, tools, parts, each.marks)
+                    yield self._render_parts(chat, tools, parts, each.marks)
                 except UnreadableTemplate as error:
                     yield error
 
@@ -120,7 +120,7 @@ class Renderer:
         places = _answers(chat)
         return [WHOLE, *chain.from_iterable(((place, True), (place + 1, False)) for place in places)], False
 
-    def _rendered(self, chat: Chat, tools: Tools, parts: Sequence[Rendering], is_marked: bool) -> Rendered:
+    def _render_parts(self, chat: Chat, tools: Tools, parts: Sequence[Rendering], is_marked: bool) -> Rendered:
         text, answers = _text(parts[0]), _answers(chat)
         self._check_calls(chat, tools)
         if is_marked:
@@ -156,7 +156,7 @@ class Renderer:
 
     def around(self, chat: Chat, place: int, tools: Tools) -> tuple[str, str] | None:
         """Return the text before and after the content of one message, or None if the template omits the content."""
-        one, other = (self.render(self._exchanged(chat, place, tag), tools) for tag in ("x", "y"))
+        one, other = (self.render(self._replace_message(chat, place, tag), tools) for tag in ("x", "y"))
         if one == other:
             return None
         before = one[: common_start(one, other)]
@@ -179,7 +179,7 @@ class Renderer:
             # Only the response is rendered differently. To find its end, replace it by a letter other than its last
             # one: then the two texts share everything after the response, and nothing more.
             last_letter = upto.removesuffix(self._end)[-1:]
-            exchanged = self.render(self._exchanged(chat, place, "y" if last_letter == "x" else "x"), tools)
+            exchanged = self.render(self._replace_message(chat, place, "y" if last_letter == "x" else "x"), tools)
             stop = len(text) - common_end(text, exchanged)
             if text.startswith(self._end, stop):
                 return len(prompt), stop + len(self._end)
@@ -236,7 +236,7 @@ class Renderer:
                 self.refusal = f"{str(error)[0].upper()}{str(error)[1:].rstrip('.')}."
             return None
 
-    def _exchanged(self, chat: Chat, place: int, tag: str) -> Chat:
+    def _replace_message(self, chat: Chat, place: int, tag: str) -> Chat:
         """Return the conversation with one message replaced by ``tag``: its content, or the names of its tool calls."""
         message = dict(chat[place])
         if calls := message.get("tool_calls"):

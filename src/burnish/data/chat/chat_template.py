@@ -21,7 +21,7 @@ from burnish.data.chat.rendering import UnreadableTemplate
 from burnish.data.chat.table import TemplateSpec
 from burnish.data.chat.tools.tools import ToolError, function_schema, read_calls, read_tools
 from burnish.data.images.family import Family
-from burnish.data.stats import DataStats, RecordReason, dropped, kept
+from burnish.data.stats import DataStats, RecordReason, drop_reason, keep_reason
 from burnish.data.tokens.encoder import Encoder
 from burnish.loop.types import Example, Ids, Message
 
@@ -32,8 +32,8 @@ WITH_TOOLS = (
     "Set template to a named template that fits the model, such as qwen, llama3 or mistral: these format tools. "
     "Otherwise, use a chat template that supports tools, or remove the tool calls."
 )
-CONSECUTIVE_USER_MESSAGES = kept("consecutive user messages without a response")
-UNUSED_TOOLS = kept("the chat template does not show tools, so the model does not see those of the record")
+CONSECUTIVE_USER_MESSAGES = keep_reason("consecutive user messages without a response")
+UNUSED_TOOLS = keep_reason("the chat template does not show tools, so the model does not see those of the record")
 
 
 class JinjaFormat:
@@ -92,10 +92,10 @@ class JinjaFormat:
 
     def turns(self, examples: Sequence[Example], stats: DataStats) -> list[list[Turn] | None]:
         """Return the turns of each conversation, or None for a dropped one (counted in ``stats``)."""
-        rendered = self._rendered(examples, stats)
+        rendered = self._render_examples(examples, stats)
         written = [one for one in rendered if one is not None]
         edges = [[edge for span in one.spans for edge in span] for one in written]
-        located = iter(self.encoder.located([one.text for one in written], edges))
+        located = iter(self.encoder.encode_with_boundaries([one.text for one in written], edges))
         return [
             None if one is None else self._turns(example, one, *next(located))
             for example, one in zip(examples, rendered, strict=True)
@@ -113,16 +113,16 @@ class JinjaFormat:
         text = self.renderer.render(chat, self._tools(example), prompt=True)
         return self.encoder.encode([text])[text].tolist()
 
-    def _rendered(self, examples: Sequence[Example], stats: DataStats) -> list[Rendered | None]:
+    def _render_examples(self, examples: Sequence[Example], stats: DataStats) -> list[Rendered | None]:
         """Return the rendered conversations, None for dropped ones (counted in ``stats``)."""
         inputs = [self._input(example) for example in examples]
-        made = self.renderer.rendered([each for each in inputs if not isinstance(each, ValueError)])
+        made = self.renderer.render_all([each for each in inputs if not isinstance(each, ValueError)])
         found: list[Rendered | None] = []
         for example, each in zip(examples, inputs, strict=True):
             rendered = each if isinstance(each, ValueError) else next(made)
             if isinstance(rendered, ValueError):
                 is_of_template = not isinstance(each, ValueError)
-                reason = self._reason(example, rendered) if is_of_template else dropped(str(rendered))
+                reason = self._reason(example, rendered) if is_of_template else drop_reason(str(rendered))
                 stats.add(reason, example)
             elif any(first.role == second.role == "user" for first, second in pairwise(example.messages)):
                 stats.add(CONSECUTIVE_USER_MESSAGES, example)
@@ -135,9 +135,9 @@ class JinjaFormat:
         """Return the reason why an example is dropped that the template failed on."""
         uses_tools = any(message.role in ("function", "observation") for message in example.messages)
         if not uses_tools or self._supports_tools:
-            return dropped(str(error))
+            return drop_reason(str(error))
         why = "" if str(error) == NO_CALLS else f" ({error})"
-        return dropped(f"{NO_CALLS}{why}", remedy=WITH_TOOLS)
+        return drop_reason(f"{NO_CALLS}{why}", remedy=WITH_TOOLS)
 
     @cached_property
     def _supports_tools(self) -> bool:
@@ -145,7 +145,7 @@ class JinjaFormat:
         call = Message("function", json.dumps({"name": "add", "arguments": {"a": 1}}))
         messages = (Message("user", "x"), call, Message("observation", "1"), Message("assistant", "1"))
         example = Example(messages=messages, tools=json.dumps([{"name": "add", "parameters": {}}]))
-        (found,) = self.renderer.rendered([(self._chat(example), self._tools(example))])
+        (found,) = self.renderer.render_all([(self._chat(example), self._tools(example))])
         return not isinstance(found, ValueError)
 
     @cached_property
@@ -153,7 +153,7 @@ class JinjaFormat:
         """Whether the text of a conversation depends on its tools."""
         example = Example(messages=(Message("user", "x"), Message("assistant", "1")))
         tools = self._tools(replace(example, tools=json.dumps([{"name": "add", "parameters": {}}])))
-        without, shown = self.renderer.rendered([(self._chat(example), None), (self._chat(example), tools)])
+        without, shown = self.renderer.render_all([(self._chat(example), None), (self._chat(example), tools)])
         return isinstance(shown, ValueError) or isinstance(without, ValueError) or shown.text != without.text
 
     def _input(self, example: Example) -> tuple[Chat, Tools] | ValueError:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from burnish.data.chat.labels import EncodedConversation, Segment, Turn, concatenated, masked
+from burnish.data.chat.labels import EncodedConversation, Segment, Turn, concatenate_ids, masked_labels
 from burnish.data.chat.preferences import (
     IMAGE_TRUNCATED,
     pair_rows,
@@ -27,15 +27,15 @@ from burnish.data.chat.preferences import (
 from burnish.data.chat.truncate import EncodingChoices, fit_turns, refuse_long
 from burnish.data.images.image_file import ImageFile
 from burnish.data.images.in_rows import images_column, images_of_segments
-from burnish.data.stats import DataStats, RecordReason, dropped, truncated
+from burnish.data.stats import DataStats, RecordReason, drop_reason, truncation_reason
 from burnish.loop.types import IGNORE_INDEX, Example, Ids, Row, as_lists
 
-NOTHING_TO_LEARN = dropped("no trainable tokens")
-TOO_LONG = dropped("longer than cutoff_len", is_length=True)
-SHORTENED = truncated("messages shortened to cutoff_len")
-LEFT_OUT = truncated("turns beyond cutoff_len were removed")
-IMAGES_TOO_LONG = dropped("the images alone exceed cutoff_len; set a lower image_max_pixels", is_length=True)
-NO_TEXT = dropped("no text")
+NOTHING_TO_LEARN = drop_reason("no trainable tokens")
+TOO_LONG = drop_reason("longer than cutoff_len", is_length=True)
+SHORTENED = truncation_reason("messages shortened to cutoff_len")
+LEFT_OUT = truncation_reason("turns beyond cutoff_len were removed")
+IMAGES_TOO_LONG = drop_reason("the images alone exceed cutoff_len; set a lower image_max_pixels", is_length=True)
+NO_TEXT = drop_reason("no text")
 NO_END = RecordReason("kept, but its end-of-turn token does not contribute to the loss", "kept")
 
 
@@ -154,9 +154,9 @@ class ConversationEncoder:
 
     def _as_one_turn(self, encoded: EncodedConversation) -> Turn:
         *before, response = chain(*encoded.turns)
-        ids = concatenated(segment.ids for segment in before)
+        ids = concatenate_ids(segment.ids for segment in before)
         prompt = Segment(
-            ids, lambda: [mark for segment in before for mark in segment.content()], labels=masked(len(ids)),
+            ids, lambda: [mark for segment in before for mark in segment.content()], labels=masked_labels(len(ids)),
             images=images_of_segments(before),
         )  # fmt: skip
         if encoded.closing is None:
@@ -178,7 +178,7 @@ class ConversationEncoder:
         truncate: bool,
     ) -> list[Row | None]:
         if not truncate:
-            return [None if one is None else self._joined(one) for one in encoded]
+            return [None if one is None else self._join(one) for one in encoded]
         if self.encoding.on_too_long == "raise":
             refuse_long(examples, (0 if one is None else one.length for one in encoded), self.cutoff_len)
         return [
@@ -192,18 +192,18 @@ class ConversationEncoder:
                 stats.add(TOO_LONG, example)
                 return None
             of_images = encoded.images
-            encoded = self._truncated(example, encoded, stats)
+            encoded = self._truncate(example, encoded, stats)
             if of_images and not self._keeps(example, of_images, encoded, stats):
                 return None
-        row = self._joined(encoded)
-        if row["labels"] == masked(len(row["labels"])):
+        row = self._join(encoded)
+        if row["labels"] == masked_labels(len(row["labels"])):
             stats.add(NOTHING_TO_LEARN, example)
             return None
         if encoded.ends and not any(label in encoded.ends for label in reversed(row["labels"])):
             stats.add(NO_END, example)
         return row
 
-    def _truncated(self, example: Example, encoded: EncodedConversation, stats: DataStats) -> EncodedConversation:
+    def _truncate(self, example: Example, encoded: EncodedConversation, stats: DataStats) -> EncodedConversation:
         available, turns = self.cutoff_len - (encoded.closing is not None), encoded.turns
         last_first = self.encoding.mask_history
         truncated = fit_turns(turns, available, self.encoding.truncation, last_first)
@@ -225,10 +225,10 @@ class ConversationEncoder:
         stats.add(IMAGES_TOO_LONG if sum(sizes.values()) > self.cutoff_len else IMAGE_TRUNCATED, example)
         return False
 
-    def _joined(self, encoded: EncodedConversation) -> Row:
+    def _join(self, encoded: EncodedConversation) -> Row:
         """Concatenate the segments of a conversation and its closing token."""
         segments, closing = list(chain(*encoded.turns)), encoded.closing
-        ids, labels = concatenated(one.ids for one in segments), concatenated(one.labels for one in segments)
+        ids, labels = concatenate_ids(one.ids for one in segments), concatenate_ids(one.labels for one in segments)
         if closing is not None:
             ids.append(closing)
             labels.append(closing if self._trains_closing(segments[-1]) else IGNORE_INDEX)

@@ -101,12 +101,12 @@ def slot_text(slot: str | Token, tokenizer: Any) -> str:
 
 
 def _slot(slots: Slots, tokenizer: Any) -> _Slot:
-    head, tail = _joined(slots, tokenizer).split(CONTENT, 1)
+    head, tail = _slot_text(slots, tokenizer).split(CONTENT, 1)
     opens = any(isinstance(slot, str) and slot.startswith(CONTENT) for slot in slots)
     return _Slot(head, tail, is_spaced=opens and _gets_space("x", tokenizer))
 
 
-def _joined(slots: Slots, tokenizer: Any) -> str:
+def _slot_text(slots: Slots, tokenizer: Any) -> str:
     """Return the text of slots.
 
     A SentencePiece tokenizer inserts a space before each text it encodes. Training encodes slot by slot, so the spaces
@@ -165,7 +165,7 @@ def _opening(spec: TemplateSpec, tokenizer: Any) -> str:
             + exact_jinja(TOOL_FORMATS[spec.tool_list_format].tools)
             + "{%- endif -%}{%- endset -%}",
             lstrip,
-            jinja_print(_joined(spec.prefix, tokenizer)),
+            jinja_print(_slot_text(spec.prefix, tokenizer)),
             ""
             if spec.system_in_user
             else "{%- if system or tools -%}"

@@ -52,9 +52,9 @@ class Segment:
 
     @property
     def is_trained(self) -> bool:
-        return self.labels != masked(len(self.labels))
+        return self.labels != masked_labels(len(self.labels))
 
-    def labelled(self, labels: Ids, weights: Sequence[float] | None) -> Segment:
+    def with_labels(self, labels: Ids, weights: Sequence[float] | None) -> Segment:
         """Return the segment with labels and loss weights."""
         return Segment(
             self.ids, self.content, self.message, self.begin, self.trailing, labels, weights, self.images
@@ -109,7 +109,7 @@ class EncodedConversation:
         return [image for segment in chain(*self.turns) for image in segment.images]
 
 
-def masked(length: int) -> Ids:
+def masked_labels(length: int) -> Ids:
     """Return ``length`` labels ``IGNORE_INDEX``."""
     return _MASKED * length
 
@@ -117,7 +117,7 @@ def masked(length: int) -> Ids:
 _MASKED = array("i", [IGNORE_INDEX])
 
 
-def concatenated(parts: Iterable[Ids]) -> Ids:
+def concatenate_ids(parts: Iterable[Ids]) -> Ids:
     """Concatenate ids or labels."""
     found = array("i")
     for part in parts:
@@ -173,10 +173,10 @@ def label_turns(turns: Sequence[Turn], options: TemplateChoices, ends: EndTokens
     """Return the turns of a conversation with labels."""
     before = [None, *(response.message for _, response in turns)]
     last = len(turns) - 1
-    return [_labelled(*turn, before[at], at == last, options, ends) for at, turn in enumerate(turns)]
+    return [_label_turn(*turn, before[at], at == last, options, ends) for at, turn in enumerate(turns)]
 
 
-def _labelled(
+def _label_turn(
     prompt: Segment, response: Segment, before: Message | None, is_last: bool, options: TemplateChoices, ends: EndTokens
 ) -> Turn:
     """Return the turn with labels. ``before`` is the response that precedes it."""
@@ -186,8 +186,8 @@ def _labelled(
         # that the preceding response learns to stop (LLaMA-Factory's efficient_eos).
         labels[0], weight_of_end = ends.closing_id, before.weight if before else 1.0
     return (
-        prompt.labelled(labels, _prompt_weights(prompt, response.message.weight, weight_of_end)),
-        response.labelled(
+        prompt.with_labels(labels, _prompt_weights(prompt, response.message.weight, weight_of_end)),
+        response.with_labels(
             _response_labels(response, is_last, options, ends), _response_weights(response, prompt.message.weight)
         ),
     )
@@ -196,22 +196,22 @@ def _labelled(
 def _response_labels(response: Segment, is_last: bool, options: TemplateChoices, ends: EndTokens) -> Ids:
     ids, train = response.ids, response.message.train
     is_trained = train if train is not None else is_last or not options.mask_history
-    labels = ids[:] if is_trained else masked(len(ids))
+    labels = ids[:] if is_trained else masked_labels(len(ids))
     end = next((at for at in range(len(ids) - 1, -1, -1) if ids[at] in ends.token_ids), len(ids))  # the last end token
     if options.train_on_eos == "none" or (options.train_on_eos == "last" and not is_last):
-        labels[end:] = masked(len(labels) - end)
+        labels[end:] = masked_labels(len(labels) - end)
     elif options.train_on_eos == "all":
         labels[end : end + 1] = ids[end : end + 1]
     if response.trailing:
-        labels[-response.trailing :] = masked(response.trailing)
+        labels[-response.trailing :] = masked_labels(response.trailing)
     return labels
 
 
 def _prompt_labels(prompt: Segment, options: TemplateChoices, ends: EndTokens) -> Ids:
     ids, begin = prompt.ids, prompt.begin
-    labels = ids[:] if options.train_on_prompt else masked(len(ids))
+    labels = ids[:] if options.train_on_prompt else masked_labels(len(ids))
     if prompt.message.train is not None:
-        labels[begin:] = ids[begin:] if prompt.message.train else masked(len(ids) - begin)
+        labels[begin:] = ids[begin:] if prompt.message.train else masked_labels(len(ids) - begin)
     if options.train_on_eos == "turn":
         return labels
     for at, token in enumerate(ids):

@@ -24,7 +24,7 @@ from typing import Any
 from burnish.config.errors import UserError
 from burnish.data.chat.answers import Rendered, Renderer, common_start
 from burnish.data.chat.encoding import ConversationEncoder
-from burnish.data.chat.labels import EncodedConversation, Segment, Turn, masked
+from burnish.data.chat.labels import EncodedConversation, Segment, Turn, masked_labels
 from burnish.data.chat.preferences import pair_rows, unpaired_rows
 from burnish.data.chat.rendering import (
     WHOLE,
@@ -39,13 +39,13 @@ from burnish.data.chat.rendering import (
 from burnish.data.chat.table import TemplateSpec
 from burnish.data.images.family import Family
 from burnish.data.images.image_file import BadImage, ImageFile
-from burnish.data.images.in_rows import Marks, images_in, shifted
-from burnish.data.stats import DataStats, kept
+from burnish.data.images.in_rows import Marks, images_in, shift_positions
+from burnish.data.stats import DataStats, keep_reason
 from burnish.data.tokens.encoder import Encoder
 from burnish.loop.types import IGNORE_INDEX, Example, Ids, Message, Row
 from burnish.utils.sequences import shared_beginning
 
-RETOKENIZED_PROMPT = kept(
+RETOKENIZED_PROMPT = keep_reason(
     "the prompt is tokenized differently when it is followed by the response; the loss starts at the first "
     "token that differs"
 )
@@ -135,7 +135,7 @@ class PlainTemplate(ConversationEncoder):
         prompts = iter(self._ids([e.prompt or "" for e in examples if e.completion is not None]))
         for example, whole in zip(examples, ids, strict=True):
             begin = 0 if example.completion is None else self._begin(next(prompts), whole, example, stats)
-            yield self._trained_from(begin, whole)
+            yield self._single_turn(begin, whole)
 
     def _with_eos(self, text: str) -> str:
         eos = self.tokenizer.eos_token
@@ -153,16 +153,16 @@ class PlainTemplate(ConversationEncoder):
         if self.marks is not None:
             seen = iter(self._seen(chats, self.marks))
             for example in examples:
-                yield self._labelled(example.extra) if "input_ids" in example.extra else next(seen)
+                yield self._label_tokens(example.extra) if "input_ids" in example.extra else next(seen)
             return
         wholes, prompts = iter(self._wholes(chats)), iter(self._prompts(chats))
         for example in examples:
             if "input_ids" in example.extra:
-                yield self._labelled(example.extra)
+                yield self._label_tokens(example.extra)
                 continue
             (ids, mask), prompt = next(wholes), next(prompts)
             begin = 0 if prompt is None else self._begin(prompt, ids, example, stats)
-            yield self._trained_from(begin, ids, mask)
+            yield self._single_turn(begin, ids, mask)
 
     def _wholes(self, examples: Sequence[Example]) -> Iterator[tuple[Ids, Sequence[int] | None]]:
         """Yield the ids of conversations, and a mask of the assistant's tokens if only those are trained."""
@@ -170,8 +170,8 @@ class PlainTemplate(ConversationEncoder):
         if not self.options.assistant_only:
             return ((ids, None) for ids in self._chat_ids(examples, conversations))
         if self._is_marked:
-            return (self._marked(example, one) for example, one in zip(examples, conversations, strict=True))
-        return map(self._found, conversations)
+            return (self._tokenize_marked(example, one) for example, one in zip(examples, conversations, strict=True))
+        return map(self._locate_responses, conversations)
 
     def _prompts(self, examples: Sequence[Example]) -> Iterator[Ids | None]:
         """Yield the ids of what precedes each response, or None if everything is trained."""
@@ -228,15 +228,15 @@ class PlainTemplate(ConversationEncoder):
             if error := next((each.error for each in (*prompt, whole) if each.error is not None), None):
                 raise UserError(_not_rendered(error, one), where=example.place) from error
             try:
-                made = self._expanded(example, one, prompt[0].text if size else "", whole, marks)
+                made = self._expand_images(example, one, prompt[0].text if size else "", whole, marks)
             except BadImage as error:
                 raise UserError(f"The record cannot be tokenized: {error}.", where=example.place) from error
-            found = self._trained_from(*made)
+            found = self._single_turn(*made)
             yield EncodedConversation(
                 [(marks.without_placeholders(a), marks.without_placeholders(b)) for a, b in found.turns]
             )
 
-    def _expanded(
+    def _expand_images(
         self, example: Example, one: Conversation, prompt: str, whole: Rendering, marks: Marks
     ) -> tuple[int, Ids, Sequence[int] | None, Sequence[ImageFile]]:
         """Return the start of the response, the ids, the mask of trainable tokens, and the images among the tokens."""
@@ -245,12 +245,12 @@ class PlainTemplate(ConversationEncoder):
         if self.options.assistant_only:
             ids, mask = self._between(one, text, whole.spans if self._is_marked else self._answers_in(one).spans)
             start = self.encoder.boundaries(text, [common_start(prompt, text)])[0][0]
-            made = marks.expanded(front + ids, images, [0] * len(front) + list(mask))
-            return made.moved(len(front) + start), made.ids, made.mask, made.images
+            made = marks.expand(front + ids, images, [0] * len(front) + list(mask))
+            return made.new_position(len(front) + start), made.ids, made.mask, made.images
         at = common_start(prompt, text)
         pieces = [self.encoder.encode([piece])[piece] if piece else array("i") for piece in (text[:at], text[at:])]
-        made = marks.expanded(front + pieces[0] + pieces[1], images)
-        return made.moved(len(front) + len(pieces[0])), made.ids, None, made.images
+        made = marks.expand(front + pieces[0] + pieces[1], images)
+        return made.new_position(len(front) + len(pieces[0])), made.ids, None, made.images
 
     def _in_parts(self, conversation: Conversation) -> Conversation:
         """Return the messages with their contents as parts, as TRL passes them to the template of a vision model."""
@@ -274,7 +274,7 @@ class PlainTemplate(ConversationEncoder):
             text = text.replace(word, self.encoder.hide(word)) if word in text else text
         return {**part, "text": text}
 
-    def _labelled(self, columns: Mapping[str, Any]) -> EncodedConversation:
+    def _label_tokens(self, columns: Mapping[str, Any]) -> EncodedConversation:
         """Return given token ids with their labels: the given ones, or those selected by the masks."""
         ids = array("i", columns["input_ids"])
         labels = array("i", columns.get("labels", ids))
@@ -289,7 +289,7 @@ class PlainTemplate(ConversationEncoder):
             stats.add(RETOKENIZED_PROMPT, example)
         return begin
 
-    def _trained_from(
+    def _single_turn(
         self, begin: int, ids: Ids, mask: Sequence[int] | None = None, images: Sequence[ImageFile] = ()
     ) -> EncodedConversation:
         """Return one turn.
@@ -302,11 +302,13 @@ class PlainTemplate(ConversationEncoder):
         """
         labels = ids[:]
         if not self.options.train_on_prompt:
-            labels[:begin] = masked(begin)
+            labels[:begin] = masked_labels(begin)
         if mask is not None:
             labels = _mask_labels(mask, labels)
         prompt = _segment(ids[:begin], labels[:begin], [one for one in images if one.end <= begin])
-        answer = _segment(ids[begin:], labels[begin:], shifted((one for one in images if one.end > begin), -begin))
+        answer = _segment(
+            ids[begin:], labels[begin:], shift_positions((one for one in images if one.end > begin), -begin)
+        )
         return EncodedConversation([(prompt, answer)])
 
     # --- the assistant's tokens ---------------------------------------------------------------------------------------
@@ -326,7 +328,7 @@ class PlainTemplate(ConversationEncoder):
             )
         return None
 
-    def _marked(self, example: Example, conversation: Conversation) -> tuple[Ids, list[int]]:
+    def _tokenize_marked(self, example: Example, conversation: Conversation) -> tuple[Ids, list[int]]:
         try:
             ids, mask = marked_ids(self.tokenizer, conversation)
         except UnreadableTemplate as error:
@@ -334,14 +336,14 @@ class PlainTemplate(ConversationEncoder):
         _refuse_without_assistant(conversation, mask)
         return array("i", ids), mask
 
-    def _found(self, conversation: Conversation) -> tuple[Ids, list[int]]:
+    def _locate_responses(self, conversation: Conversation) -> tuple[Ids, list[int]]:
         rendered = self._answers_in(conversation)
         return self._between(conversation, rendered.text, rendered.spans)
 
     def _answers_in(self, conversation: Conversation) -> Rendered:
         """Return the rendered conversation with the spans of its responses."""
         chat: Any = conversation.chat
-        (rendered,) = self._renderer(conversation.variables).rendered([(chat, conversation.tools)])
+        (rendered,) = self._renderer(conversation.variables).render_all([(chat, conversation.tools)])
         if isinstance(rendered, UnreadableTemplate):
             raise RuntimeError(f"Assistant messages cannot be located: {rendered}. Messages: {str(chat)[:200]}")
         return rendered
@@ -350,7 +352,7 @@ class PlainTemplate(ConversationEncoder):
         self, conversation: Conversation, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[Ids, list[int]]:
         """Return the ids of a text, and a mask with 1 for each token inside a span."""
-        ids, borders = self.encoder.located([text], [list(chain.from_iterable(spans))])[0]
+        ids, borders = self.encoder.encode_with_boundaries([text], [list(chain.from_iterable(spans))])[0]
         mask = [0] * len(ids)
         for (begin, _), (_, end) in zip(borders[::2], borders[1::2], strict=True):
             mask[begin:end] = [1] * (end - begin)
@@ -408,4 +410,4 @@ def _mask_labels(mask: Sequence[int], labels: Ids) -> Ids:
 
 def _turn_from_token_ids(columns: Mapping[str, Any], name: str) -> Turn:
     prompt, response = array("i", columns.get("prompt_ids") or []), array("i", columns[name])
-    return _segment(prompt, masked(len(prompt))), _segment(response, response)
+    return _segment(prompt, masked_labels(len(prompt))), _segment(response, response)

@@ -13,17 +13,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from burnish.data.chat.labels import Segment, Turn, concatenated, masked
+from burnish.data.chat.labels import Segment, Turn, concatenate_ids, masked_labels
 from burnish.data.chat.truncate import EncodingChoices, fit_segments, refuse_long
 from burnish.data.images.in_rows import images_column
-from burnish.data.stats import DataStats, RecordReason, dropped
+from burnish.data.stats import DataStats, RecordReason, drop_reason
 from burnish.loop.types import Example, Row
 from burnish.utils.sequences import shared_beginning
 
-IDENTICAL_AFTER_TRUNCATION = dropped("chosen and rejected are identical after truncation to cutoff_len", is_length=True)
-EMPTY_AFTER_TRUNCATION = dropped("a response is empty after truncation to cutoff_len", is_length=True)
-TOO_LONG = dropped("longer than cutoff_len", is_length=True)
-IMAGE_TRUNCATED = dropped(
+IDENTICAL_AFTER_TRUNCATION = drop_reason(
+    "chosen and rejected are identical after truncation to cutoff_len", is_length=True
+)
+EMPTY_AFTER_TRUNCATION = drop_reason("a response is empty after truncation to cutoff_len", is_length=True)
+TOO_LONG = drop_reason("longer than cutoff_len", is_length=True)
+IMAGE_TRUNCATED = drop_reason(
     "truncation to cutoff_len would split an image; raise cutoff_len, or lower image_max_pixels", is_length=True
 )
 TRUNCATED = RecordReason("truncated to cutoff_len", "truncated", is_length=True)
@@ -151,8 +153,8 @@ def _keeps_all_images(before: Segment, after: Segment) -> bool:
 
 
 def _columns(prompt: Segment, response: Segment, prefix: str) -> Row:
-    labels = masked(len(prompt.ids)) + response.labels
-    columns: Any = {f"{prefix}input_ids": concatenated([prompt.ids, response.ids]), f"{prefix}labels": labels}
+    labels = masked_labels(len(prompt.ids)) + response.labels
+    columns: Any = {f"{prefix}input_ids": concatenate_ids([prompt.ids, response.ids]), f"{prefix}labels": labels}
     row: Row = columns
     if prompt.images:
         row["images" if prefix != "kl_" else "kl_images"] = images_column(prompt.images)

@@ -11,12 +11,20 @@ from typing import Any, Final, Protocol
 
 from burnish.config.errors import UserError
 from burnish.data.chat.encoding import NO_TEXT, ConversationEncoder
-from burnish.data.chat.labels import EncodedConversation, EndTokens, Segment, TemplateChoices, Turn, label_turns, masked
+from burnish.data.chat.labels import (
+    EncodedConversation,
+    EndTokens,
+    Segment,
+    TemplateChoices,
+    Turn,
+    label_turns,
+    masked_labels,
+)
 from burnish.data.chat.table import TemplateSpec
 from burnish.data.images.family import Family
 from burnish.data.images.image_file import BadImage, UnsupportedMedia
-from burnish.data.images.in_rows import Marks, cleaned, images_column, images_in
-from burnish.data.stats import DataStats, dropped, kept
+from burnish.data.images.in_rows import Marks, images_column, images_in, remove_marks
+from burnish.data.stats import DataStats, drop_reason, keep_reason
 from burnish.data.tokens.encoder import Encoder, shared_start
 from burnish.loop.types import Example, Ids, Row
 
@@ -31,7 +39,7 @@ OPTIONS_OF_ROWS: Final = (
 )
 
 
-SHRUNK = kept("images resized to fit into cutoff_len (image_fit: shrink)")
+SHRUNK = keep_reason("images resized to fit into cutoff_len (image_fit: shrink)")
 SHRINKING, SMALLEST = 0.8, 28 * 28
 """Factor applied to the pixels of images in each attempt to fit a row, and the minimum pixels of an image."""
 ANSWERING: Final = ("assistant", "function")
@@ -95,11 +103,11 @@ class Template(ConversationEncoder):
         """Return ``prompt`` as a row: ``input_ids``, and ``images`` if there are any."""
         if self.marks is None:
             return {"input_ids": self.form.prompt(example)}
-        example = cleaned(example)
+        example = remove_marks(example)
         ids = array("i", self.form.prompt(self.marks.for_template(example)))
         messages = example.messages[: -1 if example.messages[-1:] and example.messages[-1].role in ANSWERING else None]
         images = images_in(replace(example, messages=messages))
-        made = self.marks.expanded(self.marks.front(len(images)) + ids, images)
+        made = self.marks.expand(self.marks.front(len(images)) + ids, images)
         row: Row = {"input_ids": made.ids.tolist()}
         return row | {"images": images_column(made.images)} if images else row
 
@@ -123,22 +131,22 @@ class Template(ConversationEncoder):
         """A hash that changes if the rows of the same examples could change."""
         options = {name: getattr(self.options, name) for name in OPTIONS_OF_ROWS}
         known = [self.form.identity(), self.form.encoder.identity, options, self.cutoff_len]
-        return _hashed(known if self.form.family is None else [*known, self.form.family.identity])
+        return _hash_identity(known if self.form.family is None else [*known, self.form.family.identity])
 
     @property
     def form_fingerprint(self) -> str:
         """A hash of the text around the messages; it does not depend on labels or truncation."""
-        return _hashed(self.form.identity())
+        return _hash_identity(self.form.identity())
 
     @property
     def image_fingerprint(self) -> str:
         """A hash that changes if the pixels of an image could change; "" for a text model."""
-        return "" if self.form.family is None else _hashed(self.form.family.identity)
+        return "" if self.form.family is None else _hash_identity(self.form.family.identity)
 
     @property
     def tokenizer_fingerprint(self) -> str:
         """A hash that changes if the token ids of a text could change."""
-        return _hashed(self.form.encoder.identity)
+        return _hash_identity(self.form.encoder.identity)
 
     def _chats(
         self, examples: Sequence[Example], stats: DataStats, last_only: bool
@@ -148,7 +156,7 @@ class Template(ConversationEncoder):
         closing = None if word is None else int(self.tokenizer.convert_tokens_to_ids(word))
         ends = EndTokens(self.end_ids(), closing if self.spec and not last_only else None)
         trained_ids = frozenset() if self.options.train_on_eos == "none" else ends.token_ids
-        examples = examples if self.marks is None else [cleaned(example) for example in examples]
+        examples = examples if self.marks is None else [remove_marks(example) for example in examples]
         written = examples if self.marks is None else [self.marks.for_template(example) for example in examples]
         found = form.turns(written, stats) if examples else []
         for example, turns in zip(examples, found, strict=True):
@@ -178,7 +186,7 @@ class Template(ConversationEncoder):
         except UnsupportedMedia as error:
             raise UserError(f"The record cannot be tokenized: {error}", where=example.place) from error
         except BadImage as error:
-            stats.add(dropped(str(error)), example)
+            stats.add(drop_reason(str(error)), example)
             return None
 
     def _refuse_images(self, example: Example) -> None:
@@ -244,7 +252,7 @@ class Template(ConversationEncoder):
         is_open = not has_end and eos is not None and ids[-1] != eos
         source, target = ids[:trained_from], ids[trained_from:] + array("i", [eos] if is_open else [])
         last = len(target) - (has_end or eos is not None)
-        labels = source[:] if self.options.train_on_prompt else masked(len(source))
+        labels = source[:] if self.options.train_on_prompt else masked_labels(len(source))
         prompt = Segment(source, lambda: [at >= opening for at in range(len(source))], labels=labels)
         return EncodedConversation(
             [(prompt, Segment(target, lambda: [at < last for at in range(len(target))], labels=target))]
@@ -257,5 +265,5 @@ class Template(ConversationEncoder):
         return array("i", [bos] if bos is not None and list(own[:1]) == [bos] else [])
 
 
-def _hashed(identity: Any) -> str:
+def _hash_identity(identity: Any) -> str:
     return sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()

@@ -20,12 +20,12 @@ from itertools import accumulate, chain, pairwise
 from typing import Any, TypeAlias
 
 from burnish.data.chat.jinja import write_jinja
-from burnish.data.chat.labels import Segment, TemplateChoices, Turn, concatenated
+from burnish.data.chat.labels import Segment, TemplateChoices, Turn, concatenate_ids
 from burnish.data.chat.table import CONTENT, Slots, TemplateSpec, Token
 from burnish.data.chat.tools.tool_formats import TOOL_FORMATS, describe_tools
 from burnish.data.chat.tools.tools import ToolError, read_calls
 from burnish.data.images.family import Family
-from burnish.data.stats import DataStats, dropped
+from burnish.data.stats import DataStats, drop_reason
 from burnish.data.tokens.encoder import Encoder
 from burnish.loop.types import IMAGE, VIDEO, Example, Ids, Message
 
@@ -159,7 +159,7 @@ class SlotFormat:
                 return self._conversation(example)
             except ToolError as error:
                 rule = str(error)
-        stats.add(dropped(rule), example)
+        stats.add(drop_reason(rule), example)
         return None
 
     def _conversation(self, example: Example) -> EncodedSlots:
@@ -170,7 +170,7 @@ class SlotFormat:
             if self.thinks is False or (self.forgets_thoughts and place < last):
                 text = self._thought.sub("", messages[place].text).lstrip("\n")
                 messages[place] = replace(messages[place], content=text)
-        opening, first = self._opened(example, messages[0])
+        opening, first = self._opening(example, messages[0])
         written = [opening, first, *(self._slots(message, self._content(message)) for message in messages[1:])]
         for place in range(last if self.forgets_thoughts else 1, last + 1, 2) if self.spec.reasoning else ():
             if not any(word.strip() in messages[place].text for word in self.spec.thought_words):
@@ -180,7 +180,7 @@ class SlotFormat:
                     written[place].append((self.spec.empty_thought,))
         return written
 
-    def _opened(self, example: Example, message: Message) -> tuple[list[Element], list[Element]]:
+    def _opening(self, example: Example, message: Message) -> tuple[list[Element], list[Element]]:
         """Return the opening of a conversation with its system message, and the first message in its slots."""
         opening, content = self._fill(self.spec.prefix, ()), self._content(message)
         system = self._system(example)
@@ -276,7 +276,7 @@ class SlotFormat:
         opening = sum(len(_tokens(element, ids)) for element in written[0])
         segments = [
             Segment(
-                concatenated(_tokens(element, ids) for element in elements),
+                concatenate_ids(_tokens(element, ids) for element in elements),
                 partial(self._removable, elements, ids),
                 message,
                 0 if place else opening,
@@ -289,7 +289,7 @@ class SlotFormat:
         """Flag the tokens of a prompt or a response that belong to a message's content."""
         texts = [element for element in dict.fromkeys(elements) if not isinstance(element, int)]
         edges = [list(accumulate(map(len, text))) for text in texts]
-        located = self.encoder.located(["".join(text) for text in texts], edges)
+        located = self.encoder.encode_with_boundaries(["".join(text) for text in texts], edges)
         borders: dict[Element, Borders] = {text: found for text, (_, found) in zip(texts, located, strict=True)}
         return [mark for e in elements for mark in _marks(len(_tokens(e, ids)), borders.get(e, []))]
 

@@ -140,13 +140,13 @@ class Family:
 
     def processed_size(self, image: ImageFile) -> tuple[int, int]:
         """Return width and height of an image, or of the frames of a video, after the processor's own resize."""
-        return self.processed(*self.given_sizes(image)[-1])
+        return self.resized_size(*self.given_sizes(image)[-1])
 
     def patches_of(self, image: ImageFile) -> int:
         """Return the number of patches that the vision tower computes for an image or a video."""
         return self.patches(*self.given_sizes(image)[-1])
 
-    def processed(self, width: int, height: int) -> tuple[int, int]:
+    def resized_size(self, width: int, height: int) -> tuple[int, int]:
         """Return width and height after the resize of the image processor, for display; for tiles, those of all tiles
         together."""
         return width, height
@@ -182,11 +182,11 @@ class Family:
                 sizes.append((width, width * 180))
         return sizes
 
-    def prepared(self, image: ImageFile) -> Any:
+    def prepare(self, image: ImageFile) -> Any:
         """Return the input of ``ImageProcessor.tensors``. Raises UserError for an image that cannot be decoded."""
-        return self.resized(image)
+        return self.resize(image)
 
-    def resized(self, image: ImageFile) -> Image:
+    def resize(self, image: ImageFile) -> Image:
         """Return the pixels that are passed to the image processor: RGB, resized by ``given_sizes`` (bicubic).
 
         Raises:
@@ -233,6 +233,6 @@ FAMILIES: Registry[type[Family]] = Registry("image family")
 """Model type (``config.model_type``) -> family."""
 
 
-def repeated(token: int, count: int) -> Ids:
+def repeat_token(token: int, count: int) -> Ids:
     """Return a list of ``count`` times the same id."""
     return array("i", [token]) * count

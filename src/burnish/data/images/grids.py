@@ -13,7 +13,7 @@ from functools import cached_property
 from math import ceil, floor, prod, sqrt
 from typing import TYPE_CHECKING, Any
 
-from burnish.data.images.family import FAMILIES, MAX_ASPECT_RATIO, Family, repeated
+from burnish.data.images.family import FAMILIES, MAX_ASPECT_RATIO, Family, repeat_token
 from burnish.data.images.image_file import BadImage, ImageFile
 from burnish.data.images.videos import PAIR, VideoSettings, is_last_repeated, patches_of_frames
 from burnish.loop.types import Ids
@@ -35,10 +35,10 @@ class Qwen(Family):
 
     def grid(self, width: int, height: int) -> tuple[int, int, int]:
         """Return (frames, rows, columns) of patches before merging, as in ``image_grid_thw``."""
-        wide, high = self.processed(width, height)
+        wide, high = self.resized_size(width, height)
         return 1, high // self.processor.patch_size, wide // self.processor.patch_size
 
-    def processed(self, width: int, height: int) -> tuple[int, int]:
+    def resized_size(self, width: int, height: int) -> tuple[int, int]:
         size, unit = self.processor.size, self.processor.patch_size * self.processor.merge_size
         return smart_size(width, height, unit, size["shortest_edge"], size["longest_edge"])
 
@@ -55,7 +55,7 @@ class Qwen(Family):
             )
 
     def _ids_of_size(self, width: int, height: int) -> Ids:
-        return repeated(self.placeholder_id, self.patches(width, height) // self.processor.merge_size**2)
+        return repeat_token(self.placeholder_id, self.patches(width, height) // self.processor.merge_size**2)
 
     # --- videos -------------------------------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ class Qwen(Family):
     def processed_size(self, image: ImageFile) -> tuple[int, int]:
         width, height = self.given_sizes(image)[-1]
         if not image.frames:
-            return self.processed(width, height)
+            return self.resized_size(width, height)
         video, count = self.video, len(image.frames)
         unit, most = video.patch * video.merge, video.max_pixels
         if video.is_capped:
@@ -90,22 +90,22 @@ class Qwen(Family):
 
     def of_video(self, video: ImageFile) -> Ids:
         count = prod(self.video_grid(video)) // self.video.merge**2
-        return repeated(self.token_id(self.video_placeholder), count)
+        return repeat_token(self.token_id(self.video_placeholder), count)
 
-    def prepared(self, image: ImageFile) -> Any:
+    def prepare(self, image: ImageFile) -> Any:
         """Return the pixels of an image after the processor's own resize, which the processor leaves unchanged, or the
         patches of a video and their grids (frames, rows, columns)."""
         if not image.frames:
-            return self._resized_for_processor(self.resized(image))
+            return self._resize_for_processor(self.resize(image))
         least, most = image.min_pixels, image.max_pixels
-        frames = [self.resized(replace(frame, min_pixels=least, max_pixels=most)) for frame in image.frames]
+        frames = [self.resize(replace(frame, min_pixels=least, max_pixels=most)) for frame in image.frames]
         return patches_of_frames(frames, *self.processed_size(image), self.video), self._grids(*self.video_grid(image))
 
-    def _resized_for_processor(self, pixels: Image) -> Image:
+    def _resize_for_processor(self, pixels: Image) -> Image:
         """Resize as the image processor does, which would copy a large photo to an array and back: half of its time."""
-        size = self.processed(*pixels.size)
+        size = self.resized_size(*pixels.size)
         resizes = self.processor.do_resize and self.processor.backend == "pil"
-        if not resizes or self.processed(*size) != size:
+        if not resizes or self.resized_size(*size) != size:
             return pixels
         from PIL.Image import Resampling
 
@@ -134,7 +134,7 @@ class TimestampedVideo(Qwen):
     def of_video(self, video: ImageFile) -> Ids:
         _, rows, columns = self.video_grid(video)
         placeholder = self.token_id(self.video_placeholder)
-        placeholders = repeated(placeholder, rows * columns // self.video.merge**2)
+        placeholders = repeat_token(placeholder, rows * columns // self.video.merge**2)
         return sum((self.pair(stamp, placeholders) for stamp in self.stamps(video)), array("i"))
 
     def _grids(self, frames: int, rows: int, columns: int) -> list[list[int]]:
@@ -179,7 +179,7 @@ class Glm(TimestampedVideo):
     def _time_text(self, stamp: float) -> str:
         return str(int(stamp))
 
-    def processed(self, width: int, height: int) -> tuple[int, int]:
+    def resized_size(self, width: int, height: int) -> tuple[int, int]:
         size, unit = self.processor.size, self.processor.patch_size * self.processor.merge_size
         if min(width, height) < unit:
             scale = unit / min(width, height)
@@ -233,7 +233,7 @@ class Pixtral(Family):
         placeholder."""
         return {"patch_size": {"height": self.unit, "width": self.unit}}
 
-    def processed(self, width: int, height: int) -> tuple[int, int]:
+    def resized_size(self, width: int, height: int) -> tuple[int, int]:
         ratio = max(width, height) / self.processor.size["longest_edge"]
         if ratio > 1:
             width, height = floor(width / ratio), floor(height / ratio)
@@ -241,12 +241,12 @@ class Pixtral(Family):
         return wide, high
 
     def patches(self, width: int, height: int) -> int:
-        wide, high = self.processed(width, height)
+        wide, high = self.resized_size(width, height)
         return wide * high * self._merge**2 // self.unit**2
 
     def _ids_of_size(self, width: int, height: int) -> Ids:
-        wide, high = self.processed(width, height)
-        row = repeated(self.placeholder_id, wide // self.unit) + array("i", [self.token_id("[IMG_BREAK]")])
+        wide, high = self.resized_size(width, height)
+        row = repeat_token(self.placeholder_id, wide // self.unit) + array("i", [self.token_id("[IMG_BREAK]")])
         return (row * (high // self.unit))[:-1] + array("i", [self.token_id("[IMG_END]")])
 
 

@@ -124,7 +124,7 @@ class ImageFile:
             found |= {"frames": frames, "fps": self.fps}
         return found
 
-    def placed(self, begin: int, end: int) -> ImageFile:
+    def at_tokens(self, begin: int, end: int) -> ImageFile:
         """Return the image with its position in a row, the tokens [begin, end)."""
         return ImageFile(**{**vars(self), "begin": begin, "end": end})  # faster than dataclasses.replace
 
@@ -165,13 +165,13 @@ def read_header(path: str | Path, **known: Any) -> ImageFile:
     status = os.stat(path)
     if not S_ISREG(status.st_mode) and (kind := special_file_kind(Path(path))) != "a folder":
         raise BadImage(f"is {kind}, which is not supported.")  # a pipe without a writer would block
-    width, height, is_animated = _measured(path, status.st_size, status.st_mtime_ns)
+    width, height, is_animated = _measure(path, status.st_size, status.st_mtime_ns)
     of_file = {"num_bytes": status.st_size, "modified_ns": status.st_mtime_ns, "is_animated": is_animated, **known}
     return ImageFile(path, width, height, **of_file)
 
 
 @lru_cache(maxsize=1 << 16)
-def _measured(path: str, num_bytes: int, modified_ns: int) -> tuple[int, int, bool]:
+def _measure(path: str, num_bytes: int, modified_ns: int) -> tuple[int, int, bool]:
     """Return width, height and ``is_animated`` of a file of this size and modification time.
 
     Records about the same image share the result. Raises: BadImage, OSError.
@@ -180,7 +180,7 @@ def _measured(path: str, num_bytes: int, modified_ns: int) -> tuple[int, int, bo
     if size := upright_size(path):
         check_size(*size)
         return *size, False
-    with _opened(path) as image:
+    with _open_image(path) as image:
         return _header(image)
 
 
@@ -196,7 +196,7 @@ def content_hash(image: ImageFile) -> str:
 def in_memory(content: bytes, **known: Any) -> ImageFile:
     """Read the header of an image that is not stored as a file. Args: known: additional fields. Raises: BadImage."""
     name = f"memory:{sha256(content).hexdigest()}"
-    with _opened(BytesIO(content)) as image:
+    with _open_image(BytesIO(content)) as image:
         width, height, is_animated = _header(image)
     return ImageFile(name, width, height, is_animated=is_animated, num_bytes=len(content), content=content, **known)
 
@@ -233,7 +233,7 @@ def load(image: ImageFile) -> Image:
 def upright(image: ImageFile) -> Image:
     """Like ``load``, before gray, palette and CMYK images are converted to RGB."""
     if image.content:
-        return _decoded(BytesIO(image.content), image, len(image.content))
+        return _decode(BytesIO(image.content), image, len(image.content))
     path = Path(image.path)
     if not path.is_file():
         raise UserError("the image no longer exists.", where=image.path, remedy="Restore the file.")
@@ -241,15 +241,15 @@ def upright(image: ImageFile) -> Image:
     if image.num_bytes and size != image.num_bytes:
         what = f"the image file has changed since the dataset was tokenized ({size:,} bytes, was {image.num_bytes:,})."
         raise UserError(what, where=image.path, remedy="Restore the file, or start a new run.")
-    return _decoded(image.path, image, size)
+    return _decode(image.path, image, size)
 
 
-def _decoded(file: str | BytesIO, image: ImageFile, size: int) -> Image:
+def _decode(file: str | BytesIO, image: ImageFile, size: int) -> Image:
     try:
-        with _opened(file) as opened:
+        with _open_image(file) as opened:
             turn = orientation(opened)
             opened.load()
-            return _rotated(_without_alpha(opened), turn)
+            return _rotate(_without_alpha(opened), turn)
     except (BadImage, OSError, SyntaxError, EOFError) as error:  # Pillow raises SyntaxError for a broken PNG
         raise DamagedImage(image, decoding_error_in_words(error, size)) from None
 
@@ -262,7 +262,7 @@ def thumbnail(content: bytes, side: int) -> bytes:
     """
     made = BytesIO()
     try:
-        with _opened(BytesIO(content)) as opened:
+        with _open_image(BytesIO(content)) as opened:
             turn = orientation(opened)
             opened.draft("RGB", (side, side))  # a JPEG is decoded at a fraction of its size
             if opened.width * opened.height > MAX_THUMBNAIL_PIXELS:
@@ -271,7 +271,7 @@ def thumbnail(content: bytes, side: int) -> bytes:
             scale = min(1.0, side / max(opened.size))
             size = (max(1, round(opened.width * scale)), max(1, round(opened.height * scale)))
             small = opened.resize(size, _BOX if opened.mode in _AVERAGED else _NEAREST)
-            _rotated(_without_alpha(small), turn).convert("RGB").save(made, "JPEG", quality=85)
+            _rotate(_without_alpha(small), turn).convert("RGB").save(made, "JPEG", quality=85)
     except (OSError, SyntaxError, EOFError, ValueError) as error:
         raise error if isinstance(error, BadImage) else BadImage(decoding_error_in_words(error, len(content))) from None
     return made.getvalue()
@@ -308,7 +308,7 @@ def check_pillow() -> None:
         raise MissingExtraError("Pillow", "an image", "images") from None
 
 
-def _opened(path: str | BytesIO) -> Image:
+def _open_image(path: str | BytesIO) -> Image:
     """Open a file or bytes as an image without decoding its pixels."""
     import warnings
 
@@ -380,7 +380,7 @@ def _without_alpha(image: Image) -> Image:
     return image
 
 
-def _rotated(image: Image, turn: int) -> Image:
+def _rotate(image: Image, turn: int) -> Image:
     from PIL import Image as pil
 
     return image.transpose(pil.Transpose[_TRANSPOSE_METHODS[turn]]) if turn in _TRANSPOSE_METHODS else image

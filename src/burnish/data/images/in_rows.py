@@ -32,7 +32,7 @@ def images_in(example: Example) -> list[ImageFile]:
     return [image for message in example.messages for image in message.images]
 
 
-def cleaned(example: Example) -> Example:
+def remove_marks(example: Example) -> Example:
     """Return the example without the characters ``IMAGE`` and ``VIDEO`` in its texts."""
     if not any(IMAGE in text or VIDEO in text for message in example.messages for text in message.texts):
         return example
@@ -102,7 +102,7 @@ class Marks:
         written = self.family.opening(image) if self._is_opened and image.frames else ""
         return found[len(self.family.text_ids(written)) :] if written else found
 
-    def expanded(self, ids: Ids, images: Sequence[ImageFile], mask: Sequence[int] | None = None) -> Expanded:
+    def expand(self, ids: Ids, images: Sequence[ImageFile], mask: Sequence[int] | None = None) -> Expanded:
         """Replace the marks of a row.
 
         Args:
@@ -116,7 +116,7 @@ class Marks:
         return Expanded(ids, places, [self._of(one, len(images)) for one in images], images, mask)
 
     def turns(self, turns: Sequence[Turn], images: Sequence[ImageFile]) -> list[Turn]:
-        """Replace the marks in turns that have no labels yet. Raises BadImage as ``expanded``."""
+        """Replace the marks in turns that have no labels yet. Raises BadImage as ``expand``."""
         segments = list(chain(*self._with_front(turns, len(images))))
         places = [self._places(segment.ids) for segment in segments]
         self._check([self._kinds[one.ids[at]] for one, found in zip(segments, places, strict=True) for at in found],
@@ -134,9 +134,9 @@ class Marks:
             return without_images(example) if images_in(example) else example
         if not any(map(self.family.before, images_in(example))):
             return example
-        return replace(example, messages=tuple(map(self._introduced, example.messages)))
+        return replace(example, messages=tuple(map(self._introduce_images, example.messages)))
 
-    def _introduced(self, message: Message) -> Message:
+    def _introduce_images(self, message: Message) -> Message:
         """Return a message with the text of the family before each image."""
         parts: list[ContentPart] = []
         for part in message.parts:
@@ -164,7 +164,9 @@ class Marks:
         self, segment: Segment, places: Sequence[int], images: Sequence[ImageFile], num_images: int
     ) -> Segment:
         made = Expanded(segment.ids, places, [self._of(one, num_images) for one in images], images)
-        return segment.with_images(made.ids, self._content(segment, made), made.moved(segment.begin), made.images)
+        return segment.with_images(
+            made.ids, self._content(segment, made), made.new_position(segment.begin), made.images
+        )
 
     def _content(self, segment: Segment, made: Expanded) -> Callable[[], list[bool]]:
         """Return which tokens truncation may remove: none of an image or of the control tokens around it."""
@@ -175,7 +177,7 @@ class Marks:
                 for beside in (place - 1, place, place + 1):
                     if beside == place or (0 <= beside < len(old) and segment.ids[beside] in self._around):
                         old[beside] = False
-            return made.repeated(old)
+            return made.repeat(old)
 
         return flags
 
@@ -221,13 +223,13 @@ class Expanded:
         self.images: list[ImageFile] = []
         for place, of_image, image in zip(places, new, images, strict=True):
             self.ids += ids[done:place]
-            self.images.append(image.placed(len(self.ids), len(self.ids) + len(of_image)))
+            self.images.append(image.at_tokens(len(self.ids), len(self.ids) + len(of_image)))
             self.ids += of_image
             done = place + 1
         self.ids += ids[done:]
-        self.mask = None if mask is None else self.repeated(mask)
+        self.mask = None if mask is None else self.repeat(mask)
 
-    def repeated(self, values: Sequence[Any]) -> list[Any]:
+    def repeat(self, values: Sequence[Any]) -> list[Any]:
         """Expand a value per token with marks to a value per token; that of a mark applies to its entire image."""
         found: list[Any] = []
         done = 0
@@ -238,7 +240,7 @@ class Expanded:
         found += values[done:]
         return found
 
-    def moved(self, place: int) -> int:
+    def new_position(self, place: int) -> int:
         """Return the new position of a token of the row with marks."""
         before = bisect_right(self.places, place - 1)
         return place + sum(self._sizes[:before]) - before
@@ -254,9 +256,9 @@ def without_expansion(ids: Sequence[int], images: Sequence[ImageFile], mark: int
     return [*found, *ids[done:]]
 
 
-def shifted(images: Iterable[ImageFile], by: int) -> list[ImageFile]:
+def shift_positions(images: Iterable[ImageFile], by: int) -> list[ImageFile]:
     """Return the images with their positions shifted by ``by`` tokens."""
-    return [one.placed(one.begin + by, one.end + by) for one in images] if by else list(images)
+    return [one.at_tokens(one.begin + by, one.end + by) for one in images] if by else list(images)
 
 
 def images_of_segments(segments: Iterable[Segment]) -> list[ImageFile]:
@@ -264,7 +266,7 @@ def images_of_segments(segments: Iterable[Segment]) -> list[ImageFile]:
     found: list[ImageFile] = []
     at = 0
     for segment in segments:
-        found += shifted(segment.images, at)
+        found += shift_positions(segment.images, at)
         at += len(segment.ids)
     return found
 

@@ -92,7 +92,7 @@ class MediaReader:
     def from_data_uri(self, uri: str, place: str, max_pixels: int | None = None) -> ImageFile:
         """Return the image of a data URI of a request, which is kept in memory only. Raises BadImage."""
         try:
-            found = in_memory(_decoded(uri, place), place=place)
+            found = in_memory(_decode_uri(uri, place), place=place)
         except BadImage as error:
             message = str(error)
             raise BadImage(message if message.startswith(place) else f"{place} {message}") from None
@@ -115,9 +115,9 @@ class MediaReader:
         if isinstance(value, bytes | bytearray):
             return store_image(bytes(value)), "", True
         if isinstance(value, str) and value.startswith("data:"):
-            return store_image(_decoded(value, place)), "", True
+            return store_image(_decode_uri(value, place)), "", True
         if isinstance(value, str | os.PathLike):
-            return self.file(os.fspath(value), place), f'"{_shortened(os.fspath(value))}"', False
+            return self.file(os.fspath(value), place), f'"{_shorten(os.fspath(value))}"', False
         if callable(getattr(value, "save", None)) and hasattr(value, "getexif"):
             return store_image(_as_png(value)), "", True
         received = type(value).__name__ if value is not None else "null"
@@ -164,12 +164,10 @@ def _is_base64_image(value: Any) -> bool:
     return isinstance(value, str) and value.startswith(_BASE64_PREFIXES) and len(value) > _SHOWN
 
 
-def _decoded(uri: str, place: str) -> bytes:
+def _decode_uri(uri: str, place: str) -> bytes:
     head, _, body = uri.partition(",")
     if not head.startswith("data:") or not head.endswith(";base64"):
-        raise BadImage(
-            f'{place}: the data URI must begin with "data:image/...;base64,". Received: "{_shortened(head)}".'
-        )
+        raise BadImage(f'{place}: the data URI must begin with "data:image/...;base64,". Received: "{_shorten(head)}".')
     if broken := _NOT_BASE64_CHARACTER.search(body):
         raise BadImage(f"{place}: invalid base64 at character {broken.start() + 1:,}.")
     try:
@@ -191,6 +189,6 @@ def _as_png(image: Any) -> bytes:
     return file.getvalue()
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

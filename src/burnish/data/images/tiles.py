@@ -12,7 +12,7 @@ from functools import cached_property
 from math import ceil, floor, sqrt
 from typing import Any
 
-from burnish.data.images.family import FAMILIES, Family, repeated
+from burnish.data.images.family import FAMILIES, Family, repeat_token
 from burnish.data.images.image_file import BadImage, ImageFile
 from burnish.loop.types import Ids
 
@@ -33,7 +33,7 @@ class Llava(Family):
         return (int(side) // patch) ** 2 + added - int(chosen == "default")
 
     def _ids_of_size(self, width: int, height: int) -> Ids:
-        return repeated(self.placeholder_id, self._per_tile)
+        return repeat_token(self.placeholder_id, self._per_tile)
 
 
 @FAMILIES.register("llava_next", words=("<image>",))
@@ -49,10 +49,10 @@ class LlavaNext(Llava):
         return pixels, pixels // int(self.setting("patch_size", self.source.config.vision_config.patch_size))
 
     def _ids_of_size(self, width: int, height: int) -> Ids:
-        rows, columns = self._unpadded(width, height)
-        return repeated(self.placeholder_id, rows * columns + rows + self._per_tile)
+        rows, columns = self._unpadded_grid(width, height)
+        return repeat_token(self.placeholder_id, rows * columns + rows + self._per_tile)
 
-    def _unpadded(self, width: int, height: int) -> tuple[int, int]:
+    def _unpadded_grid(self, width: int, height: int) -> tuple[int, int]:
         """Return rows and columns of patches of the image at the best resolution."""
         pixels, patches = self._tile
         high, wide = _best(width, height, self.processor.image_grid_pinpoints)
@@ -63,7 +63,7 @@ class LlavaNext(Llava):
             columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
         return rows, columns
 
-    def processed(self, width: int, height: int) -> tuple[int, int]:
+    def resized_size(self, width: int, height: int) -> tuple[int, int]:
         high, wide = _best(width, height, self.processor.image_grid_pinpoints)
         return wide, high
 
@@ -101,16 +101,16 @@ class LlavaOnevision(LlavaNext):
 
     def of(self, image: Any, num_images: int = 1) -> Ids:
         if num_images > 1:
-            return repeated(self.placeholder_id, self._per_tile + 1 - self._loss)
+            return repeat_token(self.placeholder_id, self._per_tile + 1 - self._loss)
         return super().of(image)
 
     def _ids_of_size(self, width: int, height: int) -> Ids:
-        rows, columns = self._unpadded(width, height)
+        rows, columns = self._unpadded_grid(width, height)
         most = int(str(self.source.config.vision_aspect_ratio).removeprefix("anyres_max_"))
         ratio = sqrt(rows * columns / (most * self._tile[1] ** 2))
         if ratio > 1.1:
             rows, columns = int(rows // ratio), int(columns // ratio)
-        return repeated(self.placeholder_id, rows * columns + rows + self._per_tile - self._loss)
+        return repeat_token(self.placeholder_id, rows * columns + rows + self._per_tile - self._loss)
 
 
 @FAMILIES.register("paligemma", words=("<image>",))
@@ -166,11 +166,11 @@ class Gemma3(Family):
         crops = min(max(2, min(longer // least, floor(longer / shorter + 0.5))), most)
         return crops if min(ceil(longer / crops), shorter) >= least else 0
 
-    def processed(self, width: int, height: int) -> tuple[int, int]:
+    def resized_size(self, width: int, height: int) -> tuple[int, int]:
         return int(self.processor.size["width"]), int(self.processor.size["height"])
 
     def patches(self, width: int, height: int) -> int:
-        wide, high = self.processed(width, height)
+        wide, high = self.resized_size(width, height)
         return wide * high // int(self.source.config.vision_config.patch_size) ** 2
 
 
@@ -181,7 +181,7 @@ class Gemma4(Family):
 
     mark = "<|image|>"
 
-    def processed(self, width: int, height: int) -> tuple[int, int]:
+    def resized_size(self, width: int, height: int) -> tuple[int, int]:
         unit, most = self._unit, int(self.processor.max_soft_tokens)
         factor = sqrt(most * unit**2 / (width * height))
         wide, high = (floor(side * factor / unit) * unit for side in (width, height))
@@ -196,13 +196,13 @@ class Gemma4(Family):
         return int(self.processor.patch_size * self.processor.pooling_kernel_size)
 
     def patches(self, width: int, height: int) -> int:
-        wide, high = self.processed(width, height)
+        wide, high = self.resized_size(width, height)
         return wide * high // int(self.processor.patch_size) ** 2
 
     def _ids_of_size(self, width: int, height: int) -> Ids:
-        wide, high = self.processed(width, height)
+        wide, high = self.resized_size(width, height)
         begin, end = (array("i", [self.token_id(word)]) for word in ("<|image>", "<image|>"))
-        return begin + repeated(self.placeholder_id, wide * high // self._unit**2) + end
+        return begin + repeat_token(self.placeholder_id, wide * high // self._unit**2) + end
 
 
 @FAMILIES.register("internvl", words=("<IMG_CONTEXT>",))
@@ -222,7 +222,7 @@ class InternVL(Family):
     def _ids_of_size(self, width: int, height: int) -> Ids:
         count = int(self.setting("image_seq_length", self.source.config.image_seq_length))
         begin, end = (array("i", [self.token_id(word)]) for word in ("<img>", "</img>"))
-        return begin + repeated(self.placeholder_id, count * self._tiles(width, height)) + end
+        return begin + repeat_token(self.placeholder_id, count * self._tiles(width, height)) + end
 
 
 @FAMILIES.register("aya_vision", words=("<image>", "<|IMG_PATCH|>"))
@@ -253,7 +253,7 @@ class Idefics3(Family):
         _, rows, columns = self.processor.get_number_of_image_patches(height, width, {})
         return int(rows), int(columns)
 
-    def processed(self, width: int, height: int) -> tuple[int, int]:
+    def resized_size(self, width: int, height: int) -> tuple[int, int]:
         rows, columns = self._grid(width, height)
         side = int(self.processor.max_image_size["longest_edge"])
         return max(columns, 1) * side, max(rows, 1) * side
@@ -317,7 +317,7 @@ class Llama4(Family):
         rows, columns = fitting[fitting.prod(1).argmin()]
         return int(rows), int(columns)
 
-    def processed(self, width: int, height: int) -> tuple[int, int]:
+    def resized_size(self, width: int, height: int) -> tuple[int, int]:
         (rows, columns), side = self._grid(width, height), int(self.processor.size["height"])
         return columns * side, rows * side
 
@@ -328,7 +328,7 @@ class Llama4(Family):
 
     def _ids_of_size(self, width: int, height: int) -> Ids:
         rows, columns = self._grid(width, height)
-        tile = repeated(self.placeholder_id, self._per_tile)
+        tile = repeat_token(self.placeholder_id, self._per_tile)
         tokens = ("<|image_start|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image_end|>")
         begin, beside, below, end = (array("i", [self.token_id(word)]) for word in tokens)
         row = (tile + beside) * (columns - 1) + tile + below
@@ -398,7 +398,7 @@ class Lfm2Vl(Family):
         }
         return sorted(found, key=lambda pair: pair[0] * pair[1])
 
-    def processed(self, width: int, height: int) -> tuple[int, int]:
+    def resized_size(self, width: int, height: int) -> tuple[int, int]:
         rows, columns = self._grid(width, height)
         side = int(self.processor.tile_size)
         return (columns * side, rows * side) if rows * columns > 1 else self._whole(width, height)

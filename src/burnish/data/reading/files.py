@@ -22,7 +22,7 @@ from burnish.data.reading.json_files import (
     Values,
     byte_lines,
     count,
-    decoded,
+    decode_text,
     json_places,
     not_an_object_error,
     read_json_records,
@@ -154,7 +154,7 @@ def read_text(path: Path) -> Iterator[Values]:
     """Yield a record per line, in the column "text". Empty lines are records too, as in the text loader of datasets."""
     _refuse_json(path)
     with path.open("rb") as file:
-        yield from ({"text": decoded(path, line).rstrip("\r\n")} for line in byte_lines(file))
+        yield from ({"text": decode_text(path, line).rstrip("\r\n")} for line in byte_lines(file))
 
 
 _CSV_COLUMNS = {"instruction", "output", "prompt", "response", "completion", "messages", "question", "answer"}
@@ -214,7 +214,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     csv.field_size_limit(_CSV_FIELD)  # the default, 128 KiB, is less than a long document; the setting is global
     num_columns = 0
     with path.open("rb") as file:
-        reader = csv.reader((decoded(path, line) for line in byte_lines(file)), strict=True)
+        reader = csv.reader((decode_text(path, line) for line in byte_lines(file)), strict=True)
         while True:
             line = reader.line_num + 1
             try:

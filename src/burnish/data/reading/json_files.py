@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from burnish.config.conversion import DuplicateKeyError, object_without_duplicate_keys
 from burnish.config.errors import Problem, UserError
-from burnish.utils.json_files import shortened
+from burnish.utils.json_files import shorten_value
 
 Values: TypeAlias = Mapping[str, Any]
 """One record as read: column -> value."""
@@ -56,11 +56,11 @@ _DECODER = json.JSONDecoder(object_pairs_hook=object_without_duplicate_keys)
 
 
 def parsed_file(text: str) -> Any:
-    """Like ``parsed``, but also raises UnreadableJson for an object with a duplicate key."""
-    return parsed(text, _DECODER.decode)
+    """Like ``parse_json``, but also raises UnreadableJson for an object with a duplicate key."""
+    return parse_json(text, _DECODER.decode)
 
 
-def parsed(text: str, decode: Callable[[str], Any] = json.loads) -> Any:
+def parse_json(text: str, decode: Callable[[str], Any] = json.loads) -> Any:
     """Parse JSON text.
 
     Raises:
@@ -121,7 +121,7 @@ def _json_lines(path: Path) -> Iterator[Values]:
         if not isinstance(record, dict):
             record = NotAnObject(record)
         is_document = number == 1 and path.suffix.lower() != ".jsonl"  # there, each line is a record
-        if is_document and (key := _wrapped(record)) and next(islice(json_places(path), 1, None), None) is None:
+        if is_document and (key := _records_key(record)) and next(islice(json_places(path), 1, None), None) is None:
             raise UserError(_unwrap(path, key, record[key]))
         if not broken:
             yield record
@@ -140,22 +140,22 @@ def broken_line(path: Path, line: int, text: str, error: json.JSONDecodeError) -
     where = f"{path}, line {line}"
     if isinstance(error, UnreadableJson):
         return Problem(f"the line cannot be read: {error.msg}.", where)
-    return Problem(f"invalid JSON: {error.msg} (column {error.colno}). Received: {shortened(text, 100)}", where)
+    return Problem(f"invalid JSON: {error.msg} (column {error.colno}). Received: {shorten_value(text, 100)}", where)
 
 
 def _refuse_document(path: Path) -> None:
     """Raise UserError if the file is one JSON document over several lines, so that its first line alone is not JSON."""
     try:
-        document = parsed(whole_text(path))
+        document = parse_json(whole_text(path))
     except json.JSONDecodeError:
         return
-    if isinstance(document, dict) and (key := _wrapped(document)):
+    if isinstance(document, dict) and (key := _records_key(document)):
         raise UserError(_unwrap(path, key, document[key]))
-    what = f"expected a list of records. Received: {shortened(document, 100)}"
+    what = f"expected a list of records. Received: {shorten_value(document, 100)}"
     raise UserError(what, where=str(path), remedy="Wrap the object in a list, [ ... ], or write one object per line.")
 
 
-def _wrapped(record: Values) -> str | None:
+def _records_key(record: Values) -> str | None:
     """Return the key under which an object holds a list of records, as in {"data": [...]}, or None."""
     if _RECORD_KEYS & record.keys():
         return None
@@ -189,7 +189,7 @@ OBJECT_EXAMPLE = 'For example: {"instruction": "...", "output": "..."}.'
 
 
 def not_an_object_error(path: Path | str, number: int, record: NotAnObject) -> UserError:
-    what = f"{NOT_AN_OBJECT} Received: {shortened(record.received)}"
+    what = f"{NOT_AN_OBJECT} Received: {shorten_value(record.received)}"
     return UserError(what, where=f"{path}, record {number}", remedy=OBJECT_EXAMPLE)
 
 
@@ -250,10 +250,10 @@ def _not_utf8(path: Path, line: int, offset: int, raw: bytes, error: UnicodeDeco
 
 
 def whole_text(path: Path) -> str:
-    return decoded(path, path.read_bytes().removeprefix(BOM))
+    return decode_text(path, path.read_bytes().removeprefix(BOM))
 
 
-def decoded(path: Path, raw: bytes) -> str:
+def decode_text(path: Path, raw: bytes) -> str:
     """Decode a part of ``path``. Raises UserError with the line number if it is not UTF-8."""
     try:
         return raw.decode("utf-8")

@@ -25,7 +25,7 @@ from burnish.data.reading.json_files import (
     NotAnObject,
     Values,
     broken_line,
-    decoded,
+    decode_text,
     first_character,
     json_places,
     parsed_file,
@@ -124,7 +124,7 @@ class RecordIndex(LazySequence[Values]):
             self._source.refuse_if_changed()
         begin, end = self._begins[index], self._ends[index]
         # pread does not move the file position, which is shared with forked processes.
-        text = decoded(self.path, os.pread(self._file.fileno(), end - begin, begin))
+        text = decode_text(self.path, os.pread(self._file.fileno(), end - begin, begin))
         try:
             record = parsed_file(text)
         except json.JSONDecodeError as error:

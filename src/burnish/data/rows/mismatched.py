@@ -45,7 +45,7 @@ class RowsWithMismatched(RowsOver):
         """Return the rows with these indices or keys."""
         keys = [item if isinstance(item, tuple) else (item, None) for item in items]
         self._fetch([number for key in keys for number in key if number is not None])
-        return [self._joined(number, other) for number, other in keys]
+        return [self._join_halves(number, other) for number, other in keys]
 
     def keys_of_step(self, chosen: Sequence[int]) -> Mapping[int, Key]:
         """Return the key of each row of a step.
@@ -62,7 +62,7 @@ class RowsWithMismatched(RowsOver):
             self._at_hand = {number: self._at_hand[number] for number in numbers if number in self._at_hand}
         self._at_hand.update(zip(missing, self.rows.__getitems__(missing), strict=True))
 
-    def _joined(self, number: int, other: int | None) -> Row | None:
+    def _join_halves(self, number: int, other: int | None) -> Row | None:
         row, beside = self._at_hand[number], None if other is None else self._at_hand[other]
         if row is None or beside is None:
             return row

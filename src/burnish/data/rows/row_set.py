@@ -55,7 +55,7 @@ class RowSet(LazySequence[RowT_co]):
         """
         return dict(zip(chosen, chosen, strict=True))
 
-    def counted(self) -> DataStats:
+    def statistics(self) -> DataStats:
         """Return statistics of what was dropped or truncated since the run began."""
         return DataStats()
 
@@ -88,8 +88,8 @@ class RowsOver(RowSet["Row | None"]):
     def origin(self, index: int) -> int:
         return self.rows.origin(index)
 
-    def counted(self) -> DataStats:
-        return self.rows.counted()
+    def statistics(self) -> DataStats:
+        return self.rows.statistics()
 
 
 class ListedRows(RowSet[Row]):
@@ -109,7 +109,7 @@ class ListedRows(RowSet[Row]):
         return [len(row.get("seq_lengths") or (row,)) for row in self.rows]
 
 
-def packed(
+def pack_rows(
     rows: RowSet[Row], options: PackingChoices, default: str | None, capacity: int, is_eval: bool = False
 ) -> RowSet[Row]:
     """Return packs of ``capacity`` tokens if the options enable packing, otherwise ``rows``.

@@ -58,7 +58,7 @@ class StreamedRows(RowSet["Row | None"]):
         """Return the examples that were read so far."""
         return [example for example, is_seen in enumerate(self._is_seen) if is_seen]
 
-    def counted(self) -> DataStats:
+    def statistics(self) -> DataStats:
         """Return the statistics of the examples read so far, each counted once."""
         whole = DataStats(seen=sum(self._is_seen) if self.stats.seen else 0)
         for reason, found in self.stats.records.items():

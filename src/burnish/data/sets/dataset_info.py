@@ -26,7 +26,7 @@ from burnish.data.sets.data_source import DataSource, SourceKind
 from burnish.data.sets.layouts import MEDIA, PREFERENCE
 from burnish.data.sets.turns import SHAREGPT_TAGS
 from burnish.utils.environment import uses_modelscope
-from burnish.utils.json_files import shortened
+from burnish.utils.json_files import shorten_value
 
 INFO_NAME = "dataset_info.json"
 ONLINE, REMOTE = "ONLINE", "REMOTE:"
@@ -79,7 +79,7 @@ def find_sources(
     for name in names:
         try:
             if info is not None and name in info:
-                sources.append(_described(name, info[name], where, folder))
+                sources.append(_describe_source(name, info[name], where, folder))
             else:
                 sources.append(_source_without_entry(name, folder, info, where, bare, option_name))
         except UserError as error:
@@ -111,12 +111,12 @@ def _read_info(dataset_dir: str | Info, fetch: Callable[[str], Path]) -> tuple[I
         return dataset_dir, "dataset_dir", None
     if dataset_dir.startswith(REMOTE):
         path = fetch(dataset_dir.removeprefix(REMOTE))
-        return _parsed(path), f"{dataset_dir}/{INFO_NAME}", path.parent
+        return _parse_file(path), f"{dataset_dir}/{INFO_NAME}", path.parent
     path = Path(dataset_dir) / INFO_NAME
-    return (_parsed(path) if path.is_file() else None), str(path), Path(dataset_dir)
+    return (_parse_file(path) if path.is_file() else None), str(path), Path(dataset_dir)
 
 
-def _parsed(path: Path) -> Info:
+def _parse_file(path: Path) -> Info:
     try:
         info = parsed_file(whole_text(path))
     except UnreadableJson as error:
@@ -126,7 +126,7 @@ def _parsed(path: Path) -> Info:
             f"invalid JSON: {error.msg}.", where=f"{path}, line {error.lineno}, column {error.colno}"
         ) from None
     if not isinstance(info, dict):
-        what = f"expected an object with one entry per dataset. Received: {shortened(info)}"
+        what = f"expected an object with one entry per dataset. Received: {shorten_value(info)}"
         raise UserError(what, where=str(path))
     return info
 
@@ -134,7 +134,7 @@ def _parsed(path: Path) -> Info:
 # --- entries ----------------------------------------------------------------------------------------------------------
 
 
-def _described(name: str, entry: Any, info_where: str, folder: Path | None) -> DataSource:
+def _describe_source(name: str, entry: Any, info_where: str, folder: Path | None) -> DataSource:
     where = f'{info_where}, "{name}"'
     if not isinstance(entry, Mapping):
         raise UserError(f"expected an object. Received: {entry!r}.", where)
@@ -239,10 +239,10 @@ def _source_without_entry(
     if Path(name).suffix.lower() in READERS:
         missing = missing_file(Path(name))
         raise UserError(replace(missing, what=f'"{option_name}": {missing.what}', option=option_name))
-    raise UserError(_undefined(name, folder, info, where, option_name))
+    raise UserError(_undefined_dataset(name, folder, info, where, option_name))
 
 
-def _undefined(name: str, folder: Path | None, info: Info | None, where: str, option_name: str) -> Problem:
+def _undefined_dataset(name: str, folder: Path | None, info: Info | None, where: str, option_name: str) -> Problem:
     hub = " To load a dataset from the Hub, set dataset_dir: ONLINE." if "/" in name else ""
     names = list(info or ())
     files = (

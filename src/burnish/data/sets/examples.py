@@ -18,10 +18,10 @@ from burnish.config.errors import Problem, UserError
 from burnish.data.length import texts_in
 from burnish.data.reading.json_files import Values
 from burnish.data.reading.record_index import Table
-from burnish.data.sets.formats import BadRecords, bad_records, converted, place, same_problem_in
+from burnish.data.sets.formats import BadRecords, bad_records, examples_from, place, same_problem_in
 from burnish.data.sets.preferences import last_answer, response_text
 from burnish.data.sets.records import Layout
-from burnish.data.stats import DataStats, dropped, kept
+from burnish.data.stats import DataStats, drop_reason, keep_reason
 from burnish.loop.types import Example, Message
 from burnish.utils.sequences import LazySequence
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 Located: TypeAlias = tuple[Values, str, int]
 """A record, its source for error messages, and its number within the source, from 1."""
 
-EMPTY = dropped("all responses are empty")
-EMPTY_KEPT = kept("a response is empty")
+EMPTY = drop_reason("all responses are empty")
+EMPTY_KEPT = keep_reason("a response is empty")
 MARKS = ("<image>", "<video>", "<audio>")
-MARK_IN_TEXT = kept("{mark} is tokenized as plain text")
+MARK_IN_TEXT = keep_reason("{mark} is tokenized as plain text")
 
 
 def content_hash(examples: Sequence[Example]) -> str:
@@ -86,15 +86,15 @@ class Examples(LazySequence[Example]):
         """Return these examples, None for records that give none. Dropped records are counted in ``stats``."""
         raise NotImplementedError
 
-    def chosen(self, indices: Sequence[int]) -> Examples:
+    def select(self, indices: Sequence[int]) -> Examples:
         """Return the examples at ``indices``, in that order."""
         raise NotImplementedError
 
-    def answered(self, on_empty_target: str | None, stats: DataStats) -> Examples:
+    def drop_unanswered(self, on_empty_target: str | None, stats: DataStats) -> Examples:
         """Return the examples without those whose responses are all empty. Streamed examples are not filtered here."""
         return self
 
-    def held(self, stats: DataStats) -> ListedExamples:
+    def load_in_memory(self, stats: DataStats) -> ListedExamples:
         """Return all examples in memory, without records that give none."""
         return ListedExamples([example for example in self.make(range(len(self)), stats) if example is not None])
 
@@ -125,10 +125,10 @@ class ListedExamples(Examples):
     def make_one(self, index: int, stats: DataStats, on_bad_record: str, bad: BadRecords) -> Example:
         return self.examples[index]
 
-    def chosen(self, indices: Sequence[int]) -> ListedExamples:
+    def select(self, indices: Sequence[int]) -> ListedExamples:
         return ListedExamples([self.examples[index] for index in indices])
 
-    def answered(self, on_empty_target: str | None, stats: DataStats) -> ListedExamples:
+    def drop_unanswered(self, on_empty_target: str | None, stats: DataStats) -> ListedExamples:
         """Return the examples without those whose responses are all empty. Raises UserError if none is left."""
         answered = [e for e in with_answers(self.examples, on_empty_target, stats) if e is not None]
         if self.examples and not answered:
@@ -160,7 +160,7 @@ class StreamedSet:
     def __len__(self) -> int:
         return len(self.chosen)
 
-    def located(self, index: int) -> Located:
+    def locate(self, index: int) -> Located:
         """Return the record of an example, its file, and its number within the file."""
         number = self.chosen[index]
         for file in self.files:
@@ -171,7 +171,7 @@ class StreamedSet:
 
     def make_one(self, index: int, stats: DataStats, on_bad_record: str, bad: BadRecords) -> Example | None:
         """Return an example. If its record breaks the format, return None and add the problem to ``bad``."""
-        return next(converted([self.located(index)], self.layout, stats, on_bad_record, bad))
+        return next(examples_from([self.locate(index)], self.layout, stats, on_bad_record, bad))
 
     @cached_property
     def content_hash(self) -> str:
@@ -237,7 +237,7 @@ class StreamedExamples(Examples):
                 return replace(example, other=last_answer(before))
         return example
 
-    def chosen(self, indices: Sequence[int]) -> StreamedExamples:
+    def select(self, indices: Sequence[int]) -> StreamedExamples:
         """The examples at ``indices``, in that order."""
         chosen = self.order[indices]
         return StreamedExamples(self.sets, chosen, self.on_bad_record, self.on_empty_target, self.looks_back)

@@ -31,9 +31,9 @@ from burnish.data.sets.images import refuse_audio, with_images
 from burnish.data.sets.preferences import with_preference
 from burnish.data.sets.records import ALL_COLUMNS, BadRecord, Layout, Record, as_list, as_text, as_turns
 from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, as_context, conversation, messages_of
-from burnish.data.stats import DataStats, dropped
+from burnish.data.stats import DataStats, drop_reason
 from burnish.loop.types import Example, Message
-from burnish.utils.json_files import shortened
+from burnish.utils.json_files import shorten_value
 
 SHOWN = 5
 """Maximum number of kinds of faults, and of records per kind, that one error names."""
@@ -81,11 +81,11 @@ def _history(record: Record) -> Iterator[Message]:
     turns = turns if not isinstance(turns, str) else as_list(turns)
     if not isinstance(turns, list | tuple):
         name = record.layout.columns["history"]
-        raise BadRecord(f'"{name}" must be a list of pairs [prompt, response].', received=shortened(turns))
+        raise BadRecord(f'"{name}" must be a list of pairs [prompt, response].', received=shorten_value(turns))
     for place, pair in enumerate(turns):
         column = f"{record.layout.columns['history']}[{place}]"
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise BadRecord(f'"{column}" must be a pair [prompt, response].', received=shortened(pair))
+            raise BadRecord(f'"{column}" must be a pair [prompt, response].', received=shorten_value(pair))
         yield Message("user", as_text(pair[0], f"{column}[0]"))
         yield Message("assistant", as_text(pair[1], f"{column}[1]"))
 
@@ -191,13 +191,13 @@ def convert_records(
         UserError: if records break the format and are not dropped, or if no example remains.
     """
     bad: BadRecords = []
-    examples = [e for e in converted(records, layout, stats, on_bad_record, bad) if e is not None]
+    examples = [e for e in examples_from(records, layout, stats, on_bad_record, bad) if e is not None]
     if bad and (on_bad_record != "drop" or not examples):
         raise UserError(bad_records(bad, are_all=not examples))
     return examples
 
 
-def converted(
+def examples_from(
     records: Iterable[tuple[Values, str, int]], layout: Layout, stats: DataStats, on_bad_record: str, bad: BadRecords
 ) -> Iterator[Example | None]:
     """Yield the example of each record. A record that breaks the format yields None and is added to ``bad``."""
@@ -208,7 +208,7 @@ def converted(
         layout.awaited.difference_update(values)
         try:
             if isinstance(values, NotAnObject):
-                received = shortened(values.received)
+                received = shorten_value(values.received)
                 raise BadRecord(NOT_AN_OBJECT, OBJECT_EXAMPLE, reason="not an object", received=received)
             columns = values if ALL_COLUMNS in layout.needs.columns else layout.needs.columns
             _check_depth(values, columns)
@@ -223,7 +223,7 @@ def converted(
         except BadRecord as error:
             bad.append((record, error))
             if on_bad_record == "drop":
-                stats.add(dropped(error.reason), record.example())
+                stats.add(drop_reason(error.reason), record.example())
         while layout.dropped_parts:
             stats.add(layout.dropped_parts.pop(), record.example())
         yield example
@@ -262,7 +262,7 @@ def _bad_kind(found: Sequence[tuple[Record, BadRecord]]) -> Problem:
     first, error = found[0]
     others = same_problem_in([record.number for record, _ in found[1:]])
     remedy = " ".join(filter(None, (others, error.remedy)))
-    shown = "" if isinstance(first.values, NotAnObject) else f"Record: {shortened(first.values)}"
+    shown = "" if isinstance(first.values, NotAnObject) else f"Record: {shorten_value(first.values)}"
     return Problem(error.what, place(first.source, first.number), shown, remedy)
 
 

@@ -23,8 +23,8 @@ from burnish.data.images.image_file import BadImage
 from burnish.data.images.in_rows import with_parts
 from burnish.data.images.sources import MediaReader, MissingImage
 from burnish.data.images.videos import read_video
-from burnish.data.sets.records import BadRecord, Layout, Record, as_text, listed
-from burnish.data.stats import kept
+from burnish.data.sets.records import BadRecord, Layout, Record, as_text, list_columns
+from burnish.data.stats import keep_reason
 from burnish.loop.types import Content, ContentPart, Example, Message
 
 MARKS = {"image": "<image>", "video": "<video>"}
@@ -34,7 +34,7 @@ KINDS = {
 """Types of message parts that contain an image or a video."""
 _SOURCES = ("image", "image_url", "video", "video_url", "url", "path", "base64", "bytes")
 """Keys of a part that may hold its image or video."""
-ANIMATED = kept("an image has several frames; only the first is used")
+ANIMATED = keep_reason("an image has several frames; only the first is used")
 IMAGES_BEFORE_TEXT = 'no "<image>" in the text: images are placed before the first user message'
 _AUDIO = ("audio", "input_audio", "audio_url")
 _MARK = re.compile("(<image>|<video>)")
@@ -74,7 +74,7 @@ def _part(reader: MediaReader, part: Any, place: str) -> ContentPart:
     if kind in _AUDIO:
         raise BadRecord(_NO_AUDIO)
     if kind not in KINDS:
-        raise BadRecord(f'"{place}" must be a part of type "text", "image" or "video".', received=listed([kind]))
+        raise BadRecord(f'"{place}" must be a part of type "text", "image" or "video".', received=list_columns([kind]))
     source = next((part[key] for key in _SOURCES if part.get(key) is not None), None)
     if isinstance(source, Mapping) and "url" in source:
         source = source["url"]
@@ -149,7 +149,7 @@ def with_images(record: Record, example: Example) -> Example:
         messages = _before_first_user(example.messages, found)
     else:
         left = {kind: iter(of_kind) for kind, of_kind in found.items()}
-        messages = [_filled(message, left, values) for message in example.messages]
+        messages = [_fill_placeholders(message, left, values) for message in example.messages]
     if any(image.is_animated for message in messages for image in message.images):
         record.layout.dropped_parts.append(ANIMATED)
     return replace(example, messages=tuple(messages))
@@ -201,7 +201,7 @@ def _refuse_places(example: Example) -> None:
         raise BadRecord("the system message contains an image.", "Move it to the first user message.")
 
 
-def _filled(message: Message, left: Mapping[str, Iterator[Any]], values: Mapping[str, Any]) -> Message:
+def _fill_placeholders(message: Message, left: Mapping[str, Iterator[Any]], values: Mapping[str, Any]) -> Message:
     """Return a message whose parts and placeholders are filled with the next images and videos of ``left``.
 
     Args:

@@ -17,7 +17,7 @@ from burnish.data.reading.json_files import Values
 from burnish.data.sets.data_source import DataSource
 from burnish.data.sets.formats import FORMATS
 from burnish.data.sets.preferences import label_values
-from burnish.data.sets.records import ALL_COLUMNS, ANSWERS, Layout, RecordNeeds, listed
+from burnish.data.sets.records import ALL_COLUMNS, ANSWERS, Layout, RecordNeeds, list_columns
 
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 PREFERENCE = ("chosen", "rejected", "kto_tag", "margin")
@@ -44,7 +44,7 @@ def layout_of(source: DataSource, records: Sequence[Values], where: str, needs: 
     if needs.kind == "any":
         needs = replace(needs, kind=_kind_of(source, records))
     if missing := [column for column in needs.columns if column not in (*found, ALL_COLUMNS)]:
-        what = f"stage: {needs.stage} requires the column {_quoted(missing)}. Found: {listed(found)}."
+        what = f"stage: {needs.stage} requires the column {_quote_names(missing)}. Found: {list_columns(found)}."
         raise UserError(what, where=where, option="stage")
     layout = (
         _preference_layout(source, records, where, needs) if needs.compares else _plain(source, records, where, needs)
@@ -98,7 +98,7 @@ def _plain(source: DataSource, records: Sequence[Values], where: str, needs: Rec
             layout = replace(layout, media=tuple(column for column in _columns_of(records) if column in MEDIA))
         _check(layout, records, where, needs, is_explicit=source.columns is not None)
         return layout
-    return _recognized(records, where, source, needs)
+    return _recognize_layout(records, where, source, needs)
 
 
 def _is_of_record_kind(traits: Mapping[str, Any], needs: RecordNeeds) -> bool:
@@ -137,7 +137,7 @@ def _check(layout: Layout, records: Sequence[Values], where: str, needs: RecordN
     traits = FORMATS.get(layout.format).traits
     first = next(iter(traits["columns"]))
     if first not in layout.columns and first not in traits.get("optional", {}):
-        what = f'"columns" must contain "{first}" for the format {layout.format}. Found: {listed(found)}.'
+        what = f'"columns" must contain "{first}" for the format {layout.format}. Found: {list_columns(found)}.'
         column = _guess(first, [column for column in found if column not in layout.columns.values()])
         remedy = f'Add "{first}": "{column}" to "columns".' if column else ""
         raise UserError(what, where=where, remedy=remedy, option="columns")
@@ -173,9 +173,9 @@ def missing_columns(layout: Layout, missing: Iterable[str], records: Sequence[Va
     if others:
         remedy = f'The records appear to be in the format {others[0]}. Set "formatting": "{others[0]}".'
     return Problem(
-        f"the records have no column {_quoted(missing)}. Found: {listed(found)}.{guesses}",
+        f"the records have no column {_quote_names(missing)}. Found: {list_columns(found)}.{guesses}",
         where=where,
-        why=f"Expected for the format {layout.format}: {listed(layout.columns.values())}.",
+        why=f"Expected for the format {layout.format}: {list_columns(layout.columns.values())}.",
         remedy=remedy,
     )
 
@@ -187,7 +187,7 @@ def _has_required(name: str, records: Sequence[Values], needs: RecordNeeds = ANS
     return all(any(layout.columns[part] in values for values in records) for part in required)
 
 
-def _recognized(records: Sequence[Values], where: str, source: DataSource, needs: RecordNeeds) -> Layout:
+def _recognize_layout(records: Sequence[Values], where: str, source: DataSource, needs: RecordNeeds) -> Layout:
     """Detect the layout from the first record of a known format, limited to the source's format if it names one."""
     for values in records:
         known = (member for member in FORMATS if _is_of_record_kind(member.traits, needs))
@@ -201,8 +201,8 @@ def _recognized(records: Sequence[Values], where: str, source: DataSource, needs
         if len(claims) > 1:
             claims.pop("text", None)  # together with other columns, "text" usually is their rendered form
         if len(claims) > 1:
-            readings = "; ".join(f"{name} ({listed(columns.values())})" for name, columns in claims.items())
-            what = f"the record format is ambiguous: {readings}. Found: {listed(values)}."
+            readings = "; ".join(f"{name} ({list_columns(columns.values())})" for name, columns in claims.items())
+            what = f"the record format is ambiguous: {readings}. Found: {list_columns(values)}."
             raise UserError(
                 what, where=where, remedy=f"Set formatting to one of them, for example formatting: {next(iter(claims))}"
             )
@@ -237,9 +237,9 @@ def _with_optional(
     layout = named_layout(name, {**traits["columns"], **optional, **columns}, tags)
     used = (*layout.columns.values(), *layout.media, *needs.columns)
     unused = [] if ALL_COLUMNS in used else [column for column in found if column not in used]
-    rest = f"; ignored columns: {listed(unused)}" if unused else ""
+    rest = f"; ignored columns: {list_columns(unused)}" if unused else ""
     read = [column for column in layout.columns.values() if column in found]
-    layout.notes[f"detected format {name} ({listed(read)}){rest}"] = None
+    layout.notes[f"detected format {name} ({list_columns(read)}){rest}"] = None
     return layout
 
 
@@ -260,7 +260,7 @@ def preference_problem(
         readable_as: format in which the conversations could be trained as they are, or "".
         is_explicit: whether ``columns`` are keys of the dataset's entry.
     """
-    found = listed(columns)
+    found = list_columns(columns)
     is_pair = "chosen" in found or "rejected" in found or "ranking" in found
     what = "preference pairs" if is_pair else "KTO labels"
     if needs.kind == "prompts":
@@ -295,7 +295,7 @@ def _preference_layout(source: DataSource, records: Sequence[Values], where: str
         optional = {"margin", *FORMATS.get(layout.format).traits.get("optional", {})}
         layout = replace(layout, required=layout.required - optional)
         layout.notes[
-            f"detected format {layout.format} ({listed(c for c in layout.columns.values() if c in found)})"
+            f"detected format {layout.format} ({list_columns(c for c in layout.columns.values() if c in found)})"
         ] = None
     _check(layout, records, where, needs, is_explicit=source.columns is not None)
     if "kto_tag" in layout.columns:
@@ -370,7 +370,10 @@ def _unknown(where: str, records: Sequence[Values], is_described: bool) -> Probl
     if is_described:
         remedy = f'Set the columns in the entry, for example "formatting": "alpaca", "columns": {proposal}'
     return Problem(
-        f"the columns do not match a known format. Found: {listed(found)}.", where, f"Known formats: {known}.", remedy
+        f"the columns do not match a known format. Found: {list_columns(found)}.",
+        where,
+        f"Known formats: {known}.",
+        remedy,
     )
 
 
@@ -403,5 +406,5 @@ def proposed_columns(found: Iterable[str]) -> dict[str, str]:
     return proposal if {"prompt", "response"} <= proposal.keys() else {}
 
 
-def _quoted(names: Iterable[str]) -> str:
+def _quote_names(names: Iterable[str]) -> str:
     return ", ".join(f'"{name}"' for name in names)

@@ -38,7 +38,7 @@ def merged_order(
         return ((index, row) for index, length in enumerate(lengths) for row in range(length))
     if probabilities is None:
         return _in_turn(lengths, strategy)
-    return _drawn(lengths, strategy, probabilities, seed)
+    return _draw(lengths, strategy, probabilities, seed)
 
 
 def _in_turn(lengths: Sequence[int], strategy: str) -> Iterator[tuple[int, int]]:
@@ -49,7 +49,7 @@ def _in_turn(lengths: Sequence[int], strategy: str) -> Iterator[tuple[int, int]]
                 yield index, row % length
 
 
-def _drawn(
+def _draw(
     lengths: Sequence[int], strategy: str, probabilities: Sequence[float], seed: int
 ) -> Iterator[tuple[int, int]]:
     taken = [0] * len(lengths)
@@ -94,7 +94,7 @@ def split_rows(num_rows: int, val_size: float, seed: int) -> tuple[list[int], li
     return order[held_out:], order[:held_out]
 
 
-def sampled(num_rows: int, num_samples: int, generator: RandomState) -> list[int]:
+def sample_rows(num_rows: int, num_samples: int, generator: RandomState) -> list[int]:
     """Draw ``num_samples`` rows at random: without replacement, then with replacement if there are too few.
 
     One ``generator``, seeded with the run's seed, serves all datasets of a run. LLaMA-Factory draws from numpy's global

@@ -17,7 +17,7 @@ from burnish.data.reading.json_files import Values
 from burnish.data.sets.records import BadRecord, Record, as_text
 from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, as_context, message_of
 from burnish.loop.types import Answer, Example, Message
-from burnish.utils.json_files import shortened
+from burnish.utils.json_files import shorten_value
 from burnish.utils.sequences import shared_beginning
 
 ANSWERING = ("assistant", "function")
@@ -60,7 +60,7 @@ def _answer(record: Record, part: str) -> Answer:
     if turns is not None:
         return tuple(_message(record, turn, f"{column}[{place}]") for place, turn in enumerate(turns))
     if not isinstance(value, str):
-        raise BadRecord(f'"{column}" must be text, a message or a list of messages.', received=shortened(value))
+        raise BadRecord(f'"{column}" must be text, a message or a list of messages.', received=shorten_value(value))
     return as_text(value, column)
 
 
@@ -77,11 +77,11 @@ def _texts(example: Example, prompt: str | None, chosen: str, rejected: str) -> 
     """Return the example with text responses that follow a text prompt or a conversation."""
     if example.messages:
         answers = ((Message("assistant", chosen),), (Message("assistant", rejected),))
-        return _checked(example, *answers)
+        return _check_pair(example, *answers)
     if prompt is None:
         prompt = common_prompt(chosen, rejected)
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    return _checked(replace(example, prompt=prompt), chosen, rejected)
+    return _check_pair(replace(example, prompt=prompt), chosen, rejected)
 
 
 def common_prompt(chosen: str, rejected: str) -> str:
@@ -113,7 +113,7 @@ def _conversations(
             f'"{record.layout.columns["chosen"]}" must be a message, or a list of messages that starts with the same '
             'prompt as "rejected".'
         )
-    return _checked(replace(example, messages=messages, prompt=None), chosen, rejected)
+    return _check_pair(replace(example, messages=messages, prompt=None), chosen, rejected)
 
 
 def _ends(messages: Sequence[Message], before: Sequence[Message]) -> bool:
@@ -134,7 +134,7 @@ def _check_role(record: Record, column: str, last: Message) -> None:
     )
 
 
-def _checked(example: Example, chosen: Answer, rejected: Answer) -> Example:
+def _check_pair(example: Example, chosen: Answer, rejected: Answer) -> Example:
     if chosen == rejected:
         raise BadRecord(IDENTICAL_RESPONSES, reason="chosen and rejected are identical")
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
@@ -149,7 +149,7 @@ def _margin(record: Record) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadRecord(f'"{record.layout.columns["margin"]}" must be a number.', received=shortened(value))
+        raise BadRecord(f'"{record.layout.columns["margin"]}" must be a number.', received=shorten_value(value))
     return float(value)
 
 
@@ -163,7 +163,7 @@ def _kto_label(record: Record) -> bool:
         return value
     if read is None:
         raise BadRecord(
-            f'"{column}" must be true or false.', reason="the label is not a boolean", received=shortened(value)
+            f'"{column}" must be true or false.', reason="the label is not a boolean", received=shorten_value(value)
         )
     return read
 
@@ -181,7 +181,7 @@ def label_values(records: Iterable[Values], column: str) -> Mapping[Any, bool]:
     return {}
 
 
-def unpaired(examples: Sequence[Example]) -> Iterator[Example]:
+def unpair(examples: Sequence[Example]) -> Iterator[Example]:
     """Yield each response of each pair with a KTO label: first all chosen ones, then all rejected ones, as TRL does."""
     for is_chosen in (True, False):
         for example in examples:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from burnish.data.images.sources import MediaReader
-from burnish.data.reading.json_files import Values, parsed
+from burnish.data.reading.json_files import Values, parse_json
 from burnish.data.stats import RecordReason
 from burnish.loop.types import Example, RoleName
-from burnish.utils.json_files import shortened
+from burnish.utils.json_files import shorten_value
 
 ROLES: Mapping[str, RoleName] = {
     "system": "system", "developer": "system",
@@ -156,7 +156,7 @@ class Record:
         """Return the value in the column of ``part``, None if an optional column is missing."""
         column = self.layout.columns.get(part, "")
         if column not in self.values and part in self.layout.required:
-            raise BadRecord(f'the column "{column}" is missing. Found: {listed(self.values)}.')
+            raise BadRecord(f'the column "{column}" is missing. Found: {list_columns(self.values)}.')
         return self.values.get(column)
 
     def text(self, part: str) -> str:
@@ -186,7 +186,7 @@ class Record:
         value, turns = self.value(part), self.turns_or_none(part)
         if turns is None:
             column = self.layout.columns[part]
-            raise BadRecord(f'"{column}" must be a list of messages.', received=shortened(value))
+            raise BadRecord(f'"{column}" must be a list of messages.', received=shorten_value(value))
         return turns
 
 
@@ -200,14 +200,14 @@ def as_text(value: Any, column: str) -> str:
         others = sorted({str(part["type"]) for part in value} - {"text"})
         if others:
             raise BadRecord(
-                f'"{column}" contains {listed(others)}, but burnish trains on text only.',
+                f'"{column}" contains {list_columns(others)}, but burnish trains on text only.',
                 reason="it contains non-text content",
             )
         return "".join(as_text(part.get("text"), f"{column}.text") for part in value)
     if value is None:
         raise BadRecord(f'"{column}" must be a string.', received="null.")
     remedy = f'Write it as a string: "{value}".' if isinstance(value, int | float) else ""
-    raise BadRecord(f'"{column}" must be a string.', remedy, received=shortened(value))
+    raise BadRecord(f'"{column}" must be a string.', remedy, received=shorten_value(value))
 
 
 def as_list(text: str) -> Any:
@@ -215,7 +215,7 @@ def as_list(text: str) -> Any:
     if not text.lstrip().startswith("["):
         return text
     try:
-        return parsed(text)
+        return parse_json(text)
     except json.JSONDecodeError:
         return text
 
@@ -226,9 +226,9 @@ def as_turns(value: Any) -> list[Mapping[str, Any]] | None:
     return value if isinstance(value, list) and all(isinstance(turn, dict) for turn in value) else None
 
 
-def listed(names: Any) -> str:
+def list_columns(names: Any) -> str:
     """Join column names for a message, shortened. Without a header, names are values of the first record."""
-    shown = [shortened(str(name), 40) for name in names]
+    shown = [shorten_value(str(name), 40) for name in names]
     return ", ".join([*shown[:12], *(["..."] if len(shown) > 12 else [])]) or "nothing"
 
 

@@ -28,8 +28,8 @@ from burnish.data.sets.dataset_info import INFO_NAME, ONLINE, REMOTE, find_sourc
 from burnish.data.sets.examples import Examples, ListedExamples, Located, StreamedExamples, StreamedSet
 from burnish.data.sets.formats import convert_records
 from burnish.data.sets.layouts import layout_of, missing_columns
-from burnish.data.sets.mixing import merged_order, sampled, split_rows
-from burnish.data.sets.preferences import unpaired, with_other_answers
+from burnish.data.sets.mixing import merged_order, sample_rows, split_rows
+from burnish.data.sets.preferences import unpair, with_other_answers
 from burnish.data.sets.records import Layout, RecordNeeds
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example
@@ -90,27 +90,27 @@ def load_datasets(
     needs = needs or RecordNeeds()
     loading = _Loading(options, seed, stats, searches_hubs, needs)
     is_streamed = may_stream and options.streaming
-    train = loading.named("dataset", is_streamed)
-    others = loading.named("eval_dataset")
+    train = loading.load_by_name("dataset", is_streamed)
+    others = loading.load_by_name("eval_dataset")
     raise_if(loading.problems)
 
     looks_back = looks_back and needs.kind == "verdicts"
-    merge = partial(_streamed, looks_back=looks_back) if is_streamed else _merge
+    merge = partial(_stream_sets, looks_back=looks_back) if is_streamed else _merge
     members = {} if is_streamed else train
     sets = DataSets(merge(list(train.values()), options, seed), notes=loading.notes, members={**others, **members})
     if options.val_size and train:
         trained, held_out = split_rows(len(sets.train), options.val_size, seed)
         whole = sets.train
-        sets.eval[""] = whole.chosen(held_out).held(stats)
-        sets.train = whole.chosen(trained)
+        sets.eval[""] = whole.select(held_out).load_in_memory(stats)
+        sets.train = whole.select(trained)
         sets.notes += [] if is_streamed else _repetition_notes(sets.train, sets.eval[""])
     elif options.eval_on_each_dataset:
         sets.eval.update(others)
     elif others:
         sets.eval[""] = _merge(list(others.values()), options, seed)
     on_empty_target = None if needs.kind in ("prompts", "any") else options.on_empty_target
-    sets.train = sets.train.answered(on_empty_target, stats)
-    sets.eval = {name: examples.answered(on_empty_target, stats) for name, examples in sets.eval.items()}
+    sets.train = sets.train.drop_unanswered(on_empty_target, stats)
+    sets.eval = {name: examples.drop_unanswered(on_empty_target, stats) for name, examples in sets.eval.items()}
     if needs.kind == "verdicts":
         if looks_back and not is_streamed:
             sets.train = ListedExamples(with_other_answers(sets.train))
@@ -135,7 +135,7 @@ def _merge(sets: Sequence[Sequence[Example]], options: DataOptions, seed: int) -
     return ListedExamples([sets[index][row] for index, row in order])
 
 
-def _streamed(
+def _stream_sets(
     sets: Sequence[ListedExamples | StreamedSet], options: DataOptions, seed: int, looks_back: bool
 ) -> StreamedExamples:
     import numpy
@@ -163,7 +163,7 @@ class _Loading:
         self.problems: list[Problem] = []
         self.notes: list[str] = []
 
-    def named(self, option: str, is_streamed: bool = False) -> dict[str, Any]:
+    def load_by_name(self, option: str, is_streamed: bool = False) -> dict[str, Any]:
         """Return dataset name -> examples, in the order of the option. A path is named by its file.
 
         Args:
@@ -180,7 +180,7 @@ class _Loading:
             try:
                 tables = _tables(source, self.options) if is_streamed else []
                 examples = self._streamed_set(source, tables) if tables else self._examples(source)
-                found[_unused(name, found)] = examples
+                found[_unused_name(name, found)] = examples
             except UserError as error:
                 self.problems += error.problems
         return found
@@ -240,7 +240,7 @@ class _Loading:
         self.notes.append(
             f"{_name_in_errors(source)}: each pair becomes a desirable (chosen) and an undesirable (rejected) example."
         )
-        return list(unpaired(examples))
+        return list(unpair(examples))
 
     def _streamed_set(self, source: DataSource, files: Sequence[Table]) -> ListedExamples | StreamedSet:
         total = sum(map(len, files))
@@ -248,13 +248,13 @@ class _Loading:
             return self._examples(source)  # raises an error
         chosen = _rows_of_split(source, total)
         if source.num_samples is not None:
-            chosen = [chosen[at] for at in sampled(len(chosen), source.num_samples, self.generator)]
+            chosen = [chosen[at] for at in sample_rows(len(chosen), source.num_samples, self.generator)]
         found = StreamedSet(files, chosen[: self.options.max_samples], Layout("", {}))
-        first = self._objects([found.located(index) for index in range(min(NUM_DETECTION_RECORDS, len(found)))])
+        first = self._objects([found.locate(index) for index in range(min(NUM_DETECTION_RECORDS, len(found)))])
         layout = layout_of(source, first, _name_in_errors(source), self._needs(source))
         if self.needs.kind == "verdicts" and "chosen" in layout.columns:  # a record becomes two examples
             return self._examples(source)
-        never = layout.awaited.difference(*(found.located(index)[0] for index in range(min(SAMPLE_SIZE, len(found)))))
+        never = layout.awaited.difference(*(found.locate(index)[0] for index in range(min(SAMPLE_SIZE, len(found)))))
         layout.notes |= {f'none of the first {SAMPLE_SIZE:,} records has the column "{name}"': None for name in never}
         self._add_notes(source, layout)
         return replace(found, layout=layout)
@@ -276,7 +276,9 @@ class _Loading:
             records = [there[row] for row in _rows_of_split(source, len(there))]
         if source.num_samples is not None:
             there = list(records)
-            records = [there[row] for row in sampled(len(there), source.num_samples, self.generator)] if there else []
+            records = (
+                [there[row] for row in sample_rows(len(there), source.num_samples, self.generator)] if there else []
+            )
         return islice(records, self.options.max_samples)
 
 
@@ -298,7 +300,7 @@ def _rows_of_split(source: DataSource, total: int) -> Sequence[int]:
     return [row for part in parts for row in range(part.from_, part.to)]
 
 
-def _unused(name: str, taken: Iterable[str]) -> str:
+def _unused_name(name: str, taken: Iterable[str]) -> str:
     """Return ``name``, with a number appended if it is in ``taken``."""
     candidates = chain([name], (f"{name}_{number}" for number in range(2, 10**6)))
     return next(candidate for candidate in candidates if candidate not in taken)

@@ -15,11 +15,11 @@ from burnish.config.errors import UserError
 from burnish.data.images.sources import MediaReader
 from burnish.data.length import record_length_error
 from burnish.data.sets.examples import MARK_IN_TEXT, Located, marks_in
-from burnish.data.sets.formats import BadRecords, bad_records, converted
-from burnish.data.sets.preferences import unpaired
+from burnish.data.sets.formats import BadRecords, bad_records, examples_from
+from burnish.data.sets.preferences import unpair
 from burnish.data.sets.records import BadRecord, Layout, Record
 from burnish.data.sets.turns import OPENAI_TAGS
-from burnish.data.stats import DataStats, kept
+from burnish.data.stats import DataStats, keep_reason
 from burnish.loop.types import Example
 from burnish.utils.sequences import LazySequence
 
@@ -40,9 +40,9 @@ _LABELS: Mapping[Any, bool] = {"true": True, "false": False, "True": True, "Fals
 _MESSAGES = ("messages", "conversations")
 ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "tool_response"}
 """Roles that published chat templates render. Templates may silently skip other roles."""
-NO_ASSISTANT = kept("no assistant message, so the loss is computed on all messages")
-UNKNOWN_ROLE = kept('the role "{role}" may not be supported by the chat template')
-LATE_SYSTEM = kept("a system message is not the first message")
+NO_ASSISTANT = keep_reason("no assistant message, so the loss is computed on all messages")
+UNKNOWN_ROLE = keep_reason('the role "{role}" may not be supported by the chat template')
+LATE_SYSTEM = keep_reason("a system message is not the first message")
 
 
 def trl_layout(
@@ -159,7 +159,7 @@ def examples_of(
     """
     bad: BadRecords = []
     if layout.format != IDS_LAYOUT:
-        examples = list(converted(located, layout, stats, on_bad_record, bad))
+        examples = list(examples_from(located, layout, stats, on_bad_record, bad))
     else:
         stats.seen += len(located)
         examples = [_of_ids(*one, layout, bad) for one in located]
@@ -197,7 +197,7 @@ def _once_per_record(bad: BadRecords) -> BadRecords:
 
 def _one_side(example: Example, values: Mapping[str, Any]) -> Example:
     side = values.get(PAIR_SIDE_COLUMN)
-    return example if side is None else next(one for one in unpaired([example]) if one.tag is (side == "chosen"))
+    return example if side is None else next(one for one in unpair([example]) if one.tag is (side == "chosen"))
 
 
 def _of_ids(values: Mapping[str, Any], source: str, number: int, layout: Layout, bad: BadRecords) -> Example | None:

@@ -13,12 +13,12 @@ from dataclasses import replace
 from sys import float_info
 from typing import Any
 
-from burnish.data.reading.json_files import parsed
+from burnish.data.reading.json_files import parse_json
 from burnish.data.sets.images import content_of, raw_content
-from burnish.data.sets.records import ROLES, BadRecord, Layout, Record, as_text, listed
-from burnish.data.stats import kept, truncated
+from burnish.data.sets.records import ROLES, BadRecord, Layout, Record, as_text, list_columns
+from burnish.data.stats import keep_reason, truncation_reason
 from burnish.loop.types import Example, Message, RoleName
-from burnish.utils.json_files import shortened
+from burnish.utils.json_files import shorten_value
 
 SHAREGPT_TAGS = {
     "role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt",
@@ -28,7 +28,7 @@ OPENAI_TAGS = {
     "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
     "observation_tag": "tool", "function_tag": "function_call", "system_tag": "system",
 }  # fmt: skip
-TEXT_BESIDE_CALL = truncated(
+TEXT_BESIDE_CALL = truncation_reason(
     "text alongside a tool call was removed (a turn is either text or a tool call)", is_length=False
 )
 
@@ -64,7 +64,7 @@ def message_of(layout: Layout, turn: Mapping[str, Any], place: str) -> Message:
     if calls:
         role, content = "function", _calls(layout, calls, content, place)
     elif content_key not in turn:
-        raise BadRecord(f'"{place}" has no "{content_key}". Found: {listed(turn)}.')
+        raise BadRecord(f'"{place}" has no "{content_key}". Found: {list_columns(turn)}.')
     elif role in ("function", "observation") and isinstance(content, dict):
         content = json.dumps(content, ensure_ascii=False)
     train, weight = _train_and_weight(turn, place)
@@ -102,19 +102,19 @@ def _role(layout: Layout, turn: Mapping[str, Any], place: str) -> RoleName:
     key = layout.tags["role_tag"]
     if key not in turn:
         raise BadRecord(
-            f'"{place}" has no role ("{key}"). Found: {listed(turn)}.',
+            f'"{place}" has no role ("{key}"). Found: {list_columns(turn)}.',
             'If the keys have other names, set tags: {"role_tag": ..., "content_tag": ...}.',
         )
     word = turn[key]
     if not isinstance(word, str) or word not in layout.roles:
         known = [spoken for tag, spoken in layout.tags.items() if tag not in ("role_tag", "content_tag")]
         raise BadRecord(
-            f'"{place}.{key}" must be one of {listed(known)}.',
+            f'"{place}.{key}" must be one of {list_columns(known)}.',
             "If the file uses other role names, set them in tags.",
-            received=shortened(word),
+            received=shorten_value(word),
         )
     if word not in layout.tags.values():
-        reason = kept(f'the role "{word}" is treated as {layout.roles[word]}')
+        reason = keep_reason(f'the role "{word}" is treated as {layout.roles[word]}')
         if reason not in layout.dropped_parts:
             layout.dropped_parts.append(reason)
     return layout.roles[word]
@@ -129,7 +129,7 @@ def _calls(layout: Layout, calls: Any, content: Any, place: str) -> str:
     functions = [call.get("function", call) if isinstance(call, dict) else None for call in each]
     named = [f for f in functions if isinstance(f, dict) and f.get("name")]
     if len(named) < len(each):
-        raise BadRecord(f'"{place}" calls a tool without a name.', received=shortened(calls))
+        raise BadRecord(f'"{place}" calls a tool without a name.', received=shorten_value(calls))
     written = json.dumps(
         [{"name": f["name"], "arguments": _arguments(f.get("arguments"))} for f in named], ensure_ascii=False
     )
@@ -145,7 +145,7 @@ def _arguments(value: Any) -> Any:
     if not isinstance(value, str):
         return {} if value is None else value
     try:
-        return parsed(value)
+        return parse_json(value)
     except json.JSONDecodeError:
         return value  # not JSON; the template decides what to do with it
 
@@ -154,9 +154,9 @@ def _train_and_weight(turn: Mapping[str, Any], place: str) -> tuple[bool | None,
     """Return (train, weight) of a message. As in OpenAI's format, a weight of 0 excludes the message from the loss."""
     train, weight = turn.get("train"), turn.get("weight")
     if train is not None and not isinstance(train, bool):
-        raise BadRecord(f'"{place}.train" must be true or false.', received=shortened(train))
+        raise BadRecord(f'"{place}.train" must be true or false.', received=shorten_value(train))
     if weight is None:
         return train, 1.0
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= float_info.max:
-        raise BadRecord(f'"{place}.weight" must be a finite number of at least 0.', received=shortened(weight))
+        raise BadRecord(f'"{place}.weight" must be a finite number of at least 0.', received=shorten_value(weight))
     return (False, 1.0) if weight == 0 else (train, float(weight))

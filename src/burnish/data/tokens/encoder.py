@@ -90,7 +90,7 @@ class Encoder:
         ids: dict[str, Ids] = dict(zip(plain, self._batch(plain), strict=True)) if plain else {}
         return ids | {text: array("i", self._around_hidden(text)) for text in distinct if _MARK in text}
 
-    def continued(self, text: str) -> list[int]:
+    def encode_continuation(self, text: str) -> list[int]:
         """Return the ids of plain text that continues other text, without a leading space.
 
         SentencePiece tokenizers insert a space before the first word. The text is therefore tokenized after a line
@@ -112,9 +112,9 @@ class Encoder:
             A pair (ended, begun) per position. Tokens before index ``ended`` end at or before the position; tokens
             from index ``begun`` on start at or after it. A token that spans the position is between the two indices.
         """
-        return self.located([text], [positions])[0][1]
+        return self.encode_with_boundaries([text], [positions])[0][1]
 
-    def located(
+    def encode_with_boundaries(
         self, texts: Sequence[str], positions: Sequence[Sequence[int]]
     ) -> list[tuple[Ids, list[tuple[int, int]]]]:
         """Return the ids of each text and the ``boundaries`` of its positions, with one call of the tokenizer."""
@@ -172,7 +172,7 @@ class Encoder:
                 ids.append(self.tokenizer.convert_tokens_to_ids(piece))
             elif piece:
                 shown = self.show(piece)
-                ids += self.continued(shown) if ids else self.plain(shown)
+                ids += self.encode_continuation(shown) if ids else self.plain(shown)
         return ids
 
 

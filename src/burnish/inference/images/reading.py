@@ -38,7 +38,7 @@ class ImageReader:
         processor, pads = ImageProcessor.of(model, family.processor, family.options), partial(collate_padded, pad_id=0)
         self._collator = ImageCollator(
             pads, pads, ImageLayout.of(config), processor, images_of,
-            lambda image: processor.tensors(family.prepared(image)),
+            lambda image: processor.tensors(family.prepare(image)),
         )  # fmt: skip
 
     def image(self, url: str, place: str, detail: str = "auto") -> ImageFile:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from burnish.config.errors import MissingExtraError, Problem, UserError
 from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
-from burnish.utils.json_files import shortened
+from burnish.utils.json_files import shorten_value
 
 EXTRA = "serve"
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -70,8 +70,8 @@ class Grammars:
             exact = _with_exact_numbers(schema)
             grammar = LLMatcher.grammar_from_json_schema(json.dumps({**exact, "x-guidance": _COMPACT}))
         except ValueError as error:
-            raise UserError(_refused(error)) from error
-        return self._matched(grammar, waits_for)
+            raise UserError(_grammar_problem(error)) from error
+        return self._match(grammar, waits_for)
 
     def calls(
         self, tool_format: str, offered: Mapping[str, Mapping[str, Any]], *, only_one: bool = False, waits_for: str = ""
@@ -97,7 +97,7 @@ class Grammars:
         is_single = only_one or row.between is None
         start = one if is_single else f"{one} ({self._literal(row.between or '')} {one})*"
         text = f"start: {start}\ncall: %json {json.dumps({**each, 'x-guidance': _COMPACT})}\n"
-        return self._matched(text, waits_for)
+        return self._match(text, waits_for)
 
     def _literal(self, text: str) -> str:
         """Return ``text`` in llguidance's notation, with control tokens as tokens, since text would not match them."""
@@ -106,14 +106,14 @@ class Grammars:
         ids = {word: self.tokenizer.convert_tokens_to_ids(word) for word in tokens}
         return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part)
 
-    def _matched(self, grammar: str, waits_for: str) -> GrammarState:
+    def _match(self, grammar: str, waits_for: str) -> GrammarState:
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._inner, grammar, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()  # a circular definition fails here
         if matcher.is_error():
-            raise UserError(_refused(matcher.get_error()))
+            raise UserError(_grammar_problem(matcher.get_error()))
         return GrammarState(matcher, self.vocabulary, self._ends, self.tokenizer, waits_for)
 
 
@@ -160,7 +160,7 @@ def _with_exact_numbers(schema: Any) -> Any:
     beyond += [low] if low is not None and low >= _INT64 else []
     beyond += [high] if high is not None and high < -_INT64 else []
     if beyond:
-        raise UserError(_refused(f"{shortened(beyond[0], 40)} does not fit into 64 bits."))
+        raise UserError(_grammar_problem(f"{shorten_value(beyond[0], 40)} does not fit into 64 bits."))
     found = {key: value if key in _DATA else _with_exact_numbers(value) for key, value in schema.items()}
     if low is not None and high is not None and low < high < low + 1:
         width = (high - low) * _SHARE
@@ -193,7 +193,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _refused(error: Any) -> Problem:
+def _grammar_problem(error: Any) -> Problem:
     what = f"the grammar is not supported: {_first_line(error)}"
     return Problem(what, remedy="Remove the unsupported part of the schema.")
 
@@ -236,7 +236,7 @@ class GrammarState:
         allowed = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten().bool()
         if not allowed.any():
             raise GrammarError("no token is allowed next")
-        logits[~_padded_to_vocabulary(allowed, len(logits))] = -torch.inf
+        logits[~_pad_to_vocabulary(allowed, len(logits))] = -torch.inf
 
     def take(self, token: int) -> None:
         """Advance by a token of the response. Raises GrammarError if the grammar does not allow it."""
@@ -254,7 +254,7 @@ class GrammarState:
             raise GrammarError(_first_line(self._matcher.get_error()))
 
 
-def _padded_to_vocabulary(allowed: Tensor, length: int) -> Tensor:
+def _pad_to_vocabulary(allowed: Tensor, length: int) -> Tensor:
     """Return (V,) with tokens beyond the tokenizer's vocabulary not allowed."""
     if len(allowed) >= length:
         return allowed[:length]

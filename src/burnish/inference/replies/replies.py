@@ -98,7 +98,7 @@ class Reply:
             return []
         self._since += len(ids)
         text = self._stops.feed(self._outputs.feed(ids))
-        found = self._counted(self._parts.feed(text))
+        found = self._count_reasoning(self._parts.feed(text))
         return [*found, *self.end()] if self._stops.has_come and not self.has_stopped else found
 
     def end(self) -> list[ReplyPiece]:
@@ -107,11 +107,11 @@ class Reply:
             return []
         text = "" if self._stops.has_come else self._stops.feed(self._outputs.end())
         text += "" if self._stops.has_come else self._stops.end()
-        found = self._counted([*self._parts.feed(text), *self._parts.end()])
+        found = self._count_reasoning([*self._parts.feed(text), *self._parts.end()])
         self.has_stopped = True
         return found
 
-    def _counted(self, pieces: Iterable[ReplyPiece]) -> list[ReplyPiece]:
+    def _count_reasoning(self, pieces: Iterable[ReplyPiece]) -> list[ReplyPiece]:
         found: list[ReplyPiece] = []
         for piece in pieces:
             found.append(ReplyPiece(piece.kind, piece.text, piece.call, self._since))
@@ -151,7 +151,7 @@ class CharacterDecoder:
         visible = {i for i in left_out if any(tokenizer.convert_ids_to_tokens(i) in mark for mark in marks)}
         self._left_out = (left_out - visible) | set(stop_ids)
         self._ids: list[int] = []  # the last ids that were returned, and those after them
-        self._given = 0  # number of ids in ``_ids`` that were returned
+        self._num_returned = 0  # number of ids in ``_ids`` that were returned
 
     def feed(self, ids: Sequence[int]) -> str:
         return "".join(self._next(i) for i in ids if i not in self._left_out)
@@ -159,16 +159,16 @@ class CharacterDecoder:
     def _next(self, token: int) -> str:
         self._ids.append(token)
         whole = self._decode(self._ids)
-        is_half = whole.endswith(_BROKEN) and len(self._ids) - self._given <= _LONGEST_CHARACTER
+        is_half = whole.endswith(_BROKEN) and len(self._ids) - self._num_returned <= _LONGEST_CHARACTER
         return "" if is_half else self._new_text(whole)
 
     def end(self) -> str:
-        return self._new_text(self._decode(self._ids)) if len(self._ids) > self._given else ""
+        return self._new_text(self._decode(self._ids)) if len(self._ids) > self._num_returned else ""
 
     def _new_text(self, whole: str) -> str:
-        new = whole[len(self._decode(self._ids[: self._given])) :]
-        self._ids = self._ids[self._given :]
-        self._given = len(self._ids)
+        new = whole[len(self._decode(self._ids[: self._num_returned])) :]
+        self._ids = self._ids[self._num_returned :]
+        self._num_returned = len(self._ids)
         return new
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -260,10 +260,10 @@ class _ReplySplitter:
             end = len(self._text) - _may_begin(self._text, marks)
             if marks and self._drops_blank and not self._text[:end].strip():
                 return [], False  # whitespace before reasoning or a call is not content
-            return self._given(end), False
+            return self._release(end), False
         place, mark = found
         is_blank = not self._text[:place].strip()
-        pieces = self._given(place)
+        pieces = self._release(place)
         pieces = [] if is_blank and self._drops_blank else pieces
         if mark == self._tail:
             self._text, self._tail, self._trims = self._text[len(mark) :], "", True
@@ -289,7 +289,7 @@ class _ReplySplitter:
             ]
         return marks
 
-    def _given(self, length: int) -> list[ReplyPiece]:
+    def _release(self, length: int) -> list[ReplyPiece]:
         text, self._text = self._text[:length], self._text[length:]
         self._took_content(text)
         return [ReplyPiece("content", text)] if text else []

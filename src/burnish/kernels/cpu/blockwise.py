@@ -65,7 +65,7 @@ class _Blockwise(torch.autograd.Function):
             key, value = key.contiguous(), value.contiguous()
         mixed = query.new_empty(len(query), length, width)
         for rows, seen in _blocks(length, key.shape[1], groups, is_causal):
-            weights = _weights(_folded(query[:, rows], groups), key[:, seen], scale, rows, is_causal)
+            weights = _weights(_fold_heads(query[:, rows], groups), key[:, seen], scale, rows, is_causal)
             mixed[:, rows] = torch.bmm(weights, value[:, seen]).view(len(query), -1, width)
         ctx.save_for_backward(query, key, value)
         ctx.scale, ctx.is_causal = scale, is_causal
@@ -80,7 +80,7 @@ class _Blockwise(torch.autograd.Function):
         # Sums over blocks are computed in float32.
         grad_key, grad_value = (torch.zeros(x.shape, dtype=torch.float32) for x in (key, value))
         for rows, seen in _blocks(length, key.shape[1], groups, ctx.is_causal):
-            q, upstream = (_folded(x[:, rows], groups) for x in (query, grad))
+            q, upstream = (_fold_heads(x[:, rows], groups) for x in (query, grad))
             weights = _weights(q, key[:, seen], ctx.scale, rows, ctx.is_causal)
             grad_value[:, seen] += torch.bmm(weights.transpose(1, 2), upstream)
             grad_scores = torch.bmm(upstream, value[:, seen].transpose(1, 2))
@@ -101,7 +101,7 @@ def _blocks(length: int, width: int, groups: int, is_causal: bool) -> Iterator[t
     return ((slice(begin, end), slice(width - length + end if is_causal else width)) for begin, end in ends)
 
 
-def _folded(x: Tensor, groups: int) -> Tensor:
+def _fold_heads(x: Tensor, groups: int) -> Tensor:
     """(H, n, D) -> (K, G n, D): stack the heads that share a key."""
     heads, height, size = x.shape
     return x.reshape(heads // groups, groups * height, size)

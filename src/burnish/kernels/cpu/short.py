@@ -91,7 +91,7 @@ class BucketPlaces:
         parts = torch.split(x, [count * length for count, length in self.buckets])
         return (part.view(*bucket, *x.shape[1:]) for part, bucket in zip(parts, self.buckets, strict=True))
 
-    def gathered(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """(P, H, D) -> (T, H, D)"""
         return x if self.places is None else x.index_select(0, self.places)
 
@@ -120,17 +120,17 @@ class Buckets:
 @lru_cache(maxsize=16)
 def buckets_of(lengths: Lengths, heads: int) -> Buckets:
     """Sort sequences into buckets; cached, since all layers of a batch need the same buckets."""
-    shared = _shared(lengths, heads)
+    shared = _bucket_by_length(lengths, heads)
     before = tuple(lengths[bucket[0]][1] for bucket in shared)
-    longest = [_rounded(lengths[bucket[0]][0]) for bucket in shared]
+    longest = [_round_up(lengths[bucket[0]][0]) for bucket in shared]
     tokens = _layout([length for length, _ in lengths], shared, [(0, 0)] * len(shared), longest)
     if not any(before):
         return Buckets(tokens, tokens, before)
-    fronts = [(count, _rounded(count)) for count in before]
+    fronts = [(count, _round_up(count)) for count in before]
     return Buckets(tokens, _layout([length for length, _ in lengths], shared, fronts, longest), before)
 
 
-def _shared(lengths: Lengths, heads: int) -> list[list[int]]:
+def _bucket_by_length(lengths: Lengths, heads: int) -> list[list[int]]:
     """Divide sequences into buckets by the number of keys before them and by length, longest first."""
     buckets: list[list[int]] = []
     wasted = 0
@@ -185,7 +185,7 @@ def _pieces(begin: int, length: int, before: int, filled: int) -> tuple[tuple[in
     return (begin, before), (begin + filled, length)
 
 
-def _rounded(length: int) -> int:
+def _round_up(length: int) -> int:
     """Round up to whole vectors, because torch's softmax computes the remainder of a row element by element, and
     because oneDNN compiles a kernel for each length, which takes a millisecond per product.
     """
@@ -207,7 +207,7 @@ class _Short(torch.autograd.Function):
         parts = (tokens.spread(query), keys.spread(key), keys.spread(value), tokens.cut(mixed), buckets.before)
         for q, k, v, into, before in zip(*parts, strict=True):
             length, width = q.shape[1], k.shape[1]
-            q, k, v = _stacked(q, groups), _stacked(k), _stacked(v)
+            q, k, v = _stack_heads(q, groups), _stack_heads(k), _stack_heads(v)
             scores = scaled_product(q, k.transpose(1, 2), scale)
             scores.view(-1, length, width).add_(band(length, before, width - length))
             weights = torch.softmax(scores, -1)
@@ -217,7 +217,7 @@ class _Short(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.buckets, ctx.scale, ctx.dropout = buckets, scale, dropout
         ctx.shapes = query.shape, key.shape, value.shape
-        return tokens.gathered(mixed)
+        return tokens.gather(mixed)
 
     @staticmethod
     @once_differentiable
@@ -229,7 +229,7 @@ class _Short(torch.autograd.Function):
         for (q, k, v, weights, used, is_used), upstream, of_query, of_key, of_value in zip(
             saved, layouts[0].spread(grad), *map(BucketPlaces.cut, layouts, grads), strict=True
         ):
-            upstream = _stacked(upstream, groups)
+            upstream = _stack_heads(upstream, groups)
             _fill(of_value, torch.bmm(used.transpose(1, 2), upstream))
             grad_scores = torch.bmm(upstream, v.transpose(1, 2))
             if is_used is not None:
@@ -237,15 +237,15 @@ class _Short(torch.autograd.Function):
             grad_scores = torch.ops.aten._softmax_backward_data(grad_scores, weights, -1, grad_scores.dtype)
             _fill(of_query, scaled_product(grad_scores, k, ctx.scale))
             _fill(of_key, scaled_product(grad_scores.transpose(1, 2), q, ctx.scale))
-        return *map(BucketPlaces.gathered, layouts, grads), None, None, None, None
+        return *map(BucketPlaces.gather, layouts, grads), None, None, None, None
 
 
-def _stacked(x: Tensor, groups: int = 1) -> Tensor:
+def _stack_heads(x: Tensor, groups: int = 1) -> Tensor:
     """(S, L, H, D) -> (S K, G L, D): stack the heads that share a key."""
     return x.transpose(1, 2).reshape(-1, groups * x.shape[1], x.shape[3])
 
 
 def _fill(into: Tensor, stacked: Tensor) -> None:
-    """Inverse of ``_stacked``: write (S K, G L, D) into a view (S, L, H, D)."""
+    """Inverse of ``_stack_heads``: write (S K, G L, D) into a view (S, L, H, D)."""
     heads_first = into.transpose(1, 2)
     heads_first.copy_(stacked.view(heads_first.shape))

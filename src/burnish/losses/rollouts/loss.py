@@ -256,7 +256,7 @@ class RolloutLoss:
         metrics["policy_loss"] = total.detach()
         metrics["entropy_coef"] = Sum(one * self.entropy.coefficient, one, "last")
         scale: Tensor = batch["entropy_scale"]
-        return total - self.entropy.applied * scale * summed
+        return total - self.entropy.current * scale * summed
 
     def _clip_shares(self, tokens: _Tokens) -> dict[str, Metric]:
         low = (tokens.ratio < 1 - self.options.epsilon) & (tokens.advantage < 0)
@@ -300,7 +300,7 @@ class EntropyController:
         self.coefficient = self.options.entropy_coef
 
     @property
-    def applied(self) -> float:
+    def current(self) -> float:
         """Return the coefficient of this step: an adaptive one is 0 while the entropy is above its target."""
         is_active = not self.options.use_adaptive_entropy or self.last <= self.options.entropy_target
         return self.coefficient if is_active else 0.0
@@ -314,7 +314,7 @@ class EntropyController:
         """Update the coefficient from the entropy of the step whose micro-batches were added. Collective."""
         if not self.options.use_adaptive_entropy:
             return
-        own = torch.tensor(self._collected(), dtype=torch.float64, device=parallel.device)
+        own = torch.tensor(self._collect_state(), dtype=torch.float64, device=parallel.device)
         total, count = parallel.sum(own).tolist()  # one device read per step, in this mode only
         self._sums = [0.0, 0.0]
         if count > 0 and math.isfinite(total):  # not in a step that is skipped (on_non_finite)
@@ -322,14 +322,14 @@ class EntropyController:
             change = options.entropy_coef_delta * (1 if self.last <= options.entropy_target else -1)
             self.coefficient = min(max(self.coefficient + change, options.entropy_coef_min), options.entropy_coef_max)
 
-    def _collected(self) -> list[float]:
+    def _collect_state(self) -> list[float]:
         if self._pending:
             self._sums = torch.stack([*self._pending, self._pending[0].new_tensor(self._sums)]).sum(0).tolist()
             self._pending = []
         return self._sums
 
     def state_dict(self) -> dict[str, Any]:
-        return {"coefficient": self.coefficient, "last": self.last, "sums": list(self._collected())}
+        return {"coefficient": self.coefficient, "last": self.last, "sums": list(self._collect_state())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.coefficient, self.last, self._sums = state["coefficient"], state["last"], list(state["sums"])

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from burnish.config.options import option, shared
+from burnish.config.options import option, shared_options
 
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSSES = (*CLIPPED_LOSSES, "cispo", "sapo", "vespo")
 OPTION_NAMES = {"loss_type": "rl_loss_type", "beta": "rl_beta"}
 
 
-@shared
+@shared_options
 @dataclass
 class ClipFields:
     """Options of stages grpo and rloo, and of TRL's ``GRPOConfig`` and ``RLOOConfig``."""
@@ -30,7 +30,7 @@ class ClipFields:
     )  # fmt: skip
 
 
-@shared
+@shared_options
 @dataclass
 class GrpoLossFields:
     """Options of stage grpo, and of TRL's ``GRPOConfig``."""

@@ -69,12 +69,12 @@ def estimates(
     old, ref, before = old_logps.double(), ref_logps.double(), values.double()
     rewards = -kl_coef * (old - ref)
     rewards[lengths.cumsum(0) - 1] += scores.double()
-    used = normalized(rewards, keep_mean=True) if options.ppo_whiten_rewards else rewards
+    used = whiten(rewards, keep_mean=True) if options.ppo_whiten_rewards else rewards
     gae = _backwards(used, before, lengths, options.ppo_gamma, options.ppo_lam)
-    return Estimates(rewards, gae + before, normalized(gae))
+    return Estimates(rewards, gae + before, whiten(gae))
 
 
-def normalized(values: Tensor, keep_mean: bool = False) -> Tensor:
+def whiten(values: Tensor, keep_mean: bool = False) -> Tensor:
     """Return (N,) ``values`` with variance 1, and with mean 0 or their original mean."""
     mean = values.mean()
     variance = (values - mean).square().sum() / max(len(values) - 1, 1)

@@ -80,13 +80,13 @@ class ImagePrefetcher:
         with self._lock:
             if identity in self._kept:
                 self._kept.move_to_end(identity)
-                return self._expanded(self._kept[identity])
+                return self._expand(self._kept[identity])
         self._begin(image)
         tensors = self._in_progress.pop(identity).result()
         self._per_token = size_of(tensors) / max(1, image.end - image.begin)
         with self._lock:
             self._keep(identity, tensors)
-        return self._expanded(tensors)
+        return self._expand(tensors)
 
     def keep_output(self, image: Any, output: Any, model: int) -> None:
         """Replace the pixels of an image in the cache by its features.
@@ -150,7 +150,7 @@ class ImagePrefetcher:
         are_equal = bool((frames[:, :, 1:] == first).all())
         return {**tensors, "pixel_values": first.clone()} if are_equal else tensors
 
-    def _expanded(self, tensors: Tensors) -> Tensors:
+    def _expand(self, tensors: Tensors) -> Tensors:
         """Undo ``_compact``."""
         patches = tensors.get("pixel_values")
         if self._num_frames == 1 or patches is None or patches.ndim != 4 or "image_grid_thw" not in tensors:
@@ -164,7 +164,7 @@ class ImagePrefetcher:
             self._size_of_kept -= size_of(self._kept.popitem(last=False)[1])
 
 
-def cached(prepare: Prepare, images_of: ImagesOf, processor: Any) -> ImagePrefetcher:
+def cache_in_memory(prepare: Prepare, images_of: ImagesOf, processor: Any) -> ImagePrefetcher:
     """Return ``prepare`` with the default cache in memory. Args: processor: of transformers."""
     defaults = ImageCacheOptions()
     return ImagePrefetcher(

@@ -135,7 +135,7 @@ class ImageCollator:
         if not any(placed) and not self.is_for_text:
             return self.collate(rows)
         if self.layout.crosses and any(placed):
-            return self._crossed(rows, placed)
+            return self._cross_attention(rows, placed)
         distinct = {self._key(image, of_row): image for of_row in sorted(placed, key=len) for image in of_row}
         tensors = {key: self.prepare(image) for key, image in distinct.items()}
         counts = dict.fromkeys(distinct, 0)
@@ -156,7 +156,7 @@ class ImageCollator:
                 if self.cache is not None:
                     features.cache, features.sources = self.cache, tuple(distinct.values())
             else:
-                made = self.processor.joined(list(tensors.values())) | self._rows_of(distinct)
+                made = self.processor.join(list(tensors.values())) | self._rows_of(distinct)
                 features.names = tuple(made)
                 batch |= made
             batch["images"] = features
@@ -181,7 +181,7 @@ class ImageCollator:
         counts = [1] * (len(distinct) - several) + [max(2, several)] * bool(several)
         return {"batch_num_images": torch.tensor(counts)}
 
-    def _crossed(self, rows: Sequence[Row], placed: Sequence[Sequence[Any]]) -> Batch:
+    def _cross_attention(self, rows: Sequence[Row], placed: Sequence[Sequence[Any]]) -> Batch:
         """Return the cross-attention of a row to its images (Mllama): text attends to an image from its mark to the
         next image.
 
@@ -189,7 +189,7 @@ class ImageCollator:
         """
         (row,), (images,) = rows, placed
         batch = self.collate_images([row])
-        made = self.processor.joined([self.prepare(image) for image in images])
+        made = self.processor.join([self.prepare(image) for image in images])
         length, tiles = len(row["input_ids"]), made["aspect_ratio_mask"].sum(-1)[0].tolist()
         mask = torch.zeros(1, length, len(images), made["aspect_ratio_mask"].shape[-1], dtype=torch.long)
         end = next_begin = length

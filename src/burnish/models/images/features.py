@@ -116,7 +116,9 @@ def patch_vision_model(model: nn.Module) -> list[Patch]:
     check_transformers()
     image_hook = ImageFeaturesHook(inner)
     modules = dict.fromkeys((inner, inner.base_model))  # the loss may call either
-    return [hook(module, "forward_pre", image_hook.prepared, ENCODED_ONCE, with_kwargs=True) for module in modules]
+    return [
+        hook(module, "forward_pre", image_hook.prepare_inputs, ENCODED_ONCE, with_kwargs=True) for module in modules
+    ]
 
 
 class ImageFeaturesHook:
@@ -133,7 +135,7 @@ class ImageFeaturesHook:
         ]
         self._was_trained = any(weight.requires_grad for weight in self._weights)
 
-    def prepared(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def prepare_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace the image inputs by those of transformers."""
         images: ImageFeatures | None = kwargs.pop("images", None)
         if "attention_rows" in kwargs:
@@ -178,7 +180,7 @@ class ImageFeaturesHook:
                 made = joined_features(outputs)
             else:
                 made = image_features(self._model, tensors)
-        count = len(_joined(_output(made)))
+        count = len(_flatten_features(_output(made)))
         if count != sum(images.counts):
             raise RuntimeError(
                 f"The vision tower of {type(self._model).__name__} returned {count} features, but the batch has "
@@ -238,7 +240,7 @@ def trains_tower(model: nn.Module) -> bool:
     return any(p.requires_grad and part_at(name, parts) != "language_model" for name, p in inner.named_parameters())
 
 
-def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
+def _flatten_features(features: Tensor | Sequence[Tensor]) -> Tensor:
     """Return features as (F, H), from (N, n, H) or a list of (n, H) or (tiles, n, H)."""
     if isinstance(features, Tensor):
         return features.flatten(0, -2)
@@ -260,7 +262,7 @@ def num_features(model: nn.Module, tensors: Mapping[str, Tensor]) -> int:
     device = next(inner.parameters()).device
     with torch.no_grad():
         made = image_features(inner, {name: tensor.to(device) for name, tensor in tensors.items()})
-    return len(_joined(_output(made)))
+    return len(_flatten_features(_output(made)))
 
 
 def _output(made: Any) -> Any:
@@ -276,7 +278,7 @@ def features_only(made: Any) -> Any:
 
 def bytes_of(made: Any) -> int:
     """Return the size of an output of ``get_image_features`` in bytes."""
-    features = (_joined(one) for one in (_output(made), *(getattr(made, "deepstack_features", None) or ())))
+    features = (_flatten_features(one) for one in (_output(made), *(getattr(made, "deepstack_features", None) or ())))
     return sum(one.numel() * one.element_size() for one in features)
 
 
@@ -300,7 +302,7 @@ def joined_features(made: Sequence[Any]) -> Any:
 
 
 def _concatenated_outputs(features: Sequence[Tensor | Sequence[Tensor]]) -> Tensor | tuple[Tensor]:
-    joined = torch.cat([_joined(one) for one in features])
+    joined = torch.cat([_flatten_features(one) for one in features])
     return joined if isinstance(features[0], Tensor) else (joined,)
 
 
@@ -320,5 +322,5 @@ def by_kind(made: Any, chosen: Tensor, is_video: Tensor) -> dict[str, Any]:
 
 def _select(features: Tensor | Sequence[Tensor], chosen: Tensor) -> Tensor | tuple[Tensor]:
     """Select features (M, H), as a tensor or a tuple of one, like the input."""
-    found = _joined(features)[chosen]
+    found = _flatten_features(features)[chosen]
     return found if isinstance(features, Tensor) else (found,)

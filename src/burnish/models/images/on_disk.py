@@ -63,7 +63,7 @@ class ImageDiskCache:
 
         if self._left <= 0:
             return
-        content = save({name: value for key, tensor in tensors.items() for name, value in _stored(key, tensor)})
+        content = save({name: value for key, tensor in tensors.items() for name, value in _stored_pieces(key, tensor)})
         with self._lock:
             self._left -= len(content)
             if self._left < 0:
@@ -73,7 +73,7 @@ class ImageDiskCache:
         partial.replace(file)
 
 
-def _stored(name: str, tensor: Tensor) -> Sequence[tuple[str, Tensor]]:
+def _stored_pieces(name: str, tensor: Tensor) -> Sequence[tuple[str, Tensor]]:
     if tensor.is_floating_point():
         values, indices = torch.unique(tensor, return_inverse=True)
         for most, kind in _KINDS:

@@ -124,7 +124,7 @@ def transformers_inputs(model: nn.Module, collator: ImageCollator, row: Row) -> 
     is_image = (ids == collator.layout.placeholder).long()
     batch: Batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if row["images"]:
-        batch |= collator.processor.joined([collator.processor.tensors(drawn.image) for drawn in row["images"]])
+        batch |= collator.processor.join([collator.processor.tensors(drawn.image) for drawn in row["images"]])
     if collator.layout.needs_row:
         batch["batch_num_images"] = torch.tensor([len(row["images"])])
     if collator.layout.bidirectional == "prefix":

@@ -1,7 +1,7 @@
 """The image processor of a checkpoint: converts images to the input tensors of the vision tower.
 
 It reads ``preprocessor_config.json`` or ``processor_config.json`` of the model. The tensors of an image depend on that
-image only; ``joined`` concatenates those of several images. Models without these files are rejected, and so are image
+image only; ``join`` concatenates those of several images. Models without these files are rejected, and so are image
 processors that need torchvision, which burnish does not require.
 
 The backend is transformers' "pil", which does not need torchvision.
@@ -83,7 +83,7 @@ class ImageProcessor:
         # Llama 4's makes bfloat16, which is cast to the type of the tower later.
         return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
 
-    def joined(self, each: Sequence[Tensors]) -> dict[str, Tensor]:
+    def join(self, each: Sequence[Tensors]) -> dict[str, Tensor]:
         """Concatenate the tensors of several images, in order.
 
         Tensors with tiles on the second axis (``pixel_attention_mask``, (1, tiles, S, S)) are concatenated on that
@@ -92,7 +92,7 @@ class ImageProcessor:
         """
         is_in_tiles = "pixel_attention_mask" in each[0] and each[0]["pixel_attention_mask"].ndim == 4
         axis = int(is_in_tiles or "aspect_ratio_ids" in each[0])
-        return {name: _joined([one[name] for one in each], axis) for name in each[0]}
+        return {name: _join_tensors([one[name] for one in each], axis) for name in each[0]}
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -103,14 +103,14 @@ class ImageProcessor:
         return {"class": type(self.processor).__name__, "pillow": pillow, **settings}
 
 
-def _joined(tensors: Sequence[Tensor], axis: int) -> Tensor:
+def _join_tensors(tensors: Sequence[Tensor], axis: int) -> Tensor:
     shapes = [[*tensor.shape[:axis], *tensor.shape[axis + 1 :]] for tensor in tensors]
     largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
     largest.insert(axis, -1)
-    return torch.cat([_filled(tensor, largest) for tensor in tensors], axis)
+    return torch.cat([_pad_to_shape(tensor, largest) for tensor in tensors], axis)
 
 
-def _filled(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+def _pad_to_shape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """Pad ``tensor`` with zeros at the end of each axis that is shorter than ``shape``; -1 keeps an axis."""
     missing = [max(0, wanted - size) for wanted, size in zip(shape, tensor.shape, strict=True)]
     return nn.functional.pad(tensor, [n for one in reversed(missing) for n in (0, one)]) if any(missing) else tensor

@@ -65,7 +65,7 @@ class PromptImages:
             layout.bidirectional_in_full_attention, layout.first_position, layout.video_placeholder,
         )  # fmt: skip
 
-    def made(self, model: Any) -> Any:
+    def compute(self, model: Any) -> Any:
         """Return the output of the vision tower, which runs once."""
         if self._made is None:
             check_transformers()
@@ -127,7 +127,7 @@ def inputs_of_images(model: Any, rows: Sequence[RowOfPrompt], indices: Tensor) -
         own = () if row.images is None else row.images.features[row.start : row.start + len(row.ids)]
         if row.images is None or not any(own):
             continue
-        of_row = row.images.made(model)
+        of_row = row.images.compute(model)
         places[number, : len(own)] = torch.tensor([one + count if one else 0 for one in own])
         is_video += [token == row.images.video_placeholder for token, one in zip(row.ids, own, strict=True) if one]
         made.append(of_row)

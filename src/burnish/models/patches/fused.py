@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from burnish.kernels.cpu.cast_linear import cast_linear
-from burnish.kernels.elementwise import ACTIVATIONS, activated, gains, gated, rms_norm
+from burnish.kernels.elementwise import ACTIVATIONS, apply_activation, gains, gate_product, rms_norm
 from burnish.kernels.lora import LoraForward, computed_jointly, is_plain_lora_layer
 from burnish.kernels.probe import REFUSALS
 from burnish.models.patches.rotation import ROTATION, patch_rotations
@@ -123,14 +123,14 @@ def _eps(module: Any) -> float | None:
 
 
 def _plain_norm(module: Any, hidden_states: Tensor) -> Tensor:
-    return _normed(module, hidden_states, 0.0)
+    return _normalize(module, hidden_states, 0.0)
 
 
 def _offset_norm(module: Any, hidden_states: Tensor) -> Tensor:
-    return _normed(module, hidden_states, 1.0)
+    return _normalize(module, hidden_states, 1.0)
 
 
-def _normed(module: Any, x: Tensor, offset: float) -> Tensor:
+def _normalize(module: Any, x: Tensor, offset: float) -> Tensor:
     if not gains(x):
         return type(module).forward(module, x)  # type: ignore[no-any-return]
     return rms_norm(x, module.weight, _eps(module), offset)  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ def _normed(module: Any, x: Tensor, offset: float) -> Tensor:
 _PARTS = ["act_fn", "down_proj", "gate_proj", "up_proj"]
 
 
-def _gated_of(module: nn.Module) -> Replacement:
+def _gated_forward(module: nn.Module) -> Replacement:
     """The forward pass of ``down(activation(gate(x)) * up(x))``: a module with only these four parts.
 
     For the test, its linear layers are replaced by three simple functions, so their type does not matter.
@@ -157,7 +157,7 @@ def _gated_of(module: nn.Module) -> Replacement:
     stand_in.act_fn = module.act_fn
     stand_in.gate_proj, stand_in.up_proj, stand_in.down_proj = _Scaled(2.0), _Scaled(3.0), _Scaled(5.0)
     for name in ACTIVATIONS:
-        if _gives_same_output(lambda: type(module).forward(stand_in, x), 5 * activated(2 * x, name) * (3 * x)):
+        if _gives_same_output(lambda: type(module).forward(stand_in, x), 5 * apply_activation(2 * x, name) * (3 * x)):
             return _method(_FORWARDS[name]), GATED
     return None
 
@@ -171,25 +171,25 @@ class _Scaled(nn.Module):
         return x * self.factor
 
 
-def _gated_with(activation: str) -> Callable[..., Tensor]:
+def _gated_kernel(activation: str) -> Callable[..., Tensor]:
     def forward(module: Any, x: Tensor) -> Tensor:
         if not gains(x):
             return type(module).forward(module, x)  # type: ignore[no-any-return]
         with computed_jointly(module.gate_proj, module.up_proj):
             gate, up = module.gate_proj(x), module.up_proj(x)
-        projected: Tensor = module.down_proj(gated(gate, up, activation))
+        projected: Tensor = module.down_proj(gate_product(gate, up, activation))
         return projected
 
     return forward
 
 
-_FORWARDS = {name: _gated_with(name) for name in ACTIVATIONS}
+_FORWARDS = {name: _gated_kernel(name) for name in ACTIVATIONS}
 
 
 # --- low-rank updates -------------------------------------------------------------------------------------------------
 
 
-def _adapted_of(module: nn.Module) -> Replacement:
+def _adapted_forward(module: nn.Module) -> Replacement:
     """The forward pass of a module with a linear layer and low-rank factors, such as peft's."""
     return (lambda one: LoraForward(one).forward, ADAPTED) if is_plain_lora_layer(module) else None
 
@@ -204,10 +204,10 @@ def _attention_of(module: nn.Module) -> Replacement:
     adapters together. It needs no test, because each call checks that they share an input.
     """
     parts = [getattr(module, name, None) for name in _PROJECTIONS]
-    return (_method(_attended), ATTENTION) if sum(map(is_plain_lora_layer, parts)) > 1 else None
+    return (_method(_attention_output), ATTENTION) if sum(map(is_plain_lora_layer, parts)) > 1 else None
 
 
-def _attended(module: Any, *args: Any, **kwargs: Any) -> Any:
+def _attention_output(module: Any, *args: Any, **kwargs: Any) -> Any:
     with computed_jointly(*(getattr(module, name) for name in _PROJECTIONS)):
         return type(module).forward(module, *args, **kwargs)
 
@@ -220,8 +220,8 @@ def _linear_of(module: nn.Module) -> Replacement:
     (GPT-2). Only for trained weights, because frozen ones are loaded in the compute dtype.
     """
     if type(module) is nn.Linear:
-        return (_method(_projected), LINEAR) if module.weight.requires_grad else None
-    return (_method(_projected_by_transposed), LINEAR) if _is_transposed(module) else None
+        return (_method(_project), LINEAR) if module.weight.requires_grad else None
+    return (_method(_project_by_transposed), LINEAR) if _is_transposed(module) else None
 
 
 def _is_transposed(module: nn.Module) -> bool:
@@ -237,13 +237,13 @@ def _is_transposed(module: nn.Module) -> bool:
     )
 
 
-def _projected(module: Any, input: Tensor) -> Tensor:
+def _project(module: Any, input: Tensor) -> Tensor:
     if (dtype := _narrower(module, input)) is not None:
         return cast_linear(input, module.weight, module.bias, dtype)
     return F.linear(input, module.weight, module.bias)
 
 
-def _projected_by_transposed(module: Any, x: Tensor) -> Tensor:
+def _project_by_transposed(module: Any, x: Tensor) -> Tensor:
     if (dtype := _narrower(module, x)) is not None:
         return cast_linear(x, module.weight, module.bias, dtype, is_transposed=True)
     return type(module).forward(module, x)  # type: ignore[no-any-return]
@@ -271,10 +271,10 @@ def _embedding_of(module: nn.Module) -> Replacement:
     if module.kernel_size != module.stride or module.groups != 1:
         return None
     is_plain = all(step == 1 for step in module.dilation) and all(width == 0 for width in module.padding)
-    return (_method(_embedded), EMBEDDING) if is_plain else None
+    return (_method(_embed), EMBEDDING) if is_plain else None
 
 
-def _embedded(module: Any, input: Tensor) -> Tensor:
+def _embed(module: Any, input: Tensor) -> Tensor:
     if input.device.type != "cpu" or input.shape[2:] != module.kernel_size:
         return type(module).forward(module, input)  # type: ignore[no-any-return]
     found = F.linear(input.flatten(1), module.weight.flatten(1), module.bias)  # (patches, O)
@@ -294,25 +294,25 @@ def _activation_of(module: nn.Module) -> Replacement:
         return None
     x = torch.linspace(-4, 4, 33)
     for name, forward in _ACTIVATED.items():
-        if _gives_same_output(lambda: module(x), activated(x, name)):
+        if _gives_same_output(lambda: module(x), apply_activation(x, name)):
             return _method(forward), ACTIVATION
     return None
 
 
-def _activated_with(activation: str) -> Callable[..., Tensor]:
+def _activation_kernel(activation: str) -> Callable[..., Tensor]:
     def forward(module: Any, input: Tensor) -> Tensor:
         if input.device.type != "cpu":
             return type(module).forward(module, input)  # type: ignore[no-any-return]
-        return activated(input, activation)
+        return apply_activation(input, activation)
 
     return forward
 
 
-_ACTIVATED = {name: _activated_with(name) for name in ("gelu", "gelu_tanh")}
+_ACTIVATED = {name: _activation_kernel(name) for name in ("gelu", "gelu_tanh")}
 
 
-_FOR_ANY_DEVICE = (_adapted_of, _attention_of)
-_FOR_CPU = (_norm_of, _gated_of, _activation_of, _linear_of, _embedding_of)
+_FOR_ANY_DEVICE = (_adapted_forward, _attention_of)
+_FOR_CPU = (_norm_of, _gated_forward, _activation_of, _linear_of, _embedding_of)
 
 
 def _gives_same_output(plain: Callable[[], Any], ours: Tensor) -> bool:

@@ -132,7 +132,7 @@ def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_asked: b
     logging.getLogger("liger_kernel").setLevel(logging.ERROR)
     change = partial(_apply_liger_kernel_to_instance, model=inner, **switches)
     made: list[Patch] = []
-    if not preserves_logits(inner, lambda: made.extend(_limited_to_model(record(inner, change, LIGER)))):
+    if not preserves_logits(inner, lambda: made.extend(_limit_to_model(record(inner, change, LIGER)))):
         restore(made)
         raise UserError(
             f"Liger's kernels change the output of this {type(inner).__name__}.",
@@ -143,7 +143,7 @@ def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_asked: b
     return [f'"liger_kernel_config": {name} has no effect: see fused_loss.' for name in unused]
 
 
-def _limited_to_model(made: list[Patch]) -> list[Patch]:
+def _limit_to_model(made: list[Patch]) -> list[Patch]:
     """Undo changes to Python modules that would affect models on a CPU, and return the remaining patches."""
     shared = [done for done in made if isinstance(done.owner, ModuleType)]
     restore(shared)

@@ -1,4 +1,4 @@
-"""Rotary positions of a vision tower on a CPU, with ``kernels.elementwise.rotated``.
+"""Rotary positions of a vision tower on a CPU, with ``kernels.elementwise.apply_rotary``.
 
 In: a loaded model. Out: the same model, in whose Python modules the function of transformers for these positions is
 replaced. The function is recognized by its name and tested: for the same random input, the outputs must be equal.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burnish.kernels.elementwise import gains, rotated
+from burnish.kernels.elementwise import apply_rotary, gains
 from burnish.kernels.probe import REFUSALS
 from burnish.utils.patching import Patch, Reason, patch, python_modules
 
@@ -42,7 +42,7 @@ def _is_known(file: ModuleType) -> bool:
             output = function(x, x + 1, cos, sin)
         except REFUSALS:
             return False
-        expected = rotated(x, cos, sin), rotated(x + 1, cos, sin)
+        expected = apply_rotary(x, cos, sin), apply_rotary(x + 1, cos, sin)
     return len(output) == 2 and all(map(torch.equal, output, expected))
 
 
@@ -56,4 +56,4 @@ class _Rotation:
         needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, cos, sin))
         if needs_gradient or not gains(q) or any(x.ndim != 3 or cos.shape != (len(x), x.shape[2]) for x in (q, k)):
             return self.plain(q, k, cos, sin)
-        return rotated(q, cos, sin), rotated(k, cos, sin)
+        return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)

@@ -34,7 +34,7 @@ from burnish.config.checks import notes
 from burnish.config.errors import MissingExtraError, Problem
 from burnish.config.options import ineffective_option_notes, option
 from burnish.loop.types import IGNORE_INDEX, Row
-from burnish.models.quantization.quantize import LIBRARY_OF, quantized_by, use_kernels_that_train
+from burnish.models.quantization.quantize import LIBRARY_OF, quantization_method_of, use_kernels_that_train
 from burnish.utils.work import progress
 
 EXTRA = "gptq"
@@ -226,7 +226,7 @@ def _perplexity_of(folder: str, job: QuantizationJob) -> float:
 
     trust = {"trust_remote_code": job.trust_remote_code}
     config = AutoConfig.from_pretrained(folder, **trust)
-    if quantized_by(config):
+    if quantization_method_of(config):
         use_kernels_that_train(config, job.device)
     model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype="auto", **trust)
     return perplexity(cast(Any, model).to(job.device).eval(), job.held_out)

@@ -131,10 +131,10 @@ def quantization_arguments(options: ModelOptions, dtype: torch.dtype | str, conf
         return {}
     raise_if(check_quantized_files(options, config))
     wanted = dtype if isinstance(dtype, torch.dtype) else config.dtype or torch.float32
-    return {"quantization_config": _quantized(cast(QuantizationOptions, options), wanted)}
+    return {"quantization_config": _quantization_config(cast(QuantizationOptions, options), wanted)}
 
 
-def _quantized(options: QuantizationOptions, compute_dtype: torch.dtype) -> Any:
+def _quantization_config(options: QuantizationOptions, compute_dtype: torch.dtype) -> Any:
     return METHODS[options.quantization_method](options, compute_dtype)
 
 
@@ -155,7 +155,7 @@ METHODS: dict[str, Callable[[Any, torch.dtype], Any]] = {"bnb": _bitsandbytes, "
 """Method of quantizing while loading -> its config for transformers."""
 
 
-def quantized_by(config: Any) -> str:
+def quantization_method_of(config: Any) -> str:
     """The quantization method of a model's files ("gptq", "awq", ...), or "".
 
     Args:
@@ -186,7 +186,7 @@ def use_kernels_that_train(config: Any, device: torch.device | str | None = None
         A note for the user, or "".
         A note for the user, or the empty string.
     """
-    described, method = _entry(config, "quantization_config"), quantized_by(config)
+    described, method = _entry(config, "quantization_config"), quantization_method_of(config)
     if method not in PLAIN_KERNEL or _entry(described, "backend") not in (None, "auto", "autoawq"):
         return ""
     is_cpu = torch.device(device or "cpu").type == "cpu"
@@ -204,12 +204,12 @@ def _entry(holder: Any, name: str) -> Any:
 
 def quantization_of(options: QuantizationOptions, config: Any) -> str:
     """The quantization of the weights in memory ("4 bits", "gptq"), or ""."""
-    return f"{options.quantization_bit} bits" if options.quantization_bit else quantized_by(config)
+    return f"{options.quantization_bit} bits" if options.quantization_bit else quantization_method_of(config)
 
 
 def check_quantized_files(options: ModelOptions, config: Any) -> list[Problem]:
     """Return problems that prevent loading a model with quantized files."""
-    method = quantized_by(config)
+    method = quantization_method_of(config)
     if not method:
         return []
     where = str(options.model_name_or_path)

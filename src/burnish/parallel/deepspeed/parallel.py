@@ -38,12 +38,12 @@ from burnish.checkpoint.shards import LocalShard
 from burnish.config.errors import UserError
 from burnish.loop.types import Loss
 from burnish.parallel.accelerate_launch import mixed_precision
-from burnish.parallel.deepspeed.settings import filled, zero_stage
+from burnish.parallel.deepspeed.settings import fill_settings, zero_stage
 from burnish.parallel.deepspeed.shards import AdapterShards, FlatSlice, StateShards, WeightShards
 from burnish.parallel.multi_process import MultiProcess, parts_with_weights
 from burnish.parallel.options import ParallelChoices
 from burnish.parallel.single import set_precision
-from burnish.utils.files import expanded
+from burnish.utils.files import expand_user
 
 TESTED_VERSION = "0.19"
 _GENERATION_MODULE_ID = -1
@@ -81,7 +81,7 @@ class DeepSpeedParallel(MultiProcess):
         model, optimizer = super().prepare(model, optimizer)
         if optimizer is None:
             return model.to(self.device), None
-        settings = filled(self.options, _hidden_size(model), self.world_size, self.device.type == "cpu")
+        settings = fill_settings(self.options, _hidden_size(model), self.world_size, self.device.type == "cpu")
         self.weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         groups = enumerate(optimizer.param_groups)
         self.empty_groups = {number: dict(group) for number, group in groups if not group["params"]}
@@ -146,7 +146,7 @@ class DeepSpeedParallel(MultiProcess):
         """Gather all weights on every rank, because responses have different lengths, and no rank must wait for
         another."""
         weights: list[Any] = [weight for weight in model.parameters() if hasattr(weight, "ds_id")]
-        with self.other_modules(), self._gathered(weights):
+        with self.other_modules(), self._gather(weights):
             for weight in weights:
                 weight.ds_active_sub_modules.add(_GENERATION_MODULE_ID)
             try:
@@ -156,10 +156,10 @@ class DeepSpeedParallel(MultiProcess):
                     weight.ds_active_sub_modules.discard(_GENERATION_MODULE_ID)
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        with self._gathered([tensor]):
+        with self._gather([tensor]):
             return tensor.detach().clone()
 
-    def _gathered(self, tensors: Sequence[Tensor]) -> Any:
+    def _gather(self, tensors: Sequence[Tensor]) -> Any:
         lies_apart = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
         return self.deepspeed.zero.GatheredParameters(lies_apart, enabled=bool(lies_apart))
 
@@ -325,7 +325,7 @@ def _library(device_type: str) -> Any:
     """Import DeepSpeed for a device type, with fewer messages."""
     if device_type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    raise_if_locked(expanded(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")))
+    raise_if_locked(expand_user(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")))
     # torch 2.13 renamed three collectives and warns of the old names in every step.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     import deepspeed

@@ -93,7 +93,7 @@ def zero_preset(name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def filled(options: ParallelChoices, hidden_size: int, world_size: int, on_cpu: bool = False) -> dict[str, Any]:
+def fill_settings(options: ParallelChoices, hidden_size: int, world_size: int, on_cpu: bool = False) -> dict[str, Any]:
     """The settings for ``deepspeed.initialize``.
 
     Args:

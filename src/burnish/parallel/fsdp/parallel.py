@@ -155,7 +155,7 @@ class FsdpParallel(MultiProcess):
                 module.reshard()
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        return _gathered(tensor)  # type: ignore[no-any-return]
+        return _gather(tensor)  # type: ignore[no-any-return]
 
 
 class ModelShards:
@@ -170,11 +170,11 @@ class ModelShards:
 
     def state_dict(self, held: Stateful) -> dict[str, Any]:
         state = held.state_dict()
-        return {name: _gathered(value) if self.gathers else local_shard_of(value) for name, value in state.items()}
+        return {name: _gather(value) if self.gathers else local_shard_of(value) for name, value in state.items()}
 
     def load_state_dict(self, held: Stateful, state: Mapping[str, Any]) -> None:
         current = held.state_dict()
-        held.load_state_dict({name: placed(value, current.get(name)) for name, value in state.items()})
+        held.load_state_dict({name: place_tensor(value, current.get(name)) for name, value in state.items()})
 
 
 class OptimizerShards:
@@ -192,7 +192,7 @@ class OptimizerShards:
         """Load states. A state with the shape of its weight is sharded like the weight."""
         weights = [weight for group in held.param_groups for weight in group["params"]]
         states = {
-            number: {name: placed(value, weights[number]) for name, value in values.items()}
+            number: {name: place_tensor(value, weights[number]) for name, value in values.items()}
             for number, values in state["state"].items()
         }
         held.load_state_dict({**state, "state": states})
@@ -207,7 +207,7 @@ def local_shard_of(value: Any) -> Any:
     return LocalShard(shard.flatten()[:0] if is_copy else shard, begin or 0, tuple(value.shape))
 
 
-def placed(value: Any, like: Any) -> Any:
+def place_tensor(value: Any, like: Any) -> Any:
     """Convert a checkpoint's tensor to this rank's form: a shard if ``like`` is sharded, else the whole tensor."""
     if not isinstance(value, ShardedTensor):
         return value
@@ -231,7 +231,7 @@ def _first_element_of_shard(tensor: DTensor) -> int | None:
     return offset[0] * prod(tensor.shape[1:]) if rows[0] else 0
 
 
-def _gathered(value: Any) -> Any:
+def _gather(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 

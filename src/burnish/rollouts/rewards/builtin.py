@@ -79,7 +79,7 @@ def _compare_with_solutions(texts: Sequence[str | None], solutions: Sequence[str
     scores: Scores = []
     golds, answers = [], []
     for text, solution in zip(texts, solutions, strict=True):
-        score, gold, answer = _verified(text, solution)
+        score, gold, answer = _verify(text, solution)
         scores.append(score)
         golds.append(gold)
         answers.append(answer)
@@ -90,7 +90,7 @@ def _compare_with_solutions(texts: Sequence[str | None], solutions: Sequence[str
     return scores
 
 
-def _verified(text: str | None, solution: str) -> tuple[float | None, str, str]:
+def _verify(text: str | None, solution: str) -> tuple[float | None, str, str]:
     """Return the score, and the parsed solution and text."""
     try:
         from latex2sympy2_extended import NormalizationConfig
@@ -147,9 +147,9 @@ class CosineScaledReward:
         **kwargs: Any,
     ) -> Scores:  # fmt: skip
         each = zip(accuracy_reward(completions, solution), completion_ids, strict=True)
-        return [None if is_right is None else self._scaled(bool(is_right), len(ids)) for is_right, ids in each]
+        return [None if is_right is None else self._scale(bool(is_right), len(ids)) for is_right, ids in each]
 
-    def _scaled(self, is_right: bool, length: int) -> float:
+    def _scale(self, is_right: bool, length: int) -> float:
         low, high = self.right if is_right else self.wrong
         return low + 0.5 * (high - low) * (1 + math.cos(math.pi * min(length / self.max_len, 1.0)))
 

@@ -131,11 +131,11 @@ def compute_rewards(
             waiting[at] = function
         else:
             start = time.monotonic()
-            table.values[:, at] = job.checked(function, job.called(function))
+            table.values[:, at] = job.as_tensor(function, job.call(function))
             table.seconds[function.name] = time.monotonic() - start
     start = time.monotonic()
-    for (at, function), scores in zip(waiting.items(), job.called_together(list(waiting.values())), strict=True):
-        table.values[:, at] = job.checked(function, scores)
+    for (at, function), scores in zip(waiting.items(), job.await_all(list(waiting.values())), strict=True):
+        table.values[:, at] = job.as_tensor(function, scores)
         table.seconds[function.name] = time.monotonic() - start
     if functions and completions and bool(table.values.isnan().all()):
         names = ", ".join(function.name for function in functions)
@@ -178,7 +178,7 @@ class _RewardCall:
     timeout_s: float
     step: int
 
-    def called(self, function: RewardFunction) -> Any:
+    def call(self, function: RewardFunction) -> Any:
         try:
             with _time_limit(self.timeout_s, _shown_name(function)), _with_own_settings():
                 if threading.current_thread() is threading.main_thread():
@@ -186,19 +186,19 @@ class _RewardCall:
                 return _in_another_thread(lambda: self._scores(function), self.timeout_s)
         except (_TimeLimitReached, NotDoneError, TimeoutError) as error:
             if not isinstance(error, _TimeLimitReached | NotDoneError):
-                raise self._failed(function, error) from error
+                raise self._error(function, error) from error
             raise self._timeout_error(function) from None
         except (UserError, KeyboardInterrupt):
             raise
         except BaseException as error:  # the user's code may raise anything, such as CancelledError
-            raise self._failed(function, error) from error
+            raise self._error(function, error) from error
 
     def _scores(self, function: RewardFunction) -> Any:
         with end_forked_processes(_shown_name(function)):
             scores = function.call(**self._arguments_of(function))
             return list(scores) if isinstance(scores, Iterator) else scores
 
-    def called_together(self, functions: Sequence[RewardFunction]) -> list[Any]:
+    def await_all(self, functions: Sequence[RewardFunction]) -> list[Any]:
         """Return the results of the coroutines, in order."""
         if not functions:
             return []
@@ -229,10 +229,10 @@ class _RewardCall:
             if isinstance(result, UserError):
                 raise result
             if isinstance(result, BaseException):
-                raise self._failed(function, result) from result
+                raise self._error(function, result) from result
         return results
 
-    def checked(self, function: RewardFunction, scores: Any) -> Tensor:
+    def as_tensor(self, function: RewardFunction, scores: Any) -> Tensor:
         """Convert the result of a function to (C,) float64."""
         name, expected = _shown_name(function), len(self.places)
         if isinstance(scores, Tensor):
@@ -274,9 +274,9 @@ class _RewardCall:
         """Return a copy of the arguments of a function, so that changes do not affect other functions or the log."""
         known = function.parameters
         arguments = {**self.arguments, "log_metric": self.arguments["log_metric"](function)}
-        return {name: _copied(value) for name, value in arguments.items() if known is None or name in known}
+        return {name: _copy_value(value) for name, value in arguments.items() if known is None or name in known}
 
-    def _failed(self, function: RewardFunction, error: BaseException) -> UserError:
+    def _error(self, function: RewardFunction, error: BaseException) -> UserError:
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
         at = f", line {own[-1].lineno}" if own else ""
@@ -331,11 +331,11 @@ def _is_reserved(name: str, functions: Sequence[str]) -> bool:
     return name in _RESERVED_METRICS | of_functions or name.startswith(_RESERVED_PREFIXES)
 
 
-def _copied(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     """Copy lists and dicts at any depth; everything else is kept."""
     if type(value) is list:
-        return [_copied(each) for each in value]
-    return {key: _copied(each) for key, each in value.items()} if type(value) is dict else value
+        return [_copy_value(each) for each in value]
+    return {key: _copy_value(each) for key, each in value.items()} if type(value) is dict else value
 
 
 def _as_json(value: Any) -> Any:

@@ -82,7 +82,7 @@ def load_rewards(
     names: dict[str, int] = {}
     for at, entry in enumerate(functions or []):
         try:
-            call, name, place, digest = _resolved(entry, [Path.cwd(), *folders])
+            call, name, place, digest = _resolve(entry, [Path.cwd(), *folders])
         except UserError as error:
             problems += error.problems
             continue
@@ -141,7 +141,7 @@ def missing_columns(
 # --- one entry --------------------------------------------------------------------------------------------------------
 
 
-def _resolved(entry: Any, folders: Sequence[Path]) -> tuple[Callable[..., Any], str, str, str]:
+def _resolve(entry: Any, folders: Sequence[Path]) -> tuple[Callable[..., Any], str, str, str]:
     """Return (function, name in the log, place, digest of its source)."""
     if isinstance(entry, Mapping):
         if len(entry) != 1 or not isinstance(next(iter(entry.values())), Mapping | None):

@@ -100,7 +100,7 @@ def collator_of(
     if options.image_cache == "disk":
         tensors = _on_disk(options, family, processor, tensors)
     left_out = _damaged_image_handler(options, family, processor, tensors)
-    prepared = _prepared(options, left_out or tensors, getattr(family.processor, "temporal_patch_size", 1))
+    prepared = _make_prepare(options, left_out or tensors, getattr(family.processor, "temporal_patch_size", 1))
     # Whether or not features are cached, so that they are equal. With FSDP each process runs the tower once.
     one_by_one = computes_one_by_one(model, layout) and parallel_name(options) not in ("fsdp", "deepspeed")
     cache = prepared if isinstance(prepared, ImagePrefetcher) and not layout.needs_row else None
@@ -157,7 +157,7 @@ def _check_single_rows(options: RunOptions, model: Any) -> list[Problem]:
 
 
 def _tensors(family: Family, processor: ImageProcessor, image: Any) -> Tensors:
-    return processor.tensors(family.prepared(image))
+    return processor.tensors(family.prepare(image))
 
 
 def _on_disk(options: RunOptions, family: Family, processor: ImageProcessor, tensors: Prepare) -> ImageDiskCache:
@@ -183,7 +183,7 @@ def _damaged_image_handler(
     return SkipDamagedImages(tensors, blank)
 
 
-def _prepared(options: RunOptions, prepare: Prepare, num_frames: int) -> Prepare:
+def _make_prepare(options: RunOptions, prepare: Prepare, num_frames: int) -> Prepare:
     """Return the function image -> tensors; in threads ahead of time, unless worker processes collate."""
     if options.dataloader_num_workers:
         return prepare

@@ -41,12 +41,12 @@ class SkipDamagedImages:
         for row in rows:
             for image in images_of(row):
                 prepare(image)
-        return [self._unlearned(row) if self._has_damaged(row) else row for row in rows]
+        return [self._without_labels(row) if self._has_damaged(row) else row for row in rows]
 
     def _has_damaged(self, row: Row) -> bool:
         return any(image.identity in self.damaged for image in images_of(row))
 
-    def _unlearned(self, row: Row) -> Row:
+    def _without_labels(self, row: Row) -> Row:
         return {**row, "labels": [IGNORE_INDEX] * len(row["labels"])}
 
     def _note(self, image: Any, error: UserError) -> None:

@@ -28,7 +28,7 @@ from burnish.parallel import checks as _parallel_checks  # noqa: F401  registers
 from burnish.parallel.deepspeed.settings import zero_stage
 from burnish.parallel.precision import autocast_dtype
 from burnish.parallel.selection import device_of, parallel_name
-from burnish.report.pace import counted
+from burnish.report.pace import format_count
 from burnish.run.plan.options import RunOptions
 
 
@@ -320,7 +320,7 @@ def step_notes(options: RunOptions, steps: StepPlan) -> list[str]:
     if steps.rows is None or steps.rows >= steps.rows_per_step:
         return []
     return [
-        f"The training set ({counted(steps.rows, 'row')}) is smaller than the effective batch size "
+        f"The training set ({format_count(steps.rows, 'row')}) is smaller than the effective batch size "
         f"({steps.rows_per_step:,}): each epoch is one step. "
         "For more steps, reduce per_device_train_batch_size or gradient_accumulation_steps."
     ]

@@ -25,7 +25,7 @@ from burnish.config.bounds import LARGEST_CONFIG_BYTES, MOST_NODES
 from burnish.config.conversion import num_nodes
 from burnish.config.errors import Problem, UserError, did_you_mean
 from burnish.config.options import RawValue
-from burnish.utils.files import expanded, special_file_kind
+from burnish.utils.files import expand_user, special_file_kind
 
 COMMAND_LINE = "the command line"
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
@@ -46,7 +46,7 @@ never does."""
 
 def _with_home(values: dict[str, RawValue]) -> dict[str, RawValue]:
     return {
-        key: RawValue(str(expanded(item.value)), item.where)
+        key: RawValue(str(expand_user(item.value)), item.where)
         if key in PLACES and isinstance(item.value, str) and item.value.startswith("~")
         else item
         for key, item in values.items()
@@ -88,7 +88,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, dict[str, Ra
             if key == "config":
                 files += values
             else:
-                flags[_key(key)] = RawValue(_joined(values), COMMAND_LINE)
+                flags[_key(key)] = RawValue(_join_values(values), COMMAND_LINE)
         elif re.match(r"[A-Za-z_][\w-]*=", word):
             key, _, value = word.partition("=")
             flags[_key(key)] = RawValue(value, COMMAND_LINE)
@@ -112,7 +112,7 @@ def _take_values(waiting: list[str]) -> list[str]:
     return values
 
 
-def _joined(values: list[str]) -> Any:
+def _join_values(values: list[str]) -> Any:
     if not values:
         return "true"
     return values[0] if len(values) == 1 else values
@@ -184,7 +184,7 @@ def _dataset_hint(path: Path) -> str:
 
 def _text_of(path: Path) -> str:
     if path.is_dir():
-        raise UserError(f'Expected a .yaml or .json file. "{path}" is a folder.{_listed(path)}')
+        raise UserError(f'Expected a .yaml or .json file. "{path}" is a folder.{_list_configs(path)}')
     if kind := special_file_kind(path):
         raise UserError(f'Expected a .yaml or .json file. "{path}" is {kind}.')
     if not path.is_file():
@@ -210,10 +210,10 @@ def _nearest_file(path: Path) -> str:
     if not folder.is_dir():
         return f' Its folder "{folder}" does not exist either.'
     guess = did_you_mean(path.name, [file.name for file in _configs(folder)])
-    return guess or _listed(folder)
+    return guess or _list_configs(folder)
 
 
-def _listed(folder: Path) -> str:
+def _list_configs(folder: Path) -> str:
     names = [file.name for file in _configs(folder)]
     if not names:
         return f' "{folder.resolve()}" contains no .yaml or .json file.'
@@ -349,7 +349,7 @@ def _top_level_value(node: yaml.Node) -> Any:
     if isinstance(node, yaml.ScalarNode):
         nothing = node.style is None and node.value in {"", "~", "null", "Null", "NULL"}
         return None if nothing else node.value
-    return _nested(node)
+    return _nested_value(node)
 
 
 # Scalars inside a list or mapping have no declared type, so YAML 1.2's core schema decides. Unlike YAML 1.1, it reads
@@ -360,11 +360,11 @@ _INT = re.compile(r"[-+]?[0-9]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 
 
-def _nested(node: yaml.Node) -> Any:
+def _nested_value(node: yaml.Node) -> Any:
     if isinstance(node, yaml.MappingNode):
-        return {str(key.value): _nested(value) for key, value in _pairs(node)}
+        return {str(key.value): _nested_value(value) for key, value in _pairs(node)}
     if isinstance(node, yaml.SequenceNode):
-        return [_nested(item) for item in node.value]
+        return [_nested_value(item) for item in node.value]
     assert isinstance(node, yaml.ScalarNode)
     text = str(node.value)
     if node.style is not None:  # quoted

@@ -65,9 +65,9 @@ def _facts(spec: OptionSpec) -> Iterator[str]:
     """Yield facts about an option: ``default 8 rows``, ``one of full, freeze, lora``, ``at least 1``, ``also:
     alias``."""
     if spec.default is not None:
-        yield f"default {shown(spec.default)}{' ' + spec.unit if spec.unit else ''}"
+        yield f"default {format_value(spec.default)}{' ' + spec.unit if spec.unit else ''}"
     if spec.choices:
-        yield f"one of {', '.join(map(shown, spec.choices))}"
+        yield f"one of {', '.join(map(format_value, spec.choices))}"
     if bounds := shown_bounds(spec):
         yield bounds
     if spec.aliases:
@@ -80,11 +80,11 @@ def shown_bounds(spec: OptionSpec) -> str:
     """Return the bounds of an option, such as ``at least 1``, or "". The unit is appended if there is no default."""
     prefixes = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     bounds = [(prefixes[name], bound) for name, bound in spec.bounds.items() if bound is not None and isfinite(bound)]
-    text = " and ".join(f"{prefix} {shown(bound)}" for prefix, bound in bounds)
+    text = " and ".join(f"{prefix} {format_value(bound)}" for prefix, bound in bounds)
     return f"{text} {unit_after(bounds[-1][1], spec.unit)}".rstrip() if bounds and spec.default is None else text
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value as it would be written in YAML."""
     if value is None:
         return "none"
@@ -93,5 +93,5 @@ def shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, list):
-        return ", ".join(map(shown, value)) or "none"
+        return ", ".join(map(format_value, value)) or "none"
     return f'"{value}"' if value == "" else str(value)

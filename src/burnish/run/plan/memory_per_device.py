@@ -107,7 +107,7 @@ def terms_per_device(
             _bucket(sharing, shape, formats, trained),
         ]
     if sharing.stage == 3:
-        per_device.insert(1, _gathered(sharing, shape, formats, params, trained))
+        per_device.insert(1, _gathered_term(sharing, shape, formats, params, trained))
     return [term for term in per_device if term.num_bytes]
 
 
@@ -135,7 +135,7 @@ def _in_compute_dtype(term: Term, formats: Formats) -> Term:
     )
 
 
-def _gathered(sharing: Sharing, shape: DecoderShape, formats: Formats, params: int, trained: int) -> Term:
+def _gathered_term(sharing: Sharing, shape: DecoderShape, formats: Formats, params: int, trained: int) -> Term:
     """Return the term of gathered weights: embeddings and head, the current layer and the next one; and the full
     gradient of one layer before it is reduced."""
     ends = 2 * shape.vocabulary * shape.hidden

@@ -44,13 +44,13 @@ def _check_reference(options: RunOptions) -> list[Problem]:
 def _check_reward_model(options: RunOptions) -> list[Problem]:
     if options.reward_model is None or options.reward_model_type == "api":
         return []
-    folders = reward_model_folders(options.reward_model, options.reward_model_adapters or (), options, _found)
+    folders = reward_model_folders(options.reward_model, options.reward_model_adapters or (), options, _find_folder)
     known = [folder for folder in folders if folder is not None]
     if len(known) == len(folders):
         head_of_reward_model(options.reward_model, known)
     return []
 
 
-def _found(name: str, options: ModelOptions, option_name: str, _: Sequence[str]) -> Path | None:
+def _find_folder(name: str, options: ModelOptions, option_name: str, _: Sequence[str]) -> Path | None:
     """Return the folder of a model; None if it is on the hub and not in its cache."""
     return find_source(name, options, option_name).folder

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from burnish.config.checks import CHECKS, NOTES, Check, Notes
-from burnish.config.errors import Problem, UserError, renamed
+from burnish.config.errors import Problem, UserError, rename_options
 from burnish.config.options import OptionSpec, RawValue, build, changed_options, convert, raise_if, specs
 from burnish.losses.base import OBJECTIVES
 from burnish.parallel.process_counts import launcher_problems
@@ -55,7 +55,7 @@ class Plan:
         """Return the place where an option was set, or "" if it has its default value."""
         return self.provenance.get(name, "")
 
-    def changed(self) -> Iterator[tuple[OptionSpec, Any, str]]:
+    def non_default_options(self) -> Iterator[tuple[OptionSpec, Any, str]]:
         """Return the options that differ from their defaults: declaration, value, place."""
         declared = specs(RunOptions)
         return (
@@ -77,7 +77,7 @@ def plan(values: Mapping[str, RawValue], extra_checks: Sequence[Check] = ()) -> 
     raise_if(launcher_problems())
     present, problems, foreign = take_unsupported(values, {**specs(RunOptions), **aliases()})
     present = _with_variant_stage(present)
-    present, option_names, twice = _renamed(present)
+    present, option_names, twice = _rename_options(present)
     names_used = {option: name for name, option in option_names.items()}  # messages show the names of the stage
     options, wrong = build(RunOptions, present)
     provenance = provenance_of(present)
@@ -91,14 +91,18 @@ def plan(values: Mapping[str, RawValue], extra_checks: Sequence[Check] = ()) -> 
     problems += [*twice, *wrong, *run_checks(component_checks())]
     if problems:
         reported = (
-            replace(problem, what=renamed(problem.what, names_used), remedy=renamed(problem.remedy, names_used))
+            replace(
+                problem,
+                what=rename_options(problem.what, names_used),
+                remedy=rename_options(problem.remedy, names_used),
+            )
             for problem in [*problems, *run_checks(extra_checks)]
         )
         raise UserError(dict.fromkeys(reported))
     return Plan(
         options=options,
         provenance=MappingProxyType(provenance),
-        notes=(*foreign, *(renamed(note, names_used) for note in _notes(present, options))),
+        notes=(*foreign, *(rename_options(note, names_used) for note in _notes(present, options))),
         world_size=launcher_number("WORLD_SIZE", 1),
     )
 
@@ -118,7 +122,7 @@ def _with_variant_stage(values: Mapping[str, RawValue]) -> dict[str, RawValue]:
     return dict(values)
 
 
-def _renamed(values: Mapping[str, RawValue]) -> tuple[dict[str, RawValue], Mapping[str, str], list[Problem]]:
+def _rename_options(values: Mapping[str, RawValue]) -> tuple[dict[str, RawValue], Mapping[str, str], list[Problem]]:
     """Replace names that have a stage-specific meaning (``StageObjective.option_names``).
 
     Returns the values, the mapping from these names to options, and a problem for each option that is set under both

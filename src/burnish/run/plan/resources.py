@@ -20,11 +20,11 @@ from burnish.config.errors import Problem
 from burnish.kernels.cross_entropy import logits_bytes
 from burnish.loop.schedule import StepPlan, steps_of
 from burnish.losses.base import OBJECTIVES
-from burnish.models.quantization.quantize import quantized_by
+from burnish.models.quantization.quantize import quantization_method_of
 from burnish.optim.builtin import Turns, create_optimizer, keeps_load_precision, planned_turns
 from burnish.parallel.precision import autocast_dtype, frozen_dtype, loaded_dtype, name_of
 from burnish.parallel.selection import device_of
-from burnish.report.pace import counted
+from burnish.report.pace import format_count
 from burnish.run.plan.checks import trains
 from burnish.run.plan.memory import (
     DecoderShape,
@@ -110,7 +110,9 @@ def load_dtype(options: RunOptions, config: Any, is_frozen: bool = False) -> tor
     """
     in_files = loaded_dtype(config)
     stored = frozen_dtype(options, device_of(options), in_files) if is_frozen else storage_dtype(options, config)
-    is_kept = stored == in_files or (quantized_by(config) and stored == torch.float32)  # its kernels choose their dtype
+    is_kept = stored == in_files or (
+        quantization_method_of(config) and stored == torch.float32
+    )  # its kernels choose their dtype
     return "auto" if is_kept else stored
 
 
@@ -323,7 +325,7 @@ def check_disk(options: RunOptions, config: Any, sizes: Sizes, formats: Formats,
     if needed <= free:
         return []
     num_checkpoints = _checkpoints_kept(options, steps)
-    more = f", {counted(num_checkpoints, 'checkpoint')} and one being written" if num_checkpoints else ""
+    more = f", {format_count(num_checkpoints, 'checkpoint')} and one being written" if num_checkpoints else ""
     return [
         Problem(
             f'Not enough disk space in output_dir "{options.output_dir}": {shown_bytes(free)} free. '

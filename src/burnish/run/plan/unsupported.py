@@ -42,7 +42,7 @@ def take_unsupported(
         values: option values with their places.
         known: names that burnish supports, which are never removed.
     """
-    values = _negated(values, known)
+    values = _negate_flags(values, known)
     for key, item in values.items():
         if has_secret_name(key):
             keep_secret(item.value)
@@ -74,7 +74,7 @@ def take_unsupported(
     return {key: item for key, item in values.items() if key not in {**foreign, **chosen}}, problems, notes
 
 
-def _negated(values: Mapping[str, RawValue], known: Mapping[str, Any]) -> dict[str, RawValue]:
+def _negate_flags(values: Mapping[str, RawValue], known: Mapping[str, Any]) -> dict[str, RawValue]:
     """Replace a flag such as ``--no_enable_thinking`` by ``enable_thinking: false``.
 
     transformers' argument parser has such a flag, without a value, for each switch that is on by default.

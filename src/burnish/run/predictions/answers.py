@@ -166,7 +166,7 @@ def _of_all_ranks(run: Loop, answers: Mapping[int, list[int]], number: int) -> l
         return [answers[at] for at in range(number)]
     rows = [answers.get(at, []) for at in range(parallel.rank, parallel.rank + number, parallel.world_size)]
     rows = rows[: -(-number // parallel.world_size)]
-    gathered = _gathered(parallel, rows)
+    gathered = _gather_rows(parallel, rows)
     return [gathered[at % parallel.world_size * len(rows) + at // parallel.world_size] for at in range(number)]
 
 
@@ -194,10 +194,10 @@ def _answers(run: Loop, questions: Sequence[Question], indices: Sequence[int], c
     prompts = [questions[index].prompt for index in indices]
     with parallel.precision(), parallel.generating(run.model):
         generated = generate(model, prompts, config, context_length(model.config))
-    return generated if parallel.world_size == 1 else _gathered(parallel, generated)
+    return generated if parallel.world_size == 1 else _gather_rows(parallel, generated)
 
 
-def _gathered(parallel: Parallel, rows: Sequence[list[int]]) -> list[list[int]]:
+def _gather_rows(parallel: Parallel, rows: Sequence[list[int]]) -> list[list[int]]:
     """Gather rows of all ranks, in rank order. Every rank must have the same number of rows."""
     longest = max(1, *map(len, rows))
     padded = torch.tensor([ids + [IGNORE_INDEX] * (longest - len(ids)) for ids in rows], device=parallel.device)

@@ -14,7 +14,7 @@ import torch
 
 from burnish.loop.loop import Loop
 from burnish.report.console import note
-from burnish.report.pace import counted
+from burnish.report.pace import format_count
 from burnish.report.results import write_text_atomically
 
 ANSWERS_NAME = "generated_predictions"
@@ -62,7 +62,7 @@ def write_scores(run: Loop, folder: Path) -> None:
             lines = dict(line for of_rank in gathered for line in of_rank)
             records = ({"record": number + 1, **lines[number]} for number in sorted(lines))
             write_text_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
-            note(f"The scores of {counted(len(lines), 'pair')} were saved to {path}.")
+            note(f"The scores of {format_count(len(lines), 'pair')} were saved to {path}.")
 
 
 @torch.no_grad()

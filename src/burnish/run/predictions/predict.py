@@ -23,7 +23,7 @@ from burnish.loop.types import Example
 from burnish.losses.base import OBJECTIVES
 from burnish.models.generate import generation_config
 from burnish.report.console import note
-from burnish.report.pace import counted
+from burnish.report.pace import format_count
 from burnish.report.results import save_metrics
 from burnish.run.plan.checks import may_stream
 from burnish.run.plan.files import record_needs
@@ -110,7 +110,7 @@ def predict(
     full = [at for at, question in enumerate(questions) if not has_room(run, question, config)]
     if full:
         note(
-            f"{len(full)} of {counted(len(questions), 'prompt')} leave no room for a response within the model's "
+            f"{len(full)} of {format_count(len(questions), 'prompt')} leave no room for a response within the model's "
             "context or max_length; their predictions are empty and not part of the metrics."
         )
     compared = [at for at, question in enumerate(questions) if question.label is not None and at not in full]
@@ -129,11 +129,11 @@ def predict(
         write_answers(path, prompts, texts[: len(labels)], labels, several, images)
         if partial is not None:
             partial.unlink(missing_ok=True)
-        written = f"{counted(len(texts), 'response')} in {path}"
+        written = f"{format_count(len(texts), 'response')} in {path}"
         note(": ".join(filter(None, (written, ", ".join(f"{k} {v:g}" for k, v in metrics.items())))) + ".")
         if missing := sum(question.label is None for question in questions):
             verb = "has" if missing == 1 else "have"
-            note(f"{missing} of {counted(len(questions), 'record')} {verb} no reference response.")
+            note(f"{missing} of {format_count(len(questions), 'record')} {verb} no reference response.")
     num_batches = -(-len(questions) // options.per_device_eval_batch_size)
     return metrics | clock.rates(prefix, num_rows=len(questions), num_steps=num_batches)
 

@@ -25,7 +25,7 @@ from burnish.config.errors import Problem
 from burnish.data.sets.dataset_info import local_files
 from burnish.loop.events import TrainerCallback
 from burnish.run.plan.options import RunOptions
-from burnish.utils.files import LOCK, expanded, remove
+from burnish.utils.files import LOCK, expand_user, remove
 
 EARLIER_RUN = ".earlier-run"
 _BACKUP_FOLDER = ".earlier-run.incomplete"
@@ -82,7 +82,7 @@ def problems_of_sources(options: RunOptions) -> list[Problem]:
             option=(name, "output_dir"),
         )
         for name, source in _sources(options)
-        if _would_be_removed(expanded(source), folder)
+        if _would_be_removed(expand_user(source), folder)
     ]
 
 

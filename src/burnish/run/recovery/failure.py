@@ -28,7 +28,7 @@ from burnish.config.secrets import without_secrets
 from burnish.report import console
 from burnish.report.metadata import is_of_this_process, write_failure
 from burnish.report.streams import OutputError, redirect_to_null, say
-from burnish.utils.activity import Activity, interrupted_by
+from burnish.utils.activity import Activity, interrupted_activity
 from burnish.utils.environment import count_in
 from burnish.utils.files import error_number
 
@@ -50,7 +50,7 @@ def explain_failure(error: BaseException, output_dir: str | None, debug: bool = 
     if debug:
         say("".join(traceback.format_exception(error)), sys.stderr)
     if isinstance(error, KeyboardInterrupt):
-        return _interrupted(output_dir)
+        return _report_interruption(output_dir)
     if isinstance(error, BrokenPipeError):
         redirect_to_null(sys.stdout)
         return 128 + signal.SIGPIPE  # for example, burnish explain | head: the reader is gone, no message is needed
@@ -87,7 +87,7 @@ def _known_cause(error: BaseException, output_dir: str | None) -> UserError | Pr
         explained = cause if isinstance(cause, UserError) else failure_in_words(cause, output_dir)
         if explained is not None:
             return explained
-    return _unexpected(error, output_dir)
+    return _unexpected_error(error, output_dir)
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
@@ -198,7 +198,7 @@ _BYTES = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2
 
 
 def _out_of_memory(error: BaseException) -> Problem:
-    needed, free = _requested(str(error)), _free(str(error))
+    needed, free = _requested_bytes(str(error)), _free(str(error))
     sizes = [f"{_size(needed)} requested" if needed else "", f"{_size(free)} free" if free else ""]
     figures = " and ".join(word for word in sizes if word)
     by, helps = _memory_advice(error)
@@ -240,7 +240,7 @@ _ADVICE = {
 
 def _memory_advice(error: BaseException) -> tuple[str, str]:
     """Return when memory ran out, with the size of the micro-batch, and settings that help."""
-    interrupted = interrupted_by(error)
+    interrupted = interrupted_activity(error)
     if interrupted is None:
         return "", _SMALLER_BATCH
     when, helps = _ADVICE[interrupted.activity]
@@ -248,7 +248,7 @@ def _memory_advice(error: BaseException) -> tuple[str, str]:
     return f" {when}{size}", helps
 
 
-def _requested(text: str) -> int | None:
+def _requested_bytes(text: str) -> int | None:
     """Parse the bytes in ``you tried to allocate 4398046511104 bytes`` or ``Tried to allocate 20.00 GiB``."""
     return _amount(re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", text))
 
@@ -290,7 +290,7 @@ def _size(count: int) -> str:
 # --- signals and unexpected errors ------------------------------------------------------------------------------------
 
 
-def _interrupted(output_dir: str | None) -> int:
+def _report_interruption(output_dir: str | None) -> int:
     partial_files = sorted(Path(output_dir).glob("*.partial.jsonl")) if output_dir is not None else []
     answers = (
         f"The responses so far are in {partial_files[0]}; run the same command again to resume."
@@ -301,10 +301,10 @@ def _interrupted(output_dir: str | None) -> int:
     return 128 + signal.SIGINT
 
 
-def _unexpected(error: BaseException, output_dir: str | None) -> Problem:
+def _unexpected_error(error: BaseException, output_dir: str | None) -> Problem:
     """Return a problem with error type, first line of its message, deepest location in burnish, and checkpoint."""
     first = next(iter(str(error).strip().splitlines()), "")
-    what = f"{type(error).__name__}: {_truncated(first, 300)}" if first else type(error).__name__
+    what = f"{type(error).__name__}: {_truncate_line(first, 300)}" if first else type(error).__name__
     inside = f"{os.sep}burnish{os.sep}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if inside in frame.filename]
     safe = newest_checkpoint_message(output_dir)
@@ -321,7 +321,7 @@ def _sentence(text: str) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
-def _truncated(text: str, width: int) -> str:
+def _truncate_line(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 3]}..."
 
 

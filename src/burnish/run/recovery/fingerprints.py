@@ -21,7 +21,7 @@ from burnish.adapters.base import ADAPTERS
 from burnish.checkpoint.comparison import EVALUATION, MAY_CHANGE
 from burnish.config.options import specs
 from burnish.config.registry import Registry
-from burnish.config.secrets import masked_json_without_environment
+from burnish.config.secrets import mask_json_without_environment
 from burnish.data.chat.table import TEMPLATES
 from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
 from burnish.data.sets.formats import FORMATS
@@ -148,7 +148,7 @@ def fingerprints_of(plan: Plan, contents: Mapping[str, Any], steps: StepPlan) ->
         base, *adapters = map(str, folders)
         prints["reward_model"] = model_fingerprint(base, options, "reward_model", reads_text=True)
         prints["reward_model_adapters"] = adapters_fingerprint(adapters, options, "reward_model_adapters")
-    found: dict[str, Any] = masked_json_without_environment(
+    found: dict[str, Any] = mask_json_without_environment(
         prints
         | plugin_code(options)
         | {

@@ -20,7 +20,7 @@ from burnish.config.errors import Problem, UserError
 from burnish.config.options import raise_if, specs
 from burnish.loop.schedule import StepPlan
 from burnish.loop.state import STATE_NAME, TrainerState, load_state
-from burnish.report.pace import counted
+from burnish.report.pace import format_count
 from burnish.report.results import write_text_atomically
 from burnish.run.plan.checks import trains
 from burnish.run.plan.options import RunOptions
@@ -58,7 +58,7 @@ def start_of(plan: Plan, fingerprints: Callable[[], Mapping[str, Any]], steps: S
     options = plan.options
     newest, notes = checkpoint_to_resume(options)
     if newest is None:
-        return Start(notes=tuple(notes), done=finished_before(options, fingerprints, steps))
+        return Start(notes=tuple(notes), done=finished_message_without_checkpoints(options, fingerprints, steps))
     notes += compare_with_checkpoint(newest, fingerprints(), options.resume_despite_changes, may_change(options))
     return Start(newest, tuple(notes), nothing_left_to_do(options, newest, fingerprints, steps))
 
@@ -135,25 +135,25 @@ def nothing_left_to_do(
     if state is None:
         return ""
     done = read_finished(folder)
-    if ended_early(done):
+    if has_stopped_early(done):
         before, now = done["fingerprints"]["early_stopping_steps"], options.early_stopping_steps
         if now is None or now > before:
             return ""
         if state.max_steps < steps.max_steps:
-            raise UserError(_ended_early(folder, state.global_step))
+            raise UserError(_early_stopping_problem(folder, state.global_step))
     elif state.max_steps < steps.max_steps:
         return ""
     refuse_changes_after_the_end(options, done, fingerprints())
     return finished_message(folder, done)
 
 
-def ended_early(done: Mapping[str, Any]) -> bool:
+def has_stopped_early(done: Mapping[str, Any]) -> bool:
     """Return whether early stopping ended a finished run. Another callback may have ended it as well."""
     stops_early = done["fingerprints"].get("early_stopping_steps") is not None
     return stops_early and bool(done["global_step"] < done["max_steps"])
 
 
-def _ended_early(folder: Path, step: int) -> Problem:
+def _early_stopping_problem(folder: Path, step: int) -> Problem:
     return Problem(
         f"early stopping ended this run at step {step}, so more steps have no effect.",
         where=str(folder),
@@ -184,7 +184,7 @@ def refuse_changes_after_the_end(options: RunOptions, done: Mapping[str, Any], n
 
 def _fewer_steps(folder: Path, last: int, steps: StepPlan) -> Problem:
     return Problem(
-        f"the run has already completed {counted(last, 'step')}, but max_steps or num_train_epochs requests "
+        f"the run has already completed {format_count(last, 'step')}, but max_steps or num_train_epochs requests "
         f"{steps.max_steps}.",
         where=str(folder),
         remedy="Set a different output_dir, or set overwrite_output_dir: true to start over.",
@@ -192,7 +192,9 @@ def _fewer_steps(folder: Path, last: int, steps: StepPlan) -> Problem:
     )
 
 
-def finished_before(options: RunOptions, fingerprints: Callable[[], Mapping[str, Any]], steps: StepPlan) -> str:
+def finished_message_without_checkpoints(
+    options: RunOptions, fingerprints: Callable[[], Mapping[str, Any]], steps: StepPlan
+) -> str:
     """Return a message why a run without checkpoints is finished, or "" if it has not begun.
 
     Raises:
@@ -213,7 +215,7 @@ def finished_before(options: RunOptions, fingerprints: Callable[[], Mapping[str,
         raise UserError(_missing_files_problem(folder, lost))
     if done["max_steps"] < steps.max_steps:
         raise UserError(
-            f"this run ended after {counted(done['global_step'], 'step')} and kept no checkpoint, so it cannot "
+            f"this run ended after {format_count(done['global_step'], 'step')} and kept no checkpoint, so it cannot "
             f"be extended to step {steps.max_steps}.",
             where=str(folder),
             remedy="Set a different output_dir, or set overwrite_output_dir: true to start over.",
@@ -304,7 +306,7 @@ def finished_state(folder: Path) -> TrainerState | None:
 
 
 def finished_message(folder: Path, done: Mapping[str, Any]) -> str:
-    limits = "early_stopping_steps" if ended_early(done) else "num_train_epochs or max_steps"
+    limits = "early_stopping_steps" if has_stopped_early(done) else "num_train_epochs or max_steps"
     return (
         f"{folder} contains this run, which finished at step {done['global_step']}: there is nothing to do.\n"
         f"  To train further, increase {limits}. For a run with other settings, set a different output_dir, or set "

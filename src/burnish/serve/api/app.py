@@ -218,7 +218,7 @@ class Routes:
         """Return the request with the images that it names by URL or path included."""
         if not self.images.needs(request_body):
             return request_body
-        return await asyncio.wrap_future(self.state.opening.submit(self.images.opened, request_body))
+        return await asyncio.wrap_future(self.state.opening.submit(self.images.load_images, request_body))
 
     def _headers(self, ignored: tuple[str, ...]) -> dict[str, str]:
         if not ignored:
@@ -313,7 +313,7 @@ class Routes:
             message = f'"{model}" is not a reward model; this endpoint requires one.'
             raise APIError(405, "model_cannot_score", message, headers={"Allow": ""})
         most = min(body_fields.max_length or service.served.context, service.served.context)
-        request_body = [self._scored(model, place, text) for place, text in enumerate(body_fields.messages)]
+        request_body = [self._scoring_input(model, place, text) for place, text in enumerate(body_fields.messages)]
         ids: list[list[int]] = []
         for place, text in enumerate(request_body):
             param = f"messages[{place}]"
@@ -334,7 +334,7 @@ class Routes:
         found = {"id": f"scoreval-{secrets.token_hex(12)}", "object": "score.evaluation", "model": model}
         return Json({**found, "scores": scores})
 
-    def _scored(self, model: str, place: int, text: Any) -> Any:
+    def _scoring_input(self, model: str, place: int, text: Any) -> Any:
         """Return one input of a scoring request: a text, or the messages of a conversation with its response."""
         if isinstance(text, str):
             return text

@@ -88,7 +88,7 @@ def _api_error_of(found: Any) -> APIError:
     kind, value, context = found["type"], found["input"], found.get("ctx", {})
     path = _path(found["loc"]) + context.get("at", "")
     path = path.removeprefix(".")
-    received = f"Received: {shown(value)}."
+    received = f"Received: {format_value(value)}."
     if kind == "problem":
         return api_error(context["code"], path, context["message"])
     if kind == "missing":
@@ -115,6 +115,6 @@ def _path(places: Sequence[int | str]) -> str:
     return "".join(parts).removeprefix(".")
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     text = value if isinstance(value, str) else str(value)
     return f'"{text[:80]}"' if isinstance(value, str) else text[:80]

@@ -74,7 +74,7 @@ class CompletionService:
             APIError: 429 if they cannot be finished in time at the current rate, or too many requests are queued.
         """
         facts = self.served.engine.facts()
-        owed = sum(self._owed(choice) for answer in self.in_progress for choice in answer.choices)
+        owed = sum(self._max_remaining_tokens(choice) for answer in self.in_progress for choice in answer.choices)
         would_wait, rate = facts.running >= facts.slots, facts.tokens_per_second
         if would_wait and rate > 0 and owed / rate > self.timeout_s:
             raise queue_full(owed / rate)
@@ -83,7 +83,7 @@ class CompletionService:
         self.in_progress.add(answer)
         return answer
 
-    def _owed(self, choice: Choice) -> int:
+    def _max_remaining_tokens(self, choice: Choice) -> int:
         """Return the number of tokens that may have to be generated before a new request: none for choices that are
         not submitted yet, because they follow it in the queue.
         """
@@ -134,7 +134,7 @@ class CompletionService:
         if any(not 0 <= token < self.served.vocab_size for token in prompt):
             message = f"The prompt contains a token id outside the vocabulary (size {self.served.vocab_size:,})."
             raise APIError(400, "invalid_value", message, param="prompt")
-        sampling = self.served.loaded.defaults.changed(request.sampling)
+        sampling = self.served.loaded.defaults.with_settings(request.sampling)
         if request.seed is not None:
             sampling = replace(sampling, seed=request.seed + index)
         return GenerationRequest(

@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 from burnish.serve.api.messages import ChatMessage, TextPart
 from burnish.serve.api.requests import ChatRequest
 from burnish.serve.http.errors import APIError
-from burnish.serve.http.fetching import NotFetchedError, fetched
+from burnish.serve.http.fetching import NotFetchedError, fetch
 
 FETCH_TIMEOUT_S = 10.0
 URLS_DISABLED = "is a URL, and this server does not fetch URLs. Send a data URI. (See the option allow_image_urls.)"
@@ -45,7 +45,7 @@ class ImageAccess:
         """Return whether any image must be fetched, read from a file, or rejected."""
         return any(self._is_elsewhere(part) for message in request.messages for part in message.parts)
 
-    def opened(self, request: ChatRequest) -> ChatRequest:
+    def load_images(self, request: ChatRequest) -> ChatRequest:
         """Return the request with all images as data URIs.
 
         Raises:
@@ -85,7 +85,7 @@ class ImageAccess:
             if not self.hosts:
                 raise access_disabled_error(url, param)
             try:
-                return fetched(url, self.hosts, self.most_bytes, FETCH_TIMEOUT_S)
+                return fetch(url, self.hosts, self.most_bytes, FETCH_TIMEOUT_S)
             except NotFetchedError as error:
                 raise _refusal(str(error), param) from None
         if self.root is None:

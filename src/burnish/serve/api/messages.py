@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Tag, model_validator
 
-from burnish.serve.api.body import TEXT_OR_OTHER, Body, problem, shown
+from burnish.serve.api.body import TEXT_OR_OTHER, Body, format_value, problem
 
 MOST_MESSAGES, MOST_TOOLS, MOST_CALLS, MOST_PARTS = 4096, 128, 128, 1024
 MOST_IMAGES = 64
@@ -47,7 +47,7 @@ class TextPart(Body):
         return self
 
 
-def _joined(content: str | list[TextPart]) -> str | list[TextPart]:
+def _join_content(content: str | list[TextPart]) -> str | list[TextPart]:
     """Return the content as text, or as a list of parts if there are images."""
     if isinstance(content, str) or any(part.image_url for part in content):
         return content
@@ -63,7 +63,7 @@ def _arguments_as_json(value: Any) -> Any:
     except (ValueError, RecursionError):
         is_object = False
     if not is_object:
-        raise problem("invalid_value", f"must be a JSON object as a string. Received: {shown(value)}.")
+        raise problem("invalid_value", f"must be a JSON object as a string. Received: {format_value(value)}.")
     return value or "{}"
 
 
@@ -86,7 +86,7 @@ class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         Annotated[str, Tag("·text")] | Annotated[list[TextPart], Field(max_length=MOST_PARTS), Tag("·other")],
-        TEXT_OR_OTHER, AfterValidator(_joined),
+        TEXT_OR_OTHER, AfterValidator(_join_content),
     ] | None = None  # fmt: skip
     reasoning_content: str = ""
     tool_calls: list[ToolCall] = Field(default=[], max_length=MOST_CALLS)

@@ -112,7 +112,7 @@ class Prompter:
             system, messages = messages[0].text, messages[1:]
         images = self._images(request.messages)
         if self.template.spec is not None:
-            messages = _joined(messages)
+            messages = _join_messages(messages)
         markers = self.template.spec.tool_call_words if self.template.spec else TemplateSpec.tool_call_words
         thoughts = self.template.spec.thought_words if self.template.spec else TemplateSpec.thought_words
         written = tuple(
@@ -236,7 +236,7 @@ class Prompter:
         return Template(template.name, changed, template.options, template.tokenizer, None, template.cutoff_len)
 
 
-def _joined(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+def _join_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Join consecutive messages of the same role with a blank line, since named templates require alternation."""
     found: list[ChatMessage] = []
     for message in messages:

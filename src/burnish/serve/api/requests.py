@@ -22,9 +22,9 @@ from burnish.serve.api.body import (
     TokenId,
     api_error,
     combine_errors,
+    format_value,
     problem,
     read,
-    shown,
 )
 from burnish.serve.api.messages import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, ChatMessage, NamedTool, Tool
 from burnish.serve.http.errors import APIError
@@ -92,7 +92,7 @@ class StreamingOptions(Body):
 def _checked_logit_bias(values: dict[str, float]) -> dict[str, float]:
     for key in values:
         if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise problem("invalid_value", f"must be a token id. Received: {shown(key)}.", f".{key[:80]}")
+            raise problem("invalid_value", f"must be a token id. Received: {format_value(key)}.", f".{key[:80]}")
     return values
 
 
@@ -257,7 +257,7 @@ class ChatRequest(BaseRequest):
             elif each.tool_call_id not in (offered if each.tool_call_id else offered and [""]):
                 ids = ", ".join(offered) or "none"
                 what = f"must be the id of a tool call in the preceding assistant message ({ids})."
-                received = f"Received: {shown(each.tool_call_id)}."
+                received = f"Received: {format_value(each.tool_call_id)}."
                 yield api_error("invalid_value", f"messages[{index}].tool_call_id", f"{what} {received}")
 
 

@@ -213,7 +213,7 @@ class Choice:
         self._has_calls |= bool(self.delta.calls)
         self.reason = self.delta.reason = "tool_calls" if self._has_calls and reason == "stop" else reason
 
-    def taken(self) -> Delta:
+    def pop_new(self) -> Delta:
         """Return and reset the parts that are new since the last call."""
         found, self.delta = self.delta, Delta()
         self._has_calls |= bool(found.calls)
@@ -324,7 +324,7 @@ class RequestAnswer:
             await self._changed.wait()
             self._changed.clear()
             for index, choice in enumerate(self.choices):
-                delta = choice.taken()
+                delta = choice.pop_new()
                 if not delta.is_empty:
                     yield index, delta
                 if choice.error is not None:

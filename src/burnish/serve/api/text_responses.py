@@ -51,7 +51,7 @@ class TextLogprobs:
             found.setdefault(self.shown(token)[0], finite(logprob))
         return found
 
-    def taken(self) -> dict[str, Any]:
+    def pop_new(self) -> dict[str, Any]:
         """Return and reset the parts that are new since the last call."""
         found = {
             "tokens": self.tokens, "token_logprobs": self.logps, "top_logprobs": self.top, "text_offset": self.offsets,
@@ -91,7 +91,7 @@ class TextResponseWriter(ResponseFields):
         found = {
             "index": index,
             "text": text if echo is None else echo.text + text,
-            "logprobs": log.taken() if self.has_logprobs else None,
+            "logprobs": log.pop_new() if self.has_logprobs else None,
             "finish_reason": delta.reason,
         }
         return {**found, "token_ids": list(delta.ids)} if self.has_ids else found

@@ -221,7 +221,7 @@ class LocalBackend:
 
         settings = dict(request.settings)
         most = settings.pop("max_new_tokens", self.loaded.max_new_tokens)
-        sampling = self.loaded.defaults.changed(settings)
+        sampling = self.loaded.defaults.with_settings(settings)
         images = {} if self.loaded.images is None else self.loaded.images.of(dict(row))
         return GenerationRequest(
             list(row["input_ids"]), most, adapter=request.adapter or BASE, sampling=sampling,

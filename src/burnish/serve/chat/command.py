@@ -22,7 +22,7 @@ from burnish.serve.chat.backends import SETTINGS, Backend, LocalBackend, Request
 from burnish.serve.chat.console import Console, history_file, is_typed
 from burnish.serve.chat.records import read_image, text_of, user_message
 from burnish.serve.chat.session import ChatSession
-from burnish.utils.files import expanded
+from burnish.utils.files import expand_user
 from burnish.utils.sigint import interruptible
 
 NEEDED = ("pydantic",)
@@ -53,7 +53,7 @@ def chat(argv: Sequence[str]) -> int:
         once = sys.stdin.read().strip() if sys.stdin is not None else ""
     if own.images and once is None:
         raise UserError("--image has no effect without --once.", remedy="In the chat, add an image with /image PATH.")
-    images = [read_image(expanded(path))[0] for path in own.images]
+    images = [read_image(expand_user(path))[0] for path in own.images]
     backend, settings, lines = _backend(own, is_quiet=once is not None)
     try:
         if once is not None:

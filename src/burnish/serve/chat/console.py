@@ -55,13 +55,13 @@ class Console:
     # --- output -------------------------------------------------------------------------------------------------------
 
     def say(self, text: str = "", color: str = "", end: str = "\n") -> None:
-        say(self.colored(visible(text), color), self.out, must=True, end=end)
+        say(self.colorize(visible(text), color), self.out, must=True, end=end)
 
     def tell(self, text: str, color: str = "") -> None:
         """Print text wrapped to the width of the terminal. Columns of tables are preserved."""
         self.say("\n".join(_wrapped_line(line) for line in text.splitlines()), color)
 
-    def colored(self, text: str, color: str) -> str:
+    def colorize(self, text: str, color: str) -> str:
         if not (color and text and self.has_colors):
             return text
         return f"\033[{_COLORS[color]}m{text}\033[0m"
@@ -74,7 +74,7 @@ class Console:
         for part in visible(text).splitlines(keepends=True):
             self._line += part
             is_code = self._in_fence or self._line.lstrip().startswith(_FENCE)
-            say(self.colored(part, "cyan") if is_code else part, self.out, must=True, end="")
+            say(self.colorize(part, "cyan") if is_code else part, self.out, must=True, end="")
             if part.endswith("\n"):
                 self._in_fence ^= self._line.lstrip().startswith(_FENCE)
                 self._line = ""
@@ -97,14 +97,14 @@ class Console:
         """
         line = self._read(prompt, prefill)
         if line.strip().startswith(_QUOTES):
-            return self._quoted(line.strip().removeprefix(_QUOTES))
+            return self._quote(line.strip().removeprefix(_QUOTES))
         lines = []
         while line.endswith("\\"):
             lines.append(line[:-1])
             line = self._read("... ")
         return "\n".join([*lines, line])
 
-    def _quoted(self, line: str) -> str:
+    def _quote(self, line: str) -> str:
         lines = []
         while not line.rstrip().endswith(_QUOTES):
             lines.append(line)

@@ -10,7 +10,7 @@ from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.utils.files import open_regular_file
-from burnish.utils.json_files import shortened
+from burnish.utils.json_files import shorten_value
 
 
 def read_record(path: Path) -> Any:
@@ -66,7 +66,7 @@ def _content_of(message: Mapping[str, Any], where: str) -> Any:
     if not isinstance(content, str) and not (isinstance(content, list) and all(map(_is_part, content))):
         raise UserError(
             f'{where} must have "content": text, or a list of parts, each {{"type": "text", "text": text}} or '
-            f'{{"type": "image_url", "image_url": {{"url": text}}}}. Received: {shortened(content)}.'
+            f'{{"type": "image_url", "image_url": {{"url": text}}}}. Received: {shorten_value(content)}.'
         )
     return content
 
@@ -112,13 +112,15 @@ def tools_of(tools: Any, where: str) -> list[dict[str, Any]]:
     if isinstance(tools, dict):
         tools = [tools]
     if not isinstance(tools or [], list):
-        raise UserError(f"{where} must contain a JSON list of tools, each with a name. Received: {shortened(tools)}.")
+        raise UserError(
+            f"{where} must contain a JSON list of tools, each with a name. Received: {shorten_value(tools)}."
+        )
     found = []
     for tool in tools or []:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise UserError(
-                f"{where} must contain a JSON list of tools, each with a name. Received: {shortened(tool)}."
+                f"{where} must contain a JSON list of tools, each with a name. Received: {shorten_value(tool)}."
             )
         found.append({"type": "function", "function": function})
     return found

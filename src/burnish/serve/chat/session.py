@@ -29,7 +29,7 @@ from burnish.serve.chat.records import (
     tools_of,
     user_message,
 )
-from burnish.utils.files import expanded
+from burnish.utils.files import expand_user
 
 
 class ChatSession:
@@ -132,7 +132,7 @@ class ChatSession:
 
     def _image(self, name: str) -> None:
         """Add an image to the next message."""
-        url, size = read_image(expanded(name))
+        url, size = read_image(expand_user(name))
         tokens = self.backend.num_tokens(url)
         self._images.append(url)
         cost = f", {tokens:,} tokens" if tokens is not None else ""
@@ -190,7 +190,7 @@ class ChatSession:
         if calls:
             found["tool_calls"] = calls
         is_empty = ended is None and len(found) == 2 and not found["content"]  # stopped before the first token
-        return found if self._measured(ended) and not is_empty else None
+        return found if self._print_measurements(ended) and not is_empty else None
 
     def _end_thought(self, thought: str, seconds: float) -> None:
         if self.thoughts == "hide":
@@ -209,7 +209,7 @@ class ChatSession:
         if calls:
             self.console.say("The call was not executed. Enter its result with /answer.", "dim")
 
-    def _measured(self, ended: AnswerEnded | None) -> bool:
+    def _print_measurements(self, ended: AnswerEnded | None) -> bool:
         """Print measurements below a response. Returns False if the response failed."""
         self.last = ended or self.last
         if ended is None:
@@ -276,7 +276,7 @@ class ChatSession:
         if text == "off":
             self.tools = []
         elif text:
-            listed = read_record(expanded(text))
+            listed = read_record(expand_user(text))
             if not isinstance(listed, list):
                 raise UserError(f"{text} must contain a JSON list of tools.")
             self.tools = [*tools_of(listed, text)]
@@ -380,7 +380,7 @@ class ChatSession:
         return {"messages": [*first, *self.messages], **({"tools": self.tools} if self.tools else {})}
 
     def _save(self, text: str) -> None:
-        path = expanded(text or time.strftime("chat-%Y%m%d-%H%M%S.jsonl"))
+        path = expand_user(text or time.strftime("chat-%Y%m%d-%H%M%S.jsonl"))
         try:
             with path.open("x", encoding="utf-8") as file:
                 file.write(json.dumps(self.record(), ensure_ascii=False) + "\n")
@@ -391,7 +391,7 @@ class ChatSession:
         self.console.say(f"Written: {path}", "dim")
 
     def _load(self, text: str) -> None:
-        self.system, loaded, tools = conversation_of(read_record(expanded(text)), text)
+        self.system, loaded, tools = conversation_of(read_record(expand_user(text)), text)
         self.messages, self.tools = [*loaded], [*tools]
         self.console.say(f"{len(self.messages)} messages loaded.", "dim")
 

@@ -93,7 +93,7 @@ def evaluate(argv: Sequence[str]) -> int:
     subjects = local_tasks(options.task, options.task_dir, options.lang, options.n_shot, draws)
     check_harness()
     with report_full_disk(Path(options.save_dir or ""), FREE_SOME_SPACE):
-        done = [_measured(serving, options, subjects, len(servings) > 1) for serving in servings]
+        done = [_evaluate_model(serving, options, subjects, len(servings) > 1) for serving in servings]
     if len(servings) > 1:
         for line in comparison_table([serving.name for serving in servings], subjects, done):
             note(line)
@@ -116,7 +116,7 @@ def _problems(options: EvalOptions, serving: Serving) -> list[Problem]:
     return []
 
 
-def _loaded(serving: Serving, options: EvalOptions) -> tuple[LoadedModel, Scheduler]:
+def _load_model(serving: Serving, options: EvalOptions) -> tuple[LoadedModel, Scheduler]:
     infer_options = serving.options
     if infer_options.template == "none":
         infer_options = replace(infer_options, template="fewshot", missing_control_tokens="split")
@@ -148,9 +148,9 @@ def _facts(loaded: LoadedModel, options: EvalOptions, subjects: Sequence[Subject
     }  # fmt: skip
 
 
-def _measured(serving: Serving, options: EvalOptions, subjects: Sequence[Subject], is_one_of: bool) -> Any:
+def _evaluate_model(serving: Serving, options: EvalOptions, subjects: Sequence[Subject], is_one_of: bool) -> Any:
     """Return one model's responses to all questions. Saved responses are reused."""
-    loaded, loop = _loaded(serving, options)
+    loaded, loop = _load_model(serving, options)
     facts = _facts(loaded, options, subjects)
     folder = _folder_of(serving, options, is_one_of)
     answers = SavedAnswers(folder, facts)
@@ -181,7 +181,7 @@ def _folder_of(serving: Serving, options: EvalOptions, is_one_of: bool) -> Path 
 
 def _through_harness(serving: Serving, options: EvalOptions, is_one_of: bool) -> None:
     assert options.task is not None
-    loaded, loop = _loaded(serving, options)
+    loaded, loop = _load_model(serving, options)
     model = EngineModel(loop, loaded.template, loaded.form, loaded.name, loaded.options.seed)
     tasks = options.task.removeprefix(HARNESS).split(",")
     own = Path(options.task_dir) if Path(options.task_dir).is_dir() else None

@@ -24,7 +24,7 @@ from burnish.run.plan.config_files import COMMAND_LINE
 from burnish.run.plan.files import ANY_RECORDS
 from burnish.run.plan.plan import locate_problems, plan
 from burnish.serve.command_line import Serving, paths_of, servings_of
-from burnish.utils.files import expanded, problems_of_folder, report_full_disk
+from burnish.utils.files import expand_user, problems_of_folder, report_full_disk
 from burnish.utils.json_files import read_object
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def predict_sets(argv: Sequence[str]) -> int:
 def default_results_folder(argv: Sequence[str], servings: Sequence[Serving], name: str) -> str | None:
     """Return the default folder for results: ``name`` in the folder of the only model, or None for ``output_dir``."""
     paths, _ = paths_of(argv)
-    folder = expanded(paths[0]) if paths else Path()
+    folder = expand_user(paths[0]) if paths else Path()
     is_in_run = len(paths) == 1 and folder.is_dir() and not servings[0].options.output_dir
     return str(folder / name) if is_in_run else None
 

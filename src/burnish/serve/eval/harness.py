@@ -76,7 +76,7 @@ class EngineModel:
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         """(context, continuation) -> log-probability of the continuation, and whether greedy decoding gives it."""
-        asks = [self._scored(*request.args) for request in requests]
+        asks = [self._scoring_request(*request.args) for request in requests]
         found = generate_all(self.loop, asks)
         return [self._score(one.prompt_logprobs) for one in found]
 
@@ -103,7 +103,7 @@ class EngineModel:
         first = self.tokenizer.bos_token_id
         return [self.tokenizer.eos_token_id if first is None else first]
 
-    def _scored(self, context: str, continuation: str) -> GenerationRequest:
+    def _scoring_request(self, context: str, continuation: str) -> GenerationRequest:
         """Return a scoring request. Trailing blanks of the context belong to the continuation, as in the harness."""
         if self.is_benchmark:
             before = self._ids(context)

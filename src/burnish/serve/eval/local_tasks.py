@@ -23,7 +23,7 @@ from typing import Any
 
 from burnish.config.errors import UserError, did_you_mean
 from burnish.utils.files import check_below_roots, check_folder_below_roots, folder_until_exit
-from burnish.utils.json_files import quoted, read_object
+from burnish.utils.json_files import quote_value, read_object
 
 LETTERS = "ABCDEFGHIJ"
 SPLITS = ("dev", "val", "validation", "test", "train")
@@ -111,7 +111,7 @@ def _read_mapping(folder: Path) -> dict[str, dict[str, str]]:
     found = read_object(path)
     for key, entry in found.items():
         if not isinstance(entry, dict) or not all(isinstance(text, str) for text in entry.values()):
-            what = f'"{key}" must be an object with a name and a category, both text. Received: {quoted(entry)}.'
+            what = f'"{key}" must be an object with a name and a category, both text. Received: {quote_value(entry)}.'
             raise UserError(what, where=str(path), option="task_dir")
     return found
 

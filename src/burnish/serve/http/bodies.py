@@ -102,7 +102,7 @@ def _object_without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, An
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise APIError(400, "invalid_json", f'The key "{_shown(twice)}" appears twice in one object.')
+        raise APIError(400, "invalid_json", f'The key "{_shorten(twice)}" appears twice in one object.')
     return found
 
 
@@ -124,12 +124,12 @@ def _unpaired_surrogate_path(value: Any, depth: int = 1) -> str | None:
     for place, item in enumerate(value) if isinstance(value, list) else value.items():
         inside = _unpaired_surrogate_path(item, depth + 1)
         if inside is not None:
-            return f"[{place}]{inside}" if isinstance(value, list) else f".{_shown(str(place))}{inside}"
+            return f"[{place}]{inside}" if isinstance(value, list) else f".{_shorten(str(place))}{inside}"
     return None
 
 
 _TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 
 
-def _shown(text: str) -> str:
+def _shorten(text: str) -> str:
     return text[:80].encode("utf-8", "replace").decode("utf-8")

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from burnish.config.secrets import masked_json, without_secrets
+from burnish.config.secrets import mask_json, without_secrets
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -66,7 +66,7 @@ def to_json(content: Any) -> bytes:
 
 def to_shown_json(content: Any) -> bytes:
     """Return JSON for display as UTF-8 bytes, with tokens and passwords masked."""
-    return to_json(masked_json(content))
+    return to_json(mask_json(content))
 
 
 INTERNAL = APIError(500, "internal_error", "Internal error. See the server log for details of this request id.")

@@ -31,7 +31,7 @@ class NotFetchedError(ValueError):
     """Raised if a file cannot be fetched. The message continues a sentence that begins with the name of the field."""
 
 
-def fetched(url: str, hosts: Collection[str], most_bytes: int, timeout_s: float) -> bytes:
+def fetch(url: str, hosts: Collection[str], most_bytes: int, timeout_s: float) -> bytes:
     """Return the content at a URL.
 
     Args:
@@ -43,7 +43,7 @@ def fetched(url: str, hosts: Collection[str], most_bytes: int, timeout_s: float)
     Raises:
         NotFetchedError: with the reason.
     """
-    found = parsed(url, hosts)
+    found = parse_url(url, hosts)
     host, port = found.hostname or "", found.port or PORTS[found.scheme]
     address = global_address(host, port)
     until = time.monotonic() + timeout_s
@@ -65,7 +65,7 @@ def fetched(url: str, hosts: Collection[str], most_bytes: int, timeout_s: float)
         connection.close()
 
 
-def parsed(url: str, hosts: Collection[str]) -> SplitResult:
+def parse_url(url: str, hosts: Collection[str]) -> SplitResult:
     """Return the parts of a URL whose host and port are allowed. Raises NotFetchedError."""
     try:
         found = urlsplit(url)

@@ -43,7 +43,7 @@ from burnish.serve.page.runs.follow import (
 from burnish.serve.page.runs.predictions import predictions
 from burnish.serve.page.runs.run_warnings import warnings_of
 from burnish.serve.page.runs.runs import FoundRun, id_of
-from burnish.serve.page.runs.series import series, thinned
+from burnish.serve.page.runs.series import downsample, series
 from burnish.serve.page.site import Answer, Site
 
 _LOOKS_EVERY_S, _LISTS_EVERY_S = 0.25, 2.0
@@ -76,7 +76,7 @@ class Api:
         yield "GET", "/api/runs/{id}/download/{name}", self.download
         yield "GET", "/api/runs/{id}/completions", self.completions
         yield "GET", "/api/runs/{id}/predictions", self.predictions
-        yield "GET", "/api/runs/{id}/held-out", self.held_out
+        yield "GET", "/api/runs/{id}/held-out", self.held_out_example
         yield "POST", "/api/runs/{id}/stop", self.stop
         yield "POST", "/api/runs/{id}/continue", self.again
         yield "DELETE", "/api/queue/{number:int}", self.unqueue
@@ -95,10 +95,10 @@ class Api:
         query, state = request.query_params.get("q", "").lower(), request.query_params.get("state", "")
         found = [
             run
-            for run in await self.site.found()
+            for run in await self.site.find_runs()
             if (not state or run.state == state) and query in f"{run.name} {run.folder}".lower()
         ]
-        facts = {"runs": self.site.facts(found), "queue": self.site.starter.queued()}
+        facts = {"runs": self.site.facts(found), "queue": self.site.starter.queued_jobs()}
         return await asyncio.to_thread(ShownJson, facts)  # seconds for thousands of runs
 
     async def begin(self, request: Request) -> Response:
@@ -118,16 +118,16 @@ class Api:
         starter = self.site.starter
         if choice == "another":
             folder = free_folder(starter.folder_of(values))
-            values, choice = {**values, "output_dir": self.site.places.shown(folder)}, "new"
-        if body.get("when") == "queue" and any(run.is_alive for run in await self.site.found(0.0)):
+            values, choice = {**values, "output_dir": self.site.places.display_path(folder)}, "new"
+        if body.get("when") == "queue" and any(run.is_alive for run in await self.site.find_runs(0.0)):
             return ShownJson({"queued": await starter.enqueue(values, choice, devices)}, 202)
         return ShownJson({"id": id_of(await starter.begin(values, choice, devices))}, 201)
 
     async def run(self, request: Request) -> Response:
         run = await self.site.run(request.path_params["id"])
-        return ShownJson(await asyncio.to_thread(self._whole, run))
+        return ShownJson(await asyncio.to_thread(self._details, run))
 
-    def _whole(self, run: FoundRun) -> dict[str, Any]:
+    def _details(self, run: FoundRun) -> dict[str, Any]:
         return {
             **self.site.facts([run])[0],
             "outcome": run.outcome,
@@ -146,7 +146,7 @@ class Api:
         place = end_of(run.folder, run)
         cursor = cursor_text({run.id: type(place)(offset, place.events, place.console, place.mark)})
         found = [{"key": one.key, "values": one.values} for one in await asyncio.to_thread(warnings_of, run, columns)]
-        few = await asyncio.to_thread(thinned, columns, points)
+        few = await asyncio.to_thread(downsample, columns, points)
         return ShownJson({"cursor": cursor, "rows": len(columns["step"]), "columns": few, "warnings": found})
 
     async def log(self, request: Request) -> Response:
@@ -178,11 +178,11 @@ class Api:
         run, name = await self.site.run(request.path_params["id"]), request.path_params["name"]
         if name not in [file["name"] for file in _files(run.folder)]:
             raise APIError(404, "no_file", "The run has no file with this name.")
-        body = await asyncio.to_thread(_downloaded, run.folder / name)
+        body = await asyncio.to_thread(_download, run.folder / name)
         headers = {"content-disposition": f"attachment; filename*=UTF-8''{quote(name)}"}  # RFC 6266
         return Response(body, headers=headers, media_type="application/octet-stream")
 
-    async def held_out(self, request: Request) -> Response:
+    async def held_out_example(self, request: Request) -> Response:
         """A validation example as a prompt with its reference response: a random one, or ``number``."""
         run, number = await self.site.run(request.path_params["id"]), request.query_params.get("number", "")
         values = await self.site.starter.values_of(run)
@@ -263,21 +263,21 @@ class Api:
     async def _events(self, request: Request, cursor: str) -> AsyncGenerator[bytes, None]:
         yield event_text(to_shown_json({"server": burnish.__version__, "time": time.time(), "retry_ms": 2000}), "hello")
         while True:
-            messages, cursor = await self._news(request, cursor)
+            messages, cursor = await self._new_messages(request, cursor)
             for name, data in messages:
                 yield event_text(to_shown_json(data), name, cursor)
             await asyncio.sleep(_LOOKS_EVERY_S if request.query_params.get("runs") else _LISTS_EVERY_S)
 
     async def poll(self, request: Request) -> Response:
-        messages, cursor = await self._news(request, request.query_params.get("after", ""))
+        messages, cursor = await self._new_messages(request, request.query_params.get("after", ""))
         return ShownJson({"cursor": cursor, "messages": [{"event": name, "data": data} for name, data in messages]})
 
-    async def _news(self, request: Request, cursor: str) -> tuple[list[tuple[str, Any]], str]:
+    async def _new_messages(self, request: Request, cursor: str) -> tuple[list[tuple[str, Any]], str]:
         """New messages of the requested runs, or of all runs if none is requested."""
         ids = [one for one in request.query_params.get("runs", "").split(",") if one]
-        found = {run.id: run for run in await self.site.found(60.0 if ids else _LISTS_EVERY_S)}
+        found = {run.id: run for run in await self.site.find_runs(60.0 if ids else _LISTS_EVERY_S)}
         if any(one not in found for one in ids):
-            found = {run.id: run for run in await self.site.found()}
+            found = {run.id: run for run in await self.site.find_runs()}
         wanted = [found[one] for one in ids if one in found] if ids else list(found.values())
         log = request.query_params.get("log") == "1"
         return await asyncio.to_thread(_collect_messages, wanted, cursor, log, bool(ids))
@@ -298,7 +298,7 @@ def _collect_messages(
     return messages, cursor_text(now)
 
 
-def _downloaded(path: Path) -> bytes:
+def _download(path: Path) -> bytes:
     body = path.read_bytes()
     return body if path.suffix == ".png" else without_secrets(body.decode("utf-8", "replace")).encode()
 

@@ -125,12 +125,12 @@ class Pages:
         return Response(status_code=303, headers={"location": "runs"})
 
     async def runs(self, request: Request) -> Response:
-        found = await self.site.found()
+        found = await self.site.find_runs()
         shown = self.site.facts(found)
         trained = [run for run in found if run.kind == "train"][:60]
         pictures = await asyncio.to_thread(lambda: {run.id: small_picture(run.folder) for run in trained})
         return self._page(
-            "runs", request, pictures=pictures, queue=self.site.starter.queued(),
+            "runs", request, pictures=pictures, queue=self.site.starter.queued_jobs(),
             runs=[run for run in shown if run["kind"] == "train"],
             others=[run for run in shown if run["kind"] != "train"],
             alive=[run for run in shown if run["state"] in ALIVE],
@@ -208,7 +208,7 @@ class Pages:
             if not is_form:
                 raise
             return self._page("sign-in", request, refusal.status, to=to if _is_ours(to) else "", wrong=refusal.message)
-        headers = {"set-cookie": _cookie(COOKIE, self.sessions.made(), request.scope.get("scheme") == "https")}
+        headers = {"set-cookie": _cookie(COOKIE, self.sessions.new_cookie(), request.scope.get("scheme") == "https")}
         if is_form:
             return Response(status_code=303, headers={**headers, "location": to if _is_ours(to) else "runs"})
         return ShownJson({"status": "ok"}, headers=headers)

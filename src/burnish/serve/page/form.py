@@ -103,7 +103,7 @@ class Form:
         if not isinstance(values, dict):
             raise APIError(422, "invalid_type", '"values" must be an object.')
         question = {
-            "values": await self.site.starter.checked(values),
+            "values": await self.site.starter.check_values(values),
             "rows": 5,
             "seed": whole_number(body.get("seed"), "seed", 0),
         }
@@ -121,7 +121,7 @@ class Form:
     async def free(self, request: Request) -> Response:
         """The given folder if it does not exist yet, else the next free name with a number."""
         folder = self.site.places.within(request.query_params.get("folder", ""), "folder")
-        return ShownJson({"folder": self.site.places.shown(free_folder(folder))})
+        return ShownJson({"folder": self.site.places.display_path(free_folder(folder))})
 
     async def yaml(self, request: Request) -> Response:
         """The values of YAML content, or its errors with line numbers."""
@@ -166,7 +166,7 @@ class Form:
             raise APIError(404, "no_file", "The file does not exist.")
         entry = {"file_name": path.name, "formatting": kind, **({"columns": columns} if columns else {})}
         await asyncio.to_thread(_add_entry, path.with_name(INFO_NAME), name, entry)
-        return ShownJson({"name": name, "folder": self.site.places.shown(path.parent)}, 201)
+        return ShownJson({"name": name, "folder": self.site.places.display_path(path.parent)}, 201)
 
 
 def _add_entry(file: Path, name: str, entry: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from burnish.config.errors import UserError
 from burnish.serve.http.guards import new_key
-from burnish.utils.files import expanded
+from burnish.utils.files import expand_user
 
 
 class Home:
@@ -25,7 +25,7 @@ class Home:
     def __init__(self, web_home: str | None = None) -> None:
         state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
         base = web_home or os.environ.get("BURNISH_HOME") or f"{state}/burnish"
-        self.folder = expanded(base) / "web"
+        self.folder = expand_user(base) / "web"
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.chmod(self.folder, 0o700)
         for name in ("presets", "chats"):

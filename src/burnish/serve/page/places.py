@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from burnish.serve.http.errors import APIError
-from burnish.utils.files import expanded, is_below
+from burnish.utils.files import expand_user, is_below
 
 
 class Roots:
     """The root folders. Relative paths start in the first one, which is also the working directory of new runs."""
 
     def __init__(self, roots: Sequence[str]) -> None:
-        self.roots = [expanded(root).resolve() for root in roots]
+        self.roots = [expand_user(root).resolve() for root in roots]
 
     @property
     def first(self) -> Path:
@@ -51,7 +51,7 @@ class Roots:
         """Return whether a path, with links resolved, is inside a root."""
         return is_below(path, self.roots)
 
-    def shown(self, path: Path) -> str:
+    def display_path(self, path: Path) -> str:
         """The path relative to the first root if it is inside it, else absolute."""
         resolved = path.resolve()
         return str(resolved.relative_to(self.first)) if resolved.is_relative_to(self.first) else str(resolved)

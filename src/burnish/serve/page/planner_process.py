@@ -32,7 +32,7 @@ from burnish.run.plan.files import problems_in_files, record_needs
 from burnish.run.plan.listing import component
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import plan
-from burnish.utils.json_files import shortened
+from burnish.utils.json_files import shorten_value
 
 _LONGEST_CHOICE = 60
 _SHOWN = 3
@@ -62,7 +62,7 @@ def _parts(question: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield {**columns_of_file(Path(question["columns_of"])), "is_last": True}
             return
         if question.get("held_out"):
-            yield {**held_out(question["values"], question.get("number")), "is_last": True}
+            yield {**held_out_example(question["values"], question.get("number")), "is_last": True}
             return
         values = {name: RawValue(value, "") for name, value in question["values"].items()}
         chosen = plan(values, extra_checks=[problems_in_files])
@@ -156,13 +156,13 @@ def columns_of_file(path: Path) -> dict[str, Any]:
     except UserError:
         known = "preference" if any(map(is_preference, first)) else ""
     return {
-        "columns": [[name, [shortened(values[name]) for values in first if name in values]] for name in names],
+        "columns": [[name, [shorten_value(values[name]) for values in first if name in values]] for name in names],
         "formats": [[one.name, list(one.traits["columns"] | one.traits.get("optional", {}))] for one in FORMATS],
         "known": known, "proposed": proposed_columns(names),
     }  # fmt: skip
 
 
-def held_out(values: Mapping[str, Any], number: int | None = None) -> dict[str, Any]:
+def held_out_example(values: Mapping[str, Any], number: int | None = None) -> dict[str, Any]:
     """A validation example as a chat request, with its reference response. The split is the same as in the run.
 
     Args:

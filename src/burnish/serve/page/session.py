@@ -36,7 +36,7 @@ class Sessions:
         if not is_open and not self.knows(request.cookies.get(COOKIE, "")):
             raise _sign_in(path, request.method)
 
-    def made(self) -> str:
+    def new_cookie(self) -> str:
         """A new cookie value: expiry time and its signature."""
         ends = str(int(time.time()) + SESSION_LIFETIME_S)
         return f"{ends}.{self._proof(ends)}"

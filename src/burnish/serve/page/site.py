@@ -59,7 +59,7 @@ class Site:
             self._form = cached
         return self._form
 
-    async def found(self, fresh_s: float = FRESH_S) -> list[FoundRun]:
+    async def find_runs(self, fresh_s: float = FRESH_S) -> list[FoundRun]:
         """The runs inside the roots, cached for a short time."""
         async with self._finding:
             if time.monotonic() - self._found_s > fresh_s:
@@ -73,7 +73,7 @@ class Site:
         of the folder, with its parents if several runs have it."""
         known = labels(self.home)
         return [
-            {**facts(run), "folder": self.places.shown(run.folder),
+            {**facts(run), "folder": self.places.display_path(run.folder),
              "name": (name := self._names.get(run.folder, run.name)), "title": label.get("name") or name,
              "tags": label.get("tags", []), "notes": label.get("notes", "")}
             for run in runs for label in [known.get(run.id, {})]
@@ -86,7 +86,7 @@ class Site:
             APIError: 404.
         """
         for attempt in (60.0, 0.0):  # a list of a minute ago knows most of them
-            for known in await self.found(attempt):
+            for known in await self.find_runs(attempt):
                 if known.id == identity and (run := await asyncio.to_thread(read_run, known.folder)) is not None:
                     return run
         raise APIError(404, "no_run", "The run was not found. It may have been moved or removed.")
@@ -98,8 +98,8 @@ class Site:
             try:
                 self.starter.reap()
                 self.engines.end_idle()
-                if self.starter.queued():
-                    await self.starter.next_of_queue(await self.found())
+                if self.starter.queued_jobs():
+                    await self.starter.next_of_queue(await self.find_runs())
             except APIError as refusal:  # shown with the run in the queue
                 log.warning("A queued run was not started: %s", refusal.message)
             except Exception:  # a fault in one round, such as a full disk, must not end the page

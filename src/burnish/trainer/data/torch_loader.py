@@ -61,9 +61,9 @@ class EpochOrder(Sampler[int]):
         self.start = 0
         self.epoch += 1  # for a user's own loader with this sampler, which does not set the epoch
         own_items = self._items_of_rank(order)[start * self.cut.micro_batch_size :]
-        return iter(own_items) if self.keys is None else self._keyed(order, own_items)
+        return iter(own_items) if self.keys is None else self._keys(order, own_items)
 
-    def _keyed(self, order: Sequence[int], own_items: Sequence[int]) -> Iterator[Any]:
+    def _keys(self, order: Sequence[int], own_items: Sequence[int]) -> Iterator[Any]:
         """The keys of this rank's items. Each key is computed from all items of its step."""
         per_step = self.across * self.cut.accumulation
         step_of = {item: place // per_step for place, item in enumerate(order)}
@@ -191,7 +191,7 @@ class TorchLoader(StepBatchLoader):
         """Yield the step batches from the cursor to the end of the epoch."""
         start, used, total = self.position, self.position, self.length
         self.drawn = start
-        batches = iter(()) if start >= total else self._counted(self._batches())
+        batches = iter(()) if start >= total else self._count_batches(self._batches())
         while used < total:
             before = used
             micro_batches = self.take(batches, min(self.accumulation, total - used))
@@ -214,7 +214,7 @@ class TorchLoader(StepBatchLoader):
             self.on_empty()
         self.position = total
 
-    def _counted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def _count_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:
             self.drawn += 1
             yield batch

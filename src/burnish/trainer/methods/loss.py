@@ -240,7 +240,7 @@ def float32_of(outputs: Any) -> Any:
     return outputs
 
 
-def weighted_by_zero(loss: Loss) -> Loss:
+def weight_by_zero(loss: Loss) -> Loss:
     """Loss and metrics of a padding batch, multiplied by 0. The graph is kept so that ranks can sync gradients."""
     sums = {
         name: Sum(each.total * 0, each.count * 0, each.reduction) if isinstance(each, Sum) else each * 0

@@ -72,7 +72,7 @@ class EncodeRecords:
                 logger.warning(what.replace("cutoff_len", "max_length"))
 
 
-def prepared(
+def prepare_dataset(
     dataset: Any, name: str, encode: EncodeRecords, args: TrlArguments, keep: Sequence[str] = (),
     splits_pairs: bool = False,
 ) -> Any:  # fmt: skip

@@ -21,7 +21,7 @@ from burnish.data.images.image_file import images_of
 from burnish.data.images.sources import MediaReader
 from burnish.data.sets.images import KINDS
 from burnish.loop.types import TOKEN_COLUMNS, Batch, Row
-from burnish.models.images.ahead import cached
+from burnish.models.images.ahead import cache_in_memory
 from burnish.models.images.collator import ImageCollator, ImageLayout, Prepare, computes_one_by_one
 from burnish.models.images.features import patch_vision_model
 from burnish.models.images.probe import isolates_images
@@ -82,19 +82,19 @@ def with_encoded_images(dataset: Any) -> Any:
     columns = getattr(dataset, "features", None) or {}
     images = [name for name, kind in columns.items() if "Image(" in repr(kind)]
     for name in images:
-        dataset = dataset.cast_column(name, _undecoded(columns[name]))
+        dataset = dataset.cast_column(name, _undecoded_feature(columns[name]))
     return dataset
 
 
-def _undecoded(kind: Any) -> Any:
+def _undecoded_feature(kind: Any) -> Any:
     """Return a feature of ``datasets`` whose images are not decoded."""
     if type(kind).__name__ == "Image":
         return type(kind)(decode=False)
     if isinstance(kind, Mapping):
-        return {name: _undecoded(of) for name, of in kind.items()}
+        return {name: _undecoded_feature(of) for name, of in kind.items()}
     if hasattr(kind, "feature"):
-        return type(kind)(_undecoded(kind.feature))
-    return [_undecoded(kind[0])] if isinstance(kind, list) else kind
+        return type(kind)(_undecoded_feature(kind.feature))
+    return [_undecoded_feature(kind[0])] if isinstance(kind, list) else kind
 
 
 class VisionCollator:
@@ -117,7 +117,7 @@ class VisionCollator:
         self.text, self.family = text, family
         layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, family.processor, family.options)
         prepare: Prepare = partial(_tensors, family, processor)
-        cache = None if num_workers else cached(prepare, images_of, family.processor)
+        cache = None if num_workers else cache_in_memory(prepare, images_of, family.processor)
         one_by_one = one_by_one and computes_one_by_one(model, layout)
 
         def collator(flat: bool) -> ImageCollator:
@@ -147,7 +147,7 @@ class VisionCollator:
 
 
 def _tensors(family: Family, processor: ImageProcessor, image: Any) -> Tensors:
-    return processor.tensors(family.prepared(image))
+    return processor.tensors(family.prepare(image))
 
 
 def _plain(row: Row) -> Row:

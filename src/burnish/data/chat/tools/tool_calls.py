@@ -72,12 +72,12 @@ def _each_between(opening: str, closing: str, one: Callable[[str], list[Call] | 
     def read(text: str, offered: ToolSchemas) -> list[Call] | None:
         if pattern.sub("", text).strip():
             return None
-        return _joined([one(found.strip()) for found in pattern.findall(text)])
+        return _join_calls([one(found.strip()) for found in pattern.findall(text)])
 
     return read
 
 
-def _joined(parts: Sequence[list[Call] | None]) -> list[Call] | None:
+def _join_calls(parts: Sequence[list[Call] | None]) -> list[Call] | None:
     calls = [call for part in parts for call in part or []]
     return calls if parts and all(parts) else None
 
@@ -126,7 +126,7 @@ def json_after(word: str, key: str = "arguments") -> Callable[[str, ToolSchemas]
     return lambda text, offered: _json_calls(text.strip().removeprefix(word), key)
 
 
-def tagged(call: str, argument: str) -> Callable[[str, ToolSchemas], list[Call] | None]:
+def tagged_call_parser(call: str, argument: str) -> Callable[[str, ToolSchemas], list[Call] | None]:
     """Return a parser of calls with a tag per argument.
 
     Args:

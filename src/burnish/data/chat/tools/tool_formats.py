@@ -37,7 +37,7 @@ from burnish.data.chat.tools.tool_calls import (
     read_json_lines,
     read_lfm2,
     read_named_line,
-    tagged,
+    tagged_call_parser,
 )
 from burnish.data.chat.tools.tools import ToolError, arguments_by_name, read_tools
 
@@ -130,7 +130,7 @@ def describe_tools(tools: str, tool_format: str) -> str:
 
 
 @lru_cache
-def _compiled(source: str) -> Any:
+def _compile_pattern(source: str) -> Any:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(undefined=StrictUndefined, autoescape=False)  # noqa: S701  # input of a tokenizer, not HTML
@@ -147,7 +147,7 @@ def _render(source: str, why: str, values: dict[str, Any]) -> str:
     from jinja2 import UndefinedError
 
     try:
-        return str(_compiled(source).render(values))
+        return str(_compile_pattern(source).render(values))
     except (UndefinedError, KeyError, AttributeError, TypeError) as error:
         raise ToolError(why) from error
 
@@ -162,7 +162,7 @@ def each_tool(body: str, between: str = "") -> str:
         "{% for tool in tools %}{% set is_wrapped = tool.get('type') == 'function' %}"
         "{% set bare = tool['function'] if is_wrapped and 'function' in tool else tool %}"
         "{% set wrapped = tool if is_wrapped else {'type': 'function', 'function': tool} %}"
-    ) + _joined(body, between)
+    ) + _join_body(body, between)
 
 
 def each_call(body: str, between: str = "\n") -> str:
@@ -170,10 +170,10 @@ def each_call(body: str, between: str = "\n") -> str:
     return (
         "{% for call in calls %}{% set call = call['function'] if 'function' in call else call %}"
         "{% set name = call['name'] %}{% set arguments = call['arguments'] %}"
-    ) + _joined(body, between)
+    ) + _join_body(body, between)
 
 
-def _joined(body: str, between: str) -> str:
+def _join_body(body: str, between: str) -> str:
     return body + (f"{{% if not loop.last %}}{between}{{% endif %}}" if between else "") + "{% endfor %}"
 
 
@@ -295,7 +295,7 @@ _ROWS: Final[dict[str, ToolFormat]] = {
             + _each_argument("\n<arg_key>{{ key }}</arg_key>\n<arg_value>{{ value }}</arg_value>")
         ),
         reader=CallReader(
-            tagged(
+            tagged_call_parser(
                 r"<tool_call>(?P<name>[^\n<]+)(?P<inside>.*?)(?:</tool_call>|(?=\s*<tool_call>)|\Z)",
                 r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
             ),
@@ -350,7 +350,7 @@ _ROWS: Final[dict[str, ToolFormat]] = {
             + "\n</invoke>"
         ),
         reader=CallReader(
-            tagged(
+            tagged_call_parser(
                 r"(?:<minimax:tool_call>\s*)?<invoke name=\"(?P<name>[^\"]+)\">(?P<inside>.*?)</invoke>"
                 r"(?:\s*</minimax:tool_call>)?",
                 r"<parameter name=\"(?P<key>.*?)\">(?P<value>.*?)</parameter>",
@@ -386,7 +386,7 @@ _ROWS: Final[dict[str, ToolFormat]] = {
             + "\n</function>\n</tool_call>"
         ),
         reader=CallReader(
-            tagged(
+            tagged_call_parser(
                 r"<tool_call>\s*<function=(?P<name>[^>\n]+)>(?P<inside>.*?)</function>\s*</tool_call>",
                 r"<parameter=(?P<key>[^>]*)>\n?(?P<value>.*?)\n?</parameter>",
             ),
@@ -411,7 +411,7 @@ _ROWS: Final[dict[str, ToolFormat]] = {
             + "\n</function>\n</seed:tool_call>"
         ),
         reader=CallReader(
-            tagged(
+            tagged_call_parser(
                 r"<seed:tool_call>\s*<function=(?P<name>[^>\n<]+)>?(?P<inside>.*?)</function>\s*</seed:tool_call>",
                 r"<parameter=(?P<key>[^>]*)>(?P<value>.*?)</parameter>",
             ),

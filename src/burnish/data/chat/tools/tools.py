@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from burnish.data.chat.tools.tool_calls import Call
-from burnish.data.reading.json_files import parsed
+from burnish.data.reading.json_files import parse_json
 
 Tool: TypeAlias = Mapping[str, Any]
 
@@ -99,6 +99,6 @@ def _calls(text: str) -> list[Call]:
 
 def _json(text: str, why: str) -> Any:
     try:
-        return parsed(text)
+        return parse_json(text)
     except json.JSONDecodeError as error:
         raise ToolError(why) from error

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.report.card import serving_lines
-from burnish.report.metadata import launched
+from burnish.report.metadata import launch_record
 from burnish.serve.http.errors import APIError
 from burnish.serve.page.runs.files import object_in
 from burnish.serve.page.runs.predictions import prediction_files
@@ -72,7 +72,7 @@ class Commands:
 
     def __init__(self, site: Site) -> None:
         self.site = site
-        self._jobs = {job.id: job for job in map(_recorded, _list(site.home.read(_RECORDS))) if job is not None}
+        self._jobs = {job.id: job for job in map(_job_of_entry, _list(site.home.read(_RECORDS))) if job is not None}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     def export(self, path: Path, name: str, folder: Path, form: str) -> str:
@@ -119,8 +119,8 @@ class Commands:
 
     def _begin(self, job: StartedJob, argv: Sequence[str]) -> str:
         job.id = f"{job.kind}-{int(time.time() * 1000):x}"
-        child = self.site.starter.started(list(argv), self._log(job.id))
-        job.launch = launched([], child.pid, ["burnish", *argv])
+        child = self.site.starter.start_command(list(argv), self._log(job.id))
+        job.launch = launch_record([], child.pid, ["burnish", *argv])
         self._jobs[job.id], self._children[job.id] = job, child
         self._record()
         return job.id
@@ -140,7 +140,7 @@ class Commands:
         job, log = self._jobs[id], self._log(id)
         text = log.read_text(encoding="utf-8", errors="replace")[-_TEXT:] if log.is_file() else ""
         folder = Path(job.folder)
-        shown = self.site.places.shown(folder)
+        shown = self.site.places.display_path(folder)
         facts = self._facts(job)
         is_done = facts["state"] == "done"
         return {
@@ -185,7 +185,7 @@ def _list(found: Any) -> list[Any]:
     return found if isinstance(found, list) else []
 
 
-def _recorded(found: Any) -> StartedJob | None:
+def _job_of_entry(found: Any) -> StartedJob | None:
     """Return the job of an entry in the file of jobs. None if the entry is invalid."""
     if not isinstance(found, dict) or set(found) != {each.name for each in fields(StartedJob)}:
         return None

@@ -67,7 +67,7 @@ class Engines:
         socket, log = self.home.folder / f"engine-{identity}.sock", self.home.folder / f"engine-{identity}.log"
         log.unlink(missing_ok=True)
         argv = ["api", *named.argv, f"--api_socket={socket}", f"--api_model_name={identity}", "--api_max_tokens=2048"]
-        child = self.starter.started(argv, log, named.folder, reads_all)
+        child = self.starter.start_command(argv, log, named.folder, reads_all)
         self._all[identity] = RunningEngine(identity, named.name, socket, child, log)
         return self._all[identity]
 

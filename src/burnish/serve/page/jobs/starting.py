@@ -24,7 +24,7 @@ from burnish.report.metadata import (
     REQUESTED_YAML,
     RUN_YAML,
     given_yaml,
-    launched,
+    launch_record,
     write_outcome,
 )
 from burnish.report.results import write_text_atomically
@@ -56,7 +56,7 @@ class Starter:
         self.places, self.home, self.allow, self.form = places, home, frozenset(allow), form
         self._children: list[subprocess.Popen[bytes]] = []
 
-    async def checked(self, values: Mapping[str, Any], start: Path | None = None) -> dict[str, Any]:
+    async def check_values(self, values: Mapping[str, Any], start: Path | None = None) -> dict[str, Any]:
         """A copy of the values, after the permission check (``permissions.py``) that applies to everything from the
         web UI.
 
@@ -88,7 +88,7 @@ class Starter:
         Raises:
             APIError: 409 if the folder is in use, or is not empty and the choice is ``new``.
         """
-        values = await self.checked(values)
+        values = await self.check_values(values)
         folder = self.folder_of(values)
         self._check_folder(folder, folder_choice)
         values["overwrite_output_dir"] = folder_choice == "overwrite"
@@ -107,7 +107,7 @@ class Starter:
             raise APIError(409, "folder_in_use", message, param="output_dir")
         holds = folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir())
         if holds and choice == "new":
-            shown = self.places.shown(folder)
+            shown = self.places.display_path(folder)
             message = f'"{shown}" already contains a run: resume it, overwrite it, or choose a different folder.'
             raise APIError(409, "folder_not_empty", message, param="output_dir")
 
@@ -120,7 +120,7 @@ class Starter:
         """
         if run.is_alive:
             raise APIError(409, "running", "The run is already running.")
-        await self.checked(await asyncio.to_thread(self._values_of, run), self._place_of(run.folder))
+        await self.check_values(await asyncio.to_thread(self._values_of, run), self._place_of(run.folder))
         self._launch(run.folder, None)
 
     async def values_of(self, run: FoundRun) -> dict[str, Any]:
@@ -130,7 +130,9 @@ class Starter:
             APIError: 409 if it has no file, 422 if the file names paths that the web UI may not access.
         """
         values, place = await asyncio.to_thread(self._values_of, run), self._place_of(run.folder)
-        return await self.checked(values | (absolute_data_options(place, values) if place != self.places.first else {}))
+        return await self.check_values(
+            values | (absolute_data_options(place, values) if place != self.places.first else {})
+        )
 
     def _values_of(self, run: FoundRun) -> dict[str, Any]:
         """The values in a run's ``run.yaml``."""
@@ -149,7 +151,9 @@ class Starter:
         argv = ["train", str(folder / file)]
         child = start_burnish(argv, self._place_of(folder), folder / CONSOLE, self._environment() | chosen)
         self._children.append(child)
-        launch = launched([], child.pid, ["burnish", *argv], before if before.get("state") in FINAL_STATES else None)
+        launch = launch_record(
+            [], child.pid, ["burnish", *argv], before if before.get("state") in FINAL_STATES else None
+        )
         write_text_atomically(folder / LAUNCH, json.dumps(launch, indent=1) + "\n")
 
     def _place_of(self, folder: Path) -> Path:
@@ -159,7 +163,7 @@ class Starter:
             return Path(before)
         return self.places.first
 
-    def started(
+    def start_command(
         self, argv: list[str], output: Path, folder: Path | None = None, reads_all: bool = False
     ) -> subprocess.Popen[bytes]:  # fmt: skip
         """Start another command, such as an export or an engine, in a folder or in the first root.
@@ -198,22 +202,22 @@ class Starter:
 
     # --- the queue ----------------------------------------------------------------------------------------------------
 
-    def queued(self) -> list[dict[str, Any]]:
+    def queued_jobs(self) -> list[dict[str, Any]]:
         found = self.home.read(QUEUE)
         return [one for one in found if _is_queued_run(one)] if isinstance(found, list) else []
 
     async def enqueue(self, values: Mapping[str, Any], folder_choice: str, devices: list[int] | None) -> int:
         """Start a run when all runs of this server have ended."""
-        values = await self.checked(values)
+        values = await self.check_values(values)
         self._check_folder(self.folder_of(values), folder_choice)
-        queue = self.queued()
+        queue = self.queued_jobs()
         number = max((int(one["number"]) for one in queue), default=0) + 1
         one = {"number": number, "values": values, "folder": folder_choice, "devices": devices, "time": time.time()}
         self.home.write(QUEUE, json.dumps([*queue, one]))
         return number
 
     def unqueue(self, number: int) -> bool:
-        queue = self.queued()
+        queue = self.queued_jobs()
         left = [one for one in queue if one["number"] != number]
         self.home.write(QUEUE, json.dumps(left))
         return len(left) < len(queue)
@@ -226,7 +230,7 @@ class Starter:
             APIError: if the run is refused.
             OSError: if its files cannot be written.
         """
-        first = next((one for one in self.queued() if "error" not in one), None)
+        first = next((one for one in self.queued_jobs() if "error" not in one), None)
         if first is None or any(run.is_alive and run.state != "elsewhere" for run in runs):
             return None
         self.unqueue(first["number"])
@@ -234,7 +238,7 @@ class Starter:
             return await self.begin(first["values"], first["folder"], first.get("devices"))
         except (APIError, OSError) as error:
             refused = {**first, "error": error.message if isinstance(error, APIError) else str(error)}
-            self.home.write(QUEUE, json.dumps([refused, *self.queued()]))
+            self.home.write(QUEUE, json.dumps([refused, *self.queued_jobs()]))
             raise
 
 

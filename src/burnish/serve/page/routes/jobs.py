@@ -44,7 +44,7 @@ class Jobs:
         path, name = await target_of(self.site, body)
         folder = self.site.places.within(str(body.get("folder") or ""), "folder")
         values = {"eval_dataset": body.get("dataset"), "dataset_dir": body.get("dataset_dir")}
-        await self.site.starter.checked({key: str(value) for key, value in values.items() if value})
+        await self.site.starter.check_values({key: str(value) for key, value in values.items() if value})
         if task_dir := str(body.get("task_dir") or ""):
             self.site.places.within(task_dir, "task_dir")
         id = self.commands.evaluate(path, name, folder, str(body.get("kind") or "predict"), body)
@@ -77,4 +77,4 @@ async def target_of(site: Site, body: Mapping[str, Any]) -> tuple[Path, str]:
     path = site.places.within(text, "path")
     if not path.is_dir():
         raise APIError(422, "outside", f'"path" must be an existing folder inside {site.places.first}.', param="path")
-    return path, site.places.shown(path)
+    return path, site.places.display_path(path)

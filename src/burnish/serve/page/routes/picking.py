@@ -55,7 +55,9 @@ class Picking:
                     for path in root.glob("/".join(["*"] * (depth + 1)) + "/" + name):
                         is_hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
                         if not is_hidden and self.site.places.contains(path):
-                            found.append({"path": self.site.places.shown(path.parent), "kind": kind, **_facts_of(path)})
+                            found.append(
+                                {"path": self.site.places.display_path(path.parent), "kind": kind, **_facts_of(path)}
+                            )
                         if len(found) >= MOST_FOUND:
                             return found
         return sorted(found, key=lambda one: str(one["path"]))
@@ -70,7 +72,7 @@ class Picking:
         for root in self.site.places.roots:
             for pattern in (INFO_NAME, f"*/{INFO_NAME}", f"*/*/{INFO_NAME}"):
                 for path in list(root.glob(pattern))[:20]:
-                    folder = self.site.places.shown(path.parent)
+                    folder = self.site.places.display_path(path.parent)
                     for name, entry in list(object_in(path).items())[:MOST_FOUND]:
                         file_name = entry.get("file_name") if isinstance(entry, dict) else None
                         local = path.parent / file_name if isinstance(file_name, str) else None
@@ -78,9 +80,9 @@ class Picking:
                         named |= {local.resolve()} if local is not None and is_inside else set()
                         file = self._file(local) if local is not None and is_inside and _is_file(local) else {}
                         found.append({"name": str(name), "folder": folder, **file})
-        return found + [one for root in self.site.places.roots for one in self._unnamed(root, named)]
+        return found + [one for root in self.site.places.roots for one in self._unnamed_datasets(root, named)]
 
-    def _unnamed(self, root: Path, named: set[Path]) -> Iterator[dict[str, Any]]:
+    def _unnamed_datasets(self, root: Path, named: set[Path]) -> Iterator[dict[str, Any]]:
         runs = set(run_folders(root))
         for pattern in ("*", "*/*"):
             for path in sorted(root.glob(pattern))[: 10 * MOST_FOUND]:
@@ -90,10 +92,10 @@ class Picking:
                 if not self.site.places.contains(path):
                     continue
                 if path.resolve() not in named and not runs & {path.parent, path.parent.parent}:
-                    yield {"name": self.site.places.shown(path), "folder": "", **self._file(path)}
+                    yield {"name": self.site.places.display_path(path), "folder": "", **self._file(path)}
 
     def _file(self, path: Path) -> dict[str, Any]:
-        return {"file": self.site.places.shown(path), "bytes": path.stat().st_size}
+        return {"file": self.site.places.display_path(path), "bytes": path.stat().st_size}
 
     async def hub(self, request: Request) -> Response:
         """Models or datasets of the Hugging Face Hub whose name matches, the most downloaded first."""
@@ -113,7 +115,7 @@ class Picking:
         piece, is_last = await whole_body(request), request.query_params.get("last") == "1"
         target = self.site.places.within(f"{UPLOADS}/{name}", "name")
         await asyncio.to_thread(_append, target, piece, offset, is_last)
-        return ShownJson({"file": self.site.places.shown(target)}, 201 if is_last else 202)
+        return ShownJson({"file": self.site.places.display_path(target)}, 201 if is_last else 202)
 
 
 def _may_hold_records(path: Path) -> bool:

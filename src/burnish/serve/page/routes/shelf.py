@@ -12,7 +12,7 @@ from burnish.serve.http.bodies import json_object
 from burnish.serve.http.json_response import ShownJson
 from burnish.serve.page.runs.labels import save_label
 from burnish.serve.page.runs.runs import id_of
-from burnish.serve.page.runs.trash import delete, deleted, empty, restore
+from burnish.serve.page.runs.trash import delete, empty, restore, runs_in_trash
 from burnish.serve.page.site import Answer, Site
 
 
@@ -37,15 +37,15 @@ class Shelf:
     async def delete(self, request: Request) -> Response:
         run = await self.site.run(request.path_params["id"])
         entry = await asyncio.to_thread(delete, run, self.site.places.roots)
-        await self.site.found(0.0)
+        await self.site.find_runs(0.0)
         return ShownJson({"entry": entry})
 
     async def trash(self, request: Request) -> Response:
-        return ShownJson({"runs": await asyncio.to_thread(deleted, self.site.places.roots)})
+        return ShownJson({"runs": await asyncio.to_thread(runs_in_trash, self.site.places.roots)})
 
     async def restore(self, request: Request) -> Response:
         folder = await asyncio.to_thread(restore, request.path_params["id"], self.site.places.roots)
-        await self.site.found(0.0)
+        await self.site.find_runs(0.0)
         return ShownJson({"id": id_of(folder)})
 
     async def empty(self, request: Request) -> Response:

@@ -14,7 +14,7 @@ from burnish.report.pace import short_number, short_time
 from burnish.serve.page.runs.run_warnings import warnings_of
 from burnish.serve.page.runs.runs import FoundRun, find
 from burnish.serve.page.runs.series import series
-from burnish.utils.files import expanded
+from burnish.utils.files import expand_user
 
 _HEAD = ("name", "state", "step", "loss", "eval", "tokens/s", "left", "started", "folder")
 
@@ -25,7 +25,7 @@ def runs(argv: Sequence[str]) -> int:
     folders = [word for word in argv if word != "--json"]
     if options := [word for word in folders if word.startswith("-") or "=" in word]:
         raise UserError(f"burnish runs accepts only folders and --json. Received: {options[0]}.")
-    roots = [expanded(folder) for folder in folders or ["."]]
+    roots = [expand_user(folder) for folder in folders or ["."]]
     if missing := [root for root in roots if not os.path.isdir(root)]:
         raise UserError(f'The folder "{missing[0]}" does not exist.')
     found = find(roots)

@@ -118,7 +118,7 @@ def _json_number(value: Any) -> Any:
     return value if abs(value) < _LARGEST else "Infinity" if value > 0 else "-Infinity"
 
 
-def _joined(pieces: Sequence[Columns]) -> Columns:
+def _join_columns(pieces: Sequence[Columns]) -> Columns:
     names = dict.fromkeys(name for piece in pieces for name in piece)
     return {name: [v for p in pieces for v in p.get(name) or [None] * len(p["step"])] for name in names}
 
@@ -136,4 +136,4 @@ def log_columns(path: Path) -> tuple[Columns, int]:
     while offset < MOST_BYTES and (data := _whole_lines(path, offset, _PIECE_BYTES)):
         pieces.append(columns_of(_rows_of(data)))
         offset += len(data)
-    return {name: values[-MOST_ROWS:] for name, values in _joined(pieces).items()}, offset
+    return {name: values[-MOST_ROWS:] for name, values in _join_columns(pieces).items()}, offset

@@ -46,7 +46,7 @@ def predictions(folder: Path, name: str = "", offset: int = 0) -> dict[str, Any]
             whole = [line for line in lines if line.endswith(b"\n")]
             for line in whole[:_MOST_ROWS]:
                 offset += len(line)
-                rows += [_shown(row)] if (row := foreign_row(line)) is not None else []
+                rows += [_shorten_row(row)] if (row := foreign_row(line)) is not None else []
             file.seek(offset)
             end = offset if whole and file.read(1) else None
     except OSError:
@@ -54,7 +54,7 @@ def predictions(folder: Path, name: str = "", offset: int = 0) -> dict[str, Any]
     return {"files": files, "file": chosen, "rows": rows, "next": end}
 
 
-def _shown(row: dict[str, Any]) -> dict[str, Any]:
+def _shorten_row(row: dict[str, Any]) -> dict[str, Any]:
     texts = {name: row[name][:_MOST_LETTERS] for name in _TEXTS if isinstance(row.get(name), str)}
     numbers = {name: row[name] for name in _NUMBERS if isinstance(row.get(name), int | float)}
     paths = row.get("images")

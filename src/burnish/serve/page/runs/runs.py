@@ -184,7 +184,9 @@ def read_run(folder: Path) -> FoundRun | None:
 
 def _unreadable(folder: Path, why: str) -> FoundRun:
     sentence = f"Cannot read the files of this run: {why}."
-    return FoundRun(id_of(folder), folder, folder.name, "", "unreadable", changed=_changed(folder), sentence=sentence)
+    return FoundRun(
+        id_of(folder), folder, folder.name, "", "unreadable", changed=_modified_s(folder), sentence=sentence
+    )
 
 
 def _read_run(folder: Path) -> FoundRun | None:
@@ -202,7 +204,7 @@ def _read_run(folder: Path) -> FoundRun | None:
     evaluated = [row["eval_loss"] for row in rows or logged if _is_number(row.get("eval_loss"))]
     last = (rows or logged or [{}])[-1]
     events = tail_lines(folder / EVENTS)
-    changed = max((_changed(folder / name) for name in (LOG, STATE, LAUNCH, OUTCOME)), default=0.0)
+    changed = max((_modified_s(folder / name) for name in (LOG, STATE, LAUNCH, OUTCOME)), default=0.0)
     state = run_state(launch, outcome, rows, events, folder, changed)
     kind = "train" if trained else _kind(folder, launch)
     return FoundRun(
@@ -212,7 +214,7 @@ def _read_run(folder: Path) -> FoundRun | None:
         total=_whole(last.get("total_steps", last.get("max_steps", 0))), epoch=_number(last.get("epoch")),
         loss=_number(trained[-1]["loss"]) if trained else None, eval_loss=_number(evaluated[-1]) if evaluated else None,
         tokens_per_s=_rate(trained), left_s=_seconds(last.get("remaining_time")),
-        started=_time(launch) or _changed(folder), changed=changed,
+        started=_time(launch) or _modified_s(folder), changed=changed,
         sentence=_text(outcome.get("sentence")) or _sentence(state, launch, folder),
         remedy=_text(outcome.get("remedy")), checkpoint=max(checkpoints(folder), default=None),
         best=next((_text(event.get("text")) for event in reversed(events) if event.get("kind") == "best"), ""),
@@ -341,7 +343,7 @@ def _sentence(state: RunState, launch: Mapping[str, Any], folder: Path) -> str:
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
-def _changed(path: Path) -> float:
+def _modified_s(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:

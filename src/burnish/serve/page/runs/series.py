@@ -31,7 +31,7 @@ def series(folder: Path) -> tuple[Columns, int]:
     return columns, offset
 
 
-def thinned(columns: Columns, points: int) -> Columns:
+def downsample(columns: Columns, points: int) -> Columns:
     """Downsample to about ``points`` rows: the first and last row of each bucket, the rows with the minimum and
     maximum of a column, and all rows of evaluations."""
     count = len(columns["step"])

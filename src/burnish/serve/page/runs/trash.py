@@ -71,7 +71,7 @@ def restore(id: str, roots: Sequence[Path]) -> Path:
     raise APIError(404, "no_entry", "The run is no longer in the trash.")
 
 
-def deleted(roots: Sequence[Path]) -> list[dict[str, Any]]:
+def runs_in_trash(roots: Sequence[Path]) -> list[dict[str, Any]]:
     """The runs in the trash: id, name, folder, and size in bytes."""
     return [
         {"id": entry.name, "name": folder.name, "folder": str(folder), "bytes": _size(entry)}

@@ -262,15 +262,15 @@ class PreferenceTrainer(OverridableTrainer):
     def _precompute_reference(self) -> None:
         """Precompute the reference's log-probabilities of every row, and free a reference that takes memory."""
         evals = self.eval_dataset
-        self.train_dataset = self._completed(self.train_dataset, "train")
+        self.train_dataset = self._add_missing_columns(self.train_dataset, "train")
         if isinstance(evals, dict):
-            self.eval_dataset = {name: self._completed(one, name) for name, one in evals.items()}
+            self.eval_dataset = {name: self._add_missing_columns(one, name) for name, one in evals.items()}
         elif evals is not None:
-            self.eval_dataset = self._completed(evals, "eval")
+            self.eval_dataset = self._add_missing_columns(evals, "eval")
         if not isinstance(self.objective.reference, DisabledAdapter | UnchangedModel):
             self.objective.reference = self._second_model = None
 
-    def _completed(self, dataset: Any, name: str) -> Any:
+    def _add_missing_columns(self, dataset: Any, name: str) -> Any:
         size = getattr(self.args, "precompute_ref_batch_size", None) or self.args.eval_batch_size
         return self._precompute_ref_logps(dataset, name, size)
 
@@ -317,17 +317,17 @@ class PreferenceTrainer(OverridableTrainer):
 
     def _prepare_passed(self, dataset: Any) -> Any:
         dataset = self._prepared_evals(dataset, self.processing_class, self.args)
-        return self._completed(dataset, "eval") if self._precomputes_reference else dataset
+        return self._add_missing_columns(dataset, "eval") if self._precomputes_reference else dataset
 
     def _collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
         if self._is_scripted:
-            return self._padded(rows)
+            return self._pad_rows(rows)
         known = ({name: row[name] for name in row if name.startswith("reference_")} for row in rows)
         pairs = zip(self._rows_of(rows), known, strict=True)
         batch: Batch = self.objective.collate([{**row, **more} for row, more in pairs])
         return batch
 
-    def _padded(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _pad_rows(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """TRL's batch, with reference log-probabilities of its rows if they are precomputed."""
         known = {side: column_of(side) for side in REFERENCE if column_of(side) in rows[0]}
         numbers = {REFERENCE[side]: torch.tensor([row[name] for row in rows]) for side, name in known.items()}

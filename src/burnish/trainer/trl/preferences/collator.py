@@ -32,21 +32,19 @@ class Padded:
         """TRL's batch of these rows."""
         encoded = [self.row_of(row) for row in rows]
         if self.kind == "verdicts":
-            kl_columns = (
-                self._padded(encoded, ["kl_"], "KL_") if all(row.get("kl_input_ids") for row in encoded) else {}
-            )
+            kl_columns = self._pad(encoded, ["kl_"], "KL_") if all(row.get("kl_input_ids") for row in encoded) else {}
             return {
-                **self._padded(encoded, [""]),
+                **self._pad(encoded, [""]),
                 **kl_columns,
                 "label": torch.tensor([bool(row["tag"]) for row in encoded]),
             }
-        batch = self._padded(encoded, ["chosen_", "rejected_"])
+        batch = self._pad(encoded, ["chosen_", "rejected_"])
         if self.kind == "pairs":
             return batch
         del batch["completion_mask"]
         return {**batch, "margin": torch.tensor([row["margin"] for row in encoded])}
 
-    def _padded(self, rows: list[Mapping[str, Any]], sides: list[str], prefix: str = "") -> dict[str, Tensor]:
+    def _pad(self, rows: list[Mapping[str, Any]], sides: list[str], prefix: str = "") -> dict[str, Tensor]:
         """(sides x rows, longest) each."""
         ids = [torch.as_tensor(row[f"{side}input_ids"]) for side in sides for row in rows]
         labels = [torch.as_tensor(row[f"{side}labels"]) for side in sides for row in rows]
@@ -66,7 +64,7 @@ class PaddedBySide(Padded):
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         batch: dict[str, Any] = {}
         for side in ("chosen", "rejected"):
-            padded = self._padded([self.row_of(row) for row in rows], [f"{side}_"])
+            padded = self._pad([self.row_of(row) for row in rows], [f"{side}_"])
             labels = padded["input_ids"].masked_fill(padded.pop("completion_mask") == 0, IGNORE_INDEX)
             batch |= {f"{side}_{name}": value for name, value in padded.items()} | {f"{side}_labels": labels}
         begins = [int((labels == IGNORE_INDEX).int().argmin()) for labels in batch["chosen_labels"]]
@@ -89,7 +87,7 @@ def rows_of_padded(batch: Mapping[str, Any], kind: str) -> list[Row]:
         ValueError: if a key is missing.
     """
     if "chosen_input_ids" in batch:
-        sides = [_labeled(batch, side) for side in ("chosen", "rejected")]
+        sides = [_labeled_sequences(batch, side) for side in ("chosen", "rejected")]
     else:
         required = ["input_ids", *([] if kind == "scores" else ["completion_mask"])]
         if missing := [name for name in required if name not in batch]:
@@ -99,7 +97,7 @@ def rows_of_padded(batch: Mapping[str, Any], kind: str) -> list[Row]:
             )
         sequences = _sequences(batch, "")
         if kind == "verdicts":
-            return _unpaired(sequences, batch)
+            return _unpair(sequences, batch)
         sides = [sequences[: len(sequences) // 2], sequences[len(sequences) // 2 :]]
     margins = batch.get("margin")
     return [
@@ -123,7 +121,7 @@ def _numbers(batch: Mapping[str, Any], at: int, sides: Sequence[str]) -> dict[st
     return {column_of(side): float(batch[REFERENCE[side]][at]) for side in sides if REFERENCE[side] in batch}
 
 
-def _unpaired(sequences: list[tuple[list[int], list[int]]], batch: Mapping[str, Any]) -> list[Row]:
+def _unpair(sequences: list[tuple[list[int], list[int]]], batch: Mapping[str, Any]) -> list[Row]:
     kl_sequences = _sequences(batch, "KL_") if "KL_input_ids" in batch else [([], [])] * len(sequences)
     return [
         {"input_ids": ids, "labels": labels, "tag": bool(batch["label"][at]), "kl_input_ids": kl_ids,
@@ -132,7 +130,7 @@ def _unpaired(sequences: list[tuple[list[int], list[int]]], batch: Mapping[str, 
     ]  # fmt: skip
 
 
-def _labeled(batch: Mapping[str, Any], side: str) -> list[tuple[list[int], list[int]]]:
+def _labeled_sequences(batch: Mapping[str, Any], side: str) -> list[tuple[list[int], list[int]]]:
     """Ids and labels of each sequence of a side, without padding."""
     values = (batch[f"{side}_{name}"] for name in ("input_ids", "labels", "attention_mask"))
     return [

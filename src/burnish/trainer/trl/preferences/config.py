@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from burnish.config.errors import Problem, UserError, renamed
+from burnish.config.errors import Problem, UserError, rename_options
 from burnish.config.options import RawValue, build, option, raise_if, specs
 from burnish.losses.kto import KtoFields, KtoOptions
 from burnish.losses.preference_losses import PAIR_LOSSES
@@ -109,7 +109,10 @@ class PreferenceConfig(TrlArguments):
 
     def in_own_words(self, problems: Iterable[Problem]) -> list[Problem]:
         names = self._field_names()
-        return [replace(one, what=renamed(one.what, names), remedy=renamed(one.remedy, names)) for one in problems]
+        return [
+            replace(one, what=rename_options(one.what, names), remedy=rename_options(one.remedy, names))
+            for one in problems
+        ]
 
     def _field_names(self) -> Mapping[str, str]:
         """burnish's option -> the name of the field."""
@@ -151,7 +154,7 @@ class DPOConfig(DpoFields, WithReference):
 
     def notes(self) -> list[str]:
         choices = self.choices()
-        return [renamed(note, self._field_names()) for note in pair_notes(choices, choices.pref_loss)]
+        return [rename_options(note, self._field_names()) for note in pair_notes(choices, choices.pref_loss)]
 
 
 @dataclass
@@ -273,7 +276,7 @@ class CPOConfig(WithoutReference):
 
     def notes(self) -> list[str]:
         choices = self.choices()
-        return [renamed(note, self._field_names()) for note in pair_notes(choices, choices.pref_loss)]
+        return [rename_options(note, self._field_names()) for note in pair_notes(choices, choices.pref_loss)]
 
 
 for _kind in (DPOConfig, KTOConfig, RewardConfig, ORPOConfig, CPOConfig):

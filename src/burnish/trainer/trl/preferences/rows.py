@@ -25,7 +25,7 @@ from burnish.losses.pair_values import PAIR_COLUMNS
 from burnish.trainer.data.loaders import is_datasets_set
 from burnish.trainer.notes import logger
 from burnish.trainer.trl.preferences.config import PreferenceConfig
-from burnish.trainer.trl.prepared import EncodeRecords, first_row, hashable_by_class, prepared, refuse_transform
+from burnish.trainer.trl.prepared import EncodeRecords, first_row, hashable_by_class, prepare_dataset, refuse_transform
 from burnish.trainer.trl.vision import MEDIA_READER, with_encoded_images
 
 Columns = dict[str, list[Any]]
@@ -66,7 +66,7 @@ def preference_rows(
         trl_layout(kind, sample, reader=reader), encode, names, f"{kind} {template.fingerprint}" if is_known else None,
         _COLUMNS_OF[kind], args.on_bad_record,
     )  # fmt: skip
-    return prepared(dataset, name, records, args, splits_pairs=splits)
+    return prepare_dataset(dataset, name, records, args, splits_pairs=splits)
 
 
 def _pair_columns(row: Row) -> dict[str, Any]:

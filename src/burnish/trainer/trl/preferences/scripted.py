@@ -103,19 +103,19 @@ class Scripted(PaddedObjective):
         self.rows_of = rows_of
         self._prepared: Sequence[ScriptedBatch] = ()  # micro-batches of the step; of an evaluation the last two
 
-    def collated(self, batch: Mapping[str, Any]) -> Batch:
+    def collate(self, batch: Mapping[str, Any]) -> Batch:
         """The objective's micro-batch of a padded one, without values that depend on the whole step."""
         result: Batch = self.objective.collate(self.rows_of(batch))
         return padding_batch(result) if isinstance(batch, PaddingBatch) else result
 
     def prepare_step(self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> Sequence[Batch]:
-        collated = [parallel.to_device(self.collated(batch)) for batch in batches]
+        collated = [parallel.to_device(self.collate(batch)) for batch in batches]
         ready = self.objective.prepare_step(self.over(module), collated, parallel)
         self._prepared = [ScriptedBatch(batch, prepared) for batch, prepared in zip(batches, ready, strict=True)]
         return self._prepared
 
     def iter_eval(self, module: nn.Module, batches: Iterable[Batch], parallel: Parallel) -> Iterator[Batch]:
-        read = _RecordedBatches(batches, self.collated, parallel)
+        read = _RecordedBatches(batches, self.collate, parallel)
         for ready in self.objective.iter_eval(self.over(module), read, parallel):
             made = ScriptedBatch(read.padded.popleft(), ready)
             self._prepared = [*self._prepared[-1:], made]  # a reader may be one batch ahead
@@ -127,13 +127,13 @@ class Scripted(PaddedObjective):
         for prepared in self._prepared:
             if prepared.is_unchanged_in(batch):
                 return prepared.ready
-        laid = self.parallel.to_device(self.collated(batch))
+        laid = self.parallel.to_device(self.collate(batch))
         (made,) = self.objective.prepare_step(self.over(module), [laid], self.parallel)
         return made  # type: ignore[no-any-return]
 
     def num_items(self, batch: Batch) -> Tensor:
         num_items: Tensor = self.objective.num_items(
-            batch.ready if isinstance(batch, ScriptedBatch) else self.collated(batch)
+            batch.ready if isinstance(batch, ScriptedBatch) else self.collate(batch)
         )
         return num_items
 

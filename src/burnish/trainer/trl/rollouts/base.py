@@ -204,10 +204,10 @@ class RolloutTrainer(RewardMethods):
         self._warn_of_overrides()
         own = self._token_values if self._overrides("_get_per_token_logps_and_entropies") else None
         generates = self._overrides("_generate_and_score_completions")
-        generate = self._generated_by_script if generates else None
+        generate = self._generate_by_script if generates else None
         return ScriptedRollouts(self.objective, self._over, self._pad, self._parallel, own, generate)
 
-    def _generated_by_script(self, inputs: list[dict[str, Any]]) -> Mapping[str, Any]:
+    def _generate_by_script(self, inputs: list[dict[str, Any]]) -> Mapping[str, Any]:
         with self.autocast_smart_context_manager():  # of accelerate's model, which scripts of TRL call
             output: Any = self._generate_and_score_completions(inputs)
         if not isinstance(output, Mapping):
@@ -226,7 +226,7 @@ class RolloutTrainer(RewardMethods):
             override may return one per token), and log-probabilities. Further tensors of an override with a value per
             completion are passed to its other methods.
         """
-        return self._scripted.generated(inputs)
+        return self._scripted.generate_batch(inputs)
 
     def _token_values(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Values of the tokens of a padded batch from a script's ``_get_per_token_logps_and_entropies``."""

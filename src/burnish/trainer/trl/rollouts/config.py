@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from burnish.config.conversion import members
-from burnish.config.errors import Problem, UserError, did_you_mean, renamed
+from burnish.config.errors import Problem, UserError, did_you_mean, rename_options
 from burnish.config.options import RawValue, build, option, raise_if, specs
 from burnish.losses.preference_options import ReferenceSyncFields
 from burnish.losses.rollouts.options import LOSSES, OPTION_NAMES, ClipFields, GrpoLossFields
@@ -209,7 +209,7 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
 def _with_field_names(problem: Problem) -> Problem:
     """Replace burnish's option names in problems by the names of the config's fields."""
     names = {name: word for word, name in OPTION_NAMES.items()}
-    return replace(problem, what=renamed(problem.what, names), remedy=renamed(problem.remedy, names))
+    return replace(problem, what=rename_options(problem.what, names), remedy=rename_options(problem.remedy, names))
 
 
 def _plain(value: Any) -> Any:

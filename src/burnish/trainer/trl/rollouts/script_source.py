@@ -103,7 +103,7 @@ def checked_output(returned: Any, count: int, vocab_size: int) -> dict[str, Any]
             output[name] = None
             continue
         if listed is None and not is_column:
-            raise _error(f'must return a list for "{name}". Received: {_shown(values)}.')
+            raise _error(f'must return a list for "{name}". Received: {_shorten(values)}.')
         output[name] = [values] * count if listed is None else listed  # one value for all completions, as in TRL
         if len(output[name]) != count:
             raise UserError(
@@ -132,7 +132,7 @@ def _as_list(values: Any) -> list[Any] | None:
     return list(values) if isinstance(values, list | tuple) else None
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     return f"{value!r:.60}"
 
 
@@ -140,12 +140,12 @@ def _ids(name: str, number: int, values: Any, vocab_size: int) -> list[int]:
     """Return the token ids of a prompt or completion."""
     ids, place = _as_list(values), f'"{name}" of completion {number}'
     if ids is None:
-        raise _error(f"must return a list of token ids for {place}. Received: {_shown(values)}.")
+        raise _error(f"must return a list of token ids for {place}. Received: {_shorten(values)}.")
     if not ids:
         raise _error(f"must return at least one token id for {place}. Received: an empty list.")
     for token in ids:
         if isinstance(token, bool) or not _is_integer(token):
-            raise _error(f"must return integers for {place}. Received: {_shown(token)}.")
+            raise _error(f"must return integers for {place}. Received: {_shorten(token)}.")
         if not 0 <= token < vocab_size:
             raise _error(f"must return token ids from 0 to {vocab_size - 1} for {place}. Received: {token}.")
     return [int(token) for token in ids]
@@ -162,16 +162,16 @@ def _checked_token_values(name: str, number: int, ids: Sequence[int], values: An
     """Return the log-probabilities or the mask of a completion."""
     found, place = _as_list(values), f'"{name}" of completion {number}'
     if found is None:
-        raise _error(f"must return a list for {place}. Received: {_shown(values)}.")
+        raise _error(f"must return a list for {place}. Received: {_shorten(values)}.")
     if len(found) != len(ids):
         what = f'rollout_func returned {len(found)} values of "{name}" for completion {number}, which has '
         raise UserError(f"{what}{len(ids)} tokens.", option="rollout_func")
     for value in found:
         if name == "env_mask" and value not in (0, 1):
-            raise _error(f"must return 0 or 1 for each token in {place}. Received: {_shown(value)}.")
+            raise _error(f"must return 0 or 1 for each token in {place}. Received: {_shorten(value)}.")
         if name == "logprobs" and not _is_finite(value):
             remedy = 'Return "logprobs": None if they are not known.'
-            what = f"rollout_func must return a finite number for each token in {place}. Received: {_shown(value)}."
+            what = f"rollout_func must return a finite number for each token in {place}. Received: {_shorten(value)}."
             raise UserError(what, remedy=remedy, option="rollout_func")
     return [int(value) for value in found] if name == "env_mask" else [float(value) for value in found]
 

@@ -26,7 +26,15 @@ from burnish.kernels.token_logps import LogpRules, plain_token_logps
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Loss, Row, StepBatch
 from burnish.rollouts.objective import RolloutObjective
-from burnish.rollouts.samples import ScoredCompletion, collated, packed, partitioned, real_rows, step_batch_of, unpacked
+from burnish.rollouts.samples import (
+    ScoredCompletion,
+    collate_pack,
+    pack_samples,
+    partition_samples,
+    real_rows,
+    step_batch_of,
+    unpack_samples,
+)
 from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.trl.preferences.scripted import PaddedObjective, ScriptedBatch
 
@@ -72,23 +80,23 @@ def padded_batch(samples: Sequence[ScoredCompletion], pad: int, sums_old_logps: 
     """
     samples = samples or [ScoredCompletion(0, 0, "", [pad], [pad], [0], True)]
     found = {
-        "prompt_ids": _padded([s.prompt for s in samples], pad, "left"),
-        "prompt_mask": _padded([[1] * len(s.prompt) for s in samples], 0, "left"),
-        "completion_ids": _padded([s.ids for s in samples], pad),
-        "completion_mask": _padded([[int(any(s.mask))] * len(s.ids) for s in samples], 0),
+        "prompt_ids": _pad_values([s.prompt for s in samples], pad, "left"),
+        "prompt_mask": _pad_values([[1] * len(s.prompt) for s in samples], 0, "left"),
+        "completion_ids": _pad_values([s.ids for s in samples], pad),
+        "completion_mask": _pad_values([[int(any(s.mask))] * len(s.ids) for s in samples], 0),
         "advantages": torch.tensor([s.advantage for s in samples], dtype=torch.float32),
     }
     if any(0 in s.mask and any(s.mask) for s in samples):
-        found["tool_mask"] = _padded([s.mask if any(s.mask) else [1] * len(s.ids) for s in samples], 1)
+        found["tool_mask"] = _pad_values([s.mask if any(s.mask) else [1] * len(s.ids) for s in samples], 1)
     for name, theirs in _NUMBERS.items():
         if all(getattr(s, name) is not None for s in samples):
-            found[theirs] = _padded([getattr(s, name) for s in samples], 0.0)
+            found[theirs] = _pad_values([getattr(s, name) for s in samples], 0.0)
     if sums_old_logps and "old_per_token_logps" in found:
         found["old_logps"] = (found.pop("old_per_token_logps") * found["completion_mask"]).sum(1)
     return found
 
 
-def _padded(rows: Sequence[Sequence[Any]], value: float, side: str = "right") -> Tensor:
+def _pad_values(rows: Sequence[Sequence[Any]], value: float, side: str = "right") -> Tensor:
     return pad_sequence([torch.tensor(row) for row in rows], True, value, side)
 
 
@@ -177,7 +185,7 @@ class ScriptedRollouts(PaddedObjective):
         found, generation = [], step // self.inner_steps
         for _ in range(self.inner_steps // num_steps):
             order = permutation(num_rows(values), (self.objective.choices.seed, SHUFFLE), generation)
-            steps = partitioned(request.places(num_rows(values)), order, num_steps, size, 0, 1)
+            steps = partition_samples(request.places(num_rows(values)), order, num_steps, size, 0, 1)
             found += [self._step_batch(step_batch, values, parts) for parts in steps]
         found[0].batches[0]["metrics"] = request.metrics
         return found
@@ -196,7 +204,7 @@ class ScriptedRollouts(PaddedObjective):
             raise UserError(f"{what}{', '.join(missing)}.", remedy=remedy)
         return {name: value for name, value in values.items() if value is not None and name != "num_items_in_batch"}
 
-    def generated(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+    def generate_batch(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """The objective's completions of the records that a script passes on, as TRL's padded batch.
 
         Raises:
@@ -237,12 +245,12 @@ class ScriptedRollouts(PaddedObjective):
         return found
 
     def iter_eval(self, module: nn.Module, batches: Iterable[Batch], parallel: Parallel) -> Iterator[Batch]:
-        for source, ready in self._evaluated(module, batches, parallel):
+        for source, ready in self._evaluate(module, batches, parallel):
             batch = self._padded(source, ready, self.objective.num_items(ready) * parallel.world_size)
             self._prepared = [batch]
             yield batch
 
-    def _evaluated(
+    def _evaluate(
         self, module: nn.Module, batches: Iterable[Batch], parallel: Parallel
     ) -> Iterator[tuple[Batch, Batch]]:
         if self.generate is None:
@@ -256,7 +264,7 @@ class ScriptedRollouts(PaddedObjective):
             lambda: self.objective.evaluation(self.over(module), rows, parallel),
         )
         values, size = self._of_script(request), self.objective.choices.per_device_train_batch_size
-        (parts,) = partitioned(request.places(num_rows(values)), range(num_rows(values)), 1, size, 0, 1)
+        (parts,) = partition_samples(request.places(num_rows(values)), range(num_rows(values)), 1, size, 0, 1)
         of_all = self._step_batch(StepBatch([], None, 0.0), values, parts)
         of_all.batches[0]["metrics"] = request.metrics
         for batch in of_all.batches:
@@ -264,7 +272,7 @@ class ScriptedRollouts(PaddedObjective):
                 yield batch, ready
 
     def _padded(self, batch: Batch, ready: Batch, items: Tensor) -> RolloutBatch:
-        samples = unpacked(batch["pack"])
+        samples = unpack_samples(batch["pack"])
         values = batch.get("script") or padded_batch(samples, self.pad, self.objective.leaves_one_out)
         values = dict(values)
         if not self.objective.leaves_one_out:
@@ -280,7 +288,7 @@ class ScriptedRollouts(PaddedObjective):
             return same.ready
         known, sizes = ({}, None) if of_step is None else (of_step.ready, of_step.sizes)
         known_batch = self.parallel.to_device(
-            collated(self.objective.collate_samples, packed(samples_of(batch, sizes)))
+            collate_pack(self.objective.collate_samples, pack_samples(samples_of(batch, sizes)))
         )
         loss, owner, count = self.objective.token_loss, known_batch["owner"], len(known_batch["items"])
         known_batch["token_weights"] = loss.token_weights(known_batch["token_mask"], owner, count)

@@ -27,7 +27,7 @@ from burnish.trainer.trl.prepared import (
     column_names,
     first_row,
     hashable_by_class,
-    prepared,
+    prepare_dataset,
     refuse_transform,
 )
 from burnish.trainer.trl.vision import MEDIA_READER, with_encoded_images
@@ -77,9 +77,11 @@ class Preparation:
         columns = column_names(dataset)
         if "seq_lengths" in columns or (self.family is not None and {*self.names} <= {*columns}):
             return dataset
-        dataset = prepared(dataset, name, self._encode(dataset, name, columns, packing), self.args, self._kept(columns))
+        dataset = prepare_dataset(
+            dataset, name, self._encode(dataset, name, columns, packing), self.args, self._kept_columns(columns)
+        )
         if packing:
-            return self._packed(dataset, name)
+            return self._pack(dataset, name)
         limit = self.args.max_length
         if limit is not None and is_datasets_set(dataset) and len(dataset) and not learns_anything(dataset):
             raise UserError(
@@ -111,7 +113,7 @@ class Preparation:
             f"{self.template.fingerprint} {truncate}" if is_known else None, formatting=formatting,
         )  # fmt: skip
 
-    def _kept(self, columns: list[str]) -> list[str]:
+    def _kept_columns(self, columns: list[str]) -> list[str]:
         """The script's columns, which its own collator may read."""
         if self.formatting_func is not None or self.family is not None:
             return []
@@ -131,7 +133,7 @@ class Preparation:
             )
         return Formatting(self.formatting_func, takes_batches)
 
-    def _packed(self, dataset: Any, name: str) -> Any:
+    def _pack(self, dataset: Any, name: str) -> Any:
         limit, strategy = self.args.max_length, self.args.packing_strategy
         assert limit is not None
         if drop := [column for column in column_names(dataset) if column not in _ROWS]:
