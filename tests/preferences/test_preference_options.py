@@ -61,6 +61,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("change", "beside"), CHANGES, ids=lambda value: next(iter(value), "alone"))
 def test_each_pair_option_changes_the_loss(workspace, monkeypatch, baseline, change, beside):
     before = baseline(beside)
@@ -69,6 +70,7 @@ def test_each_pair_option_changes_the_loss(workspace, monkeypatch, baseline, cha
     assert all(value == value for value in after)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("stage", "change"),
     [

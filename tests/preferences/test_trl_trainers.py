@@ -41,6 +41,7 @@ def read(path):
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "more"), [*((kind, {}) for kind in TRAINERS), ("KTOTrainer", {"kl_pairing": "group"})], ids=str
 )
@@ -77,6 +78,7 @@ RUNS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", RUNS)
 def test_stopped_run_resumes_to_the_same_weights(name, folder, tmp_path):
     kind, arguments = RUNS[name]
@@ -233,6 +235,7 @@ def test_reference_can_be_a_model_or_name_but_not_the_policy(folder, tmp_path):
         make("DPOTrainer", model, tmp_path, given={"ref_model": model})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
 @pytest.mark.parametrize(
     "options",
@@ -462,6 +465,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("kind", "change"), CHANGES, ids=str)
 def test_each_argument_changes_the_loss(kind, change, folder, tmp_path):
     options = {"ref_model": str(folder / "model")} if kind in ("DPOTrainer", "KTOTrainer") else {}
