@@ -1,26 +1,51 @@
-"""Check the reference and the reward model of a run before any weights are read."""
+"""Check the reference and the reward model of a run before any weights are read. Models that are on the hub and not in
+its cache are checked when they are loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from burnish.config.errors import Problem, UserError
+from burnish.loop.types import Row
 from burnish.models.check import check_model
 from burnish.models.options import ModelOptions
 from burnish.models.reward_files import head_of_reward_model, reward_model_folders
 from burnish.models.source import find_source
+from burnish.rollouts.options import draws_completions
+from burnish.rollouts.prompts import prompts_of
+from burnish.rollouts.rewards.models import check_conversations, tokenizer_of_reward_model
 from burnish.run.plan.options import RunOptions
 
 
 def check_other_models(options: RunOptions) -> list[Problem]:
-    """Return problems of ``ref_model`` and ``reward_model``. Models that are on the hub and not in its cache are
-    checked when they are loaded."""
+    """Return problems of ``ref_model`` and ``reward_model``."""
     try:
         return [*_check_reference(options), *_check_reward_model(options)]
     except UserError as error:
         return list(error.problems)
+
+
+def check_reward_model_template(options: RunOptions, sets: Iterable[Iterable[Row]]) -> list[Problem]:
+    """Return a problem if ``reward_model`` cannot read completions of the prompts: they are conversations, and its
+    tokenizer has no chat template that renders them.
+
+    Args:
+        sets: rows of prompts.
+    """
+    if options.reward_model is None or options.reward_model_type == "api" or not draws_completions(options.stage):
+        return []
+    adapters = options.reward_model_adapters or ()
+    try:
+        folders = reward_model_folders(options.reward_model, adapters, options, _found)
+        tokenizer = tokenizer_of_reward_model(options.reward_model, folders, len(adapters))
+    except UserError as error:
+        return list(error.problems)
+    if tokenizer is None:
+        return []
+    return check_conversations(tokenizer, Path(options.reward_model).name, prompts_of(chain.from_iterable(sets)))
 
 
 def reference_options(options: RunOptions) -> RunOptions:
