@@ -121,6 +121,7 @@ def test_model_of_the_hub_is_scored_with_its_own_head(models, tmp_path):
          'reward_model_adapters "org/none" is not a local folder'),
         ({"reward_model": "org/none"}, 'reward_model "org/none" is not a local folder'),
         ({"ref_model": "org/none", "beta": 0.1}, 'ref_model "org/none" is not a local folder'),
+        ({"ref_model": "{models}/policy", "beta": 0.1}, "The vocabulary sizes of the reference model"),
         ({"ref_model": "{models}", "beta": 0.1}, "this folder has no config.json"),
     ],
 )  # fmt: skip

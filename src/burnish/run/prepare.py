@@ -45,7 +45,11 @@ from burnish.run.plan.checks import check_best_model_metric, evaluates, may_stre
 from burnish.run.plan.files import record_needs
 from burnish.run.plan.memory import Formats
 from burnish.run.plan.options import RunOptions
-from burnish.run.plan.other_models import check_other_models, check_reward_model_template
+from burnish.run.plan.other_models import (
+    check_other_models,
+    check_reference_vocabulary,
+    check_reward_model_template,
+)
 from burnish.run.plan.plan import Plan
 from burnish.run.plan.resources import Sizes, check_disk, formats_of, sizes_of
 from burnish.run.recovery.fingerprints import fingerprints_of
@@ -121,6 +125,7 @@ def prepare(plan: Plan) -> Prepared:
     problems += spike_problems(options, objective.inner_steps)
     problems += check_best_model_metric(options, objective.metrics, eval_rows)
     if trains(options) or evaluates(options):
+        problems += check_reference_vocabulary(options, shapes.config) if objective.needs_reference else []
         problems += check_reward_model_template(options, [sample, *eval_rows.values()])
     raise_if([*problems, *check_disk(options, config, sizes, formats, steps)])
     notes += text_notes(sets.members) if has_template else []

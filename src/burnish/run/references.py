@@ -45,7 +45,7 @@ from burnish.models.source import adapter_folders
 from burnish.run.plan.checks import trains
 from burnish.run.plan.memory import Formats, shown_bytes
 from burnish.run.plan.options import RunOptions
-from burnish.run.plan.other_models import reference_options
+from burnish.run.plan.other_models import other_vocabulary, reference_options
 from burnish.run.plan.resources import Sizes, load_dtype
 from burnish.run.prepare import Prepared
 from burnish.run.reference_cache import fill
@@ -202,7 +202,4 @@ def refuse_other_vocabulary(model: nn.Module, second: nn.Module) -> None:
     """Raise UserError if the vocabulary sizes of reference and policy differ."""
     policy_size, reference_size = (unwrap_peft(one).get_input_embeddings().weight.shape[0] for one in (model, second))
     if policy_size != reference_size:
-        raise UserError(
-            f"The vocabulary sizes of the reference model ({reference_size}) and the policy ({policy_size}) differ.",
-            remedy="Set ref_model to a model with the vocabulary of the policy.",
-        )
+        raise UserError(other_vocabulary(policy_size, reference_size))

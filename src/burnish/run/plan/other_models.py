@@ -7,10 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from burnish.config.errors import Problem, UserError
 from burnish.loop.types import Row
 from burnish.models.check import check_model
+from burnish.models.load import load_config
 from burnish.models.options import ModelOptions
 from burnish.models.reward_files import head_of_reward_model, reward_model_folders
 from burnish.models.source import find_source
@@ -18,6 +20,9 @@ from burnish.rollouts.options import draws_completions
 from burnish.rollouts.prompts import prompts_of
 from burnish.rollouts.rewards.models import check_conversations, tokenizer_of_reward_model
 from burnish.run.plan.options import RunOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def check_other_models(options: RunOptions) -> list[Problem]:
@@ -46,6 +51,25 @@ def check_reward_model_template(options: RunOptions, sets: Iterable[Iterable[Row
     if tokenizer is None:
         return []
     return check_conversations(tokenizer, Path(options.reward_model).name, prompts_of(chain.from_iterable(sets)))
+
+
+def check_reference_vocabulary(options: RunOptions, config: PreTrainedConfig) -> list[Problem]:
+    """Return a problem if the vocabulary sizes of ``ref_model`` and the policy differ.
+
+    Args:
+        config: config of the policy, with the tokens that the run adds.
+    """
+    if options.ref_model is None:
+        return []
+    reference = load_config(reference_options(options)).get_text_config().vocab_size
+    policy = config.get_text_config().vocab_size
+    return [] if policy == reference else [other_vocabulary(policy, reference)]
+
+
+def other_vocabulary(policy_size: int, reference_size: int) -> Problem:
+    """Return the problem of a reference with another vocabulary size than the policy."""
+    what = f"The vocabulary sizes of the reference model ({reference_size}) and the policy ({policy_size}) differ."
+    return Problem(what, remedy="Set ref_model to a model with the vocabulary of the policy.", option="ref_model")
 
 
 def reference_options(options: RunOptions) -> RunOptions:

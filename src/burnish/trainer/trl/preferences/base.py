@@ -23,10 +23,12 @@ from burnish.loop.meter import EvalSums
 from burnish.loop.protocols import Objective
 from burnish.loop.types import Batch, Loss, Row
 from burnish.losses.pair_values import PAIR_COLUMNS
+from burnish.losses.preference_options import needs_reference
 from burnish.losses.reference import DisabledAdapter, InitialWeights, MovingReference, UnchangedModel
 from burnish.losses.responses import AnswersObjective
 from burnish.losses.reward import RewardObjective
 from burnish.parallel.single import set_seed
+from burnish.run.plan.other_models import other_vocabulary
 from burnish.run.references import refuse_other_vocabulary
 from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.inspection import is_peft_model
@@ -52,7 +54,15 @@ from burnish.trainer.trl.preferences.scripted import (
 )
 from burnish.trainer.trl.prepared import first_row
 from burnish.trainer.trl.sft.checks import check_sft_sets
-from burnish.trainer.trl.sft.setup import check_model, inner_tokenizer, load_named_model, resolve_config, resolve_model
+from burnish.trainer.trl.sft.setup import (
+    check_model,
+    inner_tokenizer,
+    is_template_file,
+    load_named_model,
+    resolve_config,
+    resolve_model,
+    vocabulary_size,
+)
 from burnish.trainer.trl.vision import VisionCollator, family_for
 
 _SIDES: Mapping[Kind, tuple[str, ...]] = {"pairs": ("chosen", "rejected"), "verdicts": ("", "kl"), "scores": ()}
@@ -123,6 +133,7 @@ class PreferenceTrainer(OverridableTrainer):
             what = "`quantization_config` has no effect on a model that is already instantiated."
             raise UserError(what, remedy="Pass the model's name or folder as `model`, or remove `quantization_config`.")
         check_sft_sets(train_dataset)
+        self._check_vocabulary(model, ref_model, args)
         set_seed(args.seed, args.full_determinism)  # an adapter's weights are initialized when it is attached
         scores = self.objective_class is RewardObjective
         model, processing_class, added = resolve_model(model, args, processing_class, quantization_config, scores)
@@ -179,6 +190,17 @@ class PreferenceTrainer(OverridableTrainer):
         reference = self.objective.reference if self._needs_reference else None
         start = reference.start if isinstance(reference, MovingReference) else reference
         return start.as_model(self.model) if isinstance(start, InitialWeights) else None
+
+    @staticmethod
+    def _check_vocabulary(model: Any, ref_model: Any, args: PreferenceConfig) -> None:
+        """Raise UserError if the config of a reference that is given by its name has another vocabulary size than that
+        of the model, before weights are read. A chat template of another tokenizer changes the model's vocabulary."""
+        changes_vocabulary = args.chat_template_path is not None and not is_template_file(args.chat_template_path)
+        if not isinstance(ref_model, str) or changes_vocabulary or not needs_reference(args.choices()):
+            return
+        policy, reference = vocabulary_size(model, args), vocabulary_size(ref_model, args, "ref_model")
+        if policy != reference:
+            raise UserError(other_vocabulary(policy, reference))
 
     def _second(self, ref_model: Any, args: PreferenceConfig) -> Any:
         """The reference, if it is a separate model."""
