@@ -113,6 +113,18 @@ def test_model_of_the_hub_is_scored_with_its_own_head(models, tmp_path):
         reward_model_of("org/policy", options=options)
 
 
+def test_missing_weights_of_another_model_are_reported_with_its_own_option(models, tmp_path):
+    for name in ("policy_vhead", "reference"):
+        (copied(models / name, tmp_path / name) / "model.safetensors").unlink()
+    options = {**user(tmp_path), "reward_model": str(tmp_path / "policy_vhead"), "beta": 0.1,
+               "ref_model": str(tmp_path / "reference")}  # fmt: skip
+    with pytest.raises(UserError) as error:
+        explain(plan({name: RawValue(value, "test") for name, value in options.items()}))
+    assert "Download them, or set ref_model to a model with weights." in str(error.value)
+    assert "Download them, or set reward_model to a model with weights." in str(error.value)
+    assert "train_from_scratch" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

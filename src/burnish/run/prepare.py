@@ -162,7 +162,8 @@ def load_data(plan: Plan, stats: DataStats) -> DataSets:
     options = plan.options
     problems = check_model(options, needs_head=OBJECTIVES[options.stage].uses_lm_head)
     if trains(options):
-        problems += [problem for problem in check_other_models(options) if problem not in problems]
+        known = {(problem.what, problem.where) for problem in problems}
+        problems += [one for one in check_other_models(options) if (one.what, one.where) not in known]
     only_generates = options.predict_with_generate and not (trains(options) or evaluates(options))
     of_data = replace(options, on_empty_target="keep") if only_generates else options  # every prompt gets a response
     try:

@@ -39,6 +39,7 @@ from burnish.losses.reference import (
 from burnish.models.attention_choice import requested_attention
 from burnish.models.images.features import patch_vision_model
 from burnish.models.load import load_config, load_model
+from burnish.models.options import REFERENCE_MODEL
 from burnish.models.patches.attention import PADDING_FREE, make_padding_free
 from burnish.models.patches.fused import patch_forwards
 from burnish.models.source import adapter_folders
@@ -167,12 +168,12 @@ def _load_reference_model(
     objective: StageObjective, model: nn.Module, parallel: Parallel, options: RunOptions, is_padding_free: bool
 ) -> nn.Module:
     model_options = reference_options(options)
-    config = load_config(model_options)
+    config = load_config(model_options, names=REFERENCE_MODEL)
     dtype, device = (
         load_dtype(options, config, is_frozen=True),
         parallel.device if model_options.quantization_bit else None,
     )
-    second: Any = load_model(model_options, dtype=dtype, device=device, config=config)
+    second: Any = load_model(model_options, dtype=dtype, device=device, config=config, names=REFERENCE_MODEL)
     for folder in adapter_folders(model_options):
         load_adapter(second, folder)
         merge_into_base(second)

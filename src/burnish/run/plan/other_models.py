@@ -13,7 +13,7 @@ from burnish.config.errors import Problem, UserError
 from burnish.loop.types import Row
 from burnish.models.check import check_model
 from burnish.models.load import load_config
-from burnish.models.options import ModelOptions
+from burnish.models.options import REFERENCE_MODEL, ModelOptions
 from burnish.models.reward_files import head_of_reward_model, reward_model_folders
 from burnish.models.source import find_source
 from burnish.rollouts.options import draws_completions
@@ -61,7 +61,7 @@ def check_reference_vocabulary(options: RunOptions, config: PreTrainedConfig) ->
     """
     if options.ref_model is None:
         return []
-    reference = load_config(reference_options(options)).get_text_config().vocab_size
+    reference = load_config(reference_options(options), names=REFERENCE_MODEL).get_text_config().vocab_size
     policy = config.get_text_config().vocab_size
     return [] if policy == reference else [other_vocabulary(policy, reference)]
 
@@ -87,7 +87,8 @@ def _check_reference(options: RunOptions) -> list[Problem]:
         find_source(name, options, "ref_model_adapters")
     if find_source(options.ref_model, options, "ref_model").folder is None:
         return []
-    return check_model(reference_options(options))
+    problems = check_model(reference_options(options), names=REFERENCE_MODEL)
+    return [one if one.option else replace(one, option="ref_model") for one in problems]
 
 
 def _check_reward_model(options: RunOptions) -> list[Problem]:
@@ -97,7 +98,15 @@ def _check_reward_model(options: RunOptions) -> list[Problem]:
     known = [folder for folder in folders if folder is not None]
     if len(known) == len(folders):
         head_of_reward_model(options.reward_model, known)
+    if known and not any(file for pattern in _WEIGHTS for file in known[0].glob(pattern)):
+        what = "there are no weights in this folder (model.safetensors, or its shards with their index)."
+        remedy = "Download them, or set reward_model to a model with weights."
+        return [Problem(what, where=str(known[0]), remedy=remedy, option="reward_model")]
     return []
+
+
+_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
+"""Names of the weights of a model, without those of its value head."""
 
 
 def _found(name: str, options: ModelOptions, option_name: str, _: Sequence[str]) -> Path | None:
