@@ -34,7 +34,14 @@ from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.inspection import is_peft_model
 from burnish.trainer.notes import logger
 from burnish.trainer.reporting import Count
-from burnish.trainer.trl.preferences.collator import REFERENCE, Padded, PaddedBySide, column_of, rows_of_padded
+from burnish.trainer.trl.preferences.collator import (
+    REFERENCE,
+    Padded,
+    PaddedBySide,
+    collate_by_script,
+    column_of,
+    rows_of_padded,
+)
 from burnish.trainer.trl.preferences.config import PreferenceConfig, WithReference
 from burnish.trainer.trl.preferences.objective import (
     EvalBatchesWithReference,
@@ -44,7 +51,7 @@ from burnish.trainer.trl.preferences.objective import (
     reference_for,
     with_numbers,
 )
-from burnish.trainer.trl.preferences.rows import NAMES, pair_row, preference_rows, template_of
+from burnish.trainer.trl.preferences.rows import NAMES, RECORD_COLUMNS, pair_row, preference_rows, template_of
 from burnish.trainer.trl.preferences.scripted import (
     OverridableTrainer,
     PreferenceOutput,
@@ -63,7 +70,7 @@ from burnish.trainer.trl.sft.setup import (
     resolve_model,
     vocabulary_size,
 )
-from burnish.trainer.trl.vision import VisionCollator, family_for
+from burnish.trainer.trl.vision import MEDIA, VisionCollator, family_for
 
 _SIDES: Mapping[Kind, tuple[str, ...]] = {"pairs": ("chosen", "rejected"), "verdicts": ("", "kl"), "scores": ()}
 """Responses of a row for which the reference is evaluated."""
@@ -141,6 +148,12 @@ class PreferenceTrainer(OverridableTrainer):
         self.family = family_for(model, processing_class, tokenizer, first_row(train_dataset))
         if self.family is not None and scores:
             raise ValueError("RewardTrainer does not support images.")
+        # As in TRL, the collator of a script gets the records with their images.
+        self._skip_prepare_dataset = (
+            self.family is not None and data_collator is not None and type(data_collator) not in self._own_collators
+        )
+        if self._skip_prepare_dataset:
+            self._check_collated_by_script(args, train_dataset)
         self._tokenizer = tokenizer
         sets_router = isinstance(args, WithReference)  # ORPO and CPO only use the model's config, in TRL as well
         model, choices = self._attach(
@@ -153,7 +166,9 @@ class PreferenceTrainer(OverridableTrainer):
         super().__init__(
             model=model, args=args,
             data_collator=data_collator or self.padding_class(self._row_of, self.kind, self._pad),
-            train_dataset=self._prepare_dataset(train_dataset, processing_class, args, "train"),
+            train_dataset=train_dataset
+            if self._skip_prepare_dataset
+            else self._prepare_dataset(train_dataset, processing_class, args, "train"),
             eval_dataset=self._prepared_evals(eval_dataset, processing_class, args), processing_class=processing_class,
             compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
@@ -165,6 +180,14 @@ class PreferenceTrainer(OverridableTrainer):
         self._inspect(args)
         if self._precomputes_reference:
             self._precompute_reference()
+
+    def _check_collated_by_script(self, args: PreferenceConfig, train_dataset: Any) -> None:
+        """Raise ValueError for arguments that need prepared rows, if a script's collator gets the records."""
+        if isinstance(args, WithReference) and args.precompute_ref_log_probs:
+            raise ValueError(
+                "`precompute_ref_log_probs=True` is not supported for a dataset with images and a `data_collator`, "
+                "which gets the records. Set `precompute_ref_log_probs=False`, or remove `data_collator`."
+            )
 
     def _pad_token(self, args: PreferenceConfig) -> str | None:
         return args.pad_token
@@ -223,7 +246,11 @@ class PreferenceTrainer(OverridableTrainer):
             objective.head = Score(model)
         if self.family is not None:
             capabilities = replace(capabilities, is_padding_free=False, shares_prefixes=False)
-            text, workers = partial(collate_padded, pad_id=self._pad), self.args.dataloader_num_workers
+        text = partial(collate_padded, pad_id=self._pad)
+        if self._skip_prepare_dataset:
+            collate = partial(collate_by_script, text)
+        elif self.family is not None:
+            workers = self.args.dataloader_num_workers
             collate = VisionCollator(
                 model, self.family, text, self._pad, num_workers=workers, one_by_one=not self._is_scripted
             )
@@ -333,6 +360,8 @@ class PreferenceTrainer(OverridableTrainer):
         return preference_rows(dataset, dataset_name, args, self.kind, self.objective.encode, self.objective.template)
 
     def _prepared_evals(self, evals: Any, processing_class: Any, args: PreferenceConfig) -> Any:
+        if self._skip_prepare_dataset:
+            return evals
         if isinstance(evals, dict):
             return {name: self._prepare_dataset(one, processing_class, args, name) for name, one in evals.items()}
         return None if evals is None else self._prepare_dataset(evals, processing_class, args, "eval")
@@ -368,6 +397,9 @@ class PreferenceTrainer(OverridableTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         numbers = [f"reference_{side}logps" for side in ("", "kl_", "chosen_", "rejected_")]
+        if self._skip_prepare_dataset:
+            self._signature_columns = [*RECORD_COLUMNS[self.kind], *MEDIA, "tools", "chat_template_kwargs"]
+            return
         self._signature_columns = [*NAMES[self.kind], *numbers, *PAIR_COLUMNS, "images", "kl_images"]
 
     # --- loss ---------------------------------------------------------------------------------------------------------
