@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from burnish.config.errors import Problem, UserError
 from burnish.loop.types import Row
@@ -20,9 +20,6 @@ from burnish.rollouts.options import draws_completions
 from burnish.rollouts.prompts import prompts_of
 from burnish.rollouts.rewards.models import check_conversations, tokenizer_of_reward_model
 from burnish.run.plan.options import RunOptions
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 
 def check_other_models(options: RunOptions) -> list[Problem]:
@@ -53,11 +50,11 @@ def check_reward_model_template(options: RunOptions, sets: Iterable[Iterable[Row
     return check_conversations(tokenizer, Path(options.reward_model).name, prompts_of(chain.from_iterable(sets)))
 
 
-def check_reference_vocabulary(options: RunOptions, config: PreTrainedConfig) -> list[Problem]:
+def check_reference_vocabulary(options: RunOptions, config: Any) -> list[Problem]:
     """Return a problem if the vocabulary sizes of ``ref_model`` and the policy differ.
 
     Args:
-        config: config of the policy, with the tokens that the run adds.
+        config: config of the policy in transformers' form, with the tokens that the run adds.
     """
     if options.ref_model is None:
         return []
