@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import burnish
 from burnish import UserError
+from burnish.trainer.trl.preferences import base
+from burnish.trainer.trl.sft import setup
 from small_run import make_model
 from two_processes import in_two_processes
 
@@ -223,6 +225,24 @@ def test_reference_of_continued_adapter_is_the_initial_adapter(folder, tmp_path)
 def test_reference_of_another_type_is_rejected(kind, given, error, message, folder, tmp_path):
     with pytest.raises(error, match=message):
         make(kind, folder / "model", tmp_path, given={"ref_model": given})
+
+
+@pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_reference_with_another_vocabulary_is_rejected_before_it_is_loaded(
+    kind, is_loaded, folder, tmp_path, monkeypatch
+):
+    model = read(folder / "model") if is_loaded else folder / "model"
+    larger = make_model(tmp_path / "larger", vocab_size=384)
+    monkeypatch.setattr(setup, "load_named_model", None)
+    monkeypatch.setattr(base, "load_named_model", None)
+    with pytest.raises(UserError, match=r"reference model \(384\) and the policy \(320\) differ"):
+        make(kind, model, tmp_path, given={"ref_model": str(larger)})
+
+
+def test_reference_with_another_vocabulary_has_no_effect_on_a_loss_without_reference(folder, tmp_path):
+    larger = make_model(tmp_path / "larger", vocab_size=384)
+    assert make("DPOTrainer", folder / "model", tmp_path, given={"ref_model": str(larger)}, loss_type="sft")
 
 
 def test_reference_can_be_a_model_or_name_but_not_the_policy(folder, tmp_path):
