@@ -14,6 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests sta
 import pytest
 import torch
 
+from representative import mark_unsampled
+
 GOLDEN = Path(__file__).parent / "golden"
 
 BEGINS_A_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
@@ -145,8 +147,14 @@ def golden_folder() -> Path:
     return GOLDEN
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Reject test ids that differ between processes, because pytest-xdist could not distribute the tests."""
+    """Mark the cases that ``sample`` leaves out as slow, before ``-m`` selects tests.
+
+    Raises:
+        pytest.UsageError: if test ids differ between processes, because pytest-xdist could not distribute the tests.
+    """
     unstable = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if unstable:
         raise pytest.UsageError(f"Test ids contain addresses of objects: {unstable[:3]}")
+    mark_unsampled(items)

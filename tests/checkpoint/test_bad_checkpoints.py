@@ -87,6 +87,7 @@ def logged_steps() -> list[int]:
     return [row["current_steps"] for row in map(json.loads, lines) if "loss" in row]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", RESUMED, ids=str)
 def test_run_resumes_from_intact_checkpoint_bitwise_equal(
     case: Case, again: Path, capsys: pytest.CaptureFixture[str]

@@ -214,6 +214,7 @@ def test_finished_run_leaves_only_checkpoints(tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_process_killed_while_saving_keeps_previous_checkpoint(tmp_path):
     code = (
         "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2]); from regression_run import *\n"

@@ -228,6 +228,7 @@ def test_no_command_prints_or_writes_a_secret(
     assert_nowhere(out + err, user_folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("debug", [[], pytest.param(["--debug"], marks=pytest.mark.slow)], ids=["file", "debug"])
 def test_traceback_contains_no_secret(debug: list[str], user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_failing_optimizer()

@@ -41,6 +41,7 @@ def explain_problems(argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int
     return status, [(one["option"], one["where"].replace(os.getcwd(), "")) for one in answer["problems"]]
 
 
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("argv", CASES)
 def test_option_and_source_of_a_problem_do_not_depend_on_wording(
     argv: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -1,9 +1,13 @@
 """Option values and their sources: YAML, JSON and the command line, and the messages for malformed ones."""
 
+import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from burnish.config.conversion import as_type
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue
 from burnish.run.plan.config_files import merge, read_arguments, read_config, split_arguments
@@ -58,6 +62,67 @@ def test_number_in_a_mapping_is_parsed_as_number(tmp_path: Path) -> None:
         "lr_scheduler_kwargs": {"min_lr": 1e-6, "cycles": 2, "name": "on", "off": None},
         "lora_target": ["q", "v"],
     }
+
+
+REFUSED = "refused"
+"""Numbers in YAML. Spelling -> its value with LLaMA-Factory's loader (OmegaConf 2.4 over PyYAML), as the value of an
+integer option and of a numeric option, and in a list or mapping. Each value is the loader's, or is refused, unless the
+loader keeps text, which is no number."""
+NUMBERS = {
+    "10": (10, 10, 10, 10), "+5": (5, 5, 5, 5), "007": (7, 7, 7, 7), "00": (0, 0, 0, 0),
+    "010": (8, REFUSED, REFUSED, REFUSED), "-010": (-8, REFUSED, REFUSED, REFUSED),
+    "0_10": (8, REFUSED, REFUSED, REFUSED), "08": ("08", 8, 8, 8), "010.5": (10.5, REFUSED, 10.5, 10.5),
+    "0o10": ("0o10", REFUSED, REFUSED, REFUSED), "0O10": ("0O10", REFUSED, REFUSED, "0O10"),
+    "0x10": (16, REFUSED, REFUSED, 16), "-0x1F": (-31, REFUSED, REFUSED, -31), "0x_1": (1, REFUSED, REFUSED, REFUSED),
+    "0b10": (2, REFUSED, REFUSED, REFUSED), "1_000": (1000, 1000, 1000, REFUSED),
+    "1_0.5": (10.5, REFUSED, 10.5, REFUSED), "1_0e3": (10000.0, 10000, 10000.0, REFUSED),
+    "1__0": (10, REFUSED, REFUSED, REFUSED), "1_": (1, REFUSED, REFUSED, REFUSED), "_1": ("_1", REFUSED, REFUSED, "_1"),
+    "12:30:45": (45045, REFUSED, REFUSED, REFUSED), "1:30": (90, REFUSED, REFUSED, REFUSED),
+    "1:60": ("1:60", REFUSED, REFUSED, "1:60"), "190:20:30.15": (685230.15, REFUSED, REFUSED, REFUSED),
+    "1e3": (1000.0, 1000, 1000.0, 1000.0), "1E+3": (1000.0, 1000, 1000.0, 1000.0),
+    "1e-5": (1e-5, REFUSED, 1e-5, 1e-5), "1.0e-4": (1e-4, REFUSED, 1e-4, 1e-4), ".5": (0.5, REFUSED, 0.5, 0.5),
+    "5.": (5.0, 5, 5.0, 5.0), "-.inf": (-math.inf, REFUSED, -math.inf, -math.inf),
+    "2024-01-01": ("2024-01-01", REFUSED, REFUSED, "2024-01-01"),
+}  # fmt: skip
+
+
+def reading_of(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except ValueError:  # UserError is one
+        return REFUSED
+
+
+@pytest.mark.parametrize("spelling", NUMBERS)
+def test_number_has_the_value_of_llamafactory_or_is_refused(spelling: str, tmp_path: Path) -> None:
+    loaded, integer, number, nested = NUMBERS[spelling]
+    text = read_config(config(tmp_path, f"seed: {spelling}\n"))["seed"].value
+    assert reading_of(lambda: as_type(int, text)) == integer
+    assert reading_of(lambda: as_type(float | None, text)) == number
+    assert reading_of(lambda: as_type(list[int], text)) == (integer if integer == REFUSED else [integer])
+    for container, expected in (("[{}]", [nested]), ("{{x: {}}}", {"x": nested}), ("{{x: [{}]}}", {"x": [nested]})):
+        path = config(tmp_path, f"lr_scheduler_kwargs: {container.format(spelling)}\n")
+        result = reading_of(lambda path=path: read_config(path)["lr_scheduler_kwargs"].value)
+        assert result == (REFUSED if nested == REFUSED else expected)
+    assert all(one in (REFUSED, loaded) or isinstance(loaded, str) for one in (integer, number, nested))
+
+
+def test_ambiguous_number_is_reported_with_its_readings(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"must be a number without leading zeros. Received: '010' \(YAML 1.1 reads"):
+        as_type(int | None, "010")
+    path = config(tmp_path, "lr_scheduler_kwargs:\n  a: 010\n  b: [12:30]\n  c: '010'\n")
+    message = load_error(path)
+    assert (
+        "line 2: expected a decimal number, or text in quotes. Received: 010, which can be read as 8 or 10." in message
+    )
+    assert 'Write 8 or 10, or "010" for text.' in message
+    assert "line 3: " in message
+    assert "line 4" not in message
+
+
+def test_numbers_of_a_json_file_are_json(tmp_path: Path) -> None:
+    path = config(tmp_path, '{"lr_scheduler_kwargs": {"a": "010", "b": 1e3}}', "run.json")
+    assert values(read_config(path)) == {"lr_scheduler_kwargs": {"a": "010", "b": 1000.0}}
 
 
 def test_explicit_keys_override_merged_base(tmp_path: Path) -> None:

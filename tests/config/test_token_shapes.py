@@ -55,6 +55,7 @@ def secret_part(text: str) -> str:
     return re.split(r"[= ]", text)[-1]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", sorted(SHAPES))
 def test_token_of_known_format_is_masked_anywhere(name: str) -> None:
     @settings(max_examples=60, deadline=None)

@@ -54,6 +54,7 @@ def explained(tmp_path, monkeypatch, capsys):
     return explain
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

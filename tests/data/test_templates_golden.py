@@ -132,6 +132,7 @@ SPANNED = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("name", representative(table(), FAST_TEMPLATES))
 def test_saved_chat_template_renders_golden_conversations(name):
     tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tokenizer")

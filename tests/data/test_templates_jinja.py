@@ -32,6 +32,7 @@ def cannot_be_written(label, spec):
     }.get(label, False)
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("name", representative(table(), FAST_TEMPLATES))
 def test_saved_chat_template_renders_trained_tokens(name):
     spec = table()[name]

@@ -39,6 +39,7 @@ def example_of(case, folder):
     return Example(messages=tuple(messages), source="v.json", number=1)
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['family']}-{case['case']}")
 def test_rows_with_videos_are_those_of_llamafactory(case, tmp_path):
     result = family(case["family"])

@@ -234,6 +234,7 @@ cli.main({words!r})
 """
 
 
+@pytest.mark.slow
 @pytest.mark.run
 @pytest.mark.parametrize("overwrites", representative_slow([False, True], 1))
 @pytest.mark.parametrize(

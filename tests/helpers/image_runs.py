@@ -2,12 +2,16 @@
 
 import json
 
+import torch
+
 from burnish.cli import main
 from vision_models import golden, image_models
 
 TEMPLATES = {"qwen2_5_vl": "qwen2_vl", "gemma3": "gemma3", "llava": "llava", "internvl": "intern_vl"}
 OTHERS = {"paligemma": "paligemma", "mistral3": None, "mllama": "mllama", "llava_onevision": None, "smolvlm": None}
 """Families without golden rows of LLaMA-Factory, and the named templates that are for them."""
+GLM = {"glm4v": "glm4v", "glm46v": "glm4_5v"}
+"""GLM-4.1V and GLM-4.6V, for which golden rows of videos exist."""
 RECORDS = ("one", "two", "turns", "text")
 
 
@@ -15,13 +19,23 @@ def make_workspace(folder):
     """Return the folder, filled with models, images and data sets for SFT, DPO and KTO."""
     models = image_models()
     for family in (*TEMPLATES, *OTHERS):
-        model, processor = models.build(family)
-        model.save_pretrained(folder / family)
-        models.save_processor(processor, folder / family)
+        save_model(folder, family)
     records = [golden()["records"][name] for name in RECORDS]
     models.write_images(folder / "data", {name for record in records for name in record["images"]})
     write_sets(folder / "data", records)
     return folder
+
+
+def save_model(folder, family):
+    """Write a model and its processor. Returns both."""
+    model, processor = image_models().build(family)
+    if family in GLM:  # as in published models, the tokenizer has all stop words of its template
+        processor.tokenizer.add_tokens(["</answer>"], special_tokens=True)
+        torch.manual_seed(0)
+        model.resize_token_embeddings(len(processor.tokenizer), pad_to_multiple_of=64, mean_resizing=False)
+    model.save_pretrained(folder / family)
+    image_models().save_processor(processor, folder / family)
+    return model, processor
 
 
 def write_sets(folder, records):
@@ -50,7 +64,7 @@ def train(workspace, out, family="qwen2_5_vl", **changes):
     """A run; returns its folder."""
     folder = workspace / out
     options = {
-        "model_name_or_path": str(workspace / family), "template": {**TEMPLATES, **OTHERS}[family], "stage": "sft",
+        "model_name_or_path": str(workspace / family), "template": (TEMPLATES | OTHERS | GLM)[family], "stage": "sft",
         "finetuning_type": "full", "dataset_dir": str(workspace / "data"), "dataset": "answers", "cutoff_len": 512,
         "output_dir": str(folder), "overwrite_output_dir": "resume_from_checkpoint" not in changes,
         "max_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-3,

@@ -3,6 +3,7 @@
 import base64
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,12 +15,14 @@ import pytest
 class Hub(ThreadingHTTPServer):
     """Keeps repositories and commits in memory.
 
-    ``made``: repository -> whether it is private; ``commits``: message and files of each.
+    ``made``: repository -> whether it is private; ``commits``: message and files of each; ``before_upload``: called
+    before the files of a folder are read.
     """
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Answers)
         self.made, self.commits, self.tokens, self.branches = {}, [], set(), []
+        self.before_upload = lambda: None
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -40,6 +43,7 @@ class Answers(BaseHTTPRequestHandler):
         elif path == "validate-yaml":
             self.answer({"errors": [], "warnings": []})
         elif "/preupload/" in path:
+            hub.before_upload()
             names = [file["path"] for file in json.loads(body)["files"]]
             self.answer({"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]})
         else:
@@ -64,6 +68,14 @@ class Answers(BaseHTTPRequestHandler):
 
     def log_message(self, *_):
         pass
+
+
+def wait_until(condition, timeout_s=60.0):
+    """Wait until a condition is true, and return whether it became true."""
+    end = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
 
 
 @contextmanager

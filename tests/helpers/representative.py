@@ -1,6 +1,6 @@
 """Parametrization of tests with many similar cases: quick runs take representatives."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -23,6 +23,20 @@ def representative(cases: Iterable[Any], fast: Container[Any] | int, mark: str =
 def representative_slow(cases: Iterable[Any], fast: Container[Any] | int) -> list[Any]:
     """``representative`` for long cases: the others are left to ``make test-slow``."""
     return representative(cases, fast, "slow")
+
+
+def mark_unsampled(items: Sequence[pytest.Item]) -> None:
+    """Mark cases of tests with ``@pytest.mark.sample(n)`` as slow, except n cases that are spread evenly over all."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for listed in cases.values():
+        (count,) = listed[0].get_closest_marker("sample").args
+        sampled = {index * len(listed) // count for index in range(count)}
+        for index, item in enumerate(listed):
+            if index not in sampled:
+                item.add_marker(pytest.mark.slow)
 
 
 def collected_values(request: pytest.FixtureRequest, name: str) -> set[Any]:

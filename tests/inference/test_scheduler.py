@@ -27,6 +27,7 @@ ONE_AT_A_TIME = {"bloom", "mamba", "qwen3_next"}
 """Families that keep what they have read in a way of their own."""
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("shape", representative(SHAPES, {"llama", "qwen3", "gemma2", "qwen3_next"}))
 def test_greedy_responses_match_generate(shape: str) -> None:
     model = model_of(shape)

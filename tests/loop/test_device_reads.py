@@ -62,6 +62,7 @@ def on_meta(folder, **overrides):
     return run, planned.options
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "options",
     [

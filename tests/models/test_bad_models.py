@@ -7,6 +7,7 @@ import json
 import re
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from burnish.config.errors import UserError
 from burnish.models import source
 from burnish.models.check import check_model
 from burnish.models.load import load_config, load_model
-from burnish.models.options import ModelOptions
+from burnish.models.options import REFERENCE_MODEL, USED_MODEL, ModelOptions
+from burnish.models.quantization import quantize
+from burnish.models.quantization.quantize import check_quantized_files
 from burnish.models.source import adapter_folders, find_source
 from burnish.models.tokens import load_tokenizer
 from tiny_models import VOCABULARY, saved_model, tiny_model, tiny_tokenizer
@@ -455,6 +458,33 @@ def test_folder_without_weights_can_be_trained_from_scratch(tmp_path):
     (result,) = model_problems(tmp_path)
     assert "there are no weights" in result
     assert "train_from_scratch: true" in result
+
+
+@pytest.mark.parametrize("names", [USED_MODEL, REFERENCE_MODEL])
+def test_remedies_name_the_options_of_a_model_that_is_not_trained(tmp_path, names):
+    saved_model(tmp_path / "model")
+    options = ModelOptions(model_name_or_path=str(tmp_path / "model"))
+    weights = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(weights)
+    save_file({name: value for name, value in tensors.items() if "norm" not in name}, weights, {"format": "pt"})
+    (problem,) = check_model(options, names=names)
+    assert problem.remedy == "Download the model again, or check its config.json."
+    weights.unlink()
+    (problem,) = check_model(options, names=names)
+    assert problem.remedy == f"Download them, or set {names.model} to a model with weights."
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "base"}')
+    options.model_name_or_path = str(tmp_path / "adapter")
+    (problem,) = check_model(options, names=names)
+    assert problem.remedy == f"Set {names.adapters} to it, and {names.model} to base."
+
+
+def test_quantized_reference_is_compatible_with_full_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(quantize, "find_spec", lambda name: name)
+    options = SimpleNamespace(model_name_or_path="model", finetuning_type="full", quantization_bit=4)
+    config = {"quantization_config": {"quant_method": "gptq"}}
+    (problem,) = check_quantized_files(options, config, REFERENCE_MODEL)
+    assert problem.remedy == "Remove ref_model_quantization_bit."
 
 
 def test_all_problems_are_reported_together(tmp_path):

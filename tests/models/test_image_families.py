@@ -56,6 +56,7 @@ def _learned(row):
     return {**row, "labels": [IGNORE_INDEX] * (last + 1) + ids[last + 1 :]}
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("collation", ["flat", "padded"])
 def test_losses_and_gradients_match_single_rows(family, collation, order):

@@ -89,6 +89,7 @@ def test_step_has_loss_and_gradients_of_transformers(models, family, collation):
     assert {part: norm**0.5 for part, norm in norms.items()} == pytest.approx(step["gradient_norms"], rel=1e-4)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("collation", ["flat", "padded"])
 @pytest.mark.parametrize("family", FIRST)
 def test_row_has_same_loss_at_any_position(models, family, collation):
@@ -112,6 +113,7 @@ def test_row_has_same_loss_at_any_position(models, family, collation):
                 assert loss.item() == pytest.approx(expected[number], abs=1e-5)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("family", [*FIRST, *SECOND])
 def test_probe_detects_that_images_stay_separate(models, family):
     result = models(family)

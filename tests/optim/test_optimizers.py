@@ -150,6 +150,7 @@ def test_optimizer_follows_the_schedule(name):
     assert all(unchanged) or name.startswith("schedule_free")
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", HERE)
 def test_weight_decay_shrinks_matrices(name):
     is_part_of_gradient = name in {"adagrad", "sgd"} or name.startswith("rmsprop")

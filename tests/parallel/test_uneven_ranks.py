@@ -179,6 +179,7 @@ def test_loader_state_of_rank_0_resumes_on_both_ranks(rank_results):
         assert rank["resumed"]["read"] == to - 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", ["10", "11", "3", "1", "stream"])
 def test_evaluation_on_two_ranks_matches_one(rank_results, number):
     one, first, second = (ranks[number] for ranks in rank_results)

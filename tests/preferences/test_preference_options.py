@@ -18,6 +18,7 @@ from burnish.run.plan.plan import plan
 from burnish.run.prepare import prepare
 from pair_runs import losses, make_pair_workspace, pairs, run_options, train_on_pairs
 from representative import representative_slow
+from small_run import make_model
 
 pytestmark = pytest.mark.run
 
@@ -61,6 +62,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("change", "beside"), CHANGES, ids=lambda value: next(iter(value), "alone"))
 def test_each_pair_option_changes_the_loss(workspace, monkeypatch, baseline, change, beside):
     before = baseline(beside)
@@ -69,6 +71,7 @@ def test_each_pair_option_changes_the_loss(workspace, monkeypatch, baseline, cha
     assert all(value == value for value in after)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("stage", "change"),
     [
@@ -305,3 +308,36 @@ def test_packing_of_evaluations_is_rejected(workspace):
 def test_missing_reference_is_rejected_before_encoding(workspace, option):
     with pytest.raises(UserError, match=f'{option} "/no/such/model" is not a folder'):
         plan(run_options(workspace, **{option: "/no/such/model"}))
+
+
+NEW = [f"<new {number}>" for number in range(64)]
+
+
+@pytest.fixture(scope="module")
+def larger(workspace):
+    """A model with as many rows as the embedding of the policy has after a token is added."""
+    return make_model(workspace / "larger", vocab_size=384)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ref_model": "larger"}, "The vocabulary sizes of the reference model (384) and the policy (320) differ."),
+        ({"ref_model": "other", "add_tokens": NEW, "additional_target": "embed_tokens,lm_head",
+          "finetuning_type": "lora"},
+         "The vocabulary sizes of the reference model (320) and the policy (384) differ."),
+        ({"ref_model": "larger", "stage": "kto"}, "(384)"),
+        ({"ref_model": "larger", "add_tokens": NEW}, None),
+        ({"ref_model": "larger", "pref_loss": "orpo"}, None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_reference_with_another_vocabulary_is_reported_before_weights_are_read(workspace, larger, options, message):
+    made = run_options(workspace, **options)
+    if message is None:
+        prepare(plan(made))
+        return
+    with pytest.raises(UserError) as error:
+        prepare(plan(made))
+    assert message in str(error.value)
+    assert "Set ref_model to a model with the vocabulary of the policy." in str(error.value)

@@ -102,6 +102,7 @@ BESIDE = {
 }
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("kind", "name", "takes_model"),
     [

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import burnish
 from burnish import UserError
+from burnish.trainer.trl.preferences import base
+from burnish.trainer.trl.sft import setup
 from small_run import make_model
 from two_processes import in_two_processes
 
@@ -41,6 +43,7 @@ def read(path):
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "more"), [*((kind, {}) for kind in TRAINERS), ("KTOTrainer", {"kl_pairing": "group"})], ids=str
 )
@@ -77,6 +80,7 @@ RUNS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", RUNS)
 def test_stopped_run_resumes_to_the_same_weights(name, folder, tmp_path):
     kind, arguments = RUNS[name]
@@ -223,6 +227,24 @@ def test_reference_of_another_type_is_rejected(kind, given, error, message, fold
         make(kind, folder / "model", tmp_path, given={"ref_model": given})
 
 
+@pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_reference_with_another_vocabulary_is_rejected_before_it_is_loaded(
+    kind, is_loaded, folder, tmp_path, monkeypatch
+):
+    model = read(folder / "model") if is_loaded else folder / "model"
+    larger = make_model(tmp_path / "larger", vocab_size=384)
+    monkeypatch.setattr(setup, "load_named_model", None)
+    monkeypatch.setattr(base, "load_named_model", None)
+    with pytest.raises(UserError, match=r"reference model \(384\) and the policy \(320\) differ"):
+        make(kind, model, tmp_path, given={"ref_model": str(larger)})
+
+
+def test_reference_with_another_vocabulary_has_no_effect_on_a_loss_without_reference(folder, tmp_path):
+    larger = make_model(tmp_path / "larger", vocab_size=384)
+    assert make("DPOTrainer", folder / "model", tmp_path, given={"ref_model": str(larger)}, loss_type="sft")
+
+
 def test_reference_can_be_a_model_or_name_but_not_the_policy(folder, tmp_path):
     named = losses(make("DPOTrainer", folder / "model", tmp_path, given={"ref_model": str(folder / "other")}))
     loaded = losses(make("DPOTrainer", folder / "model", tmp_path, given={"ref_model": read(folder / "other")}))
@@ -233,6 +255,7 @@ def test_reference_can_be_a_model_or_name_but_not_the_policy(folder, tmp_path):
         make("DPOTrainer", model, tmp_path, given={"ref_model": model})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
 @pytest.mark.parametrize(
     "options",
@@ -462,6 +485,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("kind", "change"), CHANGES, ids=str)
 def test_each_argument_changes_the_loss(kind, change, folder, tmp_path):
     options = {"ref_model": str(folder / "model")} if kind in ("DPOTrainer", "KTOTrainer") else {}

@@ -329,6 +329,7 @@ def test_no_color_disables_colors():
     assert "━" in shown
 
 
+@pytest.mark.slow
 def test_failed_run_restores_the_cursor():
     shown = in_terminal(fail=10)
     assert "\x1b[?25h" in shown.split("\x1b[?25l")[-1]

@@ -10,17 +10,23 @@ from urllib.parse import unquote
 
 import pytest
 import torch
+from datasets import Dataset
 from golden_steps import make_models
 from safetensors.torch import load_file
 from test_rollout_runs import train, user
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from burnish import GRPOConfig, GRPOTrainer
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue
 from burnish.data.chat.rendering import limit_rendering
 from burnish.explain.explain import explain
 from burnish.models.options import ModelOptions
 from burnish.rollouts.rewards.models import RewardModel, RewardServer, reward_model_of
+from burnish.run import build
+from burnish.run.build import train_run
 from burnish.run.plan.plan import plan
+from burnish.trainer.trl.sft import setup
 from run_outputs import history
 
 PROMPTS, ANSWERS = ["What is it?", "And now, what is it then?", "Hm"], [" A stone.", " No.", " It is what it is."]
@@ -29,6 +35,15 @@ PROMPTS, ANSWERS = ["What is it?", "And now, what is it then?", "Hm"], [" A ston
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     return make_models(tmp_path_factory.mktemp("models"))
+
+
+def copied(model, folder, template=None):
+    """A copy of a model with another chat template. Default: none."""
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder
 
 
 def alone(model, tokenizer, head):
@@ -98,6 +113,18 @@ def test_model_of_the_hub_is_scored_with_its_own_head(models, tmp_path):
         reward_model_of("org/policy", options=options)
 
 
+def test_missing_weights_of_another_model_are_reported_with_its_own_option(models, tmp_path):
+    for name in ("policy_vhead", "reference"):
+        (copied(models / name, tmp_path / name) / "model.safetensors").unlink()
+    options = {**user(tmp_path), "reward_model": str(tmp_path / "policy_vhead"), "beta": 0.1,
+               "ref_model": str(tmp_path / "reference")}  # fmt: skip
+    with pytest.raises(UserError) as error:
+        explain(plan({name: RawValue(value, "test") for name, value in options.items()}))
+    assert "Download them, or set ref_model to a model with weights." in str(error.value)
+    assert "Download them, or set reward_model to a model with weights." in str(error.value)
+    assert "train_from_scratch" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -106,6 +133,7 @@ def test_model_of_the_hub_is_scored_with_its_own_head(models, tmp_path):
          'reward_model_adapters "org/none" is not a local folder'),
         ({"reward_model": "org/none"}, 'reward_model "org/none" is not a local folder'),
         ({"ref_model": "org/none", "beta": 0.1}, 'ref_model "org/none" is not a local folder'),
+        ({"ref_model": "{models}/policy", "beta": 0.1}, "The vocabulary sizes of the reference model"),
         ({"ref_model": "{models}", "beta": 0.1}, "this folder has no config.json"),
     ],
 )  # fmt: skip
@@ -130,6 +158,53 @@ def test_conversations_require_a_chat_template(models):
     model.tokenizer.chat_template = None
     with pytest.raises(UserError, match="has no chat template"):
         model([[{"role": "user", "content": "a"}]], [[{"role": "assistant", "content": "b"}]])
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "The reward model policy_vhead has no chat template, but the prompts are conversations."),
+        ("{{ raise_exception('no answers') }}", "cannot render a completion: .* no answers"),
+    ],
+)
+@pytest.mark.parametrize("run", [explain, train_run])
+def test_reward_model_that_cannot_read_conversations_is_reported_before_weights_are_read(
+    models, tmp_path, monkeypatch, run, template, message
+):
+    reward = copied(models / "policy_vhead", tmp_path / "policy_vhead", template)
+    monkeypatch.setattr(build, "load_model", None)
+    options = {**user(tmp_path), "reward_model": str(reward)}
+    with pytest.raises(UserError, match=message):
+        run(plan({name: RawValue(value, "test") for name, value in options.items()}))
+
+
+def test_reward_model_without_a_chat_template_scores_texts(models, tmp_path):
+    reward = copied(models / "policy_vhead", tmp_path / "policy_vhead")
+    made = user(tmp_path)
+    records = [{"prompt": prompt, "answer": "a"} for prompt in PROMPTS * 4]
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, records)))
+    options = {**made, "dataset": [str(tmp_path / "texts.jsonl")], "reward_model": str(reward), "max_steps": 1}
+    assert "rewards/policy_vhead/mean" in history(train(options))[0]
+
+
+@pytest.mark.parametrize("kind", ["folder", "model", "function"])
+def test_trainer_refuses_conversations_for_a_reward_model_without_chat_template(models, tmp_path, monkeypatch, kind):
+    folder = copied(models / "scorer", tmp_path / "scorer")
+    reward = str(folder)
+    if kind == "model":
+        reward = AutoModelForSequenceClassification.from_pretrained(folder)
+    elif kind == "function":
+        reward = reward_model_of(reward)
+    chats = Dataset.from_list([{"prompt": [{"role": "user", "content": prompt}]} for prompt in PROMPTS])
+    args = GRPOConfig(str(tmp_path / "out"), use_cpu=True, bf16=False, report_to="none")
+    monkeypatch.setattr(setup, "load_named_model", None)
+    with pytest.raises(UserError, match="The reward model scorer has no chat template") as error:
+        GRPOTrainer(str(models / "policy"), reward, args, chats)
+    assert "reward_processing_classes" in str(error.value)
+    reader = AutoTokenizer.from_pretrained(folder)
+    reader.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(TypeError):  # passed: the model is loaded next
+        GRPOTrainer(str(models / "policy"), str(folder), args, chats, reward_processing_classes=reader)
 
 
 SCORES = {"null": None, "word": "good", "nan": math.nan, "inf": math.inf, "nested": [1.0]}

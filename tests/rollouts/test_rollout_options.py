@@ -55,6 +55,7 @@ def numbers(models, options):
     return outcome.losses + outcome.norms
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", OF_THE_LOSS)
 def test_each_loss_option_changes_the_loss(models, name):
     value, beside = OF_THE_LOSS[name]

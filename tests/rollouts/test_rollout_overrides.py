@@ -57,6 +57,7 @@ def run(folder, output, kind, **options):
     return trainer, logs, evaluated
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 def test_override_receives_trl_batch_and_model_and_changes_nothing(kind, name, folder, tmp_path):

@@ -113,6 +113,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     CASES,

@@ -104,6 +104,7 @@ def draw(names: list[str], count: int) -> list[str]:
     return sorted(random.Random(seed).sample(names, min(count, len(names))))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.run
 @pytest.mark.parametrize("name", draw(HARMLESS_SEEN, 8))
 def test_option_declared_harmless_does_not_change_results(

@@ -85,6 +85,7 @@ def test_damaged_model_file_is_rejected_or_harmless(
     assert status == 2 or kind in ("an empty object", "a long number")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", representative_slow(["deep", "a list", "empty"], 1))
 @pytest.mark.parametrize("name", OF_A_RUN)
 def test_damaged_file_of_earlier_run_does_not_prevent_resume(
@@ -201,6 +202,7 @@ IN_THE_WAY: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("kind", IN_THE_WAY)
 @pytest.mark.parametrize(
     "name",

@@ -220,6 +220,7 @@ def of_a_whole_run(made, folder, monkeypatch):
     )
 
 
+@pytest.mark.sample(50)
 @pytest.mark.parametrize("name", OPTION_EFFECTS)
 def test_option_has_its_documented_effect(outcome, name):
     row = OPTION_EFFECTS[name]

@@ -47,6 +47,7 @@ def contents(folder: str = "out") -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in paths}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("is_linked", [False, True], ids=["by name", "by link"])
 @pytest.mark.parametrize(
     "source",
@@ -105,6 +106,7 @@ def test_every_path_option_is_a_source_or_declared_path_free() -> None:
     assert texts - {*SOURCES, "dataset", "eval_dataset"} == PLAIN_WORDS
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", ["sft", "pt", "dpo", "rm", "kto"])
 def test_new_run_removes_all_files_of_an_earlier_run(stage: str, user_folder: Path) -> None:
     if stage in ("dpo", "rm"):

@@ -136,6 +136,7 @@ def test_batched_responses_match_single_prompts(tmp_path):
         ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("size", [1, 2, 6])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_responses_do_not_depend_on_batch_size_or_cache(size, cache, tmp_path):

@@ -294,6 +294,7 @@ def test_four_real_dataset_formats_train_together(tmp_path, golden_folder):
     assert history(tmp_path / "out")[-1]["train_loss"] > 0
 
 
+@pytest.mark.sample(3)
 @pytest.mark.run
 @pytest.mark.parametrize(
     "options",

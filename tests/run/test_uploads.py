@@ -1,15 +1,20 @@
 """``push_to_hub`` of ``burnish train``, with a local server that implements huggingface_hub's protocol."""
 
+import os
+import shutil
+
 import huggingface_hub
 import pytest
 from transformers import AutoModelForCausalLM
 
+from burnish.checkpoint.checkpoint import Checkpoints
 from burnish.cli import main
 from burnish.config.options import RawValue as Raw
 from burnish.config.options import build
 from burnish.report.options import HubOptions, check_hub, hub_notes
+from burnish.run.hub import _linked_copy
 from burnish.run.plan.options import RunOptions
-from push_hub import running_hub
+from push_hub import running_hub, wait_until
 from small_run import as_arguments, make_workspace
 
 pytestmark = pytest.mark.run
@@ -66,6 +71,45 @@ def test_hub_strategy_decides_what_is_uploaded_during_training(hub, tmp_path, st
         assert not any(name.startswith("optimizer") for files in root for name in files)
     if strategy == "checkpoint":
         assert any(name.startswith("last-checkpoint/optimizer") for files in during for name in files)
+
+
+@pytest.mark.parametrize("can_link", [True, False])
+def test_removed_checkpoint_is_uploaded_completely(hub, tmp_path, monkeypatch, capsys, can_link):
+    """save_total_limit removes it while its upload has not read the files yet."""
+    options = options_in(tmp_path, hub_strategy="all_checkpoints", save_total_limit=1)
+    first, removed = tmp_path / "out" / "checkpoint-2", []
+    hub.before_upload = lambda: removed.append(wait_until(lambda: not first.exists()))
+    if not can_link:
+        monkeypatch.setattr(os, "link", _fail)
+    assert main(["train", *as_arguments(options)]) == 0
+    assert all(removed)
+    assert "could not be uploaded" not in capsys.readouterr().err
+    files = [files for message, files in hub.commits if message == "Training in progress, step 2"]
+    assert [any(name.startswith("checkpoint-2/") for name in each) for each in files] == [False, True]
+    assert {"checkpoint-2/model.safetensors", "checkpoint-2/manifest.json"} <= files[1].keys()
+    assert list((tmp_path / "out").glob(".*incomplete*")) == []
+
+
+def test_copy_of_a_killed_upload_is_removed_and_no_checkpoint(hub, tmp_path):
+    options = options_in(tmp_path, hub_strategy="end")
+    assert main(["train", *as_arguments({**options, "max_steps": 2})]) == 0
+    copy = _linked_copy(tmp_path / "out" / "checkpoint-2")
+    assert {path.name for path in copy.iterdir()} == {path.name for path in (tmp_path / "out/checkpoint-2").iterdir()}
+    assert [path.name for path in Checkpoints(tmp_path / "out").all()] == ["checkpoint-2"]
+    assert main(["train", *as_arguments(options)]) == 0
+    assert not copy.exists()
+
+
+def test_checkpoint_that_cannot_be_copied_does_not_stop_training(hub, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "copytree", _fail)
+    assert main(["train", *as_arguments(options_in(tmp_path))]) == 0
+    assert "A checkpoint could not be uploaded to us/tiny: not supported" in capsys.readouterr().err
+    assert [message for message, _ in hub.commits] == ["End of training"]
+    assert list((tmp_path / "out").glob(".*incomplete*")) == []
+
+
+def _fail(*arguments, **named):
+    raise OSError("not supported")
 
 
 def test_model_is_uploaded_to_the_branch_in_hub_revision(hub, tmp_path):

@@ -128,6 +128,7 @@ def test_unix_socket_replaces_a_port(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -41,6 +41,7 @@ pytestmark = pytest.mark.run
 BY_NAME = {case.name: case for case in parity.CASES}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "name",
     [

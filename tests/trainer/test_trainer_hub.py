@@ -4,7 +4,7 @@ import pytest
 import yaml
 from transformers import AutoModelForSequenceClassification
 
-from push_hub import running_hub
+from push_hub import running_hub, wait_until
 from trainer_run import bert, classes, make_trainer
 
 pytestmark = pytest.mark.run
@@ -69,6 +69,22 @@ def test_checkpoints_are_pushed_according_to_hub_strategy(hub, tmp_path, strateg
         there = {name.rpartition("/")[2] for name in hub.files() if name.rpartition("/")[0] == folder}
         assert "model.safetensors" in there
         assert {"optimizer.safetensors", "manifest.json"} <= there if folder else "optimizer.safetensors" not in there
+
+
+def test_removed_checkpoint_is_pushed_completely(hub, tmp_path):
+    """save_total_limit removes it while its push has not read the files yet."""
+    out = tmp_path / "out"
+    left = out / ".incomplete-upload-killed"
+    left.mkdir(parents=True)
+    hub.before_upload = lambda: wait_until(lambda: not (out / "checkpoint-1").exists())
+    trainer = pushing(
+        out, hub_strategy="checkpoint", save_strategy="steps", save_steps=1, save_total_limit=1, max_steps=3
+    )
+    trainer.train()
+    first = [files for message, files in hub.commits if message == "Training in progress, step 1"]
+    assert "model.safetensors" in first[0]
+    assert "last-checkpoint/manifest.json" in first[1]
+    assert list(out.glob(".*incomplete*")) == []
 
 
 def test_saved_model_is_pushed(hub, tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset, Features, Image, List, Value
 from peft import LoraConfig
 from PIL import Image as pil
@@ -290,3 +291,114 @@ def test_model_is_saved_after_its_folder_was_removed(llava, tmp_path):
     shutil.rmtree(tmp_path / "model")
     trainer.save_model(str(tmp_path / "saved"))
     assert (tmp_path / "saved" / "model.safetensors").exists()
+
+
+OTHER = {"role": "assistant", "content": "A door."}
+
+
+def padded_collator(processor: Any, has_verdicts: bool, seen: list[Any]) -> Any:
+    """TRL's padded batch of records with images; for pairs the chosen responses before the rejected ones."""
+
+    def collate(examples: list[dict[str, Any]]) -> dict[str, Any]:
+        seen.extend(examples)
+        sides = ["completion"] if has_verdicts else ["chosen", "rejected"]
+        batch = sequences_of([example[side] for side in sides for example in examples], examples * len(sides))
+        if not has_verdicts:
+            return batch
+        others = [example["completion"] for example in examples[-1:] + examples[:-1]]
+        text = ("input_ids", "attention_mask", "completion_mask")
+        beside = sequences_of(others, examples)
+        label = torch.tensor([example["label"] for example in examples])
+        return {**batch, **{f"KL_{name}": beside[name] for name in text}, "label": label}
+
+    def sequences_of(answers: list[Any], examples: list[dict[str, Any]]) -> dict[str, Any]:
+        prompts = [with_parts(example["prompt"], len(example["images"])) for example in examples]
+        begins = [render(prompt, add_generation_prompt=True) for prompt in prompts]
+        texts = [render(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        images = [image for example in examples for image in example["images"]]
+        arguments = {"padding": True, "return_tensors": "pt", "add_special_tokens": False}
+        batch = dict(processor(text=texts, images=images, **arguments))
+        mask = batch["attention_mask"].clone()
+        for line, begin, example in zip(mask, begins, examples, strict=True):
+            ids = processor(text=[begin], images=example["images"], **arguments)["input_ids"]
+            line[: ids.shape[1]] = 0
+        return {**batch, "completion_mask": mask}
+
+    def render(chat: list[Any], **more: Any) -> str:
+        return str(processor.apply_chat_template(chat, tokenize=False, **more))
+
+    def with_parts(prompt: list[Any], count: int) -> list[Any]:
+        parts = [{"type": "image"}] * count + [{"type": "text", "text": prompt[0]["content"]}]
+        return [{"role": "user", "content": parts}]
+
+    return collate
+
+
+def pairs_with_images(folder: Path) -> Dataset:
+    """Two pairs, with one image and with two."""
+    image_models().write_images(folder, ["p4_48x48.png", "p7_40x30.png"])
+    first, *rest = [pil.open(folder / name) for name in ("p1_64x48.png", "p4_48x48.png", "p7_40x30.png")]
+    return Dataset.from_dict(
+        {"prompt": [[USER]] * 2, "chosen": [[ANSWER]] * 2, "rejected": [[OTHER]] * 2, "images": [[first], rest]}
+    )
+
+
+def verdicts_with_images(folder: Path) -> Dataset:
+    dataset = pairs_with_images(folder).rename_column("chosen", "completion").remove_columns("rejected")
+    second = {**dataset[1], "completion": [OTHER]}
+    return Dataset.from_list(
+        [{**dataset[0], "label": True}, {**second, "label": False}],
+        features=Features({**dataset.features, "label": Value("bool")}),
+    )
+
+
+class Overriding(DPOTrainer):
+    """A trainer with an override, for which batches stay padded."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize("keeps_columns", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "config"), [(DPOTrainer, DPOConfig), (KTOTrainer, KTOConfig), (Overriding, DPOConfig)]
+)
+def test_collator_of_a_preference_script_gets_the_records_with_images(llava, tmp_path, kind, config, keeps_columns):
+    processor, seen = AutoProcessor.from_pretrained(llava / "model"), list[Any]()
+    has_verdicts = kind is KTOTrainer
+    dataset = verdicts_with_images(llava) if has_verdicts else pairs_with_images(llava)
+    more = {"remove_unused_columns": not keeps_columns, "train_sampling_strategy": "sequential"}
+
+    def losses(kind: Any, **given: Any) -> list[float]:
+        args = options(config, tmp_path, **more)
+        trainer = kind(
+            str(llava / "model"), args=args, train_dataset=dataset, eval_dataset=dataset, processing_class=processor,
+            **given,
+        )  # fmt: skip
+        if given:
+            assert trainer.train_dataset is dataset
+        trainer.train()
+        logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return [*logged, trainer.evaluate()["eval_loss"], trainer.evaluate(dataset)["eval_loss"]]
+
+    its = losses(kind, data_collator=padded_collator(processor, has_verdicts, seen))
+    assert [*seen[0]] == dataset.column_names
+    assert its[1] != its[0]
+    assert its == pytest.approx(losses(DPOTrainer if kind is Overriding else kind), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "more", "message"),
+    [
+        (DPOTrainer, DPOConfig, {"precompute_ref_log_probs": True}, "Set `precompute_ref_log_probs=False`"),
+        (KTOTrainer, KTOConfig, {"kl_pairing": "group"}, "`kl_pairing"),
+        (KTOTrainer, KTOConfig, {}, "must have the columns `completion` and `label`"),
+    ],
+)
+def test_arguments_that_need_prepared_rows_are_refused_with_a_collator(llava, tmp_path, kind, config, more, message):
+    processor = AutoProcessor.from_pretrained(llava / "model")
+    with pytest.raises(ValueError, match=message):
+        kind(
+            str(llava / "model"), args=options(config, tmp_path, **more), train_dataset=pairs_with_images(llava),
+            processing_class=processor, data_collator=padded_collator(processor, False, []),
+        )  # fmt: skip

@@ -46,7 +46,8 @@ from burnish.utils.json_files import write_json
 
 CHECKPOINT_PREFIX = "checkpoint"
 _NAME = re.compile(rf"^{CHECKPOINT_PREFIX}-(\d+)$")
-_TEMPORARY = ".incomplete-"
+TEMPORARY = ".incomplete-"
+"""Beginning of the names of temporary folders in ``output_dir``."""
 
 
 @dataclass
@@ -250,7 +251,7 @@ class Checkpoints:
 
     def _begin(self, target: Path, parts: Mapping[str, Part]) -> Path:
         """Create the temporary folder and write the parts that each rank saves separately."""
-        temporary = self.folder / f"{_TEMPORARY}{target.name}"
+        temporary = self.folder / f"{TEMPORARY}{target.name}"
         if self.rank == 0:
             remove(temporary)
             temporary.mkdir(parents=True)
@@ -290,7 +291,7 @@ class Checkpoints:
         self._has_copies.wait()
 
     def _replace_target(self, temporary: Path, target: Path) -> None:
-        replaced = self.folder / f"{_TEMPORARY}replaced-{target.name}"
+        replaced = self.folder / f"{TEMPORARY}replaced-{target.name}"
         if os.path.lexists(target):
             target.rename(replaced)
         temporary.rename(target)
@@ -344,7 +345,7 @@ class Checkpoints:
 
     def remove_incomplete(self) -> None:
         """Remove temporary files of interrupted saves. Only the process that holds the folder's lock may call this."""
-        for pattern in (f"{_TEMPORARY}*", ".*.incomplete"):
+        for pattern in (f"{TEMPORARY}*", ".*.incomplete"):
             for path in self.folder.glob(pattern):
                 remove(path)
 

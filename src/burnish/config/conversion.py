@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
@@ -17,6 +18,7 @@ from burnish.config.bounds import DEEPEST_NODE, MOST_NODES
 
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 _NONE = {"none", "null", "~", ""}
+_OCTAL = re.compile(r"[-+]?0[0-7]+")
 _TYPE_NAMES = {
     float: "a number", int: "an integer", bool: "true or false", str: "text", list: "a list", dict: "a mapping",
 }  # fmt: skip
@@ -53,7 +55,7 @@ def as_type(annotation: Any, raw: Any) -> Any:
     for member in sorted((m for m in types_allowed if m is not type(None)), key=_specificity):
         try:
             return _convert_to_member(member, raw)
-        except DuplicateKeyError:
+        except (DuplicateKeyError, AmbiguousNumberError):
             raise
         except ValueError:
             continue
@@ -124,6 +126,7 @@ def _int(raw: Any) -> int:
         raise ValueError
     if isinstance(raw, float) and not raw.is_integer():
         raise ValueError
+    _refuse_octal(raw)
     if isinstance(raw, str) and not raw.strip().lstrip("+-").replace("_", "").isdigit():
         number = float(raw)
         if not number.is_integer():
@@ -132,9 +135,18 @@ def _int(raw: Any) -> int:
     return int(raw)
 
 
+def _refuse_octal(raw: Any) -> None:
+    """Raise AmbiguousNumberError for text that is an octal number in YAML 1.1, and another decimal one in YAML 1.2."""
+    digits = raw.strip().replace("_", "") if isinstance(raw, str) else ""
+    if _OCTAL.fullmatch(digits) and int(digits, 8) != int(digits):
+        readings = f"YAML 1.1 reads {raw} as {int(digits, 8)}, YAML 1.2 as {int(digits)}"
+        raise AmbiguousNumberError(f"must be a number without leading zeros. Received: {raw!r} ({readings}).")
+
+
 def _float(raw: Any) -> float:
     if isinstance(raw, bool) or not isinstance(raw, int | float | str):
         raise ValueError
+    _refuse_octal(raw)
     # YAML 1.1 reads 1e-5 as text, Python does not. YAML writes infinity as ".inf".
     number = float(raw.replace(".inf", "inf") if isinstance(raw, str) else raw)
     if number != number:
@@ -188,6 +200,10 @@ def literal(text: str) -> bool | int | float | str:
         except ValueError:
             continue
     return text
+
+
+class AmbiguousNumberError(ValueError):
+    """A number has several readings. The message is a clause."""
 
 
 class DuplicateKeyError(ValueError):

@@ -46,6 +46,7 @@ from burnish.inference.loading import (
 from burnish.models.check import check_model
 from burnish.models.export import inference_dtype, problems_of_export, upload, without_gguf
 from burnish.models.load import context_length, load_config
+from burnish.models.options import USED_MODEL
 from burnish.models.quantization.export import without_bits
 from burnish.models.quantization.quantize import quantization_of
 from burnish.models.reward_files import save_reward_head
@@ -148,7 +149,11 @@ def export_options(values: Mapping[str, RawValue]) -> RunOptions:
     present, problems, _ = take_unsupported(values, {**specs(RunOptions), **aliases()})
     options, wrong = build(RunOptions, present)
     problems += [*wrong, *check_template(options)]
-    problems += [] if problems else quantized_base(options) or check_model(options, needs_head=writes_answers(options))
+    problems += (
+        []
+        if problems
+        else quantized_base(options) or check_model(options, needs_head=writes_answers(options), names=USED_MODEL)
+    )
     if not problems:
         folders = [find_source(options.model_name_or_path, options).folder, *adapter_folders(options)]
         problems += problems_of_export(

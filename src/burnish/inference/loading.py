@@ -45,6 +45,7 @@ from burnish.loop.types import Example, Message
 from burnish.losses.reward import REWARD_HEADS, RewardHead, ValueHead
 from burnish.models.export import inference_dtype
 from burnish.models.load import context_length, largest_over_layers, load_config, load_model, raise_if_not_finite
+from burnish.models.options import USED_MODEL
 from burnish.models.quantization.quantize import quantization_method_of, quantization_of
 from burnish.models.reward_files import BIAS, WEIGHT, kind_of_head, read_head
 from burnish.models.source import adapter_folders, find_source
@@ -288,7 +289,9 @@ def merged_model(
 ) -> nn.Module:  # fmt: skip
     """Merge all adapters into the base model in order. Sums are computed in float32 for any dtype of the weights."""
     dtype: Any = torch.float32 if inference_dtype(options) == torch.float32 else "auto"
-    loaded = load_model(options, dtype=dtype, config=config, device=device, notes=notes, needs_head=needs_head)
+    loaded = load_model(
+        options, dtype=dtype, config=config, device=device, notes=notes, needs_head=needs_head, names=USED_MODEL
+    )
     resize_embeddings(loaded, tokenizer, options, notes)
     model: nn.Module = loaded
     if adapters and _is_of_peft(options):
@@ -313,7 +316,7 @@ def _model(
     if method := quantization_of(options, config):
         dtype: Any = "auto" if quantization_method_of(config) else supported_dtype(loaded_dtype(config), device)
         model: nn.Module = load_model(
-            options, dtype=dtype, config=config, device=device, notes=notes, needs_head=needs_head
+            options, dtype=dtype, config=config, device=device, notes=notes, needs_head=needs_head, names=USED_MODEL
         )
         if len(adapters) > 1:
             what = f"several adapters cannot be merged into a quantized base model ({method})."

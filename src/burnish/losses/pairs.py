@@ -52,6 +52,7 @@ from burnish.losses.preference_options import (
     PreferenceChoices,
     PreferenceOptions,
     ReferenceOptions,
+    needs_reference,
 )
 from burnish.losses.responses import AnswersObjective, PairChoices, scoring
 from burnish.losses.sequence_logps import SequenceValues, collate_sequences, factors_beyond, mean_row
@@ -70,7 +71,7 @@ class PairObjective(AnswersObjective):
         super().__init__(options, template, tokenizer)
         self.losses: list[PairLoss] = [PAIR_LOSSES[name] for name in options.pref_loss]
         self.weights: list[float] = options.pref_loss_weights or [1.0] * len(self.losses)
-        self.needs_reference = any(loss.needs_reference for loss in self.losses) or bool(options.pref_bco_weight)
+        self.needs_reference = needs_reference(options)
         self.uses_means = any(loss.uses_means for loss in self.losses) and not self.needs_reference
         self.sorting_loss = next((name for name in options.pref_loss if PAIR_LOSSES[name].sorts_pairs), None)
         self.has_token_mean = any(loss.is_token_mean for loss in self.losses) or bool(options.cpo_alpha)

@@ -279,6 +279,11 @@ def preference_notes(options: PreferenceChoices) -> list[str]:
     return [*own, *found, *_rate_notes(options, "1e-7 to 5e-6")]
 
 
+def needs_reference(options: PairLossChoices) -> bool:
+    """Return whether the loss of pairs compares with a reference model."""
+    return any(PAIR_LOSSES[name].needs_reference for name in options.pref_loss) or bool(options.pref_bco_weight)
+
+
 def pair_notes(options: PairLossChoices, names: list[str]) -> list[str]:
     losses, changed = [PAIR_LOSSES[name] for name in names], changed_options(options)
     shown = ", ".join(names)
@@ -294,7 +299,7 @@ def pair_notes(options: PairLossChoices, names: list[str]) -> list[str]:
         for name, read in needs.items()
         if name in changed and not read
     ]
-    if not any(loss.needs_reference for loss in losses) and not options.pref_bco_weight:
+    if not needs_reference(options):
         set_options = [name for name in specs(ReferenceOptions) if name in changed]
         notes += [
             OptionText(f'{{pref_loss}}: {{}} is reference-free; "{{{name}}}" has no effect.', shown)

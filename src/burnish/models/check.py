@@ -16,7 +16,7 @@ from burnish.config.options import raise_if
 from burnish.models.attention_choice import attention_problems
 from burnish.models.generation_settings import generation_file_problems
 from burnish.models.load import load_config, meta_model, weight_problems
-from burnish.models.options import ModelOptions
+from burnish.models.options import TRAINED_MODEL, ModelNames, ModelOptions
 from burnish.models.quantization.quantize import check_quantized_files
 from burnish.models.quiet import explain_conversion_errors, suppress_loading_messages
 from burnish.models.source import find_source, shard_names
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 _JSON_FILES = ("tokenizer_config.json", "tokenizer.json")
 
 
-def check_model(options: ModelOptions, checks_library: bool = True, needs_head: bool = True) -> list[Problem]:
+def check_model(
+    options: ModelOptions, checks_library: bool = True, needs_head: bool = True, names: ModelNames = TRAINED_MODEL
+) -> list[Problem]:
     """Return all problems that would prevent loading the model.
 
     Args:
@@ -37,29 +39,30 @@ def check_model(options: ModelOptions, checks_library: bool = True, needs_head: 
         checks_library: whether to import transformers, which takes seconds. Without it only the files are checked, and
             not whether transformers supports the model.
         needs_head: whether the language model head is required. A reward model does not need it.
+        names: the options that the model is given by.
     """
     problems = [*attention_problems(options)]
     try:
-        source = find_source(options.model_name_or_path, options)
+        source = find_source(options.model_name_or_path, options, names.model)
         if source.folder is None:  # on the hub, not fetched yet: load_model will check it
             return problems
-        raw = _raw_config(source.folder)
+        raw = _raw_config(source.folder, names)
     except UserError as error:
         return [*problems, *error.problems]
     problems += _check_json(source.folder)
     identity = _check_identity(source.folder, raw, options) if checks_library else []
     problems += identity
-    problems += check_quantized_files(options, raw)
+    problems += check_quantized_files(options, raw, names)
     if not identity and not options.train_from_scratch and source.has_weights:
-        problems += _check_weights(source.folder, raw, options, checks_library, needs_head)
+        problems += _check_weights(source.folder, raw, options, checks_library, needs_head, names)
     return problems
 
 
-def _raw_config(folder: Path) -> dict[str, Any]:
+def _raw_config(folder: Path, names: ModelNames) -> dict[str, Any]:
     """Read ``config.json``. Raises UserError if it is missing or invalid."""
     path = folder / "config.json"
     if not path.is_file():
-        raise UserError(_no_config(folder))
+        raise UserError(_no_config(folder, names))
     raw = read_object(path)
     if not isinstance(raw.get("model_type"), str):
         what = 'it has no "model_type", so the model type is unknown.'
@@ -137,24 +140,27 @@ def _check_identity(folder: Path, raw: dict[str, Any], options: ModelOptions) ->
 
 
 def _check_weights(
-    folder: Path, raw: dict[str, Any], options: ModelOptions, checks_library: bool, needs_head: bool
-) -> list[Problem]:
+    folder: Path, raw: dict[str, Any], options: ModelOptions, checks_library: bool, needs_head: bool,
+    names: ModelNames,
+) -> list[Problem]:  # fmt: skip
     try:
-        files = weight_files(folder)
+        files = weight_files(folder, names)
     except UserError as error:
         return list(error.problems)
     tensors, problems = read_headers(files)
-    problems += _wrongly_declared(folder, raw, tensors)
+    problems += _wrongly_declared(folder, raw, tensors, names)
     if problems or not checks_library or raw.get("quantization_config") or raw.get("auto_map"):
         return problems  # for these two formats, missing weights are found when loading
     try:
-        config = load_config(options)
+        config = load_config(options, names=names)
     except UserError as error:
         return list(error.problems)
-    return compare_with_model(folder, config, tensors, needs_head)
+    return compare_with_model(folder, config, tensors, needs_head, names)
 
 
-def _wrongly_declared(folder: Path, raw: dict[str, Any], tensors: dict[str, TensorInfo]) -> list[Problem]:
+def _wrongly_declared(
+    folder: Path, raw: dict[str, Any], tensors: dict[str, TensorInfo], names: ModelNames
+) -> list[Problem]:
     """Report integer weights, which need scales, in a model that is not declared as quantized, and the opposite."""
     # Masks of GPT-NeoX, GPT-Neo and GPT-J have four dimensions, tables of indices are int64.
     matrices = [name for name, info in tensors.items() if len(info.shape) in (2, 3) and info.dtype in _NOT_WEIGHTS]
@@ -170,7 +176,7 @@ def _wrongly_declared(folder: Path, raw: dict[str, Any], tensors: dict[str, Tens
                 f"({first}: {tensors[first].dtype}).",
                 where=str(folder),
                 remedy="Remove quantization_config from config.json. To quantize the weights when they are loaded, set "
-                "quantization_bit.",
+                f"{names.quantization}.",
             )
         ]
     if not matrices:
@@ -192,7 +198,7 @@ _NOT_WEIGHTS = ("I8", "U8", "I16", "U16", "I32", "U32", "F8_E4M3", "F8_E5M2", "F
 """Dtypes that need scales to be weights."""
 
 
-def weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path, names: ModelNames = TRAINED_MODEL) -> list[Path]:
     """The safetensors files of a model.
 
     Raises:
@@ -208,11 +214,11 @@ def weight_files(folder: Path) -> list[Path]:
             what = f"{len(missing)} of {len(shards)} weight files are missing: {', '.join(missing[:3])}."
             raise UserError(what, where=str(folder), remedy="Download them too.")
         return shards
-    raise UserError(_no_weights(folder))
+    raise UserError(_no_weights(folder, names))
 
 
 def compare_with_model(
-    folder: Path, config: PreTrainedConfig, tensors: dict[str, TensorInfo], needs_head: bool = True
+    folder: Path, config: PreTrainedConfig, tensors: dict[str, TensorInfo], needs_head: bool, names: ModelNames
 ) -> list[Problem]:
     """Return the differences between the files and a model of that config.
 
@@ -240,17 +246,17 @@ def compare_with_model(
         return list(error.problems)
     except NotImplementedError:  # a conversion that needs data; checked when loading
         return []
-    return weight_problems(str(folder), model, loaded[1], needs_head)
+    return weight_problems(str(folder), model, loaded[1], needs_head, names)
 
 
-def _no_config(folder: Path) -> Problem:
+def _no_config(folder: Path, names: ModelNames) -> Problem:
     adapter = folder / "adapter_config.json"
     if adapter.is_file():
         base = read_object(adapter).get("base_model_name_or_path")
         return Problem(
             "this is an adapter, not a model.",
             where=str(folder),
-            remedy=f"Set adapter_name_or_path to it, and model_name_or_path to {base or 'its base model'}.",
+            remedy=f"Set {names.adapters} to it, and {names.model} to {base or 'its base model'}.",
         )
     inside = sorted(str(path.parent) for path in folder.glob("*/config.json"))[:3]
     remedy = "Set it to the folder that contains config.json and the weights."
@@ -270,7 +276,7 @@ def _custom_code(folder: Path, code: dict[str, Any]) -> Problem:
     )
 
 
-def _no_weights(folder: Path) -> Problem:
+def _no_weights(folder: Path, names: ModelNames) -> Problem:
     pickles = sorted(path.name for suffix in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(suffix))
     if pickles:
         return Problem(
@@ -284,5 +290,7 @@ def _no_weights(folder: Path) -> Problem:
     return Problem(
         "there are no weights in this folder (model.safetensors, or its shards with their index).",
         where=str(folder),
-        remedy="Download them, or set train_from_scratch: true to start from random weights.",
+        remedy="Download them, or set train_from_scratch: true to start from random weights."
+        if names.is_trained
+        else f"Download them, or set {names.model} to a model with weights.",
     )

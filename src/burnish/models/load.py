@@ -24,7 +24,7 @@ from burnish.config.options import raise_if
 from burnish.models.attention_choice import requested_attention
 from burnish.models.generation_settings import generation_file_problems, setting_problems
 from burnish.models.images.torchvision import raise_if_torchvision_is_broken
-from burnish.models.options import ModelOptions
+from burnish.models.options import TRAINED_MODEL, ModelNames, ModelOptions
 from burnish.models.quantization.quantize import (
     keep_as_loaded,
     quantization_arguments,
@@ -46,14 +46,16 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def load_config(
-    options: ModelOptions, max_length: int | None = None, notes: list[str] | None = None
-) -> PreTrainedConfig:
+    options: ModelOptions, max_length: int | None = None, notes: list[str] | None = None,
+    names: ModelNames = TRAINED_MODEL,
+) -> PreTrainedConfig:  # fmt: skip
     """Load the model's config.
 
     Args:
         options: the options of the model.
         max_length: maximum sequence length of the run, to which ``rope_scaling`` extends the context.
         notes: receives sentences for the user.
+        names: the options that the model is given by.
 
     Raises:
         UserError: if it is missing or inconsistent.
@@ -61,14 +63,14 @@ def load_config(
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    source = find_source(options.model_name_or_path, options)
+    source = find_source(options.model_name_or_path, options, names.model)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(source.name, **hub_arguments(options))
     except (*UNUSABLE, StrictDataclassError) as error:
         raise UserError(f"its config cannot be used: {message_of(error)}", where=source.name) from error
     _check_kernels(config, options, source.name)
     if source.folder is not None:
-        _check_other_weights(config, source.folder)
+        _check_other_weights(config, source.folder, names)
     notes = [] if notes is None else notes
     if getattr(config, "auto_map", None) and not options.trust_remote_code:
         notes.append(
@@ -91,7 +93,7 @@ def _check_kernels(config: PreTrainedConfig, options: ModelOptions, where: str) 
         raise UserError(what, where=where, remedy=remedy, option="attn_implementation")
 
 
-def _check_other_weights(config: PreTrainedConfig, folder: Path) -> None:
+def _check_other_weights(config: PreTrainedConfig, folder: Path, names: ModelNames) -> None:
     """Raise UserError for a folder from which transformers would load other weights than the ones that are checked."""
     if named := getattr(config, "transformers_weights", None):
         what = f'"transformers_weights" selects the weights in {quote_value(named)}.'
@@ -99,23 +101,23 @@ def _check_other_weights(config: PreTrainedConfig, folder: Path) -> None:
         remedy = "Rename that file to model.safetensors, and remove transformers_weights."
         raise UserError(what, where=str(folder / "config.json"), why=why, remedy=remedy)
     if (folder / ADAPTER_CONFIG).is_file() and (folder / "config.json").is_file():
-        raise UserError(_adapter_in_model(str(folder)))
+        raise UserError(_adapter_in_model(str(folder), names))
 
 
-def _adapter_in_model(where: str) -> Problem:
+def _adapter_in_model(where: str, names: ModelNames) -> Problem:
     return Problem(
         f"this folder contains both a model and an adapter ({ADAPTER_CONFIG}).",
         where=where,
         why="transformers would load the model with the adapter.",
         remedy=f"Move {ADAPTER_CONFIG} and adapter_model.safetensors to a separate folder. To load the adapter, set "
-        "adapter_name_or_path to that folder.",
+        f"{names.adapters} to that folder.",
     )
 
 
 def load_model(
     options: ModelOptions, *, dtype: torch.dtype | str = "auto", attn_implementation: str | None = None,
     device: torch.device | str | None = None, config: PreTrainedConfig | None = None, notes: list[str] | None = None,
-    needs_head: bool = True,
+    needs_head: bool = True, names: ModelNames = TRAINED_MODEL,
 ) -> PreTrainedModel:  # fmt: skip
     """Load the model with its weights, in evaluation mode. All parameters require gradients.
 
@@ -127,21 +129,22 @@ def load_model(
         config: result of ``load_config``; loaded again by default.
         notes: receives sentences for the user, such as on unused weights in the files.
         needs_head: whether the language model head is required.
+        names: the options that the model is given by.
 
     Raises:
         UserError: if weights are missing or do not fit.
     """
     notes = [] if notes is None else notes
-    config = load_config(options) if config is None else config
+    config = load_config(options, names=names) if config is None else config
     attention = attn_implementation or requested_attention(options)
     arguments: dict[str, Any] = {"dtype": dtype} | ({"attn_implementation": attention} if attention else {})
-    arguments |= quantization_arguments(options, dtype, config)
+    arguments |= quantization_arguments(options, dtype, config, names)
     notes += filter(None, [use_kernels_that_train(config, device)])
     with progress("Loading the model"), annotate_errors(Activity.LOAD_MODEL):
         if options.train_from_scratch:
             model = _random_model(options, config, arguments, device)
         else:
-            model = _pretrained_model(options, config, arguments, device, notes, needs_head)
+            model = _pretrained_model(options, config, arguments, device, notes, needs_head, names)
     model.config.use_cache = options.use_cache
     keep_as_loaded(model)
     if options.upcast_layernorm:
@@ -363,9 +366,9 @@ def _random_model(
 
 def _pretrained_model(
     options: ModelOptions, config: PreTrainedConfig, arguments: dict[str, Any], device: torch.device | str | None,
-    notes: list[str], needs_head: bool,
+    notes: list[str], needs_head: bool, names: ModelNames,
 ) -> PreTrainedModel:  # fmt: skip
-    source = find_source(options.model_name_or_path, options, with_weights=True)
+    source = find_source(options.model_name_or_path, options, names.model, with_weights=True)
     if source.folder is not None:
         raise_if(generation_file_problems(source.folder))
     talks = redirect_stdout(sys.stderr) if quantization_method_of(config) else nullcontext()  # gptqmodel prints a lot
@@ -387,10 +390,10 @@ def _pretrained_model(
         raise UserError(f"the model cannot be loaded: {message_of(error)}", where=source.name) from error
     model: PreTrainedModel = loaded[0]
     if hasattr(model, "peft_config"):
-        raise UserError(_adapter_in_model(source.name))
+        raise UserError(_adapter_in_model(source.name, names))
     _check_generation(model, source.name)
     found: dict[str, Any] = loaded[1]
-    raise_if(weight_problems(source.name, model, found, needs_head))
+    raise_if(weight_problems(source.name, model, found, needs_head, names))
     if found["unexpected_keys"]:
         unused = sorted(found["unexpected_keys"])
         notes.append(f"{len(unused)} tensors in the files are not part of {type(model).__name__}: {few(unused)}.")
@@ -400,7 +403,9 @@ def _pretrained_model(
 _HEAD_NAME = re.compile(r"(lm_head|embed_out|output)\.")
 
 
-def weight_problems(where: str, model: nn.Module, found: Mapping[str, Any], needs_head: bool) -> list[Problem]:
+def weight_problems(
+    where: str, model: nn.Module, found: Mapping[str, Any], needs_head: bool, names: ModelNames
+) -> list[Problem]:
     """Problems of a model's weights, from transformers' ``loading_info``."""
     problems, class_name = [], type(model).__name__
     missing, mismatched = sorted(found["missing_keys"]), sorted(found["mismatched_keys"])
@@ -418,13 +423,16 @@ def weight_problems(where: str, model: nn.Module, found: Mapping[str, Any], need
         missing = [name for name in missing if not _HEAD_NAME.search(name)]
     if missing:
         is_headless = all(_HEAD_NAME.search(name) for name in missing)
+        again = "Download the model again, check its config.json, or set train_from_scratch: true."
+        if not names.is_trained:
+            again = "Download the model again, or check its config.json."
         problems.append(
             Problem(
                 f"the weights have no {few(missing)}, which {class_name} needs."
                 + (" This is a model without an LM head." if is_headless else ""),
                 where=where,
                 why="They would be initialized randomly.",
-                remedy="Download the model again, check its config.json, or set train_from_scratch: true."
+                remedy=again
                 if not is_headless
                 else "Use the variant of the model with an LM head (its class name ends in ForCausalLM).",
             )

@@ -11,6 +11,27 @@ from burnish.config.options import option
 from burnish.parallel.options import ParallelOptions
 
 
+@dataclass(frozen=True)
+class ModelNames:
+    """The options that a model is given by, for error messages.
+
+    Args:
+        model: the option for its name or folder.
+        adapters: the option for its adapters.
+        quantization: the option that quantizes it.
+        is_trained: whether it is trained, so that ``finetuning_type`` and ``train_from_scratch`` apply to it.
+    """
+
+    model: str = "model_name_or_path"
+    adapters: str = "adapter_name_or_path"
+    quantization: str = "quantization_bit"
+    is_trained: bool = True
+
+
+TRAINED_MODEL, USED_MODEL = ModelNames(), ModelNames(is_trained=False)
+REFERENCE_MODEL = ModelNames("ref_model", "ref_model_adapters", "ref_model_quantization_bit", is_trained=False)
+
+
 @dataclass
 class ModelOptions:
     """Model and tokenizer."""

@@ -272,7 +272,7 @@ def load_reward_model(
     Raises:
         UserError: if it cannot be found, or no folder has a head.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 
     folders = [path for path in reward_model_folders(name, adapters, options or ModelOptions()) if path is not None]
     base, *merged = folders
@@ -289,6 +289,18 @@ def load_reward_model(
         )
         for adapter in merged:
             model.load_adapter(str(adapter))
-        own = folders[len(folders) - 1 - len(adapters)]  # the folder of ``name``
-        tokenizer = AutoTokenizer.from_pretrained(own if any(own.glob("tokenizer*")) else base)
-    return model, tokenizer, weights
+    return model, load_reward_tokenizer(folders, len(adapters)), weights
+
+
+def load_reward_tokenizer(folders: Sequence[Path], num_adapters: int) -> Any:
+    """Load the tokenizer of a reward model: its own, or that of its base model.
+
+    Args:
+        folders: folders of its base model and its adapters.
+        num_adapters: number of adapters that are given besides the model; they come last.
+    """
+    from transformers import AutoTokenizer
+
+    own = folders[len(folders) - 1 - num_adapters]
+    with suppress_loading_messages():
+        return AutoTokenizer.from_pretrained(own if any(own.glob("tokenizer*")) else folders[0])

@@ -26,7 +26,7 @@ from burnish.loop.types import IGNORE_INDEX, Batch, Loss, Row, StepBatch
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder
 from burnish.losses.pair_values import PAIR_COLUMNS
 from burnish.losses.pairs import PairObjective
-from burnish.losses.preference_options import PairOptions, PreferenceOptions, ReferenceOptions
+from burnish.losses.preference_options import PairOptions, PreferenceOptions, ReferenceOptions, needs_reference
 from burnish.losses.responses import AnswersObjective
 from burnish.models.generate import GenerationOptions
 from burnish.rollouts.generation import length_metrics, metrics_of, reward_metrics, weighted_rewards
@@ -56,7 +56,7 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
 
     def __init__(self, options: ObjectiveChoices, template: RowEncoder, tokenizer: Any = None) -> None:
         super().__init__(options, template, tokenizer)
-        self.needs_reference = any(loss.needs_reference for loss in self.losses) or bool(options.pref_bco_weight)
+        self.needs_reference = needs_reference(options)
 
     @classmethod
     def default_options(cls, choices: Any, /) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ of a generation batch."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -138,6 +138,12 @@ class PromptObjective(AnswersObjective):
         names = [f"rewards/{function.name}/mean" for function in self.functions]
         lengths = [f"completions/{end}_length" for end in ("mean", "min", "max")]
         return ["loss", "reward", "reward_std", "entropy", *names, *lengths, *(f"pass@{k}" for k in PASS_AT_K_VALUES)]
+
+
+def prompts_of(rows: Iterable[Row]) -> Iterator[str | list[dict[str, Any]]]:
+    """Yield the prompts of rows in the form for reward functions: texts, or lists of messages."""
+    for row in rows:
+        yield json.loads(row["record"])["prompt"]
 
 
 def refuse_answered(example: Example) -> None:

@@ -271,7 +271,7 @@ def _configure(
     if (family := prepared.family) is not None and has_images(prepared) and is_together:
         run_tower_in_every_pass(model, ImageProcessor.of(model, family.processor, family.options))
     notes += setup_reward_head(objective, options, parallel)
-    setup_completions(objective, model, parallel, options)
+    setup_completions(prepared, model, parallel, options)
     notes += setup_reference(objective, model, adapter, parallel, options, capabilities.is_padding_free)
     for sentence in notes:
         note(sentence)

@@ -7,12 +7,15 @@ token is known at once, and uploads in callbacks and at its end; an upload that 
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, Protocol
 
-from burnish.checkpoint.checkpoint import CHECKPOINT_PREFIX, Checkpoints, output_folder
+from burnish.checkpoint.checkpoint import CHECKPOINT_PREFIX, TEMPORARY, Checkpoints, output_folder
 from burnish.config.errors import NotSavedError, Problem, UserError, first_line
 from burnish.loop.events import TrainerCallback
 from burnish.loop.state import TrainerControl, TrainerState
@@ -21,9 +24,12 @@ from burnish.report.console import RUN_LOG, note, warn
 from burnish.report.metadata import METADATA_NAMES
 from burnish.report.options import repository_name
 from burnish.run.plan.options import RunOptions
+from burnish.utils.files import remove
 
 _RESUME_FILES = ("optimizer", "scheduler", "rng_state", "stream", "meter", "manifest")
 """Beginnings of the files of a checkpoint that are only needed to resume."""
+_COPY = f"{TEMPORARY}upload-"
+"""Beginning of the names of folders in ``output_dir`` with the files of a checkpoint that is being uploaded."""
 LOCAL_FILES = [".*", f"{CHECKPOINT_PREFIX}-*"]
 """Patterns of files in ``output_dir`` that are not uploaded."""
 
@@ -46,6 +52,7 @@ class Hub:
     def __init__(self) -> None:
         self.repository: str | None = None
         self.uploads: list[Any] = []
+        self._copies: set[Path] = set()  # folders of checkpoints that are being uploaded
 
     @cached_property
     def _api(self) -> Any:
@@ -84,18 +91,50 @@ class Hub:
         """Push a checkpoint in the background, according to ``hub_strategy``.
 
         The model is uploaded to the root of the repository. A checkpoint is uploaded to a separate folder, with
-        everything needed to resume from it.
+        everything needed to resume from it. Its files are read from a copy, because ``save_total_limit`` may remove
+        the checkpoint during the upload.
         """
+        self._remove_copies_of_killed_run(Path(folder).parent)
+        copy = _linked_copy(Path(folder))
+        self._copies.add(copy)
         without = [f"{part}*" for part in _RESUME_FILES]
-        self.uploads.append(self.upload(folder, message, options, blocking=False, token=token, ignore=without))
+        uploads = [self.upload(copy, message, options, blocking=False, token=token, ignore=without)]
         into = {"checkpoint": "last-checkpoint", "all_checkpoints": Path(folder).name}.get(options.hub_strategy)
         if into is not None:
-            self.uploads.append(self.upload(folder, message, options, blocking=False, token=token, into=into))
+            uploads.append(self.upload(copy, message, options, blocking=False, token=token, into=into))
+        self.uploads += [*uploads, self._api.run_as_future(self._remove_copy, copy)]
+
+    def _remove_copy(self, copy: Path) -> None:
+        remove(copy)
+        self._copies.discard(copy)
+
+    def _remove_copies_of_killed_run(self, folder: Path) -> None:
+        for path in folder.glob(f"{_COPY}*"):
+            if path not in self._copies:
+                remove(path)
 
     def wait(self) -> None:
         """Wait for the uploads, and raise the exception of a failed one."""
         while self.uploads:
             self.uploads.pop(0).result()
+
+
+def _linked_copy(checkpoint: Path) -> Path:
+    """Copy a checkpoint to a temporary folder beside it, with hard links if the file system supports them."""
+    folder = Path(mkdtemp(prefix=_COPY, dir=checkpoint.parent))
+    try:
+        shutil.copytree(checkpoint, folder, copy_function=_link, dirs_exist_ok=True)
+    except OSError:
+        remove(folder)
+        raise
+    return folder
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 # --- burnish train ----------------------------------------------------------------------------------------------------
@@ -132,14 +171,20 @@ class RunUploads(TrainerCallback):
         if folder.is_dir():  # a failed save has been reported
             self._warn_of_failures([upload for upload in self.hub.uploads if upload.done()])
             message = f"Training in progress, step {state.global_step}"
-            self.hub.push_checkpoint(folder, message, self.options, self.token)
+            try:
+                self.hub.push_checkpoint(folder, message, self.options, self.token)
+            except OSError as error:  # its files cannot be copied
+                self._warn_of_failure(error)
 
     def _warn_of_failures(self, uploads: Sequence[Any]) -> None:
         """Wait for uploads of checkpoints, and report those that failed."""
         for upload in uploads:
             self.hub.uploads.remove(upload)
             if (error := upload.exception()) is not None:
-                warn(f"A checkpoint could not be uploaded to {self.hub.repository}: {first_line(error)}")
+                self._warn_of_failure(error)
+
+    def _warn_of_failure(self, error: BaseException) -> None:
+        warn(f"A checkpoint could not be uploaded to {self.hub.repository}: {first_line(error)}")
 
     def finish(self, is_interrupted: bool) -> None:
         """Wait for the uploads of checkpoints, and upload the model of a run that was not interrupted."""

@@ -45,7 +45,11 @@ from burnish.run.plan.checks import check_best_model_metric, evaluates, may_stre
 from burnish.run.plan.files import record_needs
 from burnish.run.plan.memory import Formats
 from burnish.run.plan.options import RunOptions
-from burnish.run.plan.other_models import check_other_models
+from burnish.run.plan.other_models import (
+    check_other_models,
+    check_reference_vocabulary,
+    check_reward_model_template,
+)
 from burnish.run.plan.plan import Plan
 from burnish.run.plan.resources import Sizes, check_disk, formats_of, sizes_of
 from burnish.run.recovery.fingerprints import fingerprints_of
@@ -120,6 +124,9 @@ def prepare(plan: Plan) -> Prepared:
         problems += objective.inspect_columns(some, f"The evaluation dataset {name}".rstrip())
     problems += spike_problems(options, objective.inner_steps)
     problems += check_best_model_metric(options, objective.metrics, eval_rows)
+    if trains(options) or evaluates(options):
+        problems += check_reference_vocabulary(options, shapes.config) if objective.needs_reference else []
+        problems += check_reward_model_template(options, [sample, *eval_rows.values()])
     raise_if([*problems, *check_disk(options, config, sizes, formats, steps)])
     notes += text_notes(sets.members) if has_template else []
     notes += [*sets.notes, *step_notes(options, steps), *schedule_notes(options, steps.schedule_steps)]
@@ -155,7 +162,8 @@ def load_data(plan: Plan, stats: DataStats) -> DataSets:
     options = plan.options
     problems = check_model(options, needs_head=OBJECTIVES[options.stage].uses_lm_head)
     if trains(options):
-        problems += [problem for problem in check_other_models(options) if problem not in problems]
+        known = {(problem.what, problem.where) for problem in problems}
+        problems += [one for one in check_other_models(options) if (one.what, one.where) not in known]
     only_generates = options.predict_with_generate and not (trains(options) or evaluates(options))
     of_data = replace(options, on_empty_target="keep") if only_generates else options  # every prompt gets a response
     try:

@@ -39,13 +39,14 @@ from burnish.losses.reference import (
 from burnish.models.attention_choice import requested_attention
 from burnish.models.images.features import patch_vision_model
 from burnish.models.load import load_config, load_model
+from burnish.models.options import REFERENCE_MODEL
 from burnish.models.patches.attention import PADDING_FREE, make_padding_free
 from burnish.models.patches.fused import patch_forwards
 from burnish.models.source import adapter_folders
 from burnish.run.plan.checks import trains
 from burnish.run.plan.memory import Formats, shown_bytes
 from burnish.run.plan.options import RunOptions
-from burnish.run.plan.other_models import reference_options
+from burnish.run.plan.other_models import other_vocabulary, reference_options
 from burnish.run.plan.resources import Sizes, load_dtype
 from burnish.run.prepare import Prepared
 from burnish.run.reference_cache import fill
@@ -167,12 +168,12 @@ def _load_reference_model(
     objective: StageObjective, model: nn.Module, parallel: Parallel, options: RunOptions, is_padding_free: bool
 ) -> nn.Module:
     model_options = reference_options(options)
-    config = load_config(model_options)
+    config = load_config(model_options, names=REFERENCE_MODEL)
     dtype, device = (
         load_dtype(options, config, is_frozen=True),
         parallel.device if model_options.quantization_bit else None,
     )
-    second: Any = load_model(model_options, dtype=dtype, device=device, config=config)
+    second: Any = load_model(model_options, dtype=dtype, device=device, config=config, names=REFERENCE_MODEL)
     for folder in adapter_folders(model_options):
         load_adapter(second, folder)
         merge_into_base(second)
@@ -202,7 +203,4 @@ def refuse_other_vocabulary(model: nn.Module, second: nn.Module) -> None:
     """Raise UserError if the vocabulary sizes of reference and policy differ."""
     policy_size, reference_size = (unwrap_peft(one).get_input_embeddings().weight.shape[0] for one in (model, second))
     if policy_size != reference_size:
-        raise UserError(
-            f"The vocabulary sizes of the reference model ({reference_size}) and the policy ({policy_size}) differ.",
-            remedy="Set ref_model to a model with the vocabulary of the policy.",
-        )
+        raise UserError(other_vocabulary(policy_size, reference_size))

@@ -12,6 +12,7 @@ import torch
 
 from burnish.adapters.lora_model import merge_temporarily
 from burnish.checkpoint.checkpoint import output_folder
+from burnish.config.options import raise_if
 from burnish.data.rows.row_set import RowsOver
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Row
@@ -22,8 +23,9 @@ from burnish.parallel.memory import total_memory
 from burnish.rollouts.completions import SLOTS_CPU, SLOTS_GPU, SlotSource
 from burnish.rollouts.journal import CompletionsCallback, RolloutNotesCallback
 from burnish.rollouts.objective import RolloutObjective
+from burnish.rollouts.prompts import prompts_of
 from burnish.rollouts.rewards.functions import RewardFunction
-from burnish.rollouts.rewards.models import RewardServer, reward_model_of
+from burnish.rollouts.rewards.models import RewardModel, RewardServer, check_conversations, reward_model_of
 from burnish.run.plan.memory import DecoderShape
 from burnish.run.plan.options import RunOptions
 from burnish.run.prepare import Prepared
@@ -41,12 +43,16 @@ class NumberedRows(RowsOver):
         return None if row is None else {**row, "row": index}
 
 
-def setup_completions(objective: StageObjective, model: Any, parallel: Parallel, options: RunOptions) -> None:
+def setup_completions(prepared: Prepared, model: Any, parallel: Parallel, options: RunOptions) -> None:
     """Set the completion source of the objective to the trained model, unless it already has one."""
+    objective = prepared.objective
     if not isinstance(objective, RolloutObjective) or objective.source is not None:
         return
     if options.reward_model is not None:
-        objective.functions.append(reward_model_function(options, parallel))
+        function = reward_model_function(options, parallel)
+        if isinstance(function.call, RewardModel):  # one that had to be downloaded is not checked yet
+            raise_if(check_conversations(function.call.tokenizer, function.name, prompts_of(prepared.sample)))
+        objective.functions.append(function)
     context, longest = context_length(model.config) or _LONGEST, longest_of(options, model.config)
     seats = slots_of(objective, parallel.device, model.config, longest)
     objective.source = SlotSource(

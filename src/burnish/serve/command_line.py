@@ -27,6 +27,7 @@ from burnish.inference.options import TRAINING_ONLY, check_infer, infer_notes
 from burnish.losses.base import OBJECTIVES, options_of
 from burnish.models.check import check_model
 from burnish.models.generate import PREDICTION_ONLY
+from burnish.models.options import USED_MODEL
 from burnish.report.metadata import LAUNCH, RUN_YAML
 from burnish.run.plan.config_files import COMMAND_LINE, CONFIG_SUFFIXES, merge, path_of, read_arguments
 from burnish.run.plan.options import RunOptions
@@ -168,7 +169,7 @@ def _checked_serving(values: Mapping[str, RawValue], rest: Mapping[str, RawValue
     present, problems, _ = take_unsupported(values, {**specs(RunOptions), **aliases()})
     options, wrong = build(RunOptions, present)
     problems += [*wrong, *check_template(options), *check_infer(options)]
-    problems += [] if problems else check_model(options, needs_head=writes_answers(options))
+    problems += [] if problems else check_model(options, needs_head=writes_answers(options), names=USED_MODEL)
     raise_if(problems)
     return Serving(options, name, tuple(infer_notes(options)), provenance_of(present), rest)
 

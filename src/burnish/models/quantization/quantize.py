@@ -24,7 +24,7 @@ from torch import nn
 from burnish.config.checks import check, notes
 from burnish.config.errors import MissingExtraError, Problem
 from burnish.config.options import changed_options, ineffective_option_notes, option, raise_if
-from burnish.models.options import ModelOptions
+from burnish.models.options import TRAINED_MODEL, ModelNames, ModelOptions
 from burnish.utils.patching import Reason, patch
 
 EXTRA = "quantization"
@@ -116,20 +116,23 @@ def quantization_notes(options: QuantizationOptions) -> list[str]:
     return notes
 
 
-def quantization_arguments(options: ModelOptions, dtype: torch.dtype | str, config: Any) -> dict[str, Any]:
+def quantization_arguments(
+    options: ModelOptions, dtype: torch.dtype | str, config: Any, names: ModelNames
+) -> dict[str, Any]:
     """Additional arguments of ``from_pretrained``; empty without quantization.
 
     Args:
         options: the options of the model.
         dtype: dtype of weights that are not quantized, and of computation; "auto" for that of the files.
         config: config of the model.
+        names: the options that the model is given by.
 
     Raises:
         UserError: if the files contain quantized weights that cannot be read here.
     """
     if getattr(options, "quantization_bit", None) is None:  # a Python caller may pass ModelOptions only
         return {}
-    raise_if(check_quantized_files(options, config))
+    raise_if(check_quantized_files(options, config, names))
     wanted = dtype if isinstance(dtype, torch.dtype) else config.dtype or torch.float32
     return {"quantization_config": _quantization_config(cast(QuantizationOptions, options), wanted)}
 
@@ -207,7 +210,7 @@ def quantization_of(options: QuantizationOptions, config: Any) -> str:
     return f"{options.quantization_bit} bits" if options.quantization_bit else quantization_method_of(config)
 
 
-def check_quantized_files(options: ModelOptions, config: Any) -> list[Problem]:
+def check_quantized_files(options: ModelOptions, config: Any, names: ModelNames = TRAINED_MODEL) -> list[Problem]:
     """Return problems that prevent loading a model with quantized files."""
     method = quantization_method_of(config)
     if not method:
@@ -223,7 +226,8 @@ def check_quantized_files(options: ModelOptions, config: Any) -> list[Problem]:
                 remedy=f"Install it with: pip install {' '.join(missing)}; or use the unquantized model.",
             )
         )
-    if (trained := getattr(options, "finetuning_type", "lora")) in ("full", "freeze"):
+    trained = getattr(options, "finetuning_type", "lora")
+    if names.is_trained and trained in ("full", "freeze"):
         what = f'its weights are quantized with {method} and cannot be trained; "finetuning_type" is {trained}.'
         problems.append(
             Problem(
@@ -234,8 +238,9 @@ def check_quantized_files(options: ModelOptions, config: Any) -> list[Problem]:
             )
         )
     if getattr(options, "quantization_bit", None) is not None:
-        what = f'its weights are quantized already ({method}), so "quantization_bit" cannot quantize them.'
-        problems.append(Problem(what, where=where, remedy="Remove quantization_bit.", option="quantization_bit"))
+        what = f'its weights are quantized already ({method}), so "{names.quantization}" cannot quantize them.'
+        remedy = f"Remove {names.quantization}."
+        problems.append(Problem(what, where=where, remedy=remedy, option=names.quantization))
     return problems
 
 

@@ -15,7 +15,8 @@ import reprlib
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burnish.config.errors import UserError, first_line
+from burnish.config.errors import Problem, UserError, first_line
 from burnish.data.chat.rendering import Conversation, UnreadableTemplate, chat_texts
 from burnish.losses.reward import ValueHead
 from burnish.models.options import ModelOptions
-from burnish.models.reward_files import WEIGHT, load_reward_model
+from burnish.models.reward_files import WEIGHT, load_reward_model, load_reward_tokenizer
 from burnish.models.source import check_model_path
 
 _BATCH_SIZE = 8
 _TRIES, _TIMEOUT_S = 3, 30.0
+_SAVE_TEMPLATE = "Save its tokenizer with a chat template."
 _SHOWN = 200
 """Maximum number of bytes of a server's message in an error."""
 
@@ -77,14 +79,7 @@ class RewardModel:
         pairs = list(zip(prompts, completions, strict=True))
         if all(isinstance(completion, str) for completion in completions):
             return [f"{prompt}{completion}" for prompt, completion in pairs]
-        if not self.tokenizer.chat_template:
-            what = f"The reward model {self.__name__} has no chat template, but the prompts are conversations."
-            raise UserError(what, remedy="Save its tokenizer with a chat template.", option="reward_model")
-        try:
-            return chat_texts(self.tokenizer, [Conversation([*prompt, *answer]) for prompt, answer in pairs])
-        except UnreadableTemplate as error:
-            what = f"The chat template of the reward model {self.__name__} cannot render a completion: {error}."
-            raise UserError(what, remedy="Correct the chat template.", option="reward_model") from error
+        return _conversation_texts(self.tokenizer, self.__name__, pairs)
 
     @torch.no_grad()
     def _scores(self, ids: Sequence[Sequence[int]]) -> Tensor:
@@ -101,6 +96,81 @@ class RewardModel:
         return scores
 
 
+def check_conversations(
+    tokenizer: Any, name: str, prompts: Iterable[Any], remedy: str = _SAVE_TEMPLATE
+) -> list[Problem]:
+    """Return a problem if a reward model cannot read completions of conversations: its tokenizer has no chat template,
+    or one that cannot render the first conversation of ``prompts``.
+
+    Args:
+        tokenizer: the tokenizer of the reward model.
+        name: name of the reward model, for the message.
+        prompts: texts, or lists of messages.
+        remedy: what to do if there is no chat template.
+    """
+    prompt = next((prompt for prompt in prompts if not isinstance(prompt, str)), None)
+    if prompt is None:
+        return []
+    if not tokenizer.chat_template:
+        return [_no_template(name, remedy)]
+    try:
+        _conversation_texts(tokenizer, name, [(prompt, [{"role": "assistant", "content": "Yes."}])])
+    except UserError as error:
+        return list(error.problems)
+    return []
+
+
+def _no_template(name: str, remedy: str = _SAVE_TEMPLATE) -> Problem:
+    what = f"The reward model {name} has no chat template, but the prompts are conversations."
+    return Problem(what, remedy=remedy, option="reward_model")
+
+
+def _conversation_texts(tokenizer: Any, name: str, pairs: Sequence[tuple[Any, Any]]) -> list[str]:
+    """Return the texts of prompts with their completions, both lists of messages.
+
+    Raises:
+        UserError: if the tokenizer has no chat template, or it cannot render one of them.
+    """
+    if not tokenizer.chat_template:
+        raise UserError(_no_template(name))
+    try:
+        return chat_texts(tokenizer, [Conversation([*prompt, *answer]) for prompt, answer in pairs])
+    except UnreadableTemplate as error:
+        what = f"The chat template of the reward model {name} cannot render a completion: {error}."
+        raise UserError(what, remedy="Correct the chat template.", option="reward_model") from error
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Raise UserError for an error of transformers while a reward model or its tokenizer is loaded."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        what = f'The reward model "{name}" cannot be loaded: {first_line(error).removesuffix(".")}.'
+        remedy = "Set it to the folder or Hub ID of a reward model."
+        raise UserError(what, remedy=remedy, option="reward_model") from error
+
+
+def tokenizer_of_reward_model(name: str, folders: Sequence[Path | None], num_adapters: int) -> Any:
+    """Load the tokenizer of a reward model, without its weights. None if one of its folders is not known yet.
+
+    Args:
+        name: name of the reward model.
+        folders: result of ``reward_model_folders``.
+        num_adapters: number of adapters that are given besides ``name``.
+
+    Raises:
+        UserError: if it cannot be loaded.
+    """
+    known = [folder for folder in folders if folder is not None]
+    if len(known) < len(folders):
+        return None
+    with _loading(name):
+        return load_reward_tokenizer(known, num_adapters)
+
+
 def reward_model_of(
     folder: str, adapters: Sequence[str] = (), quantization_bit: int | None = None, options: ModelOptions | None = None
 ) -> RewardModel:
@@ -114,15 +184,8 @@ def reward_model_of(
         UserError: if it cannot be loaded, or if there is no head: a new one would give random scores.
     """
     check_model_path(folder, "reward_model")
-    try:
+    with _loading(folder):
         model, tokenizer, weights = load_reward_model(folder, adapters, quantization_bit, options)
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
-        what = f'The reward model "{folder}" cannot be loaded: {first_line(error).removesuffix(".")}.'
-        raise UserError(
-            what, remedy="Set it to the folder or Hub ID of a reward model.", option="reward_model"
-        ) from error
     head = None
     if weights is not None:
         head = ValueHead(weights[WEIGHT].shape[-1])

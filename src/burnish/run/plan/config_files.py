@@ -8,7 +8,7 @@ a numeric option, ``no`` is the strategy "no" for a text option, and ``1.10`` ke
 options and their types.
 
 Errors: a file that is missing, empty, not text, not YAML or not a mapping; a duplicate key at any depth; an alias
-inside its own anchor; an unknown form of argument.
+inside its own anchor; a number whose value depends on the version of YAML; an unknown form of argument.
 """
 
 from __future__ import annotations
@@ -287,6 +287,9 @@ def _syntax_error(path: Path, text: str, line: int, column: int, fault: str) -> 
 
 def _entries(path: Path, root: yaml.MappingNode, parsed: dict[str, Any] | None) -> dict[str, RawValue]:
     problems = dict.fromkeys(_key_problems(root, path, ()))
+    if not problems and parsed is None:
+        nested = (value for _, value in _pairs(root) if not isinstance(value, yaml.ScalarNode))
+        problems = dict.fromkeys(problem for value in nested for problem in _number_problems(value, path))
     if problems:
         raise UserError(problems)
     return {
@@ -358,6 +361,39 @@ _NULL = re.compile(r"~|null|Null|NULL|")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_HEX = re.compile(r"[-+]?0x[0-9a-fA-F]+")
+_NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_OCTAL = re.compile(r"0o[0-7]+")
+_OF_YAML_1_1 = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+
+
+def _number_problems(node: yaml.Node, path: Path) -> Iterator[Problem]:
+    """Yield a problem for each number in a list or mapping that YAML 1.1, which LLaMA-Factory and PyYAML read, and
+    YAML 1.2 read differently: ``010``, ``1_000``, ``0o10``, ``0b10``, ``12:30``."""
+    if isinstance(node, yaml.MappingNode):
+        for _, value in _pairs(node):
+            yield from _number_problems(value, path)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _number_problems(item, path)
+    elif isinstance(node, yaml.ScalarNode) and node.style is None:
+        text, number = str(node.value), _nested_value(node)
+        readings = [*_readings(node, text)] if not _NOT_FINITE.fullmatch(text) else []
+        if any(isinstance(number, str) or reading != number for reading in readings):
+            numbers = dict.fromkeys(one for one in (*readings, number) if not isinstance(one, str))
+            shown = " or ".join(map(str, numbers))
+            what = f"expected a decimal number, or text in quotes. Received: {text}, which can be read as {shown}."
+            yield Problem(what, where=_line(path, node), remedy=f'Write {shown}, or "{text}" for text.')
+
+
+def _readings(node: yaml.ScalarNode, text: str) -> Iterator[Any]:
+    """Yield the numbers as which a text can be read: by YAML 1.1, by YAML 1.2, and with an exponent."""
+    if node.tag in _OF_YAML_1_1:
+        yield yaml.constructor.SafeConstructor().construct_object(node)
+    elif _OCTAL.fullmatch(text):
+        yield int(text, 8)
+    elif "_" in text and _FLOAT.fullmatch(text.replace("_", "")) and text[0] != "_" != text[-1]:
+        yield float(text.replace("_", ""))
 
 
 def _nested_value(node: yaml.Node) -> Any:
@@ -375,4 +411,8 @@ def _nested_value(node: yaml.Node) -> Any:
         return text.lower() == "true"
     if _INT.fullmatch(text):
         return int(text)
+    if _HEX.fullmatch(text):
+        return int(text, 16)
+    if _NOT_FINITE.fullmatch(text):
+        return float(text.replace(".", "", 1))
     return float(text) if _FLOAT.fullmatch(text) else text

@@ -1,26 +1,72 @@
-"""Check the reference and the reward model of a run before any weights are read."""
+"""Check the reference and the reward model of a run before any weights are read. Models that are on the hub and not in
+its cache are checked when they are loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from burnish.config.errors import Problem, UserError
+from burnish.loop.types import Row
 from burnish.models.check import check_model
-from burnish.models.options import ModelOptions
+from burnish.models.load import load_config
+from burnish.models.options import REFERENCE_MODEL, ModelOptions
 from burnish.models.reward_files import head_of_reward_model, reward_model_folders
 from burnish.models.source import find_source
+from burnish.rollouts.options import draws_completions
+from burnish.rollouts.prompts import prompts_of
+from burnish.rollouts.rewards.models import check_conversations, tokenizer_of_reward_model
 from burnish.run.plan.options import RunOptions
 
 
 def check_other_models(options: RunOptions) -> list[Problem]:
-    """Return problems of ``ref_model`` and ``reward_model``. Models that are on the hub and not in its cache are
-    checked when they are loaded."""
+    """Return problems of ``ref_model`` and ``reward_model``."""
     try:
         return [*_check_reference(options), *_check_reward_model(options)]
     except UserError as error:
         return list(error.problems)
+
+
+def check_reward_model_template(options: RunOptions, sets: Iterable[Iterable[Row]]) -> list[Problem]:
+    """Return a problem if ``reward_model`` cannot read completions of the prompts: they are conversations, and its
+    tokenizer has no chat template that renders them.
+
+    Args:
+        sets: rows of prompts.
+    """
+    if options.reward_model is None or options.reward_model_type == "api" or not draws_completions(options.stage):
+        return []
+    adapters = options.reward_model_adapters or ()
+    try:
+        folders = reward_model_folders(options.reward_model, adapters, options, _find_folder)
+        tokenizer = tokenizer_of_reward_model(options.reward_model, folders, len(adapters))
+    except UserError as error:
+        return list(error.problems)
+    if tokenizer is None:
+        return []
+    return check_conversations(tokenizer, Path(options.reward_model).name, prompts_of(chain.from_iterable(sets)))
+
+
+def check_reference_vocabulary(options: RunOptions, config: Any) -> list[Problem]:
+    """Return a problem if the vocabulary sizes of ``ref_model`` and the policy differ.
+
+    Args:
+        config: config of the policy in transformers' form, with the tokens that the run adds.
+    """
+    if options.ref_model is None:
+        return []
+    reference = load_config(reference_options(options), names=REFERENCE_MODEL).get_text_config().vocab_size
+    policy = config.get_text_config().vocab_size
+    return [] if policy == reference else [other_vocabulary(policy, reference)]
+
+
+def other_vocabulary(policy_size: int, reference_size: int) -> Problem:
+    """Return the problem of a reference with another vocabulary size than the policy."""
+    what = f"The vocabulary sizes of the reference model ({reference_size}) and the policy ({policy_size}) differ."
+    return Problem(what, remedy="Set ref_model to a model with the vocabulary of the policy.", option="ref_model")
 
 
 def reference_options(options: RunOptions) -> RunOptions:
@@ -38,7 +84,8 @@ def _check_reference(options: RunOptions) -> list[Problem]:
         find_source(name, options, "ref_model_adapters")
     if find_source(options.ref_model, options, "ref_model").folder is None:
         return []
-    return check_model(reference_options(options))
+    problems = check_model(reference_options(options), names=REFERENCE_MODEL)
+    return [one if one.option else replace(one, option="ref_model") for one in problems]
 
 
 def _check_reward_model(options: RunOptions) -> list[Problem]:
@@ -48,7 +95,15 @@ def _check_reward_model(options: RunOptions) -> list[Problem]:
     known = [folder for folder in folders if folder is not None]
     if len(known) == len(folders):
         head_of_reward_model(options.reward_model, known)
+    if known and not any(file for pattern in _WEIGHTS for file in known[0].glob(pattern)):
+        what = "there are no weights in this folder (model.safetensors, or its shards with their index)."
+        remedy = "Download them, or set reward_model to a model with weights."
+        return [Problem(what, where=str(known[0]), remedy=remedy, option="reward_model")]
     return []
+
+
+_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
+"""Names of the weights of a model, without those of its value head."""
 
 
 def _find_folder(name: str, options: ModelOptions, option_name: str, _: Sequence[str]) -> Path | None:

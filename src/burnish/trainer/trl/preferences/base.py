@@ -23,16 +23,25 @@ from burnish.loop.meter import EvalSums
 from burnish.loop.protocols import Objective
 from burnish.loop.types import Batch, Loss, Row
 from burnish.losses.pair_values import PAIR_COLUMNS
+from burnish.losses.preference_options import needs_reference
 from burnish.losses.reference import DisabledAdapter, InitialWeights, MovingReference, UnchangedModel
 from burnish.losses.responses import AnswersObjective
 from burnish.losses.reward import RewardObjective
 from burnish.parallel.single import set_seed
+from burnish.run.plan.other_models import other_vocabulary
 from burnish.run.references import refuse_other_vocabulary
 from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.inspection import is_peft_model
 from burnish.trainer.notes import logger
 from burnish.trainer.reporting import Count
-from burnish.trainer.trl.preferences.collator import REFERENCE, Padded, PaddedBySide, column_of, rows_of_padded
+from burnish.trainer.trl.preferences.collator import (
+    REFERENCE,
+    Padded,
+    PaddedBySide,
+    collate_by_script,
+    column_of,
+    rows_of_padded,
+)
 from burnish.trainer.trl.preferences.config import PreferenceConfig, WithReference
 from burnish.trainer.trl.preferences.objective import (
     EvalBatchesWithReference,
@@ -42,7 +51,7 @@ from burnish.trainer.trl.preferences.objective import (
     reference_for,
     with_numbers,
 )
-from burnish.trainer.trl.preferences.rows import NAMES, pair_row, preference_rows, template_of
+from burnish.trainer.trl.preferences.rows import NAMES, RECORD_COLUMNS, pair_row, preference_rows, template_of
 from burnish.trainer.trl.preferences.scripted import (
     OverridableTrainer,
     PreferenceOutput,
@@ -52,8 +61,16 @@ from burnish.trainer.trl.preferences.scripted import (
 )
 from burnish.trainer.trl.prepared import first_row
 from burnish.trainer.trl.sft.checks import check_sft_sets
-from burnish.trainer.trl.sft.setup import check_model, inner_tokenizer, load_named_model, resolve_config, resolve_model
-from burnish.trainer.trl.vision import VisionCollator, family_for
+from burnish.trainer.trl.sft.setup import (
+    check_model,
+    inner_tokenizer,
+    is_template_file,
+    load_named_model,
+    resolve_config,
+    resolve_model,
+    vocabulary_size,
+)
+from burnish.trainer.trl.vision import MEDIA, VisionCollator, family_for
 
 _SIDES: Mapping[Kind, tuple[str, ...]] = {"pairs": ("chosen", "rejected"), "verdicts": ("", "kl"), "scores": ()}
 """Responses of a row for which the reference is evaluated."""
@@ -123,6 +140,7 @@ class PreferenceTrainer(OverridableTrainer):
             what = "`quantization_config` has no effect on a model that is already instantiated."
             raise UserError(what, remedy="Pass the model's name or folder as `model`, or remove `quantization_config`.")
         check_sft_sets(train_dataset)
+        self._check_vocabulary(model, ref_model, args)
         set_seed(args.seed, args.full_determinism)  # an adapter's weights are initialized when it is attached
         scores = self.objective_class is RewardObjective
         model, processing_class, added = resolve_model(model, args, processing_class, quantization_config, scores)
@@ -130,6 +148,12 @@ class PreferenceTrainer(OverridableTrainer):
         self.family = family_for(model, processing_class, tokenizer, first_row(train_dataset))
         if self.family is not None and scores:
             raise ValueError("RewardTrainer does not support images.")
+        # As in TRL, the collator of a script gets the records with their images.
+        self._skip_prepare_dataset = (
+            self.family is not None and data_collator is not None and type(data_collator) not in self._own_collators
+        )
+        if self._skip_prepare_dataset:
+            self._check_collated_by_script(args, train_dataset)
         self._tokenizer = tokenizer
         sets_router = isinstance(args, WithReference)  # ORPO and CPO only use the model's config, in TRL as well
         model, choices = self._attach(
@@ -142,7 +166,9 @@ class PreferenceTrainer(OverridableTrainer):
         super().__init__(
             model=model, args=args,
             data_collator=data_collator or self.padding_class(self._row_of, self.kind, self._pad),
-            train_dataset=self._prepare_dataset(train_dataset, processing_class, args, "train"),
+            train_dataset=train_dataset
+            if self._skip_prepare_dataset
+            else self._prepare_dataset(train_dataset, processing_class, args, "train"),
             eval_dataset=self._prepared_evals(eval_dataset, processing_class, args), processing_class=processing_class,
             compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
@@ -154,6 +180,14 @@ class PreferenceTrainer(OverridableTrainer):
         self._inspect(args)
         if self._precomputes_reference:
             self._precompute_reference()
+
+    def _check_collated_by_script(self, args: PreferenceConfig, train_dataset: Any) -> None:
+        """Raise ValueError for arguments that need prepared rows, if a script's collator gets the records."""
+        if isinstance(args, WithReference) and args.precompute_ref_log_probs:
+            raise ValueError(
+                "`precompute_ref_log_probs=True` is not supported for a dataset with images and a `data_collator`, "
+                "which gets the records. Set `precompute_ref_log_probs=False`, or remove `data_collator`."
+            )
 
     def _pad_token(self, args: PreferenceConfig) -> str | None:
         return args.pad_token
@@ -180,6 +214,17 @@ class PreferenceTrainer(OverridableTrainer):
         start = reference.start if isinstance(reference, MovingReference) else reference
         return start.as_model(self.model) if isinstance(start, InitialWeights) else None
 
+    @staticmethod
+    def _check_vocabulary(model: Any, ref_model: Any, args: PreferenceConfig) -> None:
+        """Raise UserError if the config of a reference that is given by its name has another vocabulary size than that
+        of the model, before weights are read. A chat template of another tokenizer changes the model's vocabulary."""
+        changes_vocabulary = args.chat_template_path is not None and not is_template_file(args.chat_template_path)
+        if not isinstance(ref_model, str) or changes_vocabulary or not needs_reference(args.choices()):
+            return
+        policy, reference = vocabulary_size(model, args), vocabulary_size(ref_model, args, "ref_model")
+        if policy != reference:
+            raise UserError(other_vocabulary(policy, reference))
+
     def _second(self, ref_model: Any, args: PreferenceConfig) -> Any:
         """The reference, if it is a separate model."""
         if not self._needs_reference:
@@ -201,7 +246,11 @@ class PreferenceTrainer(OverridableTrainer):
             objective.head = Score(model)
         if self.family is not None:
             capabilities = replace(capabilities, is_padding_free=False, shares_prefixes=False)
-            text, workers = partial(collate_padded, pad_id=self._pad), self.args.dataloader_num_workers
+        text = partial(collate_padded, pad_id=self._pad)
+        if self._skip_prepare_dataset:
+            collate = partial(collate_by_script, text)
+        elif self.family is not None:
+            workers = self.args.dataloader_num_workers
             collate = VisionCollator(
                 model, self.family, text, self._pad, num_workers=workers, one_by_one=not self._is_scripted
             )
@@ -311,6 +360,8 @@ class PreferenceTrainer(OverridableTrainer):
         return preference_rows(dataset, dataset_name, args, self.kind, self.objective.encode, self.objective.template)
 
     def _prepared_evals(self, evals: Any, processing_class: Any, args: PreferenceConfig) -> Any:
+        if self._skip_prepare_dataset:
+            return evals
         if isinstance(evals, dict):
             return {name: self._prepare_dataset(one, processing_class, args, name) for name, one in evals.items()}
         return None if evals is None else self._prepare_dataset(evals, processing_class, args, "eval")
@@ -346,6 +397,9 @@ class PreferenceTrainer(OverridableTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         numbers = [f"reference_{side}logps" for side in ("", "kl_", "chosen_", "rejected_")]
+        if self._skip_prepare_dataset:
+            self._signature_columns = [*RECORD_COLUMNS[self.kind], *MEDIA, "tools", "chat_template_kwargs"]
+            return
         self._signature_columns = [*NAMES[self.kind], *numbers, *PAIR_COLUMNS, "images", "kl_images"]
 
     # --- loss ---------------------------------------------------------------------------------------------------------

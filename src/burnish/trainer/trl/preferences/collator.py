@@ -3,7 +3,8 @@
 TRL's batch: ``input_ids``, ``attention_mask``, ``completion_mask``, with the chosen responses before the rejected ones;
 for KTO ``label``, and the same with the prefix ``KL_``; for reward models ``margin``. ``Padded`` creates it for scripts
 that use a trainer's collator, and for overridden methods. ``rows_of_padded`` removes the padding, so that no step
-depends on it.
+depends on it. A batch with images keeps it: its tensors of images belong to the sequences in their order
+(``collate_by_script``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from burnish.loop.types import IGNORE_INDEX, Row
+from burnish.loop.types import IGNORE_INDEX, Batch, Row
 
 
 @dataclass
@@ -99,11 +100,11 @@ def rows_of_padded(batch: Mapping[str, Any], kind: str) -> list[Row]:
         if kind == "verdicts":
             return _unpair(sequences, batch)
         sides = [sequences[: len(sequences) // 2], sequences[len(sequences) // 2 :]]
-    margins = batch.get("margin")
+    margins, count = batch.get("margin"), len(sides[0])
     return [
         {"chosen_input_ids": chosen[0], "chosen_labels": chosen[1], "rejected_input_ids": rejected[0],
          "rejected_labels": rejected[1], "margin": 0.0 if margins is None else float(margins[at]),
-         **_numbers(batch, at, ("chosen", "rejected"))}
+         **_numbers(batch, at, ("chosen", "rejected")), **_images(batch, "images", (at, count + at))}
         for at, (chosen, rejected) in enumerate(zip(*sides, strict=True))
     ]  # fmt: skip
 
@@ -117,6 +118,59 @@ def column_of(side: str) -> str:
     return f"reference_{side}_logps" if side else "reference_logps"
 
 
+_NOT_INPUTS = frozenset({"completion_mask", "label", "labels", "margin", *REFERENCE.values()})
+"""Keys of padded batches that are not model inputs, besides those with the prefix ``KL_``."""
+
+
+@dataclass(frozen=True)
+class InPaddedBatch:
+    """The place of a row in a padded batch with images.
+
+    Args:
+        batch: the padded batch.
+        numbers: indices of its sequences: of a pair, those of the chosen and the rejected response.
+        prefix: ``KL_`` for a mismatched response.
+    """
+
+    batch: Mapping[str, Any]
+    numbers: tuple[int, ...]
+    prefix: str = ""
+
+
+def collate_by_script(text: Callable[[Sequence[Row]], Batch], rows: Sequence[Row]) -> Batch:
+    """Collate sequences of a padded batch that a script's collator made. Args: text: collates them if the batch has no
+    images."""
+    return _collate_padded_images(rows) if "images" in rows[0] else text(rows)
+
+
+def _collate_padded_images(rows: Sequence[Row]) -> Batch:
+    """Return the padded batch with images of a script's collator as model inputs, with the token columns of ``rows``.
+
+    Args:
+        rows: sequences of one batch, each with an ``InPaddedBatch`` as ``images``. Responses of pairs alternate.
+    """
+    places: list[InPaddedBatch] = [row["images"] for row in rows]
+    batch, prefix = places[0].batch, places[0].prefix
+    numbers = [place.numbers[at % len(place.numbers)] for at, place in enumerate(places)]
+    made: Batch = {name: value for name, value in batch.items() if isinstance(value, Tensor) and name[:3] != "KL_"}
+    made |= {name.removeprefix(prefix): batch[name] for name in batch if prefix and name.startswith(prefix)}
+    made = {name: value for name, value in made.items() if name not in _NOT_INPUTS}
+    ids, mask = made["input_ids"], made.get("attention_mask")
+    for name in rows[0].keys() - {"input_ids", "images"}:
+        made[name] = torch.full_like(ids, IGNORE_INDEX if name == "labels" else 0)
+        for row, number in zip(rows, numbers, strict=True):
+            real = slice(None) if mask is None else mask[number].bool()
+            made[name][number, real] = torch.as_tensor(row[name], device=ids.device)
+    return made
+
+
+def _images(batch: Mapping[str, Any], name: str, *places: Any) -> dict[str, InPaddedBatch]:
+    """Return the column ``name`` of a row, if the batch has tensors of images. Args: places: those of InPaddedBatch."""
+    text = _NOT_INPUTS | {"input_ids", "attention_mask"}
+    has_images = any(isinstance(batch[key], Tensor) and key not in text and key[:3] != "KL_" for key in batch)
+    return {name: InPaddedBatch(batch, *places)} if has_images else {}
+
+
 def _numbers(batch: Mapping[str, Any], at: int, sides: Sequence[str]) -> dict[str, float]:
     return {column_of(side): float(batch[REFERENCE[side]][at]) for side in sides if REFERENCE[side] in batch}
 
@@ -125,7 +179,8 @@ def _unpair(sequences: list[tuple[list[int], list[int]]], batch: Mapping[str, An
     kl_sequences = _sequences(batch, "KL_") if "KL_input_ids" in batch else [([], [])] * len(sequences)
     return [
         {"input_ids": ids, "labels": labels, "tag": bool(batch["label"][at]), "kl_input_ids": kl_ids,
-         "kl_labels": kl_labels, **_numbers(batch, at, ("", "kl"))}
+         "kl_labels": kl_labels, **_numbers(batch, at, ("", "kl")),
+         **_images(batch, "images", (at,)), **_images(batch, "kl_images", (at,), "KL_")}
         for at, ((ids, labels), (kl_ids, kl_labels)) in enumerate(zip(sequences, kl_sequences, strict=True))
     ]  # fmt: skip
 

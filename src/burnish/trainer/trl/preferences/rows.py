@@ -35,6 +35,10 @@ NAMES: Mapping[Kind, tuple[str, ...]] = {
     "scores": ("chosen_ids", "rejected_ids", "margin"),
 }
 """The columns of prepared datasets, by kind of records."""
+RECORD_COLUMNS: Mapping[Kind, tuple[str, ...]] = {
+    "pairs": ("prompt", "chosen", "rejected"), "verdicts": ("prompt", "completion", "label")
+}  # fmt: skip
+"""The columns of records that a script's collator gets with their images, by kind of records."""
 
 
 def template_of(args: PreferenceConfig, tokenizer: Any, kind: Kind, family: Family | None = None) -> PlainTemplate:

@@ -77,6 +77,19 @@ class KTOTrainer(PreferenceTrainer):
         others_come_later = dataset_name == "train" and args.kl_pairing == "group"
         return rows if others_come_later or not self.objective.has_baseline else with_kl_answers(rows, dataset_name)
 
+    def _check_collated_by_script(self, args: PreferenceConfig, train_dataset: Any) -> None:
+        super()._check_collated_by_script(args, train_dataset)
+        if isinstance(args, KTOConfig) and args.kl_pairing == "group":
+            raise ValueError(
+                '`kl_pairing="group"` is not supported for a dataset with images and a `data_collator`, which makes '
+                "the mismatched responses itself. Remove one of them."
+            )
+        if {"chosen", "rejected"} & {*column_names(train_dataset)}:
+            raise ValueError(
+                "With images and a `data_collator`, records of a KTOTrainer must have the columns `completion` and "
+                f"`label`. Received: {', '.join(column_names(train_dataset))}. Split each pair into two records."
+            )
+
     def _loss_of_padded(self, model: nn.Module, inputs: Any, return_outputs: bool) -> Any:
         return self._compute_loss(model, inputs, return_outputs)
 

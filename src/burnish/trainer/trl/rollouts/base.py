@@ -52,7 +52,7 @@ from burnish.trainer.trl.rollouts.prompts import (
     without_repeats,
 )
 from burnish.trainer.trl.rollouts.reward_methods import RewardMethods
-from burnish.trainer.trl.rollouts.rewards import reward_list
+from burnish.trainer.trl.rollouts.rewards import check_reward_models, reward_list
 from burnish.trainer.trl.rollouts.script_source import ScriptSource, check_rollout_func
 from burnish.trainer.trl.rollouts.scripted import RolloutBatch, ScriptedRollouts, token_values_of
 from burnish.trainer.trl.rollouts.tables import CompletionTablesCallback
@@ -119,6 +119,10 @@ class RolloutTrainer(RewardMethods):
         self.rollout_func = rollout_func
         if train_dataset is None:
             train_dataset = blank_prompts(args, self.environments)
+        datasets = [train_dataset, *(eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset])]
+        calls_rewards = not self._overrides("_calculate_rewards")
+        if calls_rewards:
+            check_reward_models(reward_funcs, reward_processing_classes, datasets)
         set_seed(args.seed, args.full_determinism)  # the weights of an adapter are initialized when it is attached
         model, processing_class, added = resolve_model(model, args, processing_class, quantization_config)
         self._tokenizer = inner_tokenizer(processing_class)
@@ -126,11 +130,13 @@ class RolloutTrainer(RewardMethods):
         template = PromptTemplate(self._tokenizer, room_for_prompts(model, args), end_tokens(model))
         self.objective = self.objective_class(choices, template, self._tokenizer)
         self.reward_funcs = reward_list(reward_funcs, reward_processing_classes)
+        if calls_rewards:
+            check_reward_models(self.reward_funcs, None, datasets)  # those that had to be downloaded
         self.reward_processing_classes = [getattr(one, "tokenizer", None) for one in self.reward_funcs]
         self.objective.functions = self._functions()
         self.objective.compute_rewards = self._compute_rewards
         of_environments = {"environments"} if self.environments is not None else set()
-        is_known = rollout_func is None and not self._overrides("_calculate_rewards")  # both may pass other columns
+        is_known = rollout_func is None and calls_rewards  # both may pass other columns
         self.objective.passed_arguments = frozenset({"trainer_state"} | of_environments) if is_known else None
         self.objective.logs_clipping_of_evaluations = True  # as in TRL
         self._logged_extra: dict[str, list[Any]] = {}

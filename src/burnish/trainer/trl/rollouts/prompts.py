@@ -95,6 +95,16 @@ def prompt_rows(
     return PromptRows(usable)
 
 
+def first_conversation(dataset: Any) -> list[dict[str, Any]] | None:
+    """Return the first prompt of a dataset that is a list of messages, in the form for reward functions. None if there
+    is none, or if it is not a dataset of the ``datasets`` library with a column ``prompt``."""
+    if not is_datasets_set(dataset) or "prompt" not in (dataset.column_names or ()):
+        return None
+    prompts = (record["prompt"] for record in dataset.select_columns("prompt"))
+    first = next((prompt for prompt in prompts if has_turns(prompt)), None)
+    return None if first is None else [_without_none(message) for message in first]
+
+
 def _example(record: Mapping[str, Any], source: str, number: int, variables: Mapping[str, Any], tools: str) -> Example:
     if not isinstance(record, Mapping) or "prompt" not in record:
         what = f'{source}, record {number}: it must be a dictionary with the key "prompt". Received: {record!r:.100}.'

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from burnish.config.errors import UserError, did_you_mean, first_line
+from burnish.config.options import raise_if
+from burnish.models.options import ModelOptions
+from burnish.models.reward_files import reward_model_folders
 from burnish.rollouts.rewards.builtin import FACTORIES, FUNCTIONS
-from burnish.rollouts.rewards.models import RewardModel, reward_model_of
+from burnish.rollouts.rewards.models import (
+    RewardModel,
+    check_conversations,
+    reward_model_of,
+    tokenizer_of_reward_model,
+)
+from burnish.trainer.trl.rollouts.prompts import first_conversation
+from burnish.trainer.trl.sft.setup import model_id
 
 
 def reward_list(functions: Any, tokenizers: Any) -> list[Any]:
@@ -20,6 +32,38 @@ def reward_list(functions: Any, tokenizers: Any) -> list[Any]:
             ids of reward models.
         tokenizers: tokenizers of the models, one per function. Default: those in the models' folders.
     """
+    return [_as_function(one, tokenizer) for one, tokenizer in _with_tokenizers(functions, tokenizers)]
+
+
+def check_reward_models(functions: Any, tokenizers: Any, datasets: Iterable[Any]) -> None:
+    """Raise UserError if a reward model cannot read completions of the prompts of ``datasets``: they are conversations,
+    and its tokenizer has no chat template that renders them. Reads no weights. Models that have to be downloaded are
+    not checked. The arguments are those of ``reward_list``.
+    """
+    readers = [_tokenizer_by_name(one, tokenizer) for one, tokenizer in _with_tokenizers(functions, tokenizers)]
+    if not (known := [reader for reader in readers if reader is not None]):
+        return
+    prompts = [prompt for dataset in datasets if (prompt := first_conversation(dataset)) is not None]
+    remedy = "Save its tokenizer with a chat template, or pass a tokenizer with one in `reward_processing_classes`."
+    raise_if(problem for name, tokenizer in known for problem in check_conversations(tokenizer, name, prompts, remedy))
+
+
+def _tokenizer_by_name(function: Any, tokenizer: Any) -> tuple[str, Any] | None:
+    """Return name and tokenizer of a reward model. None for a function, or a model that has to be downloaded."""
+    if isinstance(function, RewardModel):
+        return function.__name__, function.tokenizer
+    if _is_model(function):
+        return Path(model_id(function)).name, tokenizer or _tokenizer_of(function)
+    if not isinstance(function, str | os.PathLike) or not os.path.isdir(function):
+        return None
+    name = os.fspath(function)
+    if tokenizer is None:
+        tokenizer = tokenizer_of_reward_model(name, reward_model_folders(name, (), ModelOptions()), 0)
+    return Path(name).name, tokenizer
+
+
+def _with_tokenizers(functions: Any, tokenizers: Any) -> list[tuple[Any, Any]]:
+    """Return each reward function with its tokenizer or None. The arguments are those of ``reward_list``."""
     listed = [] if functions is None else list(functions) if isinstance(functions, list | tuple) else [functions]
     beside = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
     beside = [None] * len(listed) if tokenizers is None else beside
@@ -28,15 +72,18 @@ def reward_list(functions: Any, tokenizers: Any) -> list[Any]:
             f"The number of reward processing classes ({len(beside)}) must match the number of reward functions "
             f"({len(listed)})."
         )
-    return [_as_function(one, tokenizer) for one, tokenizer in zip(listed, beside, strict=True)]
+    return list(zip(listed, beside, strict=True))
+
+
+def _is_model(function: Any) -> bool:
+    """Return whether this is a model of transformers, rather than a module of a script that returns rewards."""
+    return isinstance(function, nn.Module) and getattr(function, "config", None) is not None
 
 
 def _as_function(function: Any, tokenizer: Any) -> Any:
     if isinstance(function, str | os.PathLike):
         return _of_name(os.fspath(function), tokenizer)
-    if not isinstance(function, nn.Module) or getattr(function, "config", None) is None:
-        return function  # also a module of a script that returns rewards
-    return RewardModel(function, tokenizer or _tokenizer_of(function))
+    return RewardModel(function, tokenizer or _tokenizer_of(function)) if _is_model(function) else function
 
 
 def _of_name(name: str, tokenizer: Any) -> Any:

@@ -105,7 +105,7 @@ def load_named_model(
     name: str, args: TrlArguments, quantization_config: Any, scores: bool = False, argument: str = "model"
 ) -> Any:
     """The model of that name or folder, in the class that its config specifies, in float32 by default."""
-    kwargs: dict[str, Any] = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
+    kwargs = _loading_arguments(name, args, argument)
     if quantization_config is not None:
         if "quantization_config" in kwargs:
             raise ValueError(
@@ -113,6 +113,33 @@ def load_named_model(
                 "of them."
             )
         kwargs["quantization_config"] = quantization_config
+    kwargs["dtype"] = _dtype(kwargs.pop("torch_dtype", None) if "dtype" not in kwargs else kwargs["dtype"])
+    if scores:
+        return AutoModelForSequenceClassification.from_pretrained(name, **{"num_labels": 1, **kwargs})
+    architecture = (_config_of(name, kwargs).architectures or [""])[0]
+    made_by: Any = getattr(transformers, architecture, AutoModelForCausalLM)
+    return made_by.from_pretrained(name, **kwargs)
+
+
+def vocabulary_size(model: Any, args: TrlArguments, argument: str = "model") -> int:
+    """The vocabulary size in the config of a model, which may be a name or folder."""
+    config = _config_of(model, _loading_arguments(model, args, argument)) if isinstance(model, str) else model.config
+    return int(config.get_text_config().vocab_size)
+
+
+def _config_of(name: str, kwargs: Mapping[str, Any]) -> Any:
+    where = {key: kwargs[key] for key in ("revision", "trust_remote_code", "subfolder", "token") if key in kwargs}
+    return AutoConfig.from_pretrained(name, **where)
+
+
+def _loading_arguments(name: str, args: TrlArguments, argument: str) -> dict[str, Any]:
+    """The arguments for loading a model by its name.
+
+    Raises:
+        UserError: if it cannot be found.
+        ValueError: for the folder of an adapter.
+    """
+    kwargs: dict[str, Any] = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
     if "subfolder" in kwargs:
         check_model_path(name, argument)
     else:
@@ -125,14 +152,7 @@ def load_named_model(
             "`PeftModel.from_pretrained(model, folder, is_trainable=True)` or `resume_from_checkpoint`."
         )
     kwargs.setdefault("trust_remote_code", args.trust_remote_code)
-    kwargs["dtype"] = _dtype(kwargs.pop("torch_dtype", None) if "dtype" not in kwargs else kwargs["dtype"])
-    if scores:
-        return AutoModelForSequenceClassification.from_pretrained(name, **{"num_labels": 1, **kwargs})
-    where = {key: kwargs[key] for key in ("revision", "trust_remote_code", "subfolder", "token") if key in kwargs}
-    config = AutoConfig.from_pretrained(name, **where)
-    architecture = (config.architectures or [""])[0]
-    made_by: Any = getattr(transformers, architecture, AutoModelForCausalLM)
-    return made_by.from_pretrained(name, **kwargs)
+    return kwargs
 
 
 def _hub_options(name: str, kwargs: Mapping[str, Any]) -> ModelOptions:
@@ -216,13 +236,18 @@ def _check_in_vocabulary(option: str, token: str | None, processing_class: Any, 
         )
 
 
+def is_template_file(path: str) -> bool:
+    """Whether ``chat_template_path`` is a Jinja file, rather than a folder or name with a tokenizer."""
+    return path.endswith((".jinja", ".j2"))
+
+
 def load_chat_template(model: Any, processing_class: Any, path: str) -> list[int]:
     """Load the chat template of a Jinja file, or of another tokenizer with its tokens.
 
     Returns:
         The ids of tokens that were added to the vocabulary. The embeddings are resized accordingly.
     """
-    if path.endswith((".jinja", ".j2")):
+    if is_template_file(path):
         if not Path(path).is_file():
             raise ValueError(f"`chat_template_path`: the file {Path(path).absolute()} does not exist.")
         processing_class.chat_template = Path(path).read_text(encoding="utf-8")
