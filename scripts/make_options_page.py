@@ -43,9 +43,9 @@ INTRODUCTION = """\
 
 Each option is a key of a YAML file and a command-line flag: `learning_rate: 1.0e-4`, `learning_rate=1e-4`,
 `--learning_rate 1e-4`. The command line takes precedence. Lists are written as in YAML or separated by commas; `none`
-sets no value. Numbers that versions of YAML read differently, such as `010`, are an error. `burnish train --help` prints
-this list, `burnish train --help warmup` the options that match a word, and `burnish explain run.yaml` the values of a run
-and where each of them was set.
+sets no value. Numbers that versions of YAML read differently, such as `010`, are an error. `burnish train --help`
+prints this list, `burnish train --help warmup` the options that match a word, and `burnish explain run.yaml` the values
+of a run and where each of them was set.
 
 Names and defaults are those of LLaMA-Factory and transformers where these have the option. [Keys of other
 tools](#keys-of-other-tools) lists every key of theirs. The Python classes `TrainingArguments` and `SFTConfig` have the

@@ -77,7 +77,7 @@ def test_vision_tower_does_not_run_for_cached_images(vision_model, monkeypatch):
     longer = [*row["input_ids"], *first.ids, 5, 6]
     images = {"input_ids": longer, "images": row["images"]}
     request = request_of(vision_model, images)
-    monkeypatch.setattr(PromptImages, "made", lambda *_: pytest.fail("the tower was asked"))
+    monkeypatch.setattr(PromptImages, "compute", lambda *_: pytest.fail("the tower was asked"))
     (second,) = generate_all(loop, [request])
     monkeypatch.undo()
     assert second.ids == expected(vision_model, images)

@@ -514,7 +514,7 @@ def test_presets_are_yaml_files_of_the_page(page) -> None:
 def test_export_accepts_only_known_formats(page, root, monkeypatch) -> None:
     started = []
     child = type("Child", (), {"pid": 1, "poll": lambda self: 0})
-    monkeypatch.setattr(page.site.starter, "started", lambda argv, log: started.append(argv) or child())
+    monkeypatch.setattr(page.site.starter, "start_command", lambda argv, log: started.append(argv) or child())
     (root / "saves" / "whole").mkdir()
     options = {"path": str(root / "saves" / "whole"), "folder": str(root / "gguf")}
     status, _, text = page.send("POST", "/api/exports", {**options, "format": "gguf q8_0"})
