@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 import warnings
 from dataclasses import replace
 
@@ -339,6 +340,27 @@ def test_tokens_are_counted_on_request(tmp_path):
     assert every.state.log_history[-1]["num_input_tokens_seen"] == 8 * 12
     assert real.state.log_history[-1]["num_input_tokens_seen"] == 8 * 8
     assert "train_tokens_per_second" in every.state.log_history[0]
+
+
+def test_tokens_are_counted_up_to_an_evaluation_and_a_checkpoint_between_two_logs(tmp_path):
+    seen = []
+
+    class Reader(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append(state.num_input_tokens_seen)
+
+    trainer = make_trainer(
+        tmp_path, model=gpt2(), train=text_rows(8), num_train_epochs=1, logging_steps=4,
+        per_device_train_batch_size=2, eval_strategy="steps", eval_steps=3, save_strategy="steps", save_steps=3,
+        include_num_input_tokens_seen=True, trainer={"callbacks": [Reader()], "eval_dataset": text_rows(2)},
+    )  # fmt: skip
+    trainer.train()
+    evaluation = next(log for log in trainer.state.log_history if "eval_loss" in log)
+    assert (evaluation["step"], evaluation["num_input_tokens_seen"]) == (3, 3 * 2 * 12)
+    saved = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
+    assert saved["num_input_tokens_seen"] == 3 * 2 * 12
+    assert seen == [24, 48, 72, 96]
+    assert trainer.state.num_input_tokens_seen == 96
 
 
 def test_padding_is_identified_by_token_id_without_a_mask(tmp_path):
