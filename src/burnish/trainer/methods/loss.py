@@ -51,7 +51,9 @@ class LossMethods(TrainerBase):
             return True
         return any(map(self._overrides, self._loss_methods))
 
-    _loss_methods: tuple[str, ...] = ("compute_loss", "training_step", "get_batch_samples")
+    _loss_methods: tuple[str, ...] = (
+        "compute_loss", "training_step", "get_batch_samples", "_get_num_items_in_batch",
+    )  # fmt: skip
     """Methods with which a script computes the loss or its divisor."""
 
     def _loss(self, model: nn.Module, inputs: Any) -> Loss:
