@@ -329,6 +329,20 @@ def test_train_returns_its_summary(tmp_path):
     )
 
 
+class Detached(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs).detach()
+
+
+@pytest.mark.parametrize("kind", [Trainer, Detached])
+def test_loss_without_a_gradient_is_rejected_with_the_remedy(kind, tmp_path):
+    trainer = make_trainer(tmp_path, kind)
+    trainer.model.requires_grad_(kind is Detached)
+    with pytest.raises(UserError, match="does not depend on any trainable parameter") as caught:
+        trainer.train()
+    assert "requires_grad" in str(caught.value)
+
+
 def test_tokens_are_counted_on_request(tmp_path):
     rows = [{**row, "attention_mask": torch.tensor([1] * 8 + [0] * 4)} for row in text_rows(8)]
     every = make_trainer(tmp_path, model=gpt2(), train=rows, num_train_epochs=1, include_num_input_tokens_seen=True)

@@ -40,6 +40,7 @@ from burnish.trainer.methods.loss import (
     call_accepting,
     call_training_step,
     explain_index_errors,
+    refuse_no_gradient,
     weighted_by_zero,
     without_gradient,
 )
@@ -340,6 +341,7 @@ class TrainerLoop(Loop):
         inputs = trainer._prepare_inputs(batch)
         with trainer.compute_loss_context_manager():
             loss = self.objective.loss(self.model, inputs)
+        refuse_no_gradient(loss.total)
         trainer._step = StepInProgress()
         trainer._empty_cache_if_due()
         return weighted_by_zero(loss) if isinstance(batch, PaddingBatch) else loss

@@ -2,7 +2,7 @@
 
 A script that changes one line of ``compute_loss``, ``training_step`` or ``evaluation_loop`` often contains a copy of
 the whole method. The copy uses names of features that burnish does not have, such as tensor parallelism. They are
-defined here as without the feature. Other names of transformers' ``Trainer`` raise an AttributeError that explains what to do.
+defined here as without the feature. Other methods of transformers' ``Trainer`` raise an AttributeError with a remedy.
 """
 
 from __future__ import annotations
