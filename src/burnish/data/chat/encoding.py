@@ -36,6 +36,10 @@ SHORTENED = truncated("messages shortened to cutoff_len")
 LEFT_OUT = truncated("turns beyond cutoff_len were removed")
 IMAGES_TOO_LONG = dropped("the images alone exceed cutoff_len; set a lower image_max_pixels", is_length=True)
 NO_TEXT = dropped("no text")
+NOT_PLAIN_TEXT = dropped(
+    "a conversation instead of plain text",
+    remedy="stage: pt trains on plain text. Set columns: {prompt: <column with the text>}, or use stage: sft.",
+)
 NO_END = RecordReason("kept, but its end-of-turn token does not contribute to the loss", "kept")
 
 
