@@ -95,3 +95,13 @@ def test_index_of_tokenized_path_with_other_types_is_rejected(capsys: pytest.Cap
         error = read_output(capsys)[1]
         assert "has an invalid format" in error
         assert "Delete the folder" in error
+
+
+@pytest.mark.usefixtures("user_folder")
+def test_tokenized_path_without_rows_or_a_dataset_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Path("run.yaml").read_text().splitlines()
+    Path("run.yaml").write_text("\n".join(line for line in lines if not line.startswith("dataset:")))
+    assert cli.main([*WORDS, "tokenized_path=nowhere", "output_dir=first"]) == 2
+    error = read_output(capsys)[1]
+    assert 'tokenized_path "nowhere" contains no tokenized dataset, and "dataset" is not set.' in error
+    assert "Set dataset to tokenize it" in error

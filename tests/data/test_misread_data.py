@@ -164,3 +164,13 @@ def test_config_with_fewer_layers_than_weights_is_rejected(
 def test_unused_tensor_is_counted(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save({**weights(), "vision.patches.weight": torch.ones(2, 2)})
     assert "1 tensors in the files are not part of LlamaForCausalLM: vision.patches.weight." in runs(capsys)
+
+
+def test_conversations_for_pretraining_are_rejected_with_the_remedy(
+    user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("records.json", [{"instruction": f"say {n}", "output": f"{n} stones"} for n in range(4)])
+    err = run_error(capsys, "stage=pt", "dataset=records.json")
+    assert "a conversation instead of plain text: 4 of 4 examples" in err
+    assert "Set columns: {prompt: <column with the text>}, or use stage: sft." in err
+    assert runs(capsys, "stage=pt", "dataset=records.json", 'columns={"prompt": "output"}')

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 import warnings
 from dataclasses import replace
 
@@ -329,6 +330,20 @@ def test_train_returns_its_summary(tmp_path):
     )
 
 
+class Detached(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs).detach()
+
+
+@pytest.mark.parametrize("kind", [Trainer, Detached])
+def test_loss_without_a_gradient_is_rejected_with_the_remedy(kind, tmp_path):
+    trainer = make_trainer(tmp_path, kind)
+    trainer.model.requires_grad_(kind is Detached)
+    with pytest.raises(UserError, match="does not depend on any trainable parameter") as caught:
+        trainer.train()
+    assert "requires_grad" in str(caught.value)
+
+
 def test_tokens_are_counted_on_request(tmp_path):
     rows = [{**row, "attention_mask": torch.tensor([1] * 8 + [0] * 4)} for row in text_rows(8)]
     every = make_trainer(tmp_path, model=gpt2(), train=rows, num_train_epochs=1, include_num_input_tokens_seen=True)
@@ -340,6 +355,27 @@ def test_tokens_are_counted_on_request(tmp_path):
     assert every.state.log_history[-1]["num_input_tokens_seen"] == 8 * 12
     assert real.state.log_history[-1]["num_input_tokens_seen"] == 8 * 8
     assert "train_tokens_per_second" in every.state.log_history[0]
+
+
+def test_tokens_are_counted_up_to_an_evaluation_and_a_checkpoint_between_two_logs(tmp_path):
+    seen = []
+
+    class Reader(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append(state.num_input_tokens_seen)
+
+    trainer = make_trainer(
+        tmp_path, model=gpt2(), train=text_rows(8), num_train_epochs=1, logging_steps=4,
+        per_device_train_batch_size=2, eval_strategy="steps", eval_steps=3, save_strategy="steps", save_steps=3,
+        include_num_input_tokens_seen=True, trainer={"callbacks": [Reader()], "eval_dataset": text_rows(2)},
+    )  # fmt: skip
+    trainer.train()
+    evaluation = next(log for log in trainer.state.log_history if "eval_loss" in log)
+    assert (evaluation["step"], evaluation["num_input_tokens_seen"]) == (3, 3 * 2 * 12)
+    saved = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
+    assert saved["num_input_tokens_seen"] == 3 * 2 * 12
+    assert seen == [24, 48, 72, 96]
+    assert trainer.state.num_input_tokens_seen == 96
 
 
 def test_padding_is_identified_by_token_id_without_a_mask(tmp_path):

@@ -261,3 +261,8 @@ def test_model_is_in_eval_mode_during_evaluation(tmp_path):
                            eval_steps=1, trainer={"eval_dataset": points(4)})  # fmt: skip
     trainer.train()
     assert modes == [True, False] * 3
+
+
+def test_metrics_that_are_no_dict_are_rejected(tmp_path):
+    with pytest.raises(TypeError, match=r"compute_metrics must return a dict of metrics by name. Received: 0.5"):
+        evaluated(tmp_path, trainer={"compute_metrics": lambda given: 0.5})

@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+import textwrap
 import warnings
 from collections import UserDict, defaultdict
 from collections.abc import Mapping
@@ -18,7 +19,18 @@ from torch.utils.data import DataLoader, SequentialSampler
 import burnish
 from burnish import Trainer, UserError
 from burnish.trainer.constructor import PEER_METHODS, warn_about_unused_overrides
-from trainer_run import Regression, arguments, losses, make_trainer, points, same, transformers_arguments, weights
+from trainer_run import (
+    Regression,
+    arguments,
+    gpt2,
+    losses,
+    make_trainer,
+    points,
+    same,
+    text_rows,
+    transformers_arguments,
+    weights,
+)
 
 pytestmark = pytest.mark.run
 
@@ -652,6 +664,54 @@ def test_override_that_is_never_called_is_named(tmp_path):
 
     with pytest.warns(UserWarning, match="Older overrides get_tp_size, which burnish does not call"):
         make_trainer(tmp_path, kind=Older)
+
+
+def copied(name):
+    """A trainer with a copy of a method of transformers' class, as scripts contain it."""
+    method = inspect.unwrap(getattr(transformers.Trainer, name))
+    names = {**vars(transformers.trainer), "Trainer": Trainer}
+    exec(f"from __future__ import annotations\n{textwrap.dedent(inspect.getsource(method))}", names)
+    return type("Copying", (Trainer,), {name: names[name]})
+
+
+COPIED = [
+    "compute_loss", "training_step", "prediction_step", "evaluation_loop", "evaluate", "predict", "get_batch_samples",
+    "_get_num_items_in_batch", "log", "create_optimizer", "get_train_dataloader", "get_total_train_batch_size",
+    "_validate_args",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_copy_of_a_method_of_transformers_changes_nothing(name, tmp_path):
+    results = []
+    for kind in (Trainer, copied(name)):
+        trainer = trained(
+            tmp_path / kind.__name__, kind, model=gpt2(), train=text_rows(8), gradient_accumulation_steps=2,
+            trainer={"eval_dataset": text_rows(4), "compute_metrics": lambda given: {"n": len(given.label_ids)}},
+            eval_strategy="epoch", num_train_epochs=2,
+        )  # fmt: skip
+        evaluations = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+        assert trainer.state.log_history[-2]["eval_n"] == 4
+        results.append([*losses(trainer), *evaluations, trainer.predict(text_rows(2)).metrics["test_loss"]])
+    assert results[1] == pytest.approx(results[0], rel=1e-5)
+
+
+def test_copy_of_a_method_that_saves_names_the_remedy(tmp_path):
+    trainer = make_trainer(tmp_path, copied("_save_checkpoint"), save_strategy="epoch", num_train_epochs=1)
+    with pytest.raises(AttributeError, match=r"no attribute '_save_optimizer_and_scheduler'.*call super"):
+        trainer.train()
+    with pytest.raises(AttributeError, match=r"no attribute 'misspelled'$"):
+        _ = trainer.misspelled
+
+
+def test_overridden_count_of_items_divides_the_loss(tmp_path):
+    class Half(Trainer):
+        def _get_num_items_in_batch(self, batch_samples, device):
+            return super()._get_num_items_in_batch(batch_samples, device) * 2
+
+    options = {"train": text_rows(8), "max_steps": 1}
+    whole, half = (losses(trained(tmp_path / k.__name__, k, model=gpt2(), **options))[0] for k in (Trainer, Half))
+    assert half == pytest.approx(whole / 2, rel=1e-5)
 
 
 SOURCES = "\n".join(file.read_text() for file in Path(burnish.__file__).parent.rglob("*.py"))

@@ -105,6 +105,23 @@ def test_outputs_requested_by_a_script_are_those_of_the_padded_batch(tmp_path):
     assert loss.item() == pytest.approx(trainer.compute_loss(trainer.model, dict(batch)).item(), abs=1e-6)
 
 
+def test_penalty_of_adalora_is_part_of_the_loss(tmp_path):
+    from peft import AdaLoraConfig, get_peft_model
+
+    results = []
+    for skips in (None, False):
+        torch.manual_seed(2)
+        config = AdaLoraConfig(init_r=4, target_r=2, total_step=9, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        model = get_peft_model(llama(tmp_path), config)
+        trainer, _ = trained(tmp_path, Trainer, model, max_steps=1, needed_tokens_only=skips)
+        batch = next(iter(trainer.get_train_dataloader()))
+        results.append((trainer.state.log_history[0]["loss"], trainer.state.log_history[0]["grad_norm"]))
+        assert trainer.compute_loss(model, dict(batch)).item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
+    config.orth_reg_weight = 0.0
+    assert results[0][0] > 1.1 * trained(tmp_path, Trainer, model, max_steps=1)[0].state.log_history[0]["loss"]
+
+
 def test_saved_model_has_no_trace_of_prefix_sharing(tmp_path):
     trainer, _ = trained(tmp_path, Trainer, llama(tmp_path), max_steps=1)
     trainer.save_model()

@@ -387,6 +387,18 @@ def test_collator_of_a_preference_script_gets_the_records_with_images(llava, tmp
     assert its == pytest.approx(losses(DPOTrainer if kind is Overriding else kind), abs=1e-5)
 
 
+def test_placeholders_without_tensors_of_images_are_refused(llava, tmp_path):
+    processor = AutoProcessor.from_pretrained(llava / "model")
+    collate = padded_collator(processor, False, [])
+    trainer = DPOTrainer(
+        str(llava / "model"), args=options(DPOConfig, tmp_path), train_dataset=pairs_with_images(llava),
+        processing_class=processor,
+        data_collator=lambda rows: {name: v for name, v in collate(rows).items() if name != "pixel_values"},
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="Received: placeholders without tensors of images"):
+        trainer.train()
+
+
 @pytest.mark.parametrize(
     ("kind", "config", "more", "message"),
     [

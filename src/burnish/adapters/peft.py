@@ -80,6 +80,11 @@ class PeftAdapter:
             wrapped: nn.Module = get_peft_model(model, config)
         except ValueError as error:  # peft's error for a config that does not suit the model
             raise UserError(f"peft_config cannot be applied to this model: {error}", option="peft_config") from error
+        if isinstance(self.options.peft_config, dict | str) and getattr(config, "orth_reg_weight", None):
+            self.notes.append(
+                "AdaLoRA trains with the rank init_r throughout, and without its orthogonality penalty. In a script, "
+                "Trainer adds the penalty, and a callback can reduce the ranks with update_and_allocate."
+            )
         return wrapped
 
     def _continue_adapter(self, model: nn.Module, folder: str) -> nn.Module:
@@ -133,6 +138,14 @@ class PeftAdapter:
             return known[kind](**{"task_type": "CAUSAL_LM", **raw})
         except (TypeError, ValueError) as error:
             raise UserError(f"peft_config is not valid for {kind}: {error}.", option="peft_config") from error
+
+
+def changes_outputs(model: nn.Module) -> bool:
+    """Whether a method of peft computes more than the wrapped model does: AdaLoRA, for example, adds to its loss."""
+    from peft.tuners.tuners_utils import BaseTuner
+
+    tuner = getattr(model, "base_model", None)
+    return isinstance(tuner, BaseTuner) and type(tuner).forward is not BaseTuner.forward
 
 
 @dataclass

@@ -201,6 +201,8 @@ class Loop:
         self.state.epoch = step_batch.epoch
         sums = join_metrics_by_name([each.sums for each in losses])
         self.meter.add_step(step_batch, loss, num_items, sums, norm, is_finite, learning_rate)
+        if self.parallel.world_size == 1:  # with several processes, counting at each step would be a reduction
+            self.count_tokens()
         if self.spikes is not None:
             self.spikes.check(self.parallel, self.state.global_step, step_batch, loss, norm)
         if not is_applied and num_items > 0:  # a step without items has no loss
@@ -234,6 +236,8 @@ class Loop:
         """Log, evaluate and save if a callback requested it, in transformers' order."""
         if self.control.should_log:
             self.log()
+        if self.control.should_evaluate or self.control.should_save:
+            self.count_tokens()
         is_new_best = False
         if self.control.should_evaluate:
             metrics = self.evaluate()
@@ -242,6 +246,10 @@ class Loop:
                 self.scheduler.step(best_model_metric(self.options, metrics))
         if self.control.should_save or (self.options.save_strategy == "best" and is_new_best):
             self.save()
+
+    def count_tokens(self) -> None:
+        """Add the tokens of the steps since the last count to the state, which evaluations and checkpoints show."""
+        self.meter.count_tokens(self.state, self.parallel, self.flos_per_token)
 
     def log(self) -> None:
         """Log the means since the last log, and the learning rate of the last step.

@@ -48,7 +48,7 @@ class Meter:
         self.logged_steps: list[tuple[Tensor, Sequence[int]]] = []  # the same for the steps of the last log
         self.steps = 0  # since the last log
         self.steps_here = 0  # since train() began
-        self.tokens = 0  # on this rank, since the last log
+        self.tokens = 0  # on this rank, since they were last counted in the state
         self.rows = 0
         self.rows_here = 0
         self.num_non_finite = 0  # steps of the last log whose loss or gradient was not finite
@@ -113,10 +113,17 @@ class Meter:
         self.rows_here += int(rows)
         self.num_non_finite = int(non_finite) // parallel.world_size
         self.run_num_non_finite += self.num_non_finite
-        state.num_input_tokens_seen += int(tokens)
-        state.total_flos += int(tokens) * flos_per_token
+        _add_tokens(state, int(tokens), flos_per_token)
         self._restart()
         return means
+
+    def count_tokens(self, state: TrainerState, parallel: Parallel, flos_per_token: int = 0) -> None:
+        """Add the tokens since the last count to ``state``. One reduction and device read with several processes."""
+        tokens = self.tokens
+        if parallel.world_size > 1:
+            tokens = int(parallel.sum(self.loss.new_tensor([tokens])).item())
+        _add_tokens(state, tokens, flos_per_token)
+        self.tokens = 0
 
     def _vector(self) -> Tensor:
         """(4 + number of metric addends,) values to sum over ranks: loss, non-finite steps, tokens, rows, metrics."""
@@ -196,6 +203,11 @@ class Meter:
             else:
                 value = value.to(self.device) if isinstance(value, Tensor) else value
                 setattr(self, "num_items" if name == "weight" else name, value)
+
+
+def _add_tokens(state: TrainerState, num_tokens: int, flos_per_token: int) -> None:
+    state.num_input_tokens_seen += num_tokens
+    state.total_flos += num_tokens * flos_per_token
 
 
 def _non_finite_indices(steps: Sequence[tuple[Tensor, Sequence[int]]]) -> list[int]:

@@ -260,6 +260,12 @@ def sample_of(rows: RowSet[Any]) -> ListedRows:
 
 
 def nothing_to_learn(stats: DataStats, options: RunOptions) -> Problem:
+    if options.tokenized_path and not options.dataset:
+        return Problem(
+            f'tokenized_path "{options.tokenized_path}" contains no tokenized dataset, and "dataset" is not set.',
+            remedy="Set dataset to tokenize it into this folder, or set tokenized_path to that of an earlier run.",
+            option="tokenized_path",
+        )
     reasons = "; ".join(stats.sentences()) or "the training set is empty"
     return Problem(
         f"No examples are left to train on: {reasons}.",

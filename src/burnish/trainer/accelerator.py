@@ -45,6 +45,7 @@ class ParallelAccelerator(ProcessMethods):
         self.parallelism_config = None
         self.project_dir: str | None = None
         self.trackers: list[Any] = []  # trackers of report_to are callbacks
+        self._models: list[nn.Module] = []  # read by copies of transformers' evaluation_loop
         self.step_scheduler_with_optimizer = True
         self.non_blocking, self.use_stateful_dataloader = False, False
         self._is_triggered = False

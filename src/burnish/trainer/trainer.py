@@ -33,19 +33,21 @@ from burnish.trainer.arguments.values import plain_options
 from burnish.trainer.data.torch_loader import PaddingBatch, TorchLoader, num_batches
 from burnish.trainer.files.transformers_checkpoints import is_foreign, load_foreign
 from burnish.trainer.methods.base import StepInProgress
+from burnish.trainer.methods.copied import CopiedMethods
 from burnish.trainer.methods.evaluation import EvaluationMethods
 from burnish.trainer.methods.files import FileMethods, TrainerModel, keep_only
 from burnish.trainer.methods.loss import (
     call_accepting,
     call_training_step,
     explain_index_errors,
+    refuse_no_gradient,
     weight_by_zero,
     without_gradient,
 )
 from burnish.trainer.notes import logger
 
 
-class Trainer(EvaluationMethods, FileMethods):
+class Trainer(EvaluationMethods, FileMethods, CopiedMethods):
     """Train and evaluate a model: any ``nn.Module`` that returns a loss.
 
     The arguments are those of transformers' ``Trainer``
@@ -59,8 +61,9 @@ class Trainer(EvaluationMethods, FileMethods):
     ``create_scheduler``, ``create_optimizer_and_scheduler``, ``get_decay_parameter_names``,
     ``get_optimizer_cls_and_kwargs``, ``log``, ``save_model``, ``_save``, ``_save_checkpoint``, ``_prepare_inputs``,
     ``floating_point_ops``, ``num_examples``, ``compute_loss_context_manager``, ``autocast_smart_context_manager``,
-    ``get_batch_samples``, ``set_initial_training_values``, ``get_total_train_batch_size``, ``_get_learning_rate``,
-    ``store_flos``, ``create_accelerator_and_postprocess``, ``_validate_args``.
+    ``get_batch_samples``, ``_get_num_items_in_batch``, ``set_initial_training_values``,
+    ``get_total_train_batch_size``, ``_get_learning_rate``, ``store_flos``, ``create_accelerator_and_postprocess``,
+    ``_validate_args``.
     """
 
     def train(
@@ -193,9 +196,10 @@ class Trainer(EvaluationMethods, FileMethods):
         padding = getattr(self.processing_class, "pad_token_id", None)
         count = self._counter(str(self.args.include_num_input_tokens_seen), main, padding)
         total = num_batches(loader) or plan.max_steps * self._accumulation
+        is_counted_by_script = self._overrides("get_batch_samples") or self._overrides("_get_num_items_in_batch")
         return TorchLoader(
             loader, self._accumulation, total, count, self._stop_empty, self._parallel, self._padding_batch,
-            self._scripted_batch_samples if self._overrides("get_batch_samples") else None,
+            self._scripted_batch_samples if is_counted_by_script else None,
         )  # fmt: skip
 
     def _padding_batch(self, batch: Batch) -> PaddingBatch:
@@ -251,7 +255,7 @@ class Trainer(EvaluationMethods, FileMethods):
         **kwargs: Any,
     ) -> BestRun | list[BestRun]:  # fmt: skip
         """The best of ``n_trials`` runs. Arguments as in transformers' ``Trainer``; ``backend`` must be "optuna"."""
-        self.hp_search_backend = search.check_backend(backend, self.model_init)
+        self.hp_search_backend, self.hp_name = search.check_backend(backend, self.model_init), hp_name
         self._search = search.Search(
             hp_space or default_hp_space_optuna, compute_objective or default_compute_objective, hp_name
         )
@@ -337,6 +341,7 @@ class TrainerLoop(Loop):
         inputs = trainer._prepare_inputs(batch)
         with trainer.compute_loss_context_manager():
             loss = self.objective.loss(self.model, inputs)
+        refuse_no_gradient(loss.total)
         trainer._step = StepInProgress()
         trainer._empty_cache_if_due()
         return weight_by_zero(loss) if isinstance(batch, PaddingBatch) else loss

@@ -36,6 +36,10 @@ SHORTENED = truncation_reason("messages shortened to cutoff_len")
 LEFT_OUT = truncation_reason("turns beyond cutoff_len were removed")
 IMAGES_TOO_LONG = drop_reason("the images alone exceed cutoff_len; set a lower image_max_pixels", is_length=True)
 NO_TEXT = drop_reason("no text")
+NOT_PLAIN_TEXT = drop_reason(
+    "a conversation instead of plain text",
+    remedy="stage: pt trains on plain text. Set columns: {prompt: <column with the text>}, or use stage: sft.",
+)
 NO_END = RecordReason("kept, but its end-of-turn token does not contribute to the loss", "kept")
 
 

@@ -10,7 +10,7 @@ from hashlib import sha256
 from typing import Any, Final, Protocol
 
 from burnish.config.errors import UserError
-from burnish.data.chat.encoding import NO_TEXT, ConversationEncoder
+from burnish.data.chat.encoding import NO_TEXT, NOT_PLAIN_TEXT, ConversationEncoder
 from burnish.data.chat.labels import (
     EncodedConversation,
     EndTokens,
@@ -225,7 +225,7 @@ class Template(ConversationEncoder):
         opening = self.opening_ids() if examples else array("i")
         for example, text, prompt in zip(examples, texts, prompts, strict=True):
             if not text:
-                stats.add(NO_TEXT, example)
+                stats.add(NOT_PLAIN_TEXT if example.messages else NO_TEXT, example)
                 yield None
                 continue
             trained_from = shared_start(ids[prompt], ids[text])[0] if prompt else 0

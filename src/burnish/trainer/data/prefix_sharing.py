@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from burnish.adapters.peft import changes_outputs
 from burnish.data.batches.batching import collate_prefix_sharing
 from burnish.kernels.probe import Capabilities, unwrap_peft
 from burnish.loop.types import IGNORE_INDEX, Batch, Row
@@ -82,9 +83,11 @@ def may_be_padding_free(model: nn.Module) -> bool:
 
 def has_plain_loss(model: nn.Module) -> bool:
     """Whether the model's loss is the plain cross entropy of the next token: an unmodified causal language model of
-    transformers, whose forward pass has no hooks.
+    transformers, whose forward pass has no hooks. An adapter may not change the outputs (AdaLoRA adds to the loss).
     """
     inner = unwrap_peft(model)
+    if model is not inner and changes_outputs(model):
+        return False
     is_theirs = type(inner).__module__.startswith("transformers.models.") and is_causal_lm(inner)
     return (
         is_theirs and getattr(inner, "loss_function", None) is ForCausalLMLoss and not computes_its_own_loss(inner)

@@ -176,6 +176,8 @@ class TrainerBase:
         self._trial: Any = None
         self._search: search.Search | None = None
         self.hp_search_backend: Any = None
+        self.hp_name: Callable[[Any], str] | None = None
+        self.gather_function: Callable[..., Any] = self.accelerator.gather_for_metrics
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback object, or an instance of a class."""

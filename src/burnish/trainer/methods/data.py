@@ -125,10 +125,14 @@ class DataMethods(LossMethods):
         ``num_items_in_batch`` is divided by the returned number.
         """
         samples = list(islice(epoch_iterator, num_batches))
-        if not samples or not isinstance(tensors_by_name(samples[0]).get("labels"), Tensor):
-            return samples, None
-        return samples, self._parallel.sum(
-            torch.stack([self._num_items(self._prepare_input(one)) for one in samples]).sum()
+        return samples, self._get_num_items_in_batch(samples, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """() the number of labels of micro-batches over all processes, or None without labels."""
+        if not batch_samples or not isinstance(tensors_by_name(batch_samples[0]).get("labels"), Tensor):
+            return None
+        return self._parallel.sum(
+            torch.stack([self._num_items(self._prepare_input(one)) for one in batch_samples]).sum()
         )
 
     def _scripted_batch_samples(self, batches: Iterator[Any], num_batches: int) -> list[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -168,6 +168,12 @@ class EvaluationMethods(DataMethods):
         return model  # type: ignore[no-any-return]
 
 
+def _as_metrics(returned: Any) -> dict[str, Any]:
+    if not isinstance(returned, Mapping):
+        raise TypeError(f"compute_metrics must return a dict of metrics by name. Received: {returned!r:.80}")
+    return dict(returned)
+
+
 class EvaluationResults:
     """Results of an evaluation over all ranks: losses, predictions, labels, inputs.
 
@@ -230,7 +236,7 @@ class EvaluationResults:
         metrics = dict(self.batch_metrics or {})
         if self.compute_metrics and predictions is not None and labels is not None and not self.args.batch_eval_metrics:
             extras = self._extras(self.losses.get_arrays(), self.inputs.get_arrays())
-            metrics = dict(self.compute_metrics(EvalPrediction(predictions, labels, **extras)))
+            metrics = _as_metrics(self.compute_metrics(EvalPrediction(predictions, labels, **extras)))
         metrics = denumpify_detensorize(metrics)
         loss, num_items = self.parallel.sum(torch.stack([self.loss, self.num_items])).tolist()
         if num_items > 0:

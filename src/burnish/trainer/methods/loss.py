@@ -51,7 +51,9 @@ class LossMethods(TrainerBase):
             return True
         return any(map(self._overrides, self._loss_methods))
 
-    _loss_methods: tuple[str, ...] = ("compute_loss", "training_step", "get_batch_samples")
+    _loss_methods: tuple[str, ...] = (
+        "compute_loss", "training_step", "get_batch_samples", "_get_num_items_in_batch",
+    )  # fmt: skip
     """Methods with which a script computes the loss or its divisor."""
 
     def _loss(self, model: nn.Module, inputs: Any) -> Loss:
@@ -90,6 +92,7 @@ class LossMethods(TrainerBase):
         with self.compute_loss_context_manager():
             loss = call_accepting("num_items_in_batch", self.compute_loss, model, inputs, num_items_in_batch=num_items)
         refuse_no_loss(loss)
+        refuse_no_gradient(loss)
         self._empty_cache_if_due()
         loss = loss * (share * self._parallel.world_size)  # the backend averages over processes, but a sum is needed
         self.accelerator.backward(loss)
@@ -343,6 +346,16 @@ def refuse_no_loss(loss: Any) -> None:
         what = f"The loss must be a scalar tensor that requires grad. Received: {type(loss).__name__}."
         remedy = "The outputs passed to compute_loss_func contain no loss: compute it from logits and labels."
         raise UserError(what, remedy=remedy)
+
+
+def refuse_no_gradient(loss: Tensor) -> None:
+    """Raise UserError if the loss of a training step has no gradient."""
+    if not loss.requires_grad:
+        raise UserError(
+            "The loss does not depend on any trainable parameter.",
+            remedy="Set requires_grad of the parameters to be trained, and compute the loss without torch.no_grad() "
+            "and detach(). With re-entrant gradient checkpointing, call model.enable_input_require_grads() as well.",
+        )
 
 
 def call_accepting(optional: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

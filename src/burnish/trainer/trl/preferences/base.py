@@ -247,8 +247,8 @@ class PreferenceTrainer(OverridableTrainer):
         if self.family is not None:
             capabilities = replace(capabilities, is_padding_free=False, shares_prefixes=False)
         text = partial(collate_padded, pad_id=self._pad)
-        if self._skip_prepare_dataset:
-            collate = partial(collate_by_script, text)
+        if self.family is not None and self._skip_prepare_dataset:
+            collate = partial(collate_by_script, text, self.family.placeholder_ids)
         elif self.family is not None:
             workers = self.args.dataloader_num_workers
             collate = VisionCollator(

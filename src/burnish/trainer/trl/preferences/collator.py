@@ -137,10 +137,26 @@ class InPaddedBatch:
     prefix: str = ""
 
 
-def collate_by_script(text: Callable[[Sequence[Row]], Batch], rows: Sequence[Row]) -> Batch:
-    """Collate sequences of a padded batch that a script's collator made. Args: text: collates them if the batch has no
-    images."""
-    return _collate_padded_images(rows) if "images" in rows[0] else text(rows)
+def collate_by_script(
+    text: Callable[[Sequence[Row]], Batch], placeholders: frozenset[int], rows: Sequence[Row]
+) -> Batch:
+    """Collate sequences of a padded batch that a script's collator made of records with images.
+
+    Args:
+        text: collates them if the batch has no tensors of images.
+        placeholders: ids of the tokens that stand for images.
+
+    Raises:
+        ValueError: if there are placeholders without tensors of images.
+    """
+    if "images" in rows[0]:
+        return _collate_padded_images(rows)
+    if any(not placeholders.isdisjoint(row["input_ids"]) for row in rows):
+        raise ValueError(
+            "`data_collator` must return tensors of the images (`pixel_values`, ...) with the image placeholders in "
+            "`input_ids`. Received: placeholders without tensors of images."
+        )
+    return text(rows)
 
 
 def _collate_padded_images(rows: Sequence[Row]) -> Batch:
@@ -165,9 +181,15 @@ def _collate_padded_images(rows: Sequence[Row]) -> Batch:
 
 
 def _images(batch: Mapping[str, Any], name: str, *places: Any) -> dict[str, InPaddedBatch]:
-    """Return the column ``name`` of a row, if the batch has tensors of images. Args: places: those of InPaddedBatch."""
+    """Return the column ``name`` of a row, if the batch has tensors of images. A batch without ``input_ids`` has none.
+
+    Args:
+        places: the other fields of ``InPaddedBatch``.
+    """
     text = _NOT_INPUTS | {"input_ids", "attention_mask"}
-    has_images = any(isinstance(batch[key], Tensor) and key not in text and key[:3] != "KL_" for key in batch)
+    has_images = "input_ids" in batch and any(
+        isinstance(batch[key], Tensor) and key not in text and key[:3] != "KL_" for key in batch
+    )
     return {name: InPaddedBatch(batch, *places)} if has_images else {}
 
 
