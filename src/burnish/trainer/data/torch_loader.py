@@ -23,6 +23,12 @@ from burnish.data.batches.loader import StepBatchLoader, StepPartition, order_of
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, StepBatch
 from burnish.trainer import notes
+from burnish.trainer.data.generators import (
+    attribute_states,
+    generators_of,
+    set_attribute_states,
+    set_generators,
+)
 from burnish.trainer.data.in_step import equalize_batches
 from burnish.trainer.data.stateful import loader_state, stateful_stream
 
@@ -184,6 +190,7 @@ class TorchLoader(StepBatchLoader):
         self.generator_at_start: Tensor | None = None
         self.generators_at_start: dict[str, Any] | None = None
         self.own_generators: list[Tensor] = []  # loaded states of ``generators_of``, until an epoch begins with them
+        self.attribute_states: dict[str, Any] = {}  # loaded ones of collator and dataset, until reading continues
         self.source = stateful_stream(loader, 1 if parallel is None else parallel.world_size)
         self.source_state: Any = None  # state of the source at ``position``, until reading continues from there
 
@@ -236,6 +243,8 @@ class TorchLoader(StepBatchLoader):
             state["generators"] = self.generators_at_start
         if own := [generator.get_state() for generator in generators_of(self.loader)]:
             state["own_generators"] = own
+        if states := attribute_states(self.loader):
+            state["attributes"] = states
         order = order_in(self.loader)
         if order is not None and order.excluded:
             state["left_out"] = order.excluded
@@ -247,6 +256,7 @@ class TorchLoader(StepBatchLoader):
         super().load_state_dict(state)
         self.generator_at_start, self.source_state = state.get("generator"), state.get("source")
         self.generators_at_start, self.own_generators = state.get("generators"), state.get("own_generators", [])
+        self.attribute_states = state.get("attributes", {})
         order, left_out = order_in(self.loader), [tuple(entry) for entry in state.get("left_out", ())]
         if order is not None and len(left_out) > len(order.excluded):  # a run that rolls back knows later ones, too
             order.excluded = left_out
@@ -264,8 +274,10 @@ class TorchLoader(StepBatchLoader):
         if order is not None:
             order.start = self.position
         own, self.own_generators = self.own_generators, []
+        attributes, self.attribute_states = self.attribute_states, {}
         if self.position == 0:
             set_generators(self.loader, own)
+            set_attribute_states(self.loader, attributes)
             self.generator_at_start = torch.get_rng_state()
             if order is None:
                 states = [generator.get_state() for generator in generators_of(self.loader)]
@@ -287,6 +299,7 @@ class TorchLoader(StepBatchLoader):
             for _ in islice(rest, self.position):
                 pass
         set_rng_state(now)
+        set_attribute_states(self.loader, attributes)
         return self._with_padding_batches(rest)
 
     def _restore_state(self) -> bool:
@@ -348,22 +361,6 @@ def order_in(loader: Any) -> EpochOrder | None:
     """The ``EpochOrder`` of one of the Trainer's own loaders; None for others."""
     sampler = getattr(loader, "sampler", None)
     return sampler if isinstance(sampler, EpochOrder) else None
-
-
-def generators_of(loader: Any) -> list[torch.Generator]:
-    """Return the ``torch.Generator`` objects of a data loader and its samplers."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = (getattr(holder, "generator", None) for holder in holders)
-    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
-
-
-def set_generators(loader: Any, states: Sequence[Tensor]) -> None:
-    """Restore the generators of a data loader from saved states, unless their number has changed."""
-    generators = generators_of(loader)
-    if len(generators) == len(states):
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
