@@ -246,7 +246,7 @@ def option_reads(file: Path, with_checks: bool) -> Iterator[tuple[str, int]]:
     for node in nodes_of(tree):
         if isinstance(node, ast.Attribute) and _is_options(node.value):
             yield node.attr, node.lineno
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "selected_by_switch":  # of optim.builtin
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "switch_arguments":  # of optim.builtin
             yield ast.literal_eval(node.args[0]), node.lineno
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and _is_options(node.args[0]):
             if isinstance(node.args[1], ast.Constant):

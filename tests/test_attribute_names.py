@@ -26,6 +26,7 @@ OTHERS = {
         "split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler",  # of accelerate
         "gradient_accumulation_kwargs",
         "auto_map", "transformers_weights",  # keys of config.json
+        "orth_reg_weight",  # of AdaLoRA
     },
     "model": {
         "module", "original", "no_sync", "_orig_mod",  # wrappers

@@ -59,7 +59,7 @@ def __getattr__(name: str) -> Any:
     if not name.startswith("_"):
         reexports = import_module("burnish.reexports")
         if name in reexports.OWNER_OF:
-            return reexports.reexported(name)
+            return reexports.reexport(name)
         if message := reexports.message_for(name):
             # ``from burnish import name`` would replace an AttributeError's message with a generic one.
             raise ImportError(message) if _is_import(sys._getframe(1)) else AttributeError(message)
