@@ -39,7 +39,7 @@ def test_page_offers_the_named_model_and_starts_it_with_its_arguments(page) -> N
     requests: list[tuple[list[str], Path]] = []
     site = page.site
     site.named = NamedModel("model", ("model", "--template", "qwen"), Path("/somewhere"))
-    site.starter.started = lambda argv, log, folder, reads_all: (
+    site.starter.start_command = lambda argv, log, folder, reads_all: (
         requests.append((argv, folder)) or subprocess.Popen([sys.executable, "-c", ""])
     )
     assert '"named":"model"' in page.send("GET", "/api/models")[2].replace(": ", ":")
