@@ -19,7 +19,6 @@ from burnish.run.build import train_run
 from burnish.run.plan.plan import Plan, plan
 from burnish.utils.patching import (
     Reason,
-    add_hook,
     hook,
     patch,
     patch_summary,
@@ -27,6 +26,7 @@ from burnish.utils.patching import (
     patches_of,
     record,
     restore,
+    temporary_hook,
 )
 from small_run import as_arguments, make_workspace
 
@@ -94,7 +94,7 @@ def test_nested_attribute_is_restored() -> None:
 
 def test_hook_is_called_until_it_is_removed() -> None:
     layers, calls = model(), []
-    with add_hook(layers[0], "forward_pre", lambda module, options: calls.append(module), FASTER):
+    with temporary_hook(layers[0], "forward_pre", lambda module, options: calls.append(module), FASTER):
         layers(torch.ones(1, 3))
         assert patch_summary(layers) == ["1 forward_pre hook: 1 layer"]
     layers(torch.ones(1, 3))

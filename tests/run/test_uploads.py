@@ -12,7 +12,7 @@ from burnish.cli import main
 from burnish.config.options import RawValue as Raw
 from burnish.config.options import build
 from burnish.report.options import HubOptions, check_hub, hub_notes
-from burnish.run.hub import _linked_copy
+from burnish.run.hub import Hub, _linked_copy
 from burnish.run.plan.options import RunOptions
 from push_hub import running_hub, wait_until
 from small_run import as_arguments, make_workspace
@@ -88,6 +88,17 @@ def test_removed_checkpoint_is_uploaded_completely(hub, tmp_path, monkeypatch, c
     assert [any(name.startswith("checkpoint-2/") for name in each) for each in files] == [False, True]
     assert {"checkpoint-2/model.safetensors", "checkpoint-2/manifest.json"} <= files[1].keys()
     assert list((tmp_path / "out").glob(".*incomplete*")) == []
+
+
+def test_copy_that_cannot_be_removed_does_not_fail_the_upload(tmp_path, monkeypatch):
+    def fails(path):
+        raise OSError("the folder is in use")
+
+    monkeypatch.setattr("burnish.run.hub.remove", fails)
+    uploads = Hub()
+    uploads._copies.add(tmp_path)
+    uploads._remove_copy(tmp_path)
+    assert not uploads._copies
 
 
 def test_copy_of_a_killed_upload_is_removed_and_no_checkpoint(hub, tmp_path):

@@ -2,15 +2,16 @@
 
 import random
 import shutil
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling
 
 from burnish import Trainer
-from representative import representative_slow
 from small_run import make_model
 from trainer_run import gpt2, make_trainer, same, text_rows, weights
 
@@ -74,15 +75,108 @@ def train(folder, resume, generator, owner):
     return trainer
 
 
-@pytest.mark.parametrize("step", representative_slow([3, 6, 8], 2))
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("step", [3, 6, 8])
 @pytest.mark.parametrize("owner", ["collator", "dataset", "collator of an own loader"])
-@pytest.mark.parametrize("kind", representative_slow(GENERATORS, ("torch", "numpy", "python")))
+@pytest.mark.parametrize("kind", GENERATORS)
 def test_generator_of_collator_or_dataset_continues(tmp_path, kind, owner, step):
     """In the middle of an epoch, and between two (six steps each)."""
     whole = train(tmp_path / "a", None, GENERATORS[kind](), owner)
     shutil.copytree(tmp_path / "a" / f"checkpoint-{step}", tmp_path / "b" / f"checkpoint-{step}")
     resumed = train(tmp_path / "b", True, GENERATORS[kind](), owner)
     assert same(weights(whole), weights(resumed))
+
+
+class OwnOrder:
+    """A sampler with a generator of its own."""
+
+    def __init__(self, generator):
+        self.rng = generator
+
+    def __len__(self):
+        return len(text_rows())
+
+    def __iter__(self):
+        order = list(range(len(text_rows())))
+        self.rng.shuffle(order)
+        return iter(order)
+
+
+class SelfShuffled(IterableDataset):
+    """A stream that shuffles with its own generator, and continues from its own state if it ``has_state``."""
+
+    def __init__(self, generator, has_state):
+        self.rng, self.start, self.position, self.at = generator, generator.getstate(), 0, 0
+        if has_state:
+            self.state_dict, self.load_state_dict = self._state, self._load
+
+    def __iter__(self):
+        self.start = self.rng.getstate()
+        order = list(range(len(text_rows())))
+        self.rng.shuffle(order)
+        begin, self.at = self.at, 0
+        for self.position in range(begin + 1, len(order) + 1):
+            yield text_rows()[order[self.position - 1]]
+
+    def _state(self):
+        return {"start": self.start, "position": self.position}
+
+    def _load(self, state):
+        self.rng.setstate(state["start"])
+        self.at = state["position"]
+
+
+@pytest.mark.parametrize("step", [3, 8])
+@pytest.mark.parametrize("kind", ["sampler", "stream", "stream with a state"])
+def test_order_from_an_own_generator_continues(tmp_path, kind, step):
+    """In the first epoch and in the second one."""
+
+    def run(folder, resume):
+        class Own(Trainer):
+            def get_train_dataloader(self):
+                generator = random.Random(5)
+                if kind == "sampler":
+                    return DataLoader(
+                        text_rows(), batch_size=4, sampler=OwnOrder(generator), collate_fn=self.data_collator
+                    )
+                rows = SelfShuffled(generator, kind == "stream with a state")
+                return DataLoader(rows, batch_size=4, collate_fn=self.data_collator)
+
+        trainer = make_trainer(folder, Own, model=gpt2(), train=text_rows(), **OPTIONS)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    whole = run(tmp_path / "a", None)
+    shutil.copytree(tmp_path / "a" / f"checkpoint-{step}", tmp_path / "b" / f"checkpoint-{step}")
+    assert same(weights(whole), weights(run(tmp_path / "b", True)))
+
+
+@dataclass(frozen=True)
+class Frozen:
+    inner: Any
+    rng: random.Random
+
+    def __call__(self, rows):
+        return self.inner([shifted(row, self.rng) for row in rows])
+
+    @property
+    def transform(self):
+        raise NotImplementedError
+
+
+def test_frozen_collator_with_a_property_that_fails_is_resumed(tmp_path):
+    def run(folder, resume):
+        plain = make_trainer(folder, Trainer, model=gpt2(), train=text_rows(), **OPTIONS).data_collator
+        collator = Frozen(plain, random.Random(5))
+        trainer = make_trainer(
+            folder, Trainer, model=gpt2(), train=text_rows(), trainer={"data_collator": collator}, **OPTIONS
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    whole = run(tmp_path / "a", None)
+    shutil.copytree(tmp_path / "a" / "checkpoint-3", tmp_path / "b" / "checkpoint-3")
+    assert same(weights(whole), weights(run(tmp_path / "b", True)))
 
 
 @pytest.mark.parametrize("step", [2, 6])

@@ -704,6 +704,25 @@ def test_copy_of_a_method_that_saves_names_the_remedy(tmp_path):
         _ = trainer.misspelled
 
 
+def test_attribute_error_inside_a_property_keeps_its_name(tmp_path):
+    class Beside:
+        def __getattr__(self, name):
+            if name == "answer":
+                return 42
+            raise AttributeError(name)
+
+    class Own(Trainer, Beside):
+        @property
+        def shown(self):
+            return self.args.misspelled
+
+    trainer = make_trainer(tmp_path, Own)
+    with pytest.raises(AttributeError, match="misspelled"):
+        _ = trainer.shown
+    assert trainer.answer == 42
+    assert not hasattr(trainer, "misspelled")
+
+
 def test_overridden_count_of_items_divides_the_loss(tmp_path):
     class Half(Trainer):
         def _get_num_items_in_batch(self, batch_samples, device):

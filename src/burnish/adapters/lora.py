@@ -26,7 +26,6 @@ from burnish.adapters.lora_model import (
     FILE_PREFIX,
     adapter_state,
     add_adapter,
-    disable_adapters,
     embeddings,
     find_modules,
     find_targets,
@@ -36,6 +35,7 @@ from burnish.adapters.lora_model import (
     output_head,
     shortest_names,
     train_only,
+    without_adapters,
 )
 from burnish.config.checks import notes
 from burnish.config.errors import Problem, few
@@ -146,7 +146,7 @@ class LoraAdapter:
             self._initial = InitialFactors.of(model)
 
     def reference(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return self._initial.detach_temporarily(model) if self._initial else disable_adapters(model)
+        return self._initial.detach_temporarily(model) if self._initial else without_adapters(model)
 
     def state(self, model: nn.Module) -> dict[str, Tensor]:
         state = adapter_state(model, DEFAULT)

@@ -233,7 +233,7 @@ def train_only(model: nn.Module, name: str) -> None:
 
 
 @contextmanager
-def disable_adapters(model: nn.Module) -> Iterator[None]:
+def without_adapters(model: nn.Module) -> Iterator[None]:
     """Context in which the model computes without any adapter."""
     trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
     modules = [module for _, module in adapter_modules(model)]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burnish.utils.patching import Reason, add_hook
+from burnish.utils.patching import Reason, temporary_hook
 
 REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError)
 """Errors that models raise for unsupported inputs. They count as a result of the probe."""
@@ -172,7 +172,7 @@ def find_head(model: nn.Module) -> Head | None:
         if head is None or type(head.linear) is not nn.Linear or _has_hooks(head.linear):
             return None
         tokens, inputs = random_tokens(model, _LENGTH, seed=3), []
-        keep = add_hook(head.linear, "forward_pre", lambda module, args: inputs.append(args[0]), _PROBE)
+        keep = temporary_hook(head.linear, "forward_pre", lambda module, args: inputs.append(args[0]), _PROBE)
         with probe_mode(model) as logits_of, keep, _scaled_inputs(head.linear):
             output = logits_of(tokens)
             hidden = head.hidden(input_ids=tokens, use_cache=False)
@@ -262,7 +262,7 @@ def _formats(model: nn.Module) -> set[torch.dtype]:
 
 @contextmanager
 def _scaled_inputs(linear: nn.Linear) -> Iterator[None]:
-    with add_hook(linear, "forward_pre", lambda module, inputs: (inputs[0] * _SCALE, *inputs[1:]), _PROBE):
+    with temporary_hook(linear, "forward_pre", lambda module, inputs: (inputs[0] * _SCALE, *inputs[1:]), _PROBE):
         yield
 
 

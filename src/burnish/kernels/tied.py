@@ -32,7 +32,7 @@ def is_plain_lookup(module: nn.Module) -> bool:
 
 
 class TiedEmbedding:
-    """An embedding that looks up rows in the weight that it shares with the head, inside of ``share_gradient``."""
+    """An embedding that looks up rows in the weight that it shares with the head, inside of ``shared_gradient``."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         self._embedding = embedding
@@ -50,7 +50,7 @@ class TiedEmbedding:
         return made
 
     @contextmanager
-    def share_gradient(self) -> Iterator[Tensor]:
+    def shared_gradient(self) -> Iterator[Tensor]:
         """Context in which both uses share one gradient. Yields the weight (V, H) for the head."""
         self._weight = TiedWeight(self._embedding.weight, self._embedding.padding_idx)
         try:

@@ -295,7 +295,7 @@ def hidden_and_weight(
 ) -> tuple[Tensor, Tensor]:
     """Hidden states (N, H) at ``positions``, and the head's weight (V, H), which shares its gradient with ``tied``."""
     is_joined = head.linear.weight.requires_grad and is_grad_enabled()
-    with tied.share_gradient() if tied is not None and is_joined else nullcontext() as joined:
+    with tied.shared_gradient() if tied is not None and is_joined else nullcontext() as joined:
         hidden = head.hidden_at(positions, **inputs)
     # Read the weight here: ZeRO-3 may have released a tied weight after the embedding ran.
     return hidden, head.linear.weight if joined is None else joined

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from tempfile import mkdtemp
@@ -91,8 +92,11 @@ class Hub:
         """Push a checkpoint in the background, according to ``hub_strategy``.
 
         The model is uploaded to the root of the repository. A checkpoint is uploaded to a separate folder, with
-        everything needed to resume from it. Its files are read from a copy, because ``save_total_limit`` may remove
-        the checkpoint during the upload.
+        everything needed to resume from it. The upload reads a copy (hard links, where the file system supports them),
+        because ``save_total_limit`` may remove the checkpoint before the upload ends.
+
+        Raises:
+            OSError: if the files cannot be copied.
         """
         self._remove_copies_of_killed_run(Path(folder).parent)
         copy = _linked_copy(Path(folder))
@@ -105,13 +109,16 @@ class Hub:
         self.uploads += [*uploads, self._api.run_as_future(self._remove_copy, copy)]
 
     def _remove_copy(self, copy: Path) -> None:
-        remove(copy)
+        """Remove a copy after its upload. If that fails, the next upload removes it."""
         self._copies.discard(copy)
+        with suppress(OSError):
+            remove(copy)
 
     def _remove_copies_of_killed_run(self, folder: Path) -> None:
         for path in folder.glob(f"{_COPY}*"):
             if path not in self._copies:
-                remove(path)
+                with suppress(OSError):
+                    remove(path)
 
     def wait(self) -> None:
         """Wait for the uploads, and raise the exception of a failed one."""

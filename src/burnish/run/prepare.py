@@ -126,7 +126,7 @@ def prepare(plan: Plan) -> Prepared:
     problems += check_best_model_metric(options, objective.metrics, eval_rows)
     if trains(options) or evaluates(options):
         problems += check_reference_vocabulary(options, shapes.config) if objective.needs_reference else []
-        problems += check_reward_model_template(options, [sample, *eval_rows.values()])
+        problems += check_reward_model_template(options, [sample, *map(sample_of, eval_rows.values())])
     raise_if([*problems, *check_disk(options, config, sizes, formats, steps)])
     notes += text_notes(sets.members) if has_template else []
     notes += [*sets.notes, *step_notes(options, steps), *schedule_notes(options, steps.schedule_steps)]
@@ -260,7 +260,7 @@ def sample_of(rows: RowSet[Any]) -> ListedRows:
 
 
 def nothing_to_learn(stats: DataStats, options: RunOptions) -> Problem:
-    if options.tokenized_path and not options.dataset:
+    if options.tokenized_path and not options.dataset and not stats.sentences():
         return Problem(
             f'tokenized_path "{options.tokenized_path}" contains no tokenized dataset, and "dataset" is not set.',
             remedy="Set dataset to tokenize it into this folder, or set tokenized_path to that of an earlier run.",

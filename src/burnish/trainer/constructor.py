@@ -62,12 +62,12 @@ def warn_about_unused_overrides(kind: type) -> None:
 def missing_attribute_message(classes: tuple[type, ...], name: str) -> str:
     """The message of an AttributeError, with a remedy if ``name`` is a method of transformers' or TRL's class."""
     what = f"{classes[0].__name__!r} object has no attribute {name!r}"
-    if not any(name in _peer_methods().get(base.__name__, ()) for base in classes):
+    replaced = next((base.__name__ for base in classes if name in _peer_methods().get(base.__name__, ())), None)
+    if replaced is None:
         return what
     return (
-        f"{what}. It is a method of the class that burnish's {classes[0].__name__} replaces, and burnish does the same "
-        "work elsewhere. If a method of yours is a copy of that class's method, call super() instead, before or after "
-        "your changes."
+        f"{what}. It is a method of the {replaced} of transformers or TRL; burnish's {replaced} does the same work "
+        "elsewhere. If a method of yours is a copy of one of theirs, call super() in it instead of copying it."
     )
 
 

@@ -397,7 +397,9 @@ class TrainerLoop(Loop):
             logger.warning(f"The best checkpoint {best} was deleted and will not be loaded at the end.")
             self.state.best_model_checkpoint = None
         if self.trainer.args.ignore_data_skip:
-            self.loader.load_state_dict({"epoch": self.loader.state_dict()["epoch"], "position": 0})
+            kept = {"epoch", "attributes"}
+            state = {name: value for name, value in self.loader.state_dict().items() if name in kept}
+            self.loader.load_state_dict({**state, "position": 0})
 
     def describe_rows(self, indices: Sequence[int]) -> str:
         return f"rows {', '.join(map(str, indices))} of train_dataset"

@@ -136,7 +136,7 @@ def restore(patches: Iterable[Patch]) -> None:
 
 
 @contextmanager
-def add_hook(module: nn.Module, event: str, function: Callable[..., Any], why: Reason) -> Iterator[None]:
+def temporary_hook(module: nn.Module, event: str, function: Callable[..., Any], why: Reason) -> Iterator[None]:
     """Add a hook for the duration of the ``with`` block."""
     made = hook(module, event, function, why)
     try:

@@ -134,7 +134,7 @@ def compute_rewards(
             table.values[:, at] = job.as_tensor(function, job.call(function))
             table.seconds[function.name] = time.monotonic() - start
     start = time.monotonic()
-    for (at, function), scores in zip(waiting.items(), job.await_all(list(waiting.values())), strict=True):
+    for (at, function), scores in zip(waiting.items(), job.run_coroutines(list(waiting.values())), strict=True):
         table.values[:, at] = job.as_tensor(function, scores)
         table.seconds[function.name] = time.monotonic() - start
     if functions and completions and bool(table.values.isnan().all()):
@@ -186,19 +186,19 @@ class _RewardCall:
                 return _in_another_thread(lambda: self._scores(function), self.timeout_s)
         except (_TimeLimitReached, NotDoneError, TimeoutError) as error:
             if not isinstance(error, _TimeLimitReached | NotDoneError):
-                raise self._error(function, error) from error
+                raise self._call_error(function, error) from error
             raise self._timeout_error(function) from None
         except (UserError, KeyboardInterrupt):
             raise
         except BaseException as error:  # the user's code may raise anything, such as CancelledError
-            raise self._error(function, error) from error
+            raise self._call_error(function, error) from error
 
     def _scores(self, function: RewardFunction) -> Any:
         with end_forked_processes(_shown_name(function)):
             scores = function.call(**self._arguments_of(function))
             return list(scores) if isinstance(scores, Iterator) else scores
 
-    def await_all(self, functions: Sequence[RewardFunction]) -> list[Any]:
+    def run_coroutines(self, functions: Sequence[RewardFunction]) -> list[Any]:
         """Return the results of the coroutines, in order."""
         if not functions:
             return []
@@ -229,7 +229,7 @@ class _RewardCall:
             if isinstance(result, UserError):
                 raise result
             if isinstance(result, BaseException):
-                raise self._error(function, result) from result
+                raise self._call_error(function, result) from result
         return results
 
     def as_tensor(self, function: RewardFunction, scores: Any) -> Tensor:
@@ -276,7 +276,7 @@ class _RewardCall:
         arguments = {**self.arguments, "log_metric": self.arguments["log_metric"](function)}
         return {name: _copy_value(value) for name, value in arguments.items() if known is None or name in known}
 
-    def _error(self, function: RewardFunction, error: BaseException) -> UserError:
+    def _call_error(self, function: RewardFunction, error: BaseException) -> UserError:
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
         at = f", line {own[-1].lineno}" if own else ""

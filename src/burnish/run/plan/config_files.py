@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -387,9 +388,10 @@ def _number_problems(node: yaml.Node, path: Path) -> Iterator[Problem]:
 
 
 def _readings(node: yaml.ScalarNode, text: str) -> Iterator[Any]:
-    """Yield the numbers as which a text can be read: by YAML 1.1, by YAML 1.2, and with an exponent."""
+    """Yield the numbers that YAML 1.1 and YAML 1.2 read from a text, and its number with underscores removed."""
     if node.tag in _OF_YAML_1_1:
-        yield yaml.constructor.SafeConstructor().construct_object(node)
+        with suppress(ValueError):  # 0x_ matches the pattern of an integer
+            yield yaml.constructor.SafeConstructor().construct_object(node)
     elif _OCTAL.fullmatch(text):
         yield int(text, 8)
     elif "_" in text and _FLOAT.fullmatch(text.replace("_", "")) and text[0] != "_" != text[-1]:

@@ -58,7 +58,10 @@ def check_reference_vocabulary(options: RunOptions, config: Any) -> list[Problem
     """
     if options.ref_model is None:
         return []
-    reference = load_config(reference_options(options), names=REFERENCE_MODEL).get_text_config().vocab_size
+    try:
+        reference = load_config(reference_options(options), names=REFERENCE_MODEL).get_text_config().vocab_size
+    except UserError as error:
+        return list(error.problems)
     policy = config.get_text_config().vocab_size
     return [] if policy == reference else [other_vocabulary(policy, reference)]
 

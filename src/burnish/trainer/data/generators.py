@@ -1,24 +1,27 @@
 """Random generators of a data loader.
 
 In:  a data loader. Out: the ``torch.Generator`` objects of it and its samplers; and the states of generators that are
-attributes of its collator, its dataset and their transforms: of torch, of NumPy, or ``random.Random``.
+attributes of its collator, its dataset, its samplers and what they wrap: of torch, of NumPy, or ``random.Random``.
 
-A checkpoint stores the latter, so that a resumed run draws the same masks and augmentations. Worker processes have
-copies of these objects, whose states are not known here.
+A checkpoint of a single process stores the latter, so that a resumed run draws the same masks and augmentations. Worker
+processes have copies of these objects, whose states are not known here. Variables of functions are not found.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_NESTED = ("__self__", "func", "data_collator", "collate", "collate_fn", "dataset", "transform", "transforms")
-"""Attributes with the object that a collator, a dataset or a function wraps."""
+_HOLDERS = ("collate_fn", "dataset", "sampler", "batch_sampler")
+_NESTED = ("data_collator", "collate", "collate_fn", "inner", "dataset", "sampler", "transform", "transforms")
+"""Attributes with the object that a collator, a dataset or a sampler wraps."""
 _DEEPEST = 4
 
 
@@ -56,23 +59,43 @@ def set_attribute_states(loader: Any, states: Mapping[str, Any]) -> None:
                 continue
             if vars(holder)[name] is None and hasattr(holder, "create_rng"):  # transformers' collator for MLM
                 holder.create_rng()
-            setattr(holder, name, _restored(vars(holder)[name], state))
+            generator = vars(holder)[name]
+            restored = _restored(generator, state)
+            if restored is not generator:
+                setattr(holder, name, restored)
+
+
+def of_collator(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of the generators of the collator alone."""
+    return {path: state for path, state in states.items() if path.startswith("collate_fn.")}
 
 
 def _holders(loader: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (path, object) of the collator, the dataset and the objects that they wrap."""
+    """Yield (path, object) of the collator, the dataset, the samplers and the objects that they wrap."""
     if getattr(loader, "num_workers", 0):
         return
-    waiting = [(name, getattr(loader, name, None), 0) for name in ("collate_fn", "dataset")]
+    waiting = [(name, getattr(loader, name, None), 0) for name in _HOLDERS]
     seen: set[int] = set()
     while waiting:
         path, holder, depth = waiting.pop(0)
         if holder is None or id(holder) in seen or depth > _DEEPEST:
             continue
         seen.add(id(holder))
-        waiting += [(f"{path}.{name}", getattr(holder, name, None), depth + 1) for name in _NESTED]
+        waiting += [(f"{path}.{name}", value, depth + 1) for name, value in _wrapped_by(holder)]
         if hasattr(holder, "__dict__"):
             yield path, holder
+
+
+def _wrapped_by(holder: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, object) of what an object wraps. Properties of scripts' classes are not evaluated."""
+    if isinstance(holder, MethodType):
+        yield "self", holder.__self__
+    elif isinstance(holder, partial):
+        yield "func", holder.func
+    elif isinstance(holder, list | tuple):
+        yield from ((str(index), item) for index, item in enumerate(holder))
+    elif hasattr(holder, "__dict__"):
+        yield from ((name, vars(holder)[name]) for name in _NESTED if name in vars(holder))
 
 
 def _state_of(generator: Any) -> Any:

@@ -26,6 +26,7 @@ from burnish.trainer import notes
 from burnish.trainer.data.generators import (
     attribute_states,
     generators_of,
+    of_collator,
     set_attribute_states,
     set_generators,
 )
@@ -243,7 +244,7 @@ class TorchLoader(StepBatchLoader):
             state["generators"] = self.generators_at_start
         if own := [generator.get_state() for generator in generators_of(self.loader)]:
             state["own_generators"] = own
-        if states := attribute_states(self.loader):
+        if states := self._attribute_states():
             state["attributes"] = states
         order = order_in(self.loader)
         if order is not None and order.excluded:
@@ -281,12 +282,13 @@ class TorchLoader(StepBatchLoader):
             self.generator_at_start = torch.get_rng_state()
             if order is None:
                 states = [generator.get_state() for generator in generators_of(self.loader)]
-                self.generators_at_start = {**rng_state(), "own": states}
+                self.generators_at_start = {**rng_state(), "own": states, "attributes": self._attribute_states()}
             return self._with_padding_batches(self._in_step(iter(self.loader)))
         now = rng_state()
         if self.generators_at_start is not None:
             set_rng_state(self.generators_at_start)
             set_generators(self.loader, self.generators_at_start["own"])
+            set_attribute_states(self.loader, self.generators_at_start.get("attributes", {}))
         elif self.generator_at_start is not None:
             torch.set_rng_state(self.generator_at_start)
         is_resuming = self._restore_state()
@@ -298,9 +300,14 @@ class TorchLoader(StepBatchLoader):
             )
             for _ in islice(rest, self.position):
                 pass
-        set_rng_state(now)
-        set_attribute_states(self.loader, attributes)
+        set_rng_state(now)  # the dataset or loader that continues by itself has set its own generators
+        set_attribute_states(self.loader, of_collator(attributes) if is_resuming else attributes)
         return self._with_padding_batches(rest)
+
+    def _attribute_states(self) -> dict[str, Any]:
+        """States of the generators of collator, dataset and samplers. They are not stored with several processes, whose
+        states may differ."""
+        return attribute_states(self.loader) if self.parallel is None or self.parallel.world_size == 1 else {}
 
     def _restore_state(self) -> bool:
         """Restore the state of the loader or its dataset. Returns False if it has to be read from the beginning."""

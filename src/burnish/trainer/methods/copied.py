@@ -1,4 +1,4 @@
-"""Names that only copies of transformers' methods use.
+"""Attributes and methods for scripts that contain copies of transformers' methods.
 
 A script that changes one line of ``compute_loss``, ``training_step`` or ``evaluation_loop`` often contains a copy of
 the whole method. The copy uses names of features that burnish does not have, such as tensor parallelism. They are
@@ -54,4 +54,9 @@ class CopiedMethods:
     if not TYPE_CHECKING:  # a type checker would accept every name
 
         def __getattr__(self, name: str) -> Any:
+            if any(name in vars(base) for base in type(self).__mro__):
+                return object.__getattribute__(self, name)  # raises the AttributeError inside a property again
+            following = getattr(super(), "__getattr__", None)
+            if following is not None:  # of a class that a script inherits from as well
+                return following(name)
             raise AttributeError(constructor.missing_attribute_message(type(self).__mro__, name))

@@ -32,6 +32,7 @@ from burnish.trainer.files import card
 from burnish.trainer.files.transformers_checkpoints import write_transformers_files
 from burnish.trainer.inspection import is_peft_model
 from burnish.trainer.methods.optimizer import OptimizerMethods
+from burnish.trainer.notes import logger
 
 ARGUMENTS_NAME = "training_args.json"
 
@@ -155,7 +156,10 @@ class FileMethods(OptimizerMethods):
         if self.args.process_index == 0 and self._hub.is_due(self.args):
             self._fire("on_push_begin")
             message = f"Training in progress, step {self.state.global_step}"
-            self._hub.push_checkpoint(checkpoint_folder, message, self.args)
+            try:
+                self._hub.push_checkpoint(checkpoint_folder, message, self.args)
+            except OSError as error:  # the checkpoint is saved, and training continues
+                logger.warning(f"{checkpoint_folder} could not be copied for its upload: {error}")
 
 
 class TrainerModel(ModelState):

@@ -96,13 +96,12 @@ def prompt_rows(
 
 
 def first_conversation(dataset: Any) -> list[dict[str, Any]] | None:
-    """Return the first prompt of a dataset that is a list of messages, in the form for reward functions. None if there
-    is none, or if it is not a dataset of the ``datasets`` library with a column ``prompt``."""
+    """Return the first prompt of a dataset if it is a list of messages, in the form for reward functions. None if it is
+    text (then all are), or if this is not a dataset of the ``datasets`` library with a column ``prompt``."""
     if not is_datasets_set(dataset) or "prompt" not in (dataset.column_names or ()):
         return None
-    prompts = (record["prompt"] for record in dataset.select_columns("prompt"))
-    first = next((prompt for prompt in prompts if has_turns(prompt)), None)
-    return None if first is None else [_without_none(message) for message in first]
+    first = next((record["prompt"] for record in dataset.select_columns("prompt")), None)
+    return [_without_none(message) for message in first] if isinstance(first, list) and has_turns(first) else None
 
 
 def _example(record: Mapping[str, Any], source: str, number: int, variables: Mapping[str, Any], tools: str) -> Example:

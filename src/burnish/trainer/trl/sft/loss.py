@@ -14,7 +14,7 @@ from burnish.kernels.cross_entropy import TokenLoss, TokenSums
 from burnish.kernels.probe import Head
 from burnish.loop.types import IGNORE_INDEX, Batch
 from burnish.losses.targets import Targets, sums_of_hidden
-from burnish.utils.patching import Reason, add_hook
+from burnish.utils.patching import Reason, temporary_hook
 
 _LOSS_WITHOUT_LOGITS = Reason("head", "the loss is computed from hidden states, without logits")
 
@@ -39,7 +39,7 @@ def sums_without_logits(
         caught.append(args[0])
         return (args[0][:, :0], *args[1:])
 
-    with head.only(targets.positions), add_hook(head.linear, "forward_pre", catch, _LOSS_WITHOUT_LOGITS):
+    with head.only(targets.positions), temporary_hook(head.linear, "forward_pre", catch, _LOSS_WITHOUT_LOGITS):
         outputs = model(**inputs)
     hidden = caught[0][:, -width:].flatten(0, 1)[targets.positions]
     return sums_of_hidden(hidden, head.of_linear_inputs(), targets, rules), outputs
