@@ -280,7 +280,7 @@ def preference_notes(options: PreferenceChoices) -> list[str]:
 
 
 def needs_reference(options: PairLossChoices) -> bool:
-    """Return whether the loss of pairs compares with a reference model."""
+    """Return whether the preference loss uses a reference model."""
     return any(PAIR_LOSSES[name].needs_reference for name in options.pref_loss) or bool(options.pref_bco_weight)
 
 

@@ -109,7 +109,7 @@ class Hub:
         self.uploads += [*uploads, self._api.run_as_future(self._remove_copy, copy)]
 
     def _remove_copy(self, copy: Path) -> None:
-        """Remove a copy after its upload. If that fails, the next upload removes it."""
+        """Remove the copy of an uploaded checkpoint. If this fails, the next upload tries again."""
         self._copies.discard(copy)
         with suppress(OSError):
             remove(copy)

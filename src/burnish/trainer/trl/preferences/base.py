@@ -216,8 +216,8 @@ class PreferenceTrainer(OverridableTrainer):
 
     @staticmethod
     def _check_vocabulary(model: Any, ref_model: Any, args: PreferenceConfig) -> None:
-        """Raise UserError if the config of a reference that is given by its name has another vocabulary size than that
-        of the model, before weights are read. A chat template of another tokenizer changes the model's vocabulary."""
+        """Raise UserError if the vocabulary size of a reference that is given by its name differs from that of the
+        model, before weights are read. A chat template of another tokenizer changes the model's vocabulary."""
         changes_vocabulary = args.chat_template_path is not None and not is_template_file(args.chat_template_path)
         if not isinstance(ref_model, str) or changes_vocabulary or not needs_reference(args.choices()):
             return

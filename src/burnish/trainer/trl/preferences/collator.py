@@ -124,7 +124,7 @@ _NOT_INPUTS = frozenset({"completion_mask", "label", "labels", "margin", *REFERE
 
 @dataclass(frozen=True)
 class InPaddedBatch:
-    """The place of a row in a padded batch with images.
+    """The position of a row in a padded batch that contains images.
 
     Args:
         batch: the padded batch.
