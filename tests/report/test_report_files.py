@@ -180,7 +180,7 @@ def test_metrics_are_printed_in_aligned_lines():
     assert shown.splitlines() == [
         "***** train metrics *****",
         "  total_flos    = 2,000 GF",
-        "  train_loss    =   1.5000",
+        "  train_loss    =      1.5",
         "  train_runtime =  0:01:23",
     ]
 

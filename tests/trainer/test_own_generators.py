@@ -1,8 +1,11 @@
 """Generators that a script's collator and dataset have as attributes continue in a resumed run."""
 
+import json
+import os
 import random
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,7 @@ from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageMod
 from burnish import Trainer
 from small_run import make_model
 from trainer_run import gpt2, make_trainer, same, text_rows, weights
+from two_processes import in_two_processes
 
 pytestmark = pytest.mark.run
 
@@ -203,3 +207,34 @@ def test_seeded_masks_of_masked_language_modeling_continue(tmp_path, step):
     whole = run(tmp_path / "a", None)
     shutil.copytree(tmp_path / "a" / f"checkpoint-{step}", tmp_path / "b" / f"checkpoint-{step}")
     assert same(weights(whole), weights(run(tmp_path / "b", True)))
+
+
+def run_of_each_rank(folder):
+    """A run of two processes whose generators differ, and its continuation from steps 2 and 4."""
+    rank = int(os.environ["RANK"])
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 5, "learning_rate": 1e-2, "ddp_backend": "gloo"}
+
+    def run(kind, resume):
+        plain = make_trainer(folder, Trainer, model=gpt2(), train=text_rows(), **options).data_collator
+        collator = Collate(plain, random.Random(rank))
+
+        class Own(Trainer):
+            def get_train_dataloader(self):
+                rows = DataLoader(text_rows(), batch_size=4, shuffle=True, collate_fn=self.data_collator)
+                return rows if kind == "own" else super().get_train_dataloader()
+
+        trainer = make_trainer(
+            Path(folder) / kind, Own, model=gpt2(), train=text_rows(), trainer={"data_collator": collator}, **options
+        )
+        trainer.train(resume_from_checkpoint=resume and str(Path(folder) / kind / f"checkpoint-{resume}"))
+        return [parameter.detach().flatten().tolist() for parameter in trainer.model.parameters()]
+
+    equal = {kind: [run(kind, None) == run(kind, step) for step in (2, 4)] for kind in ("usual", "own")}
+    if rank == 0:
+        (Path(folder) / "equal.json").write_text(json.dumps(equal))
+
+
+@pytest.mark.run
+def test_generators_of_each_rank_continue(tmp_path):
+    in_two_processes(run_of_each_rank, str(tmp_path))
+    assert json.loads((tmp_path / "equal.json").read_text()) == {"usual": [True, True], "own": [True, True]}

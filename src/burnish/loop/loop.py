@@ -106,7 +106,7 @@ class Loop:
         self.rollout_buffer = RolloutBuffer(parallel.rank, parallel.world_size, objective.redistribute)
         self.flos_per_token, self.logs_tokens = flos_per_token, logs_tokens
         others: dict[str, Stateful | Part] = {"stream": loader, "state": self.state}
-        others |= objective.parts
+        others |= {**objective.parts, **loader.parts}
         if self.spikes is not None:
             others["spikes"] = self.spikes
         others |= {"meter": self.meter, **parallel.parts}

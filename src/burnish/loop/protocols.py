@@ -242,6 +242,11 @@ class Loader(Stateful, Protocol):
         """Move the cursor to the start of the next epoch."""
         ...
 
+    @property
+    def parts(self) -> Mapping[str, Stateful]:
+        """The loader's own parts of a checkpoint besides its state, such as random generators of each rank."""
+        ...
+
     def exclude(self, indices: Sequence[int]) -> None:
         """Exclude these rows (indices in the training set) from all following steps and epochs."""
         ...

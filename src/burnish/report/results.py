@@ -87,7 +87,7 @@ def _format_value(name: str, value: Any) -> str:
         return clock_time(value)
     if name == "total_flos":
         return f"{value / 1e9:,.0f} GF"
-    return f"{value:.4f}" if isinstance(value, float) else f"{value}"
+    return f"{round(value, 4) if isinstance(value, float) else value}"
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from burnish.checkpoint.parts import Stateful
 from burnish.config.checks import notes
 from burnish.config.options import option
 from burnish.data.batches.budget import Budget
@@ -228,6 +229,10 @@ class StepBatchLoader(Loader):
     epoch = 0
     position = 0  # within this epoch, in units of ``length``
     is_in_epoch = False
+
+    @property
+    def parts(self) -> Mapping[str, Stateful]:
+        return {}
 
     @property
     def length(self) -> int:

@@ -3,8 +3,8 @@
 In:  a data loader. Out: the ``torch.Generator`` objects of it and its samplers; and the states of generators that are
 attributes of its collator, its dataset, its samplers and what they wrap: of torch, of NumPy, or ``random.Random``.
 
-A checkpoint of a single process stores the latter, so that a resumed run draws the same masks and augmentations. Worker
-processes have copies of these objects, whose states are not known here. Variables of functions are not found.
+A checkpoint stores them for each rank, so that a resumed run draws the same masks and augmentations. Worker processes
+have copies of these objects, whose states are not known here. Variables of functions are not found.
 """
 
 from __future__ import annotations

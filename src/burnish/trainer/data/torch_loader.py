@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Sampler
 
+from burnish.checkpoint.parts import Part
 from burnish.checkpoint.snapshot import rng_state, set_rng_state
 from burnish.data.batches.loader import StepBatchLoader, StepPartition, order_of
 from burnish.loop.protocols import Parallel
@@ -163,6 +164,19 @@ class PaddingBatch(dict[str, Any]):
     """
 
 
+class GeneratorsOfRank:
+    """The generators of a rank's loader as a part of a checkpoint."""
+
+    def __init__(self, loader: TorchLoader) -> None:
+        self.loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.generator_states()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.loader.load_generator_states(state)
+
+
 class TorchLoader(StepBatchLoader):
     """The step batches of a loader.
 
@@ -238,14 +252,15 @@ class TorchLoader(StepBatchLoader):
         assert order is not None  # runs with other loaders do not roll back
         order.excluded.append((self.epoch, self.position * order.across, list(indices)))
 
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        """With several processes, the generators of each rank; the state of rank 0 is also part of ``state_dict``."""
+        if self.parallel is None or self.parallel.world_size == 1:
+            return {}
+        return {"loader_rng": Part(GeneratorsOfRank(self), "loader_rng", on_each_rank=True)}
+
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {**super().state_dict(), "generator": self.generator_at_start}
-        if self.generators_at_start is not None:
-            state["generators"] = self.generators_at_start
-        if own := [generator.get_state() for generator in generators_of(self.loader)]:
-            state["own_generators"] = own
-        if states := self._attribute_states():
-            state["attributes"] = states
+        state = {**super().state_dict(), **self.generator_states()}
         order = order_in(self.loader)
         if order is not None and order.excluded:
             state["left_out"] = order.excluded
@@ -255,12 +270,28 @@ class TorchLoader(StepBatchLoader):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.generator_at_start, self.source_state = state.get("generator"), state.get("source")
-        self.generators_at_start, self.own_generators = state.get("generators"), state.get("own_generators", [])
-        self.attribute_states = state.get("attributes", {})
+        self.load_generator_states(state)
+        self.source_state = state.get("source")
         order, left_out = order_in(self.loader), [tuple(entry) for entry in state.get("left_out", ())]
         if order is not None and len(left_out) > len(order.excluded):  # a run that rolls back knows later ones, too
             order.excluded = left_out
+
+    def generator_states(self) -> dict[str, Any]:
+        """The states of all generators that this rank's batches depend on, now and at the beginning of the epoch."""
+        states: dict[str, Any] = {"generator": self.generator_at_start}
+        if self.generators_at_start is not None:
+            states["generators"] = self.generators_at_start
+        if own := [generator.get_state() for generator in generators_of(self.loader)]:
+            states["own_generators"] = own
+        if attributes := attribute_states(self.loader):
+            states["attributes"] = attributes
+        return states
+
+    def load_generator_states(self, states: Mapping[str, Any]) -> None:
+        """Keep saved states until an epoch is read from its cursor."""
+        self.generator_at_start = states.get("generator")
+        self.generators_at_start, self.own_generators = states.get("generators"), states.get("own_generators", [])
+        self.attribute_states = states.get("attributes", {})
 
     def _batches(self) -> Iterator[Batch]:
         """Yield the loader's batches from the cursor on.
@@ -282,7 +313,7 @@ class TorchLoader(StepBatchLoader):
             self.generator_at_start = torch.get_rng_state()
             if order is None:
                 states = [generator.get_state() for generator in generators_of(self.loader)]
-                self.generators_at_start = {**rng_state(), "own": states, "attributes": self._attribute_states()}
+                self.generators_at_start = {**rng_state(), "own": states, "attributes": attribute_states(self.loader)}
             return self._with_padding_batches(self._in_step(iter(self.loader)))
         now = rng_state()
         if self.generators_at_start is not None:
@@ -303,11 +334,6 @@ class TorchLoader(StepBatchLoader):
         set_rng_state(now)  # the dataset or loader that continues by itself has set its own generators
         set_attribute_states(self.loader, of_collator(attributes) if is_resuming else attributes)
         return self._with_padding_batches(rest)
-
-    def _attribute_states(self) -> dict[str, Any]:
-        """States of the generators of collator, dataset and samplers. They are not stored with several processes, whose
-        states may differ."""
-        return attribute_states(self.loader) if self.parallel is None or self.parallel.world_size == 1 else {}
 
     def _restore_state(self) -> bool:
         """Restore the state of the loader or its dataset. Returns False if it has to be read from the beginning."""
