@@ -343,6 +343,16 @@ def test_every_option_is_read_by_one_component() -> None:
         assert not others, f"{name} is declared in {home} and read in {others}"
 
 
+def test_no_nested_function_calls_itself() -> None:
+    """It would be a reference cycle, which keeps its variables, such as copies of weights, until a collection."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    for file in FILES:
+        for outer in (node for node in nodes_of(tree_of(file)) if isinstance(node, functions)):
+            for inner in (node for node in ast.walk(outer) if isinstance(node, functions) and node is not outer):
+                reads = {node.id for node in ast.walk(inner) if isinstance(node, ast.Name)}
+                assert inner.name not in reads, f"{name_of(file)}:{inner.lineno} {inner.name}"
+
+
 def writes_to_options(tree: ast.Module) -> Iterator[tuple[str, int]]:
     for target, line in assignments(tree):
         if _is_options(target.value):

@@ -1,5 +1,6 @@
 """An interrupted run resumes with bitwise equal results; damaged checkpoints are detected."""
 
+import gc
 import json
 import os
 import signal
@@ -51,6 +52,34 @@ def test_resume_gives_same_weights_and_log(tmp_path, variant, stop_at):
     second.train()
     assert same(weights(second), weights(whole))
     assert without_times(second.state.log_history) == without_times(whole.state.log_history)
+
+
+def live_bytes():
+    """Bytes of all tensors, including those that only a garbage collection would free."""
+    found = (each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter))
+    return sum({each.data_ptr(): each.untyped_storage().nbytes() for each in found}.values())
+
+
+@pytest.fixture
+def _without_collections():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_without_collections")
+@pytest.mark.parametrize("is_background", [True, False])
+def test_copies_of_a_checkpoint_are_freed_without_garbage_collection(tmp_path, is_background):
+    run, _ = make_run(tmp_path, save_strategy="no")
+    run.train()
+    run.checkpoints.in_background = is_background
+    before = []
+    for step in range(1, 5):
+        run.checkpoints.save(step, run.parts)
+        run.checkpoints.wait()
+        before.append(live_bytes())
+    assert before == before[:1] * 4
 
 
 def test_checkpoint_contains_no_pickle(tmp_path):

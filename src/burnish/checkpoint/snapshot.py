@@ -31,31 +31,48 @@ def split(state: Any, *, copy: bool = True, leave_large: bool = False) -> tuple[
     Raises:
         TypeError: for a value that is neither data nor a tensor, with its path.
     """
-    tensors: dict[str, Tensor | LocalShard] = {}
-    first_at: dict[Any, str] = {}  # path under which a shared tensor is written, once
+    splitter = _Splitter(copy, leave_large)
+    data = splitter.without_tensors(state, "")
+    return splitter.tensors, data
 
-    def walk(value: Any, path: str) -> Any:
+
+class _Splitter:
+    """The tensors that were found in a state so far. (A nested function that calls itself would be a reference cycle,
+    which would keep the copies until a garbage collection.)"""
+
+    def __init__(self, copy: bool, leave_large: bool) -> None:
+        self.copy, self.leave_large = copy, leave_large
+        self.tensors: dict[str, Tensor | LocalShard] = {}
+        self.first_at: dict[Any, str] = {}  # path under which a shared tensor is written, once
+
+    def without_tensors(self, value: Any, path: str) -> Any:
+        """Return ``value`` as JSON data in which the paths of tensors replace them."""
         if isinstance(value, Tensor | LocalShard):
-            place = first_at.setdefault(_tensor_key(value) or path, path)
+            place = self.first_at.setdefault(_tensor_key(value) or path, path)
             if place == path:
-                is_copied = (copy and not (leave_large and value.nbytes > LARGE_BYTES)) or _may_share_storage(value)
-                tensors[path] = _cpu_copy(value) if is_copied else value.detach()
+                is_large = self.leave_large and value.nbytes > LARGE_BYTES
+                is_copied = (self.copy and not is_large) or _may_share_storage(value)
+                self.tensors[path] = _cpu_copy(value) if is_copied else value.detach()
             return {_TENSOR: place}
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, Mapping):
             if all(isinstance(key, str) for key in value) and not {_TENSOR, _PAIRS, _TUPLE} & set(value):
-                return {key: walk(item, f"{path}.{key}" if path else key) for key, item in value.items()}
-            return {_PAIRS: [[walk(key, f"{path}.key"), walk(item, f"{path}.{key}")] for key, item in value.items()]}
+                return {
+                    key: self.without_tensors(item, f"{path}.{key}" if path else key) for key, item in value.items()
+                }
+            pairs = [
+                [self.without_tensors(key, f"{path}.key"), self.without_tensors(item, f"{path}.{key}")]
+                for key, item in value.items()
+            ]
+            return {_PAIRS: pairs}
         if isinstance(value, list | tuple):
-            items = [walk(item, f"{path}.{index}") for index, item in enumerate(value)]
+            items = [self.without_tensors(item, f"{path}.{index}") for index, item in enumerate(value)]
             return {_TUPLE: items} if isinstance(value, tuple) else items
         raise TypeError(
             f"{path or 'state'} contains an object of type {type(value).__name__}; checkpoints may contain only data "
             "and tensors."
         )
-
-    return tensors, walk(state, "")
 
 
 def join(tensors: Mapping[str, Any], data: Any) -> Any:

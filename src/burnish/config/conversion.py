@@ -251,19 +251,18 @@ def yaml_without_duplicate_keys(text: str, loader: Any) -> Any:
 
 def num_nodes(root: Any) -> int:
     """Count the values of a tree of YAML nodes with expanded aliases. Raises RecursionError if it is too deep."""
-    known: dict[int, int] = {}
+    return 0 if root is None else _num_nodes(root, 0, {})
 
-    def count(node: Any, depth: int) -> int:
-        if depth > DEEPEST_NODE:
-            raise RecursionError
-        if id(node) not in known:
-            known[id(node)] = 1  # for an alias within its own anchor, which the loader refuses
-            inside = node.value if isinstance(node.value, list) else []
-            pairs = (item if isinstance(item, tuple) else (item,) for item in inside)
-            known[id(node)] = 1 + sum(count(part, depth + 1) for pair in pairs for part in pair)
-        return known[id(node)]
 
-    return 0 if root is None else count(root, 0)
+def _num_nodes(node: Any, depth: int, known: dict[int, int]) -> int:
+    if depth > DEEPEST_NODE:
+        raise RecursionError
+    if id(node) not in known:
+        known[id(node)] = 1  # for an alias within its own anchor, which the loader refuses
+        inside = node.value if isinstance(node.value, list) else []
+        pairs = (item if isinstance(item, tuple) else (item,) for item in inside)
+        known[id(node)] = 1 + sum(_num_nodes(part, depth + 1, known) for pair in pairs for part in pair)
+    return known[id(node)]
 
 
 _READERS: dict[Any, Callable[[Any], Any]] = {bool: _bool, int: _int, float: _float, str: _str, list: _list, dict: _dict}

@@ -292,13 +292,16 @@ def _wrapped_alone(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
 def _modules_of_min_size(model: nn.Module, least: int) -> list[nn.Module]:
     """Modules with at least ``least`` parameters, not counting those of selected modules inside them."""
     modules: list[nn.Module] = []
-
-    def left_in(module: nn.Module) -> int:
-        remaining = sum(p.numel() for p in module.parameters(recurse=False)) + sum(map(left_in, module.children()))
-        if remaining < least or module is model or isinstance(module, nn.ModuleList | nn.ModuleDict):
-            return remaining
-        modules.append(module)
-        return 0
-
-    left_in(model)
+    _select_modules(model, model, least, modules)
     return modules
+
+
+def _select_modules(module: nn.Module, model: nn.Module, least: int, selected: list[nn.Module]) -> int:
+    """Append modules with at least ``least`` parameters to ``selected``, inner ones first. Returns the number of
+    parameters of ``module`` outside of them."""
+    inside = sum(_select_modules(child, model, least, selected) for child in module.children())
+    remaining = sum(p.numel() for p in module.parameters(recurse=False)) + inside
+    if remaining < least or module is model or isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return remaining
+    selected.append(module)
+    return 0
