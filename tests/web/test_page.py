@@ -337,6 +337,21 @@ def test_new_rows_arrive_as_events_and_continue_from_the_cursor(page, root) -> N
     assert page.get("/api/poll?runs=nobody&after=%00%ff,x:y")["messages"] == []
 
 
+def test_list_of_runs_is_updated_with_the_loss_curve(page, root) -> None:
+    run = page.id_of("first")
+    first = page.get("/api/poll?list=1")
+    with (root / "saves/first/trainer_log.jsonl").open("a") as file:
+        file.write('{"current_steps": 41, "total_steps": 41, "loss": 9.0}\n')
+
+    curves: list[str] = []
+    while not curves:  # the list is read again after a while
+        found = page.get(f"/api/poll?list=1&after={first['cursor']}")["messages"]
+        curves = [one["data"]["curve"] for one in found if one["data"].get("id") == run]
+        time.sleep(0.1)
+    points = [tuple(map(float, point.split(","))) for point in curves[0].split()]
+    assert points[-1] == (120.0, 2.0)  # the highest loss of all is the last one
+
+
 def test_log_is_text_and_only_listed_files_are_served(page, root) -> None:
     run, odd = page.id_of("first"), 'generated_predictions_中文 "1".jsonl'
     (root / "saves/first" / odd).write_text("{}\n")

@@ -58,7 +58,7 @@ export function planNodes(answer) {
     tiles.append(
       el("div", { class: "tile" }, el("dt", {}, t(name)), el("dd", {}, value), el("dd", { class: "caption" }, under)),
     );
-  add("plan_steps", String(steps.total), t("steps_text", { total: steps.total, per_epoch: steps.per_epoch }));
+  add("plan_steps", short(steps.total, language), t("steps_text", { total: steps.total, per_epoch: steps.per_epoch }));
   if (steps.rows) add("plan_rows", short(steps.rows, language));
   if (disk) add("plan_disk", bytes(disk.needed), t("disk_free", { free: bytes(disk.free) }));
   if (steps.curve?.length) {

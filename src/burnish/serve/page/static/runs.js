@@ -1,7 +1,7 @@
 // @ts-check
 // The list of runs: search, filters, labels, live updates, selection.
-import { $, $$, el, figure, menu, notify } from "./dom.js";
-import { ago, duration } from "./format.js";
+import { $, $$, el, figure, menu, notify, svg } from "./dom.js";
+import { ago, duration, short } from "./format.js";
 import { Failed, follow, send, up } from "./net.js";
 import { language, ready, t } from "./words.js";
 
@@ -130,6 +130,18 @@ for (const place of $$("[data-menu]")) {
   );
 }
 
+/** Draw the loss curve of a run in its row or its card. @param {any} place @param {string} points */
+function drawCurve(place, points) {
+  if (!points) return;
+  const line = $(".spark polyline", place);
+  if (line) return void line.setAttribute("points", points);
+  const look = { class: "spark", viewBox: "0 0 120 28", preserveAspectRatio: "none", role: "img" };
+  const curve = svg("svg", { ...look, "aria-label": t("curve") }, svg("polyline", { points }));
+  const skeleton = $(".skeleton.spark", place);
+  if (skeleton) skeleton.replaceWith(curve);
+  else $("[data-is=curve]", place)?.replaceChildren(curve);
+}
+
 // --- updates ----------------------------------------------------------------------------------------------------------
 
 follow(
@@ -163,10 +175,15 @@ follow(
       };
       put(
         "step",
-        run.total ? `${run.step}${place === card ? " / " : "/"}${run.total}` : place === card ? "–" : run.step,
+        run.total
+          ? `${short(run.step, language)}${place === card ? " / " : "/"}${short(run.total, language)}`
+          : place === card
+            ? "–"
+            : run.step,
       );
       for (const column of ["loss", "eval_loss", "tokens_per_s"])
         $(`[data-is=${column}]`, place)?.replaceChildren(figure(run[column]));
+      drawCurve(place, run.curve);
       put("left_s", ALIVE.includes(run.state) && run.left_s ? t("left_is", { time: duration(run.left_s) }) : "");
     }
     if (card) Object.assign($("progress", card), { max: run.total || 1, value: run.step });
