@@ -636,6 +636,18 @@ def test_lora_plus_sets_learning_rate_of_b():
     assert learning_rates(model, SimpleNamespace(loraplus_lr_ratio=None)) == {}
 
 
+def test_lora_plus_trains_vectors_at_the_rate_of_b():
+    """Magnitudes of DoRA, biases and norms, as in the authors' code, peft and LLaMA-Factory."""
+    _, model = attached(lora_target=["q_proj"], use_dora=True, additional_target=["input_layernorm", "lm_head"])
+    options = SimpleNamespace(loraplus_lr_ratio=16.0, loraplus_lr_embedding=1e-6, learning_rate=1e-4)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    vectors = {name for name, p in trained.items() if p.ndim == 1}
+    assert any("magnitude" in name for name in vectors)
+    assert any("input_layernorm" in name for name in vectors)
+    assert set(learning_rates(model, options)) == vectors | {name for name in trained if ".lora_B." in name}
+    assert set(learning_rates(model, options).values()) == {16 * 1e-4}
+
+
 # --- resuming -------------------------------------------------------------------------------------------------------
 
 

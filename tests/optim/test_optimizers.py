@@ -276,7 +276,7 @@ def test_custom_learning_rate_becomes_a_separate_last_group():
 
 def test_galore_matches_formula():
     """One step of algorithm 2: AdamW's first step is the sign of R, projected back."""
-    training = Training("galore_adamw", galore_rank=4, galore_scale=0.5, galore_proj_type="std")
+    training = Training("galore_adamw", galore_rank=4, galore_scale=0.5, galore_proj_type="std", adam_epsilon=1e-12)
     before = training.weights()["layers.0.weight"]
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
     (forward(training.model, x) - 1).square().mean().backward()
@@ -285,6 +285,24 @@ def test_galore_matches_formula():
     right = torch.linalg.svd(gradient, full_matrices=False)[2][:4]
     expected = before - 1e-2 * 0.5 * (gradient @ right.t()).sign() @ right
     torch.testing.assert_close(training.weights()["layers.0.weight"], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["galore_adamw", "apollo_adamw"])
+def test_low_rank_adamw_adds_epsilon_before_the_bias_correction(name):
+    """As in the authors' code; torch.optim.AdamW adds it afterwards."""
+    group = {"params": [nn.Parameter(torch.zeros(4))], "param_names": ["norm.weight"], "weight_decay": 0.0}
+    matrix = {"params": [nn.Parameter(torch.ones(6, 4))], "param_names": ["layers.0.weight"], "weight_decay": 0.0}
+    optimizer = OPTIMIZERS[name]([group, matrix], options_for(name, adam_epsilon=1e-3))
+    first, second = torch.zeros(4), torch.zeros(4)
+    expected = torch.zeros(4)
+    for step in range(1, 4):
+        gradient = torch.randn(4, generator=torch.Generator().manual_seed(step)) * 1e-3
+        group["params"][0].grad, matrix["params"][0].grad = gradient.clone(), torch.ones(6, 4)
+        optimizer.step()
+        first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
+        rate = 1e-2 * (1 - 0.999**step) ** 0.5 / (1 - 0.9**step)
+        expected -= rate * first / (second.sqrt() + 1e-3)
+    torch.testing.assert_close(group["params"][0].data, expected, rtol=1e-4, atol=1e-7)
 
 
 def test_galore_keeps_only_low_rank_moments():
@@ -303,12 +321,12 @@ def test_galore_matches_its_reference_library():
 def matches_galore(galore_torch, side, shape):
     start = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     own, theirs = (nn.Parameter(start.clone()) for _ in range(2))
-    options = options_for("galore_adamw", galore_rank=3, galore_scale=0.5, galore_proj_type=side, adam_epsilon=1e-12)
+    options = options_for("galore_adamw", galore_rank=3, galore_scale=0.5, galore_proj_type=side, adam_epsilon=1e-3)
     group = {"params": [own], "param_names": ["layers.0.weight"], "weight_decay": 0.0}
     optimizer = OPTIMIZERS["galore_adamw"]([group], options)
     settings = {"rank": 3, "update_proj_gap": 3, "scale": 0.5, "proj_type": side}
     oracle = galore_torch.GaLoreAdamW(
-        [{"params": [theirs], **settings}], lr=1e-2, eps=1e-12, no_deprecation_warning=True
+        [{"params": [theirs], **settings}], lr=1e-2, eps=1e-3, no_deprecation_warning=True
     )
     for step in range(7):
         own.grad = torch.randn(shape, generator=torch.Generator().manual_seed(step))
@@ -329,13 +347,13 @@ def matches_apollo(apollo_torch, growth, shape, is_front):
     own, theirs = (nn.Parameter(start.clone()) for _ in range(2))
     options = options_for(
         "apollo_adamw", apollo_rank=3, apollo_scale=4.0, apollo_proj="svd", apollo_scale_type=growth,
-        apollo_scale_front=is_front, adam_epsilon=1e-12,
+        apollo_scale_front=is_front, adam_epsilon=1e-3,
     )  # fmt: skip
     group = {"params": [own], "param_names": ["layers.0.weight"], "weight_decay": 0.0}
     optimizer = OPTIMIZERS["apollo_adamw"]([group], options)
     settings = {"rank": 3, "proj": "svd", "scale_type": growth, "update_proj_gap": 3, "scale": 4.0, "proj_type": "std"}
     oracle = apollo_torch.APOLLOAdamW(
-        [{"params": [theirs], **settings}], lr=1e-2, eps=1e-12, no_deprecation_warning=True, scale_front=is_front
+        [{"params": [theirs], **settings}], lr=1e-2, eps=1e-3, no_deprecation_warning=True, scale_front=is_front
     )
     for step in range(7):
         own.grad = torch.randn(shape, generator=torch.Generator().manual_seed(step))

@@ -339,6 +339,7 @@ class RateChoices(LoraOptions):
 def learning_rates(model: nn.Module, options: RateChoices) -> dict[str, float]:
     """Parameter name -> its learning rate under LoRA+. All others use ``learning_rate``.
 
+    Vectors (magnitudes of DoRA, biases, norms) have the rate of B, as in the authors' code, peft and LLaMA-Factory.
     Source: Hayou et al. 2024, section 4, https://arxiv.org/abs/2402.12354
     """
     if options.loraplus_lr_ratio is None:
@@ -347,6 +348,6 @@ def learning_rates(model: nn.Module, options: RateChoices) -> dict[str, float]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and ".lora_embedding_B." in name:
             found[name] = options.loraplus_lr_embedding
-        elif parameter.requires_grad and ".lora_B." in name:
+        elif parameter.requires_grad and (".lora_B." in name or parameter.ndim == 1):
             found[name] = options.learning_rate * options.loraplus_lr_ratio
     return found

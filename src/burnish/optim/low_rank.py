@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem, UserError
@@ -257,6 +257,7 @@ class LowRank(Delegating):
         self._project()
         for own, followed in zip(self.inner_groups()[: self.num_plain], self.param_groups, strict=False):
             own["lr"] = followed["lr"]
+        self._set_epsilon()
         self.inner[0].step()
         self.updates += 1
         for index, (parameter, group) in enumerate(self.projected_parameters()):
@@ -266,6 +267,12 @@ class LowRank(Delegating):
                 parameter.add_(step.to(parameter.dtype), alpha=group["lr"])
             self.small[index].zero_()
             self.small[index].grad = None
+
+    def _set_epsilon(self) -> None:
+        """Add epsilon before the bias correction, as the authors' AdamW does. torch's adds it afterwards."""
+        correction = math.sqrt(1 - self.options.adam_beta2 ** (self.updates + 1))
+        for group in self.inner_groups() if isinstance(self.inner[0], AdamW) else []:
+            group["eps"] = self.options.adam_epsilon / correction
 
     def _project(self) -> None:
         """Set the gradient R of every small matrix, with new directions at the interval."""
