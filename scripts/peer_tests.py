@@ -260,18 +260,22 @@ def main(arguments: list[str]) -> str | None:
         return "Expected a source folder of TRL with tests/."
     if unknown := [name for name in names if name not in FILES]:
         return f"Unknown trainer: {', '.join(unknown)}. Expected: {', '.join(FILES)}."
+    writes = "--write" in arguments
+    if writes and names:
+        return "--write replaces entire tables and cannot be combined with names of trainers."
+    if writes:  # before the tests, which take minutes
+        sys.path.insert(0, str(ROOT / "src"))
+        import transformers
+        import trl
+        from parity_sft import processor, put_into
+
+        installed = f"TRL {trl.__version__}, transformers {transformers.__version__}; {processor()}"
     source, found = Path(arguments[0]).resolve(), dict[str, tuple[str, list[str]]]()
     for trainer in names or FILES:
         found[trainer] = line_of(source, trainer)
         print(found[trainer][0], *found[trainer][1], sep="\n    ", flush=True)
-    if "--write" not in arguments:
+    if not writes:
         return None
-    if names:
-        return "--write replaces entire tables and cannot be combined with names of trainers."
-    import transformers
-    import trl
-    from parity_sft import processor, put_into
-
     head = "| tests | run | pass on TRL | of these on burnish | on burnish only |\n|---|---|---|---|---|"
     version = source.name.removeprefix("trl-")
     for document in dict.fromkeys(FILES.values()):
@@ -283,8 +287,7 @@ def main(arguments: list[str]) -> str | None:
             for name in failed_with_burnish
         )
         missed = [f"`{name}`" for name in dict.fromkeys(names_lost)]
-        installed = f"TRL {trl.__version__}, transformers {transformers.__version__}"
-        heading = f"Tests of TRL {version}, on {installed}; {processor()}."
+        heading = f"Tests of TRL {version}, on {installed}."
         missed_line = f"Pass on TRL only: {', '.join(missed) or 'none'}."
         put_into(ROOT / "docs" / document, "\n".join([heading, "", head, *lines, "", missed_line]), BEGIN)
     return None

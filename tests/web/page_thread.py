@@ -70,7 +70,8 @@ def start_page(root: Path, home: Path, key: str | None, **options: Any) -> Itera
     site = Site(overrides, Home(overrides.web_home))
     site.home.write("form.json", described_options())
     port, end = serve_app(application(site, sessions), loop)
-    yield Page(port, site, sessions, loop, sessions.new_cookie())
-    site.planner.end()
+    page = Page(port, site, sessions, loop, sessions.new_cookie())
+    yield page
+    page.run(site.planner.stop())
     site.engines.end_all()
     end()

@@ -68,7 +68,7 @@ def _serve(options: WebOptions, page: str, named: NamedModel | None = None) -> i
         webbrowser.open(home.leading_to(link))
 
     async def drain() -> None:
-        site.planner.end()
+        await site.planner.stop()
         site.engines.end_all()
 
     return asyncio.run(serve(application(site, Sessions(key)), found, site.look_after, drain))

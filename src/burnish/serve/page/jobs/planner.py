@@ -96,6 +96,17 @@ class Planner:
             with contextlib.suppress(ProcessLookupError):
                 child.kill()
 
+    async def stop(self) -> None:
+        """End the process and wait for it, so that its pipes are closed before the event loop is."""
+        child = self._child
+        if self._idle is not None:
+            self._idle.cancel()
+        self.end()
+        if child is not None:
+            assert child.stdin is not None
+            child.stdin.close()
+            await child.wait()
+
     async def whole(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """All parts of a response, merged."""
         found: dict[str, Any] = {}
