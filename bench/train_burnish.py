@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 
-gc.set_threshold(100_000, 50, 100)  # as the command line does, before other imports
+gc.set_threshold(100_000, 50, 100)  # as the command line does before other imports; RunLoop.train resets it
 
 import sys
 import time

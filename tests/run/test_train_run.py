@@ -1,5 +1,6 @@
 """Training runs through the command line, from input files to output files."""
 
+import gc
 import json
 import math
 import os
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish.cli import main
 from burnish.loop.meter import Meter
+from burnish.utils.collection import collect_seldom
 from representative import representative_slow
 from run_outputs import KILLS_ITSELF_AFTER_STEP_FIVE, history, same_weights, weights_in
 from small_run import as_arguments, make_workspace, records
@@ -45,6 +47,17 @@ def test_full_run_saves_transformers_model_and_expected_files(tmp_path):
             "train_runtime", "train_samples_per_second", "train_steps_per_second"} <= results.keys()  # fmt: skip
     losses = [entry["loss"] for entry in history(out) if "loss" in entry]
     assert losses[-1] < losses[0]
+
+
+def test_reference_cycles_are_collected_as_usual_during_training(tmp_path):
+    usual = gc.get_threshold()
+    collect_seldom()
+    assert gc.get_threshold() != usual
+    try:
+        assert run(make_workspace(tmp_path, max_steps=2)) == 0
+        assert gc.get_threshold() == usual
+    finally:
+        gc.set_threshold(*usual)
 
 
 @pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])

@@ -1,10 +1,32 @@
-"""Pause the garbage collector while many objects are created that all stay alive."""
+"""When the garbage collector looks for reference cycles: seldom while a program starts, usually while it runs."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_USUAL_THRESHOLDS = (700, 10, 10)
+"""Python's defaults: new objects until the youngest generation is collected, and collections until older ones are."""
+_THRESHOLDS_AT_START = (100_000, 50, 100)
+
+
+def collect_seldom() -> None:
+    """Collect reference cycles seldom until ``collect_as_usual``.
+
+    Imports and encoding create about a million objects and few cycles. With Python's defaults, collections took 1.7 s
+    of start-up and a third of encoding 20,000 records.
+    """
+    gc.set_threshold(*_THRESHOLDS_AT_START)
+
+
+def collect_as_usual() -> None:
+    """Collect reference cycles at Python's default thresholds again, if ``collect_seldom`` changed them.
+
+    A cycle that holds tensors, in a callback or a reward function for example, would keep their memory otherwise.
+    """
+    if gc.get_threshold() == _THRESHOLDS_AT_START:
+        gc.set_threshold(*_USUAL_THRESHOLDS)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from burnish.config.options import RawValue, build, raise_if
 from burnish.report.streams import say
 from burnish.run.plan.config_files import COMMAND_LINE, from_variables, merge, path_of, read_arguments, split_arguments
 from burnish.serve.page.options import ENVIRONMENT, NamedModel, WebOptions, check_web
+from burnish.utils.collection import collect_as_usual
 
 _OWN = tuple(field.name for field in fields(WebOptions))
 
@@ -71,6 +72,7 @@ def _serve(options: WebOptions, page: str, named: NamedModel | None = None) -> i
         await site.planner.stop()
         site.engines.end_all()
 
+    collect_as_usual()
     return asyncio.run(serve(application(site, Sessions(key)), found, site.look_after, drain))
 
 
