@@ -244,7 +244,7 @@ class Loader(Stateful, Protocol):
 
     @property
     def parts(self) -> Mapping[str, Stateful]:
-        """The loader's own parts of a checkpoint besides its state, such as random generators of each rank."""
+        """Additional parts of a checkpoint, such as the random generators of each rank."""
         ...
 
     def exclude(self, indices: Sequence[int]) -> None:

@@ -66,8 +66,8 @@ def missing_attribute_message(classes: tuple[type, ...], name: str) -> str:
     if replaced is None:
         return what
     return (
-        f"{what}. It is a method of the {replaced} of transformers or TRL; burnish's {replaced} does the same work "
-        "elsewhere. If a method of yours is a copy of one of theirs, call super() in it instead of copying it."
+        f"{what}. The {replaced} of transformers or TRL has this method, but burnish's {replaced} does not. In an "
+        "override that was copied from the original method, call super() instead."
     )
 
 

@@ -1,4 +1,4 @@
-"""When the garbage collector looks for reference cycles: seldom while a program starts, usually while it runs."""
+"""Thresholds of Python's garbage collector: high during start-up, the defaults during training and serving."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _USUAL_THRESHOLDS = (700, 10, 10)
-"""Python's defaults: new objects until the youngest generation is collected, and collections until older ones are."""
+"""Python's defaults, as arguments of ``gc.set_threshold``."""
 _THRESHOLDS_AT_START = (100_000, 50, 100)
 
 
 def collect_seldom() -> None:
-    """Collect reference cycles seldom until ``collect_as_usual``.
+    """Raise the thresholds of the garbage collector until ``collect_as_usual`` is called.
 
     Imports and encoding create about a million objects and few cycles. With Python's defaults, collections took 1.7 s
     of start-up and a third of encoding 20,000 records.
@@ -21,7 +21,7 @@ def collect_seldom() -> None:
 
 
 def collect_as_usual() -> None:
-    """Collect reference cycles at Python's default thresholds again, if ``collect_seldom`` changed them.
+    """Restore Python's default thresholds of the garbage collector, if ``collect_seldom`` changed them.
 
     A cycle that holds tensors, in a callback or a reward function for example, would keep their memory otherwise.
     """

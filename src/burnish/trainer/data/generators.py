@@ -66,7 +66,7 @@ def set_attribute_states(loader: Any, states: Mapping[str, Any]) -> None:
 
 
 def of_collator(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of the generators of the collator alone."""
+    """Select the states of the generators of the collator."""
     return {path: state for path, state in states.items() if path.startswith("collate_fn.")}
 
 

@@ -254,7 +254,8 @@ class TorchLoader(StepBatchLoader):
 
     @property
     def parts(self) -> Mapping[str, Part]:
-        """With several processes, the generators of each rank; the state of rank 0 is also part of ``state_dict``."""
+        """The random generators of each rank, if there are several. ``state_dict`` contains those of rank 0, with which
+        a run with another number of ranks continues."""
         if self.parallel is None or self.parallel.world_size == 1:
             return {}
         return {"loader_rng": Part(GeneratorsOfRank(self), "loader_rng", on_each_rank=True)}
@@ -277,7 +278,7 @@ class TorchLoader(StepBatchLoader):
             order.excluded = left_out
 
     def generator_states(self) -> dict[str, Any]:
-        """The states of all generators that this rank's batches depend on, now and at the beginning of the epoch."""
+        """The states of the random generators of this rank's loader, now and at the beginning of the epoch."""
         states: dict[str, Any] = {"generator": self.generator_at_start}
         if self.generators_at_start is not None:
             states["generators"] = self.generators_at_start

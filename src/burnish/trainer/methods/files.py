@@ -159,7 +159,7 @@ class FileMethods(OptimizerMethods):
             try:
                 self._hub.push_checkpoint(checkpoint_folder, message, self.args)
             except OSError as error:  # the checkpoint is saved, and training continues
-                logger.warning(f"{checkpoint_folder} could not be copied for its upload: {error}")
+                logger.warning(f"{checkpoint_folder} was not uploaded, because it could not be copied: {error}")
 
 
 class TrainerModel(ModelState):

@@ -124,7 +124,7 @@ _NOT_INPUTS = frozenset({"completion_mask", "label", "labels", "margin", *REFERE
 
 @dataclass(frozen=True)
 class InPaddedBatch:
-    """The position of a row in a padded batch that contains images.
+    """A row of a padded batch with images, as its indices in the batch.
 
     Args:
         batch: the padded batch.

@@ -96,7 +96,7 @@ def prompt_rows(
 
 
 def first_conversation(dataset: Any) -> list[dict[str, Any]] | None:
-    """Return the first prompt of a dataset if it is a list of messages, in the form for reward functions. None if it is
+    """Return the messages of the first prompt of a dataset, as reward functions receive them. Returns None if it is
     text (then all are), or if this is not a dataset of the ``datasets`` library with a column ``prompt``."""
     if not is_datasets_set(dataset) or "prompt" not in (dataset.column_names or ()):
         return None
