@@ -138,6 +138,37 @@ def test_forked_process_gets_its_own_worker_and_stale_responses_are_dropped(
     assert original is not None
 
 
+@pytest.mark.run
+@pytest.mark.parametrize("code", ["print('Welcome!')", "raise ImportError('no such library')"])
+def test_library_that_prints_or_fails_at_its_import(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == 'transformers': {code}\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    _stop_worker()
+    chat = [Conversation([{"role": "user", "content": "x"}])]
+    try:
+        if "print" in code:
+            assert render(tokenizer, chat, "{{ messages[0].content }}")[0].text == "x"
+        else:
+            with pytest.raises(UserError, match="ended with exit status 1"):
+                render(tokenizer, chat)
+    finally:
+        _stop_worker()
+
+
+def _stop_worker() -> None:
+    rendering.stop_rendering()
+    if rendering._worker._process is not None:
+        rendering._worker._process.wait()
+
+
 @pytest.mark.slow
 def test_worker_ends_with_its_parent(tmp_path: Path) -> None:
     """Killed in the middle of a rendering, burnish leaves nothing behind that goes on."""

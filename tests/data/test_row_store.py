@@ -69,7 +69,7 @@ def test_only_reading_a_damaged_block_raises(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [("[" * 2000 + "]" * 2000, "is nested too deeply"), ("[1", "is not valid JSON")]
+    ("text", "why"), [("[" * 200_000 + "]" * 200_000, "is nested too deeply"), ("[1", "is not valid JSON")]
 )
 def test_value_that_cannot_be_read_is_reported_with_its_folder(tmp_path, monkeypatch, text, why):
     monkeypatch.setattr(store, "_as_json", lambda value: text)

@@ -1,5 +1,7 @@
 """Callbacks: burnish's own, and transformers' unchanged."""
 
+import pytest
+
 from burnish.config.registry import Registry
 from burnish.loop.events import CallbackHandler, IntervalOptions, TrainerCallback, check_intervals
 from burnish.loop.schedule import steps_of
@@ -53,6 +55,19 @@ def test_transformers_callbacks_run_unchanged():
     h = handler(Theirs(), EarlyStoppingCallback(2))
     h.fire("on_epoch_begin")
     assert events == [0]
+
+
+@pytest.mark.parametrize("strategy", ["no", "steps", "epoch"])
+def test_interval_of_evaluations_in_the_state_is_that_of_transformers(strategy, tmp_path):
+    import transformers
+
+    theirs = transformers.TrainerState()
+    options = {"logging_steps": 7, "save_steps": 0.3, "eval_strategy": strategy}
+    theirs.compute_steps(transformers.TrainingArguments(str(tmp_path), use_cpu=True, **options), 50)
+    ours = TrainerState()
+    ours.compute_steps(IntervalOptions(**options), 50)
+    for name in ("logging_steps", "eval_steps", "save_steps"):
+        assert getattr(ours, name) == getattr(theirs, name), name
 
 
 def test_callback_state_round_trips_through_checkpoint():

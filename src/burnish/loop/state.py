@@ -26,6 +26,7 @@ class IntervalChoices(Protocol):
     """Options that are intervals in steps. Below 1: a fraction of all steps."""
 
     logging_steps: float
+    eval_strategy: str
     eval_steps: float | None
     save_steps: float
 
@@ -62,7 +63,8 @@ class TrainerState:
     def compute_steps(self, args: IntervalChoices, max_steps: int) -> None:
         """Convert the intervals of ``args`` to steps. An interval below 1 is a fraction of ``max_steps``."""
         self.logging_steps = steps_of(args.logging_steps, max_steps, self.logging_steps)
-        self.eval_steps = steps_of(args.eval_steps, max_steps, self.logging_steps)
+        usual = self.logging_steps if args.eval_strategy == "steps" else self.eval_steps
+        self.eval_steps = steps_of(args.eval_steps, max_steps, usual)
         self.save_steps = steps_of(args.save_steps, max_steps, self.save_steps)
 
     @classmethod

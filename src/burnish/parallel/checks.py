@@ -16,7 +16,7 @@ from burnish.parallel.fsdp.settings import fsdp_notes, fsdp_problems, fsdp_setti
 from burnish.parallel.options import ParallelChoices
 from burnish.parallel.precision import has_fast_bfloat16, slow_products
 from burnish.parallel.process_counts import AUTO
-from burnish.parallel.selection import device_of, parallel_name
+from burnish.parallel.selection import device_of, parallel_name, untested_accelerator
 from burnish.utils.environment import launcher_number
 
 
@@ -107,6 +107,8 @@ def _processes(options: ParallelChoices) -> Iterator[Problem]:
 def parallel_notes(options: ParallelChoices) -> list[str]:
     """Notes on options without effect here, or with another effect than expected."""
     device, notes = device_of(options), []
+    if unused := untested_accelerator(options):
+        notes.append(f'The "{unused}" device of this machine is not used: burnish has not been tested on it.')
     precision = mixed_precision(options)
     if precision == "fp16" and device.type == "cpu":
         instead = "bfloat16." if has_fast_bfloat16() else f"float32. {slow_products(torch.bfloat16)}"

@@ -28,7 +28,9 @@ def cpu_instructions() -> str:
     """
     capability: str = torch.backends.cpu.get_cpu_capability()
     if platform.machine() not in ("x86_64", "AMD64", "i386", "i686"):
-        return f"{capability} with BF16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else capability
+        # Torch's builds for macOS have no oneDNN.
+        has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        return f"{capability} with BF16" if has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported() else capability
     limit = (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "ALL").upper()
     if capability in ("DEFAULT", "NO AVX") or limit in ("SSE41", "AVX"):
         return "SSE4"

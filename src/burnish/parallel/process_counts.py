@@ -14,7 +14,7 @@ from typing import Protocol
 
 from burnish.config.errors import Problem
 from burnish.parallel.accelerate_launch import is_kept_on_cpu
-from burnish.utils.environment import count_in
+from burnish.utils.environment import count_in, usable_cores
 
 AUTO = "auto"
 _MAX_TESTED_CPU_PROCESSES = 8
@@ -139,7 +139,7 @@ def too_many_processes(requested: int | str, use_cpu: bool) -> list[Problem]:
         use_cpu: whether GPUs are ignored.
     """
     count, on_cpu = processes_here(requested, use_cpu), use_cpu or is_kept_on_cpu() or not num_gpus()
-    devices = len(os.sched_getaffinity(0)) if on_cpu else num_gpus()
+    devices = usable_cores() if on_cpu else num_gpus()
     most = max(_MAX_TESTED_CPU_PROCESSES, devices) if on_cpu else devices
     if count <= most:
         return []

@@ -30,10 +30,21 @@ def parallel_name(options: ParallelChoices, num_processes: int | None = None) ->
 
 
 def device_of(options: ParallelOptions) -> torch.device:
-    """The device of this process: one of the machine's accelerators, or the CPU."""
-    stays = options.use_cpu or is_kept_on_cpu()
-    accelerator = None if stays else torch.accelerator.current_accelerator(check_available=True)
-    return torch.device(accelerator.type, local_rank()) if accelerator else torch.device("cpu")
+    """The device of this process: a GPU (NVIDIA's, or AMD's through ROCm), or the CPU."""
+    return torch.device("cuda", local_rank()) if _accelerator(options) == "cuda" else torch.device("cpu")
+
+
+def untested_accelerator(options: ParallelOptions) -> str:
+    """The type of the machine's accelerator if burnish has not been tested on it and does not use it, such as mps."""
+    found = _accelerator(options)
+    return "" if found == "cuda" else found
+
+
+def _accelerator(options: ParallelOptions) -> str:
+    if options.use_cpu or is_kept_on_cpu():
+        return ""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found else ""
 
 
 def local_rank() -> int:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Mapping
@@ -100,7 +99,9 @@ def memory_bytes() -> int:
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        import psutil
+
+        return int(psutil.Process().memory_info().rss)
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -36,6 +36,8 @@ METADATA_NAMES = (LAUNCH, RUN_YAML, REQUESTED_YAML, EVENTS, OUTCOME, "console.lo
 _MIN_WRITE_INTERVAL_S = 1.0
 """Minimum seconds between two events of a kind. Others are dropped, except those in ``_UNTHROTTLED_EVENTS``."""
 _UNTHROTTLED_EVENTS = frozenset({"stage", "checkpoint", "stopping", "resumed", "skipped"})
+_ENDED = ("Z", "X")
+"""States of a process that has ended."""
 
 
 class RunMetadata(TrainerCallback):
@@ -212,28 +214,33 @@ def launch_record(
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return the start time of a process in clock ticks since boot, or None if the process does not exist.
+    """Return the start time of a process in clock ticks, or None if the process does not exist or has ended.
 
-    Together with the process id it identifies a process uniquely.
-    """
-    fields = process_fields(pid)
-    return int(fields[19]) if fields else None
+    Together with the process id it identifies a process uniquely. Linux counts the ticks since boot, so that they do
+    not change with the clock. macOS has no such count; there they are counted since 1970.
 
-
-def process_fields(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name, beginning with the state; empty if there is no such process.
-
-    Source: fields 3 and following, https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html
+    Source: fields 3 and 22, https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return []
-    return text.rpartition(")")[2].split()
+        return None if sys.platform == "linux" else _creation_ticks(pid)
+    fields = text.rpartition(")")[2].split()
+    return int(fields[19]) if fields[0] not in _ENDED else None
+
+
+def _creation_ticks(pid: int) -> int | None:
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else round(process.create_time() * 100)
+    except psutil.Error:
+        return None
 
 
 def boot_id() -> str:
-    """Return an id that changes at every boot of the machine, or ""."""
+    """Return an id that changes at every boot of the machine, or "" if the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:

@@ -43,7 +43,7 @@ from burnish.parallel.process_counts import (
 )
 from burnish.report import console
 from burnish.run.recovery.interrupt import KEEP_RUNNING
-from burnish.utils.environment import count_in, number_in
+from burnish.utils.environment import count_in, number_in, usable_cores
 
 PROGRAM = ("-P", "-m", "burnish.train")  # -P: do not import modules from the current folder
 FORWARDED = (signal.SIGINT, signal.SIGTERM, *KEEP_RUNNING)
@@ -150,7 +150,7 @@ class Processes:
     def _environment(self, count: int) -> dict[str, str]:
         """Return the common environment. Unless OMP_NUM_THREADS is set, the cores are divided evenly."""
         variables = {**os.environ, "WORLD_SIZE": str(self.world_size), "LOCAL_WORLD_SIZE": str(count)}
-        variables.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
+        variables.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // count)))
         if num_machines() == 1:
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         variables.setdefault("MASTER_PORT", "29500")

@@ -29,6 +29,11 @@ def is_offline() -> bool:
     return _is_set("HF_HUB_OFFLINE") or _is_set("TRANSFORMERS_OFFLINE")
 
 
+def usable_cores() -> int:
+    """Return the number of CPU cores that this process may use; on macOS, the number of all cores."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _is_set(name: str) -> bool:
     return os.environ.get(name, "").lower() in {"1", "true", "yes", "on"}
 

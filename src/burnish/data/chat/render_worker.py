@@ -39,6 +39,8 @@ class _Characters(dict[str, Any]):
 
 def main() -> None:
     """Answer requests until standard input ends."""
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no reply
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
     class Plain(PreTrainedTokenizerBase):
@@ -47,8 +49,7 @@ def main() -> None:
 
     tokenizer: Any = cast(Any, Plain)()
     _bound_memory()
-    requests, replies = sys.stdin.buffer, sys.stdout.buffer
-    for line in requests:
+    for line in sys.stdin.buffer:
         request = json.loads(line)
         found = [_answer(tokenizer, request, *job) for job in _jobs(request)]
         replies.write(json.dumps(found).encode() + b"\n")
@@ -94,9 +95,12 @@ def _spans(marks: list[int]) -> list[tuple[int, int]]:
 
 
 def _bound_memory() -> None:
+    """Limit the memory of this process. macOS has no such limit; there only the time of a rendering is limited."""
+    if sys.platform != "linux":
+        return
     with open("/proc/self/statm", encoding="ascii") as file:
-        resident_bytes = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (resident_bytes + RENDERING_BYTES, resident_bytes + RENDERING_BYTES))
+        used_bytes = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + RENDERING_BYTES, used_bytes + RENDERING_BYTES))
 
 
 if __name__ == "__main__":

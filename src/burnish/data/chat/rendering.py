@@ -15,6 +15,7 @@ import atexit
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -233,7 +234,11 @@ class _Worker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: bytes) -> list[dict[str, Any]] | None:
-        """Return the replies, or None if the worker died while rendering."""
+        """Return the replies, or None if the worker exceeded its time limit or was stopped.
+
+        Raises:
+            UserError: if the worker ended otherwise, for example because it cannot import its libraries.
+        """
         with self._lock:
             process = self._process
             if process is None or process.poll() is not None:
@@ -250,9 +255,11 @@ class _Worker:
                 process.kill()
                 raise
             if not line.endswith(b"\n"):
-                process.kill()
-                process.wait()
-                return None
+                status = _exit_status(process)
+                if status in (-signal.SIGALRM, -signal.SIGKILL):
+                    return None
+                what = f"the process that renders chat templates ended with exit status {status}."
+                raise UserError(what, why="Its error is printed above.")
             replies: list[dict[str, Any]] = json.loads(line)
             return replies
 
@@ -260,6 +267,15 @@ class _Worker:
         process = self._process
         if process is not None:
             process.kill()
+
+
+def _exit_status(process: subprocess.Popen[bytes]) -> int:
+    """Return the exit status of a process that has closed its output, and kill it if it does not end."""
+    try:
+        return process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def _start() -> subprocess.Popen[bytes]:

@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -290,8 +291,9 @@ def _send_all(encoded: Callable[[int], Any], starts: range, pipes: Sequence[Any]
 
 
 def _num_workers(options: DataOptions, num_examples: int) -> int:
-    """Return the number of encoding processes: as configured, but at most one per core or batch, and 1 without fork."""
-    if "fork" not in get_all_start_methods():
+    """Return the number of encoding processes: as configured, but at most one per core or batch, and 1 without fork and
+    on macOS, whose system libraries may crash after a fork."""
+    if "fork" not in get_all_start_methods() or sys.platform == "darwin":
         return 1
     batch_size: int = options.preprocessing_batch_size
     num_batches = -(-num_examples // batch_size)

@@ -45,21 +45,25 @@ def send_signal(
 ) -> bool:  # fmt: skip
     """Send a signal to the process of ``launch``. Returns False if that process is no longer running.
 
-    A pidfd is held during the check, so that the pid cannot be reused by another process in between.
+    On Linux, a pidfd is held during the check, so that the pid cannot be reused by another process in between.
     """
     pid = launch.get("pid")
     if not isinstance(pid, int) or pid <= 1:
         return False
     try:
-        handle = os.pidfd_open(pid)
+        handle = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
     except OSError:
         return False
     try:
         if not is_alive(launch):
             return False
-        signal.pidfd_send_signal(handle, number)
+        if handle is None:
+            os.kill(pid, number)
+        else:
+            signal.pidfd_send_signal(handle, number)
         return True
     except ProcessLookupError:
         return False
     finally:
-        os.close(handle)
+        if handle is not None:
+            os.close(handle)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from burnish.config.errors import first_line
-from burnish.report.metadata import EVENTS, LAUNCH, OUTCOME, RUN_YAML, boot_id, process_fields, start_ticks
+from burnish.report.metadata import EVENTS, LAUNCH, OUTCOME, RUN_YAML, boot_id, start_ticks
 from burnish.serve.page.runs.files import (
     LOG,
     STATE,
@@ -264,7 +264,7 @@ def is_alive(launch: Mapping[str, Any]) -> bool:
     pid, ticks = launch.get("pid"), launch.get("start_ticks")
     if not isinstance(pid, int) or not 1 < pid < 2**31 or ticks is None or launch.get("boot_id") != boot_id():
         return False
-    return start_ticks(pid) == ticks and process_fields(pid)[:1] != ["Z"]
+    return bool(start_ticks(pid) == ticks)
 
 
 def _stage(events: Sequence[Mapping[str, Any]]) -> RunState:
