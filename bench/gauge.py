@@ -120,15 +120,15 @@ class Gauge:
         model.register_forward_pre_hook(hook, with_kwargs=True)
 
     def count_trainer_labels(self, trainer: Any) -> None:
-        """Count the labels of the batches passed to ``training_step``. burnish's classes do not pass labels to the
-        model and check for hooks that would need the full batch."""
-        step = trainer.training_step
+        """Count the labels of micro-batches. burnish's classes do not pass labels to the model, and a replaced public
+        method is an override, with which they pad and compute all logits."""
+        loss = trainer._loss
 
-        def counted(model: Any, inputs: dict[str, Any], **kwargs: Any) -> Any:
+        def counted(model: Any, inputs: dict[str, Any]) -> Any:
             self.count(inputs["labels"])
-            return step(model, inputs, **kwargs)
+            return loss(model, inputs)
 
-        trainer.training_step = counted
+        trainer._loss = counted
 
     def report(self, **more: Any) -> None:
         """Print all measurements."""

@@ -29,6 +29,8 @@ from burnish.parallel import single as base
 from burnish.run import build
 from burnish.run.plan.plan import plan
 from small_run import make_workspace
+from tiny_models import tiny_model
+from trainer_run import make_trainer
 
 pytestmark = pytest.mark.run
 
@@ -153,6 +155,17 @@ def test_start_measurement_ends_at_the_first_step(monkeypatch, capsys):
     printed = json.loads(capsys.readouterr().out.removeprefix(gauge.MARK))
     assert printed["ready_cpu_s"] > 0
     assert printed["ready_peak_bytes"] >= printed["ready_bytes"] * 0.9 > 0
+
+
+def test_counting_labels_overrides_no_method_of_a_trainer(tmp_path):
+    trainer = make_trainer(
+        tmp_path, model=tiny_model(), train=[{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 4, max_steps=2
+    )
+    own = gauge.Gauge()
+    own.count_trainer_labels(trainer)
+    trainer.train()
+    assert not trainer.loss_is_scripted
+    assert own.labels > 0
 
 
 def test_prediction_is_measured_from_the_end_of_training(monkeypatch):
