@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 import burnish
 from burnish import Trainer, UserError
 from burnish.trainer.constructor import PEER_METHODS, warn_about_unused_overrides
+from tiny_models import tiny_model
 from trainer_run import (
     Regression,
     arguments,
@@ -794,6 +795,24 @@ def test_under_autocast_a_script_reads_float32_outputs(through, tmp_path):
     trainer.evaluate()
     assert set(seen) == {torch.float32}
     assert not trainer.model._forward_hooks
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True}])
+@pytest.mark.parametrize("name", ["compute_loss", "training_step"])
+def test_override_that_calls_the_original_keeps_padding_free_batches(name, options, tmp_path, monkeypatch):
+    calls = []
+    original = burnish.trainer.methods.loss.mean_of_padding_free
+    monkeypatch.setattr(
+        burnish.trainer.methods.loss, "mean_of_padding_free", lambda *args: calls.append(1) or original(*args)
+    )
+
+    def method(self, *args, **kwargs):
+        return getattr(Trainer, name)(self, *args, **kwargs)
+
+    rows = [{"input_ids": [1, 2, 3, n], "attention_mask": [1] * 4, "labels": [1, 2, 3, n]} for n in (4, 7, 5, 3)]
+    kind = type("Passing", (Trainer,), {name: method})
+    make_trainer(tmp_path, kind, tiny_model(), rows, **options).train()
+    assert calls
 
 
 def test_gradients_sync_in_the_last_micro_batch_of_a_step(tmp_path):

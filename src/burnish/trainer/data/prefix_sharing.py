@@ -26,6 +26,7 @@ from burnish.loop.types import IGNORE_INDEX, Batch, Row
 from burnish.losses.targets import collate_trained
 from burnish.models.patches.attention import NAME
 from burnish.models.patches.capabilities import find_capabilities
+from burnish.trainer.data.outputs import has_hooks
 from burnish.trainer.inspection import computes_its_own_loss, is_causal_lm
 
 _KNOWN = {"input_ids", "attention_mask", "labels", "target_positions"}
@@ -91,6 +92,5 @@ def has_plain_loss(model: nn.Module) -> bool:
     is_theirs = type(inner).__module__.startswith("transformers.models.") and is_causal_lm(inner)
     return (
         is_theirs and getattr(inner, "loss_function", None) is ForCausalLMLoss and not computes_its_own_loss(inner)
-        and "forward" not in vars(inner) and not inner._forward_hooks and not inner._forward_pre_hooks
-        and (model is inner or not (model._forward_hooks or model._forward_pre_hooks))
+        and "forward" not in vars(inner) and not has_hooks(inner) and not has_hooks(model)
     )  # fmt: skip

@@ -14,7 +14,6 @@ unchanged.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import math
@@ -26,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import find_batch_size
-from transformers.utils import ModelOutput
 
 from burnish.config.errors import UserError
 from burnish.kernels.probe import Capabilities
@@ -34,6 +32,7 @@ from burnish.loop.loop import set_optimizer_mode
 from burnish.loop.types import IGNORE_INDEX, Batch, Loss, Metric, Sum
 from burnish.trainer import inspection
 from burnish.trainer.data.in_step import tensors_by_name
+from burnish.trainer.data.outputs import float32_outputs
 from burnish.trainer.data.prefix_sharing import has_plain_loss, probe_prefix_sharing, shared_prefixes_of
 from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.inspection import base_model, is_causal_lm, num_positions
@@ -208,39 +207,6 @@ class LossMethods(TrainerBase):
         if self._num_parameters is None:
             self._num_parameters = int(self.model.num_parameters(exclude_embeddings=True))
         return 6 * int(inputs[main].numel()) * self._num_parameters
-
-
-@contextmanager
-def float32_outputs(model: nn.Module, precision: AbstractContextManager[Any]) -> Iterator[None]:
-    """Context for forward passes under autocast: floating-point outputs of the model are converted to float32, as by
-    accelerate for transformers' Trainer. Scripts compute losses from them, and NumPy has no bfloat16."""
-    hook = model.register_forward_hook(_to_float32)
-    try:
-        with precision:
-            yield
-    finally:
-        hook.remove()
-
-
-def _to_float32(module: nn.Module, inputs: Any, outputs: Any) -> Any:
-    return float32_of(outputs)
-
-
-def float32_of(outputs: Any) -> Any:
-    """Outputs of a model with their half-precision tensors in float32. Other objects are returned unchanged."""
-    if isinstance(outputs, Tensor):
-        return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
-    if isinstance(outputs, dict):
-        values = {name: float32_of(value) for name, value in outputs.items()}
-        if isinstance(outputs, ModelOutput):
-            return type(outputs)(**values)
-        converted_outputs = copy.copy(outputs)
-        converted_outputs.update(values)
-        return converted_outputs
-    if isinstance(outputs, tuple | list):
-        converted = map(float32_of, outputs)
-        return type(outputs)(*converted) if hasattr(outputs, "_fields") else type(outputs)(converted)
-    return outputs
 
 
 def weight_by_zero(loss: Loss) -> Loss:
