@@ -89,10 +89,10 @@ def server(tmp_path: Path) -> Iterator[Server]:
     result = Server(root, tmp_path / "home").start()
     yield result
     result.end()
-    _kill_runs(root)
+    _end_runs(root)
 
 
-def _kill_runs(root: Path) -> None:
+def _end_runs(root: Path) -> None:
     """Kill the runs that a test started, which would continue without the server."""
     import signal
 
