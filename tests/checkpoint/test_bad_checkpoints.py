@@ -92,7 +92,7 @@ def logged_steps() -> list[int]:
 def test_run_resumes_from_intact_checkpoint_bitwise_equal(
     case: Case, stopped_copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    case.wrong()
+    case.prepare()
     assert cli.main(["train", "run.yaml"]) == 0
     out, _ = read_output(capsys)
     for message in case.expected:
@@ -133,7 +133,7 @@ ANOTHER_RUN = [
 def test_different_run_is_rejected_and_checkpoints_are_unchanged(
     case: Case, command: str, stopped_copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    case.wrong()
+    case.prepare()
     before = files(Path("out"))
     assert cli.main([command, "run.yaml", *case.argv]) == 2
     _, err = read_output(capsys)

@@ -115,7 +115,7 @@ REJECTED = [
 def test_bad_input_is_rejected_before_anything_is_written(
     case: Case, command: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    case.wrong()
+    case.prepare()
     before = files(user_folder)
     assert cli.main([command, "run.yaml", *case.argv]) == 2
     out, err = read_output(capsys)
@@ -184,7 +184,7 @@ WARNED = [
 
 @pytest.mark.parametrize("case", WARNED, ids=str)
 def test_run_succeeds_with_a_warning(case: Case, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    case.wrong()
+    case.prepare()
     assert cli.main(["explain", "run.yaml", *case.argv]) == 0
     out, _ = read_output(capsys)
     text = " ".join(out.split())

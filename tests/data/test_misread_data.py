@@ -55,7 +55,7 @@ def test_custom_tokenizer_named_in_config_json_is_rejected(
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("mark", ["<image>", "<video>", "<audio>"])
+@pytest.mark.parametrize("placeholder", ["<image>", "<video>", "<audio>"])
 def test_image_placeholders_in_text_are_reported(
     placeholder: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
