@@ -23,18 +23,16 @@ running_tests: list[pytest.Item] = []
 
 
 def _fail_on_process_start(event: str, arguments: tuple[object, ...]) -> None:
-    is_renderer = event == "subprocess.Popen" and any(
-        "render" in str(word) for word in arguments[1]
-    )  # of chat templates
+    # Chat templates are rendered in a process.
+    is_renderer = event == "subprocess.Popen" and any("render" in str(word) for word in arguments[1])
     if event in PROCESS_EVENTS and running_tests and not is_renderer:
         pytest.fail(f"{running_tests[-1].nodeid} starts a process ({arguments[:1]}): mark it `run`")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Fail tests that start a process without the mark ``run``, if only unmarked tests run (``make test-fast``)."""
-    if (
-        "not run" in config.option.markexpr and sys.platform == "linux"
-    ):  # on other systems, Python starts processes itself
+    # on other systems, Python starts processes itself
+    if "not run" in config.option.markexpr and sys.platform == "linux":
         sys.addaudithook(_fail_on_process_start)
 
 
@@ -60,8 +58,7 @@ def _one_thread():
 
 @pytest.fixture(autouse=True, scope="session")
 def _restore_signal_handlers():
-    """Handle SIGINT and SIGHUP, which are ignored in background jobs and under nohup, and then also in child
-    processes."""
+    """Handle SIGINT and SIGHUP, also in child processes. Background jobs and nohup ignore them."""
     defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
     for number, handler in defaults.items():
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -70,8 +67,7 @@ def _restore_signal_handlers():
 
 @pytest.fixture(autouse=True)
 def _destroy_process_group():
-    """Destroy a process group that a test left open, so that later tests and their child processes do not inherit
-    it."""
+    """Destroy a process group that a test left open, also for the child processes of later tests."""
     yield
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -107,8 +103,7 @@ def _restore_log_levels() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Use an empty cache of encoded rows in each session, as another version of burnish may have written the usual
-    one."""
+    """Use an empty cache of encoded rows in each session, independent of other versions of burnish."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BURNISH_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield

@@ -174,8 +174,7 @@ def _too_long(number: int, frame: FrameType | None) -> None:
 
 
 def fuzz(name: str, num_inputs: int, first: int = 0) -> None:
-    """Read ``num_inputs`` random inputs with one reader, in the current folder. Only errors with a message may be
-    raised."""
+    """Read random inputs with one reader, in the current folder. Only errors with a message may be raised."""
     read, strategies = READERS[name]
 
     @seed(first)

@@ -76,12 +76,12 @@ WAYS: dict[str, list[str]] = {
     "packing": ["packing=true", "cutoff_len=64"],
     "streaming": ["streaming=true", "buffer_size=8"],
     "neftune and evaluation": ["neftune_noise_alpha=5", "val_size=4", "eval_strategy=steps", "eval_steps=3"],
-    "accumulation in the foreground": ["gradient_accumulation_steps=2", "save_in_background=false"],
-    "two kept": ["save_total_limit=2"],
-    "packed neftune, accumulated": ["packing=true", "cutoff_len=64", "neftune_noise_alpha=5",
+    "accumulation, synchronous saves": ["gradient_accumulation_steps=2", "save_in_background=false"],
+    "save_total_limit": ["save_total_limit=2"],
+    "packing, neftune, accumulation": ["packing=true", "cutoff_len=64", "neftune_noise_alpha=5",
                                     "gradient_accumulation_steps=2"],
-    "spikes are watched for": ["on_spike=rollback", "spike_ratio=1000"],
-    "moments in 8 bits": ["optim=adamw_bnb_8bit"],
+    "spike detection": ["on_spike=rollback", "spike_ratio=1000"],
+    "8-bit optimizer": ["optim=adamw_bnb_8bit"],
     "two processes": ["ddp_backend=gloo"],
     "completions, used twice": [
         "stage=grpo", 'reward_funcs=[{"repetition_penalty_reward": {"ngram_size": 1}}]', "num_generations=2",
@@ -93,7 +93,7 @@ WAYS: dict[str, list[str]] = {
         "ppo_buffer_size=2", "ppo_epochs=2", "gradient_accumulation_steps=1", "logging_steps=1", "num_train_epochs=1",
         "log_completions=false",
     ],
-    "pairs of completions": [
+    "online dpo": [
         "stage=dpo", "online=true", 'reward_funcs=[{"repetition_penalty_reward": {"ngram_size": 1}}]',
         "num_generations=3", "max_completion_length=8", "gradient_accumulation_steps=1", "logging_steps=1",
         "num_train_epochs=1", "log_completions=false",
@@ -107,7 +107,7 @@ WAYS |= {
 }  # fmt: skip
 IMAGES = ("images", "images of pairs, tower trained")
 """Configurations whose images are decoded in background threads; ``make_image_folder`` writes their model and data."""
-ROLLOUTS = ("completions, used twice", "ppo", "pairs of completions")
+ROLLOUTS = ("completions, used twice", "ppo", "online dpo")
 KINDS: dict[str, dict[str, int]] = {
     **{way: {"save": 60, "step": 20, "pass": 16, "generation": 40, "reward": 40} for way in ROLLOUTS},
     **{way: {"save": 60, "step": 10, "decode": 40} for way in IMAGES},
@@ -118,7 +118,7 @@ RANKS = {"two processes": 2}
 """The number of processes, if there are several. They are killed together, as if the machine failed."""
 TIMES = ("runtime", "per_second", "waiting", "time/generate", "time/reward", "time/logps", "time/train", "step_time")
 """Suffixes of logged durations, which differ between runs."""
-NEEDS = {"moments in 8 bits": "bitsandbytes"}
+NEEDS = {"8-bit optimizer": "bitsandbytes"}
 """The library that a configuration requires; it is skipped if the library is not installed."""
 
 

@@ -225,8 +225,7 @@ HOLDERS = {"options", "args", "choices", "_options", "training_args"}
 
 
 def _is_options(node: ast.expr) -> bool:
-    """Tell whether an expression is the options object: ``options``, ``self.options``, ``plan.options``,
-    ``run.args``."""
+    """Tell whether an expression is the options: ``options``, ``self.options``, ``plan.options``, ``run.args``."""
     if isinstance(node, ast.Name):
         return node.id in HOLDERS
     return isinstance(node, ast.Attribute) and node.attr in HOLDERS
@@ -241,16 +240,15 @@ def _without_checks(tree: ast.Module) -> ast.Module:
 
 
 def option_reads(file: Path, with_checks: bool) -> Iterator[tuple[str, int]]:
-    """Yield the options that a file reads: ``options.name``, ``getattr(options, "name")``, and names listed for a
+    """Yield the options that a file reads: ``options.name``, ``getattr(options, "name")``, names listed for a
     getattr."""
-    whole = tree_of(file)
-    tree = whole if with_checks else _without_checks(whole)
+    module = tree_of(file)
+    tree = module if with_checks else _without_checks(module)
     for node in nodes_of(tree):
         if isinstance(node, ast.Attribute) and _is_options(node.value):
             yield node.attr, node.lineno
-        if (
-            isinstance(node, ast.Call) and getattr(node.func, "id", "") == "switch_arguments"
-        ):  # defined in optim.builtin
+        # defined in optim.builtin
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "switch_arguments":
             yield ast.literal_eval(node.args[0]), node.lineno
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and _is_options(node.args[0]):
             if isinstance(node.args[1], ast.Constant):
@@ -352,8 +350,7 @@ def test_every_option_is_read_by_one_component() -> None:
 
 
 def test_no_nested_function_calls_itself() -> None:
-    """A recursive closure is a reference cycle: its variables, such as copies of weights, live until a garbage
-    collection."""
+    """A recursive closure is a reference cycle, which keeps variables, such as weights, until a collection."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     for file in FILES:
         for outer in (node for node in nodes_of(tree_of(file)) if isinstance(node, functions)):
@@ -383,8 +380,7 @@ def test_modified_options_are_detected(line: str) -> None:
 
 
 def test_every_option_group_belongs_to_the_run() -> None:
-    """A dataclass of options that is not part of the flat class could not be set. Servers have options that no run
-    reads."""
+    """Options that are not part of the flat class could not be set. Servers have options that no run reads."""
     from burnish.run.plan.options import GROUPS, MEMBER_GROUPS
     from burnish.serve.api.options import ApiOptions
     from burnish.serve.eval.command import EvalOptions
@@ -457,8 +453,7 @@ def own_attributes() -> set[str]:
 
 
 def _root(node: ast.expr) -> str:
-    """Return the last name of the object on which an attribute is set: ``config`` in ``model.config.use_cache =
-    ...``."""
+    """Return the object on which an attribute is set: ``config`` in ``model.config.use_cache = ...``."""
     if isinstance(node, ast.Attribute):
         return node.attr
     if isinstance(node, ast.Call):
@@ -668,8 +663,7 @@ def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
 
 
 def accepted_names(node: ast.AST) -> set[str] | None:
-    """Return the parameters of a function, or the fields and constructor parameters of a class; None if it inherits
-    them."""
+    """Return parameters of a function, or fields and constructor parameters of a class; None if it inherits them."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return parameters_of(node)
     assert isinstance(node, ast.ClassDef)

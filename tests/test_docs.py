@@ -269,7 +269,7 @@ def test_scripts_use_existing_names_of_burnish(folder):
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("parity*.md")), ids=lambda path: path.stem)
-def test_tables_of_parity_are_made_by_scripts(page):
+def test_tables_of_parity_are_generated_by_scripts(page):
     text = re.sub(
         r"<!-- [\w ]+: made by .*?<!-- end of [\w ]+ -->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL
     )

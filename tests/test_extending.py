@@ -243,10 +243,12 @@ def test_objective_reads_custom_records_through_rows_and_batches(command_outputs
 def test_run_with_package_members_resumes_bitwise_equal(command_outputs, run_name, stem):
     folder, texts = command_outputs
     assert "step 3 of 6" in texts[f"continue {run_name}"]
-    whole, again = (load_file(folder / name / f"{stem}.safetensors") for name in (run_name, f"{run_name} again"))
-    assert whole.keys() == again.keys()
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
-    assert all(value.any() for name, value in whole.items() if "lora_B" in name)  # initialized with zeros
+    uninterrupted, resumed = (
+        load_file(folder / name / f"{stem}.safetensors") for name in (run_name, f"{run_name} again")
+    )
+    assert uninterrupted.keys() == resumed.keys()
+    assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
+    assert all(value.any() for name, value in uninterrupted.items() if "lora_B" in name)  # initialized with zeros
 
 
 def test_reward_head_of_a_package_is_explained_and_saved_under_its_name(command_outputs):

@@ -190,7 +190,7 @@ CONFIGURATIONS = {
     "checkpointed": {"gradient_checkpointing": True},
     "selective": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"selective": True}},
     "offloaded": {"activation_offloading": True},
-    "whole logits": {"fused_loss": False},
+    "full logits": {"fused_loss": False},
     "padded": {"padding_free": False},
     "liger": {"enable_liger_kernel": True},
     "paged": {"optim": "paged_adamw_8bit"},

@@ -272,7 +272,7 @@ def test_unusable_peft_folder_is_rejected(case, tmp_path):
         merge_folders(tiny_model(), [tmp_path])
 
 
-# --- printed parameters ---------------------------------------------------------------------------------------------
+# --- printed parameters -----------------------------------------------------------------------------------------------
 
 
 def test_print_param_status_lists_every_parameter():
@@ -318,6 +318,6 @@ def test_folder_of_an_oft_adapter_is_recognized_before_its_fields(tmp_path):
 
     config = {"peft_type": "OFT", "r": 0, "oft_block_size": 4, "target_modules": ["q_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="uses the method OFT") as caught:
+    with pytest.raises(UserError, match="uses the method OFT") as raised:
         read_adapter_config(tmp_path)
-    assert caught.value.problems[0].remedy == "Set finetuning_type: oft."
+    assert raised.value.problems[0].remedy == "Set finetuning_type: oft."

@@ -87,7 +87,7 @@ def gradients(model):
     }
 
 
-# --- the layer compared with peft's ---------------------------------------------------------------------------------
+# --- the layer compared with peft's -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -368,13 +368,13 @@ def test_model_inside_reference_equals_initial_model(options):
     assert not torch.allclose(trained, before)
 
 
-# --- files, saved by one library and loaded by the other ------------------------------------------------------------
+# --- files, saved by one library and loaded by the other --------------------------------------------------------------
 
 FILES = {
     "lora": {},
     "rslora": {"use_rslora": True},
     "dora": {"use_dora": True},
-    "head trained whole": {"additional_target": ["lm_head"]},
+    "fully trained head": {"additional_target": ["lm_head"]},
     "embedding": {"lora_target": ["q_proj", "embed_tokens"]},
     "embedding with dora": {"lora_target": ["q_proj", "embed_tokens"], "use_dora": True},
     "one layer by regular expression": {"lora_target": [r"model\.layers\.1\..*proj"]},
@@ -700,12 +700,12 @@ def test_pissa_state_restores_its_own_initialization():
 def test_checkpoint_of_another_rank_is_rejected():
     state = attach_lora(lora_rank=2)[0].state(attach_lora(lora_rank=2)[1])
     adapter, model = attach_lora(lora_rank=4)
-    with pytest.raises(UserError, match="has rank 2, but this run uses rank 4") as caught:
+    with pytest.raises(UserError, match="has rank 2, but this run uses rank 4") as raised:
         adapter.load_state(model, state)
-    assert len(caught.value.problems) == 1
+    assert len(raised.value.problems) == 1
 
 
-# --- rejected adapters and options ----------------------------------------------------------------------------------
+# --- rejected adapters and options ------------------------------------------------------------------------------------
 
 
 def problems(family="llama", folders=(), **options):

@@ -32,7 +32,7 @@ def call(number: int, arguments: str) -> tuple[dict[str, object], ...]:
 
 @pytest.fixture
 def requests(visitor, server):
-    """The recorded requests to the engine, which calls ``add`` twice if the request has tools, and responds to their
+    """The recorded requests to the engine, which calls ``add`` twice if tools are offered and responds to the
     results."""
     from web.conftest import make_runs
 

@@ -22,8 +22,7 @@ pytestmark = pytest.mark.run
 
 @pytest.fixture(scope="module")
 def stopped(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that was killed after four of eight steps, and (``whole``) of the same run without
-    interruption."""
+    """The folder of a run that was killed after four of eight steps, and (``whole``) of the uninterrupted run."""
     folder = tmp_path_factory.mktemp("stopped")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -250,7 +249,7 @@ def test_two_runs_cannot_share_a_folder(user_folder: Path, capsys: pytest.Captur
     assert os.listdir("out") == [".lock"]
 
 
-# --- signals and failures --------------------------------------------------------------------------------------------
+# --- signals and failures ---------------------------------------------------------------------------------------------
 
 
 def at_step(number: int, action: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:

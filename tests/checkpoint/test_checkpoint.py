@@ -26,10 +26,10 @@ pytestmark = pytest.mark.run
 
 VARIANTS = {
     "dropout": {},
-    "evaluation in between": {"eval_rows": 5, "eval_strategy": "steps", "eval_steps": 2},
+    "evaluation": {"eval_rows": 5, "eval_strategy": "steps", "eval_steps": 2},
     "accumulation": {"gradient_accumulation_steps": 3},
-    "logs that span the cut": {"logging_steps": 4},
-    "a schedule with warm-up": {"lr_scheduler_type": "cosine", "warmup_steps": 3},
+    "logging interval across the checkpoint": {"logging_steps": 4},
+    "warm-up": {"lr_scheduler_type": "cosine", "warmup_steps": 3},
     "momentum": {"optim": "sgd", "optim_args": "momentum=0.9"},
 }
 

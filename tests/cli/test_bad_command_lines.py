@@ -50,8 +50,7 @@ def test_wrong_arguments_give_their_error(argv: str) -> None:
 
 
 def test_at_least_250_bad_inputs_are_tested() -> None:
-    """For each input of this file, ``test_bad_options.py`` and ``test_bad_inputs_end_to_end.py``, the exact message is
-    stored."""
+    """Exact messages of this file, ``test_bad_options.py`` and ``test_bad_inputs_end_to_end.py``."""
     from test_bad_inputs_end_to_end import REJECTED as INPUTS
     from test_bad_options import REJECTED
 

@@ -59,7 +59,7 @@ def add_loading_script() -> None:
     Path("data/set/rows.py").write_text("raise SystemExit(3)")
 
 
-# --- rejected models and data ----------------------------------------------------------------------------------------
+# --- rejected models and data -----------------------------------------------------------------------------------------
 
 LATIN_1 = json.dumps([*ROWS, {**ROWS[0], "output": "café"}], ensure_ascii=False).encode("latin-1")
 NULL_ANSWER = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": None}]}

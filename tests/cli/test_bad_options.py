@@ -43,8 +43,7 @@ def write_run(folder: Path, **changes: str | None) -> Path:
 
 @dataclass(frozen=True)
 class BadRun:
-    """An invalid configuration: its number, the expected messages, and the changes to ``run.yaml`` and the command
-    line."""
+    """An invalid configuration: its number, the expected messages, and changes to ``run.yaml`` and the arguments."""
 
     number: str
     expected: list[str]

@@ -188,8 +188,8 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "version": (["version"], 0),
     "runs": (["runs", "."], 0),
     "chat": (["chat", "model", "template=chatml", "max_new_tokens=3", "--once", "Hello"], 0),
-    "chat with a server that is away": (["chat", "--url", UNREACHABLE_URL, "--once", "Hello"], 2),
-    "answers of a server that is away": (
+    "chat with an unreachable server": (["chat", "--url", UNREACHABLE_URL, "--once", "Hello"], 2),
+    "responses of an unreachable server": (
         ["chat", "model", f"infer_url={UNREACHABLE_URL}", "infer_backend=vllm", "template=chatml", "--once", "Hello"],
         2,
     ),
@@ -202,19 +202,19 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "api with a wrong option": (["api", "model", "api_port=none"], 2),
     "webui with a wrong option": (["webui", "web_port=none"], 2),
     "webchat with a wrong option": (["webchat", "model", "web_port=none", f"hf_hub_token={OPTION_SECRET}"], 2),
-    "an api with its key among the words": (["api", "model", f"api_key={OPTION_SECRET}"], 2),
-    "a page with its key among the words": (["webui", f"web_key={OPTION_SECRET}"], 2),
+    "api with a key argument": (["api", "model", f"api_key={OPTION_SECRET}"], 2),
+    "webui with a key argument": (["webui", f"web_key={OPTION_SECRET}"], 2),
     "GGUF": (["export", "model_name_or_path=model", "export_dir=single", "export_format=gguf"], 0),
-    "a wrong option": (["train", "run.yaml", f"hub_tokn={OPTION_SECRET}", "output_dir=other"], 2),
-    "an option that is not here": (["train", "run.yaml", f"om_hub_token={OPTION_SECRET}", "output_dir=other"], 2),
+    "a misspelled option": (["train", "run.yaml", f"hub_tokn={OPTION_SECRET}", "output_dir=other"], 2),
+    "an option of another tool": (["train", "run.yaml", f"om_hub_token={OPTION_SECRET}", "output_dir=other"], 2),
     "a wrong value": (["train", "run.yaml", f'hf_hub_token=["{OPTION_SECRET}"', "lora_rank=x", "output_dir=other"], 2),
-    "a model that is nowhere": (["train", "run.yaml", "model_name_or_path=no/model", "output_dir=other"], 2),
+    "a missing model": (["train", "run.yaml", "model_name_or_path=no/model", "output_dir=other"], 2),
 }
 
 
 WITHOUT_RUN_OPTIONS = {"env", "version", "runs", "webui"}
 """Commands without the secret options of a run."""
-SLOW = {"demo", "GGUF", "answers of a server that is away", "predict"}
+SLOW = {"demo", "GGUF", "responses of an unreachable server", "predict"}
 
 
 def test_every_command_is_covered_by_the_secrets_test() -> None:

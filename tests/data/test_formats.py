@@ -202,15 +202,17 @@ def test_text_parts_are_joined():
     assert role_contents(load_record(record, formatting="openai"))[0] == ("user", "Hello")
 
 
-def test_message_can_set_its_learning_flag_and_weight():
+def test_message_can_set_its_train_flag_and_weight():
     record = openai_record(
         ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e"), ("assistant", "f")
     )
     record["messages"][1]["train"] = False
     record["messages"][3]["weight"] = 0
     record["messages"][5]["weight"] = 0.5
-    learned = [(m.train, m.weight) for m in load_record(record, formatting="openai").messages if m.role == "assistant"]
-    assert learned == [(False, 1.0), (False, 1.0), (None, 0.5)]
+    train_and_weight = [
+        (m.train, m.weight) for m in load_record(record, formatting="openai").messages if m.role == "assistant"
+    ]
+    assert train_and_weight == [(False, 1.0), (False, 1.0), (None, 0.5)]
 
 
 # --- prompt and completion, text --------------------------------------------------------------------------------------
@@ -221,7 +223,7 @@ def test_prompt_and_completion_stay_text():
     assert (example.prompt, example.completion, example.messages) == ("2 + 2 =", " 4", ())
 
 
-def test_only_completion_of_two_message_lists_is_learned():
+def test_only_completion_of_two_message_lists_is_trained():
     before = openai_record(("user", "a"), ("assistant", "b"), ("user", "c"))["messages"]
     example = load_record({"prompt": before, "completion": openai_record(("assistant", "d"))["messages"]})
     assert role_contents(example)[-1] == ("assistant", "d")

@@ -87,8 +87,7 @@ def test_named_template_gives_golden_rows(name, rows):
 
 
 def test_template_table_matches_llamafactory_except_two_bugs():
-    """LLaMA-Factory ignores the token in phi_small's prefix, and omits the end of a header in granite4's
-    observation."""
+    """LLaMA-Factory drops the token in phi_small's prefix and the end of a header in granite4's observation."""
     theirs = json.loads((GOLDEN / "peer_templates.json").read_text(encoding="utf-8"))
     kinds = {"bos_token": "bos", "eos_token": "eos"}
 

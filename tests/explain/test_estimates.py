@@ -41,10 +41,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "packing": {"packing": True, "cutoff_len": 64},
     "padded": {"padding_free": False},
-    "every logit": {"fused_loss": False},
+    "full logits": {"fused_loss": False},
     "without patches": {"patches": False},
     "without patches under bf16": {"patches": False, "bf16": True},
-    "without one kind": {"leave_out": ["norm"]},
+    "without norm patches": {"leave_out": ["norm"]},
     "neftune": {"neftune_noise_alpha": 5},
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {

@@ -195,8 +195,7 @@ def test_non_empty_export_dir_requires_overwrite(root, tmp_path):
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "trainer_state.json", "launch.json", "checkpoint-4/x"])
 def test_export_never_overwrites_a_run(root, tmp_path, name):
-    """transformers would load the adapter of the run into the model, and a resumed run would mix its files with the
-    export."""
+    """transformers would load the run's adapter into the model, and a resumed run would overwrite the export."""
     path = tmp_path / "out" / name
     path.parent.mkdir(parents=True)
     path.write_text("{}")

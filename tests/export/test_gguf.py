@@ -159,8 +159,7 @@ TEXTS = ("red stone", "  héllo\n\n wörld ", "🦙 lamp\t東京", "red    lamp,
 
 
 def save_sentencepiece_model(folder: Path, pieces: list[str], legacy: bool = True, **changes) -> Path:
-    """Save a Llama with a SentencePiece vocabulary: special tokens, bytes, ``pieces`` in order of their scores,
-    letters."""
+    """Save a Llama with a SentencePiece vocabulary: special tokens, bytes, ``pieces`` in order of score, letters."""
     letters = sorted({letter for text in (*TEXTS, *pieces) for letter in text if letter in "▁" or letter.isalpha()})
     letters = ["▁", *(letter for letter in letters if letter.isascii())]
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, *letters]
@@ -186,8 +185,7 @@ def trained_pieces(count: int = 60) -> list[str]:
 
 
 def tokenize_as_llama_cpp(text: str, fields: dict) -> list[int]:
-    """Tokenize as llama.cpp: merge the adjacent parts with the highest score, the leftmost first, and write unknown
-    parts as bytes."""
+    """Merge the adjacent parts with the highest score, the leftmost first; write unknown parts as bytes."""
     tokens, scores = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "scores"))
     ids = {token: at for at, token in enumerate(tokens)}
     parts = list((" " * fields["tokenizer.ggml.add_space_prefix"].contents() + text).replace(" ", "▁"))

@@ -91,8 +91,7 @@ def generate_greedily(folder: Path, prompts: list[list[int]]) -> list[list[int]]
 
 
 def differ_at_ties_only(folder: Path, prompts, expected, result, bound: float) -> bool:
-    """Tell whether each response equals the expected one up to a position where the two highest logits differ by less
-    than ``bound``."""
+    """Tell whether responses differ only after a position whose two highest logits are within ``bound``."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for prompt, ours, theirs in zip(prompts, expected, result, strict=True):
         position = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)

@@ -153,7 +153,7 @@ REJECTED = {
     "5 bits": ({"export_quantization_bit": 5}, "export_quantization_bit"),
     "no data": ({"export_quantization_dataset": None}, "no dataset is set"),
     "a missing dataset": ({"export_quantization_dataset": "nowhere.json"}, "nowhere"),
-    "gguf too": ({"export_format": "gguf"}, "export_gguf_type: q4_0"),
+    "gguf and quantization": ({"export_format": "gguf"}, "export_gguf_type: q4_0"),
     "unknown method": ({"export_quantization_method": "aqlm"}, "gptq"),
 }
 

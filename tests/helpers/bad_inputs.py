@@ -87,8 +87,7 @@ PYTHON_313_MESSAGES = {
 
 
 def matches_stored_message(name: str, err: str, folder: Path) -> bool:
-    """Tell whether ``err`` is the stored output for the bad input of that name, with a dot for the working
-    directory."""
+    """Tell whether ``err`` is the stored output for that bad input, with a dot for the working directory."""
     for path, replacement in ((folder.resolve(), "."), (folder, "."), (Path(__file__).parents[2], "burnish")):
         err = err.replace(str(path), replacement)
     for newer, older in PYTHON_313_MESSAGES.items():

@@ -28,8 +28,7 @@ def openai_record(*turns: tuple[str, Any]) -> dict[str, Any]:
 
 
 def write(path: Path, records: Any) -> Path:
-    """Write records to a file, as JSON Lines or JSON by its suffix. Strings and bytes are written unchanged. Returns
-    the path."""
+    """Write records as JSON Lines or JSON, by the suffix. Strings and bytes are written unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(records, bytes):
         path.write_bytes(records)

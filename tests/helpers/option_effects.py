@@ -305,7 +305,7 @@ OPTION_EFFECTS: dict[str, Row] = {
     "use_adam_mini": Row(True, "weights", other_numbers),
 }  # fmt: skip
 
-# --- options that other tests cover ----------------------------------------------------------------------------------
+# --- options that other tests cover -----------------------------------------------------------------------------------
 
 TESTED_BY: dict[str, str] = {
     "crop_to_patches": "run/image_options: internvl_tiles_can_be_disabled",

@@ -29,8 +29,7 @@ WALK_THROUGH = """--stage sft --do_train True --model_name_or_path models/Qwen2-
 def make_model(
     folder: Path, dropout: float = 0.0, seed: int = 0, end: str = "<|im_end|>", dtype: str = "float32", **changes
 ) -> Path:  # fmt: skip
-    """Save a Llama with about ten thousand weights, and a byte-level tokenizer with ChatML tokens. Returns the
-    folder."""
+    """Save a Llama with about ten thousand weights, and a byte-level tokenizer with ChatML tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -67,8 +67,7 @@ def token_ids(rows: int = 2, length: int = 6, seed: int = 0) -> torch.Tensor:
 
 
 def tiny_tokenizer(**special):
-    """Return a word-level tokenizer with the vocabulary size of the tiny models. ``special`` overrides special
-    tokens."""
+    """Return a word-level tokenizer with the vocabulary of the tiny models. ``special`` overrides special tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

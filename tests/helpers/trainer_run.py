@@ -49,8 +49,7 @@ def arguments(folder, **options):
 
 
 def make_trainer(folder, kind=Trainer, model=None, train=None, trainer=None, **options):
-    """Return a trainer of the regression without progress output. ``trainer`` are further arguments of its
-    constructor."""
+    """Return a trainer of the regression without progress output. ``trainer`` are further constructor arguments."""
     result = kind(
         Regression() if model is None else model, arguments(folder, **options),
         train_dataset=points() if train is None else train, **(trainer or {}),

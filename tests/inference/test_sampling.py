@@ -175,8 +175,7 @@ def test_noise_keys_are_distinct() -> None:
 
 
 def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """Return the chi-square statistic in standard deviations from its mean. Tokens with an expected count below 10 are
-    counted together."""
+    """Return the statistic in standard deviations from its mean. Tokens with expected counts below 10 are merged."""
     expected_probabilities, number = probabilities * counts.sum(), counts.sum()
     is_frequent = expected_probabilities >= 10
     pairs = [*zip(counts[is_frequent].tolist(), expected_probabilities[is_frequent].tolist(), strict=True)]
@@ -205,8 +204,7 @@ def test_samples_follow_softmax_over_rows_samples_and_positions(vocabulary: int,
 @pytest.mark.parametrize("scale", [0, 0.1, 1, 3, 10, 100, 1e4])
 @pytest.mark.parametrize("vocabulary", [8, BLOCK, 4001])
 def test_sample_matches_plain_computation_in_float64(vocabulary: int, scale: float) -> None:
-    """Row by row: the block with the highest perturbed probability, then the token of the block with the highest
-    one."""
+    """Row by row: the block with the highest perturbed probability, then the token of that block."""
     generator = torch.Generator().manual_seed(vocabulary)
     words = [NoiseKey(5, ROLLOUT, int(scale), row=row).words(row) for row in range(40)]
     scores = torch.randn(len(words), vocabulary, generator=generator) * scale

@@ -31,8 +31,7 @@ def causal_sequences(lengths=LENGTHS):
 
 
 def reference(query, key, value, scores, lengths=LENGTHS):
-    """Return attention from one (T, T) matrix of scores in float64: a token attends to preceding tokens of its
-    sequence."""
+    """Return attention from one (T, T) matrix in float64: tokens attend to preceding ones of their sequence."""
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     positions = torch.arange(len(owner))
     distance = positions[:, None] - positions[None, :]
@@ -133,7 +132,7 @@ def test_masked_attention_accepts_both_mask_types():
     assert torch.equal(from_boolean, masked_attention(query, key, value, bias, Scores()))
 
 
-# --- the kernels of a GPU, tested on a CPU --------------------------------------------------------------------------
+# --- the kernels of a GPU, tested on a CPU ----------------------------------------------------------------------------
 
 
 def test_kernel_is_selected_by_its_capabilities(monkeypatch):

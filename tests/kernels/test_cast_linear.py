@@ -129,7 +129,7 @@ def test_layer_that_resembles_gpt2_conv1d_runs_its_own_code():
     assert torch.equal(layer(x), plain)
 
 
-# --- inputs that are recomputed -------------------------------------------------------------------------------------
+# --- inputs that are recomputed ---------------------------------------------------------------------------------------
 
 
 def gradients_of_gated_layer(may_recompute, saved=None):

@@ -110,7 +110,7 @@ def test_input_without_gradient_gets_none():
     assert all(layer.b.grad.abs().sum() > 0 for layer in lora_layers)
 
 
-# --- which layers are computed jointly ------------------------------------------------------------------------------
+# --- which layers are computed jointly --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_disabled_and_switched_adapters_are_respected(state, joint_counts):
     assert joint_counts == []
 
 
-# --- whole models -----------------------------------------------------------------------------------------------------
+# --- models -----------------------------------------------------------------------------------------------------------
 
 
 def gradients(model, is_checkpointed=False):
