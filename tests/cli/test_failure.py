@@ -272,10 +272,10 @@ def test_ctrl_c_in_prediction_reports_saved_answers(tmp_path, capsys):
 
 
 def test_unexpected_error_prints_a_line_and_saves_a_traceback(tmp_path, capsys):
-    def raise_key_error():
+    def fault():
         raise KeyError("q_proj")
 
-    status, text = explained_failure(capsys, exception_of(raise_key_error), tmp_path)
+    status, text = explained_failure(capsys, exception_of(fault), tmp_path)
     assert status == 1
     assert text.startswith("error: KeyError: 'q_proj'.\n")
     assert f"The traceback is in {tmp_path / TRACEBACK_NAME}" in text
